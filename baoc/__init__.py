@@ -1,0 +1,22 @@
+"""BAOC gives every block of a network the cheapest optimizer it can safely use, inside a memory and time budget.
+
+`BaocOptimizer` and `BaocStrategy` are resolved on first use, so importing the decision core stays free of torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from baoc.dropin import BaocOptimizer
+    from baoc.strategy import BaocStrategy
+
+__version__ = "0.1.0"
+__all__ = ["BaocOptimizer", "BaocStrategy", "__version__"]
+
+_LAZY = {"BaocOptimizer": "baoc.dropin", "BaocStrategy": "baoc.strategy"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'baoc' has no attribute {name!r}; it offers {', '.join(__all__)}")
+    return getattr(import_module(_LAZY[name]), name)

@@ -1,0 +1,15 @@
+"""Chooses one spec per block within the limits; sees Candidates only. Every allocator is one entry of ALLOCATORS."""
+
+from baoc.allocation.base import Allocator, NoFeasibleAllocation
+from baoc.allocation.exact import ExactAllocator
+from baoc.allocation.greedy import GreedyAllocator
+from baoc.allocation.lagrangian import LagrangianAllocator
+from baoc.allocation.random import RandomAllocator
+from baoc.allocation.uniform import UNIFORM
+
+ALLOCATORS: dict[str, Allocator] = {
+    allocator.name: allocator
+    for allocator in (ExactAllocator(), LagrangianAllocator(), GreedyAllocator(), RandomAllocator(), *UNIFORM)
+}
+
+__all__ = ["ALLOCATORS", "Allocator", "NoFeasibleAllocation"]

@@ -1,0 +1,124 @@
+"""Our own allocator: Lagrangian relaxation with one price per limit, in milliseconds, with a certified gap.
+
+At given prices every block chooses alone (one argmin over an array), and the sum is a lower bound of the risk of any
+feasible allocation. The best prices are found by simplex steps on the three-row Dantzig-Wolfe master program; the
+choices seen on the way are repaired into the limits, filled up and improved by swaps.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from baoc.allocation.base import Floats, Ints, Problem, least_risk, make_allocation, make_problem
+from baoc.allocation.feasible import find_feasible
+from baoc.allocation.moves import fill, repair, swap
+from baoc.types import Allocation, Candidate, Limits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dual:
+    """Where the master program ended: the bound, the price of a byte and of a second in risk, and choices to round."""
+
+    bound: float
+    byte_price: float
+    step_price: float
+    choices: tuple[Ints, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LagrangianAllocator:
+    """Least risk up to a gap that it certifies; `most_prices` bounds the search for prices, not the validity."""
+
+    name: str = "lagrangian"
+    description: str = "prices for bytes and seconds, then repair: milliseconds, reports its certified gap"
+    full: bool = False
+    most_prices: int = 100
+
+    def __call__(self, candidates: Mapping[str, Sequence[Candidate]], *, limits: Limits, seed: int = 0) -> Allocation:
+        problem = make_problem(candidates, limits=limits)
+        choice = least_risk(problem)
+        if problem.feasible(choice):
+            return make_allocation(problem, choice, allocator=self.name, bound=problem.totals(choice)[0])
+        start = find_feasible(problem)
+        dual = maximise(problem, start=start, most_prices=self.most_prices)
+        return make_allocation(problem, _round(problem, dual, start=start), allocator=self.name, bound=dual.bound)
+
+
+def maximise(problem: Problem, *, start: Ints, most_prices: int) -> Dual:
+    """The prices of the greatest lower bound, from a feasible `start`.
+
+    Master program: weights w of choices seen so far, min sum w risk with sum w = 1 and the mean excess over each limit
+    at most 0. Its dual variables are the prices; the choice that is best at those prices enters the basis.
+    """
+    limited = np.isfinite([problem.byte_limit, problem.step_limit])
+    units = np.array([1.0, _span(problem, problem.num_bytes), _span(problem, problem.step_s)])
+    unit_risk = _span(problem, problem.risk)
+    offsets = np.where(limited, [problem.byte_limit, problem.step_limit], 0.0)
+
+    def column(choice: Ints) -> tuple[Floats, float]:
+        risk, num_bytes, step_s = problem.totals(choice)
+        excess = np.where(limited, np.array([num_bytes, step_s]) - offsets, 0.0)
+        return np.array([1.0, *excess]) / units, risk / unit_risk
+
+    basis = np.eye(3)
+    basis[:, 0], first_cost = column(start)
+    costs = np.array([first_cost, 0.0, 0.0])
+    held: list[Ints | None] = [start, None, None]
+    bound, prices, last = -np.inf, np.zeros(2), start
+    for _ in range(most_prices):
+        value, *duals = np.linalg.solve(basis.T, costs)
+        trial = -np.array(duals)
+        if trial.min() < -1e-12:  # a slack enters: that limit does not bind
+            entering, cost, choice = np.eye(3)[1 + int(trial.argmin())], 0.0, None
+        else:
+            trial = np.maximum(trial, 0.0)
+            byte_price, step_price = trial * unit_risk / units[1:]
+            choice = _best_at(problem, byte_price=byte_price, step_price=step_price)
+            entering, cost = column(choice)
+            lower = cost + float(trial @ entering[1:])
+            if lower > bound:
+                bound, prices, last = lower, trial, choice
+            if lower >= value - 1e-9 * max(abs(value), 1e-9):
+                break
+        direction = np.linalg.solve(basis, entering)
+        weights = np.linalg.solve(basis, np.array([1.0, 0.0, 0.0]))
+        ratio = np.where(
+            direction > 1e-12, np.maximum(weights, 0.0) / np.where(direction > 1e-12, direction, 1.0), np.inf
+        )
+        leaving = int(ratio.argmin())
+        if not np.isfinite(ratio[leaving]):
+            break
+        basis[:, leaving], costs[leaving], held[leaving] = entering, cost, choice
+    byte_price, step_price = prices * unit_risk / units[1:]
+    seen = (last, *(choice for choice in held if choice is not None))
+    return Dual(bound=bound * unit_risk, byte_price=float(byte_price), step_price=float(step_price), choices=seen)
+
+
+def _span(problem: Problem, values: Floats) -> float:
+    """Sum over blocks of (largest - least): the unit in which the master program is well scaled."""
+    least = np.where(problem.valid, values, np.inf).min(axis=1)
+    most = np.where(problem.valid, values, -np.inf).max(axis=1)
+    return float((most - least).sum()) or 1.0
+
+
+def _best_at(problem: Problem, *, byte_price: float, step_price: float) -> Ints:
+    priced = problem.risk + byte_price * problem.num_bytes
+    if step_price:
+        priced += step_price * problem.step_s
+    return priced.argmin(axis=1)
+
+
+def _round(problem: Problem, dual: Dual, *, start: Ints) -> Ints:
+    """The best feasible choice that repair, fill and swap make of the choices at the best prices."""
+    prices = {"byte_price": dual.byte_price, "step_price": dual.step_price}
+    best, least = start, problem.totals(start)[0]
+    for choice in dual.choices:
+        repaired = choice if problem.feasible(choice) else repair(problem, choice)
+        if repaired is None:
+            continue
+        improved = swap(problem, fill(problem, repaired, **prices), **prices)
+        risk = problem.totals(improved)[0]
+        if risk < least:
+            best, least = improved, risk
+    return best

@@ -1,0 +1,53 @@
+"""A feasible allocation by chance that spends its budget: what an allocator must beat to have done anything."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from baoc.allocation.base import Ints, Problem, make_allocation, make_problem
+from baoc.allocation.feasible import find_feasible
+from baoc.types import Allocation, Candidate, Limits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomAllocator:
+    """Draws among all applicable candidates, dominated ones too, block by block in random order.
+
+    From a feasible start every block takes a random candidate that fits; then, in rounds, a random dearer one, until
+    none fits: so it is compared at equal bytes, and without limits it ends on the dearest spec. Same seed, same answer.
+    """
+
+    name: str = "random"
+    description: str = "a random feasible allocation that spends the budget, by seed"
+    full: bool = True
+
+    def __call__(self, candidates: Mapping[str, Sequence[Candidate]], *, limits: Limits, seed: int = 0) -> Allocation:
+        problem = make_problem(candidates, limits=limits)
+        rng = np.random.default_rng(seed)
+        choice = find_feasible(problem)
+        choice, _ = _round(problem, choice, rng=rng, dearer=False)
+        moved = True
+        while moved:
+            choice, moved = _round(problem, choice, rng=rng, dearer=True)
+        assert problem.feasible(choice), "a random allocation left the limits"
+        return make_allocation(problem, choice, allocator=self.name)
+
+
+def _round(problem: Problem, choice: Ints, *, rng: np.random.Generator, dearer: bool) -> tuple[Ints, bool]:
+    """Every block once, in random order, to a random candidate that fits; `dearer`: to one of more bytes only."""
+    choice = choice.copy()
+    _, num_bytes, step_s = problem.totals(choice)
+    moved = False
+    for block in rng.permutation(len(choice)):
+        more = problem.num_bytes[block] - problem.num_bytes[block, choice[block]]
+        later = problem.step_s[block] - problem.step_s[block, choice[block]]
+        fits = (num_bytes + more <= problem.byte_limit) & (step_s + later <= problem.step_limit * (1 - 1e-12))
+        fits &= problem.valid[block] & (more > 0 if dearer else True)
+        found = np.flatnonzero(fits)
+        if len(found):
+            choice[block] = rng.choice(found)
+            num_bytes += more[choice[block]]
+            step_s += later[choice[block]]
+            moved = True
+    return choice, moved

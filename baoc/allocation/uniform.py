@@ -1,0 +1,73 @@
+"""One spec everywhere, as its authors publish it: what every quality claim is compared with."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from baoc.allocation.base import NoFeasibleAllocation, make_allocation, make_problem
+from baoc.types import Allocation, Candidate, Limits, Role
+
+FALLBACK = "adamw"
+_OUTER = frozenset({Role.EMBEDDING, Role.HEAD, Role.NORM})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UniformAllocator:
+    """`spec` on every block where it applies, fp32 AdamW on the others and on `kept` roles; then no choice is left.
+
+    A block that may run neither gets its candidate of least risk. Raises NoFeasibleAllocation with its own totals.
+    """
+
+    name: str
+    spec: str
+    kept: frozenset[Role] = frozenset()
+    full: bool = True
+
+    @property
+    def description(self) -> str:
+        but = f", {FALLBACK} on {', '.join(sorted(self.kept))}" if self.kept else ""
+        return f"{self.spec} wherever it applies{but}, else {FALLBACK}"
+
+    def __call__(self, candidates: Mapping[str, Sequence[Candidate]], *, limits: Limits, seed: int = 0) -> Allocation:
+        problem = make_problem(candidates, limits=limits)
+        choice = np.array([self._pick(options) for options in problem.candidates], dtype=np.int64)
+        if not problem.feasible(choice):
+            _, num_bytes, step_s = problem.totals(choice)
+            raise NoFeasibleAllocation(least_state_bytes=int(num_bytes), least_step_s=step_s)
+        return make_allocation(problem, choice, allocator=self.name)
+
+    def _pick(self, options: Sequence[Candidate]) -> int:
+        by_spec = {candidate.spec: index for index, candidate in enumerate(options)}
+        if self.spec in by_spec and options[0].role not in self.kept:
+            return by_spec[self.spec]
+        if FALLBACK in by_spec:
+            return by_spec[FALLBACK]
+        return min(range(len(options)), key=lambda index: (options[index].risk.total, index))
+
+
+def _uniform(name: str, spec: str, *, kept: frozenset[Role] = frozenset()) -> UniformAllocator:
+    return UniformAllocator(name=f"uniform_{name}", spec=spec, kept=kept)
+
+
+UNIFORM: tuple[UniformAllocator, ...] = (
+    _uniform("adamw", "adamw"),
+    _uniform("bf16", "adamw_bf16"),
+    _uniform("adamw8bit", "adamw_int8"),
+    _uniform("adamw8bit_log", "adamw_int8_log"),
+    _uniform("rmsprop", "rmsprop"),
+    _uniform("rmsprop8bit", "rmsprop_int8"),
+    _uniform("shared_in", "adamw_shared_in", kept=frozenset({Role.NORM})),
+    _uniform("shared_out", "adamw_shared_out", kept=frozenset({Role.NORM})),
+    _uniform("adafactor", "adafactor"),
+    _uniform("adafactor_momentum", "adafactor_momentum"),
+    _uniform("lion", "lion"),
+    _uniform("lion8bit", "lion_int8"),
+    _uniform("signum", "signum"),
+    _uniform("signum8bit", "signum_int8"),
+    _uniform("foam", "foam_l2", kept=_OUTER),  # its authors leave embeddings and head to Adam
+    _uniform("foam8bit", "foam_l2_int8", kept=_OUTER),
+    _uniform("foam_l3", "foam_l3", kept=_OUTER),
+    _uniform("foam_l8", "foam_l8", kept=_OUTER),
+    _uniform("sign", "sign"),
+)

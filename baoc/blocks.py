@@ -1,0 +1,224 @@
+"""Parameters -> roles and blocks: the model is asked first, then the user's patterns, then layer and role.
+
+Decided from names, shapes and module types alone, so a plan can be made of a model that was never allocated.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from math import isfinite, log
+from typing import Literal
+
+from baoc.errors import BadInputError
+from baoc.types import Block, GradientStats, ParamInfo, Role
+
+By = Literal["layer_role", "layer", "role", "tensor", "model"]
+
+_EMBEDDING = re.compile(r"embed|position|cls_token|class_token|mask_token|^(wte|wpe|pos|patchify)$", re.IGNORECASE)
+_MODULATION = re.compile(r"adaln|ada_?ln|modulation|time_emb_proj|film", re.IGNORECASE)
+_HEAD = re.compile(r"^(lm_head|classifier|heads?|proj_out.*|final.*|conv_out|fc|score|output_projection)$")
+_ATTENTION = re.compile(r"attn|attention|^(q|k|v|o|qkv|out)_proj$|^(query|key|value|qkv)$", re.IGNORECASE)
+_MLP = re.compile(
+    r"mlp|ffn|feed_?forward|experts?$|^(ff|fc\d|w[123]|linear[12]|intermediate|(gate|up|down|gate_up)_proj)$",
+    re.IGNORECASE,
+)
+
+
+def role_of(name: str, *, shape: Sequence[int], module_type: str) -> Role:
+    """Role of the parameter `name`, held by a module of class `module_type`, from type, shape and enclosing names.
+
+    The innermost name that says attention or mlp wins: a feed-forward inside a module called attentions is an mlp.
+    """
+    if len(shape) < 2 or module_type.lower().endswith("norm"):
+        return Role.NORM
+    parts = name.split(".")
+    if any(_MODULATION.search(part) for part in parts) or re.search(r"norm\d*\.linear\.", name):
+        return Role.MODULATION  # the second is diffusers' AdaLayerNorm: a linear layer inside a norm
+    if module_type == "Embedding" or any(_EMBEDDING.search(part) for part in parts):
+        return Role.EMBEDDING
+    outside = parts[: next((i for i, part in enumerate(parts) if part.isdigit()), len(parts))]
+    if any(_HEAD.match(part) for part in outside):
+        return Role.HEAD  # a proj_out inside a numbered layer is not the network's
+    for part in reversed(parts):
+        if _ATTENTION.search(part):
+            return Role.ATTENTION
+        if _MLP.search(part):
+            return Role.MLP
+    if module_type.startswith("Conv") and module_type != "Conv1D":  # GPT-2's Conv1D is a linear layer
+        return Role.CONV
+    if module_type == "MultiheadAttention":
+        return Role.ATTENTION
+    return Role.MLP if "output" in parts and outside != parts else Role.OTHER  # BERT's layer.N.output.dense
+
+
+def partition(
+    params: Sequence[ParamInfo],
+    *,
+    declared: Mapping[str, Sequence[str]] | None = None,
+    patterns: Sequence[tuple[str, str]] = (),
+    by: By | str = "layer_role",
+) -> tuple[Block, ...]:
+    """Every parameter into exactly one block, in order of first appearance.
+
+    `declared` is the model's own answer (block -> parameter names). `patterns` are the user's (block name, glob or
+    regular expression) pairs: they override the model, the first match wins, and the block name may hold groups of the
+    expression (`layer\\1.attn`). What is left goes by `by`. Raises BadInputError for a pattern that decides nothing, a
+    parameter declared twice, an unknown `by`, and for no parameters at all.
+    """
+    if not params:
+        raise BadInputError(
+            "there is no trainable parameter to optimize: unfreeze one (requires_grad) or check the model"
+        )
+    if by not in _BY:
+        raise BadInputError(f"unknown blocks.by {by!r}: choose one of {', '.join(_BY)}")
+    assigned = _by_pattern(params, patterns=patterns)
+    for name, block in _by_declaration(params, declared=declared or {}).items():
+        assigned.setdefault(name, block)
+    members: dict[str, list[ParamInfo]] = {}
+    for param in params:
+        members.setdefault(assigned.get(param.name) or _BY[by](param), []).append(param)
+    blocks = tuple(_block(name, tuple(held)) for name, held in members.items())
+    _check(params, blocks=blocks)
+    return blocks
+
+
+def _layer_role(param: ParamInfo) -> str:
+    return param.role.value if param.depth is None else f"layer{param.depth}.{param.role}"
+
+
+_BY = {
+    "layer_role": _layer_role,
+    "layer": lambda param: param.role.value if param.depth is None else f"layer{param.depth}",
+    "role": lambda param: param.role.value,
+    "tensor": lambda param: param.name,
+    "model": lambda param: "model",
+}
+
+
+def _by_pattern(params: Sequence[ParamInfo], *, patterns: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """Parameter name -> block name for those that a pattern decides."""
+    assigned: dict[str, str] = {}
+    for block, pattern in patterns:
+        before = len(assigned)
+        for param in params:
+            if param.name not in assigned:
+                name = next((found for n in (param.name, *param.aliases) if (found := _match(n, block, pattern))), None)
+                if name is not None:
+                    assigned[param.name] = name
+        if len(assigned) == before:
+            raise BadInputError(
+                f"blocks.patterns: {pattern!r} (block {block!r}) matches no parameter that an earlier pattern left. It must "
+                f"match the whole name, as a glob (*.mlp.*) or a regular expression (.*\\.mlp\\..*); names are for example "
+                f"{', '.join(param.name for param in params[:3])}"
+            )
+    return assigned
+
+
+def _match(name: str, block: str, pattern: str) -> str | None:
+    """The block name if `pattern` matches all of `name`, as a regular expression (groups expanded) or as a glob."""
+    try:
+        match = re.fullmatch(pattern, name)
+        if match is not None:
+            return match.expand(block)
+    except (re.error, IndexError):  # a glob such as *.bias is not a regular expression
+        pass
+    return block if fnmatchcase(name, pattern) else None
+
+
+def _by_declaration(params: Sequence[ParamInfo], *, declared: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Parameter name -> block name by the model. Names of frozen parameters are passed over; a tied one counts once."""
+    owner = {name: param.name for param in params for name in (param.name, *param.aliases)}
+    assigned: dict[str, str] = {}
+    spelled: dict[str, str] = {}
+    for block, names in declared.items():
+        for name in names:
+            if spelled.setdefault(name, block) != block:
+                raise BadInputError(
+                    f"the model declares parameter {name!r} in two blocks, {spelled[name]!r} and {block!r}: "
+                    "parameter_blocks() must hold every parameter exactly once"
+                )
+            if name in owner:
+                assigned.setdefault(owner[name], block)
+    return assigned
+
+
+def _block(name: str, params: tuple[ParamInfo, ...]) -> Block:
+    """A block takes the role of most of its elements, and a depth only if all of it is in that layer."""
+    sizes: dict[Role, int] = {}
+    for param in params:
+        sizes[param.role] = sizes.get(param.role, 0) + param.numel
+    depths = {param.depth for param in params}
+    return Block(
+        name=name,
+        params=params,
+        role=max(sizes, key=lambda role: sizes[role]),
+        depth=depths.pop() if len(depths) == 1 else None,
+    )
+
+
+def _check(params: Sequence[ParamInfo], *, blocks: Sequence[Block]) -> None:
+    placed = [param.name for block in blocks for param in block.params]
+    twice = sorted({name for name in placed if placed.count(name) > 1}) if len(set(placed)) < len(placed) else []
+    if twice:
+        raise BadInputError(f"parameters given twice: {', '.join(twice)}: give every parameter once")
+    assert set(placed) == {param.name for param in params}, "a parameter is in no block"
+    named = [block.name for block in blocks if not block.name or "+" in block.name]
+    if named:
+        raise BadInputError(f"block names may not be empty or hold '+', which joins merged blocks; got {named}")
+
+
+def merge_similar(
+    blocks: Sequence[Block], *, stats: Mapping[str, GradientStats], penalty: float
+) -> tuple[tuple[str, ...], ...]:
+    """Names of neighbouring blocks whose statistics are alike, segment by segment; single ones too, in block order.
+
+    Neighbours are blocks of one role in consecutive layers. Per role, 1-D segmentation by dynamic programming minimises
+    dispersion within segments + `penalty` x segments; dispersion is the summed squared distance from the segment's mean
+    of log grad_rms, log noise, log coherence, anisotropy and spread. A block without statistics stays alone.
+    """
+    if penalty <= 0:
+        raise BadInputError(f"blocks.merge is {penalty}: give a positive penalty per segment, or null to merge nothing")
+    chains: dict[object, list[int]] = {}
+    for index, block in enumerate(blocks):
+        alone = block.depth is None or _features(stats.get(block.name)) is None
+        chains.setdefault(index if alone else block.role, []).append(index)
+    segments: list[tuple[int, ...]] = []
+    for chain in chains.values():
+        chain.sort(key=lambda index: (blocks[index].depth or 0, index))
+        points = [_features(stats.get(blocks[index].name)) or () for index in chain]
+        segments += [tuple(chain[i] for i in range(start, stop)) for start, stop in segment(points, penalty=penalty)]
+    return tuple(tuple(blocks[index].name for index in found) for found in sorted(segments))
+
+
+def _features(stats: GradientStats | None) -> tuple[float, ...] | None:
+    """What alikeness is judged by, on scales where a difference of 1 is large; None where a value is missing."""
+    if stats is None:
+        return None
+    values = [log(value) if value > 0 else float("nan") for value in (stats.grad_rms, stats.noise, stats.coherence)]
+    values += [stats.anisotropy, stats.spread]
+    return tuple(values) if all(isfinite(value) for value in values) else None
+
+
+def segment(points: Sequence[Sequence[float]], *, penalty: float) -> list[tuple[int, int]]:
+    """[start, stop) ranges that minimise summed squared distance from range means + penalty per range; exact, O(n^2).
+
+    Of equally good answers the one with longer last ranges is returned.
+    """
+    count = len(points)
+    best = [0.0] + [float("inf")] * count
+    cut = [0] * (count + 1)
+    for stop in range(1, count + 1):
+        total = [0.0] * len(points[0])
+        square = 0.0
+        for start in range(stop - 1, -1, -1):
+            total = [a + b for a, b in zip(total, points[start], strict=True)]
+            square += sum(value * value for value in points[start])
+            within = max(0.0, square - sum(value * value for value in total) / (stop - start))
+            if best[start] + within + penalty <= best[stop]:
+                best[stop], cut[stop] = best[start] + within + penalty, start
+    ranges: list[tuple[int, int]] = []
+    stop = count
+    while stop > 0:
+        ranges.append((cut[stop], stop))
+        stop = cut[stop]
+    return ranges[::-1]

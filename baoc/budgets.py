@@ -1,0 +1,167 @@
+"""What `budget=` accepts, on the command line and in Python alike, and the only place where presets are defined.
+
+A budget is a preset's name, a size (`7.5gb`), a state fraction (`state_25`, any percentage), a number (whole bytes, or a
+fraction of fp32 AdamW's state), a mapping with limits of one's own, or a Budget.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from difflib import get_close_matches
+from typing import Any, cast
+
+from baoc.errors import BadInputError
+from baoc.types import Budget
+from baoc.units import GIB, KIB, MIB, is_size, parse_size
+
+AUTO = "auto"  # what is free on the device; a limit only once `resolve_auto` has seen the device
+UNLIMITED = "unlimited"
+
+_CARDS_GB = (2, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 80)  # as on cards' labels, in GiB
+_STATE_PERCENT = (50, 25, 10)
+
+PRESETS: Mapping[str, Budget] = {
+    **{f"{size}gb": Budget(name=f"{size}gb", memory_bytes=size * GIB) for size in _CARDS_GB},
+    **{f"state_{part}": Budget(name=f"state_{part}", state_fraction=part / 100) for part in _STATE_PERCENT},
+    AUTO: Budget(name=AUTO),
+    UNLIMITED: Budget(name=UNLIMITED),
+}
+
+_STATE = re.compile(r"state_(\d+(?:\.\d+)?)")
+_MEMORY_KEYS = ("memory", "memory_bytes")
+_KEYS = ("name", *_MEMORY_KEYS, "state_fraction", "step_time")
+
+
+def parse_budget(given: str | int | float | Budget | Mapping[str, Any]) -> Budget:
+    """Any spelling of a budget -> Budget; BadInputError, which lists the spellings, on anything else.
+
+    An int is bytes of device memory, a float the fraction of fp32 AdamW's state bytes in (0, 1]. A mapping may hold
+    `name`, `memory` (a size or bytes; `memory_bytes` is the same), `state_fraction` and `step_time`.
+    """
+    if isinstance(given, Budget):
+        return _checked(given)
+    if isinstance(given, str):
+        return _parse_text(given)
+    if isinstance(given, bool) or not isinstance(given, int | float | Mapping):
+        raise _refusal(given)
+    if isinstance(given, int):
+        return _checked(Budget(name=_memory_name(given), memory_bytes=given))
+    if isinstance(given, float):
+        return _checked(Budget(name=_state_name(given), state_fraction=given))
+    return _parse_mapping(given)
+
+
+def resolve_auto(budget: Budget, *, free_bytes: int) -> Budget:
+    """`auto` -> a memory budget of `free_bytes`; any other budget as it is."""
+    is_open = budget.name == AUTO and budget.kind == "none"
+    return replace(budget, memory_bytes=free_bytes) if is_open else budget
+
+
+def spellings() -> str:
+    """One line that says what `budget=` takes, for messages and help."""
+    return f"a preset ({', '.join(PRESETS)}), a size such as 7.5gb or 300mb, or state_N for N % of AdamW's state"
+
+
+def _parse_text(text: str) -> Budget:
+    name = text.strip().lower()
+    if name in PRESETS:
+        return PRESETS[name]
+    if is_size(name):
+        compact = "".join(name.split())
+        return Budget(name=compact, memory_bytes=parse_size(compact))
+    if match := _STATE.fullmatch(name):
+        return _checked(Budget(name=name, state_fraction=float(match.group(1)) / 100))
+    raise _refusal(text)
+
+
+def _parse_mapping(given: Mapping[str, Any]) -> Budget:
+    if unknown := [str(key) for key in given if key not in _KEYS]:
+        close = get_close_matches(unknown[0], _KEYS, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise BadInputError(f"budget has no key {unknown[0]!r}{hint} It takes {', '.join(_KEYS)}")
+    sizes = [given[key] for key in _MEMORY_KEYS if given.get(key) is not None]
+    if len(sizes) > 1:
+        raise BadInputError("budget.memory and budget.memory_bytes are the same limit: give one of them")
+    memory_bytes = _memory_bytes(sizes[0]) if sizes else None
+    fraction, step_time = (_number(given, key) for key in ("state_fraction", "step_time"))
+    budget = Budget(
+        name=str(given.get("name") or ""), memory_bytes=memory_bytes, state_fraction=fraction, step_time=step_time
+    )
+    return replace(_checked(budget), name=_name(budget))
+
+
+def _memory_bytes(value: object) -> int:
+    if isinstance(value, str):
+        return parse_size(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    raise BadInputError(f"budget.memory={value!r} is no size: write 8gb, 7.5gb or 300mb, or whole bytes")
+
+
+def _number(given: Mapping[str, Any], key: str) -> float | None:
+    value = given.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise BadInputError(f"budget.{key}={value!r} is no number")
+    return float(value)
+
+
+def _name(budget: Budget) -> str:
+    """The name given, unless it is a preset's or a size's and says another limit than the budget has."""
+    if not budget.name:
+        return _derived_name(budget)
+    try:
+        named = _parse_text(budget.name)
+    except BadInputError:
+        return budget.name  # a name of the user's own
+    same = (named.memory_bytes, named.state_fraction) == (budget.memory_bytes, budget.state_fraction)
+    return named.name if same else _derived_name(budget)
+
+
+def _derived_name(budget: Budget) -> str:
+    if budget.memory_bytes is not None:
+        return _memory_name(budget.memory_bytes)
+    return _state_name(budget.state_fraction) if budget.state_fraction is not None else UNLIMITED
+
+
+def _memory_name(num_bytes: int) -> str:
+    for size, unit in ((GIB, "gb"), (MIB, "mb"), (KIB, "kb")):
+        text = f"{num_bytes / size:g}"
+        if num_bytes >= size and float(text) * size == num_bytes:
+            return f"{text}{unit}"
+    return f"{num_bytes}b"
+
+
+def _state_name(fraction: float) -> str:
+    return f"state_{fraction * 100:g}"
+
+
+def _checked(budget: Budget) -> Budget:
+    memory, fraction, step_time = budget.memory_bytes, budget.state_fraction, budget.step_time
+    if memory is not None and memory <= 0:
+        raise BadInputError(f"a memory budget of {memory} bytes holds nothing: give a positive size, such as 8gb")
+    if fraction is not None and not 0 < fraction <= 1:
+        raise BadInputError(
+            f"a state fraction of {fraction:g} is not allowed: it is a share of fp32 AdamW's state in (0, 1], as in "
+            "state_25; device memory is written with a unit (8gb) or as whole bytes"
+        )
+    if step_time is not None and not (step_time > 0 and math.isfinite(step_time)):
+        raise BadInputError(
+            f"budget.step_time={step_time:g} is not allowed: it is a ratio to a step with torch's fused AdamW, above 0, "
+            "such as 1.2; null does not limit time"
+        )
+    if memory is not None and fraction is not None:
+        raise BadInputError(
+            "a budget limits device memory or the state fraction, not both: choose budget=8gb or budget=state_25"
+        )
+    return budget
+
+
+def _refusal(given: object) -> BadInputError:
+    shown = cast(Any, given)
+    text = f"cannot read budget={shown}: it takes {spellings()}"
+    if isinstance(given, str) and (close := get_close_matches(given.lower(), PRESETS, n=1)):
+        text += f"; did you mean {close[0]}?"
+    return BadInputError(text)

@@ -1,0 +1,220 @@
+"""Checkpoints that are whole or absent: the newest ones and the best ones, written aside and renamed.
+
+Lightning's own writer builds the file in memory, moves it from the system's temporary folder (a copy, where that is
+another disk) and does not fsync; its ModelCheckpoint warns about folders that are not empty and keeps absolute paths.
+"""
+
+import errno
+import logging
+import os
+import shutil
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+from baoc.callbacks.trainer_state import accumulating, fast_dev_run, validation_follows
+from baoc.errors import BadInputError
+from baoc.tracking.checkpoints import CHECKPOINT_SCHEMA, FOLDER, LAST, META_KEY, SCHEMA_KEY, SUFFIX, load_checked
+from baoc.tracking.files import FULL, written_aside
+
+log = logging.getLogger(__name__)
+
+PLAIN = (torch.Tensor, torch.Size, torch.dtype, torch.device, int, float, complex, str, bytes, bool, type(None))
+
+
+class AsideCheckpointIO(TorchCheckpointIO):
+    """Writes aside in the same folder, fsyncs, renames; checks before loading. SafeCheckpoint puts it in place.
+
+    Raises OutputError on a full disk, CheckpointError for files that are missing, torn or damaged.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        assert storage_options is None, "local files only"
+        with written_aside(path) as file:
+            try:
+                torch.save(checkpoint, file)
+            except RuntimeError as error:
+                raise _full_disk(error) or error from error
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        """Anything that Lightning wrote, not only ours: a user may go on from a checkpoint of an earlier Trainer."""
+        return load_checked(path, ours=False, weights_only=weights_only is not False)
+
+
+class SafeCheckpoint(Checkpoint):
+    """Keeps `checkpoints/last.ckpt`, the `keep` newest and the `keep_best` best of a run.
+
+    `last.ckpt` is written every `every_n_steps` optimizer steps and at the end; null writes the end only. Where
+    validation is due after a step, the checkpoint is written after the validation, so that a resumed run does not skip
+    it. With `keep` above 1, older ones stay as `step_N.ckpt`. Best ones, `best_N.ckpt`, are written after validations
+    by `monitor` (`mode` min or max). `meta` describes the run and is found again by `resolve_resume(match=)`. `track`
+    wraps each writing, for whoever measures memory: `memory_monitor.track`.
+
+    Nothing is written on an exception: an interrupt may come in the middle of a step.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | os.PathLike[str],
+        *,
+        every_n_steps: int | None = None,
+        keep: int = 1,
+        monitor: str | None = None,
+        mode: str = "min",
+        keep_best: int = 1,
+        meta: Mapping[str, Any] | None = None,
+        track: Callable[[str], AbstractContextManager[Any]] | None = None,
+    ):
+        if mode not in ("min", "max"):
+            raise BadInputError(f"mode={mode!r} of a checkpoint is not allowed: choose min or max")
+        self.folder = Path(run_dir) / FOLDER
+        self.every_n_steps = every_n_steps
+        self.keep = keep
+        self.monitor = monitor
+        self.sign = 1.0 if mode == "min" else -1.0
+        self.keep_best = keep_best if monitor else 0
+        self.meta = dict(meta or {})
+        self.track = track or (lambda label: nullcontext())
+        self.best: dict[str, float] = {}  # file name -> monitored value
+        self._last_step = 0  # of the newest last.ckpt
+        self._written: tuple[int, Path] | None = None  # step and path of the newest file of any kind
+        self._warned = False
+
+    @property
+    def last_path(self) -> Path:
+        return self.folder / LAST
+
+    @property
+    def best_model_path(self) -> str:
+        """Path of the best checkpoint, "" while there is none; Lightning's `ckpt_path="best"` reads it."""
+        name = min(self.best, key=lambda name: self.sign * self.best[name], default=None)
+        return str(self.folder / name) if name else ""
+
+    # -- Lightning ------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+            trainer.strategy.checkpoint_io = AsideCheckpointIO()
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._last_step = trainer.global_step
+        self._written = None
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._is_due(trainer) and not validation_follows(trainer):
+            self._save_last(trainer)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.sanity_checking or trainer.state.fn != "fit" or fast_dev_run(trainer):
+            return
+        self._save_best(trainer)
+        if self._is_due(trainer) and not accumulating(trainer):
+            self._save_last(trainer)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.global_step > self._last_step and not fast_dev_run(trainer):
+            self._save_last(trainer)
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint[SCHEMA_KEY] = CHECKPOINT_SCHEMA
+        checkpoint[META_KEY] = dict(self.meta)
+        if not self._warned and (strange := unplain(checkpoint)):
+            self._warned = True
+            log.warning(
+                "the checkpoint holds %s, which a safe load refuses: keep tensors and plain values only in "
+                "hyperparameters and states, or the run cannot be resumed from it",
+                ", ".join(strange[:3]),
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": dict(self.best)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Best files of the run that is resumed count as far as they lie in this run's folder."""
+        self.best = {name: value for name, value in state_dict["best"].items() if (self.folder / name).is_file()}
+
+    # -- writing --------------------------------------------------------------------------------------------------
+
+    def _is_due(self, trainer: L.Trainer) -> bool:
+        step = trainer.global_step
+        if self.every_n_steps is None or fast_dev_run(trainer) or step == self._last_step:
+            return False
+        return step % self.every_n_steps == 0
+
+    def _save_last(self, trainer: L.Trainer) -> None:
+        if self.keep > 1 and self.last_path.is_file() and self._last_step:
+            self.last_path.replace(self.folder / f"step_{self._last_step:08d}{SUFFIX}")
+            self._prune(self.keep - 1)
+        self._last_step = trainer.global_step
+        self._write(trainer, self.last_path)
+
+    def _prune(self, keep: int) -> None:
+        for path in sorted(self.folder.glob(f"step_*{SUFFIX}"))[:-keep]:
+            path.unlink(missing_ok=True)
+
+    def _save_best(self, trainer: L.Trainer) -> None:
+        value = trainer.callback_metrics.get(self.monitor) if self.keep_best and self.monitor else None
+        if value is None or not torch.isfinite(value):
+            return
+        score = float(value)
+        ranked = sorted(self.best, key=lambda name: self.sign * self.best[name])
+        if len(ranked) >= self.keep_best and self.sign * score >= self.sign * self.best[ranked[self.keep_best - 1]]:
+            return
+        name = f"best_{trainer.global_step:08d}{SUFFIX}"
+        gone = [other for other in ranked[self.keep_best - 1 :] if other != name]
+        self.best = {other: self.best[other] for other in self.best if other not in gone} | {name: score}
+        self._write(trainer, self.folder / name)
+        for other in gone:
+            (self.folder / other).unlink(missing_ok=True)
+
+    def _write(self, trainer: L.Trainer, path: Path) -> None:
+        """A checkpoint of now at `path`: linked where this step's was written just before, under another name."""
+        if self._written is not None and self._written[0] == trainer.global_step and self._written[1].is_file():
+            _link(self._written[1], path)
+        else:
+            with self.track("checkpoint"):
+                trainer.save_checkpoint(path)
+        self._written = (trainer.global_step, path)
+
+
+def _link(source: Path, path: Path) -> None:
+    """`path` becomes `source`'s content: a hard link, or a copy where the file system has none."""
+    aside = path.with_name(f".{path.name}.link.tmp")
+    with suppress(FileNotFoundError):
+        aside.unlink()
+    try:
+        os.link(source, aside)
+        aside.replace(path)
+    except OSError:
+        with written_aside(path) as file, source.open("rb") as content:
+            shutil.copyfileobj(content, file)
+
+
+def _full_disk(error: BaseException) -> OSError | None:
+    """torch.save wraps the OSError of a full disk in a RuntimeError about positions; this finds it again."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in FULL:
+            return OSError(cause.errno, os.strerror(cause.errno or errno.ENOSPC))
+        cause = cause.__cause__ or cause.__context__
+    return None
+
+
+def unplain(value: Any, *, path: str = "") -> list[str]:
+    """Where a checkpoint holds something that `weights_only` loading refuses: `path (type)` of each."""
+    if isinstance(value, PLAIN):
+        return []
+    if type(value) in (dict, OrderedDict):
+        return [found for key, item in value.items() for found in unplain(item, path=f"{path}/{key}")]
+    if type(value) in (list, tuple, set):
+        return [found for index, item in enumerate(value) for found in unplain(item, path=f"{path}/{index}")]
+    return [f"{path[1:]} ({type(value).__name__})"]

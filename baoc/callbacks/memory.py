@@ -1,0 +1,200 @@
+"""Measures what DESIGN calls peak bytes, while the run goes on, and stops a run that holds more than it may."""
+
+import mmap
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+
+from baoc.callbacks.trainer_state import logs_now
+from baoc.errors import BudgetBreachedError
+from baoc.profiling.tracker import MemoryTracker
+from baoc.types import Budget
+from baoc.units import format_bytes, gib
+
+
+class MemoryMonitor(L.Callback):
+    """Peak device memory of a run, by the definition that README gives for its device.
+
+    On a CPU: the largest live storage bytes that operators see during the first `tracked_steps` optimizer steps (each
+    with all its micro-batches: forward, backward, step), the first validation batch, and whatever runs inside `track`
+    (migrations, checkpoints). `tracked` is True meanwhile, as tracking slows a step. On CUDA: `context_bytes` and the
+    most that the allocator reserved, the whole run long, and nothing is slowed.
+
+    `budget`'s memory limit is enforced where `enforce`: BudgetBreachedError ends the run (exit code 4). Place this
+    after StepMonitor, so that its own work is not timed. `peaks` says which part held how much.
+    """
+
+    def __init__(
+        self,
+        budget: Budget | None = None,
+        *,
+        tracked_steps: int = 3,
+        context_bytes: int = 0,
+        predicted_bytes: int | None = None,
+        enforce: bool = True,
+    ):
+        self.budget_bytes = budget.memory_bytes if budget is not None else None
+        self.budget_name = budget.name if budget is not None else ""
+        self.tracked_steps = tracked_steps
+        self.context_bytes = context_bytes
+        self.predicted_bytes = predicted_bytes
+        self.enforce = enforce
+        self.peaks: dict[str, int] = {}
+        self._tracker: MemoryTracker | None = None  # on a CPU only
+        self._device = torch.device("cpu")
+        self._first_step = 0
+        self._seen_validation: set[bool] = set()  # keyed by sanity checking: gradients are there only in training
+        self._label: str | None = None
+        self._slowed = False
+        self._trainer: L.Trainer | None = None
+
+    # -- what others read -----------------------------------------------------------------------------------------
+
+    @property
+    def tracked(self) -> bool:
+        """True if operators were followed since the batch began, so that its timing is not to be trusted."""
+        return self._slowed
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak so far; 0 before anything was measured."""
+        if self._device.type == "cuda":
+            return self.context_bytes + torch.cuda.max_memory_reserved(self._device)
+        return max(self.peaks.values(), default=0)
+
+    @contextmanager
+    def track(self, label: str) -> Iterator[None]:
+        """Measures what happens inside as `label`; inside another tracked part it counts there as well."""
+        outer = self._label
+        if self._tracker is None or outer is None:
+            self._enter(label)
+            try:
+                yield
+            finally:
+                self._exit()
+            return
+        self._note(outer)
+        self._tracker.reset_peak()
+        try:
+            yield
+        finally:
+            self._note(label)
+
+    def check_budget(self, *, during: str, step: int) -> None:
+        """Raises BudgetBreachedError if the peak so far is above the memory budget."""
+        held = self.peak_bytes
+        if not self.enforce or self.budget_bytes is None or held <= self.budget_bytes:
+            return
+        predicted = "" if self.predicted_bytes is None else f" ({format_bytes(self.predicted_bytes)} were predicted)"
+        raise BudgetBreachedError(
+            f"budget {self.budget_name} allows {format_bytes(self.budget_bytes)} ({self.budget_bytes} bytes), but "
+            f"{during} at step {step} held {format_bytes(held)} ({held} bytes){predicted}, "
+            f"{format_bytes(held - self.budget_bytes)} too much: lower micro_batch, or give a larger budget"
+        )
+
+    # -- Lightning ------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._trainer = trainer
+        self._device = trainer.strategy.root_device
+        self.peaks = {}
+        self._seen_validation = set()
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        else:
+            self._tracker = MemoryTracker(device=self._device)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._first_step = trainer.global_step  # not 0 after a resume
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._slowed = False
+        if trainer.global_step - self._first_step < self.tracked_steps:
+            self._enter("training", batch)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._exit()
+        logs = logs_now(trainer)
+        if self.tracked or logs:
+            self.check_budget(during="training", step=trainer.global_step)
+        if logs:
+            pl_module.log_dict(self.values())
+
+    def on_validation_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if trainer.sanity_checking not in self._seen_validation:
+            self._seen_validation.add(bool(trainer.sanity_checking))
+            self._enter("validation", batch)
+
+    def on_validation_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if self._label is not None:
+            self._exit()
+            self.check_budget(during="validation", step=trainer.global_step)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._exit()
+
+    def values(self) -> dict[str, float]:
+        """Metric keys and values as they are now."""
+        values = {"memory/peak_gib": gib(self.peak_bytes)}
+        if self.budget_bytes is not None:
+            values["budget/slack_gib"] = gib(self.budget_bytes - self.peak_bytes)
+        rss = resident_bytes()
+        if rss is not None:
+            values["memory/rss_gib"] = gib(rss)
+        return values
+
+    # -- tracking -------------------------------------------------------------------------------------------------
+
+    def _enter(self, label: str, *held: Any) -> None:
+        """Starts a tracked part with all that is alive by now: the module with its gradients, states, and the batch."""
+        if self._tracker is None or self._trainer is None:
+            return
+        self._tracker.prime(self._trainer.lightning_module, [o.state for o in self._trainer.optimizers], held)
+        self._tracker.reset_peak()
+        self._tracker.__enter__()
+        self._label = label
+        self._slowed = True
+
+    def _exit(self) -> None:
+        """Ends the tracked part, if there is one."""
+        if self._tracker is not None and self._label is not None:
+            self._tracker.__exit__(None, None, None)
+            self._note(self._label)
+            self._label = None
+
+    def _note(self, label: str) -> None:
+        assert self._tracker is not None
+        self.peaks[label] = max(self.peaks.get(label, 0), self._tracker.peak_bytes)
+
+
+def resident_bytes() -> int | None:
+    """The process's resident set now; its largest so far where the system does not tell the present one."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+    except (OSError, ValueError, IndexError):
+        pass
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

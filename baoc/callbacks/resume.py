@@ -1,0 +1,84 @@
+"""What an exact resume needs beyond Lightning's checkpoint: random number generators, and logs cut where it goes on."""
+
+import random
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from torch import Tensor
+
+from baoc.tracking.jsonl import JsonlLogger
+
+
+class RngState(L.Callback):
+    """Keeps Python's, NumPy's and torch's (CPU, and CUDA of the run's device) generators in the checkpoint.
+
+    They are put back when the first training batch starts, not when the checkpoint is loaded: Lightning restores
+    before loaders and sanity checks, which draw numbers too. Place it first among the callbacks, so that whatever
+    another callback draws at the start of a batch is drawn after. Loggers that can (`metrics.jsonl`) are told where the
+    run goes on, so that steps of a lost attempt are not counted twice.
+    """
+
+    def __init__(self) -> None:
+        self._pending: dict[str, Any] | None = None
+        self._device = torch.device("cpu")
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._device = trainer.strategy.root_device
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        for logger in trainer.loggers:
+            if isinstance(logger, JsonlLogger):
+                logger.resume_from(step=trainer.global_step)
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._pending is not None:
+            restore_rng(self._pending)
+            self._pending = None
+
+    def state_dict(self) -> dict[str, Any]:
+        # Saved again before any training step, a resumed run must hand on what it has not used yet.
+        return self._pending if self._pending is not None else capture_rng(self._device)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._pending = state_dict
+
+
+def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
+    """The global generators as tensors and plain numbers; CUDA's for `device` only, so no other is initialised."""
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    assert kind == "MT19937", f"NumPy's global generator is a {kind}, which cannot be saved"
+    state = {
+        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
+        "numpy": {
+            "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "cached": float(cached),
+        },
+        "torch": torch.get_rng_state(),
+    }
+    if device is not None and device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+        state["cuda_device"] = device.index or 0
+    return state
+
+
+def restore_rng(state: dict[str, Any]) -> None:
+    """Puts back what `capture_rng` took; a CUDA state is left out where there is no such device."""
+    python, numpy = state["python"], state["numpy"]
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    keys = numpy["keys"].numpy().astype(np.uint32)
+    np.random.set_state(("MT19937", keys, numpy["position"], numpy["has_gauss"], numpy["cached"]))
+    torch.set_rng_state(_bytes(state["torch"]))
+    if "cuda" in state and state["cuda_device"] < torch.cuda.device_count():
+        torch.cuda.set_rng_state(_bytes(state["cuda"]), state["cuda_device"])
+
+
+def _bytes(state: Tensor) -> Tensor:
+    """Generators want uint8 on the CPU, wherever the checkpoint was loaded to."""
+    return state.to(device="cpu", dtype=torch.uint8)

@@ -1,0 +1,128 @@
+"""Times optimizer steps, leaving out those that something else slowed: warm-up, memory tracking, profiling."""
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from baoc.callbacks.trainer_state import accumulating, logs_now
+
+
+class StepMonitor(L.Callback):
+    """Median milliseconds of an optimizer step and samples per second.
+
+    A step is all of its micro-batches, each from the start of the batch (on its device) to its end: forward, backward,
+    optimizer. Loading data, validation, checkpoints and logging are not part of it. The first `warmup_steps` and those
+    for which `leave_out()` is True are not counted. On CUDA, events are recorded and read only when logging, so no step
+    waits for the device.
+
+    `batch_size`: samples per micro-batch; by default the first dimension of the batch's first tensor. Place it before
+    MemoryMonitor.
+    """
+
+    def __init__(
+        self,
+        *,
+        warmup_steps: int = 5,
+        leave_out: Callable[[], bool] | None = None,
+        batch_size: int | None = None,
+    ):
+        self.warmup_steps = warmup_steps
+        self.leave_out = leave_out
+        self.batch_size = batch_size
+        self._steps_ms: list[float] = []
+        self._samples: list[int] = []
+        self._reset_step()
+        self._num_seen = 0
+        self._unread: list[tuple[list[tuple[torch.cuda.Event, torch.cuda.Event]], int]] = []
+        self._cuda = False
+
+    # -- what others read -----------------------------------------------------------------------------------------
+
+    @property
+    def num_timed(self) -> int:
+        return len(self._steps_ms)
+
+    @property
+    def step_ms(self) -> float:
+        """Median milliseconds per optimizer step; NaN while nothing was counted."""
+        self._read_events()
+        return median(self._steps_ms) if self._steps_ms else float("nan")
+
+    @property
+    def samples_per_s(self) -> float:
+        """Median samples per optimizer step over the median time of one; NaN while nothing was counted."""
+        step_ms = self.step_ms
+        return median(self._samples) / step_ms * 1e3 if self._steps_ms else float("nan")
+
+    # -- Lightning ------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._cuda = trainer.strategy.root_device.type == "cuda"
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._reset_step()
+        self._num_seen = 0
+        self._steps_ms, self._samples, self._unread = [], [], []
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._start = self._now()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._parts.append((self._start, self._now()))
+        self._step_samples += self.batch_size or num_samples(batch)
+        self._spoiled = self._spoiled or (self.leave_out is not None and self.leave_out())
+        if accumulating(trainer):
+            return
+        self._num_seen += 1
+        if self._num_seen > self.warmup_steps and not self._spoiled:
+            self._count()
+        self._reset_step()
+        if logs_now(trainer) and (self._steps_ms or self._unread):
+            pl_module.log_dict({"time/step_ms": self.step_ms, "throughput/samples_per_s": self.samples_per_s})
+
+    # -- timing ---------------------------------------------------------------------------------------------------
+
+    def _reset_step(self) -> None:
+        self._parts: list[tuple[Any, Any]] = []
+        self._step_samples = 0
+        self._spoiled = False
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _count(self) -> None:
+        if self._cuda:
+            self._unread.append((self._parts, self._step_samples))
+        else:
+            self._steps_ms.append(sum(end - start for start, end in self._parts) * 1e3)
+            self._samples.append(self._step_samples)
+
+    def _read_events(self) -> None:
+        """Waits for the last event, then reads all that were recorded since the last time."""
+        if self._unread:
+            self._unread[-1][0][-1][1].synchronize()
+        for parts, samples in self._unread:
+            self._steps_ms.append(sum(start.elapsed_time(end) for start, end in parts))
+            self._samples.append(samples)
+        self._unread = []
+
+
+def num_samples(batch: Any) -> int:
+    """Samples of a batch: the first dimension of its first tensor that has one; 0 where there is none."""
+    if isinstance(batch, Tensor):
+        return batch.shape[0] if batch.ndim else 0
+    values = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else ()
+    return next((size for size in map(num_samples, values) if size), 0)

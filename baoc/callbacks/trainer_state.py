@@ -1,0 +1,27 @@
+"""What callbacks ask of a Trainer that Lightning 2.6 has no public name for; the only place to mend for another one."""
+
+import lightning as L
+
+
+def fast_dev_run(trainer: L.Trainer) -> bool:
+    """True in a run that only tries the code out; it must leave no checkpoints."""
+    return bool(getattr(trainer, "fast_dev_run", False))
+
+
+def accumulating(trainer: L.Trainer) -> bool:
+    """True if the batch that has just ended was followed by no optimizer step."""
+    return trainer.fit_loop._should_accumulate()
+
+
+def logs_now(trainer: L.Trainer) -> bool:
+    """Whether Lightning will hand this batch's values to the loggers: each `log_every_n_steps`-th full step."""
+    every = int(getattr(trainer, "log_every_n_steps", 0))
+    if accumulating(trainer):
+        return False
+    return fast_dev_run(trainer) or (every > 0 and trainer.global_step % every == 0)
+
+
+def validation_follows(trainer: L.Trainer) -> bool:
+    """Whether Lightning will validate after the batch that has just ended."""
+    fetcher = trainer.fit_loop._data_fetcher
+    return fetcher is not None and trainer.fit_loop.epoch_loop._should_check_val_fx(fetcher)

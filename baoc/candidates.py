@@ -1,0 +1,165 @@
+"""Joins blocks and specs into candidates: what may run where, what it costs, what it risks, and what is dominated.
+
+Allocators see nothing but the candidates made here.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from baoc.catalogue import STORAGES
+from baoc.cost import cost
+from baoc.errors import BadInputError
+from baoc.risk import RiskModel
+from baoc.types import (
+    Axis,
+    Block,
+    Candidate,
+    LatencyTable,
+    OptimizerSpec,
+    Profile,
+    Risk,
+    Role,
+    RuleInfo,
+    StateKind,
+    StateLayout,
+    StorageScheme,
+)
+
+CandidateSets = dict[str, tuple[Candidate, ...]]
+
+
+def applies(
+    block: Block, *, spec: OptimizerSpec, rule: RuleInfo, keep_fp32_roles: Collection[Role | str] = ()
+) -> str | None:
+    """None if `spec` may run on `block`, else the reason why not, as a clause to be shown."""
+    if rule.hidden_only and block.role in (Role.EMBEDDING, Role.HEAD):
+        return f"{rule.name} is for hidden matrices, not for the {block.role}"
+    if block.role in keep_fp32_roles and not (spec.storage == "fp32" and _keeps_everything(rule)):
+        return f"{block.role} blocks stay on fp32 AdamW (catalogue.keep_fp32_roles)"
+    if rule.needs_matrix:
+        for param in block.params:
+            if param.matrix_shape is None:
+                return f"{rule.name} needs matrices, {param.name} has shape {param.shape}"
+    return _fold_reason(block, rule=rule)
+
+
+def _keeps_everything(rule: RuleInfo) -> bool:
+    """True for a rule with a whole m and a whole v."""
+    return {decl.kind for decl in rule.states if decl.layout is StateLayout.FULL} == set(StateKind)
+
+
+def _fold_reason(block: Block, *, rule: RuleInfo) -> str | None:
+    """A fold longer than its axis would average over padding: scaled down by it, and no cheaper than a shorter one."""
+    for decl in rule.states:
+        if decl.layout is not StateLayout.FOLDED:
+            continue
+        for param in block.params:
+            if param.matrix_shape is None:
+                return f"{rule.name} folds matrices, {param.name} has shape {param.shape}"
+            length = param.matrix_shape[1 if decl.axis is Axis.FAN_IN else 0]
+            if 2**decl.level > length:
+                return f"{rule.name} folds {2**decl.level} neighbours along {decl.axis}, {param.name} has {length}"
+    return None
+
+
+def build_candidates(
+    blocks: Sequence[Block],
+    *,
+    specs: Mapping[str, OptimizerSpec],
+    rules: Mapping[str, RuleInfo],
+    risk: RiskModel,
+    storages: Mapping[str, StorageScheme] = STORAGES,
+    profile: Profile | None = None,
+    weights: Mapping[str, float] | None = None,
+    latency: LatencyTable | None = None,
+    keep_fp32_roles: Collection[Role | str] = (),
+) -> CandidateSets:
+    """Every applicable candidate of every block, dominated ones too, by bytes ascending (then risk, seconds, row).
+
+    Raises BadInputError for a block on which no spec may run.
+    """
+    total = max(sum(block.numel for block in blocks), 1)
+    found: CandidateSets = {}
+    for block in blocks:
+        reasons = {
+            spec.name: applies(block, spec=spec, rule=rules[spec.rule], keep_fp32_roles=keep_fp32_roles)
+            for spec in specs.values()
+        }
+        made = [
+            _candidate(
+                block,
+                spec=spec,
+                rule=rules[spec.rule],
+                latency=latency,
+                predicted=risk(
+                    block=block,
+                    spec=spec,
+                    rule=rules[spec.rule],
+                    storage=storages[spec.storage],
+                    profile=profile,
+                    weights=weights or {},
+                    share=max(block.numel, 1) / total,  # an empty tensor still prefers AdamW
+                ),
+            )
+            for spec in specs.values()
+            if reasons[spec.name] is None
+        ]
+        if not made:
+            why = "; ".join(f"{spec}: {reason}" for spec, reason in reasons.items()) or "no spec was selected"
+            raise BadInputError(
+                f"no optimizer spec may run on block {block.name!r} ({why}): add one that runs anywhere to "
+                "catalogue.specs, for example adamw"
+            )
+        found[block.name] = tuple(sorted(made, key=_by_bytes))
+    return found
+
+
+def _candidate(
+    block: Block, *, spec: OptimizerSpec, rule: RuleInfo, latency: LatencyTable | None, predicted: Risk
+) -> Candidate:
+    spent = cost(block, spec=spec, rule=rule, latency=latency)
+    return Candidate(block=block.name, spec=spec.name, cost=spent, risk=predicted, role=block.role)
+
+
+def _by_bytes(candidate: Candidate) -> tuple[float, float, float, float]:
+    spent = candidate.cost
+    return (spent.state_bytes, candidate.risk.total, spent.step_s, spent.transfer_bytes)
+
+
+def undominated(candidates: Mapping[str, Sequence[Candidate]], *, with_time: bool = True) -> CandidateSets:
+    """Per block the candidates that no other one beats or equals in bytes, risk, traffic and (`with_time`) seconds.
+
+    Of equals the first stays.
+    """
+    return {name: _frontier(options, with_time=with_time) for name, options in candidates.items()}
+
+
+def _frontier(candidates: Sequence[Candidate], *, with_time: bool) -> tuple[Candidate, ...]:
+    kept: list[tuple[tuple[float, ...], Candidate]] = []
+    for candidate in sorted(candidates, key=_by_bytes):
+        num_bytes, risk, step_s, transfer = _by_bytes(candidate)
+        values = (num_bytes, risk, transfer, step_s if with_time else 0.0)
+        if not any(all(a <= b for a, b in zip(other, values, strict=True)) for other, _ in kept):
+            kept.append((values, candidate))
+    return tuple(candidate for _, candidate in kept)
+
+
+def candidate_rows(candidates: Mapping[str, Sequence[Candidate]], *, with_time: bool = True) -> list[dict[str, Any]]:
+    """One flat row per candidate for candidates.csv, with its risk terms in columns `risk/<term>`."""
+    rows: list[dict[str, Any]] = []
+    terms = sorted({term for options in candidates.values() for c in options for term in c.risk.terms})
+    for options in candidates.values():
+        kept = {candidate.spec for candidate in _frontier(options, with_time=with_time)}
+        for candidate in options:
+            row: dict[str, Any] = {
+                "block": candidate.block,
+                "role": candidate.role.value,
+                "spec": candidate.spec,
+                "state_bytes": candidate.cost.state_bytes,
+                "transfer_bytes": candidate.cost.transfer_bytes,
+                "step_s": candidate.cost.step_s,
+                "risk": candidate.risk.total,
+                "dominated": candidate.spec not in kept,
+            }
+            rows.append(row | {f"risk/{term}": candidate.risk.terms.get(term, 0.0) for term in terms})
+    return rows

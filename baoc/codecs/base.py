@@ -1,0 +1,65 @@
+"""What a codec is: how a state tensor of fp32 numbers is kept between two steps.
+
+Averages with a slow decay (v at beta2 = .999 moves .1 % per step, a quarter of half a bf16 or 8-bit step) stand still or
+ratchet upwards when they are rounded to nearest at every step, so encoding takes a `phase`: with it, rounding up or down
+is decided by a low-discrepancy sequence over steps and lanes, whose mean over steps is the exact value. No random state
+is involved: the same phase gives the same bits.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from baoc.types import CodecInfo
+
+LANES = 32
+# 1/p and 1/p^2 of p = 1.3247..., the plastic number: the two-dimensional additive sequence of least discrepancy known.
+_PER_STEP, _PER_LANE = 0.7548776662466927, 0.5698402909980532
+
+
+@runtime_checkable
+class Codec(Protocol):
+    """One way to keep a tensor. Objects are stateless and shared; the registry keeps one per name.
+
+    `parts` maps "" to the payload, which has the shape of the state, and ".scale" to the scales where there are any.
+    Zero comes back as exactly zero, a positive number kept as v never comes back as zero, and NaN or infinity is never
+    stored (NaN becomes 0, infinities the largest number the codec has). fp32 keeps whatever it is given.
+    """
+
+    @property
+    def info(self) -> CodecInfo: ...
+
+    @property
+    def in_place(self) -> bool:
+        """True if `decode` returns the stored tensor itself, so that writing to it is storing."""
+        ...
+
+    def allocate(self, shape: Sequence[int], device: torch.device | str) -> dict[str, Tensor]:
+        """Parts that decode to zeros; together exactly `info.nbytes(numel)` bytes."""
+        ...
+
+    def encode_(self, parts: dict[str, Tensor], values: Tensor, *, phase: int | None = None) -> None:
+        """Stores `values` (fp32, shape of the payload). `phase` None rounds to nearest; else see the module's text."""
+        ...
+
+    def decode(self, parts: dict[str, Tensor], shape: Sequence[int]) -> Tensor:
+        """The stored numbers as fp32 of `shape`."""
+        ...
+
+
+@lru_cache(maxsize=16)
+def lanes(phase: int, device: torch.device) -> Tensor:
+    """fp32[32] in (0, 1]: a fraction of at least this rounds up in step `phase`; one per element index modulo 32."""
+    steps = torch.arange(LANES, dtype=torch.float64, device="cpu") * _PER_LANE + phase * _PER_STEP
+    return (1 - torch.frac(steps)).to(torch.float32).clamp_(min=2**-24).to(device)
+
+
+def add_lanes_(flat: Tensor, pattern: Tensor) -> Tensor:
+    """Adds `pattern` ([32]) to a flat tensor, over and over along its elements; returns it."""
+    whole = flat.numel() // LANES * LANES
+    flat[:whole].view(-1, LANES).add_(pattern)
+    flat[whole:].add_(pattern[: flat.numel() - whole])
+    return flat

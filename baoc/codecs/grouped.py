@@ -1,0 +1,191 @@
+"""The 8-bit codecs: groups of 32 consecutive elements share a bf16 scale, and each element is one companded byte.
+
+Scales are bf16 because fp16 loses states below 1e-6 (METHODS 3), and rounded up so that |x| / scale is at most 1.
+Codes of m follow METHODS 3 (softsign) or a logarithm with a sign; codes of v are of s = sqrt(v), linear or logarithmic.
+"""
+
+from collections.abc import Sequence
+from math import log
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from baoc.catalogue import CODECS
+from baoc.codecs.base import LANES, lanes
+from baoc.types import CodecInfo
+
+_FP32_MAX = torch.finfo(torch.float32).max
+_TINY = torch.finfo(torch.float32).tiny
+# A running average keeps its scale while its largest element is within 13 % of it: a scale that moved by one bf16 step
+# at every step would round all 32 elements anew each time, and their errors would pile up.
+_KEEP_SCALE = 0.87
+
+
+class Grouped:
+    """Scales, groups and padding; a subclass maps numbers in [-1, 1] to codes and back."""
+
+    in_place = False
+    dtype: torch.dtype
+    largest: float  # no scale exceeds it, so that every code decodes to a finite number
+
+    def __init__(self, info: CodecInfo):
+        self.info = info
+
+    def allocate(self, shape: Sequence[int], device: torch.device | str) -> dict[str, Tensor]:
+        payload = torch.zeros(tuple(shape), dtype=self.dtype, device=device)
+        num_groups = -(-payload.numel() // LANES)
+        return {"": payload, ".scale": torch.zeros(num_groups, dtype=torch.bfloat16, device=device)}
+
+    def encode_(self, parts: dict[str, Tensor], values: Tensor, *, phase: int | None = None) -> None:
+        payload, kept_scale = parts[""], parts[".scale"]
+        if not payload.numel():
+            return
+        x = _groups(self.compress(values.nan_to_num(nan=0.0).reshape(-1)))
+        scale = round_up(x.abs().amax(1), largest=self.largest)
+        if phase is not None:
+            old = kept_scale.to(torch.float32)
+            top = scale.to(torch.float32)
+            scale = torch.where((top <= old) & (top >= _KEEP_SCALE * old), kept_scale, scale)
+        kept_scale.copy_(scale)
+        x = x.div_(scale.to(torch.float32).clamp_(min=_TINY).unsqueeze(1)).clamp_(-1, 1)
+        codes = self.quantise(x, lanes(phase, x.device) if phase is not None else None)
+        payload.view(-1).copy_(codes.view(-1)[: payload.numel()])
+
+    def decode(self, parts: dict[str, Tensor], shape: Sequence[int]) -> Tensor:
+        payload = parts[""]
+        if not payload.numel():
+            return torch.zeros(tuple(shape), dtype=torch.float32, device=payload.device)
+        x = self.restore(_groups(payload.view(-1)).to(torch.float32))
+        x = x.mul_(parts[".scale"].to(torch.float32).unsqueeze(1))
+        return self.expand(x.view(-1)[: payload.numel()]).view(tuple(shape))
+
+    def compress(self, values: Tensor) -> Tensor:
+        """Numbers -> what is scaled and coded."""
+        return values
+
+    def expand(self, values: Tensor) -> Tensor:
+        """The inverse of `compress`; may write to its argument."""
+        return values
+
+    def quantise(self, x: Tensor, threshold: Tensor | None) -> Tensor:
+        """[groups, 32] in [-1, 1] -> codes as fp32; a fraction of at least `threshold` ([32]) rounds up. May write to x."""
+        raise NotImplementedError
+
+    def restore(self, codes: Tensor) -> Tensor:
+        """The inverse of `quantise`; may write to its argument."""
+        raise NotImplementedError
+
+
+def _groups(flat: Tensor) -> Tensor:
+    """A flat tensor as [groups, 32], zero-padded."""
+    missing = -flat.numel() % LANES
+    return (pad(flat, (0, missing)) if missing else flat).view(-1, LANES)
+
+
+def round_up(values: Tensor, *, largest: float) -> Tensor:
+    """Non-negative fp32 -> the least bf16 that is not smaller, but at most `largest`."""
+    values = values.clamp(max=largest)
+    nearest = values.to(torch.bfloat16)
+    bits = nearest.view(torch.int16)
+    return torch.where(nearest.to(torch.float32) < values, bits + 1, bits).view(torch.bfloat16)
+
+
+def _stochastic(x: Tensor, threshold: Tensor | None) -> Tensor:
+    """Rounds to nearest, or up where the fraction reaches the threshold."""
+    return x.round_() if threshold is None else x.add_(1 - threshold).floor_()
+
+
+class _Momentum(Grouped):
+    dtype = torch.int8
+    largest = torch.finfo(torch.bfloat16).max
+
+
+class Softsign8(_Momentum):
+    """m as y = 2x / (1 + |x|), q = round(127 y); back x = y / (2 - |y|) (METHODS 3)."""
+
+    def quantise(self, x: Tensor, threshold: Tensor | None) -> Tensor:
+        return _stochastic(x.mul_(2 * 127).div_(1 + x.abs() / (2 * 127)), threshold)
+
+    def restore(self, codes: Tensor) -> Tensor:
+        y = codes.div_(127)
+        return y.div_(2 - y.abs())
+
+
+class Log8M(_Momentum):
+    """m as a sign and 127 magnitudes, 2^-16 (4.8 decades) to 1, 9 % apart; what is below half the least becomes 0."""
+
+    octaves = 16.0
+
+    def quantise(self, x: Tensor, threshold: Tensor | None) -> Tensor:
+        size = x.abs()
+        step = self.octaves / 126
+        code = _stochastic(size.clamp(min=_TINY).log2_().div_(step).add_(127), _warp(threshold, step))
+        code = torch.where(size < 2.0 ** -(self.octaves + 1), 0.0, code.clamp_(1, 127))
+        return code.copysign_(x)
+
+    def restore(self, codes: Tensor) -> Tensor:
+        size = codes.abs().sub_(127).mul_(self.octaves / 126).exp2_()
+        return torch.where(codes == 0, 0.0, size.copysign_(codes))
+
+
+class _SecondMoment(Grouped):
+    """v is coded as s = sqrt(v); a positive one never gets code 0, for the step divides by it."""
+
+    dtype = torch.uint8
+    largest = 1.83e19  # its square is finite in fp32
+
+    def compress(self, values: Tensor) -> Tensor:
+        return values.clamp(min=0).sqrt_()
+
+    def expand(self, values: Tensor) -> Tensor:
+        return values.square_()
+
+
+class Sqrt8(_SecondMoment):
+    """v as q = round(255 s / scale) (METHODS 3). With a phase, v itself keeps its mean, not s."""
+
+    def quantise(self, x: Tensor, threshold: Tensor | None) -> Tensor:
+        positive = x > 0
+        x = x.mul_(255)
+        if threshold is None:
+            code = x.round_()
+        else:
+            low = x.floor()
+            share = x.square_().sub_(low.square()).div_(2 * low + 1)  # of v between the squares of low and low + 1
+            code = low.add_(share >= threshold)
+        return torch.where(positive, code.clamp_(1, 255), 0.0)
+
+    def restore(self, codes: Tensor) -> Tensor:
+        return codes.div_(255)
+
+
+class Log8V(_SecondMoment):
+    """v as 255 sizes of s, 2^-20 (6 decades) to 1, 5.6 % apart. With a phase, v itself keeps its mean, not its log."""
+
+    octaves = 20.0
+
+    def quantise(self, x: Tensor, threshold: Tensor | None) -> Tensor:
+        step = self.octaves / 254
+        code = _stochastic(x.clamp(min=_TINY).log2_().div_(step).add_(255), _warp(threshold, 2 * step))
+        return torch.where(x > 0, code.clamp_(1, 255), 0.0)
+
+    def restore(self, codes: Tensor) -> Tensor:
+        size = (codes - 255).mul_(self.octaves / 254).exp2_()
+        return torch.where(codes == 0, 0.0, size)
+
+
+def _warp(threshold: Tensor | None, octaves: float) -> Tensor | None:
+    """Thresholds on a number between two neighbours `octaves` apart -> thresholds on its logarithm between theirs."""
+    if threshold is None:
+        return None
+    ratio = 2.0**octaves
+    return torch.log1p(threshold * (ratio - 1)) / log(ratio)
+
+
+GROUPED = (
+    Softsign8(CODECS["softsign8"]),
+    Sqrt8(CODECS["sqrt8"]),
+    Log8M(CODECS["log8m"]),
+    Log8V(CODECS["log8v"]),
+)

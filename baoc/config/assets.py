@@ -1,0 +1,35 @@
+"""Where conf/, experiments/ and sweeps/ lie: inside an installed wheel, or beside the package in a checkout."""
+
+from functools import cache
+from pathlib import Path
+
+from baoc.errors import BaocError
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+
+
+@cache
+def root() -> Path:
+    """The folder that holds conf/, experiments/ and sweeps/."""
+    for folder in (_PACKAGE / "_assets", _PACKAGE.parent):
+        if (folder / "conf" / "config.yaml").is_file():
+            return folder
+    raise BaocError(f"conf/config.yaml is neither in {_PACKAGE / '_assets'} nor beside the package: install baoc again")
+
+
+def conf() -> Path:
+    return root() / "conf"
+
+
+def options(group: str) -> dict[str, Path]:
+    """Name -> file of every option of a group of conf/, or of `experiments` or `sweeps`; none where there is none."""
+    folder = root() / group if group in ("experiments", "sweeps") else conf() / group
+    return {file.stem: file for file in sorted(folder.glob("*.yaml"))}
+
+
+def description(file: Path) -> str:
+    """The first comment of an option's file, which says in one line what it is."""
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if line.startswith("#") and "@package" not in line:
+            return line.lstrip("# ").strip()
+    return ""

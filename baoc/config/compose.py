@@ -1,0 +1,19 @@
+"""Compose a run from overrides without a command line: for tests, trial processes and notebooks."""
+
+from collections.abc import Sequence
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from omegaconf import DictConfig
+
+from baoc.config import assets
+from baoc.config.nodes import register
+
+VERSION_BASE = "1.3"
+
+
+def compose(overrides: Sequence[str] = ()) -> DictConfig:
+    """What `python run.py OVERRIDES` would compose. Raises Hydra's own errors; `problems.explain` words them."""
+    register(overrides)
+    with initialize_config_dir(config_dir=str(assets.conf()), version_base=VERSION_BASE, job_name="baoc"):
+        return hydra_compose(config_name="config", overrides=list(overrides))

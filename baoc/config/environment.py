@@ -1,0 +1,84 @@
+"""What a run was made with, for `env.json` and `result.json`: versions, commit, device, threads, arguments.
+
+Holds nothing that names the machine or its user.
+"""
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import baoc
+from baoc.config import assets
+
+SCHEMA = 1
+PACKAGES = ("torch", "lightning", "hydra-core", "omegaconf", "numpy", "scipy", "transformers", "optuna", "wandb", "triton")
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG")
+
+
+def environment(*, argv: Sequence[str], device: str) -> dict[str, Any]:
+    """`env.json` as plain values. `device` is what the configuration asks for; what there is stands beside it."""
+    return {
+        "schema": SCHEMA,
+        "baoc": baoc.__version__,
+        "commit": commit(),
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "versions": versions(),
+        "device": {"asked": device, **_devices()},
+        "variables": {name: os.environ[name] for name in _THREAD_VARIABLES if name in os.environ},
+        "argv": list(argv),
+    }
+
+
+def write_environment(path: Path, *, argv: Sequence[str], device: str) -> None:
+    text = json.dumps(environment(argv=argv, device=device), indent=2)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+@cache
+def commit() -> str:
+    """The commit of the checkout, `-dirty` where tracked files differ from it; `unknown` outside a checkout."""
+    root = assets.root()
+    if not (root / ".git").exists():
+        return "unknown"
+    head = _git("rev-parse", "HEAD", folder=root)
+    if head is None:
+        return "unknown"
+    changed = _git("status", "--porcelain", "--untracked-files=no", folder=root)
+    return f"{head}-dirty" if changed else head
+
+
+@cache
+def versions() -> dict[str, str]:
+    """Installed versions of what decides a run's numbers; packages that are absent are left out."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _git(*command: str, folder: Path) -> str | None:
+    try:
+        done = subprocess.run(("git", *command), cwd=folder, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _devices() -> dict[str, Any]:
+    import torch
+
+    return {
+        "cuda": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "cpu_threads": torch.get_num_threads(),
+        "cpu_count": os.cpu_count(),
+    }

@@ -1,0 +1,80 @@
+"""`--list NAME`: what there is, one line each, in plain columns."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from baoc.budgets import PRESETS
+from baoc.config import assets
+from baoc.config.strict import did_you_mean
+from baoc.errors import BadInputError
+
+Rows = list[tuple[str, str]]
+
+
+def lines(name: str) -> list[str]:
+    """The lines of `--list name`. Raises BadInputError that names the lists there are."""
+    if name not in LISTS:
+        hint = did_you_mean(name, LISTS)
+        raise BadInputError(f"--list {name}: there is no such list{hint}\nallowed: {', '.join(LISTS)}")
+    rows = LISTS[name]()
+    width = max((len(row[0]) for row in rows), default=0)
+    return [f"{key:<{width}}  {text}".rstrip() for key, text in rows]
+
+
+def _options(group: str) -> Callable[[], Rows]:
+    return lambda: [(option, assets.description(file)) for option, file in assets.options(group).items()]
+
+
+def _described(registry: Mapping[str, Any]) -> Rows:
+    return [(name, row.description) for name, row in registry.items()]
+
+
+def _budgets() -> Rows:
+    files = assets.options("budget")
+    rows = [(name, assets.description(files[name])) for name in PRESETS]
+    return [*rows, ("SIZE", "any size, such as 7.5gb or 300mb"), ("state_N", "N % of fp32 AdamW's optimizer state")]
+
+
+def _specs() -> Rows:
+    from baoc.catalogue import SPECS
+
+    return _described(SPECS)
+
+
+def _storages() -> Rows:
+    from baoc.catalogue import STORAGES
+
+    return _described(STORAGES)
+
+
+def _allocators() -> Rows:
+    from baoc.allocation import ALLOCATORS
+
+    return _described(ALLOCATORS)
+
+
+def _risks() -> Rows:
+    from baoc.risk import RISKS
+
+    return _described(RISKS)
+
+
+def _rules() -> Rows:
+    from baoc.rules import rule_infos
+
+    return _described(rule_infos())
+
+
+LISTS: dict[str, Callable[[], Rows]] = {
+    "specs": _specs,
+    "models": _options("model"),
+    "datasets": _options("dataset"),
+    "budgets": _budgets,
+    "experiments": _options("experiments"),
+    "sweeps": _options("sweeps"),
+    "allocators": _allocators,
+    "risks": _risks,
+    "rules": _rules,
+    "storages": _storages,
+    "lists": lambda: [(name, "") for name in LISTS],
+}

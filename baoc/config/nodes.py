@@ -1,0 +1,123 @@
+"""What Hydra cannot find in conf/ by itself: sizes used as a budget, and the files of experiments/ and sweeps/.
+
+Each becomes a ConfigStore node before composing, so `budget=7.5gb` and `experiments=NAME` work like any other option. A
+node of a name that conf/ has a file for would never be read.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+
+from baoc.budgets import PRESETS, parse_budget
+from baoc.config import assets
+from baoc.errors import BadInputError
+from baoc.types import Budget
+
+COLLECTIONS = ("experiments", "sweeps")
+
+
+def register(overrides: Sequence[str] = ()) -> None:
+    """Make every size that `overrides`, an experiment or a sweep names an option of `budget`; BadInputError if malformed.
+
+    Also registers the experiments and sweeps themselves and the resolvers that conf/ uses. Safe to call again.
+    """
+    register_resolvers()
+    register_budgets(budget_values(overrides))
+    for group in COLLECTIONS:
+        for name, file in assets.options(group).items():
+            node = _load(file)
+            register_budgets(_budgets_in(node))
+            ConfigStore.instance().store(group=group, name=name, node=node, package="_global_", provider="baoc")
+
+
+def register_budgets(values: Iterable[str]) -> None:
+    """ConfigStore nodes for those `values` that no file of conf/budget has."""
+    for value in values:
+        if value not in PRESETS:
+            node = budget_node(parse_budget(value))
+            ConfigStore.instance().store(group="budget", name=value, node=node, provider="baoc")
+
+
+def budget_node(budget: Budget) -> dict[str, Any]:
+    """A Budget as a file of conf/budget writes it."""
+    memory = f"{budget.memory_bytes}b" if budget.memory_bytes is not None else None
+    if memory is not None and budget.name and _is_size_of(budget.name, budget.memory_bytes):
+        memory = budget.name
+    return {
+        "name": budget.name,
+        "memory": memory,
+        "state_fraction": budget.state_fraction,
+        "step_time": budget.step_time,
+    }
+
+
+def budget_values(overrides: Sequence[str]) -> list[str]:
+    """The options that `overrides` ask of the group `budget`, those of a sweep one by one."""
+    values: list[str] = []
+    for text in overrides:
+        if not text.lstrip("+").startswith("budget="):
+            continue
+        try:
+            (override,) = OverridesParser.create().parse_overrides([text])
+        except HydraException:
+            continue  # composing will refuse it, with Hydra's own position of the fault
+        values += _values(override)
+    return values
+
+
+def register_resolvers() -> None:
+    OmegaConf.register_new_resolver("baoc.job_folder", job_folder, replace=True)
+
+
+def job_folder(num: int, summary: str) -> str:
+    """`0_budget=4gb`: the folder of a multirun's job, from its number and its overrides, safe in any file system."""
+    safe = "".join(char if char.isalnum() or char in "_.=,+-" else "-" for char in summary)
+    return f"{num}_{safe[:80]}".rstrip("_.")
+
+
+def _values(override: Override) -> list[str]:
+    if override.is_sweep_override():
+        if not override.is_discrete_sweep():
+            return []
+        sweep = override.sweep_string_iterator()
+        return [_unquoted(value) for value in sweep]
+    value = override.value()
+    return [] if value is None else [_unquoted(str(value))]
+
+
+def _unquoted(text: str) -> str:
+    return text[1:-1] if len(text) >= 2 and text[0] == text[-1] and text[0] in "'\"" else text
+
+
+def _load(file: Path) -> dict[str, Any]:
+    try:
+        node = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise BadInputError(f"{file.parent.name}/{file.name} is no valid YAML: {error}") from error
+    if not isinstance(node, dict):
+        raise BadInputError(f"{file.parent.name}/{file.name} must hold keys and values, as conf/config.yaml does")
+    return node
+
+
+def _budgets_in(node: Any) -> Iterator[str]:
+    """Every budget that a composed file names, in its defaults list or among a sweeper's parameters."""
+    entries = node.items() if isinstance(node, dict) else [(None, entry) for entry in node]
+    for key, value in entries:
+        if isinstance(value, dict | list):
+            yield from _budgets_in(value)
+        elif isinstance(value, str) and str(key).split("/")[-1].removeprefix("override ") == "budget":
+            yield from budget_values([f"budget={value}"])
+
+
+def _is_size_of(name: str, num_bytes: int | None) -> bool:
+    try:
+        return parse_budget(name).memory_bytes == num_bytes
+    except BadInputError:
+        return False

@@ -1,0 +1,82 @@
+"""Hydra's composition errors in this project's words: what was given, what is allowed, what to do."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+
+from baoc.budgets import spellings
+from baoc.config.from_hydra import to_conf
+from baoc.config.nodes import COLLECTIONS
+from baoc.config.schema import RunConfig
+from baoc.config.strict import did_you_mean, unknown_key
+from baoc.config.trainer_arguments import TRAINER_OWNED
+from baoc.errors import BadInputError
+
+_NEEDS_MULTIRUN = re.compile(r"(?:Ambiguous value for argument|Sweep parameters) '(.*?)'(?:\n| requires)", re.DOTALL)
+
+
+def explain(error: BaseException) -> BadInputError | None:
+    """What Hydra refused, as a BadInputError; None for what is none of its refusals."""
+    if isinstance(error, ValueError) and "Config group override must be" in str(error):
+        return BadInputError("a group cannot be null: choose one of its options, such as budget=unlimited")
+    if not isinstance(error, HydraException):
+        return None
+    if isinstance(error, MissingConfigException):
+        return _missing_option(error)
+    if isinstance(error, OverrideParseException):
+        fault = str(error).split("\nSee http")[0].splitlines()[-1]
+        return BadInputError(
+            f"cannot read {error.override!r}: {fault}\n"
+            "write group=option or group.key=value; quote a value that holds , = or spaces, as in 'name=\"a,b\"'"
+        )
+    return _refused_override(str(error)) or BadInputError(_with_cause(error))
+
+
+def _missing_option(error: MissingConfigException) -> BadInputError:
+    group, _, option = (error.missing_cfg_file or "").rpartition("/")
+    if not group or error.options is None:
+        return BadInputError(f"no configuration {error.missing_cfg_file!r}: {str(error).splitlines()[0]}")
+    what = group.removesuffix("s") if group in COLLECTIONS else group
+    text = f"{group}={option}: there is no such {what}{did_you_mean(option, error.options)}"
+    allowed = spellings() if group == "budget" else ", ".join(error.options)
+    return BadInputError(f"{text}\nallowed: {allowed}")
+
+
+def _refused_override(text: str) -> BadInputError | None:
+    if match := _NEEDS_MULTIRUN.search(text):
+        return BadInputError(f"{match.group(1)} names several values: add -m to make one run for each of them")
+    if match := re.match(r"Could not append to config. An item is already at '(.*?)'", text):
+        key = match.group(1)
+        return BadInputError(f"{key} is there already: write {key}=VALUE, without a +")
+    if match := re.match(r"Could not delete from config. '(.*?)'", text):
+        return BadInputError(f"~{match.group(1)} removes what is not there")
+    if match := re.match(r"Could not override '(.*?)'", text):
+        key = match.group(1)
+        return None if key.startswith("hydra.") else _unknown(key)
+    return None
+
+
+def _unknown(key: str) -> BadInputError:
+    """The refusal of a key, next to those that its group has."""
+    if key in COLLECTIONS:
+        return BadInputError(f"there are no {key} yet: the folder {key}/ holds no yaml file")
+    group, _, leaf = key.partition(".")
+    if group == "trainer" and leaf in TRAINER_OWNED:
+        return BadInputError(f"trainer.{leaf} is decided by BAOC: {TRAINER_OWNED[leaf]}")
+    keys: Any = {**to_conf(RunConfig()), **dict.fromkeys((*COLLECTIONS, "debug"))}
+    path: list[str] = []
+    for part in key.split("."):
+        if not isinstance(keys, Mapping):
+            return BadInputError(f"unknown key {key}: {'.'.join(path)} is a value, not a group of keys")
+        if part not in keys:
+            return unknown_key(part, allowed=keys, path=".".join(path))
+        keys = keys[part]
+        path.append(part)
+    return BadInputError(f"{key} cannot be set here: it is missing from this composition")
+
+
+def _with_cause(error: HydraException) -> str:
+    lines = [str(error).strip(), str(error.__cause__ or "").strip()]
+    return "\n".join(dict.fromkeys(line for line in lines if line))

@@ -1,0 +1,241 @@
+"""What a run is, as frozen values: one dataclass per group of conf/, and `RunConfig` that holds them all.
+
+Free of Hydra and torch. A field's type is what `strict.build` checks; a field's default is what conf/ writes again, so
+that a RunConfig can also be made in a test without composing. Checks of one value sit in its own `__post_init__`.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from baoc.config.strict import require
+from baoc.config.trainer_arguments import TrainerConfig
+from baoc.errors import BadInputError
+from baoc.types import Budget
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskConfig:
+    """What is learned: the loss and metric of `baoc.tasks`, named by the model unless said otherwise."""
+
+    name: str = "vision"
+    label_smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(0 <= self.label_smoothing < 1, "task.label_smoothing", self.label_smoothing, "at least 0 and below 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which network. `options` are the model's own (MODEL_OPTIONS), written beside `size` on the command line."""
+
+    name: str = "vit"
+    task: str = "vision"
+    size: str = "auto"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetConfig:
+    """Which data. `path` is where it lies; null takes what is embedded in the package.
+
+    `split_seed` is apart from the run's seed, so that runs of several seeds are judged on the same samples.
+    """
+
+    name: str = "digits"
+    path: str | None = None
+    val_fraction: float = 0.2
+    split_seed: int = 0
+
+    def __post_init__(self) -> None:
+        require(0 < self.val_fraction < 1, "dataset.val_fraction", self.val_fraction, "above 0 and below 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlocksConfig:
+    """How parameters become blocks: the model's own declaration first, then `patterns`, then `by`.
+
+    `patterns` are (block name, regular expression or glob) pairs, first match wins. `merge` is the penalty per segment
+    of the dynamic program that merges neighbours that behave alike; null merges nothing.
+    """
+
+    by: Literal["layer_role", "layer", "role", "tensor", "model"] = "layer_role"
+    patterns: tuple[tuple[str, str], ...] = ()
+    merge: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.merge is not None:
+            require(self.merge > 0, "blocks.merge", self.merge, "a positive penalty, or null to merge nothing")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CatalogueConfig:
+    """Which specs the allocator may choose from (names or globs), and the roles that stay on fp32 AdamW."""
+
+    specs: tuple[str, ...] = ("*",)
+    keep_fp32_roles: tuple[str, ...] = ("embedding", "head", "norm")
+
+    def __post_init__(self) -> None:
+        require(bool(self.specs), "catalogue.specs", list(self.specs), "at least one name or pattern")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RiskConfig:
+    """Which risk model, and the weight of each of its terms (missing ones count 1)."""
+
+    name: str = "prior"
+    weights: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for term, weight in self.weights.items():
+            require(weight >= 0, f"risk.weights.{term}", weight, "zero or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllocatorConfig:
+    name: str = "exact"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReallocationConfig:
+    """When the allocation is chosen anew. Steps are optimizer steps.
+
+    `warmup_steps`: profiled before the first reallocation. `interval`: between later ones (interval, drift).
+    `drift_threshold`: relative change of a block's statistics that counts as drift. `min_gain`: the share of the
+    total risk that a proposal must save to be worth its moves.
+    """
+
+    mode: Literal["off", "once", "interval", "drift"] = "once"
+    warmup_steps: int = 40
+    interval: int = 100
+    drift_threshold: float = 0.5
+    min_gain: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(self.warmup_steps >= 2, "reallocation.warmup_steps", self.warmup_steps, "2 or more (step 0 is skipped)")
+        require(self.interval >= 1, "reallocation.interval", self.interval, "1 or more steps")
+        require(self.drift_threshold > 0, "reallocation.drift_threshold", self.drift_threshold, "above 0")
+        require(0 <= self.min_gain < 1, "reallocation.min_gain", self.min_gain, "at least 0 and below 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimConfig:
+    """What every rule shares. `warmup_fraction` of the steps rise linearly to `lr`, then `schedule` goes on.
+
+    `nonfinite`: what a NaN or infinity in a gradient costs: its element, its step, or the run.
+    """
+
+    lr: float = 3e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 1e-2
+    warmup_fraction: float = 0.1
+    schedule: Literal["cosine", "constant"] = "cosine"
+    backend: Literal["auto", "eager"] = "auto"
+    nonfinite: Literal["skip_element", "skip_step", "raise"] = "skip_element"
+
+    def __post_init__(self) -> None:
+        require(self.lr > 0, "optim.lr", self.lr, "above 0")
+        require(all(0 <= beta < 1 for beta in self.betas), "optim.betas", list(self.betas), "two numbers in [0, 1)")
+        require(self.eps > 0, "optim.eps", self.eps, "above 0")
+        require(self.weight_decay >= 0, "optim.weight_decay", self.weight_decay, "zero or more")
+        require(0 <= self.warmup_fraction < 1, "optim.warmup_fraction", self.warmup_fraction, "in [0, 1)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WandbConfig:
+    """`mode=auto`: online where there is a key, else offline; the run never waits for a network."""
+
+    project: str = "baoc"
+    entity: str | None = None
+    mode: Literal["auto", "online", "offline", "disabled"] = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggerConfig:
+    """Loggers beside `metrics.jsonl`, which is always written."""
+
+    names: tuple[Literal["jsonl", "csv", "wandb"], ...] = ("jsonl",)
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    """`every_n_steps`: null writes the last step only. `keep`: how many of the newest stay."""
+
+    every_n_steps: int | None = None
+    keep: int = 1
+
+    def __post_init__(self) -> None:
+        if self.every_n_steps is not None:
+            require(self.every_n_steps >= 1, "checkpoint.every_n_steps", self.every_n_steps, "1 or more, or null")
+        require(self.keep >= 1, "checkpoint.keep", self.keep, "1 or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """One run, whole: what `baoc.train.run` is given and what `config.yaml` in the run folder says."""
+
+    name: str = "run"
+    seed: int = 0
+    mode: Literal["train", "eval", "plan"] = "train"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    resume: str | None = None  # null | auto | path of a run folder or checkpoint
+    objective: Literal["quality", "throughput", "balanced"] = "quality"
+    batch_size: int = 64  # global: samples per optimizer step
+    micro_batch: int | None = None  # samples per forward; null is batch_size
+    task: TaskConfig = field(default_factory=TaskConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    budget: Budget = field(default_factory=lambda: Budget(name="unlimited"))
+    blocks: BlocksConfig = field(default_factory=BlocksConfig)
+    catalogue: CatalogueConfig = field(default_factory=CatalogueConfig)
+    risk: RiskConfig = field(default_factory=RiskConfig)
+    allocator: AllocatorConfig = field(default_factory=AllocatorConfig)
+    reallocation: ReallocationConfig = field(default_factory=ReallocationConfig)
+    trainer: TrainerConfig = field(default_factory=lambda: TrainerConfig(max_steps=400, gradient_clip_val=1.0))
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    def __post_init__(self) -> None:
+        named = re.fullmatch(r"[\w.,=+-]+", self.name) is not None
+        require(named, "name", self.name, "letters, digits and . , = + - _ only, as it names the run folder")
+        require(0 <= self.seed < 2**32, "seed", self.seed, "a whole number from 0 to 4294967295")
+        require(self.batch_size >= 1, "batch_size", self.batch_size, "1 or more samples")
+        if self.micro_batch is not None:
+            require(self.micro_batch >= 1, "micro_batch", self.micro_batch, "1 or more samples, or null")
+            if self.batch_size % self.micro_batch:
+                raise BadInputError(
+                    f"micro_batch={self.micro_batch} does not divide batch_size={self.batch_size}, so their quotient is "
+                    "no number of accumulation steps: choose a micro_batch that divides, or null for no accumulation"
+                )
+        if self.objective != "quality":
+            raise BadInputError(
+                f"objective={self.objective} is not implemented yet: allowed is objective=quality, the least predicted "
+                "loss of quality within the budget; a step_time limit (budget.step_time=1.2) bounds the time"
+            )
+        if self.mode == "eval" and self.resume is None:
+            raise BadInputError("mode=eval evaluates a checkpoint: name it with resume=PATH, or resume=auto")
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Samples per forward and backward."""
+        return self.batch_size if self.micro_batch is None else self.micro_batch
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches per optimizer step."""
+        return self.batch_size // self.micro_batch_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VitOptions:
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(0 <= self.dropout < 1, "model.dropout", self.dropout, "at least 0 and below 1")
+
+
+MODEL_OPTIONS: Mapping[str, type] = {"vit": VitOptions}

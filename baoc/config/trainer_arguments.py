@@ -1,0 +1,70 @@
+"""Lightning's Trainer arguments as conf/trainer has them: which are passed through, and which BAOC decides itself."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from baoc.config.strict import require
+
+TRAINER_OWNED: Mapping[str, str] = {
+    "accelerator": "set device=auto|cpu|cuda",
+    "accumulate_grad_batches": "set micro_batch: accumulation is batch_size / micro_batch",
+    "barebones": "it would switch off what a budget needs",
+    "callbacks": "use BaocStrategy in a Trainer of your own",
+    "default_root_dir": "set hydra.run.dir",
+    "devices": "one device per run until several are supported",
+    "enable_autolog_hparams": "config.yaml in the run folder holds every value",
+    "enable_checkpointing": "set checkpoint.every_n_steps and checkpoint.keep",
+    "fast_dev_run": "use debug=fast_dev",
+    "limit_predict_batches": "a run trains and validates only",
+    "limit_test_batches": "a run trains and validates only",
+    "logger": "use logger=jsonl|csv|wandb",
+    "model_registry": "use BaocStrategy in a Trainer of your own",
+    "num_nodes": "one device per run until several are supported",
+    "plugins": "use BaocStrategy in a Trainer of your own",
+    "strategy": "BAOC is the strategy; use BaocStrategy in a Trainer of your own for another wrapping",
+    "sync_batchnorm": "one device per run until several are supported",
+    "use_distributed_sampler": "one device per run until several are supported",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerConfig:
+    """Lightning's Trainer arguments under their own names and defaults, passed through as they are.
+
+    Arguments that BAOC decides are in TRAINER_OWNED, each with what to set instead.
+    """
+
+    precision: int | str | None = None
+    max_epochs: int | None = None
+    min_epochs: int | None = None
+    max_steps: int = -1
+    min_steps: int | None = None
+    max_time: str | None = None
+    limit_train_batches: int | float | None = None
+    limit_val_batches: int | float | None = None
+    overfit_batches: int | float = 0.0
+    val_check_interval: int | float | None = None
+    check_val_every_n_epoch: int | None = 1
+    num_sanity_val_steps: int | None = None
+    log_every_n_steps: int | None = None
+    enable_progress_bar: bool | None = None
+    enable_model_summary: bool | None = None
+    gradient_clip_val: int | float | None = None
+    gradient_clip_algorithm: Literal["norm", "value"] | None = None
+    deterministic: bool | Literal["warn"] | None = None
+    benchmark: bool | None = None
+    inference_mode: bool = True
+    profiler: str | None = None
+    detect_anomaly: bool = False
+    reload_dataloaders_every_n_epochs: int = 0
+
+    def __post_init__(self) -> None:
+        require(self.max_steps == -1 or self.max_steps >= 1, "trainer.max_steps", self.max_steps, "1 or more, or -1")
+        if self.gradient_clip_val is not None:
+            clip = self.gradient_clip_val
+            require(clip >= 0, "trainer.gradient_clip_val", clip, "zero or more, or null for no clipping")
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments for `lightning.Trainer`."""
+        return {item.name: getattr(self, item.name) for item in fields(self)}

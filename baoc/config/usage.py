@@ -1,0 +1,51 @@
+"""`--help`: how a run is asked for, every group with its options, every value as composed.
+
+Written here because Hydra's own help reads the whole of conf/ again for each group, which takes most of a second.
+"""
+
+from collections.abc import Sequence
+
+from omegaconf import OmegaConf
+
+from baoc.config import assets
+from baoc.config.compose import compose
+from baoc.config.listing import LISTS
+from baoc.config.nodes import COLLECTIONS
+
+_HEAD = """\
+BAOC gives every block of a network the cheapest optimizer it can safely use, inside a memory and time budget.
+
+  python run.py model=vit budget=8gb                    train inside 8 GiB
+  python run.py -m budget=state_50,state_25,state_10    one run per budget, then the frontier
+  python run.py budget=7.5gb mode=plan                  the plan alone: will it fit, what will it cost
+  python run.py experiments=NAME                        a named experiment, exactly as recorded
+  python run.py --list NAME                             what there is; NAME is one of
+                                                        {lists}
+
+budget= takes a preset, any size (7.5gb, 300mb; 8gb is 8 GiB) or state_N, N % of fp32 AdamW's optimizer state.
+budget.step_time=1.2 beside it bounds a step to 1.2 times one with torch's fused AdamW."""
+
+_TAIL = """\
+-m runs every combination of values with commas; --cfg job shows a configuration without running it; --hydra-help
+lists Hydra's own flags, such as --shell-completion. Exit codes: 0 done, 2 bad input, 3 infeasible budget,
+4 budget breached or out of memory, 5 training failed, 130 interrupted, 1 a bug."""
+
+
+def text(overrides: Sequence[str]) -> str:
+    """The help; `overrides` change the values it shows. Raises what composing raises."""
+    composed = OmegaConf.to_yaml(compose(overrides))
+    return "\n".join(
+        [
+            _HEAD.format(lists=" ".join(LISTS)),
+            "\n== Groups (group=option) ==",
+            *(f"{group}: {', '.join(assets.options(group)) or '(none yet)'}" for group in _groups()),
+            "\n== Values (group.key=value) ==",
+            composed,
+            _TAIL,
+        ]
+    )
+
+
+def _groups() -> list[str]:
+    folders = sorted(folder.name for folder in assets.conf().iterdir() if folder.is_dir() and folder.name != "hydra")
+    return [*folders, *COLLECTIONS]

@@ -1,0 +1,109 @@
+"""Sets of labelled images, read whole into memory and checked before anything is trained on them.
+
+`digits.npz` holds the UCI digits of E. Alpaydin and C. Kaynak (CC BY 4.0), 1,797 images of 8 x 8 pixels with values
+0 to 16, as scikit-learn's `load_digits` gives them. A user's own .npz has the same two arrays, `images` and `labels`.
+"""
+
+import zipfile
+import zlib
+from dataclasses import dataclass
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baoc.errors import BadInputError
+
+_KEYS = ("images", "labels")
+_HOW = (
+    'write one with numpy.savez_compressed("images.npz", images=images, labels=labels), '
+    "images (N, H, W) or (N, H, W, C) and labels (N,) counting from 0"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageSet:
+    """`images`: (N, H, W, C) uint8 or float32, H = W; `labels`: (N,) int64 in [0, num_classes)."""
+
+    name: str
+    images: NDArray[Any]
+    labels: NDArray[np.int64]
+    num_classes: int
+
+
+def read_digits() -> ImageSet:
+    """The embedded set; reads no network and no other package."""
+    with as_file(files("baoc.data") / "digits.npz") as path:
+        return read_npz(path, name="digits")
+
+
+def read_npz(path: str | Path, *, name: str | None = None) -> ImageSet:
+    """Images and labels of a .npz file; BadInputError names the file and says what is wrong with it."""
+    path = Path(path).expanduser()
+    arrays = _load(path)
+    images = _check_images(arrays["images"], path=path)
+    labels, num_classes = _check_labels(arrays["labels"], num_images=len(images), path=path)
+    return ImageSet(name=name or path.stem, images=images, labels=labels, num_classes=num_classes)
+
+
+def _load(path: Path) -> dict[str, NDArray[Any]]:
+    if not path.exists():
+        raise BadInputError(f"dataset.path={path} does not exist: {_HOW}")
+    if path.is_dir():
+        raise BadInputError(f"dataset.path={path} is a folder; folders of images cannot be read yet: {_HOW}")
+    if path.suffix != ".npz":
+        raise BadInputError(f"dataset.path={path} is not a .npz file: {_HOW}")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            held = sorted(member.removesuffix(".npy") for member in archive.namelist())
+        missing = [key for key in _KEYS if key not in held]
+        if not missing:
+            with np.load(path, allow_pickle=False) as arrays:
+                return {key: arrays[key] for key in _KEYS}
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise BadInputError(f"{path} cannot be read as .npz ({error}): {_HOW}") from error
+    raise BadInputError(
+        f"{path} lacks the array {' and '.join(missing)}; it holds {', '.join(held) or 'nothing'}: {_HOW}"
+    )
+
+
+def _check_images(images: NDArray[Any], *, path: Path) -> NDArray[Any]:
+    if images.ndim not in (3, 4) or 0 in images.shape:
+        raise BadInputError(f"images of {path} have shape {images.shape}; they must be (N, H, W) or (N, H, W, C)")
+    if images.dtype.kind not in "uifb":
+        raise BadInputError(f"images of {path} have dtype {images.dtype}; they must be numbers, best uint8")
+    images = images if images.ndim == 4 else images[..., None]
+    height, width = images.shape[1:3]
+    if height != width:
+        advice = "move the channels to the last axis" if images.shape[2] == images.shape[3] else "crop or pad them"
+        raise BadInputError(
+            f"images of {path} have shape {images.shape}, read as {height} x {width} pixels; "
+            f"images must be square and (N, H, W, C): {advice}"
+        )
+    if images.dtype == np.uint8:
+        return images
+    if images.dtype.kind == "f" and not np.isfinite(images).all():
+        count = int((~np.isfinite(images)).sum())
+        raise BadInputError(f"images of {path} hold {count} values that are nan or infinite: replace or drop them")
+    return images.astype(np.float32)
+
+
+def _check_labels(labels: NDArray[Any], *, num_images: int, path: Path) -> tuple[NDArray[np.int64], int]:
+    if labels.shape != (num_images,):
+        raise BadInputError(
+            f"labels of {path} have shape {labels.shape}; {num_images} images need labels of shape ({num_images},)"
+        )
+    if labels.dtype.kind not in "ui":
+        raise BadInputError(f"labels of {path} have dtype {labels.dtype}; they must be integers, 0 for the first class")
+    low, high = int(labels.min()), int(labels.max())
+    if low < 0 or high >= num_images:
+        row = int(labels.argmin() if low < 0 else labels.argmax())
+        raise BadInputError(
+            f"label {low if low < 0 else high} of image {row} in {path} is out of range: "
+            f"labels count classes from 0, below the number of images ({num_images})"
+        )
+    if low == high:
+        raise BadInputError(f"every label of {path} is {low}: there is nothing to tell apart with one class")
+    return labels.astype(np.int64), high + 1

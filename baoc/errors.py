@@ -1,0 +1,63 @@
+"""Every failure that a user can cause or meet, each with the exit code its command ends with.
+
+A message says what was given, what is allowed and what to do; `exit_code` is fixed by DESIGN (README, "Exit codes").
+"""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class BaocError(Exception):
+    """Base of every error that is reported as one message, without a traceback."""
+
+    exit_code = 1
+
+
+class BadInputError(BaocError, ValueError):
+    """The request is malformed or contradicts itself: an unknown name, a bad size, a missing path."""
+
+    exit_code = 2
+
+
+class InfeasibleBudgetError(BaocError):
+    """No allocation meets the budget.
+
+    `least_feasible_bytes` is in the budget's own measure: peak bytes for a memory budget, state bytes for a state
+    fraction. `advice` lists what would lower it.
+    """
+
+    exit_code = 3
+
+    def __init__(self, message: str, *, budget_bytes: int, least_feasible_bytes: int, advice: tuple[str, ...] = ()):
+        super().__init__(message)
+        self.budget_bytes = budget_bytes
+        self.least_feasible_bytes = least_feasible_bytes
+        self.advice = advice
+
+
+class BudgetBreachedError(BaocError):
+    """The run held more than its budget, or the device had no memory left."""
+
+    exit_code = 4
+
+
+class TrainingFailedError(BaocError):
+    """Training cannot go on: non-finite loss or gradients under a strict policy, or data that cannot be read."""
+
+    exit_code = 5
+
+
+class CheckpointError(BadInputError):
+    """A checkpoint is corrupt, foreign, or of a schema that this version cannot read."""
+
+
+class OutputError(BadInputError):
+    """The run folder cannot be written: the disk is full, the folder is read-only, or a file is in the way."""
+
+
+def unknown_name(given: object, *, what: str, allowed: Iterable[str]) -> BadInputError:
+    """The error for a name that a registry does not hold: what was given, the nearest one, and all that there are."""
+    names = list(allowed)
+    close = get_close_matches(str(given), names, n=1)
+    hint = f" (did you mean {close[0]}?)" if close else ""
+    return BadInputError(f"there is no {what} {given!r}{hint}; choose from: {', '.join(names)}")

@@ -1,0 +1,22 @@
+"""The surroundings in which every network is built, whatever the caller's default dtype and random state are."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def float32_and_seed(seed: int | None) -> Iterator[None]:
+    """float32 as the default dtype; with a `seed`, the CPU generator set to it. Both are put back afterwards."""
+    dtype = torch.get_default_dtype()
+    random_state = torch.get_rng_state() if seed is not None else None
+    torch.set_default_dtype(torch.float32)
+    try:
+        if seed is not None:
+            torch.default_generator.manual_seed(seed)
+        yield
+    finally:
+        torch.set_default_dtype(dtype)
+        if random_state is not None:
+            torch.set_rng_state(random_state)

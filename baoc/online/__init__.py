@@ -1,0 +1,7 @@
+"""Reallocation during training: when to think again (triggers) and how to move (reallocator)."""
+
+from baoc.online.assemble import Assembly, SessionSettings, assemble
+from baoc.online.reallocator import Reallocator
+from baoc.online.triggers import TRIGGERS, ReallocationSettings
+
+__all__ = ["TRIGGERS", "Assembly", "ReallocationSettings", "Reallocator", "SessionSettings", "assemble"]

@@ -1,0 +1,185 @@
+"""The one path of every allocation after the first: propose, check, migrate.
+
+The training loop calls two methods: `observe` when a step's gradients are final, `after_step` when the step is done.
+Nothing here knows Lightning; the strategy and the plain-loop drop-in use the same object.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+from baoc.online.triggers import TRIGGERS, Moment, ReallocationSettings
+from baoc.optim import BlockwiseOptimizer
+from baoc.planner import Planner
+from baoc.profiling import GradientProfiler
+from baoc.risk import RISKS
+from baoc.types import Plan, Profile, Reallocation, profile_from_plain, to_plain
+
+Listener = Callable[[Reallocation, Plan, Profile | None], None]
+
+
+class Reallocator:
+    """Watches gradients, asks the planner again when its trigger fires, and moves the optimizer to what was accepted.
+
+    `listeners` are called after each decision, accepted or not. `tracked` wraps a migration, so that whoever measures
+    memory can include it. The plan in force is `plan`, the profile it rests on `profile`.
+    """
+
+    def __init__(
+        self,
+        *,
+        planner: Planner,
+        optimizer: BlockwiseOptimizer,
+        plan: Plan,
+        settings: ReallocationSettings,
+        profiler: GradientProfiler | None,
+    ):
+        self.planner = planner
+        self.optimizer = optimizer
+        self.plan = plan
+        self.settings = settings
+        self.profiler = profiler
+        self.profile: Profile | None = None
+        self.events: list[Reallocation] = []
+        self.listeners: list[Listener] = []
+        self.tracked: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.step = 0
+        self.last_decision = 0
+        self.num_accepted = 0
+
+    def attach(self) -> None:
+        """Hooks into the optimizer's step: gradients are seen after the closure, decisions come after the update."""
+        self.optimizer.observer = self.observe
+        self.optimizer.register_step_post_hook(lambda *_: self._count_step())
+
+    def _count_step(self) -> None:
+        self.after_step()
+
+    @property
+    def watching(self) -> bool:
+        """True while gradients are still sampled: a profile is needed, and a later decision may come."""
+        if self.profiler is None or self.settings.mode == "off":
+            return False
+        return self.last_decision == 0 or self.settings.mode != "once"
+
+    def observe(self) -> None:
+        """Samples the final gradients of the coming step; to be called after clipping, before the update."""
+        if self.watching:
+            assert self.profiler is not None
+            self.profiler.observe(step=self.step)
+
+    def observe_half(self) -> None:
+        """Tells the profiler that the first half of the accumulated micro-batches is in the gradients."""
+        if self.watching:
+            assert self.profiler is not None
+            self.profiler.observe_half(step=self.step)
+
+    def after_step(self) -> Reallocation | None:
+        """Counts the step and, where the trigger says so, decides again. Returns the event of that decision."""
+        self.step += 1
+        if not self.watching:
+            return None
+        assert self.profiler is not None
+        now = Moment(
+            step=self.step,
+            last_decision=self.last_decision,
+            profile=self.profiler.profile,
+            reference=self.profile,
+        )
+        if not TRIGGERS[self.settings.mode](self.settings, now):
+            return None
+        return self.decide(trigger=self.settings.mode)
+
+    def decide(self, *, trigger: str) -> Reallocation:
+        """Proposes from the newest profile and moves if that lowers the risk by more than the threshold."""
+        assert self.profiler is not None
+        first = self.last_decision == 0
+        profile = self.profiler.profile()
+        self.last_decision = self.step
+        self.profile = profile
+        risk = self.planner.settings.risk
+        proposal = self.planner.propose(profile=profile)
+        before = self.planner.price(self.plan.allocation.choices, risk=proposal.risk_model, profile=profile)
+        after = proposal.allocation.risk
+        needed = 0.0 if first else self.settings.min_gain * abs(before)
+        changed = dict(proposal.allocation.choices) != dict(self.plan.allocation.choices)
+        accepted = changed and before - after > needed
+        if not changed:
+            why = f"{risk} risk confirms the allocation in use"
+        elif accepted:
+            why = f"{risk} risk {before:.4g} -> {after:.4g}"
+        else:
+            why = f"{risk} risk {before:.4g} -> {after:.4g} is less than the threshold of {needed:.2g}"
+        self.optimizer.set_target_rms(
+            {block: stats.update_rms for block, stats in profile.stats.items() if stats.update_rms > 0}
+        )
+        event = self._move(proposal, trigger=trigger, accepted=accepted, why=why, before=before)
+        if not self.watching:
+            self.profiler.release()
+        for listener in self.listeners:
+            listener(event, self.plan, profile)
+        return event
+
+    def _move(self, proposal: Plan, *, trigger: str, accepted: bool, why: str, before: float) -> Reallocation:
+        assert self.profiler is not None
+        bytes_before = self.optimizer.state_bytes()
+        moves = ()
+        if accepted:
+            self.num_accepted += 1
+            texts = {reason.block: reason.text for reason in proposal.reasons}
+            with self.tracked():
+                done = self.optimizer.migrate(proposal.allocation.choices, moments=self.profiler.moments())
+            moves = tuple(replace(move, why=texts.get(move.block, "")) for move in done)
+            self.plan = proposal
+        else:
+            self.plan = replace(self.plan, risk_model=proposal.risk_model, candidates=proposal.candidates)
+            self.plan = replace(self.plan, allocation=replace(self.plan.allocation, risk=before))
+        event = Reallocation(
+            step=self.step,
+            trigger=trigger,
+            accepted=accepted,
+            why=why,
+            moves=moves,
+            state_bytes_before=bytes_before,
+            state_bytes_after=self.optimizer.state_bytes(),
+            risk_before=before,
+            risk_after=self.plan.allocation.risk,
+        )
+        self.events.append(event)
+        return event
+
+    # -- resume ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors, numbers, strings, lists and dicts only, so `weights_only` loading takes it."""
+        return {
+            "step": self.step,
+            "last_decision": self.last_decision,
+            "num_accepted": self.num_accepted,
+            "risk_model": self.plan.risk_model,
+            "profile": to_plain(self.profile) if self.profile is not None else {},
+            "choices": dict(self.plan.allocation.choices),
+            "gap": self.plan.allocation.gap,
+            "profiler": self.profiler.state_dict() if self.profiler is not None and self.watching else {},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where `state` was taken: the saved allocation is taken over if it meets today's budget.
+
+        The optimizer's states are loaded by the optimizer, after this. Raises InfeasibleBudgetError where neither the
+        saved allocation nor any other fits.
+        """
+        self.step = state["step"]
+        self.num_accepted = state["num_accepted"]
+        self.profile = profile_from_plain(state["profile"]) if state["profile"] else None
+        self.plan = self.planner.adopt(
+            state["choices"], risk=state["risk_model"], profile=self.profile, gap=state["gap"]
+        )
+        self.optimizer.migrate(self.plan.allocation.choices)
+        self.last_decision = state["last_decision"]
+        if self.profiler is not None:
+            if state["profiler"]:
+                self.profiler.load_state_dict(state["profiler"])
+            elif not self.watching:
+                self.profiler.release()

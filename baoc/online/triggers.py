@@ -1,0 +1,84 @@
+"""When a run thinks again about its allocation: never, once after warm-up, every so often, or when gradients drift.
+
+A trigger sees step counts and statistics only, never a clock, so the same run reallocates at the same steps.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import isfinite, log
+
+from baoc.errors import BadInputError
+from baoc.types import Profile
+
+MODES = ("off", "once", "interval", "drift")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReallocationSettings:
+    """`warmup_steps`: optimizer steps profiled before the first decision. `interval`: steps between later ones.
+
+    `min_gain`: a later proposal must lower the predicted risk by this fraction, so that allocations do not flap.
+    `drift_threshold`: mean absolute log ratio of the statistics to those of the last decision that calls for a new one.
+    """
+
+    mode: str = "once"
+    warmup_steps: int = 40
+    interval: int = 100
+    min_gain: float = 0.02
+    drift_threshold: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise BadInputError(f"unknown reallocation {self.mode!r}: choose one of {', '.join(MODES)}")
+        for name in ("warmup_steps", "interval"):
+            if getattr(self, name) < 2:
+                raise BadInputError(f"reallocation.{name} is {getattr(self, name)}: a profile needs at least 2 steps")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """What a trigger may look at. `last_decision` is 0 before the first one; `reference` is that decision's profile."""
+
+    step: int
+    last_decision: int
+    profile: Callable[[], Profile]
+    reference: Profile | None
+
+
+Trigger = Callable[[ReallocationSettings, Moment], bool]
+
+
+def _off(_: ReallocationSettings, __: Moment) -> bool:
+    return False
+
+
+def _once(settings: ReallocationSettings, now: Moment) -> bool:
+    return now.last_decision == 0 and now.step >= settings.warmup_steps
+
+
+def _interval(settings: ReallocationSettings, now: Moment) -> bool:
+    return _once(settings, now) or (now.last_decision > 0 and now.step - now.last_decision >= settings.interval)
+
+
+def _drift(settings: ReallocationSettings, now: Moment) -> bool:
+    """Looks every `interval` steps, and decides again only where the statistics have moved by more than `drift_threshold`."""
+    if now.reference is None or not _interval(settings, now):
+        return _once(settings, now)
+    return drift(now.reference, now.profile()) > settings.drift_threshold
+
+
+def drift(before: Profile, after: Profile) -> float:
+    """Mean over blocks of |log ratio| of gradient RMS, noise and anisotropy; blocks that lack a value are left out."""
+    moves = []
+    for block, old in before.stats.items():
+        new = after.stats.get(block)
+        if new is None:
+            continue
+        for name in ("grad_rms", "noise", "anisotropy"):
+            a, b = getattr(old, name), getattr(new, name)
+            if isfinite(a) and isfinite(b) and a > 0 and b > 0:
+                moves.append(abs(log(b / a)))
+    return sum(moves) / len(moves) if moves else 0.0
+
+
+TRIGGERS: Mapping[str, Trigger] = {"off": _off, "once": _once, "interval": _interval, "drift": _drift}

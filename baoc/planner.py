@@ -1,0 +1,290 @@
+"""Stages 3 to 9 as one object: parameters and a budget in, a Plan out; what `mode=plan` runs.
+
+A Planner holds what does not change during a run (blocks, catalogue, budget, footprint); `propose` is called once at
+the start with role priors, and again whenever a new profile is there. Both answers come from the same code.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from baoc.allocation import ALLOCATORS, NoFeasibleAllocation
+from baoc.blocks import merge_similar, partition
+from baoc.candidates import build_candidates, undominated
+from baoc.catalogue import SPECS, STORAGES, select
+from baoc.cost import adamw_state_bytes
+from baoc.errors import BadInputError, InfeasibleBudgetError
+from baoc.explain import reasons
+from baoc.risk import RISKS
+from baoc.rules import rule_infos
+from baoc.types import (
+    Allocation,
+    Block,
+    Budget,
+    Candidate,
+    Cost,
+    Footprint,
+    LatencyTable,
+    Limits,
+    ParamInfo,
+    Plan,
+    Profile,
+    Risk,
+    Role,
+)
+from baoc.units import format_bytes
+
+ADVICE_MEMORY = (
+    "a smaller micro_batch (activations)",
+    "a smaller model.size",
+    "more catalogue.specs, or fewer roles in catalogue.keep_fp32_roles (state)",
+)
+ADVICE_STATE = ("more catalogue.specs", "fewer roles in catalogue.keep_fp32_roles", "allocator=exact, if another was set")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannerSettings:
+    """What a user chooses about planning; defaults are those of `conf/`."""
+
+    specs: tuple[str, ...] = ("*",)
+    keep_fp32_roles: tuple[Role, ...] = (Role.EMBEDDING, Role.HEAD, Role.NORM)
+    blocks_by: str = "layer_role"
+    patterns: tuple[tuple[str, str], ...] = ()
+    merge_penalty: float | None = None  # None: blocks that behave alike are not tied together
+    risk: str = "prior"
+    risk_weights: Mapping[str, float] = field(default_factory=dict)
+    allocator: str = "exact"
+    seed: int = 0
+
+
+def known(name: str, options: Mapping[str, object], what: str) -> str:
+    """`name` if it is one of `options`, else BadInputError that lists them."""
+    if name not in options:
+        raise BadInputError(f"unknown {what} {name!r}: choose one of {', '.join(options)}")
+    return name
+
+
+class Planner:
+    """Turns parameters, a budget and (later) a profile into a Plan.
+
+    Raises BadInputError for unknown names, InfeasibleBudgetError from `propose` where no allocation meets the budget.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[ParamInfo],
+        *,
+        budget: Budget,
+        settings: PlannerSettings | None = None,
+        declared: Mapping[str, Sequence[str]] | None = None,
+        footprint: Footprint | None = None,
+        latency: LatencyTable | None = None,
+    ):
+        self.settings = settings = settings or PlannerSettings()
+        known(settings.risk, RISKS, "risk")
+        known(settings.allocator, ALLOCATORS, "allocator")
+        self.params = tuple(params)
+        self.budget = budget
+        self.footprint = footprint
+        self.latency = latency
+        self.specs = {name: SPECS[name] for name in select(settings.specs)}
+        self.rules = rule_infos()
+        self.blocks: tuple[Block, ...] = partition(
+            self.params, declared=declared, patterns=settings.patterns, by=settings.blocks_by
+        )
+        self.state_bytes_adamw = adamw_state_bytes(self.blocks)
+        if budget.memory_bytes is not None and footprint is None:
+            raise BadInputError(
+                f"budget {budget.name} limits device memory, which needs a footprint: give a probe (a callable that runs "
+                "one forward and backward), or use a state fraction such as state_25"
+            )
+
+    # -- limits ---------------------------------------------------------------------------------------------------
+
+    def limits(self) -> Limits:
+        """The budget as totals over the blocks: what is left of it for optimizer state and for optimizer seconds."""
+        state_bytes = None
+        if self.budget.memory_bytes is not None:
+            assert self.footprint is not None
+            state_bytes = self.budget.memory_bytes - self.footprint.peak_bytes(state_bytes=0)
+        elif self.budget.state_fraction is not None:
+            state_bytes = int(self.budget.state_fraction * self.state_bytes_adamw)
+        step_s = None
+        if self.budget.step_time is not None and self.latency is not None:
+            step_s = self.budget.step_time * self.latency.reference_step_s - self.latency.base_step_s
+        return Limits(state_bytes=state_bytes, step_s=step_s)
+
+    def measure(self, state_bytes: int, specs: Sequence[str] = ()) -> int:
+        """Optimizer state bytes in the budget's own measure: peak bytes under a memory budget, else state bytes."""
+        if self.budget.memory_bytes is None or self.footprint is None:
+            return state_bytes
+        return self.footprint.peak_bytes(state_bytes=state_bytes, specs=specs)
+
+    # -- proposing ------------------------------------------------------------------------------------------------
+
+    def candidates(self, *, risk: str, profile: Profile | None) -> dict[str, tuple[Candidate, ...]]:
+        """Every spec that applies to each block, dominated ones included, cheapest first."""
+        usable = {name: spec for name, spec in self.specs.items() if self._fits_one_step(name)}
+        return build_candidates(
+            self.blocks,
+            specs=usable,
+            rules=self.rules,
+            storages=STORAGES,
+            risk=RISKS[risk],
+            profile=profile,
+            weights=self.settings.risk_weights,
+            latency=self.latency if self.budget.step_time is not None else None,
+            keep_fp32_roles=self.settings.keep_fp32_roles,
+        )
+
+    def _fits_one_step(self, spec: str) -> bool:
+        """False for a spec whose step alone, with no state at all, would not fit the memory budget."""
+        if self.budget.memory_bytes is None or self.footprint is None:
+            return True
+        return self.footprint.peak_bytes(state_bytes=0, specs=(spec,)) <= self.budget.memory_bytes
+
+    def propose(self, *, risk: str | None = None, profile: Profile | None = None) -> Plan:
+        """The allocation of least risk within the budget. `risk` defaults to the settings' one.
+
+        A risk that needs a profile falls back to `prior` while there is none.
+        """
+        name = risk or self.settings.risk
+        if RISKS[name].needs and profile is None:
+            name = "prior"
+        everything = self.candidates(risk=name, profile=profile)
+        allocator = ALLOCATORS[self.settings.allocator]
+        pool = everything if allocator.full else undominated(everything, with_time=self.budget.step_time is not None)
+        limits = self.limits()
+        tied = self._tied(pool, profile)
+        try:
+            allocation = allocator(tied or pool, limits=limits, seed=self.settings.seed)
+        except NoFeasibleAllocation as error:
+            raise self._infeasible(error, limits) from None
+        if tied:
+            allocation = self._untie(allocation, pool)
+        return self._plan(allocation, pool, limits=limits, risk=name)
+
+    def adopt(
+        self, choices: Mapping[str, str], *, risk: str, profile: Profile | None, gap: float | None = None
+    ) -> Plan:
+        """The plan that runs `choices` (from a checkpoint) if they meet the budget, else a new proposal."""
+        everything = self.candidates(risk=risk, profile=profile)
+        by_spec = {block: {c.spec: c for c in options} for block, options in everything.items()}
+        limits = self.limits()
+        known_choices = set(choices) == set(by_spec) and all(choices[block] in by_spec[block] for block in by_spec)
+        if known_choices:
+            chosen = [by_spec[block][choices[block]] for block in by_spec]
+            allocation = Allocation(
+                choices={c.block: c.spec for c in chosen},
+                state_bytes=sum(c.cost.state_bytes for c in chosen),
+                step_s=sum(c.cost.step_s for c in chosen),
+                risk=sum(c.risk.total for c in chosen),
+                allocator=self.settings.allocator,
+                gap=gap,
+            )
+            if limits.state_bytes is None or allocation.state_bytes <= limits.state_bytes:
+                return self._plan(allocation, everything, limits=limits, risk=risk)
+        return self.propose(risk=risk, profile=profile)
+
+    def least(self) -> Plan:
+        """The plan of fewest state bytes, whatever the budget: for a first step whose activations are not yet known."""
+        pool = self.candidates(risk="prior", profile=None)
+        chosen = [min(options, key=lambda c: (c.cost.state_bytes, c.risk.total)) for options in pool.values()]
+        allocation = Allocation(
+            choices={c.block: c.spec for c in chosen},
+            state_bytes=sum(c.cost.state_bytes for c in chosen),
+            risk=sum(c.risk.total for c in chosen),
+            allocator="least_state",
+        )
+        return self._plan(allocation, pool, limits=Limits(), risk="prior")
+
+    def price(self, choices: Mapping[str, str], *, risk: str, profile: Profile | None) -> float:
+        """Risk of an allocation that is already in use, under another risk model or a newer profile."""
+        by_spec = {
+            block: {c.spec: c for c in options} for block, options in self.candidates(risk=risk, profile=profile).items()
+        }
+        return sum(by_spec[block][spec].risk.total for block, spec in choices.items())
+
+    # -- results --------------------------------------------------------------------------------------------------
+
+    def _plan(
+        self, allocation: Allocation, pool: Mapping[str, Sequence[Candidate]], *, limits: Limits, risk: str
+    ) -> Plan:
+        least = sum(min(c.cost.state_bytes for c in options) for options in pool.values())
+        useful = sum(min(options, key=_by_risk).cost.state_bytes for options in pool.values())
+        specs = tuple(sorted(set(allocation.choices.values())))
+        return Plan(
+            blocks=self.blocks,
+            candidates={block: tuple(options) for block, options in pool.items()},
+            allocation=allocation,
+            budget=self.budget,
+            limits=limits,
+            risk_model=risk,
+            binding=limits.state_bytes is not None and useful > limits.state_bytes,
+            peak_bytes=self.measure(allocation.state_bytes, specs) if self.footprint else allocation.state_bytes,
+            state_bytes_adamw=self.state_bytes_adamw,
+            least_feasible_bytes=self.measure(least),
+            most_useful_bytes=self.measure(useful),
+            reasons=reasons(allocation, pool),
+        )
+
+    def _infeasible(self, error: NoFeasibleAllocation, limits: Limits) -> InfeasibleBudgetError:
+        if limits.step_s is not None and (limits.state_bytes is None or error.least_state_bytes <= limits.state_bytes):
+            return InfeasibleBudgetError(
+                f"budget {self.budget.name}: no allocation steps in {max(limits.step_s, 0) * 1e3:.3f} ms; the least is "
+                f"{error.least_step_s * 1e3:.3f} ms. Give a larger budget.step_time, or more memory",
+                budget_bytes=limits.state_bytes or 0,
+                least_feasible_bytes=self.measure(error.least_state_bytes),
+                advice=("a larger budget.step_time", "more memory, so that slower compact specs are not needed"),
+            )
+        memory = self.budget.memory_bytes is not None
+        advice = ADVICE_MEMORY if memory else ADVICE_STATE
+        least = self.measure(error.least_state_bytes)
+        asked = self.budget.memory_bytes if memory else limits.state_bytes
+        assert asked is not None
+        unit = "of device memory" if memory else "of optimizer state"
+        fraction = "" if memory else f" (state_fraction={least / max(self.state_bytes_adamw, 1):.4f})"
+        return InfeasibleBudgetError(
+            f"budget {self.budget.name} cannot be met: it allows {format_bytes(asked)} {unit} ({asked} bytes), and the "
+            f"least feasible is {format_bytes(least)} ({least} bytes){fraction} with allocator={self.settings.allocator}. "
+            f"What would lower it: {'; '.join(advice)}",
+            budget_bytes=asked,
+            least_feasible_bytes=least,
+            advice=advice,
+        )
+
+    # -- segments: neighbours that behave alike share one spec -----------------------------------------------------
+
+    def _tied(
+        self, pool: Mapping[str, Sequence[Candidate]], profile: Profile | None
+    ) -> dict[str, tuple[Candidate, ...]] | None:
+        """Candidates of whole segments, a segment named by its blocks joined with '+'; None where nothing is merged."""
+        if self.settings.merge_penalty is None or profile is None:
+            return None
+        segments = merge_similar(self.blocks, stats=profile.stats, penalty=self.settings.merge_penalty)
+        return {"+".join(names): _summed("+".join(names), [pool[name] for name in names]) for names in segments}
+
+    def _untie(self, allocation: Allocation, pool: Mapping[str, Sequence[Candidate]]) -> Allocation:
+        choices = {block: spec for names, spec in allocation.choices.items() for block in names.split("+")}
+        return replace(allocation, choices={block: choices[block] for block in pool})
+
+
+def _by_risk(candidate: Candidate) -> tuple[float, int]:
+    return candidate.risk.total, candidate.cost.state_bytes
+
+
+def _summed(name: str, options: Sequence[Sequence[Candidate]]) -> tuple[Candidate, ...]:
+    """The specs that every block of a segment may run, with costs and risks added up, cheapest first."""
+    by_spec = [{c.spec: c for c in block} for block in options]
+    shared = [spec for spec in by_spec[0] if all(spec in block for block in by_spec[1:])]
+    merged = []
+    for spec in shared:
+        parts = [block[spec] for block in by_spec]
+        terms = {t: sum(p.risk.terms.get(t, 0.0) for p in parts) for t in parts[0].risk.terms}
+        cost = Cost(
+            state_bytes=sum(p.cost.state_bytes for p in parts),
+            transfer_bytes=sum(p.cost.transfer_bytes for p in parts),
+            step_s=sum(p.cost.step_s for p in parts),
+        )
+        risk = Risk(total=sum(p.risk.total for p in parts), terms=terms)
+        merged.append(Candidate(block=name, spec=spec, cost=cost, risk=risk))
+    return tuple(sorted(merged, key=lambda c: c.cost.state_bytes))

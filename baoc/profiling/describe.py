@@ -1,0 +1,199 @@
+"""A module, named parameters or parameter groups -> ParamInfo: all that planning knows of a network.
+
+Reads names, shapes and module types only, so a model on the meta device is described without allocating anything.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedTensorMixin
+
+from baoc.blocks import role_of
+from baoc.errors import BadInputError
+from baoc.types import ParamInfo
+
+# Inside these, a list holds heads, experts or sublayers of one layer, not layers.
+_ONE_LAYER_TYPE = re.compile(r"attention|mlp$|feedforward|moe|experts", re.IGNORECASE)
+_ONE_LAYER_NAME = re.compile(r"(self_?|cross_?)?att(ention|n)|mlp|ffn?|feed_?forward|.*moe|experts", re.IGNORECASE)
+# Weights stored (in, out): GPT-2's Conv1D, and transposed convolutions seen as (in, out * kernel).
+_TRANSPOSED_TYPE = re.compile(r"Conv1D|ConvTranspose\dd")
+
+
+@dataclass(slots=True)
+class _Owner:
+    tensor: Tensor
+    name: str
+    aliases: list[str] = field(default_factory=list)
+
+
+def describe(source: Any, *, optimizer_groups: Sequence[Mapping[str, Any]] | None = None) -> tuple[ParamInfo, ...]:
+    """The trainable parameters of `source`, in its order, each tied one once with its other names as aliases.
+
+    `source`: a module; a mapping or pairs (name, tensor); plain tensors (named param0, param1, ... by position); or a
+    sequence of parameter groups (dicts with "params" of any of these). Roles and depth come from module types and
+    enclosing names; without a module, from names and shapes as far as they tell.
+    `optimizer_groups` (torch's `param_groups`) gives each parameter the index of its group; what no group holds is left
+    out. Raises BadInputError for a parameter in two groups, one that the optimizer has and `source` has not, two
+    tensors of one name, and a lazy module's parameter that has no shape yet.
+    """
+    owners = _owners(source)
+    groups = source if optimizer_groups is None and _is_groups(source) else optimizer_groups
+    group_of = _group_of(groups, known=owners) if groups is not None else None
+    module = source if isinstance(source, nn.Module) else None
+    types = _module_types(module) if module is not None else {}
+    layers = _Layers(module)
+    depths = {key: layers.depth(owner.name) for key, owner in owners.items()}  # frozen layers keep their numbers
+    infos: list[ParamInfo] = []
+    for key, owner in owners.items():
+        if not owner.tensor.requires_grad or (group_of is not None and key not in group_of):
+            continue
+        if isinstance(owner.tensor, UninitializedTensorMixin):
+            raise BadInputError(f"parameter {owner.name!r} has no shape yet: run one batch through the module first")
+        shape = tuple(owner.tensor.shape)
+        kind = types.get(owner.name, "")
+        infos.append(
+            ParamInfo(
+                name=owner.name,
+                shape=shape,
+                dtype=str(owner.tensor.dtype).removeprefix("torch."),
+                role=role_of(owner.name, shape=shape, module_type=kind),
+                depth=depths[key],
+                group=group_of[key] if group_of is not None else 0,
+                aliases=tuple(owner.aliases),
+                transposed=len(shape) > 1 and _TRANSPOSED_TYPE.fullmatch(kind) is not None,
+            )
+        )
+    return tuple(infos)
+
+
+def named_tensors(source: Any) -> dict[str, Tensor]:
+    """Name -> tensor of the trainable parameters of `source`, under the names that `describe` gives them."""
+    return {owner.name: owner.tensor for owner in _owners(source).values() if owner.tensor.requires_grad}
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+def _is_groups(source: Any) -> bool:
+    return isinstance(source, Sequence) and len(source) > 0 and all(isinstance(group, Mapping) for group in source)
+
+
+def _owners(source: Any) -> dict[int, _Owner]:
+    """Identity of a tensor -> its first name and the others, in order of first appearance."""
+    owners: dict[int, _Owner] = {}
+    taken: dict[str, int] = {}
+    for name, tensor in _named(source):
+        if taken.setdefault(name, id(tensor)) != id(tensor):
+            raise BadInputError(f"two parameters are called {name!r}: give every parameter a name of its own")
+        owner = owners.setdefault(id(tensor), _Owner(tensor, name))
+        if name != owner.name and name not in owner.aliases:
+            owner.aliases.append(name)
+    return owners
+
+
+def _named(source: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(source, nn.Module):
+        yield from source.named_parameters(remove_duplicate=False)
+    elif isinstance(source, Mapping):
+        yield from source.items()
+    elif _is_groups(source):
+        yield from _named([entry for group in source for entry in _entries(group)])
+    else:
+        names: dict[int, str] = {}
+        for position, entry in enumerate(source):
+            if isinstance(entry, Tensor):
+                # a tensor that is listed twice keeps its name: it is a duplicate, not an alias
+                yield names.setdefault(id(entry), f"param{position}"), entry
+            else:
+                yield entry
+
+
+def _entries(group: Mapping[str, Any]) -> list[Any]:
+    """The tensors or (name, tensor) pairs of a parameter group; torch keeps names apart, under "param_names"."""
+    params = group["params"]
+    if isinstance(params, Tensor):
+        params = [params]
+    elif isinstance(params, Mapping):
+        params = list(params.items())
+    names = group.get("param_names")
+    params = list(params)
+    return list(zip(names, params, strict=True)) if names else params
+
+
+def _group_of(groups: Iterable[Mapping[str, Any]], *, known: Mapping[int, _Owner]) -> dict[int, int]:
+    """Identity of a tensor -> index of its group."""
+    group_of: dict[int, int] = {}
+    for index, group in enumerate(groups):
+        for entry in _entries(group):
+            name, tensor = ("", entry) if isinstance(entry, Tensor) else entry
+            if id(tensor) not in known:
+                raise BadInputError(
+                    f"group {index} of the optimizer holds a parameter {name!r} of shape {tuple(tensor.shape)} that the "
+                    "module does not have: register it on the module, or leave it out of the optimizer"
+                )
+            if group_of.setdefault(id(tensor), index) != index:
+                raise BadInputError(
+                    f"parameter {known[id(tensor)].name!r} is in groups {group_of[id(tensor)]} and {index} of the "
+                    "optimizer: give it one learning rate and weight decay, in one group"
+                )
+    return group_of
+
+
+def _module_types(module: nn.Module) -> dict[str, str]:
+    """Parameter name (every alias) -> class name of the module that holds it."""
+    return {
+        f"{prefix}.{name}" if prefix else name: type(child).__name__
+        for prefix, child in module.named_modules(remove_duplicate=False)
+        for name, _ in child.named_parameters(recurse=False, remove_duplicate=False)
+    }
+
+
+# -- depth ------------------------------------------------------------------------------------------------------------
+
+
+class _Layers:
+    """Numbers the layers of a network in order of appearance.
+
+    A layer is an entry of a ModuleList or Sequential that itself holds two or more modules with parameters; lists nest
+    (a UNet's resnets lie inside its down blocks), and the innermost layer counts. Lists inside an attention, mlp or
+    mixture-of-experts module are parts of a layer.
+    """
+
+    def __init__(self, module: nn.Module | None):
+        self._module = module
+        self._numbers: dict[str, int] = {}
+
+    def depth(self, name: str) -> int | None:
+        key = self._from_modules(name) if self._module is not None else self._from_name(name)
+        return None if key is None else self._numbers.setdefault(key, len(self._numbers))
+
+    def _from_modules(self, name: str) -> str | None:
+        module = self._module
+        assert module is not None
+        found = None
+        parts = name.split(".")[:-1]
+        for position, part in enumerate(parts):
+            is_list = isinstance(module, nn.ModuleList | nn.Sequential)
+            module = module.get_submodule(part)
+            if is_list and _num_holders(module) > 1:
+                found = ".".join(parts[: position + 1])
+            if isinstance(module, nn.ModuleList | nn.Sequential):
+                continue
+            if _ONE_LAYER_TYPE.search(type(module).__name__) or _ONE_LAYER_NAME.fullmatch(part):
+                break
+        return found
+
+    @staticmethod
+    def _from_name(name: str) -> str | None:
+        """The name up to its first number, if a module lies between: blocks.3.attn.weight, but not net.0.weight."""
+        parts = name.split(".")
+        position = next((i for i, part in enumerate(parts[:-2]) if part.isdigit()), None)
+        return None if position is None else ".".join(parts[: position + 1])
+
+
+def _num_holders(module: nn.Module) -> int:
+    """How many modules of the subtree hold parameters of their own."""
+    return sum(any(True for _ in child.parameters(recurse=False)) for child in module.modules())

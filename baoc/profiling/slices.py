@@ -1,0 +1,225 @@
+"""Which elements of every parameter are sampled, and the flat buffer that they share.
+
+One buffer for all parameters makes the statistics a few large operations instead of many small ones. Each parameter's
+piece is padded to a whole number of quantisation groups, so groups in the buffer are those of the optimizer, and pieces
+of one shape lie side by side, so that matrices are handled as a batch.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from baoc.catalogue import GROUP
+from baoc.types import Block, ParamInfo
+
+MIN_ROWS = 8  # of a matrix, before whole columns are kept: fewer tell nothing about sharing along fan-out
+NUM_BANDS = 8  # row bands per matrix, so that a fused q, k, v is seen in all its parts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """The sampled elements of one parameter. `shape` is (rows, cols) as stored, or (numel,) of a vector.
+
+    `sampled` describes them as a parameter of their own. `rows` holds row indices, or None where all are taken.
+    """
+
+    param: ParamInfo
+    sampled: ParamInfo
+    block: int
+    rows: Tensor | None
+    offset: int = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.sampled.shape
+
+    @property
+    def numel(self) -> int:
+        return self.sampled.numel
+
+    @property
+    def padded(self) -> int:
+        return -(-self.numel // GROUP) * GROUP
+
+    @property
+    def matrix(self) -> bool:
+        return self.param.matrix_shape is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Matrices of one sampled shape, `count` of them from piece `first` on."""
+
+    first: int
+    count: int
+    offset: int
+    padded: int
+    shape: tuple[int, int]
+    transposed: bool
+
+    def view(self, flat: Tensor) -> Tensor:
+        """[count, fan_out, fan_in] view of the buffer."""
+        rows, cols = self.shape
+        pieces = flat[self.offset : self.offset + self.count * self.padded].view(self.count, self.padded)
+        matrices = pieces[:, : rows * cols].unflatten(1, (rows, cols))
+        return matrices.transpose(1, 2) if self.transposed else matrices
+
+
+class Slices:
+    """The pieces of all `blocks`, together at most about `max_elements` elements.
+
+    Small blocks are taken whole and large ones get equal shares. A matrix gives row bands of whole rows, a vector a
+    prefix; a share of fewer than MIN_ROWS rows gives the first columns of MIN_ROWS rows instead. Where a share is less
+    than two quantisation groups per parameter, some parameters are passed over, but never all of a block: that floor is
+    what may exceed `max_elements`. `lengths` are the pieces' groups, for segment sums.
+    """
+
+    def __init__(self, blocks: Sequence[Block], *, max_elements: int, device: torch.device):
+        share = _share([block.numel for block in blocks], total=max_elements)
+        pieces: list[Piece] = []
+        for index, block in enumerate(blocks):
+            params = _spread([p for p in block.params if p.numel > 0], count=int(share // (2 * GROUP)))
+            fraction = min(1.0, share / max(1, sum(param.numel for param in params)))
+            pieces += [_piece(param, block=index, fraction=fraction, device=device) for param in params]
+        pieces.sort(key=lambda piece: (not piece.matrix, piece.shape, piece.sampled.transposed))  # stable
+        self.blocks = tuple(blocks)
+        self.pieces, self.numel = _placed(pieces)
+        self.batches = _batches(self.pieces)
+        self.lengths = torch.tensor([piece.padded // GROUP for piece in self.pieces], device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the index tensors."""
+        rows = sum(piece.rows.nbytes for piece in self.pieces if piece.rows is not None)
+        return rows + self.lengths.nbytes
+
+    def new(self, device: torch.device) -> Tensor:
+        """A zeroed float32 buffer."""
+        return torch.zeros(self.numel, dtype=torch.float32, device=device)
+
+    def targets(self, flat: Tensor) -> list[Tensor]:
+        """Per piece the view of `flat` that holds it."""
+        return [flat[p.offset : p.offset + p.numel].view(p.shape) for p in self.pieces]
+
+    def gather_(self, targets: Sequence[Tensor], *, grads: Mapping[str, Tensor | None]) -> None:
+        """Copies the sampled elements of `grads` (by parameter name) into the views; a missing gradient counts as 0."""
+        for piece, target in zip(self.pieces, targets, strict=True):
+            grad = grads[piece.param.name]
+            if grad is None:
+                target.zero_()
+            else:
+                target.copy_(_sampled(grad, piece))
+
+    def sums(self, flat: Tensor) -> Tensor:
+        """Per piece the sum of its elements of `flat`: [num pieces] float64, deterministic."""
+        groups = flat.view(-1, GROUP).sum(1, dtype=torch.float64)
+        return self.group_sums(groups)
+
+    def group_sums(self, groups: Tensor) -> Tensor:
+        """Per piece the sum of one float64 number per quantisation group."""
+        return torch.segment_reduce(groups, "sum", lengths=self.lengths)
+
+
+def stored_matrix(grad: Tensor) -> Tensor:
+    """The tensor without its dimensions of size 1: what is left of it starts with the rows of the stored matrix."""
+    return grad.squeeze()
+
+
+def _sampled(grad: Tensor, piece: Piece) -> Tensor:
+    if not piece.matrix:
+        return grad.reshape(-1)[: piece.numel].view(piece.shape)
+    grad = stored_matrix(grad)
+    if piece.rows is not None:
+        grad = grad.index_select(0, piece.rows)
+    grad = grad.reshape(piece.shape[0], -1)
+    return grad[:, : piece.shape[1]]
+
+
+def _share(sizes: Sequence[int], *, total: int) -> float:
+    """The number of elements c such that sum(min(size, c)) is `total`; the largest size where all fit."""
+    left = float(total)
+    sizes = sorted(sizes)
+    for index, size in enumerate(sizes):
+        even = left / (len(sizes) - index)
+        if size > even:
+            return max(even, 1.0)
+        left -= size
+    return float(max(sizes, default=0))
+
+
+def _spread(params: Sequence[ParamInfo], *, count: int) -> list[ParamInfo]:
+    """`count` of `params`, at least one if there is one, evenly spread."""
+    count = max(1, min(count, len(params)))
+    return [params[i * len(params) // count] for i in range(count)] if params else []
+
+
+def _piece(param: ParamInfo, *, block: int, fraction: float, device: torch.device) -> Piece:
+    matrix = param.matrix_shape
+    if matrix is None:
+        shape: tuple[int, ...] = (min(param.numel, max(GROUP, int(fraction * param.numel))),)
+        return Piece(param=param, sampled=_as_param(param, shape), block=block, rows=None)
+    rows, cols = matrix[::-1] if param.transposed else matrix
+    wanted = int(fraction * rows * cols)
+    if fraction >= 1 or wanted >= MIN_ROWS * cols:
+        num_rows, num_cols = max(2, min(rows, int(fraction * rows))), cols
+    else:  # two rows at least, or it would be no matrix
+        num_rows = min(rows, MIN_ROWS, max(2, wanted // min(GROUP, cols)))
+        num_cols = min(cols, max(GROUP, wanted // num_rows // GROUP * GROUP))
+    index = None
+    if num_rows < rows:
+        index = torch.tensor(_row_bands(rows, count=num_rows), device=device)
+        num_rows = len(index)
+    return Piece(param=param, sampled=_as_param(param, (num_rows, num_cols)), block=block, rows=index)
+
+
+def _as_param(param: ParamInfo, shape: tuple[int, ...]) -> ParamInfo:
+    return ParamInfo(
+        name=param.name, shape=shape, dtype="float32", role=param.role, depth=param.depth, transposed=param.transposed
+    )
+
+
+def _row_bands(rows: int, *, count: int) -> list[int]:
+    """About `count` row indices: up to NUM_BANDS contiguous bands, evenly spread, of a multiple of MIN_ROWS rows each.
+
+    Starts are multiples of MIN_ROWS, so neighbours that a rule folds together stay together. Too few rows for two bands
+    give one in the middle.
+    """
+    bands = min(NUM_BANDS, count // MIN_ROWS)
+    if bands < 2:
+        start = (rows - count) // 2 // MIN_ROWS * MIN_ROWS
+        return list(range(start, start + count))
+    height = count // bands // MIN_ROWS * MIN_ROWS
+    starts = [i * (rows - height) // (bands - 1) // MIN_ROWS * MIN_ROWS for i in range(bands)]
+    return [row for start in starts for row in range(start, start + height)]
+
+
+def _placed(pieces: Sequence[Piece]) -> tuple[tuple[Piece, ...], int]:
+    """The pieces with their offsets, and the buffer's size."""
+    placed: list[Piece] = []
+    offset = 0
+    for piece in pieces:
+        placed.append(
+            Piece(param=piece.param, sampled=piece.sampled, block=piece.block, rows=piece.rows, offset=offset)
+        )
+        offset += piece.padded
+    return tuple(placed), offset
+
+
+def _batches(pieces: Sequence[Piece]) -> tuple[Batch, ...]:
+    runs: dict[tuple[tuple[int, ...], bool], list[int]] = {}
+    for index, piece in enumerate(pieces):
+        if piece.matrix:
+            runs.setdefault((piece.shape, piece.sampled.transposed), []).append(index)
+    return tuple(
+        Batch(
+            first=indices[0],
+            count=len(indices),
+            offset=pieces[indices[0]].offset,
+            padded=pieces[indices[0]].padded,
+            shape=(shape[0], shape[1]),
+            transposed=transposed,
+        )
+        for (shape, transposed), indices in runs.items()
+    )

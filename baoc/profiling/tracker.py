@@ -1,0 +1,156 @@
+"""Counts the bytes of live tensor storages at every operator, which is how peak memory is defined where there is no GPU.
+
+Resident set size cannot say what a step needs: it holds the allocator's free lists and the interpreter. Storages can.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Live bytes and their peak, over all storages seen by operators that run inside `with tracker:`.
+
+    A storage counts once, whatever views and aliases it has, from the operator that first returns or receives it until
+    it is freed (also outside the `with`); a resize is followed. Nothing is kept alive: a weak reference per storage
+    tells of its end, so tensors that autograd saves count for as long as the graph holds them. Tensors that exist
+    already are told with `prime`; else they join at their first use. `device` limits the count to one device type, meta
+    included; None counts all. Not seen: workspace that a kernel allocates and frees inside one operator.
+
+    May be entered many times; `peak_bytes` goes on until `reset_peak`. For one thread at a time.
+    """
+
+    def __init__(self, *, device: str | torch.device | None = None):
+        super().__init__()
+        self._device = torch.device(device).type if device is not None else None
+        self._live: dict[int, tuple[weakref.ref[Any], int]] = {}  # address of the storage -> (its end, its bytes)
+        self._composite: dict[Any, bool] = {}
+        self._resize: Callable[..., Any] | None = None
+        self._current = 0
+        self._peak = 0
+
+    @property
+    def current_bytes(self) -> int:
+        """Bytes of the storages that are alive now, of those that were seen."""
+        return self._current
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest `current_bytes` since the start or the last `reset_peak`."""
+        return self._peak
+
+    def reset_peak(self) -> None:
+        self._peak = self._current
+
+    def prime(self, *held: Any) -> "MemoryTracker":
+        """Counts what is alive already: modules (parameters, buffers, gradients), tensors, and containers of these."""
+        for value in held:
+            self._prime(value)
+        self._peak = max(self._peak, self._current)
+        return self
+
+    def _prime(self, value: Any) -> None:
+        if isinstance(value, nn.Module):
+            self.prime(*value.parameters(), *value.buffers())
+        elif isinstance(value, Tensor):
+            self._see(value)
+            if value.is_leaf and value.grad is not None:
+                self._see(value.grad)
+        elif isinstance(value, Mapping):
+            self.prime(*value.values())
+        elif isinstance(value, Iterable) and not isinstance(value, str | bytes):
+            self.prime(*value)
+
+    # -- following operators --------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._is_composite(func):
+            # inference mode hands composite operators over whole; their parts allocate, so they must be seen
+            with self:
+                out = func.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
+        self._see_all(args)
+        if kwargs:
+            self._see_all(kwargs.values())
+        out = func(*args, **kwargs)
+        if isinstance(out, Tensor):
+            self._see(out)
+        elif isinstance(out, list | tuple):
+            self._see_all(out)
+        if self._current > self._peak:
+            self._peak = self._current
+        return out
+
+    def _is_composite(self, func: Any) -> bool:
+        known = self._composite.get(func)
+        if known is None:
+            known = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+            self._composite[func] = known
+        return known
+
+    def _see_all(self, values: Iterable[Any]) -> None:
+        for value in values:
+            if isinstance(value, Tensor):
+                self._see(value)
+            elif isinstance(value, list | tuple):
+                self._see_all(value)
+
+    def _see(self, tensor: Tensor) -> None:
+        if self._device is not None and tensor.device.type != self._device:
+            return
+        if tensor.layout is torch.strided:
+            self._count(tensor.untyped_storage())
+        elif tensor.layout is torch.sparse_coo:
+            self._see_all((tensor._indices(), tensor._values()))
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        nbytes = storage.nbytes()
+        known = self._live.get(key)
+        if known is not None:
+            if known[1] != nbytes:
+                self._live[key] = (known[0], nbytes)
+                self._current += nbytes - known[1]
+            return
+        self._live[key] = (weakref.ref(storage, lambda _: self._forget(key)), nbytes)
+        self._current += nbytes
+
+    def _forget(self, key: int) -> None:
+        self._current -= self._live.pop(key)[1]
+
+    # -- UntypedStorage.resize_ is no operator, so it is wrapped while the tracker is entered -------------------------
+
+    def __enter__(self) -> "MemoryTracker":
+        if self._depth_enter() == 1:
+            original = torch.UntypedStorage.resize_
+
+            def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+                out = original(storage, size)
+                if storage._cdata in self._live:
+                    self._count(storage)
+                    self._peak = max(self._peak, self._current)
+                return out
+
+            self._resize = original
+            torch.UntypedStorage.resize_ = resize_  # pyright: ignore[reportAttributeAccessIssue]
+        return super().__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        self._depth -= 1
+        if self._depth == 0:
+            torch.UntypedStorage.resize_ = self._resize  # pyright: ignore[reportAttributeAccessIssue]
+
+    _depth = 0
+
+    def _depth_enter(self) -> int:
+        self._depth += 1
+        return self._depth

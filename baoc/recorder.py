@@ -1,0 +1,61 @@
+"""Writes what was decided into the run folder: README, "One run as data", one file per value.
+
+Called with the first plan and with every decision after it; the files always hold the newest, the .jsonl all of them.
+"""
+
+from pathlib import Path
+
+from baoc.candidates import candidate_rows
+from baoc.planner import Planner
+from baoc.profiling import GradientProfiler
+from baoc.tracking import console, files
+from baoc.types import LatencyTable, Plan, Profile, Reallocation, to_plain
+
+
+class Recorder:
+    """Holds the run folder; its methods are the strategy's listeners."""
+
+    def __init__(self, run_dir: Path):
+        self.run_dir = run_dir
+        self.planner: Planner | None = None
+        self.first_plan: Plan | None = None
+
+    def planned(self, planner: Planner, plan: Plan) -> None:
+        """The first plan: blocks, footprint, latency, candidates, allocation; and the table on the terminal."""
+        self.planner, self.first_plan = planner, plan
+        files.write_json(self.run_dir / "blocks.json", plan.blocks)
+        if planner.footprint is not None:
+            files.write_json(self.run_dir / "footprint.json", planner.footprint)
+        if planner.latency is not None:
+            files.write_json(self.run_dir / "latency.json", planner.latency)
+        self._write_plan(plan, profile=None, step=0)
+        console.print_plan(plan, title="Allocation at the start, from priors by role")
+
+    def reallocated(self, event: Reallocation, plan: Plan, profile: Profile | None) -> None:
+        """A decision: one line in reallocations.jsonl, the newest plan in the other files, its table if it moved."""
+        files.append_jsonl(self.run_dir / "reallocations.jsonl", event)
+        if profile is not None:
+            files.write_json(self.run_dir / "profile.json", profile)
+        self._write_plan(plan, profile=profile, step=event.step)
+        console.print_reallocation(event)
+        if event.accepted:
+            console.print_plan(plan, title=f"Allocation from step {event.step} on, by {plan.risk_model} risk")
+
+    def _write_plan(self, plan: Plan, *, profile: Profile | None, step: int) -> None:
+        assert self.planner is not None
+        candidates = self.planner.candidates(risk=plan.risk_model, profile=profile)
+        files.write_csv(self.run_dir / "candidates.csv", candidate_rows(candidates))
+        files.write_json(
+            self.run_dir / "allocation.json",
+            {
+                "step": step,
+                "risk_model": plan.risk_model,
+                "binding": plan.binding,
+                "limits": plan.limits,
+                "least_feasible_bytes": plan.least_feasible_bytes,
+                "most_useful_bytes": plan.most_useful_bytes,
+                "peak_bytes_predicted": plan.peak_bytes,
+                **to_plain(plan.allocation),
+                "reasons": plan.reasons,
+            },
+        )

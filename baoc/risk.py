@@ -1,0 +1,295 @@
+"""Predicted loss of quality of a spec on a block against fp32 AdamW: three models, replaceable by name, terms kept.
+
+None of them is shown to predict damage (README, "Risk"): each is a hypothesis whose weights are there to be calibrated.
+What a spec gives up is read off the tags of its rule's states, so a new rule needs no change here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf, isfinite, nan
+from typing import Protocol
+
+from baoc.types import (
+    Block,
+    GradientStats,
+    OptimizerSpec,
+    Profile,
+    Risk,
+    Role,
+    RuleInfo,
+    StateDecl,
+    StateKind,
+    StateLayout,
+    StorageScheme,
+)
+
+# Risk of each loss on all of a network's parameters at once, at dose 1 and sensitivity 1: only their order is argued
+# for (METHODS 1 and the CPU tables of the README): storage is nearly free, then one of momentum or shared or factored
+# v, then folding, then no v at all.
+SEVERITY: dict[str, float] = {
+    "quantize_m": 0.005,
+    "quantize_v": 0.01,
+    "drop_m": 0.08,
+    "share_v": 0.05,
+    "factor_v": 0.04,
+    "fold_m": 0.12,
+    "fold_v": 0.16,
+    "drop_v": 0.25,
+}
+# How many times more than an mlp matrix a role suffers from a loss in (m, v): adaptivity matters most for the last
+# layer and the norms (arXiv 2407.07972), both matter more in attention (q and k) than in the mlp.
+SENSITIVITY: dict[Role, tuple[float, float]] = {
+    Role.HEAD: (1.5, 4.0),
+    Role.NORM: (1.5, 4.0),
+    Role.EMBEDDING: (1.5, 2.5),
+    Role.ATTENTION: (1.75, 1.5),
+    Role.MODULATION: (1.5, 1.5),
+    Role.OTHER: (1.5, 1.5),
+    Role.CONV: (1.0, 1.0),
+    Role.MLP: (1.0, 1.0),
+}
+FIRST_LAYER = 1.5  # the first layer stood out in the interventions of METHODS 1
+# Dose of sharing v along an axis; 1.25 where not said. SlimAdam: fan-in suits embeddings and head, fan-out the mlp.
+SHARE_DOSE: dict[tuple[Role, StateLayout], float] = {
+    (Role.EMBEDDING, StateLayout.PER_ROW): 1.0,
+    (Role.EMBEDDING, StateLayout.PER_COLUMN): 1.5,
+    (Role.HEAD, StateLayout.PER_ROW): 1.0,
+    (Role.HEAD, StateLayout.PER_COLUMN): 1.5,
+    (Role.MLP, StateLayout.PER_ROW): 1.5,
+    (Role.MLP, StateLayout.PER_COLUMN): 1.0,
+}
+# Share of coordinates whose m/sqrt(v) is off by more than .1, by in-group spread std(log sqrt v) (METHODS 3).
+SPREADS = (0.5, 1.0, 1.5, 2.0)
+COMPANDED_ERROR = (0.0001, 0.037, 0.206, 0.39)
+LOG_ERROR = (0.008, 0.009, 0.010, 0.019)
+# Dose of a codec where nothing was measured; 1 is the companding int8 codec at an in-group spread of 1.
+CODEC_DOSE: dict[str, float] = {"fp32": 0.0, "bf16": 0.05, "softsign8": 1.0, "sqrt8": 1.0, "log8m": 0.5, "log8v": 0.5}
+
+
+class RiskModel(Protocol):
+    """Predicts the risk of one spec on one block; 0 for fp32 AdamW, never negative, terms weighted and kept.
+
+    `needs` names what a profile must hold for it: a subset of {"stats", "shadow"}. `weights` multiply terms by name
+    (absent: 1). `share` is the block's share of the network's parameters.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def description(self) -> str: ...
+
+    @property
+    def needs(self) -> frozenset[str]: ...
+
+    def __call__(
+        self,
+        *,
+        block: Block,
+        spec: OptimizerSpec,
+        rule: RuleInfo,
+        storage: StorageScheme,
+        profile: Profile | None,
+        weights: Mapping[str, float],
+        share: float = 1.0,
+    ) -> Risk: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """One thing that a spec gives up against fp32 AdamW: a term's name and the tag it was read off."""
+
+    term: str
+    decl: StateDecl | None = None  # None: there is no such state at all
+    codec: str | None = None  # set for quantize_m and quantize_v
+
+    @property
+    def of_m(self) -> bool:
+        return self.term.endswith("_m")
+
+
+def losses(rule: RuleInfo, *, storage: StorageScheme) -> tuple[Loss, ...]:
+    """What `rule` in `storage` gives up, read off its state tags; nothing for fp32 AdamW."""
+    found: list[Loss] = []
+    for kind in StateKind:
+        decls = [decl for decl in rule.states if decl.kind is kind]
+        loss = _layout_loss(decls, kind=kind)
+        if loss is not None:
+            found.append(loss)
+        found += [
+            Loss(term=f"quantize_{kind}", decl=decl, codec=storage.codec(decl))
+            for decl in decls
+            if storage.codec(decl) != "fp32"
+        ]
+    return tuple(found)
+
+
+def _layout_loss(decls: list[StateDecl], *, kind: StateKind) -> Loss | None:
+    by_layout = {decl.layout: decl for decl in decls}
+    if StateLayout.FULL in by_layout:
+        return None
+    if StateLayout.FOLDED in by_layout:
+        return Loss(term=f"fold_{kind}", decl=by_layout[StateLayout.FOLDED])
+    if not decls or kind is StateKind.M:  # the mean of a signed gradient over a whole axis is next to nothing
+        return Loss(term=f"drop_{kind}")
+    return Loss(term="factor_v" if len(by_layout) > 1 else "share_v", decl=decls[0])
+
+
+def _weighted(terms: Mapping[str, float], *, weights: Mapping[str, float]) -> Risk:
+    kept = {term: weights.get(term, 1.0) * value for term, value in terms.items()}
+    return Risk(total=sum(kept.values()), terms=kept)
+
+
+def _prior_term(loss: Loss, *, block: Block) -> float:
+    """Severity x dose x sensitivity of the block's role, for a block that is the whole network."""
+    for_m, for_v = SENSITIVITY[block.role]
+    sensitivity = (for_m if loss.of_m else for_v) * (FIRST_LAYER if block.depth == 0 else 1.0)
+    dose = 1.0
+    if loss.codec is not None:
+        dose = CODEC_DOSE[loss.codec]
+    elif loss.decl is not None and loss.decl.layout is StateLayout.FOLDED:
+        dose = 1.0 - 2.0**-loss.decl.level  # ||R||^2 / ||G||^2 of a gradient without structure
+    elif loss.term == "share_v" and loss.decl is not None:
+        dose = SHARE_DOSE.get((block.role, loss.decl.layout), 1.25)
+    return SEVERITY[loss.term] * dose * sensitivity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PriorRisk:
+    """By role alone: severity x dose x the role's sensitivity x the block's share of the parameters."""
+
+    name: str = "prior"
+    description: str = "by role: what is given up, times how much the role needs it, times the share of parameters"
+    needs: frozenset[str] = frozenset()
+
+    def __call__(
+        self,
+        *,
+        block: Block,
+        spec: OptimizerSpec,
+        rule: RuleInfo,
+        storage: StorageScheme,
+        profile: Profile | None,
+        weights: Mapping[str, float],
+        share: float = 1.0,
+    ) -> Risk:
+        terms = {loss.term: _prior_term(loss, block=block) * share for loss in losses(rule, storage=storage)}
+        return _weighted(terms, weights=weights)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatisticsRisk:
+    """By gradient statistics: severity x measured dose x the block's share of the predicted loss decrease.
+
+    Our reconstruction of BAOC's risk (METHODS 1). A statistic that is NaN leaves its term to the prior.
+    """
+
+    name: str = "statistics"
+    description: str = "by gradient statistics: coherence, noise, anisotropy, SNR by axis, fold residual, spread"
+    needs: frozenset[str] = frozenset({"stats"})
+
+    def __call__(
+        self,
+        *,
+        block: Block,
+        spec: OptimizerSpec,
+        rule: RuleInfo,
+        storage: StorageScheme,
+        profile: Profile | None,
+        weights: Mapping[str, float],
+        share: float = 1.0,
+    ) -> Risk:
+        stats = profile.stats.get(block.name) if profile is not None else None
+        weight = block_weight(stats, share=share)
+        terms: dict[str, float] = {}
+        for loss in losses(rule, storage=storage):
+            dose = measured_dose(loss, stats=stats) if stats is not None else nan
+            term = SEVERITY[loss.term] * dose if isfinite(dose) else _prior_term(loss, block=block)
+            terms[loss.term] = term * weight
+        return _weighted(terms, weights=weights)
+
+
+def block_weight(stats: GradientStats | None, *, share: float) -> float:
+    """The block's share of the step's predicted loss decrease; its share of parameters where that is not known.
+
+    At least a tenth of the latter: a block that happened to go uphill while it was profiled is not free to ruin.
+    """
+    if stats is None or not isfinite(stats.descent_share):
+        return share
+    return max(stats.descent_share, 0.1 * share)
+
+
+def measured_dose(loss: Loss, *, stats: GradientStats) -> float:
+    """How much of what `loss` gives up is there in the gradients: 0 for none, about 1 for all, NaN if not known."""
+    layout = loss.decl.layout if loss.decl is not None else None
+    if loss.codec is not None:
+        return quantization_dose(loss.codec, spread=stats.spread)
+    if loss.term == "drop_m":
+        noise = stats.noise / (1.0 + stats.noise) if stats.noise != inf else 1.0
+        return 0.5 * (noise + 1.0 - stats.coherence)
+    if loss.term == "drop_v":
+        return stats.anisotropy / (1.0 + stats.anisotropy)
+    if loss.term == "share_v":
+        snr = stats.snr_fan_in if layout is StateLayout.PER_ROW else stats.snr_fan_out
+        return 1.0 / (1.0 + snr)  # 1/SNR, bounded: where SNR < 1, v varies more along the axis than it is large
+    if loss.term == "factor_v":
+        return stats.factor_residual
+    assert loss.decl is not None and layout is StateLayout.FOLDED, f"no statistic tells of {loss.term}"
+    return stats.fold_residual.get(f"{loss.decl.axis}:{loss.decl.level}", nan)
+
+
+def quantization_dose(codec: str, *, spread: float) -> float:
+    """Share of coordinates whose m/sqrt(v) is off by > .1 at that in-group spread, 1 for companding int8 at spread 1.
+
+    Interpolated between the points of METHODS 3 and level beyond them; never below what fewer bits are known to lose.
+    """
+    if not isfinite(spread) or codec == "bf16":
+        return nan if not isfinite(spread) else CODEC_DOSE[codec]
+    points = LOG_ERROR if codec in ("log8m", "log8v") else COMPANDED_ERROR
+    floor = 2 * CODEC_DOSE["bf16"]
+    if spread <= SPREADS[0]:
+        return max(floor, points[0] / COMPANDED_ERROR[1])
+    for left, right in zip(range(len(SPREADS) - 1), range(1, len(SPREADS)), strict=True):
+        if spread <= SPREADS[right]:
+            part = (spread - SPREADS[left]) / (SPREADS[right] - SPREADS[left])
+            return max(floor, (points[left] + part * (points[right] - points[left])) / COMPANDED_ERROR[1])
+    return points[-1] / COMPANDED_ERROR[1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShadowRisk:
+    """By shadow runs: how far the spec's own updates were from AdamW's on the same gradients (METHODS 1).
+
+    Each term of `profile.shadow` is a distance, 0 for AdamW's own update. Falls back to the prior where a spec was not
+    run or a distance is not finite.
+    """
+
+    name: str = "shadow"
+    description: str = "by shadow runs: distance of the spec's updates from AdamW's on the same sampled gradients"
+    needs: frozenset[str] = frozenset({"stats", "shadow"})
+
+    def __call__(
+        self,
+        *,
+        block: Block,
+        spec: OptimizerSpec,
+        rule: RuleInfo,
+        storage: StorageScheme,
+        profile: Profile | None,
+        weights: Mapping[str, float],
+        share: float = 1.0,
+    ) -> Risk:
+        given_up = losses(rule, storage=storage)
+        if not given_up:
+            return Risk(total=0.0)
+        stats = profile.stats.get(block.name) if profile is not None else None
+        weight = block_weight(stats, share=share)
+        ran = profile.shadow.get(block.name, {}).get(spec.name, {}) if profile is not None else {}
+        if ran and all(isfinite(value) for value in ran.values()):
+            terms = {term: weight * max(value, 0.0) / len(ran) for term, value in ran.items()}
+        else:
+            terms = {loss.term: weight * _prior_term(loss, block=block) for loss in given_up}
+        return _weighted(terms, weights=weights)
+
+
+RISKS: dict[str, RiskModel] = {risk.name: risk for risk in (PriorRisk(), StatisticsRisk(), ShadowRisk())}

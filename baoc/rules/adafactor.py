@@ -1,0 +1,50 @@
+"""Adafactor (Shazeer and Stern 2018; METHODS 5): v as the outer product of its row and column means.
+
+With momentum, m averages the gradient and is corrected as AdamW's is (the paper averages the update instead), so that m
+can be inherited from and by every other rule.
+"""
+
+from torch import Tensor
+
+from baoc.rules.base import Direction, Rule, RuleContext
+from baoc.rules.matrix import as_matrix, average_, finite_matrix, from_matrix, mean, rms
+from baoc.types import RuleInfo, StateDecl, StateKind, StateLayout
+
+_FLOOR = 1e-30  # added to g^2, eps1 of the paper
+_DECAY = 0.8  # beta2 of step t is 1 - t^-0.8
+_CLIP = 1.0  # largest RMS of the update
+
+_V = (
+    StateDecl(name="v_row", kind=StateKind.V, layout=StateLayout.PER_ROW, bias_corrected=False),
+    StateDecl(name="v_col", kind=StateKind.V, layout=StateLayout.PER_COLUMN, bias_corrected=False),
+)
+_M = StateDecl(name="m", kind=StateKind.M)
+
+
+class Adafactor(Rule):
+    """Update g / sqrt(v), v = row col^T / mean(row), divided by max(1, its RMS). `eps` of the group plays no part."""
+
+    def direction(self, grad: Tensor, *, states: dict[str, Tensor], ctx: RuleContext) -> Direction:
+        row, col = states["v_row"], states["v_col"]
+        finite = finite_matrix(ctx)
+        square = as_matrix(grad, ctx).square().add_(_FLOOR)
+        weight = ctx.step**-_DECAY
+        for state, dim in ((row, 1), (col, 0)):
+            new, valid = mean(square, dim=dim, finite=finite)
+            average_(state, new, weight=weight, valid=valid)
+        if "m" in states:
+            numerator = states["m"].lerp_(grad, 1 - ctx.beta1) / (1 - ctx.beta1**ctx.step)
+        else:
+            numerator = grad
+        scale = (row / row.mean()).sqrt_().unsqueeze(1) * col.sqrt().unsqueeze(0)
+        update = numerator / from_matrix(scale, ctx, shape=grad.shape)
+        update.div_((rms(update, finite=ctx.finite) / _CLIP).clamp_(min=1.0))
+        return Direction(numerator=update)
+
+
+RULES = (
+    Adafactor(RuleInfo(name="adafactor", description="Adafactor without momentum", states=_V, needs_matrix=True)),
+    Adafactor(
+        RuleInfo(name="adafactor_momentum", description="Adafactor with momentum", states=(_M, *_V), needs_matrix=True)
+    ),
+)

@@ -1,0 +1,67 @@
+"""AdamW, AdamW without momentum, and AdamW whose v is shared along an axis (SlimAdam, Adam-mini; METHODS 5)."""
+
+from torch import Tensor
+
+from baoc.rules.base import Direction, Rule, RuleContext
+from baoc.rules.matrix import as_matrix, average_, finite_matrix, from_matrix, mean
+from baoc.types import RuleInfo, StateDecl, StateKind, StateLayout
+
+M = StateDecl(name="m", kind=StateKind.M)
+V = StateDecl(name="v", kind=StateKind.V)
+
+
+class AdamW(Rule):
+    """The operations of torch.optim.AdamW(foreach=False, fused=False) in its order, so that results agree bit for bit.
+
+    With `m` among the states, the numerator is its average, else the gradient itself (RMSprop, beta1 = 0).
+    """
+
+    def __init__(self, info: RuleInfo):
+        super().__init__(info)
+        self._has_m = any(decl.kind is StateKind.M for decl in info.states)
+
+    def direction(self, grad: Tensor, *, states: dict[str, Tensor], ctx: RuleContext) -> Direction:
+        if self._has_m:
+            states["m"].lerp_(grad, 1 - ctx.beta1)
+        states["v"].mul_(ctx.beta2).addcmul_(grad, grad, value=1 - ctx.beta2)
+        return self._direction(states["m"] if self._has_m else grad, v=states["v"], ctx=ctx)
+
+    def last(self, *, states: dict[str, Tensor], ctx: RuleContext) -> Direction | None:
+        return self._direction(states["m"], v=states["v"], ctx=ctx) if self._has_m and ctx.step else None
+
+    def _direction(self, numerator: Tensor, *, v: Tensor, ctx: RuleContext) -> Direction:
+        denominator = v.sqrt().div_((1 - ctx.beta2**ctx.step) ** 0.5).add_(ctx.eps)
+        divisor = 1 - ctx.beta1**ctx.step if self._has_m else 1.0
+        return Direction(numerator=numerator, denominator=denominator, divisor=divisor)
+
+
+class SharedAdamW(Rule):
+    """AdamW with one v per row or per column: the average of the mean of g^2 over it."""
+
+    def __init__(self, info: RuleInfo):
+        super().__init__(info)
+        self._dim = 1 if info.states[1].layout is StateLayout.PER_ROW else 0
+
+    def direction(self, grad: Tensor, *, states: dict[str, Tensor], ctx: RuleContext) -> Direction:
+        m, v = states["m"], states["v"]
+        m.lerp_(grad, 1 - ctx.beta1)
+        square, valid = mean(as_matrix(grad, ctx).square(), dim=self._dim, finite=finite_matrix(ctx))
+        average_(v, square, weight=1 - ctx.beta2, valid=valid)
+        shared = v.sqrt().div_((1 - ctx.beta2**ctx.step) ** 0.5).add_(ctx.eps).unsqueeze(self._dim)
+        assert ctx.matrix is not None
+        denominator = from_matrix(shared.expand(ctx.matrix), ctx, shape=grad.shape)
+        return Direction(numerator=m, denominator=denominator, divisor=1 - ctx.beta1**ctx.step)
+
+
+def _shared(name: str, *, layout: StateLayout, along: str) -> SharedAdamW:
+    states = (M, StateDecl(name="v", kind=StateKind.V, layout=layout))
+    text = f"AdamW with v shared along {along}"
+    return SharedAdamW(RuleInfo(name=name, description=text, states=states, needs_matrix=True))
+
+
+RULES = (
+    AdamW(RuleInfo(name="adamw", description="AdamW, as torch computes it", states=(M, V), matched=False)),
+    AdamW(RuleInfo(name="rmsprop", description="AdamW without momentum", states=(V,))),
+    _shared("adamw_shared_in", layout=StateLayout.PER_ROW, along="fan-in, one per row"),
+    _shared("adamw_shared_out", layout=StateLayout.PER_COLUMN, along="fan-out, one per column"),
+)

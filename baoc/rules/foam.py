@@ -1,0 +1,71 @@
+"""FOAM (arXiv 2512.07112; METHODS 2): m and v of the gradient folded by 2^level, the residual taken from the step alone.
+
+v averages (F(G))^2, the form printed in the paper; its released code averages F(G^2).
+"""
+
+from torch import Tensor
+from torch.nn.functional import pad
+
+from baoc.rules.base import Direction, Rule, RuleContext
+from baoc.rules.matrix import as_matrix, average_, finite_matrix, from_matrix, mean
+from baoc.types import Axis, RuleInfo, StateDecl, StateKind, StateLayout
+
+_ALPHA = 0.25  # drops out where the update's RMS is matched
+_LEVELS = (1, 2, 3, 8)
+
+
+class Foam(Rule):
+    """alpha (E m + R) / (sqrt(E v + R^2) + eps) with R = G - E F(G), times sqrt(1 - beta2^t) / (1 - beta1^t).
+
+    F is the mean over 2^level neighbours along `axis`, zero-padded up to a multiple; E repeats.
+    """
+
+    def __init__(self, info: RuleInfo):
+        super().__init__(info)
+        self._fold = 2 ** info.states[0].level
+        self._along_rows = info.states[0].axis is Axis.FAN_OUT
+
+    def direction(self, grad: Tensor, *, states: dict[str, Tensor], ctx: RuleContext) -> Direction:
+        m, v = (self._turn(states[name]) for name in ("m", "v"))  # [lines, folds]
+        parts = self._split(as_matrix(grad, ctx), padding=0.0)  # [lines, folds, 2^level]
+        finite = finite_matrix(ctx)
+        if finite is not None:
+            finite = self._split(finite, padding=True)
+        folded, valid = mean(parts, dim=2, finite=finite)
+        average_(m, folded, weight=1 - ctx.beta1, valid=valid)
+        average_(v, folded.square(), weight=1 - ctx.beta2, valid=valid)
+        residual = parts - folded.unsqueeze(2)
+        numerator = residual + m.unsqueeze(2)
+        denominator = residual.square_().add_(v.unsqueeze(2)).sqrt_().add_(ctx.eps)
+        return Direction(
+            numerator=self._join(numerator, ctx, shape=grad.shape),
+            denominator=self._join(denominator, ctx, shape=grad.shape),
+            divisor=(1 - ctx.beta1**ctx.step) / (1 - ctx.beta2**ctx.step) ** 0.5 / _ALPHA,
+        )
+
+    def _turn(self, matrix: Tensor) -> Tensor:
+        """The matrix with the folded axis last."""
+        return matrix.t() if self._along_rows else matrix
+
+    def _split(self, matrix: Tensor, *, padding: float | bool) -> Tensor:
+        lines = self._turn(matrix)
+        missing = -lines.shape[1] % self._fold
+        return (pad(lines, (0, missing), value=padding) if missing else lines).reshape(len(lines), -1, self._fold)
+
+    def _join(self, parts: Tensor, ctx: RuleContext, *, shape: tuple[int, ...]) -> Tensor:
+        assert ctx.matrix is not None
+        length = ctx.matrix[0] if self._along_rows else ctx.matrix[1]
+        return from_matrix(self._turn(parts.reshape(len(parts), -1)[:, :length]), ctx, shape=shape)
+
+
+def _foam(level: int, *, axis: Axis) -> Foam:
+    suffix = "" if axis is Axis.FAN_IN else "_out"
+    states = tuple(
+        StateDecl(name=kind.value, kind=kind, layout=StateLayout.FOLDED, level=level, axis=axis)
+        for kind in (StateKind.M, StateKind.V)
+    )
+    text = f"FOAM, m and v folded by {2**level} along {axis.value}"
+    return Foam(RuleInfo(name=f"foam_l{level}{suffix}", description=text, states=states, needs_matrix=True))
+
+
+RULES = tuple(_foam(level, axis=axis) for axis in (Axis.FAN_IN, Axis.FAN_OUT) for level in _LEVELS)

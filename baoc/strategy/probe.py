@@ -1,0 +1,109 @@
+"""Runs one training and one validation micro-batch before training, so that the peak is known before it is reached.
+
+The probe leaves nothing behind: RNG, buffers, gradients, metrics and the loader's position are as before.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning as L
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from baoc.errors import BadInputError
+from baoc.profiling import probe_footprint
+from baoc.types import Footprint
+
+
+def first_batch(source: Any) -> Any:
+    """One batch of a Lightning data source, without moving a loader that can tell its position."""
+    loader = source.dataloader()
+    loaders = loader if isinstance(loader, list | tuple) else [loader]
+    loader = loaders[0] if loaders else None
+    if loader is None:
+        return None
+    position = loader.state_dict() if hasattr(loader, "state_dict") else None
+    batch = next(iter(loader), None)
+    if position is not None and hasattr(loader, "load_state_dict"):
+        loader.load_state_dict(position)
+    return batch
+
+
+@contextmanager
+def silent(module: L.LightningModule) -> Iterator[None]:
+    """Inside, `self.log` does nothing and metrics keep what they had: the probe is no step of the run."""
+    metrics = [child for child in module.modules() if isinstance(child, Metric)]
+    states = [(metric, metric.metric_state.copy(), metric._update_count) for metric in metrics]
+    module.__dict__["log"] = module.__dict__["log_dict"] = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        del module.__dict__["log"], module.__dict__["log_dict"]
+        for metric, state, count in states:
+            for name, value in state.items():
+                setattr(metric, name, value)
+            metric._update_count = count
+
+
+def probe(trainer: L.Trainer, strategy: Any, *, context_bytes: int, accumulation: int) -> Footprint:
+    """The Footprint of `trainer`'s own module on its own first batches, in Lightning's order of a step.
+
+    Raises BadInputError where the loader is empty.
+    """
+    module = trainer.lightning_module
+    batch = first_batch(trainer.fit_loop._data_source)
+    if batch is None:
+        raise BadInputError("the training loader gave no batch, so no step can be planned: check the dataset's size")
+    val_loop = trainer.fit_loop.epoch_loop.val_loop
+    val_source = val_loop._data_source
+    val_batch = None
+    if trainer.limit_val_batches and val_source.is_defined():
+        val_batch = first_batch(val_source)
+    with silent(module):
+        return probe_footprint(
+            module,
+            run_micro_batch=_training(strategy, batch),
+            run_validation_batch=None if val_batch is None else _validation(strategy, val_batch),
+            micro_batch=_batch_size(batch),
+            accumulation=accumulation,
+            context_bytes=context_bytes,
+        )
+
+
+def _training(strategy: Any, batch: Any) -> Callable[[], Tensor]:
+    """A callable: batch to device, training_step under the precision plugin's context; returns the loss."""
+
+    def run() -> Tensor:
+        moved = strategy.batch_to_device(strategy.precision_plugin.convert_input(batch))
+        out = strategy.training_step(moved, 0)
+        loss = out["loss"] if isinstance(out, dict) else out
+        if not isinstance(loss, Tensor):
+            raise BadInputError("training_step returned no loss tensor for the probe's batch: return the loss")
+        return loss
+
+    return run
+
+
+def _validation(strategy: Any, batch: Any) -> Callable[[], None]:
+    def run() -> None:
+        strategy.validation_step(strategy.batch_to_device(strategy.precision_plugin.convert_input(batch)), 0)
+
+    return run
+
+
+def _batch_size(batch: Any) -> int:
+    """Samples of a batch: the first dimension of its first tensor; 0 where there is none."""
+    if isinstance(batch, Tensor):
+        return batch.shape[0] if batch.ndim else 0
+    values = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else ()
+    return next((size for size in map(_batch_size, values) if size), 0)
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module that may declare blocks: a LightningModule's `model` or `net` if it has one, else itself."""
+    for name in ("model", "net", "network"):
+        child = getattr(module, name, None)
+        if isinstance(child, nn.Module) and hasattr(child, "parameter_blocks"):
+            return child
+    return module

@@ -1,0 +1,172 @@
+"""The Lightning strategy that plans inside a budget, swaps the user's AdamW for a blockwise one, and goes on planning.
+
+Lightning calls `setup_optimizers` when the module is on its device and the data are attached; everything of the
+decision happens there. Later decisions hang on the optimizer's own step, so no callback of the user's is needed.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.accelerators import CUDAAccelerator
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch.optim import Optimizer
+
+from baoc.budgets import parse_budget, resolve_auto
+from baoc.errors import BadInputError
+from baoc.online import Reallocator, SessionSettings, assemble
+from baoc.optim import BlockwiseOptimizer
+from baoc.planner import Planner
+from baoc.profiling import cap_device, context_bytes, describe, free_bytes
+from baoc.strategy.probe import probe, unwrapped
+from baoc.strategy.takeover import hyperparameters, named_groups, rebind_schedulers
+from baoc.types import Budget, Footprint, LatencyTable, Plan, Profile, Reallocation
+
+PlanListener = Callable[[Planner, Plan], None]
+
+
+class _GradientGuard(L.Callback):
+    """Masks non-finite gradient elements after unscaling and before Lightning clips, so the norm never sees them.
+
+    Under a GradScaler nothing is masked: an overflow there means that the whole step is skipped.
+    """
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
+        if getattr(trainer.precision_plugin, "scaler", None) is None and isinstance(optimizer, BlockwiseOptimizer):
+            optimizer.mask_nonfinite()
+
+
+class BaocStrategy(SingleDeviceStrategy):
+    """`L.Trainer(strategy=BaocStrategy(budget="8gb"))`: the same module, loader and schedule, inside a budget.
+
+    `budget` takes every spelling of the command line. `device` is `auto` (what the Trainer's accelerator says), `cpu`
+    or `cuda`. `plan_listeners` are called with the first plan, `reallocation_listeners` with every decision after it.
+
+    One device, one AdamW, automatic optimization; anything else is refused with a sentence. Raises
+    InfeasibleBudgetError from `Trainer.fit` before the first step where no allocation meets the budget.
+    """
+
+    strategy_name = "baoc"
+
+    def __init__(
+        self,
+        budget: str | int | float | Mapping[str, Any] | Budget = "auto",
+        *,
+        device: str = "auto",
+        settings: SessionSettings | None = None,
+        latency: LatencyTable | None = None,
+        plan_listeners: Iterable[PlanListener] = (),
+        reallocation_listeners: Iterable[Callable[[Reallocation, Plan, Profile | None], None]] = (),
+        **kwargs: Any,
+    ):
+        if device not in ("auto", "cpu", "cuda") and not device.startswith("cuda:"):
+            raise BadInputError(f"device={device!r} is not supported: use auto, cpu, cuda or cuda:N; MPS is not tested")
+        super().__init__(device="cpu" if device == "auto" else device, **kwargs)
+        self.budget = parse_budget(budget)
+        self.settings = settings or SessionSettings()
+        self.latency = latency
+        self.plan_listeners = list(plan_listeners)
+        self.reallocation_listeners = list(reallocation_listeners)
+        self.reallocator: Reallocator | None = None
+        self.footprint: Footprint | None = None
+        self._device_choice = device
+        self._guard = _GradientGuard()
+        self._context_bytes = 0
+
+    # -- set-up ---------------------------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        """Chooses the device where it was left open; Lightning has resolved its accelerator by now."""
+        if self._device_choice == "auto" and isinstance(self.accelerator, CUDAAccelerator):
+            self._root_device = torch.device("cuda", torch.cuda.current_device())
+        free = free_bytes(self.root_device)
+        self.budget = resolve_auto(self.budget, free_bytes=free)
+        super().setup_environment()
+        self._context_bytes = context_bytes(self.root_device)
+        cap_device(self.root_device, budget=self.budget)
+
+    def setup_optimizers(self, trainer: L.Trainer) -> None:
+        """Plans, and puts a BlockwiseOptimizer in the place of the user's; its groups and schedulers stay."""
+        module = self.lightning_module
+        assert module is not None
+        self._refuse_unsupported(trainer)
+        super().setup_optimizers(trainer)
+        if len(self.optimizers) != 1:
+            raise BadInputError(
+                f"configure_optimizers returned {len(self.optimizers)} optimizers: BAOC trains with one for now; put all "
+                "parameters into one AdamW with parameter groups"
+            )
+        theirs = self.optimizers[0]
+        self.footprint = probe(
+            trainer,
+            self,
+            context_bytes=self._context_bytes,
+            accumulation=trainer.accumulate_grad_batches,
+        )
+        declares = unwrapped(module)
+        assembly = assemble(
+            describe(module, optimizer_groups=theirs.param_groups),
+            params=dict(module.named_parameters()),
+            groups=named_groups(theirs, module),
+            defaults=hyperparameters(theirs),
+            budget=self.budget,
+            settings=self.settings,
+            declared=declared_blocks(module, declares),
+            footprint=self.footprint,
+            latency=self.latency,
+        )
+        self.footprint = assembly.planner.footprint
+        self.reallocator = assembly.reallocator
+        self.reallocator.listeners.extend(self.reallocation_listeners)
+        rebind_schedulers([c.scheduler for c in self.lr_scheduler_configs], old=theirs, new=assembly.optimizer)
+        self.optimizers = [assembly.optimizer]
+        if self._guard not in trainer.callbacks:
+            trainer.callbacks.insert(0, self._guard)
+        for listener in self.plan_listeners:
+            listener(assembly.planner, assembly.plan)
+
+    def _refuse_unsupported(self, trainer: L.Trainer) -> None:
+        module = self.lightning_module
+        assert module is not None
+        if not module.automatic_optimization:
+            raise BadInputError(
+                "the module sets automatic_optimization=False: BAOC steps the optimizer itself. Use automatic "
+                "optimization, or BaocOptimizer in a loop of your own"
+            )
+        devices = trainer._accelerator_connector._devices_flag
+        several = (isinstance(devices, int) and devices > 1) or (isinstance(devices, list) and len(devices) > 1)
+        if several or trainer.num_nodes > 1:
+            raise BadInputError(
+                f"Trainer(devices={devices}, num_nodes={trainer.num_nodes}): BAOC trains on one device for now; set "
+                "devices=1 and num_nodes=1, and run several budgets side by side instead"
+            )
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's state with what the reallocator needs to go on: plan, profile, counters."""
+        state = dict(super().optimizer_state(optimizer))
+        if self.reallocator is not None:
+            state["online"] = self.reallocator.state_dict()
+        return state
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Takes over the saved allocation where it meets today's budget, then the states, converting where they differ.
+
+        A checkpoint of plain torch.optim.AdamW is taken too: its moments are converted to the plan in force.
+        """
+        assert len(checkpoint["optimizer_states"]) == 1 and self.reallocator is not None
+        state = dict(checkpoint["optimizer_states"][0])
+        online = state.pop("online", None)
+        if online is not None:
+            self.reallocator.load_state_dict(online)
+        self.reallocator.optimizer.load_state_dict(state)
+
+
+def declared_blocks(module: L.LightningModule, declares: torch.nn.Module) -> dict[str, list[str]] | None:
+    """Blocks that the model declares by `parameter_blocks()`, with names as the LightningModule knows them."""
+    if not hasattr(declares, "parameter_blocks"):
+        return None
+    prefix = "" if declares is module else next(name + "." for name, m in module.named_modules() if m is declares)
+    return {block: [prefix + name for name in names] for block, names in declares.parameter_blocks().items()}

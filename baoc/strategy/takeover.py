@@ -1,0 +1,66 @@
+"""Reads what the user's optimizer says and hands its schedulers over to ours; refuses what would change its meaning."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from baoc.errors import BadInputError
+
+# Switches of torch's Adam family that choose an implementation, not an arithmetic: ours has its own.
+IMPLEMENTATION_KEYS = {"foreach", "fused", "capturable", "differentiable"}
+REFUSED_KEYS = ("amsgrad", "maximize")
+
+
+def hyperparameters(optimizer: Optimizer) -> dict[str, Any]:
+    """lr, betas, eps and weight_decay of the user's AdamW (or Adam without weight decay), as our optimizer's defaults.
+
+    Raises BadInputError for any other optimizer, and for switches that the rules here do not have.
+    """
+    groups = optimizer.param_groups
+    decays = any(group.get("weight_decay", 0) for group in groups)
+    decoupled = isinstance(optimizer, torch.optim.AdamW) or any(g.get("decoupled_weight_decay") for g in groups)
+    if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW) or (decays and not decoupled):
+        raise BadInputError(
+            f"configure_optimizers returned {type(optimizer).__name__}"
+            f"{' with coupled weight decay' if isinstance(optimizer, torch.optim.Adam) else ''}: BAOC takes over "
+            "torch.optim.AdamW (or Adam without weight decay), whose lr, betas, eps and weight_decay it keeps. Return "
+            "one of these, or train without BaocStrategy"
+        )
+    for key in REFUSED_KEYS:
+        if any(group.get(key) for group in groups):
+            raise BadInputError(f"the optimizer sets {key}=True, which no rule here has: leave it out")
+    keys = ("lr", "betas", "eps", "weight_decay")
+    return {key: optimizer.defaults[key] for key in keys}
+
+
+def named_groups(optimizer: Optimizer, module: nn.Module) -> list[dict[str, Any]]:
+    """The user's parameter groups with (name, parameter) pairs; every other key as it is. Tied parameters come once.
+
+    Raises BadInputError for a parameter that is not the module's.
+    """
+    names = {id(param): name for name, param in module.named_parameters()}
+    groups = []
+    for group in optimizer.param_groups:
+        kept = {k: v for k, v in group.items() if k not in IMPLEMENTATION_KEYS and k not in ("params", "param_names")}
+        for key in (*REFUSED_KEYS, "decoupled_weight_decay"):
+            kept.pop(key, None)
+        strangers = [tuple(p.shape) for p in group["params"] if id(p) not in names]
+        if strangers:
+            raise BadInputError(
+                f"the optimizer holds {len(strangers)} parameter(s) that are not the module's, of shape {strangers[0]}: "
+                "states are kept by parameter name, so register them on the LightningModule"
+            )
+        groups.append({**kept, "params": [(names[id(param)], param) for param in group["params"]]})
+    return groups
+
+
+def rebind_schedulers(schedulers: Sequence[Any], *, old: Optimizer, new: Optimizer) -> None:
+    """Makes every scheduler that steps `old` step `new` instead, those inside SequentialLR and ChainedScheduler too."""
+    for scheduler in schedulers:
+        if isinstance(scheduler, LRScheduler | ReduceLROnPlateau) and scheduler.optimizer is old:
+            scheduler.optimizer = new
+        rebind_schedulers(getattr(scheduler, "_schedulers", ()), old=old, new=new)

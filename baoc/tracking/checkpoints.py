@@ -1,0 +1,127 @@
+"""Reads checkpoints, telling a missing, torn, damaged or foreign file apart; and finds the one to resume from.
+
+torch itself loads a file with flipped bytes without a word, as it leaves the checksums in its archive unread.
+"""
+
+import logging
+import os
+import pickle
+import zipfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from baoc.errors import CheckpointError
+from baoc.units import format_bytes
+
+log = logging.getLogger(__name__)
+
+CHECKPOINT_SCHEMA = 1
+SCHEMA_KEY = "baoc_schema"
+META_KEY = "baoc"
+FOLDER = "checkpoints"
+SUFFIX = ".ckpt"
+LAST = f"last{SUFFIX}"
+REMEDY = "give resume=auto (the newest intact one), or the path of another checkpoint or run folder"
+
+
+def load_checked(path: str | os.PathLike[str], *, ours: bool = True, weights_only: bool = True) -> dict[str, Any]:
+    """The content of a checkpoint, on the CPU, after its checksums were read.
+
+    `ours=False` also takes Lightning's checkpoints of other programs. `weights_only=False` runs code that the file
+    brings: for files from a trusted source only. Raises CheckpointError, whose text says what is wrong and what to do.
+    """
+    path = Path(path)
+    _check_archive(path)
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} holds Python objects beside tensors and plain values, which are not loaded as they may run code "
+            f"({_first_line(error)}): save plain hyperparameters, or convert the file if you trust its source; {REMEDY}"
+        ) from None
+    except Exception as error:
+        raise CheckpointError(f"{path} is damaged: {_first_line(error)}; {REMEDY}") from error
+    if not isinstance(content, dict) or (ours and SCHEMA_KEY not in content):
+        keys = ", ".join(map(str, list(content)[:6])) if isinstance(content, dict) else type(content).__name__
+        raise CheckpointError(
+            f"{path} was not written by baoc: it holds no {SCHEMA_KEY!r} but {keys or 'nothing'}; {REMEDY}"
+        )
+    schema = content.get(SCHEMA_KEY, CHECKPOINT_SCHEMA)
+    if not isinstance(schema, int) or schema > CHECKPOINT_SCHEMA:
+        raise CheckpointError(
+            f"{path} has schema {schema} and this version of baoc reads up to {CHECKPOINT_SCHEMA}: upgrade baoc, or "
+            f"{REMEDY}"
+        )
+    return content
+
+
+def resolve_resume(
+    given: str | os.PathLike[str], *, run_root: str | os.PathLike[str], match: Mapping[str, Any] | None = None
+) -> Path | None:
+    """The checkpoint that `resume=` means.
+
+    `auto`: the newest intact one below `run_root` whose description agrees with `match`, None where there is none;
+    damaged ones are named in a message and passed over. A folder: its newest intact one. A file: itself. Raises
+    CheckpointError where a path was given and no intact checkpoint is there.
+    """
+    if str(given) == "auto":
+        return _newest(Path(run_root), match=match)
+    path = Path(given).expanduser()
+    if path.is_dir():
+        found = _newest(path, match=None)
+        if found is None:
+            raise CheckpointError(f"{path} holds no intact checkpoint (*{SUFFIX}, also in its sub-folders); {REMEDY}")
+        return found
+    load_checked(path)
+    return path
+
+
+def _newest(folder: Path, *, match: Mapping[str, Any] | None) -> Path | None:
+    if not folder.is_dir():
+        return None
+    found = [path for path in folder.rglob(f"*{SUFFIX}") if path.is_file() and not path.name.startswith(".")]
+    # Of files written together the last one is the plain choice.
+    for path in sorted(found, key=lambda p: (p.stat().st_mtime_ns, p.name == LAST), reverse=True):
+        try:
+            about = load_checked(path).get(META_KEY, {})
+        except CheckpointError as error:
+            log.warning("passed over when looking for a checkpoint to resume: %s", error)
+            continue
+        if all(about.get(key) == value for key, value in (match or {}).items()):
+            return path
+    return None
+
+
+def _check_archive(path: Path) -> None:
+    """CheckpointError unless `path` is a whole torch archive whose checksums agree."""
+    if path.is_dir():
+        raise CheckpointError(f"{path} is a folder, not a checkpoint file; {REMEDY}")
+    if not path.exists():
+        beside = sorted(p.name for p in path.parent.glob(f"*{SUFFIX}")) if path.parent.is_dir() else []
+        hint = f"that folder holds {', '.join(beside[:8])}" if beside else "that folder holds no checkpoint"
+        raise CheckpointError(f"there is no checkpoint {path}: {hint}; {REMEDY}")
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(4)
+    if size == 0 or (head.startswith(b"PK") and not zipfile.is_zipfile(path)):
+        raise CheckpointError(
+            f"{path} is truncated: its {format_bytes(size)} lack the end of the archive, so the program that wrote it "
+            f"was stopped; {REMEDY}"
+        )
+    if not head.startswith(b"PK"):
+        raise CheckpointError(f"{path} is no checkpoint: it is not a torch archive (it begins with {head!r}); {REMEDY}")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except (zipfile.BadZipFile, zlib.error, OSError, NotImplementedError) as error:
+        raise CheckpointError(f"{path} is damaged: {_first_line(error)}; {REMEDY}") from None
+    if damaged is not None:
+        raise CheckpointError(f"{path} is damaged: {damaged} in it fails its checksum; {REMEDY}")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:160]

@@ -1,0 +1,235 @@
+"""What a run says on the terminal: who trains what on which budget, the allocation, its changes, and how it ended.
+
+Tables keep to 100 columns where the output is no terminal (a log file, a multirun's job); then there are no colours
+either. The console is made anew for each print, so that whoever redirects stdout gets the text.
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from baoc.tracking.rows import collapsed_rows, plan_rows
+from baoc.types import Budget, FailedRun, FrontierPoint, Plan, Reallocation, RunResult
+from baoc.units import format_bytes
+
+__all__ = [
+    "make_console",
+    "plan_rows",
+    "print_error",
+    "print_frontier",
+    "print_plan",
+    "print_reallocation",
+    "print_result",
+    "print_startup",
+    "say",
+]
+
+PLAIN_WIDTH = 100
+MAX_WIDTH = 160
+
+
+def make_console(*, stderr: bool = False) -> Console:
+    """A console on today's stdout (or stderr): 100 columns and no colours where that is no terminal."""
+    console = Console(stderr=stderr, highlight=False, soft_wrap=False)
+    if not console.is_terminal:
+        return Console(stderr=stderr, highlight=False, width=PLAIN_WIDTH, no_color=True, color_system=None)
+    if console.width > MAX_WIDTH:
+        console.width = MAX_WIDTH
+    return console
+
+
+def say(text: str) -> None:
+    """One line, whatever its length."""
+    make_console().print(text, markup=False, soft_wrap=True)
+
+
+def print_error(text: str) -> None:
+    """What went wrong, on stderr."""
+    make_console(stderr=True).print(text, markup=False, soft_wrap=True, style="red")
+
+
+def print_startup(
+    *,
+    name: str,
+    task: str,
+    model: str,
+    size: str,
+    size_why: str,
+    device: str,
+    num_params: int,
+    budget: Budget,
+    batch_size: int,
+    micro_batch: int | None = None,
+    data: str | None = None,
+    steps: int | None = None,
+    seed: int | None = None,
+    run_dir: str | Path | None = None,
+) -> None:
+    """The start-up summary; what is None is left out."""
+    accumulated = batch_size // micro_batch if micro_batch else 1
+    rows = {
+        "task": task,
+        "model": f"{model}, size {size} ({size_why}), {num_params:,} parameters",
+        "data": data,
+        "device": device,
+        "budget": describe_budget(budget),
+        "batch": f"{batch_size}" + (f" = {accumulated} x {micro_batch}" if accumulated > 1 else ""),
+        "steps": None if steps is None else f"{steps}",
+        "seed": None if seed is None else f"{seed}",
+        "run folder": None if run_dir is None else str(run_dir),
+    }
+    _print_pairs(name, rows.items())
+
+
+def describe_budget(budget: Budget) -> str:
+    """`8gb: 8.00 GiB (8589934592 bytes) of device memory`, and so on for each limit."""
+    limits = []
+    if budget.memory_bytes is not None:
+        limits.append(f"{format_bytes(budget.memory_bytes)} ({budget.memory_bytes} bytes) of device memory")
+    if budget.state_fraction is not None:
+        limits.append(f"{budget.state_fraction:.4g} of fp32 AdamW's state bytes")
+    if budget.step_time is not None:
+        limits.append(f"{budget.step_time:.4g} x the step time of fused AdamW")
+    return f"{budget.name}: {', '.join(limits) or 'no limit'}"
+
+
+def print_plan(plan: Plan, *, title: str = "Allocation") -> None:
+    """The allocation as a table, then its totals, and whether the budget binds."""
+    table = _table(title)
+    table.add_column("block", overflow="fold", max_width=28)
+    table.add_column("spec", overflow="fold", max_width=22)
+    table.add_column("bytes", justify="right", no_wrap=True)
+    table.add_column("risk", justify="right", no_wrap=True)
+    table.add_column("why", overflow="fold", ratio=1)
+    for row in collapsed_rows(plan):
+        size = "-" if row.state_bytes is None else format_bytes(row.state_bytes)
+        risk = "-" if row.risk is None else f"{row.risk:.3g}"
+        table.add_row(escape(row.block), escape(row.spec), size, risk, escape(row.why))
+    console = make_console()
+    console.print(table)
+    for line in plan_lines(plan):
+        console.print(line, markup=False)
+    console.print()
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """Totals of a plan: state, risk, peak, and the range of budgets that would bind."""
+    allocation = plan.allocation
+    share = allocation.state_bytes / max(plan.state_bytes_adamw, 1)
+    gap = "" if allocation.gap is None else ", proven optimal" if allocation.gap == 0 else f", gap {allocation.gap:.2g}"
+    lines = [
+        f"state {format_bytes(allocation.state_bytes)} ({allocation.state_bytes} bytes), {share:.1%} of fp32 AdamW's "
+        f"{format_bytes(plan.state_bytes_adamw)}; risk {allocation.risk:.4g} by risk={plan.risk_model} "
+        f"(allocator={allocation.allocator}{gap})"
+    ]
+    if plan.budget.kind == "none":
+        return [*lines, "no memory or state limit: every block runs what has the least risk"]
+    measure = "device memory" if plan.budget.kind == "memory" else "optimizer state"
+    if plan.budget.kind == "memory":
+        lines.append(f"predicted peak {format_bytes(plan.peak_bytes)} ({plan.peak_bytes} bytes)")
+    low, high = plan.least_feasible_bytes, plan.most_useful_bytes
+    span = f"from {format_bytes(low)} ({low} bytes, the least feasible) to {format_bytes(high)} ({high} bytes)"
+    verdict = "binds" if plan.binding else "does not bind: nothing is given up"
+    return [*lines, f"budget {plan.budget.name} {verdict}; budgets that bind go {span} of {measure}"]
+
+
+def print_reallocation(event: Reallocation) -> None:
+    """One line per decision, and one per moved block where it was accepted (24 at most)."""
+    console = make_console()
+    verdict = f"{len(event.moves)} blocks moved" if event.accepted else "nothing moved"
+    console.print(
+        f"step {event.step}, reallocation ({event.trigger}): {verdict}; {event.why}; state "
+        f"{format_bytes(event.state_bytes_before)} -> {format_bytes(event.state_bytes_after)}",
+        markup=False,
+        soft_wrap=True,
+    )
+    for move in event.moves[:24]:
+        kept = ", ".join(f"{state} {what}" for state, what in move.kept.items())
+        console.print(f"  {move.block}: {move.source} -> {move.target} ({kept})", markup=False, soft_wrap=True)
+    if len(event.moves) > 24:
+        console.print(f"  and {len(event.moves) - 24} more, in reallocations.jsonl", markup=False)
+
+
+def print_result(result: RunResult, *, run_dir: str | Path) -> None:
+    """The closing summary: quality, peak against budget, state, time, and where everything lies."""
+    quality = f"{result.quality.name} {result.quality.value:.4g}"
+    others = ", ".join(f"{k} {v:.4g}" for k, v in result.metrics.items() if k != result.quality.name)
+    share = result.state_bytes / max(result.state_bytes_adamw, 1)
+    rows = {
+        "quality": f"{quality} ({'higher' if result.quality.higher_is_better else 'lower'} is better)",
+        "metrics": others or None,
+        "peak": f"{format_bytes(result.peak_bytes)} ({result.peak_bytes} bytes), predicted "
+        f"{format_bytes(result.peak_bytes_predicted)}",
+        "budget": _budget_verdict(result),
+        "state": f"{format_bytes(result.state_bytes)} ({result.state_bytes} bytes), {share:.1%} of fp32 AdamW's "
+        f"{format_bytes(result.state_bytes_adamw)}",
+        "step": f"{result.step_ms:.3g} ms, {result.samples_per_s:,.0f} samples/s",
+        "steps": f"{result.num_steps}, {result.num_reallocations} reallocations",
+        "run folder": str(run_dir),
+    }
+    _print_pairs(f"{result.name}, done", rows.items())
+
+
+def _budget_verdict(result: RunResult) -> str | None:
+    if result.budget_bytes is None:
+        return None if result.budget_met is None else f"{'met' if result.budget_met else 'NOT met'}"
+    is_memory = result.budget.get("kind") == "memory"
+    held = result.peak_bytes if is_memory else result.state_bytes
+    slack = result.budget_bytes - held
+    verdict = f"met, {format_bytes(slack)} to spare" if result.budget_met else f"NOT met, {format_bytes(-slack)} over"
+    binds = "binds" if result.binding else "does not bind"
+    what = "of device memory" if is_memory else "of optimizer state"
+    return f"{format_bytes(result.budget_bytes)} {what}: {verdict} ({binds})"
+
+
+def print_frontier(
+    points: Sequence[FrontierPoint],
+    *,
+    failed: Sequence[FailedRun] = (),
+    quality: str = "quality",
+    title: str = "Frontier",
+) -> None:
+    """Runs by quality against bytes; a * marks those that no other dominates, failed jobs come last with the reason."""
+    table = _table(title)
+    table.add_column("", no_wrap=True)
+    table.add_column("run", overflow="fold", ratio=1)
+    for header in (quality, "peak", "state", "samples/s", "seeds"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for point in points:
+        spread = "" if point.quality_spread is None else f" ±{point.quality_spread:.2g}"
+        table.add_row(
+            "" if point.dominated else "*",
+            escape(point.label),
+            f"{point.quality:.4g}{spread}",
+            format_bytes(point.peak_bytes),
+            format_bytes(point.state_bytes),
+            f"{point.samples_per_s:,.0f}",
+            str(point.num_seeds),
+        )
+    console = make_console()
+    console.print(table)
+    for job in failed:
+        first = job.message.splitlines()[0] if job.message else "no message"
+        console.print(f"  {job.label}: no result, exit code {job.exit_code}: {first}", markup=False)
+    if points:
+        console.print("* on the Pareto frontier of quality, peak and state bytes", markup=False)
+
+
+def _table(title: str) -> Table:
+    return Table(box=SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False, expand=True)
+
+
+def _print_pairs(title: str, pairs: Iterable[tuple[str, str | None]]) -> None:
+    table = Table(box=None, show_header=False, title=title, title_justify="left", title_style="bold", pad_edge=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for key, value in pairs:
+        if value is not None:
+            table.add_row(key, escape(value))
+    console = make_console()
+    console.print(table)
+    console.print()

@@ -1,0 +1,213 @@
+"""Files that are whole or absent: written aside, fsynced, renamed; and JSON lines that survive a kill.
+
+Everything a run leaves goes through here, so a full disk or an interrupt never leaves a half-written file that looks
+whole, and a line torn by a kill is told from a finished one.
+"""
+
+import csv
+import errno
+import io
+import json
+import logging
+import os
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+from baoc.errors import BadInputError, OutputError
+from baoc.types import to_plain
+
+log = logging.getLogger(__name__)
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Turns an OSError while writing `path` into an OutputError that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise output_error(path, error) from error
+
+
+def output_error(path: Path, error: OSError) -> OutputError:
+    if error.errno in FULL:
+        return OutputError(
+            f"no space left for {path.name} in {path.parent}: nothing half-written was kept; free space or set "
+            "hydra.run.dir (hydra.sweep.dir for a multirun) to a folder on another disk"
+        )
+    return OutputError(
+        f"cannot write {path}: {error.strerror or error}; make the folder writable or set hydra.run.dir "
+        "(hydra.sweep.dir for a multirun) to another one"
+    )
+
+
+@contextmanager
+def written_aside(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+    """A file to write `path`'s new content to; it takes the name only when the block ends without an error.
+
+    Raises OutputError where the folder cannot be written; `path` then holds what it held before.
+    """
+    path = Path(path)
+    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    with explained(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with aside.open("xb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            aside.replace(path)
+        except BaseException:
+            with suppress(OSError):
+                aside.unlink(missing_ok=True)
+            raise
+        _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Makes a rename durable; systems that cannot open a folder do without."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    with written_aside(path) as file:
+        file.write(text.encode())
+
+
+def write_json(path: str | os.PathLike[str], value: Any) -> None:
+    """A value of `baoc.types` (or plain containers of them) as indented JSON; NaN and infinities become null."""
+    write_text(path, json.dumps(to_plain(value), indent=2, allow_nan=False, default=_scalar) + "\n")
+
+
+def write_csv(
+    path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]], *, columns: Sequence[str] | None = None
+) -> None:
+    """Rows as CSV; `columns` defaults to every key in order of first appearance, None becomes an empty cell."""
+    names = list(columns) if columns is not None else list(dict.fromkeys(key for row in rows for key in row))
+    buffer = io.StringIO()
+    writer = csv.DictWriter(buffer, names, restval="", extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(to_plain(row) for row in rows)
+    write_text(path, buffer.getvalue())
+
+
+def read_json(path: str | os.PathLike[str]) -> Any:
+    """The value in a JSON file; BadInputError where it is missing or not JSON."""
+    path = Path(path)
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        raise BadInputError(f"there is no file {path}: give the folder of a finished run") from None
+    except ValueError as error:
+        raise BadInputError(f"{path} is not JSON ({error}): it was damaged or is no file of ours; remove it") from None
+
+
+class LineFile:
+    """An append-only file of JSON lines: each record is on the disk when `append` returns.
+
+    Opening it sets a torn last line aside (into `NAME.torn`), so that what is appended never sticks to it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = Path(path)
+        with explained(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+            self._mend()
+
+    def append(self, record: Any) -> None:
+        """Writes one record; on a full disk the part that was written is cut off again, and OutputError is raised."""
+        line = json.dumps(to_plain(record), allow_nan=False, default=_scalar).encode() + b"\n"
+        size = os.fstat(self._descriptor).st_size
+        with explained(self.path):
+            try:
+                written = 0
+                while written < len(line):
+                    written += os.write(self._descriptor, line[written:])
+                os.fsync(self._descriptor)
+            except OSError:
+                with suppress(OSError):
+                    os.ftruncate(self._descriptor, size)
+                raise
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _mend(self) -> None:
+        size = os.fstat(self._descriptor).st_size
+        if size == 0 or os.pread(self._descriptor, 1, size - 1) == b"\n":
+            return
+        content = self.path.read_bytes()
+        start = content.rfind(b"\n") + 1
+        tail = content[start:]
+        if _record(tail) is not None:  # only the line break is missing: no proper prefix of an object is an object
+            os.write(self._descriptor, b"\n")
+            return
+        with self.path.with_name(self.path.name + ".torn").open("ab") as torn:
+            torn.write(tail + b"\n")
+        os.ftruncate(self._descriptor, start)
+        log.warning("%s ended in a torn line of %d bytes: set aside in %s.torn", self.path, len(tail), self.path.name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def append_jsonl(path: str | os.PathLike[str], record: Any) -> None:
+    """One more line of JSON, on the disk when this returns."""
+    with LineFile(path) as file:
+        file.append(record)
+
+
+def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The records of a JSON lines file. A torn last line is left out with a message; the file is not touched.
+
+    Raises BadInputError where the file is missing, or a line before the last one is not a JSON object.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise BadInputError(f"there is no file {path}: give the folder of a run")
+    lines = path.read_bytes().split(b"\n")
+    records: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, start=1):
+        record = _record(line)
+        if record is not None:
+            records.append(record)
+        elif number == len(lines) and line:
+            log.warning("%s ends in a torn line of %d bytes: left out", path, len(line))
+        elif line:
+            raise BadInputError(f"{path}, line {number} is not a JSON object: the file was damaged; remove that line")
+    return records
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _scalar(value: Any) -> Any:
+    """JSON for what is not of `baoc.types`: paths, and the scalars of numpy and torch."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
+        return to_plain(value.item())
+    raise TypeError(f"cannot write a {type(value).__name__} as JSON: give plain values or those of baoc.types")

@@ -1,0 +1,120 @@
+"""The rows of the allocation table: one per block, and, for deep models, one per kind of block.
+
+Free of rich, so that W&B's table and the terminal show the same numbers.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from baoc.types import Block, Candidate, Plan, Reason
+from baoc.units import format_bytes
+
+COLLAPSE_ABOVE = 24  # blocks; below, every block has its row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRow:
+    """One line of the allocation table; `num_blocks` of them lie behind it."""
+
+    block: str
+    role: str
+    spec: str
+    num_params: int
+    state_bytes: int | None  # None where the plan holds no candidate for the choice
+    risk: float | None
+    why: str
+    num_blocks: int = 1
+
+
+def plan_rows(plan: Plan) -> list[PlanRow]:
+    """One row per block, in the plan's order."""
+    texts = {reason.block: reason for reason in plan.reasons}
+    rows = []
+    for block in plan.blocks:
+        spec = plan.allocation.choices[block.name]
+        options = plan.candidates.get(block.name, ())
+        chosen = next((option for option in options if option.spec == spec), None)
+        rows.append(
+            PlanRow(
+                block=block.name,
+                role=block.role.value,
+                spec=spec,
+                num_params=block.numel,
+                state_bytes=chosen.cost.state_bytes if chosen else None,
+                risk=chosen.risk.total if chosen else None,
+                why=_why(chosen, options=options, reason=texts.get(block.name)),
+            )
+        )
+    return rows
+
+
+def collapsed_rows(plan: Plan, *, above: int = COLLAPSE_ABOVE) -> list[PlanRow]:
+    """`plan_rows`, but where there are more than `above` blocks, those alike but for their layer share a row.
+
+    Alike means: the same name with the layer's number taken out, the same role and the same spec. Bytes, parameters
+    and risks are summed; the reason is that of the first, with how many stand behind it.
+    """
+    rows = plan_rows(plan)
+    if len(rows) <= above:
+        return rows
+    groups: dict[tuple[str, str], list[tuple[Block, PlanRow]]] = {}
+    for block, row in zip(plan.blocks, rows, strict=True):
+        groups.setdefault((_pattern(block), row.spec), []).append((block, row))
+    return [_merged(pattern, members) for (pattern, _), members in groups.items()]
+
+
+def _why(chosen: Candidate | None, *, options: Sequence[Candidate], reason: Reason | None) -> str:
+    """The next cheaper and dearer spec in a few words: what each would change, and the term that decides."""
+    if reason is None:
+        return ""
+    by_spec = {option.spec: option for option in options}
+    cheaper, dearer = by_spec.get(reason.cheaper or ""), by_spec.get(reason.dearer or "")
+    if chosen is None or (cheaper is None and dearer is None):
+        return reason.text
+    parts = []
+    if cheaper is not None:
+        saved = format_bytes(chosen.cost.state_bytes - cheaper.cost.state_bytes)
+        term = max(cheaper.risk.terms, key=lambda name: cheaper.risk.terms[name], default="")
+        added = cheaper.risk.total - chosen.risk.total
+        parts.append(f"{cheaper.spec} saves {saved}, risk {added:+.2g}{f' ({term})' if term else ''}")
+    if dearer is not None:
+        extra = format_bytes(dearer.cost.state_bytes - chosen.cost.state_bytes)
+        parts.append(f"{dearer.spec} costs {extra}, risk {dearer.risk.total - chosen.risk.total:+.2g}")
+    return "; ".join(parts)
+
+
+def _pattern(block: Block) -> str:
+    """The block's name with its layer's number replaced by *."""
+    if block.depth is None:
+        return block.name
+    return re.sub(rf"(?<!\d){block.depth}(?!\d)", "*", block.name, count=1)
+
+
+def _merged(pattern: str, members: Sequence[tuple[Block, PlanRow]]) -> PlanRow:
+    rows = [row for _, row in members]
+    if len(rows) == 1:
+        return rows[0]
+    depths = sorted({block.depth for block, _ in members if block.depth is not None})
+    sizes = [row.state_bytes for row in rows if row.state_bytes is not None]
+    risks = [row.risk for row in rows if row.risk is not None]
+    return replace(
+        rows[0],
+        block=pattern.replace("*", f"{{{_ranges(depths)}}}", 1),
+        num_params=sum(row.num_params for row in rows),
+        state_bytes=sum(sizes) if len(sizes) == len(rows) else None,
+        risk=sum(risks) if len(risks) == len(rows) else None,
+        why=f"{rows[0].why} (first of {len(rows)})" if rows[0].why else "",
+        num_blocks=len(rows),
+    )
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """[0, 1, 2, 5] -> "0-2,5"."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
