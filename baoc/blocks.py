@@ -4,7 +4,7 @@ Decided from names, shapes and module types alone, so a plan can be made of a mo
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from math import isfinite, log
 from typing import Literal
@@ -83,15 +83,19 @@ def partition(
 
 
 def _layer_role(param: ParamInfo) -> str:
-    return param.role.value if param.depth is None else f"layer{param.depth}.{param.role}"
+    return param.role.value if param.depth is None else f"layer{param.depth}.{param.role.value}"
 
 
-_BY = {
+def _layer(param: ParamInfo) -> str:
+    return param.role.value if param.depth is None else f"layer{param.depth}"
+
+
+_BY: dict[str, Callable[[ParamInfo], str]] = {
     "layer_role": _layer_role,
-    "layer": lambda param: param.role.value if param.depth is None else f"layer{param.depth}",
+    "layer": _layer,
     "role": lambda param: param.role.value,
     "tensor": lambda param: param.name,
-    "model": lambda param: "model",
+    "model": lambda _: "model",
 }
 
 
@@ -107,9 +111,9 @@ def _by_pattern(params: Sequence[ParamInfo], *, patterns: Sequence[tuple[str, st
                     assigned[param.name] = name
         if len(assigned) == before:
             raise BadInputError(
-                f"blocks.patterns: {pattern!r} (block {block!r}) matches no parameter that an earlier pattern left. It must "
-                f"match the whole name, as a glob (*.mlp.*) or a regular expression (.*\\.mlp\\..*); names are for example "
-                f"{', '.join(param.name for param in params[:3])}"
+                f"blocks.patterns: {pattern!r} (block {block!r}) matches no parameter that an earlier pattern left. It "
+                r"must match the whole name, as a glob (*.mlp.*) or a regular expression (.*\.mlp\..*); names are for "
+                f"example {', '.join(param.name for param in params[:3])}"
             )
     return assigned
 

@@ -1,7 +1,7 @@
 """What `budget=` accepts, on the command line and in Python alike, and the only place where presets are defined.
 
-A budget is a preset's name, a size (`7.5gb`), a state fraction (`state_25`, any percentage), a number (whole bytes, or a
-fraction of fp32 AdamW's state), a mapping with limits of one's own, or a Budget.
+A budget is a preset's name, a size (`7.5gb`), a state fraction (`state_25`, any percentage), a number (whole bytes, or
+a fraction of fp32 AdamW's state), a mapping with limits of one's own, or a Budget.
 """
 
 import math
@@ -43,7 +43,7 @@ def parse_budget(given: str | int | float | Budget | Mapping[str, Any]) -> Budge
         return _checked(given)
     if isinstance(given, str):
         return _parse_text(given)
-    if isinstance(given, bool) or not isinstance(given, int | float | Mapping):
+    if isinstance(given, bool):
         raise _refusal(given)
     if isinstance(given, int):
         return _checked(Budget(name=_memory_name(given), memory_bytes=given))
@@ -75,7 +75,10 @@ def _parse_text(text: str) -> Budget:
     raise _refusal(text)
 
 
-def _parse_mapping(given: Mapping[str, Any]) -> Budget:
+def _parse_mapping(mapping: object) -> Budget:
+    if not isinstance(mapping, Mapping):
+        raise _refusal(mapping)
+    given = cast(Mapping[str, Any], mapping)
     if unknown := [str(key) for key in given if key not in _KEYS]:
         close = get_close_matches(unknown[0], _KEYS, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
@@ -149,8 +152,8 @@ def _checked(budget: Budget) -> Budget:
         )
     if step_time is not None and not (step_time > 0 and math.isfinite(step_time)):
         raise BadInputError(
-            f"budget.step_time={step_time:g} is not allowed: it is a ratio to a step with torch's fused AdamW, above 0, "
-            "such as 1.2; null does not limit time"
+            f"budget.step_time={step_time:g} is not allowed: it is a ratio to a step with torch's fused AdamW, above "
+            "0, such as 1.2; null does not limit time"
         )
     if memory is not None and fraction is not None:
         raise BadInputError(

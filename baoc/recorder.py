@@ -7,9 +7,8 @@ from pathlib import Path
 
 from baoc.candidates import candidate_rows
 from baoc.planner import Planner
-from baoc.profiling import GradientProfiler
 from baoc.tracking import console, files
-from baoc.types import LatencyTable, Plan, Profile, Reallocation, to_plain
+from baoc.types import Plan, Profile, Reallocation, to_plain
 
 
 class Recorder:
@@ -18,11 +17,16 @@ class Recorder:
     def __init__(self, run_dir: Path):
         self.run_dir = run_dir
         self.planner: Planner | None = None
-        self.first_plan: Plan | None = None
+        self._peaks: list[int] = []
+
+    @property
+    def peak_bytes_predicted(self) -> int:
+        """The largest peak that any plan of the run predicted: each was in force for a while."""
+        return max(self._peaks, default=0)
 
     def planned(self, planner: Planner, plan: Plan) -> None:
         """The first plan: blocks, footprint, latency, candidates, allocation; and the table on the terminal."""
-        self.planner, self.first_plan = planner, plan
+        self.planner = planner
         files.write_json(self.run_dir / "blocks.json", plan.blocks)
         if planner.footprint is not None:
             files.write_json(self.run_dir / "footprint.json", planner.footprint)
@@ -43,6 +47,7 @@ class Recorder:
 
     def _write_plan(self, plan: Plan, *, profile: Profile | None, step: int) -> None:
         assert self.planner is not None
+        self._peaks.append(plan.peak_bytes)
         candidates = self.planner.candidates(risk=plan.risk_model, profile=profile)
         files.write_csv(self.run_dir / "candidates.csv", candidate_rows(candidates))
         files.write_json(

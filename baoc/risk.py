@@ -4,10 +4,12 @@ None of them is shown to predict damage (README, "Risk"): each is a hypothesis w
 What a spec gives up is read off the tags of its rule's states, so a new rule needs no change here.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from math import inf, isfinite, nan
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from math import fsum, inf, isfinite, isnan, nan
 from typing import Protocol
+
+import numpy as np
 
 from baoc.types import (
     Block,
@@ -24,7 +26,7 @@ from baoc.types import (
 )
 
 # Risk of each loss on all of a network's parameters at once, at dose 1 and sensitivity 1: only their order is argued
-# for (METHODS 1 and the CPU tables of the README): storage is nearly free, then one of momentum or shared or factored
+# for (interventions and CPU runs of the design notes): storage is nearly free, then one of momentum or shared or factored
 # v, then folding, then no v at all.
 SEVERITY: dict[str, float] = {
     "quantize_m": 0.005,
@@ -48,7 +50,7 @@ SENSITIVITY: dict[Role, tuple[float, float]] = {
     Role.CONV: (1.0, 1.0),
     Role.MLP: (1.0, 1.0),
 }
-FIRST_LAYER = 1.5  # the first layer stood out in the interventions of METHODS 1
+FIRST_LAYER = 1.5  # it stood out in single-block interventions on small Llamas
 # Dose of sharing v along an axis; 1.25 where not said. SlimAdam: fan-in suits embeddings and head, fan-out the mlp.
 SHARE_DOSE: dict[tuple[Role, StateLayout], float] = {
     (Role.EMBEDDING, StateLayout.PER_ROW): 1.0,
@@ -58,12 +60,20 @@ SHARE_DOSE: dict[tuple[Role, StateLayout], float] = {
     (Role.MLP, StateLayout.PER_ROW): 1.5,
     (Role.MLP, StateLayout.PER_COLUMN): 1.0,
 }
-# Share of coordinates whose m/sqrt(v) is off by more than .1, by in-group spread std(log sqrt v) (METHODS 3).
+# Share of coordinates whose m/sqrt(v) is off by more than .1, by in-group spread std(log sqrt v).
 SPREADS = (0.5, 1.0, 1.5, 2.0)
 COMPANDED_ERROR = (0.0001, 0.037, 0.206, 0.39)
 LOG_ERROR = (0.008, 0.009, 0.010, 0.019)
-# Dose of a codec where nothing was measured; 1 is the companding int8 codec at an in-group spread of 1.
-CODEC_DOSE: dict[str, float] = {"fp32": 0.0, "bf16": 0.05, "softsign8": 1.0, "sqrt8": 1.0, "log8m": 0.5, "log8v": 0.5}
+# Dose of a codec where nothing was measured; 1 is companding int8. In-group spreads near .5 (digits ViT, 40 and 120
+# steps, one seed) favour companding over logarithms; `quantization_dose` decides per block once a spread is known.
+CODEC_DOSE: dict[str, float] = {
+    "fp32": 0.0,
+    "bf16": 0.05,
+    "softsign8": 1.0,
+    "sqrt8": 1.0,
+    "log8m": 1.25,
+    "log8v": 1.25,
+}
 
 
 class RiskModel(Protocol):
@@ -135,9 +145,53 @@ def _layout_loss(decls: list[StateDecl], *, kind: StateKind) -> Loss | None:
     return Loss(term="factor_v" if len(by_layout) > 1 else "share_v", decl=decls[0])
 
 
-def _weighted(terms: Mapping[str, float], *, weights: Mapping[str, float]) -> Risk:
-    kept = {term: weights.get(term, 1.0) * value for term, value in terms.items()}
-    return Risk(total=sum(kept.values()), terms=kept)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One spec on one block, and what is known of it: `stats` and `ran` are None and empty where nothing was measured.
+
+    `share` is the block's share of the network's parameters, `ran` the distances of the spec's shadow run.
+    """
+
+    block: Block
+    losses: tuple[Loss, ...]
+    share: float
+    stats: GradientStats | None = None
+    ran: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TermRisk:
+    """A RiskModel whose unweighted terms come from one function of the case."""
+
+    name: str
+    description: str
+    needs: frozenset[str]
+    terms: Callable[[Case], dict[str, float]]
+
+    def __call__(
+        self,
+        *,
+        block: Block,
+        spec: OptimizerSpec,
+        rule: RuleInfo,
+        storage: StorageScheme,
+        profile: Profile | None,
+        weights: Mapping[str, float],
+        share: float = 1.0,
+    ) -> Risk:
+        given_up = losses(rule, storage=storage)
+        if not given_up:
+            return Risk(total=0.0)
+        case = Case(block=block, losses=given_up, share=share)
+        if profile is not None:
+            ran = profile.shadow.get(block.name, {}).get(spec.name, {})
+            case = replace(case, stats=profile.stats.get(block.name), ran=ran)
+        terms = {term: weights.get(term, 1.0) * value for term, value in self.terms(case).items()}
+        return Risk(total=fsum(terms.values()), terms=terms)
+
+
+def _prior_terms(case: Case) -> dict[str, float]:
+    return {loss.term: _prior_term(loss, block=case.block) * case.share for loss in case.losses}
 
 
 def _prior_term(loss: Loss, *, block: Block) -> float:
@@ -154,59 +208,23 @@ def _prior_term(loss: Loss, *, block: Block) -> float:
     return SEVERITY[loss.term] * dose * sensitivity
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PriorRisk:
-    """By role alone: severity x dose x the role's sensitivity x the block's share of the parameters."""
-
-    name: str = "prior"
-    description: str = "by role: what is given up, times how much the role needs it, times the share of parameters"
-    needs: frozenset[str] = frozenset()
-
-    def __call__(
-        self,
-        *,
-        block: Block,
-        spec: OptimizerSpec,
-        rule: RuleInfo,
-        storage: StorageScheme,
-        profile: Profile | None,
-        weights: Mapping[str, float],
-        share: float = 1.0,
-    ) -> Risk:
-        terms = {loss.term: _prior_term(loss, block=block) * share for loss in losses(rule, storage=storage)}
-        return _weighted(terms, weights=weights)
+def _statistics_terms(case: Case) -> dict[str, float]:
+    """Severity x measured dose x the block's weight; a statistic that is NaN leaves its term to the prior."""
+    weight = block_weight(case.stats, share=case.share)
+    terms: dict[str, float] = {}
+    for loss in case.losses:
+        dose = measured_dose(loss, stats=case.stats) if case.stats is not None else nan
+        term = SEVERITY[loss.term] * dose if isfinite(dose) else _prior_term(loss, block=case.block)
+        terms[loss.term] = weight * term
+    return terms
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StatisticsRisk:
-    """By gradient statistics: severity x measured dose x the block's share of the predicted loss decrease.
-
-    Our reconstruction of BAOC's risk (METHODS 1). A statistic that is NaN leaves its term to the prior.
-    """
-
-    name: str = "statistics"
-    description: str = "by gradient statistics: coherence, noise, anisotropy, SNR by axis, fold residual, spread"
-    needs: frozenset[str] = frozenset({"stats"})
-
-    def __call__(
-        self,
-        *,
-        block: Block,
-        spec: OptimizerSpec,
-        rule: RuleInfo,
-        storage: StorageScheme,
-        profile: Profile | None,
-        weights: Mapping[str, float],
-        share: float = 1.0,
-    ) -> Risk:
-        stats = profile.stats.get(block.name) if profile is not None else None
-        weight = block_weight(stats, share=share)
-        terms: dict[str, float] = {}
-        for loss in losses(rule, storage=storage):
-            dose = measured_dose(loss, stats=stats) if stats is not None else nan
-            term = SEVERITY[loss.term] * dose if isfinite(dose) else _prior_term(loss, block=block)
-            terms[loss.term] = term * weight
-        return _weighted(terms, weights=weights)
+def _shadow_terms(case: Case) -> dict[str, float]:
+    """Mean of the distances x the block's weight; the prior's terms where the spec was not run or one is not finite."""
+    weight = block_weight(case.stats, share=case.share)
+    if case.ran and all(isfinite(value) for value in case.ran.values()):
+        return {term: weight * max(value, 0.0) / len(case.ran) for term, value in case.ran.items()}
+    return {loss.term: weight * _prior_term(loss, block=case.block) for loss in case.losses}
 
 
 def block_weight(stats: GradientStats | None, *, share: float) -> float:
@@ -225,8 +243,9 @@ def measured_dose(loss: Loss, *, stats: GradientStats) -> float:
     if loss.codec is not None:
         return quantization_dose(loss.codec, spread=stats.spread)
     if loss.term == "drop_m":
-        noise = stats.noise / (1.0 + stats.noise) if stats.noise != inf else 1.0
-        return 0.5 * (noise + 1.0 - stats.coherence)
+        known = 0.0 <= stats.noise < inf  # else the unbiased signal came out at 0 or below: nothing but noise
+        noise = stats.noise / (1.0 + stats.noise) if known or isnan(stats.noise) else 1.0
+        return max(0.0, 0.5 * (noise + 1.0 - stats.coherence))
     if loss.term == "drop_v":
         return stats.anisotropy / (1.0 + stats.anisotropy)
     if loss.term == "share_v":
@@ -241,55 +260,37 @@ def measured_dose(loss: Loss, *, stats: GradientStats) -> float:
 def quantization_dose(codec: str, *, spread: float) -> float:
     """Share of coordinates whose m/sqrt(v) is off by > .1 at that in-group spread, 1 for companding int8 at spread 1.
 
-    Interpolated between the points of METHODS 3 and level beyond them; never below what fewer bits are known to lose.
+    Interpolated between measured points and level beyond them; never below twice what bf16 loses, which has more bits.
     """
-    if not isfinite(spread) or codec == "bf16":
-        return nan if not isfinite(spread) else CODEC_DOSE[codec]
+    if not isfinite(spread):
+        return nan
+    if codec == "bf16":
+        return CODEC_DOSE[codec]
     points = LOG_ERROR if codec in ("log8m", "log8v") else COMPANDED_ERROR
-    floor = 2 * CODEC_DOSE["bf16"]
-    if spread <= SPREADS[0]:
-        return max(floor, points[0] / COMPANDED_ERROR[1])
-    for left, right in zip(range(len(SPREADS) - 1), range(1, len(SPREADS)), strict=True):
-        if spread <= SPREADS[right]:
-            part = (spread - SPREADS[left]) / (SPREADS[right] - SPREADS[left])
-            return max(floor, (points[left] + part * (points[right] - points[left])) / COMPANDED_ERROR[1])
-    return points[-1] / COMPANDED_ERROR[1]
+    dose = float(np.interp(spread, SPREADS, points)) / COMPANDED_ERROR[1]
+    return max(dose, 2 * CODEC_DOSE["bf16"])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShadowRisk:
-    """By shadow runs: how far the spec's own updates were from AdamW's on the same gradients (METHODS 1).
-
-    Each term of `profile.shadow` is a distance, 0 for AdamW's own update. Falls back to the prior where a spec was not
-    run or a distance is not finite.
-    """
-
-    name: str = "shadow"
-    description: str = "by shadow runs: distance of the spec's updates from AdamW's on the same sampled gradients"
-    needs: frozenset[str] = frozenset({"stats", "shadow"})
-
-    def __call__(
-        self,
-        *,
-        block: Block,
-        spec: OptimizerSpec,
-        rule: RuleInfo,
-        storage: StorageScheme,
-        profile: Profile | None,
-        weights: Mapping[str, float],
-        share: float = 1.0,
-    ) -> Risk:
-        given_up = losses(rule, storage=storage)
-        if not given_up:
-            return Risk(total=0.0)
-        stats = profile.stats.get(block.name) if profile is not None else None
-        weight = block_weight(stats, share=share)
-        ran = profile.shadow.get(block.name, {}).get(spec.name, {}) if profile is not None else {}
-        if ran and all(isfinite(value) for value in ran.values()):
-            terms = {term: weight * max(value, 0.0) / len(ran) for term, value in ran.items()}
-        else:
-            terms = {loss.term: weight * _prior_term(loss, block=block) for loss in given_up}
-        return _weighted(terms, weights=weights)
-
-
-RISKS: dict[str, RiskModel] = {risk.name: risk for risk in (PriorRisk(), StatisticsRisk(), ShadowRisk())}
+RISKS: dict[str, RiskModel] = {
+    risk.name: risk
+    for risk in (
+        TermRisk(
+            name="prior",
+            description="by role: what is given up, how much the role needs it, the block's share of the parameters",
+            needs=frozenset(),
+            terms=_prior_terms,
+        ),
+        TermRisk(
+            name="statistics",  # our reconstruction of BAOC's risk, whose formulas are unpublished
+            description="by gradient statistics: coherence, noise, anisotropy, SNR by axis, fold residual, spread",
+            needs=frozenset({"stats"}),
+            terms=_statistics_terms,
+        ),
+        TermRisk(
+            name="shadow",
+            description="by shadow runs: distance of the spec's updates from AdamW's on the same sampled gradients",
+            needs=frozenset({"stats", "shadow"}),
+            terms=_shadow_terms,
+        ),
+    )
+}

@@ -3,60 +3,355 @@
 `run` reads top to bottom as README's "One run as data"; what a stage does is in the module it calls.
 """
 
-import platform
-from importlib.metadata import version
+import logging
+import math
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.loggers import Logger
 
 from baoc.callbacks import MemoryMonitor, RngState, SafeCheckpoint, StepMonitor, progress_bar
+from baoc.config.environment import commit, versions
 from baoc.config.schema import RunConfig
 from baoc.data import build_data
-from baoc.environment import commit, prepare_cpu
-from baoc.errors import BadInputError, BudgetBreachedError, TrainingFailedError
-from baoc.models import build_model
+from baoc.errors import BadInputError, BudgetBreachedError, CheckpointError, TrainingFailedError
+from baoc.models import build_model, choose_size
 from baoc.online import ReallocationSettings, SessionSettings
 from baoc.planner import PlannerSettings
 from baoc.recorder import Recorder
 from baoc.strategy import BaocStrategy
-from baoc.tasks import build_task
-from baoc.tracking import console, files, load_checked, make_loggers, resolve_resume
+from baoc.tasks import OptimizerSettings, build_task
+from baoc.tasks.base import Task
+from baoc.tasks.cpu import prepare_cpu
+from baoc.tracking import console, files, log_plan, log_summary, make_loggers, resolve_resume
+from baoc.tracking.loggers import finishing
 from baoc.types import Quality, Role, RunResult, to_plain
 
 RESULT_SCHEMA = 1
-VERSIONED = ("torch", "lightning", "transformers", "numpy", "scipy", "hydra-core")
 
 
 def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
-    """Runs `config` and leaves every value of the run in `run_dir`. None for mode=plan and mode=eval.
+    """Runs `config` and leaves every value of the run in `run_dir`; None for mode=plan and mode=eval.
 
-    Raises BaocError children only for what a user can mend; see README, "Exit codes".
+    Raises BaocError children for what a user can mend; see README, "Exit codes".
     """
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # its tips and device list are not ours to show
     device = choose_device(config.device)
+    checkpoint = find_checkpoint(config, run_dir=run_dir)
     if device == "cpu":
         prepare_cpu()
     L.seed_everything(config.seed, workers=True, verbose=False)
-    checkpoint = resolve_resume(config.resume, run_root=run_dir.parent) if config.resume else None
+    task, data = build(config, run_dir=run_dir, device=device)
+    loggers = make_loggers(
+        config.logger,
+        run_dir=run_dir,
+        name=config.name,
+        config=to_plain(config),
+        group=run_dir.parent.name,
+        job_type=config.mode,
+        tags=(config.task.name, config.model.name, config.budget.name, config.allocator.name),
+    )
+    with finishing(loggers):
+        parts = assemble_trainer(config, task=task, device=device, run_dir=run_dir, loggers=loggers)
+        if config.mode == "eval":
+            return evaluate(parts, task=task, data=data, checkpoint=checkpoint, run_dir=run_dir)
+        with failures(device):
+            parts.trainer.fit(task, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+        if config.mode == "plan":
+            return None
+        if parts.trainer.interrupted:
+            raise KeyboardInterrupt
+        result = measure(config, parts=parts, task=task, metrics=final_metrics(parts, task, data), command=command)
+        conclude(result, parts=parts, run_dir=run_dir)
+        return result
+
+
+# -- stages 1 and 2: device, data, model, task ------------------------------------------------------------------------
+
+
+def choose_device(name: str) -> str:
+    """`auto` -> cuda where there is one, else cpu. Raises BadInputError for cuda where there is none."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise BadInputError("device=cuda, but torch sees no CUDA device: use device=cpu, or a CUDA build of torch")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+
+
+def find_checkpoint(config: RunConfig, *, run_dir: Path) -> Path | None:
+    """The checkpoint that `resume` names; `auto` looks beside this run's folder and its neighbours of other days."""
+    if config.resume is None:
+        return None
+    match = {"name": config.name, "seed": config.seed}
+    found = resolve_resume(config.resume, run_root=run_dir.parent.parent, match=match)
+    if found is None and config.mode == "eval":
+        raise CheckpointError(
+            f"resume=auto found no intact checkpoint of name={config.name}, seed={config.seed} under {run_dir.parent.parent}: "
+            "train first, or give resume=PATH"
+        )
+    console.say("resume=auto found nothing to resume: starting anew" if found is None else f"resuming from {found}")
+    return found
+
+
+def build(config: RunConfig, *, run_dir: Path, device: str) -> tuple[Task, L.LightningDataModule]:
+    """The LightningModule and the DataModule, and the start-up summary."""
     data = build_data(
         config.dataset.name,
+        task=config.task.name,
         path=config.dataset.path,
         batch_size=config.micro_batch_size,
         accumulate=config.accumulation,
         seed=config.seed,
     )
-    model = build_model(config.model.name, size=config.model.size, data=data.spec, options=config.model.options)
-    task = build_task(config.task.name, model=model, optim=config.optim, options=config.task)
-    console.print_startup(
-        config=config, device=device, num_params=sum(p.numel() for p in model.parameters()), data=data.spec
+    choice = choose_size(config.model.name, size=config.model.size)
+    model = build_model(
+        config.model.name, spec=data.spec, size=config.model.size, seed=config.seed, **config.model.options
     )
+    if hasattr(model, "image_size"):
+        data.resize_to(model.image_size)
+    optim = {k: v for k, v in asdict(config.optim).items() if k not in ("backend", "nonfinite")}
+    options = {k: v for k, v in asdict(config.task).items() if k != "name"}
+    task = build_task(config.task.name, model=model, optimizer=OptimizerSettings(**optim), **options)
+    console.print_startup(
+        name=config.name,
+        task=config.task.name,
+        model=config.model.name,
+        size=choice.size.name,
+        size_why=choice.why,
+        device=device,
+        num_params=sum(p.numel() for p in model.parameters()),
+        budget=config.budget,
+        batch_size=config.batch_size,
+        micro_batch=config.micro_batch_size,
+        data=str(data.spec),
+        steps=config.trainer.max_steps if config.trainer.max_steps > 0 else None,
+        seed=config.seed,
+        run_dir=run_dir,
+    )
+    return task, data
+
+
+# -- the trainer, with what watches it --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    trainer: L.Trainer
+    strategy: BaocStrategy
+    memory: MemoryMonitor
+    steps: StepMonitor
+    recorder: Recorder
+    validated: "ValidatedAt"
+    loggers: list[Logger]
+
+
+def session_settings(config: RunConfig) -> SessionSettings:
+    """What planning and reallocation need, in the words of `baoc.online`."""
+    planner = PlannerSettings(
+        specs=config.catalogue.specs,
+        keep_fp32_roles=tuple(Role(role) for role in config.catalogue.keep_fp32_roles),
+        blocks_by=config.blocks.by,
+        patterns=config.blocks.patterns,
+        merge_penalty=config.blocks.merge,
+        risk=config.risk.name,
+        risk_weights=config.risk.weights,
+        allocator=config.allocator.name,
+        seed=config.seed,
+    )
+    return SessionSettings(
+        planner=planner,
+        reallocation=ReallocationSettings(**asdict(config.reallocation)),
+        backend=config.optim.backend,
+        nonfinite=config.optim.nonfinite,
+    )
+
+
+def assemble_trainer(
+    config: RunConfig, *, task: Task, device: str, run_dir: Path, loggers: list[Logger]
+) -> Parts:
+    """Lightning's Trainer with the strategy, the monitors, and the recorder as the strategy's listener."""
     recorder = Recorder(run_dir)
+    memory = MemoryMonitor(config.budget)
+    steps = StepMonitor(leave_out=lambda: memory.tracked, batch_size=config.micro_batch_size)
+    monitor, higher = task.quality
+    checkpoint = SafeCheckpoint(
+        run_dir,
+        every_n_steps=config.checkpoint.every_n_steps,
+        keep=config.checkpoint.keep,
+        monitor=monitor,
+        mode="max" if higher else "min",
+        meta={"name": config.name, "seed": config.seed},
+        track=memory.track,
+    )
     strategy = BaocStrategy(
         config.budget,
         device=device,
         settings=session_settings(config),
-        plan_listeners=[recorder.planned],
-        reallocation_listeners=[recorder.reallocated],
+        plan_only=config.mode == "plan",
+        reallocation_listeners=[recorder.reallocated, lambda _, plan, __: log_plan(loggers, plan=plan)],
     )
-    return None
+    strategy.plan_listeners += [
+        recorder.planned,
+        lambda _, plan: log_plan(loggers, plan=plan),
+        lambda _, plan: watch_memory(memory, strategy=strategy, predicted_bytes=plan.peak_bytes),
+    ]
+    validated = ValidatedAt()
+    bar = progress_bar(enabled=config.trainer.enable_progress_bar)
+    callbacks: list[L.Callback] = [RngState(), steps, memory, validated, checkpoint, *([bar] if bar is not None else [])]
+    trainer = L.Trainer(
+        strategy=strategy,
+        accelerator=device if device == "cpu" else "cuda",
+        devices=1,
+        accumulate_grad_batches=config.accumulation,
+        logger=loggers,
+        callbacks=callbacks,
+        default_root_dir=run_dir,
+        **config.trainer.arguments(),
+    )
+    return Parts(
+        trainer=trainer,
+        strategy=strategy,
+        memory=memory,
+        steps=steps,
+        recorder=recorder,
+        validated=validated,
+        loggers=loggers,
+    )
+
+
+def watch_memory(memory: MemoryMonitor, *, strategy: BaocStrategy, predicted_bytes: int) -> None:
+    """Tells the memory monitor what the plan knows, and lets it measure migrations."""
+    assert strategy.reallocator is not None
+    memory.context_bytes, memory.predicted_bytes = strategy.context_bytes, predicted_bytes
+    strategy.reallocator.tracked = lambda: memory.track("migration")
+
+
+class failures:  # noqa: N801 - a context manager, read as a word
+    """Turns what training raises into the error that says what to do: out of memory, and non-finite gradients."""
+
+    def __init__(self, device: str):
+        self.device = device
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise BudgetBreachedError(
+                f"{self.device} has no memory left for this run within its budget: lower micro_batch, or give a larger "
+                f"budget ({str(error).splitlines()[0]})"
+            ) from error
+
+
+# -- stage 13: the result ---------------------------------------------------------------------------------------------
+
+
+class ValidatedAt(L.Callback):
+    """Remembers the step of the newest validation, so that the end of a run is validated once, not twice."""
+
+    step = -1
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.step = trainer.global_step
+
+
+def final_metrics(parts: Parts, task: Task, data: L.LightningDataModule) -> dict[str, float]:
+    """val/ metrics of the last step: those of the training loop if it ended on a validation, else of one more pass."""
+    values = parts.trainer.callback_metrics
+    if parts.validated.step != parts.trainer.global_step:
+        plain = L.Trainer(
+            accelerator=parts.strategy.root_device.type,
+            devices=1,
+            precision=parts.trainer.precision,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        plain.validate(task, datamodule=data, verbose=False)
+        values = plain.callback_metrics
+    return {key: float(value) for key, value in values.items() if key.startswith("val/")}
+
+
+def measure(
+    config: RunConfig, *, parts: Parts, task: Task, metrics: dict[str, float], command: str
+) -> RunResult:
+    """The result of a finished run, from what was measured. Raises TrainingFailedError if the quality is not finite."""
+    trainer, reallocator = parts.trainer, parts.strategy.reallocator
+    assert reallocator is not None
+    plan, optimizer = reallocator.plan, reallocator.optimizer
+    name, higher = task.quality
+    if not math.isfinite(metrics.get(name, math.nan)):
+        raise TrainingFailedError(
+            f"training ended at step {trainer.global_step} with {name} = {metrics.get(name, 'never measured')}: lower "
+            "optim.lr, set trainer.gradient_clip_val, or let it validate (trainer.val_check_interval)"
+        )
+    budget = parts.strategy.budget
+    peak, state = parts.memory.peak_bytes, optimizer.state_bytes()
+    if budget.memory_bytes is not None:
+        limit, met = budget.memory_bytes, peak <= budget.memory_bytes
+    elif budget.state_fraction is not None:
+        limit = plan.limits.state_bytes
+        met = limit is None or state <= limit
+    else:
+        limit, met = None, None
+    return RunResult(
+        schema=RESULT_SCHEMA,
+        task=config.task.name,
+        model=config.model.name,
+        name=config.name,
+        allocator=config.allocator.name,
+        risk=config.risk.name,
+        num_params=sum(p.numel() for p in task.parameters()),
+        budget={"kind": budget.kind, "name": budget.name, "limit": limit, "step_time": budget.step_time},
+        budget_bytes=limit,
+        budget_met=met,
+        binding=plan.binding,
+        least_feasible_bytes=plan.least_feasible_bytes,
+        peak_bytes=peak,
+        peak_bytes_predicted=parts.recorder.peak_bytes_predicted,
+        state_bytes=state,
+        state_bytes_predicted=plan.allocation.state_bytes,
+        state_bytes_adamw=plan.state_bytes_adamw,
+        step_ms=parts.steps.step_ms,
+        samples_per_s=parts.steps.samples_per_s,
+        quality=Quality(name=name, value=metrics[name], higher_is_better=higher),
+        metrics=metrics,
+        risk_total=plan.allocation.risk,
+        allocation_gap=plan.allocation.gap,
+        num_reallocations=reallocator.num_accepted,
+        num_steps=trainer.global_step,
+        seed=config.seed,
+        commit=commit(),
+        versions=versions(),
+        command=command,
+    )
+
+
+def conclude(result: RunResult, *, parts: Parts, run_dir: Path) -> None:
+    """result.json, a frontier of this one run, W&B's summary, and the closing summary; a breach ends in an error."""
+    files.write_json(run_dir / "result.json", result)
+    from baoc.sweep import frontier_of
+
+    frontier_of(run_dir, show=False)
+    log_summary(parts.loggers, result=result)
+    console.print_result(result, run_dir=run_dir)
+    if result.budget_met is False:
+        raise BudgetBreachedError(
+            f"the run held more than budget {result.budget['name']} allows, see result.json in {run_dir}: lower "
+            "micro_batch, or give a larger budget"
+        )
+
+
+def evaluate(
+    parts: Parts, *, task: Task, data: L.LightningDataModule, checkpoint: Path | None, run_dir: Path
+) -> None:
+    """mode=eval: one pass over the validation part with the checkpoint's weights; `eval.json`."""
+    values: list[Any] = parts.trainer.validate(
+        task, datamodule=data, ckpt_path=checkpoint, verbose=False, weights_only=True
+    )
+    files.write_json(run_dir / "eval.json", {"schema": RESULT_SCHEMA, "checkpoint": str(checkpoint), **values[0]})
+    console.say("  ".join(f"{key} {value:.4g}" for key, value in values[0].items()))
+
+

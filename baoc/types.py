@@ -460,11 +460,14 @@ class FrontierPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedRun:
-    """A job of a multirun that left no result: a row of the frontier table with its reason."""
+    """A job of a multirun that left no result or ended badly: a row of the frontier table with its reason.
+
+    `exit_code` is None for a job that has not ended, or was killed.
+    """
 
     run: str
     label: str
-    exit_code: int
+    exit_code: int | None
     message: str
 
 

@@ -1,4 +1,4 @@
-"""What every allocator shares: the protocol, the candidates as padded arrays, and how a choice becomes an Allocation."""
+"""What every allocator shares: the protocol, the candidates as padded arrays, and how choices become an answer."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ class Allocator(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """The candidates as [blocks, specs] arrays; where a block has fewer specs, risk is infinite, bytes and seconds 0."""
+    """The candidates as [blocks, specs] arrays; a spec a block lacks has infinite risk, and 0 bytes and seconds."""
 
     names: tuple[str, ...]
     candidates: tuple[tuple[Candidate, ...], ...]

@@ -4,14 +4,27 @@ Blocks whose candidates are equal are counted instead of told apart: twelve equa
 twelve rows of choices that a solver would have to prove equivalent.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import ctypes
+import os
+import sys
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from baoc.allocation.base import Floats, Ints, NoFeasibleAllocation, Problem, least_risk, make_allocation, make_problem
+from baoc.allocation.lagrangian import LagrangianAllocator
 from baoc.types import Allocation, Candidate, Limits
+
+PROVEN = 1e-6
+_ROW_UNITS = 1e5  # a limit in solver units: HiGHS meets rows to 1e-6, so limits to 1e-11
+_COST_UNITS = 1e3  # the widest risk difference in solver units: HiGHS stops at an absolute gap of 1e-6
+
+
+class Undecided(Exception):
+    """The solver's time was over before it had found any choice, or proven that there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +35,11 @@ class Solved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExactAllocator:
-    """Least risk, proven; of equal answers always the same one. `time_limit_s` bounds the proof, not the answer."""
+    """Least risk, proven; of equal answers always the same one.
+
+    Where `time_limit_s` ends the proof, the answer is the better of what was found and the lagrangian allocator's, and
+    the gap says how far from proven it is.
+    """
 
     name: str = "exact"
     description: str = "mixed-integer program solved by HiGHS, proven optimal: for up to some hundred blocks"
@@ -34,66 +51,70 @@ class ExactAllocator:
         choice = least_risk(problem)
         if problem.feasible(choice):
             return make_allocation(problem, choice, allocator=self.name, bound=problem.totals(choice)[0])
-        solved = minimise(problem, objective=problem.risk, time_limit_s=self.time_limit_s)
+        try:
+            solved = minimise(problem, objective=problem.risk, time_limit_s=self.time_limit_s)
+        except Undecided:
+            return replace(LagrangianAllocator()(candidates, limits=limits), allocator=self.name)
         if solved is None:
             raise no_feasible(problem)
-        return make_allocation(problem, solved.choice, allocator=self.name, bound=solved.bound)
+        found = make_allocation(problem, solved.choice, allocator=self.name, bound=solved.bound)
+        if found.gap is not None and found.gap > PROVEN:
+            other = LagrangianAllocator()(candidates, limits=limits)
+            if other.risk < found.risk:
+                gap = (other.risk - solved.bound) / other.risk
+                return replace(other, allocator=self.name, gap=min(gap, other.gap or gap))
+        return found
 
 
 def no_feasible(problem: Problem) -> NoFeasibleAllocation:
     """The error with the least bytes under the limit of seconds, and the least seconds under that of bytes."""
-
-    def least(values: Floats, other: Floats, *, limit: float) -> float:
-        free = problem.least(values, other)
-        rows = np.arange(len(free))
-        alone = float(values[rows, free].sum())
-        attainable = float(np.where(problem.valid, other, np.inf).min(axis=1).sum()) <= limit
-        if not attainable or float(other[rows, free].sum()) <= limit:
-            return alone
-        only = values is problem.num_bytes
-        relaxed = _relaxed(problem, byte_limit=not only, step_limit=only)
-        solved = minimise(relaxed, objective=values)
-        return alone if solved is None else float(values[rows, solved.choice].sum())
-
     return NoFeasibleAllocation(
-        least_state_bytes=int(least(problem.num_bytes, problem.step_s, limit=problem.step_limit)),
-        least_step_s=least(problem.step_s, problem.num_bytes, limit=problem.byte_limit),
+        least_state_bytes=round(
+            _least(replace(problem, byte_limit=np.inf), problem.num_bytes, problem.step_s, limit=problem.step_limit)
+        ),
+        least_step_s=_least(
+            replace(problem, step_limit=np.inf), problem.step_s, problem.num_bytes, limit=problem.byte_limit
+        ),
     )
 
 
-def _relaxed(problem: Problem, *, byte_limit: bool, step_limit: bool) -> Problem:
-    """The problem with only the limits that are named."""
-    return Problem(
-        names=problem.names,
-        candidates=problem.candidates,
-        risk=problem.risk,
-        num_bytes=problem.num_bytes,
-        step_s=problem.step_s,
-        byte_limit=problem.byte_limit if byte_limit else np.inf,
-        step_limit=problem.step_limit if step_limit else np.inf,
-    )
+def _least(problem: Problem, values: Floats, other: Floats, *, limit: float) -> float:
+    """Least total of `values` while that of `other` meets its limit, if it can be met at all."""
+    rows = np.arange(len(problem.names))
+    free = problem.least(values, other)
+    attainable = other[rows, problem.least(other)].sum() <= limit
+    if attainable and not problem.feasible(free):
+        try:
+            solved = minimise(problem, objective=np.where(problem.valid, values, np.inf))
+        except Undecided:
+            solved = None
+        if solved is not None:
+            return float(values[rows, solved.choice].sum())
+    return float(values[rows, free].sum())
 
 
 def minimise(problem: Problem, *, objective: Floats, time_limit_s: float = 60.0) -> Solved | None:
-    """The feasible choice of least `objective` [blocks, specs]; None if there is none.
+    """The feasible choice of least `objective` [blocks, specs]; None if there is none. Raises Undecided.
 
-    HiGHS meets a limit to 1e-6 of it, which is not enough for bytes: if its answer is over, the limit is tightened by
-    as much and the program solved again, while the bound stays that of the first.
+    If HiGHS' answer is over a limit by its tolerance, the limit is tightened by as much and the program solved again,
+    while the bound stays that of the first.
     """
     classes = _classes(problem, objective)
-    byte_limit, step_limit = problem.byte_limit, problem.step_limit
-    bound = -np.inf
+    tightened, bound = problem, None
     for _ in range(8):
-        counts, lower = _solve(problem, classes, objective, limits=(byte_limit, step_limit), time_limit_s=time_limit_s)
-        bound = max(bound, lower) if np.isinf(bound) else bound
+        counts, lower = _solve(tightened, classes, objective, time_limit_s=time_limit_s)
+        bound = lower if bound is None else bound
         if counts is None:
             return None
         choice = _spread(problem, classes, counts)
         if problem.feasible(choice):
             return Solved(choice=choice, bound=bound)
         _, num_bytes, step_s = problem.totals(choice)
-        byte_limit -= max(0.0, num_bytes - problem.byte_limit)
-        step_limit -= max(0.0, step_s - problem.step_limit)
+        tightened = replace(
+            tightened,
+            byte_limit=tightened.byte_limit - max(0.0, num_bytes - problem.byte_limit),
+            step_limit=tightened.step_limit - max(0.0, step_s - problem.step_limit),
+        )
     return None
 
 
@@ -107,38 +128,65 @@ def _classes(problem: Problem, objective: Floats) -> list[Ints]:
 
 
 def _solve(
-    problem: Problem, classes: list[Ints], objective: Floats, *, limits: tuple[float, float], time_limit_s: float
+    problem: Problem, classes: list[Ints], objective: Floats, *, time_limit_s: float
 ) -> tuple[Ints | None, float]:
     """(how many blocks of each class run each spec [classes, specs], lower bound); None where infeasible."""
-    from scipy.optimize import Bounds, LinearConstraint, milp  # takes 0.3 s to import: not every command needs it
-    from scipy.sparse import csr_array
-
+    optimize, sparse = _scipy()
     first = np.array([blocks[0] for blocks in classes])
     sizes = np.array([len(blocks) for blocks in classes], dtype=float)
     row, column = np.nonzero(problem.valid[first])
     costs = objective[first][row, column]
-    scale = max(float(np.ptp(costs)), 1e-300) / 1e3  # HiGHS stops at an absolute gap of 1e-6
-    one_each = csr_array((np.ones(len(row)), (row, np.arange(len(row)))), shape=(len(classes), len(row)))
-    constraints: list[Any] = [LinearConstraint(one_each, sizes, sizes)]
-    for values, limit in zip((problem.num_bytes, problem.step_s), limits, strict=True):
+    cost_unit = (float(np.ptp(costs)) or 1.0) / _COST_UNITS
+    one_each = sparse.csr_array((np.ones(len(row)), (row, np.arange(len(row)))), shape=(len(classes), len(row)))
+    constraints = [optimize.LinearConstraint(one_each, sizes, sizes)]
+    for values, limit in ((problem.num_bytes, problem.byte_limit), (problem.step_s, problem.step_limit)):
         if np.isfinite(limit):
-            unit = max(abs(limit), 1e-300)
-            constraints.append(
-                LinearConstraint(csr_array(values[first][row, column][None] / unit), -np.inf, limit / unit)
-            )
-    result = milp(
-        costs / scale,
-        integrality=np.ones(len(row)),
-        bounds=Bounds(0, sizes[row]),
-        constraints=constraints,
-        options={"mip_rel_gap": 1e-9, "time_limit": time_limit_s},
-    )
+            unit = (abs(limit) or 1.0) / _ROW_UNITS
+            weights = sparse.csr_array(values[first][row, column][None] / unit)
+            constraints.append(optimize.LinearConstraint(weights, -np.inf, limit / unit))
+    with _quiet():
+        result = optimize.milp(
+            costs / cost_unit,
+            integrality=np.ones(len(row)),
+            bounds=optimize.Bounds(0, sizes[row]),
+            constraints=constraints,
+            options={"mip_rel_gap": 1e-9, "time_limit": time_limit_s},
+        )
     if result.x is None:
-        return None, np.inf
+        if result.status == 2:  # proven infeasible
+            return None, np.inf
+        raise Undecided(result.message)
     counts = np.zeros((len(classes), problem.risk.shape[1]), dtype=np.int64)
     counts[row, column] = np.rint(result.x).astype(np.int64)
     bound = result.mip_dual_bound
-    return counts, (float(result.fun) if bound is None else float(bound)) * scale
+    return counts, float(result.fun if bound is None else bound) * cost_unit
+
+
+def _scipy() -> tuple[Any, Any]:
+    """scipy.optimize and scipy.sparse: they take 0.3 s to import, which a command that allocates nothing saves."""
+    from scipy import optimize, sparse  # pyright: ignore[reportMissingTypeStubs]
+
+    return optimize, sparse
+
+
+@contextmanager
+def _quiet() -> Generator[None]:
+    """Drops what is written to descriptor 1: HiGHS leaves debug lines there that no option of scipy's turns off."""
+    sys.stdout.flush()
+    try:
+        kept = os.dup(1)
+    except OSError:  # the process has no standard output
+        yield
+        return
+    try:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 1)
+            yield
+            if os.name == "posix":
+                ctypes.CDLL(None).fflush(None)  # what C still buffers belongs to the same lines
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _spread(problem: Problem, classes: list[Ints], counts: Ints) -> Ints:

@@ -21,11 +21,16 @@ def find_feasible(problem: Problem) -> Ints:
     within_step = np.where(problem.valid, problem.step_s, np.inf).min(axis=1).sum() <= problem.step_limit
     if not (within_bytes and within_step):
         raise exact.no_feasible(problem)
-    for share in np.linspace(0.05, 0.95, 19):
-        mixed = share * problem.num_bytes / problem.byte_limit + (1 - share) * problem.step_s / problem.step_limit
-        choice = repair(problem, problem.least(mixed))
-        if choice is not None:
+    byte_unit, step_unit = abs(problem.byte_limit) or 1.0, abs(problem.step_limit) or 1.0
+    shares = np.linspace(0.05, 0.95, 19)
+    mixed = [problem.least(w * problem.num_bytes / byte_unit + (1 - w) * problem.step_s / step_unit) for w in shares]
+    for choice in mixed:
+        if problem.feasible(choice):
             return choice
+    for choice in mixed:
+        repaired = repair(problem, choice)
+        if repaired is not None:
+            return repaired
     solved = exact.minimise(problem, objective=np.where(problem.valid, 0.0, np.inf))
     if solved is None:
         raise exact.no_feasible(problem)

@@ -7,6 +7,7 @@ choices seen on the way are repaired into the limits, filled up and improved by 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 import numpy as np
 
@@ -14,6 +15,14 @@ from baoc.allocation.base import Floats, Ints, Problem, least_risk, make_allocat
 from baoc.allocation.feasible import find_feasible
 from baoc.allocation.moves import fill, repair, swap
 from baoc.types import Allocation, Candidate, Limits
+
+GOOD_GAP = 1e-5
+SMALL = 5_000  # candidates
+
+
+class _Prices(TypedDict):
+    byte_price: float
+    step_price: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,15 +119,24 @@ def _best_at(problem: Problem, *, byte_price: float, step_price: float) -> Ints:
 
 
 def _round(problem: Problem, dual: Dual, *, start: Ints) -> Ints:
-    """The best feasible choice that repair, fill and swap make of the choices at the best prices."""
-    prices = {"byte_price": dual.byte_price, "step_price": dual.step_price}
-    best, least = start, problem.totals(start)[0]
-    for choice in dual.choices:
-        repaired = choice if problem.feasible(choice) else repair(problem, choice)
-        if repaired is None:
-            continue
-        improved = swap(problem, fill(problem, repaired, **prices), **prices)
-        risk = problem.totals(improved)[0]
-        if risk < least:
-            best, least = improved, risk
-    return best
+    """The best feasible choice that repair, fill and swap make of the choices at the best prices.
+
+    Small problems, where single blocks weigh, are also entered from other sides. The search ends as soon as the gap is
+    no longer worth a millisecond.
+    """
+    prices = _Prices(byte_price=dual.byte_price, step_price=dual.step_price)
+    entries = [choice if problem.feasible(choice) else repair(problem, choice, **prices) for choice in dual.choices]
+    if problem.risk.size <= SMALL:
+        entries += [repair(problem, choice) for choice in (*dual.choices, least_risk(problem))]
+    distinct = {choice.tobytes(): choice for choice in (start, *entries) if choice is not None}
+    filled = [fill(problem, choice, **prices) for choice in distinct.values()]
+    ranked = sorted(filled, key=lambda choice: problem.totals(choice)[0])
+    best = ranked[0]
+    for choice in ranked if problem.risk.size <= SMALL else ranked[:2]:
+        least = problem.totals(best)[0]
+        if least - dual.bound <= GOOD_GAP * least:
+            break
+        swapped = swap(problem, choice, **prices)
+        if problem.totals(swapped)[0] < least:
+            best = swapped
+    return fill(problem, best, **prices)

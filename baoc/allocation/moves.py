@@ -1,8 +1,5 @@
 """Changing one or two blocks at a time: down into the limits (`repair`), up into what is left (`fill`, `swap`)."""
 
-from heapq import heapify, heappop, heappush
-from math import isfinite
-
 import numpy as np
 
 from baoc.allocation.base import Floats, Ints, Problem
@@ -10,54 +7,52 @@ from baoc.allocation.base import Floats, Ints, Problem
 _SAFE = 1 - 1e-12  # running sums of seconds may be off by rounding; `Problem.feasible` has the last word
 
 
-def repair(problem: Problem, choice: Ints) -> Ints | None:
-    """Moves blocks, each time the one that takes the least risk per violation removed, until the limits are met.
+def repair(problem: Problem, choice: Ints, *, byte_price: float = 0.0, step_price: float = 0.0) -> Ints | None:
+    """Moves blocks into the limits, least risk (at prices: reduced cost) per violation removed first.
 
-    Violation is the excess over each limit as a fraction of it, added up. None where no single move helps any more.
+    Violation is the excess over each limit as a fraction of it, added up. Moves are ranked anew after a sixteenth of
+    the blocks, so that a second move of a block competes with the first of another. None where no move helps any more.
     """
     choice = choice.copy()
-    _, num_bytes, step_s = problem.totals(choice)
-    blocks = np.arange(len(choice))
-    ratios, columns = _best_repairs(problem, choice, blocks, num_bytes=num_bytes, step_s=step_s)
-    heap = [(ratios[i], i, columns[i]) for i in range(len(blocks)) if isfinite(ratios[i])]
-    heapify(heap)
-    while heap and _violation(problem, num_bytes, step_s) > 0:
-        _, block, _ = heappop(heap)
-        one = np.array([block])
-        ratio, column = (v[0] for v in _best_repairs(problem, choice, one, num_bytes=num_bytes, step_s=step_s))
-        if not isfinite(ratio):
-            continue
-        if heap and ratio > heap[0][0]:  # the totals have moved since it was ranked
-            heappush(heap, (ratio, block, column))
-            continue
-        num_bytes += problem.num_bytes[block, column] - problem.num_bytes[block, choice[block]]
-        step_s += problem.step_s[block, column] - problem.step_s[block, choice[block]]
-        choice[block] = column
-        heappush(heap, (ratio, block, column))
-    return choice if problem.feasible(choice) else None
+    rows = np.arange(len(choice))
+    while not problem.feasible(choice):
+        _, num_bytes, step_s = problem.totals(choice)
+        excess = _violation(problem, num_bytes, step_s)
+        less, more_bytes, more_step = _deltas(problem, choice)
+        gain = excess - _violations(problem, num_bytes + more_bytes, step_s + more_step)
+        added = less + byte_price * more_bytes + step_price * more_step
+        helps = (gain > 1e-12 * excess) & np.isfinite(added)
+        ratio = np.where(helps, added, np.inf) / np.where(helps, gain, 1.0)
+        columns = ratio.argmin(axis=1)
+        order = np.argsort(ratio[rows, columns], kind="stable")[: len(choice) // 16 + 1]
+        moved = False
+        for block in order[np.isfinite(ratio[order, columns[order]])].tolist():
+            column = columns[block]
+            after = (num_bytes + float(more_bytes[block, column]), step_s + float(more_step[block, column]))
+            left = _violation(problem, *after)
+            if left < excess:
+                (num_bytes, step_s), excess, moved = after, left, True
+                choice[block] = column
+            if excess <= 0:
+                break
+        if not moved:
+            return None
+    return choice
 
 
-def _violation(problem: Problem, num_bytes: Floats | float, step_s: Floats | float) -> Floats:
-    over_bytes = np.maximum(num_bytes - problem.byte_limit, 0.0) / max(abs(problem.byte_limit), 1.0)
-    over_step = np.maximum(step_s - problem.step_limit * _SAFE, 0.0) / max(abs(problem.step_limit), 1e-12)
-    return np.asarray(over_bytes + over_step)
+def _violations(problem: Problem, num_bytes: Floats, step_s: Floats) -> Floats:
+    """Excess over each limit as a fraction of it, added up, at each of the totals."""
+    over_bytes = np.maximum(num_bytes - problem.byte_limit, 0.0) / _unit(problem.byte_limit)
+    return over_bytes + np.maximum(step_s - problem.step_limit * _SAFE, 0.0) / _unit(problem.step_limit)
 
 
-def _best_repairs(
-    problem: Problem, choice: Ints, blocks: Ints, *, num_bytes: float, step_s: float
-) -> tuple[list[float], list[int]]:
-    """For each of `blocks` the move of least added risk per violation removed; an infinite ratio where none helps."""
-    now = choice[blocks]
-    risk, held, time = problem.risk[blocks], problem.num_bytes[blocks], problem.step_s[blocks]
-    rows = np.arange(len(blocks))
-    new_bytes = num_bytes + held - held[rows, now][:, None]
-    new_step = step_s + time - time[rows, now][:, None]
-    gain = _violation(problem, num_bytes, step_s) - _violation(problem, new_bytes, new_step)
-    helps = (gain > 0) & np.isfinite(risk)
-    added = np.where(helps, risk, 0.0) - risk[rows, now][:, None]
-    ratio = np.where(helps, added / np.where(helps, gain, 1.0), np.inf)
-    columns = ratio.argmin(axis=1)
-    return ratio[rows, columns].tolist(), columns.tolist()
+def _violation(problem: Problem, num_bytes: float, step_s: float) -> float:
+    over_bytes = max(num_bytes - problem.byte_limit, 0.0) / _unit(problem.byte_limit)
+    return over_bytes + max(step_s - problem.step_limit * _SAFE, 0.0) / _unit(problem.step_limit)
+
+
+def _unit(limit: float) -> float:
+    return abs(limit) or 1.0
 
 
 def fill(problem: Problem, choice: Ints, *, byte_price: float = 1.0, step_price: float = 1.0) -> Ints:
@@ -97,32 +92,41 @@ def _deltas(problem: Problem, choice: Ints) -> tuple[Floats, Floats, Floats]:
 
 
 def swap(
-    problem: Problem, choice: Ints, *, byte_price: float, step_price: float, most: int = 128, rounds: int = 50
+    problem: Problem, choice: Ints, *, byte_price: float, step_price: float, most: int = 96, rounds: int = 12
 ) -> Ints:
-    """Moves one block up and another down where that lowers the risk within the limits, best pair first.
+    """Moves one block up and another down where that lowers the risk within the limits, best pairs first.
 
-    Looks at the `most` moves of each kind whose reduced cost (risk + prices) is least, for at most `rounds` pairs.
+    Looks at the `most` moves of each kind whose reduced cost (risk + prices) is least, `rounds` times anew.
     """
     choice = choice.copy()
     columns = problem.risk.shape[1]
     for _ in range(rounds):
         _, num_bytes, step_s = problem.totals(choice)
+        slack = (problem.byte_limit - num_bytes, problem.step_limit * _SAFE - step_s)
         less, more_bytes, more_step = (delta.ravel() for delta in _deltas(problem, choice))
         reduced = less + byte_price * more_bytes + step_price * more_step
         up = _least(reduced, where=less < 0, most=most)
         down = _least(reduced, where=(less > 0) & ((more_bytes < 0) | (more_step < 0)), most=most)
         gain = less[up][:, None] + less[down]
         fits = (
-            (more_bytes[up][:, None] + more_bytes[down] <= problem.byte_limit - num_bytes)
-            & (more_step[up][:, None] + more_step[down] <= problem.step_limit * _SAFE - step_s)
+            (more_bytes[up][:, None] + more_bytes[down] <= slack[0])
+            & (more_step[up][:, None] + more_step[down] <= slack[1])
             & (up[:, None] // columns != down // columns)
             & (gain < -1e-12 * np.abs(less[up][:, None]))
         )
-        if not fits.any():
+        pairs = np.flatnonzero(fits)
+        if not len(pairs):
             return choice
-        first, second = np.unravel_index(np.where(fits, gain, np.inf).argmin(), gain.shape)
-        for move in (up[first], down[second]):
-            choice[move // columns] = move % columns
+        touched: set[int] = set()
+        for pair in pairs[np.argsort(gain.ravel()[pairs], kind="stable")[:512]].tolist():
+            moves = (int(up[pair // len(down)]), int(down[pair % len(down)]))
+            blocks = {move // columns for move in moves}
+            left = tuple(s - sum(d[m] for m in moves) for s, d in zip(slack, (more_bytes, more_step), strict=True))
+            if min(left) < 0 or blocks & touched:
+                continue
+            slack, touched = left, touched | blocks
+            for move in moves:
+                choice[move // columns] = move % columns
     return choice
 
 

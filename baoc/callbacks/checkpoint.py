@@ -19,7 +19,7 @@ import torch
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from baoc.callbacks.trainer_state import accumulating, fast_dev_run, validation_follows
+from baoc.callbacks.trainer_state import accumulating, fast_dev_run, is_final_batch, validation_follows
 from baoc.errors import BadInputError
 from baoc.tracking.checkpoints import CHECKPOINT_SCHEMA, FOLDER, LAST, META_KEY, SCHEMA_KEY, SUFFIX, load_checked
 from baoc.tracking.files import FULL, written_aside
@@ -51,10 +51,11 @@ class AsideCheckpointIO(TorchCheckpointIO):
 class SafeCheckpoint(Checkpoint):
     """Keeps `checkpoints/last.ckpt`, the `keep` newest and the `keep_best` best of a run.
 
-    `last.ckpt` is written every `every_n_steps` optimizer steps and at the end; null writes the end only. Where
+    `last.ckpt` is written every `every_n_steps` optimizer steps and after the last; null writes the last only. Where
     validation is due after a step, the checkpoint is written after the validation, so that a resumed run does not skip
-    it. With `keep` above 1, older ones stay as `step_N.ckpt`. Best ones, `best_N.ckpt`, are written after validations
-    by `monitor` (`mode` min or max). `meta` describes the run and is found again by `resolve_resume(match=)`. `track`
+    it. The last one is written before Lightning closes the epoch, so that a finished run can go on to more steps. With
+    `keep` above 1, older ones stay as `step_N.ckpt`. Best ones, `best_N.ckpt`, are written after validations by
+    `monitor` (`mode` min or max). `meta` describes the run and is found again by `resolve_resume(match=)`. `track`
     wraps each writing, for whoever measures memory: `memory_monitor.track`.
 
     Nothing is written on an exception: an interrupt may come in the middle of a step.
@@ -146,9 +147,9 @@ class SafeCheckpoint(Checkpoint):
 
     def _is_due(self, trainer: L.Trainer) -> bool:
         step = trainer.global_step
-        if self.every_n_steps is None or fast_dev_run(trainer) or step == self._last_step:
+        if fast_dev_run(trainer) or step == self._last_step:
             return False
-        return step % self.every_n_steps == 0
+        return is_final_batch(trainer) or (self.every_n_steps is not None and step % self.every_n_steps == 0)
 
     def _save_last(self, trainer: L.Trainer) -> None:
         if self.keep > 1 and self.last_path.is_file() and self._last_step:
@@ -182,7 +183,7 @@ class SafeCheckpoint(Checkpoint):
             _link(self._written[1], path)
         else:
             with self.track("checkpoint"):
-                trainer.save_checkpoint(path)
+                trainer.save_checkpoint(path, weights_only=False)
         self._written = (trainer.global_step, path)
 
 

@@ -20,7 +20,7 @@ from rich.progress import (
 )
 
 from baoc.callbacks.trainer_state import accumulating, logs_now
-from baoc.tracking.console import make_console, say
+from baoc.tracking.console import attach_live, detach_live, make_console, say
 
 SHOWN = ("train/loss", "val/loss", "val/acc", "val/ppl")
 
@@ -69,6 +69,7 @@ class RunProgress(ProgressBar):
             self._bar = bar = _bar(console)
             self._task = bar.add_task("training", total=self._total, completed=trainer.global_step, values="")
             bar.start()
+            attach_live(console)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -116,6 +117,7 @@ class RunProgress(ProgressBar):
     def _stop(self) -> None:
         if self._bar is not None:
             self._bar.stop()
+            detach_live(self._bar.console)
             self._bar = None
 
 

@@ -21,6 +21,14 @@ def logs_now(trainer: L.Trainer) -> bool:
     return fast_dev_run(trainer) or (every > 0 and trainer.global_step % every == 0)
 
 
+def is_final_batch(trainer: L.Trainer) -> bool:
+    """Whether training ends with the batch that has just ended, by `max_steps` or at the end of the last epoch."""
+    if 0 < trainer.max_steps <= trainer.global_step:
+        return True
+    last_epoch = trainer.max_epochs is not None and 0 < trainer.max_epochs <= trainer.current_epoch + 1
+    return last_epoch and trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+
+
 def validation_follows(trainer: L.Trainer) -> bool:
     """Whether Lightning will validate after the batch that has just ended."""
     fetcher = trainer.fit_loop._data_fetcher

@@ -1,9 +1,9 @@
 """What a codec is: how a state tensor of fp32 numbers is kept between two steps.
 
-Averages with a slow decay (v at beta2 = .999 moves .1 % per step, a quarter of half a bf16 or 8-bit step) stand still or
-ratchet upwards when they are rounded to nearest at every step, so encoding takes a `phase`: with it, rounding up or down
-is decided by a low-discrepancy sequence over steps and lanes, whose mean over steps is the exact value. No random state
-is involved: the same phase gives the same bits.
+Averages with a slow decay stand still or ratchet upwards when they are rounded to nearest at every step (v at beta2 =
+.999 moves .1 % per step, half a bf16 or 8-bit step is .2 to .4 %). So encoding takes a `phase`: with it, rounding up or
+down is decided by a low-discrepancy sequence over steps and lanes, whose mean over steps is the exact value. No random
+state is involved: the same phase gives the same bits.
 """
 
 from collections.abc import Sequence

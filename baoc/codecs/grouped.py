@@ -41,14 +41,14 @@ class Grouped:
         payload, kept_scale = parts[""], parts[".scale"]
         if not payload.numel():
             return
-        x = _groups(self.compress(values.nan_to_num(nan=0.0).reshape(-1)))
-        scale = round_up(x.abs().amax(1), largest=self.largest)
+        x = _groups(self.compress_(values.nan_to_num(nan=0.0).reshape(-1)))
+        scale = round_up(torch.maximum(x.amax(1), x.amin(1).neg_()), largest=self.largest)
         if phase is not None:
             old = kept_scale.to(torch.float32)
             top = scale.to(torch.float32)
             scale = torch.where((top <= old) & (top >= _KEEP_SCALE * old), kept_scale, scale)
         kept_scale.copy_(scale)
-        x = x.div_(scale.to(torch.float32).clamp_(min=_TINY).unsqueeze(1)).clamp_(-1, 1)
+        x = x.div_(scale.to(torch.float32).clamp_(min=_TINY).unsqueeze(1))
         codes = self.quantise(x, lanes(phase, x.device) if phase is not None else None)
         payload.view(-1).copy_(codes.view(-1)[: payload.numel()])
 
@@ -58,18 +58,18 @@ class Grouped:
             return torch.zeros(tuple(shape), dtype=torch.float32, device=payload.device)
         x = self.restore(_groups(payload.view(-1)).to(torch.float32))
         x = x.mul_(parts[".scale"].to(torch.float32).unsqueeze(1))
-        return self.expand(x.view(-1)[: payload.numel()]).view(tuple(shape))
+        return self.expand_(x.view(-1)[: payload.numel()]).view(tuple(shape))
 
-    def compress(self, values: Tensor) -> Tensor:
-        """Numbers -> what is scaled and coded."""
+    def compress_(self, values: Tensor) -> Tensor:
+        """Numbers -> what is scaled and coded, in place."""
         return values
 
-    def expand(self, values: Tensor) -> Tensor:
-        """The inverse of `compress`; may write to its argument."""
+    def expand_(self, values: Tensor) -> Tensor:
+        """The inverse of `compress_`, in place."""
         return values
 
     def quantise(self, x: Tensor, threshold: Tensor | None) -> Tensor:
-        """[groups, 32] in [-1, 1] -> codes as fp32; a fraction of at least `threshold` ([32]) rounds up. May write to x."""
+        """[groups, 32] in [-1, 1] -> codes as fp32; fractions from `threshold` ([32]) round up. May write to x."""
         raise NotImplementedError
 
     def restore(self, codes: Tensor) -> Tensor:
@@ -105,11 +105,11 @@ class Softsign8(_Momentum):
     """m as y = 2x / (1 + |x|), q = round(127 y); back x = y / (2 - |y|) (METHODS 3)."""
 
     def quantise(self, x: Tensor, threshold: Tensor | None) -> Tensor:
-        return _stochastic(x.mul_(2 * 127).div_(1 + x.abs() / (2 * 127)), threshold)
+        return _stochastic(x.mul_(2 * 127).div_(x.abs().div_(2 * 127).add_(1)), threshold).clamp_(-127, 127)
 
     def restore(self, codes: Tensor) -> Tensor:
         y = codes.div_(127)
-        return y.div_(2 - y.abs())
+        return y.div_(y.abs().neg_().add_(2))
 
 
 class Log8M(_Momentum):
@@ -121,12 +121,12 @@ class Log8M(_Momentum):
         size = x.abs()
         step = self.octaves / 126
         code = _stochastic(size.clamp(min=_TINY).log2_().div_(step).add_(127), _warp(threshold, step))
-        code = torch.where(size < 2.0 ** -(self.octaves + 1), 0.0, code.clamp_(1, 127))
-        return code.copysign_(x)
+        large = size >= 2.0 ** -(self.octaves + 1)
+        return code.clamp_(1, 127).mul_(large).copysign_(x)
 
     def restore(self, codes: Tensor) -> Tensor:
-        size = codes.abs().sub_(127).mul_(self.octaves / 126).exp2_()
-        return torch.where(codes == 0, 0.0, size.copysign_(codes))
+        sign = codes.sign()
+        return codes.abs_().sub_(127).mul_(self.octaves / 126).exp2_().mul_(sign)
 
 
 class _SecondMoment(Grouped):
@@ -135,10 +135,10 @@ class _SecondMoment(Grouped):
     dtype = torch.uint8
     largest = 1.83e19  # its square is finite in fp32
 
-    def compress(self, values: Tensor) -> Tensor:
-        return values.clamp(min=0).sqrt_()
+    def compress_(self, values: Tensor) -> Tensor:
+        return values.clamp_(min=0).sqrt_()
 
-    def expand(self, values: Tensor) -> Tensor:
+    def expand_(self, values: Tensor) -> Tensor:
         return values.square_()
 
 
@@ -149,12 +149,11 @@ class Sqrt8(_SecondMoment):
         positive = x > 0
         x = x.mul_(255)
         if threshold is None:
-            code = x.round_()
-        else:
-            low = x.floor()
-            share = x.square_().sub_(low.square()).div_(2 * low + 1)  # of v between the squares of low and low + 1
-            code = low.add_(share >= threshold)
-        return torch.where(positive, code.clamp_(1, 255), 0.0)
+            return x.round_().clamp_(1, 255).mul_(positive)
+        low = x.floor()
+        # Up where v is past that share of the way from low^2 to (low + 1)^2.
+        bound = (2 * low).add_(1).mul_(threshold).addcmul_(low, low)
+        return low.add_(x.square_() >= bound).clamp_(1, 255).mul_(positive)
 
     def restore(self, codes: Tensor) -> Tensor:
         return codes.div_(255)
@@ -167,12 +166,13 @@ class Log8V(_SecondMoment):
 
     def quantise(self, x: Tensor, threshold: Tensor | None) -> Tensor:
         step = self.octaves / 254
-        code = _stochastic(x.clamp(min=_TINY).log2_().div_(step).add_(255), _warp(threshold, 2 * step))
-        return torch.where(x > 0, code.clamp_(1, 255), 0.0)
+        positive = x > 0
+        code = _stochastic(x.clamp_(min=_TINY).log2_().div_(step).add_(255), _warp(threshold, 2 * step))
+        return code.clamp_(1, 255).mul_(positive)
 
     def restore(self, codes: Tensor) -> Tensor:
-        size = (codes - 255).mul_(self.octaves / 254).exp2_()
-        return torch.where(codes == 0, 0.0, size)
+        positive = codes > 0
+        return codes.sub_(255).mul_(self.octaves / 254).exp2_().mul_(positive)
 
 
 def _warp(threshold: Tensor | None, octaves: float) -> Tensor | None:

@@ -1,17 +1,18 @@
 """The command: `python run.py ...` and the console script `baoc`, which are the same. Imports nothing heavy."""
 
 import os
+import shutil
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import hydra
 
 import baoc
+from baoc.budgets import parse_budget
 from baoc.config import assets, jobs, usage
 from baoc.config.compose import VERSION_BASE
-from baoc.config.failures import failure_of, report
+from baoc.config.failures import INTERRUPTED, failure_of, report
 from baoc.config.listing import LISTS, lines
 from baoc.config.nodes import register
 from baoc.errors import BadInputError
@@ -24,19 +25,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     jobs.begin(given)
     try:
-        if any(word.split("=")[0] == "--list" for word in given):
-            print("\n".join(lines(_list_name(given))))
-            return 0
-        if "--version" in given:
-            print(f"baoc {baoc.__version__}")
-            return 0
-        if "--help" in given or "-h" in given:
-            print(usage.text(_overrides(given)))
-            return 0
-        register(_overrides(given))
-        with _as_command(given):
-            hydra.main(config_path=str(assets.conf()), config_name="config", version_base=VERSION_BASE)(jobs.run_job)()
+        if not _answer(given):
+            register(_overrides(given))
+            _run_hydra(given)
+        sys.stdout.flush()
         code = 0
+    except BrokenPipeError:  # the reader went away, as in `--list specs | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return INTERRUPTED
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         failure = failure_of(error)
         report(failure)
@@ -44,12 +40,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _close(code)
 
 
+def _answer(given: Sequence[str]) -> bool:
+    """Answer what needs no Hydra run: --list, --version, --help. False if `given` asks for none of them."""
+    if any(word.split("=")[0] == "--list" for word in given):
+        print("\n".join(lines(_list_name(given))))
+    elif "--version" in given:
+        print(f"baoc {baoc.__version__}")
+    elif "--help" in given or "-h" in given:
+        print(usage.text(_overrides(given)))
+    else:
+        return False
+    return True
+
+
 def _close(code: int) -> int:
     """After a multirun, show its frontier. The exit code is the command's own, else that of the first failed job."""
     sweep_dir = jobs.SESSION.sweep_dir
     failures = jobs.failed_jobs(sweep_dir) if sweep_dir is not None else jobs.SESSION.failures
     if sweep_dir is not None and sweep_dir.is_dir():
-        _show_frontier(sweep_dir)
+        if any(entry.is_dir() for entry in sweep_dir.iterdir()):
+            _show_frontier(sweep_dir)
+        else:  # refused before its first job
+            shutil.rmtree(sweep_dir)
     return code or next((failure.exit_code for failure in failures), 0)
 
 
@@ -57,9 +69,9 @@ def _show_frontier(sweep_dir: Path) -> None:
     if not any(sweep_dir.glob("*/result.json")):
         print("no run has finished, so there is no frontier", file=sys.stderr)
         return
-    from baoc.sweep import frontier_of
-
     try:
+        from baoc.sweep import frontier_of
+
         frontier_of(sweep_dir)
     except Exception as error:
         report(failure_of(error), where="frontier: ")
@@ -75,16 +87,27 @@ def _list_name(argv: Sequence[str]) -> str:
 
 
 def _overrides(argv: Sequence[str]) -> list[str]:
+    """The words of a command line that are overrides; while a shell completes one, its words instead."""
+    if "COMP_LINE" in os.environ:
+        words = os.environ["COMP_LINE"].split()
+        return [word for word in words if not word.startswith("budget=") or _reads_as_budget(word)]
     return [word for word in argv if not word.startswith("-")]
 
 
-@contextmanager
-def _as_command(argv: Sequence[str]) -> Iterator[None]:
-    """Inside, `argv` is the process's command line and Hydra raises its errors; both are put back."""
+def _reads_as_budget(word: str) -> bool:
+    try:
+        parse_budget(word.removeprefix("budget="))
+    except BadInputError:
+        return False
+    return True
+
+
+def _run_hydra(argv: Sequence[str]) -> None:
+    """Hydra on `argv` as the process's command line, raising its errors; both are put back."""
     old_argv, old_flag = sys.argv, os.environ.get(_FULL_ERROR)
     sys.argv, os.environ[_FULL_ERROR] = [old_argv[0], *argv], "1"
     try:
-        yield
+        hydra.main(config_path=str(assets.conf()), config_name="config", version_base=VERSION_BASE)(jobs.run_job)()
     finally:
         sys.argv = old_argv
         if old_flag is None:

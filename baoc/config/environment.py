@@ -17,11 +17,11 @@ import baoc
 from baoc.config import assets
 
 SCHEMA = 1
-PACKAGES = ("torch", "lightning", "hydra-core", "omegaconf", "numpy", "scipy", "transformers", "optuna", "wandb", "triton")
+PACKAGES = ("torch", "lightning", "transformers", "numpy", "scipy", "hydra-core", "optuna", "wandb", "triton")
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG")
 
 
-def environment(*, argv: Sequence[str], device: str) -> dict[str, Any]:
+def environment(*, command: str, argv: Sequence[str], device: str) -> dict[str, Any]:
     """`env.json` as plain values. `device` is what the configuration asks for; what there is stands beside it."""
     return {
         "schema": SCHEMA,
@@ -32,12 +32,13 @@ def environment(*, argv: Sequence[str], device: str) -> dict[str, Any]:
         "versions": versions(),
         "device": {"asked": device, **_devices()},
         "variables": {name: os.environ[name] for name in _THREAD_VARIABLES if name in os.environ},
-        "argv": list(argv),
+        "command": command,
+        "argv": list(argv),  # of the whole command; empty in a process of a launcher's
     }
 
 
-def write_environment(path: Path, *, argv: Sequence[str], device: str) -> None:
-    text = json.dumps(environment(argv=argv, device=device), indent=2)
+def write_environment(path: Path, *, command: str, argv: Sequence[str], device: str) -> None:
+    text = json.dumps(environment(command=command, argv=argv, device=device), indent=2)
     path.write_text(text + "\n", encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""Every way a run can end badly, as one message and one exit code; what fits none of them is a bug, with its traceback."""
+"""Every way a run can end badly, as one message and one exit code; what fits none is a bug, with its traceback."""
 
 import errno
 import sys
@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from baoc.config.problems import explain
-from baoc.errors import BadInputError, BaocError, BudgetBreachedError, TrainingFailedError
+from baoc.errors import BaocError, BudgetBreachedError, OutputError
 
 INTERRUPTED = 130
 BUG = 1
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 _NOT_WRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG}
+_INTERRUPTED = "interrupted; the run folder keeps what was written"
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
 
@@ -31,7 +32,7 @@ def failure_of(error: BaseException) -> Failure:
     """What is said of `error`, and the exit code."""
     kind = type(error).__name__
     if _is_interrupt(error):
-        return Failure(kind="KeyboardInterrupt", message="interrupted", exit_code=INTERRUPTED)
+        return Failure(kind="KeyboardInterrupt", message=_INTERRUPTED, exit_code=INTERRUPTED)
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         return Failure(kind=kind, message=error.code if isinstance(error.code, str) else "", exit_code=code)
@@ -49,18 +50,19 @@ def report(failure: Failure, *, where: str = "") -> None:
     if failure.details:
         print(failure.details, file=sys.stderr)
     if text:
-        print(f"baoc: {text}" if failure.exit_code == INTERRUPTED else f"baoc: error: {text}", file=sys.stderr, flush=True)
+        prefix = "baoc: " if failure.exit_code == INTERRUPTED else "baoc: error: "
+        print(f"{prefix}{text}", file=sys.stderr, flush=True)
 
 
 def _from_system(error: BaseException) -> BaocError | None:
     """A full disk, a folder that cannot be written and exhausted memory, wherever in the chain of causes they stand."""
     for link in _chain(error):
         if isinstance(link, OSError) and link.errno in _DISK_FULL:
-            return TrainingFailedError(
+            return OutputError(
                 f"no space left on the device{_file(link)}: free some, or write elsewhere with hydra.run.dir=PATH"
             )
         if isinstance(link, OSError) and link.errno in _NOT_WRITABLE:
-            return BadInputError(
+            return OutputError(
                 f"cannot open or write{_file(link)}: {link.strerror}; a run writes into hydra.run.dir=PATH"
             )
         if _is_out_of_memory(link):

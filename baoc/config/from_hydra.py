@@ -1,7 +1,7 @@
 """The one door from a composed configuration to a RunConfig, and back to plain values for `config.yaml`."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,16 +10,18 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from baoc.budgets import parse_budget
+from baoc.config import assets
 from baoc.config.nodes import budget_node
-from baoc.config.schema import MODEL_OPTIONS, ModelConfig, RunConfig
-from baoc.config.strict import build, did_you_mean, require, unknown_key
+from baoc.config.schema import ModelConfig, RunConfig
+from baoc.config.strict import build, convert, require, unknown_key
 from baoc.config.trainer_arguments import TRAINER_OWNED
-from baoc.errors import BadInputError
+from baoc.errors import BadInputError, unknown_name
+from baoc.models import MODELS, choose_size
 from baoc.types import Budget, Role, to_plain
 
 
 def from_hydra(config: DictConfig) -> RunConfig:
-    """A composed configuration -> RunConfig. Raises BadInputError that names the key, on anything the schema refuses."""
+    """A composed configuration -> RunConfig. Raises BadInputError, which names the key, on what the schema refuses."""
     try:
         plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
@@ -52,7 +54,7 @@ def to_conf(config: RunConfig) -> dict[str, Any]:
 
 def write_config(config: RunConfig, *, path: Path) -> None:
     """`config.yaml`: every value, interpolations resolved."""
-    text = yaml.safe_dump(to_conf(config), sort_keys=False, default_flow_style=None, allow_unicode=True)
+    text = yaml.safe_dump(to_conf(config), sort_keys=False, default_flow_style=False, allow_unicode=True)
     path.write_text(text, encoding="utf-8")
 
 
@@ -68,23 +70,32 @@ def read_config(path: Path) -> RunConfig:
 
 
 def check_names(config: RunConfig) -> None:
-    """BadInputError for an allocator, risk, risk term, spec or role that there is not, and for a path that is not."""
+    """BadInputError for a name that nothing holds: model, dataset, task, allocator, risk, term, spec, role, path."""
     from baoc.allocation import ALLOCATORS
     from baoc.catalogue import select
+    from baoc.data import DATASETS
     from baoc.risk import RISKS
+    from baoc.tasks import TASKS
 
-    _known(config.allocator.name, ALLOCATORS, key="allocator")
-    _known(config.risk.name, RISKS, key="risk")
+    for key, given, allowed in (
+        ("model", config.model.name, MODELS),
+        ("dataset", config.dataset.name, DATASETS),
+        ("task", config.task.name, TASKS),
+        ("allocator", config.allocator.name, ALLOCATORS),
+        ("risk", config.risk.name, RISKS),
+        *(("role in catalogue.keep_fp32_roles", role, list(Role)) for role in config.catalogue.keep_fp32_roles),
+    ):
+        if given not in allowed:
+            raise unknown_name(given, what=key, allowed=allowed)
+    terms = yaml.safe_load(assets.options("risk")[config.risk.name].read_text(encoding="utf-8"))["weights"]
+    for term in config.risk.weights:
+        if term not in terms:
+            raise unknown_key(term, allowed=terms, path="risk.weights")
+    choose_size(config.model.name, size=config.model.size)
     select(config.catalogue.specs)
-    for role in config.catalogue.keep_fp32_roles:
-        _known(role, [role.value for role in Role], key="catalogue.keep_fp32_roles")
     if config.resume not in (None, "auto"):
-        require(Path(config.resume).exists(), "resume", config.resume, "auto, or a run folder or checkpoint that exists")
-
-
-def _known(name: str, allowed: Any, *, key: str) -> None:
-    if name not in allowed:
-        raise BadInputError(f"{key}={name} is not known{did_you_mean(name, allowed)}\nallowed: {', '.join(allowed)}")
+        there = Path(config.resume).expanduser().exists()
+        require(there, "resume", config.resume, "auto, or a run folder or checkpoint that exists")
 
 
 def _refuse_owned(trainer: object) -> None:
@@ -98,16 +109,19 @@ def _with_options(model: object, *, complete: bool) -> dict[str, Any]:
     if not isinstance(model, Mapping):
         raise BadInputError("model must be a group of keys: choose it with model=vit, its size with model.size=tiny")
     own = {item.name for item in fields(ModelConfig)} - {"options"}
-    schema = MODEL_OPTIONS.get(model.get("name", ModelConfig().name))
-    if schema is None:
-        raise BadInputError(f"model.name={model.get('name')} is not known\nallowed: {', '.join(MODEL_OPTIONS)}")
-    known = [item.name for item in fields(schema)]
-    options = {str(key): value for key, value in model.items() if key not in own}
-    for key in options:
-        if key not in known:
-            raise unknown_key(key, allowed=sorted(own) + known, path="model")
-    built = build(schema, options, path="model", complete=complete)
-    return {**{key: value for key, value in model.items() if key in own}, "options": asdict(cast(Any, built))}
+    name = model.get("name", ModelConfig().name)
+    if name not in MODELS:
+        raise unknown_name(name, what="model", allowed=MODELS)
+    options = dict(MODELS[name].options)
+    for key, value in model.items():
+        if key in own:
+            continue
+        if key not in options:
+            raise unknown_key(str(key), allowed=[*sorted(own), *options], path="model")
+        options[key] = convert(value, type(options[key]), key=f"model.{key}")
+    if missing := [key for key in options if complete and key not in model]:
+        raise BadInputError(f"model.{missing[0]} is missing: it was removed from the configuration, but {name} has it")
+    return {**{key: value for key, value in model.items() if key in own}, "options": options}
 
 
 def _budget_fields(given: object) -> dict[str, Any]:

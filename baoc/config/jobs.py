@@ -1,4 +1,4 @@
-"""One job of a command: its folder, its run, and what is kept of a failure; jobs of a multirun do not disturb each other.
+"""One job of a command: its folder, its run, and what is kept of a failure, which never disturbs other jobs.
 
 `run_job` is what Hydra calls, in this process or in a launcher's, so what it has to tell goes into the job's folder.
 """
@@ -51,7 +51,7 @@ def begin(argv: Sequence[str]) -> None:
 
 
 def run_job(config: DictConfig) -> None:
-    """Run one composed configuration. Failures are reported and kept, not raised; only an interrupt ends the command."""
+    """Run one composed configuration. Failures are reported and kept, not raised; only an interrupt is."""
     hydra = HydraConfig.get()
     run_dir = Path(hydra.runtime.output_dir)
     alone = hydra.mode == RunMode.RUN
@@ -92,8 +92,8 @@ def _prepare(config: DictConfig, *, run_dir: Path) -> RunConfig:
     run_config = from_hydra(config)
     if run_config.resume is None and any((run_dir / name).exists() for name in ("result.json", "metrics.jsonl")):
         raise BadInputError(
-            f"{run_dir} holds a run already, which is never overwritten: choose another folder with hydra.run.dir=PATH, "
-            "remove it, or go on with it by resume=PATH"
+            f"{run_dir} holds a run already, which is never overwritten: choose another folder with "
+            "hydra.run.dir=PATH, remove it, or go on with it by resume=PATH"
         )
     (run_dir / ERROR_FILE).unlink(missing_ok=True)
     write_config(run_config, path=run_dir / "config.yaml")
@@ -104,7 +104,7 @@ def _train(config: RunConfig, *, run_dir: Path, command: str) -> None:
     from baoc.config.environment import write_environment
     from baoc.train import run
 
-    write_environment(run_dir / "env.json", argv=SESSION.argv, device=config.device)
+    write_environment(run_dir / "env.json", command=command, argv=SESSION.argv, device=config.device)
     run(config, run_dir=run_dir, command=command)
 
 

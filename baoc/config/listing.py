@@ -35,6 +35,22 @@ def _budgets() -> Rows:
     return [*rows, ("SIZE", "any size, such as 7.5gb or 300mb"), ("state_N", "N % of fp32 AdamW's optimizer state")]
 
 
+def _models() -> Rows:
+    from baoc.models import MODELS
+
+    rows: Rows = []
+    for model in MODELS.values():
+        rows.append((model.name, model.description))
+        rows += [(f"  model.size={size.name}", size.description) for size in model.sizes.values()]
+    return rows
+
+
+def _datasets() -> Rows:
+    from baoc.data import DATASETS
+
+    return _described(DATASETS)
+
+
 def _specs() -> Rows:
     from baoc.catalogue import SPECS
 
@@ -67,8 +83,8 @@ def _rules() -> Rows:
 
 LISTS: dict[str, Callable[[], Rows]] = {
     "specs": _specs,
-    "models": _options("model"),
-    "datasets": _options("dataset"),
+    "models": _models,
+    "datasets": _datasets,
     "budgets": _budgets,
     "experiments": _options("experiments"),
     "sweeps": _options("sweeps"),

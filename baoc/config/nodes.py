@@ -24,9 +24,10 @@ COLLECTIONS = ("experiments", "sweeps")
 
 
 def register(overrides: Sequence[str] = ()) -> None:
-    """Make every size that `overrides`, an experiment or a sweep names an option of `budget`; BadInputError if malformed.
+    """Make every size that `overrides`, an experiment or a sweep names an option of `budget`.
 
-    Also registers the experiments and sweeps themselves and the resolvers that conf/ uses. Safe to call again.
+    Raises BadInputError if one is malformed. Also registers the experiments and sweeps themselves and the resolvers
+    that conf/ uses. Safe to call again.
     """
     register_resolvers()
     register_budgets(budget_values(overrides))

@@ -26,9 +26,10 @@ def explain(error: BaseException) -> BadInputError | None:
     if isinstance(error, MissingConfigException):
         return _missing_option(error)
     if isinstance(error, OverrideParseException):
+        given = getattr(error, "override", "")
         fault = str(error).split("\nSee http")[0].splitlines()[-1]
         return BadInputError(
-            f"cannot read {error.override!r}: {fault}\n"
+            f"cannot read {given!r}: {fault}\n"
             "write group=option or group.key=value; quote a value that holds , = or spaces, as in 'name=\"a,b\"'"
         )
     return _refused_override(str(error)) or BadInputError(_with_cause(error))

@@ -28,7 +28,7 @@ class TaskConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Which network. `options` are the model's own (MODEL_OPTIONS), written beside `size` on the command line."""
+    """Which network. `options` are its own (see `baoc.models.MODELS`), written beside `size` on the command line."""
 
     name: str = "vit"
     task: str = "vision"
@@ -123,6 +123,8 @@ class ReallocationConfig:
 class OptimConfig:
     """What every rule shares. `warmup_fraction` of the steps rise linearly to `lr`, then `schedule` goes on.
 
+    A cosine ends at `final_lr_fraction` of `lr`.
+
     `nonfinite`: what a NaN or infinity in a gradient costs: its element, its step, or the run.
     """
 
@@ -132,6 +134,7 @@ class OptimConfig:
     weight_decay: float = 1e-2
     warmup_fraction: float = 0.1
     schedule: Literal["cosine", "constant"] = "cosine"
+    final_lr_fraction: float = 0.1
     backend: Literal["auto", "eager"] = "auto"
     nonfinite: Literal["skip_element", "skip_step", "raise"] = "skip_element"
 
@@ -140,7 +143,8 @@ class OptimConfig:
         require(all(0 <= beta < 1 for beta in self.betas), "optim.betas", list(self.betas), "two numbers in [0, 1)")
         require(self.eps > 0, "optim.eps", self.eps, "above 0")
         require(self.weight_decay >= 0, "optim.weight_decay", self.weight_decay, "zero or more")
-        require(0 <= self.warmup_fraction < 1, "optim.warmup_fraction", self.warmup_fraction, "in [0, 1)")
+        for key in ("warmup_fraction", "final_lr_fraction"):
+            require(0 <= getattr(self, key) <= 1, f"optim.{key}", getattr(self, key), "from 0 to 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,8 +212,8 @@ class RunConfig:
             require(self.micro_batch >= 1, "micro_batch", self.micro_batch, "1 or more samples, or null")
             if self.batch_size % self.micro_batch:
                 raise BadInputError(
-                    f"micro_batch={self.micro_batch} does not divide batch_size={self.batch_size}, so their quotient is "
-                    "no number of accumulation steps: choose a micro_batch that divides, or null for no accumulation"
+                    f"micro_batch={self.micro_batch} does not divide batch_size={self.batch_size}, so their quotient "
+                    "is no number of accumulation steps: choose a micro_batch that divides, or null for no accumulation"
                 )
         if self.objective != "quality":
             raise BadInputError(
@@ -228,14 +232,3 @@ class RunConfig:
     def accumulation(self) -> int:
         """Micro-batches per optimizer step."""
         return self.batch_size // self.micro_batch_size
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VitOptions:
-    dropout: float = 0.0
-
-    def __post_init__(self) -> None:
-        require(0 <= self.dropout < 1, "model.dropout", self.dropout, "at least 0 and below 1")
-
-
-MODEL_OPTIONS: Mapping[str, type] = {"vit": VitOptions}

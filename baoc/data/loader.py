@@ -56,12 +56,13 @@ class SequentialLoader:
 class ShuffledLoader(SequentialLoader):
     """Batches of one size in an order drawn anew each epoch: for training.
 
-    Rows that do not fill a batch are left out of that epoch. `accumulate` micro-batches make an optimizer step: an epoch
-    holds whole steps only, so `batch_size=16, accumulate=4` sees the samples of `batch_size=64`, step by step.
+    Rows that do not fill a batch are left out of that epoch. `accumulate` micro-batches make an optimizer step: an
+    epoch holds whole steps only, so `batch_size=16, accumulate=4` sees the samples of `batch_size=64`, step by step.
 
     Each pass starts where `load_state_dict` last put the loader, else at the start of an epoch; finishing a pass moves
     on to the next epoch. Lightning never finishes one (it counts batches), but calls `sampler.set_epoch` before each.
-    A pass begun elsewhere, such as a look at one batch, does not disturb the others.
+    A pass begun elsewhere, such as a look at one batch before training, does not disturb the others; `state_dict` tells
+    the position of the one that came farthest. `limit`: batches after which a trainer ends its epochs, if not all.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class ShuffledLoader(SequentialLoader):
         batch_size: int,
         seed: int,
         accumulate: int = 1,
+        limit: int | None = None,
         indices: Tensor | None = None,
         transform: Transform | None = None,
     ):
@@ -81,13 +83,16 @@ class ShuffledLoader(SequentialLoader):
         if num_rows < batch_size * accumulate:
             raise BadInputError(
                 f"a step of {accumulate} x {batch_size} samples does not fit the {num_rows} training samples: "
-                f"lower the batch size to at most {num_rows}"
+                f"lower the batch size, all micro-batches of a step together, to at most {num_rows}"
             )
         self.seed = seed
         self.accumulate = accumulate
+        self.limit = limit
         self.epoch = 0
-        self._start = 0  # batch at which a pass begins; not 0 only after load_state_dict
-        self._position = 0  # batches of this epoch handed out by the pass that moved last
+        self._start = 0  # batch at which a pass begins; above 0 where an epoch was left in its middle
+        self._position = 0  # batches of this epoch handed out, by the pass that came farthest
+        self._trainer_epoch: int | None = None  # what set_epoch was last told, by this process
+        self._resumed = False
 
     def __len__(self) -> int:
         return len(self._indices) // (self.batch_size * self.accumulate) * self.accumulate
@@ -97,9 +102,9 @@ class ShuffledLoader(SequentialLoader):
         # it does so up to twice before it has restored a checkpoint and set the epoch.
         order = self._order(self.epoch)
         for position in range(self._start, len(self)):
-            self._position = position + 1
+            self._position = max(self._position, position + 1)
             yield self._gather(order[position * self.batch_size : (position + 1) * self.batch_size])
-        self.set_epoch(self.epoch + 1)
+        self._go_to(self.epoch + 1)
 
     @property
     def sampler(self) -> "ShuffledLoader":
@@ -107,7 +112,24 @@ class ShuffledLoader(SequentialLoader):
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of `epoch`; a position inside that same epoch is kept, as a resumed run needs it."""
+        """A pass of the trainer begins, which counts it as `epoch`. The first call places a fresh loader there.
+
+        Otherwise the number is not believed, only that it changed: the loader goes on behind its last batch, in the
+        next epoch if this one is finished. Lightning 2.6.6, resumed under max_steps, has already counted the epoch that
+        max_steps cut short, may count the last finished one twice, and may end one after its first batch.
+        """
+        if self._trainer_epoch is None and not self._resumed:
+            self._go_to(epoch)
+        elif self._trainer_epoch is not None and epoch != self._trainer_epoch:
+            self._start = self._position
+            self._leave_finished()
+        self._trainer_epoch = epoch
+
+    def _leave_finished(self) -> None:
+        if self._position >= (len(self) if self.limit is None else min(self.limit, len(self))):
+            self._go_to(self.epoch + 1)
+
+    def _go_to(self, epoch: int) -> None:
         if epoch != self.epoch:
             self.epoch, self._start, self._position = epoch, 0, 0
 
@@ -121,7 +143,7 @@ class ShuffledLoader(SequentialLoader):
         missing = ({"epoch", "position"} | here.keys()) - state_dict.keys()
         if missing:
             raise CheckpointError(f"the data position of the checkpoint lacks {', '.join(sorted(missing))}")
-        changed = [f"{key} was {state_dict[key]}, is {value}" for key, value in here.items() if state_dict[key] != value]
+        changed = [f"{key} was {state_dict[key]}, is {now}" for key, now in here.items() if state_dict[key] != now]
         if changed:
             raise CheckpointError(
                 "the checkpoint was written with other data settings, so its position means nothing here: "
@@ -129,6 +151,8 @@ class ShuffledLoader(SequentialLoader):
             )
         self.epoch = int(state_dict["epoch"])
         self._start = self._position = int(state_dict["position"])
+        self._trainer_epoch, self._resumed = None, True
+        self._leave_finished()
 
     def _identity(self) -> dict[str, int]:
         return {

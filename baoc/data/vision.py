@@ -29,9 +29,10 @@ def build_npz(path: str, **settings: Any) -> "VisionDataModule":
 class VisionDataModule(L.LightningDataModule):
     """`batch_size` is the micro-batch, `accumulate` the number of them in an optimizer step.
 
-    `seed` decides the order of training samples; `split_seed` the split, so that runs of several seeds are judged on the
-    same images. The position inside an epoch travels in Lightning's checkpoint twice: with the loader, and here, because
-    Lightning drops the loader's where the loader was built before the checkpoint was read (max_epochs with a schedule).
+    `seed` decides the order of training samples; `split_seed` the split, so that runs of several seeds are judged on
+    the same images. The position inside an epoch travels in Lightning's checkpoint twice: with the loader, and here,
+    because Lightning drops the loader's where the loader was built before the loops were restored (a schedule that asks
+    for the number of steps under max_epochs builds it).
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class VisionDataModule(L.LightningDataModule):
         self._resume: Mapping[str, Any] | None = None
 
     def resize_to(self, image_size: int) -> None:
-        """Hand out images of `image_size` pixels a side, bilinearly resized batch by batch; `spec` keeps the original's."""
+        """Hand out images of `image_size` pixels a side, resized batch by batch; `spec` keeps the original size."""
         self._resize = None if image_size == self.spec.image_size else image_size
 
     def setup(self, stage: str) -> None:
@@ -79,14 +80,20 @@ class VisionDataModule(L.LightningDataModule):
         if stage == "fit":
             self._loader = self._resume = None
 
-    def train_dataloader(self) -> ShuffledLoader:
-        """The one loader of this fit; asking again gives the same object, so its position has one owner."""
+    def train_dataloader(self) -> SequentialLoader:
+        """The one loader of this fit; asking again gives the same object, so its position has one owner.
+
+        Under Trainer(overfit_batches=...) the order is fixed instead, so that the same batches come each epoch.
+        """
+        if getattr(self.trainer, "overfit_batches", 0) > 0:
+            return self._sequential(self._train_rows)
         if self._loader is None:
             self._loader = ShuffledLoader(
                 self._tensors,
                 batch_size=self.batch_size,
                 seed=self.seed,
                 accumulate=self.accumulate,
+                limit=self._limit(),
                 indices=self._train_rows,
                 transform=self._to_model_input,
             )
@@ -95,17 +102,26 @@ class VisionDataModule(L.LightningDataModule):
         return self._loader
 
     def val_dataloader(self) -> SequentialLoader:
-        return SequentialLoader(
-            self._tensors, batch_size=self.batch_size, indices=self._val_rows, transform=self._to_model_input
-        )
+        return self._sequential(self._val_rows)
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._loader is None else {"train_loader": self._loader.state_dict()}
+        return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._resume = state_dict.get("train_loader")
         if self._loader is not None and self._resume is not None:
             self._loader.load_state_dict(self._resume)
+
+    def _limit(self) -> int | None:
+        """Batches of an epoch that Trainer(limit_train_batches=...) wants; a fraction of them is resolved here."""
+        limit = None if self.trainer is None else self.trainer.limit_train_batches
+        if isinstance(limit, float):
+            per_step = self.batch_size * self.accumulate
+            return int(self.spec.num_train // per_step * self.accumulate * limit)
+        return limit
+
+    def _sequential(self, rows: Tensor) -> SequentialLoader:
+        return SequentialLoader(self._tensors, batch_size=self.batch_size, indices=rows, transform=self._to_model_input)
 
     def _to_model_input(self, batch: Batch) -> Batch:
         images = batch["images"].float().sub_(self._mean).div_(self._std)

@@ -51,7 +51,7 @@ def _vit(name: str, description: str, **settings: int) -> ModelSize:
 
 
 _VIT_SIZES = (
-    _vit("tiny", "0.2M parameters, a 4 x 4 grid of patches on the data's own images", width=64, depth=4, heads=4, grid=4),
+    _vit("tiny", "0.2M parameters, 4 x 4 patches on the data's own images", width=64, depth=4, heads=4, grid=4),
     _vit("mini", "5.4M, patch 4 on 32 x 32 (ViT-Ti/4)", width=192, depth=12, heads=3, patch=4, image=32),
     _vit("small", "22M, patch 16 on 224 x 224 (ViT-S/16)", width=384, depth=12, heads=6, patch=16, image=224),
     _vit("base", "86M, patch 16 on 224 x 224 (ViT-B/16)", width=768, depth=12, heads=12, patch=16, image=224),

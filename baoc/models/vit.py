@@ -63,7 +63,7 @@ class VisionTransformer(nn.Module):
             image_size=image_size,
             patch_size=patch_size,
             num_channels=channels,
-            num_labels=num_classes,
+            num_labels=num_classes,  # pyright: ignore[reportCallIssue]
             hidden_dropout_prob=dropout,
             attention_probs_dropout_prob=dropout,
         )

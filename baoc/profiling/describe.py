@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedParameter
 
 from baoc.blocks import role_of
 from baoc.errors import BadInputError
@@ -50,7 +50,7 @@ def describe(source: Any, *, optimizer_groups: Sequence[Mapping[str, Any]] | Non
     for key, owner in owners.items():
         if not owner.tensor.requires_grad or (group_of is not None and key not in group_of):
             continue
-        if isinstance(owner.tensor, UninitializedTensorMixin):
+        if isinstance(owner.tensor, UninitializedParameter):
             raise BadInputError(f"parameter {owner.name!r} has no shape yet: run one batch through the module first")
         shape = tuple(owner.tensor.shape)
         kind = types.get(owner.name, "")
@@ -131,8 +131,8 @@ def _group_of(groups: Iterable[Mapping[str, Any]], *, known: Mapping[int, _Owner
             name, tensor = ("", entry) if isinstance(entry, Tensor) else entry
             if id(tensor) not in known:
                 raise BadInputError(
-                    f"group {index} of the optimizer holds a parameter {name!r} of shape {tuple(tensor.shape)} that the "
-                    "module does not have: register it on the module, or leave it out of the optimizer"
+                    f"group {index} of the optimizer holds a parameter {name!r} of shape {tuple(tensor.shape)} that "
+                    "the module does not have: register it on the module, or leave it out of the optimizer"
                 )
             if group_of.setdefault(id(tensor), index) != index:
                 raise BadInputError(

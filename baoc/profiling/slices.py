@@ -88,12 +88,18 @@ class Slices:
         self.pieces, self.numel = _placed(pieces)
         self.batches = _batches(self.pieces)
         self.lengths = torch.tensor([piece.padded // GROUP for piece in self.pieces], device=device)
+        order = sorted(range(len(self.pieces)), key=lambda i: self.pieces[i].block)
+        held = [0] * len(blocks)
+        for piece in self.pieces:
+            held[piece.block] += 1
+        self._by_block = torch.tensor(order, device=device)
+        self._held = torch.tensor(held, device=device)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the index tensors."""
         rows = sum(piece.rows.nbytes for piece in self.pieces if piece.rows is not None)
-        return rows + self.lengths.nbytes
+        return rows + self.lengths.nbytes + self._by_block.nbytes + self._held.nbytes
 
     def new(self, device: torch.device) -> Tensor:
         """A zeroed float32 buffer."""
@@ -119,7 +125,11 @@ class Slices:
 
     def group_sums(self, groups: Tensor) -> Tensor:
         """Per piece the sum of one float64 number per quantisation group."""
-        return torch.segment_reduce(groups, "sum", lengths=self.lengths)
+        return torch.segment_reduce(groups, "sum", lengths=self.lengths, unsafe=True)
+
+    def block_sums(self, values: Tensor) -> Tensor:
+        """Per block the sum over its pieces: [num pieces, ...] float64 -> [num blocks, ...]."""
+        return torch.segment_reduce(values[self._by_block], "sum", lengths=self._held, axis=0, unsafe=True)
 
 
 def stored_matrix(grad: Tensor) -> Tensor:
@@ -160,7 +170,7 @@ def _piece(param: ParamInfo, *, block: int, fraction: float, device: torch.devic
     if matrix is None:
         shape: tuple[int, ...] = (min(param.numel, max(GROUP, int(fraction * param.numel))),)
         return Piece(param=param, sampled=_as_param(param, shape), block=block, rows=None)
-    rows, cols = matrix[::-1] if param.transposed else matrix
+    rows, cols = (matrix[1], matrix[0]) if param.transposed else matrix
     wanted = int(fraction * rows * cols)
     if fraction >= 1 or wanted >= MIN_ROWS * cols:
         num_rows, num_cols = max(2, min(rows, int(fraction * rows))), cols

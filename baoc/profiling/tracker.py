@@ -1,4 +1,4 @@
-"""Counts the bytes of live tensor storages at every operator, which is how peak memory is defined where there is no GPU.
+"""Counts the bytes of live tensor storages at every operator: how peak memory is defined where there is no GPU.
 
 Resident set size cannot say what a step needs: it holds the allocator's free lists and the interpreter. Storages can.
 """
@@ -30,6 +30,7 @@ class MemoryTracker(TorchDispatchMode):
         self._live: dict[int, tuple[weakref.ref[Any], int]] = {}  # address of the storage -> (its end, its bytes)
         self._composite: dict[Any, bool] = {}
         self._resize: Callable[..., Any] | None = None
+        self._depth = 0
         self._current = 0
         self._peak = 0
 
@@ -126,22 +127,15 @@ class MemoryTracker(TorchDispatchMode):
     def _forget(self, key: int) -> None:
         self._current -= self._live.pop(key)[1]
 
-    # -- UntypedStorage.resize_ is no operator, so it is wrapped while the tracker is entered -------------------------
+    # -- entering: UntypedStorage.resize_ is no operator, so it is wrapped meanwhile --------------------------------
 
     def __enter__(self) -> "MemoryTracker":
-        if self._depth_enter() == 1:
-            original = torch.UntypedStorage.resize_
-
-            def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-                out = original(storage, size)
-                if storage._cdata in self._live:
-                    self._count(storage)
-                    self._peak = max(self._peak, self._current)
-                return out
-
-            self._resize = original
-            torch.UntypedStorage.resize_ = resize_  # pyright: ignore[reportAttributeAccessIssue]
-        return super().__enter__()
+        if self._depth == 0:
+            self._resize = torch.UntypedStorage.resize_
+            torch.UntypedStorage.resize_ = self._resizing(self._resize)  # pyright: ignore[reportAttributeAccessIssue]
+        self._depth += 1
+        super().__enter__()
+        return self
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)
@@ -149,8 +143,53 @@ class MemoryTracker(TorchDispatchMode):
         if self._depth == 0:
             torch.UntypedStorage.resize_ = self._resize  # pyright: ignore[reportAttributeAccessIssue]
 
-    _depth = 0
+    def _resizing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            out = original(storage, size)
+            if storage._cdata in self._live:
+                self._count(storage)
+                self._peak = max(self._peak, self._current)
+            return out
 
-    def _depth_enter(self) -> int:
-        self._depth += 1
-        return self._depth
+        return resize_
+
+
+class PeakMeter:
+    """Live and peak bytes on one device, by its own definition: tracked storages, or on CUDA the allocator's."""
+
+    def __init__(self, device: torch.device, *held: Any):
+        self.device = device
+        self._tracker = None if device.type == "cuda" else MemoryTracker(device=device).prime(*held)
+
+    def __enter__(self) -> "PeakMeter":
+        if self._tracker is not None:
+            self._tracker.__enter__()
+        else:
+            torch.cuda.empty_cache()
+        self.reset_peak()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        if self._tracker is not None:
+            self._tracker.__exit__(*exc)
+
+    def reset_peak(self) -> None:
+        if self._tracker is not None:
+            self._tracker.reset_peak()
+        else:
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    @property
+    def current_bytes(self) -> int:
+        return self._tracker.current_bytes if self._tracker is not None else torch.cuda.memory_allocated(self.device)
+
+    @property
+    def peak_bytes(self) -> int:
+        """On CUDA of reserved memory, as that is what other processes lose."""
+        if self._tracker is not None:
+            return self._tracker.peak_bytes
+        return torch.cuda.max_memory_reserved(self.device)
+
+    @property
+    def peak_allocated_bytes(self) -> int:
+        return self._tracker.peak_bytes if self._tracker is not None else torch.cuda.max_memory_allocated(self.device)

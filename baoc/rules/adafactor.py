@@ -32,10 +32,9 @@ class Adafactor(Rule):
         for state, dim in ((row, 1), (col, 0)):
             new, valid = mean(square, dim=dim, finite=finite)
             average_(state, new, weight=weight, valid=valid)
+        numerator = grad
         if "m" in states:
             numerator = states["m"].lerp_(grad, 1 - ctx.beta1) / (1 - ctx.beta1**ctx.step)
-        else:
-            numerator = grad
         scale = (row / row.mean()).sqrt_().unsqueeze(1) * col.sqrt().unsqueeze(0)
         update = numerator / from_matrix(scale, ctx, shape=grad.shape)
         update.div_((rms(update, finite=ctx.finite) / _CLIP).clamp_(min=1.0))

@@ -41,7 +41,7 @@ class BaocStrategy(SingleDeviceStrategy):
     """`L.Trainer(strategy=BaocStrategy(budget="8gb"))`: the same module, loader and schedule, inside a budget.
 
     `budget` takes every spelling of the command line. `device` is `auto` (what the Trainer's accelerator says), `cpu`
-    or `cuda`. `plan_listeners` are called with the first plan, `reallocation_listeners` with every decision after it.
+    or `cuda`. With `plan_only`, `fit` plans and ends. `plan_listeners` are called with the first plan, `reallocation_listeners` with every decision after it.
 
     One device, one AdamW, automatic optimization; anything else is refused with a sentence. Raises
     InfeasibleBudgetError from `Trainer.fit` before the first step where no allocation meets the budget.
@@ -56,6 +56,7 @@ class BaocStrategy(SingleDeviceStrategy):
         device: str = "auto",
         settings: SessionSettings | None = None,
         latency: LatencyTable | None = None,
+        plan_only: bool = False,
         plan_listeners: Iterable[PlanListener] = (),
         reallocation_listeners: Iterable[Callable[[Reallocation, Plan, Profile | None], None]] = (),
         **kwargs: Any,
@@ -66,13 +67,14 @@ class BaocStrategy(SingleDeviceStrategy):
         self.budget = parse_budget(budget)
         self.settings = settings or SessionSettings()
         self.latency = latency
+        self.plan_only = plan_only
         self.plan_listeners = list(plan_listeners)
         self.reallocation_listeners = list(reallocation_listeners)
         self.reallocator: Reallocator | None = None
         self.footprint: Footprint | None = None
         self._device_choice = device
         self._guard = _GradientGuard()
-        self._context_bytes = 0
+        self.context_bytes = 0
 
     # -- set-up ---------------------------------------------------------------------------------------------------
 
@@ -83,7 +85,7 @@ class BaocStrategy(SingleDeviceStrategy):
         free = free_bytes(self.root_device)
         self.budget = resolve_auto(self.budget, free_bytes=free)
         super().setup_environment()
-        self._context_bytes = context_bytes(self.root_device)
+        self.context_bytes = context_bytes(self.root_device)
         cap_device(self.root_device, budget=self.budget)
 
     def setup_optimizers(self, trainer: L.Trainer) -> None:
@@ -101,7 +103,7 @@ class BaocStrategy(SingleDeviceStrategy):
         self.footprint = probe(
             trainer,
             self,
-            context_bytes=self._context_bytes,
+            context_bytes=self.context_bytes,
             accumulation=trainer.accumulate_grad_batches,
         )
         declares = unwrapped(module)
@@ -125,6 +127,8 @@ class BaocStrategy(SingleDeviceStrategy):
             trainer.callbacks.insert(0, self._guard)
         for listener in self.plan_listeners:
             listener(assembly.planner, assembly.plan)
+        if self.plan_only:
+            trainer.limit_train_batches = 0  # Lightning then leaves `fit` before the first batch
 
     def _refuse_unsupported(self, trainer: L.Trainer) -> None:
         module = self.lightning_module

@@ -1,4 +1,4 @@
-"""What every task shares: AdamW with a no-decay group and a step-wise schedule, and settings that a checkpoint may hold.
+"""What every task shares: AdamW with a no-decay group and a step-wise schedule, and settings that checkpoints may hold.
 
 Works under a plain `lightning.Trainer`; BaocStrategy replaces the optimizer and keeps its groups and schedule.
 """
@@ -31,12 +31,8 @@ class Task(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         settings = self.settings
-        optimizer = torch.optim.AdamW(
-            self._groups(),
-            lr=settings.lr,
-            betas=tuple(settings.betas),
-            eps=settings.eps,
-        )
+        beta1, beta2 = settings.betas
+        optimizer = torch.optim.AdamW(self._groups(), lr=settings.lr, betas=(beta1, beta2), eps=settings.eps)
         num_steps = self.trainer.estimated_stepping_batches
         if math.isinf(num_steps) and settings.schedule != "constant":
             raise BadInputError(

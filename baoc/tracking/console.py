@@ -17,6 +17,8 @@ from baoc.types import Budget, FailedRun, FrontierPoint, Plan, Reallocation, Run
 from baoc.units import format_bytes
 
 __all__ = [
+    "attach_live",
+    "detach_live",
     "make_console",
     "plan_rows",
     "print_error",
@@ -32,8 +34,23 @@ PLAIN_WIDTH = 100
 MAX_WIDTH = 160
 
 
+_live: list[Console] = []  # consoles that draw a progress bar; rich draws over what another console prints
+
+
+def attach_live(console: Console) -> None:
+    """From now on everything is printed above what `console` draws, until `detach_live`."""
+    _live.append(console)
+
+
+def detach_live(console: Console) -> None:
+    if console in _live:
+        _live.remove(console)
+
+
 def make_console(*, stderr: bool = False) -> Console:
     """A console on today's stdout (or stderr): 100 columns and no colours where that is no terminal."""
+    if _live and not stderr:
+        return _live[-1]
     console = Console(stderr=stderr, highlight=False, soft_wrap=False)
     if not console.is_terminal:
         return Console(stderr=stderr, highlight=False, width=PLAIN_WIDTH, no_color=True, color_system=None)
@@ -194,6 +211,20 @@ def print_frontier(
     title: str = "Frontier",
 ) -> None:
     """Runs by quality against bytes; a * marks those that no other dominates, failed jobs come last with the reason."""
+    console = make_console()
+    if points:
+        console.print(_frontier_table(points, quality=quality, title=title))
+        console.print("* on the Pareto frontier of quality, peak and state bytes", markup=False)
+    if failed:
+        console.print()
+    for job in failed:
+        code = "" if job.exit_code is None else f"exit code {job.exit_code}: "
+        first = job.message.splitlines()[0] if job.message else "no message"
+        console.print(f"{job.label} ({job.run}), {code}{first}", markup=False, soft_wrap=True)
+    console.print()
+
+
+def _frontier_table(points: Sequence[FrontierPoint], *, quality: str, title: str) -> Table:
     table = _table(title)
     table.add_column("", no_wrap=True)
     table.add_column("run", overflow="fold", ratio=1)
@@ -210,13 +241,7 @@ def print_frontier(
             f"{point.samples_per_s:,.0f}",
             str(point.num_seeds),
         )
-    console = make_console()
-    console.print(table)
-    for job in failed:
-        first = job.message.splitlines()[0] if job.message else "no message"
-        console.print(f"  {job.label}: no result, exit code {job.exit_code}: {first}", markup=False)
-    if points:
-        console.print("* on the Pareto frontier of quality, peak and state bytes", markup=False)
+    return table
 
 
 def _table(title: str) -> Table:

@@ -1,0 +1,161 @@
+"""What budgets bought: which runs are dominated, the hypervolume of those that are not, and the rows of frontier.csv.
+
+Everything is minimised inside; objectives that are better when higher are negated on the way in.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import isfinite
+from statistics import fmean, stdev
+from typing import Any
+
+from baoc.errors import BadInputError
+from baoc.types import FrontierPoint
+
+_VALUES = ("quality", "peak_bytes", "state_bytes", "samples_per_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """One axis of a frontier: a numeric field of FrontierPoint and its direction."""
+
+    name: str
+    higher_is_better: bool = False
+
+    def __post_init__(self) -> None:
+        if self.name not in _VALUES:
+            raise BadInputError(f"{self.name!r} is no objective of a frontier: choose from {', '.join(_VALUES)}")
+
+    def cost(self, point: FrontierPoint) -> float:
+        """The value to be minimised."""
+        value = float(getattr(point, self.name))
+        return -value if self.higher_is_better else value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frontier:
+    """Points with their `dominated` flags, in the given order. `reference` is in the objectives' own units and order.
+
+    `hypervolume` is measured from the reference, in the product of those units; None where there are more than three
+    objectives.
+    """
+
+    points: tuple[FrontierPoint, ...]
+    objectives: tuple[Objective, ...]
+    reference: tuple[float, ...]
+    hypervolume: float | None
+
+    @property
+    def best(self) -> tuple[FrontierPoint, ...]:
+        return tuple(point for point in self.points if not point.dominated)
+
+
+def build_frontier(
+    points: Sequence[FrontierPoint], *, objectives: Sequence[Objective], reference: Sequence[float] | None = None
+) -> Frontier:
+    """Marks what is dominated and measures the rest. A point with a non-finite objective (a diverged run) is dominated.
+
+    `reference` defaults to the worst finite value of each objective, so that frontiers are compared only where it is
+    given. Points of several tasks or models do not belong on one frontier: raises BadInputError.
+    """
+    kinds = sorted({f"{point.task}/{point.model}" for point in points})
+    if len(kinds) > 1:
+        raise BadInputError(f"one frontier holds one task and model, got {', '.join(kinds)}: make one for each")
+    if not objectives:
+        raise BadInputError(f"a frontier needs at least one objective out of {', '.join(_VALUES)}")
+    costs = [tuple(objective.cost(point) for objective in objectives) for point in points]
+    finite = [all(isfinite(value) for value in cost) for cost in costs]
+    alive = [cost for cost, ok in zip(costs, finite, strict=True) if ok]
+    kept = iter(pareto(alive))
+    dominated = [not (ok and next(kept)) for ok in finite]
+    signs = [-1.0 if objective.higher_is_better else 1.0 for objective in objectives]
+    if reference is None:
+        worst = [max(values) for values in zip(*alive, strict=True)] or [0.0] * len(signs)
+        reference = [sign * value for sign, value in zip(signs, worst, strict=True)]
+    corner = [sign * value for sign, value in zip(signs, reference, strict=True)]
+    return Frontier(
+        points=tuple(replace(point, dominated=flag) for point, flag in zip(points, dominated, strict=True)),
+        objectives=tuple(objectives),
+        reference=tuple(float(value) for value in reference),
+        hypervolume=hypervolume(alive, reference=corner) if len(objectives) <= 3 else None,
+    )
+
+
+def pareto(costs: Sequence[Sequence[float]]) -> list[bool]:
+    """For each point whether no other is at least as good everywhere and better somewhere; equal points both stay."""
+    return [not any(_dominates(other, cost) for other in costs) for cost in costs]
+
+
+def _dominates(a: Sequence[float], b: Sequence[float]) -> bool:
+    pairs = list(zip(a, b, strict=True))
+    return all(x <= y for x, y in pairs) and any(x < y for x, y in pairs)
+
+
+def hypervolume(costs: Sequence[Sequence[float]], *, reference: Sequence[float]) -> float:
+    """Volume that the points dominate up to `reference`, exactly, in one to three dimensions (minimised).
+
+    Three dimensions are swept along the last axis: between two neighbouring values lies an area of two dimensions times
+    a height. Points that are not better than the reference everywhere add nothing.
+    """
+    inside = sorted({tuple(cost) for cost in costs if all(c < r for c, r in zip(cost, reference, strict=True))})
+    if not 1 <= len(reference) <= 3:
+        raise BadInputError(f"a hypervolume is measured in 1 to 3 dimensions, not {len(reference)}")
+    if not inside:
+        return 0.0
+    if len(reference) == 1:
+        return reference[0] - inside[0][0]
+    if len(reference) == 2:
+        return _area(inside, reference=reference)
+    levels = sorted({point[2] for point in inside})
+    volume = 0.0
+    for level, above in zip(levels, [*levels[1:], reference[2]], strict=True):
+        slice_ = [point[:2] for point in inside if point[2] <= level]
+        volume += _area(slice_, reference=reference[:2]) * (above - level)
+    return volume
+
+
+def _area(points: Sequence[Sequence[float]], *, reference: Sequence[float]) -> float:
+    """Area under a staircase; `points` are better than the reference in both dimensions."""
+    area, ceiling = 0.0, reference[1]
+    for x, y in sorted((point[0], point[1]) for point in points):
+        if y < ceiling:
+            area += (reference[0] - x) * (ceiling - y)
+            ceiling = y
+    return area
+
+
+def over_seeds(points: Sequence[FrontierPoint]) -> tuple[FrontierPoint, ...]:
+    """One point per (task, model, label), in order of first appearance: means of quality and throughput.
+
+    Bytes are the largest of the seeds, since a budget must hold for each of them. The spread is the sample standard
+    deviation of the quality. Points that are means already are not averaged again.
+    """
+    groups: dict[tuple[str, str, str], list[FrontierPoint]] = {}
+    for point in points:
+        assert point.num_seeds == 1, f"{point.run} is a mean over seeds already"
+        groups.setdefault((point.task, point.model, point.label), []).append(point)
+    return tuple(_mean(group) for group in groups.values())
+
+
+def _mean(group: Sequence[FrontierPoint]) -> FrontierPoint:
+    qualities = [point.quality for point in group]
+    several = len(group) > 1 and all(isfinite(quality) for quality in qualities)
+    return replace(
+        group[0],
+        run=" ".join(point.run for point in group),
+        quality=fmean(qualities),
+        peak_bytes=max(point.peak_bytes for point in group),
+        state_bytes=max(point.state_bytes for point in group),
+        samples_per_s=fmean(point.samples_per_s for point in group),
+        num_seeds=len(group),
+        quality_spread=stdev(qualities) if several else None,
+        dominated=False,
+    )
+
+
+def frontier_rows(frontier: Frontier) -> list[dict[str, Any]]:
+    """The flat rows of frontier.csv, best quality first among equals in `dominated`; undominated ones come first."""
+    by_quality = next((o for o in frontier.objectives if o.name == "quality"), Objective(name="quality"))
+    ranked = sorted(frontier.points, key=lambda point: (point.dominated, by_quality.cost(point)))
+    names = ("run", "task", "model", "label", *_VALUES, "num_seeds", "quality_spread", "dominated")
+    return [{name: getattr(point, name) for name in names} for point in ranked]

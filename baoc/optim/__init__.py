@@ -1,0 +1,6 @@
+"""The optimizer that runs an allocation: `BlockwiseOptimizer(params, specs)`."""
+
+from baoc.optim.loading import LoadReport
+from baoc.optim.optimizer import BlockwiseOptimizer
+
+__all__ = ["BlockwiseOptimizer", "LoadReport"]

@@ -1,0 +1,144 @@
+"""The reference step, in torch operations on one tensor at a time: every other backend is held against it.
+
+For uniform AdamW the operations and their order are those of torch.optim.AdamW(foreach=False, fused=False).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from baoc.optim import matching
+from baoc.optim.state import Bucket, LiveBlock, Slot, State
+from baoc.rules import Direction
+
+_ROUNDED = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """A parameter group's settings in one step."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInputs:
+    """One step. `masks` has the parameters with non-finite gradients; `phase` counts steps, for the codecs."""
+
+    state: Mapping[Tensor, State]
+    options: Sequence[Options]  # by parameter group
+    masks: Mapping[Tensor, Tensor]
+    phase: int
+    matching: bool
+
+
+def step_bucket(bucket: Bucket, inputs: StepInputs) -> None:
+    """One step of every block in the bucket whose parameters have gradients."""
+    for block in bucket.blocks:
+        if inputs.matching and block.matched:
+            _step_matched(block, inputs)
+        else:
+            for slot in block.slots:
+                if slot.param.grad is not None:
+                    options, finite = inputs.options[slot.group], inputs.masks.get(slot.param)
+                    direction = advance(slot, inputs, finite=finite)
+                    apply_(slot.param, direction, options=options, finite=finite)
+
+
+def _step_matched(block: LiveBlock, inputs: StepInputs) -> None:
+    slots = [slot for slot in block.slots if slot.param.grad is not None]
+    if not slots:
+        return
+    match = block.match
+    assert match is not None
+    if block.fresh:
+        match[1] = _measure(slots, inputs)
+        block.fresh = False
+    measure = matching.Measure()
+    for slot in slots:
+        finite = inputs.masks.get(slot.param)
+        direction = advance(slot, inputs, finite=finite)
+        update = direction.update()
+        norm, count = matching.update_norm(update, divisor=direction.divisor, finite=finite, on_cpu=slot.on_cpu)
+        factor = matching.factor(match, norm=norm, count=count)
+        measure.add(norm, factor=factor, count=count)
+        matched = Direction(numerator=update, divisor=direction.divisor)
+        apply_(slot.param, matched, options=inputs.options[slot.group], finite=finite, factor=factor)
+    own, block.applied = measure.rms()
+    match[1] = own
+
+
+def _measure(slots: Sequence[Slot], inputs: StepInputs) -> float | Tensor:
+    """Own RMS that the coming step will have, found by running it on copies of the states."""
+    measure = matching.Measure()
+    for slot in slots:
+        finite = inputs.masks.get(slot.param)
+        direction = advance(slot, inputs, finite=finite, store=False)
+        norm, count = matching.update_norm(
+            direction.update(), divisor=direction.divisor, finite=finite, on_cpu=slot.on_cpu
+        )
+        measure.add(norm, factor=1.0, count=count)
+    return measure.rms()[0]
+
+
+def advance(slot: Slot, inputs: StepInputs, *, finite: Tensor | None, store: bool = True) -> Direction:
+    """Runs the rule on the parameter's gradient and, unless told otherwise, stores the states it leaves."""
+    state, options = inputs.state[slot.param], inputs.options[slot.group]
+    step = 0
+    if slot.counts_steps:
+        count = state["step"]
+        if store:
+            count += 1
+        step = int(count.item()) + (not store)
+    grad = slot.param.grad
+    assert grad is not None
+    if grad.dtype is not torch.float32:
+        grad = grad.to(torch.float32)
+    states = {kept.decl.name: kept.decode(state) for kept in slot.kept}
+    if not store:
+        states = {name: tensor.clone() for name, tensor in states.items()}
+    old = {k.decl.name: states[k.decl.name][~finite] for k in slot.kept if k.full} if finite is not None else {}
+    ctx = slot.context(step=step, betas=options.betas, eps=options.eps, finite=finite)
+    direction = slot.rule.direction(grad, states=states, ctx=ctx)
+    if store:
+        for name, values in old.items():
+            states[name][~finite] = values  # pyright: ignore[reportOptionalOperand] (old is empty without a mask)
+        for kept in slot.kept:
+            kept.encode_(state, states[kept.decl.name], phase=inputs.phase)
+    return direction
+
+
+def apply_(
+    param: Tensor,
+    direction: Direction,
+    *,
+    options: Options,
+    finite: Tensor | None,
+    factor: float | Tensor | None = None,
+) -> None:
+    """param <- (1 - lr wd) param - lr factor update, excluded elements keeping their value.
+
+    16-bit parameters are updated in fp32 and rounded once.
+    """
+    work = param.to(torch.float32) if param.dtype in _ROUNDED else param
+    old = work[~finite] if finite is not None else None
+    if options.weight_decay != 0:
+        work.mul_(1 - options.lr * options.weight_decay)
+    size = -(options.lr / direction.divisor)
+    if isinstance(factor, Tensor):
+        work.addcmul_(direction.numerator, factor, value=size)
+    elif factor is not None:
+        work.add_(direction.numerator, alpha=size * factor)
+    elif direction.denominator is None:
+        work.add_(direction.numerator, alpha=size)
+    else:
+        work.addcdiv_(direction.numerator, direction.denominator, value=size)
+    if finite is not None:
+        work[~finite] = old
+    if work is not param:
+        param.copy_(work)

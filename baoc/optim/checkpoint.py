@@ -1,0 +1,157 @@
+"""Optimizer checkpoints: keyed by parameter name, tensors and plain values only, and convertible between plans.
+
+Schema 1: {"baoc_schema": 1, "num_steps": int, "param_groups": [{settings, "param_names", "params": indices}],
+"state": {name: {key: tensor}}, "blocks": {block: {"spec", "params", "match"}}}. torch.optim.AdamW's is read and written
+too. Filling an optimizer from what was read is `optim.loading`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from baoc.catalogue import SPECS
+from baoc.errors import BadInputError, CheckpointError
+from baoc.optim import groups, migration
+from baoc.optim.migration import Fates
+from baoc.optim.roster import Roster
+from baoc.optim.state import State, make_slot
+from baoc.types import OptimizerSpec
+
+SCHEMA = 1
+_TORCH_KEYS = {"step": "step", "m": "exp_avg", "v": "exp_avg_sq"}  # of spec adamw, and of torch's AdamW
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """A checkpoint of either kind, read and checked for form."""
+
+    states: Mapping[str, State]
+    specs: Mapping[str, OptimizerSpec]  # by parameter name
+    groups: Sequence[tuple[tuple[str, ...], Mapping[str, Any]]]  # names and settings
+    matches: Mapping[str, tuple[tuple[str, ...], Tensor]] = field(default_factory=dict)  # by block: names and match
+    num_steps: int = 0
+
+
+def save(roster: Roster, *, param_groups: list[dict[str, Any]], num_steps: int) -> dict[str, Any]:
+    """The checkpoint. Tensors are the live ones, as in torch: copy them or write them out before stepping on."""
+    return {
+        "baoc_schema": SCHEMA,
+        "num_steps": num_steps,
+        "param_groups": _plain_groups(param_groups),
+        "state": {name: dict(roster.state[param]) for param, name in roster.names.items()},
+        "blocks": {
+            name: {
+                "spec": live.spec.name,
+                "params": [slot.name for slot in live.slots],
+                **({"match": live.match} if live.match is not None else {}),
+            }
+            for name, live in roster.live.items()
+        },
+    }
+
+
+def _plain_groups(param_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Groups with running indices in place of parameters, as torch writes them."""
+    plain, start = [], 0
+    for group in param_groups:
+        settings = {key: groups.plain(value) for key, value in group.items() if key not in ("params", "param_names")}
+        indices = list(range(start, start + len(group["params"])))
+        plain.append({**settings, "params": indices, "param_names": list(group["param_names"])})
+        start += len(indices)
+    return plain
+
+
+def read(checkpoint: Mapping[str, Any], *, names: Sequence[str]) -> Saved:
+    """A checkpoint as `Saved`; `names` are this optimizer's, in group order, for torch's that has none.
+
+    Raises CheckpointError for what is neither BAOC's nor torch.optim.AdamW's.
+    """
+    try:
+        if "baoc_schema" in checkpoint:
+            return _read_own(checkpoint)
+        if set(checkpoint) >= {"state", "param_groups"}:
+            return _read_torch(checkpoint, names=names)
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise CheckpointError(
+            f"the optimizer checkpoint is damaged ({type(error).__name__}: {error}): use another one, or start afresh"
+        ) from error
+    raise CheckpointError(
+        f"this is no optimizer checkpoint (its keys are {', '.join(map(str, checkpoint)) or 'none'}): BAOC reads its "
+        "own and torch.optim.AdamW's"
+    )
+
+
+def _read_own(checkpoint: Mapping[str, Any]) -> Saved:
+    if checkpoint["baoc_schema"] != SCHEMA:
+        raise CheckpointError(
+            f"the optimizer checkpoint has schema {checkpoint['baoc_schema']}, this version reads {SCHEMA}: load it "
+            "with the version of baoc that wrote it"
+        )
+    specs, matches = {}, {}
+    for block, entry in checkpoint["blocks"].items():
+        try:
+            spec = groups.to_spec(entry["spec"])
+        except BadInputError as error:
+            raise CheckpointError(f"block {block} of the checkpoint cannot be read: {error}") from error
+        specs |= dict.fromkeys(entry["params"], spec)
+        if "match" in entry:
+            matches[block] = (tuple(entry["params"]), entry["match"])
+    return Saved(
+        states=checkpoint["state"],
+        specs=specs,
+        groups=[_saved_group(group, names=group["param_names"]) for group in checkpoint["param_groups"]],
+        matches=matches,
+        num_steps=checkpoint["num_steps"],
+    )
+
+
+def _saved_group(group: Mapping[str, Any], *, names: Sequence[str]) -> tuple[tuple[str, ...], dict[str, Any]]:
+    return tuple(names), {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _read_torch(checkpoint: Mapping[str, Any], *, names: Sequence[str]) -> Saved:
+    """torch.optim.AdamW's: by its own names where it has them, else by position, as torch does."""
+    total = sum(len(group["params"]) for group in checkpoint["param_groups"])
+    if not all("param_names" in group for group in checkpoint["param_groups"]) and total != len(names):
+        raise CheckpointError(
+            f"the torch checkpoint has {total} parameters without names, this optimizer has {len(names)}: save it "
+            "from an optimizer built on named_parameters(), or load it into one with the same parameters"
+        )
+    by_index: dict[int, str] = {}
+    saved_groups = []
+    for group in checkpoint["param_groups"]:
+        own = group.get("param_names") or [names[len(by_index) + i] for i in range(len(group["params"]))]
+        by_index |= dict(zip(group["params"], own, strict=True))
+        saved_groups.append(_saved_group(group, names=own))
+    states = {}
+    for index, entry in checkpoint["state"].items():
+        name = by_index[index]
+        if set(entry) != set(_TORCH_KEYS.values()):
+            raise CheckpointError(
+                f"the state of {name} in the checkpoint has {', '.join(entry) or 'nothing'}: BAOC reads its own states "
+                "and torch.optim.AdamW's without amsgrad (step, exp_avg, exp_avg_sq)"
+            )
+        states[name] = {own: entry[theirs] for own, theirs in _TORCH_KEYS.items()}
+    steps = [int(state["step"]) for state in states.values()]
+    adamw = dict.fromkeys(by_index.values(), SPECS["adamw"])
+    return Saved(states=states, specs=adamw, groups=saved_groups, num_steps=max(steps, default=0))
+
+
+def to_adamw(roster: Roster, *, param_groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """A state dict for torch.optim.AdamW over the same groups, on the CPU; states it lacks are inferred or left out."""
+    plain = _plain_groups(param_groups)
+    flags = {"amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False}
+    index = {name: i for group in plain for i, name in zip(group["params"], group["param_names"], strict=True)}
+    states: dict[int, dict[str, Tensor]] = {}
+    for live in roster.live.values():
+        for slot in live.slots:
+            adamw = make_slot(slot.name, slot.param, info=slot.info, group=slot.group, spec=SPECS["adamw"])
+            old = {key: value.clone() for key, value in roster.state[slot.param].items()}
+            betas = param_groups[slot.group]["betas"]
+            new = migration.convert(slot, adamw, old, betas=betas, moments=None, fates=Fates())
+            if new["step"] > 0:
+                states[index[slot.name]] = {theirs: new[own].cpu() for own, theirs in _TORCH_KEYS.items()}
+    extra = {"fused": None, "decoupled_weight_decay": True}
+    return {"state": states, "param_groups": [{**flags, **extra, **group} for group in plain]}

@@ -1,0 +1,79 @@
+"""One state from another by their tags (METHODS 5, "State inheritance"), on plain numbers of one tensor.
+
+Whatever a rule keeps is expanded to one number per element, then reduced to what the next rule keeps; so a new rule
+needs no code here. Folded v is the average of (F(G))^2: of neighbours with independent gradients that is 2^level times
+less than the mean of their v, and both directions allow for it.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from baoc.rules import RuleContext
+from baoc.rules.matrix import as_matrix, from_matrix
+from baoc.types import Axis, Moments, StateDecl, StateKind, StateLayout
+
+_TINY = 1e-30
+
+
+def expand(values: Mapping[StateDecl, Tensor], *, ctx: RuleContext, shape: tuple[int, ...]) -> Tensor:
+    """All states of one kind that a rule keeps -> one number per element, in the parameter's shape."""
+    by_layout = {decl.layout: (decl, value) for decl, value in values.items()}
+    if StateLayout.FULL in by_layout:
+        return by_layout[StateLayout.FULL][1]
+    if StateLayout.FOLDED in by_layout:
+        decl, value = by_layout[StateLayout.FOLDED]
+        return from_matrix(_unfold(value, decl, ctx=ctx), ctx, shape=shape)
+    assert ctx.matrix is not None
+    row = by_layout.get(StateLayout.PER_ROW, (None, None))[1]
+    col = by_layout.get(StateLayout.PER_COLUMN, (None, None))[1]
+    if row is not None and col is not None:
+        return from_matrix(outer(row, col), ctx, shape=shape)
+    assert row is not None or col is not None
+    shared = row.unsqueeze(1) if row is not None else col.unsqueeze(0)  # pyright: ignore[reportOptionalMemberAccess]
+    return from_matrix(shared.expand(ctx.matrix), ctx, shape=shape)
+
+
+def reduce(full: Tensor, decl: StateDecl, *, ctx: RuleContext) -> Tensor:
+    """One number per element -> what `decl` keeps."""
+    if decl.layout is StateLayout.FULL:
+        return full
+    matrix = as_matrix(full, ctx)
+    if decl.layout is StateLayout.PER_ROW:
+        return matrix.mean(1)
+    if decl.layout is StateLayout.PER_COLUMN:
+        return matrix.mean(0)
+    fold = 2**decl.level
+    lines = matrix if decl.axis is Axis.FAN_IN else matrix.t()
+    lines = pad(lines, (0, -lines.shape[1] % fold))
+    folded = lines.reshape(len(lines), -1, fold).mean(2)
+    if decl.kind is StateKind.V:
+        folded = folded / fold
+    return folded if decl.axis is Axis.FAN_IN else folded.t()
+
+
+def _unfold(value: Tensor, decl: StateDecl, *, ctx: RuleContext) -> Tensor:
+    """Folded state -> matrix; the last fold, padded with zeros, is scaled up to the mean of its real elements."""
+    assert ctx.matrix is not None
+    fold = 2**decl.level
+    length = ctx.matrix[1] if decl.axis is Axis.FAN_IN else ctx.matrix[0]
+    lines = value if decl.axis is Axis.FAN_IN else value.t()
+    sizes = torch.full((lines.shape[1],), float(fold), device=value.device)
+    sizes[-1] = length - (lines.shape[1] - 1) * fold
+    scale = fold / sizes * (fold if decl.kind is StateKind.V else 1)
+    full = (lines * scale).repeat_interleave(fold, dim=1)[:, :length]
+    return full if decl.axis is Axis.FAN_IN else full.t()
+
+
+def outer(row: Tensor, col: Tensor) -> Tensor:
+    """v as row col^T / mean(row), the rank-1 matrix that has these row and column means."""
+    return row.unsqueeze(1) * (col / row.mean().clamp(min=_TINY)).unsqueeze(0)
+
+
+def from_moments(moments: Moments, *, ctx: RuleContext, param: Tensor) -> Tensor:
+    """v per element from the profile's row and column second moments, in the parameter's shape."""
+    row, col = (part.to(device=param.device, dtype=torch.float32) for part in (moments.row, moments.col))
+    assert (len(row), len(col)) == ctx.matrix, f"moments are ({len(row)}, {len(col)}), the matrix is {ctx.matrix}"
+    return from_matrix(outer(row, col), ctx, shape=tuple(param.shape))

@@ -1,0 +1,270 @@
+"""BlockwiseOptimizer: one torch optimizer whose blocks each run the spec that an allocation gave them.
+
+It decides nothing about specs: they are given when it is built, and changed by `migrate`. A step is `step` here, then
+`backends.eager.step_bucket` for all blocks of a spec, then the rule's `direction` in `baoc.rules`.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from baoc.errors import BadInputError, unknown_name
+from baoc.optim import checkpoint, groups, loading, migration
+from baoc.optim.backends import BACKENDS, StepInputs
+from baoc.optim.backends.eager import Options
+from baoc.optim.masking import Guard
+from baoc.optim.roster import Roster, make_live
+from baoc.types import Block, BlockMove, Moments, OptimizerSpec
+
+_UNKEPT = ("step", "observer")  # wrapped by schedulers, set by whoever owns us: not part of a copy
+
+
+class BlockwiseOptimizer(Optimizer):
+    """AdamW's arguments, and a spec (or its name) per block.
+
+    `params`: a module, named or plain parameters, or groups of either; the groups are kept as they are. `specs`: one
+    for all, or block name -> spec. `blocks`: sets of parameters by name; None makes every parameter a block of its own.
+    State is allocated at once, for trainable parameters only, and `state_bytes()` equals the ledger exactly.
+
+    `nonfinite`: what a NaN or infinity in a gradient does. `skip_element` leaves the element's weight and states as
+    they are and out of every mean; `skip_step` leaves all as it is; `raise` raises TrainingFailedError.
+    `rms_matching`: scale each block's update to AdamW's RMS (`target_rms` by block, .2 where not given); without it
+    rules run as published. `observer` is called in each step when gradients are final, before the update.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        specs: str | OptimizerSpec | Mapping[str, str | OptimizerSpec] = "adamw",
+        *,
+        blocks: Sequence[Block] | None = None,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        nonfinite: str = "skip_element",
+        rms_matching: bool = True,
+        target_rms: Mapping[str, float] | None = None,
+        backend: str = "auto",
+    ):
+        if backend not in ("auto", *BACKENDS):
+            raise unknown_name(backend, what="optimizer backend", allowed=("auto", *BACKENDS))
+        self.rms_matching = rms_matching
+        self.observer: Callable[[], object] | None = None
+        self.load_report: loading.LoadReport | None = None
+        self._guard = Guard(nonfinite)
+        self._num_steps = 0  # the codecs' phase
+        self._roster: Roster | None = None
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(groups.to_groups(params), {key: groups.plain(value) for key, value in defaults.items()})
+        roster = Roster(self.state, backend=backend, target_rms=target_rms or {})
+        roster.build(self.param_groups, specs=specs, blocks=blocks)
+        self._roster = roster
+        self._warn_of_stalling()
+
+    @property
+    def roster(self) -> Roster:
+        assert self._roster is not None
+        return self._roster
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; parameters that come late run the spec that was given for all, else fp32 AdamW."""
+        if self._roster is not None:
+            taken = sum(len(group["params"]) for group in self.param_groups)
+            (param_group,) = groups.to_groups([param_group], first=taken)
+        super().add_param_group(param_group)
+        group, index = self.param_groups[-1], len(self.param_groups) - 1
+        group["betas"] = tuple(float(beta) for beta in group["betas"])
+        groups.check_settings(group)
+        if self._roster is not None:
+            pairs = zip(group["param_names"], group["params"], strict=True)
+            infos = [groups.param_info(name, param, group=index) for name, param in pairs if param.requires_grad]
+            self._roster.admit(infos, param_groups=self.param_groups)
+
+    def _warn_of_stalling(self) -> None:
+        rounded = (torch.bfloat16, torch.float16)
+        live = self.roster.live.items()
+        stalled = [name for name, block in live if any(slot.param.dtype in rounded for slot in block.slots)]
+        if stalled:
+            warnings.warn(
+                "16-bit weights without correction lose every update below 1/512 of a weight, so at a low learning "
+                f"rate they stand still. Block(s): {', '.join(stalled)}. Keep weights in fp32 (precision=bf16-mixed)",
+                UserWarning,
+                stacklevel=3,
+            )
+
+    # -- stepping -------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step. A closure is run once, with gradients enabled, and its result returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        roster = self.roster
+        roster.admit_thawed(self.param_groups)
+        masks = self._guard.take(roster.names, step=self._num_steps + 1)
+        if masks is None:
+            return loss
+        if self.observer is not None:
+            self.observer()
+        if not roster.placed:
+            roster.place()
+        self._num_steps += 1
+        inputs = StepInputs(
+            state=self.state,
+            options=[
+                Options(lr=float(g["lr"]), betas=g["betas"], eps=g["eps"], weight_decay=g["weight_decay"])
+                for g in self.param_groups
+            ],
+            masks=masks,
+            phase=self._num_steps,
+            matching=self.rms_matching,
+        )
+        for bucket, step_bucket in roster.steppers:
+            step_bucket(bucket, inputs)
+        return loss
+
+    @torch.no_grad()
+    def mask_nonfinite(self) -> int:
+        """Zeroes non-finite gradient elements, to be called before clipping; returns how many there were.
+
+        The coming step leaves them out as `nonfinite` says. Without this call the step looks for itself.
+        """
+        return self._guard.look(self.roster.names, step=self._num_steps + 1)
+
+    @property
+    def nonfinite(self) -> str:
+        return self._guard.policy
+
+    @property
+    def num_nonfinite(self) -> int:
+        """Non-finite gradient elements since this optimizer was built."""
+        return self._guard.num_nonfinite
+
+    @property
+    def last_nonfinite(self) -> dict[str, int]:
+        """Parameter name -> non-finite elements, when there last were some."""
+        return self._guard.last_nonfinite
+
+    @property
+    def num_skipped_steps(self) -> int:
+        return self._guard.num_skipped_steps
+
+    # -- what it holds --------------------------------------------------------------------------------------------
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        return tuple(live.block for live in self.roster.live.values())
+
+    @property
+    def specs(self) -> dict[str, str]:
+        """Block name -> name of the spec it runs."""
+        return {name: live.spec.name for name, live in self.roster.live.items()}
+
+    def block_state_bytes(self) -> dict[str, int]:
+        """Live bytes of optimizer state by block, steps and matching factors included."""
+        return {name: self.roster.block_bytes(live) for name, live in self.roster.live.items()}
+
+    def state_bytes(self) -> int:
+        return sum(self.block_state_bytes().values())
+
+    @torch.no_grad()
+    def update_rms(self) -> dict[str, float]:
+        """Block -> RMS of its last update before the learning rate, of the blocks for which it is known."""
+        found = {}
+        for name, live in self.roster.live.items():
+            rms = live.applied
+            if rms is None:
+                rms = migration.last_rms(live, state=self.state, param_groups=self.param_groups)
+            if rms is not None:
+                found[name] = float(rms)
+        return found
+
+    # -- changing it ----------------------------------------------------------------------------------------------
+
+    def set_target_rms(self, target_rms: Mapping[str, float]) -> None:
+        """New AdamW update RMS by block, from a profile. Blocks that are matched now take it at their next step."""
+        for name, target in target_rms.items():
+            if name not in self.roster.live:
+                raise unknown_name(name, what="block", allowed=self.roster.live)
+            if not target > 0:
+                raise BadInputError(f"the target RMS of {name} is {target}: give a positive number")
+            self.roster.target_rms[name] = float(target)
+            match = self.roster.live[name].match
+            if match is not None:
+                match[0] = float(target)
+
+    @torch.no_grad()
+    def migrate(
+        self,
+        specs: Mapping[str, str | OptimizerSpec],
+        *,
+        moments: Mapping[str, Moments] | None = None,
+        why: str = "",
+    ) -> list[BlockMove]:
+        """Moves blocks to other specs, states inherited as METHODS 5 says; blocks that keep theirs are not touched.
+
+        `moments` (by parameter name) start v where a block had none. Nothing changes if any of `specs` is refused. Done
+        block by block, those that shrink first, so memory never exceeds the larger plan by more than a tensor's needs.
+        """
+        live, targets = self.roster.live, []
+        for name, given in specs.items():
+            if name not in live:
+                raise unknown_name(name, what="block", allowed=live)
+            spec = groups.to_spec(given)
+            groups.check_applies(spec, block=live[name].block)
+            if spec != live[name].spec:
+                targets.append(make_live(live[name].block, spec=spec, param_groups=self.param_groups))
+        targets.sort(key=lambda target: migration.planned_growth(target, held=live[target.block.name]))
+        moves = {}
+        for target in targets:
+            moves[target.block.name] = migration.move(
+                target, roster=self.roster, param_groups=self.param_groups, moments=moments or {}, why=why
+            )
+        self.roster.refresh(self.param_groups)
+        return [moves[name] for name in live if name in moves]
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """States by parameter name, groups, and the spec of every block; see `optim.checkpoint`."""
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        state = checkpoint.save(self.roster, param_groups=self.param_groups, num_steps=self._num_steps)
+        for hook in self._optimizer_state_dict_post_hooks.values():
+            state = hook(self, state) or state
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads BAOC's own or torch.optim.AdamW's checkpoint by parameter name, converted to the specs in force.
+
+        `load_report` then says what was converted, with which error, and which names were on one side only. Raises
+        CheckpointError before anything is changed.
+        """
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = hook(self, state_dict) or state_dict
+        names = [name for group in self.param_groups for name in group["param_names"]]
+        saved = checkpoint.read(state_dict, names=names)
+        self.load_report = loading.load(saved, roster=self.roster, param_groups=self.param_groups)
+        self._num_steps = saved.num_steps
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    @torch.no_grad()
+    def to_adamw_state_dict(self) -> dict[str, Any]:
+        """A state dict that torch.optim.AdamW over the same groups loads; what a rule does not keep is inferred."""
+        return checkpoint.to_adamw(self.roster, param_groups=self.param_groups)
+
+    def __getstate__(self) -> dict[str, Any]:
+        hidden = ("_optimizer_", "_warned", "_zero_grad")
+        return {k: v for k, v in self.__dict__.items() if not k.startswith(hidden) and k not in _UNKEPT}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.observer = None
+        super().__setstate__(state)

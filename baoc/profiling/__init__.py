@@ -1,0 +1,26 @@
+"""What a network, its gradients and a device are like: all that a plan is made of, measured or read off.
+
+describe (names, shapes, roles) · gradients and shadow (what blocks can do without) · footprint and tracker (bytes) ·
+latency (seconds) · device (context, cap).
+"""
+
+from baoc.profiling.describe import describe, named_tensors
+from baoc.profiling.device import cap_device, context_bytes, free_bytes
+from baoc.profiling.footprint import FirstStepMemory, probe_footprint, step_temporary_bytes
+from baoc.profiling.gradients import GradientProfiler
+from baoc.profiling.latency import measure_latency
+from baoc.profiling.tracker import MemoryTracker
+
+__all__ = [
+    "FirstStepMemory",
+    "GradientProfiler",
+    "MemoryTracker",
+    "cap_device",
+    "context_bytes",
+    "describe",
+    "free_bytes",
+    "measure_latency",
+    "named_tensors",
+    "probe_footprint",
+    "step_temporary_bytes",
+]

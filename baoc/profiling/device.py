@@ -1,0 +1,120 @@
+"""What a process holds on a CUDA device beside its tensors, and how it is kept from taking more than its budget.
+
+On any other device there is no context and no cap: the same functions answer 0, or do nothing.
+"""
+
+import ctypes
+import os
+from pathlib import Path
+
+import torch
+
+from baoc.errors import BadInputError
+from baoc.types import Budget
+from baoc.units import MIB, format_bytes
+
+LATE_MODULES_BYTES = 64 * MIB  # kept free for kernels that load after the context was measured
+
+_free_at_start: dict[int, int] = {}  # device index -> bytes that were free before this process used it
+
+
+def free_bytes(device: torch.device | str) -> int:
+    """Bytes that this process may still take on `device`: on CUDA what is free on the card and in torch's cache.
+
+    Elsewhere the memory that the system calls available.
+    """
+    device = torch.device(device)
+    if device.type != "cuda":
+        return _available_host_bytes()
+    index = _index(device)
+    _remember_free(index)
+    cached = torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
+    return torch.cuda.mem_get_info(index)[0] + cached + context_bytes(device)
+
+
+def context_bytes(device: torch.device | str) -> int:
+    """Bytes of the CUDA context and its loaded kernels: the fall of free memory since the start, less torch's own.
+
+    0 on other devices. Grows as kernels load, so it is to be read again after a step. Without a reading from before the
+    context (no NVML), all that the card holds beside torch's memory counts, which is right where nothing else runs.
+    """
+    device = torch.device(device)
+    if device.type != "cuda":
+        return 0
+    index = _index(device)
+    before = _remember_free(index)
+    torch.zeros(1, device=device)  # the context exists from here on
+    return max(0, before - torch.cuda.mem_get_info(index)[0] - torch.cuda.memory_reserved(index))
+
+
+def cap_device(device: torch.device | str, *, budget: Budget) -> None:
+    """Lets torch's allocator reserve no more than the memory budget less context and LATE_MODULES_BYTES.
+
+    Does nothing off CUDA or without a memory budget; a budget above the card's memory caps at that. Raises
+    BadInputError if nothing is left.
+    """
+    device = torch.device(device)
+    if device.type != "cuda" or budget.memory_bytes is None:
+        return
+    total = torch.cuda.get_device_properties(device).total_memory
+    left = budget.memory_bytes - context_bytes(device) - LATE_MODULES_BYTES
+    if left <= 0:
+        raise BadInputError(
+            f"budget {budget.name} is {format_bytes(budget.memory_bytes)}, of which the CUDA context alone takes "
+            f"{format_bytes(budget.memory_bytes - left)}: give a larger one"
+        )
+    torch.cuda.set_per_process_memory_fraction(min(1.0, left / total), device)
+
+
+def _index(device: torch.device) -> int:
+    return device.index if device.index is not None else torch.cuda.current_device()
+
+
+def _remember_free(index: int) -> int:
+    """Free bytes before the context; read once per device, from NVML, which makes no context itself."""
+    if index not in _free_at_start:
+        free = None if torch.cuda.is_initialized() else _nvml_free(index)
+        _free_at_start[index] = free if free is not None else torch.cuda.mem_get_info(index)[1]
+    return _free_at_start[index]
+
+
+class _NvmlMemory(ctypes.Structure):
+    _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
+
+
+def _nvml_free(index: int) -> int | None:
+    """Free bytes of a device by the driver's management library; None where it cannot tell."""
+    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    name = visible[index] if index < len(visible) else str(index)
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    if nvml.nvmlInit_v2() != 0:
+        return None
+    try:
+        handle, memory = ctypes.c_void_p(), _NvmlMemory()
+        if name.isdigit():
+            failed = nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(int(name)), ctypes.byref(handle))
+        else:
+            failed = nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle))
+        if failed or nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)):
+            return None
+        return memory.free
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _available_host_bytes() -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError) as error:  # Windows
+        raise BadInputError(
+            "the free memory of this machine is not known: give a budget as a size, not auto"
+        ) from error

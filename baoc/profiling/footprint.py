@@ -1,0 +1,206 @@
+"""Runs a training and a validation micro-batch before training, to know the bytes of a step apart from optimizer state.
+
+Everything is left as it was: RNG, modes, buffers; gradients are None. On CUDA the allocator is asked; elsewhere (CPU,
+meta) storages are counted, so a model on the meta device is measured without memory or arithmetic.
+"""
+
+import random
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from baoc.profiling import device as devices
+from baoc.profiling.tracker import MemoryTracker, PeakMeter
+from baoc.types import Footprint
+
+__all__ = ["FirstStepMemory", "MemoryTracker", "StepProbe", "probe_footprint", "step_temporary_bytes"]
+
+StepProbe = Callable[[], Callable[[], None]]
+
+
+def probe_footprint(
+    source: nn.Module | Sequence[Tensor],
+    *,
+    run_micro_batch: Callable[[], object],
+    run_validation_batch: Callable[[], object] | None = None,
+    micro_batch: int = 0,
+    accumulation: int = 1,
+    step_probes: Mapping[str, StepProbe] | None = None,
+    context_bytes: int = 0,
+    reserve_bytes: int | None = None,
+    ema_bytes: int = 0,
+) -> Footprint:
+    """The Footprint of training `source` (a module, or its parameters) on one micro-batch.
+
+    `run_micro_batch` either returns a loss, whose backward is then called in Lightning's order (forward with the
+    gradients of the step before alive, gradients dropped, backward), or runs backward itself; then gradients are taken
+    to be dropped before it, unless it drops them itself. It runs twice, so that the gradients of the step before exist.
+    `run_validation_batch` runs in evaluation and inference mode. `step_probes` maps a spec to what
+    `step_temporary_bytes` takes. `reserve_bytes` defaults to LATE_MODULES_BYTES on CUDA and 0 elsewhere.
+    The peak of reserved memory on CUDA includes whatever this process had reserved in use before.
+    """
+    params = list(source.parameters()) if isinstance(source, nn.Module) else list(source)
+    device = next((param.device for param in params), torch.device("cpu"))
+    module = source if isinstance(source, nn.Module) else None
+    with _restored(module, params), PeakMeter(device, source) as meter:
+        weights_bytes = _storage_bytes([*params, *(module.buffers() if module is not None else ())])
+        peak = _training_peak(run_micro_batch, params, meter, accumulation=accumulation)
+        gradients_bytes = _storage_bytes([param.grad for param in params if param.grad is not None])
+        resident_bytes = meter.current_bytes
+        validation_bytes = 0
+        if run_validation_batch is not None:
+            if module is not None:
+                module.eval()
+            meter.reset_peak()
+            with torch.inference_mode():
+                run_validation_batch()
+            validation_bytes = meter.peak_bytes
+    temporaries = {spec: step_temporary_bytes(probe, device=device) for spec, probe in (step_probes or {}).items()}
+    if reserve_bytes is None:
+        reserve_bytes = devices.LATE_MODULES_BYTES if device.type == "cuda" else 0
+    return Footprint(
+        device=str(device),
+        micro_batch=micro_batch,
+        weights_bytes=weights_bytes,
+        gradients_bytes=gradients_bytes,
+        forward_backward_bytes=peak,
+        validation_bytes=validation_bytes,
+        resident_bytes=resident_bytes,
+        ema_bytes=ema_bytes,
+        context_bytes=_context_again(device, context_bytes),
+        reserve_bytes=reserve_bytes,
+        step_temporary_bytes=temporaries,
+    )
+
+
+def step_temporary_bytes(probe: StepProbe, *, device: torch.device | str) -> int:
+    """Bytes that an optimizer step holds beyond what lives before and after it.
+
+    `probe()` makes the parameter, gradient and state (a spec on its largest tensor, say) and returns its step, which is
+    run twice, as a first step may measure what later ones know. Tensors on the meta device will do where the step does
+    not look at numbers.
+    """
+    with PeakMeter(torch.device(device)) as meter:
+        step = probe()
+        most = 0
+        for _ in range(2):
+            meter.reset_peak()
+            before = meter.current_bytes
+            step()
+            most = max(most, meter.peak_allocated_bytes - max(before, meter.current_bytes))
+    return most
+
+
+class FirstStepMemory:
+    """Measures the first step of a loop that is not ours: from when it is made to `finish`.
+
+    Forward and backward cannot be told from the step here, and neither can the step's own temporaries: the peak of all
+    stands for them, which is no less than it should be.
+    """
+
+    def __init__(self, params: Sequence[Tensor], *, context_bytes: int = 0):
+        self._params = list(params)
+        self._context_bytes = context_bytes
+        device = next((param.device for param in self._params), torch.device("cpu"))
+        self._meter: PeakMeter | None = PeakMeter(device, self._params)
+        self._meter.__enter__()
+
+    def finish(self, *, state_bytes: int) -> Footprint:
+        """The Footprint, `state_bytes` of optimizer state taken off where they were there all the time (CUDA)."""
+        assert self._meter is not None, "the first step was finished before"
+        meter, self._meter = self._meter, None
+        meter.__exit__(None, None, None)
+        device = meter.device
+        held = state_bytes if device.type == "cuda" else 0
+        gradients = _storage_bytes([param.grad for param in self._params if param.grad is not None])
+        weights = _storage_bytes(self._params)
+        return Footprint(
+            device=str(device),
+            micro_batch=0,
+            weights_bytes=weights,
+            gradients_bytes=gradients,
+            forward_backward_bytes=meter.peak_bytes - held,
+            validation_bytes=0,
+            resident_bytes=weights + gradients,
+            context_bytes=_context_again(device, self._context_bytes),
+            reserve_bytes=devices.LATE_MODULES_BYTES if device.type == "cuda" else 0,
+        )
+
+
+def _context_again(device: torch.device, before: int) -> int:
+    return max(before, devices.context_bytes(device))
+
+
+def _training_peak(run: Callable[[], object], params: Sequence[Tensor], meter: PeakMeter, *, accumulation: int) -> int:
+    """Peak of a micro-batch that finds the gradients of the one before, or of one that does not, as in training."""
+    meter.reset_peak()
+    _one_micro_batch(run, params, drop=True)
+    first = meter.peak_bytes
+    # Only weak references, and to storages: a gradient that was held here would not be freed where training frees it.
+    gradients = [weakref.ref(param.grad.untyped_storage()) for param in params if param.grad is not None]
+    meter.reset_peak()
+    own_backward = _one_micro_batch(run, params, drop=accumulation == 1)
+    if own_backward and all(gradient() is not None for gradient in gradients):
+        return first  # the loop around it drops gradients, and does so before the forward
+    return max(first, meter.peak_bytes)
+
+
+def _one_micro_batch(run: Callable[[], object], params: Sequence[Tensor], *, drop: bool) -> bool:
+    """Forward and backward; True if `run` did the backward itself. `drop`: gradients go between the two."""
+    loss = run()
+    if not isinstance(loss, Tensor) or not loss.requires_grad or loss.grad_fn is None:
+        return True
+    if any(param.grad is not None for param in params) and drop:
+        _drop_gradients(params)
+    loss.backward()
+    return False
+
+
+def _drop_gradients(params: Sequence[Tensor]) -> None:
+    for param in params:
+        param.grad = None
+
+
+def _storage_bytes(tensors: Sequence[Tensor]) -> int:
+    """Bytes of the storages of `tensors`, each once."""
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+@contextmanager
+def _restored(module: nn.Module | None, params: Sequence[Tensor]) -> Iterator[None]:
+    """Puts RNG states, training modes and buffers back; gradients are None inside at first, and afterwards."""
+    _drop_gradients(params)
+    random_state, numpy_state = random.getstate(), _numpy_random()
+    modes = [(child, child.training) for child in module.modules()] if module is not None else []
+    buffers = [
+        (child, name, buffer, None if buffer.is_meta else buffer.detach().to("cpu", copy=True))
+        for child, _ in modes
+        for name, buffer in child._buffers.items()
+        if buffer is not None
+    ]
+    cuda = [param.device for param in params if param.device.type == "cuda"]
+    try:
+        with torch.random.fork_rng(devices=sorted({device.index for device in cuda}), device_type="cuda"):
+            yield
+    finally:
+        random.setstate(random_state)
+        if numpy_state is not None:
+            sys.modules["numpy"].random.set_state(numpy_state)
+        for child, mode in modes:
+            child.training = mode
+        with torch.no_grad():
+            for child, name, buffer, saved in buffers:
+                child._buffers[name] = buffer
+                if saved is not None:
+                    buffer.copy_(saved)
+        _drop_gradients(params)
+
+
+def _numpy_random() -> Any:
+    """State of numpy's global generator, if anyone has imported numpy."""
+    return sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None

@@ -1,0 +1,302 @@
+"""Watches gradients during warm-up and turns them into the statistics that risk models and migration rest on.
+
+Streaming and sampled: a few slices of every block, never a copy of the gradients; see `slices` for which elements and
+`statistics` for the formulas.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from baoc.errors import CheckpointError
+from baoc.profiling.clock import LARGE_PARAMS, Stopwatch
+from baoc.profiling.moments import RowColMoments
+from baoc.profiling.shadow import Shadow, bytes_per_element, shadowed
+from baoc.profiling.slices import Slices
+from baoc.profiling.statistics import FOLD_LEVELS, energies, fold_residuals
+from baoc.profiling.summary import summarise
+from baoc.types import Block, GradientStats, Moments, OptimizerSpec, Profile
+from baoc.units import MIB
+
+MAX_BYTES = 16 * MIB
+BYTES_PER_PARAM = 0.2  # instead, from LARGE_PARAMS up
+OCTAVE = 64  # samples at full rate, then as many steps at half of it, twice as many at a quarter, and so on
+SHADOW_CALLS = 3000  # rule steps before shadow samples thin out in the same way: about 0.3 s
+_FLAT_BUFFERS = 4  # gradient, the one before, EMA of g, EMA of g^2
+
+# Sums per piece, float64: what `summarise` turns into statistics.
+SUMS = ("energy", "update", "descent", "signal", "noise", "half_signal", "half_noise", "fold_total")
+
+
+class GradientProfiler:
+    """Samples gradients of `params` (by name) block by block; `profile()` says what they are like.
+
+    `observe()` goes between clipping and the optimizer's step, and returns whether it sampled. Step 0 is never sampled:
+    gates that start at zero make its gradients exactly zero. Non-finite elements count as 0. Noise comes from
+    consecutive steps, or from accumulation halves where `observe_half` is called.
+
+    Limits: buffers hold at most `max_bytes` (16 MiB; from 10M parameters up 0.2 B each) and are allocated at once.
+    Below 10M parameters, which steps are sampled follows from their numbers alone (every `sample_every`-th; after 64
+    steps every second of these, after 128 every fourth, and so on), so that results repeat bit for bit; only when 3 s
+    are used up does sampling end. From 10M up, a step is skipped while more than `max_share` (5 %) of the time since
+    the first one went into samples. Time is the host's; on a GPU that is what launching costs.
+
+    `shadow_specs` are run beside AdamW on the same slices (`shadow`). `lr` by parameter name weighs `descent_share`
+    where groups differ. `betas` and `eps` are AdamW's.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        params: Mapping[str, Tensor],
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        lr: Mapping[str, float] | None = None,
+        shadow_specs: Sequence[OptimizerSpec] = (),
+        max_bytes: int | None = None,
+        sample_every: int = 1,
+        max_share: float = 0.05,
+    ):
+        num_params = sum(block.numel for block in blocks)
+        self._large = num_params >= LARGE_PARAMS
+        if max_bytes is None:
+            max_bytes = int(BYTES_PER_PARAM * num_params) if self._large else MAX_BYTES
+        self._blocks, self._betas, self._eps = tuple(blocks), betas, eps
+        self._lr = dict(lr or {})
+        self._sample_every = sample_every
+        self._params = {p.name: params[p.name] for block in blocks for p in block.params}
+        device = next((param.device for param in self._params.values()), torch.device("cpu"))
+        specs = shadowed(shadow_specs, blocks=blocks)
+        self._moments = RowColMoments(blocks, beta=betas[1], max_bytes=max_bytes // 2, device=device)
+        per_element = 4 * _FLAT_BUFFERS + (bytes_per_element(specs) if specs else 0)
+        self._slices = Slices(blocks, max_elements=int((max_bytes - self._moments.nbytes) / per_element), device=device)
+        self._grad, self._prev, self._m, self._v = (self._slices.new(device) for _ in range(_FLAT_BUFFERS))
+        self._targets, self._prev_targets = self._slices.targets(self._grad), self._slices.targets(self._prev)
+        num_pieces = len(self._slices.pieces)
+        self._sums = {name: torch.zeros(num_pieces, dtype=torch.float64, device=device) for name in SUMS}
+        self._sums["folds"] = torch.zeros((num_pieces, 2 * len(FOLD_LEVELS)), dtype=torch.float64, device=device)
+        self._shadow = None
+        if specs:
+            self._shadow = Shadow(self._slices, specs=specs, betas=betas, eps=eps, device=device)
+        self._watch = Stopwatch(num_params=num_params, max_share=max_share)
+        self._count: dict[str, int] = {name: 0 for name in ("seen", "samples", "pairs", "halves", "shadow_seen")}
+        self._step = -1  # of the newest call
+        self._prev_step: int | None = None  # of the gradient in the older buffer
+        self._fraction: float | None = None  # of the micro-batches whose sum waits for the rest
+        self._stats: dict[str, GradientStats] | None = None
+        self._released = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything it holds."""
+        if self._released:
+            return 0
+        flat = (self._grad, self._prev, self._m, self._v, *self._sums.values())
+        shadow = self._shadow.nbytes if self._shadow is not None else 0
+        return sum(tensor.nbytes for tensor in flat) + self._slices.nbytes + self._moments.nbytes + shadow
+
+    @property
+    def num_samples(self) -> int:
+        return self._count["samples"]
+
+    # -- observing ------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def observe(self, *, step: int | None = None) -> bool:
+        """Samples the gradients that `params` hold now, if this step's turn has come. `step` counts from 0."""
+        self._step = self._step + 1 if step is None else step
+        if self._released or self._step == 0:
+            self._watch.start()
+            return False
+        self._watch.start()
+        index, stride = self._count["seen"], self._stride()
+        self._count["seen"] += 1
+        if not self._watch.has_time or not (index % stride == 0 or (index + 1) % stride == 0):
+            self._fraction = None
+            return False
+        with self._watch.running():
+            if self._fraction is not None:  # the caller told of the first part only
+                self._second_part()
+            self._swap()
+            self._gather()
+            if self._prev_step == self._step - 1:
+                self._add_pair(self._prev, self._grad)
+            if self._shadow is not None:
+                self._shadow.observe_next(self._grad)
+            if index % stride == 0:
+                self._sample()
+            self._prev_step = self._step
+        return index % stride == 0
+
+    @torch.no_grad()
+    def observe_half(self, *, step: int | None = None, fraction: float = 0.5) -> None:
+        """To be called twice in an accumulated step, before clipping: after the first `fraction` of its micro-batches,
+        and after the last one.
+
+        Where only the first call is made, `observe` takes its gradients for the whole sum, which they are without
+        clipping. Losses are taken to be divided by the number of micro-batches, as usual.
+        """
+        due = self._count["seen"] % self._stride() == 0
+        if self._released or step == 0 or self._step < 0 or not due or not self._watch.has_time:
+            return
+        with self._watch.running():
+            if self._fraction is None:
+                self._gather()  # over the last step's gradient, which is not needed where there are halves
+                self._swap()
+                self._fraction, self._prev_step = fraction, None
+            else:
+                self._second_part()
+
+    def _second_part(self) -> None:
+        """Noise and signal of the step's gradient from its two parts a and c, of shares f and 1 - f of the samples.
+
+        E ||a - c||^2 = tr Cov(a) + tr Cov(c) = tr Cov(step) / (f (1 - f)), and E <a, c> = ||E g||^2.
+        """
+        fraction = self._fraction
+        assert fraction is not None
+        self._gather()
+        c = (self._grad - self._prev).div_(1 - fraction)
+        a = self._prev.div_(fraction)
+        self._sums["half_signal"] += self._slices.sums(a * c)
+        self._sums["half_noise"] += self._slices.sums((a - c).square_()) * fraction * (1 - fraction)
+        self._count["halves"] += 1
+        self._fraction = None
+
+    def _add_pair(self, a: Tensor, c: Tensor) -> None:
+        self._sums["signal"] += self._slices.sums(a * c)
+        self._sums["noise"] += self._slices.sums((a - c).square_()) / 2
+        self._count["pairs"] += 1
+
+    def _stride(self) -> int:
+        """Every how many steps one is sampled now."""
+        octave = 0 if self._large else (self._count["seen"] // self._sample_every // OCTAVE).bit_length()
+        return self._sample_every * 2**octave
+
+    def _gather(self) -> None:
+        self._slices.gather_(self._targets, grads={name: p.grad for name, p in self._params.items()})
+        self._grad.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+    def _swap(self) -> None:
+        self._grad, self._prev = self._prev, self._grad
+        self._targets, self._prev_targets = self._prev_targets, self._targets
+
+    def _sample(self) -> None:
+        """Adds the gradient in the buffer to every average."""
+        beta1, beta2 = self._betas
+        self._stats = None
+        self._count["samples"] += 1
+        samples = self._count["samples"]
+        grad, sums, slices = self._grad, self._sums, self._slices
+        square = grad * grad
+        self._m.lerp_(grad, 1 - beta1)
+        self._v.lerp_(square, 1 - beta2)
+        root = self._v.sqrt().div_((1 - beta2**samples) ** 0.5).add_(self._eps)
+        update = (self._m / root).div_(1 - beta1**samples)  # AdamW's, on the sampled stream
+        sums["energy"].lerp_(slices.sums(square), 1 - beta1)
+        sums["descent"] += slices.sums(grad * update)
+        sums["update"].lerp_(slices.sums(update.square_()), 1 - beta1)
+        for batch in slices.batches:
+            matrices = batch.view(grad)
+            pieces = slice(batch.first, batch.first + batch.count)
+            sums["fold_total"][pieces] += energies(matrices)
+            folds = (fold_residuals(matrices), fold_residuals(matrices.transpose(1, 2)))
+            sums["folds"][pieces] += torch.cat(folds, dim=1)
+        self._moments.observe({name: p.grad for name, p in self._params.items()})
+        self._observe_shadow()
+
+    def _observe_shadow(self) -> None:
+        if self._shadow is None:
+            return
+        index = self._count["shadow_seen"]
+        self._count["shadow_seen"] += 1
+        full_rate = max(8, SHADOW_CALLS // self._shadow.num_calls)
+        if self._large or index % 2 ** (index // full_rate).bit_length() == 0:
+            self._shadow.observe(self._grad)
+
+    # -- what was seen --------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def profile(self) -> Profile:
+        """The statistics so far; none before two samples. Costs a pass over the slices after each new sample."""
+        assert not self._released, "a released profiler has nothing to tell"
+        with self._watch.running():
+            if self._stats is None:
+                self._stats = {}
+                if self.num_samples >= 2:
+                    self._stats = summarise(
+                        self._slices,
+                        sums=self._sums,
+                        m=self._m,
+                        v=self._v,
+                        count=self._count,
+                        betas=self._betas,
+                        lr=self._lr,
+                    )
+            shadow = self._shadow.terms() if self._shadow is not None else {}
+        return Profile(
+            stats=self._stats,
+            shadow=shadow,
+            num_samples=self.num_samples,
+            profile_s=self._watch.spent_s,
+            warmup_s=self._watch.elapsed_s,
+            profile_bytes=self.nbytes,
+        )
+
+    def moments(self) -> dict[str, Moments]:
+        """Parameter name -> row and column means of g^2, for the matrices; empty before a sample."""
+        return self._moments.moments()
+
+    def release(self) -> None:
+        """Frees every buffer; nothing is observed from then on."""
+        self._released = True
+        self._params, self._shadow, self._sums, self._targets, self._prev_targets = {}, None, {}, [], []
+        self._grad = self._prev = self._m = self._v = torch.zeros(0)
+        self._moments.release()
+
+    # -- resume ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors, numbers, strings, lists and dicts; copies, so that the state does not move on."""
+        if self._released:
+            return {}
+        tensors = {"grad": self._grad, "prev": self._prev, "m": self._m, "v": self._v, **self._sums}
+        return {
+            "layout": self._layout(),
+            "tensors": {name: tensor.clone() for name, tensor in tensors.items()},
+            "moments": {"average": self._moments.average.clone(), "num_samples": self._moments.num_samples},
+            "shadow": self._shadow.state_dict() if self._shadow is not None else {},
+            "count": dict(self._count),
+            "step": self._step,
+            "prev_step": self._prev_step,
+            "watch": self._watch.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state` was taken. Raises CheckpointError if that profiler sampled other elements or specs."""
+        if state["layout"] != self._layout():
+            raise CheckpointError(
+                "the checkpoint's gradient profile is of other blocks, parameters or specs than this run's: "
+                "resume with the same model, blocks, catalogue and risk"
+            )
+        mine = {"grad": self._grad, "prev": self._prev, "m": self._m, "v": self._v, **self._sums}
+        for name, tensor in mine.items():
+            tensor.copy_(state["tensors"][name])
+        self._moments.average.copy_(state["moments"]["average"])
+        self._moments.num_samples = state["moments"]["num_samples"]
+        if self._shadow is not None:
+            self._shadow.load_state_dict(state["shadow"])
+        self._count = dict(state["count"])
+        self._step, self._prev_step = state["step"], state["prev_step"]
+        self._watch.load_state_dict(state["watch"])
+        self._stats = None
+
+    def _layout(self) -> list[str]:
+        """What two profilers must share for one's buffers to mean the same in the other."""
+        pieces = [
+            f"{self._blocks[p.block].name} {p.param.name} {list(p.param.shape)} {list(p.shape)} {p.offset}"
+            for p in self._slices.pieces
+        ]
+        return [*pieces, f"moments {len(self._moments.average)}", *(self._shadow.spec_names if self._shadow else ())]

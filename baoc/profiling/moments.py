@@ -1,0 +1,85 @@
+"""Row and column second moments of whole matrices: rows + cols numbers from which a stateless block becomes Adam."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from baoc.profiling.slices import stored_matrix
+from baoc.types import Block, Moments, ParamInfo
+
+
+class RowColMoments:
+    """Running averages (decay `beta`) of the row and column sums of g^2, for every matrix among `blocks`.
+
+    All in one fp32 buffer; `max_bytes` bounds it, the largest matrices first. Costs two reductions of the gradient and
+    no copy of it. A row or column with a non-finite element keeps its average.
+    """
+
+    def __init__(self, blocks: Sequence[Block], *, beta: float, max_bytes: int, device: torch.device):
+        self._beta = beta
+        self._params = _chosen([p for block in blocks for p in block.params], max_bytes=max_bytes)
+        self.average = torch.zeros(sum(map(_length, self._params)), dtype=torch.float32, device=device)
+        self.num_samples = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.average.nbytes
+
+    def observe(self, grads: Mapping[str, Tensor | None]) -> None:
+        parts: list[Tensor] = []
+        for param in self._params:
+            grad = grads[param.name]
+            if grad is None:
+                parts.append(self.average.new_zeros(_length(param)))
+                continue
+            grad = stored_matrix(grad)
+            rest = tuple(range(1, grad.ndim))
+            parts.append(torch.linalg.vector_norm(grad, dim=rest, dtype=torch.float32))
+            parts.append(torch.linalg.vector_norm(grad, dim=0, dtype=torch.float32).reshape(-1))
+        if not parts:
+            return
+        sums = torch.cat(parts).square_()
+        self.num_samples += 1
+        known = self.average / max(1 - self._beta ** (self.num_samples - 1), 1e-30)
+        self.average.lerp_(torch.where(sums.isfinite(), sums, known), 1 - self._beta)
+
+    def moments(self) -> dict[str, Moments]:
+        """Parameter name -> means of g^2 by row and column of its (fan_out, fan_in) matrix; empty before a sample."""
+        if not self.num_samples:
+            return {}
+        found: dict[str, Moments] = {}
+        averages = self.average / (1 - self._beta**self.num_samples)
+        for param, part in zip(self._params, averages.split([_length(p) for p in self._params]), strict=True):
+            rows, cols = _stored(param)
+            first, second = part[:rows] / cols, part[rows:] / rows
+            row, col = (second, first) if param.transposed else (first, second)
+            found[param.name] = Moments(row=row, col=col)
+        return found
+
+    def release(self) -> None:
+        self._params, self.average = (), self.average.new_zeros(0)
+
+
+def _stored(param: ParamInfo) -> tuple[int, int]:
+    """(rows, columns) as stored."""
+    matrix = param.matrix_shape
+    assert matrix is not None
+    return (matrix[1], matrix[0]) if param.transposed else matrix
+
+
+def _length(param: ParamInfo) -> int:
+    return sum(_stored(param))
+
+
+def _chosen(params: Sequence[ParamInfo], *, max_bytes: int) -> tuple[ParamInfo, ...]:
+    """The matrices, in order; if they need more than `max_bytes`, those that need least per element."""
+    matrices = [param for param in params if param.matrix_shape is not None]
+    left = max_bytes
+    kept: set[str] = set()
+    for param in sorted(matrices, key=lambda p: _length(p) / p.numel):
+        left -= 4 * _length(param)
+        if left < 0:
+            break
+        kept.add(param.name)
+    return tuple(param for param in matrices if param.name in kept)

@@ -1,0 +1,111 @@
+"""The formulas of gradient statistics, each as a function of tensors (METHODS 1; ratios, so without unit).
+
+A matrix argument is a batch [count, fan_out, fan_in]; where an axis is meant, it is the last one, so callers transpose.
+"""
+
+import torch
+from torch import Tensor
+
+from baoc.catalogue import GROUP
+
+FOLD_LEVELS = (1, 2, 3, 8)
+SNR_CEILING = 1e6  # where v does not vary at all
+NOISE_CEILING = 1e6  # where the two gradients have nothing in common
+
+
+def coherence(ema_square: Tensor, mean_square: Tensor, *, beta: float, samples: int) -> Tensor:
+    """kappa = ||EMA(g)||^2 / EMA(||g||^2), both averages corrected for their start.
+
+    Pure noise gives (1 - beta) / (1 + beta) after many samples, more after few; a constant direction gives 1.
+    `ema_square` is the squared norm of the uncorrected EMA, `mean_square` the uncorrected EMA of the squared norm.
+    """
+    return _ratio(ema_square, mean_square * (1 - beta**samples))
+
+
+def noise_ratio(noise: Tensor, signal: Tensor) -> Tensor:
+    """N = tr Cov(g) / ||E g||^2 of sums of unbiased estimates of both, at most NOISE_CEILING."""
+    return _ratio(noise, torch.maximum(signal, noise / NOISE_CEILING))
+
+
+def fold_residuals(matrices: Tensor) -> Tensor:
+    """||G - E F(G)||^2 per matrix and level, [count, levels], F the mean of 2^level neighbours along the last axis.
+
+    As FOAM (METHODS 2): zero-padded up to a multiple. With s the sum of a fold of n = 2^level, k of them real, its
+    share is sum(g^2) - s^2 (2/n - k/n^2). An axis shorter than a fold is one fold of its own length.
+    """
+    length = matrices.shape[-1]
+    total = _energy(matrices)
+    sums, level = matrices, 0
+    found: list[Tensor] = []
+    for wanted in FOLD_LEVELS:
+        sums = _fold_sums(sums, times=wanted - level)
+        level = wanted
+        size = min(2**level, length)
+        squares = sums.square().sum(1, dtype=torch.float64)  # [count, folds]
+        real = length - (squares.shape[1] - 1) * size  # elements of the last fold
+        kept = squares.sum(1) / size + squares[:, -1] * (1 / size - real / size**2)
+        found.append((total - kept).clamp_(min=0.0))
+    return torch.stack(found, dim=1)
+
+
+def energies(matrices: Tensor) -> Tensor:
+    """||G||^2 per matrix, float64 [count]."""
+    return _energy(matrices)
+
+
+def signal_to_noise(second: Tensor) -> Tensor:
+    """SNR_K = E_{K'}[(E_K V)^2 / Var_K V] per matrix of second moments V, K the last axis (SlimAdam; METHODS 1).
+
+    Lines without any gradient are left out; NaN where none is left. An estimate of V from n independent Gaussian
+    samples cannot show more than about n / 2.
+    """
+    lines = _scaled(second).double()
+    mean = lines.mean(-1)
+    square = mean.square()
+    snr = square / (lines.var(-1) + square / SNR_CEILING)
+    return torch.where(mean > 0, snr, torch.nan).nanmean(-1)
+
+
+def factor_residual(second: Tensor) -> Tensor:
+    """||V - rank1(V)|| / ||V|| per matrix; rank1 is the outer product of row and column means over the mean."""
+    v = _scaled(second).double()
+    row, col = v.mean(2, keepdim=True), v.mean(1, keepdim=True)
+    rank1 = row * col / row.mean(1, keepdim=True)
+    return _ratio((v - rank1).square().sum((1, 2)).sqrt(), v.square().sum((1, 2)).sqrt())
+
+
+def log_groups(second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(count, sum, sum of squares) of log v over the positive elements of each group of 32: float64 [groups] each."""
+    groups = second.view(-1, GROUP)
+    positive = groups > 0
+    logs = torch.where(positive, groups, 1.0).double().log_()
+    return positive.sum(1, dtype=torch.float64), logs.sum(1), logs.square_().sum(1)
+
+
+def spread_of(count: Tensor, total: Tensor, squares: Tensor) -> Tensor:
+    """Standard deviation of log v from its (count, sum, sum of squares); NaN where fewer than two elements count."""
+    variance = (squares / count - (total / count).square()).clamp_(min=0.0)
+    return torch.where(count > 1, variance.sqrt_(), torch.nan)
+
+
+def _energy(matrices: Tensor) -> Tensor:
+    return matrices.square().sum((1, 2), dtype=torch.float64)
+
+
+def _fold_sums(sums: Tensor, *, times: int) -> Tensor:
+    """Sums of 2^times neighbours along the last axis, the last sum over what is left."""
+    size = 2**times
+    missing = -sums.shape[-1] % size
+    if missing:
+        sums = torch.nn.functional.pad(sums, (0, missing))
+    return sums.unflatten(-1, (-1, size)).sum(-1)
+
+
+def _scaled(second: Tensor) -> Tensor:
+    """Each matrix over its largest element, so that squares of small second moments do not vanish."""
+    return second / second.amax((1, 2), keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny)
+
+
+def _ratio(over: Tensor, under: Tensor) -> Tensor:
+    """NaN for 0/0."""
+    return torch.where(under > 0, over / under, torch.nan)

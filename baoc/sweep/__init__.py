@@ -1,0 +1,5 @@
+"""Several runs as one thing: for now the frontier of a multirun; the Optuna sweeper comes here."""
+
+from baoc.sweep.frontier import SweepFrontier, frontier_of
+
+__all__ = ["SweepFrontier", "frontier_of"]

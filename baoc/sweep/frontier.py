@@ -1,0 +1,79 @@
+"""The frontier of a folder of runs: frontier.csv, and a table of what each budget bought."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from baoc.errors import BadInputError
+from baoc.frontier import Frontier, Objective, build_frontier, frontier_rows, over_seeds
+from baoc.sweep.runs import Kind, RunFolder, failed, find_runs, labels, point
+from baoc.tracking.console import print_frontier
+from baoc.tracking.files import write_csv
+from baoc.types import FailedRun
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepFrontier:
+    """One frontier per kind of run (task, model, data set, quality), and the jobs that ended badly."""
+
+    frontiers: tuple[Frontier, ...]
+    failed: tuple[FailedRun, ...]
+
+
+def frontier_of(sweep_dir: str | Path, *, show: bool = True) -> SweepFrontier:
+    """Reads every run at or below `sweep_dir`, writes `frontier.csv` there, and prints a table per kind of run.
+
+    Runs that differ in their seed only are one point: the mean of their quality, the largest of their bytes. A point is
+    dominated if another is at least as good in quality, peak bytes and state bytes, and better in one. Failed jobs are
+    rows with their exit code and message. Raises BadInputError where there is no run at all.
+    """
+    sweep_dir = Path(sweep_dir)
+    runs = find_runs(sweep_dir)
+    if not runs:
+        raise BadInputError(f"there is no run in {sweep_dir}: give the folder of a run or of a multirun")
+    names = dict(zip((run.path for run in runs), labels(runs), strict=True))
+    bad = tuple(entry for run in runs if (entry := failed(run, label=names[run.path])) is not None)
+    rows: list[dict[str, Any]] = []
+    frontiers: list[Frontier] = []
+    for kind, members in _by_kind(runs):
+        frontier = _frontier(members, names=names)
+        frontiers.append(frontier)
+        rows += [{**row, "quality_name": kind[3], "exit_code": 0, "message": ""} for row in frontier_rows(frontier)]
+    rows += [
+        {"run": job.run, "label": job.label, "exit_code": job.exit_code, "message": " ".join(job.message.split())}
+        for job in bad
+    ]
+    write_csv(sweep_dir / "frontier.csv", rows)
+    if show:
+        _show(frontiers, kinds=[kind for kind, _ in _by_kind(runs)], bad=bad)
+    return SweepFrontier(frontiers=tuple(frontiers), failed=bad)
+
+
+def _by_kind(runs: Sequence[RunFolder]) -> list[tuple[Kind, list[RunFolder]]]:
+    kinds: dict[Kind, list[RunFolder]] = {}
+    for run in runs:
+        if run.result is not None:
+            kinds.setdefault(run.kind, []).append(run)
+    return list(kinds.items())
+
+
+def _frontier(runs: Sequence[RunFolder], *, names: dict[Path, str]) -> Frontier:
+    result = runs[0].result
+    assert result is not None
+    objectives = (
+        Objective(name="quality", higher_is_better=result["quality"]["higher_is_better"]),
+        Objective(name="peak_bytes"),
+        Objective(name="state_bytes"),
+    )
+    return build_frontier(over_seeds([point(run, label=names[run.path]) for run in runs]), objectives=objectives)
+
+
+def _show(frontiers: Sequence[Frontier], *, kinds: Sequence[Kind], bad: Sequence[FailedRun]) -> None:
+    """A table per kind, rows in the order of frontier.csv; then the jobs that ended badly."""
+    for kind, frontier in zip(kinds, frontiers, strict=True):
+        order = {row["run"]: place for place, row in enumerate(frontier_rows(frontier))}
+        ranked = sorted(frontier.points, key=lambda p: order[p.run])
+        print_frontier(ranked, quality=kind[3], title=f"Frontier of {', '.join(part for part in kind[:3] if part)}")
+    if bad:
+        print_frontier([], failed=bad)

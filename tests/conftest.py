@@ -1,0 +1,30 @@
+"""What all tests share: hypothesis without clocks, and a fresh interpreter for what must hold at import."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+ROOT = Path(__file__).resolve().parent.parent
+
+settings.register_profile("baoc", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("baoc")
+
+Completed = subprocess.CompletedProcess[str]
+
+
+@pytest.fixture
+def run_python() -> Callable[..., Completed]:
+    """`run_python(code)` or `run_python("run.py", ...)`: a fresh interpreter in the checkout, or in `cwd`."""
+
+    def run(*args: str, cwd: Path = ROOT, **variables: str) -> Completed:
+        command = [sys.executable, "-c", *args] if "\n" in args[0] or " " in args[0] else [sys.executable, *args]
+        kept = {key: value for key, value in os.environ.items() if key not in ("COMP_LINE", "HYDRA_FULL_ERROR")}
+        env = {**kept, "PYTHONPATH": str(ROOT), "WANDB_MODE": "disabled", **variables}
+        return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+
+    return run

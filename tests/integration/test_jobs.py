@@ -1,0 +1,215 @@
+"""What a command leaves in its folders and what it exits with, with a stand-in for the training itself."""
+
+import errno
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import yaml
+
+from baoc.config import jobs
+from baoc.config.cli import main
+from baoc.config.from_hydra import read_config
+from baoc.config.schema import RunConfig
+from baoc.errors import InfeasibleBudgetError, TrainingFailedError
+from baoc.units import MIB
+from tests.conftest import ROOT
+
+Train = Callable[[RunConfig, Path, str], None]
+
+
+@pytest.fixture(autouse=True)
+def own_logging() -> Iterator[None]:
+    """Hydra configures the root logger for a job; its handlers go with the test."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    for handler in root.handlers[:]:
+        if handler not in handlers:
+            root.removeHandler(handler)
+            handler.close()
+    root.handlers[:], root.level = handlers, level
+
+
+@pytest.fixture
+def training(monkeypatch, tmp_path: Path) -> Callable[[Train], list[str]]:
+    """`training(body)`: baoc.train.run calls `body` instead; returns the commands it was given. Runs in tmp_path."""
+    commands: list[str] = []
+
+    def install(body: Train) -> list[str]:
+        def run(config: RunConfig, *, run_dir: Path, command: str) -> None:
+            commands.append(command)
+            body(config, run_dir, command)
+            (run_dir / "result.json").write_text("{}")
+
+        module = ModuleType("baoc.train")
+        module.__dict__["run"] = run
+        monkeypatch.setitem(sys.modules, "baoc.train", module)
+        return commands
+
+    monkeypatch.chdir(tmp_path)
+    return install
+
+
+@pytest.fixture
+def frontiers(monkeypatch) -> list[Path]:
+    """Folders that a frontier was asked of."""
+    asked: list[Path] = []
+    module = ModuleType("baoc.sweep")
+    module.__dict__["frontier_of"] = asked.append
+    monkeypatch.setitem(sys.modules, "baoc.sweep", module)
+    return asked
+
+
+def do_nothing(config: RunConfig, run_dir: Path, command: str) -> None:
+    """A training that succeeds at once."""
+
+
+def only(folder: Path, pattern: str) -> Path:
+    (found,) = folder.glob(pattern)
+    return found
+
+
+def test_a_run_leaves_its_configuration_and_environment(training, tmp_path: Path):
+    commands = training(do_nothing)
+    assert main(["budget=300mb", "seed=7", "trainer.max_steps=3"]) == 0
+    run_dir = only(tmp_path, "outputs/vision/*/*_vit_300mb_7")
+    config = read_config(run_dir / "config.yaml")
+    assert (config.budget.memory_bytes, config.seed, config.trainer.max_steps) == (300 * MIB, 7, 3)
+    assert "${" not in (run_dir / "config.yaml").read_text(), "every interpolation is resolved"
+    env = json.loads((run_dir / "env.json").read_text())
+    assert {"schema", "baoc", "commit", "python", "versions", "device", "argv", "command"} <= set(env)
+    assert env["argv"] == ["budget=300mb", "seed=7", "trainer.max_steps=3"] and env["versions"]["torch"]
+    assert env["device"]["cpu_threads"] >= 1
+    assert commands == [env["command"]] == ["python run.py budget=300mb seed=7 trainer.max_steps=3"]
+    assert yaml.safe_load((run_dir / ".hydra" / "overrides.yaml").read_text()) == env["argv"]
+    assert not (run_dir / "error.json").exists()
+
+
+def test_env_json_names_neither_machine_nor_user(training, tmp_path: Path):
+    training(do_nothing)
+    assert main([]) == 0
+    text = only(tmp_path, "outputs/vision/*/*/env.json").read_text()
+    parts = {"schema", "baoc", "commit", "python", "platform", "versions", "device", "variables", "command", "argv"}
+    assert set(json.loads(text)) == parts
+    assert str(tmp_path) not in text and str(ROOT) not in text and str(Path.home()) not in text
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code", "message"),
+    [
+        (InfeasibleBudgetError("least is 2 GiB", budget_bytes=1, least_feasible_bytes=2), 3, "error: least is 2 GiB\n"),
+        (TrainingFailedError("loss is nan"), 5, "error: loss is nan\n"),
+        (OSError(errno.ENOSPC, "No space left on device", "x.ckpt"), 2, "error: no space left on the device x.ckpt"),
+        (KeyboardInterrupt(), 130, "baoc: interrupted"),
+        (ZeroDivisionError("oops"), 1, "ZeroDivisionError: oops\nthis is a bug in baoc"),
+    ],
+)
+def test_a_failed_run_keeps_what_failed_and_exits_with_it(error, exit_code, message, training, tmp_path: Path, capsys):
+    def fail(config: RunConfig, run_dir: Path, command: str) -> None:
+        raise error
+
+    training(fail)
+    assert main([]) == exit_code
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert ("Traceback" in shown) == (exit_code == 1)
+    run_dir = only(tmp_path, "outputs/vision/*/*")
+    kept = json.loads((run_dir / "error.json").read_text())
+    assert (kept["kind"], kept["exit_code"]) == (type(error).__name__, exit_code)
+    assert not (run_dir / "result.json").exists()
+
+
+def test_a_refused_configuration_leaves_no_folder(training, tmp_path: Path, capsys):
+    training(do_nothing)
+    assert main(["optim.lr=abc"]) == 2
+    assert "baoc: error: optim.lr=abc is not allowed: it must be a number" in capsys.readouterr().err
+    assert not list(tmp_path.glob("outputs/vision/*/*"))
+
+
+def test_a_run_is_never_written_over_another(training, tmp_path: Path, capsys):
+    training(do_nothing)
+    assert main(["hydra.run.dir=mine"]) == 0
+    assert main(["hydra.run.dir=mine"]) == 2
+    assert "mine holds a run already, which is never overwritten: choose another folder" in capsys.readouterr().err
+    assert not (tmp_path / "mine" / "error.json").exists() or (tmp_path / "mine" / "result.json").exists()
+    assert main(["hydra.run.dir=mine", "resume=mine"]) == 0
+
+
+def test_a_folder_that_cannot_be_written_is_named(training, tmp_path: Path, capsys):
+    training(do_nothing)
+    (tmp_path / "file").write_text("")
+    assert main(["hydra.run.dir=file/run"]) == 2
+    assert "cannot open or write" in capsys.readouterr().err
+
+
+def test_jobs_of_a_multirun_do_not_disturb_each_other(training, frontiers, tmp_path: Path, capsys):
+    def second_fails(config: RunConfig, run_dir: Path, command: str) -> None:
+        if config.budget.name == "300mb":
+            raise InfeasibleBudgetError("300mb is too little", budget_bytes=1, least_feasible_bytes=2)
+        if config.budget.name == "301mb":
+            raise TrainingFailedError("loss is nan")
+
+    commands = training(second_fails)
+    assert main(["-m", "budget=4gb,300mb,301mb,state_25", "seed=3"]) == 3, "that of the first failed job"
+    sweep_dir = only(tmp_path, "outputs/vision/*/*_multirun")
+    folders = {path.name for path in sweep_dir.iterdir() if path.is_dir()}
+    assert folders == {f"{n}_budget={b},seed=3" for n, b in enumerate(["4gb", "300mb", "301mb", "state_25"])}
+    assert [path.parent.name[0] for path in sorted(sweep_dir.glob("*/result.json"))] == ["0", "3"]
+    assert [failure.exit_code for failure in jobs.failed_jobs(sweep_dir)] == [3, 5]
+    shown = capsys.readouterr()
+    assert "baoc: error: run 1: 300mb is too little" in shown.err and "baoc: error: run 2: loss is nan" in shown.err
+    assert "--- run 3: budget=state_25 seed=3" in shown.out
+    assert commands[3] == "python run.py budget=state_25 seed=3"
+    assert [path.resolve() for path in frontiers] == [sweep_dir.resolve()]
+
+
+def test_a_multirun_without_a_finished_run_has_no_frontier(training, frontiers, capsys):
+    def fail(config: RunConfig, run_dir: Path, command: str) -> None:
+        raise TrainingFailedError("loss is nan")
+
+    training(fail)
+    assert main(["-m", "budget=4gb,8gb"]) == 5
+    assert "no run has finished, so there is no frontier" in capsys.readouterr().err
+    assert frontiers == []
+
+
+def test_an_interrupt_ends_a_multirun_and_shows_what_is_done(training, frontiers, tmp_path: Path, capsys):
+    def interrupt_second(config: RunConfig, run_dir: Path, command: str) -> None:
+        if config.seed == 1:
+            raise KeyboardInterrupt
+
+    commands = training(interrupt_second)
+    assert main(["-m", "seed=0,1,2"]) == 130
+    assert len(commands) == 2, "the third was not started"
+    assert "baoc: interrupted" in capsys.readouterr().err
+    assert len(frontiers) == 1
+
+
+def test_a_refused_job_of_a_multirun_stays_visible(training, frontiers, tmp_path: Path):
+    training(do_nothing)
+    assert main(["-m", "optim.lr=1e-3,abc"]) == 2
+    sweep_dir = only(tmp_path, "outputs/vision/*/*_multirun")
+    assert [path.parent.name for path in sweep_dir.glob("*/error.json")] == ["1_optim.lr=abc"]
+
+
+def test_a_multirun_refused_as_a_whole_leaves_no_folder(training, frontiers, tmp_path: Path, capsys):
+    training(do_nothing)
+    assert main(["-m", "model=vit,vitt"]) == 2
+    shown = capsys.readouterr().err
+    assert "model=vitt: there is no such model" in shown and "frontier" not in shown
+    assert not list(tmp_path.glob("outputs/vision/*/*"))
+
+
+def test_the_process_is_left_as_it_was(training, monkeypatch):
+    training(do_nothing)
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    before = sys.argv[:]
+    assert main(["seed=1"]) == 0
+    assert sys.argv == before
+    assert "HYDRA_FULL_ERROR" not in os.environ

@@ -1,0 +1,122 @@
+"""Every spelling of a budget, and what is said of those that are none."""
+
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baoc.budgets import PRESETS, parse_budget, resolve_auto
+from baoc.errors import BadInputError
+from baoc.types import Budget
+from baoc.units import GIB, MIB
+
+
+@pytest.mark.parametrize(
+    ("spelling", "name", "memory_bytes"),
+    [
+        ("8gb", "8gb", 8 * GIB),
+        (" 7.5 GB ", "7.5gb", 7 * GIB + GIB // 2),
+        ("300mb", "300mb", 300 * MIB),
+        ("2048mib", "2048mib", 2 * GIB),
+        (8 * GIB, "8gb", 8 * GIB),
+        (123_456_789, "123456789b", 123_456_789),
+        ({"memory": "8gb"}, "8gb", 8 * GIB),
+        ({"memory": 300 * MIB}, "300mb", 300 * MIB),
+        ({"memory_bytes": 300 * MIB, "name": None}, "300mb", 300 * MIB),
+        ({"name": "laptop", "memory": "8gb"}, "laptop", 8 * GIB),
+        (Budget(name="laptop", memory_bytes=8 * GIB), "laptop", 8 * GIB),
+    ],
+)
+def test_memory_in_every_spelling(spelling, name: str, memory_bytes: int):
+    budget = parse_budget(spelling)
+    assert (budget.name, budget.memory_bytes, budget.kind) == (name, memory_bytes, "memory")
+
+
+@pytest.mark.parametrize(
+    ("spelling", "name", "fraction"),
+    [
+        ("state_25", "state_25", 0.25),
+        ("STATE_12.5", "state_12.5", 0.125),
+        (0.1, "state_10", 0.1),
+        (1.0, "state_100", 1),
+    ],
+)
+def test_state_fraction_in_every_spelling(spelling, name: str, fraction: float):
+    budget = parse_budget(spelling)
+    assert (budget.name, budget.state_fraction, budget.kind) == (name, fraction, "state_fraction")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_taken_by_name_and_by_itself(name: str):
+    assert parse_budget(name) == parse_budget(name.upper()) == parse_budget(PRESETS[name]) == PRESETS[name]
+
+
+def test_a_step_time_stands_beside_a_memory_limit_and_alone():
+    both = parse_budget({"name": "8gb", "memory": "8gb", "step_time": 1.2})
+    assert both == Budget(name="8gb", memory_bytes=8 * GIB, step_time=1.2)
+    alone = parse_budget({"name": "unlimited", "step_time": 2})
+    assert alone == Budget(name="unlimited", step_time=2.0)
+
+
+def test_a_preset_name_never_stays_on_another_limit():
+    assert parse_budget({"name": "8gb", "memory": "6gb"}).name == "6gb"
+    assert parse_budget({"name": "state_25", "state_fraction": 0.3}).name == "state_30"
+    assert parse_budget({"name": "auto", "memory": None}).name == "auto"
+    assert parse_budget({"name": "8gb", "memory": None}).name == "unlimited"
+
+
+def test_auto_becomes_what_is_free_and_nothing_else_changes():
+    auto = resolve_auto(parse_budget("auto"), free_bytes=5 * GIB)
+    assert (auto.name, auto.memory_bytes) == ("auto", 5 * GIB)
+    for name in ("8gb", "state_25", "unlimited"):
+        assert resolve_auto(parse_budget(name), free_bytes=5 * GIB) == parse_budget(name)
+    assert resolve_auto(auto, free_bytes=GIB) == auto, "a limit that is known stays"
+
+
+@pytest.mark.parametrize(
+    ("spelling", "message"),
+    [
+        ("8gbb", r"cannot read budget=8gbb: it takes a preset \(2gb, 4gb.*7.5gb or 300mb.*did you mean 8gb\?"),
+        ("lots", r"cannot read budget=lots: it takes a preset"),
+        ("-1gb", r"cannot read budget=-1gb"),
+        ("8", r"cannot read budget=8: "),
+        ("", r"cannot read budget=: "),
+        ("0gb", r"'0gb' holds nothing: give a positive one"),
+        ("state50", r"did you mean state_50\?"),
+        ("state_0", r"a state fraction of 0 is not allowed: .*\(0, 1\]"),
+        ("state_150", r"a state fraction of 1.5 is not allowed"),
+        (2.0, r"a state fraction of 2 is not allowed: .*with a unit \(8gb\)"),
+        (float("nan"), r"a state fraction of nan is not allowed"),
+        (0, r"a memory budget of 0 bytes holds nothing"),
+        (-5, r"a memory budget of -5 bytes holds nothing"),
+        (True, r"cannot read budget=True"),
+        (None, r"cannot read budget=None"),
+        (["8gb"], r"cannot read budget=\['8gb'\]"),
+        ({"memry": "8gb"}, r"budget has no key 'memry'; did you mean memory\? It takes name, memory"),
+        ({"memory": "8gbb"}, r"cannot read '8gbb' as a memory size"),
+        ({"memory": 7.5}, r"budget.memory=7.5 is no size: write 8gb"),
+        ({"memory": "8gb", "memory_bytes": 1}, r"are the same limit: give one of them"),
+        ({"memory": "8gb", "step_time": "fast"}, r"budget.step_time='fast' is no number"),
+        ({"memory": "8gb", "step_time": 0}, r"budget.step_time=0 is not allowed: it is a ratio .* such as 1.2"),
+        ({"memory": "8gb", "step_time": float("inf")}, r"budget.step_time=inf is not allowed"),
+        ({"memory": "8gb", "state_fraction": 0.5}, r"not both: choose budget=8gb or budget=state_25"),
+        (Budget(name="x", memory_bytes=-1), r"a memory budget of -1 bytes holds nothing"),
+    ],
+)
+def test_what_is_no_budget_is_refused_with_what_is_allowed(spelling, message: str):
+    with pytest.raises(BadInputError, match=message):
+        parse_budget(spelling)
+
+
+@given(st.integers(min_value=1, max_value=2**50))
+def test_whole_bytes_keep_every_byte_and_their_name_reads_back(num_bytes: int):
+    budget = parse_budget(num_bytes)
+    assert budget.memory_bytes == num_bytes
+    assert parse_budget(budget.name).memory_bytes == num_bytes
+
+
+def test_parsing_needs_neither_torch_nor_hydra(run_python):
+    code = "import sys, baoc.budgets; print(sorted({'torch', 'hydra', 'omegaconf', 'numpy'} & set(sys.modules)))"
+    assert run_python(code).stdout.strip() == "[]"
+    assert "baoc.budgets" in sys.modules

@@ -1,0 +1,113 @@
+"""Every way in which a file is no checkpoint has its own text; `resume=` finds the newest intact one."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from baoc.errors import CheckpointError
+from baoc.tracking import load_checked, resolve_resume
+
+
+def save(path: Path, *, age_s: float = 0.0, **content: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"baoc_schema": 1, "baoc": {}, "weights": torch.arange(4096.0), **content}, path)
+    stamp = 1_700_000_000 - age_s
+    os.utime(path, (stamp, stamp))
+    return path
+
+
+def flip_a_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    path.write_bytes(content)
+
+
+def test_an_intact_one_loads(tmp_path: Path) -> None:
+    content = load_checked(save(tmp_path / "a.ckpt", extra=[1, "x", None]))
+    assert torch.equal(content["weights"], torch.arange(4096.0))
+    assert content["extra"] == [1, "x", None]
+
+
+def test_missing(tmp_path: Path) -> None:
+    save(tmp_path / "last.ckpt")
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint .*b\.ckpt: that folder holds last\.ckpt; give"):
+        load_checked(tmp_path / "b.ckpt")
+    with pytest.raises(CheckpointError, match="that folder holds no checkpoint"):
+        load_checked(tmp_path / "nowhere" / "b.ckpt")
+    with pytest.raises(CheckpointError, match="is a folder, not a checkpoint file"):
+        load_checked(tmp_path)
+
+
+@pytest.mark.parametrize("kept", [0, 4, 300, 16000])
+def test_truncated(tmp_path: Path, kept: int) -> None:
+    path = save(tmp_path / "a.ckpt")
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(CheckpointError, match=r"is truncated: its .* lack the end of the archive.*resume=auto"):
+        load_checked(path)
+
+
+def test_flipped_byte_that_torch_itself_does_not_notice(tmp_path: Path) -> None:
+    path = save(tmp_path / "a.ckpt")
+    flip_a_byte(path)
+    torch.load(path)
+    with pytest.raises(CheckpointError, match=r"is damaged: .*data/0 in it fails its checksum"):
+        load_checked(path)
+
+
+def test_foreign_files(tmp_path: Path) -> None:
+    (tmp_path / "text.ckpt").write_text("hello")
+    with pytest.raises(CheckpointError, match=r"it is not a torch archive \(it begins with b'hell'\)"):
+        load_checked(tmp_path / "text.ckpt")
+    torch.save({"model": 1, "step": 2}, tmp_path / "other.ckpt")
+    with pytest.raises(CheckpointError, match="was not written by baoc: it holds no 'baoc_schema' but model, step"):
+        load_checked(tmp_path / "other.ckpt")
+    assert load_checked(tmp_path / "other.ckpt", ours=False) == {"model": 1, "step": 2}
+    torch.save(torch.zeros(3), tmp_path / "tensor.ckpt")
+    with pytest.raises(CheckpointError, match="but Tensor"):
+        load_checked(tmp_path / "tensor.ckpt", ours=False)
+
+
+def test_python_objects_are_not_loaded(tmp_path: Path) -> None:
+    path = save(tmp_path / "a.ckpt", hyper_parameters={"net": Path("x")})
+    with pytest.raises(CheckpointError, match="holds Python objects beside tensors and plain values"):
+        load_checked(path)
+    assert load_checked(path, weights_only=False)["hyper_parameters"]["net"] == Path("x")
+
+
+def test_a_newer_schema(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has schema 2 and this version of baoc reads up to 1: upgrade baoc"):
+        load_checked(save(tmp_path / "a.ckpt", baoc_schema=2))
+
+
+def test_auto_takes_the_newest_intact_one_of_the_same_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    old = save(tmp_path / "run0" / "checkpoints" / "last.ckpt", baoc={"name": "a"}, age_s=30)
+    damaged = save(tmp_path / "run1" / "checkpoints" / "last.ckpt", baoc={"name": "a"}, age_s=20)
+    flip_a_byte(damaged)
+    os.utime(damaged, (1_700_000_000, 1_700_000_000))
+    other = save(tmp_path / "run2" / "checkpoints" / "last.ckpt", baoc={"name": "b"}, age_s=10)
+    assert resolve_resume("auto", run_root=tmp_path, match={"name": "a"}) == old
+    assert "passed over" in caplog.text and "fails its checksum" in caplog.text
+    assert resolve_resume("auto", run_root=tmp_path) == other
+    assert resolve_resume("auto", run_root=tmp_path, match={"name": "c"}) is None
+    assert resolve_resume("auto", run_root=tmp_path / "nowhere") is None
+
+
+def test_of_files_written_together_the_last_one_is_taken(tmp_path: Path) -> None:
+    save(tmp_path / "best_00000004.ckpt")
+    last = save(tmp_path / "last.ckpt")
+    save(tmp_path / "step_00000002.ckpt")
+    assert resolve_resume("auto", run_root=tmp_path) == last
+
+
+def test_a_path_may_be_a_file_or_a_run_folder(tmp_path: Path) -> None:
+    path = save(tmp_path / "run" / "checkpoints" / "last.ckpt")
+    assert resolve_resume(path, run_root="unused") == path
+    assert resolve_resume(tmp_path / "run", run_root="unused") == path
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="holds no intact checkpoint"):
+        resolve_resume(tmp_path / "empty", run_root=tmp_path)
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        resolve_resume(tmp_path / "no.ckpt", run_root=tmp_path)

@@ -1,0 +1,68 @@
+"""What a wrong command line is told: each of Hydra's refusals in our words, and each name that no registry holds."""
+
+import pytest
+from hydra.errors import HydraException
+
+from baoc.config.compose import compose
+from baoc.config.failures import failure_of
+from baoc.config.from_hydra import from_hydra
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model=vitt"], "model=vitt: there is no such model; did you mean vit?\nallowed: vit"),
+        (
+            ["allocator=exakt"],
+            "allocator=exakt: there is no such allocator; did you mean exact?\nallowed: exact, greedy",
+        ),
+        (["experiments=digits_state_26"], "there is no such experiment; did you mean digits_state_25"),
+        (["sweeps=frontier"], "there are no sweeps yet"),
+        (["modell=vit"], "unknown key modell; did you mean model or mode?\na run has: name, seed, mode"),
+        (["seeed=1"], "unknown key seeed; did you mean seed?"),
+        (["trainer.max_stps=3"], "unknown key trainer.max_stps; did you mean trainer.max_steps"),
+        (["trainer.devices=2"], "trainer.devices is decided by BAOC: one device per run"),
+        (["model.size.x=1"], "unknown key model.size.x: model.size is a value, not a group of keys"),
+        (["hydra.foo=1"], "Could not override 'hydra.foo'"),
+        (["+trainer.foo=1"], "unknown key trainer.foo"),
+        (["+trainer.strategy=ddp"], "trainer.strategy is decided by BAOC: BAOC is the strategy"),
+        (["+model.dropot=.1"], "unknown key model.dropot; did you mean model.dropout?"),
+        (["+optim.momentum=.9"], "unknown key optim.momentum\noptim has: lr, betas"),
+        (["+foo=1"], "unknown key foo\na run has: "),
+        (["+risk.weights.drop_q=2"], "unknown key risk.weights.drop_q; did you mean risk.weights.drop_"),
+        (["+seed=1"], "seed is there already: write seed=VALUE, without a +"),
+        (["~foo"], "~foo removes what is not there"),
+        (["~optim.lr"], "optim.lr is missing: it was removed from the configuration"),
+        (["~model.dropout"], "model.dropout is missing: it was removed from the configuration"),
+        (["~risk"], "risk is missing: it was removed"),
+        (["budget=null"], "a group cannot be null: choose one of its options, such as budget=unlimited"),
+        (["trainer.max_steps"], "cannot read 'trainer.max_steps': missing EQUAL"),
+        (["name=a=b"], "cannot read 'name=a=b': mismatched input '='"),
+        (["name=a=b"], "quote a value that holds , = or spaces"),
+        (["budget=4gb,300mb"], "budget=4gb,300mb names several values: add -m to make one run for each of them"),
+        (["seed=range(3)"], "seed=range(3) names several values: add -m"),
+        (["seed=${nope}"], "a value refers to what is not there: Interpolation key 'nope' not found"),
+        (["name=???"], "a value refers to what is not there: Missing mandatory value: name"),
+        (["optim.lr=abc"], "optim.lr=abc is not allowed: it must be a number"),
+        (["allocator.name=best"], "there is no allocator 'best'"),
+        (["risk.name=guess"], "there is no risk 'guess'"),
+        (["task.name=audio"], "there is no task 'audio'"),
+        (["dataset.name=cifar"], "there is no dataset 'cifar'"),
+        (["model.size=giant"], "there is no size of model vit 'giant'"),
+        (["catalogue.specs=[adamm]"], "adamm"),
+        (
+            ["catalogue.keep_fp32_roles=[heads]"],
+            "there is no role in catalogue.keep_fp32_roles 'heads' (did you mean head?)",
+        ),
+        (
+            ["resume=/no/such/run"],
+            "resume=/no/such/run is not allowed: it must be auto, or a run folder or checkpoint that",
+        ),
+    ],
+)
+def test_a_wrong_command_is_told_what_is_allowed(overrides: list[str], message: str):
+    with pytest.raises((HydraException, ValueError)) as caught:
+        from_hydra(compose(overrides))
+    failure = failure_of(caught.value)
+    assert message in failure.message
+    assert (failure.exit_code, failure.details) == (2, "")

@@ -1,0 +1,197 @@
+"""What is printed: readable at 100 columns, plain where there is no terminal, and true to the values it is given."""
+
+import io
+import sys
+
+import pytest
+
+from baoc.tracking import console
+from baoc.tracking.rows import collapsed_rows, plan_rows
+from baoc.types import (
+    Allocation,
+    BlockMove,
+    Budget,
+    FailedRun,
+    Plan,
+    Reallocation,
+    Reason,
+)
+from baoc.units import GIB, MIB
+from tests.values import block, make_plan, make_result, point
+
+
+def test_a_plan_says_block_spec_bytes_risk_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+    console.print_plan(make_plan(), title="At the start")
+    out = capsys.readouterr().out
+    assert out.startswith("At the start")
+    (mlp,) = [line for line in out.splitlines() if line.startswith(" layers.1.mlp")]
+    assert mlp.split()[1:] == ["sign", "8", "B", "0.5", "adamw", "costs", "252", "B,", "risk", "-0.5"]
+    (attention,) = [line for line in out.splitlines() if line.startswith(" layers.1.attention")]
+    assert attention.split()[1:] == ["adamw", "260", "B", "0", "sign", "saves", "252", "B,", "risk", "+0.5", "(drop_m)"]
+    assert "state 1.02 KiB (1048 bytes), 80.6% of fp32 AdamW's 1.27 KiB; risk 0.5 by risk=prior" in out
+    assert "(allocator=exact, proven optimal)" in out
+    assert "budget state_50 binds; budgets that bind go from 40 B (40 bytes, the least feasible) to 1.27 KiB" in out
+
+
+def test_a_budget_that_does_not_bind_says_so_and_which_would(capsys: pytest.CaptureFixture[str]) -> None:
+    console.print_plan(make_plan(budget=Budget(name="8gb", memory_bytes=8 * GIB), binding=False, gap=0.25))
+    out = capsys.readouterr().out
+    assert "budget 8gb does not bind: nothing is given up; budgets that bind go from 40 B" in out
+    assert "of device memory" in out and "predicted peak 5.00 MiB (5242880 bytes)" in out
+    assert "gap 0.25" in out
+    console.print_plan(make_plan(budget=Budget(name="unlimited"), binding=False))
+    assert "no memory or state limit" in capsys.readouterr().out
+
+
+def test_deep_plans_are_collapsed_and_their_sums_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = make_plan(layers=20, cheap_from=3)
+    rows = collapsed_rows(plan)
+    assert [(row.block, row.spec, row.num_blocks) for row in rows] == [
+        ("layers.{0-19}.attention", "adamw", 20),
+        ("layers.{0-2}.mlp", "adamw", 3),
+        ("layers.{3-19}.mlp", "sign", 17),
+        ("head", "adamw", 1),
+    ]
+    assert sum(row.state_bytes or 0 for row in rows) == plan.allocation.state_bytes
+    assert sum(row.num_params for row in rows) == sum(b.numel for b in plan.blocks)
+    console.print_plan(plan)
+    assert "(first of 17)" in capsys.readouterr().out
+
+
+def test_blocks_are_not_collapsed_below_the_limit_nor_across_specs() -> None:
+    plan = make_plan(layers=11)
+    assert collapsed_rows(plan) == plan_rows(plan)
+    gaps = collapsed_rows(make_plan(layers=13, cheap_from=0))
+    assert [row.block for row in gaps] == ["layers.{0-12}.attention", "layers.{0-12}.mlp", "head"]
+
+
+def test_a_layer_number_is_not_confused_with_others() -> None:
+    blocks = [block(f"stage1.layers.{i}.mlp", depth=i) for i in range(25)]
+    plan = make_plan()
+    plan = Plan(
+        **{name: getattr(plan, name) for name in plan.__slots__}
+        | {
+            "blocks": tuple(blocks),
+            "candidates": {},
+            "reasons": (),
+            "allocation": Allocation(
+                choices={b.name: "adamw" for b in blocks}, state_bytes=0, risk=0.0, allocator="exact"
+            ),
+        }
+    )
+    # Layer 1 shares its number with stage1, so it keeps a row of its own; nothing is summed up wrongly.
+    assert sorted(row.num_blocks for row in collapsed_rows(plan)) == [1, 24]
+
+
+def test_no_line_is_wider_than_100_columns_and_nothing_is_coloured(capsys: pytest.CaptureFixture[str]) -> None:
+    long = "encoder.very.long.block.name.that.no.model.should.have.layers"
+    plan = make_plan(layers=3)
+    renamed = {b.name: f"{long}.{b.name}" for b in plan.blocks}
+    plan = Plan(
+        **{name: getattr(plan, name) for name in plan.__slots__}
+        | {
+            "blocks": tuple(block(renamed[b.name], depth=b.depth) for b in plan.blocks),
+            "candidates": {},
+            "allocation": Allocation(
+                choices={name: "adamw_shared_out_int8" for name in renamed.values()},
+                state_bytes=0,
+                risk=0.0,
+                allocator="exact",
+            ),
+            "reasons": tuple(
+                Reason(block=name, spec="x", cheaper=None, dearer=None, text="nothing cheaper applies; " * 6)
+                for name in renamed.values()
+            ),
+        }
+    )
+    console.print_plan(plan)
+    table = capsys.readouterr().out.split("state 0 B")[0]
+    assert max(map(len, table.splitlines())) <= 100
+    assert "\x1b" not in table
+    assert "adamw_shared_out_int8" in table, "specs are not torn"
+
+
+def test_reallocations_say_what_moved_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+    move = BlockMove(block="a", source="adamw", target="sign", kept={"m": "dropped", "v": "dropped"})
+    event = Reallocation(
+        step=40,
+        trigger="once",
+        accepted=True,
+        why="risk 2 -> 1",
+        moves=(move,) * 30,
+        state_bytes_before=2 * MIB,
+        state_bytes_after=MIB,
+        risk_before=2.0,
+        risk_after=1.0,
+    )
+    console.print_reallocation(event)
+    out = capsys.readouterr().out
+    assert "step 40, reallocation (once): 30 blocks moved; risk 2 -> 1; state 2.00 MiB -> 1.00 MiB" in out
+    assert "a: adamw -> sign (m dropped, v dropped)" in out and "and 6 more, in reallocations.jsonl" in out
+
+
+def test_the_closing_summary_holds_peak_against_budget(capsys: pytest.CaptureFixture[str]) -> None:
+    console.print_result(make_result(), run_dir="outputs/x")
+    out = " ".join(capsys.readouterr().out.split())
+    for text in (
+        "val/loss 0.1824 (lower is better)",
+        "val/acc 0.953",
+        "5.00 MiB (5242880 bytes), predicted 6.00 MiB",
+        "8.00 GiB of device memory: met, 8.00 GiB to spare (does not bind)",
+        "25.0% of fp32 AdamW's 4.00 MiB",
+        "12.5 ms, 5,120 samples/s",
+        "outputs/x",
+    ):
+        assert text in out
+
+
+def test_a_budget_that_was_not_met_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    budget = {"kind": "state_fraction", "name": "state_25", "limit": 0.25}
+    result = make_result(budget=budget, budget_bytes=MIB, state_bytes=2 * MIB, budget_met=False, binding=True)
+    console.print_result(result, run_dir="x")
+    assert "1.00 MiB of optimizer state: NOT met, 1.00 MiB over (binds)" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_start_up_summary(capsys: pytest.CaptureFixture[str]) -> None:
+    console.print_startup(
+        name="vit_8gb",
+        task="vision",
+        model="vit",
+        size="tiny",
+        size_why="auto on cpu",
+        device="cpu",
+        num_params=202_000,
+        budget=Budget(name="8gb", memory_bytes=8 * GIB, step_time=1.5),
+        batch_size=64,
+        micro_batch=16,
+    )
+    out = " ".join(capsys.readouterr().out.split())
+    assert "vit, size tiny (auto on cpu), 202,000 parameters" in out
+    assert "8gb: 8.00 GiB (8589934592 bytes) of device memory, 1.5 x the step time of fused AdamW" in out
+    assert "batch 64 = 4 x 16" in out and "seed" not in out
+
+
+def test_the_frontier_marks_points_and_gives_reasons_of_failed_jobs(capsys: pytest.CaptureFixture[str]) -> None:
+    points = [point("budget=state_50", num_seeds=3, quality_spread=0.012), point("budget=state_10", dominated=True)]
+    failed = FailedRun(run="2", label="budget=state_1", exit_code=3, message="budget cannot be met\nmore")
+    console.print_frontier(points, failed=[failed], quality="val/loss")
+    lines = capsys.readouterr().out.splitlines()
+    (first,) = [line for line in lines if "state_50" in line]
+    (second,) = [line for line in lines if "state_10" in line]
+    assert first.split() == ["*", "budget=state_50", "0.18", "±0.012", "5.00", "MiB", "1.00", "MiB", "5,000", "3"]
+    assert "*" not in second
+    assert any("budget=state_1 (2), exit code 3: budget cannot be met" in line for line in lines)
+
+
+def test_text_goes_to_the_stdout_of_the_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A multirun's jobs and a progress bar put something else in the place of stdout after this module was loaded."""
+    buffer = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", buffer)
+    console.say("hello [bold]as it is[/bold] " + "x" * 150)
+    assert buffer.getvalue() == "hello [bold]as it is[/bold] " + "x" * 150 + "\n"
+
+
+def test_errors_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    console.print_error("no such budget")
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "no such budget\n")

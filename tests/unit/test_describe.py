@@ -1,0 +1,173 @@
+"""Names, roles, layers and groups of parameters, from modules, named parameters, plain ones and parameter groups."""
+
+import pytest
+import torch
+from torch import nn
+
+from baoc.errors import BadInputError
+from baoc.profiling import describe, named_tensors
+from baoc.types import Role
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.ModuleList(nn.ModuleDict({"query": nn.Linear(8, 4), "key": nn.Linear(8, 4)}) for _ in range(2))
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.attn = Attention()
+        self.mlp = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+
+class Network(nn.Module):
+    """Two layers, a tied embedding and head, and a fused projection stored (in, out)."""
+
+    def __init__(self, *, tied: bool = True):
+        super().__init__()
+        self.embed = nn.Embedding(10, 8)
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.up = nn.ConvTranspose2d(8, 4, 2)
+        self.lm_head = nn.Linear(8, 10, bias=False)
+        if tied:
+            self.lm_head.weight = self.embed.weight
+
+
+def by_name(source, **kwargs):
+    return {param.name: param for param in describe(source, **kwargs)}
+
+
+def test_module_in_its_own_order_with_shapes_and_roles():
+    params = describe(Network(tied=False))
+    assert [param.name for param in params] == [name for name, _ in Network(tied=False).named_parameters()]
+    found = {param.name: param for param in params}
+    assert found["embed.weight"].shape == (10, 8)
+    assert found["embed.weight"].role is Role.EMBEDDING
+    assert found["lm_head.weight"].role is Role.HEAD
+    assert found["layers.0.mlp.0.weight"].role is Role.MLP
+    assert found["layers.0.mlp.0.bias"].role is Role.NORM
+    assert found["layers.1.attn.heads.0.key.weight"].role is Role.ATTENTION
+    assert found["layers.1.norm.weight"].dtype == "float32"
+
+
+def test_a_tied_parameter_comes_once_with_its_other_names():
+    found = by_name(Network())
+    assert found["embed.weight"].aliases == ("lm_head.weight",)
+    assert "lm_head.weight" not in found
+
+
+def test_frozen_parameters_are_left_out_and_layers_keep_their_numbers():
+    network = Network()
+    network.layers[0].requires_grad_(False)
+    found = by_name(network)
+    assert not any(name.startswith("layers.0") for name in found)
+    assert found["layers.1.norm.weight"].depth == 1
+
+
+def test_depth_counts_layers_but_neither_heads_nor_parts_of_an_mlp():
+    found = by_name(Network())
+    assert {found[f"layers.0.attn.heads.{head}.query.weight"].depth for head in range(2)} == {0}
+    assert found["layers.1.mlp.2.weight"].depth == 1
+    assert found["embed.weight"].depth is None
+
+
+def test_layers_nest_as_in_a_unet():
+    outer = nn.ModuleList(nn.ModuleDict({"resnets": nn.ModuleList([Layer(), Layer()])}) for _ in range(2))
+    network = nn.ModuleDict({"down_blocks": outer, "out": nn.Linear(8, 8)})
+    depths = [param.depth for param in describe(network) if param.name.endswith("norm.weight")]
+    assert depths == [0, 1, 2, 3]
+
+
+def test_transposed_weights_are_marked_and_turned():
+    found = by_name(Network())
+    assert found["up.weight"].transposed
+    assert found["up.weight"].matrix_shape == (4 * 2 * 2, 8)
+    assert not found["up.bias"].transposed
+
+
+def test_gpt2_conv1d_is_transposed():
+    from transformers.pytorch_utils import Conv1D
+
+    (weight, _) = describe(Conv1D(12, 8))
+    assert weight.transposed
+    assert weight.matrix_shape == (12, 8)
+
+
+def test_a_model_on_meta_is_described_as_the_real_one():
+    with torch.device("meta"):
+        on_meta = describe(Network())
+    assert on_meta == describe(Network())
+
+
+def test_groups_give_their_index_and_leave_out_the_rest():
+    network = Network()
+    norms = [p for name, p in network.named_parameters() if "norm" in name]
+    optimizer = torch.optim.AdamW([{"params": norms, "weight_decay": 0.0}, {"params": [network.embed.weight]}])
+    found = by_name(network, optimizer_groups=optimizer.param_groups)
+    assert found["layers.0.norm.weight"].group == 0
+    assert found["embed.weight"].group == 1
+    assert len(found) == len(norms) + 1
+
+
+def test_a_parameter_that_the_module_does_not_have_is_refused():
+    stranger = nn.Parameter(torch.zeros(3, 5))
+    with pytest.raises(BadInputError, match=r"group 0 .* shape \(3, 5\) that the module does not have"):
+        describe(Network(), optimizer_groups=[{"params": [stranger]}])
+
+
+def test_a_parameter_in_two_groups_is_refused():
+    network = Network()
+    groups = [{"params": [network.embed.weight]}, {"params": [network.lm_head.weight]}]
+    with pytest.raises(BadInputError, match=r"'embed.weight' is in groups 0 and 1"):
+        describe(network, optimizer_groups=groups)
+
+
+def test_a_duplicate_within_a_group_counts_once():
+    weight = nn.Parameter(torch.zeros(2, 3))
+    (param,) = describe([weight, weight])
+    assert (param.name, param.aliases) == ("param0", ())
+
+
+def test_plain_parameters_are_numbered_by_position():
+    params = describe([nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(4))])
+    assert [(p.name, p.role) for p in params] == [("param0", Role.OTHER), ("param1", Role.NORM)]
+
+
+def test_named_parameters_without_their_module_still_tell_layers():
+    named = [(name, p) for name, p in Network().named_parameters() if "attn" in name or "embed" in name]
+    found = by_name(named)
+    assert found["layers.1.attn.heads.0.key.weight"].depth == 1
+    assert found["layers.1.attn.heads.0.key.weight"].role is Role.ATTENTION
+    assert found["embed.weight"].depth is None
+
+
+def test_groups_can_be_the_source_with_torch_s_own_names():
+    network = Network()
+    pairs = list(network.named_parameters())
+    groups = torch.optim.AdamW([{"params": pairs[:2]}, {"params": pairs[2:]}]).param_groups
+    found = by_name(groups)
+    assert list(found) == [name for name, _ in pairs]
+    assert {found[name].group for name, _ in pairs[2:]} == {1}
+
+
+def test_two_tensors_of_one_name_are_refused():
+    pairs = [("w", nn.Parameter(torch.zeros(2))), ("w", nn.Parameter(torch.zeros(2)))]
+    with pytest.raises(BadInputError, match=r"two parameters are called 'w'"):
+        describe(pairs)
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")
+def test_a_lazy_module_has_to_see_a_batch_first():
+    with pytest.raises(BadInputError, match=r"'weight' has no shape yet: run one batch"):
+        describe(nn.LazyLinear(3))
+
+
+def test_named_tensors_go_by_the_same_names():
+    network = Network()
+    network.layers[0].requires_grad_(False)
+    tensors = named_tensors(network)
+    assert list(tensors) == [param.name for param in describe(network)]
+    assert tensors["embed.weight"] is network.lm_head.weight

@@ -1,0 +1,88 @@
+"""Every way a run ends badly has one exit code and one message; only a bug shows its traceback."""
+
+import errno
+
+import pytest
+
+from baoc.config.failures import failure_of, report
+from baoc.errors import (
+    BadInputError,
+    BudgetBreachedError,
+    CheckpointError,
+    InfeasibleBudgetError,
+    OutputError,
+    TrainingFailedError,
+)
+
+
+class OutOfMemoryError(RuntimeError):
+    """Stands in for torch.OutOfMemoryError, which is known by its name so that torch need not be imported."""
+
+
+INFEASIBLE = InfeasibleBudgetError("needs 1 GiB", budget_bytes=1, least_feasible_bytes=2)
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code", "message"),
+    [
+        (BadInputError("no"), 2, "no"),
+        (CheckpointError("torn"), 2, "torn"),
+        (OutputError("full"), OutputError.exit_code, "full"),
+        (INFEASIBLE, 3, "needs 1 GiB"),
+        (BudgetBreachedError("over"), 4, "over"),
+        (TrainingFailedError("nan"), 5, "nan"),
+        (
+            OutOfMemoryError("CUDA out of memory. Tried\nmore"),
+            4,
+            "out of memory: CUDA out of memory. Tried\nset a smaller",
+        ),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: x"), 4, "out of memory: DefaultCPUAllocator"),
+        (MemoryError(), 4, "out of memory: the machine has none left"),
+        (
+            OSError(errno.ENOSPC, "No space left", "/x/y"),
+            OutputError.exit_code,
+            "no space left on the device /x/y: free",
+        ),
+        (PermissionError(errno.EACCES, "Permission denied", "/x"), 2, "cannot open or write /x: Permission denied"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (SystemExit(2), 2, ""),
+        (SystemExit(None), 0, ""),
+        (SystemExit("stop"), 1, "stop"),
+        (ZeroDivisionError("division"), 1, "ZeroDivisionError: division\nthis is a bug in baoc: please report it"),
+        (FileNotFoundError(errno.ENOENT, "No such file", "/x"), 1, "this is a bug in baoc"),
+    ],
+)
+def test_exit_code_and_message(error: BaseException, exit_code: int, message: str):
+    failure = failure_of(error)
+    assert failure.exit_code == exit_code
+    assert message in failure.message
+    assert bool(failure.details) == (exit_code == 1 and not isinstance(error, SystemExit))
+
+
+def raised(outer: BaseException, inner: BaseException) -> BaseException:
+    try:
+        try:
+            raise inner
+        except BaseException:
+            raise outer  # noqa: B904 - the implicit context is what is tested
+    except BaseException as error:
+        return error
+
+
+def test_causes_count_wherever_they_stand():
+    assert failure_of(raised(SystemExit(1), KeyboardInterrupt())).exit_code == 130, (
+        "Lightning turns Ctrl-C into an exit"
+    )
+    full = raised(RuntimeError("PytorchStreamWriter failed"), OSError(errno.ENOSPC, "No space left on device"))
+    assert "no space left" in failure_of(full).message
+    assert failure_of(raised(ValueError("x"), KeyError("y"))).exit_code == 1
+
+
+def test_a_bug_shows_its_traceback_and_others_do_not(capsys):
+    report(failure_of(raised(ValueError("x"), KeyError("y"))), where="run 3: ")
+    shown = capsys.readouterr().err
+    assert "Traceback" in shown and "baoc: error: run 3: ValueError: x" in shown
+    report(failure_of(BadInputError("budget=x")))
+    assert capsys.readouterr().err == "baoc: error: budget=x\n"
+    report(failure_of(SystemExit(0)))
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,225 @@
+"""Which loggers a run gets, and where W&B goes without a key, without a network, or with both."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import wandb
+
+from baoc.errors import BadInputError, BudgetBreachedError
+from baoc.tracking import wandb_run
+from baoc.tracking.loggers import finishing, make_loggers
+
+SERVER = "http://wandb.example:8080"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wandb:
+    project: str = "p"
+    entity: str | None = None
+    mode: str = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    names: tuple[str, ...] | None = ("jsonl", "wandb")
+    wandb: Wandb = field(default_factory=Wandb)
+
+
+class FakeRun:
+    """Stands for what wandb.init returns; `exit_codes` holds what it was finished with."""
+
+    def __init__(self, options: dict[str, Any]):
+        self.options = options
+        self.dir = str(Path(options["dir"]) / "wandb" / "offline-run" / "files")
+        self.url = "https://wandb.example/p/1"
+        self.exit_codes: list[int] = []
+
+    def define_metric(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def finish(self, *, exit_code: int) -> None:
+        self.exit_codes.append(exit_code)
+
+
+@pytest.fixture
+def inits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[FakeRun]:
+    """wandb.init records its options and never reaches for a network; there is no key and no wish of the user's."""
+    runs: list[FakeRun] = []
+
+    def init(**options: Any) -> FakeRun:
+        runs.append(FakeRun(options))
+        return runs[-1]
+
+    monkeypatch.setattr(wandb, "init", init)
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE", "HTTPS_PROXY", "https_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("HTTP_PROXY", "http_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WANDB_BASE_URL", SERVER)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    return runs
+
+
+def make(tmp_path: Path, settings: Any = None) -> tuple[list[Any], list[str]]:
+    said: list[str] = []
+    loggers = make_loggers(
+        settings or Settings(), run_dir=tmp_path, name="job", config={"lr": 0.1}, group="g", tags=["t"], say=said.append
+    )
+    return loggers, said
+
+
+def test_the_jsonl_is_always_there_and_comes_first(tmp_path: Path) -> None:
+    for names in (None, (), ("jsonl",)):
+        loggers, said = make(tmp_path, Settings(names=names))
+        assert [type(logger).__name__ for logger in loggers] == ["JsonlLogger"]
+        assert said == []
+    loggers, _ = make(tmp_path, Settings(names=("csv",)))
+    assert [type(logger).__name__ for logger in loggers] == ["JsonlLogger", "CsvLogger"]
+
+
+def test_an_unknown_logger_is_refused_before_anything_is_opened(tmp_path: Path, inits: list[FakeRun]) -> None:
+    with pytest.raises(BadInputError, match=r"there is no logger 'wnb' \(did you mean wandb\?\); choose from: jsonl"):
+        make(tmp_path, Settings(names=("wandb", "wnb")))
+    assert inits == []
+
+
+def test_no_key_goes_offline_at_once_in_one_line(
+    tmp_path: Path, inits: list[FakeRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def touched(*_: Any, **__: Any) -> None:
+        raise AssertionError("nothing may be asked of a network without a key")
+
+    monkeypatch.setattr(socket, "create_connection", touched)
+    monkeypatch.setattr(threading.Thread, "start", touched)
+    _, said = make(tmp_path)
+    (run,) = inits
+    assert run.options["mode"] == "offline"
+    assert said == [
+        "W&B: offline (no key in WANDB_API_KEY or netrc); upload it later with: "
+        f"wandb sync {tmp_path / 'wandb' / 'offline-run'}"
+    ]
+
+
+def test_a_run_is_one_of_its_own_with_plain_config(tmp_path: Path, inits: list[FakeRun]) -> None:
+    make(tmp_path)
+    options = inits[0].options
+    assert options["reinit"] == "create_new"
+    assert (options["name"], options["group"], options["tags"], options["config"]) == ("job", "g", ["t"], {"lr": 0.1})
+    assert options["dir"] == str(tmp_path)
+    assert options["settings"].init_timeout == 10
+
+
+def test_a_key_without_a_network_goes_offline(
+    tmp_path: Path, inits: list[FakeRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any, **__: Any) -> None:
+        raise OSError("no route")
+
+    monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+    monkeypatch.setattr(socket, "create_connection", refused)
+    _, said = make(tmp_path)
+    assert [run.options["mode"] for run in inits] == ["offline"]
+    assert said[0].startswith("W&B: offline (wandb.example does not answer); upload")
+
+
+def test_a_look_up_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch, inits: list[FakeRun]) -> None:
+    release = threading.Event()
+
+    def hangs(*_: Any, **__: Any) -> None:
+        release.wait(60)
+        raise OSError("at last")
+
+    monkeypatch.setattr(socket, "create_connection", hangs)
+    assert not wandb_run.reachable(SERVER, timeout_s=0.05)
+    release.set()
+
+
+def test_a_server_that_fails_during_init_goes_offline(
+    tmp_path: Path, inits: list[FakeRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+    monkeypatch.setattr(wandb_run, "reachable", lambda url: True)
+    offline = wandb.init
+
+    def init(**options: Any) -> Any:
+        if options["mode"] == "online":
+            raise wandb.errors.CommError("timed out\nsecond line")
+        return offline(**options)
+
+    monkeypatch.setattr(wandb, "init", init)
+    _, said = make(tmp_path)
+    assert [run.options["mode"] for run in inits] == ["offline"]
+    assert said[0].startswith("W&B: offline (CommError: timed out); upload")
+
+
+def test_a_key_and_a_network_go_online(tmp_path: Path, inits: list[FakeRun], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wandb_run, "reachable", lambda url: True)
+    (tmp_path / "netrc").write_text("machine wandb.example:8080\n  login user\n  password " + "k" * 40 + "\n")
+    _, said = make(tmp_path)
+    assert [run.options["mode"] for run in inits] == ["online"]
+    assert said == ["W&B: online, https://wandb.example/p/1"]
+
+
+def test_a_key_for_another_server_is_no_key(tmp_path: Path, inits: list[FakeRun]) -> None:
+    (tmp_path / "netrc").write_text("machine elsewhere.example\n  login user\n  password x\n")
+    make(tmp_path)
+    assert inits[0].options["mode"] == "offline"
+
+
+def test_what_was_asked_for_is_followed(tmp_path: Path, inits: list[FakeRun], monkeypatch: pytest.MonkeyPatch) -> None:
+    loggers, said = make(tmp_path, Settings(wandb=Wandb(mode="disabled")))
+    assert (len(loggers), said, inits) == (1, [], [])
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    loggers, _ = make(tmp_path)
+    assert len(loggers) == 1
+    monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+    monkeypatch.setenv("WANDB_MODE", "dryrun")
+    _, said = make(tmp_path)
+    assert said[0].startswith("W&B: offline (WANDB_MODE says so)")
+
+
+def test_asking_for_online_without_a_key_is_an_error_not_a_question(tmp_path: Path, inits: list[FakeRun]) -> None:
+    with pytest.raises(BadInputError, match=r"mode=online needs a key: set WANDB_API_KEY or run `wandb login`"):
+        make(tmp_path, Settings(wandb=Wandb(mode="online")))
+    with pytest.raises(BadInputError, match=r"logger\.wandb\.mode='on' is not allowed: choose one of auto, online"):
+        make(tmp_path, Settings(wandb=Wandb(mode="on")))
+
+
+@contextmanager
+def swallowed(kind: type[BaseException]) -> Iterator[None]:
+    with pytest.raises(kind):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(BudgetBreachedError("x"), 4), (RuntimeError("x"), 1), (KeyboardInterrupt(), 130)]
+)
+def test_a_failed_job_closes_its_run_as_failed(
+    tmp_path: Path, inits: list[FakeRun], error: BaseException, code: int
+) -> None:
+    loggers, _ = make(tmp_path)
+    with swallowed(type(error)), finishing(loggers):
+        raise error
+    assert inits[0].exit_codes == [code]
+    loggers[1].log_metrics({"a": 1.0}, step=0)  # last words after the end are not an error
+
+
+def test_a_job_that_ends_well_closes_its_run_once(tmp_path: Path, inits: list[FakeRun]) -> None:
+    loggers, _ = make(tmp_path)
+    with finishing(loggers):
+        loggers[1].finalize("success")  # Lightning says this after each fit and each validation
+        assert inits[0].exit_codes == []
+    assert inits[0].exit_codes == [0]
+
+
+def test_names_are_null_safe(tmp_path: Path) -> None:
+    settings = SimpleNamespace(names=None, wandb=None)
+    (logger,) = make_loggers(settings, run_dir=tmp_path, name="x", config={})  # pyright: ignore[reportArgumentType]
+    assert (logger.name, logger.save_dir, logger.log_dir) == ("x", str(tmp_path), str(tmp_path))

@@ -1,0 +1,107 @@
+"""Checks that a RunConfig makes of its own values, and its way to config.yaml and back."""
+
+from pathlib import Path
+
+import pytest
+
+from baoc.budgets import parse_budget
+from baoc.config.from_hydra import from_plain, read_config, to_conf, write_config
+from baoc.config.schema import RunConfig
+from baoc.errors import BadInputError
+
+
+def test_accumulation_is_the_quotient_of_the_batches():
+    assert (RunConfig(batch_size=64).micro_batch_size, RunConfig(batch_size=64).accumulation) == (64, 1)
+    split = RunConfig(batch_size=64, micro_batch=16)
+    assert (split.micro_batch_size, split.accumulation) == (16, 4)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"batch_size": 64, "micro_batch": 24}, r"micro_batch=24 does not divide batch_size=64.*choose a micro_batch"),
+        ({"batch_size": 0}, r"batch_size=0 is not allowed: it must be 1 or more samples"),
+        ({"micro_batch": -1}, r"micro_batch=-1 is not allowed"),
+        ({"objective": "throughput"}, r"objective=throughput is not implemented yet: allowed is objective=quality"),
+        ({"objective": "balanced"}, r"objective=balanced is not implemented yet.*budget.step_time=1.2"),
+        ({"objective": "speed"}, r"objective=speed is not allowed: choose objective=quality\|throughput\|balanced"),
+        ({"mode": "eval"}, r"mode=eval evaluates a checkpoint: name it with resume=PATH, or resume=auto"),
+        ({"mode": "test"}, r"mode=test is not allowed: choose mode=train\|eval\|plan"),
+        ({"device": "gpu"}, r"device=gpu is not allowed: choose device=auto\|cpu\|cuda"),
+        ({"name": "a/b"}, r"name=a/b is not allowed: it must be letters, digits"),
+        ({"seed": -1}, r"seed=-1 is not allowed"),
+        ({"seed": 1.5}, r"seed=1.5 is not allowed: it must be a whole number"),
+        ({"optim": {"lr": 0}}, r"optim.lr=0.0 is not allowed: it must be above 0"),
+        ({"optim": {"lr": "abc"}}, r"optim.lr=abc is not allowed: it must be a number"),
+        ({"optim": {"betas": [0.9, 1.0]}}, r"optim.betas=\[0.9, 1.0\] is not allowed: it must be two numbers in"),
+        ({"optim": {"warmup_fraction": 2}}, r"optim.warmup_fraction=2.0 is not allowed"),
+        ({"optim": {"schedule": "cosin"}}, r"optim.schedule=cosin is not allowed.*did you mean cosine\?"),
+        ({"task": {"label_smoothing": 1}}, r"task.label_smoothing=1.0 is not allowed"),
+        ({"model": {"dropot": 0.1}}, r"unknown key model.dropot; did you mean model.dropout\?"),
+        ({"model": {"dropout": "much"}}, r"model.dropout=much is not allowed: it must be a number"),
+        ({"model": {"name": "vitt"}}, r"there is no model 'vitt' \(did you mean vit\?\)"),
+        ({"model": "vit"}, r"model must be a group of keys: choose it with model=vit"),
+        ({"dataset": {"val_fraction": 1}}, r"dataset.val_fraction=1.0 is not allowed"),
+        ({"blocks": {"merge": 0}}, r"blocks.merge=0.0 is not allowed: it must be a positive penalty, or null"),
+        ({"blocks": {"patterns": [["a"]]}}, r"blocks.patterns\[0\]=\['a'\] is not allowed: it must be a list of 2"),
+        ({"catalogue": {"specs": []}}, r"catalogue.specs=\[\] is not allowed: it must be at least one name"),
+        ({"risk": {"weights": {"drop_m": -1}}}, r"risk.weights.drop_m=-1.0 is not allowed: it must be zero or more"),
+        ({"reallocation": {"warmup_steps": 1}}, r"reallocation.warmup_steps=1 is not allowed: it must be 2 or more"),
+        ({"trainer": {"max_steps": 0}}, r"trainer.max_steps=0 is not allowed: it must be 1 or more, or -1"),
+        ({"trainer": {"max_stps": 1}}, r"unknown key trainer.max_stps; did you mean trainer.max_steps"),
+        ({"trainer": {"devices": 2}}, r"trainer.devices is decided by BAOC: one device per run"),
+        ({"trainer": {"accumulate_grad_batches": 4}}, r"is decided by BAOC: set micro_batch"),
+        ({"logger": {"names": ["tensorboard"]}}, r"logger.names\[0\]=tensorboard is not allowed.*jsonl\|csv\|wandb"),
+        ({"logger": {"wandb": {"mode": "on"}}}, r"logger.wandb.mode=on is not allowed"),
+        ({"checkpoint": {"keep": 0}}, r"checkpoint.keep=0 is not allowed: it must be 1 or more"),
+        ({"budget": {"memory": "8gbb"}}, r"cannot read '8gbb' as a memory size"),
+        ({"budget": None}, r"a run needs a budget: budget=unlimited"),
+        ({"foo": 1}, r"unknown key foo\na run has: name, seed"),
+    ],
+)
+def test_each_bad_value_is_refused_by_name(given, message: str):
+    with pytest.raises(BadInputError, match=r"(?s)" + message):
+        from_plain(given)
+
+
+def test_config_yaml_reads_back_as_the_same_run(tmp_path: Path):
+    run = from_plain(
+        {
+            "name": "x",
+            "micro_batch": 16,
+            "model": {"dropout": 0.25},
+            "budget": "7.5gb",
+            "blocks": {"patterns": [["qk", "*.query.*"]]},
+            "reallocation": {"mode": "off"},
+            "trainer": {"precision": "bf16-mixed", "deterministic": "warn"},
+        }
+    )
+    write_config(run, path=tmp_path / "config.yaml")
+    assert read_config(tmp_path / "config.yaml") == run
+    assert run.budget == parse_budget("7.5gb") and to_conf(run)["budget"]["memory"] == "7.5gb"
+    assert run.model.options == {"dropout": 0.25} and to_conf(run)["model"]["dropout"] == 0.25
+
+
+@pytest.mark.parametrize(
+    "spelling", ["auto", "unlimited", "state_12.5", "123456789b", {"memory": 1234567, "name": "odd"}]
+)
+def test_every_kind_of_budget_survives_config_yaml(spelling, tmp_path: Path):
+    run = RunConfig(budget=parse_budget(spelling))
+    write_config(run, path=tmp_path / "config.yaml")
+    assert read_config(tmp_path / "config.yaml").budget == run.budget
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("a: [1", "cannot read .*config.yaml"), ("- 1", "holds no configuration"), ("a: 1", "unknown")],
+)
+def test_a_config_yaml_that_is_none_is_refused(content: str, message: str, tmp_path: Path):
+    file = tmp_path / "config.yaml"
+    file.write_text(content)
+    with pytest.raises(BadInputError, match=message):
+        read_config(file)
+
+
+def test_the_schema_needs_neither_torch_nor_hydra(run_python):
+    code = "import sys, baoc.config.schema; print(sorted({'torch', 'hydra', 'omegaconf'} & set(sys.modules)))"
+    assert run_python(code).stdout.strip() == "[]"

@@ -1,0 +1,210 @@
+"""The frontier of a folder: seeds are joined, points are named by what differs, failed jobs keep their reason."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from baoc.errors import BadInputError
+from baoc.sweep import frontier_of
+from baoc.tracking.files import write_json
+from baoc.types import Quality
+from tests.values import make_result
+
+
+def config(*, seed: int, budget: str, allocator: str, **changes: Any) -> dict[str, Any]:
+    values = {
+        "name": f"vit_{budget}",
+        "seed": seed,
+        "budget": {"name": budget, "memory_bytes": None, "state_fraction": int(budget.split("_")[1]) / 100},
+        "allocator": {"name": allocator},
+        "dataset": {"name": "digits", "path": None},
+        "optim": {"lr": 0.003, "betas": [0.9, 0.999]},
+    }
+    return values | changes
+
+
+def job(
+    folder: Path,
+    *,
+    loss: float,
+    budget: str = "state_50",
+    allocator: str = "exact",
+    seed: int = 0,
+    state_bytes: int = 100,
+    peak_bytes: int = 1000,
+    settings: dict[str, Any] | None = None,
+    **changes: Any,
+) -> None:
+    folder.mkdir(parents=True)
+    quality = Quality(name="val/loss", value=loss, higher_is_better=False)
+    result = make_result(
+        budget={"kind": "state_fraction", "name": budget, "limit": 1},
+        allocator=allocator,
+        seed=seed,
+        state_bytes=state_bytes,
+        peak_bytes=peak_bytes,
+        **({"quality": quality} | changes),
+    )
+    write_json(folder / "result.json", result)
+    if settings is None:
+        settings = config(seed=seed, budget=budget, allocator=allocator)
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+
+
+def error(folder: Path, *, exit_code: int, message: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"schema": 1, "kind": "X", "message": message, "exit_code": exit_code})
+    (folder / "error.json").write_text(text)
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader((folder / "frontier.csv").read_text().splitlines()))
+
+
+def test_runs_by_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job(tmp_path / "0_a", loss=0.10, budget="state_50", state_bytes=50)
+    job(tmp_path / "1_b", loss=0.12, budget="state_25", state_bytes=25)
+    job(tmp_path / "2_c", loss=0.15, budget="state_10", state_bytes=60)
+    found = frontier_of(tmp_path)
+    (frontier,) = found.frontiers
+    assert {p.label: p.dominated for p in frontier.points} == {
+        "budget=state_50": False,
+        "budget=state_25": False,
+        "budget=state_10": True,
+    }
+    assert [row["label"] for row in rows(tmp_path)] == ["budget=state_50", "budget=state_25", "budget=state_10"]
+    assert [row["dominated"] for row in rows(tmp_path)] == ["False", "False", "True"]
+    assert rows(tmp_path)[0]["quality_name"] == "val/loss"
+    out = capsys.readouterr().out
+    assert "Frontier of vision, vit, digits" in out and out.count("budget=") == 3
+
+
+def test_seeds_are_one_point_and_other_settings_are_not(tmp_path: Path) -> None:
+    for seed, loss in enumerate((0.1, 0.2, 0.3)):
+        job(tmp_path / f"{seed}_x", loss=loss, seed=seed, state_bytes=100 + seed)
+    other = config(seed=0, budget="state_50", allocator="exact", optim={"lr": 0.1, "betas": [0.9, 0.999]})
+    job(tmp_path / "3_lr", loss=0.4, settings=other)
+    (frontier,) = frontier_of(tmp_path, show=False).frontiers
+    mean, lone = frontier.points
+    assert (mean.label, mean.num_seeds, mean.quality, mean.state_bytes) == (
+        "optim.lr=0.003",
+        3,
+        pytest.approx(0.2),
+        102,
+    )
+    assert mean.quality_spread == pytest.approx(0.1)
+    assert mean.run == "0_x 1_x 2_x"
+    assert (lone.label, lone.num_seeds, lone.quality_spread) == ("optim.lr=0.1", 1, None)
+
+
+def test_higher_may_be_better(tmp_path: Path) -> None:
+    for index, accuracy in enumerate((0.9, 0.95)):
+        quality = Quality(name="val/acc", value=accuracy, higher_is_better=True)
+        job(tmp_path / f"{index}_x", loss=0, budget=f"state_{index + 10}", quality=quality)
+    (frontier,) = frontier_of(tmp_path, show=False).frontiers
+    assert [p.dominated for p in frontier.points] == [True, False]
+
+
+def test_peak_bytes_count_as_state_bytes_do(tmp_path: Path) -> None:
+    job(tmp_path / "0_x", loss=0.1, budget="state_50", state_bytes=50, peak_bytes=2000)
+    job(tmp_path / "1_x", loss=0.1, budget="state_25", state_bytes=60, peak_bytes=1000)
+    (frontier,) = frontier_of(tmp_path, show=False).frontiers
+    assert [p.dominated for p in frontier.points] == [False, False]
+
+
+def test_failed_and_unfinished_jobs_are_rows_with_their_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job(tmp_path / "0_x", loss=0.1)
+    error(tmp_path / "1_y", exit_code=3, message="budget state_1 cannot be met\nand more")
+    (tmp_path / "2_z").mkdir()
+    (tmp_path / "2_z" / "config.yaml").write_text(yaml.safe_dump(config(seed=0, budget="state_10", allocator="exact")))
+    found = frontier_of(tmp_path)
+    assert [(f.run, f.label, f.exit_code) for f in found.failed] == [
+        ("1_y", "1_y", 3),
+        ("2_z", "budget=state_10", None),
+    ]
+    out = capsys.readouterr().out
+    assert "1_y (1_y), exit code 3: budget state_1 cannot be met" in out
+    assert "budget=state_10 (2_z), not finished: it still runs or was killed" in out
+    good, first, second = rows(tmp_path)
+    assert (good["label"], good["exit_code"], good["message"]) == ("budget=state_50", "0", "")
+    assert (first["run"], first["exit_code"], first["message"].split("\n")[0]) == (
+        "1_y",
+        "3",
+        "budget state_1 cannot be met",
+    )
+    assert (second["quality"], second["exit_code"]) == ("", "")
+
+
+def test_a_run_that_breached_its_budget_has_its_point_and_its_reason(tmp_path: Path) -> None:
+    job(tmp_path / "0_x", loss=0.1, budget_met=False)
+    error(tmp_path / "0_x", exit_code=4, message="held more")
+    found = frontier_of(tmp_path, show=False)
+    assert len(found.frontiers[0].points) == 1
+    assert [(f.exit_code, f.message) for f in found.failed] == [(4, "held more")]
+
+
+def test_a_single_run_has_a_frontier_of_one_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job(tmp_path / "run", loss=0.1)
+    frontier_of(tmp_path / "run", show=False)
+    (row,) = rows(tmp_path / "run")
+    assert (row["run"], row["label"], row["dominated"]) == ("run", "budget=state_50", "False")
+    assert capsys.readouterr().out == ""
+
+
+def test_kinds_are_kept_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job(tmp_path / "0_x", loss=0.1)
+    job(tmp_path / "1_x", loss=0.2, model="dit", task="diffusion")
+    other = config(seed=0, budget="state_50", allocator="exact", dataset={"name": "fashion", "path": None})
+    job(tmp_path / "2_x", loss=0.3, settings=other)
+    found = frontier_of(tmp_path)
+    assert len(found.frontiers) == 3
+    assert not any(p.dominated for frontier in found.frontiers for p in frontier.points)
+    assert "Frontier of vision, vit, fashion" in capsys.readouterr().out
+
+
+def test_a_diverged_run_is_dominated_not_lost(tmp_path: Path) -> None:
+    job(tmp_path / "0_x", loss=float("nan"), budget="state_10", state_bytes=1)
+    job(tmp_path / "1_x", loss=0.1, budget="state_50")
+    (frontier,) = frontier_of(tmp_path, show=False).frontiers
+    assert [(p.label, p.dominated) for p in frontier.points] == [("budget=state_10", True), ("budget=state_50", False)]
+
+
+def test_budgets_of_one_name_are_told_apart_by_their_limits(tmp_path: Path) -> None:
+    for index, fraction in enumerate((0.5, 0.4)):
+        settings = config(seed=0, budget="state_50", allocator="exact")
+        settings["budget"]["state_fraction"] = fraction
+        job(tmp_path / f"{index}_x", loss=0.1, settings=settings)
+    (frontier,) = frontier_of(tmp_path, show=False).frontiers
+    assert [p.label for p in frontier.points] == ["budget.state_fraction=0.5", "budget.state_fraction=0.4"]
+
+
+def test_jobs_are_read_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    for index in (10, 2, 1):
+        job(tmp_path / f"{index}_x", loss=0.1, budget=f"state_{index}", state_bytes=index)
+    (frontier,) = frontier_of(tmp_path, show=False).frontiers
+    assert [p.run for p in frontier.points] == ["1_x", "2_x", "10_x"]
+
+
+def test_results_without_their_settings_are_told_by_the_result(tmp_path: Path) -> None:
+    for index, allocator in enumerate(("exact", "random")):
+        job(tmp_path / f"{index}_x", loss=0.1, allocator=allocator)
+        (tmp_path / f"{index}_x" / "config.yaml").unlink()
+    (frontier,) = frontier_of(tmp_path, show=False).frontiers
+    assert [p.label for p in frontier.points] == ["allocator=exact", "allocator=random"]
+
+
+def test_bad_folders_are_said(tmp_path: Path) -> None:
+    with pytest.raises(BadInputError, match="there is no run in .*: give the folder of a run or of a multirun"):
+        frontier_of(tmp_path)
+    job(tmp_path / "0_x", loss=0.1, schema=2)
+    with pytest.raises(BadInputError, match="has schema 2, and this version of baoc reads up to 1: upgrade baoc"):
+        frontier_of(tmp_path)
+    (tmp_path / "0_x" / "result.json").write_text('{"half": ')
+    with pytest.raises(BadInputError, match=r"result\.json is not JSON"):
+        frontier_of(tmp_path)
