@@ -83,7 +83,12 @@ def partition(
 
 
 def _layer_role(param: ParamInfo) -> str:
-    return param.role.value if param.depth is None else f"layer{param.depth}.{param.role.value}"
+    """By layer and role; a parameter of neither (a plain Sequential's) goes by the module that holds it."""
+    if param.depth is not None:
+        return f"layer{param.depth}.{param.role.value}"
+    if param.role is Role.OTHER:
+        return f"other.{param.name.rpartition('.')[0] or param.name}"
+    return param.role.value
 
 
 def _layer(param: ParamInfo) -> str:
@@ -206,7 +211,7 @@ def _features(stats: GradientStats | None) -> tuple[float, ...] | None:
 def segment(points: Sequence[Sequence[float]], *, penalty: float) -> list[tuple[int, int]]:
     """[start, stop) ranges that minimise summed squared distance from range means + penalty per range; exact, O(n^2).
 
-    Of equally good answers the one with longer last ranges is returned.
+    Of equally good answers the one with the longer last range is returned.
     """
     count = len(points)
     best = [0.0] + [float("inf")] * count

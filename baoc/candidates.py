@@ -20,7 +20,6 @@ from baoc.types import (
     Risk,
     Role,
     RuleInfo,
-    StateKind,
     StateLayout,
     StorageScheme,
 )
@@ -34,18 +33,13 @@ def applies(
     """None if `spec` may run on `block`, else the reason why not, as a clause to be shown."""
     if rule.hidden_only and block.role in (Role.EMBEDDING, Role.HEAD):
         return f"{rule.name} is for hidden matrices, not for the {block.role}"
-    if block.role in keep_fp32_roles and not (spec.storage == "fp32" and _keeps_everything(rule)):
-        return f"{block.role} blocks stay on fp32 AdamW (catalogue.keep_fp32_roles)"
+    if block.role in keep_fp32_roles and spec.storage != "fp32":
+        return f"{block.role} blocks keep fp32 storage (catalogue.keep_fp32_roles)"
     if rule.needs_matrix:
         for param in block.params:
             if param.matrix_shape is None:
                 return f"{rule.name} needs matrices, {param.name} has shape {param.shape}"
     return _fold_reason(block, rule=rule)
-
-
-def _keeps_everything(rule: RuleInfo) -> bool:
-    """True for a rule with a whole m and a whole v."""
-    return {decl.kind for decl in rule.states if decl.layout is StateLayout.FULL} == set(StateKind)
 
 
 def _fold_reason(block: Block, *, rule: RuleInfo) -> str | None:

@@ -111,7 +111,7 @@ class BaocOptimizer(BlockwiseOptimizer):
         )
         self._first_step = None
         planner.budget = self._limit
-        self.reallocator.replan()
+        self.reallocator.replan(why="the first step told what forward and backward need")
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 

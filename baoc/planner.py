@@ -220,7 +220,9 @@ class Planner:
             limits=limits,
             risk_model=risk,
             binding=limits.state_bytes is not None and useful > limits.state_bytes,
-            peak_bytes=self.measure(allocation.state_bytes, specs) if self.footprint else allocation.state_bytes,
+            peak_bytes=self.footprint.peak_bytes(state_bytes=allocation.state_bytes, specs=specs)
+            if self.footprint is not None
+            else allocation.state_bytes,
             state_bytes_adamw=self.state_bytes_adamw,
             least_feasible_bytes=self.measure(least),
             most_useful_bytes=self.measure(useful),

@@ -8,6 +8,7 @@ from pathlib import Path
 from baoc.candidates import candidate_rows
 from baoc.planner import Planner
 from baoc.tracking import console, files
+from baoc.tracking.metrics import supersede
 from baoc.types import Plan, Profile, Reallocation, to_plain
 
 
@@ -34,6 +35,10 @@ class Recorder:
             files.write_json(self.run_dir / "latency.json", planner.latency)
         self._write_plan(plan, profile=None, step=0)
         console.print_plan(plan, title="Allocation at the start, from priors by role")
+
+    def resumed(self, *, step: int) -> None:
+        """The run goes on after `step`: decisions of an attempt that went further are set aside."""
+        supersede(self.run_dir / "reallocations.jsonl", from_step=step + 1)
 
     def reallocated(self, event: Reallocation, plan: Plan, profile: Profile | None) -> None:
         """A decision: one line in reallocations.jsonl, the newest plan in the other files, its table if it moved."""

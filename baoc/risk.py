@@ -26,7 +26,7 @@ from baoc.types import (
 )
 
 # Risk of each loss on all of a network's parameters at once, at dose 1 and sensitivity 1: only their order is argued
-# for (interventions and CPU runs of the design notes): storage is nearly free, then one of momentum or shared or factored
+# for (single-block interventions and CPU runs): storage is nearly free, then one of momentum, shared or factored
 # v, then folding, then no v at all.
 SEVERITY: dict[str, float] = {
     "quantize_m": 0.005,

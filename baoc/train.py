@@ -5,6 +5,7 @@
 
 import logging
 import math
+import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import lightning as L
 import torch
 from lightning.pytorch.loggers import Logger
 
+from baoc.allocation import ALLOCATORS
 from baoc.callbacks import MemoryMonitor, RngState, SafeCheckpoint, StepMonitor, progress_bar
 from baoc.config.environment import commit, versions
 from baoc.config.schema import RunConfig
@@ -38,7 +40,7 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
 
     Raises BaocError children for what a user can mend; see README, "Exit codes".
     """
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # its tips and device list are not ours to show
+    quieten()
     device = choose_device(config.device)
     checkpoint = find_checkpoint(config, run_dir=run_dir)
     if device == "cpu":
@@ -67,6 +69,12 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
         result = measure(config, parts=parts, task=task, metrics=final_metrics(parts, task, data), command=command)
         conclude(result, parts=parts, run_dir=run_dir)
         return result
+
+
+def quieten() -> None:
+    """Keeps what is not about the run off the terminal: Lightning's tips, and its use of a name that torch renamed."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated", category=FutureWarning)
 
 
 # -- stages 1 and 2: device, data, model, task ------------------------------------------------------------------------
@@ -164,6 +172,7 @@ def session_settings(config: RunConfig) -> SessionSettings:
         reallocation=ReallocationSettings(**asdict(config.reallocation)),
         backend=config.optim.backend,
         nonfinite=config.optim.nonfinite,
+        rms_matching=getattr(ALLOCATORS[config.allocator.name], "matching", True),
     )
 
 
@@ -189,6 +198,7 @@ def assemble_trainer(
         device=device,
         settings=session_settings(config),
         plan_only=config.mode == "plan",
+        record_latency=True,
         reallocation_listeners=[recorder.reallocated, lambda _, plan, __: log_plan(loggers, plan=plan)],
     )
     strategy.plan_listeners += [
@@ -224,6 +234,9 @@ def watch_memory(memory: MemoryMonitor, *, strategy: BaocStrategy, predicted_byt
     """Tells the memory monitor what the plan knows, and lets it measure migrations."""
     assert strategy.reallocator is not None
     memory.context_bytes, memory.predicted_bytes = strategy.context_bytes, predicted_bytes
+    memory.budget_bytes = strategy.budget.memory_bytes  # budget=auto has a limit only now
+    profiler = strategy.reallocator.profiler
+    memory.held = profiler.buffers if profiler is not None else tuple
     strategy.reallocator.tracked = lambda: memory.track("migration")
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from baoc.allocation.base import Floats, Ints, Problem, least_risk, make_allocation, make_problem
 from baoc.allocation.feasible import find_feasible
+from baoc.allocation.greedy import descend
 from baoc.allocation.moves import fill, repair, swap
 from baoc.types import Allocation, Candidate, Limits
 
@@ -121,13 +122,13 @@ def _best_at(problem: Problem, *, byte_price: float, step_price: float) -> Ints:
 def _round(problem: Problem, dual: Dual, *, start: Ints) -> Ints:
     """The best feasible choice that repair, fill and swap make of the choices at the best prices.
 
-    Small problems, where single blocks weigh, are also entered from other sides. The search ends as soon as the gap is
-    no longer worth a millisecond.
+    Small problems, where single blocks weigh, are also entered from other sides, greedy descent among them: there it is
+    never worse than the greedy allocator. The search ends as soon as the gap is no longer worth a millisecond.
     """
     prices = _Prices(byte_price=dual.byte_price, step_price=dual.step_price)
     entries = [choice if problem.feasible(choice) else repair(problem, choice, **prices) for choice in dual.choices]
     if problem.risk.size <= SMALL:
-        entries += [repair(problem, choice) for choice in (*dual.choices, least_risk(problem))]
+        entries += [repair(problem, choice) for choice in dual.choices] + [descend(problem)]
     distinct = {choice.tobytes(): choice for choice in (start, *entries) if choice is not None}
     filled = [fill(problem, choice, **prices) for choice in distinct.values()]
     ranked = sorted(filled, key=lambda choice: problem.totals(choice)[0])

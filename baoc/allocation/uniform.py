@@ -1,11 +1,12 @@
 """One spec everywhere, as its authors publish it: what every quality claim is compared with."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from baoc.allocation.base import NoFeasibleAllocation, make_allocation, make_problem
+from baoc.errors import BadInputError
 from baoc.types import Allocation, Candidate, Limits, Role
 
 FALLBACK = "adamw"
@@ -16,20 +17,28 @@ _OUTER = frozenset({Role.EMBEDDING, Role.HEAD, Role.NORM})
 class UniformAllocator:
     """`spec` on every block where it applies, fp32 AdamW on the others and on `kept` roles; then no choice is left.
 
-    A block that may run neither gets its candidate of least risk. Raises NoFeasibleAllocation with its own totals.
+    A block that may run neither gets its candidate of least risk. Raises NoFeasibleAllocation with its own totals, and
+    BadInputError where the spec applies to no block at all: that would be an AdamW run under another name.
     """
 
     name: str
     spec: str
     kept: frozenset[Role] = frozenset()
     full: bool = True
+    matching: bool = False  # as published: the learning rate is the rule's own, its update RMS is not matched
 
     @property
     def description(self) -> str:
         but = f", {FALLBACK} on {', '.join(sorted(self.kept))}" if self.kept else ""
-        return f"{self.spec} wherever it applies{but}, else {FALLBACK}"
+        matched = ", update RMS matched to AdamW's" if self.matching else ", as published"
+        return f"{self.spec} wherever it applies{but}, else {FALLBACK}{matched}"
 
     def __call__(self, candidates: Mapping[str, Sequence[Candidate]], *, limits: Limits, seed: int = 0) -> Allocation:
+        if not any(self._runs(options) for options in candidates.values()):
+            raise BadInputError(
+                f"allocator={self.name}: {self.spec} applies to none of the {len(candidates)} blocks (or is not among "
+                "catalogue.specs): select it there, or choose another allocator"
+            )
         problem = make_problem(candidates, limits=limits)
         choice = np.array([self._pick(options) for options in problem.candidates], dtype=np.int64)
         if not problem.feasible(choice):
@@ -37,9 +46,12 @@ class UniformAllocator:
             raise NoFeasibleAllocation(least_state_bytes=int(num_bytes), least_step_s=step_s)
         return make_allocation(problem, choice, allocator=self.name)
 
+    def _runs(self, options: Sequence[Candidate]) -> bool:
+        return any(candidate.spec == self.spec and candidate.role not in self.kept for candidate in options)
+
     def _pick(self, options: Sequence[Candidate]) -> int:
         by_spec = {candidate.spec: index for index, candidate in enumerate(options)}
-        if self.spec in by_spec and options[0].role not in self.kept:
+        if self._runs(options):
             return by_spec[self.spec]
         if FALLBACK in by_spec:
             return by_spec[FALLBACK]
@@ -50,7 +62,7 @@ def _uniform(name: str, spec: str, *, kept: frozenset[Role] = frozenset()) -> Un
     return UniformAllocator(name=f"uniform_{name}", spec=spec, kept=kept)
 
 
-UNIFORM: tuple[UniformAllocator, ...] = (
+_PUBLISHED: tuple[UniformAllocator, ...] = (
     _uniform("adamw", "adamw"),
     _uniform("bf16", "adamw_bf16"),
     _uniform("adamw8bit", "adamw_int8"),
@@ -70,4 +82,9 @@ UNIFORM: tuple[UniformAllocator, ...] = (
     _uniform("foam_l3", "foam_l3", kept=_OUTER),
     _uniform("foam_l8", "foam_l8", kept=_OUTER),
     _uniform("sign", "sign"),
+)
+
+UNIFORM: tuple[UniformAllocator, ...] = (
+    *_PUBLISHED,
+    *(replace(row, name=f"{row.name}_matched", matching=True) for row in _PUBLISHED),
 )

@@ -2,7 +2,7 @@
 
 import mmap
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 
 from baoc.callbacks.trainer_state import logs_now
 from baoc.errors import BudgetBreachedError
+from baoc.profiling.device import context_bytes
 from baoc.profiling.tracker import MemoryTracker
 from baoc.types import Budget
 from baoc.units import format_bytes, gib
@@ -22,8 +23,8 @@ class MemoryMonitor(L.Callback):
 
     On a CPU: the largest live storage bytes that operators see during the first `tracked_steps` optimizer steps (each
     with all its micro-batches: forward, backward, step), the first validation batch, and whatever runs inside `track`
-    (migrations, checkpoints). `tracked` is True meanwhile, as tracking slows a step. On CUDA: `context_bytes` and the
-    most that the allocator reserved, the whole run long, and nothing is slowed.
+    (migrations, checkpoints). `tracked` is True meanwhile, as tracking slows a step. On CUDA: `context_bytes`, read
+    again as kernels load, and the most that the allocator reserved, the whole run long; nothing is slowed.
 
     `budget`'s memory limit is enforced where `enforce`: BudgetBreachedError ends the run (exit code 4). Place this
     after StepMonitor, so that its own work is not timed. `peaks` says which part held how much.
@@ -44,6 +45,7 @@ class MemoryMonitor(L.Callback):
         self.context_bytes = context_bytes
         self.predicted_bytes = predicted_bytes
         self.enforce = enforce
+        self.held: Callable[[], Any] = tuple  # what else is alive all the time: the profiler's buffers
         self.peaks: dict[str, int] = {}
         self._tracker: MemoryTracker | None = None  # on a CPU only
         self._device = torch.device("cpu")
@@ -124,10 +126,14 @@ class MemoryMonitor(L.Callback):
     ) -> None:
         self._exit()
         logs = logs_now(trainer)
-        if self.tracked or logs:
+        if self.tracked or logs or trainer.global_step - self._first_step <= self.tracked_steps:
+            self._read_context()
             self.check_budget(during="training", step=trainer.global_step)
         if logs:
             pl_module.log_dict(self.values())
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._read_context()
 
     def on_validation_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -162,13 +168,20 @@ class MemoryMonitor(L.Callback):
             values["memory/rss_gib"] = gib(rss)
         return values
 
+    def _read_context(self) -> None:
+        """The CUDA context grows as kernels load, so the reading from before the first step is not the last word."""
+        if self._device.type == "cuda":
+            self.context_bytes = max(self.context_bytes, context_bytes(self._device))
+
     # -- tracking -------------------------------------------------------------------------------------------------
 
     def _enter(self, label: str, *held: Any) -> None:
         """Starts a tracked part with all that is alive by now: the module with its gradients, states, and the batch."""
         if self._tracker is None or self._trainer is None:
             return
-        self._tracker.prime(self._trainer.lightning_module, [o.state for o in self._trainer.optimizers], held)
+        self._tracker.prime(
+            self._trainer.lightning_module, [o.state for o in self._trainer.optimizers], self.held(), held
+        )
         self._tracker.reset_peak()
         self._tracker.__enter__()
         self._label = label

@@ -32,7 +32,7 @@ class Fp32:
 
 
 class Bf16:
-    """Rounded to bfloat16: relative error at most 2^-9 to nearest, 2^-8 with a phase."""
+    """Rounded to bfloat16: relative error at most 2^-8 to nearest, 2^-7 with a phase."""
 
     in_place = False
 

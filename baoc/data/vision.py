@@ -105,7 +105,7 @@ class VisionDataModule(L.LightningDataModule):
         return self._sequential(self._val_rows)
 
     def state_dict(self) -> dict[str, Any]:
-        return {}
+        return {} if self._loader is None else {"train_loader": self._loader.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._resume = state_dict.get("train_loader")

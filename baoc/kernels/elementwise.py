@@ -1,23 +1,28 @@
-"""One Triton kernel for the elementwise rules: rule, storage and weights are constexpr switches, tensors come from a table.
+"""One Triton kernel for the elementwise rules: rule, storage and weights are switches, tensors come from a table.
 
-A program steps one chunk of one tensor, seen as [chunk / 32, 32], so that a row is a quantiser's group. Its eager twin is
-`baoc.rules` with `baoc.codecs`; payloads and scales are theirs, bit for bit in format and within rounding in value.
+A program steps one chunk of one tensor, seen as [chunk / 32, 32], so that a row is a quantiser's group. Its eager twin
+is `baoc.rules` with `baoc.codecs`; payloads and scales are theirs, so either may take the next step.
 """
 
 import triton
 import triton.language as tl
 
-from baoc.kernels.storage import load_m, load_param, load_tile, load_v, store_m, store_param, store_v, tile_of
+from baoc.kernels.storage import (
+    load_m,
+    load_param,
+    load_tile,
+    load_v,
+    reciprocal,
+    store_m,
+    store_param,
+    store_v,
+    tile_of,
+)
 
-# Columns of the table's settings, one row of 8 per tensor; `baoc.kernels.table` fills them.
-DECAY = tl.constexpr(0)  # 1 - lr weight_decay
-SIZE = tl.constexpr(1)  # lr / (1 - beta1^t)
-W1 = tl.constexpr(2)  # 1 - beta1
-B2 = tl.constexpr(3)
-W2 = tl.constexpr(4)  # 1 - beta2
-INV_BC2 = tl.constexpr(5)  # 1 / sqrt(1 - beta2^t)
-EPS = tl.constexpr(6)
 WIDTH = tl.constexpr(8)
+# Columns of the table's addresses and settings, both 8 per tensor: `baoc.kernels.table` fills them in this order.
+PARAM_AT, M_AT, M_SCALE_AT, V_AT, V_SCALE_AT, CORRECTION_AT = (tl.constexpr(i) for i in range(6))
+DECAY, SIZE, W1, B2, W2, INV_BC2, EPS = (tl.constexpr(i) for i in range(7))
 
 
 @triton.jit
@@ -33,12 +38,12 @@ def _sign(x):
 
 
 @triton.jit
-def _update(g, m, s, row, RULE: tl.constexpr):
+def _update(g, m, s, inv_bc2, eps, RULE: tl.constexpr):
     """The rule's own update from the new averages; s is sqrt(v). Lion passes its interpolation as m."""
     if RULE == "adamw":
-        update = m / (s * tl.load(row + INV_BC2) + tl.load(row + EPS))
+        update = m * reciprocal(s * inv_bc2 + eps)
     elif RULE == "rmsprop":
-        update = g / (s * tl.load(row + INV_BC2) + tl.load(row + EPS))
+        update = g * reciprocal(s * inv_bc2 + eps)
     elif RULE == "sign":
         update = _sign(g)
     else:
@@ -53,8 +58,10 @@ def _load_grad(grad_addr, mask_addr, start, tile, inside, GRAD: tl.constexpr, MA
     g = load_tile(grad_addr, start, tile, inside, GRAD, VEC, FULL).to(tl.float32)
     finite = tl.abs(g) < float("inf")
     if MASKED:
-        pointer = mask_addr.to(tl.pointer_type(tl.uint8)) + start + tile
-        finite = finite & (tl.load(pointer, mask=inside & (mask_addr != 0), other=1) != 0)
+        if mask_addr != 0:
+            finite = finite & (
+                tl.load(mask_addr.to(tl.pointer_type(tl.uint8)) + start + tile, mask=inside, other=1) != 0
+            )
     return tl.where(finite, g, 0.0), finite
 
 
@@ -72,41 +79,44 @@ def _step_chunk(
     addrs = ptrs + tensor * WIDTH
     tile, groups = tile_of(CHUNK)
     inside = tile < left
+    # All reads come first: a store in between would keep the compiler from moving them up.
     mask_addr = tl.load(mask_ptrs + tensor) if MASKED else grad_addr
+    p_addr, correction_addr = tl.load(addrs + PARAM_AT), tl.load(addrs + CORRECTION_AT)
+    m_addr, m_scale_addr = tl.load(addrs + M_AT), tl.load(addrs + M_SCALE_AT)
+    v_addr, v_scale_addr = tl.load(addrs + V_AT), tl.load(addrs + V_SCALE_AT)
+    decay, size, w1, w2 = tl.load(row + DECAY), tl.load(row + SIZE), tl.load(row + W1), tl.load(row + W2)
+    b2, inv_bc2, eps = tl.load(row + B2), tl.load(row + INV_BC2), tl.load(row + EPS)
+    if MATCHED:
+        size *= tl.load(factors + tensor)
     g, finite = _load_grad(grad_addr, mask_addr, start, tile, inside, GRAD, MASKED, VEC, FULL)
     if STORE:
-        p = load_param(addrs, start, tile, inside, WEIGHTS, PARAM, VEC, FULL)
+        p = load_param(p_addr, correction_addr, start, tile, inside, WEIGHTS, PARAM, VEC, FULL)
     m = g
     s = g
-    w1 = tl.load(row + W1)
     if HAS_M:
-        m_old = load_m(addrs, start, tile, inside, groups, left, M, VEC, FULL)
+        m_old = load_m(m_addr, m_scale_addr, start, tile, inside, groups, left, M, VEC, FULL)
         m = _lerp(m_old, g, w1)
     if HAS_V:
-        v_old, scale_old = load_v(addrs, start, tile, inside, groups, left, V, VEC, FULL)
-        v = tl.where(finite, v_old * tl.load(row + B2) + tl.load(row + W2) * g * g, v_old)
+        v_old, scale_old = load_v(v_addr, v_scale_addr, start, tile, inside, groups, left, V, VEC, FULL)
+        v = tl.where(finite, v_old * b2 + w2 * g * g, v_old)
         s = tl.sqrt(v)
-    update = _update(g, m, s, row, RULE)
-    kept = finite
-    if not FULL:
-        kept = finite & inside
-    if TRACK:
-        tl.store(partial + pid, tl.sum(tl.where(kept, update * update, 0.0)))
-    if COUNT:
-        num_bad = tl.sum(tl.where(finite, 0, 1))  # elements outside were loaded as 0
-        tl.atomic_add(bad + tensor, num_bad, mask=num_bad > 0)
+    update = _update(g, m, s, inv_bc2, eps, RULE)
     if STORE:
         if HAS_M:
             if RULE == "lion":
-                m = _lerp(m_old, g, tl.load(row + W2))
-            store_m(addrs, tl.where(finite, m, m_old), start, tile, inside, groups, left, M, VEC, FULL)
+                m = _lerp(m_old, g, w2)
+            m = tl.where(finite, m, m_old)
+            store_m(m_addr, m_scale_addr, m, start, tile, inside, groups, left, M, VEC, FULL)
         if HAS_V:
-            store_v(addrs, v, s, scale_old, thresholds, start, tile, inside, groups, left, V, VEC, FULL)
-        size = tl.load(row + SIZE)
-        if MATCHED:
-            size *= tl.load(factors + tensor)
-        new = tl.where(finite, p * tl.load(row + DECAY) - size * update, p)
-        store_param(addrs, new, start, tile, inside, WEIGHTS, PARAM, VEC, FULL)
+            store_v(v_addr, v_scale_addr, v, s, scale_old, thresholds, start, tile, inside, groups, left, V, VEC, FULL)
+        new = tl.where(finite, p * decay - size * update, p)
+        store_param(p_addr, correction_addr, new, start, tile, inside, WEIGHTS, PARAM, VEC, FULL)
+    if TRACK:
+        kept = finite if FULL else finite & inside
+        tl.store(partial + pid, tl.sum(tl.where(kept, update * update, 0.0)))
+    if COUNT:
+        num_bad = tl.sum(tl.where(finite, 0, 1))  # what is outside was read as 0
+        tl.atomic_add(bad + tensor, num_bad, mask=num_bad > 0, sem="relaxed")
 
 
 @triton.jit

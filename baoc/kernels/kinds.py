@@ -1,4 +1,4 @@
-"""What the fused step can do: rule x storage x weights, and how a launch is cut. Torch-free of Triton, so always importable."""
+"""What the fused step can do: rule x storage x weights, and how a launch is cut. Needs no Triton."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -91,4 +91,6 @@ class Cut:
 
     def __post_init__(self) -> None:
         if self.chunk % (GROUP * self.vector) or self.chunk & (self.chunk - 1):
-            raise ValueError(f"a chunk of {self.chunk} elements: it must be a power of two of at least {GROUP * self.vector}")
+            raise ValueError(
+                f"a chunk of {self.chunk} elements: it must be a power of two of at least {GROUP * self.vector}"
+            )

@@ -2,6 +2,7 @@
 
 from baoc.online.assemble import Assembly, SessionSettings, assemble
 from baoc.online.reallocator import Reallocator
+from baoc.online.timing import time_specs
 from baoc.online.triggers import TRIGGERS, ReallocationSettings
 
-__all__ = ["TRIGGERS", "Assembly", "ReallocationSettings", "Reallocator", "SessionSettings", "assemble"]
+__all__ = ["TRIGGERS", "Assembly", "ReallocationSettings", "Reallocator", "SessionSettings", "assemble", "time_specs"]

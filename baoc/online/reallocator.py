@@ -121,15 +121,28 @@ class Reallocator:
             listener(event, self.plan, profile)
         return event
 
+    def replan(self, *, why: str) -> Reallocation:
+        """Proposes anew because the budget or the footprint changed, and moves whatever the risk: limits come first.
+
+        Raises InfeasibleBudgetError where nothing meets them; the plan in force then stays.
+        """
+        known = self.profile is not None
+        proposal = self.planner.propose(risk=None if known else "prior", profile=self.profile)
+        before = self.planner.price(self.plan.allocation.choices, risk=proposal.risk_model, profile=self.profile)
+        event = self._move(proposal, trigger="limits", accepted=True, why=why, before=before)
+        for listener in self.listeners:
+            listener(event, self.plan, self.profile)
+        return event
+
     def _move(self, proposal: Plan, *, trigger: str, accepted: bool, why: str, before: float) -> Reallocation:
-        assert self.profiler is not None
         bytes_before = self.optimizer.state_bytes()
         moves = ()
         if accepted:
             self.num_accepted += 1
             texts = {reason.block: reason.text for reason in proposal.reasons}
             with self.tracked():
-                done = self.optimizer.migrate(proposal.allocation.choices, moments=self.profiler.moments())
+                moments = self.profiler.moments() if self.profiler is not None else {}
+                done = self.optimizer.migrate(proposal.allocation.choices, moments=moments)
             moves = tuple(replace(move, why=texts.get(move.block, "")) for move in done)
             self.plan = proposal
         else:

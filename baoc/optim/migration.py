@@ -113,9 +113,7 @@ class _Mover:
                 del old[key]
         return new
 
-    def _compute(
-        self, kept: Kept, old: State, *, held: list[Kept], moments: Moments | None, fates: Fates
-    ) -> State:
+    def _compute(self, kept: Kept, old: State, *, held: list[Kept], moments: Moments | None, fates: Fates) -> State:
         value = self._value(kept, old, held=held, moments=moments)
         value = value * self._gain(held[0].decl if held else None, kept.decl)
         new = allocate_one(kept, param=self.target.param)

@@ -17,10 +17,13 @@ from torch import Tensor, nn
 from baoc.profiling import device as devices
 from baoc.profiling.tracker import MemoryTracker, PeakMeter
 from baoc.types import Footprint
+from baoc.units import KIB
 
 __all__ = ["FirstStepMemory", "MemoryTracker", "StepProbe", "probe_footprint", "step_temporary_bytes"]
 
 StepProbe = Callable[[], Callable[[], None]]
+
+SCALARS_BYTES = 16 * KIB  # losses, logged values and gradient norms, which a loop keeps and a probe does not see
 
 
 def probe_footprint(
@@ -41,7 +44,7 @@ def probe_footprint(
     gradients of the step before alive, gradients dropped, backward), or runs backward itself; then gradients are taken
     to be dropped before it, unless it drops them itself. It runs twice, so that the gradients of the step before exist.
     `run_validation_batch` runs in evaluation and inference mode. `step_probes` maps a spec to what
-    `step_temporary_bytes` takes. `reserve_bytes` defaults to LATE_MODULES_BYTES on CUDA and 0 elsewhere.
+    `step_temporary_bytes` takes. `reserve_bytes` defaults to LATE_MODULES_BYTES on CUDA and SCALARS_BYTES elsewhere.
     The peak of reserved memory on CUDA includes whatever this process had reserved in use before.
     """
     params = list(source.parameters()) if isinstance(source, nn.Module) else list(source)
@@ -61,8 +64,6 @@ def probe_footprint(
                 run_validation_batch()
             validation_bytes = meter.peak_bytes
     temporaries = {spec: step_temporary_bytes(probe, device=device) for spec, probe in (step_probes or {}).items()}
-    if reserve_bytes is None:
-        reserve_bytes = devices.LATE_MODULES_BYTES if device.type == "cuda" else 0
     return Footprint(
         device=str(device),
         micro_batch=micro_batch,
@@ -73,7 +74,7 @@ def probe_footprint(
         resident_bytes=resident_bytes,
         ema_bytes=ema_bytes,
         context_bytes=_context_again(device, context_bytes),
-        reserve_bytes=reserve_bytes,
+        reserve_bytes=_reserve(device) if reserve_bytes is None else reserve_bytes,
         step_temporary_bytes=temporaries,
     )
 
@@ -128,8 +129,12 @@ class FirstStepMemory:
             validation_bytes=0,
             resident_bytes=weights + gradients,
             context_bytes=_context_again(device, self._context_bytes),
-            reserve_bytes=devices.LATE_MODULES_BYTES if device.type == "cuda" else 0,
+            reserve_bytes=_reserve(device),
         )
+
+
+def _reserve(device: torch.device) -> int:
+    return devices.LATE_MODULES_BYTES if device.type == "cuda" else SCALARS_BYTES
 
 
 def _context_again(device: torch.device, before: int) -> int:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from baoc.errors import CheckpointError
-from baoc.profiling.clock import LARGE_PARAMS, Stopwatch
 from baoc.profiling.moments import RowColMoments
+from baoc.profiling.schedule import LARGE_PARAMS, MAX_SHARE, Schedule, Turn
 from baoc.profiling.shadow import Shadow, bytes_per_element, shadowed
 from baoc.profiling.slices import Slices
 from baoc.profiling.statistics import FOLD_LEVELS, energies, fold_residuals
@@ -22,7 +22,6 @@ from baoc.units import MIB
 
 MAX_BYTES = 16 * MIB
 BYTES_PER_PARAM = 0.2  # instead, from LARGE_PARAMS up
-OCTAVE = 64  # samples at full rate, then as many steps at half of it, twice as many at a quarter, and so on
 SHADOW_CALLS = 3000  # rule steps before shadow samples thin out in the same way: about 0.3 s
 _FLAT_BUFFERS = 4  # gradient, the one before, EMA of g, EMA of g^2
 
@@ -40,8 +39,8 @@ class GradientProfiler:
     Limits: buffers hold at most `max_bytes` (16 MiB; from 10M parameters up 0.2 B each) and are allocated at once.
     Below 10M parameters, which steps are sampled follows from their numbers alone (every `sample_every`-th; after 64
     steps every second of these, after 128 every fourth, and so on), so that results repeat bit for bit; only when 3 s
-    are used up does sampling end. From 10M up, a step is skipped while more than `max_share` (5 %) of the time since
-    the first one went into samples. Time is the host's; on a GPU that is what launching costs.
+    are used up does sampling end. From 10M up, a sample is taken where `max_share` (5 %) of the time since the first
+    step pays for it; what it costs is found in a rehearsal when the profiler is built (`schedule`).
 
     `shadow_specs` are run beside AdamW on the same slices (`shadow`). `lr` by parameter name weighs `descent_share`
     where groups differ. `betas` and `eps` are AdamW's.
@@ -58,21 +57,21 @@ class GradientProfiler:
         shadow_specs: Sequence[OptimizerSpec] = (),
         max_bytes: int | None = None,
         sample_every: int = 1,
-        max_share: float = 0.05,
+        max_share: float = MAX_SHARE,
     ):
         num_params = sum(block.numel for block in blocks)
-        self._large = num_params >= LARGE_PARAMS
         if max_bytes is None:
-            max_bytes = int(BYTES_PER_PARAM * num_params) if self._large else MAX_BYTES
+            max_bytes = int(BYTES_PER_PARAM * num_params) if num_params >= LARGE_PARAMS else MAX_BYTES
         self._blocks, self._betas, self._eps = tuple(blocks), betas, eps
         self._lr = dict(lr or {})
-        self._sample_every = sample_every
         self._params = {p.name: params[p.name] for block in blocks for p in block.params}
         device = next((param.device for param in self._params.values()), torch.device("cpu"))
         specs = shadowed(shadow_specs, blocks=blocks)
         self._moments = RowColMoments(blocks, beta=betas[1], max_bytes=max_bytes // 2, device=device)
         per_element = 4 * _FLAT_BUFFERS + (bytes_per_element(specs) if specs else 0)
-        self._slices = Slices(blocks, max_elements=int((max_bytes - self._moments.nbytes) / per_element), device=device)
+        self._slices = _fitting_slices(
+            blocks, max_bytes=max_bytes - self._moments.nbytes, per_element=per_element, device=device
+        )
         self._grad, self._prev, self._m, self._v = (self._slices.new(device) for _ in range(_FLAT_BUFFERS))
         self._targets, self._prev_targets = self._slices.targets(self._grad), self._slices.targets(self._prev)
         num_pieces = len(self._slices.pieces)
@@ -81,22 +80,30 @@ class GradientProfiler:
         self._shadow = None
         if specs:
             self._shadow = Shadow(self._slices, specs=specs, betas=betas, eps=eps, device=device)
-        self._watch = Stopwatch(num_params=num_params, max_share=max_share)
-        self._count: dict[str, int] = {name: 0 for name in ("seen", "samples", "pairs", "halves", "shadow_seen")}
+        rate = None if self._shadow is None else max(8, SHADOW_CALLS // self._shadow.num_calls)
+        self._schedule = Schedule(
+            num_params=num_params, sample_every=sample_every, max_share=max_share, shadow_every=rate
+        )
+        self._count: dict[str, int] = {"samples": 0, "halves": 0}
         self._step = -1  # of the newest call
         self._prev_step: int | None = None  # of the gradient in the older buffer
         self._fraction: float | None = None  # of the micro-batches whose sum waits for the rest
         self._stats: dict[str, GradientStats] | None = None
         self._released = False
+        if self._schedule.large:
+            self._rehearse()
 
     @property
     def nbytes(self) -> int:
         """Bytes of everything it holds."""
+        return sum(tensor.nbytes for tensor in self.buffers())
+
+    def buffers(self) -> list[Tensor]:
+        """Every tensor it holds, for whoever counts memory; none once released."""
         if self._released:
-            return 0
-        flat = (self._grad, self._prev, self._m, self._v, *self._sums.values())
-        shadow = self._shadow.nbytes if self._shadow is not None else 0
-        return sum(tensor.nbytes for tensor in flat) + self._slices.nbytes + self._moments.nbytes + shadow
+            return []
+        flat = [self._grad, self._prev, self._m, self._v, *self._sums.values(), self._moments.average]
+        return [*flat, *self._slices.tensors(), *(self._shadow.tensors() if self._shadow is not None else ())]
 
     @property
     def num_samples(self) -> int:
@@ -108,28 +115,48 @@ class GradientProfiler:
     def observe(self, *, step: int | None = None) -> bool:
         """Samples the gradients that `params` hold now, if this step's turn has come. `step` counts from 0."""
         self._step = self._step + 1 if step is None else step
+        self._schedule.start()
         if self._released or self._step == 0:
-            self._watch.start()
             return False
-        self._watch.start()
-        index, stride = self._count["seen"], self._stride()
-        self._count["seen"] += 1
-        if not self._watch.has_time or not (index % stride == 0 or (index + 1) % stride == 0):
+        turn = self._schedule.turn()
+        self._schedule.advance(turn)
+        if turn is Turn.SKIP:
             self._fraction = None
             return False
-        with self._watch.running():
+        self._take(turn, self._gradients())
+        return turn is Turn.SAMPLE
+
+    def _take(self, turn: Turn, grads: Mapping[str, Tensor | None]) -> None:
+        with self._schedule.running(turn):
             if self._fraction is not None:  # the caller told of the first part only
                 self._second_part()
             self._swap()
-            self._gather()
+            self._gather(grads)
             if self._prev_step == self._step - 1:
-                self._add_pair(self._prev, self._grad)
-            if self._shadow is not None:
-                self._shadow.observe_next(self._grad)
-            if index % stride == 0:
-                self._sample()
+                self._sums["signal"] += self._slices.sums(self._prev * self._grad)
+                self._sums["noise"] += self._slices.sums((self._prev - self._grad).square_()) / 2
             self._prev_step = self._step
-        return index % stride == 0
+            if turn is Turn.SAMPLE:
+                self._sample()
+                self._moments.observe(grads)
+        if self._shadow is not None:
+            with self._schedule.running("next"):
+                self._shadow.observe_next(self._grad)
+            if turn is Turn.SAMPLE and self._schedule.shadow_turn():
+                with self._schedule.running("shadow"):
+                    self._shadow.observe(self._grad)
+
+    def _rehearse(self) -> None:
+        """Runs everything once unseen, on the parameters as gradients, and once more to learn what it costs."""
+        fresh = self.state_dict()
+        device = self._grad.device
+        for _ in range(2):
+            for turn in (Turn.GATHER, Turn.SAMPLE):
+                self._take(turn, {name: param.detach() for name, param in self._params.items()})
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        self.load_state_dict(fresh)
+        self._schedule.forget()
 
     @torch.no_grad()
     def observe_half(self, *, step: int | None = None, fraction: float = 0.5) -> None:
@@ -139,12 +166,11 @@ class GradientProfiler:
         Where only the first call is made, `observe` takes its gradients for the whole sum, which they are without
         clipping. Losses are taken to be divided by the number of micro-batches, as usual.
         """
-        due = self._count["seen"] % self._stride() == 0
-        if self._released or step == 0 or self._step < 0 or not due or not self._watch.has_time:
+        if self._released or step == 0 or self._step < 0 or self._schedule.turn() is not Turn.SAMPLE:
             return
-        with self._watch.running():
+        with self._schedule.running("half"):
             if self._fraction is None:
-                self._gather()  # over the last step's gradient, which is not needed where there are halves
+                self._gather(self._gradients())  # over the last step's gradient, which is not needed where there are halves
                 self._swap()
                 self._fraction, self._prev_step = fraction, None
             else:
@@ -157,7 +183,7 @@ class GradientProfiler:
         """
         fraction = self._fraction
         assert fraction is not None
-        self._gather()
+        self._gather(self._gradients())
         c = (self._grad - self._prev).div_(1 - fraction)
         a = self._prev.div_(fraction)
         self._sums["half_signal"] += self._slices.sums(a * c)
@@ -165,18 +191,11 @@ class GradientProfiler:
         self._count["halves"] += 1
         self._fraction = None
 
-    def _add_pair(self, a: Tensor, c: Tensor) -> None:
-        self._sums["signal"] += self._slices.sums(a * c)
-        self._sums["noise"] += self._slices.sums((a - c).square_()) / 2
-        self._count["pairs"] += 1
+    def _gradients(self) -> dict[str, Tensor | None]:
+        return {name: param.grad for name, param in self._params.items()}
 
-    def _stride(self) -> int:
-        """Every how many steps one is sampled now."""
-        octave = 0 if self._large else (self._count["seen"] // self._sample_every // OCTAVE).bit_length()
-        return self._sample_every * 2**octave
-
-    def _gather(self) -> None:
-        self._slices.gather_(self._targets, grads={name: p.grad for name, p in self._params.items()})
+    def _gather(self, grads: Mapping[str, Tensor | None]) -> None:
+        self._slices.gather_(self._targets, grads=grads)
         self._grad.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def _swap(self) -> None:
@@ -204,17 +223,6 @@ class GradientProfiler:
             sums["fold_total"][pieces] += energies(matrices)
             folds = (fold_residuals(matrices), fold_residuals(matrices.transpose(1, 2)))
             sums["folds"][pieces] += torch.cat(folds, dim=1)
-        self._moments.observe({name: p.grad for name, p in self._params.items()})
-        self._observe_shadow()
-
-    def _observe_shadow(self) -> None:
-        if self._shadow is None:
-            return
-        index = self._count["shadow_seen"]
-        self._count["shadow_seen"] += 1
-        full_rate = max(8, SHADOW_CALLS // self._shadow.num_calls)
-        if self._large or index % 2 ** (index // full_rate).bit_length() == 0:
-            self._shadow.observe(self._grad)
 
     # -- what was seen --------------------------------------------------------------------------------------------
 
@@ -222,7 +230,7 @@ class GradientProfiler:
     def profile(self) -> Profile:
         """The statistics so far; none before two samples. Costs a pass over the slices after each new sample."""
         assert not self._released, "a released profiler has nothing to tell"
-        with self._watch.running():
+        with self._schedule.running("profile"):
             if self._stats is None:
                 self._stats = {}
                 if self.num_samples >= 2:
@@ -240,8 +248,8 @@ class GradientProfiler:
             stats=self._stats,
             shadow=shadow,
             num_samples=self.num_samples,
-            profile_s=self._watch.spent_s,
-            warmup_s=self._watch.elapsed_s,
+            profile_s=self._schedule.spent_s,
+            warmup_s=self._schedule.elapsed_s,
             profile_bytes=self.nbytes,
         )
 
@@ -271,7 +279,7 @@ class GradientProfiler:
             "count": dict(self._count),
             "step": self._step,
             "prev_step": self._prev_step,
-            "watch": self._watch.state_dict(),
+            "schedule": self._schedule.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -290,7 +298,7 @@ class GradientProfiler:
             self._shadow.load_state_dict(state["shadow"])
         self._count = dict(state["count"])
         self._step, self._prev_step = state["step"], state["prev_step"]
-        self._watch.load_state_dict(state["watch"])
+        self._schedule.load_state_dict(state["schedule"])
         self._stats = None
 
     def _layout(self) -> list[str]:

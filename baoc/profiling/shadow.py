@@ -160,7 +160,11 @@ class Shadow:
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._tensors())
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor it holds."""
+        return [*self._tensors(), self._chosen, self._matched]
 
     @property
     def spec_names(self) -> list[str]:
@@ -196,8 +200,8 @@ class Shadow:
         base = self._block_sums(reference * reference), self._block_sums(weighted * reference)
         columns: list[Tensor] = []
         for run in self._runs:
-            square = run.update.square()
-            products = (square, run.update * reference, square.mul(metric), run.update * weighted)
+            update = run.update
+            products = (update * update, update * reference, metric * update * update, weighted * update)
             columns.append(torch.stack([self._block_sums(product) for product in products]))
         self._add_terms(torch.stack(columns, dim=2), rr=base[0].unsqueeze(1), vrr=base[1].unsqueeze(1))
 

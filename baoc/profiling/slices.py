@@ -80,7 +80,9 @@ class Slices:
         share = _share([block.numel for block in blocks], total=max_elements)
         pieces: list[Piece] = []
         for index, block in enumerate(blocks):
-            params = _spread([p for p in block.params if p.numel > 0], count=int(share // (2 * GROUP)))
+            params = [param for param in block.params if param.numel > 0]
+            if share < block.numel:
+                params = _spread(params, count=int(share // (2 * GROUP)))
             fraction = min(1.0, share / max(1, sum(param.numel for param in params)))
             pieces += [_piece(param, block=index, fraction=fraction, device=device) for param in params]
         pieces.sort(key=lambda piece: (not piece.matrix, piece.shape, piece.sampled.transposed))  # stable
@@ -98,8 +100,11 @@ class Slices:
     @property
     def nbytes(self) -> int:
         """Bytes of the index tensors."""
-        rows = sum(piece.rows.nbytes for piece in self.pieces if piece.rows is not None)
-        return rows + self.lengths.nbytes + self._by_block.nbytes + self._held.nbytes
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    def tensors(self) -> list[Tensor]:
+        """The index tensors."""
+        return [*(p.rows for p in self.pieces if p.rows is not None), self.lengths, self._by_block, self._held]
 
     def new(self, device: torch.device) -> Tensor:
         """A zeroed float32 buffer."""

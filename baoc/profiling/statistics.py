@@ -19,7 +19,7 @@ def coherence(ema_square: Tensor, mean_square: Tensor, *, beta: float, samples: 
     Pure noise gives (1 - beta) / (1 + beta) after many samples, more after few; a constant direction gives 1.
     `ema_square` is the squared norm of the uncorrected EMA, `mean_square` the uncorrected EMA of the squared norm.
     """
-    return _ratio(ema_square, mean_square * (1 - beta**samples))
+    return _ratio(ema_square, mean_square * (1 - beta**samples)).clamp_(max=1.0)
 
 
 def noise_ratio(noise: Tensor, signal: Tensor) -> Tensor:

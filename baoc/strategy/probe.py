@@ -3,17 +3,19 @@
 The probe leaves nothing behind: RNG, buffers, gradients, metrics and the loader's position are as before.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
+import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
 from baoc.errors import BadInputError
+from baoc.online import time_specs
 from baoc.profiling import probe_footprint
-from baoc.types import Footprint
+from baoc.types import Footprint, LatencyTable, OptimizerSpec
 
 
 def first_batch(source: Any) -> Any:
@@ -46,29 +48,54 @@ def silent(module: L.LightningModule) -> Iterator[None]:
             metric._update_count = count
 
 
-def probe(trainer: L.Trainer, strategy: Any, *, context_bytes: int, accumulation: int) -> Footprint:
-    """The Footprint of `trainer`'s own module on its own first batches, in Lightning's order of a step.
+class Probe:
+    """`trainer`'s own module on its own first batches, in Lightning's order of a step.
 
     Raises BadInputError where the loader is empty.
     """
-    module = trainer.lightning_module
-    batch = first_batch(trainer.fit_loop._data_source)
-    if batch is None:
-        raise BadInputError("the training loader gave no batch, so no step can be planned: check the dataset's size")
-    val_loop = trainer.fit_loop.epoch_loop.val_loop
-    val_source = val_loop._data_source
-    val_batch = None
-    if trainer.limit_val_batches and val_source.is_defined():
-        val_batch = first_batch(val_source)
-    with silent(module):
-        return probe_footprint(
-            module,
-            run_micro_batch=_training(strategy, batch),
-            run_validation_batch=None if val_batch is None else _validation(strategy, val_batch),
-            micro_batch=_batch_size(batch),
-            accumulation=accumulation,
-            context_bytes=context_bytes,
-        )
+
+    def __init__(self, trainer: L.Trainer, strategy: Any):
+        self.module = trainer.lightning_module
+        batch = first_batch(trainer.fit_loop._data_source)
+        if batch is None:
+            raise BadInputError("the training loader gave no batch, so no step can be planned: check the dataset's size")
+        val_source = trainer.fit_loop.epoch_loop.val_loop._data_source
+        validates = trainer.limit_val_batches and val_source.is_defined()
+        val_batch = first_batch(val_source) if validates else None
+        self.accumulation = trainer.accumulate_grad_batches
+        self._micro_batch = _batch_size(batch)
+        self._train = _training(strategy, batch)
+        self._validate = None if val_batch is None else _validation(strategy, val_batch)
+
+    def footprint(self, *, context_bytes: int) -> Footprint:
+        with silent(self.module):
+            return probe_footprint(
+                self.module,
+                run_micro_batch=self._train,
+                run_validation_batch=self._validate,
+                micro_batch=self._micro_batch,
+                accumulation=self.accumulation,
+                context_bytes=context_bytes,
+            )
+
+    def latency(self, specs: Sequence[OptimizerSpec], *, max_s: float) -> LatencyTable:
+        """Seconds of forward and backward, and of the optimizer step of `specs`; gradients are None afterwards."""
+        params = [param for param in self.module.parameters() if param.requires_grad]
+        devices = sorted({param.device.index for param in params if param.device.type == "cuda"})
+
+        def step() -> None:
+            self._train().backward()
+            self.module.zero_grad(set_to_none=True)
+
+        with silent(self.module), torch.random.fork_rng(devices=devices, device_type="cuda"):
+            return time_specs(
+                specs,
+                device=params[0].device,
+                num_elements=sum(param.numel() for param in params),
+                base_step=step,
+                accumulation=self.accumulation,
+                max_s=max_s,
+            )
 
 
 def _training(strategy: Any, batch: Any) -> Callable[[], Tensor]:

@@ -14,15 +14,18 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.optim import Optimizer
 
 from baoc.budgets import parse_budget, resolve_auto
+from baoc.catalogue import select
 from baoc.errors import BadInputError
 from baoc.online import Reallocator, SessionSettings, assemble
 from baoc.optim import BlockwiseOptimizer
 from baoc.planner import Planner
 from baoc.profiling import cap_device, context_bytes, describe, free_bytes
-from baoc.strategy.probe import probe, unwrapped
-from baoc.strategy.takeover import hyperparameters, named_groups, rebind_schedulers
+from baoc.strategy.probe import Probe, unwrapped
+from baoc.strategy.takeover import count_steps_for_schedulers, hyperparameters, named_groups, rebind_schedulers
 from baoc.types import Budget, Footprint, LatencyTable, Plan, Profile, Reallocation
 
+TIMING_S = 5.0  # what a latency table may take where a step_time limit needs it
+RECORDING_S = 0.5  # and where it is only written down
 PlanListener = Callable[[Planner, Plan], None]
 
 
@@ -41,7 +44,8 @@ class BaocStrategy(SingleDeviceStrategy):
     """`L.Trainer(strategy=BaocStrategy(budget="8gb"))`: the same module, loader and schedule, inside a budget.
 
     `budget` takes every spelling of the command line. `device` is `auto` (what the Trainer's accelerator says), `cpu`
-    or `cuda`. With `plan_only`, `fit` plans and ends. `plan_listeners` are called with the first plan, `reallocation_listeners` with every decision after it.
+    or `cuda`. With `plan_only`, `fit` plans and ends. `record_latency` times the
+    specs in use for the record where no step_time limit asks for it. `plan_listeners` are called with the first plan, `reallocation_listeners` with every decision after it.
 
     One device, one AdamW, automatic optimization; anything else is refused with a sentence. Raises
     InfeasibleBudgetError from `Trainer.fit` before the first step where no allocation meets the budget.
@@ -57,6 +61,7 @@ class BaocStrategy(SingleDeviceStrategy):
         settings: SessionSettings | None = None,
         latency: LatencyTable | None = None,
         plan_only: bool = False,
+        record_latency: bool = False,
         plan_listeners: Iterable[PlanListener] = (),
         reallocation_listeners: Iterable[Callable[[Reallocation, Plan, Profile | None], None]] = (),
         **kwargs: Any,
@@ -68,6 +73,7 @@ class BaocStrategy(SingleDeviceStrategy):
         self.settings = settings or SessionSettings()
         self.latency = latency
         self.plan_only = plan_only
+        self.record_latency = record_latency
         self.plan_listeners = list(plan_listeners)
         self.reallocation_listeners = list(reallocation_listeners)
         self.reallocator: Reallocator | None = None
@@ -100,12 +106,10 @@ class BaocStrategy(SingleDeviceStrategy):
                 "parameters into one AdamW with parameter groups"
             )
         theirs = self.optimizers[0]
-        self.footprint = probe(
-            trainer,
-            self,
-            context_bytes=self.context_bytes,
-            accumulation=trainer.accumulate_grad_batches,
-        )
+        probe = Probe(trainer, self)
+        self.footprint = probe.footprint(context_bytes=self.context_bytes)
+        if self.budget.step_time is not None and self.latency is None:
+            self.latency = probe.latency(list(select(self.settings.planner.specs).values()), max_s=TIMING_S)
         declares = unwrapped(module)
         assembly = assemble(
             describe(module, optimizer_groups=theirs.param_groups),
@@ -119,9 +123,14 @@ class BaocStrategy(SingleDeviceStrategy):
             latency=self.latency,
         )
         self.footprint = assembly.planner.footprint
+        if self.latency is None and self.record_latency:
+            used = [assembly.planner.specs[name] for name in sorted(set(assembly.plan.allocation.choices.values()))]
+            assembly.planner.latency = probe.latency(used, max_s=RECORDING_S)
         self.reallocator = assembly.reallocator
         self.reallocator.listeners.extend(self.reallocation_listeners)
         rebind_schedulers([c.scheduler for c in self.lr_scheduler_configs], old=theirs, new=assembly.optimizer)
+        if self.lr_scheduler_configs:
+            count_steps_for_schedulers(assembly.optimizer)
         self.optimizers = [assembly.optimizer]
         if self._guard not in trainer.callbacks:
             trainer.callbacks.insert(0, self._guard)

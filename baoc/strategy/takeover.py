@@ -1,6 +1,8 @@
 """Reads what the user's optimizer says and hands its schedulers over to ours; refuses what would change its meaning."""
 
+import weakref
 from collections.abc import Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -56,6 +58,24 @@ def named_groups(optimizer: Optimizer, module: nn.Module) -> list[dict[str, Any]
             )
         groups.append({**kept, "params": [(names[id(param)], param) for param in group["params"]]})
     return groups
+
+
+def count_steps_for_schedulers(optimizer: Optimizer) -> None:
+    """Lets `optimizer.step` say that it was called, as torch's schedulers arrange for the optimizer they are built on.
+
+    Without it they warn that the optimizer they were rebound to had its step overridden.
+    """
+    plain, me = type(optimizer).step, weakref.ref(optimizer)
+
+    @wraps(plain)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        optimizer = me()
+        assert optimizer is not None
+        optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
+        return plain(optimizer, *args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # pyright: ignore[reportFunctionMemberAccess]
+    optimizer.step = step
 
 
 def rebind_schedulers(schedulers: Sequence[Any], *, old: Optimizer, new: Optimizer) -> None:

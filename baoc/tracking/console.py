@@ -118,7 +118,7 @@ def print_plan(plan: Plan, *, title: str = "Allocation") -> None:
     """The allocation as a table, then its totals, and whether the budget binds."""
     table = _table(title)
     table.add_column("block", overflow="fold", max_width=28)
-    table.add_column("spec", overflow="fold", max_width=22)
+    table.add_column("spec", overflow="fold", max_width=24)
     table.add_column("bytes", justify="right", no_wrap=True)
     table.add_column("risk", justify="right", no_wrap=True)
     table.add_column("why", overflow="fold", ratio=1)
@@ -128,6 +128,7 @@ def print_plan(plan: Plan, *, title: str = "Allocation") -> None:
         table.add_row(escape(row.block), escape(row.spec), size, risk, escape(row.why))
     console = make_console()
     console.print(table)
+    console.print("why: the next cheaper and dearer spec, and the bytes and risk that each would change", style="dim")
     for line in plan_lines(plan):
         console.print(line, markup=False)
     console.print()

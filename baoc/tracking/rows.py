@@ -77,10 +77,10 @@ def _why(chosen: Candidate | None, *, options: Sequence[Candidate], reason: Reas
         saved = format_bytes(chosen.cost.state_bytes - cheaper.cost.state_bytes)
         term = max(cheaper.risk.terms, key=lambda name: cheaper.risk.terms[name], default="")
         added = cheaper.risk.total - chosen.risk.total
-        parts.append(f"{cheaper.spec} saves {saved}, risk {added:+.2g}{f' ({term})' if term else ''}")
+        parts.append(f"{cheaper.spec}: -{saved}, risk {added:+.2g}{f' ({term})' if term else ''}")
     if dearer is not None:
         extra = format_bytes(dearer.cost.state_bytes - chosen.cost.state_bytes)
-        parts.append(f"{dearer.spec} costs {extra}, risk {dearer.risk.total - chosen.risk.total:+.2g}")
+        parts.append(f"{dearer.spec}: +{extra}, risk {dearer.risk.total - chosen.risk.total:+.2g}")
     return "; ".join(parts)
 
 

@@ -154,9 +154,9 @@ def test_vit_with_dropout_resumes_bit_for_bit_where_the_random_state_is_kept(tmp
     save = SaveAt("on_train_batch_end", step=7, path=tmp_path / "saved.ckpt")
     whole, resumed = task(), task()
     torch.manual_seed(1)
-    trainer(RngState(), save, max_steps=12).fit(whole, digits())
+    trainer(RngState(), save, max_steps=12).fit(whole, digits(batch_size=32))
     torch.manual_seed(2)
-    trainer(RngState(), max_steps=12).fit(resumed, digits(), ckpt_path=save.path, weights_only=True)
+    trainer(RngState(), max_steps=12).fit(resumed, digits(batch_size=32), ckpt_path=save.path, weights_only=True)
     for after, uninterrupted in zip(resumed.parameters(), whole.parameters(), strict=True):
         assert torch.equal(after, uninterrupted)
 

@@ -25,9 +25,9 @@ def test_a_plan_says_block_spec_bytes_risk_and_why(capsys: pytest.CaptureFixture
     out = capsys.readouterr().out
     assert out.startswith("At the start")
     (mlp,) = [line for line in out.splitlines() if line.startswith(" layers.1.mlp")]
-    assert mlp.split()[1:] == ["sign", "8", "B", "0.5", "adamw", "costs", "252", "B,", "risk", "-0.5"]
+    assert mlp.split()[1:] == ["sign", "8", "B", "0.5", "adamw:", "+252", "B,", "risk", "-0.5"]
     (attention,) = [line for line in out.splitlines() if line.startswith(" layers.1.attention")]
-    assert attention.split()[1:] == ["adamw", "260", "B", "0", "sign", "saves", "252", "B,", "risk", "+0.5", "(drop_m)"]
+    assert attention.split()[1:] == ["adamw", "260", "B", "0", "sign:", "-252", "B,", "risk", "+0.5", "(drop_m)"]
     assert "state 1.02 KiB (1048 bytes), 80.6% of fp32 AdamW's 1.27 KiB; risk 0.5 by risk=prior" in out
     assert "(allocator=exact, proven optimal)" in out
     assert "budget state_50 binds; budgets that bind go from 40 B (40 bytes, the least feasible) to 1.27 KiB" in out

@@ -60,7 +60,9 @@ def test_row_bands_are_whole_rows_in_runs_of_eight():
     rows = piece.rows.tolist()
     assert len(set(rows)) == 64
     starts = rows[::8]
-    assert all(start % 8 == 0 and rows[i * 8 : i * 8 + 8] == list(range(start, start + 8)) for i, start in enumerate(starts))
+    assert all(
+        start % 8 == 0 and rows[i * 8 : i * 8 + 8] == list(range(start, start + 8)) for i, start in enumerate(starts)
+    )
     assert max(rows) >= 240, "the last rows of a fused projection are seen too"
 
 

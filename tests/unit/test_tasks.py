@@ -129,6 +129,12 @@ def test_checkpoint_holds_plain_values_and_rebuilds_the_task(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), task.parameters(), strict=True))
 
 
+def test_settings_become_plain_floats():
+    settings = OptimizerSettings(lr=1, betas=OmegaConf.create([0, 0.9]), weight_decay=0)
+    assert settings.betas == (0.0, 0.9)
+    assert {type(value) for value in (settings.lr, settings.weight_decay, *settings.betas)} == {float}
+
+
 @pytest.mark.parametrize(
     ("settings", "text"),
     [

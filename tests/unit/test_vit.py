@@ -112,6 +112,7 @@ def test_failure_while_building_puts_the_surroundings_back():
 
 def test_dropout_acts_in_training_only():
     model = build_model("vit", spec=DIGITS, dropout=0.5, seed=0)
+    assert {module.attention_dropout for module in model.modules() if hasattr(module, "attention_dropout")} == {0.5}
     images = torch.ones(2, 1, 8, 8)
     assert model.training
     assert not torch.equal(model(images), model(images))

@@ -1,0 +1,115 @@
+"""Which steps profiling samples, and how long it has taken."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from enum import StrEnum
+from time import perf_counter
+from typing import Any
+
+LARGE_PARAMS = 10_000_000  # from here on limits are shares of time and size; below, they are absolute
+MAX_S = 3.0
+MAX_SHARE = 0.05
+OCTAVE = 64  # steps at full rate, then as many at half of it, twice as many at a quarter, and so on
+
+
+class Turn(StrEnum):
+    SKIP = "skip"
+    GATHER = "gather"  # keep the gradient, for the pair that the next step makes with it
+    SAMPLE = "sample"
+
+
+class Schedule:
+    """Decides by counting, and by the clock only as far as it must.
+
+    Below LARGE_PARAMS the only question ever asked of the clock is whether MAX_S are used up, so what is sampled (and
+    with it every result) does not depend on the machine's speed until they are. From there on a step is skipped unless
+    what a sample costs fits into `max_share` of the time since `start`; shadow runs, where there are any, get half of
+    that for themselves. Time is the host's: on a GPU that is what launching costs.
+    """
+
+    def __init__(
+        self, *, num_params: int, sample_every: int = 1, max_share: float = MAX_SHARE, shadow_every: int | None = None
+    ):
+        """`shadow_every`: samples that shadows follow at full rate; None without shadows."""
+        self.large = num_params >= LARGE_PARAMS
+        self._sample_every, self._shadow_rate = sample_every, shadow_every
+        self._share = max_share if shadow_every is None else max_share / 2
+        self._spent = {"sample": 0.0, "shadow": 0.0}
+        self._cost = {"gather": 0.0, "sample": 0.0, "shadow": 0.0}  # seconds of the newest one
+        self._seen = 0
+        self._sampled = 0
+        self._armed = False
+        self._began: float | None = None
+        self._before = 0.0  # elapsed before a resume
+
+    def start(self) -> None:
+        """Starts the time that shares are taken of; later calls change nothing."""
+        if self._began is None:
+            self._began = perf_counter()
+
+    @property
+    def elapsed_s(self) -> float:
+        return self._before + (perf_counter() - self._began if self._began is not None else 0.0)
+
+    @property
+    def spent_s(self) -> float:
+        return sum(self._spent.values())
+
+    def turn(self) -> Turn:
+        """What the coming step is for."""
+        if self.large:
+            if self._armed:
+                return Turn.SAMPLE
+            due = self._seen % self._sample_every == 0
+            return Turn.GATHER if due and self._affords("sample", self._cost["gather"]) else Turn.SKIP
+        if self.spent_s > MAX_S:
+            return Turn.SKIP
+        stride = self._sample_every * thinning(self._seen // self._sample_every, full_rate=OCTAVE)
+        if self._seen % stride == 0:
+            return Turn.SAMPLE
+        return Turn.GATHER if (self._seen + 1) % stride == 0 else Turn.SKIP
+
+    def advance(self, turn: Turn) -> None:
+        """Says that the step is over."""
+        self._seen += 1
+        self._armed = turn is Turn.GATHER
+
+    def shadow_turn(self) -> bool:
+        """True if the sample just taken is one for the shadows too."""
+        assert self._shadow_rate is not None
+        self._sampled += 1
+        if self.large:
+            return self._affords("shadow")
+        return (self._sampled - 1) % thinning(self._sampled - 1, full_rate=self._shadow_rate) == 0
+
+    def _affords(self, kind: str, more_s: float = 0.0) -> bool:
+        return self._spent[kind] + self._cost[kind] + more_s <= self._share * self.elapsed_s
+
+    @contextmanager
+    def running(self, kind: str) -> Iterator[None]:
+        """Takes the time of what runs inside: `gather`, `sample`, `shadow`, or else (`profile`), which counts as sampling."""
+        began = perf_counter()
+        try:
+            yield
+        finally:
+            seconds = perf_counter() - began
+            self._spent["shadow" if kind == "shadow" else "sample"] += seconds
+            if kind in self._cost:
+                self._cost[kind] = seconds
+
+    def forget(self) -> None:
+        """Takes what ran so far as a rehearsal: it tells what things cost, and was not spent."""
+        self._spent = dict.fromkeys(self._spent, 0.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        counts = {"seen": self._seen, "sampled": self._sampled, "armed": self._armed}
+        return {**counts, "spent": dict(self._spent), "elapsed_s": self.elapsed_s}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._seen, self._sampled, self._armed = state["seen"], state["sampled"], state["armed"]
+        self._spent, self._before, self._began = dict(state["spent"]), state["elapsed_s"], None
+
+
+def thinning(index: int, *, full_rate: int) -> int:
+    """Every how many: 1 for the first `full_rate`, then 2 for as many, 4 for twice as many, and so on."""
+    return 2 ** (index // full_rate).bit_length()

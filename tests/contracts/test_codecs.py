@@ -1,0 +1,119 @@
+"""What every codec promises, whichever is registered: bytes, zeros, positive v, nothing non-finite, any scale."""
+
+import pytest
+import torch
+
+from baoc.catalogue import CODECS, STORAGES
+from baoc.codecs import CODEC_IMPLS, Codec
+from baoc.codecs.base import lanes
+
+SIZES = [(0,), (1,), (7,), (32,), (33,), (255,), (256,), (257,), (9991,), (17, 64), (8, 3, 3, 5)]
+FOR_V = {storage.v for storage in STORAGES.values()}
+FOR_M = {storage.m for storage in STORAGES.values()}
+
+
+def make(name: str, values: torch.Tensor, *, phase: int | None = None) -> torch.Tensor:
+    codec = CODEC_IMPLS[name]
+    parts = codec.allocate(values.shape, "cpu")
+    codec.encode_(parts, values, phase=phase)
+    return codec.decode(parts, values.shape)
+
+
+def sample(name: str, shape: tuple[int, ...], *, seed: int = 0) -> torch.Tensor:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return values.square() if name in FOR_V and name not in FOR_M else values
+
+
+def test_every_row_of_the_catalogue_is_implemented() -> None:
+    assert CODEC_IMPLS.keys() == CODECS.keys()
+    assert all(CODEC_IMPLS[name].info is CODECS[name] for name in CODECS)
+
+
+@pytest.mark.parametrize("name", CODEC_IMPLS)
+class TestCodec:
+    def test_follows_the_protocol(self, name: str) -> None:
+        assert isinstance(CODEC_IMPLS[name], Codec)
+
+    @pytest.mark.parametrize("shape", SIZES, ids=str)
+    def test_parts_take_exactly_the_bytes_of_the_catalogue(self, name: str, shape: tuple[int, ...]) -> None:
+        parts = CODEC_IMPLS[name].allocate(shape, "cpu")
+        held = sum(part.untyped_storage().nbytes() for part in parts.values())
+        assert held == CODECS[name].nbytes(torch.Size(shape).numel())
+        assert parts[""].shape == shape
+
+    @pytest.mark.parametrize("shape", SIZES, ids=str)
+    @pytest.mark.parametrize("phase", [None, 0, 5])
+    def test_decodes_to_fp32_of_its_shape(self, name: str, shape: tuple[int, ...], phase: int | None) -> None:
+        values = sample(name, shape)
+        decoded = make(name, values, phase=phase)
+        assert decoded.shape == shape and decoded.dtype is torch.float32
+        if values.numel():
+            assert torch.nn.functional.cosine_similarity(decoded.flatten(), values.flatten(), dim=0) > 0.995
+
+    def test_starts_at_zero(self, name: str) -> None:
+        codec = CODEC_IMPLS[name]
+        assert not codec.decode(codec.allocate((65,), "cpu"), (65,)).any()
+
+    @pytest.mark.parametrize("phase", [None, *range(40)])
+    def test_zero_stays_exactly_zero(self, name: str, phase: int | None) -> None:
+        values = sample(name, (256,))
+        values[::3] = 0
+        values[32:64] = 0  # a whole group
+        decoded = make(name, values, phase=phase)
+        assert not decoded[::3].any() and not decoded[32:64].any()
+
+    @pytest.mark.parametrize("phase", [None, *range(40)])
+    def test_positive_v_never_becomes_zero(self, name: str, phase: int | None) -> None:
+        if name not in FOR_V:
+            assert name in FOR_M  # a codec of m may round small numbers to zero
+            return
+        values = torch.logspace(-37, 0, 256)[torch.randperm(256, generator=torch.Generator().manual_seed(0))]
+        assert (make(name, values, phase=phase) > 0).all()
+
+    def test_nothing_non_finite_is_stored(self, name: str) -> None:
+        values = sample(name, (96,))
+        values[3], values[40], values[41] = torch.nan, torch.inf, -torch.inf
+        if name == "fp32":
+            assert torch.equal(make(name, values)[40:42], values[40:42])  # keeps what it is given, as torch does
+            return
+        for phase in (None, 3):
+            decoded = make(name, values, phase=phase)
+            assert decoded.isfinite().all()
+            clean = values.nan_to_num(nan=0.0)
+            assert torch.allclose(decoded[64:], make(name, clean, phase=phase)[64:])  # other groups see nothing of it
+            assert decoded[3] == 0
+
+    @pytest.mark.parametrize("exponent", range(-12, 9, 2))
+    def test_error_does_not_depend_on_the_scale(self, name: str, exponent: int) -> None:
+        values, factor = sample(name, (4096,)), 10.0**exponent
+        if name in FOR_V - FOR_M:
+            factor = factor**2  # v of gradients times 10^k
+
+        def error(scale: float) -> float:
+            scaled = values * scale
+            return float((make(name, scaled).double() - scaled.double()).norm() / scaled.double().norm())
+
+        assert error(factor) <= 1.1 * error(1.0) + 1e-7
+
+    def test_the_same_phase_gives_the_same_bits_and_another_one_others(self, name: str) -> None:
+        values = sample(name, (4096,))
+        assert torch.equal(make(name, values, phase=7), make(name, values, phase=7))
+        assert torch.equal(make(name, values, phase=7), make(name, values, phase=8)) == (name == "fp32")
+
+    def test_strided_values_are_stored_as_their_contiguous_twins(self, name: str) -> None:
+        values = sample(name, (16, 24)).t()
+        for phase in (None, 4):
+            assert torch.equal(make(name, values, phase=phase), make(name, values.contiguous(), phase=phase))
+
+    def test_arguments_are_not_written_to(self, name: str) -> None:
+        values = sample(name, (256,))
+        kept = values.clone()
+        make(name, values, phase=2)
+        assert torch.equal(values, kept)
+
+
+def test_thresholds_are_spread_evenly_over_steps_and_lanes() -> None:
+    table = torch.stack([lanes(step, torch.device("cpu")) for step in range(1000)])
+    assert ((table > 0) & (table <= 1)).all()
+    assert (table.mean(0) - 0.5).abs().max() < 0.01  # over steps, each lane
+    assert (table.mean(1) - 0.5).abs().max() < 0.1  # over lanes, each step

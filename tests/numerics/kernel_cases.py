@@ -1,0 +1,207 @@
+"""Fused steps held against the eager rules and codecs: the cases, on any device, for the tests and for the benchmark.
+
+Every step starts from equal states, so a difference is that of one step. What may differ, and why: the kernel fuses
+multiply and add, multiplies by reciprocals and takes sqrt, exp2 and log2 of the device, each good to one or two units
+in the last place of fp32. So numbers agree to a few 1e-7, and a code differs by one where a number lies that near to the
+boundary between two codes: a share of about (codes x 1e-6), for a scale about 2^-14.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from baoc.catalogue import STORAGES
+from baoc.codecs import CODEC_IMPLS
+from baoc.codecs.base import lanes
+from baoc.kernels import Cut, FusedTable, Kind, fused_step, merge_weights, split_weights_
+from baoc.kernels.kinds import RULE_KINDS
+from baoc.rules import RULES, RuleContext
+
+SIZES = (1, 7, 255, 256, 257, 0, 1300)
+RTOL = 1e-6  # fp32 numbers, of the largest in the tensor's step
+ODD_CODES = 2e-3  # share of codes that may differ by one
+State = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    lr: float = 1e-2
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+
+
+@dataclass(slots=True, kw_only=True)
+class Case:
+    """What is stepped, and how."""
+
+    rule: str
+    storage: str = "fp32"
+    param: torch.dtype = torch.float32
+    grad: torch.dtype = torch.float32
+    weights: str = "native"
+    device: str = "cpu"
+    sizes: Sequence[int] = SIZES
+    cut: Cut = field(default_factory=lambda: Cut(chunk=512, warps=1))
+    options: Sequence[Options] = (Options(), Options(lr=3e-3, betas=(0.8, 0.999), weight_decay=0.0))
+
+    @property
+    def name(self) -> str:
+        names = (self.rule, self.storage, self.weights, self.param, self.grad)
+        return "-".join(str(name).removeprefix("torch.") for name in names)
+
+    @property
+    def kind(self) -> Kind:
+        storage = STORAGES[self.storage]
+        return Kind(rule=self.rule, m=storage.m, v=storage.v, weights=self.weights)
+
+
+def all_cases(device: str = "cpu", *, sizes: Sequence[int] = SIZES, cut: Cut | None = None) -> list[Case]:
+    """Every rule in every storage, for fp32 and bf16 parameters; mixed gradients and split weights for some."""
+    float32, bfloat16 = torch.float32, torch.bfloat16
+    cases = []
+    for rule in RULE_KINDS:
+        for storage in STORAGES if rule != "sign" else ("fp32",):
+            cases += [Case(rule=rule, storage=storage, param=p, grad=p) for p in (float32, bfloat16)]
+    cases += [Case(rule="adamw", storage="int8", param=bfloat16, grad=float32)]
+    cases += [Case(rule=r, storage="int8", param=bfloat16, grad=bfloat16, weights="split8") for r in ("adamw", "lion")]
+    cases += [Case(rule="adamw", param=bfloat16, grad=float32, weights="split8")]
+    for case in cases:
+        case.device, case.sizes, case.cut = device, sizes, cut or case.cut
+    return cases
+
+
+class Twin:
+    """The same parameters and states twice: `step` runs the kernel on one and the eager path on the other."""
+
+    def __init__(self, case: Case, *, seed: int = 0):
+        self.case, self.kind = case, case.kind
+        self.random = torch.Generator().manual_seed(seed)
+        self.params = [self._randn(n, case.param).requires_grad_() for n in case.sizes]
+        self.states = [self._state(param) for param in self.params]
+        self.groups = [i % len(case.options) for i in range(len(self.params))]
+        self.table = FusedTable(self.params, kind=self.kind, states=self.states, groups=self.groups, cut=case.cut)
+        self.eager = self.copy()
+        self.phase = 0
+
+    def _randn(self, size: int, dtype: torch.dtype, *, spread: float = 0.0) -> Tensor:
+        values = torch.randn(size, generator=self.random)
+        if spread:
+            values = values * torch.exp2(spread * torch.randn(size, generator=self.random))
+        return values.to(self.case.device, dtype)
+
+    def _state(self, param: Tensor) -> State:
+        state: State = {}
+        for name, present, codec in (
+            ("m", self.kind.traits.has_m, self.kind.m),
+            ("v", self.kind.traits.has_v, self.kind.v),
+        ):
+            if present:
+                parts = CODEC_IMPLS[codec].allocate(param.shape, param.device)
+                state |= {f"{name}{part}": tensor for part, tensor in parts.items()}
+        if self.kind.weights == "split8":
+            state["correction"] = torch.zeros_like(param, dtype=torch.int8)
+        return state
+
+    def copy(self) -> tuple[list[Tensor], list[State], Tensor]:
+        params = [param.detach().clone() for param in self.params]
+        return params, [{k: t.clone() for k, t in s.items()} for s in self.states], self.table.steps.clone()
+
+    def new_gradients(self, *, idle: Sequence[int] = ()) -> None:
+        """Gradients over some orders of magnitude, a tenth of them exactly zero; none for `idle` tensors."""
+        for index, param in enumerate(self.params):
+            grad = self._randn(param.numel(), torch.float32, spread=2.0) * 1e-3
+            grad[torch.rand(param.numel(), generator=self.random).to(grad.device) < 0.1] = 0.0
+            param.grad = None if index in idle else grad.to(self.case.grad) if self.case.grad != torch.float32 else None
+            if index not in idle and self.case.grad == torch.float32:
+                if self.case.param != torch.float32:
+                    param.grad_dtype = torch.float32
+                param.grad = grad
+
+    def step(self, *, factors: Tensor | None = None, masks: dict[int, Tensor] | None = None) -> Tensor | None:
+        """One step of both, from the eager one's states. Returns the fused sums of squares."""
+        self.load(self.eager)
+        self.phase += 1
+        thresholds = lanes(self.phase, torch.device("cpu"))
+        sums = fused_step(
+            self.table, options=self.case.options, thresholds=thresholds, factors=factors, masks=masks, track=True
+        )
+        for index, param in enumerate(self.params):
+            if param.grad is not None:
+                factor = None if factors is None else float(factors[index])
+                self._step_eager(index, grad=param.grad, factor=factor, mask=(masks or {}).get(index))
+        return sums
+
+    def load(self, source: tuple[list[Tensor], list[State], Tensor]) -> None:
+        """Takes over parameters and states, as a backend that goes on where the other stopped."""
+        params, states, steps = source
+        with torch.no_grad():
+            for own, other in zip(self.params, params, strict=True):
+                own.copy_(other)
+        for own, other in zip(self.states, states, strict=True):
+            for key, tensor in own.items():
+                tensor.copy_(other[key])
+        self.table.steps.copy_(steps)
+
+    def _step_eager(self, index: int, *, grad: Tensor, factor: float | None, mask: Tensor | None) -> None:
+        params, states, steps = self.eager
+        param, state, options = params[index], states[index], self.case.options[self.groups[index]]
+        rule, codecs = RULES[self.case.rule], {"m": self.kind.m, "v": self.kind.v}
+        steps[index] += self.kind.traits.counts_steps
+        finite = grad.isfinite() if mask is None else mask
+        grad = torch.where(finite, grad.to(torch.float32), 0.0)
+        kept = {decl.name: CODEC_IMPLS[codecs[decl.name]] for decl in rule.info.states}
+        parts = {name: {p: state[f"{name}{p}"] for p in ("", ".scale") if f"{name}{p}" in state} for name in kept}
+        values = {name: codec.decode(parts[name], param.shape).clone() for name, codec in kept.items()}
+        old = {name: tensor.clone() for name, tensor in values.items()}
+        (beta1, beta2), step = options.betas, int(steps[index])
+        ctx = RuleContext(step=step, beta1=beta1, beta2=beta2, eps=options.eps, finite=finite)
+        direction = rule.direction(grad, states=values, ctx=ctx)
+        update = direction.update().clone()
+        for name, codec in kept.items():
+            now = torch.where(finite, values[name], old[name])
+            codec.encode_(parts[name], now, phase=self.phase if name == "v" else None)
+        split = self.kind.weights == "split8"
+        work = merge_weights(param, state["correction"]) if split else param.to(torch.float32)
+        size = options.lr / direction.divisor * (1.0 if factor is None else factor)
+        new = torch.where(finite, work * (1 - options.lr * options.weight_decay) - size * update, work)
+        if split:
+            split_weights_(param, state["correction"], values=new)
+        else:
+            param.copy_(new)
+        self.square = torch.where(finite, update, 0.0).square().sum()
+
+
+def check_equal(twin: Twin) -> float:
+    """Raises AssertionError unless both agree as the module's text says; returns the share of odd codes."""
+    params, states, steps = twin.eager
+    odd = total = 0
+    where = twin.case.name
+    assert torch.equal(twin.table.steps, steps), where
+    for index, (own, other) in enumerate(zip(twin.params, params, strict=True)):
+        state, expected = twin.states[index], states[index]
+        if twin.kind.weights == "split8":
+            a, b = merge_weights(own.detach(), state["correction"]), merge_weights(other, expected["correction"])
+            torch.testing.assert_close(a, b, rtol=2.0**-15, atol=1e-9, msg=f"{where} {index}: weights")
+        else:
+            odd, total = _compare(own.detach(), other, odd=odd, total=total, where=f"{where} param {index}")
+        for key, tensor in state.items():
+            if key != "correction":
+                odd, total = _compare(tensor, expected[key], odd=odd, total=total, where=f"{where} {key} {index}")
+    share = odd / max(total, 1)
+    assert share <= ODD_CODES, f"{where}: {share:.1e} of the codes differ"
+    return share
+
+
+def _compare(a: Tensor, b: Tensor, *, odd: int, total: int, where: str) -> tuple[int, int]:
+    assert a.dtype is b.dtype and a.shape == b.shape, where
+    if a.dtype is torch.float32:
+        atol = RTOL * float(b.abs().max()) if b.numel() else 0.0
+        torch.testing.assert_close(a, b, rtol=RTOL, atol=atol * 1e-1, msg=lambda text: f"{where}: {text}")
+        return odd, total
+    codes, expected = (t.view(torch.int16) if t.dtype is torch.bfloat16 else t for t in (a, b))
+    gap = (codes.to(torch.int32) - expected.to(torch.int32)).abs()
+    assert not gap.numel() or int(gap.max()) <= 1, f"{where}: codes are up to {int(gap.max())} apart"
+    return odd + int(gap.count_nonzero()), total + gap.numel()

@@ -1,0 +1,125 @@
+"""Allocators against brute force and against each other, on random candidates."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from baoc.allocation import ALLOCATORS, NoFeasibleAllocation
+from baoc.types import Limits
+from tests.decision import Candidates, brute_force, extremes, random_candidates
+
+EXACT, LAGRANGIAN, GREEDY, RANDOM = (ALLOCATORS[name] for name in ("exact", "lagrangian", "greedy", "random"))
+SLACK = 1e-9
+
+seeds = st.integers(0, 10_000)
+parts = st.floats(-0.05, 1.05)
+
+
+def limits_at(candidates: Candidates, *, byte_part: float | None, step_part: float | None) -> Limits:
+    """Limits at a part of the way from the least to the most of each total; below 0 cannot be met."""
+    least, most, fastest, slowest = extremes(candidates)
+    return Limits(
+        state_bytes=None if byte_part is None else int(least + byte_part * (most - least)),
+        step_s=None if step_part is None else fastest + step_part * (slowest - fastest),
+    )
+
+
+@hypothesis_settings(max_examples=120)
+@given(
+    seed=seeds,
+    blocks=st.integers(1, 5),
+    specs=st.integers(1, 5),
+    ties=st.booleans(),
+    byte_part=st.none() | parts,
+    step_part=st.none() | parts,
+)
+def test_exact_equals_brute_force_and_lagrangian_keeps_its_word(
+    seed: int, blocks: int, specs: int, ties: bool, byte_part: float | None, step_part: float | None
+):
+    options = random_candidates(seed, blocks=blocks, specs=specs, ties=ties)
+    limits = limits_at(options, byte_part=byte_part, step_part=step_part)
+    best = brute_force(options, limits=limits)
+    for allocator in (EXACT, LAGRANGIAN, GREEDY, RANDOM):
+        if best is None:
+            with pytest.raises(NoFeasibleAllocation):
+                allocator(options, limits=limits)
+            continue
+        allocation = allocator(options, limits=limits, seed=seed)
+        assert allocation.risk >= best * (1 - SLACK), "better than the best: a limit was broken"
+        if limits.state_bytes is not None:
+            assert allocation.state_bytes <= limits.state_bytes
+        if allocator is EXACT:
+            assert allocation.risk == pytest.approx(best, rel=1e-7, abs=1e-12)
+        if allocation.gap is not None:
+            bound = allocation.risk - allocation.gap * max(abs(allocation.risk), 1e-12)
+            assert bound <= best * (1 + SLACK) + 1e-12, "a bound above the best"
+
+
+@hypothesis_settings(max_examples=40)
+@given(seed=seeds, blocks=st.integers(1, 8), parts=st.tuples(*[st.floats(0, 1)] * 3), timed=st.booleans())
+def test_more_budget_never_raises_the_exact_risk(seed: int, blocks: int, parts: tuple[float, ...], timed: bool):
+    options = random_candidates(seed, blocks=blocks, specs=8, timed=timed)
+    step_part = 0.5 if timed else None
+    risks: list[float] = []
+    for part in sorted(parts):
+        try:
+            limits = limits_at(options, byte_part=part, step_part=step_part)
+            risks.append(EXACT(options, limits=limits).risk)
+        except NoFeasibleAllocation:
+            assert not risks, "feasible with less, and not with more"
+    for poorer, richer in pairwise(risks):
+        assert richer <= poorer * (1 + SLACK)
+
+
+@hypothesis_settings(max_examples=25)
+@given(seed=seeds, byte_part=st.floats(0.05, 0.9), step_part=st.none() | st.floats(0.3, 0.9))
+def test_lagrangian_on_many_blocks_is_near_its_bound_and_no_worse_than_greedy(
+    seed: int, byte_part: float, step_part: float | None
+):
+    options = random_candidates(seed, blocks=150, specs=10)
+    limits = limits_at(options, byte_part=byte_part, step_part=step_part)
+    try:
+        allocation = LAGRANGIAN(options, limits=limits)
+    except NoFeasibleAllocation:
+        with pytest.raises(NoFeasibleAllocation):
+            EXACT(options, limits=limits)
+        return
+    assert allocation.gap is not None and allocation.gap < 0.05
+    assert allocation.risk <= GREEDY(options, limits=limits).risk * (1 + SLACK)
+
+
+@hypothesis_settings(max_examples=15)
+@given(seed=seeds, byte_part=st.floats(0.1, 0.8))
+def test_the_lagrangian_bound_lies_below_the_optimum_and_its_answer_above(seed: int, byte_part: float):
+    """On 60 blocks the gap is small, so a bound that is a little too high shows."""
+    options = random_candidates(seed, blocks=60, specs=10, timed=False)
+    limits = limits_at(options, byte_part=byte_part, step_part=None)
+    allocation, best = LAGRANGIAN(options, limits=limits), EXACT(options, limits=limits)
+    assert allocation.gap is not None and best.gap == pytest.approx(0.0, abs=1e-6)
+    assert allocation.risk * (1 - allocation.gap) <= best.risk * (1 + 1e-6)
+    assert best.risk * (1 - 1e-6) <= allocation.risk
+
+
+@hypothesis_settings(max_examples=40)
+@given(seed=seeds, byte_part=st.floats(0, 1), step_part=st.none() | st.floats(0.2, 1))
+def test_random_is_feasible_seeded_and_leaves_nothing_that_fits(seed: int, byte_part: float, step_part: float | None):
+    options = random_candidates(seed, blocks=12, specs=6)
+    limits = limits_at(options, byte_part=byte_part, step_part=step_part)
+    try:
+        allocation = RANDOM(options, limits=limits, seed=seed)
+    except NoFeasibleAllocation:
+        return
+    assert allocation == RANDOM(options, limits=limits, seed=seed)
+    assert limits.state_bytes is not None and allocation.state_bytes <= limits.state_bytes
+    for block, spec in allocation.choices.items():
+        now = next(c for c in options[block] if c.spec == spec)
+        for other in options[block]:
+            more = other.cost.state_bytes - now.cost.state_bytes
+            later = other.cost.step_s - now.cost.step_s
+            fits = allocation.state_bytes + more <= limits.state_bytes and (
+                limits.step_s is None or allocation.step_s + later <= limits.step_s * (1 - 1e-9)
+            )
+            assert not (more > 0 and fits), f"{block} could still have spent {more} bytes"

@@ -1,0 +1,224 @@
+"""Single cases of single allocators: degenerate problems, refusals, baselines as published, a solver out of time."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from baoc.allocation import ALLOCATORS, NoFeasibleAllocation, exact
+from baoc.allocation.base import make_problem
+from baoc.allocation.exact import ExactAllocator, Undecided
+from baoc.allocation.moves import fill, repair, swap
+from baoc.allocation.uniform import UNIFORM
+from baoc.blocks import partition
+from baoc.candidates import build_candidates, undominated
+from baoc.catalogue import SPECS
+from baoc.cost import adamw_state_bytes
+from baoc.errors import BadInputError
+from baoc.risk import RISKS
+from baoc.types import Limits, Role
+from tests.decision import RULES, brute_force, candidates, extremes, random_candidates, transformer
+
+BLOCKS = partition(transformer())
+EVERYTHING = build_candidates(BLOCKS, specs=SPECS, rules=RULES, risk=RISKS["prior"])
+PRIOR = undominated(EVERYTHING)
+OPTIMISERS = ("exact", "lagrangian", "greedy")
+
+# two blocks: s0 is dear and quick, s1 cheap and slow
+TRADE = candidates([(0.0, 10, 1.0), (1.0, 2, 3.0)], [(0.0, 10, 1.0), (2.0, 2, 3.0)])
+
+
+@pytest.mark.parametrize("name", OPTIMISERS)
+def test_where_nothing_binds_every_block_keeps_adamw(name: str):
+    for limits in (Limits(), Limits(state_bytes=adamw_state_bytes(BLOCKS))):
+        allocation = ALLOCATORS[name](PRIOR, limits=limits)
+        assert set(allocation.choices.values()) == {"adamw"}
+        assert (allocation.risk, allocation.gap) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("name", ["exact", "lagrangian"])
+def test_safe_specs_go_first(name: str):
+    """Half the bytes cost storage only, a tenth no block its v."""
+    adamw = adamw_state_bytes(BLOCKS)
+    half = ALLOCATORS[name](PRIOR, limits=Limits(state_bytes=adamw // 2))
+    assert {SPECS[spec].rule for spec in half.choices.values()} == {"adamw"}
+    tenth = ALLOCATORS[name](PRIOR, limits=Limits(state_bytes=adamw // 10))
+    assert not {"sign", "lion", "signum"} & {SPECS[spec].rule for spec in tenth.choices.values()}
+    assert half.risk < tenth.risk
+
+
+@pytest.mark.parametrize("name", OPTIMISERS)
+def test_equal_risks_go_to_fewer_bytes(name: str):
+    options = candidates([(1.0, 10, 0.0), (1.0, 4, 0.0), (1.0, 4, 0.0)])
+    assert ALLOCATORS[name](options, limits=Limits()).choices == {"b0": "s1"}
+
+
+@pytest.mark.parametrize("name", OPTIMISERS)
+def test_a_limit_between_two_sums(name: str):
+    assert ALLOCATORS[name](TRADE, limits=Limits(state_bytes=12)).choices == {"b0": "s1", "b1": "s0"}
+    assert ALLOCATORS[name](TRADE, limits=Limits(state_bytes=12, step_s=4.0)).risk == 1.0
+
+
+@pytest.mark.parametrize("name", [*OPTIMISERS, "random"])
+def test_limits_that_can_be_met_apart_but_not_together(name: str):
+    """4 bytes alone and 2 s alone are possible; within 12 bytes it takes 4 s, and within 3 s 20 bytes."""
+    with pytest.raises(NoFeasibleAllocation) as error:
+        ALLOCATORS[name](TRADE, limits=Limits(state_bytes=12, step_s=3.0))
+    assert (error.value.least_state_bytes, error.value.least_step_s) == (20, 4.0)
+
+
+@pytest.mark.parametrize("name", OPTIMISERS)
+def test_a_limit_that_cannot_be_met_leaves_the_other_out_of_account(name: str):
+    with pytest.raises(NoFeasibleAllocation, match="the least is 4 state bytes, 2 s") as error:
+        ALLOCATORS[name](TRADE, limits=Limits(state_bytes=3, step_s=1.0))
+    assert (error.value.least_state_bytes, error.value.least_step_s) == (4, 2.0)
+
+
+def test_equal_blocks_are_told_apart_by_their_order():
+    """Of twelve equal layers the earlier ones keep the dearer spec, the same ones every time."""
+    layer = [(0.0, 8, 0.0), (1.0, 4, 0.0), (3.0, 1, 0.0)]
+    allocation = ALLOCATORS["exact"](candidates(*[layer] * 12), limits=Limits(state_bytes=60))
+    chosen = list(allocation.choices.values())
+    assert chosen == sorted(chosen)
+    assert (allocation.risk, allocation.gap) == (9.0, 0.0)
+
+
+def test_exact_solves_several_hundred_equal_blocks_at_once():
+    layer = [(0.0, 8000, 0.0), (0.7, 4001, 0.0), (1.1, 2126, 0.0), (5.0, 8, 0.0)]
+    allocation = ALLOCATORS["exact"](candidates(*[layer] * 400), limits=Limits(state_bytes=400 * 3000))
+    assert allocation.gap == pytest.approx(0.0, abs=1e-9)
+
+
+def test_exact_prints_nothing(capfd: pytest.CaptureFixture[str]):
+    """HiGHS leaves debug lines on standard output for this one."""
+    options = random_candidates(3, blocks=60, specs=24, timed=False)
+    least, most, *_ = extremes(options)
+    print("before")
+    ALLOCATORS["exact"](options, limits=Limits(state_bytes=least + (most - least) // 3))
+    print("after")
+    assert capfd.readouterr().out == "before\nafter\n"
+
+
+def test_exact_meets_large_limits_to_the_byte():
+    """Bytes of a 10-billion-parameter model: the solver's tolerance is thousands of them."""
+    rng = np.random.default_rng(0)
+    rows = [
+        [(0.0, int(8e9), 0.0)] + [(rng.random(), int(rng.integers(1, 8e9)), 0.0) for _ in range(4)] for _ in range(5)
+    ]
+    options = candidates(*rows)
+    for limit in rng.integers(10e9, 35e9, size=20).tolist():
+        limits = Limits(state_bytes=limit)
+        best = brute_force(options, limits=limits)
+        if best is not None:
+            allocation = ALLOCATORS["exact"](options, limits=limits)
+            assert allocation.state_bytes <= limit
+            assert allocation.risk == pytest.approx(best)
+
+
+def test_exact_out_of_time_falls_back_and_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch):
+    options = random_candidates(1, blocks=20, specs=8)
+    least, most, *_ = extremes(options)
+    limits = Limits(state_bytes=(least + most) // 2)
+    lagrangian = ALLOCATORS["lagrangian"](options, limits=limits)
+
+    def out_of_time(*_: Any, **__: Any) -> Any:
+        raise Undecided("time limit reached")
+
+    monkeypatch.setattr(exact, "_solve", out_of_time)
+    allocation = ExactAllocator(time_limit_s=0.0)(options, limits=limits)
+    assert allocation.allocator == "exact"
+    assert (allocation.choices, allocation.gap) == (lagrangian.choices, lagrangian.gap)
+
+
+def test_exact_takes_the_better_of_an_unproven_answer_and_the_lagrangian_s(monkeypatch: pytest.MonkeyPatch):
+    options = random_candidates(1, blocks=20, specs=8)
+    least, most, *_ = extremes(options)
+    limits = Limits(state_bytes=(least + most) // 2)
+    proven = ALLOCATORS["exact"](options, limits=limits)
+
+    def poor(problem: Any, **_: Any) -> exact.Solved:
+        choice = problem.least(problem.num_bytes)
+        return exact.Solved(choice=choice, bound=0.5 * proven.risk)
+
+    monkeypatch.setattr(exact, "minimise", poor)
+    allocation = ALLOCATORS["exact"](options, limits=limits)
+    assert allocation.risk < 1.1 * proven.risk
+    assert allocation.gap is not None and (1 - allocation.gap) * allocation.risk <= proven.risk * (1 + 1e-9)
+
+
+def test_lagrangian_certifies_a_thousand_blocks_under_two_limits():
+    options = random_candidates(7, blocks=1000, specs=24)
+    least, most, fastest, slowest = extremes(options)
+    limits = Limits(state_bytes=least + (most - least) // 4, step_s=fastest + 0.5 * (slowest - fastest))
+    allocation = ALLOCATORS["lagrangian"](options, limits=limits)
+    assert allocation.gap is not None and allocation.gap < 1e-3
+    assert allocation.state_bytes <= limits.state_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "attention", "outer"),
+    [
+        ("uniform_adamw", "adamw", {"embedding": "adamw", "head": "adamw", "norm": "adamw"}),
+        ("uniform_adamw8bit", "adamw_int8", {"embedding": "adamw_int8", "head": "adamw_int8", "norm": "adamw_int8"}),
+        ("uniform_foam", "foam_l2", {"embedding": "adamw", "head": "adamw", "norm": "adamw"}),  # as published
+        ("uniform_adafactor", "adafactor", {"embedding": "adafactor", "head": "adafactor", "norm": "adamw"}),
+        ("uniform_sign", "sign", {"embedding": "sign", "head": "sign", "norm": "sign"}),
+    ],
+)
+def test_uniform_baselines(name: str, attention: str, outer: dict[str, str]):
+    choices = ALLOCATORS[name](EVERYTHING, limits=Limits()).choices
+    assert choices["layer1.attention"] == attention
+    assert {block: choices[block] for block in outer} == outer
+
+
+def test_a_uniform_baseline_without_adamw_to_fall_back_on_takes_the_least_risk():
+    few = build_candidates(
+        BLOCKS, specs={s: SPECS[s] for s in ("adafactor", "sign", "lion")}, rules=RULES, risk=RISKS["prior"]
+    )
+    choices = ALLOCATORS["uniform_adafactor"](few, limits=Limits()).choices
+    assert (choices["head"], choices["norm"]) == ("adafactor", "lion")
+
+
+def test_every_uniform_baseline_runs_the_spec_it_names():
+    blocks = partition(transformer(width=256))
+    options = build_candidates(blocks, specs=SPECS, rules=RULES, risk=RISKS["prior"])
+    for allocator in UNIFORM:
+        choices = allocator(options, limits=Limits()).choices
+        assert choices["layer1.attention"] == allocator.spec
+        assert allocator.full
+
+
+def test_a_uniform_baseline_that_applies_nowhere_is_no_adamw_run():
+    """64 columns cannot be folded by 256."""
+    with pytest.raises(BadInputError, match="allocator=uniform_foam_l8: foam_l8 applies to none of the 12 blocks"):
+        ALLOCATORS["uniform_foam_l8"](EVERYTHING, limits=Limits())
+
+
+def test_random_differs_by_seed_and_spends_the_budget():
+    limits = Limits(state_bytes=adamw_state_bytes(BLOCKS) // 4)
+    runs = [ALLOCATORS["random"](EVERYTHING, limits=limits, seed=seed) for seed in range(5)]
+    assert len({tuple(run.choices.values()) for run in runs}) == 5
+    for run in runs:
+        assert 0.9 * limits.state_bytes <= run.state_bytes <= limits.state_bytes  # pyright: ignore[reportOptionalOperand]
+
+
+def test_candidates_carry_the_role_that_baselines_go_by():
+    assert {c.role for c in EVERYTHING["head"]} == {Role.HEAD}
+
+
+def test_repair_fill_and_swap_by_hand():
+    problem = make_problem(
+        candidates([(0.0, 10, 0.0), (1.0, 4, 0.0)], [(0.0, 10, 0.0), (3.0, 6, 0.0)], [(0.0, 9, 0.0), (2.5, 1, 0.0)]),
+        limits=Limits(state_bytes=20),
+    )
+    repaired = repair(problem, np.array([0, 0, 0]))
+    assert repaired is not None and repaired.tolist() == [1, 0, 1], "1/6 per byte, then 2.5/8"
+    assert fill(problem, np.array([1, 1, 1])).tolist() == [1, 0, 1], "3/4 per byte is the most; then nothing fits"
+    swapped = swap(problem, np.array([0, 1, 1]), byte_price=0.3, step_price=0.0)
+    assert problem.totals(swapped)[:2] == (3.5, 15.0), "first block down by 1, second up by 3"
+    assert repair(problem, np.array([1, 1, 1])) is not None
+
+
+def test_repair_gives_up_where_one_move_cannot_help():
+    problem = make_problem(TRADE, limits=Limits(state_bytes=12, step_s=3.0))
+    assert repair(problem, np.array([0, 0])) is None

@@ -1,0 +1,83 @@
+"""Context, free memory and cap: nothing off CUDA; on CUDA the arithmetic, with the card's answers given."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from baoc.errors import BadInputError
+from baoc.profiling import cap_device, context_bytes, device, free_bytes
+from baoc.types import Budget
+from baoc.units import GIB, MIB
+
+
+def test_a_cpu_has_no_context_and_no_cap():
+    assert context_bytes("cpu") == 0
+    cap_device("cpu", budget=Budget(name="1b", memory_bytes=1))
+    assert 64 * MIB < free_bytes("cpu") < 2**50
+
+
+class Card:
+    """Answers for torch.cuda: 80 GiB, of which `used` is somebody's and `reserved` torch's."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, nvml: bool = True):
+        self.total, self.others, self.context, self.reserved, self.allocated = 80 * GIB, 3 * GIB, 0, 0, 0
+        self.fraction: float | None = None
+        self.initialized = False
+        monkeypatch.setattr(device, "_free_at_start", {})
+        monkeypatch.setattr(device, "_nvml_free", lambda index: self.free if nvml else None)
+        monkeypatch.setattr(device.torch, "zeros", lambda *_, **__: self.start())
+        for name, answer in {
+            "is_initialized": lambda: self.initialized,
+            "mem_get_info": lambda index: (self.start().free, self.total),
+            "memory_reserved": lambda index: self.reserved,
+            "memory_allocated": lambda index: self.allocated,
+            "get_device_properties": lambda index: SimpleNamespace(total_memory=self.total),
+            "set_per_process_memory_fraction": lambda fraction, index: setattr(self, "fraction", fraction),
+            "current_device": lambda: 0,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, answer)
+
+    @property
+    def free(self) -> int:
+        return self.total - self.others - self.context - self.reserved
+
+    def start(self) -> "Card":
+        """Anything that touches the device makes the context."""
+        self.initialized, self.context = True, max(self.context, GIB // 2)
+        return self
+
+
+def test_context_is_the_fall_of_free_memory_less_torch_s_own(monkeypatch):
+    card = Card(monkeypatch)
+    assert context_bytes("cuda:0") == GIB // 2
+    card.reserved, card.context = 7 * GIB, GIB  # kernels have loaded
+    assert context_bytes("cuda:0") == GIB
+
+
+def test_without_a_reading_from_before_all_that_is_not_torch_s_counts(monkeypatch):
+    card = Card(monkeypatch, nvml=False)
+    card.reserved = 2 * GIB
+    assert context_bytes("cuda") == 3 * GIB + GIB // 2
+
+
+def test_auto_is_what_the_card_had_free_and_what_torch_holds_unused(monkeypatch):
+    card = Card(monkeypatch)
+    assert free_bytes("cuda:0") == 77 * GIB
+    card.reserved, card.allocated = 4 * GIB, GIB
+    assert free_bytes("cuda:0") == 77 * GIB - GIB
+
+
+def test_the_cap_leaves_room_for_context_and_late_modules(monkeypatch):
+    card = Card(monkeypatch)
+    cap_device("cuda:0", budget=Budget(name="8gb", memory_bytes=8 * GIB))
+    assert card.fraction == pytest.approx((8 * GIB - GIB // 2 - device.LATE_MODULES_BYTES) / (80 * GIB))
+    cap_device("cuda:0", budget=Budget(name="state_25", state_fraction=0.25))
+    cap_device("cuda:0", budget=Budget(name="100gb", memory_bytes=100 * GIB))
+    assert card.fraction == 1.0
+
+
+def test_a_budget_below_the_context_is_refused(monkeypatch):
+    Card(monkeypatch)
+    with pytest.raises(BadInputError, match=r"300mb is 300 MiB, of which the CUDA context alone takes 576 MiB"):
+        cap_device("cuda:0", budget=Budget(name="300mb", memory_bytes=300 * MIB))

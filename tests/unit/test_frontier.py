@@ -1,0 +1,104 @@
+"""Frontiers by hand: dominance, hypervolume, seeds, rows."""
+
+import math
+
+import pytest
+
+from baoc.errors import BadInputError
+from baoc.frontier import Objective, build_frontier, frontier_rows, hypervolume, over_seeds, pareto
+from baoc.types import FrontierPoint
+
+LOSS = Objective(name="quality")
+STATE = Objective(name="state_bytes")
+SPEED = Objective(name="samples_per_s", higher_is_better=True)
+
+
+def point(label: str, quality: float, state: int, *, speed: float = 1.0, run: str = "r", task: str = "vision"):
+    return FrontierPoint(
+        run=run,
+        task=task,
+        model="vit",
+        label=label,
+        quality=quality,
+        peak_bytes=10 * state,
+        state_bytes=state,
+        samples_per_s=speed,
+    )
+
+
+def test_pareto_keeps_equal_points_and_drops_what_is_worse_somewhere_and_better_nowhere():
+    assert pareto([(1, 3), (2, 2), (3, 1), (3, 2), (2, 2)]) == [True, True, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("costs", "reference", "volume"),
+    [
+        ([(2,), (1,)], (5,), 4),
+        ([(1, 3), (2, 2), (3, 1)], (4, 4), 3 + 2 + 1),
+        ([(1, 1), (2, 2)], (3, 3), 4),  # a dominated point adds nothing
+        ([(1, 1), (1, 1)], (3, 3), 4),  # nor does a second one
+        ([(5, 0), (0, 5)], (4, 4), 0),  # beyond the reference
+        ([], (4, 4), 0),
+        ([(0, 0, 0)], (1, 2, 3), 6),
+        ([(0, 0, 1), (1, 1, 0)], (2, 2, 2), 4 + 1 * 1 * 1),
+        ([(0, 1, 2), (1, 2, 0), (2, 0, 1)], (3, 3, 3), 6 + 6 + 6 - 2 - 2 - 2 + 1),
+    ],
+)
+def test_hypervolume(costs: list[tuple[float, ...]], reference: tuple[float, ...], volume: float):
+    assert hypervolume(costs, reference=reference) == pytest.approx(volume)
+
+
+def test_more_than_three_dimensions_are_refused_or_left_out():
+    with pytest.raises(BadInputError, match="1 to 3 dimensions, not 4"):
+        hypervolume([(0, 0, 0, 0)], reference=(1, 1, 1, 1))
+    four = [LOSS, STATE, SPEED, Objective(name="peak_bytes")]
+    assert build_frontier([point("a", 0.1, 8)], objectives=four).hypervolume is None
+
+
+def test_a_frontier_marks_dominated_runs_in_the_given_order():
+    runs = [point("a", 0.3, 2), point("b", 0.4, 4), point("c", 0.1, 8), point("nan", math.nan, 1)]
+    frontier = build_frontier(runs, objectives=[LOSS, STATE], reference=[0.5, 10])
+    assert [p.dominated for p in frontier.points] == [False, True, False, True]
+    assert [p.label for p in frontier.best] == ["a", "c"]
+    assert frontier.hypervolume == pytest.approx((0.5 - 0.1) * (10 - 8) + (0.5 - 0.3) * (8 - 2))
+
+
+def test_objectives_that_are_better_when_higher():
+    runs = [point("slow", 0.1, 4, speed=10), point("fast", 0.1, 4, speed=20)]
+    frontier = build_frontier(runs, objectives=[STATE, SPEED], reference=[5, 10])
+    assert [p.dominated for p in frontier.points] == [True, False]
+    assert frontier.hypervolume == pytest.approx((5 - 4) * (20 - 10))
+
+
+def test_the_default_reference_is_the_worst_of_each():
+    frontier = build_frontier([point("a", 0.3, 2, speed=5), point("c", 0.1, 8, speed=9)], objectives=[LOSS, SPEED])
+    assert frontier.reference == (0.3, 5.0)
+    lost = build_frontier([point("nan", math.nan, 1)], objectives=[LOSS, STATE])
+    assert (lost.hypervolume, lost.best) == (0.0, ())
+
+
+def test_what_does_not_belong_on_one_frontier_is_refused():
+    with pytest.raises(BadInputError, match="one task and model, got language/vit, vision/vit"):
+        build_frontier([point("a", 1, 1), point("b", 1, 1, task="language")], objectives=[LOSS])
+    with pytest.raises(BadInputError, match="'speed' is no objective of a frontier: choose from quality"):
+        Objective(name="speed")
+    with pytest.raises(BadInputError, match="needs at least one objective"):
+        build_frontier([point("a", 1, 1)], objectives=[])
+
+
+def test_seeds_become_one_point_with_its_spread():
+    runs = [point("a", 0.1, 4, run="s0", speed=1), point("b", 0.5, 2), point("a", 0.3, 5, run="s1", speed=3)]
+    a, b = over_seeds(runs)
+    assert (a.run, a.quality, a.state_bytes, a.samples_per_s, a.num_seeds) == ("s0 s1", pytest.approx(0.2), 5, 2.0, 2)
+    assert a.quality_spread == pytest.approx(math.sqrt(0.02))
+    assert (b.num_seeds, b.quality_spread) == (1, None)
+    diverged = over_seeds([point("a", 0.1, 4), point("a", math.nan, 4)])[0]
+    assert math.isnan(diverged.quality)
+    assert diverged.quality_spread is None, "a seed that diverged is not averaged away"
+
+
+def test_rows_come_best_first():
+    runs = [point("b", 0.4, 4), point("c", 0.1, 8), point("a", 0.3, 2)]
+    rows = frontier_rows(build_frontier(runs, objectives=[LOSS, STATE]))
+    assert [(row["label"], row["dominated"]) for row in rows] == [("c", False), ("a", False), ("b", True)]
+    assert list(rows[0])[:5] == ["run", "task", "model", "label", "quality"]

@@ -1,0 +1,260 @@
+"""When the profiler samples, what it holds and ignores, and that it goes on after a resume as if nothing happened."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from baoc.catalogue import SPECS
+from baoc.errors import CheckpointError
+from baoc.profiling import GradientProfiler, clock
+from baoc.types import StateKind, profile_from_plain, to_plain
+from baoc.units import MIB
+from tests.gradients import Stream, make_block, make_params, normal
+
+BLOCKS = [make_block("attn", (32, 16), (32, 16)), make_block("norm", (40,)), make_block("conv", (8, 4, 3, 3))]
+SHAPES = {param.name: param.shape for block in BLOCKS for param in block.params}
+SPEC_NAMES = ("adamw", "adamw_int8", "rmsprop", "adamw_shared_in", "foam_l2_int8", "sign")
+SPEC_ROWS = [SPECS[name] for name in SPEC_NAMES]
+
+
+def grads(step: int) -> dict[str, Tensor | None]:
+    return {name: normal(*shape, seed=1000 * step + i) for i, (name, shape) in enumerate(SHAPES.items())}
+
+
+def run(stream: Stream, steps: int) -> Stream:
+    for _ in range(steps):
+        stream.feed(grads(stream.step))
+    return stream
+
+
+def plain(stream: Stream) -> dict[str, object]:
+    """The profile without its timings."""
+    return {k: v for k, v in to_plain(stream.profile()).items() if not k.endswith("_s")}
+
+
+def test_step_zero_is_never_sampled():
+    blocks = [make_block("w", (4, 4))]
+    params = make_params(blocks)
+    profiler = GradientProfiler(blocks, params)
+    params["w.0"].grad = torch.ones(4, 4)
+    assert not profiler.observe()
+    assert profiler.observe()
+    assert profiler.num_samples == 1
+
+
+def test_non_finite_elements_count_as_zero_and_poison_nothing():
+    dirty, clean = Stream(BLOCKS, shadow_specs=SPEC_ROWS), Stream(BLOCKS, shadow_specs=SPEC_ROWS)
+    for step in range(8):
+        for stream, values in ((dirty, (float("nan"), float("inf"), -float("inf"))), (clean, (0.0, 0.0, 0.0))):
+            found = grads(step)
+            for name in ("attn.0", "norm.0"):
+                grad = found[name]
+                assert grad is not None
+                grad.view(-1)[:3] = torch.tensor(values)
+            stream.feed(found)
+    assert plain(dirty) == plain(clean)
+    assert all(moments.row.isfinite().all() for moments in dirty.profiler.moments().values())
+
+
+def test_a_row_with_a_non_finite_element_keeps_its_moment():
+    stream = Stream([make_block("w", (4, 8))])
+    stream.feed({"w.0": torch.full((4, 8), 2.0)})
+    bad = torch.full((4, 8), 2.0)
+    bad[1, 3] = float("nan")
+    stream.feed({"w.0": bad})
+    moments = stream.profiler.moments()["w.0"]
+    torch.testing.assert_close(moments.row, torch.full((4,), 4.0))
+    torch.testing.assert_close(moments.col, torch.full((8,), 4.0))
+
+
+def test_a_missing_gradient_counts_as_zero():
+    missing, zero = Stream(BLOCKS), Stream(BLOCKS)
+    for step in range(4):
+        missing.feed(grads(step) | {"conv.0": None})
+        zero.feed(grads(step) | {"conv.0": torch.zeros(SHAPES["conv.0"])})
+    assert plain(missing) == plain(zero)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_moments_are_means_by_row_and_column_of_the_whole_matrix(transposed: bool):
+    """Whole, though the slice is small; of (fan_out, fan_in), however it is stored; bias-corrected averages."""
+    stream = Stream([make_block("w", (64, 96), (7,), transposed=transposed)], max_bytes=6000)
+    history = [normal(64, 96, seed=s) for s in range(3)]
+    for grad in history:
+        stream.feed({"w.0": grad, "w.1": torch.ones(7)})
+    weights = torch.tensor([0.999**2, 0.999, 1.0]) * 0.001 / (1 - 0.999**3)
+    mean = sum(w * g.square() for w, g in zip(weights, history, strict=True))
+    assert isinstance(mean, Tensor)
+    matrix = mean.t() if transposed else mean
+    moments = stream.profiler.moments()
+    assert set(moments) == {"w.0"}, "a vector has no rows"
+    torch.testing.assert_close(moments["w.0"].row, matrix.mean(1))
+    torch.testing.assert_close(moments["w.0"].col, matrix.mean(0))
+
+
+@pytest.mark.parametrize("specs", [(), tuple(SPECS.values())])
+@pytest.mark.parametrize("max_bytes", [100_000, 2 * MIB])
+def test_bytes_stay_within_the_limit_and_are_those_of_the_live_tensors(specs, max_bytes: int):
+    blocks = [make_block(f"b{i}", (96, 64), (64, 96), (64,)) for i in range(6)]
+    profiler = GradientProfiler(blocks, make_params(blocks), shadow_specs=specs, max_bytes=max_bytes)
+    assert 0.2 * max_bytes < profiler.nbytes <= max_bytes or profiler.nbytes < max_bytes / 2
+    assert profiler.nbytes == sum(t.untyped_storage().nbytes() for t in reachable(profiler).values())
+
+
+def reachable(root: object) -> dict[int, Tensor]:
+    """Storages' tensors that `root` holds, not counting parameters."""
+    found: dict[int, Tensor] = {}
+    seen: set[int] = set()
+    todo = [root]
+    while todo:
+        value = todo.pop()
+        if id(value) in seen or isinstance(value, nn.Parameter):
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            found[value.untyped_storage()._cdata] = value
+        elif isinstance(value, dict):
+            todo += value.values()
+        elif isinstance(value, list | tuple):
+            todo += value
+        elif type(value).__module__.startswith("baoc.profiling"):
+            todo += [getattr(value, name) for name in getattr(type(value), "__slots__", ()) if hasattr(value, name)]
+            todo += getattr(value, "__dict__", {}).values()
+    return found
+
+
+def test_default_limits_by_size():
+    small = [make_block("w", (3000, 1000))]
+    with torch.device("meta"):
+        params = make_params(small)
+    assert 12 * MIB < GradientProfiler(small, params).nbytes <= 16 * MIB
+    large = [make_block(f"w{i}", (1000, 1000)) for i in range(20)]
+    with torch.device("meta"):
+        params = make_params(large)
+    assert 0.15 * 20e6 < GradientProfiler(large, params).nbytes <= 0.2 * 20e6
+
+
+def test_samples_thin_out_by_count_alone():
+    stream = Stream([make_block("w", (2, 2))])
+    sampled = [index for index in range(300) if stream.feed({"w.0": torch.ones(2, 2)})]
+    assert sampled[:64] == list(range(64))
+    assert sampled[64:96] == list(range(64, 128, 2))
+    assert sampled[96:128] == list(range(128, 256, 4))
+    assert sampled[128:] == list(range(256, 300, 8))
+
+
+def test_sample_every_pairs_each_sample_with_the_step_before():
+    direction = normal(64, 64, seed=0)
+    stream = Stream([make_block("w", (64, 64))], sample_every=5)
+    sampled = [stream.feed({"w.0": direction + normal(64, 64, seed=i + 1)}) for i in range(101)]
+    assert sum(sampled) == 21
+    stats = stream.profile().stats["w"]
+    assert stats.num_samples == 21
+    assert stats.noise == pytest.approx(1 / float(direction.square().mean()), rel=0.1)
+
+
+def test_below_ten_million_only_the_three_second_cap_looks_at_the_clock(monkeypatch):
+    now = iter(range(10**6))
+    monkeypatch.setattr(clock, "perf_counter", lambda: 0.25 * next(now))  # each sample takes .25 s
+    stream = Stream([make_block("w", (2, 2))])
+    sampled = [stream.feed({"w.0": torch.ones(2, 2)}) for _ in range(30)]
+    assert sampled == [True] * 13 + [False] * 17, "over 3 s after the thirteenth, and not before"
+
+
+def test_from_ten_million_up_the_share_of_time_is_kept(monkeypatch):
+    monkeypatch.setattr("baoc.profiling.gradients.LARGE_PARAMS", 1)
+    monkeypatch.setattr(clock, "LARGE_PARAMS", 1)
+    now = [0.0]
+
+    def tick() -> float:
+        now[0] += 0.05  # so a sample takes .05 s
+        return now[0]
+
+    monkeypatch.setattr(clock, "perf_counter", tick)
+    stream = Stream([make_block("w", (8, 8))], max_bytes=100_000)
+    sampled = []
+    for _ in range(100):
+        now[0] += 0.1
+        sampled.append(stream.feed({"w.0": torch.ones(8, 8)}))
+    profile = stream.profile()
+    assert 15 <= sum(sampled) <= 35
+    assert profile.profile_s <= 0.05 * profile.warmup_s + 0.11
+
+
+@pytest.mark.parametrize("split", [1, 7, 20])
+def test_resumed_profiling_is_the_same_bit_for_bit(split: int, tmp_path):
+    whole = run(Stream(BLOCKS, shadow_specs=SPEC_ROWS), 25)
+    first = run(Stream(BLOCKS, shadow_specs=SPEC_ROWS), split)
+    torch.save(first.profiler.state_dict(), tmp_path / "state.pt")
+    second = Stream(BLOCKS, shadow_specs=SPEC_ROWS)
+    second.profiler.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    second.step = first.step
+    run(first, 3)  # what was saved is a copy
+    run(second, 25 - split)
+    assert plain(second) == plain(whole)
+    mine, theirs = second.profiler.moments(), whole.profiler.moments()
+    assert all(torch.equal(mine[name].row, theirs[name].row) for name in theirs)
+
+
+def test_state_of_other_blocks_or_specs_is_refused():
+    state = run(Stream(BLOCKS), 3).profiler.state_dict()
+    with pytest.raises(CheckpointError, match="of other blocks, parameters or specs"):
+        Stream(BLOCKS[:1]).profiler.load_state_dict(state)
+    with pytest.raises(CheckpointError, match="resume with the same model"):
+        Stream(BLOCKS, shadow_specs=SPEC_ROWS).profiler.load_state_dict(state)
+
+
+def test_the_same_stream_gives_the_same_profile_twice():
+    first, second = (run(Stream(BLOCKS, shadow_specs=SPEC_ROWS), 12) for _ in range(2))
+    assert plain(first) == plain(second)
+
+
+def test_profile_survives_json_and_shadow_terms_are_finite():
+    profile = run(Stream(BLOCKS, shadow_specs=SPEC_ROWS), 12).profile()
+    again = profile_from_plain(to_plain(profile))
+    assert to_plain(again) == to_plain(profile)
+    assert set(profile.shadow) == {"attn", "norm", "conv"}
+    assert set(profile.shadow["norm"]) == {"adamw_int8", "rmsprop", "sign"}, "vectors have no rows to share or fold"
+    assert all(v == v for specs in profile.shadow.values() for terms in specs.values() for v in terms.values())
+
+
+def test_observing_changes_neither_gradients_nor_rng():
+    stream = Stream(BLOCKS, shadow_specs=SPEC_ROWS)
+    found = grads(1)
+    kept = {name: grad.clone() for name, grad in found.items() if grad is not None}
+    state = torch.get_rng_state()
+    stream.feed(found)
+    stream.profile()
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(kept[name], grad) for name, grad in found.items() if grad is not None)
+
+
+def test_release_frees_every_buffer_and_ends_sampling():
+    stream = run(Stream(BLOCKS, shadow_specs=SPEC_ROWS), 5)
+    stream.profiler.release()
+    assert stream.profiler.nbytes == 0
+    assert sum(tensor.nbytes for tensor in reachable(stream.profiler).values()) < 3000, "index tensors at most"
+    assert not stream.feed(grads(9))
+    assert stream.profiler.state_dict() == {}
+
+
+def test_bf16_gradients_are_averaged_in_fp32():
+    stream = Stream([make_block("w", (16, 16))])
+    for name in stream.params:
+        stream.params[name] = nn.Parameter(stream.params[name].bfloat16())
+    stream.profiler = GradientProfiler(stream.blocks, stream.params)
+    stream.profiler.observe(step=0)
+    for i in range(30):
+        stream.feed({"w.0": normal(16, 16, seed=i).bfloat16()})
+    exact = Stream([make_block("w", (16, 16))])
+    for i in range(30):
+        exact.feed({"w.0": normal(16, 16, seed=i).bfloat16().float()})
+    assert plain(stream) == plain(exact)
+
+
+def test_every_kind_of_state_is_shadowed_with_its_own_codec():
+    """Guards the list above: it holds specs with m and v, v alone, shared and folded states, and none at all."""
+    from baoc.rules import RULES
+
+    kinds = {tuple(decl.kind for decl in RULES[spec.rule].info.states) for spec in SPEC_ROWS}
+    assert {(StateKind.M, StateKind.V), (StateKind.V,), ()} <= kinds

@@ -1,0 +1,281 @@
+"""What a user may pass, and what each wrong input is told."""
+
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import nn
+
+from baoc.errors import BadInputError
+from baoc.optim import BlockwiseOptimizer
+from baoc.types import OptimizerSpec, Role
+from tests.optimizing import Gradients, assert_same, build, info, make_params, one_block, run_steps
+
+SHAPES = {"a": (4, 8), "b": (8,), "c": (6, 4)}
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+
+
+def test_every_spelling_of_parameters_is_the_same() -> None:
+    ends = []
+    for spell in (
+        lambda m: m,
+        lambda m: m.named_parameters(),
+        lambda m: m.parameters(),
+        lambda m: [{"params": m.parameters()}],
+        lambda m: [{"params": list(m.named_parameters()), "lr": 1e-3}],
+        lambda m: [{"params": list(m.parameters()), "param_names": [n for n, _ in m.named_parameters()]}],
+    ):
+        model = net()
+        optimizer = BlockwiseOptimizer(spell(model), "adamw_int8", lr=1e-3)
+        named = dict(model.named_parameters())
+        run_steps(optimizer, named, gradients=Gradients(named), steps=3)
+        ends.append({n: p.detach() for n, p in named.items()})
+    for end in ends[1:]:
+        assert_same(ends[0], end)
+
+
+def test_names_are_the_users_or_counted() -> None:
+    model = net()
+    assert list(BlockwiseOptimizer(model).specs) == [name for name, _ in model.named_parameters()]
+    assert list(BlockwiseOptimizer(model.parameters()).specs) == [f"param{i}" for i in range(6)]
+
+
+def test_keys_of_the_users_groups_are_kept_as_plain_types() -> None:
+    config = OmegaConf.create({"betas": [0.8, 0.9], "extra": {"layers": [1, 2]}, "lr": 0.1})
+    params = make_params(SHAPES)
+    group: dict[str, Any] = {"params": list(params.items()), **{str(k): config[k] for k in config}}
+    optimizer = BlockwiseOptimizer([group], betas=config.betas)
+    kept = optimizer.param_groups[0]
+    assert kept["betas"] == (0.8, 0.9) and type(kept["betas"]) is tuple
+    assert kept["extra"] == {"layers": (1, 2)} and type(kept["extra"]) is dict
+    assert type(optimizer.defaults["betas"]) is tuple and kept["lr"] == 0.1
+    run_steps(optimizer, params, gradients=Gradients(params), steps=1)
+
+
+def test_a_tied_parameter_is_updated_once() -> None:
+    weight, twin = make_params({"w": (4, 8)})["w"], make_params({"w": (4, 8)})["w"]
+    tied = BlockwiseOptimizer([("embedding", weight), ("head", weight)], lr=0.1)
+    once = BlockwiseOptimizer([("embedding", twin)], lr=0.1)
+    assert list(tied.specs) == ["embedding"] and tied.state_bytes() == once.state_bytes()
+    weight.grad = twin.grad = torch.ones(4, 8)
+    tied.step()
+    once.step()
+    assert torch.equal(weight, twin)
+
+
+def test_a_block_names_the_owner_of_a_tied_parameter() -> None:
+    weight = make_params({"w": (4, 8)})["w"]
+    described = info("embedding", (4, 8))
+    block = one_block("tied", [type(described)(**{**_fields(described), "aliases": ("head",)})])
+    optimizer = BlockwiseOptimizer([("head", weight)], {"tied": "lion"}, blocks=[block])
+    assert list(optimizer.state_dict()["state"]) == ["embedding"]
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in value.__dataclass_fields__}
+
+
+def test_a_tied_parameter_in_two_groups_must_have_one_setting() -> None:
+    weight = make_params({"w": (4, 8)})["w"]
+    same = [{"params": [("a", weight)], "lr": 0.1}, {"params": [("b", weight)], "lr": 0.1}]
+    assert list(BlockwiseOptimizer(same).specs) == ["a"]
+    other = [{"params": [("a", weight)], "lr": 0.1}, {"params": [("b", weight)], "lr": 0.2}]
+    with pytest.raises(BadInputError, match="b and a are one tied parameter in two groups with different settings"):
+        BlockwiseOptimizer(other)
+
+
+def test_an_empty_parameter_last_or_alone_is_no_trouble() -> None:
+    for shapes in ({"a": (4, 8), "empty": (0,)}, {"empty": (0,)}, {"empty": (0, 5)}):
+        for spec in ("adamw", "adamw_int8", "lion_bf16", "rmsprop_int8_log", "sign"):
+            params = make_params(shapes)
+            before = {n: p.detach().clone() for n, p in params.items()}
+            optimizer = build(params, spec, lr=0.1)
+            run_steps(optimizer, params, gradients=Gradients(params), steps=2)
+            assert all(p.isfinite().all() for p in params.values())
+            assert "a" not in params or not torch.equal(params["a"], before["a"])
+            again = build(make_params(shapes), spec)
+            again.load_state_dict(optimizer.state_dict())
+            assert not optimizer.update_rms() or all(r == r for r in optimizer.update_rms().values())
+
+
+class TestLateParameters:
+    def test_a_thawed_parameter_gets_state_with_its_first_gradient(self) -> None:
+        params = make_params(SHAPES)
+        params["c"].requires_grad_(False)
+        optimizer = build(params, "adamw_int8", lr=0.1)
+        run_steps(optimizer, {n: params[n] for n in "ab"}, gradients=Gradients(params), steps=3)
+        params["c"].requires_grad_(True)
+        run_steps(optimizer, params, gradients=Gradients(params), steps=1)
+        assert optimizer.specs["c"] == "adamw_int8"
+        assert optimizer.state[params["c"]]["step"] == 1
+
+    def test_an_added_group_runs_the_spec_given_for_all(self) -> None:
+        params = make_params(SHAPES)
+        optimizer = build({"a": params["a"]}, "lion")
+        optimizer.add_param_group({"params": [("b", params["b"])], "lr": 0.5})
+        assert optimizer.specs == {"a": "lion", "b": "lion"} and optimizer.param_groups[1]["lr"] == 0.5
+        optimizer = build({"a": params["a"]}, {"a": "lion"})
+        optimizer.add_param_group({"params": [params["b"]]})
+        assert optimizer.specs == {"a": "lion", "param1": "adamw"}
+
+    @pytest.mark.parametrize("spec", ["adamw", "adamw_int8", "rmsprop", "adafactor", "lion", "sign", "foam_l2_int8"])
+    @pytest.mark.parametrize("late", [101, 1000])
+    def test_its_first_update_is_one_learning_rate(self, spec: str, late: int) -> None:
+        params = make_params({"early": (4, 8), "late": (4, 8)})
+        optimizer = build(params, spec, lr=0.1, weight_decay=0.0)
+        early, generator = params["early"], torch.Generator().manual_seed(0)
+        for _ in range(late):
+            early.grad = torch.randn(4, 8, generator=generator)
+            optimizer.step()
+        before = params["late"].detach().clone()
+        early.grad, params["late"].grad = None, torch.randn(4, 8, generator=generator)
+        optimizer.step()
+        moved = float((params["late"].detach() - before).square().mean().sqrt())
+        expected = 0.1 if spec.startswith("adamw") else 0.1 * 0.2  # AdamW's first update, or the matched RMS
+        assert moved == pytest.approx(expected, rel=0.02)
+
+
+class TestRefusals:
+    def test_nothing_to_train(self) -> None:
+        with pytest.raises(BadInputError, match="got no parameters: pass a module"):
+            BlockwiseOptimizer([])
+
+    def test_not_a_tensor(self) -> None:
+        with pytest.raises(BadInputError, match="param0 is a str, not a tensor"):
+            BlockwiseOptimizer(["w"])
+
+    def test_an_expanded_parameter(self) -> None:
+        wide = nn.Parameter(torch.zeros(1, 8).expand(4, 8))
+        with pytest.raises(BadInputError, match=r"w is expanded .* register the tensor before expanding"):
+            BlockwiseOptimizer([("w", wide)])
+
+    def test_a_computed_tensor(self) -> None:
+        with pytest.raises(BadInputError, match="w is not a leaf tensor"):
+            BlockwiseOptimizer([("w", nn.Parameter(torch.zeros(3)) * 2)])
+
+    def test_integers_and_complex_numbers(self) -> None:
+        with pytest.raises(BadInputError, match="w is torch.complex64: parameters may be float32, bfloat16"):
+            BlockwiseOptimizer([("w", nn.Parameter(torch.zeros(3, dtype=torch.complex64)))])
+
+    def test_two_parameters_of_one_name(self) -> None:
+        with pytest.raises(BadInputError, match="two parameters are called 'w'"):
+            BlockwiseOptimizer([("w", nn.Parameter(torch.zeros(3))), ("w", nn.Parameter(torch.zeros(3)))])
+
+    @pytest.mark.parametrize(
+        ("settings", "text"),
+        [
+            ({"lr": -1.0}, "lr is -1.0: give a number of at least 0"),
+            ({"betas": (0.9, 1.0)}, r"betas are \(0.9, 1.0\): give two numbers in \[0, 1\)"),
+            ({"eps": -1e-8}, "eps is -1e-08"),
+            ({"weight_decay": float("nan")}, "weight_decay is nan"),
+            ({"nonfinite": "ignore"}, "policy for non-finite gradients 'ignore'.*skip_element, skip_step, raise"),
+            ({"backend": "magic"}, "optimizer backend 'magic'.*auto, eager"),
+        ],
+    )
+    def test_settings_out_of_range(self, settings: dict[str, Any], text: str) -> None:
+        with pytest.raises(BadInputError, match=text):
+            build(make_params(SHAPES), **settings)
+
+    @pytest.mark.parametrize("key", ["amsgrad", "maximize", "differentiable"])
+    def test_switches_that_no_rule_has(self, key: str) -> None:
+        with pytest.raises(BadInputError, match=f"sets {key}=True, which no rule here has"):
+            BlockwiseOptimizer([{"params": [("w", nn.Parameter(torch.zeros(3)))], key: True}])
+
+    def test_coupled_weight_decay(self) -> None:
+        adam = torch.optim.Adam([nn.Parameter(torch.zeros(3))], weight_decay=0.1)
+        with pytest.raises(BadInputError, match="asks for coupled weight decay"):
+            BlockwiseOptimizer(adam.param_groups)
+
+    def test_unknown_specs_rules_and_storages(self) -> None:
+        with pytest.raises(BadInputError, match="no optimizer spec 'adamw_int9' .did you mean adamw_int8"):
+            build(make_params(SHAPES), "adamw_int9")
+        with pytest.raises(BadInputError, match="no update rule 'adam'"):
+            build(make_params(SHAPES), OptimizerSpec(name="mine", description="", rule="adam"))
+        with pytest.raises(BadInputError, match="no storage 'int3'"):
+            build(make_params(SHAPES), OptimizerSpec(name="mine", description="", rule="adamw", storage="int3"))
+
+    def test_a_spec_that_does_not_apply(self) -> None:
+        with pytest.raises(BadInputError, match=r"block b cannot run foam_l2: b of shape \(8,\) is no matrix"):
+            build(make_params(SHAPES), "foam_l2")
+
+    def test_specs_for_other_blocks(self) -> None:
+        with pytest.raises(BadInputError, match="no block 'd'"):
+            build(make_params(SHAPES), {"a": "adamw", "b": "adamw", "c": "adamw", "d": "adamw"})
+        with pytest.raises(BadInputError, match=r"no spec was given for block\(s\) b, c"):
+            build(make_params(SHAPES), {"a": "adamw"})
+
+    def test_blocks_that_do_not_fit_the_parameters(self) -> None:
+        params = make_params(SHAPES)
+        blocks = [one_block(name, [info(name, shape)]) for name, shape in SHAPES.items()]
+        with pytest.raises(BadInputError, match="no block has c: every trainable parameter needs one"):
+            build(params, blocks=blocks[:2])
+        with pytest.raises(BadInputError, match="block d has d, which the optimizer was not given"):
+            build(params, blocks=[*blocks, one_block("d", [info("d", (3,))])])
+        with pytest.raises(BadInputError, match="a is in two blocks, one of them twice"):
+            build(params, blocks=[*blocks, one_block("twice", [info("a", (4, 8))])])
+        with pytest.raises(BadInputError, match=r"a has shape \(4, 8\), its block says \(8, 4\)"):
+            build(params, blocks=[one_block("a", [info("a", (8, 4))]), *blocks[1:]])
+
+    def test_a_sparse_gradient(self) -> None:
+        embedding = nn.Embedding(5, 3, sparse=True)
+        optimizer = BlockwiseOptimizer(embedding)
+        embedding(torch.tensor([1])).sum().backward()
+        with pytest.raises(BadInputError, match="weight has a sparse gradient"):
+            optimizer.step()
+
+    def test_a_rule_for_hidden_layers_only(self) -> None:
+        from baoc.optim import groups
+        from baoc.rules import RULES, Rule
+
+        described = RULES["sign"].info
+        RULES["hidden"] = Rule(type(described)(**{**_fields(described), "name": "hidden", "hidden_only": True}))  # pyright: ignore
+        try:
+            spec = OptimizerSpec(name="hidden", description="", rule="hidden")
+            head = type(one_block("x", []))(name="head", params=(info("w", (4, 8)),), role=Role.HEAD)
+            with pytest.raises(BadInputError, match="it is for hidden layers, not the head"):
+                groups.check_applies(spec, block=head)
+        finally:
+            del RULES["hidden"]
+
+    def test_placements_that_are_not_there_yet(self) -> None:
+        spec = OptimizerSpec(name="far", description="", rule="adamw", placement="host")
+        with pytest.raises(BadInputError, match="placement=host: this version has"):
+            build(make_params(SHAPES), spec)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_weights_are_warned_of_once_with_their_blocks(dtype: torch.dtype) -> None:
+    with pytest.warns(UserWarning, match=r"stand still\. Block\(s\): a, b, c\. Keep weights in fp32") as caught:
+        optimizer = build(make_params(SHAPES, dtype=dtype))
+        params = {n: p for g in optimizer.param_groups for n, p in zip(g["param_names"], g["params"], strict=True)}
+        run_steps(optimizer, params, gradients=Gradients(params), steps=2)
+    assert len(caught) == 1
+
+
+@pytest.mark.filterwarnings("ignore:16-bit weights")
+@pytest.mark.parametrize("spec", ["adamw", "adamw_int8", "sign", "adafactor", "foam_l1"])
+def test_16_bit_weights_are_updated_in_fp32_and_rounded_once(spec: str) -> None:
+    shapes = {"a": (4, 8), "c": (6, 4)}
+    low = make_params(shapes, dtype=torch.bfloat16)
+    high = {n: nn.Parameter(p.detach().float()) for n, p in low.items()}
+    a, b = build(low, spec, lr=0.1), build(high, spec, lr=0.1)
+    for name, grad in Gradients(high).next().items():
+        low[name].grad = grad.to(torch.bfloat16)
+        high[name].grad = low[name].grad.float()
+    a.step()
+    b.step()
+    for name in shapes:
+        assert torch.equal(low[name], high[name].to(torch.bfloat16))
+
+
+def test_float64_weights_keep_their_precision() -> None:
+    params = make_params({"w": (4, 8)}, dtype=torch.float64)
+    before = params["w"].detach().clone()
+    for spec in ("adamw", "sign", "adafactor"):
+        run_steps(build(params, spec, lr=1e-12, weight_decay=0.0), params, gradients=Gradients(params), steps=1)
+    assert 0 < (params["w"] - before).abs().max() < 1e-11

@@ -1,0 +1,250 @@
+"""NaN and infinity in gradients: excluded elements keep their own weight and states, and no one else sees them."""
+
+import logging
+
+import pytest
+import torch
+from torch import Tensor
+
+from baoc.catalogue import SPECS
+from baoc.codecs import CODEC_IMPLS
+from baoc.errors import TrainingFailedError
+from baoc.optim import BlockwiseOptimizer
+from baoc.rules import RULES, RuleContext
+from baoc.types import StateLayout
+from tests.optimizing import MATRICES, Gradients, assert_same, build, make_params, run_steps, shapes_for, state_tensors
+
+BAD = (torch.nan, torch.inf, -torch.inf)
+ELEMENTWISE = ("adamw", "rmsprop", "lion", "signum", "sign", "adamw_bf16", "rmsprop_bf16", "lion_bf16")
+
+
+def poison(params: dict[str, Tensor], *, value: float) -> dict[str, Tensor]:
+    """Makes some elements of each gradient bad; returns where the gradient is finite."""
+    finite = {}
+    for name, param in params.items():
+        assert param.grad is not None
+        mask = torch.ones(param.shape, dtype=torch.bool)
+        mask.view(-1)[::11] = False
+        param.grad.masked_fill_(~mask, value)
+        finite[name] = mask
+    return finite
+
+
+def trained(spec: str, shapes: dict[str, tuple[int, ...]]) -> tuple[dict[str, Tensor], BlockwiseOptimizer, Gradients]:
+    params = make_params(shapes)
+    optimizer = build(params, spec, lr=1e-2, weight_decay=0.1)
+    gradients = Gradients(params)
+    run_steps(optimizer, params, gradients=gradients, steps=5)
+    return params, optimizer, gradients
+
+
+def snapshot(optimizer: BlockwiseOptimizer) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in state_tensors(optimizer).items()}
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_excluded_elements_keep_weight_and_states_and_the_rest_goes_on(spec: str) -> None:
+    params, optimizer, gradients = trained(spec, MATRICES)
+    before = {name: p.detach().clone() for name, p in params.items()}
+    old = {n: [k.decode(optimizer.state[p]).clone() for k in _kept(optimizer, n)] for n, p in params.items()}
+    gradients.give(params)
+    finite = poison(params, value=torch.nan)
+    optimizer.step()
+    for name, param in params.items():
+        now, mask = param.detach(), finite[name]
+        assert now.isfinite().all()
+        assert torch.equal(now[~mask], before[name][~mask])
+        assert (now[mask] != before[name][mask]).double().mean() > 0.9
+        for kept, previous in zip(_kept(optimizer, name), old[name], strict=True):
+            values = kept.decode(optimizer.state[param])
+            assert values.isfinite().all()
+            if kept.decl.layout is StateLayout.FULL and kept.codec.info.name == "fp32":
+                assert torch.equal(values[~mask], previous[~mask])
+            elif kept.decl.layout is StateLayout.FULL:  # re-encoded, perhaps under another scale
+                torch.testing.assert_close(values[~mask], previous[~mask], rtol=0.15, atol=float(previous.max()) / 50)
+
+
+def _kept(optimizer: BlockwiseOptimizer, name: str) -> tuple:
+    return next(slot.kept for live in optimizer.roster.live.values() for slot in live.slots if slot.name == name)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_it_does_not_matter_which_value_was_bad(spec: str) -> None:
+    ends = []
+    for value in BAD:
+        params, optimizer, gradients = trained(spec, shapes_for(spec))
+        gradients.give(params)
+        poison(params, value=value)
+        optimizer.step()
+        run_steps(optimizer, params, gradients=gradients, steps=2)
+        ends.append({**{n: p.detach() for n, p in params.items()}, **snapshot(optimizer)})
+    assert_same(ends[0], ends[1])
+    assert_same(ends[0], ends[2])
+
+
+@pytest.mark.parametrize("spec", ELEMENTWISE)
+def test_other_elements_are_bit_for_bit_those_of_a_healthy_step(spec: str) -> None:
+    ends = []
+    for bad in (False, True):
+        params = make_params(MATRICES)
+        optimizer = build(params, spec, lr=1e-2, rms_matching=False)
+        gradients = Gradients(params)
+        run_steps(optimizer, params, gradients=gradients, steps=3)
+        gradients.give(params)
+        finite = poison(params, value=torch.nan if bad else 0.5)
+        optimizer.step()
+        ends.append({name: p.detach()[finite[name]] for name, p in params.items()})
+    assert_same(ends[0], ends[1])
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_bit_for_bit_the_step_in_which_they_were_excluded(spec: str) -> None:
+    """The step again by hand: decode, run the rule with the mask, put the old numbers back, encode."""
+    params = make_params({"w": (9, 37)})
+    optimizer = build(params, spec, lr=1e-2, weight_decay=0.1, rms_matching=False)
+    gradients, weight = Gradients(params), params["w"]
+    run_steps(optimizer, params, gradients=gradients, steps=4)
+    gradients.give(params)
+    finite = poison(params, value=torch.inf)["w"]
+    assert weight.grad is not None
+    clean = weight.grad.masked_fill(~finite, 0.0)
+    state = {key: value.clone() for key, value in optimizer.state[weight].items()}
+    rule = RULES[SPECS[spec].rule]
+    ctx = RuleContext(step=5 if rule.info.counts_steps else 0, finite=finite, matrix=(9, 37))
+    states, expected = {}, weight.detach().clone()
+    for kept in _kept(optimizer, "w"):
+        states[kept.decl.name] = CODEC_IMPLS[kept.codec.info.name].decode(kept.parts(state), kept.shape).clone()
+    old = {name: value.clone() for name, value in states.items()}
+    direction = rule.direction(clean, states=states, ctx=ctx)
+    moved = expected * (1 - 1e-2 * 0.1)
+    if direction.denominator is None:
+        moved.add_(direction.numerator, alpha=-(1e-2 / direction.divisor))
+    else:
+        moved.addcdiv_(direction.numerator, direction.denominator, value=-(1e-2 / direction.divisor))
+    for kept in _kept(optimizer, "w"):
+        name = kept.decl.name
+        values = torch.where(finite, states[name], old[name]) if kept.full else states[name]
+        kept.codec.encode_(kept.parts(state), values, phase=5 if kept.decl.kind == "v" else None)
+    optimizer.step()
+    assert torch.equal(weight.detach(), torch.where(finite, moved, expected))
+    assert_same({k: v for k, v in optimizer.state[weight].items() if k != "step"}, {k: v for k, v in state.items() if k != "step"})
+
+
+def test_a_group_of_codes_takes_its_scale_from_the_kept_value() -> None:
+    params = make_params({"w": (64,)})
+    optimizer = build(params, "adamw_int8", lr=1e-2)
+    weight = params["w"]
+    weight.grad = torch.full((64,), 1e-3)
+    weight.grad[5] = 1.0  # the largest of its group by far
+    optimizer.step()
+    scales = optimizer.state[weight]["m.scale"].clone()
+    weight.grad = torch.full((64,), 1e-3)
+    weight.grad[5] = torch.inf
+    optimizer.step()
+    assert optimizer.state[weight]["m.scale"][0] == scales[0]  # the value it had, neither infinite nor gone
+    assert optimizer.state[weight]["m.scale"][1] > scales[1]
+
+
+@pytest.mark.parametrize("spec", ["adamw", "sign", "adafactor", "foam_l3_int8"])
+def test_a_gradient_that_is_bad_altogether_moves_nothing(spec: str) -> None:
+    params, optimizer, gradients = trained(spec, MATRICES)
+    before = {name: p.detach().clone() for name, p in params.items()}
+    gradients.give(params)
+    for param in params.values():
+        assert param.grad is not None
+        param.grad.fill_(torch.nan)
+    optimizer.step()
+    assert_same({name: p.detach() for name, p in params.items()}, before)
+    run_steps(optimizer, params, gradients=gradients, steps=2)
+    assert all(p.isfinite().all() for p in params.values())
+
+
+class TestMaskingBeforeClipping:
+    def test_masks_are_remembered_for_the_step(self) -> None:
+        ends = []
+        for explicit in (False, True):
+            params, optimizer, gradients = trained("adamw", MATRICES)
+            gradients.give(params)
+            finite = poison(params, value=torch.nan)
+            if explicit:
+                assert optimizer.mask_nonfinite() == sum(int((~mask).sum()) for mask in finite.values())
+                norm = torch.nn.utils.clip_grad_norm_(params.values(), 1e9)
+                assert norm.isfinite()
+                assert optimizer.mask_nonfinite() == 0  # a second look forgets nothing
+            optimizer.step()
+            ends.append({name: p.detach() for name, p in params.items()})
+        assert_same(ends[0], ends[1])
+
+    def test_masks_are_for_one_step_only(self) -> None:
+        params, optimizer, gradients = trained("adamw", MATRICES)
+        gradients.give(params)
+        poison(params, value=torch.nan)
+        optimizer.mask_nonfinite()
+        optimizer.step()
+        before = {name: p.detach().clone() for name, p in params.items()}
+        run_steps(optimizer, params, gradients=gradients, steps=1)
+        assert all((p.detach() != before[name]).all() for name, p in params.items())
+
+    def test_large_numbers_are_not_mistaken_for_infinite_ones(self) -> None:
+        params = make_params({"w": (4, 8)})
+        params["w"].grad = torch.full((4, 8), 3e38)  # their norm overflows
+        optimizer = build(params, "sign")
+        assert optimizer.mask_nonfinite() == 0
+        before = params["w"].detach().clone()
+        optimizer.step()
+        assert (params["w"].detach() != before).all()
+
+
+class TestPolicies:
+    def test_elements_are_counted_and_named(self, caplog: pytest.LogCaptureFixture) -> None:
+        params, optimizer, gradients = trained("adamw", {"good": (4, 8), "bad": (4, 8)})
+        for _ in range(2):
+            gradients.give(params)
+            assert params["bad"].grad is not None
+            params["bad"].grad[0, :3] = torch.inf
+            with caplog.at_level(logging.INFO):
+                optimizer.step()
+        assert optimizer.num_nonfinite == 6 and optimizer.last_nonfinite == {"bad": 3}
+        assert "3 gradient element(s) are NaN or infinite in step 6: bad (3); policy: skip_element" in caplog.text
+        assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+
+    def test_skip_step_leaves_all_as_it_is(self) -> None:
+        params = make_params(MATRICES)
+        optimizer = build(params, "adamw_int8", nonfinite="skip_step")
+        gradients = Gradients(params)
+        run_steps(optimizer, params, gradients=gradients, steps=2)
+        before, states = {n: p.detach().clone() for n, p in params.items()}, snapshot(optimizer)
+        gradients.give(params)
+        poison(params, value=torch.nan)
+        optimizer.step()
+        assert_same({n: p.detach() for n, p in params.items()}, before)
+        assert_same(state_tensors(optimizer), states)
+        assert optimizer.num_skipped_steps == 1
+        run_steps(optimizer, params, gradients=gradients, steps=1)
+        assert optimizer.num_skipped_steps == 1 and not torch.equal(params["conv"], before["conv"])
+
+    def test_raise_names_the_parameters(self) -> None:
+        params = make_params({"good": (4, 8), "bad": (4, 8)})
+        optimizer = build(params, nonfinite="raise")
+        Gradients(params).give(params)
+        params["bad"].grad = torch.full((4, 8), torch.nan)
+        before = params["good"].detach().clone()
+        with pytest.raises(TrainingFailedError, match=r"32 gradient element\(s\) .* bad \(32\). Lower the learning rate"):
+            optimizer.step()
+        assert torch.equal(params["good"].detach(), before)
+
+
+@pytest.mark.parametrize("spec", [s for s in SPECS if not s.startswith("foam")])
+def test_a_coordinate_without_gradient_does_not_move(spec: str) -> None:
+    """FOAM mixes coordinates by design, so it is left out."""
+    params = make_params({"w": (8, 40)})
+    optimizer = build(params, spec, lr=1e-2, weight_decay=0.0)
+    weight, generator = params["w"], torch.Generator().manual_seed(0)
+    before = weight.detach().clone()
+    for _ in range(500):
+        weight.grad = torch.randn(8, 40, generator=generator)
+        weight.grad[:, 7] = 0
+        weight.grad[3] = 0
+        optimizer.step()
+    assert torch.equal(weight.detach()[:, 7], before[:, 7]) and torch.equal(weight.detach()[3], before[3])
+    assert (weight.detach()[0, :7] != before[0, :7]).all()
