@@ -100,12 +100,16 @@ class Planner:
 
     # -- limits ---------------------------------------------------------------------------------------------------
 
-    def limits(self) -> Limits:
-        """The budget as totals over the blocks: what is left of it for optimizer state and for optimizer seconds."""
+    def limits(self, *, base_peak: int | None = None) -> Limits:
+        """The budget as totals over the blocks: what is left of it for optimizer state and for optimizer seconds.
+
+        `base_peak` is the predicted peak without state; by default that of forward and backward.
+        """
         state_bytes = None
         if self.budget.memory_bytes is not None:
             assert self.footprint is not None
-            state_bytes = self.budget.memory_bytes - self.footprint.peak_bytes(state_bytes=0)
+            base_peak = self.footprint.peak_bytes(state_bytes=0) if base_peak is None else base_peak
+            state_bytes = self.budget.memory_bytes - base_peak
         elif self.budget.state_fraction is not None:
             state_bytes = int(self.budget.state_fraction * self.state_bytes_adamw)
         step_s = None
@@ -113,20 +117,35 @@ class Planner:
             step_s = self.budget.step_time * self.latency.reference_step_s - self.latency.base_step_s
         return Limits(state_bytes=state_bytes, step_s=step_s)
 
-    def measure(self, state_bytes: int, specs: Sequence[str] = ()) -> int:
+    def _levels(self) -> list[tuple[int | None, frozenset[str]]]:
+        """(Peak without state, specs whose step stays below it), from few specs to all.
+
+        More than one level only where some spec's temporaries would pass the peak of forward and backward; then a plan
+        may either do without that spec or leave room for it.
+        """
+        if self.budget.memory_bytes is None or self.footprint is None:
+            return [(None, frozenset(self.specs))]
+        peaks = {spec: self.footprint.peak_bytes(state_bytes=0, specs=(spec,)) for spec in self.specs}
+        return [
+            (level, frozenset(spec for spec, peak in peaks.items() if peak <= level))
+            for level in sorted(set(peaks.values()))
+        ]
+
+    def measure(self, state_bytes: int, *, base_peak: int | None = None) -> int:
         """Optimizer state bytes in the budget's own measure: peak bytes under a memory budget, else state bytes."""
         if self.budget.memory_bytes is None or self.footprint is None:
             return state_bytes
-        return self.footprint.peak_bytes(state_bytes=state_bytes, specs=specs)
+        return state_bytes + (self.footprint.peak_bytes(state_bytes=0) if base_peak is None else base_peak)
 
     # -- proposing ------------------------------------------------------------------------------------------------
 
-    def candidates(self, *, risk: str, profile: Profile | None) -> dict[str, tuple[Candidate, ...]]:
-        """Every spec that applies to each block, dominated ones included, cheapest first."""
-        usable = {name: spec for name, spec in self.specs.items() if self._fits_one_step(name)}
+    def candidates(
+        self, *, risk: str, profile: Profile | None, specs: frozenset[str] | None = None
+    ) -> dict[str, tuple[Candidate, ...]]:
+        """Every spec (of `specs`) that applies to each block, dominated ones included, cheapest first."""
         return build_candidates(
             self.blocks,
-            specs=usable,
+            specs={name: spec for name, spec in self.specs.items() if specs is None or name in specs},
             rules=self.rules,
             storages=STORAGES,
             risk=RISKS[risk],
@@ -136,32 +155,50 @@ class Planner:
             keep_fp32_roles=self.settings.keep_fp32_roles,
         )
 
-    def _fits_one_step(self, spec: str) -> bool:
-        """False for a spec whose step alone, with no state at all, would not fit the memory budget."""
-        if self.budget.memory_bytes is None or self.footprint is None:
-            return True
-        return self.footprint.peak_bytes(state_bytes=0, specs=(spec,)) <= self.budget.memory_bytes
-
     def propose(self, *, risk: str | None = None, profile: Profile | None = None) -> Plan:
         """The allocation of least risk within the budget. `risk` defaults to the settings' one.
 
-        A risk that needs a profile falls back to `prior` while there is none.
+        A risk that needs a profile falls back to `prior` while there is none. Raises InfeasibleBudgetError.
         """
         name = risk or self.settings.risk
         if RISKS[name].needs and profile is None:
             name = "prior"
-        everything = self.candidates(risk=name, profile=profile)
+        plans: list[Plan] = []
+        refusals: list[tuple[NoFeasibleAllocation, Limits, int | None]] = []
+        for base_peak, specs in self._levels():
+            limits = self.limits(base_peak=base_peak)
+            try:
+                everything = self.candidates(risk=name, profile=profile, specs=specs)
+            except BadInputError:  # some block can run none of these few
+                continue
+            try:
+                plans.append(self._allocate(everything, limits=limits, risk=name, profile=profile))
+            except NoFeasibleAllocation as error:
+                refusals.append((error, limits, base_peak))
+            if plans and not plans[-1].binding:
+                break  # more specs cannot lower the risk further
+        if plans:
+            return min(plans, key=lambda plan: plan.allocation.risk)
+        if not refusals:
+            self.candidates(risk=name, profile=profile)  # raises what is wrong with the catalogue
+        error, limits, base_peak = min(refusals, key=lambda r: self.measure(r[0].least_state_bytes, base_peak=r[2]))
+        raise self._infeasible(error, limits=limits, base_peak=base_peak)
+
+    def _allocate(
+        self,
+        everything: Mapping[str, tuple[Candidate, ...]],
+        *,
+        limits: Limits,
+        risk: str,
+        profile: Profile | None,
+    ) -> Plan:
         allocator = ALLOCATORS[self.settings.allocator]
         pool = everything if allocator.full else undominated(everything, with_time=self.budget.step_time is not None)
-        limits = self.limits()
         tied = self._tied(pool, profile)
-        try:
-            allocation = allocator(tied or pool, limits=limits, seed=self.settings.seed)
-        except NoFeasibleAllocation as error:
-            raise self._infeasible(error, limits) from None
+        allocation = allocator(tied or pool, limits=limits, seed=self.settings.seed)
         if tied:
             allocation = self._untie(allocation, pool)
-        return self._plan(allocation, pool, limits=limits, risk=name)
+        return self._plan(allocation, pool, limits=limits, risk=risk)
 
     def adopt(
         self, choices: Mapping[str, str], *, risk: str, profile: Profile | None, gap: float | None = None
@@ -181,8 +218,12 @@ class Planner:
                 allocator=self.settings.allocator,
                 gap=gap,
             )
-            if limits.state_bytes is None or allocation.state_bytes <= limits.state_bytes:
-                return self._plan(allocation, everything, limits=limits, risk=risk)
+            plan = self._plan(allocation, everything, limits=limits, risk=risk)
+            memory = self.budget.memory_bytes
+            if (limits.state_bytes is None or allocation.state_bytes <= limits.state_bytes) and (
+                memory is None or plan.peak_bytes <= memory
+            ):
+                return plan
         return self.propose(risk=risk, profile=profile)
 
     def least(self) -> Plan:
@@ -229,18 +270,20 @@ class Planner:
             reasons=reasons(allocation, pool),
         )
 
-    def _infeasible(self, error: NoFeasibleAllocation, limits: Limits) -> InfeasibleBudgetError:
+    def _infeasible(
+        self, error: NoFeasibleAllocation, *, limits: Limits, base_peak: int | None
+    ) -> InfeasibleBudgetError:
         if limits.step_s is not None and (limits.state_bytes is None or error.least_state_bytes <= limits.state_bytes):
             return InfeasibleBudgetError(
                 f"budget {self.budget.name}: no allocation steps in {max(limits.step_s, 0) * 1e3:.3f} ms; the least is "
                 f"{error.least_step_s * 1e3:.3f} ms. Give a larger budget.step_time, or more memory",
                 budget_bytes=limits.state_bytes or 0,
-                least_feasible_bytes=self.measure(error.least_state_bytes),
+                least_feasible_bytes=self.measure(error.least_state_bytes, base_peak=base_peak),
                 advice=("a larger budget.step_time", "more memory, so that slower compact specs are not needed"),
             )
         memory = self.budget.memory_bytes is not None
         advice = ADVICE_MEMORY if memory else ADVICE_STATE
-        least = self.measure(error.least_state_bytes)
+        least = self.measure(error.least_state_bytes, base_peak=base_peak)
         asked = self.budget.memory_bytes if memory else limits.state_bytes
         assert asked is not None
         unit = "of device memory" if memory else "of optimizer state"

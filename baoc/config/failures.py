@@ -14,7 +14,6 @@ BUG = 1
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 _NOT_WRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG}
-_INTERRUPTED = "interrupted; the run folder keeps what was written"
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
 
@@ -32,7 +31,8 @@ def failure_of(error: BaseException) -> Failure:
     """What is said of `error`, and the exit code."""
     kind = type(error).__name__
     if _is_interrupt(error):
-        return Failure(kind="KeyboardInterrupt", message=_INTERRUPTED, exit_code=INTERRUPTED)
+        message = str(error) if isinstance(error, KeyboardInterrupt) else ""
+        return Failure(kind="KeyboardInterrupt", message=message or "interrupted", exit_code=INTERRUPTED)
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         return Failure(kind=kind, message=error.code if isinstance(error.code, str) else "", exit_code=code)

@@ -67,7 +67,7 @@ def run_job(config: DictConfig) -> None:
             return
         _keep(failure, run_dir=run_dir, alone=alone)
         if failure.exit_code == INTERRUPTED:
-            raise KeyboardInterrupt from None
+            raise KeyboardInterrupt(_how_to_go_on(run_dir)) from None
         report(failure, where="" if alone else f"run {hydra.job.num}: ")
 
 
@@ -85,6 +85,12 @@ def failed_jobs(sweep_dir: Path) -> list[Failure]:
         failure = Failure(kind=kept["kind"], message=kept["message"], exit_code=kept["exit_code"])
         found.append((int(number) if number.isdigit() else sys.maxsize, file.parent.name, failure))
     return [failure for *_, failure in sorted(found, key=lambda entry: entry[:2])]
+
+
+def _how_to_go_on(run_dir: Path) -> str:
+    if any(run_dir.rglob("*.ckpt")):
+        return f"interrupted; resume={run_dir} goes on from the newest checkpoint"
+    return "interrupted before the first checkpoint"
 
 
 def _prepare(config: DictConfig, *, run_dir: Path) -> RunConfig:

@@ -84,7 +84,7 @@ class CatalogueConfig:
 class RiskConfig:
     """Which risk model, and the weight of each of its terms (missing ones count 1)."""
 
-    name: str = "prior"
+    name: str = "statistics"
     weights: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -57,7 +57,7 @@ def _load_grad(grad_addr, mask_addr, start, tile, inside, GRAD: tl.constexpr, MA
     """Gradient as fp32 with 0 where it is to be left out, and where it is not."""
     g = load_tile(grad_addr, start, tile, inside, GRAD, VEC, FULL).to(tl.float32)
     finite = tl.abs(g) < float("inf")
-    if MASKED:
+    if MASKED:  # noqa: SIM102 (one is known when compiled, the other at run time)
         if mask_addr != 0:
             finite = finite & (
                 tl.load(mask_addr.to(tl.pointer_type(tl.uint8)) + start + tile, mask=inside, other=1) != 0

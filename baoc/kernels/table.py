@@ -28,7 +28,8 @@ class FusedTable:
     """All tensors of one kind on one device, in order.
 
     `states[i]` is the state dict of `params[i]`: "m", "m.scale", "v", "v.scale", "correction", "step", as far as the
-    kind has them; it is stepped in place. `groups[i]` indexes the settings given to each step (all 0 if left out).
+    kind has them; it is stepped in place, and kept alive: whoever replaces a state tensor or moves a parameter's data has
+    to drop the table and build another. `groups[i]` indexes the settings given to each step (all 0 if left out).
 
     `steps` (fp32 [tensors], CPU) counts the steps of each tensor from where `states[i]["step"]` stood. To have state
     and table agree at no cost, put its elements back: `state["step"] = table.steps[i]`; changes made through such a
@@ -53,6 +54,7 @@ class FusedTable:
         self.grads_aligned = True
         self.grad_dtype = self.dtype
         self._lay_out(states)
+        self._alive = [state[key] for state in states for key in kind.keys]
         self.steps = torch.tensor(
             [float(state["step"]) if "step" in state else 0.0 for state in states], dtype=torch.float32, device="cpu"
         )
@@ -208,5 +210,5 @@ class FusedTable:
 
 def default_cut(kind: Kind, dtype: torch.dtype) -> Cut:
     """The cut that did best on an H100; see experiments/benchmarks/optimizer_step.py."""
-    del kind, dtype
-    return Cut()
+    fp32 = dtype is torch.float32 or "fp32" in [kind.m] * kind.traits.has_m + [kind.v] * kind.traits.has_v
+    return Cut(vector=4 if fp32 else 8)

@@ -2,7 +2,8 @@
 
 from baoc.online.assemble import Assembly, SessionSettings, assemble
 from baoc.online.reallocator import Reallocator
+from baoc.online.temporaries import step_temporaries
 from baoc.online.timing import time_specs
 from baoc.online.triggers import TRIGGERS, ReallocationSettings
 
-__all__ = ["TRIGGERS", "Assembly", "ReallocationSettings", "Reallocator", "SessionSettings", "assemble", "time_specs"]
+__all__ = ["TRIGGERS", "Assembly", "ReallocationSettings", "Reallocator", "SessionSettings", "assemble", "step_temporaries", "time_specs"]

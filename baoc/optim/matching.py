@@ -12,7 +12,7 @@ from torch import Tensor
 
 DEFAULT_TARGET = 0.2  # AdamW's usual update RMS, before any profile
 _TINY = 1e-30
-_PIECE = 2**20
+_PIECE = 2**16
 
 
 @dataclass(slots=True, kw_only=True)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from baoc.cost import state_bytes
-from baoc.optim import inherit
+from baoc.optim import inherit, matching
 from baoc.optim.roster import Roster
 from baoc.optim.state import Kept, LiveBlock, Slot, State, allocate, allocate_one, new_step, step_of
 from baoc.types import BlockMove, Moments, StateDecl, StateKind, StateLayout
@@ -167,8 +167,11 @@ def last_rms(live: LiveBlock, *, state: Mapping[Tensor, State], param_groups: li
         direction = slot.rule.last(states=states, ctx=ctx)
         if direction is None:
             return None
-        total += float((direction.update() / direction.divisor).square().sum(dtype=torch.float64))
-        count += slot.param.numel()
+        norm, numel = matching.update_norm(
+            direction.update(), divisor=direction.divisor, finite=None, on_cpu=slot.on_cpu
+        )
+        total += float(norm) ** 2
+        count += numel
     return (total / count) ** 0.5 if count else None
 
 

@@ -11,22 +11,17 @@ import torch
 from torch import Tensor
 
 from baoc.errors import CheckpointError
+from baoc.profiling.averages import BUFFERS, BYTES_PER_PIECE, Averages
 from baoc.profiling.moments import RowColMoments
 from baoc.profiling.schedule import LARGE_PARAMS, MAX_SHARE, Schedule, Turn
 from baoc.profiling.shadow import Shadow, bytes_per_element, shadowed
 from baoc.profiling.slices import Slices
-from baoc.profiling.statistics import FOLD_LEVELS, energies, fold_residuals
-from baoc.profiling.summary import summarise
 from baoc.types import Block, GradientStats, Moments, OptimizerSpec, Profile
 from baoc.units import MIB
 
 MAX_BYTES = 16 * MIB
 BYTES_PER_PARAM = 0.2  # instead, from LARGE_PARAMS up
 SHADOW_CALLS = 3000  # rule steps before shadow samples thin out in the same way: about 0.3 s
-_FLAT_BUFFERS = 4  # gradient, the one before, EMA of g, EMA of g^2
-
-# Sums per piece, float64: what `summarise` turns into statistics.
-SUMS = ("energy", "update", "descent", "signal", "noise", "half_signal", "half_noise", "fold_total")
 
 
 class GradientProfiler:
@@ -39,7 +34,7 @@ class GradientProfiler:
     Limits: buffers hold at most `max_bytes` (16 MiB; from 10M parameters up 0.2 B each) and are allocated at once.
     Below 10M parameters, which steps are sampled follows from their numbers alone (every `sample_every`-th; after 64
     steps every second of these, after 128 every fourth, and so on), so that results repeat bit for bit; only when 3 s
-    are used up does sampling end. From 10M up, a sample is taken where `max_share` (5 %) of the time since the first
+    of processor time are used up does sampling end. From 10M up, a sample is taken where `max_share` (5 %) of the time since the first
     step pays for it; what it costs is found in a rehearsal when the profiler is built (`schedule`).
 
     `shadow_specs` are run beside AdamW on the same slices (`shadow`). `lr` by parameter name weighs `descent_share`
@@ -62,21 +57,23 @@ class GradientProfiler:
         num_params = sum(block.numel for block in blocks)
         if max_bytes is None:
             max_bytes = int(BYTES_PER_PARAM * num_params) if num_params >= LARGE_PARAMS else MAX_BYTES
-        self._blocks, self._betas, self._eps = tuple(blocks), betas, eps
+        self._blocks = tuple(blocks)
         self._lr = dict(lr or {})
         self._params = {p.name: params[p.name] for block in blocks for p in block.params}
         device = next((param.device for param in self._params.values()), torch.device("cpu"))
         specs = shadowed(shadow_specs, blocks=blocks)
         self._moments = RowColMoments(blocks, beta=betas[1], max_bytes=max_bytes // 2, device=device)
-        per_element = 4 * _FLAT_BUFFERS + (bytes_per_element(specs) if specs else 0)
-        self._slices = _fitting_slices(
-            blocks, max_bytes=max_bytes - self._moments.nbytes, per_element=per_element, device=device
+        per_element = 4 * (BUFFERS + 2) + (bytes_per_element(specs) if specs else 0)
+        self._slices = Slices.within(
+            blocks,
+            max_bytes=max_bytes - self._moments.nbytes,
+            per_element=per_element,
+            per_piece=BYTES_PER_PIECE + 8,
+            device=device,
         )
-        self._grad, self._prev, self._m, self._v = (self._slices.new(device) for _ in range(_FLAT_BUFFERS))
+        self._grad, self._prev = self._slices.new(device), self._slices.new(device)
         self._targets, self._prev_targets = self._slices.targets(self._grad), self._slices.targets(self._prev)
-        num_pieces = len(self._slices.pieces)
-        self._sums = {name: torch.zeros(num_pieces, dtype=torch.float64, device=device) for name in SUMS}
-        self._sums["folds"] = torch.zeros((num_pieces, 2 * len(FOLD_LEVELS)), dtype=torch.float64, device=device)
+        self._averages = Averages(self._slices, betas=betas, eps=eps, device=device)
         self._shadow = None
         if specs:
             self._shadow = Shadow(self._slices, specs=specs, betas=betas, eps=eps, device=device)
@@ -84,13 +81,12 @@ class GradientProfiler:
         self._schedule = Schedule(
             num_params=num_params, sample_every=sample_every, max_share=max_share, shadow_every=rate
         )
-        self._count: dict[str, int] = {"samples": 0, "halves": 0}
         self._step = -1  # of the newest call
         self._prev_step: int | None = None  # of the gradient in the older buffer
         self._fraction: float | None = None  # of the micro-batches whose sum waits for the rest
         self._stats: dict[str, GradientStats] | None = None
         self._released = False
-        if self._schedule.large:
+        if self._schedule.large and device.type != "meta":
             self._rehearse()
 
     @property
@@ -102,12 +98,16 @@ class GradientProfiler:
         """Every tensor it holds, for whoever counts memory; none once released."""
         if self._released:
             return []
-        flat = [self._grad, self._prev, self._m, self._v, *self._sums.values(), self._moments.average]
-        return [*flat, *self._slices.tensors(), *(self._shadow.tensors() if self._shadow is not None else ())]
+        return [
+            *self._tensors().values(),
+            self._moments.average,
+            *self._slices.tensors(),
+            *(self._shadow.tensors() if self._shadow is not None else ()),
+        ]
 
     @property
     def num_samples(self) -> int:
-        return self._count["samples"]
+        return self._averages.count["samples"]
 
     # -- observing ------------------------------------------------------------------------------------------------
 
@@ -123,26 +123,27 @@ class GradientProfiler:
         if turn is Turn.SKIP:
             self._fraction = None
             return False
-        self._take(turn, self._gradients())
+        shadow = turn is Turn.SAMPLE and self._shadow is not None and self._schedule.shadow_turn()
+        self._take(turn, self._gradients(), shadow=shadow)
         return turn is Turn.SAMPLE
 
-    def _take(self, turn: Turn, grads: Mapping[str, Tensor | None]) -> None:
+    def _take(self, turn: Turn, grads: Mapping[str, Tensor | None], *, shadow: bool) -> None:
         with self._schedule.running(turn):
             if self._fraction is not None:  # the caller told of the first part only
                 self._second_part()
             self._swap()
             self._gather(grads)
             if self._prev_step == self._step - 1:
-                self._sums["signal"] += self._slices.sums(self._prev * self._grad)
-                self._sums["noise"] += self._slices.sums((self._prev - self._grad).square_()) / 2
+                self._averages.pair(self._prev, self._grad)
             self._prev_step = self._step
             if turn is Turn.SAMPLE:
-                self._sample()
+                self._stats = None
+                self._averages.sample(self._grad)
                 self._moments.observe(grads)
         if self._shadow is not None:
             with self._schedule.running("next"):
                 self._shadow.observe_next(self._grad)
-            if turn is Turn.SAMPLE and self._schedule.shadow_turn():
+            if shadow:
                 with self._schedule.running("shadow"):
                     self._shadow.observe(self._grad)
 
@@ -152,7 +153,9 @@ class GradientProfiler:
         device = self._grad.device
         for _ in range(2):
             for turn in (Turn.GATHER, Turn.SAMPLE):
-                self._take(turn, {name: param.detach() for name, param in self._params.items()})
+                self._step += 1
+                values = {name: param.detach() for name, param in self._params.items()}
+                self._take(turn, values, shadow=turn is Turn.SAMPLE)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
         self.load_state_dict(fresh)
@@ -170,25 +173,18 @@ class GradientProfiler:
             return
         with self._schedule.running("half"):
             if self._fraction is None:
-                self._gather(self._gradients())  # over the last step's gradient, which is not needed where there are halves
+                self._gather(
+                    self._gradients()
+                )  # over the last step's gradient, which is not needed where there are halves
                 self._swap()
                 self._fraction, self._prev_step = fraction, None
             else:
                 self._second_part()
 
     def _second_part(self) -> None:
-        """Noise and signal of the step's gradient from its two parts a and c, of shares f and 1 - f of the samples.
-
-        E ||a - c||^2 = tr Cov(a) + tr Cov(c) = tr Cov(step) / (f (1 - f)), and E <a, c> = ||E g||^2.
-        """
-        fraction = self._fraction
-        assert fraction is not None
+        assert self._fraction is not None
         self._gather(self._gradients())
-        c = (self._grad - self._prev).div_(1 - fraction)
-        a = self._prev.div_(fraction)
-        self._sums["half_signal"] += self._slices.sums(a * c)
-        self._sums["half_noise"] += self._slices.sums((a - c).square_()) * fraction * (1 - fraction)
-        self._count["halves"] += 1
+        self._averages.halves(self._prev, self._grad, fraction=self._fraction)
         self._fraction = None
 
     def _gradients(self) -> dict[str, Tensor | None]:
@@ -202,28 +198,6 @@ class GradientProfiler:
         self._grad, self._prev = self._prev, self._grad
         self._targets, self._prev_targets = self._prev_targets, self._targets
 
-    def _sample(self) -> None:
-        """Adds the gradient in the buffer to every average."""
-        beta1, beta2 = self._betas
-        self._stats = None
-        self._count["samples"] += 1
-        samples = self._count["samples"]
-        grad, sums, slices = self._grad, self._sums, self._slices
-        square = grad * grad
-        self._m.lerp_(grad, 1 - beta1)
-        self._v.lerp_(square, 1 - beta2)
-        root = self._v.sqrt().div_((1 - beta2**samples) ** 0.5).add_(self._eps)
-        update = (self._m / root).div_(1 - beta1**samples)  # AdamW's, on the sampled stream
-        sums["energy"].lerp_(slices.sums(square), 1 - beta1)
-        sums["descent"] += slices.sums(grad * update)
-        sums["update"].lerp_(slices.sums(update.square_()), 1 - beta1)
-        for batch in slices.batches:
-            matrices = batch.view(grad)
-            pieces = slice(batch.first, batch.first + batch.count)
-            sums["fold_total"][pieces] += energies(matrices)
-            folds = (fold_residuals(matrices), fold_residuals(matrices.transpose(1, 2)))
-            sums["folds"][pieces] += torch.cat(folds, dim=1)
-
     # -- what was seen --------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -232,17 +206,7 @@ class GradientProfiler:
         assert not self._released, "a released profiler has nothing to tell"
         with self._schedule.running("profile"):
             if self._stats is None:
-                self._stats = {}
-                if self.num_samples >= 2:
-                    self._stats = summarise(
-                        self._slices,
-                        sums=self._sums,
-                        m=self._m,
-                        v=self._v,
-                        count=self._count,
-                        betas=self._betas,
-                        lr=self._lr,
-                    )
+                self._stats = self._averages.statistics(lr=self._lr)
             shadow = self._shadow.terms() if self._shadow is not None else {}
         return Profile(
             stats=self._stats,
@@ -260,8 +224,9 @@ class GradientProfiler:
     def release(self) -> None:
         """Frees every buffer; nothing is observed from then on."""
         self._released = True
-        self._params, self._shadow, self._sums, self._targets, self._prev_targets = {}, None, {}, [], []
-        self._grad = self._prev = self._m = self._v = torch.zeros(0)
+        self._params, self._shadow, self._targets, self._prev_targets = {}, None, [], []
+        self._grad = self._prev = torch.zeros(0)
+        self._averages.tensors = {}
         self._moments.release()
 
     # -- resume ---------------------------------------------------------------------------------------------------
@@ -270,13 +235,12 @@ class GradientProfiler:
         """Tensors, numbers, strings, lists and dicts; copies, so that the state does not move on."""
         if self._released:
             return {}
-        tensors = {"grad": self._grad, "prev": self._prev, "m": self._m, "v": self._v, **self._sums}
         return {
             "layout": self._layout(),
-            "tensors": {name: tensor.clone() for name, tensor in tensors.items()},
+            "tensors": {name: tensor.clone() for name, tensor in self._tensors().items()},
             "moments": {"average": self._moments.average.clone(), "num_samples": self._moments.num_samples},
             "shadow": self._shadow.state_dict() if self._shadow is not None else {},
-            "count": dict(self._count),
+            "count": dict(self._averages.count),
             "step": self._step,
             "prev_step": self._prev_step,
             "schedule": self._schedule.state_dict(),
@@ -289,17 +253,19 @@ class GradientProfiler:
                 "the checkpoint's gradient profile is of other blocks, parameters or specs than this run's: "
                 "resume with the same model, blocks, catalogue and risk"
             )
-        mine = {"grad": self._grad, "prev": self._prev, "m": self._m, "v": self._v, **self._sums}
-        for name, tensor in mine.items():
+        for name, tensor in self._tensors().items():
             tensor.copy_(state["tensors"][name])
         self._moments.average.copy_(state["moments"]["average"])
         self._moments.num_samples = state["moments"]["num_samples"]
         if self._shadow is not None:
             self._shadow.load_state_dict(state["shadow"])
-        self._count = dict(state["count"])
+        self._averages.count = dict(state["count"])
         self._step, self._prev_step = state["step"], state["prev_step"]
         self._schedule.load_state_dict(state["schedule"])
         self._stats = None
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {"grad": self._grad, "prev": self._prev, **self._averages.tensors}
 
     def _layout(self) -> list[str]:
         """What two profilers must share for one's buffers to mean the same in the other."""

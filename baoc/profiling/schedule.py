@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any
 
 LARGE_PARAMS = 10_000_000  # from here on limits are shares of time and size; below, they are absolute
@@ -21,10 +21,11 @@ class Turn(StrEnum):
 class Schedule:
     """Decides by counting, and by the clock only as far as it must.
 
-    Below LARGE_PARAMS the only question ever asked of the clock is whether MAX_S are used up, so what is sampled (and
-    with it every result) does not depend on the machine's speed until they are. From there on a step is skipped unless
+    Below LARGE_PARAMS the only question ever asked of a clock is whether MAX_S are used up, so what is sampled (and with
+    it every result) does not depend on the machine's speed until they are. These are processor seconds: on a machine
+    that is busy with other work the same run would else end sampling earlier. From there on a step is skipped unless
     what a sample costs fits into `max_share` of the time since `start`; shadow runs, where there are any, get half of
-    that for themselves. Time is the host's: on a GPU that is what launching costs.
+    that for themselves. That time is the wall's, on the host: on a GPU that is what launching costs.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Schedule:
         self._seen = 0
         self._sampled = 0
         self._armed = False
+        self._processor_s = 0.0
         self._began: float | None = None
         self._before = 0.0  # elapsed before a resume
 
@@ -62,7 +64,7 @@ class Schedule:
                 return Turn.SAMPLE
             due = self._seen % self._sample_every == 0
             return Turn.GATHER if due and self._affords("sample", self._cost["gather"]) else Turn.SKIP
-        if self.spent_s > MAX_S:
+        if self._processor_s > MAX_S:
             return Turn.SKIP
         stride = self._sample_every * thinning(self._seen // self._sample_every, full_rate=OCTAVE)
         if self._seen % stride == 0:
@@ -87,12 +89,13 @@ class Schedule:
 
     @contextmanager
     def running(self, kind: str) -> Iterator[None]:
-        """Takes the time of what runs inside: `gather`, `sample`, `shadow`, or else (`profile`), which counts as sampling."""
-        began = perf_counter()
+        """Takes the time of what runs inside: `gather`, `sample`, `shadow`, or any other word, counted as sampling."""
+        began, busy = perf_counter(), thread_time()
         try:
             yield
         finally:
             seconds = perf_counter() - began
+            self._processor_s += thread_time() - busy
             self._spent["shadow" if kind == "shadow" else "sample"] += seconds
             if kind in self._cost:
                 self._cost[kind] = seconds
@@ -103,11 +106,13 @@ class Schedule:
 
     def state_dict(self) -> dict[str, Any]:
         counts = {"seen": self._seen, "sampled": self._sampled, "armed": self._armed}
-        return {**counts, "spent": dict(self._spent), "elapsed_s": self.elapsed_s}
+        spent = {"spent": dict(self._spent), "processor_s": self._processor_s, "elapsed_s": self.elapsed_s}
+        return {**counts, **spent}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._seen, self._sampled, self._armed = state["seen"], state["sampled"], state["armed"]
-        self._spent, self._before, self._began = dict(state["spent"]), state["elapsed_s"], None
+        self._spent, self._processor_s = dict(state["spent"]), state["processor_s"]
+        self._before, self._began = state["elapsed_s"], None
 
 
 def thinning(index: int, *, full_rate: int) -> int:

@@ -97,6 +97,21 @@ class Slices:
         self._by_block = torch.tensor(order, device=device)
         self._held = torch.tensor(held, device=device)
 
+    @classmethod
+    def within(
+        cls, blocks: Sequence[Block], *, max_bytes: int, per_element: float, per_piece: int, device: torch.device
+    ) -> "Slices":
+        """Slices that hold at most `max_bytes` with all that is kept for them, as far as their floor allows."""
+        elements = max_bytes / per_element
+        slices = cls(blocks, max_elements=int(elements), device=device)
+        for _ in range(8):
+            held = per_element * slices.numel + per_piece * len(slices.pieces) + slices.nbytes
+            if held <= max_bytes:
+                break
+            elements *= 0.99 * max_bytes / held
+            slices = cls(blocks, max_elements=int(elements), device=device)
+        return slices
+
     @property
     def nbytes(self) -> int:
         """Bytes of the index tensors."""

@@ -26,16 +26,15 @@ def summarise(
     slices: Slices,
     *,
     sums: Mapping[str, Tensor],
-    m: Tensor,
-    v: Tensor,
     count: Mapping[str, int],
     betas: tuple[float, float],
     lr: Mapping[str, float],
 ) -> dict[str, GradientStats]:
-    """Statistics by block name after `count["samples"]` >= 2 samples; `m` and `v` are the uncorrected averages."""
+    """Statistics by block name after `count["samples"]` >= 2 samples, from the tensors of `Averages`."""
+    m, v = sums["m"], sums["v"]
     samples = count["samples"]
     start1, start2 = 1 - betas[0] ** samples, 1 - betas[1] ** samples
-    held = {name: slices.block_sums(values) for name, values in sums.items()}
+    held = {name: slices.block_sums(values) for name, values in sums.items() if name not in ("m", "v")}
     sizes = slices.block_sums(_per_piece(slices, [piece.numel for piece in slices.pieces], like=sums["energy"]))
     pair = "half_" if count["halves"] else ""
     logs = _log_statistics(slices, v / start2)

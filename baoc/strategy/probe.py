@@ -5,6 +5,7 @@ The probe leaves nothing behind: RNG, buffers, gradients, metrics and the loader
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import lightning as L
@@ -12,14 +13,19 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from baoc.callbacks.resume import capture_rng, restore_rng
 from baoc.errors import BadInputError
-from baoc.online import time_specs
+from baoc.online import step_temporaries, time_specs
 from baoc.profiling import probe_footprint
 from baoc.types import Footprint, LatencyTable, OptimizerSpec
 
 
 def first_batch(source: Any) -> Any:
-    """One batch of a Lightning data source, without moving a loader that can tell its position."""
+    """One batch of a Lightning data source, without moving a loader that can tell its position, or any random numbers.
+
+    A DataLoader draws its workers' seed from the global generator when it is iterated, shuffled or not.
+    """
+    generators = capture_rng()
     loader = source.dataloader()
     loaders = loader if isinstance(loader, list | tuple) else [loader]
     loader = loaders[0] if loaders else None
@@ -29,6 +35,7 @@ def first_batch(source: Any) -> Any:
     batch = next(iter(loader), None)
     if position is not None and hasattr(loader, "load_state_dict"):
         loader.load_state_dict(position)
+    restore_rng(generators)
     return batch
 
 
@@ -67,9 +74,12 @@ class Probe:
         self._train = _training(strategy, batch)
         self._validate = None if val_batch is None else _validation(strategy, val_batch)
 
-    def footprint(self, *, context_bytes: int) -> Footprint:
+    def footprint(self, specs: Sequence[OptimizerSpec], *, context_bytes: int) -> Footprint:
+        """The module's own bytes, and what a step of each of `specs` holds for the largest parameter."""
+        largest = max((p for p in self.module.parameters() if p.requires_grad), key=lambda p: p.numel())
+        temporaries = step_temporaries(specs, device=largest.device, dtype=largest.dtype, largest=largest.numel())
         with silent(self.module):
-            return probe_footprint(
+            footprint = probe_footprint(
                 self.module,
                 run_micro_batch=self._train,
                 run_validation_batch=self._validate,
@@ -77,6 +87,7 @@ class Probe:
                 accumulation=self.accumulation,
                 context_bytes=context_bytes,
             )
+        return replace(footprint, step_temporary_bytes=temporaries)
 
     def latency(self, specs: Sequence[OptimizerSpec], *, max_s: float) -> LatencyTable:
         """Seconds of forward and backward, and of the optimizer step of `specs`; gradients are None afterwards."""

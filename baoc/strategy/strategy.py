@@ -107,9 +107,10 @@ class BaocStrategy(SingleDeviceStrategy):
             )
         theirs = self.optimizers[0]
         probe = Probe(trainer, self)
-        self.footprint = probe.footprint(context_bytes=self.context_bytes)
+        specs = list(select(self.settings.planner.specs).values())
+        self.footprint = probe.footprint(specs, context_bytes=self.context_bytes)
         if self.budget.step_time is not None and self.latency is None:
-            self.latency = probe.latency(list(select(self.settings.planner.specs).values()), max_s=TIMING_S)
+            self.latency = probe.latency(specs, max_s=TIMING_S)
         declares = unwrapped(module)
         assembly = assemble(
             describe(module, optimizer_groups=theirs.param_groups),

@@ -106,7 +106,7 @@ def test_env_json_names_neither_machine_nor_user(training, tmp_path: Path):
         (InfeasibleBudgetError("least is 2 GiB", budget_bytes=1, least_feasible_bytes=2), 3, "error: least is 2 GiB\n"),
         (TrainingFailedError("loss is nan"), 5, "error: loss is nan\n"),
         (OSError(errno.ENOSPC, "No space left on device", "x.ckpt"), 2, "error: no space left on the device x.ckpt"),
-        (KeyboardInterrupt(), 130, "baoc: interrupted"),
+        (KeyboardInterrupt(), 130, "baoc: interrupted before the first checkpoint\n"),
         (ZeroDivisionError("oops"), 1, "ZeroDivisionError: oops\nthis is a bug in baoc"),
     ],
 )
@@ -123,6 +123,19 @@ def test_a_failed_run_keeps_what_failed_and_exits_with_it(error, exit_code, mess
     kept = json.loads((run_dir / "error.json").read_text())
     assert (kept["kind"], kept["exit_code"]) == (type(error).__name__, exit_code)
     assert not (run_dir / "result.json").exists()
+
+
+def test_an_interrupt_says_how_to_go_on(training, capsys):
+    def stop(config: RunConfig, run_dir: Path, command: str) -> None:
+        (run_dir / "last.ckpt").write_text("")
+        raise KeyboardInterrupt
+
+    training(stop)
+    assert main(["hydra.run.dir=mine"]) == 130
+    shown = capsys.readouterr().err
+    assert shown.startswith("baoc: interrupted; resume=") and shown.endswith(
+        "mine goes on from the newest checkpoint\n"
+    )
 
 
 def test_a_refused_configuration_leaves_no_folder(training, tmp_path: Path, capsys):

@@ -2,12 +2,12 @@
 
 Every step starts from equal states, so a difference is that of one step. What may differ, and why: the kernel fuses
 multiply and add, multiplies by reciprocals and takes sqrt, exp2 and log2 of the device, each good to one or two units
-in the last place of fp32. So numbers agree to a few 1e-7, and a code differs by one where a number lies that near to the
-boundary between two codes: a share of about (codes x 1e-6), for a scale about 2^-14.
+in the last place of fp32. So numbers agree to a few 1e-7, and a code differs by one where a number lies that near to
+the boundary between two codes: a share of about (codes x 1e-6), for a scale about 2^-14.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from baoc.kernels.kinds import RULE_KINDS
 from baoc.rules import RULES, RuleContext
 
 SIZES = (1, 7, 255, 256, 257, 0, 1300)
+SMALL_CUT = Cut(chunk=512, warps=1)
 RTOL = 1e-6  # fp32 numbers, of the largest in the tensor's step
 ODD_CODES = 2e-3  # share of codes that may differ by one
 State = dict[str, Tensor]
@@ -44,7 +45,7 @@ class Case:
     weights: str = "native"
     device: str = "cpu"
     sizes: Sequence[int] = SIZES
-    cut: Cut = field(default_factory=lambda: Cut(chunk=512, warps=1))
+    cut: Cut | None = SMALL_CUT
     options: Sequence[Options] = (Options(), Options(lr=3e-3, betas=(0.8, 0.999), weight_decay=0.0))
 
     @property
@@ -58,7 +59,7 @@ class Case:
         return Kind(rule=self.rule, m=storage.m, v=storage.v, weights=self.weights)
 
 
-def all_cases(device: str = "cpu", *, sizes: Sequence[int] = SIZES, cut: Cut | None = None) -> list[Case]:
+def all_cases(device: str = "cpu", *, sizes: Sequence[int] = SIZES, cut: Cut | None = SMALL_CUT) -> list[Case]:
     """Every rule in every storage, for fp32 and bf16 parameters; mixed gradients and split weights for some."""
     float32, bfloat16 = torch.float32, torch.bfloat16
     cases = []
@@ -69,7 +70,7 @@ def all_cases(device: str = "cpu", *, sizes: Sequence[int] = SIZES, cut: Cut | N
     cases += [Case(rule=r, storage="int8", param=bfloat16, grad=bfloat16, weights="split8") for r in ("adamw", "lion")]
     cases += [Case(rule="adamw", param=bfloat16, grad=float32, weights="split8")]
     for case in cases:
-        case.device, case.sizes, case.cut = device, sizes, cut or case.cut
+        case.device, case.sizes, case.cut = device, sizes, cut
     return cases
 
 

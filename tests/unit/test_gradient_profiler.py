@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from baoc.catalogue import SPECS
 from baoc.errors import CheckpointError
-from baoc.profiling import GradientProfiler, clock
+from baoc.profiling import GradientProfiler, schedule
 from baoc.types import StateKind, profile_from_plain, to_plain
 from baoc.units import MIB
 from tests.gradients import Stream, make_block, make_params, normal
@@ -155,30 +155,56 @@ def test_sample_every_pairs_each_sample_with_the_step_before():
 
 def test_below_ten_million_only_the_three_second_cap_looks_at_the_clock(monkeypatch):
     now = iter(range(10**6))
-    monkeypatch.setattr(clock, "perf_counter", lambda: 0.25 * next(now))  # each sample takes .25 s
+    monkeypatch.setattr(schedule, "thread_time", lambda: 0.25 * next(now))  # each sample takes .25 s
     stream = Stream([make_block("w", (2, 2))])
     sampled = [stream.feed({"w.0": torch.ones(2, 2)}) for _ in range(30)]
     assert sampled == [True] * 13 + [False] * 17, "over 3 s after the thirteenth, and not before"
 
 
-def test_from_ten_million_up_the_share_of_time_is_kept(monkeypatch):
-    monkeypatch.setattr("baoc.profiling.gradients.LARGE_PARAMS", 1)
-    monkeypatch.setattr(clock, "LARGE_PARAMS", 1)
-    now = [0.0]
+class Clock:
+    """Every reading takes .05 s, so a sample costs about that; `step` lets time go by."""
 
-    def tick() -> float:
-        now[0] += 0.05  # so a sample takes .05 s
-        return now[0]
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.now = 0.0
+        monkeypatch.setattr("baoc.profiling.gradients.LARGE_PARAMS", 1)
+        monkeypatch.setattr(schedule, "LARGE_PARAMS", 1)
+        monkeypatch.setattr(schedule, "perf_counter", self.read)
 
-    monkeypatch.setattr(clock, "perf_counter", tick)
-    stream = Stream([make_block("w", (8, 8))], max_bytes=100_000)
+    def read(self) -> float:
+        self.now += 0.05
+        return self.now
+
+
+@pytest.mark.parametrize("specs", [(), SPEC_ROWS])
+def test_from_ten_million_up_the_share_of_time_is_kept_and_samples_come_in_pairs(monkeypatch, specs):
+    now = Clock(monkeypatch)
+    direction = normal(64, 64, seed=0)
+    stream = Stream([make_block("w", (64, 64))], max_bytes=400_000, shadow_specs=specs)
+    assert stream.profiler.num_samples == 0, "the rehearsal leaves no trace"
     sampled = []
-    for _ in range(100):
-        now[0] += 0.1
-        sampled.append(stream.feed({"w.0": torch.ones(8, 8)}))
-    profile = stream.profile()
-    assert 15 <= sum(sampled) <= 35
-    assert profile.profile_s <= 0.05 * profile.warmup_s + 0.11
+    for step in range(300):
+        now.now += 0.5
+        sampled.append(stream.feed({"w.0": direction + normal(64, 64, seed=step + 1)}))
+        if stream.profiler.num_samples >= 2 and step % 50 == 0:
+            profile = stream.profile()
+            assert profile.profile_s <= 0.05 * profile.warmup_s + 0.11, step
+    stats = stream.profile().stats["w"]
+    assert 15 <= sum(sampled) <= 150
+    assert stats.noise == pytest.approx(1 / float(direction.square().mean()), rel=0.2), "each has the step before it"
+    if specs:
+        assert stream.profile().shadow["w"], "shadows have a share of their own"
+
+
+def test_a_rehearsal_changes_nothing_but_what_is_known_of_the_cost(monkeypatch):
+    Clock(monkeypatch)
+    rehearsed = GradientProfiler(BLOCKS, params := make_params(BLOCKS), max_bytes=200_000, shadow_specs=SPEC_ROWS)
+    monkeypatch.undo()
+    plain_one = GradientProfiler(BLOCKS, params, max_bytes=200_000, shadow_specs=SPEC_ROWS)
+    mine, theirs = rehearsed.state_dict(), plain_one.state_dict()
+    assert all(torch.equal(mine["tensors"][name], tensor) for name, tensor in theirs["tensors"].items())
+    assert all(torch.equal(a, b) for a, b in zip(mine["shadow"]["tensors"], theirs["shadow"]["tensors"], strict=True))
+    assert mine["count"] == theirs["count"]
+    assert all(param.grad is None for param in params.values())
 
 
 @pytest.mark.parametrize("split", [1, 7, 20])

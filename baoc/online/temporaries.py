@@ -1,0 +1,41 @@
+"""What an optimizer step holds beyond its state while it works on one tensor, per spec: part of the predicted peak."""
+
+import math
+import warnings
+from collections.abc import Iterable
+
+import torch
+
+from baoc.optim import BlockwiseOptimizer
+from baoc.profiling import step_temporary_bytes
+from baoc.profiling.footprint import StepProbe
+from baoc.types import OptimizerSpec
+
+_ROWS, _COLUMNS = 256, 256
+
+
+def step_temporaries(
+    specs: Iterable[OptimizerSpec], *, device: torch.device, dtype: torch.dtype, largest: int
+) -> dict[str, int]:
+    """Spec -> bytes for a tensor of `largest` elements, measured on 65,536 of them: temporaries grow with the tensor.
+
+    Steps go through tensors one by one, so the largest one decides. Rounded up, as the peak may not be above what is
+    predicted.
+    """
+    scale = largest / (_ROWS * _COLUMNS)
+    return {
+        spec.name: math.ceil(scale * step_temporary_bytes(_probe(spec, device=device, dtype=dtype), device=device))
+        for spec in specs
+    }
+
+
+def _probe(spec: OptimizerSpec, *, device: torch.device, dtype: torch.dtype) -> StepProbe:
+    def make():
+        param = torch.nn.Parameter(torch.ones(_ROWS, _COLUMNS, device=device, dtype=dtype))
+        param.grad = torch.linspace(-1, 1, param.numel(), device=device).view_as(param).to(dtype)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that 16-bit weights stall is said of the user's blocks, not of this one
+            optimizer = BlockwiseOptimizer([param], spec)
+        return lambda: optimizer.step()
+
+    return make

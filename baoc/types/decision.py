@@ -1,0 +1,189 @@
+"""What a decision rests on and what it is: profile, cost, risk, candidates, budget, footprint, allocation, plan."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from baoc.types.network import Block, Role
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientStats:
+    """Streaming statistics of one block's gradients, sampled during warm-up (METHODS 1; formulas in the README).
+
+    Each is a ratio without unit unless said. `snr_fan_in` is SNR along fan-in (sharing v per row), and so on;
+    `fold_residual` maps "fan_in:2" (axis:level) to ||R||^2 / ||G||^2. NaN where the block cannot have the value.
+    """
+
+    num_samples: int
+    grad_rms: float  # root mean square of the gradient's elements
+    coherence: float  # kappa = ||EMA g||^2 / EMA ||g||^2
+    noise: float  # N = tr Cov(g) / ||E g||^2
+    anisotropy: float  # std over elements of log v
+    snr_fan_in: float
+    snr_fan_out: float
+    factor_residual: float  # ||v - rank1(v)|| / ||v||
+    spread: float  # mean over quantisation groups of std(log sqrt v)
+    update_rms: float  # RMS of AdamW's update on the block's slice
+    descent_share: float  # share of the step's predicted loss decrease, lr <g, u_ref>
+    fold_residual: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """What warm-up measured. `shadow[block][spec]` holds the terms of METHODS 1 where shadow ran."""
+
+    stats: Mapping[str, GradientStats]
+    shadow: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
+    num_samples: int = 0
+    profile_s: float = 0.0  # time spent on sampling
+    warmup_s: float = 0.0  # time of the steps in which it was sampled
+    profile_bytes: int = 0  # what the profiler held
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moments:
+    """Means of one matrix parameter's squared gradients, from which a stateless block can become Adam.
+
+    `row`: float32 tensor (fan_out,), mean over fan-in; `col`: (fan_in,), mean over fan-out. Typed Any: no torch here.
+    """
+
+    row: Any
+    col: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    state_bytes: int
+    transfer_bytes: int = 0  # over the host link, both ways, per step
+    step_s: float = 0.0  # 0 where no latency table was asked for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Risk:
+    """Predicted loss of quality against fp32 AdamW: a hypothesis, not a measurement. `terms` are weighted and sum up."""
+
+    total: float
+    terms: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    block: str
+    spec: str
+    cost: Cost
+    risk: Risk
+    role: Role = Role.OTHER  # the block's: published baselines leave some roles on AdamW
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """What a run may spend; every limit may be absent. See `baoc.budget` words in the README.
+
+    `memory_bytes`: peak device memory of the process. `state_fraction`: state bytes / state bytes of fp32 AdamW.
+    `step_time`: step / step with torch's fused AdamW.
+    """
+
+    name: str
+    memory_bytes: int | None = None
+    state_fraction: float | None = None
+    step_time: float | None = None
+
+    @property
+    def kind(self) -> str:
+        if self.memory_bytes is not None:
+            return "memory"
+        return "state_fraction" if self.state_fraction is not None else "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """A budget turned into what an allocator understands: totals over the blocks. None does not bind."""
+
+    state_bytes: int | None = None
+    step_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocation:
+    """One spec per block. `gap`: (risk - lower bound) / max(|risk|, tiny); 0 is proven optimal, None is not known."""
+
+    choices: Mapping[str, str]  # block name -> spec name, in block order
+    state_bytes: int
+    risk: float
+    allocator: str
+    step_s: float = 0.0
+    transfer_bytes: int = 0
+    gap: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """Device bytes of a training step apart from optimizer state, and the peak they predict together.
+
+    `forward_backward_bytes` is the largest live total during forward and backward (weights, gradients, activations,
+    data), `validation_bytes` the same for a validation batch, both without optimizer state; `resident_bytes` are the
+    weights, gradients and data that live through the optimizer step. `step_temporary_bytes` maps a spec to what its
+    step needs for the largest tensor beyond its state.
+    """
+
+    device: str
+    micro_batch: int
+    weights_bytes: int
+    gradients_bytes: int
+    forward_backward_bytes: int
+    validation_bytes: int
+    resident_bytes: int
+    ema_bytes: int = 0
+    profile_bytes: int = 0
+    context_bytes: int = 0
+    reserve_bytes: int = 0  # for modules that load late
+    step_temporary_bytes: Mapping[str, int] = field(default_factory=dict)
+    source: str = "probe"  # probe | prior
+
+    def peak_bytes(self, *, state_bytes: int, specs: Sequence[str] = ()) -> int:
+        """Predicted peak with `state_bytes` of optimizer state, `specs` being those in use."""
+        temporary = max((self.step_temporary_bytes.get(spec, 0) for spec in specs), default=0)
+        moment = max(self.forward_backward_bytes, self.validation_bytes, self.resident_bytes + temporary)
+        fixed = self.ema_bytes + self.profile_bytes + self.context_bytes + self.reserve_bytes
+        return moment + fixed + state_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatencyTable:
+    """Seconds of an optimizer step per spec: `fixed_s + per_element_s * numel`, measured on `device`."""
+
+    device: str
+    fixed_s: Mapping[str, float]
+    per_element_s: Mapping[str, float]
+    base_step_s: float = 0.0  # forward and backward, without the optimizer
+    reference_step_s: float = 0.0  # whole step with torch's fused AdamW
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reason:
+    """Why a block runs what it runs: the next cheaper and dearer candidate, and the terms that decided."""
+
+    block: str
+    spec: str
+    cheaper: str | None
+    dearer: str | None
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What stages 3 to 9 decided. `candidates` holds those that were not dominated, by block."""
+
+    blocks: tuple[Block, ...]
+    candidates: Mapping[str, tuple[Candidate, ...]]
+    allocation: Allocation
+    budget: Budget
+    limits: Limits
+    risk_model: str
+    binding: bool
+    peak_bytes: int  # predicted
+    state_bytes_adamw: int
+    least_feasible_bytes: int  # in the budget's measure: peak for memory, state for a state fraction
+    most_useful_bytes: int  # the same measure, from which on the budget does not bind
+    reasons: tuple[Reason, ...] = ()

@@ -1,0 +1,80 @@
+"""What a network is made of, as far as planning cares: parameters, their roles, the blocks that share a spec."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from math import prod
+
+
+class Role(StrEnum):
+    """What a parameter does in its network; priors of risk are given by role."""
+
+    EMBEDDING = "embedding"
+    NORM = "norm"  # norm layers, and everything with fewer than two dimensions
+    HEAD = "head"
+    ATTENTION = "attention"
+    MLP = "mlp"
+    CONV = "conv"
+    MODULATION = "modulation"
+    OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParamInfo:
+    """One trainable parameter, tied ones once: the first name owns, the others are `aliases`."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str  # "float32", "bfloat16", ...
+    role: Role
+    depth: int | None = None  # index of the layer it is in; None outside any layer list
+    group: int = 0  # index of the user's parameter group
+    aliases: tuple[str, ...] = ()
+    transposed: bool = False  # stored (in, out), as GPT-2's Conv1D
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def matrix_shape(self) -> tuple[int, int] | None:
+        """(fan_out, fan_in) as rules by row and column see it; None where there is no matrix. See `matrix_shape`."""
+        shape = matrix_shape(self.shape)
+        return (shape[1], shape[0]) if shape is not None and self.transposed else shape
+
+
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int] | None:
+    """The (rows, columns) of a tensor seen as a matrix: dimensions of size 1 dropped, then the first against the rest.
+
+    None for what is a vector, a scalar or empty after that, so (1, 1, d) is a vector and (d, 3, 16, 16) is (d, 768).
+    """
+    kept = [size for size in shape if size != 1]
+    if len(kept) < 2 or 0 in kept:
+        return None
+    return kept[0], prod(kept[1:])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """A named set of parameters sharing one optimizer spec."""
+
+    name: str
+    params: tuple[ParamInfo, ...]
+    role: Role
+    depth: int | None = None
+
+    @property
+    def numel(self) -> int:
+        return sum(param.numel for param in self.params)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageDataSpec:
+    """What a model must know of a set of labelled images: `image_size` is height and width in pixels."""
+
+    dataset: str
+    image_size: int
+    channels: int
+    num_classes: int
+    num_train: int
+    num_val: int

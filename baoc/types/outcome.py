@@ -1,0 +1,104 @@
+"""What became of it: moves of a reallocation, the result of a run, points of a frontier."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockMove:
+    """One block's migration. `kept`: state name -> "kept" | "converted" | "dropped" | "new"; error is relative RMS."""
+
+    block: str
+    source: str
+    target: str
+    kept: Mapping[str, str]
+    conversion_error: Mapping[str, float] = field(default_factory=dict)
+    bytes_before: int = 0
+    bytes_after: int = 0
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reallocation:
+    step: int
+    trigger: str
+    accepted: bool
+    why: str
+    moves: tuple[BlockMove, ...]
+    state_bytes_before: int
+    state_bytes_after: int
+    risk_before: float
+    risk_after: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quality:
+    name: str  # a metric key, such as val/loss
+    value: float
+    higher_is_better: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """`result.json`. Bytes are measured unless the name ends in `_predicted`."""
+
+    schema: int
+    task: str
+    model: str
+    name: str
+    allocator: str
+    risk: str
+    num_params: int
+    budget: Mapping[str, Any]  # {kind, name, limit}
+    budget_bytes: int | None
+    budget_met: bool | None  # None: nothing was limited
+    binding: bool
+    least_feasible_bytes: int
+    peak_bytes: int
+    peak_bytes_predicted: int
+    state_bytes: int
+    state_bytes_predicted: int
+    state_bytes_adamw: int
+    step_ms: float
+    samples_per_s: float
+    quality: Quality
+    metrics: Mapping[str, float]
+    risk_total: float
+    allocation_gap: float | None
+    num_reallocations: int
+    num_steps: int
+    seed: int
+    commit: str
+    versions: Mapping[str, str]
+    command: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontierPoint:
+    """One run (or the mean of several seeds) as a frontier sees it."""
+
+    run: str
+    task: str
+    model: str
+    label: str
+    quality: float
+    peak_bytes: int
+    state_bytes: int
+    samples_per_s: float
+    num_seeds: int = 1
+    quality_spread: float | None = None  # sample standard deviation over seeds
+    dominated: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedRun:
+    """A job of a multirun that left no result or ended badly: a row of the frontier table with its reason.
+
+    `exit_code` is None for a job that has not ended, or was killed.
+    """
+
+    run: str
+    label: str
+    exit_code: int | None
+    message: str

@@ -1,0 +1,112 @@
+"""What a block may run: the tags of state tensors, rules, codecs, storage schemes, and the specs that join them."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from baoc.types.network import ParamInfo
+
+
+class StateKind(StrEnum):
+    """Tag of a state tensor: what it averages. Ledger, migration and risk terms derive from it."""
+
+    M = "m"  # average of the gradient
+    V = "v"  # average of the squared gradient
+
+
+class StateLayout(StrEnum):
+    """Tag of a state tensor: which numbers of its (rows, columns) matrix it keeps."""
+
+    FULL = "full"  # one per element
+    PER_ROW = "per_row"  # shared along fan-in: one per row
+    PER_COLUMN = "per_column"  # shared along fan-out: one per column
+    FOLDED = "folded"  # mean of 2^level neighbours along an axis
+
+
+class Axis(StrEnum):
+    FAN_IN = "fan_in"  # along the columns of a (fan_out, fan_in) matrix
+    FAN_OUT = "fan_out"  # along its rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateDecl:
+    """One state tensor of a rule, as its tags. `level` and `axis` are read for FOLDED only."""
+
+    name: str
+    kind: StateKind
+    layout: StateLayout = StateLayout.FULL
+    level: int = 0
+    axis: Axis = Axis.FAN_IN
+    bias_corrected: bool = True  # averages from 0, so its reader divides by 1 - beta^step
+
+    def shape(self, param: ParamInfo) -> tuple[int, ...]:
+        """Shape of the decoded state for `param`; a vector knows FULL only."""
+        if self.layout is StateLayout.FULL:
+            return param.shape
+        matrix = param.matrix_shape
+        assert matrix is not None, f"{self.name} ({self.layout}) needs a matrix, {param.name} has shape {param.shape}"
+        rows, cols = matrix
+        if self.layout is StateLayout.PER_ROW:
+            return (rows,)
+        if self.layout is StateLayout.PER_COLUMN:
+            return (cols,)
+        fold = 2**self.level
+        return (rows, -(-cols // fold)) if self.axis is Axis.FAN_IN else (-(-rows // fold), cols)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuleInfo:
+    """What the decision core may know of an update rule; declared in the rule's own file.
+
+    `counts_steps`: keeps a 4-byte step count per tensor. `matched`: its update RMS is matched to AdamW's, for which it
+    keeps 8 bytes per block. `needs_matrix`: applies only to parameters that have a `matrix_shape`.
+    """
+
+    name: str
+    description: str
+    states: tuple[StateDecl, ...]
+    counts_steps: bool = True
+    matched: bool = True
+    needs_matrix: bool = False
+    hidden_only: bool = False  # refuses embeddings and heads (Muon)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodecInfo:
+    """How a codec spends bytes: `bits` per element, plus `scale_bytes` for every `group` elements begun (0: none)."""
+
+    name: str
+    description: str
+    bits: int
+    group: int = 0
+    scale_bytes: int = 0
+
+    def nbytes(self, numel: int) -> int:
+        payload = -(-numel * self.bits // 8)
+        return payload + (-(-numel // self.group) * self.scale_bytes if self.group else 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageScheme:
+    """Which codec keeps which kind of state. PER_ROW and PER_COLUMN states are always fp32: they are small."""
+
+    name: str
+    description: str
+    m: str
+    v: str
+
+    def codec(self, decl: StateDecl) -> str:
+        if decl.layout in (StateLayout.PER_ROW, StateLayout.PER_COLUMN):
+            return "fp32"
+        return self.m if decl.kind is StateKind.M else self.v
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSpec:
+    """What a block may run: one catalogue row = rule x storage x weights x placement."""
+
+    name: str
+    description: str
+    rule: str
+    storage: str = "fp32"
+    weights: str = "native"  # the parameter's own dtype, no correction bytes
+    placement: str = "device"

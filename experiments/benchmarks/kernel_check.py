@@ -1,0 +1,103 @@
+"""Every fused kernel against its eager twin on the GPU, over several processes because each variant has to be compiled.
+
+`python experiments/benchmarks/kernel_check.py`, about a minute; optimizer_step.py runs it first.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "numerics")]
+
+from kernel_cases import Case, Twin, all_cases, check_equal  # noqa: E402
+
+from baoc.codecs.base import lanes  # noqa: E402
+from baoc.kernels import Cut, launch, prepare  # noqa: E402
+
+WORKERS = 8
+DEVICE = "cuda"
+CHECK_SIZES = (1, 7, 255, 256, 257, 0, 9991, 200_000)
+CUTS = [
+    Cut(chunk=chunk, warps=warps, vector=vector)
+    for vector in (4, 8)
+    for chunk, warps in ((256, 1), (512, 1), (512, 2), (1024, 2), (1024, 4), (2048, 4), (4096, 8))
+]
+SWEPT = [
+    ("adamw", "fp32", "native"),
+    ("adamw", "int8", "native"),
+    ("adamw", "int8", "split8"),
+]  # rule, storage, weights
+
+
+def text_of(cut: Cut) -> str:
+    return f"{cut.chunk}/{cut.warps}/{cut.vector}"
+
+
+def check(part: int, parts: int) -> None:
+    """Every kernel variant and cut against its eager twin; raises on the first that differs."""
+    cases = all_cases(DEVICE, sizes=CHECK_SIZES, cut=None)
+    for rule, storage, weights in SWEPT:
+        dtype = torch.float32 if weights == "native" else torch.bfloat16
+        given = {"rule": rule, "storage": storage, "weights": weights, "param": dtype, "grad": dtype}
+        cases += [Case(**given, device=DEVICE, sizes=CHECK_SIZES, cut=cut) for cut in CUTS]
+    for case in cases[part::parts]:
+        twin, odd = Twin(case), []
+        for idle in ((), (3,), ()):
+            twin.new_gradients(idle=idle)
+            twin.step()
+            odd.append(check_equal(twin))
+        matched = case.rule != "adamw"
+        launch(twin.table, factors=twin.table.ones if matched else None, track=matched)  # as timed, for the cache
+        print(f"equal {case.name} {text_of(twin.table.cut)} odd codes {max(odd):.1e}", flush=True)
+    if part == 0:
+        check_graph()
+
+
+def check_graph() -> None:
+    """A captured launch, replayed after each `prepare`, does what plain steps do, though gradients move."""
+    plain, captured = (Twin(Case(rule="adamw", storage="int8", device=DEVICE, sizes=CHECK_SIZES)) for _ in range(2))
+    graph = torch.cuda.CUDAGraph()
+    for step in range(1, 4):
+        thresholds = lanes(step, torch.device("cpu"))
+        for twin in (plain, captured):
+            twin.new_gradients()
+            prepare(twin.table, options=twin.case.options, thresholds=thresholds)
+        launch(plain.table)
+        if step == 1:
+            launch(captured.table)
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):  # captures, does not run
+                launch(captured.table)
+        else:
+            graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(plain.params, captured.params, strict=True)), "graph replay differs"
+    print("equal CUDA graph replay", flush=True)
+
+
+def check_in_parallel() -> None:
+    command = [sys.executable, __file__]
+    running = [
+        subprocess.Popen([*command, f"{part}/{WORKERS}"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for part in range(WORKERS)
+    ]
+    outputs = [(process.communicate()[0], process.returncode) for process in running]
+    checked = [line for text, _ in outputs for line in text.splitlines() if line.startswith("equal")]
+    for text, code in outputs:
+        if code:
+            print(text[-3000:])
+    failed = sum(code != 0 for _, code in outputs)
+    print(f"{len(checked)} kernel variants equal their eager twins; {failed} of {WORKERS} checking processes failed")
+    worst = sorted(checked, key=lambda line: float(line.split()[-1]) if "odd" in line else 0.0)[-3:]
+    print("most odd codes:", *worst, sep="\n  ", flush=True)
+    if failed:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        check(*map(int, sys.argv[1].split("/")))
+    else:
+        check_in_parallel()

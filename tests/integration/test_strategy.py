@@ -1,0 +1,227 @@
+"""BaocStrategy around modules that know nothing of it: what is kept, what is refused, and that AdamW stays AdamW."""
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from baoc import BaocStrategy
+from baoc.errors import BadInputError, InfeasibleBudgetError
+from baoc.online import ReallocationSettings, SessionSettings
+from baoc.planner import PlannerSettings
+
+QUIET = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "accelerator": "cpu",
+    "devices": 1,
+}
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers.*", "ignore:.*smaller than the logging interval.*")
+
+
+class Classifier(L.LightningModule):
+    """Two linear layers and a norm; decay and no-decay groups, a step-wise schedule."""
+
+    def __init__(self, *, make: Any = None):
+        super().__init__()
+        torch.manual_seed(7)
+        self.net = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 4))
+        self.make = make
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("train/loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        if self.make is not None:
+            return self.make(self)
+        decayed = [p for p in self.parameters() if p.ndim > 1]
+        others = [p for p in self.parameters() if p.ndim <= 1]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 3e-3}]
+        optimizer = torch.optim.AdamW(groups, lr=1e-2, foreach=False, fused=False)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def loader(*, batch_size: int = 8, num: int = 64) -> DataLoader:
+    rng = torch.Generator().manual_seed(3)
+    x = torch.randn(num, 16, generator=rng)
+    return DataLoader(TensorDataset(x, x[:, :4].argmax(1)), batch_size=batch_size)
+
+
+def fit(strategy: Any, *, module: Classifier | None = None, steps: int = 8, data: Any = None, **arguments: Any) -> Classifier:
+    module = module or Classifier()
+    trainer = L.Trainer(strategy=strategy, max_steps=steps, **{**QUIET, **arguments})
+    trainer.fit(module, data if data is not None else loader())
+    return module
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_a_budget_that_does_not_bind_gives_adamw_bit_for_bit(clip):
+    plain = fit("auto", gradient_clip_val=clip, steps=20)
+    ours = fit(BaocStrategy("8gb"), gradient_clip_val=clip, steps=20)
+    assert same(plain, ours)
+    different = fit(BaocStrategy("state_10"), gradient_clip_val=clip, steps=20)
+    assert not same(plain, different)
+
+
+def test_the_probe_leaves_random_numbers_buffers_and_the_loader_alone():
+    class Noisy(Classifier):
+        def __init__(self):
+            super().__init__()
+            self.net.insert(1, nn.Dropout(0.5))
+            self.net.insert(2, nn.BatchNorm1d(32))
+
+    torch.manual_seed(0)
+    plain = fit("auto", module=Noisy(), steps=10)
+    torch.manual_seed(0)
+    ours = fit(BaocStrategy("8gb"), module=Noisy(), steps=10)
+    assert same(plain, ours)
+    assert all(torch.equal(a, b) for a, b in zip(plain.buffers(), ours.buffers(), strict=True))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize(("clip", "algorithm"), [(None, None), (0.5, "norm"), (0.01, "value")])
+@pytest.mark.filterwarnings("ignore:16-bit weights without correction")
+def test_precision_and_clipping_work_together(precision, clip, algorithm):
+    module = fit(
+        BaocStrategy("state_25"),
+        precision=precision,
+        gradient_clip_val=clip,
+        gradient_clip_algorithm=algorithm,
+        steps=12,
+    )
+    before = Classifier()
+    moved = [not torch.equal(p.float(), q) for p, q in zip(module.parameters(), before.parameters(), strict=True)]
+    # a norm's weight of 1 in bf16 is out of reach of these steps, which is what the warning says
+    assert (sum(moved) >= 4 if precision == "bf16-true" else all(moved))
+    assert all(p.isfinite().all() for p in module.parameters())
+
+
+def test_accumulation_equals_one_large_batch():
+    small = fit(BaocStrategy("state_25"), data=loader(batch_size=8), accumulate_grad_batches=4, steps=6)
+    large = fit(BaocStrategy("state_25"), data=loader(batch_size=32), steps=6)
+    for p, q in zip(small.parameters(), large.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=2e-4, atol=2e-5)
+
+
+def test_groups_and_schedule_are_the_users(tmp_path):
+    strategy = BaocStrategy("state_25")
+    monitor = LearningRateMonitor(logging_interval="step", log_momentum=True)
+    fit(strategy, steps=5, callbacks=[monitor], logger=CSVLogger(tmp_path))
+    groups = strategy.optimizers[0].param_groups
+    assert [g["weight_decay"] for g in groups] == [0.1, 0.0]
+    assert [g["lr"] for g in groups] == pytest.approx([1e-2 / 6, 3e-3 / 6])
+
+
+def test_a_nan_gradient_is_masked_before_clipping():
+    class Poisoned(Classifier):
+        def on_after_backward(self) -> None:
+            if self.global_step == 2:
+                self.net[0].weight.grad[0, 0] = float("nan")
+
+    module = Poisoned()
+    start = module.net[0].weight.detach().clone()
+    strategy = BaocStrategy("8gb")
+    fit(strategy, module=module, gradient_clip_val=0.1, steps=3)
+    optimizer = strategy.reallocator.optimizer
+    assert optimizer.num_nonfinite == 1
+    assert all(p.isfinite().all() for p in module.parameters())
+    assert not torch.equal(start[1:], module.net[0].weight[1:])
+
+
+def test_an_impossible_budget_ends_before_training_and_says_what_is_least():
+    module = Classifier()
+    before = [p.detach().clone() for p in module.parameters()]
+    settings = SessionSettings(planner=PlannerSettings(specs=("adamw",)))
+    with pytest.raises(InfeasibleBudgetError, match=r"budget state_50 cannot be met.*least feasible is .*What would lower it"):
+        fit(BaocStrategy("state_50", settings=settings), module=module)
+    assert all(torch.equal(p, q) for p, q in zip(before, module.parameters(), strict=True))
+
+
+def test_the_least_feasible_memory_budget_is_exact():
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        fit(BaocStrategy("1kb"))
+    least = caught.value.least_feasible_bytes
+    strategy = BaocStrategy(least)
+    fit(strategy, steps=2)
+    assert strategy.reallocator.plan.peak_bytes <= least
+    with pytest.raises(InfeasibleBudgetError, match=f"least feasible is .*{least} bytes"):
+        fit(BaocStrategy(least - 1))
+
+
+def test_fit_twice_with_one_trainer():
+    module, strategy = Classifier(), BaocStrategy("state_25")
+    trainer = L.Trainer(strategy=strategy, max_steps=3, **QUIET)
+    trainer.fit(module, loader())
+    first = strategy.reallocator
+    trainer.fit_loop.epoch_loop.max_steps = 6
+    trainer.fit(module, loader())
+    assert (first.step, strategy.reallocator.step, trainer.global_step) == (3, 3, 6)
+    assert strategy.reallocator.optimizer.state_bytes() == strategy.reallocator.plan.allocation.state_bytes
+
+
+def _two(module: nn.Module) -> Any:
+    params = list(module.parameters())
+    return [torch.optim.AdamW(params[:2]), torch.optim.AdamW(params[2:])]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda m: torch.optim.SGD(m.parameters(), lr=0.1), "configure_optimizers returned SGD.*torch.optim.AdamW"),
+        (lambda m: torch.optim.Adam(m.parameters(), weight_decay=0.1), "Adam with coupled weight decay"),
+        (lambda m: torch.optim.AdamW(m.parameters(), amsgrad=True), "amsgrad=True.*leave it out"),
+        (lambda m: torch.optim.AdamW([nn.Parameter(torch.ones(3))]), "parameter .*of shape .3,. that the module does not have: register it"),
+    ],
+)
+def test_optimizers_that_cannot_be_taken_over_are_refused(make, message):
+    with pytest.raises(BadInputError, match=message):
+        fit(BaocStrategy("8gb"), module=Classifier(make=make))
+
+
+def test_several_optimizers_manual_optimization_and_devices_are_refused():
+    class Manual(Classifier):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+    with pytest.raises(BadInputError, match="automatic_optimization=False"):
+        fit(BaocStrategy("8gb"), module=Manual())
+    with pytest.raises(BadInputError, match="one device for now; set devices=1"):
+        fit(BaocStrategy("8gb"), devices=2)
+    with pytest.raises(BadInputError, match="device='mps' is not supported"):
+        BaocStrategy("8gb", device="mps")
+
+
+def test_two_optimizers_are_refused():
+    class Two(Classifier):
+        def configure_optimizers(self) -> Any:
+            return _two(self)
+
+    with pytest.raises((BadInputError, RuntimeError), match="optimizers"):
+        fit(BaocStrategy("8gb"), module=Two())
+
+
+def test_statistics_move_blocks_after_warm_up():
+    settings = SessionSettings(
+        planner=PlannerSettings(risk="statistics"), reallocation=ReallocationSettings(warmup_steps=6)
+    )
+    events = []
+    strategy = BaocStrategy("state_25", settings=settings, reallocation_listeners=[lambda e, p, s: events.append(e)])
+    fit(strategy, steps=10)
+    assert [event.step for event in events] == [6]
+    assert strategy.reallocator.optimizer.state_bytes() == strategy.reallocator.plan.allocation.state_bytes
+    assert strategy.reallocator.profiler.nbytes == 0

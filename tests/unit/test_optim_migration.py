@@ -1,0 +1,303 @@
+"""Moving blocks between specs: what is inherited (METHODS 5), how large the next update is, and what memory it takes."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+from baoc.catalogue import SPECS
+from baoc.cost import state_bytes
+from baoc.errors import BadInputError
+from baoc.optim import BlockwiseOptimizer
+from baoc.optim.migration import SEED_AGE
+from baoc.profiling.tracker import MemoryTracker
+from baoc.rules import RULES
+from baoc.types import BlockMove, Moments
+from tests.optimizing import (
+    Gradients,
+    assert_same,
+    build,
+    info,
+    make_params,
+    one_block,
+    run_steps,
+    state_tensors,
+)
+from tests.tolerances import CONTINUITY_ADAMW, CONTINUITY_MATCHED
+
+SHAPES = {"linear": (17, 64), "conv": (8, 3, 3, 5)}
+LR, STEPS = 1e-2, 40
+BETAS = (0.9, 0.999)
+
+
+class Run:
+    """A block trained for some steps, with the moments a profile would have of it; `fork` copies it."""
+
+    def __init__(self, spec: str, *, steps: int = STEPS, shapes: dict[str, tuple[int, ...]] = SHAPES):
+        self.params = make_params(shapes)
+        described = [info(name, shape) for name, shape in shapes.items()]
+        self.optimizer = build(
+            self.params, {"all": spec}, blocks=[one_block("all", described)], lr=LR, weight_decay=0.0
+        )
+        self.gradients = Gradients(self.params, signal=0.1)
+        squares = {name: torch.zeros(shape) for name, shape in shapes.items()}
+        self.last_rms = 0.0
+        for _ in range(steps):
+            self.last_rms = self.step()
+            for name, param in self.params.items():
+                assert param.grad is not None
+                squares[name] += param.grad.square() / steps
+        matrices = {d.name: squares[d.name].reshape(d.matrix_shape) for d in described if d.matrix_shape}
+        self.moments = {name: Moments(row=m.mean(1), col=m.mean(0)) for name, m in matrices.items()}
+
+    def step(self) -> float:
+        """One step; returns the RMS of what it did, before the learning rate."""
+        before = {name: p.detach().clone() for name, p in self.params.items()}
+        run_steps(self.optimizer, self.params, gradients=self.gradients, steps=1)
+        moved = sum(float((p.detach() - before[n]).double().square().sum()) for n, p in self.params.items())
+        return (moved / sum(p.numel() for p in self.params.values())) ** 0.5 / LR
+
+    def fork(self) -> "Run":
+        other = copy.deepcopy(self)
+        assert other.optimizer.state is not self.optimizer.state
+        return other
+
+    def move(self, spec: str, *, moments: bool = True) -> BlockMove:
+        (move,) = self.optimizer.migrate({"all": spec}, moments=self.moments if moments else None, why="test")
+        return move
+
+    def state(self, name: str = "linear") -> dict[str, Tensor]:
+        return self.optimizer.state[self.params[name]]
+
+    def decoded(self, state: str, name: str = "linear") -> Tensor:
+        slots = [slot for live in self.optimizer.roster.live.values() for slot in live.slots if slot.name == name]
+        kept = next(kept for kept in slots[0].kept if kept.decl.name == state)
+        return kept.decode(self.state(name))
+
+    def debiased(self, state: str, beta: float) -> Tensor:
+        return self.decoded(state) / (1 - beta ** float(self.state()["step"]))
+
+
+@pytest.mark.parametrize("source", SPECS)
+def test_update_rms_is_continuous_from_every_spec_to_every_other(source: str) -> None:
+    run = Run(source)
+    held = {decl.kind for decl in RULES[SPECS[source].rule].info.states}
+    for target in (name for name in SPECS if name != source):
+        fork = run.fork()
+        move = fork.move(target)
+        rule = RULES[SPECS[target].rule].info
+        block = fork.optimizer.blocks[0]
+        assert move.bytes_after == state_bytes(block, spec=SPECS[target], rule=rule) == fork.optimizer.state_bytes()
+        first = fork.step()
+        tolerance = CONTINUITY_MATCHED if rule.matched else CONTINUITY_ADAMW
+        assert abs(first / run.last_rms - 1) <= tolerance.rtol, f"to {target}: {run.last_rms:.3f} -> {first:.3f}"
+        assert 0 < fork.step() < 2 * run.last_rms
+        for decl in rule.states:  # nothing that is known is thrown away
+            how, known = move.kept[decl.name], decl.kind in held
+            assert how in (("kept", "converted") if known else ("new",)), f"to {target}: {move.kept}"
+        states = [t for t in state_tensors(fork.optimizer).values() if t.is_floating_point()]
+        assert all(t.isfinite().all() for t in [*states, *fork.params.values()])
+
+
+def test_no_moments_no_v_so_adamw_starts_as_it_does_at_first() -> None:
+    for source in ("sign", "lion", "signum_int8"):
+        run = Run(source)
+        move = run.move("adamw", moments=False)
+        assert move.kept["v"] == "new" and move.kept["m"] == "new"
+        assert run.state()["step"] == 0 and not run.decoded("m").any()
+        assert run.step() == pytest.approx(1.0, rel=1e-3)  # one learning rate, its first update anywhere
+
+
+class TestInheritance:
+    def test_full_v_becomes_its_mean_over_the_shared_axis(self) -> None:
+        run = Run("adamw")
+        v, m, step = run.decoded("v").clone(), run.state()["m"], run.state()["step"].clone()
+        row = run.fork()
+        assert row.move("adamw_shared_in").kept == {"m": "kept", "v": "converted"}
+        torch.testing.assert_close(row.decoded("v"), v.mean(1))
+        run.move("adamw_shared_out")
+        torch.testing.assert_close(run.decoded("v"), v.mean(0))
+        assert run.state()["m"] is m and torch.equal(run.state()["step"], step)
+
+    def test_a_shared_v_is_broadcast(self) -> None:
+        run = Run("adamw_shared_in")
+        v = run.decoded("v").clone()
+        run.move("adamw")
+        assert torch.equal(run.decoded("v"), v.unsqueeze(1).expand(17, 64))
+        run = Run("adamw_shared_out")
+        v = run.decoded("v").clone()
+        run.move("adamw")
+        assert torch.equal(run.decoded("v"), v.unsqueeze(0).expand(17, 64))
+
+    def test_v_is_factored_without_its_bias_and_multiplied_out_with_it(self) -> None:
+        run = Run("adamw")
+        v = run.debiased("v", BETAS[1])
+        run.move("adafactor")
+        row, col = run.decoded("v_row").clone(), run.decoded("v_col").clone()
+        torch.testing.assert_close(row, v.mean(1))
+        torch.testing.assert_close(col, v.mean(0))
+        run.move("adamw")
+        torch.testing.assert_close(run.debiased("v", BETAS[1]), torch.outer(row, col) / row.mean())
+        assert run.state()["step"] == STEPS
+
+    @pytest.mark.parametrize(("suffix", "axis"), [("", 1), ("_out", 0)])
+    def test_folding_means_m_and_allows_v_for_what_averaging_takes_away(self, suffix: str, axis: int) -> None:
+        run = Run("adamw")
+        m, v = run.decoded("m").clone(), run.decoded("v").clone()
+        run.move(f"foam_l2{suffix}")
+        lines = (m if axis else m.t(), v if axis else v.t())
+        folded = [torch.nn.functional.pad(x, (0, -x.shape[1] % 4)).unflatten(1, (-1, 4)).mean(2) for x in lines]
+        got = [run.decoded(name) if axis else run.decoded(name).t() for name in ("m", "v")]
+        torch.testing.assert_close(got[0], folded[0])
+        torch.testing.assert_close(got[1], folded[1] / 4)
+        run.move("adamw", moments=False)
+        back = [run.decoded(name) if axis else run.decoded(name).t() for name in ("m", "v")]
+        whole = lines[0].shape[1] // 4 * 4
+        repeated = [x.repeat_interleave(4, dim=1)[:, : lines[0].shape[1]] for x in folded]
+        torch.testing.assert_close(back[0][:, :whole], repeated[0][:, :whole])
+        torch.testing.assert_close(back[1][:, :whole], repeated[1][:, :whole])
+        if whole < lines[0].shape[1]:  # the last fold holds one number and three zeros
+            torch.testing.assert_close(back[0][:, whole:], lines[0][:, whole:])
+            torch.testing.assert_close(back[1][:, whole:], lines[1][:, whole:])
+
+    def test_moments_give_a_folded_v_its_size(self) -> None:
+        run = Run("foam_l8")
+        run.move("adamw")
+        mean = run.debiased("v", BETAS[1]).mean()
+        torch.testing.assert_close(mean, run.moments["linear"].row.mean())
+
+    def test_m_goes_to_sign_momentum_without_its_bias_and_back_with_it(self) -> None:
+        run = Run("adamw", steps=3)  # so early that the bias is large
+        m = run.debiased("m", BETAS[0])
+        move = run.move("signum")
+        assert move.kept == {"m": "converted", "v": "dropped"}
+        torch.testing.assert_close(run.decoded("m"), m)
+        assert set(run.state()) == {"m"}
+        run.move("adamw")
+        torch.testing.assert_close(run.debiased("m", BETAS[0]), m)
+
+    def test_a_stateless_block_starts_v_from_its_moments(self) -> None:
+        run = Run("sign")
+        move = run.move("adamw")
+        moments = run.moments["linear"]
+        torch.testing.assert_close(
+            run.debiased("v", BETAS[1]), torch.outer(moments.row, moments.col) / moments.row.mean()
+        )
+        assert move.kept == {"m": "new", "v": "new"} and run.state()["step"] == SEED_AGE
+        assert not run.decoded("m").any()
+
+    def test_a_seed_that_is_far_too_small_costs_one_learning_rate_at_most(self) -> None:
+        run = Run("sign")
+        run.moments = {n: Moments(row=m.row * 1e-12, col=m.col * 1e-12) for n, m in run.moments.items()}
+        run.move("adamw")
+        assert run.step() <= 1.01
+
+    def test_any_to_stateless_drops_all(self) -> None:
+        run = Run("adamw_int8")
+        assert run.move("sign").kept == {"m": "dropped", "v": "dropped"}
+        assert run.state() == {}
+
+    def test_storage_is_encoded_and_the_error_told(self) -> None:
+        run = Run("adamw")
+        m, v = run.decoded("m").clone(), run.decoded("v").clone()
+        move = run.move("adamw_int8")
+        assert move.kept == {"m": "converted", "v": "converted"} and move.why == "test"
+        for name, wanted in (("m", m), ("v", v)):
+            error = float((run.decoded(name) - wanted).norm() / wanted.norm())
+            both = ((run.decoded(name, "conv"), name),)
+            assert 1e-4 < error < 0.02 and both
+            assert move.conversion_error[name] == pytest.approx(error, rel=0.5)  # over both tensors of the block
+        assert (move.source, move.target) == ("adamw", "adamw_int8")
+        assert move.bytes_after < 0.3 * move.bytes_before
+
+    def test_equal_storage_of_a_state_is_kept_untouched(self) -> None:
+        run = Run("adamw_int8")
+        payload = run.state()["m"]
+        assert run.move("adamw_shared_in_int8").kept["m"] == "kept"
+        assert run.state()["m"] is payload
+
+    @pytest.mark.parametrize("target", SPECS)
+    def test_a_block_that_never_stepped_starts_as_if_it_had_been_built_so(self, target: str) -> None:
+        moved, fresh = Run("adamw", steps=0), Run(target, steps=0)
+        if target != "adamw":
+            moved.move(target)
+        for _ in range(3):
+            moved.step()
+            fresh.step()
+        assert_same({n: p.detach() for n, p in moved.params.items()}, {n: p.detach() for n, p in fresh.params.items()})
+
+    def test_a_transposed_weight_shares_along_its_own_fan_in(self) -> None:
+        params = make_params({"w": (6, 10)})
+        block = one_block("all", [info("w", (6, 10), transposed=True)])
+        optimizer = build(params, {"all": "adamw"}, blocks=[block])
+        run_steps(optimizer, params, gradients=Gradients(params), steps=3)
+        v = optimizer.state[params["w"]]["v"].clone()
+        optimizer.migrate({"all": "adamw_shared_in"})
+        torch.testing.assert_close(optimizer.state[params["w"]]["v"], v.mean(0))
+        assert optimizer.state[params["w"]]["v"].shape == (10,)
+
+
+class TestMoves:
+    def test_only_blocks_that_change_are_touched(self) -> None:
+        params = make_params({"a": (8, 16), "b": (8, 16)})
+        optimizer = build(params, {"a": "adamw_int8", "b": "adamw"})
+        run_steps(optimizer, params, gradients=Gradients(params), steps=3)
+        before = dict(optimizer.state[params["a"]])
+        moves = optimizer.migrate({"a": "adamw_int8", "b": "lion_int8"})
+        assert [move.block for move in moves] == ["b"]
+        assert all(optimizer.state[params["a"]][key] is value for key, value in before.items())
+        assert optimizer.specs == {"a": "adamw_int8", "b": "lion_int8"}
+        assert optimizer.migrate(optimizer.specs) == []
+
+    def test_moves_come_in_the_order_of_blocks(self) -> None:
+        params = make_params({name: (8, 16) for name in "abc"})
+        optimizer = build(params, {"a": "sign", "b": "adamw", "c": "adamw"})
+        moves = optimizer.migrate({"c": "sign", "a": "adamw", "b": "lion"})
+        assert [move.block for move in moves] == ["a", "b", "c"]
+
+    @pytest.mark.parametrize(
+        ("specs", "text"),
+        [
+            ({"a": "sign", "x": "sign"}, "no block 'x'"),
+            ({"a": "sign", "b": "adamm"}, "no optimizer spec 'adamm'"),
+            ({"a": "sign", "b": "foam_l1"}, "block b cannot run foam_l1"),
+        ],
+    )
+    def test_nothing_changes_if_one_move_is_refused(self, specs: dict[str, str], text: str) -> None:
+        params = make_params({"a": (8, 16), "b": (8,)})
+        optimizer = build(params)
+        run_steps(optimizer, params, gradients=Gradients(params), steps=2)
+        before = {name: value.clone() for name, value in state_tensors(optimizer).items()}
+        with pytest.raises(BadInputError, match=text):
+            optimizer.migrate(specs)
+        assert optimizer.specs == {"a": "adamw", "b": "adamw"}
+        assert_same(state_tensors(optimizer), before)
+
+    def test_memory_stays_below_the_larger_plan_and_one_tensors_needs(self) -> None:
+        numel, count = 64 * 256, 12
+        params = make_params({f"p{i:02}": (64, 256) for i in range(count)})
+        half = {name: ("adamw" if i % 2 else "sign") for i, name in enumerate(params)}
+        other = {name: ("sign" if i % 2 else "adamw") for i, name in enumerate(params)}
+        optimizer = build(params, half)
+        run_steps(optimizer, params, gradients=Gradients(params), steps=1)
+        for param in params.values():
+            param.grad = None
+        larger = optimizer.state_bytes()
+        tracker = MemoryTracker().prime(optimizer.state)
+        held = tracker.current_bytes
+        with tracker:
+            optimizer.migrate(other)
+        assert optimizer.state_bytes() == larger == 8 * numel * count // 2 + 4 * count // 2 + 8 * count // 2
+        assert tracker.peak_bytes - held <= 5 * 4 * numel + 1024  # one tensor's states, and the numbers they come from
+
+
+def test_training_goes_on_the_same_after_a_copy() -> None:
+    """Deep copies and pickles carry everything that a step reads."""
+    run = Run("adamw_shared_in_int8", steps=5)
+    fork = run.fork()
+    for _ in range(3):
+        run.step()
+        fork.step()
+    assert_same({n: p.detach() for n, p in run.params.items()}, {n: p.detach() for n, p in fork.params.items()})
+    assert isinstance(fork.optimizer, BlockwiseOptimizer)
