@@ -20,7 +20,9 @@ def _reason(block: str, spec: str, options: Sequence[Candidate]) -> Reason:
     parts = []
     if down is not None:
         saved = chosen.cost.state_bytes - down.cost.state_bytes
-        parts.append(f"{down.spec} would save {format_bytes(saved)} at +{_delta(chosen, down):.2g} risk ({_terms(down)})")
+        parts.append(
+            f"{down.spec} would save {format_bytes(saved)} at +{_delta(chosen, down):.2g} risk ({_terms(down)})"
+        )
     else:
         parts.append("nothing cheaper applies")
     if up is not None:

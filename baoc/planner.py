@@ -38,7 +38,11 @@ ADVICE_MEMORY = (
     "a smaller model.size",
     "more catalogue.specs, or fewer roles in catalogue.keep_fp32_roles (state)",
 )
-ADVICE_STATE = ("more catalogue.specs", "fewer roles in catalogue.keep_fp32_roles", "allocator=exact, if another was set")
+ADVICE_STATE = (
+    "more catalogue.specs",
+    "fewer roles in catalogue.keep_fp32_roles",
+    "allocator=exact, if another was set",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,7 +245,8 @@ class Planner:
     def price(self, choices: Mapping[str, str], *, risk: str, profile: Profile | None) -> float:
         """Risk of an allocation that is already in use, under another risk model or a newer profile."""
         by_spec = {
-            block: {c.spec: c for c in options} for block, options in self.candidates(risk=risk, profile=profile).items()
+            block: {c.spec: c for c in options}
+            for block, options in self.candidates(risk=risk, profile=profile).items()
         }
         return sum(by_spec[block][spec].risk.total for block, spec in choices.items())
 

@@ -108,6 +108,8 @@ def build(config: RunConfig, *, run_dir: Path, device: str) -> tuple[Task, L.Lig
         config.dataset.name,
         task=config.task.name,
         path=config.dataset.path,
+        val_fraction=config.dataset.val_fraction,
+        split_seed=config.dataset.split_seed,
         batch_size=config.micro_batch_size,
         accumulate=config.accumulation,
         seed=config.seed,
@@ -176,9 +178,7 @@ def session_settings(config: RunConfig) -> SessionSettings:
     )
 
 
-def assemble_trainer(
-    config: RunConfig, *, task: Task, device: str, run_dir: Path, loggers: list[Logger]
-) -> Parts:
+def assemble_trainer(config: RunConfig, *, task: Task, device: str, run_dir: Path, loggers: list[Logger]) -> Parts:
     """Lightning's Trainer with the strategy, the monitors, and the recorder as the strategy's listener."""
     recorder = Recorder(run_dir)
     memory = MemoryMonitor(config.budget)
@@ -208,7 +208,14 @@ def assemble_trainer(
     ]
     validated = ValidatedAt()
     bar = progress_bar(enabled=config.trainer.enable_progress_bar)
-    callbacks: list[L.Callback] = [RngState(), steps, memory, validated, checkpoint, *([bar] if bar is not None else [])]
+    callbacks: list[L.Callback] = [
+        RngState(),
+        steps,
+        memory,
+        validated,
+        checkpoint,
+        *([bar] if bar is not None else []),
+    ]
     trainer = L.Trainer(
         strategy=strategy,
         accelerator=device if device == "cpu" else "cuda",
@@ -287,9 +294,7 @@ def final_metrics(parts: Parts, task: Task, data: L.LightningDataModule) -> dict
     return {key: float(value) for key, value in values.items() if key.startswith("val/")}
 
 
-def measure(
-    config: RunConfig, *, parts: Parts, task: Task, metrics: dict[str, float], command: str
-) -> RunResult:
+def measure(config: RunConfig, *, parts: Parts, task: Task, metrics: dict[str, float], command: str) -> RunResult:
     """The result of a finished run, from what was measured. Raises TrainingFailedError if the quality is not finite."""
     trainer, reallocator = parts.trainer, parts.strategy.reallocator
     assert reallocator is not None
@@ -357,14 +362,10 @@ def conclude(result: RunResult, *, parts: Parts, run_dir: Path) -> None:
         )
 
 
-def evaluate(
-    parts: Parts, *, task: Task, data: L.LightningDataModule, checkpoint: Path | None, run_dir: Path
-) -> None:
+def evaluate(parts: Parts, *, task: Task, data: L.LightningDataModule, checkpoint: Path | None, run_dir: Path) -> None:
     """mode=eval: one pass over the validation part with the checkpoint's weights; `eval.json`."""
     values: list[Any] = parts.trainer.validate(
         task, datamodule=data, ckpt_path=checkpoint, verbose=False, weights_only=True
     )
     files.write_json(run_dir / "eval.json", {"schema": RESULT_SCHEMA, "checkpoint": str(checkpoint), **values[0]})
     console.say("  ".join(f"{key} {value:.4g}" for key, value in values[0].items()))
-
-

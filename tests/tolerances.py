@@ -33,8 +33,8 @@ CODEC_NEAREST = {
     "log8v": Tolerance(origin="half a code of 40 octaves / 254", rtol=2 ** (20 / 254) - 1 + 1e-3, nmse=1.2e-3),
 }
 
-# Update RMS of the first step after a migration over that of the last one before it, on gradients that are mostly noise.
-# A matched block's first update is measured exactly before it is applied, so what is left is how far the source's own
+# Update RMS of the first step after a migration over that of the last one before it, on gradients mostly of noise. A
+# matched block's first update is measured exactly before it is applied, so what is left is how far the source's own
 # last update was from its target. AdamW has no factor: a new m starts at (1 - b1) of the gradient instead of its usual
 # sqrt((1 - b1) / (1 + b1)), .44 at b1 = .9, and m over a v of lower rank is up to 1.2 times larger.
 CONTINUITY_MATCHED = Tolerance(origin="RMS of the source's last step against its target", rtol=0.1)

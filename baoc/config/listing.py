@@ -16,7 +16,7 @@ def lines(name: str) -> list[str]:
     if name not in LISTS:
         hint = did_you_mean(name, LISTS)
         raise BadInputError(f"--list {name}: there is no such list{hint}\nallowed: {', '.join(LISTS)}")
-    rows = LISTS[name]()
+    rows = LISTS[name]() or [("(none yet)", "")]
     width = max((len(row[0]) for row in rows), default=0)
     return [f"{key:<{width}}  {text}".rstrip() for key, text in rows]
 

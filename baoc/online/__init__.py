@@ -6,4 +6,13 @@ from baoc.online.temporaries import step_temporaries
 from baoc.online.timing import time_specs
 from baoc.online.triggers import TRIGGERS, ReallocationSettings
 
-__all__ = ["TRIGGERS", "Assembly", "ReallocationSettings", "Reallocator", "SessionSettings", "assemble", "step_temporaries", "time_specs"]
+__all__ = [
+    "TRIGGERS",
+    "Assembly",
+    "ReallocationSettings",
+    "Reallocator",
+    "SessionSettings",
+    "assemble",
+    "step_temporaries",
+    "time_specs",
+]

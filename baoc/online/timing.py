@@ -35,9 +35,7 @@ def time_specs(
     fixed, slope = dict(table.fixed_s), dict(table.per_element_s)
     fused_s = fixed.pop(_FUSED) + slope.pop(_FUSED) * num_elements
     base_s = table.base_step_s * accumulation
-    return replace(
-        table, fixed_s=fixed, per_element_s=slope, base_step_s=base_s, reference_step_s=base_s + fused_s
-    )
+    return replace(table, fixed_s=fixed, per_element_s=slope, base_step_s=base_s, reference_step_s=base_s + fused_s)
 
 
 def _parameter(numel: int, device: torch.device) -> torch.nn.Parameter:

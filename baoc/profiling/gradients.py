@@ -34,8 +34,8 @@ class GradientProfiler:
     Limits: buffers hold at most `max_bytes` (16 MiB; from 10M parameters up 0.2 B each) and are allocated at once.
     Below 10M parameters, which steps are sampled follows from their numbers alone (every `sample_every`-th; after 64
     steps every second of these, after 128 every fourth, and so on), so that results repeat bit for bit; only when 3 s
-    of processor time are used up does sampling end. From 10M up, a sample is taken where `max_share` (5 %) of the time since the first
-    step pays for it; what it costs is found in a rehearsal when the profiler is built (`schedule`).
+    of processor time are used up does sampling end. From 10M up, a sample is taken where `max_share` (5 %) of the time
+    since the first step pays for it; what it costs is found in a rehearsal when the profiler is built (`schedule`).
 
     `shadow_specs` are run beside AdamW on the same slices (`shadow`). `lr` by parameter name weighs `descent_share`
     where groups differ. `betas` and `eps` are AdamW's.

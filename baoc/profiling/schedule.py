@@ -21,11 +21,11 @@ class Turn(StrEnum):
 class Schedule:
     """Decides by counting, and by the clock only as far as it must.
 
-    Below LARGE_PARAMS the only question ever asked of a clock is whether MAX_S are used up, so what is sampled (and with
-    it every result) does not depend on the machine's speed until they are. These are processor seconds: on a machine
-    that is busy with other work the same run would else end sampling earlier. From there on a step is skipped unless
-    what a sample costs fits into `max_share` of the time since `start`; shadow runs, where there are any, get half of
-    that for themselves. That time is the wall's, on the host: on a GPU that is what launching costs.
+    Below LARGE_PARAMS the only question ever asked of a clock is whether MAX_S are used up, so what is sampled (and
+    with it every result) does not depend on the machine's speed until they are. These are processor seconds: on a
+    machine that is busy with other work the same run would else end sampling earlier. From LARGE_PARAMS on a step is
+    skipped unless what a sample costs fits into `max_share` of the time since `start`; shadow runs, where there are
+    any, get half of that for themselves. That time is the wall's, on the host: on a GPU what launching costs.
     """
 
     def __init__(

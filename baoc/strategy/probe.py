@@ -65,7 +65,9 @@ class Probe:
         self.module = trainer.lightning_module
         batch = first_batch(trainer.fit_loop._data_source)
         if batch is None:
-            raise BadInputError("the training loader gave no batch, so no step can be planned: check the dataset's size")
+            raise BadInputError(
+                "the training loader gave no batch, so no step can be planned: check the dataset's size"
+            )
         val_source = trainer.fit_loop.epoch_loop.val_loop._data_source
         validates = trainer.limit_val_batches and val_source.is_defined()
         val_batch = first_batch(val_source) if validates else None

@@ -26,7 +26,7 @@ class GradientStats:
     spread: float  # mean over quantisation groups of std(log sqrt v)
     update_rms: float  # RMS of AdamW's update on the block's slice
     descent_share: float  # share of the step's predicted loss decrease, lr <g, u_ref>
-    fold_residual: Mapping[str, float] = field(default_factory=dict)
+    fold_residual: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,9 @@ class Profile:
     """What warm-up measured. `shadow[block][spec]` holds the terms of METHODS 1 where shadow ran."""
 
     stats: Mapping[str, GradientStats]
-    shadow: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
+    shadow: Mapping[str, Mapping[str, Mapping[str, float]]] = field(
+        default_factory=dict[str, Mapping[str, Mapping[str, float]]]
+    )
     num_samples: int = 0
     profile_s: float = 0.0  # time spent on sampling
     warmup_s: float = 0.0  # time of the steps in which it was sampled
@@ -61,10 +63,10 @@ class Cost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Risk:
-    """Predicted loss of quality against fp32 AdamW: a hypothesis, not a measurement. `terms` are weighted and sum up."""
+    """Predicted loss of quality against fp32 AdamW: a hypothesis, no measurement. `terms` are weighted and sum up."""
 
     total: float
-    terms: Mapping[str, float] = field(default_factory=dict)
+    terms: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +140,7 @@ class Footprint:
     profile_bytes: int = 0
     context_bytes: int = 0
     reserve_bytes: int = 0  # for modules that load late
-    step_temporary_bytes: Mapping[str, int] = field(default_factory=dict)
+    step_temporary_bytes: Mapping[str, int] = field(default_factory=dict[str, int])
     source: str = "probe"  # probe | prior
 
     def peak_bytes(self, *, state_bytes: int, specs: Sequence[str] = ()) -> int:

@@ -13,7 +13,7 @@ class BlockMove:
     source: str
     target: str
     kept: Mapping[str, str]
-    conversion_error: Mapping[str, float] = field(default_factory=dict)
+    conversion_error: Mapping[str, float] = field(default_factory=dict[str, float])
     bytes_before: int = 0
     bytes_after: int = 0
     why: str = ""

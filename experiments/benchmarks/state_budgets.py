@@ -99,7 +99,9 @@ def main() -> None:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
-    print(f"| configuration | n | state | val/loss (sd) | minus {args.reference} (sd, t) | val/acc |\n|---|---|---|---|---|---|")
+    print(
+        f"| configuration | n | state | val/loss (sd) | minus {args.reference} (sd, t) | val/acc |\n|---|---|---|---|---|---|"
+    )
     for r in rows:
         print(
             f"| {r['configuration']} | {r['n']} | {r['state_fraction']:.1%} | {r['loss']:.4f} ({r['loss_sd']:.4f}) | "

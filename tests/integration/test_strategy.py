@@ -23,7 +23,9 @@ QUIET = {
     "accelerator": "cpu",
     "devices": 1,
 }
-pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers.*", "ignore:.*smaller than the logging interval.*")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*does not have many workers.*", "ignore:.*smaller than the logging interval.*"
+)
 
 
 class Classifier(L.LightningModule):
@@ -57,7 +59,9 @@ def loader(*, batch_size: int = 8, num: int = 64) -> DataLoader:
     return DataLoader(TensorDataset(x, x[:, :4].argmax(1)), batch_size=batch_size)
 
 
-def fit(strategy: Any, *, module: Classifier | None = None, steps: int = 8, data: Any = None, **arguments: Any) -> Classifier:
+def fit(
+    strategy: Any, *, module: Classifier | None = None, steps: int = 8, data: Any = None, **arguments: Any
+) -> Classifier:
     module = module or Classifier()
     trainer = L.Trainer(strategy=strategy, max_steps=steps, **{**QUIET, **arguments})
     trainer.fit(module, data if data is not None else loader())
@@ -106,7 +110,7 @@ def test_precision_and_clipping_work_together(precision, clip, algorithm):
     before = Classifier()
     moved = [not torch.equal(p.float(), q) for p, q in zip(module.parameters(), before.parameters(), strict=True)]
     # a norm's weight of 1 in bf16 is out of reach of these steps, which is what the warning says
-    assert (sum(moved) >= 4 if precision == "bf16-true" else all(moved))
+    assert sum(moved) >= 4 if precision == "bf16-true" else all(moved)
     assert all(p.isfinite().all() for p in module.parameters())
 
 
@@ -146,7 +150,9 @@ def test_an_impossible_budget_ends_before_training_and_says_what_is_least():
     module = Classifier()
     before = [p.detach().clone() for p in module.parameters()]
     settings = SessionSettings(planner=PlannerSettings(specs=("adamw",)))
-    with pytest.raises(InfeasibleBudgetError, match=r"budget state_50 cannot be met.*least feasible is .*What would lower it"):
+    with pytest.raises(
+        InfeasibleBudgetError, match=r"budget state_50 cannot be met.*least feasible is .*What would lower it"
+    ):
         fit(BaocStrategy("state_50", settings=settings), module=module)
     assert all(torch.equal(p, q) for p, q in zip(before, module.parameters(), strict=True))
 
@@ -184,7 +190,10 @@ def _two(module: nn.Module) -> Any:
         (lambda m: torch.optim.SGD(m.parameters(), lr=0.1), "configure_optimizers returned SGD.*torch.optim.AdamW"),
         (lambda m: torch.optim.Adam(m.parameters(), weight_decay=0.1), "Adam with coupled weight decay"),
         (lambda m: torch.optim.AdamW(m.parameters(), amsgrad=True), "amsgrad=True.*leave it out"),
-        (lambda m: torch.optim.AdamW([nn.Parameter(torch.ones(3))]), "parameter .*of shape .3,. that the module does not have: register it"),
+        (
+            lambda m: torch.optim.AdamW([nn.Parameter(torch.ones(3))]),
+            "parameter .*of shape .3,. that the module does not have: register it",
+        ),
     ],
 )
 def test_optimizers_that_cannot_be_taken_over_are_refused(make, message):

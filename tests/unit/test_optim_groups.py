@@ -7,6 +7,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
+from baoc.catalogue import SPECS
 from baoc.errors import BadInputError
 from baoc.optim import BlockwiseOptimizer
 from baoc.types import OptimizerSpec, Role
@@ -159,7 +160,7 @@ class TestRefusals:
             BlockwiseOptimizer([("w", nn.Parameter(torch.zeros(3)) * 2)])
 
     def test_integers_and_complex_numbers(self) -> None:
-        with pytest.raises(BadInputError, match="w is torch.complex64: parameters may be float32, bfloat16"):
+        with pytest.raises(BadInputError, match=r"w is torch\.complex64: parameters may be float32, bfloat16"):
             BlockwiseOptimizer([("w", nn.Parameter(torch.zeros(3, dtype=torch.complex64)))])
 
     def test_two_parameters_of_one_name(self) -> None:
@@ -192,7 +193,7 @@ class TestRefusals:
             BlockwiseOptimizer(adam.param_groups)
 
     def test_unknown_specs_rules_and_storages(self) -> None:
-        with pytest.raises(BadInputError, match="no optimizer spec 'adamw_int9' .did you mean adamw_int8"):
+        with pytest.raises(BadInputError, match=r"no optimizer spec 'adamw_int9' \(did you mean adamw_int8"):
             build(make_params(SHAPES), "adamw_int9")
         with pytest.raises(BadInputError, match="no update rule 'adam'"):
             build(make_params(SHAPES), OptimizerSpec(name="mine", description="", rule="adam"))
@@ -279,3 +280,24 @@ def test_float64_weights_keep_their_precision() -> None:
     for spec in ("adamw", "sign", "adafactor"):
         run_steps(build(params, spec, lr=1e-12, weight_decay=0.0), params, gradients=Gradients(params), steps=1)
     assert 0 < (params["w"] - before).abs().max() < 1e-11
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("layout", ["transposed", "channels_last"])
+def test_other_memory_layouts_end_where_contiguous_ones_do(spec: str, layout: str) -> None:
+    def make() -> nn.Parameter:
+        generator = torch.Generator().manual_seed(0)
+        if layout == "transposed":
+            return nn.Parameter(torch.randn(13, 40, generator=generator).t())
+        return nn.Parameter(torch.randn(6, 5, 3, 3, generator=generator).contiguous(memory_format=torch.channels_last))
+
+    strided, plain = make(), nn.Parameter(make().detach().clone(memory_format=torch.contiguous_format))
+    strides = strided.stride()
+    optimizers = [build({"w": weight}, spec, lr=1e-2) for weight in (strided, plain)]
+    gradients = Gradients({"w": plain})
+    for _ in range(5):
+        gradients.give({"w": strided}, {"w": plain})
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close(strided.detach(), plain.detach(), rtol=1e-6, atol=1e-6)
+    assert strided.stride() == strides

@@ -1,4 +1,4 @@
-"""Moving blocks between specs: what is inherited (METHODS 5), how large the next update is, and what memory it takes."""
+"""Moving blocks between specs: what is inherited (METHODS 5), how large the next update is, what memory it takes."""
 
 import copy
 
@@ -284,12 +284,12 @@ class TestMoves:
         for param in params.values():
             param.grad = None
         larger = optimizer.state_bytes()
-        tracker = MemoryTracker().prime(optimizer.state)
+        tracker = MemoryTracker().prime(optimizer.state, params)
         held = tracker.current_bytes
         with tracker:
             optimizer.migrate(other)
         assert optimizer.state_bytes() == larger == 8 * numel * count // 2 + 4 * count // 2 + 8 * count // 2
-        assert tracker.peak_bytes - held <= 5 * 4 * numel + 1024  # one tensor's states, and the numbers they come from
+        assert tracker.peak_bytes - held <= 3 * 4 * numel + 1024  # one tensor's states, and the numbers they come from
 
 
 def test_training_goes_on_the_same_after_a_copy() -> None:

@@ -127,7 +127,9 @@ def test_bit_for_bit_the_step_in_which_they_were_excluded(spec: str) -> None:
         kept.codec.encode_(kept.parts(state), values, phase=5 if kept.decl.kind == "v" else None)
     optimizer.step()
     assert torch.equal(weight.detach(), torch.where(finite, moved, expected))
-    assert_same({k: v for k, v in optimizer.state[weight].items() if k != "step"}, {k: v for k, v in state.items() if k != "step"})
+    if rule.info.counts_steps:
+        state["step"] += 1
+    assert_same(optimizer.state[weight], state)
 
 
 def test_a_group_of_codes_takes_its_scale_from_the_kept_value() -> None:
@@ -229,7 +231,7 @@ class TestPolicies:
         Gradients(params).give(params)
         params["bad"].grad = torch.full((4, 8), torch.nan)
         before = params["good"].detach().clone()
-        with pytest.raises(TrainingFailedError, match=r"32 gradient element\(s\) .* bad \(32\). Lower the learning rate"):
+        with pytest.raises(TrainingFailedError, match=r"32 gradient element\(s\) .* bad \(32\)\. Lower the learning"):
             optimizer.step()
         assert torch.equal(params["good"].detach(), before)
 

@@ -1,0 +1,135 @@
+"""BaocOptimizer in loops that know nothing of budgets."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from baoc import BaocOptimizer
+from baoc.dropin import name_parameters
+from baoc.errors import BadInputError, InfeasibleBudgetError
+from baoc.online import ReallocationSettings, SessionSettings
+from baoc.planner import PlannerSettings
+
+cross_entropy = nn.functional.cross_entropy
+
+
+def make() -> tuple[nn.Sequential, Callable[[], Tensor]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.LayerNorm(64), nn.ReLU(), nn.Linear(64, 8))
+    x = torch.randn(128, 16)
+    y = x[:, :8].argmax(1)
+    return model, lambda: cross_entropy(model(x), y)
+
+
+def train(optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor], *, steps: int) -> float:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        optimizer.step()
+    return loss().item()
+
+
+def settings(**planner: object) -> SessionSettings:
+    return SessionSettings(
+        planner=PlannerSettings(**planner),  # pyright: ignore[reportArgumentType]
+        reallocation=ReallocationSettings(warmup_steps=6),
+    )
+
+
+def test_without_a_binding_budget_it_is_adamw_bit_for_bit():
+    model, loss = make()
+    train(torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False, fused=False), loss, steps=20)
+    ours, our_loss = make()
+    optimizer = BaocOptimizer(ours, budget="8gb", lr=1e-2, probe=lambda: our_loss().backward())
+    train(optimizer, our_loss, steps=20)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), ours.parameters(), strict=True))
+    assert not optimizer.plan.binding
+
+
+@pytest.mark.parametrize("budget", ["state_25", 0.25, {"state_fraction": 0.25}])
+def test_a_state_budget_holds_and_learns(budget):
+    model, loss = make()
+    optimizer = BaocOptimizer(model, budget=budget, lr=1e-2, settings=settings(risk="statistics"))
+    before = loss().item()
+    after = train(optimizer, loss, steps=60)
+    assert optimizer.state_bytes() <= 0.25 * optimizer.plan.state_bytes_adamw
+    assert optimizer.state_bytes() == optimizer.plan.allocation.state_bytes
+    assert after < 0.5 * before
+    assert optimizer.reallocator.last_decision == 6
+
+
+def test_without_a_probe_the_first_step_measures_itself():
+    model, loss = make()
+    optimizer = BaocOptimizer(model, budget="300mb", lr=1e-2)
+    assert set(optimizer.specs.values()) == {"sign"}
+    train(optimizer, loss, steps=1)
+    assert set(optimizer.specs.values()) == {"adamw"}
+    assert optimizer.plan.budget.name == "300mb" and not optimizer.plan.binding
+
+
+def test_an_impossible_budget_is_told_at_once_with_a_probe_and_by_the_first_step_without():
+    model, loss = make()
+    with pytest.raises(InfeasibleBudgetError, match="budget 1kb cannot be met.*least feasible"):
+        BaocOptimizer(model, budget="1kb", probe=lambda: loss().backward())
+    optimizer = BaocOptimizer(model, budget="1kb")
+    loss().backward()
+    with pytest.raises(InfeasibleBudgetError, match="budget 1kb cannot be met.*least feasible"):
+        optimizer.step()
+
+
+def test_step_with_a_closure_runs_it_once_with_gradients():
+    model, loss = make()
+    optimizer = BaocOptimizer(model, budget="state_50", lr=1e-2)
+    calls = []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        calls.append(torch.is_grad_enabled())
+        return value
+
+    with torch.no_grad():
+        assert isinstance(optimizer.step(closure), Tensor)
+    assert calls == [True]
+
+
+def test_groups_schedulers_and_names():
+    model, loss = make()
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0, "lr": 5e-3},
+    ]
+    optimizer = BaocOptimizer(groups, budget="state_25", lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[1e-2, 5e-3], total_steps=10)
+    for _ in range(5):
+        train(optimizer, loss, steps=1)
+        scheduler.step()
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0.0]
+    assert optimizer.param_groups[0]["betas"][0] != 0.9
+    named, _ = name_parameters(model.parameters())
+    assert list(named) == ["param0", "param1", "param2", "param3", "param4", "param5"]
+    with pytest.raises(BadInputError, match="no trainable parameter was given"):
+        name_parameters([])
+
+
+@pytest.mark.parametrize("stop", [3, 6, 9])
+def test_saved_and_loaded_it_goes_on_bit_for_bit(tmp_path, stop):
+    def start() -> tuple[nn.Module, BaocOptimizer, Callable[[], Tensor]]:
+        model, loss = make()
+        return model, BaocOptimizer(model, budget="state_25", lr=1e-2, settings=settings(risk="statistics")), loss
+
+    whole, optimizer, loss = start()
+    train(optimizer, loss, steps=12)
+    first, optimizer, loss = start()
+    train(optimizer, loss, steps=stop)
+    torch.save({"model": first.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "x.pt")
+    second, optimizer, loss = start()
+    saved = torch.load(tmp_path / "x.pt", weights_only=True)
+    second.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    train(optimizer, loss, steps=12 - stop)
+    assert all(torch.equal(p, q) for p, q in zip(whole.parameters(), second.parameters(), strict=True))

@@ -1,0 +1,185 @@
+"""One run, whole: what it leaves, that its promises are measured, and that the same command gives the same numbers."""
+
+import csv
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from baoc import train as training
+from baoc.budgets import parse_budget
+from baoc.config.schema import (
+    AllocatorConfig,
+    CheckpointConfig,
+    ModelConfig,
+    ReallocationConfig,
+    RiskConfig,
+    RunConfig,
+    TrainerConfig,
+)
+from baoc.errors import InfeasibleBudgetError, TrainingFailedError
+from baoc.tracking import read_metrics
+from baoc.types import RunResult
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
+REQUIRED = """task model num_params budget_bytes budget_met binding least_feasible_bytes peak_bytes state_bytes
+    state_bytes_predicted state_bytes_adamw step_ms samples_per_s quality risk_total allocation_gap num_reallocations
+    seed commit versions""".split()
+LEFT = """allocation.json blocks.json candidates.csv footprint.json frontier.csv latency.json metrics.jsonl profile.json
+    reallocations.jsonl result.json""".split()
+
+
+def config(**changes: Any) -> RunConfig:
+    """Fourteen steps on the digits, reallocating after the sixth."""
+    arguments = {
+        "name": "test",
+        "device": "cpu",
+        "batch_size": 32,
+        "budget": parse_budget("state_25"),
+        "model": ModelConfig(options={"dropout": 0.1}),
+        "risk": RiskConfig(name="statistics"),
+        "reallocation": ReallocationConfig(warmup_steps=6),
+        "trainer": TrainerConfig(
+            max_steps=14,
+            gradient_clip_val=1.0,
+            enable_progress_bar=False,
+            num_sanity_val_steps=0,
+            log_every_n_steps=1,
+            val_check_interval=7,
+            check_val_every_n_epoch=None,
+            enable_model_summary=False,
+        ),
+        "checkpoint": CheckpointConfig(every_n_steps=1, keep=20),
+    }
+    return RunConfig(**(arguments | changes))
+
+
+def run(run_dir: Path, **changes: Any) -> RunResult:
+    run_dir.mkdir(parents=True, exist_ok=True)
+    result = training.run(config(**changes), run_dir=run_dir, command="python run.py")
+    assert result is not None
+    return result
+
+
+def logged(run_dir: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl without what depends on a clock."""
+    clocks = ("time_s", "time/step_ms", "throughput/samples_per_s", "memory/rss_gib", "memory/peak_gib")
+    return [{k: v for k, v in line.items() if k not in clocks} for line in read_metrics(run_dir)]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunResult]:
+    run_dir = tmp_path_factory.mktemp("outputs") / "day" / "whole"
+    return run_dir, run(run_dir)
+
+
+def test_every_value_of_the_run_is_left_and_the_budget_is_measured(whole):
+    run_dir, result = whole
+    assert {p.name for p in run_dir.iterdir()} >= set(LEFT)
+    written = json.loads((run_dir / "result.json").read_text())
+    assert set(REQUIRED) <= set(written)
+    assert written["budget"]["kind"] == "state_fraction" and written["binding"] and written["budget_met"]
+    assert result.state_bytes == result.state_bytes_predicted <= 0.25 * result.state_bytes_adamw
+    assert 0.95 * result.peak_bytes_predicted <= result.peak_bytes <= result.peak_bytes_predicted
+    assert result.num_steps == 14 and result.quality.name == "val/loss"
+    event = json.loads((run_dir / "reallocations.jsonl").read_text())
+    assert event["step"] == 6 and event["accepted"] == bool(event["moves"])
+    with (run_dir / "candidates.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    chosen = json.loads((run_dir / "allocation.json").read_text())["choices"]
+    assert {(r["block"], r["spec"]) for r in rows} >= set(chosen.items())
+
+
+def test_the_same_run_twice_is_the_same_bit_for_bit(whole, tmp_path):
+    again = run(tmp_path / "day" / "again")
+    assert logged(tmp_path / "day" / "again") == logged(whole[0])
+    assert again.quality == whole[1].quality
+
+
+@pytest.mark.parametrize("stop", [3, 6, 7, 11])
+def test_stopped_and_resumed_it_is_the_same_run(whole, tmp_path, stop, monkeypatch):
+    """Before, at and after the reallocation of step 6; in mid-epoch, with dropout on."""
+
+    class Killed(Exception):
+        pass
+
+    class Kill(L.Callback):
+        def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+            if trainer.global_step == stop:
+                raise Killed
+
+    run_dir = tmp_path / "day" / "cut"
+    whole_bar = training.progress_bar
+    monkeypatch.setattr(training, "progress_bar", lambda **_: Kill())
+    with pytest.raises(Killed):
+        run(run_dir, trainer=replace(config().trainer, enable_progress_bar=True))
+    monkeypatch.setattr(training, "progress_bar", whole_bar)
+    resumed = run(run_dir, resume="auto")
+    assert logged(run_dir) == logged(whole[0])
+    assert resumed.quality == whole[1].quality
+    assert resumed.num_reallocations == whole[1].num_reallocations
+    events = [json.loads(line) for line in (run_dir / "reallocations.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events] == [6]
+
+
+def test_a_memory_budget_that_does_not_bind_is_adamw_throughout(tmp_path):
+    result = run(tmp_path / "day" / "free", budget=parse_budget("8gb"))
+    assert not result.binding and result.budget_met and result.num_reallocations == 0
+    assert result.state_bytes == result.state_bytes_adamw
+    assert 0.97 * result.peak_bytes_predicted <= result.peak_bytes <= result.peak_bytes_predicted
+
+
+def test_least_feasible_memory_is_exact_to_the_byte_and_measured(tmp_path):
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        run(tmp_path / "day" / "none", budget=parse_budget("1mb"))
+    least = caught.value.least_feasible_bytes
+    assert not (tmp_path / "day" / "none" / "result.json").exists()
+    result = run(tmp_path / "day" / "least", budget=parse_budget(least))
+    assert result.budget_met and result.peak_bytes <= least
+    with pytest.raises(InfeasibleBudgetError, match="What would lower it"):
+        run(tmp_path / "day" / "less", budget=parse_budget(least - 1))
+
+
+@pytest.mark.parametrize("name", ["lagrangian", "greedy", "random", "uniform_signum8bit", "uniform_sign_matched"])
+def test_other_allocators_run_inside_the_budget(tmp_path, name):
+    result = run(tmp_path / "day" / name, allocator=AllocatorConfig(name=name))
+    assert result.budget_met and result.allocator == name
+
+
+def test_shadow_risk_accumulation_and_bf16(tmp_path):
+    result = run(
+        tmp_path / "day" / "shadow",
+        risk=RiskConfig(name="shadow"),
+        micro_batch=8,
+        trainer=replace(config().trainer, precision="bf16-mixed", val_check_interval=28),
+    )
+    assert result.budget_met and result.num_steps == 14
+    profile = json.loads((tmp_path / "day" / "shadow" / "profile.json").read_text())
+    assert profile["shadow"]
+
+
+def test_plan_and_eval(tmp_path, whole):
+    plan_dir = tmp_path / "day" / "plan"
+    plan_dir.mkdir(parents=True)
+    assert training.run(config(mode="plan"), run_dir=plan_dir, command="") is None
+    assert (plan_dir / "allocation.json").exists() and not (plan_dir / "result.json").exists()
+    eval_dir = tmp_path / "day" / "eval"
+    eval_dir.mkdir()
+    path = str(whole[0] / "checkpoints" / "last.ckpt")
+    assert training.run(config(mode="eval", resume=path), run_dir=eval_dir, command="") is None
+    values = json.loads((eval_dir / "eval.json").read_text())
+    assert values["val/loss"] == pytest.approx(whole[1].quality.value, rel=1e-6)
+
+
+def test_a_run_that_diverges_fails_and_says_so(tmp_path):
+    broken = replace(config().optim, lr=1e12)
+    with pytest.raises(TrainingFailedError, match="lower optim.lr"):
+        run(tmp_path / "day" / "broken", optim=broken, trainer=replace(config().trainer, gradient_clip_val=None))
+
+
+def test_settings_of_threads_do_not_leak(whole):
+    assert torch.is_grad_enabled()
