@@ -135,8 +135,9 @@ def name_parameters(params: Any) -> tuple[dict[str, Tensor], list[dict[str, Any]
     """
     if isinstance(params, nn.Module):
         params = params.named_parameters()
-    items = [params] if isinstance(params, Tensor) else list(params)
-    groups = [dict(item) for item in items] if items and isinstance(items[0], Mapping) else [{"params": items}]
+    items: list[Any] = [params] if isinstance(params, Tensor) else list(params)
+    grouped = bool(items) and isinstance(items[0], Mapping)
+    groups: list[dict[str, Any]] = [dict(item) for item in items] if grouped else [{"params": items}]
     count = 0
     named: dict[str, Tensor] = {}
     for group in groups:

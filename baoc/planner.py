@@ -98,8 +98,8 @@ class Planner:
         self.state_bytes_adamw = adamw_state_bytes(self.blocks)
         if budget.memory_bytes is not None and footprint is None:
             raise BadInputError(
-                f"budget {budget.name} limits device memory, which needs a footprint: give a probe (a callable that runs "
-                "one forward and backward), or use a state fraction such as state_25"
+                f"budget {budget.name} limits device memory, which needs a footprint: give a probe (a callable that "
+                "runs one forward and backward), or use a state fraction such as state_25"
             )
 
     # -- limits ---------------------------------------------------------------------------------------------------
@@ -295,8 +295,8 @@ class Planner:
         fraction = "" if memory else f" (state_fraction={least / max(self.state_bytes_adamw, 1):.4f})"
         return InfeasibleBudgetError(
             f"budget {self.budget.name} cannot be met: it allows {format_bytes(asked)} {unit} ({asked} bytes), and the "
-            f"least feasible is {format_bytes(least)} ({least} bytes){fraction} with allocator={self.settings.allocator}. "
-            f"What would lower it: {'; '.join(advice)}",
+            f"least feasible is {format_bytes(least)} ({least} bytes){fraction} with "
+            f"allocator={self.settings.allocator}. What would lower it: {'; '.join(advice)}",
             budget_bytes=asked,
             least_feasible_bytes=least,
             advice=advice,

@@ -95,8 +95,8 @@ def find_checkpoint(config: RunConfig, *, run_dir: Path) -> Path | None:
     found = resolve_resume(config.resume, run_root=run_dir.parent.parent, match=match)
     if found is None and config.mode == "eval":
         raise CheckpointError(
-            f"resume=auto found no intact checkpoint of name={config.name}, seed={config.seed} under {run_dir.parent.parent}: "
-            "train first, or give resume=PATH"
+            f"resume=auto found no intact checkpoint of name={config.name}, seed={config.seed} under "
+            f"{run_dir.parent.parent}: train first, or give resume=PATH"
         )
     console.say("resume=auto found nothing to resume: starting anew" if found is None else f"resuming from {found}")
     return found
@@ -118,8 +118,9 @@ def build(config: RunConfig, *, run_dir: Path, device: str) -> tuple[Task, L.Lig
     model = build_model(
         config.model.name, spec=data.spec, size=config.model.size, seed=config.seed, **config.model.options
     )
-    if hasattr(model, "image_size"):
-        data.resize_to(model.image_size)
+    image_size: Any = getattr(model, "image_size", None)
+    if image_size is not None:
+        data.resize_to(image_size)
     optim = {k: v for k, v in asdict(config.optim).items() if k not in ("backend", "nonfinite")}
     options = {k: v for k, v in asdict(config.task).items() if k != "name"}
     task = build_task(config.task.name, model=model, optimizer=OptimizerSettings(**optim), **options)
@@ -247,7 +248,7 @@ def watch_memory(memory: MemoryMonitor, *, strategy: BaocStrategy, predicted_byt
     strategy.reallocator.tracked = lambda: memory.track("migration")
 
 
-class failures:  # noqa: N801 - a context manager, read as a word
+class failures:
     """Turns what training raises into the error that says what to do: out of memory, and non-finite gradients."""
 
     def __init__(self, device: str):

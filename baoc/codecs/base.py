@@ -54,7 +54,7 @@ class Codec(Protocol):
 def lanes(phase: int, device: torch.device) -> Tensor:
     """fp32[32] in (0, 1]: a fraction of at least this rounds up in step `phase`; one per element index modulo 32."""
     steps = torch.arange(LANES, dtype=torch.float64, device="cpu") * _PER_LANE + phase * _PER_STEP
-    return (1 - torch.frac(steps)).to(torch.float32).clamp_(min=2**-24).to(device)
+    return (1 - torch.frac(steps)).to(torch.float32).clamp_(min=2**-24).to(device, non_blocking=True)
 
 
 def add_lanes_(flat: Tensor, pattern: Tensor) -> Tensor:

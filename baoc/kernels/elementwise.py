@@ -4,6 +4,10 @@ A program steps one chunk of one tensor, seen as [chunk / 32, 32], so that a row
 is `baoc.rules` with `baoc.codecs`; payloads and scales are theirs, so either may take the next step.
 """
 
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportOperatorIssue=false, reportCallIssue=false, reportIndexIssue=false
+# Device code: Triton's compiler gives these names types that Python's annotations do not know.
+
 import triton
 import triton.language as tl
 
@@ -110,7 +114,7 @@ def _step_chunk(
         if HAS_V:
             store_v(v_addr, v_scale_addr, v, s, scale_old, thresholds, start, tile, inside, groups, left, V, VEC, FULL)
         new = tl.where(finite, p * decay - size * update, p)
-        store_param(p_addr, correction_addr, new, start, tile, inside, WEIGHTS, PARAM, VEC, FULL)
+        store_param(p_addr, correction_addr, new, thresholds, start, tile, inside, WEIGHTS, PARAM, VEC, FULL)
     if TRACK:
         kept = finite if FULL else finite & inside
         tl.store(partial + pid, tl.sum(tl.where(kept, update * update, 0.0)))
@@ -128,7 +132,7 @@ def step_kernel(
     grad_ptrs,  # int64[tensors]: addresses, 0 where there is no gradient
     mask_ptrs,  # int64[tensors]: addresses of bool masks, True where finite; 0 for none
     settings,  # fp32[tensors, 8]
-    thresholds,  # fp32[32]
+    thresholds,  # fp32[64]: for the weights, and for v
     factors,  # fp32[tensors]
     partial,  # fp32[chunks]: sum of squares of the update
     bad,  # int32[tensors]: counts non-finite elements

@@ -62,7 +62,7 @@ def launch(
 
     if table.num_chunks:
         flags = {"TRACK": track, "STORE": store, "COUNT": count and store, "MATCHED": factors is not None}
-        step_kernel[(table.num_chunks,)](
+        step_kernel[(table.num_chunks,)](  # pyright: ignore[reportIndexIssue]
             table.chunk_tensor,
             table.first_chunk,
             table.numels,
@@ -77,12 +77,12 @@ def launch(
             **_constants(table),
             **flags,
             MASKED=bool(masks),
-            num_warps=table.cut.warps,
+            num_warps=table.cut.warps,  # pyright: ignore[reportCallIssue] (Triton's own)
         )
     if not track:
         return None
     sums = torch.zeros(len(table.params), dtype=torch.float32, device=table.device)
-    sum_kernel[(len(table.params),)](table.partial, table.first_chunk, sums, BLOCK=_SUM_BLOCK, num_warps=4)
+    sum_kernel[(len(table.params),)](table.partial, table.first_chunk, sums, BLOCK=_SUM_BLOCK)
     return sums
 
 

@@ -4,6 +4,10 @@ Every access of a tile uses one layout (VEC elements per thread), so promises of
 with the full 16 bytes, Triton would load 16 int8 per thread and shuffle them through shared memory.
 """
 
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportOperatorIssue=false, reportCallIssue=false, reportIndexIssue=false, reportRedeclaration=false
+# Device code: Triton's compiler gives these names types that Python's annotations do not know.
+
 import os
 
 import triton
@@ -212,7 +216,7 @@ def store_v(addr, scale_addr, v, s, scale_old, thresholds, start, tile, inside, 
     if CODEC == "fp32":
         _store_tile(addr, v, start, tile, inside, tl.float32, VEC, FULL)
     else:
-        threshold = tl.load(thresholds + tl.arange(0, 32))[None, :]
+        threshold = tl.load(thresholds + 32 + tl.arange(0, 32))[None, :]
         if CODEC == "bf16":
             bits = tl.minimum(v, _BF16_MAX).to(tl.int32, bitcast=True) + ((1.0 - threshold) * 65536.0).to(tl.int32)
             _store_tile(addr, bits >> 16, start, tile, inside, tl.int16, VEC, FULL)
@@ -245,17 +249,19 @@ def load_param(addr, correction_addr, start, tile, inside, WEIGHTS: tl.constexpr
 
 
 @triton.jit
-def store_param(addr, correction_addr, p, start, tile, inside, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
+def store_param(addr, correction_addr, p, thresholds, start, tile, inside, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
                 VEC: tl.constexpr, FULL: tl.constexpr):  # fmt: skip
     if WEIGHTS == "split8":
         bits = bf16_bits(p)
         near = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-        # 2^-e by its bits; the rest is at most 2^(e - 8), so no step overflows. Halves round away from zero.
+        # 2^-e by its bits; the rest is at most 2^(e - 8), so no step overflows. To nearest, a step of less than half a
+        # code would be lost every time; by thresholds the mean over steps is exact.
         inverse = (0x7F000000 - _power(near).to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
         rest = (p - near) * inverse * (2.0**8 * 127)
-        code = (rest + _with_sign(tl.full(rest.shape, 0.5, tl.float32), rest)).to(tl.int8)
+        threshold = tl.load(thresholds + tl.arange(0, 32))[None, :]
+        code = tl.minimum(tl.floor(rest + (1.0 - threshold)), 127.0)
         _store_tile(addr, bits, start, tile, inside, tl.int16, VEC, FULL)
-        _store_tile(correction_addr, code, start, tile, inside, tl.int8, VEC, FULL)
+        _store_tile(correction_addr, _byte(code), start, tile, inside, tl.int8, VEC, FULL)
     elif PARAM.primitive_bitwidth == 16:
         _store_tile(addr, bf16_bits(p), start, tile, inside, tl.int16, VEC, FULL)
     else:

@@ -28,8 +28,8 @@ class FusedTable:
     """All tensors of one kind on one device, in order.
 
     `states[i]` is the state dict of `params[i]`: "m", "m.scale", "v", "v.scale", "correction", "step", as far as the
-    kind has them; it is stepped in place, and kept alive: whoever replaces a state tensor or moves a parameter's data has
-    to drop the table and build another. `groups[i]` indexes the settings given to each step (all 0 if left out).
+    kind has them; it is stepped in place, and kept alive: whoever replaces a state tensor or moves a parameter's data
+    has to drop the table and build another. `groups[i]` indexes the settings given to each step (all 0 if left out).
 
     `steps` (fp32 [tensors], CPU) counts the steps of each tensor from where `states[i]["step"]` stood. To have state
     and table agree at no cost, put its elements back: `state["step"] = table.steps[i]`; changes made through such a
@@ -59,7 +59,7 @@ class FusedTable:
             [float(state["step"]) if "step" in state else 0.0 for state in states], dtype=torch.float32, device="cpu"
         )
         num = len(self.params)
-        self._settings = Upload(num * WIDTH + GROUP, dtype=torch.float32, device=self.device)
+        self._settings = Upload(num * WIDTH + 2 * GROUP, dtype=torch.float32, device=self.device)
         self._grads = Upload(num, dtype=torch.int64, device=self.device)
         self._seen: list[int] | None = None
         self._strided: list[int] = []
@@ -119,12 +119,17 @@ class FusedTable:
         return sum(t.numel() * t.element_size() for t in (*held, *own))
 
     @property
+    def needs_thresholds(self) -> bool:
+        """True if something is rounded by the codecs' lanes: v unless fp32, and the correction of split weights."""
+        return self.kind.weights == "split8" or (self.kind.traits.has_v and self.kind.v != "fp32")
+
+    @property
     def settings(self) -> Tensor:
         return self._settings.device
 
     @property
     def thresholds(self) -> Tensor:
-        return self._settings.device[-GROUP:]
+        return self._settings.device[-2 * GROUP :]
 
     @property
     def grad_ptrs(self) -> Tensor:
@@ -142,7 +147,7 @@ class FusedTable:
         self._copies = [grads[i].contiguous() for i in self._strided]  # pyright: ignore[reportOptionalMemberAccess]
         addresses = [max(address, 0) for address in seen]
         for index, copy in zip(self._strided, self._copies, strict=True):
-            addresses[index] = copy.data_ptr()
+            addresses[index] = copy.data_ptr()  # pyright: ignore[reportOptionalMemberAccess]
         size = 4 if self.grad_dtype is torch.float32 else 2
         self.grads_aligned = all(self._is_aligned(address, size) for address in addresses)
         self._grads.host().copy_(torch.tensor(addresses, dtype=torch.int64, device="cpu"))
@@ -175,19 +180,21 @@ class FusedTable:
         self._class_of = torch.tensor([distinct[key] for key in keys], dtype=torch.int64, device="cpu")
 
     def stage(self, options: Sequence[Options], *, thresholds: Tensor | None, advance: bool = True) -> None:
-        """Sends the settings of the coming step. `thresholds`: fp32 [32] on the CPU, needed for v in bf16 or 8 bits."""
+        """Sends the settings of the coming step. `thresholds`: fp32 [32] on the CPU, see `needs_thresholds`."""
         if self.steps._version != self._version:
             self._classify()
+        if thresholds is None and self.needs_thresholds:
+            raise ValueError(f"{self.kind} rounds by thresholds: pass those of this step's phase")
         rows = [self._row(options[group], step=step + 1) for group, step, _ in self._classes]
         host = self._settings.host()
+        settings = host[: -2 * GROUP].view(-1, WIDTH)
         if len(rows) == 1:
-            host[:-GROUP].view(-1, WIDTH).copy_(torch.tensor(rows[0], dtype=torch.float32, device="cpu"))
+            settings.copy_(torch.tensor(rows[0], dtype=torch.float32, device="cpu"))
         else:
             table = torch.tensor(rows, dtype=torch.float32, device="cpu")
-            torch.index_select(table, 0, self._class_of, out=host[:-GROUP].view(-1, WIDTH))
-        if self.kind.traits.has_v and self.kind.v != "fp32":
-            if thresholds is None:
-                raise ValueError(f"v is kept as {self.kind.v}: pass the thresholds of this step's phase")
+            torch.index_select(table, 0, self._class_of, out=settings)
+        if thresholds is not None and self.needs_thresholds:
+            host[-2 * GROUP : -GROUP].copy_(thresholds)
             if self.kind.v == "log8v":
                 thresholds = torch.log1p(thresholds * (_LOG8V_RATIO - 1)) / log(_LOG8V_RATIO)
             host[-GROUP:].copy_(thresholds)

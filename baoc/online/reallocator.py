@@ -13,7 +13,6 @@ from baoc.online.triggers import TRIGGERS, Moment, ReallocationSettings
 from baoc.optim import BlockwiseOptimizer
 from baoc.planner import Planner
 from baoc.profiling import GradientProfiler
-from baoc.risk import RISKS
 from baoc.types import Plan, Profile, Reallocation, profile_from_plain, to_plain
 
 Listener = Callable[[Reallocation, Plan, Profile | None], None]

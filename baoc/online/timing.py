@@ -1,4 +1,4 @@
-"""Times an optimizer step per spec, and a whole step with torch's fused AdamW, which step_time budgets are a ratio to."""
+"""Times an optimizer step per spec, and a whole step with torch's fused AdamW, to which step_time is a ratio."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

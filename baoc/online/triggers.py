@@ -61,7 +61,7 @@ def _interval(settings: ReallocationSettings, now: Moment) -> bool:
 
 
 def _drift(settings: ReallocationSettings, now: Moment) -> bool:
-    """Looks every `interval` steps, and decides again only where the statistics have moved by more than `drift_threshold`."""
+    """Looks every `interval` steps, and decides anew only where the statistics moved by more than `drift_threshold`."""
     if now.reference is None or not _interval(settings, now):
         return _once(settings, now)
     return drift(now.reference, now.profile()) > settings.drift_threshold

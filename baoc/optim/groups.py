@@ -39,7 +39,7 @@ def to_groups(params: Any, *, first: int = 0) -> list[dict[str, Any]]:
     """
     if isinstance(params, nn.Module):
         params = params.named_parameters()
-    items = [params] if isinstance(params, Tensor | Mapping) else list(params)
+    items: list[Any] = [params] if isinstance(params, Tensor | Mapping) else list(params)
     raw = items if items and isinstance(items[0], Mapping) else [{"params": items}]
     seen: dict[Tensor, tuple[str, dict[str, Any]]] = {}
     groups = [_group(group, seen=seen, first=first) for group in raw]

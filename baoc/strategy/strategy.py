@@ -44,8 +44,9 @@ class BaocStrategy(SingleDeviceStrategy):
     """`L.Trainer(strategy=BaocStrategy(budget="8gb"))`: the same module, loader and schedule, inside a budget.
 
     `budget` takes every spelling of the command line. `device` is `auto` (what the Trainer's accelerator says), `cpu`
-    or `cuda`. With `plan_only`, `fit` plans and ends. `record_latency` times the
-    specs in use for the record where no step_time limit asks for it. `plan_listeners` are called with the first plan, `reallocation_listeners` with every decision after it.
+    or `cuda`. With `plan_only`, `fit` plans and ends. `record_latency` times the specs in use for the record where no
+    step_time limit asks for it. `plan_listeners` are called with the first plan, `reallocation_listeners` with every
+    decision after it.
 
     One device, one AdamW, automatic optimization; anything else is refused with a sentence. Raises
     InfeasibleBudgetError from `Trainer.fit` before the first step where no allocation meets the budget.
@@ -102,8 +103,8 @@ class BaocStrategy(SingleDeviceStrategy):
         super().setup_optimizers(trainer)
         if len(self.optimizers) != 1:
             raise BadInputError(
-                f"configure_optimizers returned {len(self.optimizers)} optimizers: BAOC trains with one for now; put all "
-                "parameters into one AdamW with parameter groups"
+                f"configure_optimizers returned {len(self.optimizers)} optimizers: BAOC trains with one for now; put "
+                "all parameters into one AdamW with parameter groups"
             )
         theirs = self.optimizers[0]
         probe = Probe(trainer, self)
@@ -133,8 +134,9 @@ class BaocStrategy(SingleDeviceStrategy):
         if self.lr_scheduler_configs:
             count_steps_for_schedulers(assembly.optimizer)
         self.optimizers = [assembly.optimizer]
-        if self._guard not in trainer.callbacks:
-            trainer.callbacks.insert(0, self._guard)
+        callbacks: list[L.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        if self._guard not in callbacks:
+            callbacks.insert(0, self._guard)
         for listener in self.plan_listeners:
             listener(assembly.planner, assembly.plan)
         if self.plan_only:
@@ -160,7 +162,7 @@ class BaocStrategy(SingleDeviceStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state with what the reallocator needs to go on: plan, profile, counters."""
-        state = dict(super().optimizer_state(optimizer))
+        state: dict[str, Any] = dict(super().optimizer_state(optimizer))
         if self.reallocator is not None:
             state["online"] = self.reallocator.state_dict()
         return state
@@ -180,7 +182,8 @@ class BaocStrategy(SingleDeviceStrategy):
 
 def declared_blocks(module: L.LightningModule, declares: torch.nn.Module) -> dict[str, list[str]] | None:
     """Blocks that the model declares by `parameter_blocks()`, with names as the LightningModule knows them."""
-    if not hasattr(declares, "parameter_blocks"):
+    blocks: Any = getattr(declares, "parameter_blocks", None)
+    if blocks is None:
         return None
     prefix = "" if declares is module else next(name + "." for name, m in module.named_modules() if m is declares)
-    return {block: [prefix + name for name in names] for block, names in declares.parameter_blocks().items()}
+    return {block: [prefix + name for name in names] for block, names in blocks().items()}

@@ -53,8 +53,8 @@ def named_groups(optimizer: Optimizer, module: nn.Module) -> list[dict[str, Any]
         strangers = [tuple(p.shape) for p in group["params"] if id(p) not in names]
         if strangers:
             raise BadInputError(
-                f"the optimizer holds {len(strangers)} parameter(s) that are not the module's, of shape {strangers[0]}: "
-                "states are kept by parameter name, so register them on the LightningModule"
+                f"the optimizer holds {len(strangers)} parameter(s) that the module does not have, of shape "
+                f"{strangers[0]}: states are kept by parameter name, so register them on the LightningModule"
             )
         groups.append({**kept, "params": [(names[id(param)], param) for param in group["params"]]})
     return groups
@@ -74,7 +74,7 @@ def count_steps_for_schedulers(optimizer: Optimizer) -> None:
         optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
         return plain(optimizer, *args, **kwargs)
 
-    step._wrapped_by_lr_sched = True  # pyright: ignore[reportFunctionMemberAccess]
+    setattr(step, "_wrapped_by_lr_sched", True)  # noqa: B010 - a name of torch's that no type knows
     optimizer.step = step
 
 

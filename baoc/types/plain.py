@@ -9,7 +9,7 @@ from baoc.types.decision import GradientStats, Profile
 
 
 def to_plain(value: Any) -> Any:
-    """A value of `baoc.types` as dicts, lists, strings and numbers; NaN and infinities become None, as JSON has none."""
+    """A value of `baoc.types` as dicts, lists, strings and numbers; NaN and infinities become None (no JSON)."""
     if isinstance(value, StrEnum):
         return value.value
     if is_dataclass(value) and not isinstance(value, type):

@@ -1,10 +1,10 @@
 """Quality at equal state bytes: BAOC's allocations against uniform specs and random feasible ones, on paired seeds.
 
-    python experiments/benchmarks/state_budgets.py --task vision --seeds 5 --out experiments/results/state_budgets_vision
+    python experiments/benchmarks/state_budgets.py --seeds 5 --out experiments/results/state_budgets_vision
 
 Each row is one configuration run on the same seeds; the table gives the mean and standard deviation of the validation
-loss, and the mean paired difference to the reference row. Two processes of one thread each, as two threads give little at
-this size. Configurations whose folder holds all results are not run again.
+loss, and the mean paired difference to the reference row. Two processes of one thread each, as two threads give
+little at this size. Configurations whose folder holds all results are not run again.
 """
 
 import argparse
@@ -99,9 +99,8 @@ def main() -> None:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
-    print(
-        f"| configuration | n | state | val/loss (sd) | minus {args.reference} (sd, t) | val/acc |\n|---|---|---|---|---|---|"
-    )
+    print(f"| configuration | n | state | val/loss (sd) | minus {args.reference} (sd, t) | val/acc |")
+    print("|---|---|---|---|---|---|")
     for r in rows:
         print(
             f"| {r['configuration']} | {r['n']} | {r['state_fraction']:.1%} | {r['loss']:.4f} ({r['loss_sd']:.4f}) | "

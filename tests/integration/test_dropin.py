@@ -72,11 +72,11 @@ def test_without_a_probe_the_first_step_measures_itself():
 
 def test_an_impossible_budget_is_told_at_once_with_a_probe_and_by_the_first_step_without():
     model, loss = make()
-    with pytest.raises(InfeasibleBudgetError, match="budget 1kb cannot be met.*least feasible"):
+    with pytest.raises(InfeasibleBudgetError, match=r"budget 1kb cannot be met.*least feasible"):
         BaocOptimizer(model, budget="1kb", probe=lambda: loss().backward())
     optimizer = BaocOptimizer(model, budget="1kb")
     loss().backward()
-    with pytest.raises(InfeasibleBudgetError, match="budget 1kb cannot be met.*least feasible"):
+    with pytest.raises(InfeasibleBudgetError, match=r"budget 1kb cannot be met.*least feasible"):
         optimizer.step()
 
 

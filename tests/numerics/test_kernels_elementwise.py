@@ -185,5 +185,5 @@ else:
             Kind(rule="muon")
         table = FusedTable([param], kind=Kind(rule="rmsprop", v="bf16"), states=[{"v": param.to(BFLOAT16)}])
         param.grad = torch.zeros(64)
-        with pytest.raises(ValueError, match="pass the thresholds"):
+        with pytest.raises(ValueError, match="rounds by thresholds"):
             fused_step(table, options=[Options()])

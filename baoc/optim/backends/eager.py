@@ -138,7 +138,7 @@ def apply_(
         work.add_(direction.numerator, alpha=size)
     else:
         work.addcdiv_(direction.numerator, direction.denominator, value=size)
-    if finite is not None:
+    if finite is not None and old is not None:
         work[~finite] = old
     if work is not param:
         param.copy_(work)
