@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -28,3 +28,11 @@ def run_python() -> Callable[..., Completed]:
         return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
 
     return run
+
+
+@pytest.fixture(autouse=True)
+def keeps_denormals() -> Iterator[None]:
+    """A whole run flushes denormals for its process (tasks/cpu.py); the tests after it must not inherit that."""
+    yield
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_flush_denormal(False)

@@ -1,6 +1,8 @@
 """Small parameter sets, gradients and loops that tests of rules, codecs and the optimizer share."""
 
+import io
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -86,3 +88,19 @@ def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
     assert a.keys() == b.keys()
     for name, value in a.items():
         assert value.dtype == b[name].dtype and torch.equal(value, b[name]), name
+
+
+def through_file(state: dict[str, Any]) -> dict[str, Any]:
+    """Written and read as the strictest loader does: tensors and plain values only."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+def twin_of(params: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: nn.Parameter(p.detach().clone()) for name, p in params.items()}
+
+
+def values(params: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in params.items()}

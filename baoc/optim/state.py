@@ -53,6 +53,8 @@ class Slot:
     group: int  # index into param_groups
     rule: UpdateRule
     kept: tuple[Kept, ...]
+    direct: tuple[str, ...]  # states whose stored tensor is what the rule works on
+    coded: tuple[Kept, ...]  # the others
     counts_steps: bool
     matrix: tuple[int, int] | None
     on_cpu: bool
@@ -116,6 +118,8 @@ def make_slot(name: str, param: Tensor, *, info: ParamInfo, group: int, spec: Op
         group=group,
         rule=rule,
         kept=tuple(kept),
+        direct=tuple(k.decl.name for k in kept if k.codec.in_place),
+        coded=tuple(k for k in kept if not k.codec.in_place),
         counts_steps=rule.info.counts_steps,
         matrix=info.matrix_shape,
         on_cpu=param.device.type == "cpu",

@@ -188,6 +188,27 @@ def test_a_closure_runs_once_with_gradients_enabled() -> None:
     assert_same(a, b)
 
 
+def test_the_observer_sees_final_gradients_once_per_step_that_is_taken() -> None:
+    params = make_params({"w": (4, 8)})
+    optimizer, seen = build(params, nonfinite="skip_step"), []
+    before = params["w"].detach().clone()
+
+    def observe() -> None:
+        grad = params["w"].grad
+        assert grad is not None
+        seen.append((float(grad.sum()), torch.equal(params["w"].detach(), before)))
+
+    def closure() -> None:
+        params["w"].grad = torch.ones(4, 8)
+
+    optimizer.observer = observe
+    optimizer.step(closure)
+    assert seen == [(32.0, True)]
+    params["w"].grad = torch.full((4, 8), torch.nan)
+    optimizer.step()
+    assert len(seen) == 1
+
+
 def test_learning_rate_monitors_find_betas() -> None:
     optimizer = build(make_params({"w": (4, 8)}), betas=(0.8, 0.99))
     assert "betas" in optimizer.defaults and optimizer.param_groups[0]["betas"][0] == 0.8

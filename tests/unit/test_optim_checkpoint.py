@@ -1,22 +1,17 @@
 """Saving and loading: bit for bit under the same plan, converted under another, told by name what is new or missing."""
 
 import copy
-import io
 import logging
 import pickle
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from baoc.catalogue import SPECS
-from baoc.cost import state_bytes
 from baoc.errors import CheckpointError
 from baoc.optim import BlockwiseOptimizer
-from baoc.rules import RULES
 from tests.optimizing import (
-    SHAPES,
     Gradients,
     assert_same,
     build,
@@ -26,23 +21,10 @@ from tests.optimizing import (
     run_steps,
     shapes_for,
     state_tensors,
+    through_file,
+    twin_of,
+    values,
 )
-
-
-def through_file(state: dict[str, Any]) -> dict[str, Any]:
-    """Written and read as the strictest loader does: tensors and plain values only."""
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
-
-
-def twin_of(params: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: nn.Parameter(p.detach().clone()) for name, p in params.items()}
-
-
-def values(params: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: p.detach() for name, p in params.items()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -93,126 +75,6 @@ def test_loading_shares_no_memory_with_what_was_loaded() -> None:
     b.param_groups[0]["lr"] = 7.0
     assert_same(state_tensors(a), before)
     assert a.param_groups[0]["lr"] == 1e-3
-
-
-class TestAnotherPlan:
-    @pytest.mark.parametrize("source", ["adamw", "adamw_int8", "adafactor_momentum", "lion", "foam_l2", "sign"])
-    def test_it_is_converted_with_the_error_reported(self, source: str, caplog: pytest.LogCaptureFixture) -> None:
-        shapes = {"w": (17, 64), "c": (8, 3, 3, 5)}
-        params = make_params(shapes)
-        saved = build(params, source, lr=1e-2)
-        run_steps(saved, params, gradients=Gradients(params), steps=5)
-        state = through_file(saved.state_dict())
-        for target in SPECS:
-            optimizer = build(twin_of(params), target)
-            with caplog.at_level(logging.INFO):
-                optimizer.load_state_dict(state)
-            report, rule = optimizer.load_report, RULES[SPECS[target].rule].info
-            assert report is not None
-            planned = sum(state_bytes(block, spec=SPECS[target], rule=rule) for block in optimizer.blocks)
-            assert optimizer.state_bytes() == planned  # memory is the plan's, not the checkpoint's
-            assert [move.target for move in report.moves] == ([] if target == source else [target] * 2)
-            assert all(move.conversion_error.keys() <= {d.name for d in rule.states} for move in report.moves)
-            fresh = {n: p for g in optimizer.param_groups for n, p in zip(g["param_names"], g["params"], strict=True)}
-            run_steps(optimizer, fresh, gradients=Gradients(fresh), steps=2)
-            assert all(p.isfinite().all() for p in fresh.values())
-        assert f"block w: {source} -> " in caplog.text
-
-    def test_int8_to_fp32_is_exact_and_fp32_to_int8_is_near(self) -> None:
-        params = make_params({"w": (17, 64)})
-        low = build(params, "adamw_int8")
-        run_steps(low, params, gradients=Gradients(params), steps=5)
-        high = build(twin_of(params), "adamw")
-        high.load_state_dict(low.state_dict())
-        assert high.load_report is not None
-        assert high.load_report.moves[0].conversion_error == {"m": 0.0, "v": 0.0}
-        back = build(twin_of(params), "adamw_int8")
-        back.load_state_dict(high.state_dict())
-        assert back.load_report is not None
-        assert 0 <= back.load_report.moves[0].conversion_error["m"] < 0.01
-
-    def test_a_matched_block_aims_at_what_the_checkpoints_block_did(self) -> None:
-        params = make_params({"w": (17, 64)})
-        saved = build(params, "adamw", lr=1e-2)
-        run_steps(saved, params, gradients=Gradients(params), steps=20)
-        rms = saved.update_rms()["w"]
-        optimizer = build(twin_of(params), "lion")
-        optimizer.load_state_dict(saved.state_dict())
-        match = optimizer.roster.live["w"].match
-        assert match is not None and match[0] == pytest.approx(rms, rel=1e-5) and match[1] < 0
-
-
-class TestTorchAdamW:
-    @pytest.mark.parametrize("named", [True, False])
-    def test_its_checkpoint_is_gone_on_with_bitwise(self, named: bool) -> None:
-        params = make_params(SHAPES)
-        theirs = torch.optim.AdamW(list(params.items()) if named else list(params.values()), lr=3e-3, foreach=False)
-        gradients = Gradients(params)
-        run_steps(theirs, params, gradients=gradients, steps=5)
-        other = twin_of(params)
-        order = dict(reversed(other.items())) if named else other  # by name, order does not matter
-        ours = build(order, "adamw")
-        ours.load_state_dict(through_file(theirs.state_dict()))
-        for _ in range(5):
-            gradients.give(params, other)
-            theirs.step()
-            ours.step()
-        assert ours.param_groups[0]["lr"] == 3e-3
-        assert_same(values(params), values(other))
-
-    def test_ours_is_gone_on_with_by_torch_bitwise(self) -> None:
-        params = make_params(SHAPES)
-        ours = build(params, "adamw", lr=3e-3)
-        gradients = Gradients(params)
-        run_steps(ours, params, gradients=gradients, steps=5)
-        other = twin_of(params)
-        theirs = torch.optim.AdamW(list(other.values()), foreach=False)
-        theirs.load_state_dict(through_file(ours.to_adamw_state_dict()))
-        for _ in range(5):
-            gradients.give(params, other)
-            ours.step()
-            theirs.step()
-        assert_same(values(params), values(other))
-
-    @pytest.mark.parametrize("spec", ["adamw_int8", "adafactor_momentum", "foam_l2", "rmsprop", "sign"])
-    def test_other_specs_are_inferred_or_left_to_start_afresh(self, spec: str) -> None:
-        params = make_params({"w": (17, 64)})
-        ours = build(params, spec)
-        run_steps(ours, params, gradients=Gradients(params), steps=5)
-        before = {name: value.clone() for name, value in state_tensors(ours).items()}
-        state = ours.to_adamw_state_dict()
-        assert_same(state_tensors(ours), before)
-        assert (0 in state["state"]) == (spec != "sign")
-        other = twin_of(params)
-        theirs = torch.optim.AdamW(list(other.values()), foreach=False)
-        theirs.load_state_dict(state)
-        run_steps(theirs, other, gradients=Gradients(other), steps=2)
-        assert other["w"].isfinite().all()
-
-    @pytest.mark.filterwarnings("ignore:16-bit weights")
-    def test_bf16_states_of_a_bf16_model_are_taken_in_fp32(self) -> None:
-        params = make_params({"w": (17, 64)}, dtype=torch.bfloat16)
-        theirs = torch.optim.AdamW(list(params.values()), foreach=False)
-        run_steps(theirs, params, gradients=Gradients(params), steps=3)
-        ours = build(twin_of(params), "adamw")
-        ours.load_state_dict(theirs.state_dict())
-        assert {t.dtype for t in state_tensors(ours).values()} == {torch.float32}
-
-    def test_amsgrad_and_other_optimizers_are_refused(self) -> None:
-        params = make_params({"w": (4, 8)})
-        for theirs, has in (
-            (torch.optim.AdamW(list(params.values()), amsgrad=True, foreach=False), "max_exp_avg_sq"),
-            (torch.optim.SGD(list(params.values()), momentum=0.9, foreach=False), "momentum_buffer"),
-        ):
-            run_steps(theirs, params, gradients=Gradients(params), steps=1)
-            with pytest.raises(CheckpointError, match=f"the state of w in the checkpoint has .*{has}.*without amsgrad"):
-                build(params).load_state_dict(theirs.state_dict())
-
-    def test_another_number_of_nameless_parameters_is_refused(self) -> None:
-        params = make_params({"w": (4, 8), "v": (4,)})
-        theirs = torch.optim.AdamW([params["w"]], foreach=False)
-        with pytest.raises(CheckpointError, match="has 1 parameters without names, this optimizer has 2"):
-            build(params).load_state_dict(theirs.state_dict())
 
 
 class TestNames:
@@ -284,68 +146,6 @@ class TestNames:
         merged = build(twin_of(params))
         with pytest.raises(CheckpointError, match=r"holds parameters that the checkpoint has in groups \[0, 1\]"):
             merged.load_state_dict(saved.state_dict())
-
-
-class TestBadCheckpoints:
-    def broken(self, **changes: Any) -> dict[str, Any]:
-        params = make_params({"w": (4, 8)})
-        optimizer = build(params, "adamw_int8")
-        run_steps(optimizer, params, gradients=Gradients(params), steps=1)
-        return {**copy.deepcopy(optimizer.state_dict()), **changes}
-
-    def load(self, state: dict[str, Any], *, shape: tuple[int, ...] = (4, 8)) -> None:
-        """Loads into a trained optimizer, which must be as before if that fails."""
-        params = make_params({"w": shape})
-        optimizer = build(params, "lion", lr=0.5)
-        run_steps(optimizer, params, gradients=Gradients(params), steps=1)
-        before = {name: value.clone() for name, value in state_tensors(optimizer).items()}
-        try:
-            optimizer.load_state_dict(state)
-        finally:
-            assert_same(state_tensors(optimizer), before)
-            assert optimizer.param_groups[0]["lr"] == 0.5
-
-    def test_something_else_altogether(self) -> None:
-        with pytest.raises(CheckpointError, match=r"no optimizer checkpoint \(its keys are model\)"):
-            self.load({"model": {}})
-        with pytest.raises(CheckpointError, match="its keys are none"):
-            self.load({})
-
-    def test_a_schema_of_the_future(self) -> None:
-        with pytest.raises(CheckpointError, match="has schema 99, this version reads 1"):
-            self.load(self.broken(baoc_schema=99))
-
-    def test_a_part_that_is_missing(self) -> None:
-        state = self.broken()
-        del state["blocks"]
-        with pytest.raises(CheckpointError, match=r"damaged \(KeyError: 'blocks'\): use another one"):
-            self.load(state)
-        state = self.broken()
-        del state["state"]["w"]["v.scale"]
-        with pytest.raises(
-            CheckpointError, match=r"v\.scale of w is missing in the checkpoint, adamw_int8 keeps \(1,\)"
-        ):
-            self.load(state)
-
-    def test_a_spec_that_is_not_known(self) -> None:
-        with pytest.raises(CheckpointError, match=r"block w of the checkpoint cannot be read: .* no optimizer spec"):
-            self.load(self.broken(blocks={"w": {"spec": "adamw_int1", "params": ["w"]}}))
-
-    def test_another_models_shapes(self) -> None:
-        with pytest.raises(CheckpointError, match=r"m of w is \(4, 8\) in the checkpoint, adamw_int8 keeps \(8, 4\)"):
-            self.load(self.broken(), shape=(8, 4))
-
-    def test_a_dtype_that_the_spec_does_not_keep(self) -> None:
-        state = self.broken()
-        state["state"]["w"]["m"] = state["state"]["w"]["m"].float()
-        with pytest.raises(
-            CheckpointError, match=r"m of w is torch\.float32 in the checkpoint, adamw_int8 keeps torch\.int8"
-        ):
-            self.load(state)
-
-    def test_a_state_without_a_block(self) -> None:
-        with pytest.raises(CheckpointError, match="has a state of w but no block for it"):
-            self.load(self.broken(blocks={}))
 
 
 @pytest.mark.parametrize("spec", ["adamw", "adamw_shared_in_int8", "sign"])

@@ -10,7 +10,6 @@ from torch import nn
 from baoc.catalogue import SPECS
 from baoc.errors import BadInputError
 from baoc.optim import BlockwiseOptimizer
-from baoc.types import OptimizerSpec, Role
 from tests.optimizing import Gradients, assert_same, build, info, make_params, one_block, run_steps
 
 SHAPES = {"a": (4, 8), "b": (8,), "c": (6, 4)}
@@ -139,114 +138,6 @@ class TestLateParameters:
         moved = float((params["late"].detach() - before).square().mean().sqrt())
         expected = 0.1 if spec.startswith("adamw") else 0.1 * 0.2  # AdamW's first update, or the matched RMS
         assert moved == pytest.approx(expected, rel=0.02)
-
-
-class TestRefusals:
-    def test_nothing_to_train(self) -> None:
-        with pytest.raises(BadInputError, match="got no parameters: pass a module"):
-            BlockwiseOptimizer([])
-
-    def test_not_a_tensor(self) -> None:
-        with pytest.raises(BadInputError, match="param0 is a str, not a tensor"):
-            BlockwiseOptimizer(["w"])
-
-    def test_an_expanded_parameter(self) -> None:
-        wide = nn.Parameter(torch.zeros(1, 8).expand(4, 8))
-        with pytest.raises(BadInputError, match=r"w is expanded .* register the tensor before expanding"):
-            BlockwiseOptimizer([("w", wide)])
-
-    def test_a_computed_tensor(self) -> None:
-        with pytest.raises(BadInputError, match="w is not a leaf tensor"):
-            BlockwiseOptimizer([("w", nn.Parameter(torch.zeros(3)) * 2)])
-
-    def test_integers_and_complex_numbers(self) -> None:
-        with pytest.raises(BadInputError, match=r"w is torch\.complex64: parameters may be float32, bfloat16"):
-            BlockwiseOptimizer([("w", nn.Parameter(torch.zeros(3, dtype=torch.complex64)))])
-
-    def test_two_parameters_of_one_name(self) -> None:
-        with pytest.raises(BadInputError, match="two parameters are called 'w'"):
-            BlockwiseOptimizer([("w", nn.Parameter(torch.zeros(3))), ("w", nn.Parameter(torch.zeros(3)))])
-
-    @pytest.mark.parametrize(
-        ("settings", "text"),
-        [
-            ({"lr": -1.0}, "lr is -1.0: give a number of at least 0"),
-            ({"betas": (0.9, 1.0)}, r"betas are \(0.9, 1.0\): give two numbers in \[0, 1\)"),
-            ({"eps": -1e-8}, "eps is -1e-08"),
-            ({"weight_decay": float("nan")}, "weight_decay is nan"),
-            ({"nonfinite": "ignore"}, "policy for non-finite gradients 'ignore'.*skip_element, skip_step, raise"),
-            ({"backend": "magic"}, "optimizer backend 'magic'.*auto, eager"),
-        ],
-    )
-    def test_settings_out_of_range(self, settings: dict[str, Any], text: str) -> None:
-        with pytest.raises(BadInputError, match=text):
-            build(make_params(SHAPES), **settings)
-
-    @pytest.mark.parametrize("key", ["amsgrad", "maximize", "differentiable"])
-    def test_switches_that_no_rule_has(self, key: str) -> None:
-        with pytest.raises(BadInputError, match=f"sets {key}=True, which no rule here has"):
-            BlockwiseOptimizer([{"params": [("w", nn.Parameter(torch.zeros(3)))], key: True}])
-
-    def test_coupled_weight_decay(self) -> None:
-        adam = torch.optim.Adam([nn.Parameter(torch.zeros(3))], weight_decay=0.1)
-        with pytest.raises(BadInputError, match="asks for coupled weight decay"):
-            BlockwiseOptimizer(adam.param_groups)
-
-    def test_unknown_specs_rules_and_storages(self) -> None:
-        with pytest.raises(BadInputError, match=r"no optimizer spec 'adamw_int9' \(did you mean adamw_int8"):
-            build(make_params(SHAPES), "adamw_int9")
-        with pytest.raises(BadInputError, match="no update rule 'adam'"):
-            build(make_params(SHAPES), OptimizerSpec(name="mine", description="", rule="adam"))
-        with pytest.raises(BadInputError, match="no storage 'int3'"):
-            build(make_params(SHAPES), OptimizerSpec(name="mine", description="", rule="adamw", storage="int3"))
-
-    def test_a_spec_that_does_not_apply(self) -> None:
-        with pytest.raises(BadInputError, match=r"block b cannot run foam_l2: b of shape \(8,\) is no matrix"):
-            build(make_params(SHAPES), "foam_l2")
-
-    def test_specs_for_other_blocks(self) -> None:
-        with pytest.raises(BadInputError, match="no block 'd'"):
-            build(make_params(SHAPES), {"a": "adamw", "b": "adamw", "c": "adamw", "d": "adamw"})
-        with pytest.raises(BadInputError, match=r"no spec was given for block\(s\) b, c"):
-            build(make_params(SHAPES), {"a": "adamw"})
-
-    def test_blocks_that_do_not_fit_the_parameters(self) -> None:
-        params = make_params(SHAPES)
-        blocks = [one_block(name, [info(name, shape)]) for name, shape in SHAPES.items()]
-        with pytest.raises(BadInputError, match="no block has c: every trainable parameter needs one"):
-            build(params, blocks=blocks[:2])
-        with pytest.raises(BadInputError, match="block d has d, which the optimizer was not given"):
-            build(params, blocks=[*blocks, one_block("d", [info("d", (3,))])])
-        with pytest.raises(BadInputError, match="a is in two blocks, one of them twice"):
-            build(params, blocks=[*blocks, one_block("twice", [info("a", (4, 8))])])
-        with pytest.raises(BadInputError, match=r"a has shape \(4, 8\), its block says \(8, 4\)"):
-            build(params, blocks=[one_block("a", [info("a", (8, 4))]), *blocks[1:]])
-
-    def test_a_sparse_gradient(self) -> None:
-        embedding = nn.Embedding(5, 3, sparse=True)
-        optimizer = BlockwiseOptimizer(embedding)
-        embedding(torch.tensor([1])).sum().backward()
-        with pytest.raises(BadInputError, match="weight has a sparse gradient"):
-            optimizer.step()
-
-    def test_a_rule_for_hidden_layers_only(self) -> None:
-        from baoc.optim import groups
-        from baoc.rules import RULES, Rule
-
-        described = RULES["sign"].info
-        RULES["hidden"] = Rule(type(described)(**{**_fields(described), "name": "hidden", "hidden_only": True}))  # pyright: ignore
-        try:
-            spec = OptimizerSpec(name="hidden", description="", rule="hidden")
-            head = type(one_block("x", []))(name="head", params=(info("w", (4, 8)),), role=Role.HEAD)
-            with pytest.raises(BadInputError, match="it is for hidden layers, not the head"):
-                groups.check_applies(spec, block=head)
-        finally:
-            del RULES["hidden"]
-
-    def test_placements_that_are_not_there_yet(self) -> None:
-        spec = OptimizerSpec(name="far", description="", rule="adamw", placement="host")
-        with pytest.raises(BadInputError, match="placement=host: this version has"):
-            build(make_params(SHAPES), spec)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -8,10 +8,8 @@ from torch import Tensor
 
 from baoc.catalogue import SPECS
 from baoc.cost import state_bytes
-from baoc.errors import BadInputError
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.migration import SEED_AGE
-from baoc.profiling.tracker import MemoryTracker
 from baoc.rules import RULES
 from baoc.types import BlockMove, Moments
 from tests.optimizing import (
@@ -236,60 +234,6 @@ class TestInheritance:
         optimizer.migrate({"all": "adamw_shared_in"})
         torch.testing.assert_close(optimizer.state[params["w"]]["v"], v.mean(0))
         assert optimizer.state[params["w"]]["v"].shape == (10,)
-
-
-class TestMoves:
-    def test_only_blocks_that_change_are_touched(self) -> None:
-        params = make_params({"a": (8, 16), "b": (8, 16)})
-        optimizer = build(params, {"a": "adamw_int8", "b": "adamw"})
-        run_steps(optimizer, params, gradients=Gradients(params), steps=3)
-        before = dict(optimizer.state[params["a"]])
-        moves = optimizer.migrate({"a": "adamw_int8", "b": "lion_int8"})
-        assert [move.block for move in moves] == ["b"]
-        assert all(optimizer.state[params["a"]][key] is value for key, value in before.items())
-        assert optimizer.specs == {"a": "adamw_int8", "b": "lion_int8"}
-        assert optimizer.migrate(optimizer.specs) == []
-
-    def test_moves_come_in_the_order_of_blocks(self) -> None:
-        params = make_params({name: (8, 16) for name in "abc"})
-        optimizer = build(params, {"a": "sign", "b": "adamw", "c": "adamw"})
-        moves = optimizer.migrate({"c": "sign", "a": "adamw", "b": "lion"})
-        assert [move.block for move in moves] == ["a", "b", "c"]
-
-    @pytest.mark.parametrize(
-        ("specs", "text"),
-        [
-            ({"a": "sign", "x": "sign"}, "no block 'x'"),
-            ({"a": "sign", "b": "adamm"}, "no optimizer spec 'adamm'"),
-            ({"a": "sign", "b": "foam_l1"}, "block b cannot run foam_l1"),
-        ],
-    )
-    def test_nothing_changes_if_one_move_is_refused(self, specs: dict[str, str], text: str) -> None:
-        params = make_params({"a": (8, 16), "b": (8,)})
-        optimizer = build(params)
-        run_steps(optimizer, params, gradients=Gradients(params), steps=2)
-        before = {name: value.clone() for name, value in state_tensors(optimizer).items()}
-        with pytest.raises(BadInputError, match=text):
-            optimizer.migrate(specs)
-        assert optimizer.specs == {"a": "adamw", "b": "adamw"}
-        assert_same(state_tensors(optimizer), before)
-
-    def test_memory_stays_below_the_larger_plan_and_one_tensors_needs(self) -> None:
-        numel, count = 64 * 256, 12
-        params = make_params({f"p{i:02}": (64, 256) for i in range(count)})
-        half = {name: ("adamw" if i % 2 else "sign") for i, name in enumerate(params)}
-        other = {name: ("sign" if i % 2 else "adamw") for i, name in enumerate(params)}
-        optimizer = build(params, half)
-        run_steps(optimizer, params, gradients=Gradients(params), steps=1)
-        for param in params.values():
-            param.grad = None
-        larger = optimizer.state_bytes()
-        tracker = MemoryTracker().prime(optimizer.state, params)
-        held = tracker.current_bytes
-        with tracker:
-            optimizer.migrate(other)
-        assert optimizer.state_bytes() == larger == 8 * numel * count // 2 + 4 * count // 2 + 8 * count // 2
-        assert tracker.peak_bytes - held <= 3 * 4 * numel + 1024  # one tensor's states, and the numbers they come from
 
 
 def test_training_goes_on_the_same_after_a_copy() -> None:

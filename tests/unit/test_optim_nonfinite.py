@@ -177,6 +177,17 @@ class TestMaskingBeforeClipping:
             ends.append({name: p.detach() for name, p in params.items()})
         assert_same(ends[0], ends[1])
 
+    def test_two_looks_add_up(self) -> None:
+        params, optimizer, gradients = trained("adamw", {"w": (4, 8)})
+        gradients.give(params)
+        before, grad = params["w"].detach().clone(), params["w"].grad
+        assert grad is not None
+        for index in (3, 4):  # in two micro-batches, say
+            grad[0, index] = torch.nan
+            assert optimizer.mask_nonfinite() == 1
+        optimizer.step()
+        assert ((params["w"].detach() == before).nonzero() == torch.tensor([[0, 3], [0, 4]])).all()
+
     def test_masks_are_for_one_step_only(self) -> None:
         params, optimizer, gradients = trained("adamw", MATRICES)
         gradients.give(params)

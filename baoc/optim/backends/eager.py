@@ -99,7 +99,9 @@ def advance(slot: Slot, inputs: StepInputs, *, finite: Tensor | None, store: boo
     assert grad is not None
     if grad.dtype is not torch.float32:
         grad = grad.to(torch.float32)
-    states = {kept.decl.name: kept.decode(state) for kept in slot.kept}
+    states = {name: state[name] for name in slot.direct}
+    for kept in slot.coded:
+        states[kept.decl.name] = kept.decode(state)
     if not store:
         states = {name: tensor.clone() for name, tensor in states.items()}
     old = {k.decl.name: states[k.decl.name][~finite] for k in slot.kept if k.full} if finite is not None else {}
@@ -108,7 +110,7 @@ def advance(slot: Slot, inputs: StepInputs, *, finite: Tensor | None, store: boo
     if store:
         for name, values in old.items():
             states[name][~finite] = values  # pyright: ignore[reportOptionalOperand] (old is empty without a mask)
-        for kept in slot.kept:
+        for kept in slot.coded:
             kept.encode_(state, states[kept.decl.name], phase=inputs.phase)
     return direction
 
