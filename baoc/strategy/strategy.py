@@ -69,7 +69,8 @@ class BaocStrategy(SingleDeviceStrategy):
     ):
         if device not in ("auto", "cpu", "cuda") and not device.startswith("cuda:"):
             raise BadInputError(f"device={device!r} is not supported: use auto, cpu, cuda or cuda:N; MPS is not tested")
-        super().__init__(device="cpu" if device == "auto" else device, **kwargs)
+        named = {"auto": "cpu", "cuda": "cuda:0"}  # auto is settled in setup_environment; Lightning wants an index
+        super().__init__(device=named.get(device, device), **kwargs)
         self.budget = parse_budget(budget)
         self.settings = settings or SessionSettings()
         self.latency = latency
