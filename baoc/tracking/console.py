@@ -185,7 +185,9 @@ def print_result(result: RunResult, *, run_dir: str | Path) -> None:
         "budget": _budget_verdict(result),
         "state": f"{format_bytes(result.state_bytes)} ({result.state_bytes} bytes), {share:.1%} of fp32 AdamW's "
         f"{format_bytes(result.state_bytes_adamw)}",
-        "step": f"{result.step_ms:.3g} ms, {result.samples_per_s:,.0f} samples/s",
+        "step": "too few untracked steps to time one"
+        if result.step_ms != result.step_ms
+        else f"{result.step_ms:.3g} ms, {result.samples_per_s:,.0f} samples/s",
         "steps": f"{result.num_steps}, {result.num_reallocations} reallocations",
         "run folder": str(run_dir),
     }
