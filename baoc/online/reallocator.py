@@ -68,11 +68,14 @@ class Reallocator:
             assert self.profiler is not None
             self.profiler.observe(step=self.step)
 
-    def observe_half(self) -> None:
-        """Tells the profiler that the first half of the accumulated micro-batches is in the gradients."""
+    def observe_half(self, *, fraction: float) -> None:
+        """To be called before clipping, with `fraction` of a step's micro-batches in the gradients, and at the last.
+
+        Noise is then taken from the two parts of one step instead of from consecutive steps.
+        """
         if self.watching:
             assert self.profiler is not None
-            self.profiler.observe_half(step=self.step)
+            self.profiler.observe_half(step=self.step, fraction=fraction)
 
     def after_step(self) -> Reallocation | None:
         """Counts the step and, where the trigger says so, decides again. Returns the event of that decision."""

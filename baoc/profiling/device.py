@@ -66,6 +66,14 @@ def cap_device(device: torch.device | str, *, budget: Budget) -> None:
     torch.cuda.set_per_process_memory_fraction(min(1.0, left / total), device)
 
 
+def uncap_device(device: torch.device | str) -> None:
+    """Takes the cap away again and gives cached memory back; for a look at what does not fit, never to train."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        torch.cuda.empty_cache()
+
+
 def _index(device: torch.device) -> int:
     return device.index if device.index is not None else torch.cuda.current_device()
 

@@ -19,7 +19,7 @@ from baoc.errors import BadInputError
 from baoc.online import Reallocator, SessionSettings, assemble
 from baoc.optim import BlockwiseOptimizer
 from baoc.planner import Planner
-from baoc.profiling import cap_device, context_bytes, describe, free_bytes
+from baoc.profiling import cap_device, context_bytes, describe, free_bytes, uncap_device
 from baoc.strategy.probe import Probe, unwrapped
 from baoc.strategy.takeover import count_steps_for_schedulers, hyperparameters, named_groups, rebind_schedulers
 from baoc.types import Budget, Footprint, LatencyTable, Plan, Profile, Reallocation
@@ -83,6 +83,7 @@ class BaocStrategy(SingleDeviceStrategy):
         self._device_choice = device
         self._guard = _GradientGuard()
         self.context_bytes = 0
+        self._counted_step = self._micro_batches = 0
 
     # -- set-up ---------------------------------------------------------------------------------------------------
 
@@ -110,7 +111,12 @@ class BaocStrategy(SingleDeviceStrategy):
         theirs = self.optimizers[0]
         probe = Probe(trainer, self)
         specs = list(select(self.settings.planner.specs).values())
-        self.footprint = probe.footprint(specs, context_bytes=self.context_bytes)
+        try:
+            self.footprint = probe.footprint(specs, context_bytes=self.context_bytes)
+        except torch.OutOfMemoryError:
+            # The network alone does not fit the cap: look once without it, so that the refusal can name what would fit.
+            uncap_device(self.root_device)
+            self.footprint = probe.footprint(specs, context_bytes=self.context_bytes)
         if self.budget.step_time is not None and self.latency is None:
             self.latency = probe.latency(specs, max_s=TIMING_S)
         declares = unwrapped(module)
@@ -158,6 +164,26 @@ class BaocStrategy(SingleDeviceStrategy):
                 f"Trainer(devices={devices}, num_nodes={trainer.num_nodes}): BAOC trains on one device for now; set "
                 "devices=1 and num_nodes=1, and run several budgets side by side instead"
             )
+
+    # -- training -------------------------------------------------------------------------------------------------
+
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        """With accumulation, shows the profiler the first half of a step's micro-batches, and all of them.
+
+        Scaled gradients (a GradScaler's) are left alone: the scale may change between two steps.
+        """
+        super().post_backward(closure_loss)
+        trainer = self.lightning_module.trainer if self.lightning_module is not None else None
+        if trainer is None or self.reallocator is None or trainer.accumulate_grad_batches == 1:
+            return
+        if getattr(self.precision_plugin, "scaler", None) is not None:
+            return
+        if self._counted_step != self.reallocator.step:
+            self._counted_step, self._micro_batches = self.reallocator.step, 0
+        self._micro_batches += 1
+        half = trainer.accumulate_grad_batches // 2
+        if self._micro_batches in (half, trainer.accumulate_grad_batches):
+            self.reallocator.observe_half(fraction=half / trainer.accumulate_grad_batches)
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 

@@ -234,3 +234,14 @@ def test_statistics_move_blocks_after_warm_up():
     assert [event.step for event in events] == [6]
     assert strategy.reallocator.optimizer.state_bytes() == strategy.reallocator.plan.allocation.state_bytes
     assert strategy.reallocator.profiler.nbytes == 0
+
+
+def test_with_accumulation_noise_comes_from_the_two_halves_of_a_step():
+    settings = SessionSettings(reallocation=ReallocationSettings(warmup_steps=50))
+    strategy = BaocStrategy("8gb", settings=settings)
+    fit(strategy, data=loader(batch_size=4), accumulate_grad_batches=4, gradient_clip_val=0.1, steps=8)
+    profiler = strategy.reallocator.profiler
+    assert profiler.state_dict()["count"]["halves"] >= 6
+    alone = BaocStrategy("8gb", settings=settings)
+    fit(alone, steps=8)
+    assert alone.reallocator.profiler.state_dict()["count"]["halves"] == 0

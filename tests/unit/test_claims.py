@@ -1,4 +1,4 @@
-"""Every figure that the README claims stands in experiments/CLAIMS.md, and its table is that of the recorded results."""
+"""Every figure that the README claims stands in experiments/CLAIMS.md, and its table is that of the results."""
 
 import csv
 import re
