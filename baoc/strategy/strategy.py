@@ -4,7 +4,9 @@ Lightning calls `setup_optimizers` when the module is on its device and the data
 decision happens there. Later decisions hang on the optimizer's own step, so no callback of the user's is needed.
 """
 
+import gc
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import lightning as L
@@ -111,10 +113,13 @@ class BaocStrategy(SingleDeviceStrategy):
         theirs = self.optimizers[0]
         probe = Probe(trainer, self)
         specs = list(select(self.settings.planner.specs).values())
-        try:
+        self.footprint = None
+        with suppress(torch.OutOfMemoryError):
             self.footprint = probe.footprint(specs, context_bytes=self.context_bytes)
-        except torch.OutOfMemoryError:
+        if self.footprint is None:
             # The network alone does not fit the cap: look once without it, so that the refusal can name what would fit.
+            # Only here, when the error and the activations that its traceback held are gone.
+            gc.collect()
             uncap_device(self.root_device)
             self.footprint = probe.footprint(specs, context_bytes=self.context_bytes)
         if self.budget.step_time is not None and self.latency is None:
