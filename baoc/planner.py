@@ -279,9 +279,13 @@ class Planner:
         self, error: NoFeasibleAllocation, *, limits: Limits, base_peak: int | None
     ) -> InfeasibleBudgetError:
         if limits.step_s is not None and (limits.state_bytes is None or error.least_state_bytes <= limits.state_bytes):
+            assert self.latency is not None
+            whole_s = self.latency.base_step_s + error.least_step_s
+            ratio = whole_s / max(self.latency.reference_step_s, 1e-12)
             return InfeasibleBudgetError(
-                f"budget {self.budget.name}: no allocation steps in {max(limits.step_s, 0) * 1e3:.3f} ms; the least is "
-                f"{error.least_step_s * 1e3:.3f} ms. Give a larger budget.step_time, or more memory",
+                f"budget {self.budget.name} with step_time={self.budget.step_time} cannot be met: the fastest "
+                f"allocation steps in {whole_s * 1e3:.3g} ms, {ratio:.3f} times the "
+                f"{self.latency.reference_step_s * 1e3:.3g} ms of fused AdamW. Give budget.step_time={ratio * 1.05:.2f} or more, or more memory",
                 budget_bytes=limits.state_bytes or 0,
                 least_feasible_bytes=self.measure(error.least_state_bytes, base_peak=base_peak),
                 advice=("a larger budget.step_time", "more memory, so that slower compact specs are not needed"),

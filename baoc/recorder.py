@@ -36,8 +36,9 @@ class Recorder:
         self._write_plan(plan, profile=None, step=0)
         console.print_plan(plan, title="Allocation at the start, from priors by role")
 
-    def resumed(self, *, step: int) -> None:
-        """The run goes on after `step`: decisions of an attempt that went further are set aside."""
+    def resumed(self, step: int, plan: Plan) -> None:
+        """The run goes on after `step` with `plan`: decisions of an attempt that went further are set aside."""
+        self._peaks = [plan.peak_bytes]
         supersede(self.run_dir / "reallocations.jsonl", from_step=step + 1)
 
     def reallocated(self, event: Reallocation, plan: Plan, profile: Profile | None) -> None:

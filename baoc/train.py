@@ -28,7 +28,7 @@ from baoc.strategy import BaocStrategy
 from baoc.tasks import OptimizerSettings, build_task
 from baoc.tasks.base import Task
 from baoc.tasks.cpu import prepare_cpu
-from baoc.tracking import console, files, log_plan, log_summary, make_loggers, resolve_resume
+from baoc.tracking import console, files, load_checked, log_plan, log_summary, make_loggers, resolve_resume
 from baoc.tracking.loggers import finishing
 from baoc.types import Quality, Role, RunResult, to_plain
 
@@ -60,6 +60,8 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
         parts = assemble_trainer(config, task=task, device=device, run_dir=run_dir, loggers=loggers)
         if config.mode == "eval":
             return evaluate(parts, task=task, data=data, checkpoint=checkpoint, run_dir=run_dir)
+        if checkpoint is not None:
+            check_resume(config, checkpoint=checkpoint)
         with failures(device):
             parts.trainer.fit(task, datamodule=data, ckpt_path=checkpoint, weights_only=True)
         if config.mode == "plan":
@@ -100,6 +102,23 @@ def find_checkpoint(config: RunConfig, *, run_dir: Path) -> Path | None:
         )
     console.say("resume=auto found nothing to resume: starting anew" if found is None else f"resuming from {found}")
     return found
+
+
+def check_resume(config: RunConfig, *, checkpoint: Path) -> None:
+    """Refuses to resume what is finished, and says which settings of the optimizer stay those of the checkpoint."""
+    content = load_checked(checkpoint)
+    step, end = content.get("global_step", 0), config.trainer.max_steps
+    if 0 < end <= step:
+        raise BadInputError(
+            f"{checkpoint} is of step {step} and trainer.max_steps={end}: nothing is left to train. Give a larger "
+            "trainer.max_steps, or mode=eval to evaluate it"
+        )
+    saved = content.get("hyper_parameters", {}).get("optimizer", {})
+    for key in ("lr", "betas", "eps", "weight_decay"):
+        asked = getattr(config.optim, key)
+        kept = tuple(saved[key]) if key in saved and isinstance(asked, tuple) else saved.get(key, asked)
+        if kept != asked:
+            console.say(f"resuming keeps optim.{key}={kept} of the checkpoint; optim.{key}={asked} is not applied")
 
 
 def build(config: RunConfig, *, run_dir: Path, device: str) -> tuple[Task, L.LightningDataModule]:
@@ -202,6 +221,7 @@ def assemble_trainer(config: RunConfig, *, task: Task, device: str, run_dir: Pat
         record_latency=True,
         reallocation_listeners=[recorder.reallocated, lambda _, plan, __: log_plan(loggers, plan=plan)],
     )
+    strategy.resume_listeners.append(recorder.resumed)
     strategy.plan_listeners += [
         recorder.planned,
         lambda _, plan: log_plan(loggers, plan=plan),
@@ -258,6 +278,11 @@ class failures:
         return None
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, RuntimeError) and "Error(s) in loading state_dict" in str(error):
+            raise CheckpointError(
+                "the checkpoint is of another model: its tensors have other names or shapes "
+                f"({str(error).splitlines()[1].strip()}); resume with the model and dataset of that run, or without"
+            ) from error
         if isinstance(error, torch.OutOfMemoryError):
             raise BudgetBreachedError(
                 f"{self.device} has no memory left for this run within its budget: lower micro_batch, or give a larger "

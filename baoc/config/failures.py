@@ -11,6 +11,7 @@ from baoc.errors import BaocError, BudgetBreachedError, OutputError
 
 INTERRUPTED = 130
 BUG = 1
+_TERMINATED = "SIGTERMException"  # Lightning's, a SystemExit without a code, which would read as success
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 _NOT_WRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG}
@@ -30,6 +31,8 @@ class Failure:
 def failure_of(error: BaseException) -> Failure:
     """What is said of `error`, and the exit code."""
     kind = type(error).__name__
+    if kind == _TERMINATED:
+        return Failure(kind=kind, message="terminated (SIGTERM)", exit_code=INTERRUPTED)
     if _is_interrupt(error):
         message = str(error) if isinstance(error, KeyboardInterrupt) else ""
         return Failure(kind="KeyboardInterrupt", message=message or "interrupted", exit_code=INTERRUPTED)

@@ -28,6 +28,9 @@ TRAINER_OWNED: Mapping[str, str] = {
 }
 
 
+PRECISIONS = ("32-true", "32", "bf16-mixed", "bf16-true", "bf16", "16-mixed", "16-true", "16", "64-true", "64")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerConfig:
     """Lightning's Trainer arguments under their own names and defaults, passed through as they are.
@@ -60,6 +63,8 @@ class TrainerConfig:
     reload_dataloaders_every_n_epochs: int = 0
 
     def __post_init__(self) -> None:
+        allowed = (None, 32, 16, 64, *PRECISIONS)
+        require(self.precision in allowed, "trainer.precision", self.precision, f"one of {', '.join(PRECISIONS)}")
         require(self.max_steps == -1 or self.max_steps >= 1, "trainer.max_steps", self.max_steps, "1 or more, or -1")
         if self.gradient_clip_val is not None:
             clip = self.gradient_clip_val

@@ -188,13 +188,14 @@ class Reallocator:
         self.step = state["step"]
         self.num_accepted = state["num_accepted"]
         self.profile = profile_from_plain(state["profile"]) if state["profile"] else None
+        self.last_decision = state["last_decision"]
+        if self.profiler is not None and not self.watching:
+            self.profiler.release()
+        if self.planner.footprint is not None and self.profiler is not None:
+            self.planner.footprint = replace(self.planner.footprint, profile_bytes=self.profiler.nbytes)
         self.plan = self.planner.adopt(
             state["choices"], risk=state["risk_model"], profile=self.profile, gap=state["gap"]
         )
         self.optimizer.migrate(self.plan.allocation.choices)
-        self.last_decision = state["last_decision"]
-        if self.profiler is not None:
-            if state["profiler"]:
-                self.profiler.load_state_dict(state["profiler"])
-            elif not self.watching:
-                self.profiler.release()
+        if self.profiler is not None and state["profiler"]:
+            self.profiler.load_state_dict(state["profiler"])

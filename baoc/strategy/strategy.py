@@ -80,6 +80,7 @@ class BaocStrategy(SingleDeviceStrategy):
         self.record_latency = record_latency
         self.plan_listeners = list(plan_listeners)
         self.reallocation_listeners = list(reallocation_listeners)
+        self.resume_listeners: list[Callable[[int, Plan], None]] = []  # called with step and plan after a load
         self.reallocator: Reallocator | None = None
         self.footprint: Footprint | None = None
         self._device_choice = device
@@ -210,6 +211,9 @@ class BaocStrategy(SingleDeviceStrategy):
         if online is not None:
             self.reallocator.load_state_dict(online)
         self.reallocator.optimizer.load_state_dict(state)
+        if online is not None:
+            for listener in self.resume_listeners:
+                listener(self.reallocator.step, self.reallocator.plan)
 
 
 def declared_blocks(module: L.LightningModule, declares: torch.nn.Module) -> dict[str, list[str]] | None:

@@ -144,6 +144,11 @@ def plan_lines(plan: Plan) -> list[str]:
         f"{format_bytes(plan.state_bytes_adamw)}; risk {allocation.risk:.4g} by risk={plan.risk_model} "
         f"(allocator={allocation.allocator}{gap})"
     ]
+    if plan.budget.step_time is not None and plan.limits.step_s is not None:
+        lines.append(
+            f"optimizer step {allocation.step_s * 1e3:.3g} ms predicted, {plan.limits.step_s * 1e3:.3g} ms allowed by "
+            f"step_time={plan.budget.step_time:g}"
+        )
     if plan.budget.kind == "none":
         return [*lines, "no memory or state limit: every block runs what has the least risk"]
     measure = "device memory" if plan.budget.kind == "memory" else "optimizer state"
