@@ -14,8 +14,10 @@ MATCH_BYTES = 8  # target and own update RMS of a block, fp32 each
 
 
 def param_state_bytes(param: ParamInfo, *, spec: OptimizerSpec, rule: RuleInfo) -> int:
-    """Bytes that `spec` keeps for one parameter, apart from what it keeps per block."""
+    """Bytes that `spec` keeps for one parameter, apart from what it keeps per block; none for an empty one."""
     assert spec.rule == rule.name, f"spec {spec.name} runs {spec.rule}, not {rule.name}"
+    if not param.numel:
+        return 0
     storage = STORAGES[spec.storage]
     states = sum(CODECS[storage.codec(decl)].nbytes(prod(decl.shape(param))) for decl in rule.states)
     return states + (STEP_BYTES if rule.counts_steps else 0)
@@ -24,7 +26,7 @@ def param_state_bytes(param: ParamInfo, *, spec: OptimizerSpec, rule: RuleInfo) 
 def state_bytes(block: Block, *, spec: OptimizerSpec, rule: RuleInfo) -> int:
     """Every byte beyond weights and gradients that `spec` keeps for `block`; exact."""
     params = sum(param_state_bytes(param, spec=spec, rule=rule) for param in block.params)
-    return params + (MATCH_BYTES if rule.matched else 0)
+    return params + (MATCH_BYTES if rule.matched and block.numel else 0)
 
 
 def adamw_state_bytes(blocks: Iterable[Block]) -> int:

@@ -3,17 +3,18 @@
 The loop stays as it is; the optimizer plans when it is built, watches gradients inside `step()`, and reallocates there.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from baoc.budgets import parse_budget, resolve_auto
-from baoc.errors import BadInputError
+from baoc.errors import BadInputError, CheckpointError
 from baoc.online import ReallocationSettings, Reallocator, SessionSettings
 from baoc.online.assemble import make_profiler, with_profile_bytes
 from baoc.optim import BlockwiseOptimizer
+from baoc.optim.groups import check_names, check_settings, check_tensor, members_of, plain, raw_groups
 from baoc.planner import Planner
 from baoc.profiling import (
     FirstStepMemory,
@@ -23,7 +24,7 @@ from baoc.profiling import (
     free_bytes,
     probe_footprint,
 )
-from baoc.types import Budget, Plan
+from baoc.types import Budget, Plan, profile_from_plain
 
 PLAIN_WARMUP_STEPS = 100
 
@@ -53,7 +54,10 @@ class BaocOptimizer(BlockwiseOptimizer):
     ):
         settings = settings or SessionSettings(reallocation=ReallocationSettings(warmup_steps=PLAIN_WARMUP_STEPS))
         module = params if isinstance(params, nn.Module) else None
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        check_settings({key: plain(value) for key, value in options.items()})
         named, groups = name_parameters(params)
+        pairs = [pair for group in groups for pair in group["params"]]
         device = next((p.device for p in named.values()), torch.device("cpu"))
         limit = resolve_auto(parse_budget(budget), free_bytes=free_bytes(device))
         needs_memory = limit.memory_bytes is not None
@@ -61,13 +65,13 @@ class BaocOptimizer(BlockwiseOptimizer):
         footprint = None
         if needs_memory and probe is not None:
             footprint = probe_footprint(
-                module if module is not None else list(named.values()),
+                module if module is not None else [param for _, param in pairs],
                 run_micro_batch=probe,
                 context_bytes=context_bytes(device),
             )
         unknown = needs_memory and probe is None
         planner = Planner(
-            describe(module if module is not None else named, optimizer_groups=groups),
+            describe(module if module is not None else pairs, optimizer_groups=groups),
             budget=Budget(name=limit.name) if unknown else limit,
             settings=settings.planner,
             declared=module.parameter_blocks() if hasattr(module, "parameter_blocks") else None,  # pyright: ignore
@@ -80,10 +84,7 @@ class BaocOptimizer(BlockwiseOptimizer):
             groups,
             plan.allocation.choices,
             blocks=planner.blocks,
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
+            **options,
             backend=settings.backend,
             nonfinite=settings.nonfinite,
             rms_matching=settings.rms_matching,
@@ -119,37 +120,60 @@ class BaocOptimizer(BlockwiseOptimizer):
         """The blockwise state, and under `online` what the reallocator needs to go on."""
         return {**super().state_dict(), "online": self.reallocator.state_dict()}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over the saved allocation where it meets the budget, then the states, converting where they differ."""
-        state = dict(state_dict)
-        online = state.pop("online", None)
-        if online is not None:
-            self.reallocator.load_state_dict(online)
-        super().load_state_dict(state)
+    def _resume(self, state_dict: dict[str, Any]) -> None:
+        """Takes over the saved allocation where it meets the budget; the states follow, converted where they differ."""
+        online = state_dict.get("online")
+        if online is None:
+            return
+        self._check_online(online)
+        self.reallocator.load_state_dict(online)
+
+    def _check_online(self, online: Any) -> None:
+        """Raises, with nothing changed, what the reallocator would raise halfway through."""
+        keys = ("step", "last_decision", "num_accepted", "risk_model", "profile", "choices", "gap", "profiler")
+        absent = [key for key in keys if not isinstance(online, Mapping) or key not in online]
+        if absent:
+            raise CheckpointError(
+                f"'online' of the optimizer checkpoint lacks {', '.join(absent)}: use another checkpoint, or leave "
+                "'online' out to load the states alone"
+            )
+        profile = profile_from_plain(online["profile"]) if online["profile"] else None
+        planner, profiler = self.reallocator.planner, self.reallocator.profiler
+        planner.adopt(online["choices"], risk=online["risk_model"], profile=profile, gap=online["gap"])
+        if profiler is not None and online["profiler"]:
+            before = profiler.state_dict()
+            try:
+                profiler.load_state_dict(online["profiler"])
+            except BaseException:
+                if before:
+                    profiler.load_state_dict(before)
+                raise
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a BaocOptimizer cannot be copied or pickled, as it watches the gradients of its own parameters: build a "
+            "new one on the copied parameters and load_state_dict() this one's state_dict()"
+        )
 
 
 def name_parameters(params: Any) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    """Any spelling of parameters -> trainable ones by name, and groups of (name, parameter) pairs.
+    """Any spelling of parameters -> trainable ones by name, and groups of (name, parameter) pairs, frozen ones too.
 
-    Plain parameters are named `param0`, `param1`, ... in order. Raises BadInputError where nothing is trainable.
+    Plain parameters are named `param0`, `param1`, ... in order. Raises BadInputError where nothing is trainable, and
+    where two are called the same.
     """
-    if isinstance(params, nn.Module):
-        params = params.named_parameters()
-    items: list[Any] = [params] if isinstance(params, Tensor) else list(params)
-    grouped = bool(items) and isinstance(items[0], Mapping)
-    groups: list[dict[str, Any]] = [dict(item) for item in items] if grouped else [{"params": items}]
-    count = 0
-    named: dict[str, Tensor] = {}
-    for group in groups:
-        members: Iterable[Any] = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
-        pairs = []
-        for member in members:
-            name, param = member if isinstance(member, tuple) else (f"param{count}", member)
-            count += 1
-            if param.requires_grad:
-                pairs.append((name, param))
-                named[name] = param
-        group["params"] = pairs
+    groups = [dict(group) for group in raw_groups(params)]
+    entries: list[tuple[int, str, Tensor]] = []
+    for index, group in enumerate(groups):
+        first = len(entries)
+        for given, param in members_of(group, index=index):
+            name = f"param{len(entries)}" if given is None else given
+            check_tensor(param, name=name)
+            entries.append((index, name, param))
+        group.pop("param_names", None)
+        group["params"] = [(name, param) for _, name, param in entries[first:]]
+    check_names(entries)
+    named = {name: param for _, name, param in entries if param.requires_grad}
     if not named:
         raise BadInputError("no trainable parameter was given: pass a module, model.parameters() or parameter groups")
     return named, groups

@@ -33,6 +33,7 @@ from baoc.types import (
 )
 from baoc.units import format_bytes
 
+MAX_LEVELS = 6  # of room for the temporaries of a step; each costs an allocation
 ADVICE_MEMORY = (
     "a smaller micro_batch (activations)",
     "a smaller model.size",
@@ -130,10 +131,10 @@ class Planner:
         if self.budget.memory_bytes is None or self.footprint is None:
             return [(None, frozenset(self.specs))]
         peaks = {spec: self.footprint.peak_bytes(state_bytes=0, specs=(spec,)) for spec in self.specs}
-        return [
-            (level, frozenset(spec for spec, peak in peaks.items() if peak <= level))
-            for level in sorted(set(peaks.values()))
-        ]
+        levels = sorted(set(peaks.values()))
+        if len(levels) > MAX_LEVELS:
+            levels = [levels[i * (len(levels) - 1) // (MAX_LEVELS - 1)] for i in range(MAX_LEVELS)]
+        return [(level, frozenset(spec for spec, peak in peaks.items() if peak <= level)) for level in levels]
 
     def measure(self, state_bytes: int, *, base_peak: int | None = None) -> int:
         """Optimizer state bytes in the budget's own measure: peak bytes under a memory budget, else state bytes."""
@@ -179,14 +180,23 @@ class Planner:
                 plans.append(self._allocate(everything, limits=limits, risk=name, profile=profile))
             except NoFeasibleAllocation as error:
                 refusals.append((error, limits, base_peak))
-            if plans and not plans[-1].binding:
-                break  # more specs cannot lower the risk further
         if plans:
-            return min(plans, key=lambda plan: plan.allocation.risk)
+            return self._in_full(min(plans, key=lambda plan: plan.allocation.risk), risk=name, profile=profile)
         if not refusals:
             self.candidates(risk=name, profile=profile)  # raises what is wrong with the catalogue
         error, limits, base_peak = min(refusals, key=lambda r: self.measure(r[0].least_state_bytes, base_peak=r[2]))
         raise self._infeasible(error, limits=limits, base_peak=base_peak)
+
+    def _in_full(self, plan: Plan, *, risk: str, profile: Profile | None) -> Plan:
+        """The plan with its range of budgets taken over all levels: one that does without a spec is bound by that."""
+        levels = self._levels()
+        if len(levels) == 1:
+            return plan
+        base_peak, specs = levels[-1]
+        options = self.candidates(risk=risk, profile=profile, specs=specs).values()
+        useful = self.measure(sum(min(c, key=_by_risk).cost.state_bytes for c in options), base_peak=base_peak)
+        assert self.budget.memory_bytes is not None
+        return replace(plan, most_useful_bytes=useful, binding=useful > self.budget.memory_bytes)
 
     def _allocate(
         self,
@@ -285,7 +295,8 @@ class Planner:
             return InfeasibleBudgetError(
                 f"budget {self.budget.name} with step_time={self.budget.step_time} cannot be met: the fastest "
                 f"allocation steps in {whole_s * 1e3:.3g} ms, {ratio:.3f} times the "
-                f"{self.latency.reference_step_s * 1e3:.3g} ms of fused AdamW. Give budget.step_time={ratio * 1.05:.2f} or more, or more memory",
+                f"{self.latency.reference_step_s * 1e3:.3g} ms of fused AdamW. Give "
+                f"budget.step_time={ratio * 1.05:.2f} or more, or more memory",
                 budget_bytes=limits.state_bytes or 0,
                 least_feasible_bytes=self.measure(error.least_state_bytes, base_peak=base_peak),
                 advice=("a larger budget.step_time", "more memory, so that slower compact specs are not needed"),

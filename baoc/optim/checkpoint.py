@@ -68,6 +68,10 @@ def read(checkpoint: Mapping[str, Any], *, names: Sequence[str]) -> Saved:
 
     Raises CheckpointError for what is neither BAOC's nor torch.optim.AdamW's.
     """
+    if not isinstance(checkpoint, Mapping):
+        raise CheckpointError(
+            f"this is no optimizer checkpoint but a {type(checkpoint).__name__}: pass what state_dict() returned"
+        )
     try:
         if "baoc_schema" in checkpoint:
             return _read_own(checkpoint)
@@ -89,6 +93,12 @@ def _read_own(checkpoint: Mapping[str, Any]) -> Saved:
             f"the optimizer checkpoint has schema {checkpoint['baoc_schema']}, this version reads {SCHEMA}: load it "
             "with the version of baoc that wrote it"
         )
+    absent = [key for key in ("num_steps", "param_groups", "state", "blocks") if key not in checkpoint]
+    if absent:
+        raise CheckpointError(f"the optimizer checkpoint lacks {', '.join(absent)}: it is damaged, use another one")
+    damaged = [name for name, state in checkpoint["state"].items() if not isinstance(state, Mapping)]
+    if damaged or type(checkpoint["num_steps"]) is not int:
+        raise TypeError(f"state of {damaged[0]}" if damaged else "num_steps is no whole number")
     specs, matches = {}, {}
     for block, entry in checkpoint["blocks"].items():
         try:
@@ -97,6 +107,8 @@ def _read_own(checkpoint: Mapping[str, Any]) -> Saved:
             raise CheckpointError(f"block {block} of the checkpoint cannot be read: {error}") from error
         specs |= dict.fromkeys(entry["params"], spec)
         if "match" in entry:
+            if not isinstance(entry["match"], Tensor) or entry["match"].shape != (2,):
+                raise TypeError(f"match of block {block}")
             matches[block] = (tuple(entry["params"]), entry["match"])
     return Saved(
         states=checkpoint["state"],
@@ -151,7 +163,7 @@ def to_adamw(roster: Roster, *, param_groups: list[dict[str, Any]]) -> dict[str,
             old = {key: value.clone() for key, value in roster.state[slot.param].items()}
             betas = param_groups[slot.group]["betas"]
             new = migration.convert(slot, adamw, old, betas=betas, moments=None, fates=Fates())
-            if new["step"] > 0:
+            if new.get("step", 0) > 0:
                 states[index[slot.name]] = {theirs: new[own].cpu() for own, theirs in _TORCH_KEYS.items()}
     extra = {"fused": None, "decoupled_weight_decay": True}
     return {"state": states, "param_groups": [{**flags, **extra, **group} for group in plain]}

@@ -31,39 +31,109 @@ def plain(value: Any) -> Any:
     return value
 
 
-def to_groups(params: Any, *, first: int = 0) -> list[dict[str, Any]]:
-    """Any spelling of parameters -> groups with "params" (tensors) and "param_names"; other keys as the user set them.
-
-    Plain tensors are called param0, param1, ... in order, counted from `first`. A tensor listed twice counts once.
-    Raises BadInputError where its two groups disagree, where a name repeats, or where nothing was given.
-    """
+def raw_groups(params: Any) -> list[Mapping[str, Any]]:
+    """Any spelling of parameters as a list of groups, whose members `members_of` tells."""
     if isinstance(params, nn.Module):
         params = params.named_parameters()
-    items: list[Any] = [params] if isinstance(params, Tensor | Mapping) else list(params)
-    raw = items if items and isinstance(items[0], Mapping) else [{"params": items}]
+    items: list[Any] = (
+        [params] if isinstance(params, Tensor | Mapping) else _listed(params, what="the optimizer was given")
+    )
+    if not items or not isinstance(items[0], Mapping):
+        return [{"params": items}]
+    for index, group in enumerate(items):
+        if not isinstance(group, Mapping) or "params" not in group:
+            has = f"has the keys {', '.join(map(str, group))}" if isinstance(group, Mapping) else "is no dict"
+            raise BadInputError(f"parameter group {index} {has}: give each group its parameters under 'params'")
+    return items
+
+
+def members_of(group: Mapping[str, Any], *, index: int) -> list[tuple[str | None, Any]]:
+    """The (name, parameter) pairs of group number `index`; no name where none was given."""
+    members, names = group["params"], group.get("param_names") or ()
+    what = f"'params' of parameter group {index} is"
+    if isinstance(members, nn.Module | Mapping):
+        raise BadInputError(
+            f"{what} a {type(members).__name__}: list its tensors, with module.parameters() or .named_parameters()"
+        )
+    members = [members] if isinstance(members, Tensor) else _listed(members, what=what)
+    if len(names) not in (0, len(members)):
+        raise BadInputError(f"parameter group {index} has {len(members)} parameters and {len(names)} param_names")
+    pairs = []
+    for position, member in enumerate(members):
+        pair = member if isinstance(member, tuple) else (names[position] if names else None, member)
+        if len(pair) != 2:
+            raise BadInputError(f"{what} no list of tensors or (name, tensor) pairs: {_ALLOWED}")
+        pairs.append(pair)
+    return pairs
+
+
+def _listed(values: Any, *, what: str) -> list[Any]:
+    if not isinstance(values, Iterable):
+        raise BadInputError(f"{what} a {type(values).__name__}: {_ALLOWED}")
+    return list(values)
+
+
+def to_groups(params: Any, *, held: Sequence[Mapping[str, Any]] = ()) -> list[dict[str, Any]]:
+    """Any spelling of parameters -> groups with "params" (tensors) and "param_names"; other keys as the user set them.
+
+    Plain tensors are called param0, param1, ... in order, counted on from the groups that are `held` already, names
+    that are taken left out. A tensor listed twice counts once. Raises BadInputError where its two groups disagree,
+    where a name repeats, or where nothing was given.
+    """
     seen: dict[Tensor, tuple[str, dict[str, Any]]] = {}
-    groups = [_group(group, seen=seen, first=first) for group in raw]
+    naming = _Naming(held)
+    groups = [
+        _group(group, seen=seen, naming=naming, index=index)
+        for index, group in enumerate(raw_groups(params), start=len(held))
+    ]
     if not seen:
         raise BadInputError(f"the optimizer got no parameters: {_ALLOWED}")
-    names = [name for group in groups for name in group["param_names"]]
-    repeated = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
-    if repeated:
-        raise BadInputError(f"two parameters are called {repeated[0]!r}: states are kept by name, so give each its own")
+    check_names(
+        (index, name, param)
+        for index, group in enumerate([*held, *groups])
+        for name, param in zip(group["param_names"], group["params"], strict=True)
+    )
     return groups
 
 
-def _group(raw: Mapping[str, Any], *, seen: dict[Tensor, tuple[str, dict[str, Any]]], first: int) -> dict[str, Any]:
+def check_names(entries: Iterable[tuple[int, str, Tensor]]) -> None:
+    """Raises BadInputError where two of the (group index, name, parameter) are two tensors of one name."""
+    owners: dict[str, tuple[int, Tensor]] = {}
+    for index, name, param in entries:
+        first, owner = owners.setdefault(name, (index, param))
+        if owner is not param:
+            raise BadInputError(
+                f"two parameters are called {name!r}: it occurs twice, in parameter groups {first} and {index}. States "
+                "are kept by name, so give each its own"
+            )
+
+
+class _Naming:
+    """Names for tensors that come without: paramN, N counted over all parameters, past what is taken."""
+
+    def __init__(self, held: Sequence[Mapping[str, Any]]):
+        self._taken = {name for group in held for name in group["param_names"]}
+        self._first = len(self._taken)
+
+    def name(self, given: str | None, *, count: int) -> str:
+        number = self._first + count
+        while given is None and f"param{number}" in self._taken:
+            number += 1
+        name = f"param{number}" if given is None else given
+        self._taken.add(name)
+        return name
+
+
+def _group(
+    raw: Mapping[str, Any], *, seen: dict[Tensor, tuple[str, dict[str, Any]]], naming: _Naming, index: int
+) -> dict[str, Any]:
     """One group in plain types; `seen` maps the parameters of this and the groups before to name and settings."""
-    members = raw["params"]
-    members = [members] if isinstance(members, Tensor) else list(members)
-    given_names = raw.get("param_names", ())
     settings = {key: plain(value) for key, value in raw.items() if key not in ("params", "param_names")}
     params, names = [], []
-    for index, member in enumerate(members):
-        if isinstance(member, tuple):
-            name, param = member
-        else:
-            name, param = (given_names[index] if len(given_names) else f"param{first + len(seen)}"), member
+    for given, param in members_of(raw, index=index):
+        if given is None and isinstance(param, Tensor) and param in seen:
+            given = seen[param][0]
+        name = naming.name(given, count=len(seen))
         check_param(param, name=name)
         if param in seen:
             _check_duplicate(name, owner=seen[param], settings=settings)
@@ -85,10 +155,14 @@ def _check_duplicate(name: str, *, owner: tuple[str, dict[str, Any]], settings: 
         log.info("%s is tied to %s: one state, one update", name, first)
 
 
-def check_param(param: Any, *, name: str) -> None:
-    """Raises BadInputError for what cannot be optimized here."""
+def check_tensor(param: Any, *, name: str) -> None:
     if not isinstance(param, Tensor):
         raise BadInputError(f"{name} is a {type(param).__name__}, not a tensor: {_ALLOWED}")
+
+
+def check_param(param: Any, *, name: str) -> None:
+    """Raises BadInputError for what cannot be optimized here."""
+    check_tensor(param, name=name)
     if param.requires_grad and param.dtype not in FLOATS:
         raise BadInputError(
             f"{name} is {param.dtype}: parameters may be {', '.join(str(d).split('.')[1] for d in FLOATS)}"
@@ -109,8 +183,9 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         if not isinstance(value, int | float) or not value >= least:
             raise BadInputError(f"{key} is {value!r}: give a number of at least {least:g}")
     betas = settings["betas"]
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise BadInputError(f"betas are {betas}: give two numbers in [0, 1), such as (0.9, 0.999)")
+    pair = isinstance(betas, Sequence) and len(betas) == 2
+    if not pair or not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in betas):
+        raise BadInputError(f"betas are {betas!r}: give two numbers in [0, 1), such as (0.9, 0.999)")
     for key in ("amsgrad", "maximize", "differentiable"):
         if settings.get(key):
             raise BadInputError(f"a parameter group sets {key}=True, which no rule here has: leave it out")

@@ -1,7 +1,7 @@
 """Filling a live optimizer from a checkpoint: by name, bit for bit where specs agree, converted where they do not."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +29,13 @@ class LoadReport:
     unknown_names: tuple[str, ...] = ()  # in the checkpoint, not trained here: left out
 
 
-def load(saved: Saved, *, roster: Roster, param_groups: list[dict[str, Any]]) -> LoadReport:
-    """Checks everything, then fills the live states, converting where the plans differ. Nothing is aliased."""
+def load(
+    saved: Saved, *, roster: Roster, param_groups: list[dict[str, Any]], checked: Callable[[], object]
+) -> LoadReport:
+    """Checks everything, then fills the live states, converting where the plans differ. Nothing is aliased.
+
+    `checked` is called between the two and may change the plan.
+    """
     aliases = {alias: p.name for live in roster.live.values() for p in live.block.params for alias in p.aliases}
     saved_name = {aliases.get(name, name): name for name in saved.states}
     sources: dict[str, Slot] = {}
@@ -39,6 +44,7 @@ def load(saved: Saved, *, roster: Roster, param_groups: list[dict[str, Any]]) ->
             if slot.name in saved_name:
                 sources[slot.name] = _check(slot, saved=saved, name=saved_name[slot.name])
     settings = _match_groups(saved, param_groups=param_groups, aliases=aliases)
+    checked()
     for group, new in zip(param_groups, settings, strict=True):
         group.update(new)
     moves = []
@@ -94,9 +100,9 @@ def _match_groups(
                 "different settings: build the optimizer with the groups it was saved with"
             )
         new = {key: groups.plain(value) for key, value in settings[0].items()} if settings else {}
+        groups.check_settings({**group, **new})
         if "betas" in new:
             new["betas"] = tuple(float(beta) for beta in new["betas"])
-        groups.check_settings({**group, **new})
         found.append(new)
     return found
 

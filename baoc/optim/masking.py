@@ -2,9 +2,11 @@
 
 import logging
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
 from baoc.errors import BadInputError, TrainingFailedError, unknown_name
 
@@ -22,12 +24,22 @@ class Guard:
         self.num_nonfinite = 0
         self.last_nonfinite: dict[str, int] = {}
         self.num_skipped_steps = 0
-        self._masks: dict[Tensor, Tensor] | None = None  # None: this step's gradients were not looked at
+        self._masks: dict[Tensor, Tensor] = {}
+        self._seen: dict[Tensor, TensorWeakRef] = {}  # parameter -> the gradient that was looked at
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy comes without what was found in the gradients, as parameters are copied without theirs."""
+        return {**self.__dict__, "_masks": {}, "_seen": {}}
+
+    def forget(self) -> None:
+        """The gradients that were looked at are gone."""
+        self._masks, self._seen = {}, {}
 
     def look(self, names: Mapping[Tensor, str], *, step: int) -> int:
         """Zeroes non-finite elements of the gradients of `names` (parameter -> name); returns how many there were."""
         params = [param for param in names if param.grad is not None]
-        self._masks = self._masks or {}
+        self._masks = {param: mask for param, mask in self._masks.items() if self._knows(param)}
+        self._seen = {param: TensorWeakRef(param.grad) for param in params if param.grad is not None}
         if _all_finite(params, names=names):
             return 0
         counts = {}
@@ -41,13 +53,19 @@ class Guard:
 
     def take(self, names: Mapping[Tensor, str], *, step: int) -> dict[Tensor, Tensor] | None:
         """Parameter -> True where finite, of those with other elements; None if the step is to be skipped."""
-        if self._masks is None:
+        if not all(param.grad is None or self._knows(param) for param in names):
             self.look(names, step=step)
-        masks, self._masks = self._masks or {}, None
+        masks = {param: mask for param, mask in self._masks.items() if self._knows(param)}
+        self.forget()
         if masks and self.policy == "skip_step":
             self.num_skipped_steps += 1
             return None
         return masks
+
+    def _knows(self, param: Tensor) -> bool:
+        """True if the parameter's gradient is the tensor that was looked at, whatever was added to it since."""
+        seen = self._seen.get(param)
+        return seen is not None and param.grad is not None and seen() is param.grad
 
     def _report(self, counts: dict[str, int], *, step: int) -> None:
         first = not self.num_nonfinite
@@ -56,7 +74,7 @@ class Guard:
         names = ", ".join(f"{name} ({count})" for name, count in counts.items())
         text = f"{sum(counts.values())} gradient element(s) are NaN or infinite in step {step}: {names}"
         if self.policy == "raise":
-            self._masks = None
+            self.forget()
             raise TrainingFailedError(
                 f"{text}. Lower the learning rate, or set nonfinite=skip_element to go on without them"
             )

@@ -159,7 +159,7 @@ def last_rms(live: LiveBlock, *, state: Mapping[Tensor, State], param_groups: li
     total, count = 0.0, 0
     for slot in live.slots:
         step = step_of(slot, state[slot.param])
-        if slot.counts_steps and step == 0:
+        if (slot.counts_steps and step == 0) or not slot.param.numel():
             continue
         group = param_groups[slot.group]
         ctx = slot.context(step=step, betas=group["betas"], eps=group["eps"])

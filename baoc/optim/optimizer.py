@@ -73,16 +73,19 @@ class BlockwiseOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; parameters that come late run the spec that was given for all, else fp32 AdamW."""
         if self._roster is not None:
-            taken = sum(len(group["params"]) for group in self.param_groups)
-            (param_group,) = groups.to_groups([param_group], first=taken)
+            (param_group,) = groups.to_groups([param_group], held=self.param_groups)
+        groups.check_settings({**self.defaults, **param_group})
         super().add_param_group(param_group)
         group, index = self.param_groups[-1], len(self.param_groups) - 1
         group["betas"] = tuple(float(beta) for beta in group["betas"])
-        groups.check_settings(group)
         if self._roster is not None:
             pairs = zip(group["param_names"], group["params"], strict=True)
             infos = [groups.param_info(name, param, group=index) for name, param in pairs if param.requires_grad]
-            self._roster.admit(infos, param_groups=self.param_groups)
+            try:
+                self._roster.admit(infos, param_groups=self.param_groups)
+            except BadInputError:
+                self.param_groups.pop()
+                raise
 
     def _warn_of_stalling(self) -> None:
         rounded = (torch.bfloat16, torch.float16)
@@ -136,6 +139,11 @@ class BlockwiseOptimizer(Optimizer):
         The coming step leaves them out as `nonfinite` says. Without this call the step looks for itself.
         """
         return self._guard.look(self.roster.names, step=self._num_steps + 1)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; what `mask_nonfinite` found in the gradients goes with them."""
+        self._guard.forget()
+        super().zero_grad(set_to_none)
 
     @property
     def nonfinite(self) -> str:
@@ -251,10 +259,15 @@ class BlockwiseOptimizer(Optimizer):
             state_dict = hook(self, state_dict) or state_dict
         names = [name for group in self.param_groups for name in group["param_names"]]
         saved = checkpoint.read(state_dict, names=names)
-        self.load_report = loading.load(saved, roster=self.roster, param_groups=self.param_groups)
+        self.load_report = loading.load(
+            saved, roster=self.roster, param_groups=self.param_groups, checked=lambda: self._resume(state_dict)
+        )
         self._num_steps = saved.num_steps
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
+
+    def _resume(self, state_dict: dict[str, Any]) -> None:
+        """For subclasses: what else to take from a checkpoint, once it is checked and before states are filled."""
 
     @torch.no_grad()
     def to_adamw_state_dict(self) -> dict[str, Any]:

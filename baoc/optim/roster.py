@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -77,14 +78,23 @@ class Roster:
     def admit(self, infos: Iterable[ParamInfo], *, param_groups: list[dict[str, Any]]) -> None:
         """Parameters that no plan knows: each becomes a block with the spec given for all, else fp32 AdamW."""
         where = named_params(param_groups)
-        for info in infos:
+        spec = groups.to_spec(self.late_spec)
+        late = [(info, self._late_block(info)) for info in infos]
+        for info, block in late:  # all are looked at before any gets state
             groups.check_param(where[info.name][0], name=info.name)
-            spec, block = groups.to_spec(self.late_spec), groups.single_block(info)
             groups.check_applies(spec, block=block)
+        for info, block in late:
             self.names[where[info.name][0]] = info.name
             self.enlist(block, spec=spec, param_groups=param_groups)
             log.info("%s came after the plan was made: it runs %s", info.name, spec.name)
         self.refresh(param_groups)
+
+    def _late_block(self, info: ParamInfo) -> Block:
+        """A block of its own, under a name that no block has."""
+        block = groups.single_block(info)
+        while block.name in self.live:
+            block = replace(block, name=f"{block.name}_late")
+        return block
 
     def admit_thawed(self, param_groups: list[dict[str, Any]]) -> None:
         """Admits parameters that were frozen when the optimizer was built and have a gradient now."""

@@ -91,7 +91,7 @@ class LiveBlock:
 
     @property
     def matched(self) -> bool:
-        return self.rule.info.matched
+        return self.rule.info.matched and self.block.numel > 0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -105,8 +105,9 @@ class Bucket:
 
 def make_slot(name: str, param: Tensor, *, info: ParamInfo, group: int, spec: OptimizerSpec) -> Slot:
     rule, storage = RULES[spec.rule], STORAGES[spec.storage]
+    empty = param.numel() == 0  # it is never stepped, so it has no state either
     kept = []
-    for decl in rule.info.states:
+    for decl in () if empty else rule.info.states:
         codec = CODEC_IMPLS[storage.codec(decl)]
         parts = codec.allocate((0,), "cpu")
         keys = tuple((part, f"{decl.name}{part}") for part in parts)
@@ -120,7 +121,7 @@ def make_slot(name: str, param: Tensor, *, info: ParamInfo, group: int, spec: Op
         kept=tuple(kept),
         direct=tuple(k.decl.name for k in kept if k.codec.in_place),
         coded=tuple(k for k in kept if not k.codec.in_place),
-        counts_steps=rule.info.counts_steps,
+        counts_steps=rule.info.counts_steps and not empty,
         matrix=info.matrix_shape,
         on_cpu=param.device.type == "cpu",
     )

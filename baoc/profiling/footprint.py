@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from baoc.errors import BadInputError
 from baoc.profiling import device as devices
 from baoc.profiling.tracker import MemoryTracker, PeakMeter
 from baoc.types import Footprint
@@ -57,6 +58,11 @@ def probe_footprint(
     with _restored(module, params), PeakMeter(device, source) as meter:
         weights_bytes = _storage_bytes([*params, *(module.buffers() if module is not None else ())])
         peak = _training_peak(run_micro_batch, params, meter, accumulation=accumulation)
+        if all(param.grad is None for param in params):
+            raise BadInputError(
+                "no parameter has a gradient after the probe: it must run forward and backward on one batch, on the "
+                "model that is trained, and leave the gradients where they are"
+            )
         gradients_bytes = _storage_bytes([param.grad for param in params if param.grad is not None])
         resident_bytes = meter.current_bytes
         validation_bytes = 0

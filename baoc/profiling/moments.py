@@ -35,8 +35,10 @@ class RowColMoments:
                 continue
             grad = stored_matrix(grad)
             rest = tuple(range(1, grad.ndim))
-            parts.append(torch.linalg.vector_norm(grad, dim=rest, dtype=torch.float32))
-            parts.append(torch.linalg.vector_norm(grad, dim=0, dtype=torch.float32).reshape(-1))
+            # A norm may be taken in a wider type than its input's, never in a narrower one.
+            wide = torch.float64 if grad.dtype is torch.float64 else torch.float32
+            parts.append(torch.linalg.vector_norm(grad, dim=rest, dtype=wide).to(torch.float32))
+            parts.append(torch.linalg.vector_norm(grad, dim=0, dtype=wide).reshape(-1).to(torch.float32))
         if not parts:
             return
         sums = torch.cat(parts).square_()

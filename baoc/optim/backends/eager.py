@@ -44,14 +44,14 @@ def step_bucket(bucket: Bucket, inputs: StepInputs) -> None:
             _step_matched(block, inputs)
         else:
             for slot in block.slots:
-                if slot.param.grad is not None:
+                if slot.param.grad is not None and slot.param.numel():
                     options, finite = inputs.options[slot.group], inputs.masks.get(slot.param)
                     direction = advance(slot, inputs, finite=finite)
                     apply_(slot.param, direction, options=options, finite=finite)
 
 
 def _step_matched(block: LiveBlock, inputs: StepInputs) -> None:
-    slots = [slot for slot in block.slots if slot.param.grad is not None]
+    slots = [slot for slot in block.slots if slot.param.grad is not None and slot.param.numel()]
     if not slots:
         return
     match = block.match

@@ -1,0 +1,128 @@
+"""Budgets as limits, what is refused and how, room for the temporaries of a step, and segments that move together."""
+
+from dataclasses import replace
+
+import pytest
+
+from baoc.errors import BadInputError, InfeasibleBudgetError
+from baoc.planner import Planner, PlannerSettings
+from baoc.types import Budget, Footprint, LatencyTable, ParamInfo, Profile, Role
+from tests.unit.test_triggers import STATS
+
+MIB = 2**20
+PARAMS = [
+    ParamInfo(name=f"layers.{i}.{role}.weight", shape=(64, 64), dtype="float32", role=role, depth=i)
+    for i in range(3)
+    for role in (Role.ATTENTION, Role.MLP)
+]
+FOOTPRINT = Footprint(
+    device="cpu",
+    micro_batch=8,
+    weights_bytes=MIB,
+    gradients_bytes=MIB,
+    forward_backward_bytes=8 * MIB,
+    validation_bytes=MIB,
+    resident_bytes=2 * MIB,
+    profile_bytes=MIB,
+)
+ADAMW = sum(8 * p.numel + 4 for p in PARAMS)
+
+
+def planner(budget: Budget, *, footprint: Footprint | None = None, **settings: object) -> Planner:
+    return Planner(
+        PARAMS,
+        budget=budget,
+        settings=PlannerSettings(**settings),  # pyright: ignore[reportArgumentType]
+        footprint=footprint,
+    )
+
+
+def memory(num_bytes: int) -> Budget:
+    return Budget(name=f"{num_bytes}b", memory_bytes=num_bytes)
+
+
+def test_a_memory_budget_leaves_state_what_the_step_does_not_need():
+    plan = planner(memory(9 * MIB + ADAMW), footprint=FOOTPRINT).propose()
+    assert plan.limits.state_bytes == ADAMW
+    assert set(plan.allocation.choices.values()) == {"adamw"} and not plan.binding
+    assert plan.peak_bytes == 9 * MIB + ADAMW == plan.most_useful_bytes
+    tight = planner(memory(9 * MIB + ADAMW - 1), footprint=FOOTPRINT).propose()
+    assert tight.binding and tight.allocation.state_bytes < ADAMW and tight.peak_bytes <= 9 * MIB + ADAMW - 1
+
+
+def test_a_spec_whose_step_needs_much_is_done_without_or_paid_for():
+    hungry = replace(FOOTPRINT, step_temporary_bytes={"adamw": 20 * MIB})
+    cheap = planner(memory(9 * MIB + ADAMW), footprint=hungry).propose()
+    assert "adamw" not in cheap.allocation.choices.values() and cheap.peak_bytes <= 9 * MIB + ADAMW
+    assert cheap.binding and cheap.most_useful_bytes == 23 * MIB + ADAMW
+    rich = planner(memory(23 * MIB + ADAMW), footprint=hungry).propose()
+    assert set(rich.allocation.choices.values()) == {"adamw"} and rich.peak_bytes == 23 * MIB + ADAMW
+
+
+def test_infeasible_names_the_least_and_the_least_is_feasible():
+    with pytest.raises(InfeasibleBudgetError, match="What would lower it: a smaller micro_batch") as caught:
+        planner(memory(MIB), footprint=FOOTPRINT).propose()
+    least = caught.value.least_feasible_bytes
+    assert planner(memory(least), footprint=FOOTPRINT).propose().peak_bytes <= least
+    with pytest.raises(InfeasibleBudgetError):
+        planner(memory(least - 1), footprint=FOOTPRINT).propose()
+
+
+def test_a_memory_budget_without_a_footprint_is_refused():
+    with pytest.raises(BadInputError, match="limits device memory, which needs a footprint: give a probe"):
+        planner(memory(MIB))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"risk": "luck"}, "unknown risk 'luck': choose one of prior, statistics, shadow"),
+        ({"allocator": "oracle"}, "unknown allocator 'oracle': choose one of exact, lagrangian"),
+        ({"specs": ("adamv",)}, "no optimizer spec is called or matches 'adamv'"),
+    ],
+)
+def test_unknown_names_are_refused_with_what_there_is(settings, message):
+    with pytest.raises(BadInputError, match=message):
+        planner(Budget(name="unlimited"), **settings)
+
+
+def test_a_step_time_limit_is_of_the_whole_step():
+    table = LatencyTable(
+        device="cpu",
+        fixed_s={"adamw": 0.0, "sign": 0.0},
+        per_element_s={"adamw": 2e-6, "sign": 1e-6},
+        base_step_s=0.1,
+        reference_step_s=0.12,
+    )
+    elements = sum(p.numel for p in PARAMS)
+    budget = Budget(name="fast", step_time=(0.1 + 1.5e-6 * elements) / 0.12)
+    chosen = Planner(PARAMS, budget=budget, settings=PlannerSettings(specs=("adamw", "sign")), latency=table).propose()
+    assert set(chosen.allocation.choices.values()) == {"adamw", "sign"}
+    assert chosen.allocation.step_s <= 1.5e-6 * elements + 1e-9
+
+
+def test_segments_that_behave_alike_run_the_same_spec():
+    profile = Profile(stats={f"layer{i}.{r}": STATS for i in range(3) for r in ("attention", "mlp")}, num_samples=8)
+    apart = planner(Budget(name="state_20", state_fraction=0.2), risk="statistics").propose(profile=profile)
+    tied = planner(Budget(name="state_20", state_fraction=0.2), risk="statistics", merge_penalty=1.0)
+    choices = tied.propose(profile=profile).allocation.choices
+    assert list(choices) == list(apart.allocation.choices)
+    for role in ("attention", "mlp"):
+        assert len({spec for block, spec in choices.items() if block.endswith(role)}) == 1
+
+
+def test_a_saved_allocation_is_adopted_if_it_fits_and_replaced_if_not():
+    half = planner(Budget(name="state_50", state_fraction=0.5))
+    saved = half.propose()
+    assert half.adopt(saved.allocation.choices, risk="prior", profile=None, gap=0.0).allocation == replace(
+        saved.allocation, gap=0.0
+    )
+    less = planner(Budget(name="state_10", state_fraction=0.1)).adopt(
+        saved.allocation.choices, risk="prior", profile=None
+    )
+    assert less.allocation.choices != saved.allocation.choices
+    assert less.allocation.state_bytes <= 0.1 * ADAMW
+
+
+def test_the_plan_of_least_state_ignores_the_budget():
+    assert planner(Budget(name="unlimited")).least().allocation.state_bytes == 8 * len(PARAMS)

@@ -1,0 +1,67 @@
+"""When a run thinks again: counted in steps, and for drift in statistics, never by a clock."""
+
+from dataclasses import replace
+
+import pytest
+
+from baoc.errors import BadInputError
+from baoc.online.triggers import TRIGGERS, Moment, ReallocationSettings, drift
+from baoc.types import GradientStats, Profile
+
+STATS = GradientStats(
+    num_samples=8,
+    grad_rms=1.0,
+    coherence=0.1,
+    noise=2.0,
+    anisotropy=1.0,
+    snr_fan_in=1.0,
+    snr_fan_out=1.0,
+    factor_residual=0.1,
+    spread=0.5,
+    update_rms=0.2,
+    descent_share=0.5,
+)
+
+
+def profile(**changes: float) -> Profile:
+    return Profile(stats={"a": replace(STATS, **changes)})
+
+
+def fires(mode: str, *, step: int, last: int = 0, now: Profile | None = None, reference: Profile | None = None) -> bool:
+    settings = ReallocationSettings(mode=mode, warmup_steps=10, interval=5, drift_threshold=0.5)
+    moment = Moment(step=step, last_decision=last, profile=lambda: now or profile(), reference=reference)
+    return TRIGGERS[mode](settings, moment)
+
+
+def test_off_never_once_once_and_interval_again():
+    assert not any(fires("off", step=step) for step in range(30))
+    assert min(step for step in range(30) if fires("once", step=step)) == 10
+    assert not fires("once", step=20, last=10)
+    assert min(step for step in range(11, 30) if fires("interval", step=step, last=10)) == 15
+
+
+def test_drift_looks_every_interval_and_fires_on_what_moved():
+    moved = profile(grad_rms=10.0, noise=20.0)
+    assert fires("drift", step=10)
+    assert not fires("drift", step=14, last=10, now=moved, reference=profile())
+    assert fires("drift", step=15, last=10, now=moved, reference=profile())
+    assert not fires("drift", step=15, last=10, now=profile(grad_rms=1.1), reference=profile())
+
+
+def test_drift_is_the_mean_log_ratio_and_leaves_out_what_is_not_known():
+    assert drift(profile(), profile()) == 0
+    assert drift(profile(), profile(grad_rms=2.718281828459045)) == pytest.approx(1 / 3)
+    assert drift(profile(noise=float("nan")), profile(grad_rms=2.718281828459045)) == pytest.approx(1 / 2)
+    assert drift(Profile(stats={}), profile()) == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mode": "often"}, "unknown reallocation 'often': choose one of off, once, interval, drift"),
+        ({"warmup_steps": 1}, "reallocation.warmup_steps is 1: a profile needs at least 2 steps"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(changes, message):
+    with pytest.raises(BadInputError, match=message):
+        ReallocationSettings(**changes)
