@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from baoc.budgets import parse_budget, resolve_auto
 from baoc.errors import BadInputError, CheckpointError
 from baoc.online import ReallocationSettings, Reallocator, SessionSettings
-from baoc.online.assemble import make_profiler, with_profile_bytes
+from baoc.online.assemble import make_profiler
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.groups import check_names, check_settings, check_tensor, members_of, plain, raw_groups
 from baoc.planner import Planner
@@ -78,7 +78,6 @@ class BaocOptimizer(BlockwiseOptimizer):
             footprint=footprint,
         )
         profiler = make_profiler(planner, named, settings=settings, betas=betas)
-        planner.footprint = with_profile_bytes(footprint, profiler)
         plan = planner.least() if unknown else planner.propose(risk="prior")
         super().__init__(
             groups,
@@ -106,10 +105,10 @@ class BaocOptimizer(BlockwiseOptimizer):
         """After the very first step: the memory of its forward and backward is known, so the budget can be planned."""
         if self._first_step is None:
             return
-        planner = self.reallocator.planner
-        planner.footprint = with_profile_bytes(
-            self._first_step.finish(state_bytes=self.state_bytes()), self.reallocator.profiler
-        )
+        planner, profiler = self.reallocator.planner, self.reallocator.profiler
+        planner.footprint = self._first_step.finish(state_bytes=self.state_bytes())
+        if profiler is not None:
+            planner.count_profile(profiler.nbytes)
         self._first_step = None
         planner.budget = self._limit
         self.reallocator.replan(why="the first step told what forward and backward need")

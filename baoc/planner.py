@@ -103,6 +103,11 @@ class Planner:
                 "runs one forward and backward), or use a state fraction such as state_25"
             )
 
+    def count_profile(self, num_bytes: int) -> None:
+        """Puts a profiler's buffers into the footprint: they live beside the activations while a run warms up."""
+        if self.footprint is not None:
+            self.footprint = replace(self.footprint, profile_bytes=num_bytes)
+
     # -- limits ---------------------------------------------------------------------------------------------------
 
     def limits(self, *, base_peak: int | None = None) -> Limits:

@@ -6,6 +6,8 @@
 import logging
 import math
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -268,26 +270,23 @@ def watch_memory(memory: MemoryMonitor, *, strategy: BaocStrategy, predicted_byt
     strategy.reallocator.tracked = lambda: memory.track("migration")
 
 
-class failures:
-    """Turns what training raises into the error that says what to do: out of memory, and non-finite gradients."""
-
-    def __init__(self, device: str):
-        self.device = device
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, RuntimeError) and "Error(s) in loading state_dict" in str(error):
-            raise CheckpointError(
-                "the checkpoint is of another model: its tensors have other names or shapes "
-                f"({str(error).splitlines()[1].strip()}); resume with the model and dataset of that run, or without"
-            ) from error
-        if isinstance(error, torch.OutOfMemoryError):
-            raise BudgetBreachedError(
-                f"{self.device} has no memory left for this run within its budget: lower micro_batch, or give a larger "
-                f"budget ({str(error).splitlines()[0]})"
-            ) from error
+@contextmanager
+def failures(device: str) -> Iterator[None]:
+    """Turns what training raises into the error that says what to do: a checkpoint of another model, out of memory."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise BudgetBreachedError(
+            f"{device} has no memory left for this run within its budget: lower micro_batch, or give a larger "
+            f"budget ({str(error).splitlines()[0]})"
+        ) from error
+    except RuntimeError as error:
+        if "Error(s) in loading state_dict" not in str(error):
+            raise
+        raise CheckpointError(
+            "the checkpoint is of another model: its tensors have other names or shapes "
+            f"({str(error).splitlines()[1].strip()}); resume with the model and dataset of that run, or without"
+        ) from error
 
 
 # -- stage 13: the result ---------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Reallocation during training: when to think again (triggers) and how to move (reallocator)."""
 
-from baoc.online.assemble import Assembly, SessionSettings, assemble
+from baoc.online.assemble import SessionSettings, assemble
 from baoc.online.reallocator import Reallocator
 from baoc.online.temporaries import step_temporaries
 from baoc.online.timing import time_specs
@@ -8,7 +8,6 @@ from baoc.online.triggers import TRIGGERS, ReallocationSettings
 
 __all__ = [
     "TRIGGERS",
-    "Assembly",
     "ReallocationSettings",
     "Reallocator",
     "SessionSettings",

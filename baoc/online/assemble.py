@@ -1,7 +1,7 @@
 """Puts planner, optimizer, profiler and reallocator together, the same way for Lightning and for a plain loop."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +12,7 @@ from baoc.optim import BlockwiseOptimizer
 from baoc.planner import Planner, PlannerSettings
 from baoc.profiling import GradientProfiler
 from baoc.risk import RISKS
-from baoc.types import Budget, Footprint, LatencyTable, ParamInfo, Plan
+from baoc.types import Budget, Footprint, LatencyTable, ParamInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,31 +29,18 @@ class SessionSettings:
 def make_profiler(
     planner: Planner, params: Mapping[str, Tensor], *, settings: SessionSettings, betas: tuple[float, float]
 ) -> GradientProfiler | None:
-    """The profiler that the settings call for, or None with reallocation=off; allocated at once, so its bytes count."""
+    """The profiler that the settings call for, or None with reallocation=off; its bytes join the footprint."""
     if settings.reallocation.mode == "off":
         return None
     wants_shadow = "shadow" in RISKS[planner.settings.risk].needs
-    return GradientProfiler(
+    profiler = GradientProfiler(
         planner.blocks,
         params=params,
         betas=betas,
         shadow_specs=tuple(planner.specs.values()) if wants_shadow else (),
     )
-
-
-def with_profile_bytes(footprint: Footprint | None, profiler: GradientProfiler | None) -> Footprint | None:
-    """The footprint with the profiler's buffers in it: they live beside the activations while a run warms up."""
-    if footprint is None or profiler is None:
-        return footprint
-    return replace(footprint, profile_bytes=profiler.nbytes)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Assembly:
-    planner: Planner
-    plan: Plan
-    optimizer: BlockwiseOptimizer
-    reallocator: Reallocator
+    planner.count_profile(profiler.nbytes)
+    return profiler
 
 
 def assemble(
@@ -67,17 +54,16 @@ def assemble(
     declared: Mapping[str, Sequence[str]] | None = None,
     footprint: Footprint | None = None,
     latency: LatencyTable | None = None,
-) -> Assembly:
+) -> Reallocator:
     """Plans with role priors, builds the optimizer on that plan, and attaches what will reallocate it.
 
-    `groups` are the user's, with (name, parameter) pairs; `defaults` are lr, betas, eps and weight_decay. Raises
-    InfeasibleBudgetError before anything is allocated for the optimizer.
+    The Reallocator holds planner, plan and optimizer. `groups` are the user's, with (name, parameter) pairs; `defaults`
+    are lr, betas, eps and weight_decay. Raises InfeasibleBudgetError before anything is allocated for the optimizer.
     """
     planner = Planner(
         infos, budget=budget, settings=settings.planner, declared=declared, footprint=footprint, latency=latency
     )
     profiler = make_profiler(planner, params, settings=settings, betas=tuple(defaults["betas"]))
-    planner.footprint = with_profile_bytes(footprint, profiler)
     plan = planner.propose(risk="prior")
     optimizer = BlockwiseOptimizer(
         groups,
@@ -92,4 +78,4 @@ def assemble(
         planner=planner, optimizer=optimizer, plan=plan, settings=settings.reallocation, profiler=profiler
     )
     reallocator.attach()
-    return Assembly(planner=planner, plan=plan, optimizer=optimizer, reallocator=reallocator)
+    return reallocator

@@ -40,7 +40,6 @@ class Reallocator:
         self.settings = settings
         self.profiler = profiler
         self.profile: Profile | None = None
-        self.events: list[Reallocation] = []
         self.listeners: list[Listener] = []
         self.tracked: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.step = 0
@@ -50,10 +49,7 @@ class Reallocator:
     def attach(self) -> None:
         """Hooks into the optimizer's step: gradients are seen after the closure, decisions come after the update."""
         self.optimizer.observer = self.observe
-        self.optimizer.register_step_post_hook(lambda *_: self._count_step())
-
-    def _count_step(self) -> None:
-        self.after_step()
+        self.optimizer.register_step_post_hook(lambda *_: self.after_step())
 
     @property
     def watching(self) -> bool:
@@ -77,11 +73,11 @@ class Reallocator:
             assert self.profiler is not None
             self.profiler.observe_half(step=self.step, fraction=fraction)
 
-    def after_step(self) -> Reallocation | None:
-        """Counts the step and, where the trigger says so, decides again. Returns the event of that decision."""
+    def after_step(self) -> None:
+        """Counts the step and, where the trigger says so, decides again."""
         self.step += 1
         if not self.watching:
-            return None
+            return
         assert self.profiler is not None
         now = Moment(
             step=self.step,
@@ -89,9 +85,8 @@ class Reallocator:
             profile=self.profiler.profile,
             reference=self.profile,
         )
-        if not TRIGGERS[self.settings.mode](self.settings, now):
-            return None
-        return self.decide(trigger=self.settings.mode)
+        if TRIGGERS[self.settings.mode](self.settings, now):
+            self.decide(trigger=self.settings.mode)
 
     def decide(self, *, trigger: str) -> Reallocation:
         """Proposes from the newest profile and moves if that lowers the risk by more than the threshold."""
@@ -150,7 +145,7 @@ class Reallocator:
         else:
             self.plan = replace(self.plan, risk_model=proposal.risk_model, candidates=proposal.candidates)
             self.plan = replace(self.plan, allocation=replace(self.plan.allocation, risk=before))
-        event = Reallocation(
+        return Reallocation(
             step=self.step,
             trigger=trigger,
             accepted=accepted,
@@ -161,8 +156,6 @@ class Reallocator:
             risk_before=before,
             risk_after=self.plan.allocation.risk,
         )
-        self.events.append(event)
-        return event
 
     # -- resume ---------------------------------------------------------------------------------------------------
 
@@ -191,8 +184,8 @@ class Reallocator:
         self.last_decision = state["last_decision"]
         if self.profiler is not None and not self.watching:
             self.profiler.release()
-        if self.planner.footprint is not None and self.profiler is not None:
-            self.planner.footprint = replace(self.planner.footprint, profile_bytes=self.profiler.nbytes)
+        if self.profiler is not None:
+            self.planner.count_profile(self.profiler.nbytes)
         self.plan = self.planner.adopt(
             state["choices"], risk=state["risk_model"], profile=self.profile, gap=state["gap"]
         )

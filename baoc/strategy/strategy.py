@@ -5,7 +5,7 @@ decision happens there. Later decisions hang on the optimizer's own step, so no 
 """
 
 import gc
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -24,7 +24,7 @@ from baoc.planner import Planner
 from baoc.profiling import cap_device, context_bytes, describe, free_bytes, uncap_device
 from baoc.strategy.probe import Probe, unwrapped
 from baoc.strategy.takeover import count_steps_for_schedulers, hyperparameters, named_groups, rebind_schedulers
-from baoc.types import Budget, Footprint, LatencyTable, Plan, Profile, Reallocation
+from baoc.types import Budget, Footprint, LatencyTable, OptimizerSpec, Plan, Profile, Reallocation
 
 TIMING_S = 5.0  # what a latency table may take where a step_time limit needs it
 RECORDING_S = 0.5  # and where it is only written down
@@ -82,7 +82,6 @@ class BaocStrategy(SingleDeviceStrategy):
         self.reallocation_listeners = list(reallocation_listeners)
         self.resume_listeners: list[Callable[[int, Plan], None]] = []  # called with step and plan after a load
         self.reallocator: Reallocator | None = None
-        self.footprint: Footprint | None = None
         self._device_choice = device
         self._guard = _GradientGuard()
         self.context_bytes = 0
@@ -114,19 +113,11 @@ class BaocStrategy(SingleDeviceStrategy):
         theirs = self.optimizers[0]
         probe = Probe(trainer, self)
         specs = list(select(self.settings.planner.specs).values())
-        self.footprint = None
-        with suppress(torch.OutOfMemoryError):
-            self.footprint = probe.footprint(specs, context_bytes=self.context_bytes)
-        if self.footprint is None:
-            # The network alone does not fit the cap: look once without it, so that the refusal can name what would fit.
-            # Only here, when the error and the activations that its traceback held are gone.
-            gc.collect()
-            uncap_device(self.root_device)
-            self.footprint = probe.footprint(specs, context_bytes=self.context_bytes)
+        footprint = self._probe_footprint(probe, specs)
         if self.budget.step_time is not None and self.latency is None:
             self.latency = probe.latency(specs, max_s=TIMING_S)
         declares = unwrapped(module)
-        assembly = assemble(
+        self.reallocator = reallocator = assemble(
             describe(module, optimizer_groups=theirs.param_groups),
             params=dict(module.named_parameters()),
             groups=named_groups(theirs, module),
@@ -134,26 +125,40 @@ class BaocStrategy(SingleDeviceStrategy):
             budget=self.budget,
             settings=self.settings,
             declared=declared_blocks(module, declares),
-            footprint=self.footprint,
+            footprint=footprint,
             latency=self.latency,
         )
-        self.footprint = assembly.planner.footprint
         if self.latency is None and self.record_latency:
-            used = [assembly.planner.specs[name] for name in sorted(set(assembly.plan.allocation.choices.values()))]
-            assembly.planner.latency = probe.latency(used, max_s=RECORDING_S)
-        self.reallocator = assembly.reallocator
-        self.reallocator.listeners.extend(self.reallocation_listeners)
-        rebind_schedulers([c.scheduler for c in self.lr_scheduler_configs], old=theirs, new=assembly.optimizer)
+            names = sorted(set(reallocator.plan.allocation.choices.values()))
+            used = [reallocator.planner.specs[name] for name in names]
+            reallocator.planner.latency = probe.latency(used, max_s=RECORDING_S)
+        reallocator.listeners.extend(self.reallocation_listeners)
+        rebind_schedulers([c.scheduler for c in self.lr_scheduler_configs], old=theirs, new=reallocator.optimizer)
         if self.lr_scheduler_configs:
-            count_steps_for_schedulers(assembly.optimizer)
-        self.optimizers = [assembly.optimizer]
+            count_steps_for_schedulers(reallocator.optimizer)
+        self.optimizers = [reallocator.optimizer]
         callbacks: list[L.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         if self._guard not in callbacks:
             callbacks.insert(0, self._guard)
         for listener in self.plan_listeners:
-            listener(assembly.planner, assembly.plan)
+            listener(reallocator.planner, reallocator.plan)
         if self.plan_only:
             trainer.limit_train_batches = 0  # Lightning then leaves `fit` before the first batch
+
+    def _probe_footprint(self, probe: Probe, specs: Sequence[OptimizerSpec]) -> Footprint:
+        """The footprint, measured under the budget's cap; where that is too little for the network alone, without it.
+
+        The second look is there for the refusal to name what would fit. It comes after the error and the activations
+        that its traceback held are gone, and the cap is back before anything is trained.
+        """
+        with suppress(torch.OutOfMemoryError):
+            return probe.footprint(specs, context_bytes=self.context_bytes)
+        gc.collect()
+        uncap_device(self.root_device)
+        try:
+            return probe.footprint(specs, context_bytes=self.context_bytes)
+        finally:
+            cap_device(self.root_device, budget=self.budget)
 
     def _refuse_unsupported(self, trainer: L.Trainer) -> None:
         module = self.lightning_module

@@ -14,6 +14,8 @@ from baoc import BaocStrategy
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.online import ReallocationSettings, SessionSettings
 from baoc.planner import PlannerSettings
+from baoc.strategy import strategy as strategy_module
+from baoc.strategy.probe import Probe
 
 QUIET = {
     "logger": False,
@@ -245,3 +247,21 @@ def test_with_accumulation_noise_comes_from_the_two_halves_of_a_step():
     alone = BaocStrategy("8gb", settings=settings)
     fit(alone, steps=8)
     assert alone.reallocator.profiler.state_dict()["count"]["halves"] == 0
+
+
+def test_the_cap_is_back_after_a_look_without_it(monkeypatch):
+    """The first look runs out of memory, the second one fits: training must not go on without its cap."""
+    calls: list[str] = []
+    look = Probe.footprint
+
+    def footprint(probe: Probe, *args: Any, **kwargs: Any) -> Any:
+        calls.append("look")
+        if calls.count("look") == 1:
+            raise torch.OutOfMemoryError("no memory")
+        return look(probe, *args, **kwargs)
+
+    monkeypatch.setattr(Probe, "footprint", footprint)
+    monkeypatch.setattr(strategy_module, "cap_device", lambda device, *, budget: calls.append("cap"))
+    monkeypatch.setattr(strategy_module, "uncap_device", lambda device: calls.append("uncap"))
+    fit(BaocStrategy("8gb"), steps=2)
+    assert calls == ["cap", "look", "uncap", "look", "cap"]
