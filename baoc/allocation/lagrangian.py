@@ -2,7 +2,8 @@
 
 At given prices every block chooses alone (one argmin over an array), and the sum is a lower bound of the risk of any
 feasible allocation. The best prices are found by simplex steps on the three-row Dantzig-Wolfe master program; the
-choices seen on the way are repaired into the limits, filled up and improved by swaps.
+choices seen on the way are repaired into the limits, filled up and improved by swaps. Where the gap stays open, what a
+better answer can still contain is branched on (`core`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import TypedDict
 import numpy as np
 
 from baoc.allocation.base import Floats, Ints, Problem, least_risk, make_allocation, make_problem
+from baoc.allocation.core import Relaxed, close
 from baoc.allocation.feasible import find_feasible
 from baoc.allocation.greedy import descend
 from baoc.allocation.moves import fill, repair, swap
@@ -19,6 +21,8 @@ from baoc.types import Allocation, Candidate, Limits
 
 GOOD_GAP = 1e-5
 SMALL = 5_000  # candidates
+CLOSED_GAP = 9e-4  # of the risk: above it, branching is worth its milliseconds
+MOST_NODES = 60
 
 
 class _Prices(TypedDict):
@@ -52,11 +56,25 @@ class LagrangianAllocator:
             return make_allocation(problem, choice, allocator=self.name, bound=problem.totals(choice)[0])
         start = find_feasible(problem)
         dual = maximise(problem, start=start, most_prices=self.most_prices)
-        return make_allocation(problem, _round(problem, dual, start=start), allocator=self.name, bound=dual.bound)
+        choice, bound = _round(problem, dual, start=start), dual.bound
+        risk = problem.totals(choice)[0]
+        if risk - bound > CLOSED_GAP * abs(risk):
+            closed = close(
+                problem,
+                _relaxed(problem, dual, choice=None),
+                best=choice,
+                relax=_relax,
+                good_gap=CLOSED_GAP,
+                most_nodes=MOST_NODES,
+            )
+            choice, bound = closed.choice, closed.bound
+        return make_allocation(problem, choice, allocator=self.name, bound=bound)
 
 
-def maximise(problem: Problem, *, start: Ints, most_prices: int) -> Dual:
-    """The prices of the greatest lower bound, from a feasible `start`.
+def maximise(problem: Problem, *, start: Ints | None, most_prices: int, ceiling: float = 0.0) -> Dual:
+    """The prices of the greatest lower bound, from a feasible `start`; without one, from a risk that is of no interest.
+
+    Such a `ceiling` takes the place of a choice that meets the limits exactly, so that none has to be known.
 
     Master program: weights w of choices seen so far, min sum w risk with sum w = 1 and the mean excess over each limit
     at most 0. Its dual variables are the prices; the choice that is best at those prices enters the basis.
@@ -72,10 +90,10 @@ def maximise(problem: Problem, *, start: Ints, most_prices: int) -> Dual:
         return np.array([1.0, *excess]) / units, risk / unit_risk
 
     basis = np.eye(3)
-    basis[:, 0], first_cost = column(start)
+    basis[:, 0], first_cost = column(start) if start is not None else (basis[:, 0], ceiling / unit_risk)
     costs = np.array([first_cost, 0.0, 0.0])
     held: list[Ints | None] = [start, None, None]
-    bound, prices, last = -np.inf, np.zeros(2), start
+    bound, prices, last = -np.inf, np.zeros(2), least_risk(problem) if start is None else start
     for _ in range(most_prices):
         value, *duals = np.linalg.solve(basis.T, costs)
         trial = -np.array(duals)
@@ -119,6 +137,36 @@ def _best_at(problem: Problem, *, byte_price: float, step_price: float) -> Ints:
     return priced.argmin(axis=1)
 
 
+def _relaxed(problem: Problem, dual: Dual, *, choice: Ints | None) -> Relaxed:
+    """The block to split is the one on whose candidates the mixed choices disagree most, in risk."""
+    seen = np.stack(dual.choices)
+    risks = np.take_along_axis(problem.risk, seen.T, axis=1)
+    spread = np.ptp(risks, axis=1)
+    differs = (seen != seen[0]).any(axis=0)
+    split = int(np.where(differs, spread, -1.0).argmax()) if differs.any() else None
+    return Relaxed(
+        bound=dual.bound,
+        byte_price=dual.byte_price,
+        step_price=dual.step_price,
+        choice=choice,
+        split=split,
+        options=np.unique(seen[:, split]) if split is not None else seen[:0, 0],
+    )
+
+
+def _relax(problem: Problem, ceiling: float) -> Relaxed:
+    """A relaxation within the branching: few prices, and rounding without swaps."""
+    least = least_risk(problem)
+    if problem.feasible(least):
+        dual = Dual(bound=problem.totals(least)[0], byte_price=0.0, step_price=0.0, choices=(least,))
+        return _relaxed(problem, dual, choice=least)
+    dual = maximise(problem, start=None, most_prices=40, ceiling=ceiling)
+    prices = _Prices(byte_price=dual.byte_price, step_price=dual.step_price)
+    entry = dual.choices[0]
+    repaired = entry if problem.feasible(entry) else repair(problem, entry, **prices)
+    return _relaxed(problem, dual, choice=None if repaired is None else fill(problem, repaired, **prices))
+
+
 def _round(problem: Problem, dual: Dual, *, start: Ints) -> Ints:
     """The best feasible choice that repair, fill and swap make of the choices at the best prices.
 
@@ -133,9 +181,10 @@ def _round(problem: Problem, dual: Dual, *, start: Ints) -> Ints:
     filled = [fill(problem, choice, **prices) for choice in distinct.values()]
     ranked = sorted(filled, key=lambda choice: problem.totals(choice)[0])
     best = ranked[0]
-    for choice in ranked if problem.risk.size <= SMALL else ranked[:2]:
+    small = problem.risk.size <= SMALL
+    for choice in ranked if small else ranked[:1]:
         least = problem.totals(best)[0]
-        if least - dual.bound <= GOOD_GAP * least:
+        if least - dual.bound <= (GOOD_GAP if small else CLOSED_GAP) * least:
             break
         swapped = swap(problem, choice, **prices)
         if problem.totals(swapped)[0] < least:
