@@ -3,15 +3,17 @@
 The loop stays as it is; the optimizer plans when it is built, watches gradients inside `step()`, and reallocates there.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from baoc.budgets import parse_budget, resolve_auto
+from baoc.catalogue import select
 from baoc.errors import BadInputError, CheckpointError
-from baoc.online import ReallocationSettings, Reallocator, SessionSettings
+from baoc.online import ReallocationSettings, Reallocator, SessionSettings, step_temporaries
 from baoc.online.assemble import make_profiler
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.groups import check_names, check_settings, check_tensor, members_of, plain, raw_groups
@@ -24,7 +26,7 @@ from baoc.profiling import (
     free_bytes,
     probe_footprint,
 )
-from baoc.types import Budget, Plan, profile_from_plain
+from baoc.types import Budget, Footprint, Plan, profile_from_plain
 
 PLAIN_WARMUP_STEPS = 100
 
@@ -69,6 +71,7 @@ class BaocOptimizer(BlockwiseOptimizer):
                 run_micro_batch=probe,
                 context_bytes=context_bytes(device),
             )
+            footprint = with_temporaries(footprint, params=named.values(), specs=settings.planner.specs)
         unknown = needs_memory and probe is None
         planner = Planner(
             describe(module if module is not None else pairs, optimizer_groups=groups),
@@ -106,7 +109,11 @@ class BaocOptimizer(BlockwiseOptimizer):
         if self._first_step is None:
             return
         planner, profiler = self.reallocator.planner, self.reallocator.profiler
-        planner.footprint = self._first_step.finish(state_bytes=self.state_bytes())
+        planner.footprint = with_temporaries(
+            self._first_step.finish(state_bytes=self.state_bytes()),
+            params=self.roster.names,
+            specs=planner.settings.specs,
+        )
         if profiler is not None:
             planner.count_profile(profiler.nbytes)
         self._first_step = None
@@ -153,6 +160,15 @@ class BaocOptimizer(BlockwiseOptimizer):
             "a BaocOptimizer cannot be copied or pickled, as it watches the gradients of its own parameters: build a "
             "new one on the copied parameters and load_state_dict() this one's state_dict()"
         )
+
+
+def with_temporaries(footprint: Footprint, *, params: Iterable[Tensor], specs: Sequence[str]) -> Footprint:
+    """The footprint with what a step of each spec holds while it works on the largest of `params`."""
+    largest = max(params, key=lambda param: param.numel())
+    temporaries = step_temporaries(
+        select(specs).values(), device=largest.device, dtype=largest.dtype, largest=largest.numel()
+    )
+    return replace(footprint, step_temporary_bytes=temporaries)
 
 
 def name_parameters(params: Any) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:

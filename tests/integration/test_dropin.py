@@ -11,6 +11,7 @@ from baoc.dropin import name_parameters
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.online import ReallocationSettings, SessionSettings
 from baoc.planner import PlannerSettings
+from baoc.profiling.tracker import PeakMeter
 
 cross_entropy = nn.functional.cross_entropy
 
@@ -59,6 +60,36 @@ def test_a_state_budget_holds_and_learns(budget):
     assert optimizer.state_bytes() == optimizer.plan.allocation.state_bytes
     assert after < 0.5 * before
     assert optimizer.reallocator.last_decision == 6
+
+
+@pytest.mark.parametrize("probed", [True, False])
+def test_the_step_s_own_temporaries_are_in_the_predicted_peak(probed: bool):
+    """A large table with small activations: the peak of training is in the optimizer's step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(4000, 64), nn.Linear(64, 8))
+    x, y = torch.arange(8), torch.arange(8)
+
+    def loss() -> Tensor:
+        return cross_entropy(model(x), y)
+
+    optimizer = BaocOptimizer(
+        model,
+        budget="64mb",
+        probe=(lambda: loss().backward()) if probed else None,
+        settings=SessionSettings(
+            planner=PlannerSettings(specs=("adamw_int8",), keep_fp32_roles=()),
+            reallocation=ReallocationSettings(mode="off"),
+        ),
+    )
+    train(optimizer, loss, steps=2)
+    with PeakMeter(torch.device("cpu"), model, list(optimizer.state.values())) as meter:
+        train(optimizer, loss, steps=2)
+    predicted = optimizer.plan.peak_bytes
+    assert meter.peak_bytes <= predicted
+    footprint = optimizer.reallocator.planner.footprint
+    assert footprint is not None and footprint.step_temporary_bytes["adamw_int8"] > footprint.gradients_bytes
+    if probed:  # without a probe the first step's own peak, temporaries included, stands for forward and backward
+        assert predicted <= 1.05 * meter.peak_bytes
 
 
 def test_without_a_probe_the_first_step_measures_itself():
