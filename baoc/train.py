@@ -377,7 +377,7 @@ def conclude(result: RunResult, *, parts: Parts, run_dir: Path) -> None:
     files.write_json(run_dir / "result.json", result)
     from baoc.sweep import frontier_of
 
-    frontier_of(run_dir, show=False)
+    frontier_of(run_dir, show=False, page=False)
     log_summary(parts.loggers, result=result)
     console.print_result(result, run_dir=run_dir)
     if result.budget_met is False:

@@ -73,6 +73,7 @@ def _show_frontier(sweep_dir: Path) -> None:
         from baoc.sweep import frontier_of
 
         frontier_of(sweep_dir)
+        print(f"compare them in {sweep_dir / 'frontier.html'}")
     except Exception as error:
         report(failure_of(error), where="frontier: ")
 

@@ -1,5 +1,5 @@
 """Several runs as one thing: for now the frontier of a multirun; the Optuna sweeper comes here."""
 
-from baoc.sweep.frontier import SweepFrontier, frontier_of
+from baoc.sweep.frontier import SweepFrontier, frontier_of, report
 
-__all__ = ["SweepFrontier", "frontier_of"]
+__all__ = ["SweepFrontier", "frontier_of", "report"]

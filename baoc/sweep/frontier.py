@@ -1,12 +1,13 @@
-"""The frontier of a folder of runs: frontier.csv, and a table of what each budget bought."""
+"""The frontier of folders of runs: frontier.csv, frontier.html, and a table of what each budget bought."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from baoc.errors import BadInputError
 from baoc.frontier import Frontier, Objective, build_frontier, frontier_rows, over_seeds
+from baoc.sweep.page import write_page
 from baoc.sweep.runs import Kind, RunFolder, failed, find_runs, labels, point
 from baoc.tracking.console import print_frontier
 from baoc.tracking.files import write_csv
@@ -21,17 +22,20 @@ class SweepFrontier:
     failed: tuple[FailedRun, ...]
 
 
-def frontier_of(sweep_dir: str | Path, *, show: bool = True) -> SweepFrontier:
-    """Reads every run at or below `sweep_dir`, writes `frontier.csv` there, and prints a table per kind of run.
+def frontier_of(sweep_dir: str | Path, *, show: bool = True, page: bool = True) -> SweepFrontier:
+    """The frontier of one folder, written there; see `report`."""
+    return report([Path(sweep_dir)], out=Path(sweep_dir), show=show, page=page)
+
+
+def report(folders: Sequence[Path], *, out: Path, show: bool = True, page: bool = True) -> SweepFrontier:
+    """Reads every run at or below `folders`, writes `frontier.csv` and (`page`) `frontier.html` to `out`, and prints a
+    table per kind of run.
 
     Runs that differ in their seed only are one point: the mean of their quality, the largest of their bytes. A point is
     dominated if another is at least as good in quality, peak bytes and state bytes, and better in one. Failed jobs are
     rows with their exit code and message. Raises BadInputError where there is no run at all.
     """
-    sweep_dir = Path(sweep_dir)
-    runs = find_runs(sweep_dir)
-    if not runs:
-        raise BadInputError(f"there is no run in {sweep_dir}: give the folder of a run or of a multirun")
+    runs = _runs_in(folders)
     names = dict(zip((run.path for run in runs), labels(runs), strict=True))
     bad = tuple(entry for run in runs if (entry := failed(run, label=names[run.path])) is not None)
     rows: list[dict[str, Any]] = []
@@ -44,10 +48,26 @@ def frontier_of(sweep_dir: str | Path, *, show: bool = True) -> SweepFrontier:
         {"run": job.run, "label": job.label, "exit_code": job.exit_code, "message": " ".join(job.message.split())}
         for job in bad
     ]
-    write_csv(sweep_dir / "frontier.csv", rows)
+    out.mkdir(parents=True, exist_ok=True)
+    write_csv(out / "frontier.csv", rows)
+    if page:
+        write_page(runs, path=out / "frontier.html", title=f"Frontier of {', '.join(f.name for f in folders)}")
     if show:
         _show(frontiers, kinds=[kind for kind, _ in _by_kind(runs)], bad=bad)
     return SweepFrontier(frontiers=tuple(frontiers), failed=bad)
+
+
+def _runs_in(folders: Sequence[Path]) -> list[RunFolder]:
+    """The runs of all folders, each once; where there are several, names begin with the folder's."""
+    found: dict[Path, RunFolder] = {}
+    for folder in folders:
+        runs = find_runs(folder)
+        if not runs:
+            raise BadInputError(f"there is no run in {folder}: give the folder of a run or of a multirun")
+        for run in runs:
+            name = run.name if len(folders) == 1 else f"{folder.name}/{run.name}"
+            found.setdefault(run.path.resolve(), replace(run, name=name))
+    return list(found.values())
 
 
 def _by_kind(runs: Sequence[RunFolder]) -> list[tuple[Kind, list[RunFolder]]]:

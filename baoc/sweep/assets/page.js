@@ -1,0 +1,153 @@
+// Filters and draws what page.py has computed. Plotly is in the page already.
+"use strict";
+const data = JSON.parse(document.getElementById("data").textContent);
+const COLOURS = {BAOC: "#0b6bcb", uniform: "#d1700f", "random feasible": "#7a7f87"};
+const SPARE = ["#2f8f4e", "#8b5cc2", "#b3261e", "#0f8b8d"];
+const TITLES = {state_mib: "optimizer state, MiB", peak_mib: "peak memory, MiB", samples_per_s: "samples/s", risk: "predicted risk"};
+const CONFIG = {responsive: true, displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d", "toImage"]};
+const byId = (id) => document.getElementById(id);
+const number = (value, digits = 4) => (value === null || value === undefined ? "n/a" : Number(value).toPrecision(digits));
+
+function colour(family) {
+  const others = [...new Set(data.kinds.flatMap((kind) => kind.points.map((point) => point.family)))].filter((name) => !COLOURS[name]);
+  return COLOURS[family] || SPARE[others.indexOf(family) % SPARE.length];
+}
+
+function cell(row, text, tag = "td", numeric = false) {
+  const made = document.createElement(tag);
+  made.textContent = text;
+  if (numeric) made.className = "number";
+  row.appendChild(made);
+  return made;
+}
+
+function table(id, heads, rows, numeric = []) {
+  const holder = byId(id);
+  holder.replaceChildren();
+  const head = holder.insertRow();
+  heads.forEach((text, at) => cell(head, text, "th", numeric.includes(at)));
+  rows.forEach((values) => {
+    const row = holder.insertRow();
+    values.forEach((value, at) => cell(row, value, "td", numeric.includes(at)));
+  });
+  return holder;
+}
+
+function hover(kind, point) {
+  const spread = point.spread === null ? "" : ` ± ${number(point.spread, 2)} (${point.seeds} seeds)`;
+  return `<b>${point.label}</b><br>${kind.quality} ${number(point.quality)}${spread}<br>state ${number(point.state_mib)} MiB, peak ` +
+    `${number(point.peak_mib)} MiB<br>${number(point.samples_per_s)} samples/s<br>${point.command}`;
+}
+
+function front(kind, points, axis) {
+  const sign = kind.higher ? -1 : 1, along = axis === "samples_per_s" ? -1 : 1;
+  const better = (a, b) => sign * a.quality <= sign * b.quality && along * a[axis] <= along * b[axis] &&
+    (a.quality !== b.quality || a[axis] !== b[axis]);
+  return points.filter((point) => point.quality !== null && !points.some((other) => other.quality !== null && better(other, point)))
+    .sort((a, b) => a[axis] - b[axis]);
+}
+
+function scatter(kind, shown, axis) {
+  const traces = [];
+  [...new Set(shown.map((point) => point.family))].forEach((family) => {
+    const mine = shown.filter((point) => point.family === family && point.quality !== null);
+    const edge = front(kind, mine, axis);
+    traces.push({x: edge.map((p) => p[axis]), y: edge.map((p) => p.quality), mode: "lines", line: {color: colour(family), width: 1.5, shape: axis === "samples_per_s" ? "vh" : "hv"},
+      hoverinfo: "skip", showlegend: false});
+    traces.push({x: mine.map((p) => p[axis]), y: mine.map((p) => p.quality), name: family, mode: "markers", text: mine.map((p) => hover(kind, p)), hoverinfo: "text",
+      error_y: {type: "data", array: mine.map((p) => p.spread || 0), thickness: 1, width: 3},
+      marker: {color: colour(family), size: 9, symbol: mine.map((p) => (p.dominated ? "circle-open" : "circle"))}});
+  });
+  Plotly.react("scatter", traces, {margin: {l: 60, r: 12, t: 40, b: 48}, xaxis: {title: {text: TITLES[axis]}, type: axis === "samples_per_s" ? "linear" : "log"},
+    yaxis: {title: {text: kind.quality}}, legend: {orientation: "h", x: 0, y: 1.12}}, CONFIG);
+}
+
+function space(kind, shown) {
+  const traces = [...new Set(shown.map((point) => point.family))].map((family) => {
+    const mine = shown.filter((point) => point.family === family && point.quality !== null);
+    return {type: "scatter3d", mode: "markers", name: family, x: mine.map((p) => p.peak_mib), y: mine.map((p) => p.samples_per_s), z: mine.map((p) => p.quality),
+      text: mine.map((p) => hover(kind, p)), hoverinfo: "text", marker: {size: 4, color: colour(family)}};
+  });
+  Plotly.react("space", traces, {margin: {l: 0, r: 0, t: 0, b: 0}, legend: {orientation: "h"}, scene: {xaxis: {title: {text: "peak, MiB"}}, yaxis: {title: {text: "samples/s"}},
+    zaxis: {title: {text: kind.quality}}}}, CONFIG);
+}
+
+function parallel(kind, shown) {
+  const families = [...new Set(shown.map((point) => point.family))];
+  const usable = shown.filter((point) => point.quality !== null);
+  const axes = ["quality", "state_mib", "peak_mib", "samples_per_s", "risk"].filter((key) => usable.every((point) => point[key] !== null));
+  const steps = families.flatMap((family, at) => [[at / families.length, colour(family)], [(at + 1) / families.length, colour(family)]]);
+  Plotly.react("parallel", [{type: "parcoords", line: {color: usable.map((p) => families.indexOf(p.family)), cmin: -0.5, cmax: families.length - 0.5, colorscale: steps},
+    dimensions: axes.map((key) => ({label: key === "quality" ? kind.quality : TITLES[key], values: usable.map((p) => p[key])}))}], {margin: {l: 70, r: 70, t: 60, b: 30}}, CONFIG);
+}
+
+function heat(shown) {
+  const ordered = shown.filter((point) => Object.keys(point.choices).length).sort((a, b) => a.state_mib - b.state_mib);
+  const blocks = [...new Set(ordered.flatMap((point) => Object.keys(point.choices)))];
+  const specs = [...new Set(ordered.flatMap((point) => Object.values(point.choices)))].sort();
+  const steps = specs.flatMap((_, at) => {
+    const shade = `hsl(${Math.round((360 * at) / specs.length)}, 55%, ${at % 2 ? 62 : 74}%)`;
+    return [[at / specs.length, shade], [(at + 1) / specs.length, shade]];
+  });
+  const names = ordered.map((point, at) => `${at + 1}. ${point.label}`);
+  byId("heat").style.height = `${Math.max(420, 120 + 20 * blocks.length)}px`;
+  Plotly.react("heat", [{type: "heatmap", x: names, y: blocks, xgap: 1, ygap: 1, zmin: -0.5, zmax: specs.length - 0.5, colorscale: steps,
+    z: blocks.map((block) => ordered.map((point) => (block in point.choices ? specs.indexOf(point.choices[block]) : null))),
+    text: blocks.map((block) => ordered.map((point) => point.choices[block] || "")), hovertemplate: "%{y}<br>%{x}<br><b>%{text}</b><extra></extra>",
+    colorbar: {tickvals: specs.map((_, at) => at), ticktext: specs, len: 1}}], {margin: {l: 160, r: 20, t: 12, b: 150}, yaxis: {autorange: "reversed"}, xaxis: {tickangle: 30}}, CONFIG);
+}
+
+function curves(kind, shown) {
+  const traces = shown.flatMap((point) => Object.entries(point.curves).map(([key, pairs]) => ({x: pairs.map((p) => p[0]), y: pairs.map((p) => p[1]),
+    name: `${point.label} ${key}`, mode: key === "train/loss" ? "lines" : "markers", line: {color: colour(point.family), width: 1}, marker: {color: colour(point.family), size: 7},
+    hovertemplate: `${point.label}<br>step %{x}: %{y:.4g}<extra>${key}</extra>`, showlegend: false})));
+  Plotly.react("curves", traces, {margin: {l: 60, r: 12, t: 12, b: 44}, xaxis: {title: {text: "step"}}, yaxis: {title: {text: `train/loss (lines), ${kind.quality} (dots)`}}}, CONFIG);
+}
+
+function draw() {
+  const kind = data.kinds[byId("kind").value];
+  const axis = byId("axis").value;
+  const families = [...document.querySelectorAll("#families input:checked")].map((box) => box.value);
+  const shown = kind.points.filter((point) => families.includes(point.family));
+  const lost = shown.filter((point) => point.quality === null).length;
+  byId("summary").textContent = `${shown.length} of ${kind.points.length} points; ${kind.quality}, ${kind.higher ? "higher" : "lower"} is better` +
+    (lost ? `; ${lost} diverged and cannot be drawn` : "");
+  scatter(kind, shown, axis);
+  space(kind, shown);
+  parallel(kind, shown);
+  heat(shown);
+  curves(kind, shown);
+  table("volumes", ["memory axis", "family", "points", "share, %"], kind.volumes.map((row) => [row.axis === "state_bytes" ? "optimizer state" : "peak memory", row.family,
+    row.points, row.share === null ? "n/a" : row.share.toFixed(1)]), [2, 3]);
+  const ranked = [...shown].sort((a, b) => Number(a.dominated) - Number(b.dominated) || (kind.higher ? b.quality - a.quality : a.quality - b.quality));
+  const holder = table("points", ["point", "family", kind.quality, "sd", "seeds", "state MiB", "peak MiB", "samples/s", "command that makes it again (first seed)"],
+    ranked.map((p) => [p.label, p.family, number(p.quality), p.spread === null ? "" : number(p.spread, 2), p.seeds, number(p.state_mib), number(p.peak_mib), number(p.samples_per_s), p.command]),
+    [2, 3, 4, 5, 6, 7]);
+  ranked.forEach((point, at) => { if (point.dominated) holder.rows[at + 1].className = "dominated"; });
+}
+
+function choose() {
+  const kind = data.kinds[byId("kind").value];
+  byId("families").replaceChildren(...[...new Set(kind.points.map((point) => point.family))].map((family) => {
+    const label = document.createElement("label");
+    const box = Object.assign(document.createElement("input"), {type: "checkbox", value: family, checked: true});
+    box.addEventListener("change", draw);
+    label.append(box, " ", family);
+    label.style.color = colour(family);
+    return label;
+  }));
+  draw();
+}
+
+data.kinds.forEach((kind, at) => byId("kind").add(new Option(kind.name, at)));
+byId("kind").addEventListener("change", choose);
+byId("axis").addEventListener("change", draw);
+if (data.failed.length) {
+  const title = document.createElement("h2");
+  title.textContent = "Jobs without a good end";
+  const holder = Object.assign(document.createElement("table"), {id: "failures"});
+  byId("failed").append(title, holder);
+  table("failures", ["run", "settings", "exit code", "message"], data.failed.map((job) => [job.run, job.label, job.code === null ? "" : job.code, job.message]), [2]);
+}
+if (data.kinds.length) choose();
+document.body.dataset.ready = "yes";

@@ -1,0 +1,151 @@
+"""frontier.html: one page that compares frontiers and opens without a network.
+
+Everything the page shows is computed here and lies in it as JSON; its script only filters and draws.
+"""
+
+import html
+import json
+from collections.abc import Sequence
+from importlib.resources import files
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from baoc.frontier import Objective, build_frontier, over_seeds
+from baoc.sweep.runs import Kind, RunFolder, failed, labels, point
+from baoc.tracking.files import read_json
+from baoc.types import FrontierPoint
+
+MOST_CURVE_POINTS = 200
+FAMILIES = {"exact": "BAOC", "lagrangian": "BAOC", "greedy": "BAOC", "random": "random feasible"}
+AXES = ("peak_bytes", "state_bytes")  # of the hypervolumes; quality is the other one
+
+
+def family_of(allocator: str) -> str:
+    """What a point is compared as: BAOC's own choice, a uniform baseline, or a random feasible allocation."""
+    return "uniform" if allocator.startswith("uniform_") else FAMILIES.get(allocator, allocator)
+
+
+def page_data(runs: Sequence[RunFolder], *, title: str) -> dict[str, Any]:
+    """What the page shows, as plain values: per kind of run its points, hypervolumes and blocks; the failed jobs."""
+    names = dict(zip((run.path for run in runs), labels(runs), strict=True))
+    kinds: dict[Kind, list[RunFolder]] = {}
+    for run in runs:
+        if run.result is not None:
+            kinds.setdefault(run.kind, []).append(run)
+    jobs = [job for run in runs if (job := failed(run, label=names[run.path])) is not None]
+    return {
+        "title": title,
+        "kinds": [_kind(kind, members, names=names) for kind, members in kinds.items()],
+        "failed": [{"run": job.run, "label": job.label, "code": job.exit_code, "message": job.message} for job in jobs],
+    }
+
+
+def write_page(runs: Sequence[RunFolder], *, path: Path, title: str) -> None:
+    """Writes the page, Plotly's script included (about 4.5 MB)."""
+    from plotly.offline import get_plotlyjs
+
+    assets = files("baoc.sweep") / "assets"
+    data = json.dumps(page_data(runs, title=title), allow_nan=False).replace("</", "<\\/")
+    text = (assets / "page.html").read_text(encoding="utf-8")
+    for mark, value in (
+        ("%TITLE%", html.escape(title)),
+        ("%DATA%", data),
+        ("%SCRIPT%", (assets / "page.js").read_text(encoding="utf-8")),
+        ("%PLOTLY%", get_plotlyjs()),
+    ):
+        text = text.replace(mark, value)
+    draft = path.with_suffix(".tmp")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(path)
+
+
+def _kind(kind: Kind, runs: Sequence[RunFolder], *, names: dict[Path, str]) -> dict[str, Any]:
+    task, model, dataset, quality = kind
+    higher = bool(_result(runs[0])["quality"]["higher_is_better"])
+    groups: dict[str, list[RunFolder]] = {}
+    for run in runs:
+        groups.setdefault(names[run.path], []).append(run)
+    objectives = (Objective(name="quality", higher_is_better=higher), *(Objective(name=axis) for axis in AXES))
+    points = over_seeds([point(run, label=names[run.path]) for run in runs])
+    frontier = build_frontier(points, objectives=objectives)
+    families = [family_of(_result(groups[entry.label][0])["allocator"]) for entry in frontier.points]
+    return {
+        "name": " / ".join(part for part in (task, model, dataset) if part),
+        "quality": quality,
+        "higher": higher,
+        "points": [
+            _point(entry, groups[entry.label], family=family)
+            for entry, family in zip(frontier.points, families, strict=True)
+        ],
+        "volumes": _volumes(frontier.points, families=families, higher=higher),
+    }
+
+
+def _point(entry: FrontierPoint, seeds: Sequence[RunFolder], *, family: str) -> dict[str, Any]:
+    result = _result(seeds[0])
+    return {
+        "label": entry.label,
+        "family": family,
+        "allocator": result["allocator"],
+        "budget": result["budget"]["name"],
+        "quality": _finite(entry.quality),
+        "spread": entry.quality_spread,
+        "seeds": entry.num_seeds,
+        "peak_mib": entry.peak_bytes / 2**20,
+        "state_mib": entry.state_bytes / 2**20,
+        "samples_per_s": _finite(entry.samples_per_s),
+        "risk": _finite(result["risk_total"]),
+        "dominated": entry.dominated,
+        "command": result["command"],
+        "choices": _choices(seeds[0]),
+        "curves": {
+            key: curve for key in ("train/loss", result["quality"]["name"]) if (curve := _curve(seeds[0], key=key))
+        },
+    }
+
+
+def _volumes(points: Sequence[FrontierPoint], *, families: Sequence[str], higher: bool) -> list[dict[str, Any]]:
+    """Hypervolume of each family's front, in percent of that of all points; they share one reference, the worst."""
+    rows: list[dict[str, Any]] = []
+    for axis in AXES:
+        objectives = (Objective(name="quality", higher_is_better=higher), Objective(name=axis))
+        whole = build_frontier(points, objectives=objectives)
+        for family in dict.fromkeys(families):
+            own = [entry for entry, name in zip(points, families, strict=True) if name == family]
+            part = build_frontier(own, objectives=objectives, reference=whole.reference)
+            share = 100 * (part.hypervolume or 0.0) / whole.hypervolume if whole.hypervolume else None
+            rows.append({"axis": axis, "family": family, "points": len(own), "share": share})
+    return rows
+
+
+def _choices(run: RunFolder) -> dict[str, str]:
+    file = run.path / "allocation.json"
+    return dict(read_json(file)["choices"]) if file.is_file() else {}
+
+
+def _curve(run: RunFolder, *, key: str) -> list[list[float]]:
+    """(step, value) pairs of a metric, thinned evenly to MOST_CURVE_POINTS, the last one kept."""
+    file = run.path / "metrics.jsonl"
+    if not file.is_file():
+        return []
+    found: list[list[float]] = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # the torn last line of a run that was killed
+        if isinstance(row.get(key), int | float) and isfinite(row[key]):
+            found.append([row["step"], row[key]])
+    every = -(-len(found) // MOST_CURVE_POINTS) or 1
+    thinned = found[::every]
+    return thinned if not found or thinned[-1] is found[-1] else [*thinned, found[-1]]
+
+
+def _result(run: RunFolder) -> Any:
+    assert run.result is not None
+    return run.result
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and isfinite(value) else None

@@ -1,0 +1,87 @@
+"""frontier.html: what it compares, that it needs no network, and the command that makes it again."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baoc.sweep import frontier_of
+from baoc.sweep.page import MOST_CURVE_POINTS, family_of, page_data
+from baoc.sweep.report import main
+from baoc.sweep.runs import find_runs
+from tests.unit.test_sweep_frontier import error, job
+
+
+def data_in(page: Path) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text(), re.DOTALL)
+    assert found is not None
+    return json.loads(found[1])
+
+
+def three_families(folder: Path) -> None:
+    for seed, loss in ((0, 0.10), (1, 0.20)):
+        job(folder / f"exact_{seed}", loss=loss, seed=seed, state_bytes=50, peak_bytes=500)
+    job(folder / "random", loss=0.30, allocator="random", state_bytes=50, peak_bytes=500)
+    job(folder / "uniform", loss=0.20, allocator="uniform_sign", state_bytes=20, peak_bytes=400)
+    job(folder / "worst", loss=0.50, allocator="uniform_adamw", state_bytes=100, peak_bytes=1000)
+
+
+def test_families():
+    names = ["exact", "lagrangian", "greedy", "random", "uniform_foam8bit_matched", "least_state"]
+    assert [family_of(name) for name in names] == ["BAOC"] * 3 + ["random feasible", "uniform", "least_state"]
+
+
+def test_a_page_compares_families_on_one_reference(tmp_path: Path):
+    three_families(tmp_path)
+    frontier_of(tmp_path, show=False)
+    (kind,) = data_in(tmp_path / "frontier.html")["kinds"]
+    points = {point["allocator"]: point for point in kind["points"]}
+    assert points["exact"]["quality"] == pytest.approx(0.15) and points["exact"]["seeds"] == 2
+    assert points["exact"]["spread"] == pytest.approx(0.0707, abs=1e-4)
+    shares = {(row["axis"], row["family"]): row["share"] for row in kind["volumes"]}
+    # from (0.5, 100): exact dominates .35 x 50 = 17.5, uniform .3 x 80 = 24, together 24 + .05 x 50 = 26.5
+    assert shares["state_bytes", "BAOC"] == pytest.approx(100 * 17.5 / 26.5)
+    assert shares["state_bytes", "uniform"] == pytest.approx(100 * 24 / 26.5)
+    assert shares["state_bytes", "random feasible"] == pytest.approx(100 * 10 / 26.5)
+
+
+def test_the_page_needs_no_network_and_no_text_can_end_its_script(tmp_path: Path):
+    job(tmp_path / "0", loss=0.1, command="python run.py name='</script><b>'")
+    error(tmp_path / "1", exit_code=4, message="</script> out of memory")
+    frontier_of(tmp_path, show=False)
+    text = (tmp_path / "frontier.html").read_text()
+    assert not re.search(r"<(script|link|img)[^>]+(src|href)=", text)
+    data = data_in(tmp_path / "frontier.html")
+    assert data["kinds"][0]["points"][0]["command"].endswith("'</script><b>'")
+    assert data["failed"] == [{"run": "1", "label": "1", "code": 4, "message": "</script> out of memory"}]
+
+
+def test_diverged_runs_curves_and_choices(tmp_path: Path):
+    job(tmp_path / "0", loss=float("nan"))
+    rows = [{"step": step, "train/loss": 1.0 / (step + 1)} for step in range(1001)]
+    text = "\n".join(json.dumps(row) for row in rows) + '\n{"step": 1001, "train/lo'
+    (tmp_path / "0" / "metrics.jsonl").write_text(text)
+    (tmp_path / "0" / "allocation.json").write_text(json.dumps({"choices": {"head": "sign"}}))
+    (kind,) = page_data(find_runs(tmp_path), title="t")["kinds"]
+    (point,) = kind["points"]
+    assert point["quality"] is None and point["choices"] == {"head": "sign"}
+    curve = point["curves"]["train/loss"]
+    assert len(curve) <= MOST_CURVE_POINTS + 1 and curve[0] == [0, 1.0] and curve[-1][0] == 1000
+    assert all(row["share"] is None for row in kind["volumes"])
+
+
+def test_several_studies_become_one_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    job(tmp_path / "ours" / "0", loss=0.1)
+    job(tmp_path / "theirs" / "0", loss=0.2, allocator="random")
+    assert main([str(tmp_path / "ours"), str(tmp_path / "theirs"), "--out", str(tmp_path / "both")]) == 0
+    (kind,) = data_in(tmp_path / "both" / "frontier.html")["kinds"]
+    assert {point["family"] for point in kind["points"]} == {"BAOC", "random feasible"}
+    assert "ours/0" in (tmp_path / "both" / "frontier.csv").read_text()
+    assert not (tmp_path / "ours" / "frontier.html").exists()
+
+
+def test_a_folder_without_runs_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main([str(tmp_path)]) == 2
+    assert "there is no run in" in capsys.readouterr().err
