@@ -1,0 +1,35 @@
+"""Hydra's door to BAOC's studies: it finds sweepers in `hydra_plugins` only, and imports them at every start.
+
+So nothing heavy is imported here, and annotations stay real objects (hydra 1.3.8 breaks on postponed ones).
+"""
+
+from typing import Any, List  # noqa: UP035
+
+from hydra.core.config_store import ConfigStore
+from hydra.plugins.sweeper import Sweeper
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf
+
+
+class BaocSweeper(Sweeper):
+    """Runs `hydra.sweeper` as an Optuna study of processes; see `baoc.sweep.study`."""
+
+    def __init__(self, **study: Any) -> None:
+        self.study = study
+        self.config: DictConfig | None = None
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        self.config = config
+
+    def sweep(self, arguments: List[str]) -> Any:  # noqa: UP006
+        from baoc.sweep.study import run_study
+        from baoc.sweep.study_config import read_study
+
+        assert self.config is not None
+        plain = OmegaConf.to_container(self.config.hydra.sweeper, resolve=True)
+        return run_study(read_study(plain), folder=self.config.hydra.sweep.dir, extra=arguments)
+
+
+ConfigStore.instance().store(
+    group="hydra/sweeper", name="baoc", node={"_target_": "hydra_plugins.baoc_sweeper.BaocSweeper"}, provider="baoc"
+)

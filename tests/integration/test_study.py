@@ -1,0 +1,183 @@
+"""Studies whose trials are stubs: totals, kills, retries, constraints, and what is refused."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+
+from baoc.errors import BadInputError
+from baoc.sweep.study import WORST, open_study, run_study
+from baoc.sweep.study_config import StudyConfig, read_study
+from tests.conftest import ROOT
+
+# A trial in milliseconds: x decides how it ends, and each attempt leaves a line.
+STUB = """
+import json, os, signal, sys, time
+words = dict(word.split("=", 1) for word in sys.argv[1:])
+folder = words["hydra.run.dir"]
+x = float(words["x"])
+with open(os.path.join(folder, "attempts"), "a") as file:
+    file.write(words.get("resume", "new") + "\\n")
+def fail(code, message):
+    json.dump({"schema": 1, "kind": "K", "message": message, "exit_code": code}, open(folder + "/error.json", "w"))
+    sys.exit(code)
+attempts = len(open(folder + "/attempts").readlines())
+mode = words.get("mode", "ok")
+if mode == "slow":
+    time.sleep(0.3)
+if mode == "die_once" and attempts == 1:
+    open(folder + "/last.ckpt", "w").close()
+    os.kill(os.getpid(), signal.SIGKILL)
+if mode == "die":
+    os.kill(os.getpid(), signal.SIGKILL)
+if mode == "bad":
+    fail(2, "no such thing")
+if mode == "infeasible" and x < 0.5:
+    fail(3, "least feasible is 0.5")
+quality = (x - float(words.get("best", "0.3"))) ** 2
+result = {"quality": {"value": quality}, "state_bytes": int(100 * x), "peak_bytes": 1, "samples_per_s": 1.0}
+json.dump(result, open(folder + "/result.json", "w"))
+"""
+
+
+def config(**changes: object) -> StudyConfig:
+    values = {
+        "name": "s",
+        "objectives": {"quality": "minimize", "state_bytes": "minimize"},
+        "space": {"x": {"low": 0.0, "high": 1.0}},
+        "sampler": "random",
+        "n_trials": 6,
+        "workers": 2,
+    }
+    return read_study(values | changes)
+
+
+def attempts(folder: Path, number: int) -> list[str]:
+    return (folder / f"{number:04d}" / "attempts").read_text().split()
+
+
+def test_n_trials_is_the_total_and_a_second_run_begins_nothing_again(tmp_path: Path):
+    study = run_study(config(n_trials=4), folder=tmp_path, code=STUB)
+    assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * 4
+    study = run_study(config(n_trials=6), folder=tmp_path, code=STUB)
+    assert len(study.trials) == 6
+    assert all(attempts(tmp_path, number) == ["new"] for number in range(6))
+    for trial in study.trials:
+        x = trial.params["x"]
+        assert trial.values == pytest.approx([(x - 0.3) ** 2, int(100 * x)])
+
+
+def test_baselines_come_first_and_once(tmp_path: Path):
+    for total in (2, 3):
+        study = run_study(
+            config(n_trials=total, workers=1, baselines=[["x=0.25"], ["x=1"]]), folder=tmp_path, code=STUB
+        )
+    assert [trial.user_attrs["words"] for trial in study.trials][:2] == [["x=0.25"], ["x=1"]]
+    assert len(study.trials) == 3 and study.trials[2].params
+
+
+def test_a_killed_trial_goes_on_under_its_number_from_its_checkpoint(tmp_path: Path):
+    study = run_study(config(n_trials=3, fixed=["mode=die_once"]), folder=tmp_path, code=STUB)
+    assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * 3
+    for number in range(3):
+        assert attempts(tmp_path, number) == ["new", str(tmp_path / f"{number:04d}")]
+
+
+def test_a_trial_that_dies_again_and_again_fails_and_the_others_finish(tmp_path: Path):
+    study = run_study(config(n_trials=4, baselines=[["x=0.1", "mode=die"]], retries=2), folder=tmp_path, code=STUB)
+    assert [trial.state for trial in study.trials] == [TrialState.FAIL] + [TrialState.COMPLETE] * 3
+    assert len(attempts(tmp_path, 0)) == 3
+
+
+def test_an_impossible_budget_is_a_constraint_and_bad_input_a_failure(tmp_path: Path):
+    baselines = [["x=0.1", "mode=infeasible"], ["x=0.1", "mode=bad"]]
+    study = run_study(config(n_trials=3, baselines=baselines, sampler="tpe"), folder=tmp_path, code=STUB)
+    infeasible, bad, good = study.trials
+    assert infeasible.state is TrialState.COMPLETE and infeasible.values == [WORST, WORST]
+    assert bad.state is TrialState.FAIL and good.state is TrialState.COMPLETE
+    assert [trial.number for trial in study.best_trials] == [good.number]
+
+
+def test_fewer_impossible_budgets_are_proposed_later(tmp_path: Path):
+    changes = {
+        "n_trials": 30,
+        "sampler": "tpe",
+        "fixed": ["mode=infeasible", "best=0.8"],
+        "objectives": {"quality": "minimize"},
+    }
+    study = run_study(config(**changes), folder=tmp_path, code=STUB)
+    low = [trial.params["x"] < 0.5 for trial in study.trials]
+    assert sum(low[-10:]) < 0.6 * sum(low[:10])
+
+
+def test_another_space_or_other_objectives_are_refused_and_the_study_is_untouched(tmp_path: Path):
+    run_study(config(n_trials=2), folder=tmp_path, code=STUB)
+    with pytest.raises(BadInputError, match=r"study s has space .*'high': 1.0.* and was asked for .*'high': 2.0"):
+        run_study(config(space={"x": {"low": 0.0, "high": 2.0}}), folder=tmp_path, code=STUB)
+    with pytest.raises(BadInputError, match=r"study s has objectives .*state_bytes.* and was asked for"):
+        run_study(config(objectives={"quality": "minimize"}), folder=tmp_path, code=STUB)
+    assert len(open_study(config(n_trials=2), folder=tmp_path).trials) == 2
+
+
+def test_killing_everything_at_random_loses_and_repeats_nothing(tmp_path: Path):
+    """The whole study is killed (SIGKILL) again and again, and gives the trials of one that was left alone."""
+    points = {"x": {"choices": [i / 8 for i in range(8)]}}
+    given = config(n_trials=99, workers=1, sampler="grid", space=points)
+    alone = run_study(given, folder=tmp_path / "alone", code=STUB)
+    script = (
+        "import sys\nfrom tests.integration.test_study import STUB, config\nfrom baoc.sweep.study import run_study\n"
+        "run_study(config(n_trials=99, workers=1, fixed=['mode=slow'], retries=50, sampler='grid',"
+        " space={'x': {'choices': [i / 8 for i in range(8)]}}), folder=sys.argv[1], code=STUB)"
+    )
+    folder = tmp_path / "killed"
+    for kill_after in (1.9, 2.4, 2.1, None):
+        process = subprocess.Popen([sys.executable, "-c", script, str(folder)], cwd=ROOT, stdout=subprocess.DEVNULL)
+        if kill_after is None:
+            assert process.wait(timeout=120) == 0
+        else:
+            time.sleep(kill_after)
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+    study = optuna.load_study(study_name="s", storage=f"sqlite:///{folder / 'study.db'}")
+    assert len(alone.trials) == len(study.trials) == 8
+    assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * 8
+    assert [trial.params for trial in study.trials] == [trial.params for trial in alone.trials]
+    assert [trial.values for trial in study.trials] == [trial.values for trial in alone.trials]
+    assert sorted(path.name for path in folder.glob("0*")) == [f"{number:04d}" for number in range(8)]
+
+
+def test_two_processes_do_not_share_a_study_folder(tmp_path: Path):
+    from baoc.sweep.study import _alone
+
+    with _alone(tmp_path), pytest.raises(BadInputError, match="runs already"):
+        run_study(config(), folder=tmp_path, code=STUB)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sampler": "tpu"}, "sampler 'tpu'"),
+        ({"objectives": {"speed": "maximize"}}, "objective 'speed'"),
+        ({"objectives": {"state_bytes": "maximize"}}, "allowed is minimize"),
+        ({"space": {"x": {"low": 1, "high": 0}}}, "low must be below high"),
+        ({"space": {"x": {"low": 0.0, "high": 1.0}}, "sampler": "grid"}, "grid sampler needs choices"),
+        ({"space": {"x": 3}}, "give choices, or low and high"),
+        ({"n_trials": 0}, "n_trials=0: give a whole number of at least 1"),
+        ({"nTrials": 3}, "setting of a study"),
+        ({"space": {}}, "no hydra.sweeper.space"),
+    ],
+)
+def test_what_a_study_cannot_be(changes: dict[str, object], message: str):
+    with pytest.raises(BadInputError, match=message):
+        config(**changes)
+
+
+def test_several_values_beside_a_study_are_refused(tmp_path: Path):
+    with pytest.raises(BadInputError, match="several values beside sweeps=s"):
+        run_study(config(), folder=tmp_path, extra=["seed=0,1"], code=STUB)
