@@ -54,11 +54,12 @@ def _answer(given: Sequence[str]) -> bool:
 
 
 def _close(code: int) -> int:
-    """After a multirun, show its frontier. The exit code is the command's own, else that of the first failed job."""
+    """After a multirun, show its frontier. The exit code is the command's, else that of its first failed job."""
     sweep_dir = jobs.SESSION.sweep_dir
-    failures = jobs.failed_jobs(sweep_dir) if sweep_dir is not None else jobs.SESSION.failures
+    study = sweep_dir is not None and (sweep_dir / "study.lock").exists()  # it has told its failures itself
+    failures = jobs.SESSION.failures if sweep_dir is None else [] if study else jobs.failed_jobs(sweep_dir)
     if sweep_dir is not None and sweep_dir.is_dir():
-        if any(entry.is_dir() for entry in sweep_dir.iterdir()):
+        if study or any(entry.is_dir() for entry in sweep_dir.iterdir()):
             _show_frontier(sweep_dir)
         else:  # refused before its first job
             shutil.rmtree(sweep_dir)

@@ -59,6 +59,10 @@ def run_job(config: DictConfig) -> None:
     if not alone:
         print(f"\n--- run {hydra.job.num}: {' '.join(overrides) or 'defaults'}", flush=True)
     try:
+        if alone and (study := hydra.runtime.choices.get("sweeps")):
+            raise BadInputError(
+                f"sweeps={study} is a study of many runs: start it with -m, as in python run.py -m sweeps={study}"
+            )
         run_config = _prepare(config, run_dir=run_dir)
         _train(run_config, run_dir=run_dir, command=command_of(overrides))
     except (Exception, SystemExit, KeyboardInterrupt) as error:

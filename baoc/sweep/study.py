@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import optuna
+from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from baoc.errors import BadInputError
@@ -59,7 +60,7 @@ def open_study(config: StudyConfig, *, folder: Path) -> optuna.Study:
     study = optuna.create_study(
         study_name=config.name,
         storage=optuna.storages.RDBStorage(url, engine_kwargs=options),
-        directions=list(config.objectives.values()),
+        directions=[StudyDirection[way.upper()] for way in config.objectives.values()],
         sampler=make_sampler(config),
         load_if_exists=not _differs(url, config, options),
     )

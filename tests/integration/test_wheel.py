@@ -25,7 +25,12 @@ def test_it_holds_configuration_experiments_and_data(wheel: Path):
     for folder, pattern in (("conf", "**/*.yaml"), ("experiments", "*.yaml"), ("sweeps", "*.yaml")):
         for file in (ROOT / folder).glob(pattern):
             assert f"baoc/_assets/{file.relative_to(ROOT)}" in names
-    assert {"baoc/data/digits.npz", "baoc/sweep/assets/page.html", "baoc/sweep/assets/page.js"} <= names
+    assert {
+        "baoc/data/digits.npz",
+        "baoc/sweep/assets/page.html",
+        "baoc/sweep/assets/page.js",
+        "hydra_plugins/baoc_sweeper.py",
+    } <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert not [name for name in names if name.startswith(("tests/", "outputs/", "run.py"))]
 
