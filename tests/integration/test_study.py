@@ -106,14 +106,16 @@ def test_an_impossible_budget_is_a_constraint_and_bad_input_a_failure(tmp_path: 
 
 def test_fewer_impossible_budgets_are_proposed_later(tmp_path: Path):
     changes = {
-        "n_trials": 30,
+        "n_trials": 20,  # the first ten are drawn at random
+        "seed": 1,
+        "workers": 1,  # so that it proposes the same each time
         "sampler": "tpe",
         "fixed": ["mode=infeasible", "best=0.8"],
         "objectives": {"quality": "minimize"},
     }
     study = run_study(config(**changes), folder=tmp_path, code=STUB)
     low = [trial.params["x"] < 0.5 for trial in study.trials]
-    assert sum(low[-10:]) < 0.6 * sum(low[:10])
+    assert sum(low[10:]) < 0.5 * sum(low[:10])
 
 
 def test_another_space_or_other_objectives_are_refused_and_the_study_is_untouched(tmp_path: Path):
