@@ -71,7 +71,7 @@ class BaocOptimizer(BlockwiseOptimizer):
                 run_micro_batch=probe,
                 context_bytes=context_bytes(device),
             )
-            footprint = with_temporaries(footprint, params=named.values(), specs=settings.planner.specs)
+            footprint = _with_temporaries(footprint, params=named.values(), specs=settings.planner.specs)
         unknown = needs_memory and probe is None
         planner = Planner(
             describe(module if module is not None else pairs, optimizer_groups=groups),
@@ -109,7 +109,7 @@ class BaocOptimizer(BlockwiseOptimizer):
         if self._first_step is None:
             return
         planner, profiler = self.reallocator.planner, self.reallocator.profiler
-        planner.footprint = with_temporaries(
+        planner.footprint = _with_temporaries(
             self._first_step.finish(state_bytes=self.state_bytes()),
             params=self.roster.names,
             specs=planner.settings.specs,
@@ -162,13 +162,9 @@ class BaocOptimizer(BlockwiseOptimizer):
         )
 
 
-def with_temporaries(footprint: Footprint, *, params: Iterable[Tensor], specs: Sequence[str]) -> Footprint:
+def _with_temporaries(footprint: Footprint, *, params: Iterable[Tensor], specs: Sequence[str]) -> Footprint:
     """The footprint with what a step of each spec holds while it works on the largest of `params`."""
-    largest = max(params, key=lambda param: param.numel())
-    temporaries = step_temporaries(
-        select(specs).values(), device=largest.device, dtype=largest.dtype, largest=largest.numel()
-    )
-    return replace(footprint, step_temporary_bytes=temporaries)
+    return replace(footprint, step_temporary_bytes=step_temporaries(select(specs).values(), params=params))
 
 
 def name_parameters(params: Any) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:

@@ -3,7 +3,7 @@
 So nothing heavy is imported here, and annotations stay real objects (hydra 1.3.8 breaks on postponed ones).
 """
 
-from typing import Any, List  # noqa: UP035
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.plugins.sweeper import Sweeper
@@ -14,14 +14,13 @@ from omegaconf import DictConfig, OmegaConf
 class BaocSweeper(Sweeper):
     """Runs `hydra.sweeper` as an Optuna study of processes; see `baoc.sweep.study`."""
 
-    def __init__(self, **study: Any) -> None:
-        self.study = study
+    def __init__(self, **_: Any) -> None:
         self.config: DictConfig | None = None
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.config = config
 
-    def sweep(self, arguments: List[str]) -> Any:  # noqa: UP006
+    def sweep(self, arguments: list[str]) -> Any:
         from baoc.sweep.study import run_study
         from baoc.sweep.study_config import read_study
 

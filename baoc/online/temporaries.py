@@ -14,15 +14,15 @@ from baoc.types import OptimizerSpec
 _ROWS, _COLUMNS = 256, 256
 
 
-def step_temporaries(
-    specs: Iterable[OptimizerSpec], *, device: torch.device, dtype: torch.dtype, largest: int
-) -> dict[str, int]:
-    """Spec -> bytes for a tensor of `largest` elements, measured on 65,536 of them: temporaries grow with the tensor.
+def step_temporaries(specs: Iterable[OptimizerSpec], *, params: Iterable[torch.Tensor]) -> dict[str, int]:
+    """Spec -> bytes for the largest of `params`, measured on 65,536 elements: temporaries grow with the tensor.
 
     Steps go through tensors one by one, so the largest one decides. Rounded up, as the peak may not be above what is
     predicted.
     """
-    scale = largest / (_ROWS * _COLUMNS)
+    largest = max(params, key=lambda param: param.numel())
+    device, dtype = largest.device, largest.dtype
+    scale = largest.numel() / (_ROWS * _COLUMNS)
     return {
         spec.name: math.ceil(scale * step_temporary_bytes(_probe(spec, device=device, dtype=dtype), device=device))
         for spec in specs

@@ -78,8 +78,7 @@ class Probe:
 
     def footprint(self, specs: Sequence[OptimizerSpec], *, context_bytes: int) -> Footprint:
         """The module's own bytes, and what a step of each of `specs` holds for the largest parameter."""
-        largest = max((p for p in self.module.parameters() if p.requires_grad), key=lambda p: p.numel())
-        temporaries = step_temporaries(specs, device=largest.device, dtype=largest.dtype, largest=largest.numel())
+        temporaries = step_temporaries(specs, params=(p for p in self.module.parameters() if p.requires_grad))
         with silent(self.module):
             footprint = probe_footprint(
                 self.module,

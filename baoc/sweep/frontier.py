@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from baoc.errors import BadInputError
-from baoc.frontier import Frontier, Objective, build_frontier, frontier_rows, over_seeds
+from baoc.frontier import Frontier, frontier_rows
+from baoc.sweep.kinds import by_kind, failed_jobs, frontier_of_kind, names_of
 from baoc.sweep.page import write_page
-from baoc.sweep.runs import Kind, RunFolder, failed, find_runs, labels, point
+from baoc.sweep.runs import Kind, RunFolder, find_runs
 from baoc.tracking.console import print_frontier
 from baoc.tracking.files import write_csv
 from baoc.types import FailedRun
@@ -36,13 +37,11 @@ def report(folders: Sequence[Path], *, out: Path, show: bool = True, page: bool 
     rows with their exit code and message. Raises BadInputError where there is no run at all.
     """
     runs = _runs_in(folders)
-    names = dict(zip((run.path for run in runs), labels(runs), strict=True))
-    bad = tuple(entry for run in runs if (entry := failed(run, label=names[run.path])) is not None)
+    names, kinds = names_of(runs), by_kind(runs)
+    bad = failed_jobs(runs, names=names)
+    frontiers = [frontier_of_kind(members, names=names) for _, members in kinds]
     rows: list[dict[str, Any]] = []
-    frontiers: list[Frontier] = []
-    for kind, members in _by_kind(runs):
-        frontier = _frontier(members, names=names)
-        frontiers.append(frontier)
+    for (kind, _), frontier in zip(kinds, frontiers, strict=True):
         rows += [{**row, "quality_name": kind[3], "exit_code": 0, "message": ""} for row in frontier_rows(frontier)]
     rows += [
         {"run": job.run, "label": job.label, "exit_code": job.exit_code, "message": " ".join(job.message.split())}
@@ -53,7 +52,7 @@ def report(folders: Sequence[Path], *, out: Path, show: bool = True, page: bool 
     if page:
         write_page(runs, path=out / "frontier.html", title=f"Frontier of {', '.join(f.name for f in folders)}")
     if show:
-        _show(frontiers, kinds=[kind for kind, _ in _by_kind(runs)], bad=bad)
+        _show(frontiers, kinds=[kind for kind, _ in kinds], bad=bad)
     return SweepFrontier(frontiers=tuple(frontiers), failed=bad)
 
 
@@ -68,25 +67,6 @@ def _runs_in(folders: Sequence[Path]) -> list[RunFolder]:
             name = run.name if len(folders) == 1 else f"{folder.name}/{run.name}"
             found.setdefault(run.path.resolve(), replace(run, name=name))
     return list(found.values())
-
-
-def _by_kind(runs: Sequence[RunFolder]) -> list[tuple[Kind, list[RunFolder]]]:
-    kinds: dict[Kind, list[RunFolder]] = {}
-    for run in runs:
-        if run.result is not None:
-            kinds.setdefault(run.kind, []).append(run)
-    return list(kinds.items())
-
-
-def _frontier(runs: Sequence[RunFolder], *, names: dict[Path, str]) -> Frontier:
-    result = runs[0].result
-    assert result is not None
-    objectives = (
-        Objective(name="quality", higher_is_better=result["quality"]["higher_is_better"]),
-        Objective(name="peak_bytes"),
-        Objective(name="state_bytes"),
-    )
-    return build_frontier(over_seeds([point(run, label=names[run.path]) for run in runs]), objectives=objectives)
 
 
 def _show(frontiers: Sequence[Frontier], *, kinds: Sequence[Kind], bad: Sequence[FailedRun]) -> None:

@@ -11,14 +11,14 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from baoc.frontier import Objective, build_frontier, over_seeds
-from baoc.sweep.runs import Kind, RunFolder, failed, labels, point
-from baoc.tracking.files import read_json
+from baoc.frontier import Objective, build_frontier
+from baoc.sweep.kinds import AXES, Names, by_kind, failed_jobs, frontier_of_kind, names_of, quality_of
+from baoc.sweep.runs import Kind, RunFolder, result_of
+from baoc.tracking.files import read_json, read_jsonl, write_text
 from baoc.types import FrontierPoint
 
 MOST_CURVE_POINTS = 200
 FAMILIES = {"exact": "BAOC", "lagrangian": "BAOC", "greedy": "BAOC", "random": "random feasible"}
-AXES = ("peak_bytes", "state_bytes")  # of the hypervolumes; quality is the other one
 
 
 def family_of(allocator: str) -> str:
@@ -28,15 +28,11 @@ def family_of(allocator: str) -> str:
 
 def page_data(runs: Sequence[RunFolder], *, title: str) -> dict[str, Any]:
     """What the page shows, as plain values: per kind of run its points, hypervolumes and blocks; the failed jobs."""
-    names = dict(zip((run.path for run in runs), labels(runs), strict=True))
-    kinds: dict[Kind, list[RunFolder]] = {}
-    for run in runs:
-        if run.result is not None:
-            kinds.setdefault(run.kind, []).append(run)
-    jobs = [job for run in runs if (job := failed(run, label=names[run.path])) is not None]
+    names = names_of(runs)
+    jobs = failed_jobs(runs, names=names)
     return {
         "title": title,
-        "kinds": [_kind(kind, members, names=names) for kind, members in kinds.items()],
+        "kinds": [_kind(kind, members, names=names) for kind, members in by_kind(runs)],
         "failed": [{"run": job.run, "label": job.label, "code": job.exit_code, "message": job.message} for job in jobs],
     }
 
@@ -55,35 +51,31 @@ def write_page(runs: Sequence[RunFolder], *, path: Path, title: str) -> None:
         ("%PLOTLY%", get_plotlyjs()),
     ):
         text = text.replace(mark, value)
-    draft = path.with_suffix(".tmp")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(path)
+    write_text(path, text)
 
 
-def _kind(kind: Kind, runs: Sequence[RunFolder], *, names: dict[Path, str]) -> dict[str, Any]:
+def _kind(kind: Kind, runs: Sequence[RunFolder], *, names: Names) -> dict[str, Any]:
     task, model, dataset, quality = kind
-    higher = bool(_result(runs[0])["quality"]["higher_is_better"])
+    objective = quality_of(runs)
     groups: dict[str, list[RunFolder]] = {}
     for run in runs:
         groups.setdefault(names[run.path], []).append(run)
-    objectives = (Objective(name="quality", higher_is_better=higher), *(Objective(name=axis) for axis in AXES))
-    points = over_seeds([point(run, label=names[run.path]) for run in runs])
-    frontier = build_frontier(points, objectives=objectives)
-    families = [family_of(_result(groups[entry.label][0])["allocator"]) for entry in frontier.points]
+    frontier = frontier_of_kind(runs, names=names)
+    families = [family_of(result_of(groups[entry.label][0])["allocator"]) for entry in frontier.points]
     return {
         "name": " / ".join(part for part in (task, model, dataset) if part),
         "quality": quality,
-        "higher": higher,
+        "higher": objective.higher_is_better,
         "points": [
             _point(entry, groups[entry.label], family=family)
             for entry, family in zip(frontier.points, families, strict=True)
         ],
-        "volumes": _volumes(frontier.points, families=families, higher=higher),
+        "volumes": _volumes(frontier.points, families=families, quality=objective),
     }
 
 
 def _point(entry: FrontierPoint, seeds: Sequence[RunFolder], *, family: str) -> dict[str, Any]:
-    result = _result(seeds[0])
+    result = result_of(seeds[0])
     return {
         "label": entry.label,
         "family": family,
@@ -99,17 +91,15 @@ def _point(entry: FrontierPoint, seeds: Sequence[RunFolder], *, family: str) -> 
         "dominated": entry.dominated,
         "command": result["command"],
         "choices": _choices(seeds[0]),
-        "curves": {
-            key: curve for key in ("train/loss", result["quality"]["name"]) if (curve := _curve(seeds[0], key=key))
-        },
+        "curves": _curves(seeds[0], keys=("train/loss", result["quality"]["name"])),
     }
 
 
-def _volumes(points: Sequence[FrontierPoint], *, families: Sequence[str], higher: bool) -> list[dict[str, Any]]:
+def _volumes(points: Sequence[FrontierPoint], *, families: Sequence[str], quality: Objective) -> list[dict[str, Any]]:
     """Hypervolume of each family's front, in percent of that of all points; they share one reference, the worst."""
     rows: list[dict[str, Any]] = []
     for axis in AXES:
-        objectives = (Objective(name="quality", higher_is_better=higher), Objective(name=axis))
+        objectives = (quality, Objective(name=axis))
         whole = build_frontier(points, objectives=objectives)
         for family in dict.fromkeys(families):
             own = [entry for entry, name in zip(points, families, strict=True) if name == family]
@@ -124,27 +114,20 @@ def _choices(run: RunFolder) -> dict[str, str]:
     return dict(read_json(file)["choices"]) if file.is_file() else {}
 
 
-def _curve(run: RunFolder, *, key: str) -> list[list[float]]:
-    """(step, value) pairs of a metric, thinned evenly to MOST_CURVE_POINTS, the last one kept."""
+def _curves(run: RunFolder, *, keys: Sequence[str]) -> dict[str, list[list[float]]]:
+    """Metric -> (step, value) pairs, thinned evenly to MOST_CURVE_POINTS, the last one kept; absent ones left out."""
     file = run.path / "metrics.jsonl"
-    if not file.is_file():
-        return []
-    found: list[list[float]] = []
-    for line in file.read_text(encoding="utf-8").splitlines():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # the torn last line of a run that was killed
-        if isinstance(row.get(key), int | float) and isfinite(row[key]):
-            found.append([row["step"], row[key]])
-    every = -(-len(found) // MOST_CURVE_POINTS) or 1
-    thinned = found[::every]
-    return thinned if not found or thinned[-1] is found[-1] else [*thinned, found[-1]]
-
-
-def _result(run: RunFolder) -> Any:
-    assert run.result is not None
-    return run.result
+    rows = read_jsonl(file) if file.is_file() else []
+    curves: dict[str, list[list[float]]] = {}
+    for key in keys:
+        found = [
+            [row["step"], row[key]] for row in rows if isinstance(row.get(key), int | float) and isfinite(row[key])
+        ]
+        every = -(-len(found) // MOST_CURVE_POINTS) or 1
+        if found:
+            thinned = found[::every]
+            curves[key] = thinned if thinned[-1] is found[-1] else [*thinned, found[-1]]
+    return curves
 
 
 def _finite(value: float | None) -> float | None:

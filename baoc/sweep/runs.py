@@ -33,9 +33,15 @@ class RunFolder:
     @property
     def kind(self) -> Kind:
         """Runs of one kind may be compared."""
-        assert self.result is not None
+        result = result_of(self)
         dataset = str(self.settings.get("dataset.name", ""))
-        return self.result["task"], self.result["model"], dataset, self.result["quality"]["name"]
+        return result["task"], result["model"], dataset, result["quality"]["name"]
+
+
+def result_of(run: RunFolder) -> Mapping[str, Any]:
+    """`result.json` of a run that is known to be finished."""
+    assert run.result is not None
+    return run.result
 
 
 def find_runs(folder: Path) -> list[RunFolder]:
@@ -67,8 +73,7 @@ def labels(runs: Sequence[RunFolder]) -> list[str]:
 
 def point(run: RunFolder, *, label: str) -> FrontierPoint:
     """A finished run as a frontier sees it; what was not finite (null in JSON) is NaN again."""
-    result = run.result
-    assert result is not None
+    result = result_of(run)
     return FrontierPoint(
         run=run.name,
         task=result["task"],

@@ -19,12 +19,13 @@ import optuna
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, Trial, TrialState
 
+from baoc.config.failures import BUG
 from baoc.errors import BadInputError
 from baoc.sweep.study_config import Param, StudyConfig
 from baoc.sweep.trial import COMMAND, Outcome, TrialProcess
 from baoc.tracking.console import say
 
-WORST = 1e30  # told for a trial without a value; its constraint is violated, so samplers do not learn from it
+WORST = 1e30  # told for a trial without a value, and for a quality that diverged
 POLL_S = 0.1
 _ENDED = (TrialState.COMPLETE, TrialState.FAIL, TrialState.PRUNED)
 
@@ -57,18 +58,20 @@ def open_study(config: StudyConfig, *, folder: Path) -> optuna.Study:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     url = config.storage or f"sqlite:///{folder / 'study.db'}"
     options = {"connect_args": {"timeout": 60}} if url.startswith("sqlite") else {}
+    storage = optuna.storages.RDBStorage(url, engine_kwargs=options)
+    _check_definition(config, storage)
     study = optuna.create_study(
         study_name=config.name,
-        storage=optuna.storages.RDBStorage(url, engine_kwargs=options),
+        storage=storage,
         directions=[StudyDirection[way.upper()] for way in config.objectives.values()],
         sampler=make_sampler(config),
-        load_if_exists=not _differs(url, config, options),
+        load_if_exists=True,
     )
     if "definition" not in study.user_attrs:
-        for baseline in config.baselines:
-            study.enqueue_trial({}, user_attrs={"overrides": list(baseline)})
-        for point in grid(config):
-            study.enqueue_trial(point)
+        queue = [({}, {"overrides": list(baseline)}) for baseline in config.baselines]
+        queue += [(point, {}) for point in grid(config)]
+        for params, attributes in queue[len(study.trials) :]:  # from where an earlier start was killed
+            study.enqueue_trial(params, user_attrs=attributes)
         study.set_user_attr("definition", config.definition())
     return study
 
@@ -93,17 +96,16 @@ def make_sampler(config: StudyConfig) -> optuna.samplers.BaseSampler:
     return optuna.samplers.TPESampler(seed=seed, constant_liar=config.workers > 1, multivariate=True)
 
 
-def _differs(url: str, config: StudyConfig, options: dict[str, Any]) -> bool:
-    storage = optuna.storages.RDBStorage(url, engine_kwargs=options)
+def _check_definition(config: StudyConfig, storage: optuna.storages.BaseStorage) -> None:
+    """Raises BadInputError if the storage has a study of this name with another space or other objectives."""
     known = {study.study_name: study.user_attrs.get("definition") for study in optuna.get_all_study_summaries(storage)}
-    kept, asked = known.get(config.name), config.definition()
-    for key in asked if kept else ():
-        if kept is not None and kept[key] != asked[key]:
+    kept, asked = known.get(config.name) or {}, config.definition()
+    for key in kept:
+        if kept[key] != asked[key]:
             raise BadInputError(
                 f"study {config.name} has {key} {kept[key]} and was asked for {asked[key]}: trials of both cannot be "
                 "compared. Give it another hydra.sweeper.name, or the settings it has"
             )
-    return False
 
 
 def _with_extra(config: StudyConfig, extra: Sequence[str]) -> StudyConfig:
@@ -193,15 +195,13 @@ class _Runner:
     def _finish(self, number: int, outcome: Outcome) -> None:
         trial = self.study.get_trials(deepcopy=False)[number]
         if not outcome.answered:
-            if outcome.exit_code < 0 or outcome.exit_code == 1:  # killed, or a bug: worth another attempt
+            if outcome.exit_code < 0 or outcome.exit_code == BUG:  # killed, or a bug: worth another attempt
                 self._retry(trial)
                 return
             self._tell(number, state=TrialState.FAIL, text=f"failed: {outcome.message}")
             return
         values = [_value(outcome, name, way) for name, way in self.config.objectives.items()]
-        live = Trial(self.study, trial._trial_id)
-        live.set_constraint("budget", outcome.violated)  # at most 0 where it was met
-        live.set_user_attr("folder", f"{number:04d}")
+        Trial(self.study, trial._trial_id).set_constraint("budget", outcome.violated)  # at most 0 where it was met
         text = ", ".join(f"{name} {value:.6g}" for name, value in zip(self.config.objectives, values, strict=True))
         self._tell(number, values=values, text=outcome.message if outcome.violated else text)
 

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from baoc.errors import BudgetBreachedError, InfeasibleBudgetError
+from baoc.sweep.runs import CONFIG, ERROR, RESULT
 from baoc.tracking.files import read_json
 
 COMMAND = "import sys; from baoc.config.cli import main; sys.exit(main(sys.argv[1:]))"
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
-INFEASIBLE, BREACHED = 3, 4  # exit codes that are answers, not failures
+INFEASIBLE, BREACHED = InfeasibleBudgetError.exit_code, BudgetBreachedError.exit_code  # answers, not failures
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +79,7 @@ class TrialProcess:
 
 def outcome_in(folder: Path, *, exit_code: int) -> Outcome:
     """What a folder tells of its trial; a result counts only if the process ended well or breached its budget."""
-    result = folder / "result.json"
-    error = folder / "error.json"
+    result, error = folder / RESULT, folder / ERROR
     told = read_json(result) if result.is_file() and exit_code in (0, BREACHED) else None
     message = read_json(error)["message"] if error.is_file() else ""
     if not message and exit_code:
@@ -89,7 +90,7 @@ def outcome_in(folder: Path, *, exit_code: int) -> Outcome:
 
 def _clear(folder: Path) -> None:
     """A trial that left no checkpoint begins anew: its unfinished records go, its log stays."""
-    for name in ("result.json", "error.json", "metrics.jsonl", "config.yaml"):
+    for name in (RESULT, ERROR, CONFIG, "metrics.jsonl"):
         (folder / name).unlink(missing_ok=True)
 
 

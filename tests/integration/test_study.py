@@ -82,6 +82,17 @@ def test_baselines_come_first_and_once(tmp_path: Path):
     assert len(study.trials) == 3 and study.trials[2].params
 
 
+def test_a_start_that_was_killed_while_it_put_baselines_down_goes_on_with_the_rest(tmp_path: Path):
+    given = config(n_trials=3, workers=1, baselines=[["x=0.25"], ["x=1"]])
+    begun = optuna.create_study(
+        study_name="s", storage=f"sqlite:///{tmp_path / 'study.db'}", directions=["minimize", "minimize"]
+    )
+    begun.enqueue_trial({}, user_attrs={"overrides": ["x=0.25"]})
+    study = run_study(given, folder=tmp_path, code=STUB)
+    assert [trial.user_attrs["words"] for trial in study.trials][:2] == [["x=0.25"], ["x=1"]]
+    assert len(study.trials) == 3 and study.trials[2].params
+
+
 def test_a_killed_trial_goes_on_under_its_number_from_its_checkpoint(tmp_path: Path):
     study = run_study(config(n_trials=3, fixed=["mode=die_once"]), folder=tmp_path, code=STUB)
     assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * 3
