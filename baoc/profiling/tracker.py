@@ -91,9 +91,13 @@ class MemoryTracker(TorchDispatchMode):
         return out
 
     def _is_composite(self, func: Any) -> bool:
+        """Whether `func` is made of parts here. One with a kernel of its own (silu_backward) runs that, as untracked:
+        its parts would round differently, so a step would not be the same step when it is tracked."""
         known = self._composite.get(func)
         if known is None:
-            known = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+            backend = {"meta": "Meta"}.get(self._device or "cpu", (self._device or "cpu").upper())
+            has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+            known = has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(func.name(), backend)
             self._composite[func] = known
         return known
 
