@@ -6,7 +6,7 @@ Allocators see nothing but the candidates made here.
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from baoc.catalogue import STORAGES
+from baoc.catalogue import STORAGES, WEIGHT_DTYPES
 from baoc.cost import cost
 from baoc.errors import BadInputError
 from baoc.risk import RiskModel
@@ -33,8 +33,12 @@ def applies(
     """None if `spec` may run on `block`, else the reason why not, as a clause to be shown."""
     if rule.hidden_only and block.role in (Role.EMBEDDING, Role.HEAD):
         return f"{rule.name} is for hidden matrices, not for the {block.role}"
-    if block.role in keep_fp32_roles and spec.storage != "fp32":
-        return f"{block.role} blocks keep fp32 storage (catalogue.keep_fp32_roles)"
+    if block.role in keep_fp32_roles and (spec.storage != "fp32" or spec.weights != "native"):
+        return f"{block.role} blocks keep fp32 storage and native weights (catalogue.keep_fp32_roles)"
+    if spec.weights != "native":
+        for param in block.params:
+            if param.dtype not in WEIGHT_DTYPES:
+                return f"{spec.weights} weights are made of {' or '.join(WEIGHT_DTYPES)}, {param.name} is {param.dtype}"
     if rule.needs_matrix:
         for param in block.params:
             if param.matrix_shape is None:
@@ -121,7 +125,8 @@ def _by_bytes(candidate: Candidate) -> tuple[float, float, float, float]:
 
 
 def undominated(candidates: Mapping[str, Sequence[Candidate]], *, with_time: bool = True) -> CandidateSets:
-    """Per block the candidates that no other one beats or equals in bytes, risk, traffic and (`with_time`) seconds.
+    """Per block the candidates that no other beats or equals in bytes (of state and of weights), risk, traffic and
+    (`with_time`) seconds.
 
     Of equals the first stays.
     """
@@ -132,7 +137,7 @@ def _frontier(candidates: Sequence[Candidate], *, with_time: bool) -> tuple[Cand
     kept: list[tuple[tuple[float, ...], Candidate]] = []
     for candidate in sorted(candidates, key=_by_bytes):
         num_bytes, risk, step_s, transfer = _by_bytes(candidate)
-        values = (num_bytes, risk, transfer, step_s if with_time else 0.0)
+        values = (num_bytes, risk, transfer, step_s if with_time else 0.0, float(candidate.cost.weight_bytes))
         if not any(all(a <= b for a, b in zip(other, values, strict=True)) for other, _ in kept):
             kept.append((values, candidate))
     return tuple(candidate for _, candidate in kept)
@@ -150,6 +155,7 @@ def candidate_rows(candidates: Mapping[str, Sequence[Candidate]], *, with_time: 
                 "role": candidate.role.value,
                 "spec": candidate.spec,
                 "state_bytes": candidate.cost.state_bytes,
+                "weight_bytes": candidate.cost.weight_bytes,
                 "transfer_bytes": candidate.cost.transfer_bytes,
                 "step_s": candidate.cost.step_s,
                 "risk": candidate.risk.total,

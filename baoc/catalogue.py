@@ -4,19 +4,22 @@ A row only names what the rule and codec files implement; tests build and step e
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from baoc.errors import BadInputError
-from baoc.types import CodecInfo, OptimizerSpec, StorageScheme
+from baoc.types import CodecInfo, OptimizerSpec, StorageScheme, WeightsInfo
 
 GROUP = 32  # elements that share one scale; its two bytes cost 1/16 byte per element
+PACKED_GROUP = 64  # of the 4-bit codecs
+LEAST_PACKED = 4096  # states of fewer numbers stay fp32 under int4: they are biases and norms, and cost next to nothing
 _SCALE_BYTES = 2  # bf16, which has the range of fp32: fp16 scales lose the state below 1e-6
 
 
-def _codec(name: str, description: str, *, bits: int, scaled: bool = False) -> CodecInfo:
-    group, scale_bytes = (GROUP, _SCALE_BYTES) if scaled else (0, 0)
-    return CodecInfo(name=name, description=description, bits=bits, group=group, scale_bytes=scale_bytes)
+def _codec(name: str, description: str, *, bits: int, group: int = 0) -> CodecInfo:
+    scale_bytes, phased = _SCALE_BYTES if group else 0, bits < 8
+    return CodecInfo(name=name, description=description, bits=bits, group=group, scale_bytes=scale_bytes, phased=phased)
 
 
 CODECS: dict[str, CodecInfo] = {
@@ -24,10 +27,16 @@ CODECS: dict[str, CodecInfo] = {
     for codec in (
         _codec("fp32", "the numbers themselves", bits=32),
         _codec("bf16", "rounded to bfloat16", bits=16),
-        _codec("softsign8", "int8 of a softsign-companded value, groups of 32 (for m)", bits=8, scaled=True),
-        _codec("sqrt8", "uint8 of the square root, groups of 32 (for v)", bits=8, scaled=True),
-        _codec("log8m", "int8 with a sign and a logarithm, groups of 32 (for m of wide spread)", bits=8, scaled=True),
-        _codec("log8v", "uint8 of the logarithm, groups of 32 (for v of wide spread)", bits=8, scaled=True),
+        _codec("softsign8", "int8 of a softsign-companded value, groups of 32 (for m)", bits=8, group=GROUP),
+        _codec("sqrt8", "uint8 of the square root, groups of 32 (for v)", bits=8, group=GROUP),
+        _codec("log8m", "int8 with a sign and a logarithm, groups of 32 (for m of wide spread)", bits=8, group=GROUP),
+        _codec("log8v", "uint8 of the logarithm, groups of 32 (for v of wide spread)", bits=8, group=GROUP),
+        _codec("root8m", "int8 with a sign and a fourth root, groups of 32 (for m of any spread)", bits=8, group=GROUP),
+        _codec("root8v", "uint8 of the eighth root, groups of 32 (for v of any spread)", bits=8, group=GROUP),
+        _codec("root4", "4 bits, sign and root, groups of 64 (for m)", bits=4, group=PACKED_GROUP),
+        _codec(
+            "lattice4", "4 bits on a logarithmic lattice without zero, groups of 64 (for v)", bits=4, group=PACKED_GROUP
+        ),
     )
 }
 
@@ -38,33 +47,64 @@ STORAGES: dict[str, StorageScheme] = {
         StorageScheme(name="bf16", description="2 bytes per number", m="bf16", v="bf16"),
         StorageScheme(name="int8", description="1.06 bytes per number, companded", m="softsign8", v="sqrt8"),
         StorageScheme(name="int8_log", description="1.06 bytes per number, logarithmic", m="log8m", v="log8v"),
+        StorageScheme(name="int8_root", description="1.06 bytes per number, roots", m="root8m", v="root8v"),
+        StorageScheme(
+            name="int4",
+            description=f"0.53 bytes per number; states of fewer than {LEAST_PACKED} numbers stay fp32",
+            m="root4",
+            v="lattice4",
+            least_numel=LEAST_PACKED,
+        ),
     )
 }
 
 # rule, its text, the storages it is offered in; (numbers kept per element) opens each text
 _NARROW = ("fp32", "bf16", "int8")
+_M_ONLY = (*_NARROW, "int8_root", "int4")
+_FULL = (*_NARROW, "int8_log", "int8_root", "int4")
+_FOLDS = {1: "(1)", 2: "(1/2)", 3: "(1/4)", 8: "(1/128)"}
+
+
+def _foam_rules(suffix: str, along: str, storages: tuple[str, ...]) -> list[tuple[str, str, tuple[str, ...]]]:
+    return [
+        (f"foam_l{level}{suffix}", f"m and v folded by {2**level} along {along} {kept}: FOAM", storages)
+        for level, kept in _FOLDS.items()
+    ]
+
+
 _RULES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("adamw", "m and v (2 per element): AdamW", (*_NARROW, "int8_log")),
-    ("rmsprop", "v (1): AdamW without momentum", (*_NARROW, "int8_log")),
-    ("adamw_shared_in", "m, and v per row (1): AdamW with v shared along fan-in", _NARROW),
-    ("adamw_shared_out", "m, and v per column (1): AdamW with v shared along fan-out", _NARROW),
+    ("adamw", "m and v (2 per element): AdamW", _FULL),
+    ("rmsprop", "v (1): AdamW without momentum", _FULL),
+    ("adamw_shared_in", "m, and v per row (1): AdamW with v shared along fan-in", _M_ONLY),
+    ("adamw_shared_out", "m, and v per column (1): AdamW with v shared along fan-out", _M_ONLY),
     ("adafactor", "v per row and per column (~0): Adafactor without momentum", ("fp32",)),
-    ("adafactor_momentum", "m, and v per row and per column (1): Adafactor", ("fp32", "int8")),
-    ("lion", "m (1): sign of the interpolated momentum", _NARROW),
-    ("signum", "m (1): sign of the momentum", ("fp32", "int8")),
-    ("foam_l1", "m and v folded by 2 along fan-in (1): FOAM", ("fp32", "int8")),
-    ("foam_l2", "m and v folded by 4 along fan-in (1/2): FOAM", ("fp32", "int8")),
-    ("foam_l3", "m and v folded by 8 along fan-in (1/4): FOAM", ("fp32", "int8")),
-    ("foam_l8", "m and v folded by 256 along fan-in (1/128): FOAM", ("fp32", "int8")),
-    ("foam_l1_out", "m and v folded by 2 along fan-out (1): FOAM", ("fp32", "int8")),
-    ("foam_l2_out", "m and v folded by 4 along fan-out (1/2): FOAM", ("fp32", "int8")),
-    ("foam_l3_out", "m and v folded by 8 along fan-out (1/4): FOAM", ("fp32", "int8")),
-    ("foam_l8_out", "m and v folded by 256 along fan-out (1/128): FOAM", ("fp32", "int8")),
+    ("adafactor_momentum", "m, and v per row and per column (1): Adafactor", _M_ONLY),
+    ("lion", "m (1): sign of the interpolated momentum", _FULL),
+    ("signum", "m (1): sign of the momentum", _M_ONLY),
+    ("muon", "m (1): orthogonalized momentum, hidden matrices only: Muon", _NARROW),
+    *_foam_rules("", "fan-in", ("fp32", "int8")),
+    *_foam_rules("_out", "fan-out", ("fp32", "int8")),
+    *_foam_rules("_sq", "fan-in, v of squares", ("fp32", "int8")),
     ("sign", "nothing (0): sign of the gradient", ("fp32",)),
+    ("column_norm", "nothing (0): gradient with columns of one norm", ("fp32",)),
 )
 
 
-def _specs() -> dict[str, OptimizerSpec]:
+WEIGHTS: dict[str, WeightsInfo] = {
+    weights.name: weights
+    for weights in (
+        WeightsInfo(name="native", description="as the parameter is"),
+        WeightsInfo(name="split8", description="bf16 with an 8-bit correction", param_bytes=2, correction_bytes=1),
+        WeightsInfo(name="split16", description="bf16 with a 16-bit correction", param_bytes=2, correction_bytes=2),
+        WeightsInfo(name="bf16_sr", description="bf16, rounded at random", param_bytes=2),
+        WeightsInfo(name="bf16", description="bf16, rounded to nearest: small steps are lost", param_bytes=2),
+    )
+}
+WEIGHT_DTYPES = ("float32", "bfloat16")  # of parameters that take other weights than native
+NEAREST = "bf16"  # these weights stand still at a low learning rate, so no glob ever selects them
+
+
+def _native_specs() -> dict[str, OptimizerSpec]:
     rows: dict[str, OptimizerSpec] = {}
     for rule, text, storages in _RULES:
         for storage in storages:
@@ -73,19 +113,43 @@ def _specs() -> dict[str, OptimizerSpec]:
     return rows
 
 
-SPECS: dict[str, OptimizerSpec] = _specs()
+def with_weights(spec: OptimizerSpec, weights: str) -> OptimizerSpec:
+    """The row with other weights; it is called what the catalogue calls it."""
+    name = spec.name.partition("+")[0]
+    description = spec.description.partition("; weights ")[0]
+    if weights != "native":
+        name, description = f"{name}+{weights}", f"{description}; weights {WEIGHTS[weights].description}"
+    return replace(spec, name=name, description=description, weights=weights)
+
+
+NATIVE: dict[str, OptimizerSpec] = _native_specs()  # the rows that leave the weights as they are
+SPECS: dict[str, OptimizerSpec] = {
+    row.name: row for weights in WEIGHTS for spec in NATIVE.values() for row in (with_weights(spec, weights),)
+}
+
+
+def _selects(pattern: str, name: str) -> bool:
+    """True if the pattern, in two parts where it has a "+", is or matches the row's name in as many parts."""
+    if pattern == name:
+        return True
+    wanted, plus, wanted_weights = pattern.partition("+")
+    base, weighted, weights = name.partition("+")
+    if plus != weighted or (weights == NEAREST and wanted_weights != NEAREST):
+        return False
+    return fnmatchcase(base, wanted) and fnmatchcase(weights, wanted_weights)
 
 
 def select(patterns: Sequence[str]) -> dict[str, OptimizerSpec]:
     """Rows whose name is in `patterns` or matches one of them as a glob (`foam_*`), in catalogue order.
 
-    Raises BadInputError for a pattern that matches no row.
+    Weights are asked for: without a "+" a pattern selects native rows only, `*_int8+split8` or `*+*` others; plain bf16
+    weights only where they are named (`adamw*+bf16`). Raises BadInputError for a pattern that matches no row.
     """
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in SPECS):
+        if not any(_selects(pattern, name) for name in SPECS):
             close = ", ".join(get_close_matches(pattern, SPECS, n=3)) or "none is close"
             raise BadInputError(
                 f"no optimizer spec is called or matches {pattern!r} (close: {close}): "
                 "`python run.py --list specs` shows every row; globs such as foam_* are allowed"
             )
-    return {name: spec for name, spec in SPECS.items() if any(fnmatchcase(name, p) for p in patterns)}
+    return {name: spec for name, spec in SPECS.items() if any(_selects(p, name) for p in patterns)}

@@ -6,11 +6,18 @@
 from collections.abc import Iterable
 from math import prod
 
-from baoc.catalogue import CODECS, STORAGES
-from baoc.types import Block, Cost, LatencyTable, OptimizerSpec, ParamInfo, RuleInfo
+from baoc.catalogue import CODECS, STORAGES, WEIGHTS
+from baoc.types import Block, Cost, LatencyTable, OptimizerSpec, ParamInfo, Role, RuleInfo
 
 STEP_BYTES = 4  # the fp32 step count of a tensor, as torch keeps it
 MATCH_BYTES = 8  # target and own update RMS of a block, fp32 each
+ALIGN_BYTES = 16  # every state tensor begins at a multiple of this in its block's slab, for wide loads
+_DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def aligned(nbytes: int) -> int:
+    """Bytes that a state tensor of `nbytes` takes in a slab."""
+    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def param_state_bytes(param: ParamInfo, *, spec: OptimizerSpec, rule: RuleInfo) -> int:
@@ -19,8 +26,10 @@ def param_state_bytes(param: ParamInfo, *, spec: OptimizerSpec, rule: RuleInfo) 
     if not param.numel:
         return 0
     storage = STORAGES[spec.storage]
-    states = sum(CODECS[storage.codec(decl)].nbytes(prod(decl.shape(param))) for decl in rule.states)
-    return states + (STEP_BYTES if rule.counts_steps else 0)
+    sizes = [(decl, prod(decl.shape(param))) for decl in rule.states]
+    parts = [n for decl, numel in sizes for n in CODECS[storage.codec(decl, numel=numel)].part_bytes(numel)]
+    parts.append(WEIGHTS[spec.weights].correction_bytes * param.numel)
+    return sum(map(aligned, parts)) + (STEP_BYTES if rule.counts_steps else 0)
 
 
 def state_bytes(block: Block, *, spec: OptimizerSpec, rule: RuleInfo) -> int:
@@ -29,9 +38,29 @@ def state_bytes(block: Block, *, spec: OptimizerSpec, rule: RuleInfo) -> int:
     return params + (MATCH_BYTES if rule.matched and block.numel else 0)
 
 
+def weight_bytes(block: Block, *, spec: OptimizerSpec) -> int:
+    """Bytes of the block's parameters under `spec`, corrections apart; their gradients take as much again."""
+    kept = WEIGHTS[spec.weights].param_bytes
+    return sum(param.numel * (kept or _DTYPE_BYTES.get(param.dtype, 4)) for param in block.params)
+
+
+_LARGE = ParamInfo(name="large", shape=(4096, 4096), dtype="float32", role=Role.MLP)
+
+
+def bytes_per_parameter(spec: OptimizerSpec, *, rule: RuleInfo) -> tuple[float, float]:
+    """State and weight bytes per parameter of a large fp32 matrix, where what is kept per tensor does not show."""
+    block = Block(name="large", params=(_LARGE,), role=Role.MLP)
+    held = state_bytes(block, spec=spec, rule=rule), weight_bytes(block, spec=spec)
+    return held[0] / _LARGE.numel, held[1] / _LARGE.numel
+
+
 def adamw_state_bytes(blocks: Iterable[Block]) -> int:
-    """What torch's fp32 AdamW would keep: 8 bytes per element and its step per tensor."""
-    return sum(8 * param.numel + STEP_BYTES for block in blocks for param in block.params)
+    """What fp32 AdamW keeps in our own slabs: two padded moments and a step per tensor; the unit of state fractions.
+
+    torch's own AdamW keeps the same without the padding, so a fraction of 1 admits fp32 AdamW everywhere.
+    """
+    moment = [aligned(4 * param.numel) for block in blocks for param in block.params if param.numel]
+    return sum(2 * nbytes + STEP_BYTES for nbytes in moment)
 
 
 def step_seconds(block: Block, *, spec: OptimizerSpec, latency: LatencyTable) -> float:
@@ -47,4 +76,5 @@ def cost(block: Block, *, spec: OptimizerSpec, rule: RuleInfo, latency: LatencyT
         state_bytes=held,
         transfer_bytes=2 * held if spec.placement == "host" else 0,  # in and out once per step
         step_s=step_seconds(block, spec=spec, latency=latency) if latency is not None else 0.0,
+        weight_bytes=weight_bytes(block, spec=spec),
     )

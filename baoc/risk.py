@@ -19,6 +19,7 @@ from baoc.types import (
     Risk,
     Role,
     RuleInfo,
+    Scaling,
     StateDecl,
     StateKind,
     StateLayout,
@@ -27,7 +28,7 @@ from baoc.types import (
 
 # Risk of each loss on all of a network's parameters at once, at dose 1 and sensitivity 1: only their order is argued
 # for (single-block interventions and CPU runs): storage is nearly free, then one of momentum, shared or factored
-# v, then folding, then no v at all.
+# v, then folding, then no v at all. Equal columns stand in for v a little, equal singular values (Muon) for most of it.
 SEVERITY: dict[str, float] = {
     "quantize_m": 0.005,
     "quantize_v": 0.01,
@@ -36,6 +37,8 @@ SEVERITY: dict[str, float] = {
     "factor_v": 0.04,
     "fold_m": 0.12,
     "fold_v": 0.16,
+    "spectral_v": 0.06,
+    "column_v": 0.2,
     "drop_v": 0.25,
 }
 # How many times more than an mlp matrix a role suffers from a loss in (m, v): adaptivity matters most for the last
@@ -64,6 +67,17 @@ SHARE_DOSE: dict[tuple[Role, StateLayout], float] = {
 SPREADS = (0.5, 1.0, 1.5, 2.0)
 COMPANDED_ERROR = (0.0001, 0.037, 0.206, 0.39)
 LOG_ERROR = (0.008, 0.009, 0.010, 0.019)
+ROOT_ERROR = (0.0, 0.0006, 0.006, 0.024)
+CODEC_ERROR: dict[str, tuple[float, ...]] = {
+    "softsign8": COMPANDED_ERROR,
+    "sqrt8": COMPANDED_ERROR,
+    "log8m": LOG_ERROR,
+    "log8v": LOG_ERROR,
+    "root8m": ROOT_ERROR,
+    "root8v": ROOT_ERROR,
+    "root4": (0.49, 0.62, 0.73, 0.79),  # with v in fp32
+    "lattice4": (0.076, 0.26, 0.44, 0.48),  # with m in fp32
+}
 # Dose of a codec where nothing was measured; 1 is companding int8. In-group spreads near .5 (digits ViT, 40 and 120
 # steps, one seed) favour companding over logarithms; `quantization_dose` decides per block once a spread is known.
 CODEC_DOSE: dict[str, float] = {
@@ -73,6 +87,10 @@ CODEC_DOSE: dict[str, float] = {
     "sqrt8": 1.0,
     "log8m": 1.25,
     "log8v": 1.25,
+    "root8m": 1.0,
+    "root8v": 1.0,
+    "root4": 13.0,  # at a spread of .5
+    "lattice4": 2.0,
 }
 
 
@@ -118,28 +136,34 @@ class Loss:
         return self.term.endswith("_m")
 
 
-def losses(rule: RuleInfo, *, storage: StorageScheme) -> tuple[Loss, ...]:
-    """What `rule` in `storage` gives up, read off its state tags; nothing for fp32 AdamW."""
+def losses(rule: RuleInfo, *, storage: StorageScheme, block: Block | None = None) -> tuple[Loss, ...]:
+    """What `rule` in `storage` gives up, read off its tags; nothing for fp32 AdamW.
+
+    `block` tells which states are too small for the storage, and so are not coded.
+    """
+    largest = max((param.numel for param in block.params), default=0) if block is not None else None
     found: list[Loss] = []
     for kind in StateKind:
         decls = [decl for decl in rule.states if decl.kind is kind]
-        loss = _layout_loss(decls, kind=kind)
+        loss = _layout_loss(decls, kind=kind, scaling=rule.scaling)
         if loss is not None:
             found.append(loss)
-        found += [
-            Loss(term=f"quantize_{kind}", decl=decl, codec=storage.codec(decl))
-            for decl in decls
-            if storage.codec(decl) != "fp32"
-        ]
+        for decl in decls:
+            numel = largest if decl.layout is StateLayout.FULL else None
+            codec = storage.codec(decl, numel=numel)
+            if codec != "fp32":
+                found.append(Loss(term=f"quantize_{kind}", decl=decl, codec=codec))
     return tuple(found)
 
 
-def _layout_loss(decls: list[StateDecl], *, kind: StateKind) -> Loss | None:
+def _layout_loss(decls: list[StateDecl], *, kind: StateKind, scaling: Scaling) -> Loss | None:
     by_layout = {decl.layout: decl for decl in decls}
     if StateLayout.FULL in by_layout:
         return None
     if StateLayout.FOLDED in by_layout:
         return Loss(term=f"fold_{kind}", decl=by_layout[StateLayout.FOLDED])
+    if not decls and kind is StateKind.V and scaling is not Scaling.NONE:
+        return Loss(term=f"{scaling}_v")
     if not decls or kind is StateKind.M:  # the mean of a signed gradient over a whole axis is next to nothing
         return Loss(term=f"drop_{kind}")
     return Loss(term="factor_v" if len(by_layout) > 1 else "share_v", decl=decls[0])
@@ -179,7 +203,7 @@ class TermRisk:
         weights: Mapping[str, float],
         share: float = 1.0,
     ) -> Risk:
-        given_up = losses(rule, storage=storage)
+        given_up = losses(rule, storage=storage, block=block)
         if not given_up:
             return Risk(total=0.0)
         case = Case(block=block, losses=given_up, share=share)
@@ -248,7 +272,9 @@ def measured_dose(loss: Loss, *, stats: GradientStats) -> float:
         return max(0.0, 0.5 * (noise + 1.0 - stats.coherence))
     if loss.term == "drop_v":
         return stats.anisotropy / (1.0 + stats.anisotropy)
-    if loss.term == "share_v":
+    if loss.term == "spectral_v":
+        return nan  # no statistic tells
+    if loss.term in ("share_v", "column_v"):
         snr = stats.snr_fan_in if layout is StateLayout.PER_ROW else stats.snr_fan_out
         return 1.0 / (1.0 + snr)  # 1/SNR, bounded: where SNR < 1, v varies more along the axis than it is large
     if loss.term == "factor_v":
@@ -266,8 +292,7 @@ def quantization_dose(codec: str, *, spread: float) -> float:
         return nan
     if codec == "bf16":
         return CODEC_DOSE[codec]
-    points = LOG_ERROR if codec in ("log8m", "log8v") else COMPANDED_ERROR
-    dose = float(np.interp(spread, SPREADS, points)) / COMPANDED_ERROR[1]
+    dose = float(np.interp(spread, SPREADS, CODEC_ERROR[codec])) / COMPANDED_ERROR[1]
     return max(dose, 2 * CODEC_DOSE["bf16"])
 
 

@@ -67,6 +67,8 @@ _PUBLISHED: tuple[UniformAllocator, ...] = (
     _uniform("bf16", "adamw_bf16"),
     _uniform("adamw8bit", "adamw_int8"),
     _uniform("adamw8bit_log", "adamw_int8_log"),
+    _uniform("adamw8bit_root", "adamw_int8_root"),
+    _uniform("adamw4bit", "adamw_int4"),
     _uniform("rmsprop", "rmsprop"),
     _uniform("rmsprop8bit", "rmsprop_int8"),
     _uniform("shared_in", "adamw_shared_in", kept=frozenset({Role.NORM})),
@@ -79,9 +81,12 @@ _PUBLISHED: tuple[UniformAllocator, ...] = (
     _uniform("signum8bit", "signum_int8"),
     _uniform("foam", "foam_l2", kept=_OUTER),  # its authors leave embeddings and head to Adam
     _uniform("foam8bit", "foam_l2_int8", kept=_OUTER),
+    _uniform("foam_sq", "foam_l2_sq", kept=_OUTER),
     _uniform("foam_l3", "foam_l3", kept=_OUTER),
     _uniform("foam_l8", "foam_l8", kept=_OUTER),
+    _uniform("muon", "muon", kept=_OUTER),
     _uniform("sign", "sign"),
+    _uniform("column_norm", "column_norm"),
 )
 
 UNIFORM: tuple[UniformAllocator, ...] = (

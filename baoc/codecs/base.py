@@ -12,6 +12,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from baoc.types import CodecInfo
 
@@ -24,9 +25,10 @@ _PER_STEP, _PER_LANE = 0.7548776662466927, 0.5698402909980532
 class Codec(Protocol):
     """One way to keep a tensor. Objects are stateless and shared; the registry keeps one per name.
 
-    `parts` maps "" to the payload, which has the shape of the state, and ".scale" to the scales where there are any.
-    Zero comes back as exactly zero, a positive number kept as v never comes back as zero, and NaN or infinity is never
-    stored (NaN becomes 0, infinities the largest number the codec has). fp32 keeps whatever it is given.
+    `parts` maps "" to the payload, which has the shape of the state (flat where two codes share a byte), and ".scale"
+    to the scales where there are any. Zero comes back as exactly zero, a positive number kept as v never comes back as
+    zero, and NaN or infinity is never stored (NaN becomes 0, infinities the largest number the codec has). fp32 keeps
+    whatever it is given.
     """
 
     @property
@@ -41,13 +43,30 @@ class Codec(Protocol):
         """Parts that decode to zeros; together exactly `info.nbytes(numel)` bytes."""
         ...
 
-    def encode_(self, parts: dict[str, Tensor], values: Tensor, *, phase: int | None = None) -> None:
-        """Stores `values` (fp32, shape of the payload). `phase` None rounds to nearest; else see the module's text."""
+    def encode_(
+        self, parts: dict[str, Tensor], values: Tensor, *, phase: int | None = None, new: Tensor | None = None
+    ) -> None:
+        """Stores `values` (fp32, shape of the state). `phase` None rounds to nearest; else see the module's text.
+
+        `new`, a mask: where it is False the value is the one that is stored already, and must stay. It is rounded to
+        nearest, so its code stays unless its group's scale moves; a scale is made by the new values, but no smaller
+        than those that stay need.
+        """
         ...
 
     def decode(self, parts: dict[str, Tensor], shape: Sequence[int]) -> Tensor:
         """The stored numbers as fp32 of `shape`."""
         ...
+
+
+def thresholds(phase: int, *, new: Tensor | None, group: int, device: torch.device) -> Tensor:
+    """Lanes for groups of elements: fp32 [group], or [groups, group] with 1/2 where `new` is False."""
+    pattern = lanes(phase, device).repeat(group // LANES)
+    if new is None:
+        return pattern
+    flat = new.reshape(-1)
+    flat = pad(flat, (0, -len(flat) % group), value=True).view(-1, group)
+    return torch.where(flat, pattern, 0.5)
 
 
 @lru_cache(maxsize=16)

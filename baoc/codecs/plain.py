@@ -23,7 +23,9 @@ class Fp32:
     def allocate(self, shape: Sequence[int], device: torch.device | str) -> dict[str, Tensor]:
         return {"": torch.zeros(tuple(shape), dtype=torch.float32, device=device)}
 
-    def encode_(self, parts: dict[str, Tensor], values: Tensor, *, phase: int | None = None) -> None:
+    def encode_(
+        self, parts: dict[str, Tensor], values: Tensor, *, phase: int | None = None, new: Tensor | None = None
+    ) -> None:
         if values is not parts[""]:
             parts[""].copy_(values)
 
@@ -42,7 +44,9 @@ class Bf16:
     def allocate(self, shape: Sequence[int], device: torch.device | str) -> dict[str, Tensor]:
         return {"": torch.zeros(tuple(shape), dtype=torch.bfloat16, device=device)}
 
-    def encode_(self, parts: dict[str, Tensor], values: Tensor, *, phase: int | None = None) -> None:
+    def encode_(
+        self, parts: dict[str, Tensor], values: Tensor, *, phase: int | None = None, new: Tensor | None = None
+    ) -> None:
         kept = values.nan_to_num(nan=0.0).clamp_(-_BF16_MAX, _BF16_MAX)
         if phase is not None:
             # Adding up to one bf16 step to the bits and cutting the rest off rounds up in that share of the steps.

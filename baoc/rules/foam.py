@@ -1,6 +1,7 @@
 """FOAM (arXiv 2512.07112; METHODS 2): m and v of the gradient folded by 2^level, the residual of the step alone.
 
-v averages (F(G))^2, the form printed in the paper; its released code averages F(G^2).
+v averages (F(G))^2, the form printed in the paper. Its released code averages F(G^2), which is 2^level times larger
+where neighbours' gradients are independent, and folds along fan-in only: the rules called `_sq`.
 """
 
 from torch import Tensor
@@ -24,6 +25,7 @@ class Foam(Rule):
         super().__init__(info)
         self._fold = 2 ** info.states[0].level
         self._along_rows = info.states[0].axis is Axis.FAN_OUT
+        self._of_squares = info.states[1].of_squares
 
     def direction(self, grad: Tensor, *, states: dict[str, Tensor], ctx: RuleContext) -> Direction:
         m, v = (self._turn(states[name]) for name in ("m", "v"))  # [lines, folds]
@@ -33,7 +35,8 @@ class Foam(Rule):
             finite = self._split(finite, padding=True)
         folded, valid = mean(parts, dim=2, finite=finite)
         average_(m, folded, weight=1 - ctx.beta1, valid=valid)
-        average_(v, folded.square(), weight=1 - ctx.beta2, valid=valid)
+        square = mean(parts.square(), dim=2, finite=finite)[0] if self._of_squares else folded.square()
+        average_(v, square, weight=1 - ctx.beta2, valid=valid)
         residual = parts - folded.unsqueeze(2)
         numerator = residual + m.unsqueeze(2)
         denominator = residual.square_().add_(v.unsqueeze(2)).sqrt_().add_(ctx.eps)
@@ -58,14 +61,24 @@ class Foam(Rule):
         return from_matrix(self._turn(parts.reshape(len(parts), -1)[:, :length]), ctx, shape=shape)
 
 
-def _foam(level: int, *, axis: Axis) -> Foam:
-    suffix = "" if axis is Axis.FAN_IN else "_out"
+def _foam(level: int, *, axis: Axis, of_squares: bool = False) -> Foam:
+    suffix = "_sq" if of_squares else "" if axis is Axis.FAN_IN else "_out"
     states = tuple(
-        StateDecl(name=kind.value, kind=kind, layout=StateLayout.FOLDED, level=level, axis=axis)
+        StateDecl(
+            name=kind.value,
+            kind=kind,
+            layout=StateLayout.FOLDED,
+            level=level,
+            axis=axis,
+            of_squares=of_squares and kind is StateKind.V,
+        )
         for kind in (StateKind.M, StateKind.V)
     )
-    text = f"FOAM, m and v folded by {2**level} along {axis.value}"
+    text = f"FOAM, m and v folded by {2**level} along {axis.value}{', v of squares' if of_squares else ''}"
     return Foam(RuleInfo(name=f"foam_l{level}{suffix}", description=text, states=states, needs_matrix=True))
 
 
-RULES = tuple(_foam(level, axis=axis) for axis in (Axis.FAN_IN, Axis.FAN_OUT) for level in _LEVELS)
+RULES = (
+    *(_foam(level, axis=axis) for axis in (Axis.FAN_IN, Axis.FAN_OUT) for level in _LEVELS),
+    *(_foam(level, axis=Axis.FAN_IN, of_squares=True) for level in _LEVELS),
+)

@@ -18,10 +18,21 @@ from baoc.types.decision import (
     Reason,
     Risk,
 )
-from baoc.types.network import Block, ImageDataSpec, ParamInfo, Role, matrix_shape
+from baoc.types.network import Block, DataSpec, ImageDataSpec, ParamInfo, Role, TextDataSpec, matrix_shape
 from baoc.types.outcome import BlockMove, FailedRun, FrontierPoint, Quality, Reallocation, RunResult
 from baoc.types.plain import profile_from_plain, to_plain
-from baoc.types.specs import Axis, CodecInfo, OptimizerSpec, RuleInfo, StateDecl, StateKind, StateLayout, StorageScheme
+from baoc.types.specs import (
+    Axis,
+    CodecInfo,
+    OptimizerSpec,
+    RuleInfo,
+    Scaling,
+    StateDecl,
+    StateKind,
+    StateLayout,
+    StorageScheme,
+    WeightsInfo,
+)
 
 __all__ = [
     "Allocation",
@@ -32,6 +43,7 @@ __all__ = [
     "Candidate",
     "CodecInfo",
     "Cost",
+    "DataSpec",
     "FailedRun",
     "Footprint",
     "FrontierPoint",
@@ -51,10 +63,13 @@ __all__ = [
     "Role",
     "RuleInfo",
     "RunResult",
+    "Scaling",
     "StateDecl",
     "StateKind",
     "StateLayout",
     "StorageScheme",
+    "TextDataSpec",
+    "WeightsInfo",
     "matrix_shape",
     "profile_from_plain",
     "to_plain",

@@ -56,9 +56,12 @@ class Moments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
+    """`weight_bytes`: the parameters themselves, and again their gradients, which have the weights' type."""
+
     state_bytes: int
     transfer_bytes: int = 0  # over the host link, both ways, per step
     step_s: float = 0.0  # 0 where no latency table was asked for
+    weight_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,3 +78,23 @@ class ImageDataSpec:
     num_classes: int
     num_train: int
     num_val: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextDataSpec:
+    """What a model must know of token sequences, each `sequence_length` tokens to predict.
+
+    `num_train` (0 for a stream, which has no end) and `num_val` count sequences; `bytes_per_token` of the validation
+    text turns a loss into bits per byte. `sha256` of all text, where it lies in files: compare runs at equal text only.
+    """
+
+    dataset: str
+    vocab_size: int
+    sequence_length: int
+    num_train: int
+    num_val: int
+    bytes_per_token: float = 1.0
+    sha256: str = ""
+
+
+DataSpec = ImageDataSpec | TextDataSpec  # latents are images of several channels

@@ -27,15 +27,27 @@ class Axis(StrEnum):
     FAN_OUT = "fan_out"  # along its rows
 
 
+class Scaling(StrEnum):
+    """Tag of a rule: what evens out the sizes of its update where no v does."""
+
+    NONE = "none"  # every element for itself (sign), or v
+    COLUMN = "column"  # columns of the gradient are made of one length
+    SPECTRAL = "spectral"  # singular values are made alike
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateDecl:
-    """One state tensor of a rule, as its tags. `level` and `axis` are read for FOLDED only."""
+    """One state tensor of a rule, as its tags. `level`, `axis` and `of_squares` are read for FOLDED only.
+
+    `of_squares`: v averages the folded square, F(G^2), not the square of what was folded, F(G)^2.
+    """
 
     name: str
     kind: StateKind
     layout: StateLayout = StateLayout.FULL
     level: int = 0
     axis: Axis = Axis.FAN_IN
+    of_squares: bool = False
     bias_corrected: bool = True  # averages from 0, so its reader divides by 1 - beta^step
 
     def shape(self, param: ParamInfo) -> tuple[int, ...]:
@@ -68,36 +80,65 @@ class RuleInfo:
     matched: bool = True
     needs_matrix: bool = False
     hidden_only: bool = False  # refuses embeddings and heads (Muon)
+    scaling: Scaling = Scaling.NONE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecInfo:
-    """How a codec spends bytes: `bits` per element, plus `scale_bytes` for every `group` elements begun (0: none)."""
+    """How a codec spends bytes: `bits` per element, plus `scale_bytes` for every `group` elements begun (0: none).
+
+    `phased`: it rounds by the phase of the step whatever it keeps; others do so for averages of the square only.
+    """
 
     name: str
     description: str
     bits: int
     group: int = 0
     scale_bytes: int = 0
+    phased: bool = False
+
+    def part_bytes(self, numel: int) -> tuple[int, ...]:
+        """Bytes of each tensor that keeps `numel` numbers: the payload, then the scales where there are any."""
+        payload = -(-numel * self.bits // 8)
+        return (payload, -(-numel // self.group) * self.scale_bytes) if self.group else (payload,)
 
     def nbytes(self, numel: int) -> int:
-        payload = -(-numel * self.bits // 8)
-        return payload + (-(-numel // self.group) * self.scale_bytes if self.group else 0)
+        return sum(self.part_bytes(numel))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageScheme:
-    """Which codec keeps which kind of state. PER_ROW and PER_COLUMN states are always fp32: they are small."""
+    """Which codec keeps which kind of state. PER_ROW and PER_COLUMN states are always fp32: they are small.
+
+    So is every state of fewer than `least_numel` numbers.
+    """
 
     name: str
     description: str
     m: str
     v: str
+    least_numel: int = 0
 
-    def codec(self, decl: StateDecl) -> str:
+    def codec(self, decl: StateDecl, *, numel: int | None = None) -> str:
+        """Name of the codec of a state of `numel` numbers; of a large one where that is not said."""
         if decl.layout in (StateLayout.PER_ROW, StateLayout.PER_COLUMN):
             return "fp32"
+        if numel is not None and numel < self.least_numel:
+            return "fp32"
         return self.m if decl.kind is StateKind.M else self.v
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsInfo:
+    """How the weights themselves are kept: bytes per element of the parameter, and of the correction beside it.
+
+    `param_bytes` None: the parameter keeps the type that it has. Corrections are optimizer state.
+    """
+
+    name: str
+    description: str
+    param_bytes: int | None = None
+    correction_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,5 +149,5 @@ class OptimizerSpec:
     description: str
     rule: str
     storage: str = "fp32"
-    weights: str = "native"  # the parameter's own dtype, no correction bytes
+    weights: str = "native"
     placement: str = "device"
