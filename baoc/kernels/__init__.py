@@ -1,23 +1,34 @@
 """Fused optimizer steps in Triton: one launch per spec for all its tensors. Triton is imported by the first step.
 
-`FusedTable` is built once per bucket; `fused_step` steps it. The eager twin is `baoc.rules` with `baoc.codecs`.
+An `Engine` holds one `FusedTable` per spec and steps them together; `fused_step` steps one alone. The eager twin is
+`baoc.rules` with `baoc.codecs`.
 """
 
+import os
 from importlib.util import find_spec
 
 import torch
 
-from baoc.kernels.kinds import M_CODECS, RULE_KINDS, V_CODECS, Cut, Kind
+from baoc.kernels import matrix_kinds as _matrix_kinds  # noqa: F401 (registers its families)
+from baoc.kernels.engine import Engine
+from baoc.kernels.graphs import capturing
+from baoc.kernels.kinds import FAMILIES, Call, Cut, Family, Kind, RuleKind, Shape, register
 from baoc.kernels.step import fused_step, launch, prepare
 from baoc.kernels.table import FusedTable, fits
 from baoc.kernels.weights import merge_weights, split_weights_
 
 __all__ = [
-    "M_CODECS", "RULE_KINDS", "V_CODECS", "Cut", "FusedTable", "Kind", "available", "fits", "fused_step", "launch",
-    "merge_weights", "prepare", "split_weights_",
+    "FAMILIES", "Call", "Cut", "Engine", "Family", "FusedTable", "Kind", "RuleKind", "Shape", "available", "capturing",
+    "fits", "fused_step", "interpreting", "launch", "merge_weights", "prepare", "register", "split_weights_",
 ]  # fmt: skip
+
+
+def interpreting() -> bool:
+    """True if Triton's interpreter runs the kernels, slowly, on any device: for tests."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def available(device: torch.device) -> bool:
     """True if fused steps run on this device: an NVIDIA GPU, and Triton installed."""
-    return device.type == "cuda" and torch.version.hip is None and find_spec("triton") is not None
+    on_gpu = device.type == "cuda" and torch.version.hip is None
+    return (on_gpu or (device.type == "cpu" and interpreting())) and find_spec("triton") is not None

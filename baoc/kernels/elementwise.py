@@ -8,29 +8,28 @@ is `baoc.rules` with `baoc.codecs`; payloads and scales are theirs, so either ma
 # pyright: reportOperatorIssue=false, reportCallIssue=false, reportIndexIssue=false
 # Device code: Triton's compiler gives these names types that Python's annotations do not know.
 
+from typing import TYPE_CHECKING
+
+import torch
 import triton
 import triton.language as tl
 
-from baoc.kernels.storage import (
-    load_m,
-    load_param,
-    load_tile,
-    load_v,
-    reciprocal,
-    store_m,
-    store_param,
-    store_v,
-    tile_of,
-)
+from baoc.kernels.device import load_tile, reciprocal, tile_of
+from baoc.kernels.kinds import Call
+from baoc.kernels.storage import load_m, load_param, load_v, store_m, store_param, store_v
+
+if TYPE_CHECKING:
+    from baoc.kernels.table import FusedTable
 
 WIDTH = tl.constexpr(8)
 # Columns of the table's addresses and settings, both 8 per tensor: `baoc.kernels.table` fills them in this order.
-PARAM_AT, M_AT, M_SCALE_AT, V_AT, V_SCALE_AT, CORRECTION_AT = (tl.constexpr(i) for i in range(6))
+PARAM_AT, M_AT, M_SCALE_AT, V_AT, V_SCALE_AT, CORRECTION_AT, MATCH_AT = (tl.constexpr(i) for i in range(7))
 DECAY, SIZE, W1, B2, W2, INV_BC2, EPS = (tl.constexpr(i) for i in range(7))
+REPAIRERS = tl.constexpr(64)  # programs per tensor of a repair, which nearly always has nothing to do
 
 
 @triton.jit
-def _lerp(a, b, weight):
+def lerp(a, b, weight):
     """torch's lerp: exact at both ends."""
     near = weight < 0.5
     return tl.where(near, a, b) + tl.where(near, weight, weight - 1.0) * (b - a)
@@ -56,25 +55,48 @@ def _update(g, m, s, inv_bc2, eps, RULE: tl.constexpr):
 
 
 @triton.jit
-def _load_grad(grad_addr, mask_addr, start, tile, inside, GRAD: tl.constexpr, MASKED: tl.constexpr,
-               VEC: tl.constexpr, FULL: tl.constexpr):  # fmt: skip
-    """Gradient as fp32 with 0 where it is to be left out, and where it is not."""
-    g = load_tile(grad_addr, start, tile, inside, GRAD, VEC, FULL).to(tl.float32)
+def matched_factor(match_addr):
+    """What an update is multiplied by: target over own RMS; 0 where there is none to go by, for repair to make good."""
+    match = match_addr.to(tl.pointer_type(tl.float32))
+    target, own = tl.load(match), tl.load(match + 1)
+    return tl.where(own > 1e-30, target / tl.maximum(own, 1e-30), 0.0)
+
+
+@triton.jit
+def load_grad(grad_addr, start, tile, inside, GRAD: tl.constexpr, MARKED: tl.constexpr, VEC: tl.constexpr,
+              FULL: tl.constexpr):  # fmt: skip
+    """Gradient as fp32 with 0 where it is left out; where it is finite; where it is kept, which marks may narrow."""
+    return keep_finite(load_tile(grad_addr, start, tile, inside, GRAD, VEC, FULL), MARKED)
+
+
+@triton.jit
+def keep_finite(raw, MARKED: tl.constexpr):
+    """What `load_grad` says, of a gradient as it was read."""
+    g = raw.to(tl.float32)
     finite = tl.abs(g) < float("inf")
-    if MASKED:  # noqa: SIM102 (one is known when compiled, the other at run time)
-        if mask_addr != 0:
-            finite = finite & (
-                tl.load(mask_addr.to(tl.pointer_type(tl.uint8)) + start + tile, mask=inside, other=1) != 0
-            )
-    return tl.where(finite, g, 0.0), finite
+    kept = finite
+    if MARKED:
+        kept = finite & (g.to(tl.int32, bitcast=True) != -2147483648)
+    return tl.where(kept, g, 0.0), finite, kept
+
+
+@triton.jit
+def count_left_out(finite, kept, tensor, left_out, bad, TRACK: tl.constexpr, COUNT: tl.constexpr):
+    """Adds up what was not finite, and what was not stepped; what is outside of a tensor was read as 0."""
+    if COUNT:
+        num_bad = tl.sum(tl.where(finite, 0, 1))
+        tl.atomic_add(bad + tensor, num_bad.to(tl.int64), mask=num_bad > 0, sem="relaxed")
+    if TRACK:
+        num_out = tl.sum(tl.where(kept, 0, 1))
+        tl.atomic_add(left_out + tensor, num_out, mask=num_out > 0, sem="relaxed")
 
 
 @triton.jit
 def _step_chunk(
-    pid, tensor, grad_addr, mask_ptrs, start, left, ptrs, settings, thresholds, factors, partial, bad,
+    pid, tensor, grad_addr, start, left, ptrs, settings, thresholds, repair, partial, left_out, bad,
     RULE: tl.constexpr, M: tl.constexpr, V: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
-    GRAD: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr, MASKED: tl.constexpr,
-    STORE: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr, FULL: tl.constexpr,
+    GRAD: tl.constexpr, MODE: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr,
+    MARKED: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """Steps `left` (at most CHUNK) elements from `start`; FULL promises that it is CHUNK, so nothing is masked."""
     HAS_M: tl.constexpr = M != "none"
@@ -82,45 +104,54 @@ def _step_chunk(
     row = settings + tensor * WIDTH
     addrs = ptrs + tensor * WIDTH
     tile, groups = tile_of(CHUNK)
+    lane = tl.arange(0, 32)[None, :]
     inside = tile < left
     # All reads come first: a store in between would keep the compiler from moving them up.
-    mask_addr = tl.load(mask_ptrs + tensor) if MASKED else grad_addr
     p_addr, correction_addr = tl.load(addrs + PARAM_AT), tl.load(addrs + CORRECTION_AT)
     m_addr, m_scale_addr = tl.load(addrs + M_AT), tl.load(addrs + M_SCALE_AT)
     v_addr, v_scale_addr = tl.load(addrs + V_AT), tl.load(addrs + V_SCALE_AT)
     decay, size, w1, w2 = tl.load(row + DECAY), tl.load(row + SIZE), tl.load(row + W1), tl.load(row + W2)
     b2, inv_bc2, eps = tl.load(row + B2), tl.load(row + INV_BC2), tl.load(row + EPS)
-    if MATCHED:
-        size *= tl.load(factors + tensor)
-    g, finite = _load_grad(grad_addr, mask_addr, start, tile, inside, GRAD, MASKED, VEC, FULL)
-    if STORE:
-        p = load_param(p_addr, correction_addr, start, tile, inside, WEIGHTS, PARAM, VEC, FULL)
+    if MATCHED and MODE == "step":
+        size *= matched_factor(tl.load(addrs + MATCH_AT))
+    g, finite, kept = load_grad(grad_addr, start, tile, inside, GRAD, MARKED, VEC, FULL)
+    if MODE != "measure":
+        p, stored = load_param(p_addr, correction_addr, start, tile, inside, WEIGHTS, PARAM, VEC, FULL)
     m = g
     s = g
     if HAS_M:
         m_old = load_m(m_addr, m_scale_addr, start, tile, inside, groups, left, M, VEC, FULL)
-        m = _lerp(m_old, g, w1)
+        if MODE == "repair":  # the new m; Lion's update needs the one before
+            m = lerp(m_old + (m_old - g) * (w2 / (1.0 - w2)), g, w1) if RULE == "lion" else m_old
+        else:
+            m = lerp(m_old, g, w1)
     if HAS_V:
         v_old, scale_old = load_v(v_addr, v_scale_addr, start, tile, inside, groups, left, V, VEC, FULL)
-        v = tl.where(finite, v_old * b2 + w2 * g * g, v_old)
+        v = v_old if MODE == "repair" else tl.where(kept, v_old * b2 + w2 * g * g, v_old)
         s = tl.sqrt(v)
     update = _update(g, m, s, inv_bc2, eps, RULE)
-    if STORE:
+    if MODE == "step":
         if HAS_M:
             if RULE == "lion":
-                m = _lerp(m_old, g, w2)
-            m = tl.where(finite, m, m_old)
-            store_m(m_addr, m_scale_addr, m, start, tile, inside, groups, left, M, VEC, FULL)
+                m = lerp(m_old, g, w2)
+            m = tl.where(kept, m, m_old)
+            store_m(m_addr, m_scale_addr, m, thresholds, start, tile, inside, groups, left, M, VEC, FULL)
         if HAS_V:
             store_v(v_addr, v_scale_addr, v, s, scale_old, thresholds, start, tile, inside, groups, left, V, VEC, FULL)
-        new = tl.where(finite, p * decay - size * update, p)
-        store_param(p_addr, correction_addr, new, thresholds, start, tile, inside, WEIGHTS, PARAM, VEC, FULL)
-    if TRACK:
-        kept = finite if FULL else finite & inside
-        tl.store(partial + pid, tl.sum(tl.where(kept, update * update, 0.0)))
-    if COUNT:
-        num_bad = tl.sum(tl.where(finite, 0, 1))  # what is outside was read as 0
-        tl.atomic_add(bad + tensor, num_bad, mask=num_bad > 0, sem="relaxed")
+        new = tl.where(kept, p * decay - size * update, p)
+        store_param(
+            p_addr, correction_addr, new, p, stored, thresholds, lane, start, tile, inside, WEIGHTS, PARAM, VEC, FULL
+        )
+    if MODE == "repair":
+        new = tl.where(kept, p - size * tl.load(repair + tensor) * update, p)
+        store_param(
+            p_addr, correction_addr, new, p, stored, thresholds, lane, start, tile, inside, WEIGHTS, PARAM, VEC, FULL
+        )
+    else:
+        if TRACK:
+            summed = kept if FULL else kept & inside
+            tl.store(partial + pid, tl.sum(tl.where(summed, update * update, 0.0)))
+        count_left_out(finite, kept, tensor, left_out, bad, TRACK, COUNT)
 
 
 @triton.jit
@@ -128,17 +159,17 @@ def step_kernel(
     chunk_tensor,  # int32[chunks]: tensor of each chunk
     first_chunk,  # int32[tensors + 1]
     numels,  # int64[tensors]
-    ptrs,  # int64[tensors, 8]: addresses of param, m, m.scale, v, v.scale, correction
+    ptrs,  # int64[tensors, 8]: addresses of param, m, m.scale, v, v.scale, correction, match
     grad_ptrs,  # int64[tensors]: addresses, 0 where there is no gradient
-    mask_ptrs,  # int64[tensors]: addresses of bool masks, True where finite; 0 for none
     settings,  # fp32[tensors, 8]
     thresholds,  # fp32[64]: for the weights, and for v
-    factors,  # fp32[tensors]
+    repair,  # fp32[tensors]
     partial,  # fp32[chunks]: sum of squares of the update
-    bad,  # int32[tensors]: counts non-finite elements
+    left_out,  # int32[tensors]: counts elements that are not stepped
+    bad,  # int64[tensors]: counts non-finite elements
     RULE: tl.constexpr, M: tl.constexpr, V: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
-    GRAD: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr, MASKED: tl.constexpr,
-    STORE: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr,
+    GRAD: tl.constexpr, MODE: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr,
+    MARKED: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     """One program per chunk; a tensor without gradient is left as it is."""
     pid = tl.program_id(0)
@@ -149,25 +180,72 @@ def step_kernel(
     if grad_addr != 0:
         if left == CHUNK:
             _step_chunk(
-                pid, tensor, grad_addr, mask_ptrs, start, left, ptrs, settings, thresholds, factors, partial, bad,
-                RULE, M, V, WEIGHTS, PARAM, GRAD, MATCHED, TRACK, COUNT, MASKED, STORE, CHUNK, VEC, True,
+                pid, tensor, grad_addr, start, left, ptrs, settings, thresholds, repair, partial, left_out, bad,
+                RULE, M, V, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, CHUNK, VEC, True,
             )  # fmt: skip
         else:
             _step_chunk(
-                pid, tensor, grad_addr, mask_ptrs, start, left, ptrs, settings, thresholds, factors, partial, bad,
-                RULE, M, V, WEIGHTS, PARAM, GRAD, MATCHED, TRACK, COUNT, MASKED, STORE, CHUNK, VEC, False,
+                pid, tensor, grad_addr, start, left, ptrs, settings, thresholds, repair, partial, left_out, bad,
+                RULE, M, V, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, CHUNK, VEC, False,
             )  # fmt: skip
     elif TRACK:
         tl.store(partial + pid, 0.0)
 
 
 @triton.jit
-def sum_kernel(partial, first_chunk, sums, BLOCK: tl.constexpr):
-    """sums[tensor] = sum of its chunks' partial sums, in an order that depends on the table alone. One program each."""
+def repair_kernel(
+    chunk_tensor, first_chunk, numels, ptrs, grad_ptrs, settings, thresholds, repair, partial, left_out, bad,
+    RULE: tl.constexpr, M: tl.constexpr, V: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
+    GRAD: tl.constexpr, MODE: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr,
+    MARKED: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    """As `step_kernel`, but REPAIRERS programs share a tensor, so that one with nothing to repair costs little."""
     tensor = tl.program_id(0)
-    last = tl.load(first_chunk + tensor + 1)
-    lanes = tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], dtype=tl.float32)
-    for begin in range(tl.load(first_chunk + tensor), last, BLOCK):
-        total += tl.load(partial + begin + lanes, mask=begin + lanes < last, other=0.0)
-    tl.store(sums + tensor, tl.sum(total))
+    grad_addr = tl.load(grad_ptrs + tensor)
+    if (tl.load(repair + tensor) != 0.0) & (grad_addr != 0):
+        numel = tl.load(numels + tensor)
+        chunks = tl.load(first_chunk + tensor + 1) - tl.load(first_chunk + tensor)
+        for chunk in range(tl.program_id(1), chunks, REPAIRERS):
+            start = (numel * 0 + chunk) * CHUNK  # in 64 bits
+            left = tl.minimum(numel - start, CHUNK).to(tl.int32)
+            _step_chunk(
+                chunk, tensor, grad_addr, start, left, ptrs, settings, thresholds, repair, partial, left_out, bad,
+                RULE, M, V, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, CHUNK, VEC, False,
+            )  # fmt: skip
+
+
+DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
+
+
+def launch(table: "FusedTable", call: Call) -> None:
+    """The family's launch, see `kinds.Call`."""
+    kind, traits, repairs = table.kind, table.kind.traits, call.mode == "repair"
+    kernel = repair_kernel if repairs else step_kernel
+    grid = (len(table.params), REPAIRERS.value) if repairs else (table.num_chunks,)
+    kernel[grid](
+        table.chunk_tensor,
+        table.first_chunk,
+        table.numels,
+        table.ptrs,
+        table.grad_ptrs,
+        table.settings,
+        table.thresholds,
+        table.repair,
+        table.partial,
+        table.left_out,
+        table.num_bad,
+        RULE=kind.rule,
+        M=kind.m if traits.has_m else "none",
+        V=kind.v if traits.has_v else "none",
+        WEIGHTS=kind.weights,
+        PARAM=DTYPES[table.dtype],
+        GRAD=DTYPES[table.grad_dtype],
+        MODE=call.mode,
+        MATCHED=call.matched,
+        TRACK=call.track and not repairs,
+        COUNT=call.count and call.mode == "step",
+        MARKED=call.marked,
+        CHUNK=table.cut.chunk,
+        VEC=table.cut.vector if table.aligned and table.grads_aligned else 1,
+        num_warps=table.cut.warps,
+    )

@@ -1,29 +1,22 @@
-"""What the fused step can do: rule x storage x weights, and how a launch is cut. Needs no Triton."""
+"""What the fused step can do: rule x storage x weights, in families of rules that share kernels. Needs no Triton.
 
+A family is registered with `register`: its rules, how many programs a tensor gets, and the module with its launches.
+Tables, uploads, matching and graphs are the same for all; see `baoc.kernels.table` and `baoc.kernels.engine`.
+"""
+
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
-M_CODECS = ("fp32", "bf16", "softsign8", "log8m")
-V_CODECS = ("fp32", "bf16", "sqrt8", "log8v")
-GROUP = 32  # elements that share a scale
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RuleKind:
-    """A rule as the kernel sees it."""
-
-    has_m: bool
-    has_v: bool
-    counts_steps: bool
-
-
-RULE_KINDS: dict[str, RuleKind] = {
-    "adamw": RuleKind(has_m=True, has_v=True, counts_steps=True),
-    "rmsprop": RuleKind(has_m=False, has_v=True, counts_steps=True),
-    "lion": RuleKind(has_m=True, has_v=False, counts_steps=False),
-    "signum": RuleKind(has_m=True, has_v=False, counts_steps=False),
-    "sign": RuleKind(has_m=False, has_v=False, counts_steps=False),
-}
+GROUP, PACKED_GROUP = 32, 64  # elements that share a scale, of 8 and of 4 bits
+WEIGHTS = ("native", "split8", "split16", "bf16_sr")
+CORRECTION_BYTES = {"split8": 1, "split16": 2}
+PHASED = ("sqrt8", "log8v", "root8v", "root4", "lattice4")  # codecs that round by thresholds, beside bf16 as that of v
+PACKED = ("root4", "lattice4")
+M_CODECS = ("fp32", "bf16", "softsign8", "log8m", "root8m", "root4")
+V_CODECS = ("fp32", "bf16", "sqrt8", "log8v", "root8v", "lattice4")
+_LION_DECAY = 0.99  # as baoc.rules.sign
+Row = tuple[float, float, float, float, float, float, float, float]
 
 
 class Options(Protocol):
@@ -39,11 +32,60 @@ class Options(Protocol):
     def weight_decay(self) -> float: ...
 
 
+def adam_row(options: Options, step: int) -> Row:
+    """Settings as the kernels read them: decay, size, w1, b2, w2, 1 / sqrt(bias correction of v), eps, size / lr.
+
+    The weight becomes `weight * decay - size * factor * update`; `w1` is the weight of g in m, `b2` and `w2` those of
+    v and g^2 in v. `step` counts from 1. Written out for each rule, because a step makes a row for each rule and group.
+    """
+    (beta1, beta2), lr = options.betas, options.lr
+    divisor, inv_bc2 = 1 - beta1**step, (1 - beta2**step) ** -0.5
+    decay = 1 - lr * options.weight_decay
+    return (decay, lr / divisor, 1 - beta1, beta2, 1 - beta2, inv_bc2, options.eps, 1 / divisor)
+
+
+def _rmsprop_row(options: Options, step: int) -> Row:
+    (beta1, beta2), lr = options.betas, options.lr
+    decay = 1 - lr * options.weight_decay
+    return (decay, lr, 1 - beta1, beta2, 1 - beta2, (1 - beta2**step) ** -0.5, options.eps, 1.0)
+
+
+def _sign_row(options: Options, step: int) -> Row:
+    (beta1, beta2), lr = options.betas, options.lr
+    return (1 - lr * options.weight_decay, lr, 1 - beta1, beta2, 1 - beta2, 1.0, options.eps, 1.0)
+
+
+def _lion_row(options: Options, step: int) -> Row:
+    (beta1, beta2), lr = options.betas, options.lr
+    return (1 - lr * options.weight_decay, lr, 1 - beta1, beta2, 1 - min(beta2, _LION_DECAY), 1.0, options.eps, 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuleKind:
+    """A rule as the kernels see it. `row` makes its settings for a step, counted from 1 (1 if it counts none)."""
+
+    has_m: bool
+    has_v: bool
+    counts_steps: bool
+    row: Callable[[Options, int], Row]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A tensor: its elements and, where it is a matrix, (fan_out, fan_in) and whether it is stored transposed."""
+
+    numel: int
+    rows: int = 0
+    cols: int = 0
+    transposed: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
     """What one table steps. `m` and `v` name codecs and are looked at only where the rule has that state.
 
-    `weights`: "native" (fp32 or bf16 as the parameter is) or "split8" (bf16 parameter with an int8 correction).
+    `weights`: "native" (fp32 or bf16 as the parameter is), "split8" and "split16" (bf16 parameter with an int8 or int16
+    correction) or "bf16_sr" (bf16 parameter rounded at random by the tensor's seed and the step's phase).
     """
 
     rule: str
@@ -52,29 +94,28 @@ class Kind:
     weights: str = "native"
 
     def __post_init__(self) -> None:
-        if self.rule not in RULE_KINDS:
-            raise ValueError(f"no kernel for rule {self.rule!r}: fused rules are {', '.join(RULE_KINDS)}")
-        if self.m not in M_CODECS or self.v not in V_CODECS:
-            raise ValueError(f"m is kept as {self.m!r}, v as {self.v!r}: m may be {M_CODECS}, v {V_CODECS}")
-        if self.weights not in ("native", "split8"):
-            raise ValueError(f"weights is {self.weights!r}: it may be native or split8")
+        if self.rule not in FAMILIES:
+            raise ValueError(f"no kernel for rule {self.rule!r}: fused rules are {', '.join(FAMILIES)}")
+        family = self.family
+        if (self.traits.has_m and self.m not in family.m) or (self.traits.has_v and self.v not in family.v):
+            raise ValueError(f"m is kept as {self.m!r}, v as {self.v!r}: m may be {family.m}, v {family.v}")
+        if self.weights not in family.weights:
+            raise ValueError(f"weights is {self.weights!r}: it may be {' or '.join(family.weights)}")
+
+    @property
+    def family(self) -> "Family":
+        return FAMILIES[self.rule]
 
     @property
     def traits(self) -> RuleKind:
-        return RULE_KINDS[self.rule]
+        return self.family.rules[self.rule]
 
-    @property
-    def keys(self) -> dict[str, int]:
-        """State key -> bytes per element of the payloads; a scale counts its bytes per element of the group."""
-        keys: dict[str, int] = {}
-        for name, present, codec in (("m", self.traits.has_m, self.m), ("v", self.traits.has_v, self.v)):
-            if present:
-                keys[name] = {"fp32": 4, "bf16": 2}.get(codec, 1)
-                if codec not in ("fp32", "bf16"):
-                    keys[f"{name}.scale"] = 2
-        if self.weights == "split8":
-            keys["correction"] = 1
-        return keys
+    def sizes(self, shape: Shape) -> dict[str, int]:
+        """State key -> bytes of a tensor's state."""
+        sizes = self.family.sizes(self, shape)
+        if self.weights in CORRECTION_BYTES:
+            sizes["correction"] = CORRECTION_BYTES[self.weights] * shape.numel
+        return sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,3 +135,105 @@ class Cut:
             raise ValueError(
                 f"a chunk of {self.chunk} elements: it must be a power of two of at least {GROUP * self.vector}"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """What a launch does, beside the table's own kind. All of it is constant for the compiler.
+
+    `mode`: "step" steps. "measure" changes no weight and no state, only sums. "repair" takes another
+    `size * table.repair[tensor] * update` off the weights where that is not 0, with the update computed again from the
+    gradient and the states that the step left (approximately, where storage rounds them), and no decay.
+    `matched`: the update is multiplied by what `elementwise.matched_factor` reads from the tensor's match.
+    `track`: each program stores in `table.partial` the sum of squares of the tensor's own update, before factor and
+    size, over the elements that are stepped, and adds the number of elements left out to `table.left_out`.
+    `marked`: elements of the gradient that are -0.0 are left out as non-finite ones are (see `kernels.matching`).
+    `count`: adds the number of non-finite elements to `table.num_bad`.
+    """
+
+    mode: Literal["step", "measure", "repair"] = "step"
+    matched: bool = False
+    track: bool = False
+    marked: bool = False
+    count: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Rules that share kernels.
+
+    `module` is imported at the first launch, for it needs Triton: its `launch(table, call)` does what `Call` says, with
+    kernels alone and from buffers of the table that never move, so that it can be captured. `programs` says how many
+    programs (places in `table.partial`) a tensor gets. `sizes`: bytes of each state of a tensor, by key. `columns`:
+    state key -> column of its address in `table.ptrs` (0 is the parameter, 5 the correction, or
+    the seed of weights rounded at random, 6 the match).
+    """
+
+    module: str
+    rules: Mapping[str, RuleKind]
+    m: tuple[str, ...]
+    v: tuple[str, ...]
+    weights: tuple[str, ...]
+    columns: Mapping[str, int]
+    sizes: Callable[[Kind, Shape], dict[str, int]]
+    programs: Callable[[Shape, Cut], int]
+    cut: Callable[[Kind, bool], Cut]  # the kind, and whether parameters are fp32
+
+
+FAMILIES: dict[str, Family] = {}  # by rule
+
+
+def register(family: Family) -> Family:
+    """Makes the family's rules known."""
+    FAMILIES.update(dict.fromkeys(family.rules, family))
+    return family
+
+
+def codec_bytes(codec: str, numel: int, *, name: str) -> dict[str, int]:
+    """State key -> bytes of one state of `numel` numbers called `name` in an elementwise codec."""
+    if codec in ("fp32", "bf16"):
+        return {name: numel * (4 if codec == "fp32" else 2)}
+    if codec in PACKED:
+        return {name: -(-numel // 2), f"{name}.scale": -(-numel // PACKED_GROUP) * 2}
+    return {name: numel, f"{name}.scale": -(-numel // GROUP) * 2}
+
+
+def _sizes(kind: Kind, shape: Shape) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for name, present, codec in (("m", kind.traits.has_m, kind.m), ("v", kind.traits.has_v, kind.v)):
+        if present:
+            sizes |= codec_bytes(codec, shape.numel, name=name)
+    return sizes
+
+
+def _chunks(shape: Shape, cut: Cut) -> int:
+    return -(-shape.numel // cut.chunk)
+
+
+def _cut(kind: Kind, fp32_params: bool) -> Cut:
+    """The cut that did best on an H100; see experiments/benchmarks/optimizer_step.py."""
+    fp32 = fp32_params or "fp32" in [kind.m] * kind.traits.has_m + [kind.v] * kind.traits.has_v
+    if (kind.traits.has_m and kind.m in PACKED) or (kind.traits.has_v and kind.v in PACKED):  # these take registers
+        return Cut(chunk=512, warps=4, vector=4) if fp32 else Cut(chunk=256, warps=1, vector=8)
+    return Cut(vector=4 if fp32 else 8)
+
+
+ELEMENTWISE = register(
+    Family(
+        module="baoc.kernels.elementwise",
+        rules={
+            "adamw": RuleKind(has_m=True, has_v=True, counts_steps=True, row=adam_row),
+            "rmsprop": RuleKind(has_m=False, has_v=True, counts_steps=True, row=_rmsprop_row),
+            "lion": RuleKind(has_m=True, has_v=False, counts_steps=False, row=_lion_row),
+            "signum": RuleKind(has_m=True, has_v=False, counts_steps=False, row=_sign_row),
+            "sign": RuleKind(has_m=False, has_v=False, counts_steps=False, row=_sign_row),
+        },
+        m=M_CODECS,
+        v=V_CODECS,
+        weights=WEIGHTS,
+        columns={"m": 1, "m.scale": 2, "v": 3, "v.scale": 4},
+        sizes=_sizes,
+        programs=_chunks,
+        cut=_cut,
+    )
+)

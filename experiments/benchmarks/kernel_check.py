@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "numerics")]
 
 from kernel_cases import Case, Twin, all_cases, check_equal  # noqa: E402
+from matrix_cases import SHAPES, MatrixTwin, check_close, matrix_cases  # noqa: E402
 
 from baoc.codecs.base import lanes  # noqa: E402
 from baoc.kernels import Cut, launch, prepare  # noqa: E402
@@ -20,6 +21,7 @@ from baoc.kernels import Cut, launch, prepare  # noqa: E402
 WORKERS = 8
 DEVICE = "cuda"
 CHECK_SIZES = (1, 7, 255, 256, 257, 0, 9991, 200_000)
+MATRICES = (*SHAPES, (768, 1024, False), (515, 1365, False), (300, 9000, False), (9000, 40, False), (1024, 130, True))
 CUTS = [
     Cut(chunk=chunk, warps=warps, vector=vector)
     for vector in (4, 8)
@@ -50,10 +52,22 @@ def check(part: int, parts: int) -> None:
             twin.step()
             odd.append(check_equal(twin))
         matched = case.rule != "adamw"
-        launch(twin.table, factors=twin.table.ones if matched else None, track=matched)  # as timed, for the cache
+        launch(twin.table, matched=matched, track=matched)  # as timed, for the cache
         print(f"equal {case.name} {text_of(twin.table.cut)} odd codes {max(odd):.1e}", flush=True)
+    check_matrices(part, parts)
     if part == 0:
         check_graph()
+
+
+def check_matrices(part: int, parts: int) -> None:
+    """The same for rules that see a matrix; long lines and many, and sizes that nothing divides."""
+    for case in matrix_cases(DEVICE, shapes=MATRICES)[part::parts]:
+        twin, odd = MatrixTwin(case), []
+        for idle in ((), (3,), ()):
+            twin.new_gradients(idle=idle)
+            twin.step(factors=[0.5 + index for index in range(len(twin.params))])
+            odd.append(check_close(twin))
+        print(f"equal {case.name} {text_of(twin.table.cut)} odd codes {max(odd):.1e}", flush=True)
 
 
 def check_graph() -> None:

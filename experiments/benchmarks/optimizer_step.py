@@ -30,7 +30,7 @@ from kernel_check import CUTS, text_of  # noqa: E402
 
 from baoc.catalogue import STORAGES  # noqa: E402
 from baoc.codecs import CODEC_IMPLS  # noqa: E402
-from baoc.codecs.base import lanes  # noqa: E402
+from baoc.codecs.grouped import kernel_lanes  # noqa: E402
 from baoc.kernels import Cut, FusedTable, Kind, fused_step, launch  # noqa: E402
 
 STEPS = 15
@@ -146,14 +146,14 @@ def make_table(spec: Sequence, shapes: Shapes, *, cut: Cut | None) -> FusedTable
             parts = CODEC_IMPLS[codec].allocate(param.shape, DEVICE) if present else {}
             state |= {f"{name}{part}": tensor for part, tensor in parts.items()}
         states.append(state)
-    return FusedTable(params, kind=kind, states=states, cut=cut)
+    matches = [torch.ones(2, device=DEVICE) for _ in params] if rule != "adamw" else None
+    return FusedTable(params, kind=kind, states=states, matches=matches, cut=cut)
 
 
 def bytes_per_element(table: FusedTable) -> float:
     """Bytes that a step must move: gradients once, weights and states both ways."""
-    size = table.params[0].element_size()
-    state = sum(width / 32 if key.endswith(".scale") else width for key, width in table.kind.keys.items())
-    return 3 * size + 2 * state
+    state = sum(sum(table.kind.sizes(shape).values()) for shape in table.shapes)
+    return 3 * table.params[0].element_size() + 2 * state / sum(shape.numel for shape in table.shapes)
 
 
 def time_fused(model: str, spec: Sequence, *, gbps: float, cut: Cut | None = None) -> Row:
@@ -162,14 +162,13 @@ def time_fused(model: str, spec: Sequence, *, gbps: float, cut: Cut | None = Non
     options, phase = (Options(lr=1e-3),), iter(range(1, 10_000))
 
     matched = spec[1] != "adamw"
-    factors = table.ones if matched else None
 
     def step() -> None:
-        thresholds = lanes(next(phase), torch.device("cpu"))
-        fused_step(table, options=options, thresholds=thresholds, factors=factors, track=matched)
+        now = next(phase)
+        fused_step(table, options=options, thresholds=kernel_lanes(now), phase=now, matched=matched, track=matched)
 
     times, width = events_ms(step), bytes_per_element(table)
-    alone = events_ms(lambda: launch(table, factors=factors, track=matched))
+    alone = events_ms(lambda: launch(table, matched=matched, track=matched))
     floor = width * sum(map(prod, shapes)) / gbps / 1e6
     return Row(
         model=model, optimizer=spec[0], cut=text_of(table.cut), bytes_per_element=round(width, 3), ms=median(times),

@@ -8,20 +8,23 @@ the boundary between two codes: a share of about (codes x 1e-6), for a scale abo
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from baoc.catalogue import STORAGES
-from baoc.codecs import CODEC_IMPLS
+from baoc.codecs import CODEC_IMPLS, Codec
 from baoc.codecs.base import lanes
-from baoc.kernels import Cut, FusedTable, Kind, fused_step, merge_weights, split_weights_
-from baoc.kernels.kinds import RULE_KINDS
+from baoc.kernels import Cut, FusedTable, Kind, Shape, fused_step, merge_weights, split_weights_
+from baoc.kernels.kinds import ELEMENTWISE, PACKED
+from baoc.kernels.weights import round_at_random_
 from baoc.rules import RULES, RuleContext
 
 SIZES = (1, 7, 255, 256, 257, 0, 1300)
 SMALL_CUT = Cut(chunk=512, warps=1)
 RTOL = 1e-6  # fp32 numbers, of the largest in the tensor's step
+CORRECTIONS = {"split8": torch.int8, "split16": torch.int16}
 ODD_CODES = 2e-3  # share of codes that may differ by one
 State = dict[str, Tensor]
 
@@ -63,13 +66,14 @@ def all_cases(device: str = "cpu", *, sizes: Sequence[int] = SIZES, cut: Cut | N
     """Every rule in every storage, for fp32 and bf16 parameters; mixed gradients and split weights for some."""
     float32, bfloat16 = torch.float32, torch.bfloat16
     cases = []
-    for rule in RULE_KINDS:
+    for rule in ELEMENTWISE.rules:
         for storage in STORAGES if rule != "sign" else ("fp32",):
             cases += [Case(rule=rule, storage=storage, param=p, grad=p) for p in (float32, bfloat16)]
     if hasattr(Tensor, "grad_dtype"):  # before it, torch refuses gradients of another type
         cases += [Case(rule="adamw", storage="int8", param=bfloat16, grad=float32)]
         cases += [Case(rule="adamw", param=bfloat16, grad=float32, weights="split8")]
     cases += [Case(rule=r, storage="int8", param=bfloat16, grad=bfloat16, weights="split8") for r in ("adamw", "lion")]
+    cases += [Case(rule="adamw", param=bfloat16, grad=bfloat16, weights=w) for w in ("split16", "bf16_sr")]
     for case in cases:
         case.device, case.sizes, case.cut = device, sizes, cut
     return cases
@@ -81,12 +85,39 @@ class Twin:
     def __init__(self, case: Case, *, seed: int = 0):
         self.case, self.kind = case, case.kind
         self.random = torch.Generator().manual_seed(seed)
-        self.params = [self._randn(n, case.param).requires_grad_() for n in case.sizes]
-        self.states = [self._state(param) for param in self.params]
+        self.shapes = self._shapes()
+        self.params = [self._param(shape).requires_grad_() for shape in self.shapes]
+        self.states = [self._state(index, param=param) for index, param in enumerate(self.params)]
         self.groups = [i % len(case.options) for i in range(len(self.params))]
-        self.table = FusedTable(self.params, kind=self.kind, states=self.states, groups=self.groups, cut=case.cut)
+        self.matches = [torch.tensor([1.0, 1.0], device=case.device) for _ in self.params]
+        self.table = FusedTable(
+            self.params,
+            kind=self.kind,
+            states=self.states,
+            groups=self.groups,
+            matches=self.matches,
+            shapes=self.shapes,
+            seeds=range(len(self.params)) if case.weights == "bf16_sr" else None,
+            cut=case.cut,
+        )
+        self.engine = self.table.engine
         self.eager = self.copy()
         self.phase = 0
+
+    def _shapes(self) -> list[Shape]:
+        return [Shape(numel=size) for size in self.case.sizes]
+
+    def _param(self, shape: Shape) -> Tensor:
+        return self._randn(shape.numel, self.case.param)
+
+    def _kept(self, index: int) -> dict[str, tuple[Codec, tuple[int, ...]]]:
+        """Codec and shape of each state of a tensor."""
+        codecs = {"m": self.kind.m, "v": self.kind.v}
+        shape = (self.shapes[index].numel,)
+        return {decl.name: (CODEC_IMPLS[codecs[decl.name]], shape) for decl in RULES[self.case.rule].info.states}
+
+    def _context(self, index: int, **given: Any) -> RuleContext:
+        return RuleContext(**given)
 
     def _randn(self, size: int, dtype: torch.dtype, *, spread: float = 0.0) -> Tensor:
         values = torch.randn(size, generator=self.random)
@@ -94,17 +125,12 @@ class Twin:
             values = values * torch.exp2(spread * torch.randn(size, generator=self.random))
         return values.to(self.case.device, dtype)
 
-    def _state(self, param: Tensor) -> State:
+    def _state(self, index: int, *, param: Tensor) -> State:
         state: State = {}
-        for name, present, codec in (
-            ("m", self.kind.traits.has_m, self.kind.m),
-            ("v", self.kind.traits.has_v, self.kind.v),
-        ):
-            if present:
-                parts = CODEC_IMPLS[codec].allocate(param.shape, param.device)
-                state |= {f"{name}{part}": tensor for part, tensor in parts.items()}
-        if self.kind.weights == "split8":
-            state["correction"] = torch.zeros_like(param, dtype=torch.int8)
+        for name, (codec, shape) in self._kept(index).items():
+            state |= {f"{name}{part}": tensor for part, tensor in codec.allocate(shape, param.device).items()}
+        if self.kind.weights in CORRECTIONS:
+            state["correction"] = torch.zeros_like(param, dtype=CORRECTIONS[self.kind.weights])
         return state
 
     def copy(self) -> tuple[list[Tensor], list[State], Tensor]:
@@ -122,18 +148,28 @@ class Twin:
                     param.grad_dtype = torch.float32
                 param.grad = grad
 
-    def step(self, *, factors: Tensor | None = None, masks: dict[int, Tensor] | None = None) -> Tensor | None:
-        """One step of both, from the eager one's states. Returns the fused sums of squares."""
+    def step(self, *, factors: Sequence[float] | None = None, marked: bool = False) -> Tensor | None:
+        """One step of both, from the eager one's states. Returns the fused sums of squares.
+
+        `factors` multiply the updates; `marked`: elements of the gradients that are -0.0 are left out.
+        """
         self.load(self.eager)
         self.phase += 1
-        thresholds = lanes(self.phase, torch.device("cpu"))
+        for match, factor in zip(self.matches, factors or (), strict=False):
+            match.copy_(torch.tensor([factor, 1.0]))
         sums = fused_step(
-            self.table, options=self.case.options, thresholds=thresholds, factors=factors, masks=masks, track=True
+            self.table,
+            options=self.case.options,
+            thresholds=lanes(self.phase, torch.device("cpu")),
+            phase=self.phase,
+            matched=factors is not None,
+            track=True,
+            marked=marked,
         )
         for index, param in enumerate(self.params):
             if param.grad is not None:
-                factor = None if factors is None else float(factors[index])
-                self._step_eager(index, grad=param.grad, factor=factor, mask=(masks or {}).get(index))
+                mask = ~((param.grad == 0) & param.grad.signbit()) if marked else None
+                self._step_eager(index, grad=param.grad, factor=factors[index] if factors else None, mask=mask)
         return sums
 
     def load(self, source: tuple[list[Tensor], list[State], Tensor]) -> None:
@@ -150,63 +186,97 @@ class Twin:
     def _step_eager(self, index: int, *, grad: Tensor, factor: float | None, mask: Tensor | None) -> None:
         params, states, steps = self.eager
         param, state, options = params[index], states[index], self.case.options[self.groups[index]]
-        rule, codecs = RULES[self.case.rule], {"m": self.kind.m, "v": self.kind.v}
+        rule, kept = RULES[self.case.rule], self._kept(index)
         steps[index] += self.kind.traits.counts_steps
-        finite = grad.isfinite() if mask is None else mask
+        finite = grad.isfinite() if mask is None else grad.isfinite() & mask
         grad = torch.where(finite, grad.to(torch.float32), 0.0)
-        kept = {decl.name: CODEC_IMPLS[codecs[decl.name]] for decl in rule.info.states}
         parts = {name: {p: state[f"{name}{p}"] for p in ("", ".scale") if f"{name}{p}" in state} for name in kept}
-        values = {name: codec.decode(parts[name], param.shape).clone() for name, codec in kept.items()}
+        values = {name: codec.decode(parts[name], shape).clone() for name, (codec, shape) in kept.items()}
         old = {name: tensor.clone() for name, tensor in values.items()}
         (beta1, beta2), step = options.betas, int(steps[index])
-        ctx = RuleContext(step=step, beta1=beta1, beta2=beta2, eps=options.eps, finite=finite)
+        ctx = self._context(index, step=step, beta1=beta1, beta2=beta2, eps=options.eps, finite=finite)
         direction = rule.direction(grad, states=values, ctx=ctx)
         update = direction.update().clone()
-        for name, codec in kept.items():
-            now = torch.where(finite, values[name], old[name])
-            codec.encode_(parts[name], now, phase=self.phase if name == "v" else None)
-        split = self.kind.weights == "split8"
+        for name, (codec, shape) in kept.items():
+            full = shape == param.shape
+            now = torch.where(finite, values[name], old[name]) if full else values[name]
+            codec.encode_(parts[name], now, phase=self.phase if name.startswith("v") or codec.info.phased else None)
+        split = self.kind.weights in CORRECTIONS
         work = merge_weights(param, state["correction"]) if split else param.to(torch.float32)
         size = options.lr / direction.divisor * (1.0 if factor is None else factor)
         new = torch.where(finite, work * (1 - options.lr * options.weight_decay) - size * update, work)
         if split:
             split_weights_(param, state["correction"], values=new, thresholds=lanes(self.phase, new.device))
+        elif self.kind.weights == "bf16_sr":
+            round_at_random_(param, values=new, seed=index, phase=self.phase)
         else:
             param.copy_(new)
-        self.square = torch.where(finite, update, 0.0).square().sum()
+        self.square = (torch.where(finite, update, 0.0) / direction.divisor).square().sum()
 
 
-def check_equal(twin: Twin) -> float:
-    """Raises AssertionError unless both agree as the module's text says; returns the share of odd codes."""
+def check_equal(twin: Twin, *, rtol: float = RTOL, loose: float = 0.0) -> float:
+    """Raises AssertionError unless both agree as the module's text says; returns the share of odd codes.
+
+    `loose`: of the largest, what one number of a tensor or one in 10^4 may be off by, where differences of nearly equal
+    numbers are divided by small ones.
+    """
     params, states, steps = twin.eager
     odd = total = 0
     where = twin.case.name
     assert torch.equal(twin.table.steps, steps), where
     for index, (own, other) in enumerate(zip(twin.params, params, strict=True)):
         state, expected = twin.states[index], states[index]
-        if twin.kind.weights == "split8":
+        if twin.kind.weights in CORRECTIONS:
             a, b = merge_weights(own.detach(), state["correction"]), merge_weights(other, expected["correction"])
-            torch.testing.assert_close(a, b, rtol=2.0**-15, atol=1e-9, msg=f"{where} {index}: weights")
+            close = rtol + (2.0**-8 / 127 if twin.kind.weights == "split8" else 0.0)  # a code
+            _compare_numbers(a, b, rtol=close, atol=rtol * 0.1, loose=loose, where=f"{where} weights {index}")
         else:
-            odd, total = _compare(own.detach(), other, odd=odd, total=total, where=f"{where} param {index}")
+            odd, total = _compare(
+                own.detach(), other, odd=odd, total=total, where=f"{where} param {index}", rtol=rtol, loose=loose
+            )
         for key, tensor in state.items():
             if key != "correction":
-                odd, total = _compare(tensor, expected[key], odd=odd, total=total, where=f"{where} {key} {index}")
+                codec = twin.kind.m if key.startswith("m") else twin.kind.v
+                own, other = _unpacked(tensor, codec), _unpacked(expected[key], codec)
+                odd, total = _compare(
+                    own, other, odd=odd, total=total, where=f"{where} {key} {index}", rtol=rtol, loose=loose
+                )
     share = odd / max(total, 1)
     assert share <= ODD_CODES, f"{where}: {share:.1e} of the codes differ"
     return share
 
 
-def _compare(a: Tensor, b: Tensor, *, odd: int, total: int, where: str) -> tuple[int, int]:
+def _compare_numbers(a: Tensor, b: Tensor, *, rtol: float, atol: float, loose: float, where: str) -> None:
+    """`atol` and `loose` are of the largest number of b."""
+    distance, largest = (a - b).abs(), float(b.abs().max()) if b.numel() else 0.0
+    off = ~(distance <= rtol * b.abs() + atol * largest)
+    num_off, worst = int(off.sum()), float(distance.max()) if b.numel() else 0.0
+    text = f"{where}: {num_off} of {b.numel()} numbers are off, by up to {worst:.2e} where the largest is {largest:.2e}"
+    assert num_off <= (max(1, b.numel() // 10_000) if loose else 0), text
+    assert not num_off or worst <= loose * largest, text
+
+
+def _compare(a: Tensor, b: Tensor, *, odd: int, total: int, where: str, rtol: float, loose: float) -> tuple[int, int]:
     assert a.dtype is b.dtype and a.shape == b.shape, where
     if a.dtype is torch.float32:
-        atol = RTOL * float(b.abs().max()) if b.numel() else 0.0
-        torch.testing.assert_close(a, b, rtol=RTOL, atol=atol * 1e-1, msg=lambda text: f"{where}: {text}")
+        _compare_numbers(a, b, rtol=rtol, atol=rtol * 0.1, loose=loose, where=where)
         return odd, total
     codes, expected = _codes(a), _codes(b)
     gap = (codes - expected).abs()
-    assert not gap.numel() or int(gap.max()) <= 1, f"{where}: codes are up to {int(gap.max())} apart"
+    if a.dtype is torch.bfloat16 and b.numel():  # what nearly cancelled is known to a part of the largest
+        distance = (a.to(torch.float32) - b.to(torch.float32)).abs()
+        gap = torch.where(distance <= rtol * 0.1 * float(b.abs().max()), gap.clamp(max=1), gap)
+    most = 2 if a.dtype in (torch.int8, torch.uint8) else 1  # where a scale is the next one, codes may move by two
+    assert not gap.numel() or int(gap.max()) <= most, f"{where}: codes are up to {int(gap.max())} apart"
     return odd + int(gap.count_nonzero()), total + gap.numel()
+
+
+def _unpacked(tensor: Tensor, codec: str) -> Tensor:
+    """Codes of 4 bits apart from each other, those of m with their sign; others as they are."""
+    if codec not in PACKED or tensor.dtype is not torch.uint8:
+        return tensor
+    codes = torch.stack((tensor & 15, tensor >> 4)).to(torch.int32)
+    return torch.where(codes > 7, codes - 16, codes) if codec == "root4" else codes
 
 
 def _codes(tensor: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from baoc.codecs.base import lanes
-from baoc.kernels import Cut, FusedTable, Kind, fused_step
+from baoc.kernels import Cut, FusedTable, Kind, fused_step, launch
 from tests.numerics.kernel_cases import Case, Options, Twin, all_cases, check_equal
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
@@ -23,6 +23,7 @@ SMALL = (1, 33, 256, 300)
 
 if not INTERPRETING:
 
+    @pytest.mark.timeout(900)  # a whole file in an interpreter, and slower where the machine is busy
     def test_interpreted():
         root = Path(__file__).parents[2]
         env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
@@ -59,37 +60,70 @@ else:
         assert not torch.equal(twin.params[1][0], before[1][0])
         assert torch.equal(twin.states[0]["m"], states[0]["m"]) and torch.equal(twin.states[0]["v"], states[0]["v"])
 
-    def test_masked_gradients_equal_nonfinite_ones():
+    def test_marked_gradients_equal_nonfinite_ones():
         twin = Twin(Case(rule="lion", storage="int8", sizes=SMALL))
         twin.new_gradients()
-        mask = torch.ones(300, dtype=torch.bool)
-        mask[[0, 31, 257, 299]] = False
-        twin.params[3].grad.masked_fill_(~mask, 0.0)
+        grad, bad = twin.params[3].grad, torch.tensor([0, 31, 257, 299])
+        grad[bad] = torch.tensor([float("nan"), float("inf"), -float("inf"), float("nan")])
+        grad[1] = -0.0  # a true one
         before = twin.params[3].detach().clone()
-        twin.step(masks={3: mask})
+        engine = twin.table.engine
+        engine.mark()
+        assert not grad[bad].any() and grad[bad].signbit().all() and not grad[1].signbit()
+        engine.mark(first=False)  # nothing more to find
+        twin.step(marked=True)
         check_equal(twin)
-        assert torch.equal(twin.params[3][~mask], before[~mask])
+        assert torch.equal(twin.params[3][bad], before[bad]) and (twin.params[3] != before).sum() > 200
         assert twin.table.num_bad.tolist() == [0, 0, 0, 4]
+
+    @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+    def test_marking_looks_at_every_gradient(dtype: torch.dtype):
+        twin = Twin(Case(rule="sign", param=dtype, grad=dtype, sizes=(1, 5000, 300, 7)))
+        twin.new_gradients(idle=(2,))
+        twin.params[1].grad[[0, 2047, 2048, 4999]] = torch.tensor([float("inf")] * 4, dtype=dtype)
+        twin.params[3].grad = torch.full((14,), float("nan"), dtype=dtype)[::2]
+        expected = [None if p.grad is None else torch.where(p.grad.isfinite(), p.grad, 0.0) for p in twin.params]
+        twin.table.engine.mark()
+        twin.table.engine.read_num_bad()
+        assert twin.table.num_bad.tolist() == [0, 4, 0, 7]
+        assert all(p.grad is None or torch.equal(p.grad, e) for p, e in zip(twin.params, expected, strict=True))
 
     @pytest.mark.parametrize("rule", ["rmsprop", "lion", "sign"])
     def test_factors_multiply_and_sums_are_of_the_own_update(rule: str):
         twin = Twin(Case(rule=rule, sizes=SMALL))
         twin.new_gradients()
-        options, measured = twin.case.options, fused_step(twin.table, options=twin.case.options, measure=True)
+        options = twin.case.options
+        measured = fused_step(twin.table, options=options, mode="measure", track=True).clone()
         assert torch.equal(twin.table.steps, torch.zeros(4)) and torch.equal(twin.params[2].detach(), twin.eager[0][2])
-        factors = torch.tensor([0.5, 2.0, 0.0, 1.0])
-        sums = twin.step(factors=factors)
+        sums = twin.step(factors=[0.5, 2.0, 0.0, 1.0])
         check_equal(twin)
         assert sums is not None and torch.equal(sums, measured)
         assert sums[3].item() == pytest.approx(twin.square.item(), rel=1e-5)
         decay = 1 - options[0].lr * options[0].weight_decay
         torch.testing.assert_close(twin.params[2].detach(), Twin(twin.case).params[2].detach() * decay)
 
+    @pytest.mark.parametrize("rule", ["rmsprop", "lion", "signum", "sign"])
+    def test_a_repair_adds_what_a_factor_lacked(rule: str):
+        whole, parts = (Twin(Case(rule=rule, sizes=(33, 1300))) for _ in range(2))
+        for _ in range(2):  # from states that are not zero
+            for twin in (whole, parts):
+                twin.new_gradients()
+            whole.step(factors=[2.0, 1.0])
+            parts.step(factors=[0.5, 1.0])
+            parts.table.repair.copy_(torch.tensor([1.5, 0.0]))
+            launch(parts.table, mode="repair")
+            assert torch.equal(parts.params[1], whole.params[1])
+            torch.testing.assert_close(parts.params[0], whole.params[0], rtol=1e-5, atol=1e-7)
+            for own, other in zip(parts.states, whole.states, strict=True):
+                assert all(torch.equal(own[key], other[key]) for key in own)
+            parts.eager = parts.copy()
+            whole.eager = whole.copy()
+
     def test_sums_do_not_depend_on_the_run():
         twins = [Twin(Case(rule="rmsprop", storage="int8", sizes=(5000,))) for _ in range(2)]
         for twin in twins:
             twin.new_gradients()
-        first, second = (twin.step() for twin in twins)
+        first, second = (twin.step().clone() for twin in twins)
         assert first is not None and torch.equal(first, second)
 
     def test_backends_may_alternate():

@@ -9,9 +9,9 @@ from baoc.rules import RULES
 from baoc.types import ParamInfo
 from tests.optimizing import info, one_block
 from tests.references import REFERENCES, Reference
-from tests.tolerances import FP32_RULE
+from tests.tolerances import FP32_RULE, FP32_RULE_LONG
 
-LR, DECAY, STEPS = 1e-2, 0.1, 30
+LR, DECAY, STEPS, MANY = 1e-2, 0.1, 30, 200
 SHAPES = {"linear": (17, 64), "odd": (9, 37), "conv": (8, 3, 3, 5), "position": (1, 5, 24), "tall": (300, 3)}
 SIGNS = ("lion", "signum", "sign")
 
@@ -27,10 +27,10 @@ def as_rows(values: Tensor, described: ParamInfo) -> Tensor:
     return values.reshape(matrix[1], matrix[0]).t() if described.transposed else values.reshape(matrix)
 
 
-def gradients(shape: tuple[int, ...], *, zeros: bool) -> list[Tensor]:
+def gradients(shape: tuple[int, ...], *, zeros: bool, steps: int = STEPS) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     scale = torch.exp(torch.randn(shape, generator=generator))
-    draws = [scale * torch.randn(shape, generator=generator) + 0.2 for _ in range(STEPS)]
+    draws = [scale * torch.randn(shape, generator=generator) + 0.2 for _ in range(steps)]
     if zeros:
         for grad in draws:
             grad[0] = 0  # a row that never gets a gradient
@@ -50,12 +50,15 @@ def build(described: ParamInfo, rule: str) -> tuple[nn.Parameter, BlockwiseOptim
     return weight, optimizer
 
 
-def follow(described: ParamInfo, rule: str, *, bad_steps: dict[int, Tensor], zeros: bool = False) -> None:
+def follow(
+    described: ParamInfo, rule: str, *, bad_steps: dict[int, Tensor], zeros: bool = False, steps: int = STEPS
+) -> None:
     """Steps both; `bad_steps` maps a step to the elements (True) that are made NaN in it."""
     weight, optimizer = build(described, rule)
     reference: Reference = REFERENCES[rule]()
+    tolerance = FP32_RULE if steps == STEPS else FP32_RULE_LONG
     expected = as_rows(weight.detach().double(), described).clone()
-    for index, grad in enumerate(gradients(described.shape, zeros=zeros)):
+    for index, grad in enumerate(gradients(described.shape, zeros=zeros, steps=steps)):
         bad = bad_steps.get(index, torch.zeros(described.shape, dtype=torch.bool))
         weight.grad = grad.masked_fill(bad, torch.nan)
         optimizer.step()
@@ -64,10 +67,10 @@ def follow(described: ParamInfo, rule: str, *, bad_steps: dict[int, Tensor], zer
         expected = torch.where(keep, expected * (1 - LR * DECAY) - LR * update, expected)
         actual = as_rows(weight.detach().double(), described)
         if rule in SIGNS:  # where the sign itself hangs on a rounding, two learning rates are the whole update
-            close = torch.isclose(actual, expected, rtol=FP32_RULE.rtol, atol=FP32_RULE.atol)
+            close = torch.isclose(actual, expected, rtol=tolerance.rtol, atol=tolerance.atol)
             assert close.double().mean() > 0.999
         else:
-            torch.testing.assert_close(actual, expected, rtol=FP32_RULE.rtol, atol=FP32_RULE.atol)
+            torch.testing.assert_close(actual, expected, rtol=tolerance.rtol, atol=tolerance.atol)
     assert (actual - as_rows(torch.zeros(described.shape), described)).isfinite().all()
 
 
@@ -75,6 +78,11 @@ def follow(described: ParamInfo, rule: str, *, bad_steps: dict[int, Tensor], zer
 @pytest.mark.parametrize("rule", RULES)
 def test_a_rule_is_its_reference(rule: str, shape: str) -> None:
     follow(info("w", SHAPES[shape]), rule, bad_steps={})
+
+
+@pytest.mark.parametrize("rule", [name for name in RULES if not name.startswith(("foam_l1", "foam_l3", "foam_l8"))])
+def test_a_rule_stays_with_its_reference_for_hundreds_of_steps(rule: str) -> None:
+    follow(info("w", (9, 37)), rule, bad_steps={}, steps=MANY)
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baoc.catalogue import SPECS, STORAGES
+from baoc.catalogue import NATIVE, STORAGES
 from baoc.codecs import CODEC_IMPLS
 from baoc.profiling.shadow import BURN_IN, TERMS, Shadow, _Run, bytes_per_element, elementwise, shadowed
 from baoc.profiling.slices import Slices
@@ -48,12 +48,12 @@ def alone(spec: OptimizerSpec, param: ParamInfo, grads: list[Tensor]) -> Tensor:
         direction = rule.direction(grad, states=states, ctx=ctx)
         update = direction.update() / direction.divisor
         for decl in rule.info.states:
-            phase = count if decl.kind is StateKind.V else None
+            phase = count if decl.kind is StateKind.V or codecs[decl.name].info.phased else None
             codecs[decl.name].encode_(parts[decl.name], states[decl.name], phase=phase)
     return update
 
 
-@pytest.mark.parametrize("spec", SPECS.values(), ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", NATIVE.values(), ids=lambda spec: spec.name)
 def test_every_spec_steps_in_the_shared_buffer_as_it_does_alone(spec: OptimizerSpec):
     """One coded tensor for all pieces, and one call for elementwise rules, change nothing."""
     slices = Slices(BLOCKS, max_elements=10**6, device=CPU)
@@ -83,7 +83,7 @@ def terms_of(specs: list[OptimizerSpec], flats: list[Tensor], slices: Slices) ->
 
 def test_adamw_beside_itself_is_at_distance_zero():
     slices = Slices(BLOCKS, max_elements=10**6, device=CPU)
-    found = terms_of([SPECS["adamw"]], [gathered(slices, s) for s in range(8)], slices)
+    found = terms_of([NATIVE["adamw"]], [gathered(slices, s) for s in range(8)], slices)
     for block in BLOCKS:
         assert found[block.name]["adamw"] == dict.fromkeys(TERMS, 0.0)
 
@@ -92,7 +92,7 @@ def test_terms_of_sign_against_adamw_worked_out_by_hand():
     blocks = [make_block("w", (16, 24))]
     slices = Slices(blocks, max_elements=10**6, device=CPU)
     flats = [gathered(slices, s) for s in range(6)]
-    found = terms_of([SPECS["sign"]], flats, slices)["w"]["sign"]
+    found = terms_of([NATIVE["sign"]], flats, slices)["w"]["sign"]
     m = v = torch.zeros(16 * 24, dtype=torch.float64)
     sums = dict.fromkeys(("cosine", "rel_error", "vmetric"), 0.0)
     gained = descent = squares = 0.0
@@ -120,7 +120,7 @@ def test_terms_of_sign_against_adamw_worked_out_by_hand():
 def test_equal_rms_so_the_scale_of_an_update_plays_no_part():
     """relative error follows from the cosine alone: ||u - r||^2 = 2 ||r||^2 (1 - cos)."""
     slices = Slices(BLOCKS, max_elements=10**6, device=CPU)
-    found = terms_of([SPECS["signum"], SPECS["foam_l1"]], [gathered(slices, 7)] * 3, slices)
+    found = terms_of([NATIVE["signum"], NATIVE["foam_l1"]], [gathered(slices, 7)] * 3, slices)
     for spec in ("signum", "foam_l1"):
         terms = found["a"][spec]
         assert terms["rel_error"] == pytest.approx(sqrt(2 * terms["cosine"]), rel=1e-4)
@@ -136,14 +136,14 @@ def test_a_rule_that_gives_up_what_is_not_there_is_at_distance_zero():
         flat = slices.new(CPU)
         slices.gather_(slices.targets(flat), grads={"w.0": rows * signs(64, 48, seed=step)})
         flats.append(flat)
-    found = terms_of([SPECS["adamw_shared_in"], SPECS["adamw_shared_out"]], flats, slices)["w"]
+    found = terms_of([NATIVE["adamw_shared_in"], NATIVE["adamw_shared_out"]], flats, slices)["w"]
     assert found["adamw_shared_in"]["rel_error"] < 1e-3
     assert found["adamw_shared_out"]["rel_error"] > 0.3
 
 
 def test_coarser_storage_is_never_nearer():
     slices = Slices(BLOCKS, max_elements=10**6, device=CPU)
-    specs = [SPECS[name] for name in ("adamw_bf16", "adamw_int8")]
+    specs = [NATIVE[name] for name in ("adamw_bf16", "adamw_int8")]
     found = terms_of(specs, [gathered(slices, s) for s in range(10)], slices)
     for block in BLOCKS:
         near, far = (found[block.name][spec.name]["rel_error"] for spec in specs)
@@ -155,7 +155,7 @@ def test_descent_is_judged_on_the_next_gradient_and_once_per_sample():
     slices = Slices([make_block("w", (4096,))], max_elements=10**6, device=CPU)
     found = []
     for extra in (False, True):
-        shadow = Shadow(slices, specs=[SPECS["sign"]], betas=BETAS, eps=EPS, device=CPU)
+        shadow = Shadow(slices, specs=[NATIVE["sign"]], betas=BETAS, eps=EPS, device=CPU)
         for step in range(30):
             flat = 0.3 * gathered(slices, 99) + gathered(slices, step)
             shadow.observe_next(flat)
@@ -170,24 +170,24 @@ def test_descent_is_judged_on_the_next_gradient_and_once_per_sample():
 def test_a_block_without_gradient_loses_nothing():
     blocks = [make_block("w", (16, 16))]
     slices = Slices(blocks, max_elements=10**6, device=CPU)
-    found = terms_of([SPECS["sign"], SPECS["adafactor"]], [slices.new(CPU)] * 5, slices)
+    found = terms_of([NATIVE["sign"], NATIVE["adafactor"]], [slices.new(CPU)] * 5, slices)
     assert all(value == 0.0 for terms in found["w"].values() for value in terms.values())
 
 
 def test_nothing_is_said_during_burn_in():
     slices = Slices(BLOCKS, max_elements=10**6, device=CPU)
-    assert terms_of([SPECS["sign"]], [gathered(slices, s) for s in range(BURN_IN)], slices) == {}
+    assert terms_of([NATIVE["sign"]], [gathered(slices, s) for s in range(BURN_IN)], slices) == {}
 
 
 def test_specs_that_apply_nowhere_and_adamw_itself_are_not_run():
     vectors = [make_block("v", (50,))]
-    names = [spec.name for spec in shadowed(list(SPECS.values()), blocks=vectors)]
+    names = [spec.name for spec in shadowed(list(NATIVE.values()), blocks=vectors)]
     assert "adamw" not in names and "foam_l1" not in names
     assert {"adamw_bf16", "rmsprop", "lion_int8", "sign"} <= set(names)
 
 
 def test_bytes_per_element_bound_what_is_held():
-    specs = list(SPECS.values())
+    specs = list(NATIVE.values())
     slices = Slices([make_block("w", (256, 256))], max_elements=10**6, device=CPU)
     shadow = Shadow(slices, specs=specs, betas=BETAS, eps=EPS, device=CPU)
     assert 0.5 * bytes_per_element(specs) * slices.numel < shadow.nbytes <= bytes_per_element(specs) * slices.numel
@@ -195,7 +195,7 @@ def test_bytes_per_element_bound_what_is_held():
 
 def test_rules_taken_for_elementwise_are():
     """Half of a vector steps as it does within the whole; a rule that reduces must say so by its tags."""
-    for spec in SPECS.values():
+    for spec in NATIVE.values():
         if spec.storage != "fp32" or not elementwise(RULES[spec.rule].info):
             continue
         whole = ParamInfo(name="w", shape=(64,), dtype="float32", role=Role.OTHER)

@@ -1,0 +1,255 @@
+"""Steps several tables at once: one upload, one launch per table, matching on the device, all in one CUDA graph."""
+
+import struct
+from array import array
+from collections.abc import Iterable, Sequence
+from importlib import import_module
+from itertools import accumulate, pairwise
+from math import log
+
+import torch
+from torch import Tensor
+
+from baoc.kernels.graphs import Graphs, capturing
+from baoc.kernels.kinds import GROUP, Call, Options
+from baoc.kernels.marks import Marks, mark_strided_
+from baoc.kernels.staging import Gradients, Settings
+from baoc.kernels.table import WIDTH, FusedTable
+from baoc.kernels.upload import Upload, memory_of
+
+_PAD = 4  # tensors: slices of a table begin at multiples of 16 bytes, so that kernels are compiled once
+_LOG8V_RATIO = 2.0 ** (2 * 20.0 / 254)  # of v between two codes
+_NUM_SHARED = 2 * GROUP + 4  # numbers for all tensors: lanes, lanes of the logarithm, the phase (and padding)
+_PER_PHASE = 0x85EBCA77  # as baoc.kernels.weights
+_SUM_LANES, _MATCH_LANES = 1024, 64
+
+
+class Engine:
+    """The buffers that tables share and the order of launches. All tables are on one device.
+
+    A step is `stage` (the host's part) and `run` (kernels only). `mark` comes before both where gradients are looked at
+    first. `num_bad_host` follows `num_bad` without anyone waiting: what it says may be some steps old.
+    """
+
+    def __init__(self, tables: Sequence[FusedTable], *, graphs: bool = True):
+        self.tables = list(tables)
+        self.device = self.tables[0].device
+        self._begins = _padded_ends(len(table.params) for table in self.tables)
+        self.size = self._begins[-1]
+        self.gradients = Gradients(self.tables, begins=self._begins)
+        self.places = self.gradients.places
+        self.settings = Settings(self.tables, places=self.places, size=self.size)
+        self._needs_thresholds = any(table.needs_thresholds for table in self.tables)
+        self._graphs = Graphs(self.device, on=graphs)
+        self._allocate()
+        self._lay_out_blocks()
+        self._bind()
+        self._marks: Marks | None = None
+
+    # -- buffers --------------------------------------------------------------------------------------------------
+
+    def _allocate(self) -> None:
+        size, device = self.size, self.device
+        self._upload = Upload(size * (8 + 4 * WIDTH) + 4 * _NUM_SHARED, device=device)
+        bytes_ = self._upload.device
+        self.grad_ptrs = bytes_[: size * 8].view(torch.int64)
+        self._settings = bytes_[size * 8 : size * (8 + 4 * WIDTH)].view(torch.float32).view(size, WIDTH)
+        self._thresholds = bytes_[size * (8 + 4 * WIDTH) :].view(torch.float32)
+        self._staging = [self._views(slot) for slot in self._upload.slots]
+        self.ptrs = self._spread([row for table in self.tables for row in table.addresses], width=WIDTH)
+        shapes = [shape for table in self.tables for shape in table.shapes]
+        self._shapes = self._spread([[s.numel, s.rows, s.cols, int(s.transposed)] for s in shapes], width=4)
+        self.numels = self._shapes[:, 0].contiguous()
+        self.repair = torch.zeros(size, dtype=torch.float32, device=device)
+        self.sums = torch.zeros(size, dtype=torch.float32, device=device)
+        self.left_out = torch.zeros(size, dtype=torch.int32, device=device)
+        self.num_bad = torch.zeros(size, dtype=torch.int64, device=device)
+        self._num_bad_host = torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda", device="cpu")
+        self.num_bad_host = memory_of(self._num_bad_host)
+        self._programs = _padded_ends(table.num_chunks for table in self.tables)
+        self.partial = torch.zeros(max(self._programs[-1], 1), dtype=torch.float32, device=device)
+
+    def _spread(self, rows: list[list[int]], *, width: int) -> Tensor:
+        """One row per tensor -> int64 [size, width] on the device, each row at its tensor's place."""
+        spread = torch.zeros(self.size, width, dtype=torch.int64, device="cpu")
+        spread[self.places] = torch.tensor(rows, dtype=torch.int64, device="cpu")
+        return spread.to(self.device)
+
+    def _views(self, slot: Tensor) -> tuple[memoryview, Tensor, memoryview]:
+        """Addresses (int64), settings (fp32 [tensors, 8]) and what all share (fp32) in a slot of the upload."""
+        memory, addresses, settings = memory_of(slot), self.size * 8, self.size * 4 * WIDTH
+        return (
+            memory[:addresses].cast("q"),
+            slot[addresses : addresses + settings].view(torch.float32).view(self.size, WIDTH),
+            memory[addresses + settings :].cast("f"),
+        )
+
+    def _lay_out_blocks(self) -> None:
+        """Programs of each tensor, and matched blocks: the tensors that share a match, in whatever tables."""
+        blocks: dict[int, list[int]] = {}
+        spans: list[list[int]] = []
+        self.matches: dict[int, Tensor] = {}
+        for table, begin, program in zip(self.tables, self._begins, self._programs, strict=False):
+            spans += [[program + first, program + last] for first, last in pairwise(table.firsts)]
+            for index, match in enumerate(table.matches):
+                if match is not None:
+                    self.matches[id(match)] = match
+                    blocks.setdefault(id(match), []).append(begin + index)
+        self._spans = self._spread(spans, width=2).to(torch.int32)
+        members = [place for places in blocks.values() for place in places] or [0]
+        self._members = torch.tensor(members, dtype=torch.int32, device="cpu").to(self.device)
+        ends = list(accumulate((len(places) for places in blocks.values()), initial=0))
+        self._blocks = torch.tensor(ends, dtype=torch.int32, device="cpu").to(self.device)
+        # RMS of each block's last update, after matching, in the order of `matches`; -1 before its first.
+        self.applied = torch.full((max(len(blocks), 1),), -1.0, dtype=torch.float32, device=self.device)
+
+    def _bind(self) -> None:
+        for table, begin, program in zip(self.tables, self._begins, self._programs, strict=False):
+            end = begin + len(table.params)
+            table.bind(self)
+            table.ptrs, table.numels = self.ptrs[begin:end], self.numels[begin:end]
+            table.shape_tensor, table.grad_ptrs = self._shapes[begin:end], self.grad_ptrs[begin:end]
+            table.settings, table.thresholds = self._settings[begin:end], self._thresholds
+            table.repair, table.left_out = self.repair[begin:end], self.left_out[begin:end]
+            table.num_bad, table.steps = self.num_bad[begin:end], self.settings.steps[begin:end]
+            table.partial = self.partial[program : program + max(table.num_chunks, 1)]
+
+    def sums_of(self, table: FusedTable) -> Tensor:
+        begin = self._begins[self.tables.index(table)]
+        return self.sums[begin : begin + len(table.params)]
+
+    @property
+    def nbytes(self) -> int:
+        """Device bytes held beyond the optimizer's state, the tables' own included."""
+        own = (self._upload.device, self.ptrs, self._shapes, self.numels, self.repair, self.sums, self.left_out)
+        more = (self.num_bad, self.partial, self._spans, self._blocks, self._members, self.applied)
+        total = sum(t.numel() * t.element_size() for t in (*own, *more))
+        return total + sum(table.nbytes for table in self.tables) + (self._marks.nbytes if self._marks else 0)
+
+    # -- the host's part ------------------------------------------------------------------------------------------
+
+    def stage(
+        self,
+        options: Sequence[Options],
+        *,
+        thresholds: Iterable[float] | None = None,
+        phase: int = 0,
+        advance: bool = True,
+    ) -> None:
+        """Sends addresses and settings of the coming step and, unless told otherwise, counts it.
+
+        `phase` is that of the step, `thresholds` (fp32 [32]) the codecs' lanes of it, or, as a memoryview of fp32 [64],
+        which costs nothing, with those of the logarithm after them.
+        """
+        self.gradients.refresh()
+        if thresholds is None and self._needs_thresholds:
+            kinds = [table.kind for table in self.tables if table.needs_thresholds]
+            raise ValueError(f"{kinds[0]} rounds by thresholds: pass those of this step's phase")
+        slot = self._upload.slot()
+        addresses, settings, shared = self._staging[slot]
+        addresses[:] = memoryview(self.gradients.addresses)
+        self.settings.fill(options, gradients=self.gradients, out=settings)
+        if self._needs_thresholds and thresholds is not None:
+            lanes = thresholds if isinstance(thresholds, memoryview) else memoryview(array("f", thresholds))
+            shared[: 2 * GROUP] = lanes if len(lanes) == 2 * GROUP else memoryview(array("f", _with_logs(lanes)))
+            struct.pack_into("I", shared, 4 * 2 * GROUP, phase * _PER_PHASE % 2**32)
+        self._upload.send()
+        if advance:
+            self.settings.advance()
+
+    # -- the device's part ----------------------------------------------------------------------------------------
+
+    def run(
+        self, *, matched: bool, marked: bool = False, measure: Sequence[FusedTable] = (), graphs: bool = True
+    ) -> None:
+        """Only kernels. `measure`: tables with blocks that have no own RMS yet, which is found before they step.
+
+        `graphs` False: launched plainly, as someone needs who captures them himself.
+        """
+        if measure and matched:
+            for table in measure:
+                launch(table, Call(mode="measure", track=True, marked=marked))
+            self._match(measure=True)
+        if graphs and self._graphs.on:
+            key = (self.gradients.variant, matched, marked)
+            self._graphs.run(key, lambda: self._launch(matched=matched, marked=marked))
+        else:
+            self._launch(matched=matched, marked=marked)
+
+    def _launch(self, *, matched: bool, marked: bool) -> None:
+        matching = [table for table in self.tables if matched and table.matches[0] is not None]
+        for table in self.tables:
+            on = table in matching
+            launch(table, Call(matched=on, track=on, marked=marked))
+        if matching:
+            self._match(measure=False)
+            for table in matching:
+                launch(table, Call(mode="repair", matched=True, marked=marked))
+        self._num_bad_host.copy_(self.num_bad, non_blocking=True)
+
+    def sum(self) -> None:
+        """Sums of squares by tensor from those by program."""
+        from baoc.kernels.matching import sum_kernel
+
+        sum_kernel[(self.size,)](self.partial, self._spans, self._settings, self.sums, LANES=_SUM_LANES)
+
+    def _match(self, *, measure: bool) -> None:
+        from baoc.kernels.matching import match_kernel
+
+        self.sum()
+        match_kernel[(len(self.matches),)](
+            self._blocks,
+            self._members,
+            self.numels,
+            self.grad_ptrs,
+            self.ptrs,
+            self.sums,
+            self.left_out,
+            self.applied,
+            self.repair,
+            MEASURE=measure,
+            LANES=_MATCH_LANES,
+        )
+
+    # -- non-finite gradients -------------------------------------------------------------------------------------
+
+    def mark(self, *, first: bool = True) -> None:
+        """Non-finite elements of all gradients become -0.0, in place, and are counted; nobody waits.
+
+        `first` False: these gradients were marked before, so their -0.0 stay.
+        """
+        self.gradients.refresh()
+        if not capturing():  # else `stage` sends them
+            addresses, _, _ = self._staging[self._upload.slot()]
+            addresses[:] = memoryview(self.gradients.addresses)
+            for index in self.gradients.copied:
+                addresses[self.places[index]] = 0
+            self._upload.send()
+        self._marks = self._marks or Marks(self.tables, places=self.places, size=self.size)
+        self._marks.mark(self.grad_ptrs, numels=self.numels, num_bad=self.num_bad, first=first)
+        for index in self.gradients.copied:
+            grad = self.gradients.params[index].grad
+            assert grad is not None
+            self.num_bad[self.places[index]] += mark_strided_(grad, first=first)
+
+    def read_num_bad(self) -> None:
+        """Brings `num_bad_host` up to date, waiting for the device."""
+        self._num_bad_host.copy_(self.num_bad)
+
+
+def _with_logs(lanes: Sequence[float] | memoryview) -> list[float]:
+    """Lanes, and the same on the logarithm of log8v: as baoc.codecs.grouped has them."""
+    plain = torch.tensor(list(lanes), dtype=torch.float32, device="cpu")
+    logs = torch.log1p(plain * (_LOG8V_RATIO - 1)) / log(_LOG8V_RATIO)
+    return torch.cat([plain, logs]).tolist()
+
+
+def _padded_ends(lengths: Iterable[int]) -> list[int]:
+    """Where slices of these lengths begin, padded, and where the last one ends."""
+    return list(accumulate((-(-length // _PAD) * _PAD for length in lengths), initial=0))
+
+
+def launch(table: FusedTable, call: Call) -> None:
+    """The launch of the table's family."""
+    if table.num_chunks:
+        import_module(table.kind.family.module).launch(table, call)

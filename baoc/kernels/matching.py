@@ -1,0 +1,130 @@
+"""The small kernels beside the steps: update RMS matching wholly on the device, and marking non-finite gradients.
+
+Matching: a step multiplies updates by target / own RMS as the block's match holds it, sums their squares, and leaves it
+to `match_kernel` to store the new own RMS and to say, as `optim.matching.factor` defines it from this step's sums, what
+each tensor's factor should have been; where it differs (a surge, a block that stood still) `repair` makes it good.
+Marking: non-finite elements become -0.0, which clipping by norm or value leaves alone and adds nothing to any norm, so
+the step still knows them; true -0.0 become 0.0 before.
+"""
+
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportOperatorIssue=false, reportCallIssue=false, reportIndexIssue=false
+# Device code: Triton's compiler gives these names types that Python's annotations do not know.
+
+import triton
+import triton.language as tl
+
+from baoc.kernels.elementwise import matched_factor
+
+_WIDTH = tl.constexpr(8)
+_MATCH_AT = tl.constexpr(6)
+_PER_LR = tl.constexpr(7)
+_TINY = tl.constexpr(1e-30)  # as baoc.optim.matching
+
+
+@triton.jit
+def sum_kernel(
+    partial,  # fp32[programs]
+    spans,  # int32[tensors, 2]: first and last program, excluded, of each tensor
+    settings,  # fp32[tensors, 8]
+    sums,  # fp32[tensors]
+    LANES: tl.constexpr,
+):  # fmt: skip
+    """sums[tensor] = sum of squares of its update per lr, in an order that depends on the table alone."""
+    tensor = tl.program_id(0)
+    last = tl.load(spans + 2 * tensor + 1)
+    lanes = tl.arange(0, LANES)
+    total = tl.zeros([LANES], dtype=tl.float32)
+    for begin in range(tl.load(spans + 2 * tensor), last, LANES):
+        total += tl.load(partial + begin + lanes, mask=begin + lanes < last, other=0.0)
+    per_lr = tl.load(settings + tensor * _WIDTH + _PER_LR)
+    tl.store(sums + tensor, tl.sum(total) * per_lr * per_lr)
+
+
+@triton.jit
+def match_kernel(
+    blocks,  # int32[blocks + 1]: where the tensors of each block begin in `members`
+    members,  # int32[]: tensors
+    numels,  # int64[tensors]
+    grad_ptrs,  # int64[tensors]
+    ptrs,  # int64[tensors, 8]
+    sums,  # fp32[tensors]
+    left_out,  # int32[tensors]: read and set back to 0
+    applied,  # fp32[blocks]: RMS of the update after matching
+    repair,  # fp32[tensors]: what the factor lacked
+    MEASURE: tl.constexpr,  # only own RMS, of blocks that have none yet
+    LANES: tl.constexpr,
+):
+    """One program per block; a block without gradients is left as it is."""
+    block = tl.program_id(0)
+    first, last = tl.load(blocks + block), tl.load(blocks + block + 1)
+    match_addr = tl.load(ptrs + tl.load(members + first) * _WIDTH + _MATCH_AT)
+    match = match_addr.to(tl.pointer_type(tl.float32))
+    target, own = tl.load(match), tl.load(match + 1)
+    used = matched_factor(match_addr)
+    lanes = tl.arange(0, LANES)
+    own_square = tl.zeros([LANES], dtype=tl.float32)
+    applied_square = tl.zeros([LANES], dtype=tl.float32)
+    count = tl.zeros([LANES], dtype=tl.float32)
+    stepped = tl.zeros([LANES], dtype=tl.int32)
+    for begin in range(first, last, LANES):
+        inside = begin + lanes < last
+        tensor = tl.load(members + begin + lanes, mask=inside, other=0)
+        there = tl.load(grad_ptrs + tensor, mask=inside, other=0) != 0
+        total = tl.load(sums + tensor, mask=there, other=0.0)
+        num = (tl.load(numels + tensor, mask=there, other=0) - tl.load(left_out + tensor, mask=there, other=0)).to(
+            tl.float32
+        )
+        rms = tl.maximum(tl.sqrt(total / tl.maximum(num, 1.0)), _TINY)
+        usual = tl.minimum(used, tl.maximum(target, 1.0) / rms)
+        factor = tl.where(own > _TINY, usual, target / rms)
+        factor = tl.where(rms > _TINY, factor, used)  # the update is zero, so there is nothing to repair
+        own_square += total
+        applied_square += total * factor * factor
+        count += num
+        stepped += there.to(tl.int32)
+        tl.store(left_out + tensor, 0, mask=there)
+        if not MEASURE:
+            tl.store(repair + tensor, tl.where(there, factor - used, 0.0), mask=inside)
+    if tl.sum(stepped) > 0:
+        num = tl.maximum(tl.sum(count), 1.0)
+        new = tl.sqrt(tl.sum(own_square) / num)
+        if MEASURE:
+            tl.store(match + 1, tl.where(own < 0.0, new, own))
+        else:
+            tl.store(match + 1, new)
+            tl.store(applied + block, tl.sqrt(tl.sum(applied_square) / num))
+
+
+@triton.jit
+def mark_kernel(
+    owner,  # int32[chunks]: tensor of each chunk
+    first_chunk,  # int32[tensors]
+    numels,  # int64[tensors]
+    grad_ptrs,  # int64[tensors]
+    codes,  # int32[tensors]: which type its gradient has
+    bad,  # int64[tensors]: counts non-finite elements
+    CODE: tl.constexpr,  # of the type that this launch looks at
+    BITS: tl.constexpr,  # integers as wide as it
+    EXPONENT: tl.constexpr,  # its bits, which are all set in what is not finite
+    FIRST: tl.constexpr,  # no marks yet: every -0.0 is a true one
+    CHUNK: tl.constexpr,
+):
+    """Marks the gradients in place; writes only where something changes."""
+    pid = tl.program_id(0)
+    tensor = tl.load(owner + pid)
+    grad_addr = tl.load(grad_ptrs + tensor)
+    if (grad_addr != 0) & (tl.load(codes + tensor) == CODE):
+        start = (pid - tl.load(first_chunk + tensor)).to(tl.int64) * CHUNK
+        at = start + tl.arange(0, CHUNK)
+        inside = at < tl.load(numels + tensor)
+        pointer = tl.multiple_of(grad_addr, BITS.primitive_bitwidth // 8).to(tl.pointer_type(BITS)) + at
+        bits = tl.load(pointer, mask=inside, other=0).to(tl.int32)
+        MARK: tl.constexpr = -(2 ** (BITS.primitive_bitwidth - 1))
+        finite = (bits & EXPONENT) != EXPONENT
+        change = ~finite
+        if FIRST:
+            change = change | (bits == MARK)
+        tl.store(pointer, tl.where(finite, 0, MARK).to(BITS), mask=inside & change)
+        num_bad = tl.sum(tl.where(finite, 0, 1))
+        tl.atomic_add(bad + tensor, num_bad.to(tl.int64), mask=num_bad > 0, sem="relaxed")

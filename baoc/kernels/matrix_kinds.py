@@ -1,0 +1,193 @@
+"""Families of fused rules that see a matrix: shared v, Adafactor and FOAM. Needs no Triton; see `baoc.kernels.kinds`.
+
+Bytes of state per parameter of a (rows, cols) matrix, m in fp32 / bf16 / int8: shared v 4 / 2 / 1.0625 and a vector;
+Adafactor two vectors, and m if it has one; FOAM of level l 8 / 4 / 2.125 over 2^l.
+"""
+
+from baoc.kernels.kinds import (
+    M_CODECS,
+    PACKED,
+    PACKED_GROUP,
+    V_CODECS,
+    WEIGHTS,
+    Cut,
+    Family,
+    Kind,
+    Options,
+    Row,
+    RuleKind,
+    Shape,
+    adam_row,
+    codec_bytes,
+    register,
+)
+
+FOLD_TILE = 32  # folded numbers of a program are a multiple of it: their quantiser's group
+_DECAY, _ALPHA = 0.8, 0.25  # as baoc.rules.adafactor and baoc.rules.foam
+_LEAST_LINE, _LONGEST_LINE = 128, 16384
+
+
+# -- shared v and Adafactor ---------------------------------------------------------------------------------------
+
+
+def stored(shape: Shape) -> tuple[int, int]:
+    """The matrix as it lies in memory: (lines, elements of a line)."""
+    return (shape.cols, shape.rows) if shape.transposed else (shape.rows, shape.cols)
+
+
+def shares_lines(rule: str, shape: Shape) -> bool:
+    """True if the v of a shared rule is one per line in memory, else one per position in a line."""
+    return (rule == "adamw_shared_in") != shape.transposed
+
+
+def whole_lines(rule: str, shape: Shape) -> bool:
+    """True if a program steps one line, which it reads once: lines are whole groups, neither too short nor too long."""
+    length = stored(shape)[1]
+    fits = length % PACKED_GROUP == 0 and _LEAST_LINE <= length <= _LONGEST_LINE
+    return rule.startswith("adamw_shared") and shares_lines(rule, shape) and fits
+
+
+def adafactor_row(options: Options, step: int, *, has_m: bool) -> Row:
+    """As `adam_row`, with v's weight 1 - beta2 = step^-.8; in place of v's correction it has m's, for the clipping."""
+    beta1 = options.betas[0]
+    correction = 1 / (1 - beta1**step) if has_m else 1.0
+    decay = 1 - options.lr * options.weight_decay
+    return (decay, options.lr, 1 - beta1, 0.0, step**-_DECAY, correction, 0.0, 1.0)
+
+
+def _plain_adafactor_row(options: Options, step: int) -> Row:
+    return adafactor_row(options, step, has_m=False)
+
+
+def _momentum_adafactor_row(options: Options, step: int) -> Row:
+    return adafactor_row(options, step, has_m=True)
+
+
+def _m_sizes(kind: Kind, shape: Shape) -> dict[str, int]:
+    return codec_bytes(kind.m, shape.numel, name="m") if kind.traits.has_m else {}
+
+
+def _shared_sizes(kind: Kind, shape: Shape) -> dict[str, int]:
+    length = shape.rows if kind.rule == "adamw_shared_in" else shape.cols
+    return _m_sizes(kind, shape) | {"v": 4 * length}
+
+
+def _adafactor_sizes(kind: Kind, shape: Shape) -> dict[str, int]:
+    return _m_sizes(kind, shape) | {"v_row": 4 * shape.rows, "v_col": 4 * shape.cols}
+
+
+def _cut(kind: Kind, fp32_params: bool) -> Cut:
+    """The cuts that did best on an H100; see experiments/benchmarks/matrix_step.py."""
+    if kind.traits.has_m and kind.m in ("fp32", "root4"):
+        return Cut(chunk=512, warps=4, vector=4)
+    return Cut(chunk=1024, warps=4, vector=4) if fp32_params else Cut(chunk=256, warps=1, vector=8)
+
+
+def _chunks(shape: Shape, cut: Cut) -> int:
+    return -(-shape.numel // cut.chunk)
+
+
+def _register_shared(rule: str) -> None:
+    def programs(shape: Shape, cut: Cut) -> int:
+        return stored(shape)[0] if whole_lines(rule, shape) else _chunks(shape, cut)
+
+    register(
+        Family(
+            module="baoc.kernels.matrix",
+            rules={rule: RuleKind(has_m=True, has_v=False, counts_steps=True, row=adam_row)},
+            m=M_CODECS,
+            v=(),
+            weights=WEIGHTS,
+            columns={"m": 1, "m.scale": 2, "v": 3},
+            sizes=_shared_sizes,
+            programs=programs,
+            cut=_cut,
+        )
+    )
+
+
+for _rule in ("adamw_shared_in", "adamw_shared_out"):
+    _register_shared(_rule)
+
+register(
+    Family(
+        module="baoc.kernels.matrix",
+        rules={
+            "adafactor": RuleKind(has_m=False, has_v=False, counts_steps=True, row=_plain_adafactor_row),
+            "adafactor_momentum": RuleKind(has_m=True, has_v=False, counts_steps=True, row=_momentum_adafactor_row),
+        },
+        m=M_CODECS,
+        v=(),
+        weights=WEIGHTS,
+        columns={"m": 1, "m.scale": 2, "v_row": 3, "v_col": 4},
+        sizes=_adafactor_sizes,
+        programs=_chunks,
+        cut=_cut,
+    )
+)
+
+
+# -- FOAM -----------------------------------------------------------------------------------------------------------
+
+FOLDS: dict[str, tuple[int, bool, bool]] = {
+    f"foam_l{level}{suffix}": (2**level, suffix == "_out", suffix == "_sq")
+    for suffix in ("", "_out", "_sq")
+    for level in (1, 2, 3, 8)
+}  # rule -> elements of a fold, whether they lie along fan-out, and whether v averages folds of squares
+_FOLD_M, _FOLD_V = (tuple(name for name in codecs if name not in PACKED) for codecs in (M_CODECS, V_CODECS))
+
+
+def folded(rule: str, shape: Shape) -> tuple[int, int]:
+    """Shape of the folded states: (fan_out, fan_in) with one of them divided, rounded up."""
+    fold, out, _ = FOLDS[rule]
+    return (-(-shape.rows // fold), shape.cols) if out else (shape.rows, -(-shape.cols // fold))
+
+
+def entries(rule: str, cut: Cut) -> int:
+    """Folded numbers of a program."""
+    return max(FOLD_TILE, cut.chunk // FOLDS[rule][0])
+
+
+def foam_row(options: Options, step: int) -> Row:
+    """As `adam_row`; the corrections of m and v are one factor of the update."""
+    (beta1, beta2), lr = options.betas, options.lr
+    per_lr = _ALPHA * (1 - beta2**step) ** 0.5 / (1 - beta1**step)
+    return (1 - lr * options.weight_decay, lr * per_lr, 1 - beta1, beta2, 1 - beta2, 1.0, options.eps, per_lr)
+
+
+def _foam_sizes(kind: Kind, shape: Shape) -> dict[str, int]:
+    rows, cols = folded(kind.rule, shape)
+    return codec_bytes(kind.m, rows * cols, name="m") | codec_bytes(kind.v, rows * cols, name="v")
+
+
+def _foam_cut(kind: Kind, fp32_params: bool) -> Cut:
+    """Likewise. A program holds its folds, so 32 long ones need many warps; where short ones cross rows, vectors along
+    a row would leave a fold's elements to several threads."""
+    fold, out, _ = FOLDS[kind.rule]
+    if fold > FOLD_TILE:
+        return Cut(chunk=FOLD_TILE * fold, warps=8 if out else 16)
+    return Cut(chunk=512, warps=2, vector=1 if out else 4)
+
+
+def _register_foam(rule: str) -> None:
+    def programs(shape: Shape, cut: Cut) -> int:
+        rows, cols = folded(rule, shape)
+        return -(-rows * cols // entries(rule, cut))
+
+    register(
+        Family(
+            module="baoc.kernels.foam",
+            rules={rule: RuleKind(has_m=True, has_v=True, counts_steps=True, row=foam_row)},
+            m=_FOLD_M,
+            v=_FOLD_V,
+            weights=WEIGHTS,
+            columns={"m": 1, "m.scale": 2, "v": 3, "v.scale": 4},
+            sizes=_foam_sizes,
+            programs=programs,
+            cut=_foam_cut,
+        )
+    )
+
+
+for _rule in FOLDS:
+    _register_foam(_rule)

@@ -1,0 +1,386 @@
+"""Means of g^2 along lines and columns, for shared v and Adafactor: sums by program, then jobs that finish them.
+
+Elements that are left out count in no mean, and a mean of nothing leaves its average as it is. What steps the weights
+takes the reciprocals of roots from `vectors`; states are written here, in mode "step" only.
+"""
+
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportOperatorIssue=false, reportCallIssue=false, reportIndexIssue=false
+# Device code: Triton's compiler gives these names types that Python's annotations do not know.
+
+import triton
+import triton.language as tl
+
+from baoc.kernels.device import load_tile, reciprocal
+from baoc.kernels.elementwise import EPS, INV_BC2, M_AT, M_SCALE_AT, W1, W2, WIDTH, keep_finite, lerp, load_grad
+from baoc.kernels.storage import load_m_codes, restore_m
+
+LINE_VECTOR, COLUMN_VECTOR, LINE_SUMS, COLUMN_SUMS = (tl.constexpr(i) for i in range(4))
+LINE_TILE, LINE_TILES, COLUMN_TILE, COLUMN_TILES = (tl.constexpr(i) for i in range(4, 8))
+PLACES = tl.constexpr(8)
+_FLOOR = tl.constexpr(1e-30)  # added to g^2, as baoc.rules.adafactor
+_CLIP = tl.constexpr(1.0)
+
+
+@triton.jit
+def stored_shape(shapes, tensor):
+    """(lines, elements of a line) of a matrix as it lies in memory."""
+    rows, cols = tl.load(shapes + tensor * 4 + 1), tl.load(shapes + tensor * 4 + 2)
+    transposed = tl.load(shapes + tensor * 4 + 3) != 0
+    return tl.where(transposed, cols, rows), tl.where(transposed, rows, cols)
+
+
+@triton.jit
+def inverse_root(v):
+    """1 / sqrt(v), and 0 of a mean that never had an element."""
+    return tl.where(v > 0.0, 1.0 / tl.sqrt(tl.maximum(v, 1.2e-38)), 0.0)
+
+
+@triton.jit
+def _line_sums(grad_addr, line, first, lines, length, LINES: tl.constexpr, PIECE: tl.constexpr, GRAD: tl.constexpr,
+               MARKED: tl.constexpr, VEC: tl.constexpr):  # fmt: skip
+    """Sums of g^2 and counts of what is left out, over PIECE elements of LINES lines."""
+    STEP: tl.constexpr = 64
+    width = (length // VEC) * VEC  # the same, in a form that tells the compiler what divides it
+    rows = line + tl.arange(0, LINES)[:, None].to(tl.int64)
+    total = tl.zeros([LINES, STEP], dtype=tl.float32)
+    out = tl.zeros([LINES, STEP], dtype=tl.int32)
+    for begin in range(first, tl.minimum(first + PIECE, length).to(tl.int32), STEP):
+        columns = begin + tl.arange(0, STEP)[None, :]
+        inside = (columns < width) & (rows < lines)
+        tile = rows * (length // VEC) * VEC + columns
+        g, _, kept = load_grad(grad_addr, lines * 0, tile, inside, GRAD, MARKED, VEC, False)
+        total += g * g
+        out += tl.where(kept, 0, 1)
+    return tl.sum(total, axis=1), tl.sum(out, axis=1)
+
+
+@triton.jit
+def line_sums_kernel(
+    owner,  # int32[programs]: tensor of each program
+    first_program,  # int32[tensors]
+    shapes,  # int64[tensors, 4]
+    grad_ptrs,  # int64[tensors]
+    places,  # int64[tensors, 8]
+    sums,  # fp32: parts of every line's sum of g^2
+    counts,  # int16: what is left out of it
+    GRAD: tl.constexpr, MARKED: tl.constexpr, LINES: tl.constexpr, PIECE: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    tensor = tl.load(owner + pid)
+    grad_addr = tl.load(grad_ptrs + tensor)
+    if grad_addr != 0:
+        lines, length = stored_shape(shapes, tensor)
+        pieces = ((length + PIECE - 1) // PIECE).to(tl.int32)
+        index = pid - tl.load(first_program + tensor)
+        block = index // pieces
+        piece = index - block * pieces
+        line, first = block * LINES, piece * PIECE
+        if length % VEC == 0:
+            total, out = _line_sums(grad_addr, line, first, lines, length, LINES, PIECE, GRAD, MARKED, VEC)
+        else:
+            total, out = _line_sums(grad_addr, line, first, lines, length, LINES, PIECE, GRAD, MARKED, 1)
+        rows = line + tl.arange(0, LINES)
+        at = tl.load(places + tensor * PLACES + LINE_SUMS) + piece * lines + rows
+        tl.store(sums + at, total, mask=rows < lines)
+        tl.store(counts + at, out.to(tl.int16), mask=rows < lines)
+
+
+@triton.jit
+def _column_sums(grad_addr, m_addr, m_scale_addr, w1, factors, line, column, lines, length, ROWS: tl.constexpr,
+                 COLUMNS: tl.constexpr, ADAFACTOR: tl.constexpr, M: tl.constexpr, GRAD: tl.constexpr,
+                 MARKED: tl.constexpr, VEC: tl.constexpr):  # fmt: skip
+    """Sums over ROWS lines of COLUMNS columns: of g^2, of (x times the line's factor)^2, and counts."""
+    STEP: tl.constexpr = 16
+    width = (length // VEC) * VEC
+    columns = column + tl.arange(0, COLUMNS)[None, :]
+    total = tl.zeros([STEP, COLUMNS], dtype=tl.float32)
+    square = tl.zeros([STEP, COLUMNS], dtype=tl.float32)
+    out = tl.zeros([STEP, COLUMNS], dtype=tl.int32)
+    for begin in range(line, tl.minimum(line + ROWS, lines).to(tl.int32), STEP):
+        rows = begin + tl.arange(0, STEP)[:, None].to(tl.int64)
+        inside = (columns < width) & (rows < lines)
+        tile = rows * (length // VEC) * VEC + columns
+        g, _, kept = load_grad(grad_addr, lines * 0, tile, inside, GRAD, MARKED, VEC, False)
+        total += g * g
+        out += tl.where(kept, 0, 1)
+        if ADAFACTOR:
+            x = g
+            if M != "none":
+                code, bits = load_m_codes(m_addr, m_scale_addr, lines * 0, tile, inside, M, VEC)
+                x = lerp(restore_m(code, bits, M), g, w1)
+            y = tl.where(kept & inside, x * tl.load(factors + rows, mask=rows < lines, other=0.0), 0.0)
+            square += y * y
+    return tl.sum(total, axis=0), tl.sum(square, axis=0), tl.sum(out, axis=0)
+
+
+@triton.jit
+def column_sums_kernel(
+    owner,  # int32[programs]
+    first_program,  # int32[tensors]
+    shapes,  # int64[tensors, 4]
+    ptrs,  # int64[tensors, 8]
+    grad_ptrs,  # int64[tensors]
+    settings,  # fp32[tensors, 8]
+    places,  # int64[tensors, 8]
+    vectors,  # fp32: the lines' factors, for Adafactor
+    sums,  # fp32: parts of every column's sum of g^2
+    squares,  # fp32: and of what is stepped, for Adafactor
+    counts,  # int16
+    ADAFACTOR: tl.constexpr, M: tl.constexpr, GRAD: tl.constexpr, MARKED: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    tensor = tl.load(owner + pid)
+    grad_addr = tl.load(grad_ptrs + tensor)
+    if grad_addr != 0:
+        lines, length = stored_shape(shapes, tensor)
+        pieces = ((length + COLUMNS - 1) // COLUMNS).to(tl.int32)
+        index = pid - tl.load(first_program + tensor)
+        block = index // pieces
+        line, column = block * ROWS, (index - block * pieces) * COLUMNS
+        addrs, place = ptrs + tensor * WIDTH, places + tensor * PLACES
+        m_addr, m_scale_addr = tl.load(addrs + M_AT), tl.load(addrs + M_SCALE_AT)
+        w1 = tl.load(settings + tensor * WIDTH + W1)
+        factors = vectors + tl.maximum(tl.load(place + LINE_VECTOR), 0)
+        if length % VEC == 0:
+            total, square, out = _column_sums(grad_addr, m_addr, m_scale_addr, w1, factors, line, column, lines, length,
+                                              ROWS, COLUMNS, ADAFACTOR, M, GRAD, MARKED, VEC)  # fmt: skip
+        else:
+            total, square, out = _column_sums(grad_addr, m_addr, m_scale_addr, w1, factors, line, column, lines, length,
+                                              ROWS, COLUMNS, ADAFACTOR, M, GRAD, MARKED, 1)  # fmt: skip
+        columns = column + tl.arange(0, COLUMNS)
+        at = tl.load(place + COLUMN_SUMS) + block * length + columns
+        tl.store(sums + at, total, mask=columns < length)
+        tl.store(counts + at, out.to(tl.int16), mask=columns < length)
+        if ADAFACTOR:
+            tl.store(squares + at, square, mask=columns < length)
+
+
+@triton.jit
+def _read_lines(grad_addr, m_addr, m_scale_addr, start, part, num, stride, M: tl.constexpr, GRAD: tl.constexpr,
+                WIDEST: tl.constexpr, VEC: tl.constexpr):  # fmt: skip
+    """Gradients and m as they are stored, of lines `part` out of `num`; where they are."""
+    columns = tl.arange(0, WIDEST)[None, :]
+    tile = (part[:, None] * stride) * VEC + columns
+    inside = (part[:, None] < num) & (columns < stride * VEC)
+    raw = load_tile(grad_addr, start, tile, inside, GRAD, VEC, False)
+    code, bits = raw, 0
+    if M != "none":
+        code, bits = load_m_codes(m_addr, m_scale_addr, start, tile, inside, M, VEC)
+    return raw, code, bits, inside
+
+
+@triton.jit
+def _count_columns(grad_addr, start, num, stride, GRAD: tl.constexpr, MARKED: tl.constexpr, WIDEST: tl.constexpr,
+                   LINES: tl.constexpr, VEC: tl.constexpr):  # fmt: skip
+    """How many elements of each column are left out."""
+    out = tl.zeros([WIDEST], dtype=tl.int32)
+    columns = tl.arange(0, WIDEST)[None, :]
+    for begin in range(0, num, LINES):
+        part = begin + tl.arange(0, LINES)[:, None]
+        inside = (part < num) & (columns < stride * VEC)
+        _, _, kept = load_grad(grad_addr, start, part * stride * VEC + columns, inside, GRAD, MARKED, VEC, False)
+        out += tl.sum(tl.where(kept, 0, 1), axis=0)
+    return out
+
+
+@triton.jit
+def _line_means(state, g2, count, w2, there, MODE: tl.constexpr):
+    """New averages of some lines, whose squares are the rows of `g2`; stored in mode "step"."""
+    mean = tl.sum(g2, axis=1) / tl.maximum(count, 1).to(tl.float32) + _FLOOR
+    v = tl.load(state, mask=there, other=0.0)
+    v = tl.where(count > 0, lerp(v, mean, w2), v)
+    if MODE == "step":
+        tl.store(state, v, mask=there)
+    return v
+
+
+@triton.jit
+def _store_columns(address, values, length, WIDEST: tl.constexpr):
+    column = tl.arange(0, WIDEST)
+    tl.store(address + column, values, mask=column < length)
+
+
+@triton.jit
+def _line_state(shapes, addrs, tensor):
+    """Where the averages of lines are kept: those of columns of the parameter if it is stored transposed."""
+    transposed = tl.load(shapes + tensor * 4 + 3) != 0
+    return tl.load(addrs + tl.where(transposed, 4, 3)).to(tl.pointer_type(tl.float32))
+
+
+@triton.jit
+def _averaged(g, code, bits, w1, M: tl.constexpr):
+    """The new m, or the gradient itself where no m is kept."""
+    x = g
+    if M != "none":
+        x = lerp(restore_m(code, bits, M), g, w1)
+    return x
+
+
+@triton.jit
+def _left_out(grad_addr, start, num, stride, total, GRAD: tl.constexpr, MARKED: tl.constexpr, WIDEST: tl.constexpr,
+              LINES: tl.constexpr, VEC: tl.constexpr):  # fmt: skip
+    """What is left out of each column: hardly ever anything, so counting it apart saves registers in the sums."""
+    out = tl.zeros([WIDEST], dtype=tl.int32)
+    if total > 0:
+        out = _count_columns(grad_addr, start, num, stride, GRAD, MARKED, WIDEST, LINES, VEC)
+    return out
+
+
+@triton.jit
+def lines_kernel(
+    owner, first_program,  # int32[programs], int32[tensors]
+    shapes,  # int64[tensors, 4]
+    ptrs, grad_ptrs,  # int64[tensors, 8], int64[tensors]
+    settings,  # fp32[tensors, 8]
+    places,  # int64[tensors, 8]
+    vectors,  # fp32: takes the lines' factors
+    sums, squares, counts,  # fp32, fp32, int16: parts of the columns' sums, and what is left out
+    tiles,  # fp32[tiles, 3]: takes the sum of the program's line means
+    per_program,  # lines
+    M: tl.constexpr, GRAD: tl.constexpr, MODE: tl.constexpr, MARKED: tl.constexpr, WIDEST: tl.constexpr,
+    LINES: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    """Adafactor's sums over whole lines of at most WIDEST elements, LINES at a time, which are read once: a line's new
+    mean is known before its share of the columns' sums of squared updates is added up."""
+    pid = tl.program_id(0)
+    tensor = tl.load(owner + pid)
+    grad_addr = tl.load(grad_ptrs + tensor)
+    if grad_addr != 0:
+        lines, length = stored_shape(shapes, tensor)
+        row, addrs, place = settings + tensor * WIDTH, ptrs + tensor * WIDTH, places + tensor * PLACES
+        m_addr, m_scale_addr = tl.load(addrs + M_AT), tl.load(addrs + M_SCALE_AT)
+        w1, w2 = tl.load(row + W1), tl.load(row + W2)
+        state = _line_state(shapes, addrs, tensor)
+        factors = vectors + tl.load(place + LINE_VECTOR)
+        block = pid - tl.load(first_program + tensor)
+        first = block.to(tl.int64) * per_program
+        num = tl.minimum(lines - first, per_program).to(tl.int32)
+        start = first * length
+        stride = (length // VEC).to(tl.int32)
+        total, square = tl.zeros([WIDEST], dtype=tl.float32), tl.zeros([WIDEST], dtype=tl.float32)
+        of_lines, any_out = tl.zeros([LINES], dtype=tl.float32), tl.zeros([LINES], dtype=tl.int32)
+        part = tl.arange(0, LINES)
+        raw, code, bits, inside = _read_lines(
+            grad_addr, m_addr, m_scale_addr, start, part, num, stride, M, GRAD, WIDEST, VEC
+        )
+        for begin in range(0, num, LINES):
+            g, _, kept = keep_finite(raw, MARKED)
+            x = _averaged(g, code, bits, w1, M)
+            stepped = kept & inside
+            # The next lines are read before the sums over these make all warps wait.
+            raw, code, bits, inside = _read_lines(
+                grad_addr, m_addr, m_scale_addr, start, begin + LINES + part, num, stride, M, GRAD, WIDEST, VEC
+            )
+            there, g2 = begin + part < num, g * g
+            num_out = tl.sum(tl.where(kept, 0, 1), axis=1)
+            v = _line_means(state + first + begin + part, g2, length - num_out, w2, there, MODE)
+            factor = inverse_root(v)
+            tl.store(factors + first + begin + part, factor, mask=there)
+            of_lines += tl.where(there, v, 0.0)
+            y = tl.where(stepped, x * factor[:, None], 0.0)
+            total += tl.sum(g2, axis=0)
+            square += tl.sum(y * y, axis=0)
+            any_out += num_out
+        at = tl.load(place + COLUMN_SUMS) + block * length
+        _store_columns(sums + at, total, length, WIDEST)
+        _store_columns(squares + at, square, length, WIDEST)
+        tl.store(tiles + (tl.load(place + LINE_TILE) + block) * 3, tl.sum(of_lines))
+        out = _left_out(grad_addr, start, num, stride, tl.sum(any_out), GRAD, MARKED, WIDEST, LINES, VEC)
+        _store_columns(counts + at, out.to(tl.int16), length, WIDEST)
+
+
+@triton.jit
+def finish_kernel(
+    owner,  # int32[programs]: job of each program
+    first_program,  # int32[jobs]
+    jobs,  # int64[jobs, 8]: see means_plan.Jobs
+    ptrs,  # int64[tensors, 8]
+    grad_ptrs,  # int64[tensors]
+    settings,  # fp32[tensors, 8]
+    sums, squares,  # fp32
+    counts,  # int16
+    vectors,  # fp32: takes the factors
+    tiles,  # fp32[tiles, 3]: takes sums of means, of squares over means, and the number of elements in them
+    ADAFACTOR: tl.constexpr, SQUARES: tl.constexpr, MODE: tl.constexpr, LENGTH: tl.constexpr,
+):  # fmt: skip
+    """New averages of LENGTH means of one job."""
+    pid = tl.program_id(0)
+    job = tl.load(owner + pid)
+    fields = jobs + job * 8
+    tensor = tl.load(fields)
+    if tl.load(grad_ptrs + tensor) != 0:
+        parts, length = tl.load(fields + 2).to(tl.int32), tl.load(fields + 3)
+        block = pid - tl.load(first_program + job)
+        index = block * LENGTH + tl.arange(0, LENGTH)
+        inside = index < length
+        at = tl.load(fields + 1) + index
+        total = tl.zeros([LENGTH], dtype=tl.float32)
+        square = tl.zeros([LENGTH], dtype=tl.float32)
+        out = tl.zeros([LENGTH], dtype=tl.int32)
+        for _ in range(parts):
+            total += tl.load(sums + at, mask=inside, other=0.0)
+            out += tl.load(counts + at, mask=inside, other=0).to(tl.int32)
+            if SQUARES:
+                square += tl.load(squares + at, mask=inside, other=0.0)
+            at += length
+        row = settings + tensor * WIDTH
+        count = tl.load(fields + 5) - out
+        mean = total / tl.maximum(count, 1).to(tl.float32)
+        if ADAFACTOR:
+            mean += _FLOOR
+        state = tl.load(ptrs + tensor * WIDTH + tl.load(fields + 6)).to(tl.pointer_type(tl.float32)) + index
+        v = tl.load(state, mask=inside, other=0.0)
+        v = tl.where(count > 0, lerp(v, mean, tl.load(row + W2)), v)
+        if MODE == "step":
+            tl.store(state, v, mask=inside)
+        if ADAFACTOR:
+            factor = inverse_root(v)
+            tile = tiles + (tl.load(fields + 7) + block) * 3
+            tl.store(tile, tl.sum(tl.where(inside, v, 0.0)))
+            if SQUARES:
+                tl.store(tile + 1, tl.sum(square * factor * factor))
+                tl.store(tile + 2, tl.sum(tl.where(inside, count, 0)).to(tl.float32))
+        else:
+            factor = reciprocal(tl.sqrt(v) * tl.load(row + INV_BC2) + tl.load(row + EPS))
+        tl.store(vectors + tl.load(fields + 4) + index, factor, mask=inside)
+
+
+@triton.jit
+def clip_kernel(
+    shapes,  # int64[tensors, 4]
+    grad_ptrs,  # int64[tensors]
+    settings,  # fp32[tensors, 8]
+    places,  # int64[tensors, 8]
+    tiles,  # fp32[tiles, 3]
+    scales,  # fp32[tensors]: takes the factor of the update
+    LANES: tl.constexpr,
+):
+    """One program per tensor: sqrt(mean of the row means) over max(1, RMS of the update), and m's correction."""
+    tensor = tl.program_id(0)
+    if tl.load(grad_ptrs + tensor) != 0:
+        place = places + tensor * PLACES
+        rows = tl.load(shapes + tensor * 4 + 1)
+        transposed = tl.load(shapes + tensor * 4 + 3) != 0
+        lanes = tl.arange(0, LANES)
+        line_tile, column_tile = tl.load(place + LINE_TILE), tl.load(place + COLUMN_TILE)
+        of_lines = tl.zeros([LANES], dtype=tl.float32)
+        of_columns = tl.zeros([LANES], dtype=tl.float32)
+        square = tl.zeros([LANES], dtype=tl.float32)
+        count = tl.zeros([LANES], dtype=tl.float32)
+        num = tl.load(place + LINE_TILES).to(tl.int32)
+        for begin in range(0, num, LANES):
+            tile = tiles + (line_tile + begin + lanes) * 3
+            of_lines += tl.load(tile, mask=begin + lanes < num, other=0.0)
+        num = tl.load(place + COLUMN_TILES).to(tl.int32)
+        for begin in range(0, num, LANES):
+            tile = tiles + (column_tile + begin + lanes) * 3
+            of_columns += tl.load(tile, mask=begin + lanes < num, other=0.0)
+            square += tl.load(tile + 1, mask=begin + lanes < num, other=0.0)
+            count += tl.load(tile + 2, mask=begin + lanes < num, other=0.0)
+        mean = tl.where(transposed, tl.sum(of_columns), tl.sum(of_lines)) / rows.to(tl.float32)
+        correction = tl.load(settings + tensor * WIDTH + INV_BC2)
+        scale = tl.sqrt(mean) * correction
+        rms = scale * tl.sqrt(tl.sum(square) / tl.maximum(tl.sum(count), 1.0))
+        tl.store(scales + tensor, scale / tl.maximum(rms / _CLIP, 1.0))

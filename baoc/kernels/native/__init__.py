@@ -1,0 +1,14 @@
+"""The optimizer step on the CPU in C++: one call per kind for all its tensors, compiled where it runs.
+
+`NativeTable` is made once per kind; its eager twin is `baoc.rules` with `baoc.codecs` and `baoc.kernels.weights`. The
+library needs a C++17 compiler and nothing of torch; `library` raises `Unavailable` where there is none.
+"""
+
+from baoc.kernels.native.build import Unavailable, is_loaded, library
+from baoc.kernels.native.scan import all_finite, scannable
+from baoc.kernels.native.table import CODECS, CODES, RULES, THRESHOLDS, WEIGHTS, NativeKind, NativeTable, Settings
+
+__all__ = [
+    "CODECS", "CODES", "RULES", "THRESHOLDS", "WEIGHTS", "NativeKind", "NativeTable", "Settings", "Unavailable",
+    "all_finite", "is_loaded", "library", "scannable",
+]  # fmt: skip

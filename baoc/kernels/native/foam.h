@@ -1,0 +1,200 @@
+// FOAM: states are [rows, cols / fold] (FOAM_IN) or [rows / fold, cols] (FOAM_OUT), rounded up. A chunk is a run of states
+// with all elements that fold into them; its averages are used before they are rounded for storage. Part of step.cpp.
+#pragma once
+
+int64_t states_per_chunk(int64_t fold) { return std::max<int64_t>(PACKED, CHUNK / fold / PACKED * PACKED); }
+
+constexpr int MOST_STATES = 4096;
+
+struct Folds {
+  float m[MOST_STATES], v[MOST_STATES];
+};
+
+struct Spread {
+  float mean[BLOCK], m[BLOCK], v[BLOCK];  // by element
+};
+
+template <int FOLD>
+void sum_folds(const float* __restrict g, int count, float* __restrict sums) {
+  for (int f = 0; f < count; ++f) {
+    float sum = 0;
+    for (int j = 0; j < FOLD; ++j) sum += g[f * FOLD + j];
+    sums[f] = sum;
+  }
+}
+
+// Sums over folds of n consecutive elements; the last one may be short.
+void sums_of(const float* g, int n, int fold, float* sums) {
+  const int whole = n / fold;
+  if (fold == 2) sum_folds<2>(g, whole, sums);
+  else if (fold == 4) sum_folds<4>(g, whole, sums);
+  else if (fold == 8) sum_folds<8>(g, whole, sums);
+  else
+    for (int f = 0; f < whole; ++f) {
+      float lanes[16] = {};
+      for (int i = 0; i < fold; i += 16)
+        for (int j = 0; j < 16; ++j) lanes[j] += g[f * fold + i + j];
+      for (int width = 8; width; width /= 2)
+        for (int j = 0; j < width; ++j) lanes[j] += lanes[j + width];
+      sums[f] = lanes[0];
+    }
+  if (n % fold) {
+    float sum = 0;
+    for (int i = whole * fold; i < n; ++i) sum += g[i];
+    sums[whole] = sum;
+  }
+}
+
+template <int FOLD>
+void spread_by(const float* __restrict from, float* __restrict to, int count) {
+  for (int f = 0; f < count; ++f)
+    for (int j = 0; j < FOLD; ++j) to[f * FOLD + j] = from[f];
+}
+
+// Repeats; writes whole folds, so up to `fold` - 1 elements more than there are.
+void spread(const float* from, float* to, int count, int fold) {
+  if (fold == 2) return spread_by<2>(from, to, count);
+  if (fold == 4) return spread_by<4>(from, to, count);
+  if (fold == 8) return spread_by<8>(from, to, count);
+  for (int f = 0; f < count; ++f) std::fill_n(to + f * fold, fold, from[f]);
+}
+
+// Sums over `count` folds of the gradients (`mean`) and, where v is of squares, of their squares; both become means over
+// the `left` elements of each fold, all of them if that is null.
+struct Means {
+  float mean[BLOCK], square[BLOCK];
+  int left[BLOCK];
+};
+
+// The averages of `count` folds.
+void average_folds(const Job& job, const Settings& k, Means& of, bool masked, float* __restrict m, float* __restrict v,
+                   int count) {
+  const Lerp lerp_m(k.w1), lerp_v(k.w2);
+  const bool of_squares = job.of_squares;
+  float *__restrict mean = of.mean, *__restrict square = of.square;
+  const int* __restrict left = of.left;
+  if (!masked) {
+    const float share = 1.f / float(job.fold);  // a power of two
+    for (int f = 0; f < count; ++f) {
+      mean[f] = mean[f] * share;
+      square[f] = of_squares ? square[f] * share : mean[f] * mean[f];
+      m[f] = lerp_m(m[f], mean[f]);
+      v[f] = lerp_v(v[f], square[f]);
+    }
+    return;
+  }
+  for (int f = 0; f < count; ++f) {
+    const float num = float(std::max(left[f], 1));
+    mean[f] = mean[f] / num;
+    square[f] = of_squares ? square[f] / num : mean[f] * mean[f];
+    m[f] = left[f] ? lerp_m(m[f], mean[f]) : m[f];
+    v[f] = left[f] ? lerp_v(v[f], square[f]) : v[f];
+  }
+}
+
+void squares_of(const float* __restrict g, float* __restrict squares, int n) {
+  for (int i = 0; i < n; ++i) squares[i] = g[i] * g[i];
+}
+
+// Steps n consecutive elements from `start`, given by element what they folded into.
+void step_spread(const Job& job, const Tensor& t, const Settings& k, int64_t start, int n, const float* mean,
+                 const float* m, const float* v, Scratch& s, Total& total) {
+  const bool direct = job.weights == W_FP32 && job.store;
+  const uint8_t* finite = t.finite ? at<const uint8_t>(t.finite) + start : nullptr;
+  const float* g = load_grad(t.grad_bytes == 2, at<void>(t.grad), start, n, s.g);
+  float* p = direct ? at<float>(t.param) + start : s.p;
+  if (!job.store) std::fill_n(s.p, n, 0.f);
+  else if (!direct) load_param(param_of(job, t), start, n, s.p);
+  if (finite || job.weights == W_SPLIT8) std::copy_n(p, n, s.held_p);
+  (job.whole ? foam<true> : foam<false>)(k, p, g, mean, m, v, s.u, n);
+  add(total, s.u, finite, n, job.whole);
+  if (!job.store) return;
+  if (finite) restore(finite, p, s.held_p, n);
+  if (!direct) store_param(param_of(job, t), start, n, p, s.held_p, job.thresholds);
+}
+
+// Folds [fold_begin, fold_end) of one row; m and v are theirs.
+void step_row(const Job& job, const Tensor& t, const Settings& k, int64_t row, int64_t begin, int64_t end, float* m,
+              float* v, Scratch& s, Spread& by, Total& total) {
+  const int fold = job.fold, at_once = BLOCK / fold;
+  Means of;
+  for (int64_t f = begin; f < end; f += at_once) {
+    const int count = int(std::min<int64_t>(at_once, end - f));
+    const int64_t start = row * t.cols + f * fold;
+    const int n = int(std::min<int64_t>(int64_t(count) * fold, t.cols - f * fold));
+    const float* g = load_grad(t.grad_bytes == 2, at<void>(t.grad), start, n, s.g);
+    sums_of(g, n, fold, of.mean);
+    if (job.of_squares) squares_of(g, s.u, n), sums_of(s.u, n, fold, of.square);
+    if (t.finite) {
+      std::fill_n(of.left, count, fold);
+      for (int i = 0; i < n; ++i) of.left[i / fold] -= !at<const uint8_t>(t.finite)[start + i];
+    }
+    float *m_here = m + (f - begin), *v_here = v + (f - begin);
+    average_folds(job, k, of, t.finite, m_here, v_here, count);
+    spread(of.mean, by.mean, count, fold);
+    spread(m_here, by.m, count, fold);
+    spread(v_here, by.v, count, fold);
+    step_spread(job, t, k, start, n, by.mean, by.m, by.v, s, total);
+  }
+}
+
+// Columns [begin, begin + n) of the rows that fold into row `folded`; m and v are their states.
+void step_columns(const Job& job, const Tensor& t, const Settings& k, int64_t folded, int64_t begin, int n, float* m,
+                  float* v, Scratch& s, Total& total) {
+  Means of = {};
+  float *__restrict mean = of.mean, *__restrict square = of.square;
+  const int64_t first = folded * job.fold, end = std::min(t.rows, first + job.fold);
+  std::fill_n(of.left, n, job.fold);
+  for (int64_t row = first; row < end; ++row) {
+    const int64_t start = row * t.cols + begin;
+    const float* __restrict g = load_grad(t.grad_bytes == 2, at<void>(t.grad), start, n, s.g);
+    for (int i = 0; i < n; ++i) {
+      mean[i] += g[i];
+      square[i] += g[i] * g[i];
+    }
+    if (t.finite)
+      for (int i = 0; i < n; ++i) of.left[i] -= !at<const uint8_t>(t.finite)[start + i];
+  }
+  average_folds(job, k, of, t.finite, m, v, n);
+  for (int64_t row = first; row < end; ++row)
+    step_spread(job, t, k, row * t.cols + begin, n, mean, m, v, s, total);
+}
+
+void step_folds(const Job& job, const Tensor& t, const Settings& k, int64_t chunk, Scratch& s, Total& total) {
+  Folds states;
+  Spread by;
+  const bool along_cols = job.rule == FOAM_IN;
+  const int64_t width = along_cols ? (t.cols + job.fold - 1) / job.fold : t.cols;  // of the state's rows
+  const int64_t num_states = width * (along_cols ? t.rows : (t.rows + job.fold - 1) / job.fold);
+  const int64_t begin = chunk * states_per_chunk(job.fold);
+  const int count = int(std::min(num_states - begin, states_per_chunk(job.fold)));
+  const Kept m_kept = kept_m(job, t), v_kept = kept_v(job, t);
+  std::fill_n(states.m, padded(count), 0.f);
+  decode(m_kept, begin, count, states.m);
+  decode(v_kept, begin, count, states.v);
+  for (int i = 0; i < count;) {
+    const int64_t row = (begin + i) / width, col = (begin + i) % width;
+    int n = int(std::min<int64_t>(count - i, width - col));
+    if (along_cols) {
+      step_row(job, t, k, row, col, col + n, states.m + i, states.v + i, s, by, total);
+    } else {
+      n = std::min(n, BLOCK);
+      step_columns(job, t, k, row, col, n, states.m + i, states.v + i, s, total);
+    }
+    i += n;
+  }
+  if (!job.store) return;
+  for (int i = 0; i < count; i += BLOCK) {
+    const int n = std::min(BLOCK, count - i);
+    float *m = states.m + i, *v = states.v + i;
+    if (m_kept.codec == FP32) std::copy_n(m, n, static_cast<float*>(m_kept.payload) + begin + i);
+    else encode_m(m_kept, begin + i, n, m, job.thresholds);
+    if (v_kept.codec == FP32) {
+      std::copy_n(v, n, static_cast<float*>(v_kept.payload) + begin + i);
+      continue;
+    }
+    std::fill_n(s.s, padded(n), 0.f);
+    root(v, s.s, n);
+    encode_v(v_kept, begin + i, n, v, s.s, job.thresholds);
+  }
+}

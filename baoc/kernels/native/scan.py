@@ -1,0 +1,25 @@
+"""Whether gradients on the CPU are finite: one pass over them on all threads, at the price of reading them."""
+
+from array import array
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from baoc.kernels.native.build import library
+
+_READ = {torch.float32: 4, torch.bfloat16: 2}
+
+
+def scannable(tensor: Tensor) -> bool:
+    """True for tensors that `all_finite` reads."""
+    return tensor.device.type == "cpu" and tensor.dtype in _READ and tensor.is_contiguous()
+
+
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """True if no element of any tensor, each of them `scannable`, is NaN or infinite."""
+    rows = array("q")
+    for tensor in tensors:
+        rows.extend((tensor.data_ptr(), tensor.numel(), _READ[tensor.dtype]))
+    address, length = rows.buffer_info()
+    return bool(library().baoc_all_finite(address, length // 3, torch.get_num_threads()))

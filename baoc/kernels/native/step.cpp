@@ -1,0 +1,231 @@
+// One optimizer step of all tensors of one spec on the CPU: a table of addresses, chunks of it shared out to threads.
+//
+// Every chunk is worked on alone and sums are added up by chunk, so the bits do not depend on the number of threads.
+// Threads are std::thread and live for one call: a second OpenMP runtime beside torch's would leave two sets of threads
+// spinning on the same cores, and threads that outlive the call would not survive a fork.
+#include <algorithm>
+#include <atomic>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+#include "rules.h"
+#include "states.h"
+#include "weights.h"
+#if defined(__SSE__)
+#include <xmmintrin.h>
+#endif
+
+// A row of the table, as baoc.kernels.native.table writes it: addresses (0 where there is none), the matrix as it is
+// stored, the tensor's first chunk, where its denominators begin, what its noise starts from, bytes of its gradient.
+struct Tensor {
+  int64_t param, grad, finite, m, m_scale, v, v_scale, correction, numel, rows, cols, first, den, noise, grad_bytes, pad;
+};
+
+// All tensors have one rule, codecs and weights. `store` 0 only measures; `whole` makes the update before it is added,
+// and sums its squares.
+struct Job {
+  int32_t rule, m, v, weights, store, whole, fold, of_squares, threads, unused;
+  int64_t num_tensors, num_chunks;
+  const Tensor* tensors;
+  const Settings* settings;  // [tensors]
+  const float* thresholds;   // [12, 32]: see Lanes
+  const float* values;       // [2, 256]: numbers of the codes of m and of v
+  float* den;                // of shared v
+  double* sums;              // [tensors]: of the squares of the update, over the elements that count
+  int64_t* counts;           // [tensors]: elements that count
+};
+
+namespace {
+
+constexpr int64_t CHUNK = 8192, LEAST = 4;  // elements per chunk; chunks that are worth a thread
+constexpr int SLABS = 16;  // a mean over rows is the sum of this many partial ones
+
+template <class Work>
+void share_out(int threads, int64_t tasks, const Work& work) {
+  std::atomic<int64_t> next{0};
+  auto loop = [&] {
+    for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) work(task);
+  };
+#if defined(__SSE__)
+  const unsigned mode = _mm_getcsr();  // whether subnormals count, as the caller has it
+  auto helper = [&] { _mm_setcsr(mode); loop(); };
+#else
+  auto helper = loop;
+#endif
+  std::vector<std::thread> others;
+  try {
+    for (int64_t i = 1; i < std::min<int64_t>(threads, tasks / LEAST); ++i) others.emplace_back(helper);
+  } catch (const std::system_error&) {
+    // No more threads are to be had: the ones there are do the work.
+  }
+  loop();
+  for (auto& other : others) other.join();
+}
+
+template <class T>
+T* at(int64_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+Kept kept_m(const Job& job, const Tensor& t) {
+  return {job.m, at<void>(t.m), at<uint16_t>(t.m_scale), job.values};
+}
+
+Param param_of(const Job& job, const Tensor& t) {
+  return {job.weights, at<void>(t.param), at<void>(t.correction), uint32_t(t.noise)};
+}
+
+Kept kept_v(const Job& job, const Tensor& t) {
+  return {job.v, at<void>(t.v), at<uint16_t>(t.v_scale), job.values + 256};
+}
+
+// Where a state can be worked on: in place if it is fp32 and may be written, else decoded into `scratch`, which gets
+// zeros up to a whole group.
+float* open(const Job& job, const Kept& kept, int64_t start, int n, float* scratch) {
+  if (kept.codec == FP32 && job.store) return static_cast<float*>(kept.payload) + start;
+  decode(kept, start, n, scratch);
+  for (int i = n; i < padded(n); ++i) scratch[i] = 0.f;
+  return scratch;
+}
+
+void denominators(const Job& job, const Tensor& t, int64_t start, int n, float* out) {
+  const float* den = job.den + t.den;
+  int64_t row = start / t.cols, col = start % t.cols;
+  for (int i = 0; i < n; ++row, col = 0) {
+    const int count = int(std::min<int64_t>(n - i, t.cols - col));
+    if (job.rule == SHARED_IN) std::fill_n(out + i, count, den[row]);
+    else std::copy_n(den + col, count, out + i);
+    i += count;
+  }
+}
+
+struct Total {
+  double sum = 0;
+  int64_t count = 0;
+};
+
+// Counts the update in u, of which excluded elements are no part.
+void add(Total& total, float* u, const uint8_t* finite, int n, bool whole) {
+  int left = n;
+  if (finite) {
+    left = 0;
+    for (int i = 0; i < n; ++i) left += finite[i] != 0, u[i] = finite[i] ? u[i] : 0.f;
+  }
+  if (whole) total.sum += sum_of_squares(u, n);
+  total.count += left;
+}
+
+void step_block(const Job& job, const Tensor& t, const Settings& k, int64_t start, int n, Scratch& at_, Total& total) {
+  const bool has_m = t.m, has_v = t.v && job.rule != SHARED_IN && job.rule != SHARED_OUT;
+  const bool direct = job.weights == W_FP32 && job.store;
+  const uint8_t* finite = t.finite ? at<const uint8_t>(t.finite) + start : nullptr;
+  const Kept m_kept = kept_m(job, t), v_kept = kept_v(job, t);
+  const float* g = load_grad(t.grad_bytes == 2, at<void>(t.grad), start, n, at_.g);
+  float* p = direct ? at<float>(t.param) + start : at_.p;
+  float* m = has_m ? open(job, m_kept, start, n, at_.m) : nullptr;
+  float* v = has_v ? open(job, v_kept, start, n, at_.v) : nullptr;
+  if (!direct && job.store) load_param(param_of(job, t), start, n, at_.p);
+  if (!job.store) std::fill_n(at_.p, n, 0.f);
+  if (job.rule == SHARED_IN || job.rule == SHARED_OUT) denominators(job, t, start, n, at_.den);
+  if (finite || job.weights == W_SPLIT8) std::copy_n(p, n, at_.held_p);
+  if (finite) {
+    if (has_m) std::copy_n(m, n, at_.held_m);
+    if (has_v) std::copy_n(v, n, at_.held_v);
+  }
+  update(job.rule, job.whole, k, p, g, m, v, at_, n);
+  add(total, at_.u, finite, n, job.whole);
+  if (!job.store) return;
+  if (finite) {
+    restore(finite, p, at_.held_p, n);
+    if (has_m) restore(finite, m, at_.held_m, n);
+    if (has_v) restore(finite, v, at_.held_v, n), root(v, at_.s, n);
+  }
+  if (has_m && m == at_.m) {
+    auto encode = [&](float* x, const float* thresholds) { encode_m(m_kept, start, n, x, thresholds); };
+    if (finite && m_kept.codec != FP32) encode_some(m_kept, start, n, m, finite, job.thresholds, encode);
+    else encode(m, job.thresholds);
+  }
+  if (has_v && v == at_.v) {
+    for (int i = n; i < padded(n); ++i) at_.s[i] = 0.f;
+    auto encode = [&](float* s, const float* thresholds) { encode_v(v_kept, start, n, v, s, thresholds); };
+    if (finite && v_kept.codec != FP32) encode_some(v_kept, start, n, at_.s, finite, job.thresholds, encode);
+    else encode(at_.s, job.thresholds);
+  }
+  if (!direct) store_param(param_of(job, t), start, n, p, at_.held_p, job.thresholds);
+}
+
+#include "foam.h"
+#include "shared.h"
+
+const Tensor& tensor_of(const Job& job, int64_t chunk) {
+  const Tensor* end = job.tensors + job.num_tensors;
+  return *(std::upper_bound(job.tensors, end, chunk, [](int64_t c, const Tensor& t) { return c < t.first; }) - 1);
+}
+
+Total step_chunk(const Job& job, int64_t chunk) {
+  const Tensor& t = tensor_of(job, chunk);
+  const Settings& k = job.settings[&t - job.tensors];
+  Total total;
+  if (t.grad) {
+    Scratch scratch;
+    if (job.rule == FOAM_IN || job.rule == FOAM_OUT) {
+      step_folds(job, t, k, chunk - t.first, scratch, total);
+    } else {
+      const int64_t begin = (chunk - t.first) * CHUNK, end = std::min(t.numel, begin + CHUNK);
+      for (int64_t start = begin; start < end; start += BLOCK)
+        step_block(job, t, k, start, int(std::min<int64_t>(BLOCK, end - start)), scratch, total);
+    }
+  }
+  return total;
+}
+
+// True if all exponents of n numbers have a zero among their bits, as those of finite numbers do.
+template <class Bits, Bits EXPONENT>
+bool all_finite(const Bits* __restrict from, int64_t n) {
+  Bits bad = 0;
+  for (int64_t i = 0; i < n; ++i) bad |= Bits((from[i] & EXPONENT) == EXPONENT);
+  return !bad;
+}
+
+}  // namespace
+
+// Elements per chunk; of states per chunk for folded ones.
+#define BAOC_EXPORT extern "C" __attribute__((visibility("default")))
+
+BAOC_EXPORT int64_t baoc_chunk(int32_t fold) { return fold > 1 ? states_per_chunk(fold) : CHUNK; }
+
+// Whether all numbers of `count` tensors are finite; each is (address, elements, bytes of one: 4, or 2 of bf16).
+BAOC_EXPORT int32_t baoc_all_finite(const int64_t* tensors, int64_t count, int32_t threads) {
+  constexpr int64_t PIECE = 8 * CHUNK;
+  std::vector<int64_t> pieces;  // tensor and first element
+  for (int64_t i = 0; i < count; ++i)
+    for (int64_t start = 0; start < tensors[3 * i + 1]; start += PIECE) pieces.insert(pieces.end(), {i, start});
+  std::atomic<bool> finite{true};
+  share_out(threads, int64_t(pieces.size() / 2), [&](int64_t task) {
+    const int64_t *t = tensors + 3 * pieces[size_t(2 * task)], start = pieces[size_t(2 * task + 1)];
+    const int64_t n = std::min(PIECE, t[1] - start);
+    if (!finite.load(std::memory_order_relaxed)) return;
+    const bool good = t[2] == 4 ? all_finite<uint32_t, 0x7F800000u>(at<const uint32_t>(t[0]) + start, n)
+                                : all_finite<uint16_t, 0x7F80u>(at<const uint16_t>(t[0]) + start, n);
+    if (!good) finite.store(false, std::memory_order_relaxed);
+  });
+  return finite.load();
+}
+
+BAOC_EXPORT void baoc_step(const Job* given) {
+  const Job& job = *given;
+  if (job.rule == SHARED_IN || job.rule == SHARED_OUT) share_v(job);
+  std::vector<Total> totals(static_cast<size_t>(job.num_chunks));
+  share_out(job.threads, job.num_chunks, [&](int64_t chunk) { totals[size_t(chunk)] = step_chunk(job, chunk); });
+  for (int64_t i = 0; i < job.num_tensors; ++i) {
+    const int64_t end = i + 1 < job.num_tensors ? job.tensors[i + 1].first : job.num_chunks;
+    Total all;
+    for (int64_t chunk = job.tensors[i].first; chunk < end; ++chunk) {
+      all.sum += totals[size_t(chunk)].sum;
+      all.count += totals[size_t(chunk)].count;
+    }
+    job.sums[i] = all.sum;
+    job.counts[i] = all.count;
+  }
+}

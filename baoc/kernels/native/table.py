@@ -1,0 +1,184 @@
+"""All tensors of one kind for the native step: a table of addresses, those of gradients made anew in each step."""
+
+import ctypes
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from baoc.kernels.native.build import library
+
+RULES = ("adamw", "rmsprop", "lion", "signum", "sign", "adamw_shared_in", "adamw_shared_out", "foam_in", "foam_out")
+CODECS = ("fp32", "bf16", "softsign8", "sqrt8", "log8m", "log8v", "root8m", "root8v", "root4", "lattice4")
+WEIGHTS = ("fp32", "bf16", "split8", "split16", "bf16_sr")
+THRESHOLDS = 2 * 6 * 32  # numbers: of the lanes, of log8v, and of lattice4 for k = 0 ... 3; the same of one half
+CODES = 256
+_WIDTH = 16
+_PARAM, _GRAD, _FINITE, _M, _M_SCALE, _V, _V_SCALE, _CORRECTION, _NUMEL, _ROWS, _COLS, _FIRST, _DEN, _NOISE, _BYTES = (
+    range(15)
+)
+_COLUMNS = {"m": _M, "m.scale": _M_SCALE, "v": _V, "v.scale": _V_SCALE, "correction": _CORRECTION}
+_NOISE_PER_STEP = 0x85EBCA77  # as baoc.kernels.weights.random_bits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeKind:
+    """What one table steps. Names are of the lists above.
+
+    `fold`: elements that a state of FOAM stands for; `of_squares`: its v is the mean of their squares, not the square
+    of their mean.
+    """
+
+    rule: str
+    m: str = "fp32"
+    v: str = "fp32"
+    weights: str = "fp32"
+    fold: int = 1
+    of_squares: bool = False
+
+    @property
+    def shares_v(self) -> bool:
+        return self.rule.startswith("adamw_shared")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """One tensor's settings in one step: p <- decay p + size update; w1 and w2 weigh the gradient in m and v.
+
+    `bc2` divides the root of v, `b2` is what v keeps (AdamW) and `w2` the second decay of m (Lion).
+    """
+
+    decay: float
+    size: float
+    w1: float = 0.0
+    b2: float = 0.0
+    w2: float = 0.0
+    bc2: float = 1.0
+    eps: float = 0.0
+
+    def row(self, factor: float = 1.0) -> tuple[float, ...]:
+        return (self.decay, self.size * factor, self.w1, self.b2, self.w2, self.bc2, self.eps, 0.0)
+
+
+class _Job(ctypes.Structure):
+    """As step.cpp has it."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_int32)
+            for name in ("rule", "m", "v", "weights", "store", "whole", "fold", "of_squares", "threads")
+        ),
+        ("unused", ctypes.c_int32),
+        *((name, ctypes.c_int64) for name in ("num_tensors", "num_chunks")),
+        *((name, ctypes.c_void_p) for name in ("tensors", "settings", "thresholds", "values", "den", "sums", "counts")),
+    )
+
+
+class NativeTable:
+    """`states[i]` belong to `params[i]`, which are contiguous and on the CPU; `shapes[i]` is (rows, cols) as stored.
+
+    Tensors are kept alive. Whoever replaces one has to make another table. `values`: fp32 [2, 256], the numbers that
+    the logarithmic codes of m and of the root of v stand for at a scale of 1. `seeds`: those of random rounding.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        *,
+        kind: NativeKind,
+        states: Sequence[Mapping[str, Tensor]],
+        shapes: Sequence[tuple[int, int]],
+        values: Tensor,
+        seeds: Sequence[int],
+    ):
+        self.kind, self.params, self._values = kind, list(params), values
+        self._library = library()
+        self._alive = [state[key] for state in states for key in _COLUMNS if key in state]
+        self._rows = array("q", bytes(8 * _WIDTH * len(params)))
+        chunk, first, den = self._library.baoc_chunk(kind.fold), 0, 0
+        for index, (param, state, (rows, cols)) in enumerate(zip(params, states, shapes, strict=True)):
+            row = [0] * _WIDTH
+            row[_PARAM], row[_NUMEL], row[_ROWS], row[_COLS] = param.data_ptr(), param.numel(), rows, cols
+            row[_FIRST], row[_DEN] = first, den
+            for key, column in _COLUMNS.items():
+                row[column] = state[key].data_ptr() if key in state else 0
+            self._rows[index * _WIDTH : (index + 1) * _WIDTH] = array("q", row)
+            numel = state["m"].numel() if kind.fold > 1 else param.numel()
+            first += -(-numel // chunk)
+            den += state["v"].numel() if kind.shares_v else 0
+        self.num_chunks, self._seeds = first, list(seeds)
+        self._den = array("f", bytes(4 * den))
+        self._sums, self._counts = array("d", bytes(8 * len(params))), array("q", bytes(8 * len(params)))
+        self._held: list[Tensor] = []
+
+    @property
+    def moved(self) -> bool:
+        """True if a parameter is not where it was."""
+        return self._rows[_PARAM::_WIDTH] != array("q", [param.data_ptr() for param in self.params])
+
+    def refresh(self, masks: Mapping[Tensor, Tensor]) -> list[bool]:
+        """Notes where the gradients and their masks (True where finite) are now. Returns who has a gradient."""
+        grads, addresses, sizes = [param.grad for param in self.params], [], []
+        self._held = []
+        for grad in grads:
+            if grad is not None and not _is_readable(grad):
+                grad = _readable(grad)
+                self._held.append(grad)
+            addresses.append(0 if grad is None else grad.data_ptr())
+            sizes.append(0 if grad is None else grad.element_size())
+        finite = [0] * len(grads)
+        if masks:
+            for index, param in enumerate(self.params):
+                if param in masks:
+                    self._held.append(masks[param].contiguous())
+                    finite[index] = self._held[-1].data_ptr()
+        for column, numbers in ((_GRAD, addresses), (_BYTES, sizes), (_FINITE, finite)):
+            self._rows[column::_WIDTH] = array("q", numbers)
+        return [grad is not None for grad in grads]
+
+    def run(
+        self,
+        settings: Sequence[tuple[float, ...]],
+        *,
+        thresholds: Tensor,
+        phase: int,
+        whole: bool,
+        store: bool = True,
+    ) -> tuple[list[float], list[int]]:
+        """Steps the tensors that have gradients, `settings` being a row for each.
+
+        `thresholds`: fp32 [THRESHOLDS]. `whole`: the update is made before it is added, as torch adds what it is given,
+        and its squares are summed. Without `store` nothing is changed. Returns the sums and the elements in them, by
+        tensor.
+        """
+        noise = phase * _NOISE_PER_STEP
+        if self.kind.weights == "bf16_sr":
+            self._rows[_NOISE::_WIDTH] = array("q", [(seed + noise) % 2**32 for seed in self._seeds])
+        rows = array("f", [number for row in settings for number in row])
+        kind = self.kind
+        job = _Job(
+            rule=RULES.index(kind.rule), m=CODECS.index(kind.m), v=CODECS.index(kind.v),
+            weights=WEIGHTS.index(kind.weights), store=store, whole=whole, fold=kind.fold,
+            of_squares=kind.of_squares, threads=torch.get_num_threads(), num_tensors=len(self.params),
+            num_chunks=self.num_chunks, tensors=_address(self._rows), settings=_address(rows),
+            thresholds=thresholds.data_ptr(), values=self._values.data_ptr(), den=_address(self._den),
+            sums=_address(self._sums), counts=_address(self._counts),
+        )  # fmt: skip
+        self._library.baoc_step(ctypes.byref(job))
+        self._held = self._held if not store else []
+        return self._sums.tolist(), self._counts.tolist()
+
+
+def _address(numbers: "array[int] | array[float]") -> int:
+    return numbers.buffer_info()[0]
+
+
+def _is_readable(grad: Tensor) -> bool:
+    return grad.is_contiguous() and grad.dtype in (torch.float32, torch.bfloat16)
+
+
+def _readable(grad: Tensor) -> Tensor:
+    """Contiguous, and fp32 where it was a type that the native step does not read."""
+    return grad.contiguous() if grad.dtype is torch.bfloat16 else grad.to(torch.float32).contiguous()

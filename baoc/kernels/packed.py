@@ -1,0 +1,148 @@
+"""The 4-bit codecs of `baoc.codecs.packed` as device code: two codes per byte, groups of 64.
+
+A chunk's tile is [groups of 32, 32]; here it is [groups, 64] in the same order, and its bytes are [groups, 32].
+"""
+
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportOperatorIssue=false, reportCallIssue=false, reportIndexIssue=false, reportRedeclaration=false
+# Device code: Triton's compiler gives these names types that Python's annotations do not know.
+
+import triton
+import triton.language as tl
+
+from baoc.kernels.device import BF16_MAX, TINY, exp2, log2, reciprocal, round_up
+
+_LARGEST_ROOT = tl.constexpr(2.0**63)  # of v
+_LIMIT, _LIMIT_FINER = tl.constexpr(18.0), tl.constexpr(16.0)
+
+
+@triton.jit
+def _load_codes(addr, start, left, CHUNK: tl.constexpr, VEC: tl.constexpr, FULL: tl.constexpr):
+    """Codes 0 ... 15 as int32 [CHUNK / 64, 64]."""
+    at = tl.arange(0, CHUNK // 64)[:, None] * 32 + tl.arange(0, 32)[None, :]
+    pointer = tl.multiple_of((addr + start // 2).to(tl.pointer_type(tl.uint8)), (VEC + 1) // 2) + at
+    byte = (tl.load(pointer) if FULL else tl.load(pointer, mask=at * 2 < left, other=0)).to(tl.int32)
+    return tl.reshape(tl.join(byte & 15, byte >> 4), [CHUNK // 64, 64])
+
+
+@triton.jit
+def _store_codes(addr, codes, start, left, CHUNK: tl.constexpr, VEC: tl.constexpr, FULL: tl.constexpr):
+    """The inverse; `codes` are fp32."""
+    low, high = tl.split(tl.reshape(codes.to(tl.int32), [CHUNK // 64, 32, 2]))
+    at = tl.arange(0, CHUNK // 64)[:, None] * 32 + tl.arange(0, 32)[None, :]
+    pointer = tl.multiple_of((addr + start // 2).to(tl.pointer_type(tl.uint8)), (VEC + 1) // 2) + at
+    byte = (low | (high << 4)).to(tl.uint8)
+    if FULL:
+        tl.store(pointer, byte)
+    else:
+        tl.store(pointer, byte, mask=at * 2 < left)
+
+
+@triton.jit
+def _load_word(addr, start, left, CHUNK: tl.constexpr, FULL: tl.constexpr):
+    """What a group shares, int16, as int32 [CHUNK / 64, 1]."""
+    group = tl.arange(0, CHUNK // 64)[:, None]
+    pointer = (addr + start // 64 * 2).to(tl.pointer_type(tl.int16)) + group
+    return (tl.load(pointer) if FULL else tl.load(pointer, mask=group * 64 < left, other=0)).to(tl.int32)
+
+
+@triton.jit
+def _store_word(addr, word, start, left, CHUNK: tl.constexpr, FULL: tl.constexpr):
+    group = tl.arange(0, CHUNK // 64)[:, None]
+    pointer = (addr + start // 64 * 2).to(tl.pointer_type(tl.int16)) + group
+    if FULL:
+        tl.store(pointer, word.to(tl.int16))
+    else:
+        tl.store(pointer, word.to(tl.int16), mask=group * 64 < left)
+
+
+@triton.jit
+def _lanes(thresholds):
+    return tl.load(thresholds + (tl.arange(0, 64) & 31))[None, :]
+
+
+@triton.jit
+def _restore_root(code, word):
+    signed = tl.where(code > 7, code - 16, code).to(tl.float32)
+    return signed * tl.abs(signed) * (1.0 / 49) * (word << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_m4(addr, scale_addr, start, left, CHUNK: tl.constexpr, VEC: tl.constexpr, FULL: tl.constexpr):
+    """m of root4 as fp32 [CHUNK / 32, 32]."""
+    code = _load_codes(addr, start, left, CHUNK, VEC, FULL)
+    m = _restore_root(code, _load_word(scale_addr, start, left, CHUNK, FULL))
+    return tl.reshape(m, [CHUNK // 32, 32])
+
+
+@triton.jit
+def load_m4_at(addr, scale_addr, start, tile, inside):
+    """Codes and the bits of scales at any places."""
+    element = (start % 64).to(tl.int32) + tile
+    byte = tl.load((addr + start // 64 * 32).to(tl.pointer_type(tl.uint8)) + element // 2, mask=inside, other=0)
+    code = (byte.to(tl.int32) >> ((element & 1) * 4).to(tl.int32)) & 15
+    at = (scale_addr + start // 64 * 2).to(tl.pointer_type(tl.int16)) + element // 64
+    return code, tl.load(at, mask=inside, other=0)
+
+
+@triton.jit
+def restore_m4(code, bits):
+    """What `load_m4_at` read, as fp32."""
+    return _restore_root(code, bits.to(tl.int32))
+
+
+@triton.jit
+def store_m4(addr, scale_addr, m, thresholds, start, left, CHUNK: tl.constexpr, VEC: tl.constexpr,
+             FULL: tl.constexpr):  # fmt: skip
+    m = tl.reshape(m, [CHUNK // 64, 64])
+    scale = round_up(tl.minimum(tl.max(tl.abs(m), axis=1, keep_dims=True), BF16_MAX))
+    _store_word(scale_addr, scale.to(tl.int32, bitcast=True) >> 16, start, left, CHUNK, FULL)
+    y = tl.minimum(tl.abs(m) * reciprocal(tl.maximum(scale, TINY)), 1.0) * 49.0
+    low = tl.minimum(tl.floor(tl.sqrt(y)), 6.0)
+    code = low + tl.where(y >= low * low + (2.0 * low + 1.0) * _lanes(thresholds), 1.0, 0.0)
+    code = tl.where(y >= 0.5, code, 0.0)
+    code = tl.where((m < 0.0) & (code > 0.0), 16.0 - code, code)
+    _store_codes(addr, code, start, left, CHUNK, VEC, FULL)
+
+
+@triton.jit
+def load_v4(addr, scale_addr, start, left, CHUNK: tl.constexpr, VEC: tl.constexpr, FULL: tl.constexpr):
+    """v of lattice4 as fp32 [CHUNK / 32, 32], and the groups' words, int32 [CHUNK / 64, 1]."""
+    code = _load_codes(addr, start, left, CHUNK, VEC, FULL).to(tl.float32)
+    word = _load_word(scale_addr, start, left, CHUNK, FULL)
+    exponent = (code - 15.0) * (8 >> (word & 3)).to(tl.float32) + (word >> 2).to(tl.float32)
+    v = tl.where(code > 0.0, tl.maximum(exp2(exponent * 0.25), TINY), 0.0)
+    return tl.reshape(v, [CHUNK // 32, 32]), word
+
+
+@triton.jit
+def _finer(k, top, high, low, kept, FINER: tl.constexpr):
+    """Lattice FINER, for groups that none finer than it has been found for and whose range it has."""
+    UNIT: tl.constexpr = 8.0 / 2.0**FINER
+    above = tl.ceil(high / UNIT) * UNIT
+    fits = (k == 0) & (above - low <= tl.where(kept < FINER, _LIMIT_FINER, _LIMIT) * UNIT)
+    return tl.where(fits, FINER, k), tl.where(fits, above, top)
+
+
+@triton.jit
+def store_v4(addr, scale_addr, s, word, thresholds, start, left, CHUNK: tl.constexpr, VEC: tl.constexpr,
+             FULL: tl.constexpr):  # fmt: skip
+    """Stores v, whose root is s; `word` is what `load_v4` gave."""
+    s = tl.reshape(s, [CHUNK // 64, 64])
+    positive = s > 0.0
+    exponent = log2(tl.minimum(tl.maximum(s, TINY), _LARGEST_ROOT)) * 8.0
+    high = tl.max(tl.where(positive, exponent, -2000.0), axis=1, keep_dims=True)
+    low = tl.min(tl.where(positive, exponent, 2000.0), axis=1, keep_dims=True)
+    some = high > -2000.0
+    kept = word & 3
+    k, top = _finer(kept * 0, tl.ceil(high * 0.125) * 8.0, high, low, kept, 3)
+    k, top = _finer(k, top, high, low, kept, 2)
+    k, top = _finer(k, top, high, low, kept, 1)
+    _store_word(scale_addr, tl.where(some, top.to(tl.int32) * 4 + k, 0), start, left, CHUNK, FULL)
+    unit = (8 >> k).to(tl.float32)
+    per_unit = 1.0 / unit
+    # The share of the way between two codes' v that the threshold stands for, on their logarithm.
+    up = log2(1.0 + _lanes(thresholds) * (exp2(unit * 0.25) - 1.0)) * (4.0 * per_unit)
+    code = tl.floor((exponent - top) * per_unit + 16.0 - up)
+    code = tl.where(positive, tl.minimum(tl.maximum(code, 1.0), 15.0), 0.0)
+    _store_codes(addr, code, start, left, CHUNK, VEC, FULL)

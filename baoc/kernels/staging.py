@@ -1,0 +1,161 @@
+"""The host's part of a step: where gradients are and what settings each tensor has, for all tables at once.
+
+Few rows serve all tensors (parameter group x step), so a step computes those and spreads them; per tensor it reads the
+gradient's address and nothing else, as long as gradients stay where they were.
+"""
+
+import struct
+from array import array
+from collections.abc import Callable, Sequence
+from functools import reduce
+from itertools import chain
+from operator import or_
+
+import torch
+from torch import Tensor
+
+from baoc.kernels.kinds import Options, Row
+from baoc.kernels.table import WIDTH, FusedTable
+
+_TYPES = (torch.float32, torch.bfloat16, torch.float16)  # of gradients, as kernels read them
+_ALIGNED = 31  # of addresses: enough for every vector that a cut may ask for
+
+
+class Gradients:
+    """Addresses of the gradients of all tables. `begins[i]` is where table i begins in arrays over all tensors.
+
+    A launch reads gradients of one type, contiguous. Where a table has several types it reads fp32, and gradients that
+    are of another type or strided (`copied`) are read from copies.
+    """
+
+    def __init__(self, tables: Sequence[FusedTable], *, begins: Sequence[int]):
+        self.tables = tables
+        self.params = [param for table in tables for param in table.params]
+        self.places = [b + i for b, table in zip(begins, tables, strict=False) for i in range(len(table.params))]
+        self.addresses = array("q", bytes(8 * begins[-1]))
+        self.active = [False] * len(self.params)  # which have a gradient
+        self.num_changes = 0  # of that
+        self.variant: tuple[tuple[torch.dtype, bool], ...] = ()  # of each table: gradients' type, and if aligned
+        self.copied: list[int] = []
+        self._begins = begins
+        self._owners = [table for table in tables for _ in table.params]
+        self._dtypes = [table.grad_dtype for table in self._owners]
+        self._seen: list[int] = []
+        self._copies: list[Tensor] = []
+
+    def refresh(self) -> None:
+        """Takes note of where the gradients are. A sparse one has no address: torch raises."""
+        seen = [-1 if (grad := param.grad) is None else grad.data_ptr() for param in self.params]
+        if seen != self._seen:
+            self._notice(seen)
+            self._seen = seen
+        if self.copied:
+            self._copy()
+
+    def _notice(self, seen: list[int]) -> None:
+        """Gradients that were not there before: their types, strides, and who has one."""
+        grads = [param.grad for param in self.params]
+        dtypes = [known if grad is None else grad.dtype for grad, known in zip(grads, self._dtypes, strict=True)]
+        if dtypes != self._dtypes:
+            self._notice_types(grads)
+            self._dtypes = dtypes
+        self.copied = [
+            index
+            for index, (grad, table) in enumerate(zip(grads, self._owners, strict=True))
+            if grad is not None and (grad.dtype is not table.grad_dtype or not grad.is_contiguous())
+        ]
+        active = [address >= 0 for address in seen] if -1 in seen else [True] * len(seen)
+        if active != self.active:
+            self.active = active
+            self.num_changes += 1
+        self._place([max(address, 0) for address in seen] if -1 in seen else seen)
+
+    def _notice_types(self, grads: Sequence[Tensor | None]) -> None:
+        begin = 0
+        for table in self.tables:
+            own = grads[begin : begin + len(table.params)]
+            begin += len(own)
+            dtypes = {grad.dtype for grad in own if grad is not None} or {table.grad_dtype}
+            alone = dtypes.pop()
+            table.grad_dtype = torch.float32 if dtypes or alone not in _TYPES else alone
+
+    def _place(self, addresses: list[int]) -> None:
+        """Puts the addresses, in order of `params`, where kernels look for them."""
+        all_aligned = not reduce(or_, addresses, 0) & _ALIGNED
+        first = 0
+        for table, begin in zip(self.tables, self._begins, strict=False):
+            own = addresses[first : first + len(table.params)]
+            first += len(own)
+            self.addresses[begin : begin + len(own)] = array("q", own)
+            size = table.grad_dtype.itemsize
+            table.grads_aligned = all_aligned or all(table.is_aligned(address, size) for address in own)
+        self.variant = tuple((table.grad_dtype, table.grads_aligned) for table in self.tables)
+
+    def _copy(self) -> None:
+        """Copies of those that no launch can read, in every step anew, for what they hold is new."""
+        addresses, self._copies = [max(address, 0) for address in self._seen], []
+        for index in self.copied:
+            grad = self.params[index].grad
+            assert grad is not None
+            self._copies.append(grad.to(self._owners[index].grad_dtype).contiguous())
+            addresses[index] = self._copies[-1].data_ptr()
+        self._place(addresses)
+
+
+class Settings:
+    """Settings of all tensors in one step, and the count of each tensor's steps.
+
+    `steps` (fp32 [tensors], CPU) may be written to from outside, through views too: that is noticed.
+    """
+
+    def __init__(self, tables: Sequence[FusedTable], *, places: Sequence[int], size: int):
+        self.steps = torch.zeros(size, dtype=torch.float32, device="cpu")
+        self._places = torch.tensor(places, dtype=torch.int64, device="cpu")
+        self._rules = [table.kind.traits for table in tables for _ in table.params]
+        self._groups = [group for table in tables for group in table.groups]
+        first = [step for table in tables for step in table.first_steps]
+        self.steps[self._places] = torch.tensor(first, dtype=torch.float32, device="cpu")
+        self._added = torch.zeros(size, dtype=torch.float32, device="cpu")
+        self._classes: list[_Class] = []  # of every distinct setting
+        self._class_of = torch.zeros(size, dtype=torch.int64, device="cpu")
+        self._known = (-1, -1)
+
+    def fill(self, options: Sequence[Options], *, gradients: Gradients, out: Tensor) -> None:
+        """Writes the settings of the coming step to `out`, fp32 [tensors, 8] on the CPU."""
+        if self._known != (self.steps._version, gradients.num_changes):
+            self._classify(gradients)
+        rows = [cls.make(options[cls.group], cls.step + 1) for cls in self._classes]
+        self._pack(self._bytes, 0, *chain.from_iterable(rows))
+        torch.index_select(self._rows, 0, self._class_of, out=out)
+
+    def advance(self) -> None:
+        """Counts the step of those that have a gradient."""
+        self.steps.add_(self._added)
+        for cls in self._classes:
+            cls.step += cls.added
+        self._known = (self.steps._version, self._known[1])
+
+    def _classify(self, gradients: Gradients) -> None:
+        steps = self.steps[self._places].tolist()
+        added = [int(rule.counts_steps and active) for rule, active in zip(self._rules, gradients.active, strict=True)]
+        keys = [
+            (rule.row, group, int(step) if rule.counts_steps else 0, add)
+            for rule, group, step, add in zip(self._rules, self._groups, steps, added, strict=True)
+        ]
+        distinct = {key: index for index, key in enumerate(dict.fromkeys(keys))}
+        self._classes = [_Class(*key) for key in distinct]
+        self._added[self._places] = torch.tensor(added, dtype=torch.float32, device="cpu")
+        self._class_of[self._places] = torch.tensor([distinct[key] for key in keys], dtype=torch.int64, device="cpu")
+        self._bytes = bytearray(4 * WIDTH * len(distinct))
+        self._pack = struct.Struct(f"{WIDTH * len(distinct)}f").pack_into
+        self._rows = torch.frombuffer(self._bytes, dtype=torch.float32).view(-1, WIDTH)
+        self._known = (self.steps._version, gradients.num_changes)
+
+
+class _Class:
+    """Tensors with the same settings: who makes them, from which parameter group, and the steps they have made."""
+
+    __slots__ = ("added", "group", "make", "step")
+
+    def __init__(self, make: Callable[[Options, int], Row], group: int, step: int, added: int):
+        self.make, self.group, self.step, self.added = make, group, step, added

@@ -1,0 +1,256 @@
+"""The fused backend against the eager one on the GPU, whole optimizers over many steps, CUDA graphs included.
+
+`python experiments/benchmarks/engine_check.py`, about a minute, most of it compiling. Each check is told apart; the
+exit code is the number that failed.
+"""
+
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from baoc.optim import BlockwiseOptimizer  # noqa: E402
+
+DEVICE, LR = "cuda", 1e-2
+SHAPES = {
+    "a": (96, 512),
+    "b": (40,),
+    "c": (4, 65),
+    "d": (300, 700),
+    "e": (1000,),
+    "f": (64, 64),
+    "g": (33,),
+    "h": (128, 96),
+}
+SPECS = {
+    "a": "adamw", "b": "rmsprop_int8", "c": "lion_int8", "d": "adamw_int8_log", "e": "adamw_bf16", "f": "sign",
+    "g": "signum_int8", "h": "adamw_int8",
+}  # fmt: skip
+
+
+def params_like(dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return {n: nn.Parameter(torch.randn(s, generator=generator).to(DEVICE, dtype)) for n, s in SHAPES.items()}
+
+
+class Pair:
+    """The same optimizer twice on the GPU, fused and eager."""
+
+    def __init__(self, specs: object = SPECS, **settings: object):
+        self.params = params_like(), params_like()
+        self.fused, self.eager = (
+            BlockwiseOptimizer([{"params": list(p.items())}], specs, lr=LR, weight_decay=0.1, backend=name, **settings)  # pyright: ignore
+            for p, name in zip(self.params, ("fused", "eager"), strict=True)
+        )
+        self.random = torch.Generator().manual_seed(1)
+
+    def give(self, *, in_place: bool = False, without: tuple[str, ...] = ()) -> None:
+        for name, shape in SHAPES.items():
+            grad = torch.randn(shape, generator=self.random).to(DEVICE)
+            for params in self.params:
+                param = params[name]
+                if name in without:
+                    param.grad = None
+                elif in_place and param.grad is not None:
+                    param.grad.copy_(grad)
+                else:
+                    param.grad = grad.to(param.dtype, copy=True)
+
+    def run(self, steps: int, **how: object) -> None:
+        for _ in range(steps):
+            self.give(**how)  # pyright: ignore[reportArgumentType]
+            self.fused.step()
+            self.eager.step()
+
+    def check(self, *, within: float = 0.15) -> float:
+        worst = 0.0
+        for name, own in self.params[0].items():
+            gap = float((own.detach().float() - self.params[1][name].detach().float()).abs().max()) / LR
+            assert gap <= within, f"{name}: {gap:.2e} learning rates apart"
+            worst = max(worst, gap)
+            for key, value in self.fused.state[own].items():
+                if key == "step":
+                    assert torch.equal(value, self.eager.state[self.params[1][name]][key]), f"{name}: step counts"
+        for block, live in self.fused.roster.live.items():
+            match = self.eager.roster.live[block].match
+            if live.match is not None and match is not None:
+                torch.testing.assert_close(live.match, match, rtol=2e-2, atol=1e-6)
+        return worst
+
+    @property
+    def graphs(self) -> list[object]:
+        return [
+            graph
+            for backend in self.fused.roster.marking
+            for unit in backend.units  # pyright: ignore[reportAttributeAccessIssue]
+            for graph in unit.engine._graphs._graphs.values()
+            if graph is not None
+        ]
+
+
+def mixed_specs_with_graphs() -> str:
+    pair = Pair()
+    for step in range(20):
+        for optimizer in (pair.fused, pair.eager):
+            optimizer.param_groups[0]["lr"] = LR * (1 + step % 5) / 5
+        pair.run(1, in_place=step % 3 > 0)
+    worst = pair.check()
+    assert pair.graphs, "nothing was captured"
+    assert pair.fused.roster.choices["a"].backend == "fused"
+    return f"{worst:.1e} learning rates apart, {len(pair.graphs)} graph(s)"
+
+
+def without_graphs() -> str:
+    pair = Pair()
+    for backend in pair.fused.roster.marking:
+        backend.graphs = False  # pyright: ignore[reportAttributeAccessIssue]
+    pair.run(6)
+    assert not pair.graphs
+    return f"{pair.check():.1e} learning rates apart"
+
+
+def graphs_equal_plain_launches() -> str:
+    ends = []
+    for graphs in (True, False):
+        pair = Pair()
+        for backend in pair.fused.roster.marking:
+            backend.graphs = graphs  # pyright: ignore[reportAttributeAccessIssue]
+        pair.run(8)
+        ends.append([p.detach().clone() for p in pair.params[0].values()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True)), "a replay differs from plain launches"
+    return "bit for bit"
+
+
+def late_gradients() -> str:
+    pair = Pair()
+    pair.run(4, without=("a", "c"))
+    pair.run(4)
+    pair.run(2, without=("b",))
+    return f"{pair.check():.1e} learning rates apart"
+
+
+def nonfinite_gradients() -> str:
+    pair = Pair()
+    for step in range(9):
+        pair.give()
+        if step in (2, 5, 7):
+            for params in pair.params:
+                params["a"].grad[0, ::7] = float("nan")  # pyright: ignore[reportOptionalSubscript]
+                params["c"].grad[1, 3] = float("inf")  # pyright: ignore[reportOptionalSubscript]
+                params["b"].grad[0] = -0.0  # pyright: ignore[reportOptionalSubscript]
+        before = pair.params[0]["a"][0, 0].clone()
+        if step > 3:
+            pair.fused.mask_nonfinite()
+            pair.eager.mask_nonfinite()
+            for params in pair.params:
+                nn.utils.clip_grad_norm_(params.values(), 100.0)
+        pair.fused.step()
+        pair.eager.step()
+        assert step not in (2, 5, 7) or torch.equal(before, pair.params[0]["a"][0, 0])
+    worst = pair.check()
+    counts = pair.fused.num_nonfinite, pair.eager.num_nonfinite
+    assert counts[0] == counts[1] > 0 and pair.fused.last_nonfinite == pair.eager.last_nonfinite, counts
+    return f"{worst:.1e} learning rates apart, {counts[0]} elements"
+
+
+def skipped_steps() -> str:
+    pair = Pair(nonfinite="skip_step")
+    pair.run(3)
+    pair.give()
+    before = pair.params[0]["b"].detach().clone()
+    pair.params[0]["a"].grad[0, 0] = float("nan")  # pyright: ignore[reportOptionalSubscript]
+    pair.fused.step()
+    assert torch.equal(before, pair.params[0]["b"]) and pair.fused.num_skipped_steps == 1
+    pair.run(3)
+    return f"{pair.check():.1e} learning rates apart"
+
+
+def split_weights() -> str:
+    found = []
+    for spec in ("adamw_int8+split8", "adamw+split16", "lion_int8+bf16_sr"):
+        pair = Pair(spec)
+        pair.run(10)
+        found.append(f"{spec} {pair.check(within=2.5 if 'sr' in spec else 0.5):.1e}")
+    return ", ".join(found)
+
+
+def migration_and_checkpoints() -> str:
+    pair = Pair()
+    pair.run(4)
+    for optimizer in (pair.fused, pair.eager):
+        optimizer.migrate({"a": "rmsprop_int8", "b": "adamw", "d": "sign"})
+    pair.run(4)
+    pair.check()
+    pair.fused.load_state_dict(pair.eager.state_dict())
+    for name, param in pair.params[0].items():
+        param.data.copy_(pair.params[1][name])
+    pair.run(4)
+    return f"{pair.check():.1e} learning rates apart"
+
+
+def captured_by_the_user() -> str:
+    """Replays of a graph of the user's own, each prepared, do what plain steps do."""
+    pair = Pair()
+    pair.run(3)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        pair.fused.step()
+    for step in range(5):
+        for optimizer in (pair.fused, pair.eager):
+            optimizer.param_groups[0]["lr"] = LR / (1 + step)
+        pair.give(in_place=True)
+        pair.fused.prepare_replay()
+        graph.replay()
+        pair.eager.step()
+    return f"{pair.check():.1e} learning rates apart"
+
+
+def one_launch_per_spec() -> str:
+    """Counted by the profiler: kernels of a step do not grow with tensors."""
+    pair = Pair()
+    pair.run(3)
+    pair.give()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        pair.fused.step()
+        torch.cuda.synchronize()
+    names = [event.name for event in profile.events()]
+    steps = [name for name in names if "step_kernel" in name]
+    assert len(steps) == len(set(SPECS.values())), names
+    return f"{len(steps)} step kernels, {len(names)} operations in all"
+
+
+CHECKS: tuple[Callable[[], str], ...] = (
+    mixed_specs_with_graphs,
+    without_graphs,
+    graphs_equal_plain_launches,
+    late_gradients,
+    nonfinite_gradients,
+    skipped_steps,
+    split_weights,
+    migration_and_checkpoints,
+    captured_by_the_user,
+    one_launch_per_spec,
+)
+
+
+def main() -> None:
+    failed = 0
+    for check in CHECKS:
+        try:
+            print(f"ok      {check.__name__}: {check()}", flush=True)
+        except Exception:
+            failed += 1
+            print(f"FAILED  {check.__name__}: {traceback.format_exc(limit=-4)[-1500:]}", flush=True)
+    print(f"{len(CHECKS) - failed} of {len(CHECKS)} checks of the fused backend passed")
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()

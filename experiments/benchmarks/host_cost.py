@@ -1,0 +1,130 @@
+"""What a step of BlockwiseOptimizer costs the host: Python's time for 200 tensors of 8 specs, no gradients computed.
+
+`python experiments/benchmarks/host_cost.py` on a machine with an NVIDIA GPU; tensors are small, so that the device is
+never what is waited for. `--stub` runs anywhere: uploads go to the CPU and nothing is launched, which leaves out what
+the copy, the events and the replay cost (about 20 us). Rows go to host_cost.csv in $OUT or experiments/benchmarks/
+results.
+"""
+
+import argparse
+import csv
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import nn
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from baoc.kernels import Engine  # noqa: E402
+from baoc.optim import BlockwiseOptimizer  # noqa: E402
+from baoc.optim.backends import fused  # noqa: E402
+
+NUM_TENSORS = 200
+SPECS = (
+    "adamw", "adamw_bf16", "adamw_int8", "adamw_int8_log", "rmsprop_int8", "lion_int8", "signum_int8", "sign",
+)  # fmt: skip
+STEPS = 300
+
+
+def build(device: str, *, num_specs: int) -> tuple[list[nn.Parameter], BlockwiseOptimizer]:
+    """Two parameter groups, with and without decay, as models have them."""
+    params = [nn.Parameter(torch.zeros((32, 32) if i % 2 else (32,), device=device)) for i in range(NUM_TENSORS)]
+    names = [f"p{i}" for i in range(NUM_TENSORS)]
+    groups = [
+        {"params": [(names[i], params[i]) for i in range(odd, NUM_TENSORS, 2)], "weight_decay": 0.1 * odd}
+        for odd in (0, 1)
+    ]
+    specs = {name: SPECS[i * num_specs // NUM_TENSORS] for i, name in enumerate(names)}
+    return params, BlockwiseOptimizer(groups, specs, lr=1e-3, backend="fused")
+
+
+def give(params: list[nn.Parameter]) -> None:
+    for param in params:
+        param.grad = torch.ones_like(param)
+
+
+def step_us(optimizer: BlockwiseOptimizer, before: Callable[[int], object], *, wait: Callable[[], object]) -> float:
+    """Median microseconds of `step`, with the device idle before it and a schedule that moves the learning rate."""
+    times = []
+    for index in range(STEPS + 20):
+        before(index)
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 / (1 + index)
+        wait()
+        begin = time.perf_counter()
+        optimizer.step()
+        times.append(time.perf_counter() - begin)
+    return median(times[20:]) * 1e6
+
+
+def rows(device: str) -> list[dict[str, object]]:
+    wait = torch.cuda.synchronize if device == "cuda" else int
+    found = []
+
+    def note(what: str, specs: int, value: float) -> None:
+        found.append({"case": what, "specs": specs, "tensors": NUM_TENSORS, "host_us": f"{value:.1f}"})
+
+    for num_specs in (1, 8):
+        params, optimizer = build(device, num_specs=num_specs)
+        give(params)
+        note("gradients stay where they are", num_specs, step_us(optimizer, lambda _: None, wait=wait))
+        keep: list = []
+
+        def move(index: int, params: list[nn.Parameter] = params, keep: list = keep) -> None:
+            keep[:] = [param.grad for param in params]
+            give(params)
+
+        note("every gradient moves", num_specs, step_us(optimizer, move, wait=wait))
+        give(params)
+        note("masked before", num_specs, step_us(optimizer, lambda _, o=optimizer: o.mask_nonfinite(), wait=wait))
+        for backend in optimizer.roster.backends:
+            backend.graphs = False  # pyright: ignore[reportAttributeAccessIssue]
+            backend._units = None  # pyright: ignore[reportAttributeAccessIssue]
+        if device == "cuda":
+            note("launched plainly, without a graph", num_specs, step_us(optimizer, lambda _: None, wait=wait))
+    if device == "cuda":
+        params = [nn.Parameter(torch.zeros(32, 32, device=device)) for _ in range(NUM_TENSORS)]
+        give(params)
+        torch_fused = torch.optim.AdamW(params, fused=True)
+        note("torch.optim.AdamW(fused=True)", 1, step_us(torch_fused, lambda _: None, wait=wait))  # pyright: ignore
+    empty = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    note("an optimizer with nothing to do (torch's own share)", 0, step_us(empty, lambda _: None, wait=int))  # pyright: ignore
+    return found
+
+
+def stub() -> None:
+    """Lets the fused backend take CPU tensors and launch nothing."""
+    fused.available = lambda device: True
+    Engine.run = lambda self, **_: None  # pyright: ignore[reportAttributeAccessIssue]
+    Engine.mark = lambda self, **_: None  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--stub", action="store_true")
+    args = parser.parse_args()
+    if args.stub:
+        stub()
+    device = "cpu" if args.stub else "cuda"
+    found = rows(device)
+    where = "stub" if args.stub else torch.cuda.get_device_name()
+    if not args.stub:
+        folder = Path(os.environ.get("OUT") or ROOT / "experiments" / "benchmarks" / "results")
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "host_cost.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, [*found[0], "device", "torch"])
+            writer.writeheader()
+            writer.writerows({**row, "device": where, "torch": torch.__version__} for row in found)
+    print(f"{where}, torch {torch.__version__}, Python {sys.version.split()[0]}; median of {STEPS} steps")
+    for row in found:
+        print(f"{row['host_us']:>8} us  {row['specs']} spec(s)  {row['case']}")
+
+
+if __name__ == "__main__":
+    main()

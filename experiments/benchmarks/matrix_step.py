@@ -1,0 +1,175 @@
+"""Time of one step of the rules that see a matrix, over all tensors of a model, beside torch's fused AdamW.
+
+`python experiments/benchmarks/matrix_step.py` on a machine with an NVIDIA GPU takes about 3 minutes, of which most is
+compiling, in parallel. A step is what an optimizer runs: matrices by the rule, RMS-matched, and vectors by fp32 AdamW,
+all in one graph. The floor moves gradients once, weights and states both ways, at the speed of a device copy. Rows go
+to matrix_step.csv in $OUT or experiments/benchmarks/results. kernel_check.py holds the kernels against their twins.
+"""
+
+import argparse
+import csv
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from math import prod
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+
+from optimizer_step import DEVICE, MODELS, Row, clean, copy_gbps, events_ms, host_us, make_params, show, time_torch  # noqa: E402
+
+from baoc.catalogue import STORAGES  # noqa: E402
+from baoc.codecs import CODEC_IMPLS  # noqa: E402
+from baoc.codecs.base import lanes  # noqa: E402
+from baoc.kernels import Cut, Engine, FusedTable, Kind, Shape  # noqa: E402
+from baoc.optim.backends.eager import Options  # noqa: E402
+from baoc.optim.matching import DEFAULT_TARGET  # noqa: E402
+from baoc.rules import RULES  # noqa: E402
+from baoc.types import ParamInfo, Role  # noqa: E402
+
+FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
+# rule, storage, weights; parameters and gradients are fp32 where weights are native, else bf16
+SPECS: list[tuple[str, str, str]] = [
+    ("adamw_shared_in", "fp32", "native"), ("adamw_shared_in", "int8", "native"), ("adamw_shared_in", "int8", "split8"),
+    ("adamw_shared_out", "fp32", "native"), ("adamw_shared_out", "int8", "native"),
+    ("adamw_shared_out", "int8", "split8"), ("adafactor", "fp32", "native"), ("adafactor", "fp32", "split8"),
+    ("adafactor_momentum", "fp32", "native"), ("adafactor_momentum", "int8", "native"),
+    ("foam_l1", "fp32", "native"), ("foam_l2", "fp32", "native"), ("foam_l2", "int8", "native"),
+    ("foam_l2", "int8", "split8"), ("foam_l3", "int8", "native"), ("foam_l8", "fp32", "native"),
+    ("foam_l8", "int8", "split8"), ("foam_l2_out", "fp32", "native"), ("foam_l2_out", "int8", "split8"),
+    ("foam_l8_out", "fp32", "native"), ("foam_l2_sq", "int8", "native"), ("adamw", "int4", "native"),
+    ("adamw", "int4", "split8"), ("adamw", "int8_root", "native"), ("adamw", "int8_root", "split8"),
+]  # fmt: skip
+WORKERS = 12
+LEAST_PACKED = 4096
+
+
+def name_of(spec: tuple[str, str, str]) -> str:
+    rule, storage, weights = spec
+    return rule + ("" if storage == "fp32" else f"_{storage}") + ("" if weights == "native" else f"+{weights}")
+
+
+def make_engine(spec: tuple[str, str, str], shapes: Sequence[tuple[int, ...]], *, cut: Cut | None = None) -> Engine:
+    """Matrices by the rule, others by fp32 AdamW; each tensor is a block."""
+    rule, storage, weights = spec
+    members: dict[Kind, list[tuple[Tensor, ParamInfo]]] = {}
+    for param in make_params(list(shapes), FLOAT32 if weights == "native" else BFLOAT16):
+        info = ParamInfo(name="w", shape=tuple(param.shape), dtype="float32", role=Role.MLP)
+        takes_part = info.matrix_shape is not None or not RULES[rule].info.needs_matrix
+        small = storage == "int4" and param.numel() < LEAST_PACKED
+        scheme = STORAGES["fp32" if small or not takes_part else storage]
+        kind = Kind(rule=rule if takes_part else "adamw", m=scheme.m, v=scheme.v, weights=weights)
+        members.setdefault(kind, []).append((param, info))
+    return Engine([make_table(kind, rows, cut=cut if kind.rule == rule else None) for kind, rows in members.items()])
+
+
+def make_table(kind: Kind, members: Sequence[tuple[Tensor, ParamInfo]], *, cut: Cut | None = None) -> FusedTable:
+    params = [param for param, _ in members]
+    shapes = []
+    for param, info in members:
+        rows, cols = info.matrix_shape or (0, 0)
+        shapes.append(Shape(numel=param.numel(), rows=rows, cols=cols))
+    matched = RULES[kind.rule].info.matched
+    return FusedTable(
+        params,
+        kind=kind,
+        states=[make_state(kind, param, info) for param, info in members],
+        matches=[torch.full((2,), DEFAULT_TARGET, device=DEVICE) for _ in params] if matched else None,
+        shapes=shapes,
+        cut=cut,
+    )
+
+
+def make_state(kind: Kind, param: Tensor, info: ParamInfo) -> dict[str, Tensor]:
+    state = {"correction": torch.zeros_like(param, dtype=torch.int8)} if kind.weights == "split8" else {}
+    for decl in RULES[kind.rule].info.states:
+        codec = "fp32" if decl.layout.startswith("per_") else kind.m if decl.name == "m" else kind.v
+        parts = CODEC_IMPLS[codec].allocate(decl.shape(info), DEVICE)
+        state |= {f"{decl.name}{part}": tensor for part, tensor in parts.items()}
+    return state
+
+
+def least_bytes(engine: Engine) -> int:
+    """Bytes that a step must move."""
+    total = 0
+    for table in engine.tables:
+        total += 3 * sum(param.numel() * param.element_size() for param in table.params)
+        total += 2 * sum(sum(table.kind.sizes(shape).values()) for shape in table.shapes)
+    return total
+
+
+def time_spec(model: str, spec: tuple[str, str, str], *, gbps: float) -> Row:
+    engine = make_engine(spec, MODELS[model])
+    options, phase = (Options(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1),), iter(range(1, 10_000))
+    matched = any(table.matches[0] is not None for table in engine.tables)
+
+    def step() -> None:
+        now = next(phase)
+        engine.stage(options, thresholds=lanes(now, torch.device("cpu")).tolist(), phase=now)
+        engine.run(matched=matched)
+
+    times, alone = events_ms(step), events_ms(lambda: engine.run(matched=matched))
+    nbytes, num = least_bytes(engine), sum(map(prod, MODELS[model]))
+    extra = sum(table.nbytes for table in engine.tables) / num
+    return Row(
+        model=model, optimizer=name_of(spec), cut=f"+{extra:.3f}B", bytes_per_element=round(nbytes / num, 3),
+        ms=median(times), min_ms=min(times), launch_ms=median(alone), host_us=host_us(step),
+        floor_ms=nbytes / gbps / 1e6,
+    )  # fmt: skip
+
+
+def warm(part: int, parts: int) -> None:
+    """Compiles what a share of the specs needs, on one tensor of each shape."""
+    for spec in SPECS[part::parts]:
+        for shapes in MODELS.values():
+            engine = make_engine(spec, list(dict.fromkeys(shape for shape in shapes if prod(shape) < 2**25)))
+            engine.stage((Options(lr=0.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0),), thresholds=[0.5] * 32)
+            engine.run(matched=any(table.matches[0] is not None for table in engine.tables))
+            torch.cuda.synchronize()
+
+
+def warm_in_parallel() -> None:
+    running = [subprocess.Popen([sys.executable, __file__, "--warm", f"{i}/{WORKERS}"]) for i in range(WORKERS)]
+    if any([process.wait() for process in running]):
+        sys.exit("a kernel does not compile or run: see above")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--only", default="", help="part of the names of the specs to time")
+    parser.add_argument("--warm", default="", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    if args.warm:
+        return warm(*map(int, args.warm.split("/")))
+    warm_in_parallel()
+    gbps, rows = copy_gbps(), []
+    clean()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {gbps:.0f} GB/s", flush=True)
+    for model in args.models:
+        rows += [next(time_torch(model, gbps=gbps))]
+        clean()
+        for spec in SPECS:
+            if args.only in name_of(spec):
+                rows.append(time_spec(model, spec, gbps=gbps))
+                clean()
+    show(rows)
+    folder = Path(os.environ.get("OUT") or ROOT / "experiments" / "benchmarks" / "results")
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "matrix_step.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*asdict(rows[0]), "device", "torch", "copy_gbps"])
+        writer.writeheader()
+        common = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "copy_gbps": f"{gbps:.0f}"}
+        writer.writerows({**asdict(row), **common} for row in rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""The same optimizer twice, fused and eager, on one stream of gradients: what the tests of the fused backend share.
+
+Triton decides on import whether it interprets, and others may have imported it by now: so those tests run in a process
+of their own, which `run_interpreted` starts.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from baoc.optim import BlockwiseOptimizer
+from tests.optimizing import Gradients, build, make_params
+
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+SHAPES = {"a": (9, 37), "b": (40,), "c": (4, 65), "d": (3, 5, 7), "one": (1,), "empty": (0,)}
+SMALL = {"a": (9, 37), "b": (40,)}
+MIXED = {
+    "a": "adamw", "b": "rmsprop_int8", "c": "lion_int8", "d": "adamw_int8_log", "one": "sign", "empty": "signum",
+}  # fmt: skip
+
+
+def run_interpreted(file: str) -> None:
+    """Runs the tests of a file in an interpreter of Triton's; every one of them has to pass."""
+    root = Path(__file__).parents[2]
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file]
+    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+    assert " passed" in done.stdout and "skipped" not in done.stdout, done.stdout[-500:]
+
+
+class Pair:
+    """The same optimizer twice, fused and eager."""
+
+    def __init__(self, specs: object, shapes: dict[str, tuple[int, ...]] = SHAPES, **settings: object):
+        self.params = make_params(shapes), make_params(shapes)
+        settings = {"lr": 1e-2, "weight_decay": 0.1, **settings}
+        self.fused, self.eager = (
+            build(params, specs, backend=name, **settings)
+            for params, name in zip(self.params, ("fused", "eager"), strict=True)
+        )
+        self.gradients = Gradients(self.params[0])
+
+    def give(self) -> None:
+        self.gradients.give(*self.params)
+
+    def step(self) -> None:
+        self.fused.step()
+        self.eager.step()
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.give()
+            self.step()
+
+    def check(self, *, steps: float = 0.1) -> None:
+        """Weights agree to a fraction of what a step moves; step counts and matching state do too.
+
+        Codes differ rarely, by one where a number lies between two; what follows stays within a part of a step.
+        """
+        lr = max(group["lr"] for group in self.fused.param_groups)
+        for name, own in self.params[0].items():
+            gap = (own.detach() - self.params[1][name].detach()).abs()
+            assert not gap.numel() or gap.max() <= steps * lr, f"{name}: {gap.max():.1e}"
+            mine, other = (o.state[p[name]] for o, p in zip((self.fused, self.eager), self.params, strict=True))
+            assert mine.keys() == other.keys()
+            assert "step" not in mine or torch.equal(mine["step"], other["step"])
+        for block, live in self.fused.roster.live.items():
+            match = self.eager.roster.live[block].match
+            assert (live.match is None) == (match is None)
+            if match is not None:
+                torch.testing.assert_close(live.match, match, rtol=1e-2, atol=1e-6)
+        theirs = self.eager.update_rms()
+        assert self.fused.update_rms() == pytest.approx(theirs, rel=1e-2, abs=1e-6)
+
+
+def dump(optimizer: BlockwiseOptimizer, params: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        **{name: p.detach().clone() for name, p in params.items()},
+        **{f"{n}.{k}": v.clone() for n, p in params.items() for k, v in optimizer.state[p].items()},
+    }
+
+
+def poison(params: dict[str, Tensor], *, value: float = float("nan")) -> None:
+    """Makes 8 elements of `a` and one of `c` bad."""
+    params["a"].grad[0, ::5] = value
+    params["c"].grad[1, 3] = -value

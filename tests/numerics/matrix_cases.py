@@ -1,0 +1,137 @@
+"""Fused steps of rules that see a matrix held against the eager ones, as `kernel_cases` does for the elementwise rules.
+
+What may differ is what that module says, and what comes of summing in another order: a mean of numbers that cancel is
+known to a few 1e-7 of the numbers, not of itself.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from baoc.catalogue import STORAGES
+from baoc.codecs import CODEC_IMPLS, Codec
+from baoc.kernels import Cut, Shape
+from baoc.kernels.matrix_kinds import FOLDS
+from baoc.rules import RULES, RuleContext
+from baoc.types import Axis, StateDecl, StateLayout
+from tests.numerics.kernel_cases import Case, Twin, check_equal
+
+# (rows, cols, transposed): lines that are whole groups and not, short and long, odd, of one row or column.
+SHAPES = (
+    (3, 160, False),
+    (37, 50, False),
+    (1, 300, False),
+    (70, 1, False),
+    (40, 33, True),
+    (160, 5, True),
+    (96, 64, False),
+    (2, 2, False),
+)
+MEANS = ("adamw_shared_in", "adamw_shared_out", "adafactor", "adafactor_momentum")
+MATRIX_RULES = (*MEANS, *FOLDS)
+RTOL, LOOSE = 5e-6, 1e-4
+
+
+def check_close(twin: "MatrixTwin") -> float:
+    """`check_equal` with the tolerances of rules that sum."""
+    return check_equal(twin, rtol=RTOL, loose=LOOSE)
+
+
+@dataclass(slots=True, kw_only=True)
+class MatrixCase(Case):
+    cut: Cut | None = None
+    shapes: Sequence[tuple[int, int, bool]] = SHAPES
+
+
+def matrix_cases(
+    device: str = "cpu", *, shapes: Sequence[tuple[int, int, bool]] = SHAPES, cut: Cut | None = None
+) -> list[MatrixCase]:
+    """Every rule in every storage that its kernel knows; bf16 parameters and other weights for some."""
+    float32, bfloat16 = torch.float32, torch.bfloat16
+    cases = []
+    for rule in MATRIX_RULES:
+        storages = tuple(STORAGES) if rule in MEANS else ("fp32", "bf16", "int8", "int8_log", "int8_root")
+        storages = ("fp32",) if rule == "adafactor" else storages
+        cases += [MatrixCase(rule=rule, storage=storage) for storage in storages]
+        cases += [MatrixCase(rule=rule, storage=s, param=bfloat16, grad=bfloat16) for s in storages[::4]]
+    if hasattr(Tensor, "grad_dtype"):
+        cases += [MatrixCase(rule=rule, param=bfloat16, grad=float32) for rule in ("adamw_shared_in", "foam_l2")]
+    for rule in (*MEANS, "foam_l1", "foam_l2_out"):
+        cases += [
+            MatrixCase(rule=rule, param=bfloat16, grad=bfloat16, weights=w) for w in ("split8", "split16", "bf16_sr")
+        ]
+    for case in cases:
+        case.device, case.shapes, case.cut = device, shapes, cut
+    return cases
+
+
+def few_cases() -> list[MatrixCase]:
+    """The cases among which every branch of the kernels is taken."""
+    float32, bfloat16 = torch.float32, torch.bfloat16
+    chosen = [
+        ("adamw_shared_in", "fp32", float32, "native"), ("adamw_shared_in", "int8", float32, "native"),
+        ("adamw_shared_in", "bf16", bfloat16, "split8"), ("adamw_shared_out", "fp32", float32, "native"),
+        ("adamw_shared_out", "int8", bfloat16, "native"), ("adafactor", "fp32", float32, "native"),
+        ("adafactor", "fp32", bfloat16, "split16"), ("adafactor_momentum", "fp32", float32, "native"),
+        ("adafactor_momentum", "int8", float32, "native"), ("foam_l1", "fp32", float32, "native"),
+        ("foam_l1", "int8", bfloat16, "bf16_sr"), ("foam_l2", "int8", float32, "native"),
+        ("foam_l3", "bf16", float32, "native"), ("foam_l2_out", "fp32", bfloat16, "split8"),
+        ("foam_l3_out", "int8_log", float32, "native"), ("foam_l1_sq", "int8_root", float32, "native"),
+        ("adamw_shared_in", "int4", float32, "native"), ("adafactor_momentum", "int4", float32, "native"),
+    ]  # fmt: skip
+    cases = [
+        MatrixCase(rule=rule, storage=storage, param=dtype, grad=dtype, weights=weights)
+        for rule, storage, dtype, weights in chosen
+    ]
+    large = ((3, 520, False), (130, 3, True))  # folds of 256 take the interpreter long
+    return [*cases, *(MatrixCase(rule=rule, storage="int8", shapes=large) for rule in ("foam_l8", "foam_l8_out"))]
+
+
+class MatrixTwin(Twin):
+    """As `Twin`, of matrices; each tensor is a block."""
+
+    case: MatrixCase
+
+    def _shapes(self) -> list[Shape]:
+        return [Shape(numel=rows * cols, rows=rows, cols=cols, transposed=t) for rows, cols, t in self.case.shapes]
+
+    def _param(self, shape: Shape) -> Tensor:
+        stored = (shape.cols, shape.rows) if shape.transposed else (shape.rows, shape.cols)
+        return self._randn(shape.numel, self.case.param).view(stored)
+
+    def _kept(self, index: int) -> dict[str, tuple[Codec, tuple[int, ...]]]:
+        kept: dict[str, tuple[Codec, tuple[int, ...]]] = {}
+        for decl in RULES[self.case.rule].info.states:
+            coded = decl.layout in (StateLayout.FULL, StateLayout.FOLDED)
+            codec = (self.kind.m if decl.name == "m" else self.kind.v) if coded else "fp32"
+            kept[decl.name] = (CODEC_IMPLS[codec], _state_shape(decl, self.shapes[index]))
+        return kept
+
+    def _context(self, index: int, **given: Any) -> RuleContext:
+        """Without a mask where all is finite, as the eager backend has it."""
+        shape, finite = self.shapes[index], given.pop("finite")
+        finite = None if bool(finite.all()) else finite
+        return RuleContext(**given, finite=finite, matrix=(shape.rows, shape.cols), transposed=shape.transposed)
+
+    def new_gradients(self, *, idle: Sequence[int] = ()) -> None:
+        """As `Twin`'s, with scales that differ by line."""
+        for index, param in enumerate(self.params):
+            by_line = torch.exp2(torch.randn(len(param), 1, generator=self.random)).to(param.device)
+            grad = self._randn(param.numel(), torch.float32, spread=1.0).view(param.shape) * by_line * 1e-3
+            grad[(torch.rand(param.shape, generator=self.random) < 0.1).to(grad.device)] = 0.0
+            if index not in idle and self.case.grad is not self.case.param:
+                param.grad_dtype = self.case.grad
+            param.grad = None if index in idle else grad.to(self.case.grad)
+
+
+def _state_shape(decl: StateDecl, shape: Shape) -> tuple[int, ...]:
+    """`StateDecl.shape`, for matrices of which a side may be 1."""
+    rows, cols, fold = shape.rows, shape.cols, 2**decl.level
+    if decl.layout is StateLayout.FULL:
+        return (cols, rows) if shape.transposed else (rows, cols)
+    if decl.layout is StateLayout.FOLDED:
+        return (rows, -(-cols // fold)) if decl.axis is Axis.FAN_IN else (-(-rows // fold), cols)
+    return (rows,) if decl.layout is StateLayout.PER_ROW else (cols,)

@@ -1,0 +1,49 @@
+"""Kernels compile for an NVIDIA GPU (compute capability 9.0), which needs none, and move wide words without spilling.
+
+The interpreter takes what the compiler does not: names of two types, masks that keep accesses narrow.
+"""
+
+import pytest
+import torch
+
+from baoc.kernels import Call, engine, interpreting
+from tests.numerics.kernel_cases import Case, Twin
+from tests.numerics.matrix_cases import MatrixCase, MatrixTwin
+
+FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
+SHAPES = ((64, 256, False), (40, 61, False), (40, 33, True))
+# rule, storage, weights: among them every kernel, and every codec once
+VARIANTS = [
+    ("adamw", "int8", "split8"), ("adamw", "int4", "native"), ("lion", "int8_root", "bf16_sr"),
+    ("adamw_shared_in", "int8", "native"), ("adamw_shared_out", "fp32", "split16"), ("adafactor", "fp32", "native"),
+    ("adafactor_momentum", "int4", "native"), ("foam_l2", "int8_log", "native"), ("foam_l8", "bf16", "native"),
+    ("foam_l1_out", "int8", "split8"), ("foam_l1_sq", "int8_root", "native"),
+]  # fmt: skip
+STEPPING = ("step_kernel", "apply_kernel", "foam_kernel")
+MOST_SPILLED = 64  # bytes of a thread's stack
+
+
+if not interpreting():  # compiling and interpreting exclude each other in a process
+
+    @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+    @pytest.mark.parametrize(("rule", "storage", "weights"), VARIANTS)
+    def test_it_compiles(rule: str, storage: str, weights: str):
+        from baoc.kernels import elementwise, foam, matrix
+        from tests.numerics.kernel_compiling import recording
+
+        dtype = FLOAT32 if weights == "native" else BFLOAT16
+        given = {"rule": rule, "storage": storage, "weights": weights, "param": dtype, "grad": dtype, "cut": None}
+        elementary = rule in ("adamw", "lion")
+        twin = Twin(Case(**given)) if elementary else MatrixTwin(MatrixCase(**given, shapes=SHAPES))
+        twin.new_gradients()
+        twin.engine.gradients.refresh()
+        with recording([elementwise, foam, matrix]) as found:
+            engine.launch(twin.table, Call(matched=True, track=True))
+            if rule in ("foam_l2", "adamw_shared_in"):
+                engine.launch(twin.table, Call(mode="repair", matched=True))
+                engine.launch(twin.table, Call(mode="measure", track=True, marked=True))
+        assert {one.kernel for one in found} & set(STEPPING)
+        for one in found:
+            assert one.spilled_bytes <= MOST_SPILLED, one
+            if one.kernel in STEPPING and "MODE=step" in one.switches:
+                assert min(one.widest) >= (64 if dtype is FLOAT32 else 32), one

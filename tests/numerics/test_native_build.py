@@ -1,0 +1,135 @@
+"""Compiling the native step: what happens without a compiler, with a broken one, and with several processes at once."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from baoc.kernels.native import build
+from tests.conftest import ROOT
+
+# Steps 1M elements once under `backend`, or prints the error.
+STEP = """
+import logging, sys, torch
+from baoc.errors import BaocError
+from baoc.optim import BlockwiseOptimizer
+logging.basicConfig(level=logging.WARNING, format="%(message)s")
+try:
+    param = torch.nn.Parameter(torch.ones(1000, 1001))
+    other = torch.nn.Parameter(torch.ones(10))
+    optimizer = BlockwiseOptimizer([param, other], "adamw_int8", lr=0.5, weight_decay=0.0, backend=sys.argv[1])
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    print(sorted({choice.backend for choice in optimizer.roster.choices.values()}), f"{param[0, 0].item():.4f}")
+except BaocError as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.fixture(autouse=True)
+def found_anew():
+    """The library is looked for once per process, so what a test found must not stay."""
+    build._library.cache_clear()
+    yield
+    build._library.cache_clear()
+
+
+def test_without_a_compiler_auto_is_eager_and_says_so_once(run_python, tmp_path: Path):
+    done = run_python("-c", STEP, "auto", PATH=str(tmp_path), CXX="", BAOC_CACHE=str(tmp_path / "cache"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "['eager'] 0.5000\n"
+    (line,) = [line for line in done.stderr.splitlines() if line]
+    assert line == (
+        "optimizer steps on the CPU are eager, so 8-bit states cost many times more: there is no C++ compiler on the "
+        "PATH (c++, g++, clang++) and $CXX names none"
+    )
+
+
+def test_without_a_compiler_native_is_refused_by_name(run_python, tmp_path: Path):
+    done = run_python("-c", STEP, "native", PATH=str(tmp_path), CXX="", BAOC_CACHE=str(tmp_path / "cache"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(
+        "BadInputError the native optimizer backend cannot be used: there is no C++ compiler on the PATH"
+    )
+    assert "Install a C++17 compiler (g++ or clang++) or name one in $CXX" in done.stdout
+
+
+def test_small_networks_ask_for_no_compiler(run_python, tmp_path: Path):
+    small = STEP.replace("torch.ones(1000, 1001)", "torch.ones(10, 10)")
+    done = run_python("-c", small, "auto", PATH=str(tmp_path), CXX="", BAOC_CACHE=str(tmp_path / "cache"))
+    assert (done.stdout, done.stderr) == ("['eager'] 0.5000\n", "")
+
+
+def test_a_compiler_that_is_not_there(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CXX", "no-such-compiler -O2")
+    with pytest.raises(build.Unavailable, match="names 'no-such-compiler', which is not to be found"):
+        build.library()
+
+
+def test_a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\ncase \"$*\" in *step.cpp*) echo 'out of luck' >&2; exit 1;; esac\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    monkeypatch.setenv(build.CACHE, str(tmp_path / "cache"))
+    with pytest.raises(build.Unavailable, match="cannot compile the native step: out of luck"):
+        build.library()
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_library_that_is_torn_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    torn = tmp_path / "step.so"
+    torn.write_bytes(b"\x7fELF")
+    monkeypatch.setattr(build, "_compiled", lambda: torn)
+    with pytest.raises(build.Unavailable, match="cannot be built or loaded"):
+        build.library()
+
+
+def test_processes_that_start_at_once_share_one_cache(tmp_path: Path):
+    command = [sys.executable, "-c", STEP, "native"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), build.CACHE: str(tmp_path / "cache")}
+    started = [
+        subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    said = [process.communicate(timeout=150) for process in started]
+    assert [out for out, _ in said] == ["['native'] 0.5000\n"] * 3, said
+    (kept,) = (tmp_path / "cache").iterdir()
+    assert kept.suffix == ".so" and kept.stat().st_size > 10_000
+
+
+def test_it_is_compiled_once(monkeypatch: pytest.MonkeyPatch):
+    build.library()
+    build._library.cache_clear()
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("it is in the cache")
+
+    monkeypatch.setattr(build, "_compile", refuse)
+    build.library()
+    build._library.cache_clear()
+    monkeypatch.setattr(build, "_FLAGS", (*build._FLAGS, "-DOTHER"))
+    with pytest.raises(AssertionError, match="it is in the cache"):
+        build.library()
+
+
+def test_a_cache_that_cannot_be_written_gives_way_to_temporary_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(build.CACHE, str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr(build.tempfile, "gettempdir", lambda: str(tmp_path))
+    written = []
+    monkeypatch.setattr(build, "_compile", lambda command, *, target: written.append(target))
+    monkeypatch.setattr(build, "_load", lambda path: path)
+    assert build.library() == written[0]
+    assert written[0].parent.parent == tmp_path and written[0].parent.name.startswith("baoc-")
+
+
+def test_the_cache_is_where_the_platform_has_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.delenv(build.CACHE)
+    monkeypatch.setattr(build.sys, "platform", "linux")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert build.cache_folder() == tmp_path / "baoc"
+    monkeypatch.setattr(build.sys, "platform", "darwin")
+    assert build.cache_folder() == Path.home() / "Library" / "Caches" / "baoc"

@@ -1,0 +1,96 @@
+"""Who is stepped natively and why not, and the scan of gradients that goes with it."""
+
+import logging
+
+import pytest
+import torch
+
+from baoc.catalogue import NATIVE, SPECS
+from baoc.kernels import native
+from baoc.optim import backends
+from baoc.optim.backends import native_kinds
+from tests.numerics.native_cases import Pair
+from tests.optimizing import Gradients, build, make_params, run_steps
+
+
+def test_what_it_cannot_step_is_eager_and_said(caplog: pytest.LogCaptureFixture):
+    params = {
+        "turned": torch.nn.Parameter(torch.randn(4, 5).t()),
+        "double": torch.nn.Parameter(torch.randn(3, dtype=torch.float64)),
+        "plain": torch.nn.Parameter(torch.randn(3)),
+    }
+    with caplog.at_level(logging.WARNING, logger="baoc"):
+        optimizer = build(params, "adamw", backend="native")
+        run_steps(optimizer, params, gradients=Gradients(params), steps=1)
+    chosen = {name: choice.backend for name, choice in optimizer.roster.choices.items()}
+    assert chosen == {"turned": "eager", "double": "eager", "plain": "native"}
+    assert "turned (native: turned: not contiguous float32 or bfloat16 on the CPU)" in caplog.text
+
+
+def test_rules_without_a_native_step_are_named():
+    refused = {name: native_kinds.refusal(spec) for name, spec in NATIVE.items() if native_kinds.refusal(spec)}
+    assert {SPECS[name].rule for name in refused} == {"adafactor", "adafactor_momentum", "muon", "column_norm"}
+    assert refused["muon"] == "there is no native step for rule muon"
+
+
+def test_auto_is_native_for_large_networks_only(monkeypatch: pytest.MonkeyPatch):
+    def chosen(spec: str) -> str:
+        return build(make_params({"a": (20, 50)}), spec).roster.choices["a"].backend
+
+    assert chosen("adamw_int8") == "eager"
+    monkeypatch.setattr(backends, "NATIVE_FROM", 1000)
+    assert chosen("adamw_int8") == "native"
+    assert chosen("adamw+split8") == "native"
+    assert chosen("adamw") == "eager", "it is torch's step bit for bit"
+    assert chosen("muon") == "eager"
+
+
+def test_measurements_stand_for_what_auto_will_do(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(backends, "NATIVE_FROM", 1000)
+    cpu = torch.device("cpu")
+    names = {n: backends.stand_in(SPECS[n], device=cpu, numel=1000) for n in ("adamw", "adamw_int8", "muon")}
+    assert names == {"adamw": "auto", "adamw_int8": "native", "muon": "auto"}
+    assert backends.stand_in(SPECS["adamw_int8"], device=cpu, numel=999) == "auto"
+    assert backends.stand_in(SPECS["adamw_int8"], device=torch.device("cuda"), numel=10**9) == "auto"
+
+
+# -- looking at gradients -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("numel", [1, 31, 257, 200_003])
+def test_one_element_that_is_not_finite_is_found_anywhere(dtype: torch.dtype, numel: int):
+    native.library()
+    others = [torch.full((5,), torch.finfo(dtype).max, dtype=dtype), torch.zeros(0, dtype=dtype)]
+    tensor = torch.randn(numel).to(dtype)
+    assert native.all_finite([*others, tensor])
+    for place in {0, numel // 2, numel - 1}:
+        for bad in (torch.nan, torch.inf, -torch.inf):
+            holed = tensor.clone()
+            holed[place] = bad
+            assert not native.all_finite([*others, holed]), (place, bad)
+
+
+def test_only_what_it_reads_is_scanned():
+    assert native.scannable(torch.zeros(3)) and native.scannable(torch.zeros(3, dtype=torch.bfloat16))
+    assert not native.scannable(torch.zeros(3, dtype=torch.float64))
+    assert not native.scannable(torch.zeros(3, 2).t())
+    assert not native.scannable(torch.zeros(3, device="meta"))
+
+
+def test_gradients_that_are_not_scanned_are_looked_at_too():
+    """Large gradients, whose norm overflows, are no reason to leave anything out."""
+    pair = Pair("adamw_int8", {"a": (40, 30)})
+    for step in range(2):
+        pair.level()
+        pair.give()
+        for params in pair.params:
+            grad = params["a"].grad
+            assert grad is not None
+            grad *= 1e20
+            if step:
+                grad[3, 4] = torch.nan
+                params["a"].grad = grad.t().contiguous().t()
+        pair.step()
+        pair.check()
+    assert pair.native.num_nonfinite == pair.eager.num_nonfinite == 1
