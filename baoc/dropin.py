@@ -94,6 +94,8 @@ class BaocOptimizer(BlockwiseOptimizer):
         self.reallocator = Reallocator(
             planner=planner, optimizer=self, plan=plan, settings=settings.reallocation, profiler=profiler
         )
+        self._settings = settings
+        self._first_step: FirstStepMemory | None = None
         if unknown:
             self._first_step = FirstStepMemory(list(named.values()), context_bytes=context_bytes(device))
             self._limit = limit
@@ -155,11 +157,33 @@ class BaocOptimizer(BlockwiseOptimizer):
                     profiler.load_state_dict(before)
                 raise
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            "a BaocOptimizer cannot be copied or pickled, as it watches the gradients of its own parameters: build a "
-            "new one on the copied parameters and load_state_dict() this one's state_dict()"
-        )
+    # -- copies, made together with the model: its parameters are then the copy's -----------------------------------
+
+    def __copy__(self) -> "BaocOptimizer":
+        raise TypeError("a shallow copy of a BaocOptimizer would reallocate its states twice: use copy.deepcopy")
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._first_step is not None:
+            raise TypeError(
+                "this BaocOptimizer measures the memory of its first step, so it cannot be copied or pickled before "
+                "that: take a step first, or build it with probe="
+            )
+        profiler = self.reallocator.profiler
+        return {**super().__getstate__(), "_profiled": profiler.state_dict() if profiler is not None else {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        profiled = state.pop("_profiled")
+        super().__setstate__(state)
+        planner = self.reallocator.planner
+        planned = {param.name for block in planner.blocks for param in block.params}
+        named = {name: param for param, name in self.roster.names.items() if name in planned}
+        profiler = make_profiler(planner, named, settings=self._settings, betas=self.defaults["betas"])
+        if profiler is not None and profiled:
+            profiler.load_state_dict(profiled)
+        elif profiler is not None:
+            profiler.release()
+        self.reallocator.profiler = profiler
+        self.reallocator.attach()
 
 
 def _with_temporaries(footprint: Footprint, *, params: Iterable[Tensor], specs: Sequence[str]) -> Footprint:

@@ -12,7 +12,7 @@ from baoc.optim import BlockwiseOptimizer
 from baoc.rules import RULES
 from baoc.types import Block, ParamInfo, Role
 
-MATRICES = {"linear": (17, 64), "position": (1, 17, 64), "conv": (8, 3, 3, 5), "odd": (9, 37)}
+MATRICES = {"linear": (17, 64), "position": (1, 17, 64), "conv": (8, 3, 3, 5), "odd": (9, 37), "large": (65, 67)}
 VECTORS = {"one": (1,), "bias": (7,), "v255": (255,), "v256": (256,), "v257": (257,), "v9991": (9991,), "empty": (0,)}
 SHAPES = {**MATRICES, **VECTORS}
 

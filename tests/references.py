@@ -98,10 +98,38 @@ class Sign(Reference):
         return grad.sign()
 
 
+class ColumnNorm(Reference):
+    def step(self, grad: Tensor, keep: Tensor) -> Tensor:
+        update = torch.zeros_like(grad)
+        for j in range(grad.shape[1]):
+            length = grad[keep[:, j], j].square().sum().sqrt()
+            if length > 0:
+                update[:, j] = grad[:, j] / length
+        return update
+
+
+class Muon(Reference):
+    """By singular values: the quintic is a polynomial of each, so no product of matrices is iterated."""
+
+    def step(self, grad: Tensor, keep: Tensor) -> Tensor:
+        old = self.state.get("m", torch.zeros_like(grad))
+        self.state["m"] = torch.where(keep, self.beta1 * old + (1 - self.beta1) * grad, old)
+        mixed = torch.where(keep, (1 - self.beta1) * grad + self.beta1 * self.state["m"], 0.0)
+        size = mixed.norm()
+        if size == 0:
+            return mixed
+        left, singular, right = torch.linalg.svd(mixed / size, full_matrices=False)
+        for _ in range(5):
+            singular = 3.4445 * singular - 4.7750 * singular**3 + 2.0315 * singular**5
+        rows, cols = grad.shape
+        return (left * singular) @ right * max(1.0, rows / cols) ** 0.5
+
+
 @dataclass
 class Foam(Reference):
     level: int = 1
     rows: bool = False  # fold along the rows' index instead of the columns'
+    of_squares: bool = False  # v averages F(G^2)
 
     def step(self, grad: Tensor, keep: Tensor) -> Tensor:
         if self.rows:
@@ -112,15 +140,16 @@ class Foam(Reference):
         self.t += 1
         size = 2**self.level
         count = -(-grad.shape[1] // size)
-        folded = torch.zeros(grad.shape[0], count, dtype=grad.dtype)
+        folded, square = torch.zeros(2, grad.shape[0], count, dtype=grad.dtype)
         some = torch.zeros(grad.shape[0], count, dtype=torch.bool)
         for j in range(count):
             part, kept = grad[:, j * size : (j + 1) * size], keep[:, j * size : (j + 1) * size]
             divisor = kept.sum(1) + (size - part.shape[1])  # zeros of the padding count, excluded elements do not
             folded[:, j] = part.sum(1) / divisor.clamp(min=1)
+            square[:, j] = (part**2).sum(1) / divisor.clamp(min=1)
             some[:, j] = divisor > 0
         m = self.average("m", folded, self.beta1, some)
-        v = self.average("v", folded**2, self.beta2, some)
+        v = self.average("v", square if self.of_squares else folded**2, self.beta2, some)
 
         def unfold(values: Tensor) -> Tensor:
             return values.repeat_interleave(size, dim=1)[:, : grad.shape[1]]
@@ -140,6 +169,9 @@ REFERENCES: dict[str, Callable[[], Reference]] = {
     "lion": Lion,
     "signum": Signum,
     "sign": Sign,
+    "column_norm": ColumnNorm,
+    "muon": Muon,
+    **{f"foam_l{n}_sq": (lambda n=n: Foam(level=n, of_squares=True)) for n in (1, 2, 3, 8)},
     **{f"foam_l{n}": (lambda n=n: Foam(level=n)) for n in (1, 2, 3, 8)},
     **{f"foam_l{n}_out": (lambda n=n: Foam(level=n, rows=True)) for n in (1, 2, 3, 8)},
 }

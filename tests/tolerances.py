@@ -19,6 +19,12 @@ class Tolerance:
 # a quotient near a zero of m adds an absolute error of that size times the update's scale, about 1.
 FP32_RULE = Tolerance(origin="ten roundings of 2^-24 per step, over tens of steps", rtol=2e-5, atol=2e-6)
 
+# The same after hundreds of steps: each rounds a weight between 2 and 4 by up to 2^-23, 200 of them one way by 2.4e-5.
+FP32_RULE_LONG = Tolerance(origin="200 roundings of a weight, one way at worst", rtol=1e-4, atol=2e-5)
+
+# Muon's products in bf16 against fp32, of matrices whose singular values lie within two decades: measured .022 to .043.
+MUON_BF16 = Tolerance(origin="15 products with 8 significant bits", cosine=0.998, nmse=0.05**2)
+
 # One encoding to nearest: half a step at the codec's coarsest.
 CODEC_NEAREST = {
     "fp32": Tolerance(origin="stored as it is"),
@@ -27,6 +33,11 @@ CODEC_NEAREST = {
     "softsign8": Tolerance(origin="half a code of 1/127, slope at most 2", atol=2.05 / 254, nmse=6e-5),
     # s is off by 1/510 of the largest in the group, and never below 1/255 of it, so v by 2 s (1/510) + (1/255)^2.
     "sqrt8": Tolerance(origin="half a code of 1/255 in sqrt(v)", atol=1.05 / 255, nmse=2e-5),
+    # |x| = (q/127)^4 is off by 4 |x|^(3/4) / 254 at most, and v = s^2 by twice 4/510
+    "root8m": Tolerance(origin="half a code of 1/127 in the fourth root", atol=4.1 / 254, nmse=2e-4),
+    "root8v": Tolerance(origin="half a code of 1/255 in the fourth root of sqrt(v)", atol=8.2 / 510, nmse=2e-4),
+    # squares of q/7: the widest gap is 13/49 of the largest in the group; what is below 1/98 becomes zero
+    "root4": Tolerance(origin="half the gap from 6^2 to 7^2, of 49", atol=6.6 / 49, nmse=2e-2),
     # codes are 2^(16/126) apart in |m|, so half a step is a factor 2^(8/126) = 1.045
     "log8m": Tolerance(origin="half a code of 16 octaves / 126", rtol=2 ** (8 / 126) - 1 + 1e-3, nmse=1e-3),
     # codes are 2^(40/254) apart in v, so half a step is a factor 2^(20/254) = 1.056

@@ -46,6 +46,10 @@ class Reallocator:
         self.last_decision = 0
         self.num_accepted = 0
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: without the profiler, whose buffers are views of each other, and without who listens."""
+        return {**self.__dict__, "profiler": None, "listeners": [], "tracked": nullcontext}
+
     def attach(self) -> None:
         """Hooks into the optimizer's step: gradients are seen after the closure, decisions come after the update."""
         self.optimizer.observer = self.observe

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from baoc.optim import BlockwiseOptimizer
+from baoc.optim.backends import stand_in
 from baoc.profiling import measure_latency
 from baoc.types import LatencyTable, OptimizerSpec
 
@@ -29,7 +30,7 @@ def time_specs(
     `base_step` runs forward and backward of one micro-batch; the reference step is `accumulation` of them and torch's
     fused AdamW on `num_elements` elements, by its own line.
     """
-    makers = {spec.name: _maker(spec, device=device) for spec in specs}
+    makers = {spec.name: _maker(spec, device=device, num_elements=num_elements) for spec in specs}
     makers[_FUSED] = lambda numel: _fused(numel, device=device)
     table = measure_latency(makers, device=device, base_step=base_step, max_s=max_s, cache_dir=cache_dir)
     fixed, slope = dict(table.fixed_s), dict(table.per_element_s)
@@ -44,9 +45,10 @@ def _parameter(numel: int, device: torch.device) -> torch.nn.Parameter:
     return param
 
 
-def _maker(spec: OptimizerSpec, *, device: torch.device) -> Callable[[int], Callable[[], None]]:
+def _maker(spec: OptimizerSpec, *, device: torch.device, num_elements: int) -> Callable[[int], Callable[[], None]]:
     def make(numel: int) -> Callable[[], None]:
-        optimizer = BlockwiseOptimizer([_parameter(numel, device)], spec)
+        backend = stand_in(spec, device=device, numel=num_elements)
+        optimizer = BlockwiseOptimizer([_parameter(numel, device)], spec, backend=backend)
         return lambda: optimizer.step()
 
     return make

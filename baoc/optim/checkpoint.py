@@ -1,12 +1,13 @@
 """Optimizer checkpoints: keyed by parameter name, tensors and plain values only, and convertible between plans.
 
 Schema 1: {"baoc_schema": 1, "num_steps": int, "param_groups": [{settings, "param_names", "params": indices}],
-"state": {name: {key: tensor}}, "blocks": {block: {"spec", "params", "match"}}}. torch.optim.AdamW's is read and written
-too. Filling an optimizer from what was read is `optim.loading`.
+"state": {name: {key: tensor}}, "blocks": {block: {"spec", "rule", "storage", "weights", "params", and "match" and
+"unseeded" where there are any}}}. The weights themselves are the model's to save. torch.optim.AdamW's is read and
+written too. Filling an optimizer from what was read is `optim.loading`.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -16,7 +17,7 @@ from baoc.errors import BadInputError, CheckpointError
 from baoc.optim import groups, migration
 from baoc.optim.migration import Fates
 from baoc.optim.roster import Roster
-from baoc.optim.state import State, make_slot
+from baoc.optim.state import LiveBlock, State, allocate, alone, make_slot
 from baoc.types import OptimizerSpec
 
 SCHEMA = 1
@@ -31,25 +32,76 @@ class Saved:
     specs: Mapping[str, OptimizerSpec]  # by parameter name
     groups: Sequence[tuple[tuple[str, ...], Mapping[str, Any]]]  # names and settings
     matches: Mapping[str, tuple[tuple[str, ...], Tensor]] = field(default_factory=dict)  # by block: names and match
+    unseeded: frozenset[str] = frozenset()  # parameters whose v waits for a gradient
     num_steps: int = 0
 
+    def renamed(self, owners: Mapping[str, str]) -> "Saved":
+        """The same with parameters called what `owners` says, where it says something."""
 
-def save(roster: Roster, *, param_groups: list[dict[str, Any]], num_steps: int) -> dict[str, Any]:
-    """The checkpoint. Tensors are the live ones, as in torch: copy them or write them out before stepping on."""
-    return {
-        "baoc_schema": SCHEMA,
-        "num_steps": num_steps,
-        "param_groups": _plain_groups(param_groups),
-        "state": {name: dict(roster.state[param]) for param, name in roster.names.items()},
-        "blocks": {
-            name: {
-                "spec": live.spec.name,
-                "params": [slot.name for slot in live.slots],
-                **({"match": live.match} if live.match is not None else {}),
-            }
-            for name, live in roster.live.items()
-        },
-    }
+        def own(name: str) -> str:
+            return owners.get(name, name)
+
+        return replace(
+            self,
+            states={own(name): state for name, state in self.states.items()},
+            specs={own(name): spec for name, spec in self.specs.items()},
+            groups=[(tuple(map(own, names)), settings) for names, settings in self.groups],
+            matches={block: (tuple(map(own, names)), match) for block, (names, match) in self.matches.items()},
+            unseeded=frozenset(map(own, self.unseeded)),
+        )
+
+    def of(self, names: Collection[str]) -> "Saved":
+        """What it has of some parameters, copied to the CPU."""
+        states = {n: {key: t.detach().to("cpu", copy=True) for key, t in self.states[n].items()} for n in names}
+        matches = {
+            block: (own, match.detach().to("cpu", copy=True))
+            for block, (own, match) in self.matches.items()
+            if not set(own).isdisjoint(names)
+        }
+        return replace(self, states=states, specs={n: self.specs[n] for n in names}, groups=(), matches=matches)
+
+
+def save(
+    roster: Roster, *, param_groups: list[dict[str, Any]], num_steps: int, waiting: Saved | None = None
+) -> dict[str, Any]:
+    """The checkpoint. Tensors share memory with the live ones, as in torch: copy or write them out before stepping on.
+
+    Each is a storage of its own, so that a file of all or some of them holds their bytes and no others. `waiting`:
+    loaded states of parameters that are frozen so far.
+    """
+    state = {name: {k: alone(v) for k, v in roster.state[param].items()} for param, name in roster.names.items()}
+    blocks = {name: _block_entry(live) for name, live in roster.live.items()}
+    known = {name for group in param_groups for name in group["param_names"]}
+    for name, held in (waiting.states if waiting is not None else {}).items():
+        assert waiting is not None
+        if name in known:
+            state[name] = dict(held)
+            entry = _spec_entry(waiting.specs[name], params=[name], unseeded=waiting.unseeded)
+            blocks[_free(name, taken=blocks)] = entry
+    groups = _plain_groups(param_groups)
+    return {"baoc_schema": SCHEMA, "num_steps": num_steps, "param_groups": groups, "state": state, "blocks": blocks}
+
+
+def _block_entry(live: LiveBlock) -> dict[str, Any]:
+    entry = _spec_entry(live.spec, params=[slot.name for slot in live.slots], unseeded=live.unseeded)
+    return entry if live.match is None else {**entry, "match": live.match}
+
+
+def _spec_entry(spec: OptimizerSpec, *, params: list[str], unseeded: Collection[str]) -> dict[str, Any]:
+    waiting = [name for name in params if name in unseeded]
+    entry = {"spec": spec.name, "rule": spec.rule, "storage": spec.storage, "weights": spec.weights, "params": params}
+    return {**entry, "unseeded": waiting} if waiting else entry
+
+
+def _free(name: str, *, taken: Collection[str]) -> str:
+    while name in taken:
+        name += "_waiting"
+    return name
+
+
+def alike(a: OptimizerSpec, b: OptimizerSpec) -> bool:
+    """True if states and weights of both are kept in the same way, whatever they are called."""
+    return (a.rule, a.storage, a.weights) == (b.rule, b.storage, b.weights)
 
 
 def _plain_groups(param_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -99,13 +151,14 @@ def _read_own(checkpoint: Mapping[str, Any]) -> Saved:
     damaged = [name for name, state in checkpoint["state"].items() if not isinstance(state, Mapping)]
     if damaged or type(checkpoint["num_steps"]) is not int:
         raise TypeError(f"state of {damaged[0]}" if damaged else "num_steps is no whole number")
-    specs, matches = {}, {}
+    specs, matches, unseeded = {}, {}, set()
     for block, entry in checkpoint["blocks"].items():
         try:
-            spec = groups.to_spec(entry["spec"])
+            spec = _read_spec(entry)
         except BadInputError as error:
             raise CheckpointError(f"block {block} of the checkpoint cannot be read: {error}") from error
         specs |= dict.fromkeys(entry["params"], spec)
+        unseeded |= set(entry.get("unseeded", ()))
         if "match" in entry:
             if not isinstance(entry["match"], Tensor) or entry["match"].shape != (2,):
                 raise TypeError(f"match of block {block}")
@@ -115,8 +168,17 @@ def _read_own(checkpoint: Mapping[str, Any]) -> Saved:
         specs=specs,
         groups=[_saved_group(group, names=group["param_names"]) for group in checkpoint["param_groups"]],
         matches=matches,
+        unseeded=frozenset(unseeded),
         num_steps=checkpoint["num_steps"],
     )
+
+
+def _read_spec(entry: Mapping[str, Any]) -> OptimizerSpec:
+    """The spec of a block: by what it is where that was written, for users may call their own rows what they like."""
+    if "rule" not in entry:
+        return groups.to_spec(entry["spec"])
+    traits = {key: entry[key] for key in ("rule", "storage", "weights")}
+    return groups.to_spec(OptimizerSpec(name=entry["spec"], description="", **traits))
 
 
 def _saved_group(group: Mapping[str, Any], *, names: Sequence[str]) -> tuple[tuple[str, ...], dict[str, Any]]:
@@ -160,10 +222,18 @@ def to_adamw(roster: Roster, *, param_groups: list[dict[str, Any]]) -> dict[str,
     for live in roster.live.values():
         for slot in live.slots:
             adamw = make_slot(slot.name, slot.param, info=slot.info, group=slot.group, spec=SPECS["adamw"])
-            old = {key: value.clone() for key, value in roster.state[slot.param].items()}
-            betas = param_groups[slot.group]["betas"]
-            new = migration.convert(slot, adamw, old, betas=betas, moments=None, fates=Fates())
-            if new.get("step", 0) > 0:
+            (new,) = allocate([adamw])
+            unknown = migration.convert(
+                slot,
+                adamw,
+                roster.state[slot.param],
+                new,
+                betas=param_groups[slot.group]["betas"],
+                moments=None,
+                fates=Fates(),
+                seeded=slot.name not in live.unseeded,
+            )
+            if new.get("step", 0) > 0 and not unknown:
                 states[index[slot.name]] = {theirs: new[own].cpu() for own, theirs in _TORCH_KEYS.items()}
     extra = {"fused": None, "decoupled_weight_decay": True}
     return {"state": states, "param_groups": [{**flags, **extra, **group} for group in plain]}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from baoc.catalogue import CODECS, SPECS, STORAGES
+from baoc.catalogue import CODECS, SPECS, STORAGES, WEIGHT_DTYPES, WEIGHTS
 from baoc.errors import BadInputError, unknown_name
 from baoc.rules import RULES
 from baoc.types import Block, OptimizerSpec, ParamInfo, Role
@@ -244,12 +244,11 @@ def to_spec(spec: str | OptimizerSpec) -> OptimizerSpec:
         raise unknown_name(spec.rule, what="update rule", allowed=RULES)
     if spec.storage not in STORAGES:
         raise unknown_name(spec.storage, what="storage", allowed=STORAGES)
+    if spec.weights not in WEIGHTS:
+        raise unknown_name(spec.weights, what="kind of weights", allowed=WEIGHTS)
     assert {STORAGES[spec.storage].m, STORAGES[spec.storage].v} <= set(CODECS)
-    if spec.weights != "native" or spec.placement != "device":
-        raise BadInputError(
-            f"spec {spec.name} asks for weights={spec.weights}, placement={spec.placement}: this version has "
-            "weights=native and placement=device"
-        )
+    if spec.placement != "device":
+        raise BadInputError(f"spec {spec.name} asks for placement={spec.placement}: this version has placement=device")
     return spec
 
 
@@ -257,6 +256,11 @@ def check_applies(spec: OptimizerSpec, *, block: Block) -> None:
     """Raises BadInputError where the rule cannot run on a parameter of the block."""
     info = RULES[spec.rule].info
     for param in block.params:
+        if spec.weights != "native" and param.dtype not in WEIGHT_DTYPES:
+            raise BadInputError(
+                f"block {block.name} cannot run {spec.name}: {param.name} is {param.dtype}, and {spec.weights} weights "
+                f"are made of {' or '.join(WEIGHT_DTYPES)}. Give the block {spec.name.partition('+')[0]}"
+            )
         if info.needs_matrix and param.matrix_shape is None:
             raise BadInputError(
                 f"block {block.name} cannot run {spec.name}: {param.name} of shape {param.shape} is no matrix. Give "

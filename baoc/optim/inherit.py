@@ -1,8 +1,8 @@
 """One state from another by their tags (METHODS 5, "State inheritance"), on plain numbers of one tensor.
 
 Whatever a rule keeps is expanded to one number per element, then reduced to what the next rule keeps; so a new rule
-needs no code here. Folded v is the average of (F(G))^2: of neighbours with independent gradients that is 2^level times
-less than the mean of their v, and both directions allow for it.
+needs no code here. Folded v that averages (F(G))^2 is, of neighbours with independent gradients, 2^level times less
+than the mean of their v, and both directions allow for it.
 """
 
 from collections.abc import Mapping
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from baoc.optim.state import Slot
 from baoc.rules import RuleContext
 from baoc.rules.matrix import as_matrix, from_matrix
 from baoc.types import Axis, Moments, StateDecl, StateKind, StateLayout
@@ -49,7 +50,7 @@ def reduce(full: Tensor, decl: StateDecl, *, ctx: RuleContext) -> Tensor:
     lines = matrix if decl.axis is Axis.FAN_IN else matrix.t()
     lines = pad(lines, (0, -lines.shape[1] % fold))
     folded = lines.reshape(len(lines), -1, fold).mean(2)
-    if decl.kind is StateKind.V:
+    if decl.kind is StateKind.V and not decl.of_squares:
         folded = folded / fold
     return folded if decl.axis is Axis.FAN_IN else folded.t()
 
@@ -62,7 +63,7 @@ def _unfold(value: Tensor, decl: StateDecl, *, ctx: RuleContext) -> Tensor:
     lines = value if decl.axis is Axis.FAN_IN else value.t()
     sizes = torch.full((lines.shape[1],), float(fold), device=value.device)
     sizes[-1] = length - (lines.shape[1] - 1) * fold
-    scale = fold / sizes * (fold if decl.kind is StateKind.V else 1)
+    scale = fold / sizes * (fold if decl.kind is StateKind.V and not decl.of_squares else 1)
     full = (lines * scale).repeat_interleave(fold, dim=1)[:, :length]
     return full if decl.axis is Axis.FAN_IN else full.t()
 
@@ -77,3 +78,19 @@ def from_moments(moments: Moments, *, ctx: RuleContext, param: Tensor) -> Tensor
     row, col = (part.to(device=param.device, dtype=torch.float32) for part in (moments.row, moments.col))
     assert (len(row), len(col)) == ctx.matrix, f"moments are ({len(row)}, {len(col)}), the matrix is {ctx.matrix}"
     return from_matrix(outer(row, col), ctx, shape=tuple(param.shape))
+
+
+def bias(decl: StateDecl, *, beta: float, at: int) -> float:
+    """What an average of zero start holds of the true mean after `at` steps; 1 where no bias is corrected."""
+    return 1 - beta**at if decl.bias_corrected and at else 1.0
+
+
+def m_square(slot: Slot, state: Mapping[str, Tensor], *, beta: float, age: int, ctx: RuleContext) -> Tensor:
+    """m^2 per element, without its bias: no mean of g^2 is smaller. A v that was estimated is held to it, for m over
+    the root of a v that was seen too small has no bound. Zero where the rule has no m.
+    """
+    held = [kept for kept in slot.kept if kept.decl.kind is StateKind.M]
+    if not held:
+        return torch.zeros((), device=slot.param.device)
+    values = {kept.decl: kept.decode(state) for kept in held}
+    return (expand(values, ctx=ctx, shape=tuple(slot.param.shape)) / bias(held[0].decl, beta=beta, at=age)).square()

@@ -1,7 +1,7 @@
 """Filling a live optimizer from a checkpoint: by name, bit for bit where specs agree, converted where they do not."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +10,9 @@ from torch import Tensor
 
 from baoc.catalogue import SPECS
 from baoc.errors import CheckpointError
-from baoc.optim import groups, migration
-from baoc.optim.checkpoint import Saved
+from baoc.kernels.weights import merge_weights
+from baoc.optim import groups, migration, weights
+from baoc.optim.checkpoint import Saved, alike
 from baoc.optim.migration import Fates
 from baoc.optim.roster import Roster
 from baoc.optim.state import LiveBlock, Slot, State, allocate, make_slot, new_match
@@ -26,7 +27,9 @@ class LoadReport:
 
     moves: tuple[BlockMove, ...] = ()
     new_names: tuple[str, ...] = ()  # trained here, not in the checkpoint: they start afresh
-    unknown_names: tuple[str, ...] = ()  # in the checkpoint, not trained here: left out
+    whole_names: tuple[str, ...] = ()  # whose weights the checkpoint's model has in all of their bits
+    waiting_names: tuple[str, ...] = ()  # in the checkpoint, frozen here: their states come back when they are thawed
+    unknown_names: tuple[str, ...] = ()  # in the checkpoint, not here: left out, unless a parameter of that name comes
 
 
 def load(
@@ -37,59 +40,78 @@ def load(
     `checked` is called between the two and may change the plan.
     """
     aliases = {alias: p.name for live in roster.live.values() for p in live.block.params for alias in p.aliases}
-    saved_name = {aliases.get(name, name): name for name in saved.states}
-    sources: dict[str, Slot] = {}
-    for live in roster.live.values():
-        for slot in live.slots:
-            if slot.name in saved_name:
-                sources[slot.name] = _check(slot, saved=saved, name=saved_name[slot.name])
-    settings = _match_groups(saved, param_groups=param_groups, aliases=aliases)
+    saved = saved.renamed(aliases)
+    slots = [slot for live in roster.live.values() for slot in live.slots if slot.name in saved.states]
+    sources = {slot.name: _check(slot, saved=saved) for slot in slots}
+    settings = _match_groups(saved, param_groups=param_groups)
     checked()
     for group, new in zip(param_groups, settings, strict=True):
         group.update(new)
     moves = []
     for live in roster.live.values():
-        states = {slot.name: saved.states[saved_name[slot.name]] for slot in live.slots if slot.name in sources}
-        move = _load_block(live, states=states, sources=sources, saved=saved, roster=roster, groups=param_groups)
+        move = _load_block(live, sources=sources, saved=saved, roster=roster, groups=param_groups)
         if move is not None:
             moves.append(move)
+    left = [name for name in saved.states if name not in sources]
+    roster.waiting = saved.of([name for name in left if name in saved.specs])
+    here = {name for group in param_groups for name in group["param_names"]}
     report = LoadReport(
         moves=tuple(moves),
         new_names=tuple(name for name in roster.names.values() if name not in sources),
-        unknown_names=tuple(name for name in saved_name if name not in sources),
+        whole_names=tuple(name for name in sources if saved.specs[name].weights == "native"),
+        waiting_names=tuple(name for name in left if name in here),
+        unknown_names=tuple(name for name in left if name not in here),
     )
     _log(report)
     return report
 
 
-def _check(slot: Slot, *, saved: Saved, name: str) -> Slot:
+def load_late(roster: Roster, *, param_groups: list[dict[str, Any]]) -> None:
+    """Gives parameters that came after a checkpoint was loaded the states that it had of them."""
+    for live in roster.live.values():
+        saved = roster.waiting
+        slots = [slot for slot in live.slots if saved is not None and slot.name in saved.states]
+        if saved is None or not slots:
+            continue
+        names = [slot.name for slot in slots]
+        roster.waiting = saved.of([name for name in saved.states if name not in names])
+        try:
+            sources = {slot.name: _check(slot, saved=saved) for slot in slots}
+        except CheckpointError as error:
+            log.warning("%s starts afresh: %s", ", ".join(names), error)
+            continue
+        _load_block(live, sources=sources, saved=saved, roster=roster, groups=param_groups)
+        log.info("%s goes on from the states in the checkpoint", ", ".join(names))
+
+
+def _check(slot: Slot, *, saved: Saved) -> Slot:
     """The slot as it was when saved. Raises CheckpointError where the saved tensors are not what its spec keeps."""
-    spec = saved.specs.get(name)
+    name, spec = slot.name, saved.specs.get(slot.name)
     if spec is None:
         raise CheckpointError(f"the checkpoint has a state of {name} but no block for it: it is damaged, use another")
     source = make_slot(slot.name, slot.param, info=slot.info, group=slot.group, spec=spec)
-    wanted = allocate(make_slot(slot.name, slot.param.to("meta"), info=slot.info, group=slot.group, spec=spec))
-    for key, like in wanted.items():
+    wanted = [(part.key, part.shape, part.dtype) for part in source.parts]
+    if source.counts_steps:
+        wanted.append(("step", (), torch.float32))
+    for key, shape, dtype in wanted:
         value = saved.states[name].get(key)
-        if not isinstance(value, Tensor) or value.shape != like.shape:
+        if not isinstance(value, Tensor) or value.shape != shape:
             raise CheckpointError(
                 f"state {key} of {name} is {'missing' if value is None else tuple(getattr(value, 'shape', ()))} in the "
-                f"checkpoint, {spec.name} keeps {tuple(like.shape)}: it belongs to another model, or is damaged"
+                f"checkpoint, {spec.name} keeps {shape}: it belongs to another model, or is damaged"
             )
-        lenient = spec == SPECS["adamw"] and value.is_floating_point()  # torch keeps bf16 states for bf16 weights
-        if value.dtype != like.dtype and not lenient:
+        lenient = alike(spec, SPECS["adamw"]) and value.is_floating_point()  # torch keeps bf16 states for bf16 weights
+        if value.dtype != dtype and not lenient:
             raise CheckpointError(
-                f"state {key} of {name} is {value.dtype} in the checkpoint, {spec.name} keeps {like.dtype}: it is "
+                f"state {key} of {name} is {value.dtype} in the checkpoint, {spec.name} keeps {dtype}: it is "
                 "damaged, use another"
             )
     return source
 
 
-def _match_groups(
-    saved: Saved, *, param_groups: list[dict[str, Any]], aliases: Mapping[str, str]
-) -> list[dict[str, Any]]:
+def _match_groups(saved: Saved, *, param_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Saved settings for each group, by the names in it; none for a group that the checkpoint does not know."""
-    origin = {aliases.get(n, n): index for index, (names, _) in enumerate(saved.groups) for n in names}
+    origin = {name: index for index, (names, _) in enumerate(saved.groups) for name in names}
     found = []
     for position, group in enumerate(param_groups):
         indices = sorted({origin[name] for name in group["param_names"] if name in origin})
@@ -110,7 +132,6 @@ def _match_groups(
 def _load_block(
     live: LiveBlock,
     *,
-    states: Mapping[str, Mapping[str, Tensor]],
     sources: Mapping[str, Slot],
     saved: Saved,
     roster: Roster,
@@ -118,23 +139,35 @@ def _load_block(
 ) -> BlockMove | None:
     """Fills one block; returns what was converted, if anything."""
     fates, rms, origins = Fates(), [], set()
+    live.unseeded.clear()
     for slot in live.slots:
-        if slot.name not in states:
-            roster.state[slot.param] = allocate(slot)
+        state = roster.state[slot.param]
+        own = [value for key, value in state.items() if key != weights.CORRECTION]
+        if slot.name not in sources:
+            _zero(own)
             continue
-        source = sources[slot.name]
-        old = _copy(states[slot.name], slot=source)
-        spec = saved.specs.get(slot.name, SPECS["adamw"])
-        if spec == live.spec:
-            roster.state[slot.param] = old
-            continue
-        origins.add(spec.name)
-        if live.matched:
-            before = LiveBlock(block=live.block, spec=spec, rule=source.rule, slots=[source])
-            rms.append(migration.last_rms(before, state={slot.param: old}, param_groups=groups))
-        roster.state[slot.param] = migration.convert(
-            source, slot, old, betas=groups[slot.group]["betas"], moments=None, fates=fates
-        )
+        source, spec, given = sources[slot.name], saved.specs[slot.name], saved.states[slot.name]
+        unseeded = slot.name in saved.unseeded
+        if not alike(spec, live.spec):
+            origins.add(spec.name)
+        if (spec.rule, spec.storage) == (live.spec.rule, live.spec.storage):
+            for key, value in state.items():  # which may be the given one itself
+                if key != weights.CORRECTION:
+                    value.copy_(given[key])
+        else:
+            _zero(own)
+            old = _copy(given, slot=source)
+            if live.matched:
+                before = LiveBlock(block=live.block, spec=spec, rule=source.rule, slots=[source])
+                rms.append(migration.last_rms(before, state={slot.param: old}, param_groups=groups))
+            betas = groups[slot.group]["betas"]
+            fresh, seeded = saved.num_steps == 0, not unseeded
+            unseeded = migration.convert(
+                source, slot, old, state, betas=betas, moments=None, fates=fates, fresh=fresh, seeded=seeded
+            )
+        if unseeded:
+            live.unseeded.add(slot.name)
+        _load_weights(slot, state, kept=spec.weights, correction=given.get(weights.CORRECTION), fates=fates)
     _load_match(live, saved=saved, roster=roster, converted=bool(origins), rms=[r for r in rms if r])
     if not origins:
         return None
@@ -149,12 +182,40 @@ def _load_block(
     )
 
 
+def _zero(tensors: Iterable[Tensor]) -> None:
+    for tensor in tensors:
+        tensor.zero_()
+
+
 def _copy(state: Mapping[str, Tensor], *, slot: Slot) -> State:
     """Saved tensors as the slot keeps them: own memory, dtype, device and strides."""
-    copy = allocate(slot)
+    (copy,) = allocate([slot])
     for key, value in copy.items():
         value.copy_(state[key])
     return copy
+
+
+def _load_weights(slot: Slot, state: State, *, kept: str, correction: Tensor | None, fates: Fates) -> None:
+    """What the checkpoint adds to the weights, which the model has loaded: a correction, if they were `kept` so.
+
+    Weights that are no bf16 numbers did not come with that correction, and are whole already. A correction that this
+    plan has and the checkpoint does not is that of the weights as they were adopted: it goes if they were overwritten.
+    """
+    param, own = slot.param, state.get(weights.CORRECTION)
+    if correction is not None and kept == slot.weights:
+        assert own is not None
+        own.copy_(correction)
+    elif correction is not None:
+        near = param.detach().to(torch.bfloat16)
+        if torch.equal(near.to(param.dtype), param.detach()):
+            whole = merge_weights(near, correction.to(near.device))
+            if own is not None:
+                own.zero_()
+            weights.store_(param, state, whole, weights=slot.weights, name=slot.name)
+            fates.note("weights", "converted")
+            fates.measure("weights", wanted=whole, stored=weights.master(param, state).detach())
+    elif own is not None and param._version != slot.adopted:
+        own.zero_()
 
 
 def _load_match(live: LiveBlock, *, saved: Saved, roster: Roster, converted: bool, rms: list[float]) -> None:
@@ -180,5 +241,7 @@ def _log(report: LoadReport) -> None:
         log.info("block %s: %s -> %s, relative error %s", move.block, move.source, move.target, errors)
     if report.new_names:
         log.warning("not in the checkpoint, so they start afresh: %s", ", ".join(report.new_names))
+    if report.waiting_names:
+        log.info("frozen here, so their states wait: %s", ", ".join(report.waiting_names))
     if report.unknown_names:
         log.warning("in the checkpoint but not trained here, so left out: %s", ", ".join(report.unknown_names))

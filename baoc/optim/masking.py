@@ -1,7 +1,7 @@
 """Finding and excluding non-finite gradient elements, at the price of one reduction where there are none."""
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,13 +9,20 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from baoc.errors import BadInputError, TrainingFailedError, unknown_name
+from baoc.kernels import native
+from baoc.optim.backends import Backend
+from baoc.optim.roster import Roster
 
 log = logging.getLogger(__name__)
 POLICIES = ("skip_element", "skip_step", "raise")
 
 
 class Guard:
-    """Looks at the gradients of each step once, remembers what the step must leave out, and counts it."""
+    """Looks at the gradients of each step once, remembers what the step must leave out, and counts it.
+
+    Backends that exclude non-finite elements themselves are only asked what they found: under `skip_element` some steps
+    later, so that nobody waits for the device.
+    """
 
     def __init__(self, policy: str):
         if policy not in POLICIES:
@@ -26,55 +33,88 @@ class Guard:
         self.num_skipped_steps = 0
         self._masks: dict[Tensor, Tensor] = {}
         self._seen: dict[Tensor, TensorWeakRef] = {}  # parameter -> the gradient that was looked at
+        self._found = False  # by backends, in the gradients that are there now
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy comes without what was found in the gradients, as parameters are copied without theirs."""
-        return {**self.__dict__, "_masks": {}, "_seen": {}}
+        return {**self.__dict__, "_masks": {}, "_seen": {}, "_found": False}
 
-    def forget(self) -> None:
+    def forget(self, roster: Roster) -> None:
         """The gradients that were looked at are gone."""
-        self._masks, self._seen = {}, {}
+        self._masks, self._seen, self._found = {}, {}, False
+        roster.forget_marks()
 
-    def look(self, names: Mapping[Tensor, str], *, step: int) -> int:
-        """Zeroes non-finite elements of the gradients of `names` (parameter -> name); returns how many there were."""
+    def look(self, roster: Roster, *, step: int) -> int | None:
+        """Zeroes non-finite elements of the gradients; returns how many there were, None if only the device knows."""
+        return self._find(roster, step=step, guarded=True, marking=roster.marking)
+
+    def _find(self, roster: Roster, *, step: int, guarded: bool, marking: Sequence[Backend]) -> int | None:
+        """`guarded`: look at the gradients that nobody else does; `marking`: backends that are to mark theirs."""
+        counts = self._look(roster.guarded) if guarded else {}
+        for backend in marking:
+            backend.mark()
+        if marking and self.policy != "skip_element":
+            found = roster.new_bad(wait=True)
+            self._found = self._found or bool(found)
+            counts |= found
+        if counts:
+            self._report(counts, when=f"in step {step}", roster=roster)
+        return sum(counts.values()) if not marking or self.policy != "skip_element" else None
+
+    def _look(self, names: Mapping[Tensor, str]) -> dict[str, int]:
+        """Masks the gradients of `names` (parameter -> name); name -> non-finite elements, where there were some."""
         params = [param for param in names if param.grad is not None]
         self._masks = {param: mask for param, mask in self._masks.items() if self._knows(param)}
         self._seen = {param: TensorWeakRef(param.grad) for param in params if param.grad is not None}
-        if _all_finite(params, names=names):
-            return 0
+        if not params or _all_finite(params, names=names):
+            return {}
         counts = {}
         for param, finite in _mask(params).items():
             counts[names[param]] = int(finite.numel() - finite.sum())
             before = self._masks.get(param)
             self._masks[param] = finite if before is None else finite & before
-        if counts:
-            self._report(counts, step=step)
-        return sum(counts.values())
+        return counts
 
-    def take(self, names: Mapping[Tensor, str], *, step: int) -> dict[Tensor, Tensor] | None:
-        """Parameter -> True where finite, of those with other elements; None if the step is to be skipped."""
-        if not all(param.grad is None or self._knows(param) for param in names):
-            self.look(names, step=step)
+    def take(self, roster: Roster, *, step: int, final: bool) -> dict[Tensor, Tensor] | None:
+        """Parameter -> True where finite, of those with other elements; None if the step is to be skipped.
+
+        `final`: somebody reads the gradients before the step, so backends mark them too.
+        """
+        strict = self.policy != "skip_element"
+        unknown = any(param.grad is not None and not self._knows(param) for param in roster.guarded)
+        unmarked = [backend for backend in roster.marking if not backend.marked] if final or strict else ()
+        if unknown or unmarked:
+            self._find(roster, step=step, guarded=unknown, marking=unmarked)
+        if not strict:
+            self.read(roster, step=step, wait=False)
         masks = {param: mask for param, mask in self._masks.items() if self._knows(param)}
-        self.forget()
-        if masks and self.policy == "skip_step":
+        found = self._found
+        self._masks, self._seen, self._found = {}, {}, False
+        if strict and (masks or found):
+            roster.forget_marks()
             self.num_skipped_steps += 1
             return None
         return masks
+
+    def read(self, roster: Roster, *, step: int, wait: bool) -> None:
+        """Takes note of what backends found in steps before `step`."""
+        counts = roster.new_bad(wait=wait)
+        if counts:
+            self._report(counts, when=f"before step {step}", roster=roster)
 
     def _knows(self, param: Tensor) -> bool:
         """True if the parameter's gradient is the tensor that was looked at, whatever was added to it since."""
         seen = self._seen.get(param)
         return seen is not None and param.grad is not None and seen() is param.grad
 
-    def _report(self, counts: dict[str, int], *, step: int) -> None:
+    def _report(self, counts: dict[str, int], *, when: str, roster: Roster) -> None:
         first = not self.num_nonfinite
         self.num_nonfinite += sum(counts.values())
         self.last_nonfinite = counts
         names = ", ".join(f"{name} ({count})" for name, count in counts.items())
-        text = f"{sum(counts.values())} gradient element(s) are NaN or infinite in step {step}: {names}"
+        text = f"{sum(counts.values())} gradient element(s) are NaN or infinite {when}: {names}"
         if self.policy == "raise":
-            self.forget()
+            self.forget(roster)
             raise TrainingFailedError(
                 f"{text}. Lower the learning rate, or set nonfinite=skip_element to go on without them"
             )
@@ -91,6 +131,11 @@ def _all_finite(params: Iterable[Tensor], *, names: Mapping[Tensor, str]) -> boo
             raise BadInputError(f"{names[param]} has a sparse gradient: build its layer with sparse=False")
         if grad.numel() and grad.device.type != "meta":
             by_device.setdefault(grad.device, []).append(grad)
+    on_cpu = by_device.get(torch.device("cpu"), [])
+    if on_cpu and native.is_loaded() and all(native.scannable(grad) for grad in on_cpu):
+        del by_device[torch.device("cpu")]
+        if not native.all_finite(on_cpu):
+            return False
     # The Euclidean norm is the reduction that every device has a fast kernel for. It may overflow where nothing is
     # infinite, so what is not finite here is looked at element by element.
     norms = [torch.nn.utils.get_total_norm(same, norm_type=2.0) for same in by_device.values()]

@@ -4,9 +4,9 @@ Averages carry the bias of their zero start, and one step count per tensor corre
 as the age of the states, the number of gradients they stand for, and inherited so that it stays right:
 - v is inherited: the count goes on. An m that is new starts from 0 at that age, so its updates grow to their usual size
   over 1 / (1 - beta1) steps.
-- v comes from the profile's moments: the age is SEED_AGE. An inherited m is kept; a new one starts from 0 as above.
-- v is needed and nothing tells it: all starts from 0, m too, for m over the root of a v of one step has no bound.
-A rule that counts no steps is taken to have full-grown averages.
+- v comes from the profile's moments, or where there are none from the next gradient (`optim.seeding`): the age is
+  SEED_AGE. An inherited m is kept; a new one starts from 0 as above.
+A rule that counts no steps is taken to have full-grown averages. Weights are moved with their corrections.
 """
 
 from collections.abc import Mapping
@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baoc.cost import state_bytes
-from baoc.optim import inherit, matching
+from baoc.cost import state_bytes, weight_bytes
+from baoc.optim import inherit, matching, weights
 from baoc.optim.roster import Roster
-from baoc.optim.state import Kept, LiveBlock, Slot, State, allocate, allocate_one, new_step, step_of
+from baoc.optim.state import Kept, LiveBlock, Slot, State, allocate, step_of
 from baoc.types import BlockMove, Moments, StateDecl, StateKind, StateLayout
 
 # The largest age at which a coordinate whose v was seeded far too small moves by no more than one learning rate in a
@@ -50,85 +50,89 @@ class Fates:
 
 
 def convert(
-    source: Slot, target: Slot, old: State, *, betas: tuple[float, float], moments: Moments | None, fates: Fates
-) -> State:
-    """The state of `target` from `old`, the state of `source`, which is emptied on the way. See the module's text."""
+    source: Slot,
+    target: Slot,
+    old: State,
+    new: State,
+    *,
+    betas: tuple[float, float],
+    moments: Moments | None,
+    fates: Fates,
+    fresh: bool = False,
+    seeded: bool = True,
+) -> bool:
+    """Fills `new`, the zero state of `target`, from `old`, the state of `source`. See the module's text.
+
+    `fresh`: nothing was trained yet. `seeded` False: the v of `old` is still to be started. Returns whether that of
+    `new` is.
+    """
     kinds = {kept.decl.kind for kept in source.kept}
     needs_v = any(kept.decl.kind is StateKind.V for kept in target.kept)
     step = step_of(source, old)
-    has_v = StateKind.V in kinds
+    has_v = StateKind.V in kinds and seeded
     if target.matrix is None:
         moments = None
-    if (source.counts_steps and step == 0) or (needs_v and not has_v and moments is None):
-        fresh = not (source.counts_steps and step == 0)
-        return _restart(source, target, old, fates=fates, lost=fresh)
+    if fresh or (source.counts_steps and step == 0):
+        for kept in source.kept:
+            fates.note(kept.decl.name, "dropped")
+        for kept in target.kept:
+            fates.note(kept.decl.name, "kept" if source.kept else "new")
+        return False
     age = step if source.counts_steps and (has_v or not needs_v) else SEED_AGE
-    new: State = {"step": new_step(age)} if target.counts_steps else {}
+    if target.counts_steps:
+        new["step"].fill_(age)
     for kind in StateKind:
-        mover = _Mover(source=source, target=target, kind=kind, step=step, age=age, beta=betas[kind is StateKind.V])
-        new |= mover.move(old, moments=moments, fates=fates)
-    old.clear()
-    return new
-
-
-def _restart(source: Slot, target: Slot, old: State, *, fates: Fates, lost: bool) -> State:
-    for kept in source.kept:
-        fates.note(kept.decl.name, "dropped")
-    for kept in target.kept:
-        fates.note(kept.decl.name, "new" if lost or not source.kept else "kept")
-    old.clear()
-    return allocate(target)
+        held = [kept for kept in source.kept if kept.decl.kind is kind and (kind is StateKind.M or seeded)]
+        mover = _Mover(target=target, kind=kind, held=held, step=step, age=age, betas=betas)
+        mover.move(old, new, moments=moments, fates=fates)
+    return needs_v and not has_v and moments is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Mover:
-    """The states of one kind of one tensor. `step` is the age they have, `age` the one they will be read at."""
+    """The states of one kind of one tensor, `held` before. `step` is their age, `age` the one they will be read at."""
 
-    source: Slot
     target: Slot
     kind: StateKind
+    held: list[Kept]
     step: int
     age: int
-    beta: float
+    betas: tuple[float, float]
 
-    def move(self, old: State, *, moments: Moments | None, fates: Fates) -> State:
-        held = [kept for kept in self.source.kept if kept.decl.kind is self.kind]
+    def move(self, old: State, new: State, *, moments: Moments | None, fates: Fates) -> None:
         wanted = [kept for kept in self.target.kept if kept.decl.kind is self.kind]
-        new: State = {}
         for kept in wanted:
-            twin = next((h for h in held if _tags(h.decl) == _tags(kept.decl)), None)
+            twin = next((h for h in self.held if _tags(h.decl) == _tags(kept.decl)), None)
             if twin is not None and twin.codec.info == kept.codec.info and self._gain(twin.decl, kept.decl) == 1:
-                moved = {part: old[key] for part, key in twin.keys}
-                new |= {key: moved[part] for part, key in kept.keys}
+                for (_, before), (_, after) in zip(twin.keys, kept.keys, strict=True):
+                    new[after].copy_(old[before])
                 fates.note(kept.decl.name, "kept")
-            elif held or (self.kind is StateKind.V and moments is not None):
-                new |= self._compute(kept, old, held=[twin] if twin else held, moments=moments, fates=fates)
+            elif self.held or (self.kind is StateKind.V and moments is not None):
+                self._compute(kept, old, new, held=[twin] if twin else self.held, moments=moments, fates=fates)
             else:
-                new |= allocate_one(kept, param=self.target.param)
                 fates.note(kept.decl.name, "new")
-        for kept in held:
+        for kept in self.held:
             if all(kept.decl.name != w.decl.name for w in wanted):
                 fates.note(kept.decl.name, "converted" if wanted else "dropped")
-            for _, key in kept.keys:
-                del old[key]
-        return new
 
-    def _compute(self, kept: Kept, old: State, *, held: list[Kept], moments: Moments | None, fates: Fates) -> State:
-        value = self._value(kept, old, held=held, moments=moments)
+    def _compute(
+        self, kept: Kept, old: State, new: State, *, held: list[Kept], moments: Moments | None, fates: Fates
+    ) -> None:
+        value = self._value(kept, old, new, held=held, moments=moments)
         value = value * self._gain(held[0].decl if held else None, kept.decl)
-        new = allocate_one(kept, param=self.target.param)
         kept.encode_(new, value)
         fates.note(kept.decl.name, "converted" if held else "new")
         fates.measure(kept.decl.name, wanted=value, stored=kept.decode(new))
-        return new
 
-    def _value(self, kept: Kept, old: State, *, held: list[Kept], moments: Moments | None) -> Tensor:
+    def _value(self, kept: Kept, old: State, new: State, *, held: list[Kept], moments: Moments | None) -> Tensor:
         """The numbers of the new state, still with the bias of the old one."""
         param = self.target.param
         ctx = self.target.context(step=0, betas=(0.0, 0.0), eps=0.0)
         if not held:
             assert moments is not None
-            return inherit.reduce(inherit.from_moments(moments, ctx=ctx, param=param), kept.decl, ctx=ctx)
+            m_square = inherit.m_square(self.target, new, beta=self.betas[0], age=self.age, ctx=ctx)
+            full = torch.maximum(inherit.from_moments(moments, ctx=ctx, param=param), m_square)
+            return inherit.reduce(full, kept.decl, ctx=ctx)
         values = {h.decl: h.decode(old) for h in held}
         if _tags(held[0].decl) == _tags(kept.decl):
             return values[held[0].decl]
@@ -145,17 +149,34 @@ class _Mover:
         return 1.0 if before == after else after / before
 
     def _bias(self, decl: StateDecl, *, at: int) -> float:
-        """What an average of zero start holds of the true mean after `at` steps; 1 where no bias is corrected."""
-        return 1 - self.beta**at if decl.bias_corrected and at else 1.0
+        return inherit.bias(decl, beta=self.betas[self.kind is StateKind.V], at=at)
+
+
+def recast(source: Slot, target: Slot, old: State, new: State, *, fates: Fates) -> None:
+    """Moves the weights themselves where the target keeps them otherwise; a correction goes along where it does not."""
+    if source.weights == target.weights:
+        if weights.CORRECTION in new:
+            new[weights.CORRECTION].copy_(old[weights.CORRECTION])
+        target.adopted = source.adopted
+        return
+    param = target.param
+    wanted = weights.master(param, old).detach()
+    dtype = weights.dtype_of(target.weights, info=target.info)
+    weights.adopt_(param, new, wanted, weights=target.weights, name=target.name, dtype=dtype)
+    target.adopted = param._version
+    fates.note("weights", "converted")
+    fates.measure("weights", wanted=wanted, stored=weights.master(param, new).detach())
 
 
 def _tags(decl: StateDecl) -> tuple[Any, ...]:
     folded = decl.layout is StateLayout.FOLDED
-    return (decl.kind, decl.layout, *((decl.level, decl.axis) if folded else ()))
+    return (decl.kind, decl.layout, *((decl.level, decl.axis, decl.of_squares) if folded else ()))
 
 
 def last_rms(live: LiveBlock, *, state: Mapping[Tensor, State], param_groups: list[dict[str, Any]]) -> float | None:
     """RMS of an unmatched block's last update, from the states it left; None where they do not tell."""
+    if live.unseeded:
+        return live.carried
     total, count = 0.0, 0
     for slot in live.slots:
         step = step_of(slot, state[slot.param])
@@ -176,8 +197,11 @@ def last_rms(live: LiveBlock, *, state: Mapping[Tensor, State], param_groups: li
 
 
 def planned_growth(target: LiveBlock, *, held: LiveBlock) -> int:
-    """Bytes that a move adds, negative where it frees some."""
-    after, before = (state_bytes(live.block, spec=live.spec, rule=live.rule.info) for live in (target, held))
+    """Bytes of states and weights that a move adds, negative where it frees some."""
+    after, before = (
+        state_bytes(live.block, spec=live.spec, rule=live.rule.info) + weight_bytes(live.block, spec=live.spec)
+        for live in (target, held)
+    )
     return after - before
 
 
@@ -187,24 +211,37 @@ def move(
     roster: Roster,
     param_groups: list[dict[str, Any]],
     moments: Mapping[str, Moments],
+    fresh: bool,
     why: str,
 ) -> BlockMove:
-    """Makes `target` the live block of its name, its states inherited; its update RMS goes on where it was."""
+    """Makes `target` the live block of its name, its states inherited; its update RMS goes on where it was.
+
+    `fresh`: nothing was trained yet. The old slab is freed when this returns; until then both are there.
+    """
     held = roster.live[target.block.name]
     bytes_before = roster.block_bytes(held)
     rms = held.match[0].item() if held.match is not None else None
     if rms is None and target.matched:
         rms = last_rms(held, state=roster.state, param_groups=param_groups)
     fates = Fates()
-    for source, slot in zip(held.slots, target.slots, strict=True):
-        roster.state[slot.param] = convert(
+    for source, slot, new in zip(held.slots, target.slots, allocate(target.slots), strict=True):
+        old = roster.state[slot.param]
+        unseeded = convert(
             source,
             slot,
-            roster.state[slot.param],
+            old,
+            new,
             betas=param_groups[slot.group]["betas"],
             moments=moments.get(slot.name),
             fates=fates,
+            fresh=fresh,
+            seeded=source.name not in held.unseeded,
         )
+        if unseeded:
+            target.unseeded.add(slot.name)
+        recast(source, slot, old, new, fates=fates)
+        roster.state[slot.param] = new
+    target.carried = rms
     roster.add_match(target, target=rms if rms else roster.target(target.block.name))
     roster.live[target.block.name] = target
     return BlockMove(

@@ -4,19 +4,21 @@ It decides nothing about specs: they are given when it is built, and changed by 
 `backends.eager.step_bucket` for all blocks of a spec, then the rule's `direction` in `baoc.rules`.
 """
 
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from baoc.errors import BadInputError, unknown_name
-from baoc.optim import checkpoint, groups, loading, migration
-from baoc.optim.backends import BACKENDS, StepInputs
-from baoc.optim.backends.eager import Options
+from baoc.kernels import capturing
+from baoc.optim import checkpoint, groups, loading, masters, migration, seeding
+from baoc.optim.backends import BACKENDS, Backend, Options, StepInputs
 from baoc.optim.masking import Guard
 from baoc.optim.roster import Roster, make_live
+from baoc.optim.state import alone
 from baoc.types import Block, BlockMove, Moments, OptimizerSpec
 
 _UNKEPT = ("step", "observer")  # wrapped by schedulers, set by whoever owns us: not part of a copy
@@ -28,6 +30,14 @@ class BlockwiseOptimizer(Optimizer):
     `params`: a module, named or plain parameters, or groups of either; the groups are kept as they are. `specs`: one
     for all, or block name -> spec. `blocks`: sets of parameters by name; None makes every parameter a block of its own.
     State is allocated at once, for trainable parameters only, and `state_bytes()` equals the ledger exactly.
+
+        optimizer = BlockwiseOptimizer(model, "adamw_int8+split8", lr=3e-4)  # 3.1 bytes of state, 2 of weight
+        optimizer = BlockwiseOptimizer(model, {"head.weight": "adamw", "head.bias": "adamw", "body": "lion_int8"}, ...)
+
+    A spec is rule, storage and weights: `adamw_int8+split8` is AdamW with 8-bit states and bf16 weights that have an
+    8-bit correction. `python -m baoc.optim.table` prints what each takes in bytes per parameter. Weights that are not
+    native make the parameters bf16 here and now, so run the model in bf16 or under bf16 autocast; `export_weights`
+    gives them in fp32, and moving a block back to native weights makes them what they were.
 
     `nonfinite`: what a NaN or infinity in a gradient does. `skip_element` leaves the element's weight and states as
     they are and out of every mean; `skip_step` leaves all as it is; `raise` raises TrainingFailedError.
@@ -57,13 +67,15 @@ class BlockwiseOptimizer(Optimizer):
         self.load_report: loading.LoadReport | None = None
         self._guard = Guard(nonfinite)
         self._num_steps = 0  # the codecs' phase
+        self._stalling: set[str] = set()  # blocks that were warned of
+        self._unseeded = False  # whether the next step has to start some v
         self._roster: Roster | None = None
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(groups.to_groups(params), {key: groups.plain(value) for key, value in defaults.items()})
         roster = Roster(self.state, backend=backend, target_rms=target_rms or {})
         roster.build(self.param_groups, specs=specs, blocks=blocks)
         self._roster = roster
-        self._warn_of_stalling()
+        self._warn_of_stalling(roster.live)
 
     @property
     def roster(self) -> Roster:
@@ -86,18 +98,23 @@ class BlockwiseOptimizer(Optimizer):
             except BadInputError:
                 self.param_groups.pop()
                 raise
+            self._welcome()
 
-    def _warn_of_stalling(self) -> None:
-        rounded = (torch.bfloat16, torch.float16)
-        live = self.roster.live.items()
-        stalled = [name for name, block in live if any(slot.param.dtype in rounded for slot in block.slots)]
-        if stalled:
-            warnings.warn(
-                "16-bit weights without correction lose every update below 1/512 of a weight, so at a low learning "
-                f"rate they stand still. Block(s): {', '.join(stalled)}. Keep weights in fp32 (precision=bf16-mixed)",
-                UserWarning,
-                stacklevel=3,
-            )
+    def _welcome(self) -> None:
+        """What parameters that came late get beside their states."""
+        loading.load_late(self.roster, param_groups=self.param_groups)
+        self._note_unseeded()
+        self._warn_of_stalling(self.roster.live)
+
+    def _note_unseeded(self) -> None:
+        self._unseeded = any(live.unseeded for live in self.roster.live.values())
+
+    def _warn_of_stalling(self, names: Iterable[str]) -> None:
+        """Once per block."""
+        new = [name for name in masters.stalling(self.roster, names) if name not in self._stalling]
+        self._stalling.update(new)
+        if new:
+            masters.warn_of_stalling(new)
 
     # -- stepping -------------------------------------------------------------------------------------------------
 
@@ -109,16 +126,30 @@ class BlockwiseOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         roster = self.roster
+        num_blocks = len(roster.live)
         roster.admit_thawed(self.param_groups)
-        masks = self._guard.take(roster.names, step=self._num_steps + 1)
+        if len(roster.live) != num_blocks:
+            self._welcome()
+        backends = roster.ready()
+        if capturing():
+            self._capture(backends)
+            return loss
+        masks = self._guard.take(roster, step=self._num_steps + 1, final=self.observer is not None)
         if masks is None:
             return loss
         if self.observer is not None:
             self.observer()
-        if not roster.placed:
-            roster.place()
+        if self._unseeded:
+            seeding.seed(roster.live.values(), state=self.state, param_groups=self.param_groups)
+            self._note_unseeded()
         self._num_steps += 1
-        inputs = StepInputs(
+        inputs = self._inputs(masks)
+        for backend in backends:
+            backend(inputs)
+        return loss
+
+    def _inputs(self, masks: Mapping[Tensor, Tensor]) -> StepInputs:
+        return StepInputs(
             state=self.state,
             options=[
                 Options(lr=float(g["lr"]), betas=g["betas"], eps=g["eps"], weight_decay=g["weight_decay"])
@@ -128,21 +159,43 @@ class BlockwiseOptimizer(Optimizer):
             phase=self._num_steps,
             matching=self.rms_matching,
         )
-        for bucket, step_bucket in roster.steppers:
-            step_bucket(bucket, inputs)
-        return loss
+
+    def _capture(self, backends: Sequence[Backend]) -> None:
+        if self.nonfinite != "skip_element":
+            raise BadInputError(
+                f"nonfinite={self.nonfinite} waits for the device, so the step cannot be captured: use skip_element"
+            )
+        for backend in backends:
+            backend.capture(self._inputs({}))
 
     @torch.no_grad()
-    def mask_nonfinite(self) -> int:
+    def prepare_replay(self) -> None:
+        """To be called before each replay of a CUDA graph in which `step` was captured.
+
+        A capture only takes down what the device does. This does the host's part: it counts the step and sends learning
+        rates, bias corrections and the gradients' addresses to where the graph reads them. Run some steps before
+        capturing, so that kernels are compiled and each block's update RMS is measured.
+        """
+        backends = self.roster.ready()
+        self._num_steps += 1
+        inputs = self._inputs({})
+        for backend in backends:
+            backend.prepare(inputs)
+
+    @torch.no_grad()
+    def mask_nonfinite(self) -> int | None:
         """Zeroes non-finite gradient elements, to be called before clipping; returns how many there were.
 
-        The coming step leaves them out as `nonfinite` says. Without this call the step looks for itself.
+        The coming step leaves them out as `nonfinite` says. Without this call the step looks for itself. The fused
+        backend does it in one pass without waiting for the device, so that the number is not known yet and None is
+        returned; it leaves -0.0 as a mark, which scaling and clamping keep: add nothing to these gradients afterwards.
         """
-        return self._guard.look(self.roster.names, step=self._num_steps + 1)
+        self.roster.ready()
+        return self._guard.look(self.roster, step=self._num_steps + 1)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; what `mask_nonfinite` found in the gradients goes with them."""
-        self._guard.forget()
+        self._guard.forget(self.roster)
         super().zero_grad(set_to_none)
 
     @property
@@ -152,11 +205,13 @@ class BlockwiseOptimizer(Optimizer):
     @property
     def num_nonfinite(self) -> int:
         """Non-finite gradient elements since this optimizer was built."""
+        self._guard.read(self.roster, step=self._num_steps + 1, wait=True)
         return self._guard.num_nonfinite
 
     @property
     def last_nonfinite(self) -> dict[str, int]:
         """Parameter name -> non-finite elements, when there last were some."""
+        self._guard.read(self.roster, step=self._num_steps + 1, wait=True)
         return self._guard.last_nonfinite
 
     @property
@@ -187,7 +242,7 @@ class BlockwiseOptimizer(Optimizer):
         found = {}
         for name, live in self.roster.live.items():
             rms = live.applied
-            if rms is None:
+            if rms is None or rms < 0:  # a backend that steps on the device has a place for it before it is known
                 rms = migration.last_rms(live, state=self.state, param_groups=self.param_groups)
             if rms is not None:
                 found[name] = float(rms)
@@ -218,7 +273,7 @@ class BlockwiseOptimizer(Optimizer):
         """Moves blocks to other specs, states inherited as METHODS 5 says; blocks that keep theirs are not touched.
 
         `moments` (by parameter name) start v where a block had none. Nothing changes if any of `specs` is refused. Done
-        block by block, those that shrink first, so memory never exceeds the larger plan by more than a tensor's needs.
+        block by block, those that shrink first, so memory never exceeds the larger plan by more than a block.
         """
         live, targets = self.roster.live, []
         for name, given in specs.items():
@@ -229,12 +284,15 @@ class BlockwiseOptimizer(Optimizer):
             if spec != live[name].spec:
                 targets.append(make_live(live[name].block, spec=spec, param_groups=self.param_groups))
         targets.sort(key=lambda target: migration.planned_growth(target, held=live[target.block.name]))
-        moves = {}
+        self.roster.refresh(self.param_groups)  # backends hold what is to be freed
+        moves, fresh = {}, self._num_steps == 0
         for target in targets:
             moves[target.block.name] = migration.move(
-                target, roster=self.roster, param_groups=self.param_groups, moments=moments or {}, why=why
+                target, roster=self.roster, param_groups=self.param_groups, moments=moments or {}, fresh=fresh, why=why
             )
         self.roster.refresh(self.param_groups)
+        self._note_unseeded()
+        self._warn_of_stalling(moves)
         return [moves[name] for name in live if name in moves]
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
@@ -243,7 +301,9 @@ class BlockwiseOptimizer(Optimizer):
         """States by parameter name, groups, and the spec of every block; see `optim.checkpoint`."""
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-        state = checkpoint.save(self.roster, param_groups=self.param_groups, num_steps=self._num_steps)
+        state = checkpoint.save(
+            self.roster, param_groups=self.param_groups, num_steps=self._num_steps, waiting=self.roster.waiting
+        )
         for hook in self._optimizer_state_dict_post_hooks.values():
             state = hook(self, state) or state
         return state
@@ -252,7 +312,8 @@ class BlockwiseOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads BAOC's own or torch.optim.AdamW's checkpoint by parameter name, converted to the specs in force.
 
-        `load_report` then says what was converted, with which error, and which names were on one side only. Raises
+        `load_report` then says what was converted, with which error, and which names were on one side only. Load the
+        model before: weights are its own to load, and of split ones the checkpoint has the corrections. Raises
         CheckpointError before anything is changed.
         """
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -263,6 +324,8 @@ class BlockwiseOptimizer(Optimizer):
             saved, roster=self.roster, param_groups=self.param_groups, checked=lambda: self._resume(state_dict)
         )
         self._num_steps = saved.num_steps
+        self._note_unseeded()
+        self.roster.refresh(self.param_groups)
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
@@ -274,10 +337,40 @@ class BlockwiseOptimizer(Optimizer):
         """A state dict that torch.optim.AdamW over the same groups loads; what a rule does not keep is inferred."""
         return checkpoint.to_adamw(self.roster, param_groups=self.param_groups)
 
-    def __getstate__(self) -> dict[str, Any]:
+    @torch.no_grad()
+    def export_weights(self) -> dict[str, Tensor]:
+        """Name -> fp32 copy on the CPU of every parameter, corrections added: what a model without BAOC loads."""
+        return masters.export(self.roster, param_groups=self.param_groups)
+
+    @torch.no_grad()
+    def load_weights(self, values: Mapping[str, Tensor]) -> None:
+        """Sets parameters to fp32 (or other) numbers by name, each kept as its block keeps weights. Others stay.
+
+        Raises BadInputError for an unknown name or another shape, with nothing changed.
+        """
+        masters.load(values, roster=self.roster, param_groups=self.param_groups)
+
+    # -- copies ---------------------------------------------------------------------------------------------------
+
+    def __copy__(self) -> "BlockwiseOptimizer":
+        """A shallow copy shares parameters, states and plan, as of any optimizer."""
+        twin = object.__new__(type(self))
+        Optimizer.__setstate__(twin, {**self._own(), "observer": None})
+        return twin
+
+    def _own(self) -> dict[str, Any]:
         hidden = ("_optimizer_", "_warned", "_zero_grad")
         return {k: v for k, v in self.__dict__.items() if not k.startswith(hidden) and k not in _UNKEPT}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Each tensor as a storage of its own: pickle would write a whole slab for each of its views.
+        states = {param: {key: alone(value) for key, value in state.items()} for param, state in self.state.items()}
+        return {**self._own(), "state": defaultdict(dict, states)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.observer = None
         super().__setstate__(state)
+        if self._roster is not None:
+            self._roster.state = self.state
+            for live in self._roster.live.values():
+                self._roster.pack(live)

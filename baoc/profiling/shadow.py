@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from baoc.candidates import applies
-from baoc.catalogue import CODECS, GROUP, SPECS, STORAGES
+from baoc.catalogue import CODECS, PACKED_GROUP, SPECS, STORAGES
 from baoc.codecs import CODEC_IMPLS
 from baoc.profiling.slices import Slices
 from baoc.rules import RULES, RuleContext
@@ -20,6 +20,7 @@ from baoc.types import Block, OptimizerSpec, ParamInfo, Role, RuleInfo, StateDec
 
 TERMS = ("cosine", "rel_error", "vmetric", "descent_next")
 MATRICES = 2  # per block, evenly spread: each is stepped by itself by every rule that needs matrices
+_ALIGN = PACKED_GROUP  # elements; the groups of every codec divide it
 BURN_IN = 2  # first samples that are not measured: averages of one or two gradients are the gradients
 
 
@@ -83,7 +84,7 @@ class _Run:
         for param, start in placed:
             self.units.append(_Unit(param=param, start=start, starts=tuple(sizes)))
             for index, decl in enumerate(self.decls):
-                sizes[index] += -(-prod(decl.shape(param)) // GROUP) * GROUP
+                sizes[index] += -(-prod(decl.shape(param)) // _ALIGN) * _ALIGN
         self.states = [codec.allocate((size,), device) for codec, size in zip(self.codecs, sizes, strict=True)]
         self._sizes = sizes
 
@@ -104,8 +105,9 @@ class _Run:
             )
             self._step_unit(unit, flat, values, ctx)
         for decl, codec, parts, value in zip(self.decls, self.codecs, self.states, values, strict=True):
-            # as the optimizer does it: only averages of the square decay too slowly for rounding to nearest
-            codec.encode_(parts, value, phase=count if decl.kind is StateKind.V else None)
+            # as the optimizer does it, see optim.state.Kept
+            phased = decl.kind is StateKind.V or codec.info.phased
+            codec.encode_(parts, value, phase=count if phased else None)
 
     def _step_unit(self, unit: _Unit, flat: Tensor, values: Sequence[Tensor], ctx: RuleContext) -> None:
         states: dict[str, Tensor] = {}
@@ -195,7 +197,7 @@ class Shadow:
         if self.num_samples <= BURN_IN or not self._runs:
             return
         reference = self._reference.update
-        metric = self._reference.states[1][""].sqrt()  # of v
+        metric = self._reference.states[1][""][: len(flat)].sqrt()  # of v
         weighted = metric * reference
         base = self._block_sums(reference * reference), self._block_sums(weighted * reference)
         columns: list[Tensor] = []

@@ -8,7 +8,7 @@ import pytest
 from baoc.allocation import ALLOCATORS, Allocator, NoFeasibleAllocation
 from baoc.blocks import partition
 from baoc.candidates import build_candidates, undominated
-from baoc.catalogue import SPECS
+from baoc.catalogue import NATIVE
 from baoc.cost import adamw_state_bytes
 from baoc.risk import RISKS
 from baoc.types import Allocation, Candidate, LatencyTable, Limits
@@ -17,10 +17,10 @@ from tests.decision import RULES, Candidates, candidates, extremes, random_candi
 BLOCKS = partition(transformer(width=256))
 LATENCY = LatencyTable(
     device="cpu",
-    fixed_s=dict.fromkeys(SPECS, 1e-6),
-    per_element_s={spec: 1e-9 * (1 + index % 5) for index, spec in enumerate(SPECS)},
+    fixed_s=dict.fromkeys(NATIVE, 1e-6),
+    per_element_s={spec: 1e-9 * (1 + index % 5) for index, spec in enumerate(NATIVE)},
 )
-EVERYTHING = build_candidates(BLOCKS, specs=SPECS, rules=RULES, risk=RISKS["prior"], latency=LATENCY)
+EVERYTHING = build_candidates(BLOCKS, specs=NATIVE, rules=RULES, risk=RISKS["prior"], latency=LATENCY)
 ADAMW = adamw_state_bytes(BLOCKS)
 
 

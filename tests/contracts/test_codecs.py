@@ -10,6 +10,7 @@ from baoc.codecs.base import lanes
 SIZES = [(0,), (1,), (7,), (32,), (33,), (255,), (256,), (257,), (9991,), (17, 64), (8, 3, 3, 5)]
 FOR_V = {storage.v for storage in STORAGES.values()}
 FOR_M = {storage.m for storage in STORAGES.values()}
+LEAST_COSINE = {32: 1 - 1e-6, 16: 0.9999, 8: 0.995, 4: 0.8}  # by bits; v here is one square: the widest there is
 
 
 def make(name: str, values: torch.Tensor, *, phase: int | None = None) -> torch.Tensor:
@@ -39,7 +40,8 @@ class TestCodec:
         parts = CODEC_IMPLS[name].allocate(shape, "cpu")
         held = sum(part.untyped_storage().nbytes() for part in parts.values())
         assert held == CODECS[name].nbytes(torch.Size(shape).numel())
-        assert parts[""].shape == shape
+        packed = -(-torch.Size(shape).numel() // 2)  # two codes per byte have no shape of their own
+        assert parts[""].shape == ((packed,) if CODECS[name].bits < 8 else shape)
 
     @pytest.mark.parametrize("shape", SIZES, ids=str)
     @pytest.mark.parametrize("phase", [None, 0, 5])
@@ -48,7 +50,10 @@ class TestCodec:
         decoded = make(name, values, phase=phase)
         assert decoded.shape == shape and decoded.dtype is torch.float32
         if values.numel():
-            assert torch.nn.functional.cosine_similarity(decoded.flatten(), values.flatten(), dim=0) > 0.995
+            assert (
+                torch.nn.functional.cosine_similarity(decoded.flatten(), values.flatten(), dim=0)
+                > LEAST_COSINE[CODECS[name].bits]
+            )
 
     def test_starts_at_zero(self, name: str) -> None:
         codec = CODEC_IMPLS[name]
@@ -93,7 +98,8 @@ class TestCodec:
             scaled = values * scale
             return float((make(name, scaled).double() - scaled.double()).norm() / scaled.double().norm())
 
-        assert error(factor) <= 1.1 * error(1.0) + 1e-7
+        # The lattice of lattice4 does not move with the scale, so where numbers lie between its points does.
+        assert error(factor) <= (1.4 if name == "lattice4" else 1.1) * error(1.0) + 1e-7
 
     def test_the_same_phase_gives_the_same_bits_and_another_one_others(self, name: str) -> None:
         values = sample(name, (4096,))
@@ -117,3 +123,39 @@ def test_thresholds_are_spread_evenly_over_steps_and_lanes() -> None:
     assert ((table > 0) & (table <= 1)).all()
     assert (table.mean(0) - 0.5).abs().max() < 0.01  # over steps, each lane
     assert (table.mean(1) - 0.5).abs().max() < 0.1  # over lanes, each step
+
+
+# Phases in which some threshold is within 1e-7 of 0 or of 1: there the rounding noise of decoding would move a code.
+SHARP = (1_218_296, 1_058_039, 1_378_553, 160_257)
+
+
+@pytest.mark.parametrize("name", [name for name in CODEC_IMPLS if name not in ("fp32", "bf16")])
+def test_what_is_kept_stays_whatever_the_phase(name: str) -> None:
+    codec, numel = CODEC_IMPLS[name], 32 * 1024
+    spread = torch.randn(numel, generator=torch.Generator().manual_seed(1)).exp()
+    parts = codec.allocate((numel,), "cpu")
+    codec.encode_(parts, sample(name, (numel,)) * spread)
+    kept = codec.decode(parts, (numel,))
+    before = {part: value.clone() for part, value in parts.items()}
+    moved = 0
+    for phase in SHARP:
+        codec.encode_(parts, kept, phase=phase, new=torch.zeros(numel, dtype=torch.bool))
+        assert torch.equal(codec.decode(parts, (numel,)), kept)
+        if name != "lattice4":  # whose groups may count their codes from another top
+            assert all(torch.equal(parts[part], value) for part, value in before.items())
+        again = {part: value.clone() for part, value in before.items()}
+        codec.encode_(again, kept, phase=phase)
+        moved += int((codec.decode(again, (numel,)) != kept).sum())
+    assert moved > 0, "the phases are not sharp, so nothing was tested"
+
+
+@pytest.mark.parametrize("name", [name for name in CODEC_IMPLS if name not in ("fp32", "bf16")])
+def test_only_what_is_kept_is_rounded_otherwise(name: str) -> None:
+    codec, numel = CODEC_IMPLS[name], 1000
+    values, new = sample(name, (numel,)), torch.ones(numel, dtype=torch.bool)
+    new[::7] = False
+    plain, masked = codec.allocate((numel,), "cpu"), codec.allocate((numel,), "cpu")
+    codec.encode_(plain, values, phase=3)
+    codec.encode_(masked, values, phase=3, new=new)
+    a, b = codec.decode(plain, (numel,)), codec.decode(masked, (numel,))
+    assert torch.equal(a[new], b[new]) and not torch.equal(a[~new], b[~new])

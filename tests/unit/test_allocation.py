@@ -12,7 +12,7 @@ from baoc.allocation.moves import fill, repair, swap
 from baoc.allocation.uniform import UNIFORM
 from baoc.blocks import partition
 from baoc.candidates import build_candidates, undominated
-from baoc.catalogue import SPECS
+from baoc.catalogue import NATIVE
 from baoc.cost import adamw_state_bytes
 from baoc.errors import BadInputError
 from baoc.risk import RISKS
@@ -20,7 +20,7 @@ from baoc.types import Limits, Role
 from tests.decision import RULES, brute_force, candidates, extremes, random_candidates, transformer
 
 BLOCKS = partition(transformer())
-EVERYTHING = build_candidates(BLOCKS, specs=SPECS, rules=RULES, risk=RISKS["prior"])
+EVERYTHING = build_candidates(BLOCKS, specs=NATIVE, rules=RULES, risk=RISKS["prior"])
 PRIOR = undominated(EVERYTHING)
 OPTIMISERS = ("exact", "lagrangian", "greedy")
 
@@ -41,9 +41,9 @@ def test_safe_specs_go_first(name: str):
     """Half the bytes cost storage only, a tenth no block its v."""
     adamw = adamw_state_bytes(BLOCKS)
     half = ALLOCATORS[name](PRIOR, limits=Limits(state_bytes=adamw // 2))
-    assert {SPECS[spec].rule for spec in half.choices.values()} == {"adamw"}
+    assert {NATIVE[spec].rule for spec in half.choices.values()} == {"adamw"}
     tenth = ALLOCATORS[name](PRIOR, limits=Limits(state_bytes=adamw // 10))
-    assert not {"sign", "lion", "signum"} & {SPECS[spec].rule for spec in tenth.choices.values()}
+    assert not {"sign", "lion", "signum"} & {NATIVE[spec].rule for spec in tenth.choices.values()}
     assert half.risk < tenth.risk
 
 
@@ -173,7 +173,7 @@ def test_uniform_baselines(name: str, attention: str, outer: dict[str, str]):
 
 def test_a_uniform_baseline_without_adamw_to_fall_back_on_takes_the_least_risk():
     few = build_candidates(
-        BLOCKS, specs={s: SPECS[s] for s in ("adafactor", "sign", "lion")}, rules=RULES, risk=RISKS["prior"]
+        BLOCKS, specs={s: NATIVE[s] for s in ("adafactor", "sign", "lion")}, rules=RULES, risk=RISKS["prior"]
     )
     choices = ALLOCATORS["uniform_adafactor"](few, limits=Limits()).choices
     assert (choices["head"], choices["norm"]) == ("adafactor", "lion")
@@ -181,7 +181,7 @@ def test_a_uniform_baseline_without_adamw_to_fall_back_on_takes_the_least_risk()
 
 def test_every_uniform_baseline_runs_the_spec_it_names():
     blocks = partition(transformer(width=256))
-    options = build_candidates(blocks, specs=SPECS, rules=RULES, risk=RISKS["prior"])
+    options = build_candidates(blocks, specs=NATIVE, rules=RULES, risk=RISKS["prior"])
     for allocator in UNIFORM:
         choices = allocator(options, limits=Limits()).choices
         assert choices["layer1.attention"] == allocator.spec

@@ -4,11 +4,11 @@ import pytest
 
 from baoc.blocks import partition
 from baoc.candidates import applies, build_candidates, candidate_rows, undominated
-from baoc.catalogue import SPECS, select
+from baoc.catalogue import NATIVE, SPECS, select
 from baoc.cost import state_bytes
 from baoc.errors import BadInputError
 from baoc.risk import RISKS
-from baoc.types import Block, Candidate, Cost, LatencyTable, OptimizerSpec, Risk, Role, RuleInfo
+from baoc.types import Block, Candidate, Cost, LatencyTable, OptimizerSpec, ParamInfo, Risk, Role, RuleInfo
 from tests.decision import RULES, param, transformer
 
 BLOCKS = {block.name: block for block in partition(transformer())}
@@ -36,10 +36,26 @@ def test_a_fold_must_fit_its_axis():
 
 
 def test_roles_that_are_kept_store_nothing_but_fp32():
-    kept = {spec for spec in SPECS if why_not(spec, "head", keep_fp32_roles=(Role.HEAD,)) is None}
-    assert kept == {spec for spec, row in SPECS.items() if row.storage == "fp32" and why_not(spec, "head") is None}
+    kept = {spec for spec in NATIVE if why_not(spec, "head", keep_fp32_roles=(Role.HEAD,)) is None}
+    assert kept == {spec for spec, row in NATIVE.items() if row.storage == "fp32" and why_not(spec, "head") is None}
     assert "head blocks keep fp32 storage" in (why_not("adamw_int8", "head", keep_fp32_roles=(Role.HEAD,)) or "")
+    assert "and native weights" in (why_not("adamw+split8", "head", keep_fp32_roles=(Role.HEAD,)) or "")
     assert why_not("adamw_int8", "layer0.mlp", keep_fp32_roles=(Role.HEAD,)) is None
+
+
+def test_split_weights_are_made_of_fp32_and_bf16():
+    double = ParamInfo(name="w", shape=(4, 4), dtype="float64", role=Role.MLP)
+    block = Block(name="b", params=(double,), role=Role.MLP)
+    assert why_not("sign+split8", block) == "split8 weights are made of float32 or bfloat16, w is float64"
+    assert why_not("sign", block) is None
+
+
+def test_what_saves_weight_bytes_is_not_dominated():
+    specs = {name: SPECS[name] for name in ("adamw", "adamw+split16")}
+    found = build_candidates([BLOCKS["layer0.mlp"]], specs=specs, rules=RULES, risk=RISKS["prior"])
+    kept = {c.spec: c.cost for c in undominated(found)["layer0.mlp"]}
+    assert kept["adamw"].weight_bytes == 2 * kept["adamw+split16"].weight_bytes
+    assert kept["adamw"].state_bytes < kept["adamw+split16"].state_bytes
 
 
 def test_hidden_rules_refuse_embeddings_and_heads():
@@ -50,15 +66,15 @@ def test_hidden_rules_refuse_embeddings_and_heads():
 
 
 def test_candidates_are_complete_exact_and_sorted():
-    found = build_candidates(list(BLOCKS.values()), specs=SPECS, rules=RULES, risk=RISKS["prior"])
+    found = build_candidates(list(BLOCKS.values()), specs=NATIVE, rules=RULES, risk=RISKS["prior"])
     assert list(found) == list(BLOCKS)
     for name, options in found.items():
-        assert {c.spec for c in options} == {spec for spec in SPECS if why_not(spec, name) is None}
+        assert {c.spec for c in options} == {spec for spec in NATIVE if why_not(spec, name) is None}
         held = [c.cost.state_bytes for c in options]
         assert held == sorted(held)
         for c in options:
             assert (c.block, c.role) == (name, BLOCKS[name].role)
-            assert c.cost.state_bytes == state_bytes(BLOCKS[name], spec=SPECS[c.spec], rule=RULES[SPECS[c.spec].rule])
+            assert c.cost.state_bytes == state_bytes(BLOCKS[name], spec=NATIVE[c.spec], rule=RULES[NATIVE[c.spec].rule])
 
 
 def test_risks_are_shares_of_one_network():
@@ -74,7 +90,7 @@ def test_risks_are_shares_of_one_network():
 
 def test_an_empty_parameter_still_prefers_adamw():
     empty = Block(name="empty", params=(param("gone.weight", 0, 4),), role=Role.OTHER)
-    found = build_candidates([empty, *BLOCKS.values()], specs=SPECS, rules=RULES, risk=RISKS["prior"])["empty"]
+    found = build_candidates([empty, *BLOCKS.values()], specs=NATIVE, rules=RULES, risk=RISKS["prior"])["empty"]
     assert min(found, key=lambda c: c.risk.total).spec == "adamw"
     assert {c.spec for c in found} >= {"adamw", "adamw_int8", "sign"}
 
@@ -85,7 +101,7 @@ def test_a_block_on_which_nothing_may_run_is_named_with_reasons():
 
 
 def test_latency_gives_seconds():
-    latency = LatencyTable(device="cpu", fixed_s=dict.fromkeys(SPECS, 1e-6), per_element_s=dict.fromkeys(SPECS, 1e-9))
+    latency = LatencyTable(device="cpu", fixed_s=dict.fromkeys(NATIVE, 1e-6), per_element_s=dict.fromkeys(NATIVE, 1e-9))
     blocks = list(BLOCKS.values())
     found = build_candidates(blocks, specs=select(["adamw"]), rules=RULES, risk=RISKS["prior"], latency=latency)
     assert found["head"][0].cost.step_s == pytest.approx(1e-6 + 6400e-9)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from baoc.catalogue import CODECS, SPECS, STORAGES, select
+from baoc.catalogue import CODECS, NATIVE, SPECS, STORAGES, WEIGHTS, select, with_weights
 from baoc.errors import BadInputError
 from baoc.risk import CODEC_DOSE
 from tests.decision import RULES
@@ -18,6 +18,10 @@ from tests.decision import RULES
         ("sqrt8", 1, 3),
         ("log8m", 64, 68),
         ("log8v", 0, 0),
+        ("root8v", 33, 37),
+        ("root4", 64, 34),
+        ("root4", 65, 37),  # half a byte more is a byte, and a second scale
+        ("lattice4", 1, 3),
     ],
 )
 def test_codec_bytes(codec: str, numel: int, nbytes: int):
@@ -28,8 +32,11 @@ def test_every_row_names_what_exists_and_says_what_it_is():
     for name, spec in SPECS.items():
         assert spec.name == name
         assert spec.rule in RULES
-        assert name == (spec.rule if spec.storage == "fp32" else f"{spec.rule}_{spec.storage}")
-        assert spec.description.endswith(STORAGES[spec.storage].name)
+        base = spec.rule if spec.storage == "fp32" else f"{spec.rule}_{spec.storage}"
+        assert name == (base if spec.weights == "native" else f"{base}+{spec.weights}")
+        assert spec.description.endswith(
+            STORAGES[spec.storage].name if spec.weights == "native" else WEIGHTS[spec.weights].description
+        )
         assert "\n" not in spec.description
     for storage in STORAGES.values():
         assert {storage.m, storage.v} <= set(CODECS)
@@ -41,15 +48,36 @@ def test_the_rows_that_the_issue_asks_for_are_there():
         *("adamw", "adamw_bf16", "adamw_int8", "adamw_int8_log", "rmsprop", "rmsprop_bf16", "rmsprop_int8"),
         *("adamw_shared_in", "adamw_shared_out_int8", "adafactor", "adafactor_momentum", "adafactor_momentum_int8"),
         *("lion", "lion_int8", "lion_bf16", "signum", "signum_int8", "foam_l1", "foam_l2_int8", "foam_l8"),
-        *("foam_l2_out", "foam_l3_out_int8", "sign"),
+        *("foam_l2_out", "foam_l3_out_int8", "foam_l2_sq", "sign", "column_norm", "muon", "muon_int8"),
+        *("adamw_int4", "rmsprop_int4", "lion_int4", "lion_int8_log", "adamw_shared_in_int4", "adamw_int8_root"),
     }
     assert asked <= set(SPECS)
 
 
 def test_select_takes_names_and_globs_in_catalogue_order():
     assert list(select(["sign", "adamw"])) == ["adamw", "sign"]
-    assert list(select(["foam_l2*"])) == ["foam_l2", "foam_l2_int8", "foam_l2_out", "foam_l2_out_int8"]
-    assert select(["*"]) == SPECS
+    assert list(select(["foam_l2*"])) == [
+        *("foam_l2", "foam_l2_int8", "foam_l2_out", "foam_l2_out_int8", "foam_l2_sq", "foam_l2_sq_int8")
+    ]
+    assert select(["*"]) == NATIVE
+
+
+def test_weights_are_selected_only_where_they_are_asked_for():
+    assert {spec.weights for spec in select(["*+*"]).values()} == {"split8", "split16", "bf16_sr"}, "bf16 is named"
+    assert list(select(["lion*+bf16", "sign"])) == [
+        *("sign", "lion+bf16", "lion_bf16+bf16", "lion_int8+bf16", "lion_int8_log+bf16", "lion_int8_root+bf16"),
+        "lion_int4+bf16",
+    ]
+    assert list(select(["adamw_int8+split*"])) == ["adamw_int8+split8", "adamw_int8+split16"]
+    assert len(SPECS) == len(NATIVE) * len(WEIGHTS)
+    with pytest.raises(BadInputError, match=r"matches 'adamw\+split4' \(close: adamw\+split"):
+        select(["adamw+split4"])
+
+
+def test_a_row_finds_its_twin_with_other_weights():
+    for spec in ("adamw_int8", "adamw_int8+split8"):
+        assert with_weights(SPECS[spec], "bf16_sr") == SPECS["adamw_int8+bf16_sr"]
+        assert with_weights(SPECS[spec], "native") == SPECS["adamw_int8"]
 
 
 def test_select_refuses_what_matches_nothing():

@@ -3,7 +3,7 @@
 import pytest
 
 from baoc.catalogue import SPECS
-from baoc.cost import adamw_state_bytes, cost, state_bytes
+from baoc.cost import adamw_state_bytes, cost, state_bytes, weight_bytes
 from baoc.types import Block, LatencyTable, OptimizerSpec, ParamInfo, Role
 from tests.decision import RULES, param
 
@@ -20,24 +20,44 @@ def held(spec: str, block: Block = MATRIX) -> int:
     [
         ("adamw", 2 * 400 * 4 + 4),  # its update RMS is nobody's to match: no 8 bytes per block
         ("adamw_bf16", 2 * 400 * 2 + 4),
-        ("adamw_int8", 2 * (400 + 13 * 2) + 4),
+        ("adamw_int8", 2 * (400 + 32) + 4),  # 13 scales of 2 bytes, up to the next multiple of 16
         ("rmsprop", 400 * 4 + 4 + 8),
-        ("adamw_shared_in_int8", 400 + 13 * 2 + 10 * 4 + 4 + 8),  # one v per row, never quantised
+        ("adamw_shared_in_int8", 400 + 32 + 48 + 4 + 8),  # one v per row, never quantised
         ("adamw_shared_out", 400 * 4 + 40 * 4 + 4 + 8),
-        ("adafactor", (10 + 40) * 4 + 4 + 8),
+        ("adafactor", 48 + 160 + 4 + 8),
         ("lion_bf16", 400 * 2 + 8),  # counts no steps
-        ("foam_l3", 2 * (10 * 5) * 4 + 4 + 8),
+        ("foam_l3", 2 * 208 + 4 + 8),  # 10 x 5 numbers
         ("foam_l3_out", 2 * (2 * 40) * 4 + 4 + 8),  # 10 rows are two folds of 8
-        ("foam_l2_int8", 2 * (100 + 4 * 2) + 4 + 8),
+        ("foam_l2_int8", 2 * (112 + 16) + 4 + 8),  # 100 codes and 4 scales
         ("sign", 8),
+        ("column_norm", 8),
+        ("muon", 400 * 4 + 8),
+        ("adamw_int8_root", 2 * (400 + 32) + 4),
+        ("lion_int4", 400 * 4 + 8),  # fewer than 4096 numbers stay fp32
+        ("sign+split8", 400 + 8),
+        ("lion_int8+split16", 400 + 32 + 2 * 400 + 8),
+        ("adamw+bf16_sr", 2 * 400 * 4 + 4),  # no correction
     ],
 )
 def test_state_bytes(spec: str, nbytes: int):
     assert held(spec) == nbytes
 
 
+@pytest.mark.parametrize(
+    ("shape", "nbytes"),
+    [
+        ((63, 65), 2 * 4096 * 4),  # 4095 numbers in fp32, up to the next multiple of 16
+        ((64, 64), 2 * (2048 + 128)),  # two codes a byte, 64 scales of 2 bytes
+        ((97, 103), 2 * (4996 + 12 + 314 + 6)),  # 9991: the last byte is half empty, the last group short
+    ],
+)
+def test_4_bits_are_for_tensors_that_are_worth_it(shape: tuple[int, ...], nbytes: int):
+    block = Block(name="b", params=(param("mlp.fc1.weight", *shape),), role=Role.MLP)
+    assert held("adamw_int4", block) == nbytes + 4
+
+
 def test_steps_are_counted_per_tensor_and_matching_per_block():
-    assert held("rmsprop", PAIR) == (400 + 10) * 4 + 2 * 4 + 8
+    assert held("rmsprop", PAIR) == (400 * 4 + 48) + 2 * 4 + 8
 
 
 def test_a_transposed_parameter_is_seen_as_rules_see_it():
@@ -46,8 +66,10 @@ def test_a_transposed_parameter_is_seen_as_rules_see_it():
     assert held("adamw_shared_in", block) == held("adamw_shared_out", MATRIX)
 
 
-def test_adamw_state_bytes_is_torch_s():
-    assert adamw_state_bytes([MATRIX, PAIR]) == 8 * (400 + 410) + 3 * 4
+def test_the_unit_of_state_fractions_is_the_ledger_of_fp32_adamw():
+    """Two moments of 10 numbers take 48 bytes each where they lie in a slab."""
+    assert adamw_state_bytes([MATRIX, PAIR]) == 8 * (400 + 400) + 2 * 48 + 3 * 4
+    assert adamw_state_bytes([MATRIX, PAIR]) == held("adamw", MATRIX) + held("adamw", PAIR)
 
 
 def test_cost_joins_bytes_traffic_and_seconds():
@@ -68,3 +90,14 @@ def test_a_spec_that_was_not_timed_is_no_zero():
 def test_a_spec_is_only_priced_with_its_own_rule():
     with pytest.raises(AssertionError, match="spec adamw runs adamw, not sign"):
         state_bytes(MATRIX, spec=SPECS["adamw"], rule=RULES["sign"])
+
+
+@pytest.mark.parametrize(
+    ("spec", "dtype", "nbytes"),
+    [("adamw", "float32", 4), ("adamw", "bfloat16", 2), ("adamw+split8", "float32", 2), ("sign+bf16", "bfloat16", 2)],
+)
+def test_weights_are_priced_apart_from_states(spec: str, dtype: str, nbytes: int):
+    stored = ParamInfo(name="w", shape=(10, 40), dtype=dtype, role=Role.MLP)
+    block = Block(name="b", params=(stored,), role=Role.MLP)
+    assert weight_bytes(block, spec=SPECS[spec]) == 400 * nbytes
+    assert cost(block, spec=SPECS[spec], rule=RULES[SPECS[spec].rule]).weight_bytes == 400 * nbytes

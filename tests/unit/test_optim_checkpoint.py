@@ -1,6 +1,7 @@
 """Saving and loading: bit for bit under the same plan, converted under another, told by name what is new or missing."""
 
 import copy
+import io
 import logging
 import pickle
 
@@ -8,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from baoc.catalogue import SPECS
+from baoc.catalogue import NATIVE
 from baoc.errors import CheckpointError
 from baoc.optim import BlockwiseOptimizer
+from baoc.profiling.tracker import MemoryTracker
+from baoc.types import OptimizerSpec
 from tests.optimizing import (
     Gradients,
     assert_same,
@@ -28,7 +31,7 @@ from tests.optimizing import (
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", NATIVE)
 @pytest.mark.filterwarnings("ignore:16-bit weights")
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(spec: str, dtype: torch.dtype) -> None:
     params = make_params(shapes_for(spec), dtype=dtype)
@@ -49,7 +52,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(spec: str, dtype: torch.
 
 
 def test_all_storages_of_one_plan_survive_together() -> None:
-    applicable = {f"w{i:02}.{spec}": spec for i, spec in enumerate(SPECS)}
+    applicable = {f"w{i:02}.{spec}": spec for i, spec in enumerate(NATIVE)}
     params = make_params(dict.fromkeys(applicable, (17, 64)))
     optimizer = build(params, applicable, lr=1e-2)
     run_steps(optimizer, params, gradients=Gradients(params), steps=3)
@@ -75,6 +78,157 @@ def test_loading_shares_no_memory_with_what_was_loaded() -> None:
     b.param_groups[0]["lr"] = 7.0
     assert_same(state_tensors(a), before)
     assert a.param_groups[0]["lr"] == 1e-3
+
+
+def test_an_optimizer_may_load_its_own_state() -> None:
+    params = make_params({"w": (8, 16), "v": (8,)})
+    optimizer = build(params, {"w": "adamw_shared_in_int8+split8", "v": "rmsprop"})
+    run_steps(optimizer, params, gradients=Gradients(params), steps=3)
+    before = {name: tensor.clone() for name, tensor in state_tensors(optimizer).items()}
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert_same(state_tensors(optimizer), before)
+
+
+class TestFiles:
+    """The bytes in a file are the bytes of the state."""
+
+    BOOKKEEPING = 1500  # per tensor, of torch's format and of names
+
+    def block(self) -> tuple[dict[str, Tensor], BlockwiseOptimizer]:
+        """Several parameters in one slab, of states of several types."""
+        params = make_params({"big": (256, 300), "small": (16, 20), "norm": (33,)})
+        block = one_block("all", [info(name, tuple(p.shape)) for name, p in params.items()])
+        optimizer = build(params, {"all": "adamw_int8+split8"}, blocks=[block])
+        run_steps(optimizer, params, gradients=Gradients(params), steps=2)
+        return params, optimizer
+
+    def size(self, state: object) -> int:
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        return buffer.tell()
+
+    def test_of_all(self) -> None:
+        _, optimizer = self.block()
+        saved = optimizer.state_dict()
+        num_tensors = sum(len(state) for state in saved["state"].values())
+        held = optimizer.state_bytes()
+        assert held < self.size(saved) < held + self.BOOKKEEPING * num_tensors < 2 * held
+
+    def test_of_one_parameter(self) -> None:
+        """No tensor brings its whole slab along."""
+        _, optimizer = self.block()
+        saved = optimizer.state_dict()["state"]["small"]
+        held = sum(tensor.nbytes for tensor in saved.values())
+        assert self.size(saved) < held + self.BOOKKEEPING * len(saved) < 0.1 * optimizer.state_bytes()
+
+    def test_of_copies_and_pickles(self) -> None:
+        params, optimizer = self.block()
+        held = optimizer.state_bytes() + sum(p.nbytes for p in params.values())
+        data = pickle.dumps(optimizer)
+        assert len(data) < held + 40_000
+        for other in (pickle.loads(data), copy.deepcopy(optimizer)):
+            assert other.block_state_bytes() == optimizer.block_state_bytes()
+            states = [t for n, t in state_tensors(other).items() if not n.endswith(("step", "match"))]
+            assert len({t.untyped_storage()._cdata for t in states}) == 1, "one slab per block"
+            assert_same(state_tensors(other), state_tensors(optimizer))
+
+    def test_saving_takes_no_second_state(self) -> None:
+        _, optimizer = self.block()
+        tracker = MemoryTracker().prime(optimizer.state)
+        held = tracker.current_bytes
+        with tracker:
+            saved = optimizer.state_dict()
+        assert tracker.peak_bytes - held < 1000 and saved["state"]
+
+    def test_a_saved_state_is_the_live_one_until_it_is_copied(self) -> None:
+        """As torch's."""
+        params, optimizer = self.block()
+        saved = optimizer.state_dict()["state"]["big"]["m"]
+        run_steps(optimizer, params, gradients=Gradients(params), steps=1)
+        assert torch.equal(saved, optimizer.state[params["big"]]["m"])
+
+
+class TestThawing:
+    """Parameters that are frozen when a checkpoint is loaded get their states when they train again."""
+
+    def thawed_run(self) -> tuple[dict[str, Tensor], BlockwiseOptimizer, Gradients]:
+        """b is frozen at first, and trains from step 3 on."""
+        params = make_params({"a": (4, 8), "b": (4, 8)})
+        params["b"].requires_grad_(False)
+        optimizer = build(params, "adamw_int8", lr=1e-2)
+        gradients = Gradients(params)
+        for _ in range(2):
+            gradients.give(params)
+            params["b"].grad = None
+            optimizer.step()
+        params["b"].requires_grad_(True)
+        run_steps(optimizer, params, gradients=gradients, steps=3)
+        return params, optimizer, gradients
+
+    @pytest.mark.parametrize("twice", [False, True], ids=["saved once", "saved again while frozen"])
+    def test_states_come_back_bit_for_bit(self, twice: bool) -> None:
+        params, optimizer, gradients = self.thawed_run()
+        state = through_file(optimizer.state_dict())
+        other = twin_of(params)
+        other["b"].requires_grad_(False)
+        resumed = build(other, "adamw_int8")
+        resumed.load_state_dict(state)
+        assert resumed.load_report is not None
+        assert resumed.load_report.waiting_names == ("b",) and not resumed.load_report.unknown_names
+        assert list(resumed.specs) == ["a"]
+        if twice:
+            resumed.load_state_dict(through_file(resumed.state_dict()))
+        other["b"].requires_grad_(True)
+        for _ in range(3):
+            gradients.give(params, other)
+            optimizer.step()
+            resumed.step()
+        assert_same(values(params), values(other))
+        assert_same(state_tensors(optimizer), state_tensors(resumed))
+        assert set(resumed.state_dict()["state"]) == {"a", "b"}
+
+    def test_a_group_that_comes_later_brings_back_its_states(self, caplog: pytest.LogCaptureFixture) -> None:
+        params, optimizer, _ = self.thawed_run()
+        other = twin_of(params)
+        resumed = build({"a": other["a"]}, "adamw_int8")
+        resumed.load_state_dict(optimizer.state_dict())
+        assert resumed.load_report is not None and resumed.load_report.unknown_names == ("b",)
+        assert set(resumed.state_dict()["state"]) == {"a"}, "what nobody has is not saved for ever"
+        with caplog.at_level(logging.INFO):
+            resumed.add_param_group({"params": [("b", other["b"])]})
+        assert "b goes on from the states in the checkpoint" in caplog.text
+        assert_same(state_tensors(resumed), state_tensors(optimizer))
+
+    def test_another_shape_starts_afresh(self, caplog: pytest.LogCaptureFixture) -> None:
+        params, optimizer, _ = self.thawed_run()
+        resumed = build({"a": twin_of(params)["a"]}, "adamw_int8")
+        resumed.load_state_dict(optimizer.state_dict())
+        late = nn.Parameter(torch.randn(5, 8))
+        with caplog.at_level(logging.WARNING):
+            resumed.add_param_group({"params": [("b", late)]})
+        assert "b starts afresh: state m of b is (4, 8)" in caplog.text
+        assert int(resumed.state[late]["step"]) == 0
+
+    def test_what_waits_is_a_copy(self) -> None:
+        params, optimizer, gradients = self.thawed_run()
+        resumed = build({"a": twin_of(params)["a"]}, "adamw_int8")
+        resumed.load_state_dict(optimizer.state_dict())
+        before = {name: value.clone() for name, value in optimizer.state[params["b"]].items()}
+        run_steps(optimizer, params, gradients=gradients, steps=2)
+        late = nn.Parameter(params["b"].detach().clone())
+        resumed.add_param_group({"params": [("b", late)]})
+        assert_same(resumed.state[late], before)
+
+
+def test_rows_of_the_users_own_come_back_as_what_they_are() -> None:
+    mine = OptimizerSpec(name="adamw", description="mine", rule="lion", storage="int8", weights="split8")
+    params = make_params({"w": (8, 16)})
+    optimizer = build(params, {"w": mine})
+    run_steps(optimizer, params, gradients=Gradients(params), steps=2)
+    resumed = build(twin_of(params), {"w": mine})
+    resumed.load_state_dict(through_file(optimizer.state_dict()))
+    assert resumed.load_report is not None and not resumed.load_report.moves
+    assert_same(state_tensors(resumed), state_tensors(optimizer))
 
 
 class TestNames:
@@ -164,6 +318,18 @@ def test_copies_and_pickles_step_as_the_original(spec: str) -> None:
         for named, which in ((twin, other), (expected, reference)):
             run_steps(which, named, gradients=Gradients(named), steps=2)
         assert_same(values(twin), values(expected))
+
+
+def test_a_shallow_copy_shares_all_and_leaves_the_original_whole() -> None:
+    params = make_params({"w": (8, 16)})
+    optimizer = build(params, "adamw_int8+split8", lr=1e-2)
+    run_steps(optimizer, params, gradients=Gradients(params), steps=2)
+    other = copy.copy(optimizer)
+    assert other.state is optimizer.state and other.roster is optimizer.roster
+    assert optimizer.roster.state is optimizer.state
+    run_steps(other, params, gradients=Gradients(params), steps=1)
+    optimizer.migrate({"w": "lion"})
+    assert other.specs == optimizer.specs == {"w": "lion"}
 
 
 def test_hooks_on_saving_and_loading_are_called() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from baoc.catalogue import SPECS
+from baoc.catalogue import NATIVE
 from baoc.cost import state_bytes
 from baoc.errors import CheckpointError
 from baoc.rules import RULES
@@ -33,13 +33,13 @@ class TestAnotherPlan:
         saved = build(params, source, lr=1e-2)
         run_steps(saved, params, gradients=Gradients(params), steps=5)
         state = through_file(saved.state_dict())
-        for target in SPECS:
+        for target in NATIVE:
             optimizer = build(twin_of(params), target)
             with caplog.at_level(logging.INFO):
                 optimizer.load_state_dict(state)
-            report, rule = optimizer.load_report, RULES[SPECS[target].rule].info
+            report, rule = optimizer.load_report, RULES[NATIVE[target].rule].info
             assert report is not None
-            planned = sum(state_bytes(block, spec=SPECS[target], rule=rule) for block in optimizer.blocks)
+            planned = sum(state_bytes(block, spec=NATIVE[target], rule=rule) for block in optimizer.blocks)
             assert optimizer.state_bytes() == planned  # memory is the plan's, not the checkpoint's
             assert [move.target for move in report.moves] == ([] if target == source else [target] * 2)
             assert all(move.conversion_error.keys() <= {d.name for d in rule.states} for move in report.moves)

@@ -7,7 +7,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
-from baoc.catalogue import SPECS
+from baoc.catalogue import NATIVE
 from baoc.errors import BadInputError
 from baoc.optim import BlockwiseOptimizer
 from tests.optimizing import Gradients, assert_same, build, info, make_params, one_block, run_steps
@@ -173,7 +173,7 @@ def test_float64_weights_keep_their_precision() -> None:
     assert 0 < (params["w"] - before).abs().max() < 1e-11
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", NATIVE)
 @pytest.mark.parametrize("layout", ["transposed", "channels_last"])
 def test_other_memory_layouts_end_where_contiguous_ones_do(spec: str, layout: str) -> None:
     def make() -> nn.Parameter:

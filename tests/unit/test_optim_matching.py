@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from baoc.catalogue import SPECS
+from baoc.catalogue import NATIVE
 from baoc.errors import BadInputError
 from baoc.optim import matching
 from baoc.rules import RULES
 from tests.optimizing import MATRICES, Gradients, build, info, make_params, one_block, run_steps, shapes_for
 
 LR = 1e-2
-MATCHED = [name for name, spec in SPECS.items() if RULES[spec.rule].info.matched]
+MATCHED = [name for name, spec in NATIVE.items() if RULES[spec.rule].info.matched]
 
 
 def moved_rms(params: dict[str, Tensor], before: dict[str, Tensor]) -> float:

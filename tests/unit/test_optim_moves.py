@@ -1,14 +1,18 @@
 """Which blocks a migration touches, in what order, what is refused, and what memory it takes."""
 
 import pytest
+from torch import Tensor
 
 from baoc.errors import BadInputError
+from baoc.optim import BlockwiseOptimizer
 from baoc.profiling.tracker import MemoryTracker
 from tests.optimizing import (
     Gradients,
     assert_same,
     build,
+    info,
     make_params,
+    one_block,
     run_steps,
     state_tensors,
 )
@@ -50,6 +54,35 @@ def test_nothing_changes_if_one_move_is_refused(specs: dict[str, str], text: str
         optimizer.migrate(specs)
     assert optimizer.specs == {"a": "adamw", "b": "adamw"}
     assert_same(state_tensors(optimizer), before)
+
+
+def held_bytes(optimizer: BlockwiseOptimizer, params: dict[str, Tensor]) -> int:
+    """States and weights."""
+    return optimizer.state_bytes() + sum(param.nbytes for param in params.values())
+
+
+@pytest.mark.parametrize("weights", ["native", "split8"])
+def test_memory_stays_below_the_larger_plan_and_one_block(weights: str) -> None:
+    """Blocks of several tensors, whose old slab goes when the block has moved."""
+    numel, per_block, count = 64 * 256, 4, 6
+    params = make_params({f"b{i}.{j}": (64, 256) for i in range(count) for j in range(per_block)})
+    blocks = [one_block(f"b{i}", [info(f"b{i}.{j}", (64, 256)) for j in range(per_block)]) for i in range(count)]
+    cheap = "sign" if weights == "native" else f"lion_int8+{weights}"
+    plans = [{f"b{i}": ("adamw" if i % 2 == odd else cheap) for i in range(count)} for odd in (0, 1)]
+    optimizer = build(params, plans[0], blocks=blocks)
+    run_steps(optimizer, params, gradients=Gradients(params), steps=1)
+    for param in params.values():
+        param.grad = None
+    before = held_bytes(optimizer, params)
+    largest = max(optimizer.block_state_bytes().values()) + 4 * numel * per_block
+    tracker = MemoryTracker().prime(optimizer.state, params, [live.match for live in optimizer.roster.live.values()])
+    assert tracker.current_bytes == before
+    with tracker:
+        optimizer.migrate(plans[1])
+    after = held_bytes(optimizer, params)
+    assert tracker.current_bytes == after
+    one_tensor = 6 * 4 * numel  # the numbers that a tensor's states and weights are computed in
+    assert max(before, after) < tracker.peak_bytes <= max(before, after) + largest + one_tensor
 
 
 def test_memory_stays_below_the_larger_plan_and_one_tensors_needs() -> None:

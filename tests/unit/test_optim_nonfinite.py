@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baoc.catalogue import SPECS
+from baoc.catalogue import NATIVE
 from baoc.codecs import CODEC_IMPLS
 from baoc.errors import TrainingFailedError
 from baoc.optim import BlockwiseOptimizer
@@ -42,7 +42,7 @@ def snapshot(optimizer: BlockwiseOptimizer) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in state_tensors(optimizer).items()}
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", NATIVE)
 def test_excluded_elements_keep_weight_and_states_and_the_rest_goes_on(spec: str) -> None:
     params, optimizer, gradients = trained(spec, MATRICES)
     before = {name: p.detach().clone() for name, p in params.items()}
@@ -60,15 +60,16 @@ def test_excluded_elements_keep_weight_and_states_and_the_rest_goes_on(spec: str
             assert values.isfinite().all()
             if kept.decl.layout is StateLayout.FULL and kept.codec.info.name == "fp32":
                 assert torch.equal(values[~mask], previous[~mask])
-            elif kept.decl.layout is StateLayout.FULL:  # re-encoded, perhaps under another scale
-                torch.testing.assert_close(values[~mask], previous[~mask], rtol=0.15, atol=float(previous.max()) / 50)
+            elif kept.decl.layout is StateLayout.FULL:  # re-encoded, perhaps under another scale: a neighbouring code
+                gap = float(previous.max()) * (0.02 if kept.codec.info.bits > 4 else 0.27)
+                torch.testing.assert_close(values[~mask], previous[~mask], rtol=0.15, atol=gap)
 
 
 def _kept(optimizer: BlockwiseOptimizer, name: str) -> tuple:
     return next(slot.kept for live in optimizer.roster.live.values() for slot in live.slots if slot.name == name)
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", NATIVE)
 def test_it_does_not_matter_which_value_was_bad(spec: str) -> None:
     ends = []
     for value in BAD:
@@ -97,7 +98,7 @@ def test_other_elements_are_bit_for_bit_those_of_a_healthy_step(spec: str) -> No
     assert_same(ends[0], ends[1])
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", NATIVE)
 def test_bit_for_bit_the_step_in_which_they_were_excluded(spec: str) -> None:
     """The step again by hand: decode, run the rule with the mask, put the old numbers back, encode."""
     params = make_params({"w": (9, 37)})
@@ -109,7 +110,7 @@ def test_bit_for_bit_the_step_in_which_they_were_excluded(spec: str) -> None:
     assert weight.grad is not None
     clean = weight.grad.masked_fill(~finite, 0.0)
     state = {key: value.clone() for key, value in optimizer.state[weight].items()}
-    rule = RULES[SPECS[spec].rule]
+    rule = RULES[NATIVE[spec].rule]
     ctx = RuleContext(step=5 if rule.info.counts_steps else 0, finite=finite, matrix=(9, 37))
     states, expected = {}, weight.detach().clone()
     for kept in _kept(optimizer, "w"):
@@ -124,7 +125,7 @@ def test_bit_for_bit_the_step_in_which_they_were_excluded(spec: str) -> None:
     for kept in _kept(optimizer, "w"):
         name = kept.decl.name
         values = torch.where(finite, states[name], old[name]) if kept.full else states[name]
-        kept.codec.encode_(kept.parts(state), values, phase=5 if kept.decl.kind == "v" else None)
+        kept.encode_(state, values, phase=5, new=finite)
     optimizer.step()
     assert torch.equal(weight.detach(), torch.where(finite, moved, expected))
     if rule.info.counts_steps:
@@ -132,7 +133,45 @@ def test_bit_for_bit_the_step_in_which_they_were_excluded(spec: str) -> None:
     assert_same(optimizer.state[weight], state)
 
 
-def test_a_group_of_codes_takes_its_scale_from_the_kept_value() -> None:
+CODED = [name for name, spec in NATIVE.items() if spec.rule == "adamw" and spec.storage not in ("fp32", "bf16")]
+
+
+@pytest.mark.parametrize("spec", CODED)
+def test_the_excluded_keep_their_codes_and_take_no_part_in_the_scale(spec: str) -> None:
+    """Scales and all other codes are those of a step with any small gradient there; own codes stay with the scale."""
+    ends, payloads = [], []
+    for bad in (False, True):
+        params = make_params({"w": (96, 128)})
+        optimizer = build(params, spec, lr=1e-2)
+        gradients, weight = Gradients(params), params["w"]
+        for step in range(40):
+            gradients.give(params)
+            assert weight.grad is not None
+            weight.grad.view(-1)[5::32] *= 1e-3  # never the largest of their groups
+            if step == 39:
+                payloads.append({key: value.clone() for key, value in optimizer.state[weight].items()})
+                weight.grad.view(-1)[5::32] = torch.nan if bad else 0.0
+            optimizer.step()
+        ends.append(optimizer.state[weight])
+    excluded = torch.zeros(96 * 128, dtype=torch.bool)
+    excluded[5::32] = True
+    for name in ("m", "v"):
+        scale, kept_scale = ends[1][f"{name}.scale"], payloads[1][f"{name}.scale"]
+        assert torch.equal(scale, ends[0][f"{name}.scale"]), "the excluded moved a scale"
+        codes = [nibbles(state[name]) for state in (*ends, payloads[1])]
+        assert torch.equal(codes[0][~excluded], codes[1][~excluded])
+        still = (scale == kept_scale).repeat_interleave(len(excluded) // len(scale))
+        assert torch.equal(codes[1][excluded & still], codes[2][excluded & still]), "a code moved under its old scale"
+        assert (excluded & still).sum() > (0 if name == "m" else 50)
+
+
+def nibbles(payload: Tensor) -> Tensor:
+    """The codes of a payload, of 8 or 4 bits, flat."""
+    flat = payload.reshape(-1)
+    return flat if len(flat) == 96 * 128 else torch.stack((flat & 15, flat >> 4), dim=1).view(-1)
+
+
+def test_a_scale_is_never_too_small_for_what_is_kept() -> None:
     params = make_params({"w": (64,)})
     optimizer = build(params, "adamw_int8", lr=1e-2)
     weight = params["w"]
@@ -247,7 +286,7 @@ class TestPolicies:
         assert torch.equal(params["good"].detach(), before)
 
 
-@pytest.mark.parametrize("spec", [s for s in SPECS if not s.startswith("foam")])
+@pytest.mark.parametrize("spec", [s for s in NATIVE if not s.startswith("foam")])
 def test_a_coordinate_without_gradient_does_not_move(spec: str) -> None:
     """FOAM mixes coordinates by design, so it is left out."""
     params = make_params({"w": (8, 40)})

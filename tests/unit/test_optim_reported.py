@@ -1,6 +1,7 @@
 """Defects that were reported of the optimizer and its drop-in form: names, late parameters, checkpoints, junk."""
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -81,12 +82,46 @@ class TestBaocOptimizer:
         groups = torch.optim.AdamW(list(model.named_parameters())).param_groups
         assert BaocOptimizer(groups, budget="state_50").param_groups[0]["param_names"] == ["weight", "bias"]
 
-    def test_copies_are_refused_and_those_of_its_base_are_not(self) -> None:
-        optimizer = BaocOptimizer(nn.Linear(4, 4), budget="state_50")
-        for make in (copy.deepcopy, copy.copy):
-            with pytest.raises(TypeError, match=r"cannot be copied or pickled.*load_state_dict"):
+    @pytest.mark.parametrize("make", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+    def test_a_copy_with_its_model_trains_on_alike_across_a_reallocation(self, make: Any) -> None:
+        settings = SessionSettings(
+            planner=PlannerSettings(risk="statistics"), reallocation=ReallocationSettings(warmup_steps=6)
+        )
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 4))
+        pair = (model, BaocOptimizer(model, budget="state_25", lr=0.1, settings=settings))
+        data = torch.randn(10, 64, 8)
+
+        def train(pair: tuple[nn.Module, BaocOptimizer], batches: Tensor) -> None:
+            model, optimizer = pair
+            for x in batches:
+                optimizer.zero_grad()
+                (model(x) - x[:, :4]).square().mean().backward()
+                optimizer.step()
+
+        train(pair, data[:4])
+        twin = make(pair)
+        train(pair, data[4:])
+        train(twin, data[4:])
+        assert twin[1].reallocator.last_decision == pair[1].reallocator.last_decision == 6
+        assert twin[1].specs == pair[1].specs and twin[1].plan == pair[1].plan
+        for name, param in twin[0].named_parameters():
+            assert torch.equal(param, pair[0].get_parameter(name)), name
+            assert param is not pair[0].get_parameter(name)
+
+    def test_while_the_first_step_is_measured_it_cannot_be_copied(self) -> None:
+        optimizer = BaocOptimizer(nn.Linear(4, 4), budget="100mb")
+        with pytest.raises(TypeError, match=r"shallow copy .* use copy\.deepcopy"):
+            copy.copy(optimizer)
+        for make in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(
+                TypeError, match=r"measures the memory of its first step.*take a step first, or .*probe="
+            ):
                 make(optimizer)
-        assert copy.deepcopy(BlockwiseOptimizer(nn.Linear(4, 4))).specs
+        for param in (p for group in optimizer.param_groups for p in group["params"]):
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        assert copy.deepcopy(optimizer).specs == optimizer.specs
 
     @pytest.mark.parametrize("damage", ["shape", "online", "layout"])
     def test_a_checkpoint_that_is_refused_changes_nothing(self, damage: str) -> None:
@@ -144,7 +179,7 @@ class TestBaocOptimizer:
         param.grad = torch.zeros_like(param)
         optimizer.step()
         assert optimizer.state_bytes() == optimizer.plan.allocation.state_bytes == 0
-        assert adamw_state_bytes(optimizer.blocks) == 4
+        assert adamw_state_bytes(optimizer.blocks) == 0
 
 
 class TestMasks:

@@ -1,17 +1,89 @@
-"""Who steps a bucket (all blocks of one spec): eager torch for every spec; fused kernels register here beside it."""
+"""Who steps what. This is the one place that decides it: fused kernels where there are some, else eager torch."""
 
-from collections.abc import Callable
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
-from baoc.optim.backends.eager import StepInputs, step_bucket
-from baoc.optim.state import Bucket
+import torch
+from torch import Tensor
 
-__all__ = ["BACKENDS", "Backend", "StepInputs", "backend_for"]
+from baoc.optim.backends.base import Backend, Options, StepInputs
+from baoc.optim.backends.eager import EagerBackend
+from baoc.optim.backends.fused import FusedBackend
+from baoc.optim.backends.native import NativeBackend
+from baoc.optim.backends.native_kinds import refusal as native_refusal
+from baoc.optim.state import LiveBlock, State, to_buckets
+from baoc.types import OptimizerSpec
 
-Backend = Callable[[Bucket, StepInputs], None]
+__all__ = [
+    "BACKENDS", "NATIVE_FROM", "Backend", "Choice", "Options", "StepInputs", "backend_for", "build_backends",
+    "stand_in",
+]  # fmt: skip
 
-BACKENDS: dict[str, Backend] = {"eager": step_bucket}
+log = logging.getLogger(__name__)
+
+BACKENDS: dict[str, type[Backend]] = {"eager": EagerBackend, "fused": FusedBackend, "native": NativeBackend}
+_AUTO = ("fused",)  # in order of preference; eager steps what none of them takes
+# Elements of all blocks together from which `auto` steps natively on the CPU. Smaller networks step in milliseconds
+# anyhow, and need no compiler for it; results that were recorded with them stay the same bits.
+NATIVE_FROM = 1_000_000
 
 
-def backend_for(bucket: Bucket, *, name: str) -> Backend:
-    """The backend for a bucket: `auto` takes the fastest that is proven equal to the eager one, today the eager one."""
-    return BACKENDS["eager" if name == "auto" else name]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Who steps a block, and why nobody who was asked before does."""
+
+    backend: str
+    refused: str = ""
+
+
+def backend_for(block: LiveBlock, *, name: str, numel: int = 0) -> Choice:
+    """The backend for a block of an optimizer that steps `numel` elements altogether.
+
+    `auto` takes the fastest that can step it: `fused` (Triton, NVIDIA GPUs) for contiguous fp32 and bf16 parameters
+    whose rule, storage and weights have a kernel, `native` (C++) for the same on the CPU in an optimizer of at least
+    NATIVE_FROM elements, and `eager` for all else. fp32 AdamW on the CPU is eager under `auto`, for that is torch's own
+    step bit for bit. The native step agrees with the eager one to the tolerance that tests/numerics/test_native_*.py
+    state (a unit in the last place of an update, a code in thousands), so a machine without a compiler trains the same
+    to that tolerance and not to the bit; name a backend where it has to be. A backend that is named takes what it can;
+    the rest is eager too, and the log says so.
+    """
+    refused = []
+    for candidate in _automatic(block.spec, numel=numel) if name == "auto" else (name,):
+        why = BACKENDS[candidate].refusal(block)
+        if not why:
+            return Choice(backend=candidate, refused="; ".join(refused))
+        refused.append(f"{candidate}: {why}")
+    return Choice(backend="eager", refused="; ".join(refused))
+
+
+def _automatic(spec: OptimizerSpec, *, numel: int) -> tuple[str, ...]:
+    torchs_own = spec.rule == "adamw" and spec.storage == "fp32" and spec.weights == "native"
+    return (*_AUTO, "native") if numel >= NATIVE_FROM and not torchs_own else _AUTO
+
+
+def stand_in(spec: OptimizerSpec, *, device: torch.device, numel: int) -> str:
+    """What to name for a small optimizer that stands in measurements for one of `numel` elements under `auto`."""
+    if device.type != "cpu" or "native" not in _automatic(spec, numel=numel) or native_refusal(spec):
+        return "auto"
+    return "native" if NativeBackend.available() else "auto"
+
+
+def build_backends(
+    blocks: Iterable[LiveBlock], *, state: Mapping[Tensor, State], name: str
+) -> tuple[list[Backend], dict[str, Choice]]:
+    """The backends that are needed, and who steps each block."""
+    blocks = list(blocks)
+    if name != "auto":
+        BACKENDS[name].require()
+    numel = sum(live.block.numel for live in blocks)
+    choices = {live.block.name: backend_for(live, name=name, numel=numel) for live in blocks}
+    backends = []
+    for backend, build in BACKENDS.items():
+        mine = [live for live in blocks if choices[live.block.name].backend == backend]
+        if mine:
+            backends.append(build(to_buckets(mine), state=state))
+    refused = {f"{block} ({choice.refused})" for block, choice in choices.items() if choice.refused}
+    if refused and name != "auto":
+        log.warning("stepped by the eager backend: %s", ", ".join(sorted(refused)))
+    return backends, choices

@@ -3,38 +3,29 @@
 For uniform AdamW the operations and their order are those of torch.optim.AdamW(foreach=False, fused=False).
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from baoc.optim import matching
-from baoc.optim.state import Bucket, LiveBlock, Slot, State
+from baoc.optim import matching, weights
+from baoc.optim.backends.base import Backend, Options, StepInputs
+from baoc.optim.state import Bucket, LiveBlock, Slot
 from baoc.rules import Direction
 
-_ROUNDED = (torch.bfloat16, torch.float16)
 
+class EagerBackend(Backend):
+    """Every spec on every device."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """A parameter group's settings in one step."""
+    name = "eager"
 
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
+    @staticmethod
+    def refusal(block: LiveBlock) -> str:
+        return ""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepInputs:
-    """One step. `masks` has the parameters with non-finite gradients; `phase` counts steps, for the codecs."""
-
-    state: Mapping[Tensor, State]
-    options: Sequence[Options]  # by parameter group
-    masks: Mapping[Tensor, Tensor]
-    phase: int
-    matching: bool
+    def __call__(self, inputs: StepInputs) -> None:
+        for bucket in self.buckets:
+            step_bucket(bucket, inputs)
 
 
 def step_bucket(bucket: Bucket, inputs: StepInputs) -> None:
@@ -47,7 +38,7 @@ def step_bucket(bucket: Bucket, inputs: StepInputs) -> None:
                 if slot.param.grad is not None and slot.param.numel():
                     options, finite = inputs.options[slot.group], inputs.masks.get(slot.param)
                     direction = advance(slot, inputs, finite=finite)
-                    apply_(slot.param, direction, options=options, finite=finite)
+                    apply_(slot, direction, inputs=inputs, options=options, finite=finite)
 
 
 def _step_matched(block: LiveBlock, inputs: StepInputs) -> None:
@@ -68,7 +59,8 @@ def _step_matched(block: LiveBlock, inputs: StepInputs) -> None:
         factor = matching.factor(match, norm=norm, count=count)
         measure.add(norm, factor=factor, count=count)
         matched = Direction(numerator=update, divisor=direction.divisor)
-        apply_(slot.param, matched, options=inputs.options[slot.group], finite=finite, factor=factor)
+        options = inputs.options[slot.group]
+        apply_(slot, matched, inputs=inputs, options=options, finite=finite, factor=factor)
     own, block.applied = measure.rms()
     match[1] = own
 
@@ -111,23 +103,25 @@ def advance(slot: Slot, inputs: StepInputs, *, finite: Tensor | None, store: boo
         for name, values in old.items():
             states[name][~finite] = values  # pyright: ignore[reportOptionalOperand] (old is empty without a mask)
         for kept in slot.coded:
-            kept.encode_(state, states[kept.decl.name], phase=inputs.phase)
+            kept.encode_(state, states[kept.decl.name], phase=inputs.phase, new=finite)
     return direction
 
 
 def apply_(
-    param: Tensor,
+    slot: Slot,
     direction: Direction,
     *,
+    inputs: StepInputs,
     options: Options,
     finite: Tensor | None,
     factor: float | Tensor | None = None,
 ) -> None:
     """param <- (1 - lr wd) param - lr factor update, excluded elements keeping their value.
 
-    16-bit parameters are updated in fp32 and rounded once.
+    16-bit parameters are updated in fp32, with their correction where they have one, and rounded once.
     """
-    work = param.to(torch.float32) if param.dtype in _ROUNDED else param
+    param, state = slot.param, inputs.state[slot.param]
+    work = weights.master(param, state)
     old = work[~finite] if finite is not None else None
     if options.weight_decay != 0:
         work.mul_(1 - options.lr * options.weight_decay)
@@ -142,5 +136,4 @@ def apply_(
         work.addcdiv_(direction.numerator, direction.denominator, value=size)
     if finite is not None and old is not None:
         work[~finite] = old
-    if work is not param:
-        param.copy_(work)
+    weights.store_(param, state, work, weights=slot.weights, name=slot.name, phase=inputs.phase)

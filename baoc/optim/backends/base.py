@@ -1,0 +1,91 @@
+"""What a backend is: who steps whole blocks, all of those that it takes at once."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from baoc.errors import BadInputError
+from baoc.optim.state import Bucket, LiveBlock, State
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """A parameter group's settings in one step."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInputs:
+    """One step. `masks` has the parameters with non-finite gradients; `phase` counts steps, for the codecs."""
+
+    state: Mapping[Tensor, State]
+    options: Sequence[Options]  # by parameter group
+    masks: Mapping[Tensor, Tensor]
+    phase: int
+    matching: bool
+
+
+class Backend:
+    """Steps the blocks of its buckets, each of one spec. State layout and codecs are the same for all backends, so that
+    any of them may take the next step; what a backend keeps besides, such as addresses, it makes when it first steps,
+    and it does not come along in copies and pickles.
+    """
+
+    name = ""
+    excludes_nonfinite = False  # True if it finds non-finite gradients itself; else the step inputs have masks of them
+
+    def __init__(self, buckets: Sequence[Bucket], *, state: Mapping[Tensor, State]):
+        """`state`: the optimizer's own, parameter -> its tensors."""
+        self.buckets = list(buckets)
+        self.state = state
+
+    @staticmethod
+    def require() -> None:
+        """Raises BadInputError where the backend was asked for by name and cannot be had at all."""
+
+    @staticmethod
+    def refusal(block: LiveBlock) -> str:
+        """Why this backend cannot step the block; empty if it can."""
+        raise NotImplementedError
+
+    def __call__(self, inputs: StepInputs) -> None:
+        """One step of every parameter that has a gradient."""
+        raise NotImplementedError
+
+    def capture(self, inputs: StepInputs) -> None:
+        """The device's part of a step, while someone captures the stream in a CUDA graph. Raises BadInputError."""
+        names = ", ".join(block.block.name for bucket in self.buckets for block in bucket.blocks)
+        raise BadInputError(
+            f"a CUDA graph cannot capture the step of {names}: the {self.name} backend steps it. Give it a spec with a "
+            "fused kernel, or capture forward and backward alone"
+        )
+
+    def prepare(self, inputs: StepInputs) -> None:
+        """The host's part of a step whose device part was captured."""
+
+    @property
+    def moved(self) -> bool:
+        """True if parameters are not where the backend took them to be, so that it has to be built anew."""
+        return False
+
+    # Of backends that exclude non-finite gradients themselves.
+
+    def mark(self) -> None:
+        """Makes the non-finite elements of the gradients 0, to be left out by the coming step; waits for nothing."""
+
+    def forget_marks(self) -> None:
+        """The gradients that were marked are gone."""
+
+    @property
+    def marked(self) -> bool:
+        """True if the gradients that are there now were marked."""
+        return False
+
+    def new_bad(self, *, wait: bool) -> dict[str, int]:
+        """Parameter name -> non-finite elements found since this was last asked, without `wait` perhaps not all."""
+        return {}

@@ -1,0 +1,273 @@
+"""The Triton backend: one launch per spec, one upload and one graph for all, matching and masking on the device.
+
+On the host a step costs a look at where the gradients are and a few numbers per parameter group, whatever the number of
+blocks. It therefore takes addresses of parameters, states and matches once: whoever replaces one of them calls
+`Roster.refresh`. A parameter that was moved behind its back is noticed by looking at a few of them in each step.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import TensorWeakRef
+
+from baoc.codecs.grouped import kernel_lanes
+from baoc.errors import BadInputError
+from baoc.kernels import Engine, FusedTable, Kind, Shape, available, fits
+from baoc.optim.backends.base import Backend, StepInputs
+from baoc.optim.state import Bucket, LiveBlock, Slot, State
+from baoc.optim.weights import seed_of
+from baoc.types import StateKind
+
+_NOTHING = nullcontext()
+_LOOKED_AT = 4  # parameters whose address is compared in each step, by turns
+
+
+def kind_of(slot: Slot, *, weights: str) -> Kind:
+    """The kernel that steps a parameter. Raises ValueError where there is none."""
+    kept = {kept.decl.kind: kept.codec.info.name for kept in reversed(slot.kept)}  # of several, the first counts
+    return Kind(
+        rule=slot.rule.info.name,
+        m=kept.get(StateKind.M, "fp32"),
+        v=kept.get(StateKind.V, "fp32"),
+        weights="native" if weights == "bf16" else weights,
+    )
+
+
+class FusedBackend(Backend):
+    """Blocks on NVIDIA GPUs (and on the CPU if Triton interprets), one engine per device.
+
+    Non-finite elements are left out by the kernels and counted on the device; `new_bad` reads the counts as they
+    arrive. `graphs`: capture what a step launches and replay it.
+    """
+
+    name = "fused"
+    excludes_nonfinite = True
+
+    def __init__(self, buckets: Sequence[Bucket], *, state: Mapping[Tensor, State], graphs: bool = True):
+        super().__init__(buckets, state=state)
+        self.graphs = graphs
+        self._units: list[_Unit] | None = None
+
+    @staticmethod
+    def refusal(block: LiveBlock) -> str:
+        """Why there is no kernel for the block; empty if there is."""
+        params = [slot.param for slot in block.slots if slot.param.numel()]
+        if block.spec.placement != "device":
+            return f"its states are kept on the {block.spec.placement}"
+        if not all(available(param.device) for param in params):
+            return "Triton steps parameters on NVIDIA GPUs only"
+        try:
+            for slot in block.slots:
+                if slot.param.numel():
+                    kind_of(slot, weights=block.spec.weights)
+        except ValueError as error:
+            return str(error)
+        unfit = [slot.name for slot in block.slots if slot.param.numel() and not fits(slot.param)]
+        if unfit:
+            return f"{', '.join(unfit)}: not contiguous float32 or bfloat16"
+        if block.matched and len({param.device for param in params}) > 1:
+            return "its parameters are on several devices, and its update RMS is matched"
+        return ""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_units": None}
+
+    @property
+    def units(self) -> list["_Unit"]:
+        """An engine for each device, made when it is first needed."""
+        if self._units is None:
+            by_device: dict[torch.device, _Plan] = {}
+            for bucket in self.buckets:
+                for block in bucket.blocks:
+                    for slot in block.slots:
+                        if slot.param.numel():
+                            by_device.setdefault(slot.param.device, _Plan()).add(block, slot)
+            self._units = [_Unit(plan, state=self.state, graphs=self.graphs) for plan in by_device.values()]
+        return self._units
+
+    def __call__(self, inputs: StepInputs) -> None:
+        thresholds = kernel_lanes(inputs.phase)
+        for unit in self.units:
+            with unit.device_context():
+                unit.step(inputs, thresholds=thresholds)
+
+    def capture(self, inputs: StepInputs) -> None:
+        for unit in self.units:
+            with unit.device_context():
+                unit.engine.run(matched=inputs.matching, marked=unit.marked, graphs=False)
+
+    def prepare(self, inputs: StepInputs) -> None:
+        thresholds = kernel_lanes(inputs.phase)
+        for unit in self.units:
+            with unit.device_context():
+                unit.stage(inputs, thresholds=thresholds)
+
+    @property
+    def moved(self) -> bool:
+        return self._units is not None and any(unit.moved() for unit in self._units)
+
+    @property
+    def nbytes(self) -> int:
+        """Device bytes of tables and buffers, beside the optimizer's state."""
+        return sum(unit.engine.nbytes for unit in self._units or ())
+
+    def mark(self) -> None:
+        for unit in self.units:
+            with unit.device_context():
+                unit.mark()
+
+    def forget_marks(self) -> None:
+        for unit in self._units or ():
+            unit.mark_of = None
+
+    @property
+    def marked(self) -> bool:
+        return all(unit.marked for unit in self.units)
+
+    def new_bad(self, *, wait: bool) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for unit in self._units or ():
+            found |= unit.new_bad(wait=wait)
+        return found
+
+
+@dataclass(slots=True)
+class _Plan:
+    """The tensors of one device by table."""
+
+    tables: dict[tuple[Kind, torch.dtype], list[tuple[LiveBlock, Slot]]] = field(default_factory=dict)
+
+    def add(self, block: LiveBlock, slot: Slot) -> None:
+        kind = kind_of(slot, weights=block.spec.weights)
+        self.tables.setdefault((kind, slot.param.dtype), []).append((block, slot))
+
+
+class _Unit:
+    """The engine of one device, and what ties it to blocks and states."""
+
+    def __init__(self, plan: _Plan, *, state: Mapping[Tensor, State], graphs: bool):
+        self.tables = [_table(kind, members=members, state=state) for (kind, _), members in plan.tables.items()]
+        self.engine = Engine(self.tables, graphs=graphs)
+        members = [member for members in plan.tables.values() for member in members]
+        self.names = [slot.name for _, slot in members]
+        self.mark_of: TensorWeakRef | None = None  # one of the gradients that were marked
+        self._read = self.engine.num_bad_host.tobytes()  # counts of non-finite elements when last asked for
+        self._params = [slot.param for _, slot in members]
+        self._addresses = [row[0] for table in self.tables for row in table.addresses]
+        self._look = 0
+        self._index = self.engine.device.index if self.engine.device.type == "cuda" else None
+        self._share(plan, state=state)
+
+    def _share(self, plan: _Plan, *, state: Mapping[Tensor, State]) -> None:
+        """Step counts of the states become views of the engine's, `applied` of the blocks its measurements."""
+        for table, members in zip(self.tables, plan.tables.values(), strict=True):
+            for index, (_, slot) in enumerate(members):
+                if slot.counts_steps:
+                    state[slot.param]["step"] = table.steps[index]
+        members = [member for members in plan.tables.values() for member in members]
+        held = {id(block.match): block for block, _ in members if block.match is not None}
+        self._fresh: list[tuple[LiveBlock, list[FusedTable]]] = []
+        for index, match in enumerate(self.engine.matches):
+            block = held[match]
+            if block.applied is not None:
+                self.engine.applied[index] = block.applied
+            block.applied = self.engine.applied[index]
+            if block.fresh:
+                tables = [table for table in self.tables if any(match is block.match for match in table.matches)]
+                self._fresh.append((block, tables))
+
+    def device_context(self) -> AbstractContextManager[object]:
+        """Makes the unit's device the current one, which costs nothing where it is."""
+        if self._index is None or torch.cuda.current_device() == self._index:
+            return _NOTHING
+        return torch.cuda.device(self._index)
+
+    def stage(self, inputs: StepInputs, *, thresholds: memoryview) -> None:
+        try:
+            self.engine.stage(inputs.options, thresholds=thresholds, phase=inputs.phase)
+        except (RuntimeError, NotImplementedError):
+            self._refuse_sparse()
+            raise
+
+    def step(self, inputs: StepInputs, *, thresholds: memoryview) -> None:
+        self.stage(inputs, thresholds=thresholds)
+        measure: list[FusedTable] = []
+        if self._fresh and inputs.matching:
+            measure = self._first_steps()
+        self.engine.run(matched=inputs.matching, marked=self.marked, measure=measure)
+        self.mark_of = None
+
+    def _first_steps(self) -> list[FusedTable]:
+        """Tables with blocks that have their first gradients now."""
+        now, later = [], []
+        for block, tables in self._fresh:
+            has_gradient = any(slot.param.grad is not None for slot in block.slots if slot.param.numel())
+            (now if has_gradient else later).append((block, tables))
+        for block, _ in now:
+            block.fresh = False
+        self._fresh = later
+        return list({id(table): table for _, tables in now for table in tables}.values())
+
+    def moved(self) -> bool:
+        """Looks at the first parameter, which moves when a whole model does, and at some others by turns."""
+        params, addresses = self._params, self._addresses
+        if params[0].data_ptr() != addresses[0]:
+            return True
+        begin = self._look
+        end = begin + _LOOKED_AT
+        self._look = end if end < len(params) else 0
+        return any(params[i].data_ptr() != addresses[i] for i in range(begin, min(end, len(params))))
+
+    def mark(self) -> None:
+        try:
+            self.engine.mark(first=not self.marked)
+        except (RuntimeError, NotImplementedError):
+            self._refuse_sparse()
+            raise
+        grad = next((param.grad for param in self._params if param.grad is not None), None)
+        self.mark_of = None if grad is None else TensorWeakRef(grad)
+
+    def _refuse_sparse(self) -> None:
+        for name, param in zip(self.names, self._params, strict=True):
+            if param.grad is not None and param.grad.is_sparse:
+                raise BadInputError(f"{name} has a sparse gradient: build its layer with sparse=False")
+
+    @property
+    def marked(self) -> bool:
+        """True if the first gradient is the very tensor that was marked."""
+        if self.mark_of is None:
+            return False
+        grad = next((param.grad for param in self._params if param.grad is not None), None)
+        return grad is not None and self.mark_of() is grad
+
+    def new_bad(self, *, wait: bool) -> dict[str, int]:
+        if wait:
+            self.engine.read_num_bad()
+        now = self.engine.num_bad_host.tobytes()
+        if now == self._read:
+            return {}
+        before, self._read = memoryview(self._read).cast("q"), now
+        counts = memoryview(now).cast("q")
+        new = [counts[place] - before[place] for place in self.engine.places]
+        return {name: count for name, count in zip(self.names, new, strict=True) if count}
+
+
+def _table(kind: Kind, *, members: Sequence[tuple[LiveBlock, Slot]], state: Mapping[Tensor, State]) -> FusedTable:
+    slots = [slot for _, slot in members]
+    shapes = []
+    for slot in slots:
+        rows, cols = slot.matrix or (0, 0)
+        shapes.append(Shape(numel=slot.param.numel(), rows=rows, cols=cols, transposed=slot.info.transposed))
+    return FusedTable(
+        [slot.param for slot in slots],
+        kind=kind,
+        states=[state[slot.param] for slot in slots],
+        groups=[slot.group for slot in slots],
+        matches=[block.match for block, _ in members],
+        shapes=shapes,
+        seeds=[seed_of(slot.name) if kind.weights == "bf16_sr" else 0 for slot in slots],
+    )

@@ -1,0 +1,223 @@
+"""The C++ backend for the CPU: one call per kind of state steps all tensors of a spec, on torch's number of threads.
+
+Its arithmetic is the eager backend's, operation by operation, so weights and codes are the same bits but for what
+torch itself does not round correctly (MKL's square root) or adds up in another order: tests/numerics/test_native_*.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from baoc.errors import BadInputError
+from baoc.kernels.native import NativeKind, NativeTable, Settings, Unavailable, library
+from baoc.optim import matching
+from baoc.optim.backends import native_kinds
+from baoc.optim.backends.base import Backend, Options, StepInputs
+from baoc.optim.state import Bucket, LiveBlock, Slot, State
+from baoc.optim.weights import seed_of
+
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+class NativeBackend(Backend):
+    """Blocks of contiguous fp32 and bf16 parameters on the CPU, where there is a C++17 compiler."""
+
+    name = "native"
+
+    def __init__(self, buckets: Sequence[Bucket], *, state: Mapping[Tensor, State]):
+        super().__init__(buckets, state=state)
+        self._units: list[_Unit] | None = None
+
+    @staticmethod
+    def available() -> bool:
+        """True if the library is there or can be compiled."""
+        try:
+            library()
+        except Unavailable:
+            return False
+        return True
+
+    @staticmethod
+    def require() -> None:
+        try:
+            library()
+        except Unavailable as error:
+            raise BadInputError(
+                f"the native optimizer backend cannot be used: {error}. Install a C++17 compiler (g++ or clang++) or "
+                "name one in $CXX, or set the backend to auto or eager"
+            ) from error
+
+    @staticmethod
+    def refusal(block: LiveBlock) -> str:
+        """Why the native step does not take the block; empty if it does."""
+        slots = [slot for slot in block.slots if slot.param.numel()]
+        unfit = [slot.name for slot in slots if not _fits(slot.param)]
+        if unfit:
+            return f"{', '.join(unfit)}: not contiguous float32 or bfloat16 on the CPU"
+        why = native_kinds.refusal(block.spec)
+        if why:
+            return why
+        turned = [slot.name for slot in slots if slot.info.transposed]
+        if turned and native_kinds.fold_of(block.rule.info) > 1:
+            return f"{', '.join(turned)}: stored (fan_in, fan_out), which the native step does not fold"
+        try:
+            library()
+        except Unavailable as error:
+            return str(error)
+        return ""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_units": None}
+
+    @property
+    def units(self) -> list["_Unit"]:
+        if self._units is None:
+            self._units = [_Unit(bucket, state=self.state) for bucket in self.buckets]
+        return self._units
+
+    def __call__(self, inputs: StepInputs) -> None:
+        for unit in self.units:
+            unit.step(inputs)
+
+    @property
+    def moved(self) -> bool:
+        return any(table.native.moved for unit in self._units or () for table in unit.tables)
+
+
+def _fits(param: Tensor) -> bool:
+    return param.device.type == "cpu" and param.dtype in _DTYPES and param.is_contiguous()
+
+
+@dataclass(slots=True)
+class _Table:
+    """A native table, the blocks and slots that it steps, and what a step knows of each of them."""
+
+    native: NativeTable
+    members: list[tuple[LiveBlock, Slot]]
+    active: list[bool] = field(default_factory=list)
+    settings: list[Settings] = field(default_factory=list)
+    divisors: list[float] = field(default_factory=list)
+    factors: list[float] = field(default_factory=list)
+    norms: list[tuple[float, int]] = field(default_factory=list)  # of the rule's own update, and elements in it
+
+
+class _Unit:
+    """The tables of one spec."""
+
+    def __init__(self, bucket: Bucket, *, state: Mapping[Tensor, State]):
+        self.rule, self.state, self.blocks = bucket.rule.info, state, bucket.blocks
+        members: dict[NativeKind, list[tuple[LiveBlock, Slot]]] = {}
+        for block in bucket.blocks:
+            for slot in block.slots:
+                if slot.param.numel():
+                    members.setdefault(native_kinds.kind_of(slot), []).append((block, slot))
+        self.tables = [_Table(_native(kind, of, state=state), of) for kind, of in members.items()]
+
+    def step(self, inputs: StepInputs) -> None:
+        for table in self.tables:
+            table.active = table.native.refresh(inputs.masks)
+            table.factors = [1.0] * len(table.members)
+            self._set(table, inputs.options)
+        matched = inputs.matching and self.rule.matched
+        if matched:
+            self._match(inputs)
+        for table in self.tables:
+            self._count(table)
+            self._run(table, inputs, whole=matched)
+            torch.autograd.graph.increment_version(
+                [slot.param for (_, slot), active in zip(table.members, table.active, strict=True) if active]
+            )
+        if matched:
+            for block, measure in self._measures():
+                own, block.applied = measure.rms()
+                assert block.match is not None
+                block.match[1] = own
+
+    def _set(self, table: _Table, options: Sequence[Options]) -> None:
+        """Settings by tensor: those of its parameter group and of the step that it is to make."""
+        known: dict[tuple[int, int], tuple[Settings, float]] = {}
+        rows = []
+        for _, slot in table.members:
+            step = int(self.state[slot.param]["step"].item()) + 1 if slot.counts_steps else 0
+            key = (slot.group, step)
+            if key not in known:
+                known[key] = native_kinds.settings_of(self.rule, options[slot.group], step=step)
+            rows.append(known[key])
+        table.settings, table.divisors = [row[0] for row in rows], [row[1] for row in rows]
+
+    def _count(self, table: _Table) -> None:
+        pairs = zip(table.members, table.active, strict=True)
+        steps = [self.state[slot.param]["step"] for (_, slot), active in pairs if active and slot.counts_steps]
+        if steps:
+            torch._foreach_add_(steps, 1.0)  # pyright: ignore[reportPrivateImportUsage]
+
+    def _run(self, table: _Table, inputs: StepInputs, *, whole: bool, store: bool = True) -> None:
+        rows = [settings.row(factor) for settings, factor in zip(table.settings, table.factors, strict=True)]
+        thresholds = native_kinds.thresholds_of(inputs.phase)
+        sums, counts = table.native.run(rows, thresholds=thresholds, phase=inputs.phase, whole=whole, store=store)
+        if whole:
+            found = zip(sums, counts, table.divisors, strict=True)
+            table.norms = [(total**0.5 / abs(divisor), count) for total, count, divisor in found]
+
+    # -- update RMS matching, as the eager backend does it --------------------------------------------------------
+
+    def _match(self, inputs: StepInputs) -> None:
+        """Finds the factor of every tensor. It depends on the update's norm, so the step is measured before it is made.
+
+        Updates that are signs have an RMS of at most 1: only where the block nearly stood still before, does the factor
+        depend on it.
+        """
+        if self.rule.name in native_kinds.SIGNS and all(_is_sure(block) for block in self.blocks):
+            matches = {id(block): block.match.tolist() for block in self.blocks if block.match is not None}
+            for table in self.tables:
+                pairs = [matches[id(block)] for block, _ in table.members]
+                table.factors = [target / own for target, own in pairs]
+            return
+        for table in self.tables:
+            self._run(table, inputs, whole=True, store=False)
+        for block, measure in self._measures():
+            if block.fresh:
+                assert block.match is not None
+                block.match[1] = measure.rms()[0]
+                block.fresh = False
+        for table in self.tables:
+            rows = zip(table.members, table.norms, table.active, strict=True)
+            table.factors = [
+                float(matching.factor(block.match, norm=norm, count=count)) if active and block.match is not None else 1
+                for (block, _), (norm, count), active in rows
+            ]
+
+    def _measures(self) -> list[tuple[LiveBlock, matching.Measure]]:
+        """What the tensors with gradients add up to, by block."""
+        found: dict[int, tuple[LiveBlock, matching.Measure]] = {}
+        for table in self.tables:
+            rows = zip(table.members, table.norms, table.factors, table.active, strict=True)
+            for (block, _), (norm, count), factor, active in rows:
+                if active:
+                    found.setdefault(id(block), (block, matching.Measure()))[1].add(norm, factor=factor, count=count)
+        return list(found.values())
+
+
+def _is_sure(block: LiveBlock) -> bool:
+    """True if an update that is a sign cannot reach the bound that matching has."""
+    if block.match is None:
+        return True
+    target, own = block.match.tolist()
+    return not block.fresh and own * max(1.0, target) >= target
+
+
+def _native(
+    kind: NativeKind, members: Sequence[tuple[LiveBlock, Slot]], *, state: Mapping[Tensor, State]
+) -> NativeTable:
+    slots = [slot for _, slot in members]
+    return NativeTable(
+        [slot.param for slot in slots],
+        kind=kind,
+        states=[state[slot.param] for slot in slots],
+        shapes=[native_kinds.stored_shape(slot) for slot in slots],
+        values=native_kinds.code_values(),
+        seeds=[seed_of(slot.name) % 2**32 for slot in slots],
+    )

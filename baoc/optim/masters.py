@@ -1,0 +1,52 @@
+"""The weights as the numbers they stand for: exported, loaded, and a word where plain 16-bit ones would stand still."""
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from baoc.errors import BadInputError, unknown_name
+from baoc.optim import weights
+from baoc.optim.roster import Roster, named_params
+
+
+def export(roster: Roster, *, param_groups: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Name -> fp32 copy on the CPU of every parameter, corrections added."""
+    return {
+        name: weights.master(param, roster.state.get(param, {})).detach().to("cpu", torch.float32, copy=True)
+        for name, (param, _) in named_params(param_groups).items()
+    }
+
+
+def load(values: Mapping[str, Tensor], *, roster: Roster, param_groups: list[dict[str, Any]]) -> None:
+    """Sets parameters by name, each kept as its block keeps weights. Raises BadInputError with nothing changed."""
+    where = named_params(param_groups)
+    for name, value in values.items():
+        if name not in where:
+            raise unknown_name(name, what="parameter", allowed=where)
+        shape = tuple(where[name][0].shape)
+        if value.shape != shape:
+            raise BadInputError(f"{name} has shape {shape}, the given weights have {tuple(value.shape)}")
+    kept = {slot.name: slot for live in roster.live.values() for slot in live.slots}
+    for name, value in values.items():
+        param, kind = where[name][0], kept[name].weights if name in kept else "native"
+        value = value.to(device=param.device, dtype=torch.float32 if kind != "native" else param.dtype)
+        weights.store_(param, roster.state.get(param, {}), value, weights=kind, name=name)
+
+
+def stalling(roster: Roster, names: Iterable[str]) -> list[str]:
+    """Those of the blocks whose weights are of 16 bits and rounded to nearest."""
+    plain = [roster.live[name] for name in names if roster.live[name].spec.weights in ("native", "bf16")]
+    return [live.block.name for live in plain if any(slot.param.dtype in weights.ROUNDED for slot in live.slots)]
+
+
+def warn_of_stalling(names: Iterable[str]) -> None:
+    warnings.warn(
+        "16-bit weights without correction lose every update below 1/512 of a weight, so at a low learning rate they "
+        f"stand still. Block(s): {', '.join(names)}. Keep weights in fp32 (precision=bf16-mixed), or give the blocks "
+        "specs with corrected weights, such as adamw+split8",
+        UserWarning,
+        stacklevel=4,
+    )

@@ -1,0 +1,50 @@
+"""Starting v from the first gradient after a move, where neither the old states nor a profile tell it.
+
+A v of zeros at age 1 makes AdamW's first update one learning rate in every coordinate, several times what the block did
+before. So v starts as if the gradients so far had been like the first one: by row and column of a matrix (as from a
+profile's moments), as its mean over a vector.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from baoc.optim import inherit
+from baoc.optim.state import LiveBlock, Slot, State, step_of
+from baoc.rules import RuleContext
+from baoc.rules.matrix import as_matrix
+from baoc.types import Moments, StateKind
+
+
+def seed(blocks: Iterable[LiveBlock], *, state: Mapping[Tensor, State], param_groups: list[dict[str, Any]]) -> None:
+    """Starts what is `unseeded` and has a gradient now; a gradient of zeros tells nothing yet."""
+    for live in blocks:
+        for slot in live.slots:
+            grad = slot.param.grad
+            if slot.name not in live.unseeded or grad is None:
+                continue
+            grad = grad.detach().to(torch.float32)
+            square = torch.where(grad.isfinite(), grad, 0.0).square_()
+            if bool(square.any()):
+                _start(slot, state[slot.param], square, betas=param_groups[slot.group]["betas"])
+                live.unseeded.discard(slot.name)
+
+
+def _start(slot: Slot, state: State, square: Tensor, *, betas: tuple[float, float]) -> None:
+    ctx = slot.context(step=0, betas=(0.0, 0.0), eps=0.0)
+    age = step_of(slot, state)
+    full = torch.maximum(_spread(square, ctx=ctx), inherit.m_square(slot, state, beta=betas[0], age=age, ctx=ctx))
+    for kept in slot.kept:
+        if kept.decl.kind is StateKind.V:
+            bias = inherit.bias(kept.decl, beta=betas[1], at=age)
+            kept.encode_(state, inherit.reduce(full, kept.decl, ctx=ctx) * bias)
+
+
+def _spread(square: Tensor, *, ctx: RuleContext) -> Tensor:
+    """One gradient's squares -> the v that they are taken to be a sample of, in the same shape."""
+    if ctx.matrix is None:
+        return square.mean().expand(square.shape)
+    matrix = as_matrix(square, ctx)
+    return inherit.from_moments(Moments(row=matrix.mean(1), col=matrix.mean(0)), ctx=ctx, param=square)

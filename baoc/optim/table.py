@@ -1,0 +1,36 @@
+"""What each spec takes: `python -m baoc.optim.table [PATTERN ...]` prints bytes per parameter, as a Markdown table.
+
+Patterns are those of `catalogue.select`; without any, every row with native weights is shown. Gradients take as much as
+the weights. Figures are of a large fp32 matrix: small tensors add a few bytes each for steps, scales and alignment.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from baoc.catalogue import select
+from baoc.cost import bytes_per_parameter
+from baoc.errors import BaocError
+from baoc.rules import rule_infos
+
+
+def table(patterns: Sequence[str] = ("*",)) -> str:
+    """Rows of spec, state, weights and their sum, in bytes per parameter. Raises BadInputError as `select` does."""
+    rules = rule_infos()
+    lines = ["| spec | state | weights | both | |", "|---|---|---|---|---|"]
+    for name, spec in select(patterns).items():
+        state, weights = bytes_per_parameter(spec, rule=rules[spec.rule])
+        lines.append(f"| {name} | {state:.2f} | {weights:.2f} | {state + weights:.2f} | {spec.description} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    try:
+        print(table(sys.argv[1:] or ("*",)))
+    except BaocError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

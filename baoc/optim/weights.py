@@ -1,0 +1,69 @@
+"""How a parameter itself is kept: native, bf16 with a correction, or bf16 alone; and moving it from one to another.
+
+With other weights than native the parameter's data is bf16, whatever it was, and everything else reads that; the step
+works on the numbers that `master` tells, and `store_` puts back what becomes of them.
+"""
+
+from collections.abc import Mapping
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+from baoc.codecs.base import lanes
+from baoc.kernels.weights import merge_weights, round_at_random_, split_weights_
+from baoc.types import ParamInfo
+
+CORRECTION = "correction"  # key of the state
+CORRECTIONS = {"split8": torch.int8, "split16": torch.int16}
+ROUNDED = (torch.bfloat16, torch.float16)
+
+
+def seed_of(name: str) -> int:
+    """The parameter's own seed for rounding at random, in 32 bits: the same on every rank and after a resume."""
+    return int.from_bytes(blake2b(name.encode(), digest_size=4).digest(), "little", signed=True)
+
+
+def dtype_of(weights: str, *, info: ParamInfo) -> torch.dtype:
+    """The type of the parameter's data; native weights have the type that the parameter came with."""
+    return getattr(torch, info.dtype) if weights == "native" else torch.bfloat16
+
+
+def master(param: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+    """The numbers that the parameter stands for, fp32 or wider; the parameter itself where it holds them."""
+    if CORRECTION in state:
+        return merge_weights(param.detach(), state[CORRECTION])
+    return param.detach().to(torch.float32) if param.dtype in ROUNDED else param
+
+
+@torch.no_grad()
+def store_(
+    param: Tensor, state: Mapping[str, Tensor], values: Tensor, *, weights: str, name: str, phase: int | None = None
+) -> None:
+    """Keeps `values`, the new master, as `weights` says. `phase` counts steps from 1; None is outside of any step."""
+    if values is param:
+        return
+    if CORRECTION in state:
+        thresholds = lanes(phase, param.device) if phase is not None else None
+        split_weights_(param.detach(), state[CORRECTION], values=values, thresholds=thresholds)
+    elif weights == "bf16_sr":  # when it is adopted too: to nearest, weights that are all alike would all be off alike
+        round_at_random_(param.detach(), values=values, seed=seed_of(name), phase=phase or 0)
+    else:
+        param.copy_(values)
+
+
+@torch.no_grad()
+def adopt_(
+    param: Tensor, state: Mapping[str, Tensor], values: Tensor, *, weights: str, name: str, dtype: torch.dtype
+) -> None:
+    """Makes `param` keep `values` as `weights` says from now on, its data being of type `dtype`.
+
+    Strides stay, and a gradient that is there changes its type with the data.
+    """
+    if param.dtype is not dtype:
+        grad, param.grad = param.grad, None
+        values = values.detach()
+        param.data = param.detach().to(dtype, memory_format=torch.preserve_format)
+        if grad is not None:
+            param.grad = grad.to(dtype)
+    store_(param, state, values, weights=weights, name=name)
