@@ -17,12 +17,16 @@ import torch
 from lightning.pytorch.loggers import Logger
 
 from baoc.allocation import ALLOCATORS
-from baoc.callbacks import MemoryMonitor, RngState, SafeCheckpoint, StepMonitor, progress_bar
+from baoc.callbacks import FinalPictures, MemoryMonitor, RngState, SafeCheckpoint, StepMonitor, progress_bar
 from baoc.config.environment import commit, versions
-from baoc.config.schema import RunConfig
+from baoc.config.resolve import Resolved, resolve
+from baoc.config.schema import ModelConfig, RunConfig
 from baoc.data import build_data
+from baoc.data.base import DataModule
 from baoc.errors import BadInputError, BudgetBreachedError, CheckpointError, TrainingFailedError
-from baoc.models import build_model, choose_size
+from baoc.models import build_model
+from baoc.models.export import export_model
+from baoc.models.prepare import Preparation, prepare
 from baoc.online import ReallocationSettings, SessionSettings
 from baoc.planner import PlannerSettings
 from baoc.recorder import Recorder
@@ -48,7 +52,9 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
     if device == "cpu":
         prepare_cpu()
     L.seed_everything(config.seed, workers=True, verbose=False)
-    task, data = build(config, run_dir=run_dir, device=device)
+    resolved = resolve(config, device=device)
+    config = resolved.config
+    task, data = build(resolved, run_dir=run_dir, device=device)
     loggers = make_loggers(
         config.logger,
         run_dir=run_dir,
@@ -71,6 +77,8 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
         if parts.trainer.interrupted:
             raise KeyboardInterrupt
         result = measure(config, parts=parts, task=task, metrics=final_metrics(parts, task, data), command=command)
+        if config.checkpoint.export:
+            export(task, parts=parts, folder=run_dir / "model")
         conclude(result, parts=parts, run_dir=run_dir)
         return result
 
@@ -123,34 +131,40 @@ def check_resume(config: RunConfig, *, checkpoint: Path) -> None:
             console.say(f"resuming keeps optim.{key}={kept} of the checkpoint; optim.{key}={asked} is not applied")
 
 
-def build(config: RunConfig, *, run_dir: Path, device: str) -> tuple[Task, L.LightningDataModule]:
-    """The LightningModule and the DataModule, and the start-up summary."""
+def build(resolved: Resolved, *, run_dir: Path, device: str) -> tuple[Task, DataModule]:
+    """The LightningModule and the DataModule of any task, and the start-up summary."""
+    config = resolved.config
     data = build_data(
         config.dataset.name,
         task=config.task.name,
         path=config.dataset.path,
-        val_fraction=config.dataset.val_fraction,
-        split_seed=config.dataset.split_seed,
         batch_size=config.micro_batch_size,
         accumulate=config.accumulation,
         seed=config.seed,
+        **config.dataset.options,
     )
-    choice = choose_size(config.model.name, size=config.model.size)
     model = build_model(
         config.model.name, spec=data.spec, size=config.model.size, seed=config.seed, **config.model.options
     )
-    image_size: Any = getattr(model, "image_size", None)
-    if image_size is not None:
-        data.resize_to(image_size)
+    done = prepare(model, preparation(config.model), name=config.model.name, seed=config.seed)
+    resize_to: Any = getattr(data, "resize_to", None)
+    if resize_to is not None:
+        resize_to(model.image_size)
     optim = {k: v for k, v in asdict(config.optim).items() if k not in ("backend", "nonfinite")}
-    options = {k: v for k, v in asdict(config.task).items() if k != "name"}
-    task = build_task(config.task.name, model=model, optimizer=OptimizerSettings(**optim), **options)
+    task = build_task(
+        config.task.name,
+        model=model,
+        spec=data.spec,
+        seed=config.seed,
+        optimizer=OptimizerSettings(**optim),
+        **config.task.options,
+    )
     console.print_startup(
         name=config.name,
         task=config.task.name,
         model=config.model.name,
-        size=choice.size.name,
-        size_why=choice.why,
+        size=resolved.size.name,
+        size_why=resolved.size_why,
         device=device,
         num_params=sum(p.numel() for p in model.parameters()),
         budget=config.budget,
@@ -160,8 +174,15 @@ def build(config: RunConfig, *, run_dir: Path, device: str) -> tuple[Task, L.Lig
         steps=config.trainer.max_steps if config.trainer.max_steps > 0 else None,
         seed=config.seed,
         run_dir=run_dir,
+        chosen=(*resolved.reasons, *done),
     )
     return task, data
+
+
+def preparation(config: ModelConfig) -> Preparation:
+    lora = {f"lora_{key}": value for key, value in asdict(config.lora).items()}
+    own = {key: getattr(config, key) for key in ("pretrained", "new_head", "freeze", "checkpointing", "compile")}
+    return Preparation(**own, **lora)
 
 
 # -- the trainer, with what watches it --------------------------------------------------------------------------------
@@ -175,6 +196,7 @@ class Parts:
     steps: StepMonitor
     recorder: Recorder
     validated: "ValidatedAt"
+    pictures: FinalPictures
     loggers: list[Logger]
 
 
@@ -227,15 +249,16 @@ def assemble_trainer(config: RunConfig, *, task: Task, device: str, run_dir: Pat
     strategy.plan_listeners += [
         recorder.planned,
         lambda _, plan: log_plan(loggers, plan=plan),
-        lambda _, plan: watch_memory(memory, strategy=strategy, predicted_bytes=plan.peak_bytes),
+        lambda _, plan: watch_memory(memory, task=task, strategy=strategy, predicted_bytes=plan.peak_bytes),
     ]
-    validated = ValidatedAt()
+    validated, pictures = ValidatedAt(), FinalPictures(run_dir)
     bar = progress_bar(enabled=config.trainer.enable_progress_bar)
     callbacks: list[L.Callback] = [
         RngState(),
         steps,
         memory,
         validated,
+        pictures,
         checkpoint,
         *([bar] if bar is not None else []),
     ]
@@ -256,17 +279,19 @@ def assemble_trainer(config: RunConfig, *, task: Task, device: str, run_dir: Pat
         steps=steps,
         recorder=recorder,
         validated=validated,
+        pictures=pictures,
         loggers=loggers,
     )
 
 
-def watch_memory(memory: MemoryMonitor, *, strategy: BaocStrategy, predicted_bytes: int) -> None:
+def watch_memory(memory: MemoryMonitor, *, task: Task, strategy: BaocStrategy, predicted_bytes: int) -> None:
     """Tells the memory monitor what the plan knows, and lets it measure migrations."""
     assert strategy.reallocator is not None
     memory.context_bytes, memory.predicted_bytes = strategy.context_bytes, predicted_bytes
     memory.budget_bytes = strategy.budget.memory_bytes  # budget=auto has a limit only now
     profiler = strategy.reallocator.profiler
-    memory.held = profiler.buffers if profiler is not None else tuple
+    held = [part.buffers for part in (profiler, task.ema) if part is not None]
+    memory.held = lambda: [buffers() for buffers in held]
     strategy.reallocator.tracked = lambda: memory.track("migration")
 
 
@@ -316,7 +341,8 @@ def final_metrics(parts: Parts, task: Task, data: L.LightningDataModule) -> dict
         )
         plain.validate(task, datamodule=data, verbose=False)
         values = plain.callback_metrics
-    return {key: float(value) for key, value in values.items() if key.startswith("val/")}
+    metrics = {key: float(value) for key, value in values.items() if key.startswith("val/")}
+    return {**metrics, **parts.pictures.metrics}
 
 
 def measure(config: RunConfig, *, parts: Parts, task: Task, metrics: dict[str, float], command: str) -> RunResult:
@@ -370,6 +396,19 @@ def measure(config: RunConfig, *, parts: Parts, task: Task, metrics: dict[str, f
         versions=versions(),
         command=command,
     )
+
+
+def export(task: Task, *, parts: Parts, folder: Path) -> None:
+    """The network as its library loads it, in float32 even where the optimizer keeps weights in parts; its averaged
+    weights where the task keeps such, as it is judged by them."""
+    assert parts.strategy.reallocator is not None
+    weights: dict[str, torch.Tensor] = {}
+    if task.ema is not None and task.ema.averages:
+        weights = {name: average.cpu() for name, average in task.ema.averages.items()}
+    elif any(p.dtype != torch.float32 for p in task.model.parameters()):
+        weights = parts.strategy.reallocator.optimizer.export_weights()
+    named = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
+    export_model(task.model, folder=folder, weights=named)
 
 
 def conclude(result: RunResult, *, parts: Parts, run_dir: Path) -> None:

@@ -6,12 +6,14 @@ SafeCheckpoint last by itself.
 
 from baoc.callbacks.checkpoint import AsideCheckpointIO, SafeCheckpoint
 from baoc.callbacks.memory import MemoryMonitor
+from baoc.callbacks.pictures import FinalPictures
 from baoc.callbacks.progress import RunProgress, progress_bar
 from baoc.callbacks.resume import RngState
 from baoc.callbacks.steps import StepMonitor
 
 __all__ = [
     "AsideCheckpointIO",
+    "FinalPictures",
     "MemoryMonitor",
     "RngState",
     "RunProgress",

@@ -22,7 +22,7 @@ from rich.progress import (
 from baoc.callbacks.trainer_state import accumulating, logs_now
 from baoc.tracking.console import attach_live, detach_live, make_console, say
 
-SHOWN = ("train/loss", "val/loss", "val/acc", "val/ppl")
+SHOWN = ("train/loss", "val/loss", "val/acc", "val/ppl", "val/mse")
 
 
 def progress_bar(*, enabled: bool | None = None, metrics: tuple[str, ...] = SHOWN) -> ProgressBar | None:

@@ -12,11 +12,12 @@ from omegaconf.errors import OmegaConfBaseException
 from baoc.budgets import parse_budget
 from baoc.config import assets
 from baoc.config.nodes import budget_node
-from baoc.config.schema import ModelConfig, RunConfig
-from baoc.config.strict import build, convert, require, unknown_key
+from baoc.config.options import GROUPS, gather, registry_of, spread
+from baoc.config.schema import RunConfig
+from baoc.config.strict import build, require, unknown_key
 from baoc.config.trainer_arguments import TRAINER_OWNED
 from baoc.errors import BadInputError, unknown_name
-from baoc.models import MODELS, choose_size
+from baoc.models import choose_size
 from baoc.types import Budget, Role, to_plain
 
 
@@ -36,8 +37,9 @@ def from_plain(plain: Mapping[str, Any], *, complete: bool = False) -> RunConfig
     given = {key: value for key, value in plain.items() if key not in ("experiments", "sweeps", "debug")}
     if "trainer" in given:
         _refuse_owned(given["trainer"])
-    if "model" in given:
-        given["model"] = _with_options(given["model"], complete=complete)
+    for group in GROUPS:
+        if group in given:
+            given[group] = gather(group, given[group], complete=complete)
     if "budget" in given:
         given["budget"] = _budget_fields(given["budget"])
     return build(RunConfig, given, complete=complete)
@@ -46,8 +48,7 @@ def from_plain(plain: Mapping[str, Any], *, complete: bool = False) -> RunConfig
 def to_conf(config: RunConfig) -> dict[str, Any]:
     """A RunConfig as plain values in the shape of conf/; `from_plain` reads it back."""
     plain = to_plain(config)
-    plain["model"] = {key: value for key, value in plain["model"].items() if key != "options"}
-    plain["model"].update(to_plain(config.model.options))
+    plain.update({group: spread(getattr(config, group)) for group in GROUPS})
     plain["budget"] = budget_node(config.budget)
     return plain
 
@@ -73,14 +74,10 @@ def check_names(config: RunConfig) -> None:
     """BadInputError for a name that nothing holds: model, dataset, task, allocator, risk, term, spec, role, path."""
     from baoc.allocation import ALLOCATORS
     from baoc.catalogue import select
-    from baoc.data import DATASETS
     from baoc.risk import RISKS
-    from baoc.tasks import TASKS
 
     for key, given, allowed in (
-        ("model", config.model.name, MODELS),
-        ("dataset", config.dataset.name, DATASETS),
-        ("task", config.task.name, TASKS),
+        *((group, getattr(config, group).name, registry_of(group)) for group in GROUPS),
         ("allocator", config.allocator.name, ALLOCATORS),
         ("risk", config.risk.name, RISKS),
         *(("role in catalogue.keep_fp32_roles", role, list(Role)) for role in config.catalogue.keep_fp32_roles),
@@ -91,6 +88,7 @@ def check_names(config: RunConfig) -> None:
     for term in config.risk.weights:
         if term not in terms:
             raise unknown_key(term, allowed=terms, path="risk.weights")
+    _check_task(config)
     choose_size(config.model.name, size=config.model.size)
     select(config.catalogue.specs)
     if config.resume not in (None, "auto"):
@@ -98,30 +96,25 @@ def check_names(config: RunConfig) -> None:
         require(there, "resume", config.resume, "auto, or a run folder or checkpoint that exists")
 
 
+def _check_task(config: RunConfig) -> None:
+    """The model and the data must serve the task: the network's output and the batches must fit the loss."""
+    from baoc.data import require_task
+    from baoc.models import MODELS
+
+    name, task = config.model.name, config.task.name
+    if MODELS[name].task != task:
+        fitting = ", ".join(row.name for row in MODELS.values() if row.task == task) or "none yet"
+        raise BadInputError(
+            f"model {name} is trained for {MODELS[name].task}, not {task}: leave task away, as the model brings it, or "
+            f"choose a model for {task}: {fitting}"
+        )
+    require_task(config.dataset.name, task=task)
+
+
 def _refuse_owned(trainer: object) -> None:
     for key in trainer if isinstance(trainer, Mapping) else ():
         if key in TRAINER_OWNED:
             raise BadInputError(f"trainer.{key} is decided by BAOC: {TRAINER_OWNED[key]}")
-
-
-def _with_options(model: object, *, complete: bool) -> dict[str, Any]:
-    """`dropout` and other options of the model's own move from beside `size` into `options`."""
-    if not isinstance(model, Mapping):
-        raise BadInputError("model must be a group of keys: choose it with model=vit, its size with model.size=tiny")
-    own = {item.name for item in fields(ModelConfig)} - {"options"}
-    name = model.get("name", ModelConfig().name)
-    if name not in MODELS:
-        raise unknown_name(name, what="model", allowed=MODELS)
-    options = dict(MODELS[name].options)
-    for key, value in model.items():
-        if key in own:
-            continue
-        if key not in options:
-            raise unknown_key(str(key), allowed=[*sorted(own), *options], path="model")
-        options[key] = convert(value, type(options[key]), key=f"model.{key}")
-    if missing := [key for key in options if complete and key not in model]:
-        raise BadInputError(f"model.{missing[0]} is missing: it was removed from the configuration, but {name} has it")
-    return {**{key: value for key, value in model.items() if key in own}, "options": options}
 
 
 def _budget_fields(given: object) -> dict[str, Any]:

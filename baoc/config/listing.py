@@ -51,10 +51,24 @@ def _datasets() -> Rows:
     return _described(DATASETS)
 
 
-def _specs() -> Rows:
-    from baoc.catalogue import SPECS
+def _tasks() -> Rows:
+    from baoc.tasks import TASKS
 
-    return _described(SPECS)
+    return _described(TASKS)
+
+
+def _specs() -> Rows:
+    """Rows with native weights and their bytes of state per parameter, then what may follow any of them."""
+    from baoc.catalogue import NATIVE, WEIGHTS
+    from baoc.cost import bytes_per_parameter
+    from baoc.rules import rule_infos
+
+    rules = rule_infos()
+    rows = [
+        (name, f"{bytes_per_parameter(spec, rule=rules[spec.rule])[0]:.2f} B  {spec.description}")
+        for name, spec in NATIVE.items()
+    ]
+    return rows + [(f"+{name}", row.description) for name, row in WEIGHTS.items() if row.param_bytes is not None]
 
 
 def _storages() -> Rows:
@@ -85,6 +99,7 @@ LISTS: dict[str, Callable[[], Rows]] = {
     "specs": _specs,
     "models": _models,
     "datasets": _datasets,
+    "tasks": _tasks,
     "budgets": _budgets,
     "experiments": _options("experiments"),
     "sweeps": _options("sweeps"),

@@ -9,6 +9,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from baoc.budgets import spellings
 from baoc.config.from_hydra import to_conf
 from baoc.config.nodes import COLLECTIONS
+from baoc.config.options import GROUPS, own_keys, registry_of
 from baoc.config.schema import RunConfig
 from baoc.config.strict import did_you_mean, unknown_key
 from baoc.config.trainer_arguments import TRAINER_OWNED
@@ -66,6 +67,8 @@ def _unknown(key: str) -> BadInputError:
     group, _, leaf = key.partition(".")
     if group == "trainer" and leaf in TRAINER_OWNED:
         return BadInputError(f"trainer.{leaf} is decided by BAOC: {TRAINER_OWNED[leaf]}")
+    if group in GROUPS and leaf not in own_keys(group):
+        return _unknown_option(group, leaf)
     keys: Any = {**to_conf(RunConfig()), **dict.fromkeys((*COLLECTIONS, "debug"))}
     path: list[str] = []
     for part in key.split("."):
@@ -76,6 +79,24 @@ def _unknown(key: str) -> BadInputError:
         keys = keys[part]
         path.append(part)
     return BadInputError(f"{key} cannot be set here: it is missing from this composition")
+
+
+def _unknown_option(group: str, leaf: str) -> BadInputError:
+    """An option that no model, task or data set has, or that the chosen one has not."""
+    option, *deeper = leaf.split(".")
+    if option in own_keys(group):
+        below = to_conf(RunConfig())[group][option]
+        if isinstance(below, Mapping):  # such as model.lora.rnk
+            return unknown_key(".".join(deeper), allowed=below, path=f"{group}.{option}")
+        return BadInputError(f"unknown key {group}.{leaf}: {group}.{option} is a value, not a group of keys")
+    holders = [name for name, row in registry_of(group).items() if option in row.options]
+    if holders:
+        words = "|".join(holders)
+        if group == "task":  # which a model brings
+            words += f" (model={'|'.join(row.name for row in registry_of('model').values() if row.task in holders)})"
+        return BadInputError(f"{group}.{option} is an option of {group}={words} only: choose one, or drop it")
+    options = dict.fromkeys(key for row in registry_of(group).values() for key in row.options)
+    return unknown_key(leaf, allowed=[*own_keys(group), *options], path=group)
 
 
 def _with_cause(error: HydraException) -> str:

@@ -17,39 +17,63 @@ from baoc.types import Budget
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskConfig:
-    """What is learned: the loss and metric of `baoc.tasks`, named by the model unless said otherwise."""
+    """What is learned: the loss and metric of `baoc.tasks`, brought by the model. `options` are those of its row."""
 
     name: str = "vision"
-    label_smoothing: float = 0.0
-
-    def __post_init__(self) -> None:
-        require(0 <= self.label_smoothing < 1, "task.label_smoothing", self.label_smoothing, "at least 0 and below 1")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
-    """Which network. `options` are its own (see `baoc.models.MODELS`), written beside `size` on the command line."""
-
-    name: str = "vit"
-    task: str = "vision"
-    size: str = "auto"
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DatasetConfig:
-    """Which data. `path` is where it lies; null takes what is embedded in the package.
+class LoraConfig:
+    """Low-rank adapters (peft) on the layers that `targets` match; the rest is frozen. `rank` null is none.
 
-    `split_seed` is apart from the run's seed, so that runs of several seeds are judged on the same samples.
+    `alpha` null is twice the rank. `targets`: ends of module names; empty takes every linear layer but the head.
     """
+
+    rank: int | None = None
+    alpha: float | None = None
+    targets: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.rank is not None:
+            require(self.rank >= 1, "model.lora.rank", self.rank, "1 or more, or null for no adapters")
+        if self.alpha is not None:
+            require(self.alpha > 0, "model.lora.alpha", self.alpha, "above 0, or null for twice the rank")
+        if self.rank is None and (self.alpha is not None or self.targets):
+            raise BadInputError("model.lora.alpha and model.lora.targets need a model.lora.rank, such as 8")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which network, and what is done to it. `options` are its own (see `baoc.models.MODELS`), written beside `size`.
+
+    `pretrained`: a folder or safetensors file to start from; null is a random start. `new_head` leaves out its head,
+    for other classes. `freeze`: patterns of parameter names that are not trained. `checkpointing` recomputes
+    activations in the backward pass; `compile` is torch.compile.
+    """
+
+    name: str = "vit"
+    size: str = "auto"
+    pretrained: str | None = None
+    new_head: bool = False
+    freeze: tuple[str, ...] = ()
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    checkpointing: bool = False
+    compile: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.new_head and self.pretrained is None:
+            raise BadInputError("model.new_head=true is about pretrained weights: give model.pretrained=PATH as well")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetConfig:
+    """Which data. `path` is where it lies; null takes what is embedded or installed. `options` are those of its row."""
 
     name: str = "digits"
     path: str | None = None
-    val_fraction: float = 0.2
-    split_seed: int = 0
-
-    def __post_init__(self) -> None:
-        require(0 < self.val_fraction < 1, "dataset.val_fraction", self.val_fraction, "above 0 and below 1")
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,23 +147,23 @@ class ReallocationConfig:
 class OptimConfig:
     """What every rule shares. `warmup_fraction` of the steps rise linearly to `lr`, then `schedule` goes on.
 
-    A cosine ends at `final_lr_fraction` of `lr`.
+    A cosine ends at `final_lr_fraction` of `lr`. `lr` null is what suits the model's size.
 
     `nonfinite`: what a NaN or infinity in a gradient costs: its element, its step, or the run.
     """
 
-    lr: float = 3e-3
+    lr: float | None = None
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 1e-2
     warmup_fraction: float = 0.1
     schedule: Literal["cosine", "constant"] = "cosine"
     final_lr_fraction: float = 0.1
-    backend: Literal["auto", "eager"] = "auto"
+    backend: Literal["auto", "eager", "fused", "native"] = "auto"
     nonfinite: Literal["skip_element", "skip_step", "raise"] = "skip_element"
 
     def __post_init__(self) -> None:
-        require(self.lr > 0, "optim.lr", self.lr, "above 0")
+        require(self.lr is None or self.lr > 0, "optim.lr", self.lr, "above 0, or null for what suits the model")
         require(all(0 <= beta < 1 for beta in self.betas), "optim.betas", list(self.betas), "two numbers in [0, 1)")
         require(self.eps > 0, "optim.eps", self.eps, "above 0")
         require(self.weight_decay >= 0, "optim.weight_decay", self.weight_decay, "zero or more")
@@ -166,10 +190,12 @@ class LoggerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
-    """`every_n_steps`: null writes the last step only. `keep`: how many of the newest stay."""
+    """`every_n_steps`: null writes the last step only. `keep`: how many of the newest stay. `export`: the weights of a
+    finished run as safetensors, which the model's library loads."""
 
     every_n_steps: int | None = None
     keep: int = 1
+    export: bool = True
 
     def __post_init__(self) -> None:
         if self.every_n_steps is not None:
@@ -188,7 +214,7 @@ class RunConfig:
     resume: str | None = None  # null | auto | path of a run folder or checkpoint
     objective: Literal["quality", "throughput", "balanced"] = "quality"
     batch_size: int = 64  # global: samples per optimizer step
-    micro_batch: int | None = None  # samples per forward; null is batch_size
+    micro_batch: int | None = None  # samples per forward; null is batch_size, or what suits the size on CUDA
     task: TaskConfig = field(default_factory=TaskConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     dataset: DatasetConfig = field(default_factory=DatasetConfig)

@@ -28,14 +28,15 @@ TRAINER_OWNED: Mapping[str, str] = {
 }
 
 
-PRECISIONS = ("32-true", "32", "bf16-mixed", "bf16-true", "bf16", "16-mixed", "16-true", "16", "64-true", "64")
+PRECISIONS = ("auto", "32-true", "32", "bf16-mixed", "bf16-true", "bf16", "16-mixed", "16-true", "16", "64-true", "64")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerConfig:
     """Lightning's Trainer arguments under their own names and defaults, passed through as they are.
 
-    Arguments that BAOC decides are in TRAINER_OWNED, each with what to set instead.
+    Arguments that BAOC decides are in TRAINER_OWNED, each with what to set instead. `precision=auto` is decided when
+    the device is known (`baoc.config.resolve`).
     """
 
     precision: int | str | None = None

@@ -4,23 +4,26 @@ To add one: a file with a DataModule that has `.spec`, and a row here. Rows name
 that listing them costs nothing.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from baoc.errors import BadInputError, unknown_name
 
 if TYPE_CHECKING:
-    from baoc.data.vision import VisionDataModule
+    from baoc.data.base import DataModule
 
-__all__ = ["DATASETS", "Dataset", "build_data"]
+__all__ = ["DATASETS", "Dataset", "build_data", "require_task"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
     """One row. `builder` in `module` makes the DataModule; it takes the arguments of `build_data` and `options`.
 
-    `path_row`: the row that reads `dataset.path` when a user gives one; a row that names itself cannot do without.
+    `path_row`: the row that reads `dataset.path` when a user gives one (None: this row itself, which can do without);
+    a row that names itself cannot do without. `options`: their defaults; `option_types`: the type of an option whose
+    default does not tell it, where a default of None means text or null.
     """
 
     name: str
@@ -28,12 +31,69 @@ class Dataset:
     tasks: tuple[str, ...]
     module: str
     builder: str
-    path_row: str
-    options: tuple[str, ...] = ()
+    path_row: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    option_types: Mapping[str, Any] = field(default_factory=dict)
+    takes_path: bool = True
 
     @property
     def needs_path(self) -> bool:
         return self.path_row == self.name
+
+
+_SPLIT = {"val_fraction": 0.2, "split_seed": 0}
+_IMAGES = {
+    **_SPLIT,
+    "augment": "none",
+    "image_size": None,
+    "workers": None,
+    "hub": None,
+    "streaming": None,  # null streams what comes from the hub
+    "image_column": None,
+    "label_column": None,
+}
+_IMAGE_TYPES = {"image_size": int | None, "workers": int | None, "streaming": bool | None}
+
+
+def _images(name: str, description: str, **row: Any) -> "Dataset":
+    """A row that `build_images` reads: from `dataset.path`, else from the hub set that its option `hub` names."""
+    options = {**_IMAGES, **row.pop("options", {})}
+    return Dataset(
+        name=name,
+        description=description,
+        tasks=("vision", "diffusion"),
+        module="baoc.data.vision_sets",
+        builder="build_images",
+        options=options,
+        option_types=_IMAGE_TYPES,
+        **row,
+    )
+
+
+_TEXT = {
+    "tokenizer": "bytes",
+    "vocab_size": 4096,  # of tokenizer=bpe
+    "sequence_length": 128,
+    "val_fraction": 0.05,
+    "max_val_sequences": 512,
+    "text_column": "text",
+    "pattern": None,
+}
+_HUB_TEXT = {"hub": None, "hub_config": None, "train_split": "train", "val_split": None}
+
+
+def _text(name: str, description: str, **row: Any) -> "Dataset":
+    """A row of tokens for language models, read from `dataset.path` where one is given."""
+    options = {**_TEXT, **row.pop("options", {})}
+    return Dataset(
+        name=name,
+        description=description,
+        tasks=("language",),
+        module="baoc.data.text",
+        options=options,
+        option_types={"max_val_sequences": int | None},
+        **row,
+    )
 
 
 DATASETS: dict[str, Dataset] = {
@@ -42,20 +102,110 @@ DATASETS: dict[str, Dataset] = {
         Dataset(
             name="digits",
             description="UCI digits, 1,797 images of 8 x 8 pixels in 10 classes; embedded, needs no network",
-            tasks=("vision",),
-            module="baoc.data.vision",
+            tasks=("vision", "diffusion"),
+            module="baoc.data.vision_sets",
             builder="build_digits",
-            path_row="npz",
-            options=("val_fraction", "split_seed"),
+            path_row="images",
+            options=_SPLIT,
         ),
         Dataset(
             name="npz",
             description="your own labelled images: dataset.path=FILE.npz with the arrays images and labels",
-            tasks=("vision",),
-            module="baoc.data.vision",
+            tasks=("vision", "diffusion"),
+            module="baoc.data.vision_sets",
             builder="build_npz",
             path_row="npz",
-            options=("val_fraction", "split_seed"),
+            options=_SPLIT,
+        ),
+        _images(
+            "images", "your own: dataset.path=FOLDER with a folder per class, parquet or FILE.npz; or dataset.hub=NAME"
+        ),
+        Dataset(
+            name="fashion_mnist",
+            description="Fashion-MNIST, 60,000 images of 28 x 28 pixels in 10 classes, from IDX files (Debian package)",
+            tasks=("vision", "diffusion"),
+            module="baoc.data.vision_sets",
+            builder="build_fashion_mnist",
+            options={"val_fraction": 1 / 12, "split_seed": 0, "augment": "none"},
+        ),
+        _images(
+            "cifar10",
+            "CIFAR-10, 60,000 images of 32 x 32 pixels; dataset.path=PATH, else from the hub",
+            options={"hub": "uoft-cs/cifar10", "augment": "crop_flip", "streaming": False},
+        ),
+        _images(
+            "cifar100",
+            "CIFAR-100, 60,000 images of 32 x 32 pixels; dataset.path=PATH, else from the hub",
+            options={"hub": "uoft-cs/cifar100", "augment": "crop_flip", "streaming": False},
+        ),
+        _images(
+            "imagenet",
+            "ImageNet-1k, 1.28M photographs at 224 x 224; dataset.path=PATH, else streamed from the hub",
+            options={"hub": "ILSVRC/imagenet-1k", "augment": "crop_flip", "image_size": 224},
+        ),
+        Dataset(
+            name="synthetic_images",
+            description="random pixels and random labels, for throughput and memory: nothing can be learned from it",
+            tasks=("vision", "diffusion"),
+            module="baoc.data.vision_sets",
+            builder="build_synthetic",
+            options={**_SPLIT, "num_samples": 1024, "num_classes": 1000, "image_size": 224, "channels": 3},
+            takes_path=False,
+        ),
+        Dataset(
+            name="latents",
+            description="your own latents: dataset.path=FILE.npy of (N, 4, 32, 32), a folder of them, or FILE.parquet",
+            tasks=("diffusion",),
+            module="baoc.data.latents",
+            builder="build_latents",
+            path_row="latents",
+            options={"val_fraction": 0.05, "split_seed": 0, "scale": None},
+            option_types={"scale": float | None},
+        ),
+        Dataset(
+            name="random_latents",
+            description="noise in the shape (4, 32, 32) of latents, for benchmarks: nothing can be learned from it",
+            tasks=("diffusion",),
+            module="baoc.data.latents",
+            builder="build_random_latents",
+            options={"num_samples": 2048, "num_classes": 1000, "val_fraction": 0.05, "split_seed": 0},
+        ),
+        _text(
+            "pysource",
+            "Python's own standard library, 8.8 MB of source as bytes; needs no network",
+            builder="build_pysource",
+            path_row="text",
+        ),
+        _text(
+            "text",
+            "your own: dataset.path=FILE or FOLDER of .txt, .md, .jsonl or .parquet; or dataset.hub=OWNER/NAME",
+            builder="build_text",
+            options=_HUB_TEXT,
+        ),
+        _text(
+            "c4",
+            "C4, English web text, streamed from the hub; dataset.path=FOLDER reads a copy",
+            builder="build_text",
+            options={
+                **_HUB_TEXT,
+                "hub": "allenai/c4",
+                "hub_config": "en",
+                "val_split": "validation",
+                "tokenizer": "hub:google-t5/t5-base",
+                "sequence_length": 256,
+            },
+        ),
+        _text(
+            "fineweb_edu",
+            "FineWeb-Edu, educational web text, streamed from the hub; dataset.path=FOLDER reads a copy",
+            builder="build_text",
+            options={
+                **_HUB_TEXT,
+                "hub": "HuggingFaceFW/fineweb-edu",
+                "hub_config": "sample-10BT",
+                "tokenizer": "hub:openai-community/gpt2",
+                "sequence_length": 1024,
+            },
         ),
     )
 }
@@ -70,25 +220,35 @@ def build_data(
     accumulate: int = 1,
     path: str | None = None,
     **options: Any,
-) -> "VisionDataModule":
+) -> "DataModule":
     """The DataModule of a row, for `task`. A `path` replaces the images of an embedded row by the user's own.
 
     BadInputError for an unknown name or option, a set that does not serve the task, and data that cannot be used.
     """
-    if name not in DATASETS:
-        raise unknown_name(name, what="dataset", allowed=DATASETS)
+    require_task(name, task=task)
     row = DATASETS[name]
+    if path is not None and not row.takes_path:
+        raise BadInputError(f"dataset {name} is made up and reads no dataset.path={path}: leave it away")
     if path is not None:
-        row, options = DATASETS[row.path_row], {**options, "path": path}
+        row, options = DATASETS[row.path_row or name], {**options, "path": path}
     elif row.needs_path:
         raise BadInputError(f"dataset {name} needs dataset.path=...: {row.description}")
-    if task not in row.tasks:
-        fitting = [other.name for other in DATASETS.values() if task in other.tasks]
-        raise BadInputError(
-            f"dataset {row.name} serves {' and '.join(row.tasks)}, not {task}; "
-            f"data sets for {task}: {', '.join(fitting) or 'none'}"
-        )
     for key in options.keys() - {*row.options, "path"}:
         raise unknown_name(key, what=f"option of dataset {row.name}", allowed=row.options)
+    if len(row.tasks) > 1:
+        options["task"] = task  # values are scaled as the task wants them
     builder = getattr(import_module(row.module), row.builder)
-    return builder(batch_size=batch_size, seed=seed, accumulate=accumulate, **options)
+    return builder(batch_size=batch_size, seed=seed, accumulate=accumulate, **{**row.options, **options})
+
+
+def require_task(name: str, *, task: str) -> None:
+    """BadInputError if data set `name` is unknown or does not serve `task`, with those that do."""
+    if name not in DATASETS:
+        raise unknown_name(name, what="dataset", allowed=DATASETS)
+    serves = DATASETS[name].tasks
+    if task not in serves:
+        fitting = [other.name for other in DATASETS.values() if task in other.tasks]
+        raise BadInputError(
+            f"dataset {name} serves {' and '.join(serves)}, not {task}; "
+            f"data sets for {task}: {', '.join(fitting) or 'none'}"
+        )

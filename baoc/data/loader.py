@@ -1,56 +1,54 @@
-"""Loaders over tensors in memory: a batch is one indexing operation, without worker processes or per-item Python.
+"""Loaders of batches: in order for validation, shuffled anew each epoch for training.
 
 `ShuffledLoader` can stop anywhere and go on with the very same batches. Its order comes from (seed, epoch) alone, by a
 generator of its own, so the global random state is neither read nor moved.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from baoc.data.sources import Batch, BatchMaker, Order, Source, TensorRows, Transform, WorkerPool
 from baoc.errors import BadInputError, CheckpointError
 
-Batch = dict[str, Tensor]
-Transform = Callable[[Batch], Batch]
+__all__ = ["Batch", "SequentialLoader", "ShuffledLoader", "Transform"]
 
 
 class SequentialLoader:
     """Batches in order, the last one possibly smaller: for validation.
 
-    `tensors`: name -> (N, ...). `indices`: the rows that belong to this loader, all by default. `transform` sees a
-    whole batch.
+    `source`: tensors by name, each (N, ...), or anything with `gather`. `indices`: the rows that belong to this loader,
+    all by default. `transform` sees a whole batch. `workers`: processes that make batches ahead, 0 for none.
     """
 
     def __init__(
         self,
-        tensors: Mapping[str, Tensor],
+        source: Source | Mapping[str, Tensor],
         *,
         batch_size: int,
         indices: Tensor | None = None,
         transform: Transform | None = None,
+        workers: int = 0,
     ):
         if batch_size < 1:
             raise BadInputError(f"batch_size must be at least 1, not {batch_size}")
-        lengths = {name: len(tensor) for name, tensor in tensors.items()}
-        assert len(set(lengths.values())) == 1, f"tensors of different lengths: {lengths}"
+        rows = TensorRows(source) if isinstance(source, Mapping) else source
         self.batch_size = batch_size
-        self._tensors = dict(tensors)
-        self._indices = torch.arange(next(iter(lengths.values()))) if indices is None else indices
-        self._transform = transform
+        self._indices = torch.arange(len(rows)) if indices is None else indices
+        self._make = BatchMaker(source=rows, transform=transform)
+        self._pool = WorkerPool(self._make, workers=workers) if workers else None
 
     def __len__(self) -> int:
         return -(-len(self._indices) // self.batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
-        for rows in self._indices.split(self.batch_size):
-            yield self._gather(rows)
+        yield from self._made([Order(rows=rows) for rows in self._indices.split(self.batch_size)])
 
-    def _gather(self, rows: Tensor) -> Batch:
-        batch = {name: tensor[rows] for name, tensor in self._tensors.items()}
-        return self._transform(batch) if self._transform is not None else batch
+    def _made(self, orders: list[Order]) -> Iterator[Batch]:
+        return map(self._make, orders) if self._pool is None else self._pool.batches(orders)
 
 
 class ShuffledLoader(SequentialLoader):
@@ -58,6 +56,7 @@ class ShuffledLoader(SequentialLoader):
 
     Rows that do not fill a batch are left out of that epoch. `accumulate` micro-batches make an optimizer step: an
     epoch holds whole steps only, so `batch_size=16, accumulate=4` sees the samples of `batch_size=64`, step by step.
+    Of `num_ranks` processes each takes its `rank`'s share of every batch, which then counts num_ranks x batch_size.
 
     Each pass starts where `load_state_dict` last put the loader, else at the start of an epoch; finishing a pass moves
     on to the next epoch. Lightning never finishes one (it counts batches), but calls `sampler.set_epoch` before each.
@@ -67,27 +66,32 @@ class ShuffledLoader(SequentialLoader):
 
     def __init__(
         self,
-        tensors: Mapping[str, Tensor],
+        source: Source | Mapping[str, Tensor],
         *,
         batch_size: int,
         seed: int,
         accumulate: int = 1,
         limit: int | None = None,
-        indices: Tensor | None = None,
-        transform: Transform | None = None,
+        rank: int = 0,
+        num_ranks: int = 1,
+        **settings: Any,
     ):
-        super().__init__(tensors, batch_size=batch_size, indices=indices, transform=transform)
+        """`settings`: indices, transform and workers, as SequentialLoader takes them."""
+        super().__init__(source, batch_size=batch_size, **settings)
         if accumulate < 1:
             raise BadInputError(f"accumulation must be at least 1 micro-batch, not {accumulate}")
+        assert 0 <= rank < num_ranks, f"rank {rank} of {num_ranks}"
         num_rows = len(self._indices)
-        if num_rows < batch_size * accumulate:
+        if num_rows < batch_size * num_ranks * accumulate:
             raise BadInputError(
-                f"a step of {accumulate} x {batch_size} samples does not fit the {num_rows} training samples: "
-                f"lower the batch size, all micro-batches of a step together, to at most {num_rows}"
+                f"a step of {accumulate} x {batch_size * num_ranks} samples does not fit the {num_rows} training "
+                f"samples: lower the batch size, all micro-batches of a step together, to at most {num_rows}"
             )
         self.seed = seed
         self.accumulate = accumulate
         self.limit = limit
+        self.rank = rank
+        self.num_ranks = num_ranks
         self.epoch = 0
         self._start = 0  # batch at which a pass begins; above 0 where an epoch was left in its middle
         self._position = 0  # batches of this epoch handed out, by the pass that came farthest
@@ -95,15 +99,15 @@ class ShuffledLoader(SequentialLoader):
         self._resumed = False
 
     def __len__(self) -> int:
-        return len(self._indices) // (self.batch_size * self.accumulate) * self.accumulate
+        return len(self._indices) // (self._global_batch * self.accumulate) * self.accumulate
 
     def __iter__(self) -> Iterator[Batch]:
         # A generator, so epoch and start are read when the first batch is asked for, not when Lightning calls iter():
         # it does so up to twice before it has restored a checkpoint and set the epoch.
-        order = self._order(self.epoch)
-        for position in range(self._start, len(self)):
+        orders = self._orders(self.epoch)
+        for position, batch in enumerate(self._made(orders[self._start :]), start=self._start):
             self._position = max(self._position, position + 1)
-            yield self._gather(order[position * self.batch_size : (position + 1) * self.batch_size])
+            yield batch
         self._go_to(self.epoch + 1)
 
     @property
@@ -154,15 +158,31 @@ class ShuffledLoader(SequentialLoader):
         self._trainer_epoch, self._resumed = None, True
         self._leave_finished()
 
+    @property
+    def _global_batch(self) -> int:
+        return self.batch_size * self.num_ranks
+
     def _identity(self) -> dict[str, int]:
         return {
             "seed": self.seed,
-            "batch_size": self.batch_size,
+            "batch_size": self._global_batch,
             "accumulate": self.accumulate,
             "num_samples": len(self._indices),
         }
 
-    def _order(self, epoch: int) -> Tensor:
-        digest = hashlib.sha256(f"{self.seed}:{epoch}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "big"))
-        return self._indices[torch.randperm(len(self._indices), generator=generator)]
+    def _orders(self, epoch: int) -> list[Order]:
+        """Every batch of an epoch that this rank makes."""
+        order = self._indices[torch.randperm(len(self._indices), generator=generator_of(self.seed, epoch))]
+        starts = range(self.rank * self.batch_size, len(self) * self._global_batch, self._global_batch)
+        size = self.batch_size
+        return [Order(rows=order[at : at + size], seed=seed_of(self.seed, epoch, at)) for at in starts]
+
+
+def generator_of(*key: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed_of(*key))
+
+
+def seed_of(*key: int) -> int:
+    """A seed that differs wherever any number of `key` does."""
+    digest = hashlib.sha256(":".join(map(str, key)).encode()).digest()
+    return int.from_bytes(digest[:4], "big")

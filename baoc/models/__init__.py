@@ -19,24 +19,34 @@ __all__ = ["MODELS", "ModelFamily", "ModelSize", "SizeChoice", "build_model", "c
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
-    """One named size: `settings` are what the family's `build` reads, in its own words."""
+    """One named size: `settings` are what the family's `build` reads, in its own words.
+
+    `lr` is what fp32 AdamW trains it well with. `micro_batch`: samples per forward with which 8 GiB suffice on a GPU,
+    or the least that needs more; None where the whole batch does.
+    """
 
     name: str
     description: str
     settings: Mapping[str, int]
+    lr: float
+    micro_batch: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFamily:
-    """One row: the task it is trained for, its sizes by name, and its options with their defaults."""
+    """One row: the task it is trained for, its sizes by name, and its options with their defaults.
+
+    `option_types`: the type of an option whose default does not tell it; a default of None means text or null.
+    """
 
     name: str
     description: str
     task: str
     module: str
     sizes: Mapping[str, ModelSize]
-    auto: str  # the size that `auto` takes
+    auto: Mapping[str, str]  # device -> the size that `auto` takes there
     options: Mapping[str, Any] = field(default_factory=dict)
+    option_types: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,18 +55,83 @@ class SizeChoice:
     why: str
 
 
-def _vit(name: str, description: str, **settings: int) -> ModelSize:
+def _vit(name: str, description: str, *, lr: float, micro_batch: int | None = None, **settings: int) -> ModelSize:
     """`grid`: patches a side, the patch then follows from the image; else `patch` and `image` in pixels."""
-    return ModelSize(name=name, description=description, settings=settings)
+    return ModelSize(name=name, description=description, settings=settings, lr=lr, micro_batch=micro_batch)
+
+
+def _vit_224(name: str, description: str, *, patch: int = 16, **settings: Any) -> ModelSize:
+    return _vit(name, f"{description} on 224 x 224", patch=patch, image=224, **settings)
 
 
 _VIT_SIZES = (
-    _vit("tiny", "0.2M parameters, 4 x 4 patches on the data's own images", width=64, depth=4, heads=4, grid=4),
-    _vit("mini", "5.4M, patch 4 on 32 x 32 (ViT-Ti/4)", width=192, depth=12, heads=3, patch=4, image=32),
-    _vit("small", "22M, patch 16 on 224 x 224 (ViT-S/16)", width=384, depth=12, heads=6, patch=16, image=224),
-    _vit("base", "86M, patch 16 on 224 x 224 (ViT-B/16)", width=768, depth=12, heads=12, patch=16, image=224),
-    _vit("large", "304M, patch 16 on 224 x 224 (ViT-L/16)", width=1024, depth=24, heads=16, patch=16, image=224),
-    _vit("huge", "632M, patch 14 on 224 x 224 (ViT-H/14)", width=1280, depth=32, heads=16, patch=14, image=224),
+    _vit("tiny", "0.2M, 4 x 4 patches on the data's own images", lr=3e-3, width=64, depth=4, heads=4, grid=4),
+    _vit("mini", "5.4M, patch 4 on 32 x 32 (ViT-Ti/4)", lr=1e-3, width=192, depth=12, heads=3, patch=4, image=32),
+    _vit_224("small", "22M, patch 16 (ViT-S/16)", lr=1e-3, width=384, depth=12, heads=6),
+    _vit_224("base", "86.6M, patch 16 (ViT-B/16)", lr=5e-4, width=768, depth=12, heads=12, micro_batch=64),
+    _vit_224("large", "304M, patch 16 (ViT-L/16)", lr=2e-4, width=1024, depth=24, heads=16, micro_batch=16),
+    _vit_224("huge", "632M, patch 14 (ViT-H/14)", lr=1e-4, width=1280, depth=32, heads=16, patch=14, micro_batch=8),
+)
+
+
+def _dit(name: str, description: str, *, lr: float, micro_batch: int | None = None, **settings: int) -> ModelSize:
+    """`patch` in pixels, or `max_grid` patches a side at most; the image is the data's, enlarged to whole patches."""
+    return ModelSize(name=name, description=description, settings=settings, lr=lr, micro_batch=micro_batch)
+
+
+_DIT_SIZES = (
+    _dit("tiny", "0.3M, up to 8 x 8 patches, of 2 pixels or more", lr=1e-2, width=64, depth=4, heads=4, max_grid=8),
+    _dit("s2", "33M, patch 2 (DiT-S/2)", lr=4e-4, width=384, depth=12, heads=6, patch=2, micro_batch=128),
+    _dit("b2", "130M, patch 2 (DiT-B/2)", lr=2e-4, width=768, depth=12, heads=12, patch=2, micro_batch=32),
+    _dit("l2", "458M, patch 2 (DiT-L/2)", lr=1e-4, width=1024, depth=24, heads=16, patch=2, micro_batch=8),
+    _dit("xl2", "675M, patch 2 (DiT-XL/2)", lr=1e-4, width=1152, depth=28, heads=16, patch=2, micro_batch=8),
+)
+
+
+def _unet(name: str, description: str, *, lr: float, micro_batch: int | None = None, **settings: int) -> ModelSize:
+    """`width` of the first level, twice that of the others; `head_width` 0 is one head, as wide as its level."""
+    return ModelSize(name=name, description=description, settings=settings, lr=lr, micro_batch=micro_batch)
+
+
+_UNET_SIZES = (
+    _unet(
+        "tiny",
+        "0.7M, two levels, attention at half of the image",
+        lr=5e-3,
+        width=32,
+        levels=2,
+        attention_level=1,
+        layers=1,
+        head_width=16,
+        norm_groups=8,
+    ),
+    _unet(
+        "cifar",
+        "35.7M, four levels, attention at 16 x 16 of 32 x 32 (DDPM on CIFAR-10)",
+        lr=2e-4,
+        micro_batch=64,
+        width=128,
+        levels=4,
+        attention_level=1,
+        layers=2,
+        head_width=0,
+        norm_groups=32,
+    ),
+)
+
+
+def _llama(name: str, description: str, *, lr: float, micro_batch: int | None = None, **settings: int) -> ModelSize:
+    """`hidden`: width of the gated MLP. The vocabulary is the data's."""
+    return ModelSize(name=name, description=description, settings=settings, lr=lr, micro_batch=micro_batch)
+
+
+_LLAMA_SIZES = (
+    _llama("nano", "0.5M on bytes", lr=3e-3, width=96, hidden=256, depth=4, heads=4),
+    _llama("60m", "58M at 32,000 tokens", lr=1e-3, width=512, hidden=1376, depth=8, heads=8),
+    _llama("130m", "134M at 32,000 tokens", lr=1e-3, width=768, hidden=2048, depth=12, heads=12),
+    _llama("350m", "368M at 32,000 tokens", lr=6e-4, width=1024, hidden=2736, depth=24, heads=16, micro_batch=8),
+    _llama("1b", "1.34B at 32,000 tokens", lr=4e-4, width=2048, hidden=5461, depth=24, heads=32, micro_batch=4),
+    _llama("7b", "6.74B at 32,000 tokens", lr=3e-4, width=4096, hidden=11008, depth=32, heads=32, micro_batch=1),
 )
 
 MODELS: dict[str, ModelFamily] = {
@@ -68,31 +143,62 @@ MODELS: dict[str, ModelFamily] = {
             task="vision",
             module="baoc.models.vit",
             sizes={size.name: size for size in _VIT_SIZES},
-            auto="tiny",
+            auto={"cpu": "tiny", "cuda": "large"},
             options={"dropout": 0.0},
+        ),
+        ModelFamily(
+            name="dit",
+            description="Diffusion transformer with adaLN-Zero (our own, of the published shapes)",
+            task="diffusion",
+            module="baoc.models.dit",
+            sizes={size.name: size for size in _DIT_SIZES},
+            auto={"cpu": "tiny", "cuda": "xl2"},
+        ),
+        ModelFamily(
+            name="unet",
+            description="UNet that denoises images (diffusers' UNet2DModel)",
+            task="diffusion",
+            module="baoc.models.unet",
+            sizes={size.name: size for size in _UNET_SIZES},
+            auto={"cpu": "tiny", "cuda": "cifar"},
+        ),
+        ModelFamily(
+            name="llama",
+            description="Language model (transformers' Llama), or any causal model with model.source=hf",
+            task="language",
+            module="baoc.models.llama",
+            sizes={size.name: size for size in _LLAMA_SIZES},
+            auto={"cpu": "nano", "cuda": "350m"},
+            options={"source": "sizes", "name_or_path": None, "vocab_size": 0},
         ),
     )
 }
 
 
-def choose_size(name: str, *, size: str = "auto") -> SizeChoice:
-    """The size that is meant by `size`, and why. `auto` is the small one everywhere, until it looks at the machine."""
+def choose_size(name: str, *, size: str = "auto", device: str = "cpu") -> SizeChoice:
+    """The size that is meant by `size`, and why. `auto` suits the device: one that trains in minutes on a laptop's CPU,
+    one on which budgets of 4 to 16 GiB bind on a GPU."""
     family = _family(name)
     if size == "auto":
-        return SizeChoice(size=family.sizes[family.auto], why=f"model.size=auto takes {family.auto} on every machine")
+        taken = family.sizes[family.auto[device]]
+        suits = "budgets of 4 to 16 GiB bind there" if device == "cuda" else "it trains in minutes there"
+        return SizeChoice(size=taken, why=f"model.size=auto takes {taken.name} on {device}: {suits}")
     if size not in family.sizes:
         raise unknown_name(size, what=f"size of model {name}", allowed=("auto", *family.sizes))
     return SizeChoice(size=family.sizes[size], why=f"model.size={size} was asked for")
 
 
-def build_model(name: str, *, spec: Any, size: str = "auto", seed: int | None = None, **options: Any) -> "nn.Module":
+def build_model(
+    name: str, *, spec: Any, size: str = "auto", device: str = "cpu", seed: int | None = None, **options: Any
+) -> "nn.Module":
     """A freshly initialised float32 network for the data that `spec` describes.
 
     With a `seed` the weights depend on nothing else and the global random state stays as it was. Works on the meta
-    device (`with torch.device("meta")`), where nothing is allocated. BadInputError for unknown names and options.
+    device (`with torch.device("meta")`), where nothing is allocated; `device` only decides what size `auto` is.
+    BadInputError for unknown names and options.
     """
     family = _family(name)
-    choice = choose_size(name, size=size)
+    choice = choose_size(name, size=size, device=device)
     for key in options.keys() - family.options.keys():
         raise unknown_name(key, what=f"option of model {name}", allowed=family.options)
     from baoc.models.construction import float32_and_seed

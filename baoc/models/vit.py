@@ -36,7 +36,10 @@ def build(settings: Mapping[str, int], *, spec: Any, dropout: float) -> "VisionT
 
 
 class VisionTransformer(nn.Module):
-    """(B, channels, image_size, image_size) -> logits (B, num_classes); the MLP is four times as wide as `width`."""
+    """(B, channels, image_size, image_size) -> logits (B, num_classes); the MLP is four times as wide as `width`.
+
+    `checkpoint_units` are the modules whose activations may be recomputed instead of kept.
+    """
 
     def __init__(
         self,
@@ -67,12 +70,17 @@ class VisionTransformer(nn.Module):
             hidden_dropout_prob=dropout,
             attention_probs_dropout_prob=dropout,
         )
-        self.net = ViTForImageClassification(config)
+        self.net: Any = ViTForImageClassification(config)
         self._initialise()
         self.train()  # transformers hands models over in evaluation mode
 
     def forward(self, images: Tensor) -> Tensor:
         return self.net(pixel_values=images).logits
+
+    @property
+    def checkpoint_units(self) -> list[nn.Module]:
+        lists = [module for module in self.net.modules() if isinstance(module, nn.ModuleList)]
+        return list(max(lists, key=len))
 
     def parameter_blocks(self) -> dict[str, tuple[str, ...]]:
         """Block name -> names of its parameters, each exactly once; `layers.N.attention`, `.mlp`, `.norm` by layer.

@@ -17,6 +17,7 @@ from baoc.callbacks.resume import capture_rng, restore_rng
 from baoc.errors import BadInputError
 from baoc.online import step_temporaries, time_specs
 from baoc.profiling import probe_footprint
+from baoc.tasks.ema import EmaWeights
 from baoc.types import Footprint, LatencyTable, OptimizerSpec
 
 
@@ -71,6 +72,8 @@ class Probe:
         val_source = trainer.fit_loop.epoch_loop.val_loop._data_source
         validates = trainer.limit_val_batches and val_source.is_defined()
         val_batch = first_batch(val_source) if validates else None
+        callbacks: list[L.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        self._ema = [callback for callback in callbacks if isinstance(callback, EmaWeights)]
         self.accumulation = trainer.accumulate_grad_batches
         self._micro_batch = _batch_size(batch)
         self._train = _training(strategy, batch)
@@ -88,7 +91,13 @@ class Probe:
                 accumulation=self.accumulation,
                 context_bytes=context_bytes,
             )
-        return replace(footprint, step_temporary_bytes=temporaries)
+        extra = sum(ema.validation_bytes(self.module) for ema in self._ema) if self._validate is not None else 0
+        return replace(
+            footprint,
+            step_temporary_bytes=temporaries,
+            ema_bytes=sum(ema.nbytes(self.module) for ema in self._ema),
+            validation_bytes=footprint.validation_bytes + extra,
+        )
 
     def latency(self, specs: Sequence[OptimizerSpec], *, max_s: float) -> LatencyTable:
         """Seconds of forward and backward, and of the optimizer step of `specs`; gradients are None afterwards."""

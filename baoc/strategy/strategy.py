@@ -104,6 +104,7 @@ class BaocStrategy(SingleDeviceStrategy):
         module = self.lightning_module
         assert module is not None
         self._refuse_unsupported(trainer)
+        self._refuse_mixed_types(trainer)
         super().setup_optimizers(trainer)
         if len(self.optimizers) != 1:
             raise BadInputError(
@@ -176,6 +177,17 @@ class BaocStrategy(SingleDeviceStrategy):
                 "devices=1 and num_nodes=1, and run several budgets side by side instead"
             )
 
+    def _refuse_mixed_types(self, trainer: L.Trainer) -> None:
+        """bf16 weights need layers that take inputs of any type, which is what bf16 autocast or a bf16 model gives."""
+        low = [spec.name for spec in select(self.settings.planner.specs).values() if spec.weights != "native"]
+        if low and trainer.precision not in ("bf16-mixed", "bf16-true"):
+            more = ", ..." if len(low) > 3 else ""
+            raise BadInputError(
+                f"the catalogue has specs with bf16 weights ({', '.join(low[:3])}{more}), but trainer.precision is "
+                f"{trainer.precision}: layers would get inputs of another type. Set trainer.precision=bf16-mixed, or "
+                "leave these specs out"
+            )
+
     # -- training -------------------------------------------------------------------------------------------------
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
@@ -215,7 +227,12 @@ class BaocStrategy(SingleDeviceStrategy):
         online = state.pop("online", None)
         if online is not None:
             self.reallocator.load_state_dict(online)
-        self.reallocator.optimizer.load_state_dict(state)
+        optimizer = self.reallocator.optimizer
+        optimizer.load_state_dict(state)
+        assert optimizer.load_report is not None
+        saved = checkpoint.get("state_dict", {})
+        # The plan on which this run started may have kept in fewer bits what the model had loaded in all of its own.
+        optimizer.load_weights({name: saved[name] for name in optimizer.load_report.whole_names if name in saved})
         if online is not None:
             for listener in self.resume_listeners:
                 listener(self.reallocator.step, self.reallocator.plan)

@@ -3,7 +3,8 @@
 To add one: a file with a subclass of `baoc.tasks.base.Task`, and a row here.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -20,13 +21,19 @@ __all__ = ["TASKS", "OptimizerSettings", "TaskRow", "build_task"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskRow:
-    """One row; `cls` in `module` is the Task, `options` are its own settings beside the optimizer's."""
+    """One row; `cls` in `module` is the Task, `options` are its own settings beside the optimizer's, with defaults.
+
+    `option_types`: the type of an option whose default does not tell it; a default of None means text or null.
+    `seeded`: the option that takes the run's seed where it is null.
+    """
 
     name: str
     description: str
     module: str
     cls: str
-    options: tuple[str, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    option_types: Mapping[str, Any] = field(default_factory=dict)
+    seeded: str | None = None
 
 
 TASKS: dict[str, TaskRow] = {
@@ -37,18 +44,58 @@ TASKS: dict[str, TaskRow] = {
             description="classification of images: cross-entropy, judged by val/loss; accuracy beside it",
             module="baoc.tasks.vision",
             cls="VisionTask",
-            options=("label_smoothing",),
+            options={"label_smoothing": 0.0, "mixup": 0.0, "ema_decay": 0.0},
+        ),
+        TaskRow(
+            name="diffusion",
+            description="denoising of images or latents: squared error, judged by val/mse of the averaged weights",
+            module="baoc.tasks.diffusion",
+            cls="DiffusionTask",
+            options={
+                "prediction": "epsilon",
+                "noise_schedule": "cosine",
+                "label_dropout": 0.1,
+                "noise_seed": None,
+                "ema_decay": 0.9999,
+                "sampler": "ddim",
+                "sample_steps": 50,
+                "guidance": 1.5,
+                "num_samples": None,
+            },
+            option_types={"num_samples": int | None, "noise_seed": int | None},
+            seeded="noise_seed",
+        ),
+        TaskRow(
+            name="language",
+            description="prediction of the next token, judged by val/bpb, bits per byte; perplexity beside it",
+            module="baoc.tasks.language",
+            cls="LanguageTask",
+            options={"loss_chunk": 0, "ema_decay": 0.0},
         ),
     )
 }
 
 
-def build_task(name: str, *, model: "nn.Module", optimizer: OptimizerSettings | None = None, **options: Any) -> "Task":
-    """The LightningModule of a row around `model`. BadInputError for an unknown name or option."""
+def build_task(
+    name: str,
+    *,
+    model: "nn.Module",
+    spec: Any = None,
+    seed: int = 0,
+    optimizer: OptimizerSettings | None = None,
+    **options: Any,
+) -> "Task":
+    """The LightningModule of a row around `model`, for the data that `spec` describes (see `Task`).
+
+    `seed` decides what is random about the task, if anything is. BadInputError for an unknown name or option.
+    """
     if name not in TASKS:
         raise unknown_name(name, what="task", allowed=TASKS)
     row = TASKS[name]
-    for key in options.keys() - set(row.options):
+    for key in options.keys() - row.options.keys():
         raise unknown_name(key, what=f"option of task {name}", allowed=row.options)
+    given = {**row.options, **options}
+    if row.seeded is not None and given[row.seeded] is None:
+        given[row.seeded] = seed
     cls = getattr(import_module(row.module), row.cls)
-    return cls(model, optimizer=optimizer or OptimizerSettings(), **options)
+    return cls(model, spec=spec, optimizer=optimizer or OptimizerSettings(), **given)

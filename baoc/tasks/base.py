@@ -5,6 +5,7 @@ Works under a plain `lightning.Trainer`; BaocStrategy replaces the optimizer and
 
 import math
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any, ClassVar
 
@@ -13,7 +14,9 @@ import torch
 from torch import nn
 
 from baoc.errors import BadInputError
+from baoc.tasks.ema import EmaWeights
 from baoc.tasks.settings import OptimizerSettings
+from baoc.types import DataSpec
 
 
 class Task(L.LightningModule):
@@ -21,13 +24,34 @@ class Task(L.LightningModule):
 
     quality: ClassVar[tuple[str, bool]]  # metric key, and whether higher is better
 
-    def __init__(self, model: nn.Module, *, optimizer: OptimizerSettings | Mapping[str, Any], **options: Any):
-        """`options` are the subclass's own settings. They are kept in `hparams` beside the optimizer's, as numbers and
-        strings only, so that checkpoints load with `weights_only=True`; `load_from_checkpoint(path, model=model)`."""
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        optimizer: OptimizerSettings | Mapping[str, Any],
+        spec: DataSpec | None = None,
+        **options: Any,
+    ):
+        """`spec` describes the data, for tasks whose loss or metric depends on it; None where it is not known.
+
+        `options` are the subclass's own settings. They are kept in `hparams` beside the optimizer's, as numbers and
+        strings only, so that checkpoints load with `weights_only=True`; `load_from_checkpoint(path, model=model)`.
+        `ema_decay` among them, above 0, keeps averages of the weights, which validate in their place."""
         super().__init__()
         self.model = model
+        self.spec = spec
         self.settings = optimizer if isinstance(optimizer, OptimizerSettings) else OptimizerSettings(**optimizer)
         self.save_hyperparameters({"optimizer": asdict(self.settings), **options})
+        ema_decay = options.get("ema_decay", 0.0)
+        self.ema = EmaWeights(ema_decay) if ema_decay != 0 else None
+
+    def configure_callbacks(self) -> list[L.Callback]:
+        """What any Trainer that fits or validates this module must run beside it."""
+        return [] if self.ema is None else [self.ema]
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Inside, the weights are their averages, where such are kept."""
+        return nullcontext() if self.ema is None else self.ema.swapped(self)
 
     def configure_optimizers(self) -> Any:
         settings = self.settings

@@ -3,18 +3,21 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from baoc.errors import BadInputError
 from baoc.tasks.base import Task
 from baoc.tasks.settings import OptimizerSettings
+from baoc.types import DataSpec
 
 
 class VisionTask(Task):
     """Cross-entropy on batches `{"images", "labels"}`, for a model that gives logits.
 
-    `label_smoothing` acts on training only: val/loss is always the plain cross-entropy, comparable between settings.
+    `label_smoothing` and `mixup` act on training only: val/loss is always the plain cross-entropy, comparable between
+    settings. It is taken with the averaged weights where `ema_decay` keeps some.
     """
 
     quality: ClassVar[tuple[str, bool]] = ("val/loss", False)
@@ -23,18 +26,25 @@ class VisionTask(Task):
         self,
         model: nn.Module,
         *,
+        spec: DataSpec | None = None,
         optimizer: OptimizerSettings | Mapping[str, Any] = OptimizerSettings(),  # noqa: B008 - frozen
         label_smoothing: float = 0.0,
+        mixup: float = 0.0,
+        ema_decay: float = 0.0,
     ):
         if not 0 <= label_smoothing < 1:
             raise BadInputError(f"label_smoothing must be at least 0 and below 1, not {label_smoothing}")
-        super().__init__(model, optimizer=optimizer, label_smoothing=float(label_smoothing))
+        if not 0 <= mixup < float("inf"):
+            raise BadInputError(f"mixup must be 0 (none) or the alpha of a Beta distribution, such as 0.2, not {mixup}")
+        options = {"label_smoothing": float(label_smoothing), "mixup": float(mixup), "ema_decay": float(ema_decay)}
+        super().__init__(model, spec=spec, optimizer=optimizer, **options)
         self.label_smoothing = float(label_smoothing)
+        self.mixup = float(mixup)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        logits = self.model(batch["images"]).float()
-        loss = F.cross_entropy(logits, batch["labels"], label_smoothing=self.label_smoothing)
-        self.log("train/loss", loss.detach(), prog_bar=True, batch_size=len(logits))
+        images, labels = batch["images"], batch["labels"]
+        loss = self._mixed_loss(images, labels) if self.mixup else self._smoothed_loss(self.model(images), labels)
+        self.log("train/loss", loss.detach(), prog_bar=True, batch_size=len(images))
         return loss
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
@@ -43,3 +53,16 @@ class VisionTask(Task):
         accuracy = (logits.argmax(-1) == batch["labels"]).float().mean()
         self.log("val/loss", loss, prog_bar=True, batch_size=len(logits))
         self.log("val/acc", accuracy, prog_bar=True, batch_size=len(logits))
+
+    def _smoothed_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits.float(), labels, label_smoothing=self.label_smoothing)
+
+    def _mixed_loss(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Mixup (Zhang et al. 2018, arXiv 1710.09412): each image is blended with another of its batch, its loss too.
+
+        One share for the batch, drawn on the CPU from torch's own generator, whose state checkpoints keep.
+        """
+        share = float(torch.distributions.Beta(self.mixup, self.mixup).sample())
+        partner = torch.randperm(len(images)).to(images.device)
+        logits = self.model(share * images + (1 - share) * images[partner])
+        return share * self._smoothed_loss(logits, labels) + (1 - share) * self._smoothed_loss(logits, labels[partner])

@@ -85,8 +85,9 @@ def print_startup(
     steps: int | None = None,
     seed: int | None = None,
     run_dir: str | Path | None = None,
+    chosen: Sequence[str] = (),
 ) -> None:
-    """The start-up summary; what is None is left out."""
+    """The start-up summary; what is None is left out. `chosen`: what was decided for the user, and why."""
     accumulated = batch_size // micro_batch if micro_batch else 1
     rows = {
         "task": task,
@@ -98,6 +99,7 @@ def print_startup(
         "steps": None if steps is None else f"{steps}",
         "seed": None if seed is None else f"{seed}",
         "run folder": None if run_dir is None else str(run_dir),
+        "chosen": "; ".join(chosen) or None,
     }
     _print_pairs(name, rows.items())
 

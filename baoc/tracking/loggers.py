@@ -6,6 +6,7 @@ so that a job that fails never leaves a run open for the next job to log into.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -75,6 +76,12 @@ def log_plan(loggers: Sequence[Logger], *, plan: Plan, key: str = "allocation") 
     data = [[row.block, row.role, row.num_params, row.spec, row.state_bytes, row.risk, row.why] for row in rows]
     for logger in _wandb(loggers):
         logger.log_table(key, columns=columns, data=data)
+
+
+def log_picture(loggers: Sequence[Logger], *, key: str, path: Path) -> None:
+    """An image file, where W&B is in use and Pillow is there, which it reads images with."""
+    for logger in _wandb(loggers) if find_spec("PIL") is not None else ():
+        logger.log_image(key, images=[str(path)])
 
 
 def log_summary(loggers: Sequence[Logger], *, result: RunResult) -> None:

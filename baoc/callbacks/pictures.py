@@ -1,0 +1,39 @@
+"""Asks a task for what it shows at the end of training: pictures into the run folder and W&B, metrics to the loggers.
+
+At the end of training the network is still on its device, and the optimizer's state still beside it, so that what
+sampling needs counts towards the peak as any other part of the run.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+
+from baoc.callbacks.trainer_state import fast_dev_run
+from baoc.tracking.console import say
+from baoc.tracking.loggers import log_picture
+
+
+class FinalPictures(L.Callback):
+    """Calls `task.conclude(datamodule, folder=...)` with averaged weights, for tasks that have it."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.metrics: dict[str, float] = {}
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        conclude: Any = getattr(pl_module, "conclude", None)
+        data: Any = getattr(trainer, "datamodule", None)
+        if conclude is None or data is None or fast_dev_run(trainer) or trainer.interrupted:
+            return
+        with trainer.precision_plugin.forward_context(), pl_module.averaged():  # pyright: ignore[reportCallIssue]
+            pictures = conclude(data, folder=self.folder)
+        self.metrics = dict(pictures.metrics)
+        for logger in trainer.loggers:
+            if self.metrics:
+                logger.log_metrics(self.metrics, step=trainer.global_step)
+        if pictures.path is not None:
+            log_picture(trainer.loggers, key="samples", path=pictures.path)
+            say(f"samples: {pictures.path}")
+        elif pictures.why:
+            say(f"no samples: {pictures.why}")

@@ -1,0 +1,96 @@
+"""What every DataModule shares: one training loader per fit, whose position travels in checkpoints.
+
+A subclass says how its loaders are made; stopping and going on with the very next sample is settled here.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import lightning as L
+
+from baoc.data.loader import SequentialLoader
+from baoc.data.sources import Batch
+from baoc.types import DataSpec
+
+
+class TrainLoader(Protocol):
+    """Batches of training samples, and the place to go on from; ShuffledLoader and StreamLoader say how."""
+
+    def __iter__(self) -> Iterator[Batch]: ...
+
+    def set_epoch(self, epoch: int) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None: ...
+
+
+class DataModule(L.LightningDataModule):
+    """`batch_size` is the micro-batch, `accumulate` the number of them in an optimizer step.
+
+    `seed` decides the order of training samples and what is random about them, never which of them are held back. The
+    position inside an epoch travels in Lightning's checkpoint twice: with the loader, and here, because Lightning drops
+    the loader's where the loader was built before the loops were restored (a schedule that asks for the number of steps
+    under max_epochs builds it).
+    """
+
+    spec: DataSpec
+
+    def __init__(self, *, batch_size: int, seed: int = 0, accumulate: int = 1):
+        super().__init__()
+        self.batch_size = batch_size
+        self.accumulate = accumulate
+        self.seed = seed
+        self._loader: TrainLoader | None = None
+        self._resume: Mapping[str, Any] | None = None
+
+    @abstractmethod
+    def make_train_loader(self, *, limit: int | None) -> TrainLoader:
+        """A new training loader; `limit` is the number of batches after which the trainer ends an epoch, if it does."""
+
+    @abstractmethod
+    def make_overfit_loader(self) -> SequentialLoader:
+        """The training samples in an order that never changes, so that the first batches are the same each epoch."""
+
+    @abstractmethod
+    def val_dataloader(self) -> SequentialLoader: ...
+
+    def setup(self, stage: str) -> None:
+        """Lightning calls this first in each fit, before it restores a checkpoint: a new fit starts a new pass."""
+        if stage == "fit":
+            self._loader = self._resume = None
+
+    def train_dataloader(self) -> TrainLoader | SequentialLoader:
+        """The one loader of this fit; asking again gives the same object, so its position has one owner.
+
+        Under Trainer(overfit_batches=...) the order is fixed instead, so that the same batches come each epoch.
+        """
+        if getattr(self.trainer, "overfit_batches", 0) > 0:
+            return self.make_overfit_loader()
+        if self._loader is None:
+            self._loader = self.make_train_loader(limit=self._limit())
+            if self._resume is not None:
+                self._loader.load_state_dict(self._resume)
+        return self._loader
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._loader is None else {"train_loader": self._loader.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._resume = state_dict.get("train_loader")
+        if self._loader is not None and self._resume is not None:
+            self._loader.load_state_dict(self._resume)
+
+    def _limit(self) -> int | None:
+        """Batches of an epoch that Trainer(limit_train_batches=...) wants; a fraction of them is resolved here."""
+        limit = None if self.trainer is None else self.trainer.limit_train_batches
+        if isinstance(limit, float):
+            per_step = self.batch_size * self.accumulate
+            return int(self.spec.num_train // per_step * self.accumulate * limit)
+        return limit
+
+
+def rank_of(data: DataModule) -> tuple[int, int]:
+    """(rank, number of ranks) of the trainer that `data` serves."""
+    return (0, 1) if data.trainer is None else (data.trainer.global_rank, data.trainer.world_size)

@@ -1,0 +1,120 @@
+"""Image files to tensors: decoding with Pillow, fitting to a square, and the random crops and flips of training.
+
+All randomness comes from a generator that the caller seeds, so a batch can be made again exactly.
+"""
+
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, get_args
+
+import numpy as np
+import torch
+from torch import Generator, Tensor
+from torch.nn import functional as F
+
+from baoc.errors import BadInputError, TrainingFailedError, unknown_name
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Augment = Literal["none", "flip", "crop_flip"]
+_CROP_AREA, _CROP_RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # Inception-style crops (Szegedy et al. 2015), as ViT trains
+_GREY_MODES = ("1", "L", "LA", "I", "I;16", "F")
+
+
+def check_augment(augment: str) -> Augment:
+    for allowed in get_args(Augment):
+        if augment == allowed:
+            return allowed
+    raise unknown_name(augment, what="dataset.augment", allowed=get_args(Augment))
+
+
+def open_image(content: bytes | Path, *, where: str) -> "Image":
+    """A decoded image, its EXIF orientation applied. TrainingFailedError names `where` it came from if it is broken."""
+    pillow = require_pillow()
+    try:
+        image = pillow.Image.open(io.BytesIO(content if isinstance(content, bytes) else content.read_bytes()))
+        image.load()
+        return pillow.ImageOps.exif_transpose(image)
+    except Exception as error:  # Pillow raises many kinds: UnidentifiedImageError, SyntaxError, struct.error, ...
+        raise TrainingFailedError(
+            f"{where} cannot be decoded as an image ({type(error).__name__}: {error}): replace or remove it"
+        ) from error
+
+
+def require_pillow():
+    try:
+        import PIL.Image
+        import PIL.ImageOps
+    except ImportError as error:
+        raise BadInputError("reading image files needs Pillow: pip install 'baoc[data]'") from error
+    return PIL
+
+
+def is_grey(image: "Image") -> bool:
+    return image.mode in _GREY_MODES
+
+
+def to_tensor(image: "Image", *, channels: int) -> Tensor:
+    """(channels, H, W) uint8; `channels` is 1 (grey) or 3 (RGB)."""
+    array = np.asarray(image.convert("L" if channels == 1 else "RGB"))
+    return torch.from_numpy(array.reshape(*array.shape[:2], channels).copy()).permute(2, 0, 1)
+
+
+def fit(image: "Image", *, size: int) -> "Image":
+    """The central square of an image, `size` pixels a side."""
+    side = min(image.size)
+    left, top = (image.width - side) // 2, (image.height - side) // 2
+    return _resized(image, box=(left, top, left + side, top + side), size=size)
+
+
+def random_fit(image: "Image", *, size: int, augment: Augment, generator: Generator) -> "Image":
+    """As `fit`, but for `crop_flip` a random part of random area and aspect ratio, and mirrored half of the time."""
+    if augment == "none":
+        return fit(image, size=size)
+    fitted = (
+        _resized(image, box=_random_box(image, generator=generator), size=size)
+        if augment == "crop_flip"
+        else fit(image, size=size)
+    )
+    flip = bool(torch.rand((), generator=generator) < 0.5)
+    return require_pillow().ImageOps.mirror(fitted) if flip else fitted
+
+
+def vary(images: Tensor, *, augment: Augment, generator: Generator) -> Tensor:
+    """(B, C, S, S) of any dtype in memory -> the same, varied: shifted by up to an eighth after padding with zeros
+    (Krizhevsky's crop: 4 pixels of 32), and mirrored half of the time."""
+    if augment == "none":
+        return images
+    num, _, size, _ = images.shape
+    flips = torch.rand(num, generator=generator) < 0.5
+    images = torch.where(flips.view(-1, 1, 1, 1), images.flip(-1), images)
+    if augment == "flip":
+        return images
+    pad = max(1, size // 8)
+    padded = F.pad(images, (pad, pad, pad, pad))
+    top, left = torch.randint(0, 2 * pad + 1, (2, num), generator=generator)
+    rows = (top.view(-1, 1) + torch.arange(size)).view(num, 1, size, 1)
+    cols = (left.view(-1, 1) + torch.arange(size)).view(num, 1, 1, size)
+    return padded[torch.arange(num).view(-1, 1, 1, 1), torch.arange(images.shape[1]).view(1, -1, 1, 1), rows, cols]
+
+
+def _resized(image: "Image", *, box: tuple[float, float, float, float], size: int) -> "Image":
+    resampling = require_pillow().Image.Resampling.BILINEAR
+    ready = image if image.mode in ("L", "RGB") else image.convert("L" if is_grey(image) else "RGB")
+    return ready.resize((size, size), resampling, box=box, reducing_gap=2.0)
+
+
+def _random_box(image: "Image", *, generator: Generator) -> tuple[float, float, float, float]:
+    """A part of 8 to 100 % of the area, 3:4 to 4:3 in shape; where ten draws do not fit inside, the central square."""
+    for _ in range(10):
+        area, log_ratio, across, down = torch.rand(4, generator=generator).tolist()
+        area = image.width * image.height * (_CROP_AREA[0] + area * (_CROP_AREA[1] - _CROP_AREA[0]))
+        ratio = _CROP_RATIO[0] * (_CROP_RATIO[1] / _CROP_RATIO[0]) ** log_ratio
+        width, height = (area * ratio) ** 0.5, (area / ratio) ** 0.5
+        if width <= image.width and height <= image.height:
+            left, top = across * (image.width - width), down * (image.height - height)
+            return left, top, left + width, top + height
+    side = min(image.size)
+    left, top = (image.width - side) / 2, (image.height - side) / 2
+    return left, top, left + side, top + side

@@ -1,0 +1,55 @@
+"""A user's own folder of images, one folder per class, and where its training and validation parts are."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from baoc.errors import BadInputError
+
+SUFFIXES = frozenset((".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"))
+_TRAIN, _VAL = ("train", "training"), ("val", "valid", "validation", "test")
+_HOW = "a folder of images has one folder per class, such as cats/1.png and dogs/2.png"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listing:
+    """Files in the order of their paths; `labels[i]` is the place of file i's class in `classes`."""
+
+    files: tuple[Path, ...]
+    labels: tuple[int, ...]
+    classes: tuple[str, ...]
+
+
+def find_parts(path: Path) -> tuple[Path, Path | None]:
+    """Folders of the training and validation images: `train` and `val` (or `test`) in `path` where both exist, else
+    `path` itself, from which validation images are then held back."""
+    named = {entry.name.lower(): entry for entry in path.iterdir() if entry.is_dir()}
+    train = next((named[name] for name in _TRAIN if name in named), None)
+    val = next((named[name] for name in _VAL if name in named), None)
+    return (train, val) if train is not None and val is not None else (path, None)
+
+
+def list_images(folder: Path, *, classes: tuple[str, ...] | None = None) -> Listing:
+    """Every image below each class's folder; `classes` are those of the training part, for a validation part.
+
+    BadInputError names a folder without classes, a class without images, or one that training does not have.
+    """
+    folders = sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    if not folders:
+        loose = sum(entry.suffix.lower() in SUFFIXES for entry in folder.iterdir())
+        held = f"{loose} images and no folders" if loose else "no folders"
+        raise BadInputError(f"{folder} holds {held}: {_HOW}")
+    if classes is not None and (foreign := [entry for entry in folders if entry.name not in classes]):
+        raise BadInputError(f"{foreign[0]} is a class that the training images do not have: {', '.join(classes[:10])}")
+    names: tuple[str, ...] = tuple(entry.name for entry in folders) if classes is None else classes
+    files: list[Path] = []
+    labels: list[int] = []
+    for entry in folders:
+        found = sorted(file for file in entry.rglob("*") if file.suffix.lower() in SUFFIXES)
+        if not found:
+            allowed = " ".join(sorted(SUFFIXES))
+            raise BadInputError(f"{entry} holds no image ({allowed}): remove the folder, or put images there")
+        files += found
+        labels += [names.index(entry.name)] * len(found)
+    if len(names) < 2:
+        raise BadInputError(f"{folder} holds one class, {folders[0].name}: there is nothing to tell apart; {_HOW}")
+    return Listing(files=tuple(files), labels=tuple(labels), classes=names)

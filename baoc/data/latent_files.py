@@ -1,0 +1,165 @@
+"""Reads latents and their labels from .npy and parquet files, and says which file is wrong and how.
+
+Beside FILE.npy with an array (N, C, S, S) of any float type lies FILE.labels.npy (or labels.npy) with N integers; a
+folder holds any number of such files. Parquet files have the columns `latent` (nested lists [C][S][S], or flat lists of
+4 * S * S numbers) and `label`. Without labels, all latents are of one class.
+"""
+
+from dataclasses import dataclass
+from math import isqrt
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from baoc.data.loader import Batch
+from baoc.errors import BadInputError
+
+_HOW = "dataset.path takes a FILE.npy of shape (N, C, S, S), a folder of such files, or FILE.parquet"
+_LABELS = ".labels.npy"
+FLAT_CHANNELS = 4  # of latents that parquet keeps as flat lists
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentRows:
+    """A source of batches: `shards` are (n, C, S, S) each, one after another; `labels` (N,) int64."""
+
+    name: str
+    shards: tuple[Tensor, ...]
+    labels: Tensor
+    num_classes: int
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        channels, height, width = self.shards[0].shape[1:]
+        return channels, height, width
+
+    def gather(self, rows: Tensor) -> Batch:
+        if len(self.shards) == 1:
+            return {"images": self.shards[0][rows], "labels": self.labels[rows]}
+        ends = torch.tensor([len(shard) for shard in self.shards]).cumsum(0)
+        images = torch.empty(len(rows), *self.shape, dtype=self.shards[0].dtype)
+        which = torch.searchsorted(ends, rows, right=True)
+        for index in which.unique().tolist():
+            here = which == index
+            start = int(ends[index]) - len(self.shards[index])
+            images[here] = self.shards[index][rows[here] - start].to(images.dtype)
+        return {"images": images, "labels": self.labels[rows]}
+
+
+def read_latents(path: str | Path) -> LatentRows:
+    """Latents and labels below `path`; BadInputError names the file that cannot be used."""
+    path = Path(path).expanduser()
+    if not path.exists():
+        raise BadInputError(f"dataset.path={path} does not exist: {_HOW}")
+    files = _files(path)
+    parts = [_read_parquet(file) if file.suffix == ".parquet" else _read_npy(file) for file in files]
+    shape = parts[0][0].shape[1:]
+    for file, (latents, _) in zip(files, parts, strict=True):
+        if latents.shape[1:] != shape:
+            raise BadInputError(
+                f"latents of {file} have shape {latents.shape[1:]} each, those of {files[0]} {shape}: keep sets of one "
+                "shape together"
+            )
+    labels = np.concatenate([part[1] for part in parts])
+    if len(labels) < 2:
+        raise BadInputError(f"{path} holds {len(labels)} latent: a part is held back, so 2 are the least")
+    return LatentRows(
+        name=path.stem,
+        shards=tuple(torch.from_numpy(latents) for latents, _ in parts),
+        labels=torch.from_numpy(labels),
+        num_classes=int(labels.max()) + 1,
+    )
+
+
+def _files(path: Path) -> list[Path]:
+    """The files of latents that `path` means, in the order of their names (numbers by value)."""
+    if path.is_file():
+        if path.suffix not in (".npy", ".parquet"):
+            raise BadInputError(f"dataset.path={path} is neither .npy nor .parquet: {_HOW}")
+        return [path]
+    for suffix in (".npy", ".parquet"):
+        found = [file for file in path.glob(f"*{suffix}") if not file.name.endswith("labels.npy")]
+        if found:
+            return sorted(found, key=lambda file: (len(file.stem) if file.stem.isdigit() else 0, file.stem))
+    raise BadInputError(f"{path} holds no .npy and no .parquet file: {_HOW}")
+
+
+def _read_npy(file: Path) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    latents = _checked(_load(file, mapped=True), file=file)
+    beside = next((f for f in (file.with_suffix(_LABELS), file.with_name("labels.npy")) if f.exists()), None)
+    if beside is None:
+        return latents, np.zeros(len(latents), dtype=np.int64)
+    return latents, _checked_labels(_load(beside, mapped=False), file=beside, num_latents=len(latents), of=file)
+
+
+def _load(file: Path, *, mapped: bool) -> NDArray[Any]:
+    try:
+        return np.load(file, mmap_mode="c" if mapped else None, allow_pickle=False)  # c: writing would change no file
+    except (OSError, ValueError, EOFError) as error:
+        raise BadInputError(f"{file} cannot be read as .npy ({error}): {_HOW}") from error
+
+
+def _read_parquet(file: Path) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise BadInputError(f"{file} needs pyarrow to be read: pip install 'baoc[data]'") from error
+    try:
+        table = pyarrow.parquet.read_table(file)
+    except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
+        raise BadInputError(f"{file} cannot be read as parquet ({error})") from error
+    if "latent" not in table.column_names:
+        raise BadInputError(f"{file} lacks the column latent; it has {', '.join(table.column_names) or 'none'}: {_HOW}")
+    latents = _checked(_unnested(table["latent"].combine_chunks(), num_rows=table.num_rows, file=file), file=file)
+    if "label" not in table.column_names:
+        return latents, np.zeros(len(latents), dtype=np.int64)
+    labels = table["label"].to_numpy()
+    return latents, _checked_labels(labels, file=file, num_latents=len(latents), of=file)
+
+
+def _unnested(column: Any, *, num_rows: int, file: Path) -> NDArray[Any]:
+    """A column of lists, nested to any depth, as (N, ...); flat ones become (N, 4, S, S)."""
+    sizes: list[int] = []
+    count = num_rows
+    while hasattr(column, "flatten") and hasattr(column.type, "value_type"):
+        column = column.flatten()
+        if count == 0 or len(column) % count:
+            raise BadInputError(f"the latents of {file} are lists of different lengths, or there are none: {_HOW}")
+        sizes.append(len(column) // count)
+        count = len(column)
+    if len(sizes) == 1:
+        side = isqrt(sizes[0] // FLAT_CHANNELS)
+        if FLAT_CHANNELS * side * side != sizes[0]:
+            raise BadInputError(
+                f"the latents of {file} are flat lists of {sizes[0]} numbers, which is not 4 * S * S: keep them as "
+                "nested lists [C][S][S]"
+            )
+        sizes = [FLAT_CHANNELS, side, side]
+    values = np.require(column.to_numpy(zero_copy_only=False), requirements="W")  # torch takes no others
+    return values.reshape(num_rows, *sizes)
+
+
+def _checked(latents: NDArray[Any], *, file: Path) -> NDArray[Any]:
+    if latents.ndim != 4 or 0 in latents.shape:
+        raise BadInputError(f"{file} has shape {latents.shape}; latents must be (N, C, S, S)")
+    if latents.shape[2] != latents.shape[3]:
+        raise BadInputError(f"{file} has shape {latents.shape}; latents must be square, (N, C, S, S)")
+    if latents.dtype.kind != "f":
+        raise BadInputError(f"{file} has dtype {latents.dtype}; latents must be floating-point numbers, best float16")
+    return latents
+
+
+def _checked_labels(labels: NDArray[Any], *, file: Path, num_latents: int, of: Path) -> NDArray[np.int64]:
+    labels = labels.reshape(-1) if labels.size == num_latents else labels
+    if labels.shape != (num_latents,):
+        raise BadInputError(f"{file} holds labels of shape {labels.shape}; {of} holds {num_latents} latents")
+    if labels.dtype.kind not in "ui" or int(labels.min()) < 0:
+        raise BadInputError(f"labels of {file} must be integers from 0 on, one for each latent of {of}")
+    return labels.astype(np.int64)

@@ -1,0 +1,58 @@
+"""Pixels to the numbers a network is trained on. Free of Lightning, since worker processes import it."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from baoc.data.sources import Batch
+from baoc.data.stored import EncodedImages, ImageSource
+
+_SAMPLED = 512  # encoded images from which mean and deviation are taken; a whole set would have to be decoded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scaling:
+    """Images to float32, (value - mean) / std by channel, resized to `size` pixels a side where that is given."""
+
+    mean: Tensor  # (C, 1, 1), as std
+    std: Tensor
+    size: int | None = None
+
+    def __call__(self, batch: Batch) -> Batch:
+        images = batch["images"].float().sub_(self.mean).div_(self.std)
+        if self.size is not None and images.shape[-1] != self.size:
+            images = F.interpolate(images, size=self.size, mode="bilinear", antialias=True)
+        return {**batch, "images": images}
+
+
+def standardise(source: ImageSource, *, rows: Tensor) -> Scaling:
+    """Mean and standard deviation per channel, (C, 1, 1), over `rows`; a constant channel gets deviation 1.
+
+    In float64 and by parts, so that a large uint8 set is never held as floats.
+    """
+    if isinstance(source, EncodedImages) and len(rows) > _SAMPLED:
+        rows = rows[torch.linspace(0, len(rows) - 1, _SAMPLED).long()]  # evenly: a folder is ordered by class
+    total = torch.zeros(source.channels, dtype=torch.float64)
+    squares, count = torch.zeros_like(total), 0
+    for part in rows.split(4096 if not isinstance(source, EncodedImages) else 64):
+        values = source.gather(part)["images"].double()
+        total += values.sum((0, 2, 3))
+        squares += values.square().sum((0, 2, 3))
+        count += values.numel() // source.channels
+    mean = total / count
+    std = (squares / count - mean.square()).clamp_min(0).sqrt()
+    std[std < 1e-12] = 1.0
+    return Scaling(mean=mean.float().view(-1, 1, 1), std=std.float().view(-1, 1, 1))
+
+
+def unit_range(source: ImageSource, *, rows: Tensor) -> Scaling:
+    """The least and largest value of the training images to -1 and 1; those of encoded images are 0 and 255."""
+    low, high = torch.tensor(0.0), torch.tensor(255.0)
+    if not isinstance(source, EncodedImages):
+        ends = [torch.stack(source.gather(part)["images"].aminmax()).float() for part in rows.split(4096)]
+        low, high = torch.stack(ends)[:, 0].min(), torch.stack(ends)[:, 1].max()
+    half = ((high - low) / 2).clamp_min(1e-12)
+    ones = torch.ones(source.channels, 1, 1)
+    return Scaling(mean=ones * (low + high) / 2, std=ones * half)

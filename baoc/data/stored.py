@@ -1,0 +1,134 @@
+"""Labelled images as sources of batches: in memory, or encoded on disk and decoded when they are asked for.
+
+Small images are decoded once and kept; photographs are decoded by worker processes while training goes on.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Generator, Tensor
+
+from baoc.data.decode import Augment, fit, is_grey, open_image, random_fit, to_tensor, vary
+from baoc.data.sources import Batch
+from baoc.units import MIB
+
+MEMORY_BYTES = 512 * MIB  # decoded images up to this size are kept in memory
+SMALL = 64  # pixels a side; random crops of larger images need the image as it was
+LARGEST = 224  # pixels a side that images are fitted to unless asked for otherwise
+
+
+class Items(Protocol):
+    """Encoded images by number: the content, and where it came from for messages."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, row: int) -> tuple[bytes | Path, str]: ...
+
+
+class Files:
+    """Items of files, kept as text: a million paths are sent to each worker."""
+
+    def __init__(self, files: Sequence[Path]):
+        self._files = [str(file) for file in files]
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __getitem__(self, row: int) -> tuple[Path, str]:
+        return Path(self._files[row]), self._files[row]
+
+
+@dataclass(slots=True, kw_only=True)
+class MemoryImages:
+    """`images`: (N, C, S, S) of any dtype; `labels`: (N,) int64."""
+
+    images: Tensor
+    labels: Tensor
+    augment: Augment = "none"
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def image_size(self) -> int:
+        return self.images.shape[-1]
+
+    @property
+    def channels(self) -> int:
+        return self.images.shape[1]
+
+    def gather(self, rows: Tensor) -> Batch:
+        return {"images": self.images[rows], "labels": self.labels[rows]}
+
+    def gather_random(self, rows: Tensor, *, generator: Generator) -> Batch:
+        images = vary(self.images[rows], augment=self.augment, generator=generator)
+        return {"images": images, "labels": self.labels[rows]}
+
+
+@dataclass(slots=True, kw_only=True)
+class EncodedImages:
+    """Images that are decoded and fitted to `image_size` pixels a side when a batch asks for them: uint8 tensors."""
+
+    items: Items
+    labels: Tensor
+    image_size: int
+    channels: int
+    augment: Augment = "none"
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def gather(self, rows: Tensor) -> Batch:
+        images = [to_tensor(fit(self._open(row), size=self.image_size), channels=self.channels) for row in rows]
+        return {"images": torch.stack(images), "labels": self.labels[rows]}
+
+    def gather_random(self, rows: Tensor, *, generator: Generator) -> Batch:
+        images = [
+            random_fit(self._open(row), size=self.image_size, augment=self.augment, generator=generator) for row in rows
+        ]
+        return {
+            "images": torch.stack([to_tensor(image, channels=self.channels) for image in images]),
+            "labels": self.labels[rows],
+        }
+
+    def with_size(self, image_size: int) -> "EncodedImages":
+        return replace(self, image_size=image_size)
+
+    def in_memory(self) -> MemoryImages:
+        """Everything decoded, on a few threads: Pillow releases the interpreter lock while it decodes."""
+        with ThreadPoolExecutor(4) as threads:
+            parts = list(threads.map(self.gather, torch.arange(len(self)).split(64)))
+        return MemoryImages(
+            images=torch.cat([part["images"] for part in parts]), labels=self.labels, augment=self.augment
+        )
+
+    def _open(self, row: Tensor):
+        content, where = self.items[int(row)]
+        return open_image(content, where=where)
+
+
+ImageSource = MemoryImages | EncodedImages
+
+
+def encoded_images(
+    items: Items, *, labels: Tensor, image_size: int | None, augment: Augment, like: ImageSource | None = None
+) -> ImageSource:
+    """A source over `items`; in memory where that is small and changes nothing.
+
+    `image_size` None takes the shorter side of the first image, at most 224 pixels. `like`: the training source, whose
+    size and channels a validation source shares. Raises TrainingFailedError, naming the file, for a broken image.
+    """
+    if like is not None:
+        size, channels = like.image_size, like.channels
+    else:
+        content, where = items[0]
+        first = open_image(content, where=where)
+        size = image_size or min(*first.size, LARGEST)
+        channels = 1 if is_grey(first) else 3
+    source = EncodedImages(items=items, labels=labels, image_size=size, channels=channels, augment=augment)
+    fits = len(items) * channels * size * size <= MEMORY_BYTES
+    return source.in_memory() if fits and (size <= SMALL or augment != "crop_flip") else source

@@ -1,0 +1,171 @@
+"""Training batches from a stream that is too large to number, such as a hub data set: shuffled, sharded, resumable.
+
+A block of samples is read, shuffled and handed out batch by batch. The stream's own position is kept at the start of
+each block, so going on means reading one block again, and then the very next sample follows.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, Protocol
+
+import torch
+
+from baoc.data.loader import generator_of, seed_of
+from baoc.data.sources import Batch
+from baoc.errors import BadInputError, CheckpointError
+
+_AHEAD = 3  # batches that are made while the newest one is used
+
+
+class Stream(Protocol):
+    """What `datasets.IterableDataset` is: samples in order, whose position can be read and set."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Place:
+    """Batches of `block` of `epoch` that were handed out; places are ordered as the batches are."""
+
+    epoch: int = 0
+    block: int = 0
+    batch: int = 0
+
+
+class StreamLoader:
+    """`open_stream(epoch)` gives the rank's share of that epoch, its files in an order of its own.
+
+    `make(samples, generator)` turns `batch_size` samples into a batch, on threads. A block holds `buffer` samples,
+    rounded up to whole steps of `accumulate` batches; what does not fill a step at the end of an epoch is left out.
+    Passes, looks and resuming behave as those of ShuffledLoader; there is no length.
+    """
+
+    def __init__(
+        self,
+        open_stream: Callable[[int], Stream],
+        *,
+        make: Callable[[list[Any], torch.Generator], Batch],
+        batch_size: int,
+        seed: int,
+        accumulate: int = 1,
+        buffer: int = 2048,
+        threads: int = 4,
+        rank: int = 0,
+    ):
+        if batch_size < 1 or accumulate < 1 or buffer < 1:
+            raise BadInputError(
+                f"batch_size, accumulation and buffer must be at least 1, not {batch_size}, {accumulate}, {buffer}"
+            )
+        per_step = batch_size * accumulate
+        self.batch_size = batch_size
+        self._per_step = per_step
+        self._block_size = -(-buffer // per_step) * per_step
+        self._open, self._make = open_stream, make
+        self._seed, self._rank, self._threads = seed, rank, threads
+        self._start = self._farthest = Place()
+        self._stream_at: dict[Place, dict[str, Any]] = {}  # the stream's own position at the start of a block
+        self._trainer_epoch: int | None = None
+
+    def __iter__(self) -> Iterator[Batch]:
+        place = self._start
+        with ThreadPoolExecutor(self._threads) as threads:
+            for reached, batch in self._ahead(threads, place):
+                self._farthest = max(self._farthest, reached)
+                yield batch
+        self._start = self._farthest = max(self._farthest, Place(epoch=place.epoch + 1))
+
+    @property
+    def sampler(self) -> "StreamLoader":
+        """Where Lightning looks for `set_epoch`."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """A new epoch of the trainer goes on behind the last batch: only that the number changed is believed."""
+        if self._trainer_epoch is not None and epoch != self._trainer_epoch:
+            self._start = self._farthest
+        self._trainer_epoch = epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        block = replace(self._farthest, batch=0)
+        return {
+            "epoch": block.epoch,
+            "block": block.block,
+            "batch": self._farthest.batch,
+            "stream": self._stream_at.get(block),
+            **self._identity(),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a saved position. CheckpointError if this loader would give other batches than the saved one."""
+        here = self._identity()
+        missing = ({"epoch", "block", "batch", "stream"} | here.keys()) - state_dict.keys()
+        if missing:
+            raise CheckpointError(f"the data position of the checkpoint lacks {', '.join(sorted(missing))}")
+        changed = [f"{key} was {state_dict[key]}, is {now}" for key, now in here.items() if state_dict[key] != now]
+        if changed:
+            raise CheckpointError(
+                "the checkpoint was written with other data settings, so its position means nothing here: "
+                f"{'; '.join(changed)}. Resume with the settings of the first run"
+            )
+        block = Place(epoch=int(state_dict["epoch"]), block=int(state_dict["block"]))
+        self._start = self._farthest = replace(block, batch=int(state_dict["batch"]))
+        self._stream_at = {block: state_dict["stream"]} if state_dict["stream"] is not None else {}
+        self._trainer_epoch = None
+
+    def _identity(self) -> dict[str, int]:
+        return {"seed": self._seed, "batch_size": self.batch_size, "block_size": self._block_size, "rank": self._rank}
+
+    def _ahead(self, threads: ThreadPoolExecutor, start: Place) -> Iterator[tuple[Place, Batch]]:
+        """Batches in order, each with the place behind it, made a few at a time."""
+        waiting: deque[tuple[Place, Future[Batch]]] = deque()
+        for place, samples in self._samples(start):
+            seed = seed_of(self._seed, self._rank, place.epoch, place.block, place.batch)
+            made = threads.submit(self._make, samples, torch.Generator().manual_seed(seed))
+            waiting.append((replace(place, batch=place.batch + 1), made))
+            if len(waiting) > _AHEAD:
+                reached, made = waiting.popleft()
+                yield reached, made.result()
+        for reached, made in waiting:
+            yield reached, made.result()
+
+    def _samples(self, start: Place) -> Iterator[tuple[Place, list[Any]]]:
+        """The samples of each batch of an epoch, from `start` on."""
+        for place, block in self._blocks(replace(start, batch=0)):
+            generator = generator_of(self._seed, self._rank, place.epoch, place.block)
+            order = torch.randperm(len(block), generator=generator).tolist()
+            skipped = start.batch if place.block == start.block else 0
+            for batch in range(skipped, len(block) // self.batch_size):
+                rows = order[batch * self.batch_size : (batch + 1) * self.batch_size]
+                yield replace(place, batch=batch), [block[row] for row in rows]
+
+    def _blocks(self, place: Place) -> Iterator[tuple[Place, list[Any]]]:
+        """Blocks of whole steps; remembers where the stream stood before each that may be gone back to."""
+        stream = self._open(place.epoch)
+        if (position := self._stream_at.get(place)) is not None:
+            stream.load_state_dict(position)
+        else:
+            assert place.block == 0, "a block in mid-epoch without the stream's position"
+        samples: Iterable[Any] = iter(stream)
+        while True:
+            position = stream.state_dict()
+            block = list(islice(samples, self._block_size))
+            block = block[: len(block) // self._per_step * self._per_step]
+            if not block:
+                return
+            self._stream_at[place] = position
+            self._forget()
+            yield place, block
+            place = replace(place, block=place.block + 1)
+
+    def _forget(self) -> None:
+        """Of the blocks before the newest batch handed out, which is up to a few behind the newest one read."""
+        needed = replace(self._farthest, batch=0)
+        for place in [place for place in self._stream_at if place < needed]:
+            del self._stream_at[place]

@@ -1,0 +1,152 @@
+"""Text as packed sequences of tokens, in a Lightning DataModule.
+
+Batches are `{"tokens": (B, T), "targets": (B, T)}`, int64: the targets are the tokens one place later. Documents follow
+each other, each sequence begins where the last one ended, so every token is predicted once in an epoch.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from baoc.data.base import DataModule, rank_of
+from baoc.data.loader import Batch, SequentialLoader, ShuffledLoader
+from baoc.data.text_files import Piece, TextFiles, before, behind, find, measure, python_source
+from baoc.data.token_arrays import Encoded, encode
+from baoc.data.tokens import Tokens, load_tokenizer
+from baoc.errors import BadInputError
+from baoc.types import TextDataSpec
+
+
+def build_pysource(**options: Any) -> DataModule:
+    return _of_files(python_source(), **options)
+
+
+def build_text(*, path: str | None = None, hub: str | None = None, **options: Any) -> DataModule:
+    """A file or folder at `path`; without one, the set `hub` of the Hugging Face hub, as a stream."""
+    if path is not None:
+        return _of_files(find(path, pattern=options["pattern"], text_column=options["text_column"]), **options)
+    if hub is None:
+        raise BadInputError("dataset text needs dataset.path=FILE_OR_FOLDER, or dataset.hub=OWNER/NAME to stream one")
+    from baoc.data.text_stream import build_stream
+
+    return build_stream(hub, **options)
+
+
+def _of_files(source: TextFiles, **options: Any) -> "TextDataModule":
+    names = ("tokenizer", "vocab_size", "sequence_length", "val_fraction", "max_val_sequences")
+    return TextDataModule(source, **{name: options[name] for name in (*names, "batch_size", "seed", "accumulate")})
+
+
+class TextDataModule(DataModule):
+    """Text of files, split by bytes: the last `val_fraction` is held back, the same for every seed.
+
+    `max_val_sequences` of the held-back part, spread evenly over it, are what a validation reads; None reads all.
+    """
+
+    spec: TextDataSpec
+
+    def __init__(
+        self,
+        source: TextFiles,
+        *,
+        tokenizer: str = "bytes",
+        vocab_size: int = 4096,
+        sequence_length: int = 128,
+        val_fraction: float = 0.05,
+        max_val_sequences: int | None = 512,
+        **batches: Any,
+    ):
+        """`vocab_size` is for tokenizer=bpe; `batches`: batch_size, accumulate and seed, as `DataModule` takes them."""
+        super().__init__(**batches)
+        check_sizes(sequence_length=sequence_length, max_val_sequences=max_val_sequences)
+        if not 0 < val_fraction < 1:
+            raise BadInputError(f"val_fraction must lie between 0 and 1, not {val_fraction}; 0.05 holds back a 20th")
+        content = measure(source)
+        cut = content.num_bytes - max(1, round(content.num_bytes * val_fraction))
+        key = f"{content.key} {cut}"
+        train, val = (_part(source, side, cut) for side in (before, behind))
+        library = load_tokenizer(tokenizer, vocab_size=vocab_size, training_text=train, text_key=key)
+        trained = encode(train, tokenizer=library, num_bytes=cut, text_key=f"{key} train")
+        held = encode(val, tokenizer=library, num_bytes=content.num_bytes - cut, text_key=f"{key} val")
+        self._train = _packed(trained, length=sequence_length, name=source.name, part="training")
+        self._val = _packed(held, length=sequence_length, name=source.name, part="validation")
+        self._val_rows = spread(len(self._val), at_most=max_val_sequences)
+        self.spec = TextDataSpec(
+            dataset=source.name,
+            vocab_size=library.vocab_size,
+            sequence_length=sequence_length,
+            num_train=len(self._train),
+            num_val=len(self._val_rows),
+            bytes_per_token=held.bytes_per_token,
+            sha256=content.sha256,
+        )
+
+    def make_train_loader(self, *, limit: int | None) -> ShuffledLoader:
+        rank, num_ranks = rank_of(self)
+        return ShuffledLoader(
+            self._train,
+            batch_size=self.batch_size,
+            seed=self.seed,
+            accumulate=self.accumulate,
+            limit=limit,
+            rank=rank,
+            num_ranks=num_ranks,
+        )
+
+    def make_overfit_loader(self) -> SequentialLoader:
+        return SequentialLoader(self._train, batch_size=self.batch_size)
+
+    def val_dataloader(self) -> SequentialLoader:
+        return SequentialLoader(self._val, batch_size=self.batch_size, indices=self._val_rows)
+
+
+class PackedTokens:
+    """Sequences of `length` tokens by number, from an array of all tokens (N,) in memory or mapped from disk."""
+
+    def __init__(self, tokens: Tokens, *, length: int):
+        self._tokens = tokens
+        self._length = length
+
+    def __len__(self) -> int:
+        """The last token is nobody's input, so that every sequence has a target behind it."""
+        return max(0, len(self._tokens) - 1) // self._length
+
+    def gather(self, rows: Tensor) -> Batch:
+        return batch_of(self._tokens[rows.numpy()[:, None] * self._length + np.arange(self._length + 1)])
+
+
+def batch_of(windows: Tokens) -> Batch:
+    """(B, T + 1) tokens of any integer type -> tokens and targets (B, T)."""
+    read = torch.from_numpy(windows.astype(np.int64))
+    return {"tokens": read[:, :-1].contiguous(), "targets": read[:, 1:].contiguous()}
+
+
+def check_sizes(*, sequence_length: int, max_val_sequences: int | None) -> None:
+    if sequence_length < 1:
+        raise BadInputError(f"dataset.sequence_length must be at least 1 token, not {sequence_length}")
+    if max_val_sequences is not None and max_val_sequences < 1:
+        raise BadInputError(f"dataset.max_val_sequences must be at least 1, or null for all, not {max_val_sequences}")
+
+
+def spread(count: int, *, at_most: int | None) -> Tensor:
+    """Numbers below `count`, all or `at_most` of them at equal distances."""
+    kept = count if at_most is None else min(count, at_most)
+    return torch.arange(kept) * count // kept
+
+
+def _part(source: TextFiles, side: Callable[..., Iterator[Piece]], cut: int) -> Callable[[], Iterator[Piece]]:
+    return lambda: side(source.pieces(), cut)
+
+
+def _packed(encoded: Encoded, *, length: int, name: str, part: str) -> PackedTokens:
+    packed = PackedTokens(encoded.tokens, length=length)
+    if len(packed) == 0:
+        share = "a larger" if part == "validation" else "a smaller"
+        raise BadInputError(
+            f"the {part} text of {name} has {len(encoded.tokens)} tokens, too few for one sequence of {length} and the "
+            f"token behind it: give more text, a smaller dataset.sequence_length or {share} dataset.val_fraction"
+        )
+    return packed

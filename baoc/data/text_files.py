@@ -1,0 +1,261 @@
+"""Text in files as a stream of pieces: which files a path means, how each is read, and what is wrong with one.
+
+A piece is some megabytes of UTF-8 at most and never ends inside a character, so sets of any size pass through without
+being held. Plain text, JSON lines (also gzipped, as C4 is distributed) and parquet are read.
+"""
+
+import codecs
+import gzip
+import hashlib
+import json
+import os
+import sysconfig
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from baoc.data.tables import require_datasets
+from baoc.errors import BadInputError
+
+PIECE_BYTES = 1 << 20
+_TEXT = (".txt", ".text", ".md")
+_JSON = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".json.gz")
+_PARQUET = (".parquet",)
+_HOW = f"give a text file in UTF-8, a folder of them ({', '.join(_TEXT)}), JSON lines or parquet"
+# Of the standard library: without tests, and without what differs between machines or is no code that people write.
+_NO_SOURCE = {"test", "tests", "idlelib", "lib2to3", "encodings", "turtledemo", "pydoc_data", "__phello__"}
+_NO_SOURCE |= {"site-packages", "dist-packages", "__pycache__"}
+_BUILT = ("config-", "_sysconfigdata")  # written when Python was built
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A part of a document; `ends`: it is the document's last."""
+
+    text: bytes
+    ends: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextFiles:
+    """The files of a set in their order. `pieces` reads them anew each time; BadInputError names a file it cannot."""
+
+    name: str
+    files: tuple[Path, ...]
+    text_column: str = "text"
+
+    def pieces(self) -> Iterator[Piece]:
+        for file in self.files:
+            name = file.name.lower()
+            if name.endswith(_PARQUET):
+                yield from _of_documents(_parquet_documents(file, column=self.text_column))
+            elif name.endswith(_JSON):
+                yield from _of_documents(_json_documents(file, column=self.text_column))
+            else:
+                yield from _plain_text(file)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Content:
+    """`sha256` of all text, one file after the other; `key` tells also where documents end."""
+
+    num_bytes: int
+    sha256: str
+    key: str
+
+
+def python_source() -> TextFiles:
+    """Python's own standard library, the files sorted by their path in it. The content depends on Python's version."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files: list[Path] = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in _NO_SOURCE and not name.startswith(_BUILT)]
+        files += [Path(folder, name).relative_to(root) for name in names if name.endswith(".py")]
+    files = sorted((file for file in files if not file.name.startswith(_BUILT)), key=lambda file: file.as_posix())
+    if not files:
+        raise BadInputError(
+            f"this Python keeps no source of its standard library in {root}: give dataset.path=FILE.txt instead"
+        )
+    return TextFiles(name="pysource", files=tuple(root / file for file in files))
+
+
+def find(path: str | Path, *, pattern: str | None = None, text_column: str = "text") -> TextFiles:
+    """The text of a file, or of a folder with all folders in it. `pattern`: which names, instead of the known endings.
+
+    Names that begin with a dot are left out. Raises BadInputError for a path without text.
+    """
+    path = Path(path).expanduser()
+    if not path.exists():
+        raise BadInputError(f"dataset.path={path} does not exist: {_HOW}")
+    if path.is_file():
+        return TextFiles(name=path.name.split(".")[0] or path.name, files=(path,), text_column=text_column)
+    within = sorted((file.relative_to(path) for file in path.rglob(pattern or "*")), key=lambda file: file.as_posix())
+    within = [file for file in within if not any(part.startswith(".") for part in file.parts)]
+    held = [path / file for file in within if (path / file).is_file()]
+    known = held if pattern else [file for file in held if file.name.lower().endswith(_TEXT + _JSON + _PARQUET)]
+    if not known:
+        others = sorted({file.suffix or file.name for file in held})[:8]
+        holds = f"holds no file that matches {pattern!r}" if pattern else "holds no text"
+        beside = f", only {', '.join(others)}: dataset.pattern='*{others[0]}' reads those as text" if others else ""
+        raise BadInputError(f"dataset.path={path} {holds}{beside}; {_HOW}")
+    return TextFiles(name=path.resolve().name, files=tuple(known), text_column=text_column)
+
+
+def measure(source: TextFiles) -> Content:
+    """Reads everything once; text that nothing can be learned from is refused."""
+    content, boundaries, num_bytes = hashlib.sha256(), hashlib.sha256(), 0
+    for piece in source.pieces():
+        content.update(piece.text)
+        boundaries.update(f"{len(piece.text)}:{piece.ends};".encode())
+        num_bytes += len(piece.text)
+    if num_bytes == 0:
+        raise BadInputError(f"{_named(source)} is empty: {_HOW}")
+    boundaries.update(content.digest())
+    return Content(num_bytes=num_bytes, sha256=content.hexdigest(), key=boundaries.hexdigest())
+
+
+def before(pieces: Iterable[Piece], cut: int) -> Iterator[Piece]:
+    """What lies before byte `cut`, up to the next end of a character."""
+    for piece, at in _with_cut(pieces, cut):
+        if at is None:
+            yield piece
+        else:
+            if at:
+                yield Piece(text=piece.text[:at], ends=piece.ends and at == len(piece.text))
+            return
+
+
+def behind(pieces: Iterable[Piece], cut: int) -> Iterator[Piece]:
+    """The rest: `before` and `behind` hold every byte once."""
+    found = False
+    for piece, at in _with_cut(pieces, cut):
+        if found:
+            yield piece
+        elif at is not None:
+            found = True
+            if piece.text[at:]:
+                yield Piece(text=piece.text[at:], ends=piece.ends)
+
+
+def _with_cut(pieces: Iterable[Piece], cut: int) -> Iterator[tuple[Piece, int | None]]:
+    """Each piece, with the place of the cut in the one that holds it."""
+    start = 0
+    for piece in pieces:
+        size = len(piece.text)
+        at = None
+        if start <= cut < start + size:
+            at = cut - start
+            while at < size and piece.text[at] & 0xC0 == 0x80:  # inside a character of UTF-8
+                at += 1
+        start += size
+        yield piece, at
+
+
+# -- kinds of files ---------------------------------------------------------------------------------------------------
+
+
+def _plain_text(file: Path) -> Iterator[Piece]:
+    """One document; a piece ends with a line where there is one."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    held, read = b"", 0
+    with _opened(file) as stream:
+        while True:
+            chunk = stream.read(PIECE_BYTES)
+            try:
+                decoder.decode(chunk, final=not chunk)
+            except UnicodeDecodeError as error:
+                raise _undecodable(file, error, read=read, pending=len(error.object) - len(chunk)) from error
+            if not chunk:
+                break
+            read += len(chunk)
+            *complete, held = _cut(held + chunk)
+            for text in complete:
+                yield Piece(text=text, ends=False)
+    if held:
+        yield Piece(text=held, ends=True)
+
+
+def _cut(text: bytes) -> list[bytes]:
+    """`text` in parts of PIECE_BYTES at most, each ending with a line or, in a long one, with a character."""
+    parts: list[bytes] = []
+    while len(text) > PIECE_BYTES:
+        at = text.rfind(b"\n", 0, PIECE_BYTES) + 1
+        if not at:
+            at = PIECE_BYTES
+            while text[at] & 0xC0 == 0x80:
+                at -= 1
+        parts.append(text[:at])
+        text = text[at:]
+    return [*parts, text]
+
+
+def _of_documents(documents: Iterable[str]) -> Iterator[Piece]:
+    for document in documents:
+        if document:
+            *parts, last = _cut(document.encode("utf-8", errors="replace"))  # JSON may escape half a surrogate pair
+            yield from (Piece(text=part, ends=False) for part in parts)
+            yield Piece(text=last, ends=True)
+
+
+def _json_documents(file: Path, *, column: str) -> Iterator[str]:
+    number = 0
+    try:
+        with gzip.open(file) if file.name.lower().endswith(".gz") else _opened(file) as stream:
+            for number, line in enumerate(stream, start=1):
+                if line.strip():
+                    yield _text_of(json.loads(line), column=column, where=f"{file}, line {number}")
+    except UnicodeDecodeError as error:
+        raise _undecodable(file, error) from error
+    except (json.JSONDecodeError, OSError, EOFError, zlib.error) as error:
+        raise BadInputError(f"{file}, line {number}: no JSON object per line can be read there ({error})") from error
+
+
+def _parquet_documents(file: Path, *, column: str) -> Iterator[str]:
+    library = require_datasets()
+    try:
+        rows: Any = library.IterableDataset.from_parquet(str(file))
+        if column not in (held := list(rows.features or ())):
+            raise _no_column(column, held=held, where=str(file))
+        for number, row in enumerate(rows):
+            yield _text_of(row, column=column, where=f"{file}, row {number}")
+    except BadInputError:
+        raise
+    except Exception as error:  # pyarrow and datasets raise what they like
+        raise BadInputError(f"{file} cannot be read as parquet ({str(error).splitlines()[0]})") from error
+
+
+def _text_of(row: object, *, column: str, where: str) -> str:
+    if not isinstance(row, dict):
+        raise BadInputError(f"{where}: there must be an object such as {{{column!r}: 'a text'}}, not {str(row)[:40]!r}")
+    if column not in row:
+        raise _no_column(column, held=list(row), where=where)
+    if not isinstance(row[column], str):
+        raise BadInputError(f"{where}: column {column!r} must hold text, not {type(row[column]).__name__}")
+    return row[column]
+
+
+def _no_column(column: str, *, held: Sequence[str], where: str) -> BadInputError:
+    return BadInputError(f"{where}: there is no column {column!r}; name it with dataset.text_column={'|'.join(held)}")
+
+
+def _undecodable(file: Path, error: UnicodeDecodeError, *, read: int = 0, pending: int = 0) -> BadInputError:
+    """`read`: bytes of the file before the chunk that failed; `pending`: of these, what the decoder still held."""
+    at = read - pending + error.start
+    return BadInputError(
+        f"{file} is not UTF-8 text (byte {at}: {error.reason}): convert it, for example with iconv -t utf-8, "
+        "or leave it out with dataset.pattern"
+    )
+
+
+def _opened(file: Path) -> Any:
+    try:
+        return file.open("rb")
+    except OSError as error:
+        raise BadInputError(f"{file} cannot be read: {error.strerror}") from error
+
+
+def _named(source: TextFiles) -> str:
+    files = source.files
+    return str(files[0]) if len(files) == 1 else f"the text of {len(files)} files, {files[0]} to {files[-1].name},"

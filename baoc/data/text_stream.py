@@ -1,0 +1,255 @@
+"""Text of the Hugging Face hub, packed into sequences while it is read: no copy on disk, any size.
+
+Documents are read and encoded on a thread ahead of training. Behind every sequence the place in the stream is known to
+the token, in plain values, so `StreamLoader` goes on with the very next one.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Generator
+
+from baoc.data.base import DataModule
+from baoc.data.loader import Batch, SequentialLoader
+from baoc.data.stream import StreamLoader
+from baoc.data.tables import require_datasets
+from baoc.data.text import PackedTokens, batch_of, check_sizes, rank_of
+from baoc.data.text_files import Piece
+from baoc.data.token_arrays import Encoded, encode_pieces, token_dtype
+from baoc.data.tokens import Tokenizer, Tokens, load_tokenizer
+from baoc.errors import BadInputError, TrainingFailedError
+from baoc.types import TextDataSpec
+
+SHUFFLED = 1024  # sequences that are read and shuffled at once
+_DOCUMENTS = 64  # encoded at once, on several threads
+_AHEAD = 64  # of these batches, read while training goes on
+_VAL_SEQUENCES = 512  # where max_val_sequences says null: a stream has no end to read to
+
+
+def build_stream(hub: str, **options: Any) -> "StreamDataModule":
+    """The DataModule of the set `hub`, its configuration `hub_config`. BadInputError where the hub gives none."""
+    train = _open(hub, config=options["hub_config"], split=options["train_split"])
+    val_split = options["val_split"]
+    val = None if val_split is None else _open(hub, config=options["hub_config"], split=val_split)
+    names = ("tokenizer", "sequence_length", "max_val_sequences", "text_column", "batch_size", "seed", "accumulate")
+    return StreamDataModule(train, val, name=hub, **{name: options[name] for name in names})
+
+
+def _open(hub: str, *, config: str | None, split: str) -> Any:
+    library = require_datasets()
+    try:
+        return library.load_dataset(hub, config, split=split, streaming=True)
+    except Exception as error:  # of the network, the hub, or the library, each of its own kind
+        name = hub if config is None else f"{hub} ({config})"
+        raise BadInputError(
+            f"the hub gave no split {split} of {name}: {_first_line(error)}. Check the name and the network, or give "
+            "dataset.path=FOLDER with a copy of its files"
+        ) from error
+
+
+class StreamDataModule(DataModule):
+    """`train` and `val` are streams of the library. Without a `val`, the first documents of `train` are held back."""
+
+    spec: TextDataSpec
+
+    def __init__(
+        self,
+        train: Any,
+        val: Any | None,
+        *,
+        name: str,
+        tokenizer: str = "bytes",
+        sequence_length: int = 128,
+        max_val_sequences: int | None = 512,
+        text_column: str = "text",
+        **batches: Any,
+    ):
+        super().__init__(**batches)
+        check_sizes(sequence_length=sequence_length, max_val_sequences=max_val_sequences)
+        self._tokenizer = load_tokenizer(tokenizer, vocab_size=0, training_text=None, text_key="")
+        self._length = sequence_length
+        train, val = (None if part is None else Documents(part, name=name, column=text_column) for part in (train, val))
+        assert train is not None
+        num_val = max_val_sequences or _VAL_SEQUENCES
+        held, num_documents = _first_tokens(
+            train if val is None else val, tokenizer=self._tokenizer, num_tokens=num_val * sequence_length + 1
+        )
+        self._train = train.behind(num_documents) if val is None else train
+        self._val = PackedTokens(held.tokens, length=sequence_length)
+        self._val_rows = torch.arange(min(num_val, len(self._val)))
+        if len(self._val) == 0:
+            raise BadInputError(f"the validation text of {name} is shorter than one sequence of {sequence_length}")
+        self.spec = TextDataSpec(
+            dataset=name,
+            vocab_size=self._tokenizer.vocab_size,
+            sequence_length=sequence_length,
+            num_train=0,
+            num_val=len(self._val_rows),
+            bytes_per_token=held.bytes_per_token,
+        )
+
+    def make_train_loader(self, *, limit: int | None) -> StreamLoader:
+        rank, _ = rank_of(self)
+        return StreamLoader(
+            self._open,
+            make=_stacked,
+            batch_size=self.batch_size,
+            seed=self.seed,
+            accumulate=self.accumulate,
+            buffer=SHUFFLED,
+            threads=1,
+            rank=rank,
+        )
+
+    def make_overfit_loader(self) -> SequentialLoader:
+        windows = list(islice(self._open(0), SHUFFLED))
+        tokens = np.concatenate([window[:-1] for window in windows] + [windows[-1][-1:]])
+        return SequentialLoader(PackedTokens(tokens, length=self._length), batch_size=self.batch_size)
+
+    def val_dataloader(self) -> SequentialLoader:
+        return SequentialLoader(self._val, batch_size=self.batch_size, indices=self._val_rows)
+
+    def _open(self, epoch: int) -> "PackedStream":
+        """The same for every epoch: a stream is seldom read twice, and its sequences are shuffled by epoch anyway."""
+        documents = self._train.for_rank(*rank_of(self))
+        return PackedStream(documents, tokenizer=self._tokenizer, length=self._length)
+
+
+class Documents:
+    """The texts of a stream, a few at a time, with the place behind them."""
+
+    def __init__(self, stream: Any, *, name: str, column: str):
+        self._stream = stream
+        self._name = name
+        self._column = column
+
+    def batches(self, state: Any | None) -> Iterator[tuple[list[Piece], Any]]:
+        """(documents, the library's state behind them) from `state` on, by a copy of the stream of its own.
+
+        Raises BadInputError for a missing column, TrainingFailedError for a stream that breaks.
+        """
+        stream = require_datasets().concatenate_datasets([self._stream])
+        if state is not None:
+            stream.load_state_dict(state)
+        rows = self._read(iter(stream))
+        while texts := [self._text(row) for row in islice(rows, _DOCUMENTS)]:
+            yield [Piece(text=text, ends=True) for text in texts], stream.state_dict()
+
+    def behind(self, num_documents: int) -> "Documents":
+        return Documents(self._stream.skip(num_documents), name=self._name, column=self._column)
+
+    def for_rank(self, rank: int, num_ranks: int) -> "Documents":
+        if num_ranks == 1:
+            return self
+        from datasets.distributed import split_dataset_by_node
+
+        part = split_dataset_by_node(self._stream, rank=rank, world_size=num_ranks)
+        return Documents(part, name=self._name, column=self._column)
+
+    def _read(self, rows: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            try:
+                row = next(rows, None)
+            except Exception as error:
+                raise TrainingFailedError(
+                    f"the stream of {self._name} broke ({_first_line(error)}): resume=auto goes on from the last "
+                    "checkpoint"
+                ) from error
+            if row is None:
+                return
+            yield row
+
+    def _text(self, row: Mapping[str, Any]) -> bytes:
+        if not isinstance(row.get(self._column), str):
+            raise BadInputError(
+                f"{self._name} has no column {self._column!r} of text; name it with dataset.text_column={'|'.join(row)}"
+            )
+        return row[self._column].encode("utf-8", errors="replace")
+
+
+class PackedStream:
+    """Documents -> sequences, each (T + 1,) with the token behind it; a `Stream` as `StreamLoader` wants it.
+
+    Its state is `{"documents": the library's before a batch of documents, "skip": tokens of that batch and the next
+    ones that belong to earlier sequences}`.
+    """
+
+    def __init__(self, documents: Documents, *, tokenizer: Tokenizer, length: int):
+        self._documents = documents
+        self._tokenizer = tokenizer
+        self._length = length
+        self._place: dict[str, Any] = {"documents": None, "skip": 0}
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._place)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._place = dict(state_dict)
+
+    def __iter__(self) -> Iterator[Tokens]:
+        for window, place in _ahead(self._windows()):
+            self._place = place
+            yield window
+
+    def _windows(self) -> Iterator[list[tuple[Tokens, dict[str, Any]]]]:
+        """Sequences with the place behind each, as many as a batch of documents completes."""
+        length, state = self._length, self._place["documents"]
+        held = np.empty(0, token_dtype(self._tokenizer.vocab_size))
+        # Places are counted in tokens from the first one that is used; the first batch may begin before it.
+        begin, end = 0, -self._place["skip"]
+        batches: deque[tuple[Any, int]] = deque()  # the library's state before a batch, the place of its first token
+        for documents, behind in self._documents.batches(state):
+            batches.append((state, end))
+            new = np.concatenate([tokens for tokens, _ in encode_pieces(documents, tokenizer=self._tokenizer)])
+            held = np.concatenate([held, new[max(0, -end) :]])
+            end, state = end + len(new), behind
+            windows: list[tuple[Tokens, dict[str, Any]]] = []
+            for start in range(0, len(held) - length, length):
+                place = begin + start + length
+                while len(batches) > 1 and batches[1][1] <= place:
+                    batches.popleft()
+                before, first = batches[0]
+                windows.append((held[start : start + length + 1], {"documents": before, "skip": place - first}))
+            begin, held = begin + len(windows) * length, held[len(windows) * length :]
+            yield windows
+
+
+def _ahead(batches: Iterator[list[Any]]) -> Iterator[Any]:
+    """The items of all `batches` in order, which a thread reads some way ahead."""
+    with ThreadPoolExecutor(1) as thread:
+        waiting: deque[Future[list[Any] | None]] = deque()
+        try:
+            waiting.extend(thread.submit(next, batches, None) for _ in range(_AHEAD))
+            while (batch := waiting.popleft().result()) is not None:
+                waiting.append(thread.submit(next, batches, None))
+                yield from batch
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+def _stacked(windows: list[Tokens], generator: Generator) -> Batch:
+    return batch_of(np.stack(windows))
+
+
+def _first_tokens(documents: Documents, *, tokenizer: Tokenizer, num_tokens: int) -> tuple[Encoded, int]:
+    """At least `num_tokens` tokens from the beginning, and the number of documents they took."""
+    parts: list[Tokens] = []
+    num_bytes = count = 0
+    for batch, _ in documents.batches(None):
+        for tokens, size in encode_pieces(batch, tokenizer=tokenizer):
+            parts.append(tokens)
+            num_bytes, count = num_bytes + size, count + len(tokens)
+        if count >= num_tokens:
+            break
+    tokens = np.concatenate(parts) if parts else np.empty(0, token_dtype(tokenizer.vocab_size))
+    return Encoded(tokens=tokens, num_bytes=num_bytes), len(parts)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -1,0 +1,40 @@
+"""The folder where trained tokenizers and token arrays are kept, each under a name made from what it was made of."""
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from baoc.errors import OutputError
+
+
+def cache_folder() -> Path:
+    """BAOC_CACHE, else `baoc` in the user's cache folder."""
+    given = os.environ.get("BAOC_CACHE")
+    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baoc"
+
+
+def cached(kind: str, *made_of: str, suffix: str) -> Path:
+    """The file, there or not, of what `made_of` tells apart from all others of its `kind`."""
+    digest = hashlib.sha256("\n".join(("1", *made_of)).encode()).hexdigest()
+    return cache_folder() / f"{kind}-{digest[:32]}{suffix}"
+
+
+def write_whole(path: Path, *, write: Callable[[Any], object]) -> None:
+    """All or nothing, so that a run that is killed, or another one beside it, never reads half a file."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as stream:
+            try:
+                write(stream)
+                stream.close()
+                os.replace(stream.name, path)
+            except BaseException:
+                os.unlink(stream.name)
+                raise
+    except OSError as error:
+        raise OutputError(
+            f"the token cache {path.parent} cannot be written ({error.strerror}): set BAOC_CACHE to a folder with room"
+        ) from error

@@ -1,0 +1,144 @@
+"""The rows of DATASETS that hold labelled images: each builder finds its images and makes the DataModule of them.
+
+Images that lie on disk, whatever their format, go through `build_images`; a hub set is read through `datasets`.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from baoc.data.decode import check_augment
+from baoc.data.folder import find_parts, list_images
+from baoc.data.idx import read_fashion_mnist
+from baoc.data.images import ImageSet, read_digits, read_npz
+from baoc.data.stored import Files, MemoryImages, encoded_images
+from baoc.data.tables import Columns, TableItems, find_columns, labels_of, load_hub, load_parquet, split_of, undecoded
+from baoc.data.vision import LabelledImages, VisionDataModule
+from baoc.errors import BadInputError
+
+_KINDS = "a folder with one folder per class, a folder or FILE of .parquet, or a FILE.npz with images and labels"
+
+
+def build_digits(**settings: Any) -> VisionDataModule:
+    return VisionDataModule(_of_arrays(read_digits()), **settings)
+
+
+def build_npz(path: str, **settings: Any) -> VisionDataModule:
+    return VisionDataModule(_of_arrays(read_npz(path)), **settings)
+
+
+def build_fashion_mnist(path: str | None = None, *, augment: str, **settings: Any) -> VisionDataModule:
+    return VisionDataModule(_of_arrays(read_fashion_mnist(path), augment=augment), **settings)
+
+
+def build_synthetic(
+    *, num_samples: int, num_classes: int, image_size: int, channels: int, **settings: Any
+) -> VisionDataModule:
+    """Random pixels and labels, the same for every seed: for measuring throughput and memory, never quality."""
+    for name, value in (("num_samples", num_samples), ("image_size", image_size), ("channels", channels)):
+        if value < 1:
+            raise BadInputError(f"dataset.{name} must be at least 1, not {value}")
+    if not 2 <= num_classes <= num_samples:
+        raise BadInputError(f"dataset.num_classes must lie between 2 and num_samples={num_samples}, not {num_classes}")
+    generator = torch.Generator().manual_seed(0)
+    shape = (num_samples, channels, image_size, image_size)
+    images = MemoryImages(
+        images=torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8),
+        labels=torch.randint(0, num_classes, (num_samples,), generator=generator),
+    )
+    data = LabelledImages(name="synthetic_images", train=images, val=None, num_classes=num_classes)
+    return VisionDataModule(data, **settings)
+
+
+def build_images(
+    path: str | None = None,
+    *,
+    hub: str | None = None,
+    augment: str = "none",
+    image_size: int | None = None,
+    image_column: str | None = None,
+    label_column: str | None = None,
+    streaming: bool | None = None,
+    **settings: Any,
+) -> Any:
+    """Images at `path`, whatever they lie in, else those of the hub set `hub`.
+
+    `streaming` (None: what comes from the hub) reads while training goes on and stores nothing.
+    """
+    if image_size is not None and image_size < 1:
+        raise BadInputError(f"dataset.image_size must be at least 1 pixel, or null, not {image_size}")
+    augment = check_augment(augment)
+    columns = Columns(image=image_column, label=label_column)
+    found = None if path is None else Path(path).expanduser()
+    if found is not None and not found.exists():
+        raise BadInputError(f"dataset.path={path} does not exist: it must be {_KINDS}")
+    is_table = found is None or found.suffix == ".parquet" or (found.is_dir() and any(found.rglob("*.parquet")))
+    streaming = found is None if streaming is None else streaming
+    if streaming and not is_table:
+        raise BadInputError(
+            f"dataset.streaming reads parquet and hub sets; {path} is none: set dataset.streaming=false"
+        )
+    if not is_table:
+        assert found is not None
+        return VisionDataModule(_of_path(found, augment=augment, image_size=image_size), **settings)
+    if found is None and hub is None:
+        raise BadInputError(f"dataset=images needs dataset.path=PATH ({_KINDS}) or dataset.hub=NAME on the hub")
+    tables = load_hub(str(hub), streaming=streaming) if found is None else load_parquet(found, streaming=streaming)
+    name = str(hub) if found is None else str(found)
+    if streaming:
+        from baoc.data.vision_stream import StreamedImages
+
+        size = image_size or 224
+        return StreamedImages(tables, name=name, columns=columns, image_size=size, augment=augment, **settings)
+    images = _of_tables(tables, name=name, columns=columns, augment=augment, image_size=image_size)
+    return VisionDataModule(images, **settings)
+
+
+def _of_arrays(images: ImageSet, *, augment: str = "none") -> LabelledImages:
+    source = MemoryImages(
+        images=torch.from_numpy(images.images.copy()).permute(0, 3, 1, 2).contiguous(),
+        labels=torch.from_numpy(images.labels),
+        augment=check_augment(augment),
+    )
+    return LabelledImages(name=images.name, train=source, val=None, num_classes=images.num_classes)
+
+
+def _of_path(path: Path, *, augment: Any, image_size: int | None) -> LabelledImages:
+    if path.suffix == ".npz":
+        return _of_arrays(read_npz(path), augment=augment)
+    if not path.is_dir():
+        raise BadInputError(f"dataset.path={path} is nothing that holds labelled images: it must be {_KINDS}")
+    train_folder, val_folder = find_parts(path)
+    listing = list_images(train_folder)
+    train = encoded_images(
+        Files(listing.files), labels=torch.tensor(listing.labels), image_size=image_size, augment=augment
+    )
+    val = None
+    if val_folder is not None:
+        held = list_images(val_folder, classes=listing.classes)
+        val = encoded_images(
+            Files(held.files), labels=torch.tensor(held.labels), image_size=None, augment="none", like=train
+        )
+    return LabelledImages(name=path.name, train=train, val=val, num_classes=len(listing.classes))
+
+
+def _of_tables(tables: Any, *, name: str, columns: Columns, augment: Any, image_size: int | None) -> LabelledImages:
+    train, val = split_of(tables), split_of(tables, validation=True)
+    if train is None:
+        raise BadInputError(f"{name} has no training part, but {', '.join(tables)}")
+    image, label = find_columns(train.features, asked=columns, name=name)
+    labels, classes = labels_of(train, column=label, name=name)
+    source = encoded_images(
+        _items(train, column=image, name=name), labels=labels, image_size=image_size, augment=augment
+    )
+    held = None
+    if val is not None:
+        held_labels, _ = labels_of(val, column=label, name=name, classes=classes)
+        items = _items(val, column=image, name=f"the validation part of {name}")
+        held = encoded_images(items, labels=held_labels, image_size=None, augment="none", like=source)
+    return LabelledImages(name=name, train=source, val=held, num_classes=len(classes))
+
+
+def _items(table: Any, *, column: str, name: str) -> TableItems:
+    return TableItems(undecoded(table, column=column), column=column, name=name)

@@ -1,0 +1,86 @@
+"""Training a part of a network: frozen parameters, and low-rank adapters on frozen layers through peft.
+
+peft is an extra and imported when adapters are asked for, nowhere else.
+"""
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from baoc.errors import BadInputError
+from baoc.models.pretrained import head_names
+
+_ADAPTER = "default"
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> int:
+    """Parameters whose names match one of `patterns` (globs) are not trained any more; gives their number of elements.
+
+    BadInputError for a pattern that matches nothing, and if nothing is left to train.
+    """
+    named = dict(model.named_parameters())
+    for pattern in patterns:
+        matching = [name for name in named if fnmatchcase(name, pattern)]
+        if not matching:
+            raise BadInputError(
+                f"model.freeze: {pattern!r} matches no parameter. It must match the whole name, such as "
+                f"{next(iter(named))}; *embeddings* matches every name with embeddings in it"
+            )
+        for name in matching:
+            named[name].requires_grad_(False)
+    if patterns and not any(parameter.requires_grad for parameter in named.values()):
+        raise BadInputError(f"model.freeze={list(patterns)} freezes every parameter: leave one to train")
+    return sum(parameter.numel() for parameter in named.values() if not parameter.requires_grad)
+
+
+def add_lora(
+    model: nn.Module, *, rank: int, alpha: float | None = None, targets: Sequence[str] = (), seed: int | None = None
+) -> int:
+    """Adapters of `rank` on the linear layers whose names end in one of `targets`, in place; gives how many there are.
+
+    Without targets: every linear layer but the head. Everything else is frozen; a head that is to be trained is thawed
+    by the caller. `alpha` None is twice the rank. BadInputError without peft and for targets that match nothing.
+    """
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise BadInputError("model.lora needs peft, which is not installed: pip install 'baoc[lora]'") from error
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    head = {name.rpartition(".")[0] for name in head_names(model)}
+    chosen = [name for name in linear if _ends(name, targets)] if targets else [n for n in linear if n not in head]
+    if not chosen:
+        ends = sorted({name.rpartition(".")[2] for name in linear})
+        raise BadInputError(
+            f"model.lora.targets={list(targets)} matches no linear layer; their names end in: {', '.join(ends)}"
+        )
+    model.requires_grad_(False)
+    config = LoraConfig(r=rank, lora_alpha=2 * rank if alpha is None else alpha, target_modules=chosen)  # pyright: ignore[reportArgumentType]
+    state = torch.get_rng_state()
+    if seed is not None:
+        torch.default_generator.manual_seed(seed)
+    inject_adapter_in_model(config, model, adapter_name=_ADAPTER)
+    if seed is not None:
+        torch.set_rng_state(state)
+    return len(chosen)
+
+
+def merged(state: Mapping[str, Tensor], *, model: nn.Module) -> dict[str, Tensor]:
+    """A state dict of `model` as if there had never been adapters: their product is added to the layers they adapt."""
+    state = dict(state)
+    for name, module in model.named_modules():
+        if hasattr(module, "lora_A") and hasattr(module, "base_layer"):
+            layer: Any = module
+            down, up = (state.pop(f"{name}.lora_{part}.{_ADAPTER}.weight") for part in "AB")
+            weight = state.pop(f"{name}.base_layer.weight")
+            delta = layer.scaling[_ADAPTER] * (up.float() @ down.float())
+            state[f"{name}.weight"] = (weight.float() + delta).to(weight.dtype)
+            if (bias := state.pop(f"{name}.base_layer.bias", None)) is not None:
+                state[f"{name}.bias"] = bias
+    return state
+
+
+def _ends(name: str, targets: Sequence[str]) -> bool:
+    return any(name == target or name.endswith(f".{target}") for target in targets)

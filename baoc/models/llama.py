@@ -1,0 +1,154 @@
+"""Language models of transformers, freshly initialised: Llama by named size, or any causal model by its configuration.
+
+transformers takes seconds to import, so it is imported when a network is built and nowhere else.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from baoc.blocks import role_of
+from baoc.errors import BadInputError
+from baoc.types import Role, TextDataSpec
+
+VOCAB_SIZE = 32_000  # of the published sizes, where the data says none
+_LAYER = re.compile(r"\b(?:layers?|h|blocks?)\.(\d+)\.")
+# Between the last hidden state and the logits these do nothing but multiply by the head.
+_PLAIN_HEAD = {"llama", "gpt2", "gpt_neox", "mistral", "qwen2", "qwen3", "phi3", "smollm3", "opt"}
+
+
+def build(
+    settings: Mapping[str, int], *, spec: Any, source: str, name_or_path: str | None, vocab_size: int
+) -> "CausalLM":
+    """`settings` as in the size rows: width, hidden, depth, heads. With source=hf they are those of `name_or_path`.
+
+    `vocab_size` 0 takes the data's. BadInputError for data that is no text, a vocabulary that is too small for it, and
+    a configuration that is not there.
+    """
+    if not isinstance(spec, TextDataSpec):
+        raise BadInputError(f"model llama reads text; a data set described by {type(spec).__name__} has none")
+    if source not in ("sizes", "hf"):
+        raise BadInputError(f"model.source={source} is not allowed: choose sizes (Llama, by model.size) or hf (any)")
+    if source == "hf" and name_or_path is None:
+        raise BadInputError("model.source=hf needs model.name_or_path: a config.json, its folder, or a name on the hub")
+    if source == "sizes" and name_or_path is not None:
+        raise BadInputError(f"model.name_or_path={name_or_path} is read with model.source=hf only")
+    if name_or_path is not None:
+        config = _read_config(name_or_path, vocab_size=vocab_size)
+    else:
+        config = llama_config(settings, vocab_size=vocab_size or spec.vocab_size or VOCAB_SIZE, spec=spec)
+    _check_fit(config, spec=spec)
+    from transformers import AutoModelForCausalLM
+
+    return CausalLM(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+
+
+def llama_config(settings: Mapping[str, int], *, vocab_size: int, spec: TextDataSpec) -> Any:
+    """The shapes of the GaLore line of work: untied embeddings, no biases, as many key and value heads as heads."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=settings["width"],
+        intermediate_size=settings["hidden"],
+        num_hidden_layers=settings["depth"],
+        num_attention_heads=settings["heads"],
+        max_position_embeddings=max(2048, spec.sequence_length),
+        rms_norm_eps=1e-6,
+        initializer_range=0.02,
+        tie_word_embeddings=False,
+        pad_token_id=None,  # a number would freeze that row of the embedding
+        bos_token_id=None,
+        eos_token_id=None,
+        use_cache=False,
+        attn_implementation="sdpa",  # pyright: ignore[reportCallIssue]
+    )
+
+
+class CausalLM(nn.Module):
+    """Tokens (B, T), int64 -> logits (B, T, vocabulary). `net` is the library's model.
+
+    `checkpoint_units` are the modules whose activations may be recomputed instead of kept.
+    """
+
+    def __init__(self, net: nn.Module):
+        super().__init__()
+        self.net: Any = net
+        self.train()  # transformers hands models over in evaluation mode
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.net(input_ids=tokens, use_cache=False).logits
+
+    def features(self, tokens: Tensor) -> Tensor:
+        """The last hidden state (B, T, width); `head` makes logits of it. BadInputError where more lies between."""
+        kind = self.net.config.model_type
+        if kind not in _PLAIN_HEAD:
+            raise BadInputError(f"task.loss_chunk is not known to be right for a model of type {kind}: set it to 0")
+        return self.net.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+
+    @property
+    def head(self) -> nn.Module:
+        return self.net.get_output_embeddings()
+
+    @property
+    def checkpoint_units(self) -> list[nn.Module]:
+        lists = [module for module in self.net.modules() if isinstance(module, nn.ModuleList)]
+        return list(max(lists, key=len, default=[]))
+
+    def parameter_blocks(self) -> dict[str, tuple[str, ...]]:
+        """Block name -> names of its parameters, each exactly once; `layers.N.attention`, `.mlp`, `.norm` by layer.
+
+        Vectors go into a norm block, so that the others hold matrices only; a head tied to the embedding is part of it.
+        """
+        types = {name: type(module).__name__ for name, module in self.named_modules()}
+        blocks: dict[str, list[str]] = {}
+        for name, parameter in self.named_parameters():
+            role = role_of(name, shape=parameter.shape, module_type=types[name.rpartition(".")[0]])
+            layer = _LAYER.search(name)
+            blocks.setdefault(_block(role, layer=layer.group(1) if layer else None), []).append(name)
+        return {block: tuple(names) for block, names in blocks.items()}
+
+
+def _block(role: Role, *, layer: str | None) -> str:
+    return role.value if layer is None else f"layers.{layer}.{role.value}"
+
+
+def _read_config(name_or_path: str, *, vocab_size: int) -> Any:
+    from transformers import AutoConfig
+
+    path = Path(name_or_path).expanduser()
+    folder = path.parent if path.is_file() else path
+    if not folder.is_dir() and (path.is_absolute() or name_or_path.startswith((".", "~"))):
+        raise BadInputError(f"model.name_or_path={name_or_path} does not exist: give a config.json or its folder")
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise BadInputError(f"model.name_or_path={name_or_path}: there is no config.json in {folder}")
+    try:
+        config = AutoConfig.from_pretrained(str(folder) if folder.is_dir() else name_or_path)
+    except Exception as error:  # OSError, ValueError, and what a hub out of reach raises
+        raise BadInputError(
+            f"model.name_or_path={name_or_path} gives no configuration ({str(error).splitlines()[0]}): check the name "
+            "and the network, or give the folder of a config.json"
+        ) from error
+    config.use_cache = False
+    config.pad_token_id = None  # a number would freeze that row of the embedding
+    if vocab_size:
+        config.vocab_size = vocab_size
+    return config
+
+
+def _check_fit(config: Any, *, spec: TextDataSpec) -> None:
+    """Every token of the data needs a row in the embedding, every place of a sequence a position."""
+    held, positions = config.vocab_size, getattr(config, "max_position_embeddings", None)
+    if held < spec.vocab_size:
+        raise BadInputError(
+            f"the model knows {held} tokens, but the tokenizer of dataset {spec.dataset} has {spec.vocab_size}: give "
+            f"model.vocab_size={spec.vocab_size} or more, or another dataset.tokenizer"
+        )
+    if positions is not None and positions < spec.sequence_length:
+        raise BadInputError(
+            f"the model has {positions} positions, too few for dataset.sequence_length={spec.sequence_length}"
+        )

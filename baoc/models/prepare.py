@@ -1,0 +1,52 @@
+"""What is done to a network after it is built: weights of a user's, frozen parts, adapters, and the switches."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from baoc.models.adapters import add_lora, freeze
+from baoc.models.pretrained import head_names, load_pretrained
+from baoc.models.switches import enable_checkpointing, enable_compile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preparation:
+    """`lora_rank` None adds no adapters. The rest as `baoc.config.schema.ModelConfig` says."""
+
+    pretrained: str | None = None
+    new_head: bool = False
+    freeze: Sequence[str] = ()
+    lora_rank: int | None = None
+    lora_alpha: float | None = None
+    lora_targets: Sequence[str] = ()
+    checkpointing: bool = False
+    compile: bool = False
+
+
+def prepare(model: nn.Module, asked: Preparation, *, name: str, seed: int | None = None) -> tuple[str, ...]:
+    """Does to `model`, in place, what is `asked`; gives a phrase for each thing done. BadInputError says why not."""
+    done: list[str] = []
+    if asked.pretrained is not None:
+        fresh = load_pretrained(model, asked.pretrained, new_head=asked.new_head)
+        done.append(f"weights of {asked.pretrained}" + (f", {len(fresh)} tensors of the head fresh" if fresh else ""))
+    if asked.lora_rank is not None:
+        num = add_lora(model, rank=asked.lora_rank, alpha=asked.lora_alpha, targets=asked.lora_targets, seed=seed)
+        if asked.new_head or asked.pretrained is None:
+            _thaw_head(model)
+        done.append(f"adapters of rank {asked.lora_rank} on {num} layers")
+    if asked.freeze:
+        done.append(f"{freeze(model, asked.freeze):,} parameters frozen")
+    if asked.checkpointing:
+        done.append(f"activations of {enable_checkpointing(model, name=name)} parts are recomputed")
+    if asked.compile:
+        enable_compile(model)
+        done.append("compiled")
+    return tuple(done)
+
+
+def _thaw_head(model: nn.Module) -> None:
+    """A head that was not trained before must be: no adapter makes classes out of random weights."""
+    named = dict(model.named_parameters())
+    for name in head_names(model):
+        named[name].requires_grad_(True)

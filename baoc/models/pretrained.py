@@ -1,0 +1,173 @@
+"""Weights that a user brings: a folder that the library's `from_pretrained` reads, or a safetensors file.
+
+Strict: every tensor of the network must be there in its shape, and nothing else. Only a head may be left fresh, when
+that is asked for. What does not fit is named.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from baoc.blocks import role_of
+from baoc.errors import BadInputError
+from baoc.types import Role
+
+_SHOWN = 4
+
+
+def load_pretrained(model: nn.Module, path: str, *, new_head: bool = False) -> tuple[str, ...]:
+    """Put the weights at `path` into `model`, in place; gives the names of parameters that stay fresh.
+
+    A folder is read by the network's own library, with its settings (such as the epsilon of norms). BadInputError for a
+    path that holds no weights, and for tensors that are missing, too many or of another shape.
+    """
+    found = Path(path).expanduser()
+    if not found.exists():
+        raise BadInputError(
+            f"model.pretrained={path} does not exist: give a folder of from_pretrained or a safetensors file"
+        )
+    head = head_names(model) if new_head else ()
+    if found.is_dir() and (found / "config.json").is_file() and hasattr(model, "net"):
+        _load_folder(model, found, head=head, given=path)
+    else:
+        _load_file(model, _weights_file(found, given=path), head=head, given=path)
+    return head
+
+
+def head_names(model: nn.Module) -> tuple[str, ...]:
+    """Names of the parameters that make the output: logits of classes, or the prediction."""
+    types = {name: type(module).__name__ for name, module in model.named_modules()}
+    heads = [
+        name.rpartition(".")[0]
+        for name, parameter in model.named_parameters()
+        if role_of(name, shape=parameter.shape, module_type=types[name.rpartition(".")[0]]) is Role.HEAD
+    ]
+    return tuple(name for name, _ in model.named_parameters() if name.rpartition(".")[0] in heads)
+
+
+def _weights_file(path: Path, *, given: str) -> Path:
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    if len(files) != 1 or files[0].suffix != ".safetensors":
+        held = ", ".join(file.name for file in files) or "none"
+        raise BadInputError(
+            f"model.pretrained={given} must be one safetensors file, or a folder with config.json and the weights that "
+            f"from_pretrained reads; safetensors files there: {held}"
+        )
+    return files[0]
+
+
+def _load_file(model: nn.Module, file: Path, *, head: tuple[str, ...], given: str) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        held = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise BadInputError(f"model.pretrained={given} cannot be read ({error}): get it anew") from error
+    expected = model.state_dict()
+    aliases = _aliases(model)
+    tensors = {_named_as(name, expected): tensor for name, tensor in held.items()}
+    for name in head:
+        tensors.pop(name, None)
+    missing = [name for name in expected if name not in tensors and name not in head and name not in aliases]
+    _refuse_mismatch(
+        given,
+        missing=missing,
+        unexpected=[name for name in tensors if name not in expected],
+        shapes={
+            name: (tuple(tensor.shape), tuple(expected[name].shape))
+            for name, tensor in tensors.items()
+            if name in expected and tensor.shape != expected[name].shape
+        },
+        head=head_names(model),
+    )
+    model.load_state_dict(tensors, strict=False)
+
+
+def _load_folder(model: nn.Module, folder: Path, *, head: tuple[str, ...], given: str) -> None:
+    net: Any = model.net
+    settings: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    if hasattr(net, "config") and hasattr(net.config, "num_labels"):
+        settings["num_labels"] = net.config.num_labels
+    try:
+        loaded, info = type(net).from_pretrained(folder, **settings)
+    except Exception as error:  # OSError, ValueError, safetensors' errors, and what a foreign config.json leads to
+        raise BadInputError(
+            f"model.pretrained={given} cannot be read by {type(net).__name__} ({str(error).strip().splitlines()[0]})"
+        ) from error
+    ours, theirs = dict(net.named_parameters()), dict(loaded.named_parameters())
+    mismatched = {name for name, *_ in info["mismatched_keys"]}
+    fresh = {name.removeprefix("net.") for name in head}
+    own_shapes = {name: tuple(shape) for name, shape, *_ in info["mismatched_keys"]}
+    _refuse_mismatch(
+        given,
+        missing=[
+            f"net.{name}" for name in [*info["missing_keys"], *(ours.keys() - theirs.keys())] if name not in fresh
+        ],
+        unexpected=[f"net.{name}" for name in [*info["unexpected_keys"], *(theirs.keys() - ours.keys())]],
+        shapes={
+            f"net.{name}": (own_shapes.get(name, tuple(theirs[name].shape)), tuple(ours[name].shape))
+            for name in ours.keys() & theirs.keys()
+            if name not in fresh and (name in mismatched or ours[name].shape != theirs[name].shape)
+        },
+        head=head_names(model),
+    )
+    for name in fresh:
+        theirs[name].data.copy_(ours[name].data)
+    loaded.float().train(net.training)
+    model.net = loaded
+
+
+def _named_as(name: str, expected: Mapping[str, Tensor]) -> str:
+    """A stored name as this network spells it: with or without the wrapper's and the task's prefixes."""
+    for candidate in (name, name.removeprefix("model."), f"net.{name}", f"net.{name.removeprefix('model.')}"):
+        if candidate in expected:
+            return candidate
+    return name
+
+
+def _aliases(model: nn.Module) -> set[str]:
+    """Names of tensors that share their memory with an earlier one: files hold them once."""
+    once = {name for name, _ in model.named_parameters()}
+    return {name for name, _ in model.named_parameters(remove_duplicate=False)} - once
+
+
+def _refuse_mismatch(
+    given: str,
+    *,
+    missing: list[str],
+    unexpected: list[str],
+    shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]],
+    head: tuple[str, ...],
+) -> None:
+    """BadInputError unless all is empty. A head of another number of classes says so, and what to do."""
+    if not missing and not unexpected and not shapes:
+        return
+    if not missing and not unexpected and set(shapes) <= set(head):
+        name = next(iter(shapes))
+        theirs, ours = shapes[name]
+        raise BadInputError(
+            f"model.pretrained={given} has a head for {theirs[0]} classes ({name}), the data has {ours[0]}: set "
+            "model.new_head=true to start with a fresh head, or take the data that it was trained on"
+        )
+    parts = [
+        *([f"missing: {_some(missing)}"] if missing else []),
+        *([f"not in this network: {_some(unexpected)}"] if unexpected else []),
+        *(
+            [f"of another shape: {_some([f'{n} {a} instead of {b}' for n, (a, b) in shapes.items()])}"]
+            if shapes
+            else []
+        ),
+    ]
+    raise BadInputError(
+        f"model.pretrained={given} does not fit this network; {'; '.join(parts)}. Choose the model and model.size that "
+        "it was saved from"
+    )
+
+
+def _some(names: list[str]) -> str:
+    names = sorted(names)
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

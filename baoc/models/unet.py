@@ -1,0 +1,117 @@
+"""UNet of Ho et al. 2020 for images and latents with class labels, on diffusers' implementation.
+
+diffusers is an extra and takes seconds to import, so it is imported when a network is built and nowhere else.
+"""
+
+import re
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any
+
+from torch import Tensor, nn
+
+from baoc.errors import BadInputError
+from baoc.types import ImageDataSpec
+
+_PART = re.compile(r"^net\.(down|up|mid)_block(?:s\.(\d+))?\.(resnets|attentions|downsamplers|upsamplers)\.(\d+)\.")
+
+
+def build(settings: Mapping[str, int], *, spec: Any) -> "UNet":
+    """`settings` as in the size rows: width of the first of `levels` (the others have twice that), residual modules a
+    level, which level attends, width of a head (0: one head), groups of a norm."""
+    if not isinstance(spec, ImageDataSpec):
+        raise BadInputError(f"model unet denoises images; a data set described by {type(spec).__name__} has none")
+    if find_spec("diffusers") is None:
+        raise BadInputError("model unet is built by diffusers, which is not installed: pip install 'baoc[diffusion]'")
+    width, levels = settings["width"], settings["levels"]
+    multiple = 2 ** (levels - 1)  # each level but the last halves the image
+    return UNet(
+        widths=(width, *(2 * width,) * (levels - 1)),
+        attention_level=settings["attention_level"],
+        num_layers=settings["layers"],
+        head_width=settings["head_width"] or None,
+        norm_groups=settings["norm_groups"],
+        image_size=-(-spec.image_size // multiple) * multiple,
+        channels=spec.channels,
+        num_classes=spec.num_classes,
+    )
+
+
+class UNet(nn.Module):
+    """Noisy images (B, channels, image_size, image_size), timesteps (B,), labels (B,) -> prediction of images' shape.
+
+    Label `null_label` (= `num_classes`) stands for no label. `checkpoint_units` are the modules whose activations may
+    be recomputed instead of kept.
+    """
+
+    def __init__(
+        self,
+        *,
+        widths: tuple[int, ...],
+        attention_level: int,
+        num_layers: int,
+        head_width: int | None,
+        norm_groups: int,
+        image_size: int,
+        channels: int,
+        num_classes: int,
+    ):
+        super().__init__()
+        from diffusers.models.unets.unet_2d import UNet2DModel
+
+        self.image_size = image_size
+        self.channels = channels
+        self.num_classes = self.null_label = num_classes
+        attends = [level == attention_level for level in range(len(widths))]
+        self.net = UNet2DModel(
+            sample_size=image_size,
+            in_channels=channels,
+            out_channels=channels,
+            block_out_channels=widths,
+            down_block_types=tuple("AttnDownBlock2D" if attend else "DownBlock2D" for attend in attends),
+            up_block_types=tuple("AttnUpBlock2D" if attend else "UpBlock2D" for attend in reversed(attends)),
+            layers_per_block=num_layers,
+            attention_head_dim=head_width,  # pyright: ignore[reportArgumentType] - None is one head
+            norm_num_groups=norm_groups,
+            norm_eps=1e-6,
+            downsample_padding=0,
+            flip_sin_to_cos=False,
+            freq_shift=1,
+            num_class_embeds=num_classes + 1,
+        )
+
+    @property
+    def checkpoint_units(self) -> list[nn.Module]:
+        """The residual and attention modules: a whole level would have to hand its skips through the recomputation."""
+        levels: list[Any] = [*self.net.down_blocks, self.net.mid_block, *self.net.up_blocks]
+        return [unit for level in levels for unit in (*level.resnets, *(getattr(level, "attentions", None) or ()))]
+
+    def forward(self, images: Tensor, timesteps: Tensor, labels: Tensor) -> Tensor:
+        return self.net(images, timesteps, class_labels=labels, return_dict=False)[0]
+
+    def parameter_blocks(self) -> dict[str, tuple[str, ...]]:
+        """Block name -> names of its parameters, each exactly once: conv, attention, modulation and norm by layer.
+
+        A layer is a residual module with the attention behind it, `down.1.0`; resampling is a layer of its own. The
+        vectors of a layer (norms, biases) make its norm block, so that every other block holds matrices only.
+        """
+        blocks: dict[str, list[str]] = {}
+        for name, parameter in self.named_parameters():
+            blocks.setdefault(_block_of(name, num_dims=parameter.ndim), []).append(name)
+        return {block: tuple(names) for block, names in blocks.items()}
+
+
+def _block_of(name: str, *, num_dims: int) -> str:
+    part = _PART.match(name)
+    if part is None:
+        if num_dims < 2:
+            return "norm"
+        return "head" if "conv_out" in name else "embedding"
+    side, level, kind, index = part.groups()
+    layer = {"downsamplers": "down", "upsamplers": "up"}.get(kind, index)
+    prefix = f"{side}.{layer}" if level is None else f"{side}.{level}.{layer}"
+    if num_dims < 2:
+        return f"{prefix}.norm"
+    if kind == "attentions":
+        return f"{prefix}.attention"
+    return f"{prefix}.{'modulation' if 'time_emb_proj' in name else 'conv'}"

@@ -1,0 +1,65 @@
+"""What a finished diffusion run shows: a grid of samples, and how far they are from the held-out images."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from baoc.tasks.frechet import frechet_distance
+from baoc.tasks.pictures import write_grid
+
+if TYPE_CHECKING:
+    from baoc.tasks.diffusion import DiffusionTask
+
+NUM_SAMPLES = 80
+COLUMNS = (8, 10)  # least where classes do not fit a row, and most where they do
+AFFORDABLE_ON_CPU = 5_000_000  # parameters; a larger network takes minutes for one grid there
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pictures:
+    """`metrics` join the run's own; `path` of a PNG, None where none was made, and `why` not."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    path: Path | None = None
+    why: str = ""
+
+
+def conclude(task: "DiffusionTask", data: Any, *, folder: Path, num_samples: int | None) -> Pictures:
+    """`samples.png`: one column per class where they fit. On digits also as many samples as are held out, of the same
+    labels, and their Frechet distance. `num_samples` None is 80, or none of a large network on a CPU."""
+    num_params = sum(parameter.numel() for parameter in task.parameters())
+    if num_samples is None and task.device.type == "cpu" and num_params > AFFORDABLE_ON_CPU:
+        return Pictures(why=f"{num_params / 1e6:.0f}M parameters on a CPU; ask with task.num_samples=16")
+    count = NUM_SAMPLES if num_samples is None else num_samples
+    if count == 0:
+        return Pictures(why="task.num_samples=0")
+    held_out = _held_out(data) if data.spec.dataset == "digits" else None
+    size = getattr(task.model, "image_size", data.spec.image_size)
+    shape = (data.spec.channels, size, size)
+    labels, columns = grid_labels(count, num_classes=data.spec.num_classes)
+    images = task.sample(labels, shape=shape, batch_size=data.batch_size)
+    path = folder / "samples.png"
+    write_grid(images, path, columns=columns)
+    if held_out is None or held_out[0].shape[1:] != (1, 8, 8):
+        return Pictures(path=path)
+    real, real_labels = held_out
+    # Unguided, as guidance makes images of a class alike, and the distance is about how varied they are too.
+    made = task.sample(real_labels, shape=shape, batch_size=data.batch_size, guidance=1.0, seed=1)
+    return Pictures(path=path, metrics={"val/frechet": frechet_distance(made, real)})
+
+
+def grid_labels(count: int, *, num_classes: int) -> tuple[Tensor, int]:
+    """Labels (count,) and the number of columns: a column is a class, or classes are taken evenly from all."""
+    least, most = COLUMNS
+    if num_classes <= most:
+        columns = num_classes * max(1, least // num_classes)
+        return torch.arange(count) % num_classes, columns
+    return torch.arange(count) * num_classes // count, least
+
+
+def _held_out(data: Any) -> tuple[Tensor, Tensor]:
+    batches = list(data.val_dataloader())
+    return torch.cat([batch["images"] for batch in batches]), torch.cat([batch["labels"] for batch in batches])

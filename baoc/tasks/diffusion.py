@@ -1,0 +1,197 @@
+"""Denoising diffusion on images or latents with class labels."""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from baoc.errors import BadInputError, unknown_name
+from baoc.tasks.base import Task
+from baoc.tasks.conclusion import Pictures, conclude
+from baoc.tasks.noise import PREDICTIONS, NoiseSchedule, Prediction
+from baoc.tasks.sampling import SAMPLERS, Sampler, sample
+from baoc.tasks.settings import OptimizerSettings
+from baoc.types import DataSpec, ImageDataSpec
+
+NUM_TIMESTEPS = 1000
+VALIDATION_CHUNK = 64  # samples whose validation noise is drawn together
+_GOLDEN = (5**0.5 - 1) / 2
+
+
+class DiffusionTask(Task):
+    """Mean squared error of what is predicted (`epsilon` or `v`), on batches `{"images", "labels"}`.
+
+    `model(noisy, timesteps, labels)` predicts; label `null_label` is none. Timesteps, noise and hidden labels of a
+    training step follow from `noise_seed`, the step and the micro-batch alone: nothing is drawn from global generators,
+    and a resumed run sees what it would have seen.
+
+    `val/mse` is always the error of the noise, whatever is predicted. Sample i of the validation part has the same
+    timestep and noise in every run of any batch size, so runs can be compared closely. It is taken with the averaged
+    weights where `ema_decay` keeps some.
+    """
+
+    quality: ClassVar[tuple[str, bool]] = ("val/mse", False)
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        spec: DataSpec | None = None,
+        optimizer: OptimizerSettings | Mapping[str, Any] = OptimizerSettings(),  # noqa: B008 - frozen
+        prediction: Prediction = "epsilon",
+        noise_schedule: str = "cosine",
+        label_dropout: float = 0.1,
+        noise_seed: int = 0,
+        ema_decay: float = 0.9999,
+        sampler: Sampler = "ddim",
+        sample_steps: int = 50,
+        guidance: float = 1.5,
+        num_samples: int | None = None,
+    ):
+        if prediction not in PREDICTIONS:
+            raise unknown_name(prediction, what="prediction", allowed=PREDICTIONS)
+        if sampler not in SAMPLERS:
+            raise unknown_name(sampler, what="sampler", allowed=SAMPLERS)
+        if not 0 <= label_dropout < 1:
+            raise BadInputError(f"label_dropout must be at least 0 and below 1, not {label_dropout}")
+        if sample_steps < 1 or guidance < 0 or (num_samples is not None and num_samples < 0):
+            raise BadInputError(
+                f"sample_steps={sample_steps}, guidance={guidance} and num_samples={num_samples}: steps must be 1 or "
+                "more, guidance and samples 0 or more"
+            )
+        options: dict[str, Any] = {
+            "prediction": prediction,
+            "noise_schedule": noise_schedule,
+            "label_dropout": float(label_dropout),
+            "noise_seed": int(noise_seed),
+            "ema_decay": float(ema_decay),
+            "sampler": sampler,
+            "sample_steps": int(sample_steps),
+            "guidance": float(guidance),
+            "num_samples": num_samples,
+        }
+        super().__init__(model, spec=spec, optimizer=optimizer, **options)
+        self.schedule = NoiseSchedule(noise_schedule, num_steps=NUM_TIMESTEPS)
+        self.prediction: Prediction = prediction
+        self.label_dropout = label_dropout
+        self.null_label = self._null_label()
+        self._generators: dict[torch.device, torch.Generator] = {}
+        self._at = (0, 0)  # step and micro-batch that the next training batch belongs to
+        self._num_validated = 0
+
+    # -- training ---------------------------------------------------------------------------------------------------
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        step, micro_batch = self._at
+        self._at = (step, micro_batch + 1) if step == self.global_step + 1 else (self.global_step + 1, 0)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        images, labels = batch["images"], batch["labels"]
+        generator = self._generator(images.device)
+        timesteps = torch.randint(NUM_TIMESTEPS, labels.shape, generator=generator, device=images.device)
+        noise = torch.randn(images.shape, generator=generator, device=images.device)
+        if self.label_dropout:
+            hidden = torch.rand(labels.shape, generator=generator, device=images.device) < self.label_dropout
+            labels = labels.masked_fill(hidden, self.null_label)
+        predicted = self.model(self.schedule.add_noise(images, noise, timesteps), timesteps, labels)
+        target = noise if self.prediction == "epsilon" else self.schedule.velocity(images, noise, timesteps)
+        loss = F.mse_loss(predicted.float(), target)
+        self.log("train/loss", loss.detach(), prog_bar=True, batch_size=len(images))
+        return loss
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        """The device's own generator, at the numbers of this training step and micro-batch."""
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device)
+        key = f"{self.hparams['noise_seed']}:{self._at[0]}:{self._at[1]}"
+        seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 1
+        return self._generators[device].manual_seed(seed)
+
+    # -- validation -------------------------------------------------------------------------------------------------
+
+    def on_validation_epoch_start(self) -> None:
+        self._num_validated = 0
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        images, labels = batch["images"], batch["labels"]
+        start, self._num_validated = self._num_validated, self._num_validated + len(images)
+        noise = fixed_noise(start, len(images), shape=tuple(images.shape[1:])).to(images.device)
+        timesteps = fixed_timesteps(start, len(images)).to(images.device)
+        noisy = self.schedule.add_noise(images, noise, timesteps)
+        predicted = self.model(noisy, timesteps, labels)
+        _, predicted_noise = self.schedule.split(noisy, predicted, timesteps, prediction=self.prediction)
+        self.log("val/mse", F.mse_loss(predicted_noise, noise), prog_bar=True, batch_size=len(images))
+
+    # -- samples ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def sample(
+        self,
+        labels: Tensor,
+        *,
+        shape: tuple[int, int, int],
+        batch_size: int = 64,
+        guidance: float | None = None,
+        seed: int = 0,
+    ) -> Tensor:
+        """(N, *shape) float32 on the CPU, one image per label (N,), made `batch_size` at a time with the weights that
+        are in place; `averaged()` puts the averages there. Pictures (1 or 3 channels) are held inside [-1, 1].
+        `guidance` None is the task's own."""
+        settings, training = self.hparams, self.training
+        generator = torch.Generator().manual_seed(seed)
+        self.eval()
+        made = [
+            sample(
+                self.model,
+                part.to(self.device),
+                shape=shape,
+                schedule=self.schedule,
+                prediction=self.prediction,
+                sampler=settings["sampler"],
+                num_steps=settings["sample_steps"],
+                guidance=settings["guidance"] if guidance is None else guidance,
+                null_label=self.null_label if self.label_dropout else None,
+                clip=shape[0] in (1, 3),
+                generator=generator,
+            ).cpu()
+            for part in labels.split(batch_size)
+        ]
+        self.train(training)
+        return torch.cat(made)
+
+    def conclude(self, data: Any, *, folder: Path) -> Pictures:
+        """What a finished run adds: samples.png in `folder`, and on digits the Frechet distance, val/frechet."""
+        return conclude(self, data, folder=folder, num_samples=self.hparams["num_samples"])
+
+    def _null_label(self) -> int:
+        if isinstance(self.spec, ImageDataSpec):
+            return self.spec.num_classes
+        null_label: Any = getattr(self.model, "null_label", None)
+        if null_label is None and self.label_dropout:
+            raise BadInputError(
+                "label_dropout hides labels behind one more, null_label, which the model does not name: give the model "
+                "that attribute, the task a spec, or label_dropout=0"
+            )
+        return -1 if null_label is None else int(null_label)
+
+
+def fixed_noise(start: int, count: int, *, shape: tuple[int, ...]) -> Tensor:
+    """Noise (count, *shape) of the validation samples from number `start` on, the same however they are batched."""
+    first, last = start // VALIDATION_CHUNK, (start + count - 1) // VALIDATION_CHUNK
+    generator = torch.Generator()
+    chunks = [
+        torch.randn(VALIDATION_CHUNK, *shape, generator=generator.manual_seed(chunk))
+        for chunk in range(first, last + 1)
+    ]
+    offset = start - first * VALIDATION_CHUNK
+    return torch.cat(chunks)[offset : offset + count]
+
+
+def fixed_timesteps(start: int, count: int) -> Tensor:
+    """Their timesteps: multiples of the golden ratio modulo 1, so that any run of samples covers all evenly."""
+    places = torch.arange(start + 1, start + count + 1, dtype=torch.float64) * _GOLDEN % 1
+    return (places * NUM_TIMESTEPS).long()

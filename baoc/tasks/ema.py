@@ -1,0 +1,198 @@
+"""Exponential moving averages of the weights, as a callback that every task can bring along.
+
+After each optimizer step average <- average + (1 - d)(weight - average), d = min(decay, (1 + n) / (10 + n)) after n
+steps, so that a short run forgets its random start too (the warm-up of Polyak averaging in TensorFlow's moving
+averages). Averages are float32 whatever the weights are, and take in what bf16 weights keep beside them.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from baoc.errors import BadInputError, CheckpointError
+from baoc.optim.weights import CORRECTION, master
+
+CHUNK = 2**22  # elements of a bf16 weight that are made float32 at a time
+ALIGNMENT = 4  # float32 values; every average starts at a multiple of 16 bytes
+SMALL = (torch.bfloat16, torch.float16)
+ROUNDED = ("bf16-true", "16-true")  # precisions whose modules see inputs of their own small type only
+
+
+class EmaWeights(L.Callback):
+    """Averages of a module's trainable parameters, which take the weights' place while it validates.
+
+    They live in one piece of memory on the module's device, `nbytes` long. `swapped(module)` exchanges the two without
+    another copy (the parameters point at the averages meanwhile; where a module sees bf16 inputs only, at a rounded
+    copy of them). Checkpoints hold them under `callbacks`, key "EmaWeights", by parameter name.
+    """
+
+    def __init__(self, decay: float):
+        if not 0 < decay < 1:
+            raise BadInputError(f"ema_decay must be above 0 and below 1 (0 keeps no average), not {decay}")
+        self.decay = decay
+        self.num_updates = 0
+        self.averages: dict[str, Tensor] = {}
+        self._rounded = False
+        self._last_step = -1
+        self._pending: Mapping[str, Any] | None = None
+        self._live: dict[str, Tensor] = {}  # the weights' own data while the averages stand in for them
+
+    @property
+    def state_key(self) -> str:
+        return "EmaWeights"
+
+    # -- memory, as planned and as it is ----------------------------------------------------------------------------
+
+    @staticmethod
+    def nbytes(module: nn.Module) -> int:
+        """Bytes of the averages of `module` all run long."""
+        return 4 * sum(_padded(p.numel()) for p in module.parameters() if p.requires_grad)
+
+    def validation_bytes(self, module: nn.Module) -> int:
+        """What a validation holds beside them: the rounded copies, for modules that see bf16 inputs only."""
+        if not self._rounded:
+            return 0
+        small = [p for p in module.parameters() if p.requires_grad and p.dtype in SMALL]
+        return sum(p.numel() * p.element_size() for p in small)
+
+    def buffers(self) -> list[Tensor]:
+        """All that it keeps on the device now."""
+        return [*self.averages.values(), *self._live.values()]
+
+    # -- averaging --------------------------------------------------------------------------------------------------
+
+    def start(self, module: nn.Module) -> None:
+        """Allocates the averages: those of a checkpoint that was loaded, else the weights as they are."""
+        named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        if not named or self.averages.keys() == named.keys():
+            return
+        saved = self._pending["averages"] if self._pending is not None else self.averages
+        self.num_updates = int(self._pending["num_updates"]) if self._pending is not None else self.num_updates
+        device = next(iter(named.values())).device
+        room = torch.empty(self.nbytes(module) // 4, dtype=torch.float32, device=device)
+        averages, start = {}, 0
+        for name, parameter in named.items():
+            average = averages[name] = room[start : start + parameter.numel()].view(parameter.shape)
+            start += _padded(parameter.numel())
+            average.copy_(_fitting(saved[name], parameter, name=name) if name in saved else parameter.detach())
+        self.averages, self._pending = averages, None
+
+    @torch.no_grad()
+    def update(self, module: nn.Module, *, optimizer: Optimizer | None = None) -> None:
+        """Takes in the weights after a step; `optimizer` holds what bf16 weights keep beside them."""
+        self.start(module)
+        decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
+        self.num_updates += 1
+        plain: list[Tensor] = []
+        targets: list[Tensor] = []
+        for name, parameter in module.named_parameters():
+            average = self.averages.get(name)
+            if average is None or not parameter.requires_grad:
+                continue
+            state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
+            if parameter.dtype is torch.float32 and CORRECTION not in state:
+                plain.append(parameter.detach())
+                targets.append(average)
+            else:
+                _lerp_exact_(average, parameter.detach(), state=state, weight=1 - decay)
+        if plain:
+            torch._foreach_lerp_(targets, plain, 1 - decay)  # pyright: ignore[reportPrivateImportUsage]
+
+    @contextmanager
+    def swapped(self, module: nn.Module) -> Iterator[None]:
+        """Inside, the module's weights are the averages."""
+        self.swap_in(module)
+        try:
+            yield
+        finally:
+            self.swap_out(module)
+
+    def swap_in(self, module: nn.Module) -> None:
+        if self._pending is not None:
+            self.start(module)
+        if self._live:
+            return
+        for name, parameter in module.named_parameters():
+            if name in self.averages:
+                self._live[name] = parameter.data
+                average = self.averages[name]
+                parameter.data = average.to(parameter.dtype) if self._rounded else average
+
+    def swap_out(self, module: nn.Module) -> None:
+        for name, parameter in module.named_parameters():
+            if name in self._live:
+                parameter.data = self._live[name]
+        self._live = {}
+
+    # -- Lightning --------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._rounded = trainer.precision in ROUNDED
+        if stage == "fit":
+            self.averages, self.num_updates, self._pending = {}, 0, None  # another fit; a checkpoint is loaded later
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.start(pl_module)
+        self._last_step = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step != self._last_step:  # else micro-batches are still accumulated
+            self._last_step = trainer.global_step
+            self.update(pl_module, optimizer=trainer.optimizers[0])
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.swap_in(pl_module)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.swap_out(pl_module)
+
+    def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.swap_in(pl_module)
+
+    def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.swap_out(pl_module)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self.swap_out(pl_module)
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._pending is not None:
+            return dict(self._pending)
+        assert not self._live, "a checkpoint during validation would hold the averages as weights"
+        return {"num_updates": self.num_updates, "averages": dict(self.averages)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._pending, self.averages = state_dict, {}
+
+
+def _padded(numel: int) -> int:
+    return -(-numel // ALIGNMENT) * ALIGNMENT
+
+
+def _fitting(average: Tensor, parameter: Tensor, *, name: str) -> Tensor:
+    if average.shape != parameter.shape:
+        raise CheckpointError(
+            f"the average of {name} in the checkpoint has shape {tuple(average.shape)}, the parameter has "
+            f"{tuple(parameter.shape)}: resume with the model of that run"
+        )
+    return average
+
+
+def _lerp_exact_(average: Tensor, parameter: Tensor, *, state: Mapping[str, Tensor], weight: float) -> None:
+    """The same with the numbers that a small parameter stands for, by parts, so that no float32 copy of it is held."""
+    if not parameter.is_contiguous():
+        average.lerp_(master(parameter, state).float(), weight)
+        return
+    kept = {CORRECTION: state[CORRECTION].view(-1)} if CORRECTION in state else {}
+    values, target = parameter.view(-1), average.view(-1)
+    for start in range(0, len(values), CHUNK):
+        part = slice(start, start + CHUNK)
+        exact = master(values[part], {key: tensor[part] for key, tensor in kept.items()})
+        target[part].lerp_(exact.float(), weight)

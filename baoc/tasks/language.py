@@ -1,0 +1,83 @@
+"""Prediction of the next token."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torchmetrics import MeanMetric
+
+from baoc.errors import BadInputError
+from baoc.tasks.base import Task
+from baoc.tasks.settings import OptimizerSettings
+from baoc.types import DataSpec, TextDataSpec
+
+
+class LanguageTask(Task):
+    """Cross-entropy in float32 on batches `{"tokens", "targets"}` (B, T), for a model that gives logits.
+
+    val/bpb, bits per byte of text, compares tokenizers: the loss per token in bits over the bytes that a token stands
+    for, which `spec` tells (without it, one). val/ppl is the exponential of the mean loss.
+
+    `loss_chunk`: 0, or so many tokens at a time go through the model's head, recomputed in the backward pass, so that
+    the logits of all tokens never exist at once. The same loss but for the order of a sum.
+    """
+
+    quality: ClassVar[tuple[str, bool]] = ("val/bpb", False)
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        spec: DataSpec | None = None,
+        optimizer: OptimizerSettings | Mapping[str, Any] = OptimizerSettings(),  # noqa: B008 - frozen
+        loss_chunk: int = 0,
+        ema_decay: float = 0.0,
+    ):
+        if loss_chunk < 0:
+            raise BadInputError(f"loss_chunk must be 0 (all at once) or a number of tokens, not {loss_chunk}")
+        if loss_chunk and not hasattr(model, "features"):
+            raise BadInputError(f"loss_chunk={loss_chunk} needs a model with `features` and `head`: set it to 0")
+        options = {"loss_chunk": int(loss_chunk), "ema_decay": float(ema_decay)}
+        super().__init__(model, spec=spec, optimizer=optimizer, **options)
+        self.loss_chunk = int(loss_chunk)
+        self.bytes_per_token = spec.bytes_per_token if isinstance(spec, TextDataSpec) else 1.0
+        self._val_loss = MeanMetric()  # one mean over all tokens of all ranks: the exponential needs it
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = self._loss(batch)
+        self.log("train/loss", loss.detach(), prog_bar=True, batch_size=len(batch["tokens"]))
+        return loss
+
+    def on_validation_epoch_start(self) -> None:
+        self._val_loss.reset()
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        loss, size = self._loss(batch), len(batch["tokens"])
+        self._val_loss.update(loss, weight=batch["tokens"].numel())
+        self.log("val/loss", loss, prog_bar=True, batch_size=size)
+        self.log("val/bpb", loss / (math.log(2) * self.bytes_per_token), prog_bar=True, batch_size=size)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val/ppl", self._val_loss.compute().exp())
+
+    def _loss(self, batch: dict[str, Tensor]) -> Tensor:
+        if self.loss_chunk:
+            return self._chunked_loss(batch["tokens"], batch["targets"].flatten())
+        logits = self.model(batch["tokens"])
+        return F.cross_entropy(logits.flatten(0, 1).float(), batch["targets"].flatten())
+
+    def _chunked_loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        model: Any = self.model
+        hidden = model.features(tokens).flatten(0, 1)
+        total = hidden.new_zeros((), dtype=torch.float32)
+        for part, wanted in zip(hidden.split(self.loss_chunk), targets.split(self.loss_chunk), strict=True):
+            total = total + checkpoint(_summed_loss, model.head, part, wanted, use_reentrant=False)
+        return total / len(targets)
+
+
+def _summed_loss(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(head(hidden).float(), targets, reduction="sum")
