@@ -14,6 +14,13 @@ ROOT = Path(__file__).resolve().parent.parent
 settings.register_profile("baoc", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("baoc")
 
+# The native optimizer step is compiled into the checkout's own cache, not into the user's.
+os.environ.setdefault("BAOC_CACHE", str(ROOT / ".pytest_cache" / "baoc"))
+
+# Workers side by side share the cores; each with threads for all of them would make every one slower.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 Completed = subprocess.CompletedProcess[str]
 
 

@@ -52,10 +52,20 @@ def find_runs(folder: Path) -> list[RunFolder]:
 
 
 def labels(runs: Sequence[RunFolder]) -> list[str]:
-    """For each run the settings in which not all agree, as `budget=state_25 allocator=random`; alike for seeds.
+    """For each run the settings in which not all of its kind agree, as `budget=state_25 allocator=random`; alike for
+    seeds. A budget is told by its name, unless two different ones share it. Where all agree it is the budget alone."""
+    kinds: dict[tuple[str, ...], list[int]] = {}
+    for place, run in enumerate(runs):
+        key = tuple(str(run.settings.get(f"{group}.name")) for group in ("task", "model", "dataset"))
+        kinds.setdefault(key, []).append(place)
+    told = [run.name for run in runs]
+    for places in kinds.values():
+        for place, label in zip(places, _labels_of_kind([runs[place] for place in places]), strict=True):
+            told[place] = label
+    return told
 
-    A budget is told by its name, unless two different ones share it. Where all agree it is the budget alone.
-    """
+
+def _labels_of_kind(runs: Sequence[RunFolder]) -> list[str]:
     told = [dict(run.settings) for run in runs]
     known = [settings for settings in told if settings]  # a job that failed early has none
     limits = {str(sorted((k, str(v)) for k, v in settings.items() if k.startswith("budget."))) for settings in known}

@@ -1,29 +1,64 @@
 """Every row of MODELS, TASKS and DATASETS can be listed without torch, built by its name and trained for a step."""
 
+import struct
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from baoc.config.options import type_of
+from baoc.config.strict import convert
 from baoc.data import DATASETS, build_data
 from baoc.errors import BadInputError
 from baoc.models import MODELS, build_model, choose_size
 from baoc.tasks import TASKS, build_task
 from baoc.tasks.base import Task
+from baoc.types import ImageDataSpec, TextDataSpec
 from tests.tiny import LIGHTNING_NOISE, tiny_trainer
 
 pytestmark = LIGHTNING_NOISE
-PAIRS = [(model, data) for model in MODELS for data in DATASETS if MODELS[model].task in DATASETS[data].tasks]
+MODEL_OF = {family.task: name for name, family in reversed(MODELS.items())}  # the first one of each task
+TRAINED = [*((MODEL_OF[task], data) for data, row in DATASETS.items() for task in row.tasks)]
+TRAINED += [(name, "digits") for name in MODELS if MODELS[name].task == "diffusion" and name not in MODEL_OF.values()]
+SPECS = {
+    "vision": ImageDataSpec(dataset="x", image_size=8, channels=1, num_classes=10, num_train=9, num_val=9),
+    "diffusion": ImageDataSpec(dataset="x", image_size=8, channels=1, num_classes=10, num_train=9, num_val=9),
+    "language": TextDataSpec(dataset="x", vocab_size=256, sequence_length=16, num_train=9, num_val=9),
+}
 
 
 @pytest.fixture(scope="module")
-def user_file(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "mine.npz"
-    labels = np.arange(60) % 3
-    np.savez(path, images=np.random.default_rng(0).random((60, 12, 12, 3)) + labels[:, None, None, None], labels=labels)
-    return str(path)
+def folder(tmp_path_factory):
+    """What a row reads that has nothing of its own, or too much of it for a test."""
+    path = tmp_path_factory.mktemp("data")
+    rng, labels = np.random.default_rng(0), np.arange(60) % 3
+    np.savez(path / "mine.npz", images=rng.random((60, 12, 12, 3)) + labels[:, None, None, None], labels=labels)
+    np.save(path / "latents.npy", rng.standard_normal((60, 4, 8, 8)).astype(np.float32))
+    (path / "mine.txt").write_text("to be or not to be, that is the question\n" * 200)
+    pixels = rng.integers(0, 256, (60, 12, 12), dtype=np.uint8)
+    for name, array in (("train-images-idx3-ubyte", pixels), ("train-labels-idx1-ubyte", labels.astype(np.uint8))):
+        header = struct.pack(f">HBB{array.ndim}i", 0, 8, array.ndim, *array.shape)
+        (path / name).write_bytes(header + array.tobytes())
+    return path
+
+
+def small(name: str, folder: Path) -> dict[str, Any]:
+    """Arguments with which a row is small and reads no network."""
+    if name == "synthetic_images":
+        return {"num_samples": 40, "num_classes": 3, "image_size": 8, "channels": 1}
+    if name == "random_latents":
+        return {"num_samples": 40, "num_classes": 3, "val_fraction": 0.5}
+    if name == "latents":
+        return {"path": str(folder / "latents.npy"), "val_fraction": 0.2}
+    if name == "fashion_mnist":
+        return {"path": str(folder)}
+    if "language" in DATASETS[name].tasks:
+        return {"path": str(folder / "mine.txt"), "tokenizer": "bytes", "sequence_length": 16}
+    return {} if name == "digits" else {"path": str(folder / "mine.npz")}
 
 
 def test_rows_are_named_by_their_key_and_described_in_a_line():
@@ -36,10 +71,20 @@ def test_rows_are_named_by_their_key_and_described_in_a_line():
 def test_rows_name_what_there_is():
     for family in MODELS.values():
         assert family.task in TASKS
-        assert family.auto in family.sizes
+        assert set(family.auto) == {"cpu", "cuda"} and set(family.auto.values()) <= set(family.sizes)
+        assert all(size.lr > 0 for size in family.sizes.values())
     for row in DATASETS.values():
         assert set(row.tasks) <= set(TASKS)
-        assert DATASETS[row.path_row].needs_path
+        assert row.path_row is None or set(row.tasks) <= set(DATASETS[row.path_row].tasks)
+        assert row.path_row is None or set(row.options) <= set(DATASETS[row.path_row].options)
+
+
+def test_types_of_options_are_told_by_their_defaults_or_beside_them():
+    for group, registry in (("model", MODELS), ("task", TASKS), ("dataset", DATASETS)):
+        for name, row in registry.items():
+            assert set(row.option_types) <= set(row.options), name
+            for key, default in row.options.items():
+                assert convert(default, type_of(row, key), key=f"{group}.{key}") == default
 
 
 def test_listing_imports_no_torch():
@@ -51,16 +96,17 @@ def test_listing_imports_no_torch():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize(("model_name", "data_name"), PAIRS)
-def test_every_model_takes_a_step_on_every_data_set_of_its_task(model_name, data_name, user_file):
-    path = user_file if DATASETS[data_name].needs_path else None
-    data = build_data(data_name, task=MODELS[model_name].task, batch_size=16, path=path)
+@pytest.mark.parametrize(("model_name", "data_name"), TRAINED)
+def test_every_model_and_every_data_set_take_a_step(model_name, data_name, folder):
+    task_name = MODELS[model_name].task
+    data = build_data(data_name, task=task_name, batch_size=8, **small(data_name, folder))
     model = build_model(model_name, spec=data.spec, seed=0)
-    data.resize_to(model.image_size)
+    if hasattr(model, "image_size"):
+        data.resize_to(model.image_size)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    task = build_task(MODELS[model_name].task, model=model)
+    task = build_task(task_name, model=model, spec=data.spec)
     assert isinstance(task, Task)
-    trainer = tiny_trainer(max_steps=2, limit_val_batches=1, check_val_every_n_epoch=None, val_check_interval=2)
+    trainer = tiny_trainer(max_steps=3, limit_val_batches=1, check_val_every_n_epoch=None, val_check_interval=3)
     trainer.fit(task, data)
     assert trainer.callback_metrics[task.quality[0]].isfinite()
     still = [name for name, parameter in model.named_parameters() if torch.equal(parameter, before[name])]
@@ -69,9 +115,8 @@ def test_every_model_takes_a_step_on_every_data_set_of_its_task(model_name, data
 
 @pytest.mark.parametrize(("name", "size"), [(name, size) for name in MODELS for size in MODELS[name].sizes])
 def test_every_size_is_built_on_the_meta_device(name, size):
-    data = build_data(next(d for m, d in PAIRS if m == name), task=MODELS[name].task, batch_size=16)
     with torch.device("meta"):
-        model = build_model(name, spec=data.spec, size=size)
+        model = build_model(name, spec=SPECS[MODELS[name].task], size=size)
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     names = sorted(name for block in model.parameter_blocks().values() for name in block)
@@ -85,7 +130,7 @@ def test_unknown_names_are_refused_with_what_there_is():
         choose_size("vit", size="bas")
     with pytest.raises(BadInputError, match=r"no option of model vit 'drop'.*choose from: dropout"):
         build_model("vit", spec=None, drop=0.1)
-    with pytest.raises(BadInputError, match=r"no task 'speech'; choose from: vision"):
+    with pytest.raises(BadInputError, match=r"no task 'speech'; choose from: vision, diffusion"):
         build_task("speech", model=torch.nn.Identity())
     with pytest.raises(BadInputError, match=r"no option of task vision 'smoothing'.*choose from: label_smoothing"):
         build_task("vision", model=torch.nn.Identity(), smoothing=0.1)
@@ -96,7 +141,10 @@ def test_unknown_names_are_refused_with_what_there_is():
 
 
 def test_data_set_that_does_not_serve_the_task_is_refused():
-    with pytest.raises(BadInputError, match="dataset digits serves vision, not language; data sets for language: none"):
+    text = "dataset digits serves vision and diffusion, not language; data sets for language: pysource, text, c4"
+    with pytest.raises(BadInputError, match=text):
         build_data("digits", task="language", batch_size=8)
     with pytest.raises(BadInputError, match=r"dataset npz needs dataset.path=\.\.\.: your own labelled images"):
         build_data("npz", task="vision", batch_size=8)
+    with pytest.raises(BadInputError, match=r"dataset synthetic_images is made up and reads no dataset.path=x"):
+        build_data("synthetic_images", task="vision", batch_size=8, path="x")

@@ -3,7 +3,7 @@
 import pytest
 
 from baoc.budgets import PRESETS
-from baoc.catalogue import SPECS
+from baoc.catalogue import NATIVE
 from baoc.config.listing import LISTS, lines
 from baoc.errors import BadInputError
 
@@ -57,7 +57,11 @@ def test_shell_completion_completes_and_imports_nothing_heavy(line: str, expecte
         (["budget=-1gb"], 2, "baoc: error: cannot read budget=-1gb"),
         (["-m", "budget=8gb,lots"], 2, "baoc: error: cannot read budget=lots"),
         (["-m", "model=vit,vitt"], 2, "baoc: error: model=vitt: there is no such model; did you mean vit?"),
-        (["model=vitt"], 2, "baoc: error: model=vitt: there is no such model; did you mean vit?\nallowed: vit"),
+        (
+            ["model=vitt"],
+            2,
+            "baoc: error: model=vitt: there is no such model; did you mean vit?\nallowed: dit, llama, unet, vit",
+        ),
         (["trainer.max_stps=1"], 2, "baoc: error: unknown key trainer.max_stps; did you mean trainer.max_steps"),
         (
             ["--list", "specz"],
@@ -101,7 +105,8 @@ def test_each_list_has_a_line_with_a_text_for_each_entry(name: str):
 
 
 def test_lists_hold_what_there_is():
-    assert {line.split()[0] for line in lines("specs")} == set(SPECS)
+    assert {line.split()[0] for line in lines("specs")} == {*NATIVE, "+split8", "+split16", "+bf16_sr", "+bf16"}
+    assert any(line.split()[:2] == ["adamw", "8.00"] for line in lines("specs"))
     assert {line.split()[0] for line in lines("budgets")} == {*PRESETS, "SIZE", "state_N"}
     assert any(line.startswith("digits_state_25 ") for line in lines("experiments"))
     assert "  model.size=tiny" in "\n".join(lines("models"))

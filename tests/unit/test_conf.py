@@ -1,6 +1,6 @@
 """Every option of conf/ and every experiment composes into a RunConfig, and conf/ says what the code says."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -12,20 +12,29 @@ from baoc.config import assets
 from baoc.config.compose import compose
 from baoc.config.from_hydra import from_hydra
 from baoc.config.nodes import job_folder
+from baoc.config.options import own_keys, registry_of
+from baoc.config.resolve import resolve
 from baoc.config.schema import RunConfig
 from baoc.config.trainer_arguments import TrainerConfig
-from baoc.data import DATASETS
 from baoc.errors import BadInputError
-from baoc.models import MODELS
 from baoc.risk import RISKS, SEVERITY
 from baoc.units import MIB
 
+OPTIONS = ("task", "model", "dataset")
 OVERLAYS = ("experiments", "sweeps", "debug")  # change other groups, so each of their options is composed alone
 GROUPS = sorted({folder.name for folder in assets.conf().iterdir() if folder.is_dir()} - {"hydra", *OVERLAYS})
-# Row n takes the nth option of every group, starting anew in shorter ones: every option once, in few compositions.
+# Row n takes the nth option of every group, starting anew in shorter ones: every option once, in few compositions. The
+# model, its task and a data set for it are taken together.
+FITTING = [
+    {"model": model, "task": row.task, "dataset": dataset}
+    for model, row in registry_of("model").items()
+    for dataset, data in registry_of("dataset").items()
+    if row.task in data.tasks
+]
+FREE = {group: list(assets.options(group)) for group in GROUPS if group not in OPTIONS and assets.options(group)}
 ROWS = [
-    {group: options[row % len(options)] for group in GROUPS if (options := list(assets.options(group)))}
-    for row in range(max(len(assets.options(group)) for group in GROUPS))
+    {group: options[row % len(options)] for group, options in FREE.items()} | FITTING[row % len(FITTING)]
+    for row in range(max(len(FITTING), *map(len, FREE.values())))
 ]
 
 
@@ -71,10 +80,11 @@ def test_the_default_is_the_command_of_the_readme():
 def test_defaults_of_the_schema_are_those_of_conf():
     composed, plain = run_of("budget=unlimited"), RunConfig()
     for item in fields(RunConfig):
-        if item.name not in ("name", "trainer", "risk", "model"):
+        if item.name not in ("name", "trainer", "risk", *OPTIONS):
             assert getattr(composed, item.name) == getattr(plain, item.name), item.name
     assert composed.risk.name == plain.risk.name
-    assert (composed.model.name, composed.model.size) == (plain.model.name, plain.model.size)
+    for group in OPTIONS:  # a plain one knows no rows, so it has no options
+        assert replace(getattr(composed, group), options={}) == getattr(plain, group), group
 
 
 def test_budgets_of_conf_are_the_presets():
@@ -84,19 +94,108 @@ def test_budgets_of_conf_are_the_presets():
 
 
 @pytest.mark.parametrize(
-    ("group", "registry"), [("allocator", ALLOCATORS), ("risk", RISKS), ("model", MODELS), ("dataset", DATASETS)]
+    ("group", "registry"),
+    [("allocator", ALLOCATORS), ("risk", RISKS), *((group, registry_of(group)) for group in OPTIONS)],
 )
 def test_options_of_conf_are_those_of_the_registry(group: str, registry):
     assert set(assets.options(group)) == set(registry)
 
 
-def test_conf_offers_every_option_of_a_model_and_every_weight_of_a_risk():
-    for name, model in MODELS.items():
-        given = read("model", name)
-        assert {key: given[key] for key in model.options} == model.options
-        assert given["task"] == model.task
+@pytest.mark.parametrize("group", OPTIONS)
+def test_conf_offers_every_option_of_a_row_with_its_default(group: str):
+    for name, row in registry_of(group).items():
+        given = read(group, name)
+        given = given["model"] if group == "model" else given
+        assert {key: value for key, value in given.items() if key not in own_keys(group)} == dict(row.options), name
+
+
+def test_conf_offers_every_weight_of_a_risk():
     for name in RISKS:
         assert set(SEVERITY) <= set(read("risk", name)["weights"]), "every risk falls back to the prior's terms"
+
+
+# -- what a model brings along ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "task", "dataset", "batch_size", "steps"),
+    [
+        ("vit", "vision", "digits", 64, 400),
+        ("llama", "language", "pysource", 16, 600),
+        ("dit", "diffusion", "digits", 64, 800),
+        ("unet", "diffusion", "digits", 64, 400),
+    ],
+)
+def test_a_model_brings_its_task_data_batch_and_steps(model: str, task: str, dataset: str, batch_size: int, steps: int):
+    run = run_of(f"model={model}")
+    assert (run.model.name, run.task.name, run.dataset.name) == (model, task, dataset)
+    assert (run.batch_size, run.trainer.max_steps, run.name) == (batch_size, steps, f"{model}_8gb")
+
+
+def test_what_the_user_says_wins_wherever_it_stands():
+    said = ["dataset=text", "dataset.path=mine.txt", "batch_size=4", "trainer.max_steps=7", "optim.lr=0.5"]
+    for overrides in (["model=llama", *said], [*said, "model=llama"]):
+        run = run_of(*overrides)
+        assert (run.dataset.name, run.dataset.path, run.task.name) == ("text", "mine.txt", "language")
+        assert (run.batch_size, run.trainer.max_steps, run.optim.lr) == (4, 7, 0.5)
+
+
+def test_an_experiment_wins_over_the_model_and_the_user_over_both(tmp_path: Path, monkeypatch):
+    (tmp_path / "mine.yaml").write_text(
+        "# @package _global_\n# m\ndefaults: [override /model: llama, override /dataset: text]\n"
+        "name: mine\nbatch_size: 3\n"
+    )
+    of_conf = assets.options
+    files = {"mine": tmp_path / "mine.yaml"}
+    monkeypatch.setattr(assets, "options", lambda group: files if group == "experiments" else of_conf(group))
+    run = run_of("experiments=mine", "dataset.path=x")
+    assert (run.model.name, run.task.name, run.dataset.name, run.batch_size) == ("llama", "language", "text", 3)
+    assert run.trainer.max_steps == 600, "the model's, as neither says otherwise"
+    assert run_of("experiments=mine", "dataset=pysource", "batch_size=5").batch_size == 5
+    assert run_of("experiments=mine", "dataset=pysource").dataset.name == "pysource"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model=llama", "dataset=digits"], r"dataset digits serves vision and diffusion, not language; .*pysource"),
+        (["dataset=pysource"], r"dataset pysource serves language, not vision; data sets for vision: digits, npz"),
+        (["task=language"], r"model vit is trained for vision, not language: .* choose a model for language: llama"),
+    ],
+)
+def test_models_data_and_tasks_that_do_not_fit_are_refused(overrides: list[str], message: str):
+    with pytest.raises(BadInputError, match=message):
+        run_of(*overrides)
+
+
+# -- what depends on the device ---------------------------------------------------------------------------------------
+
+
+def test_auto_means_small_on_a_cpu_and_binding_on_a_gpu():
+    on_cpu, on_gpu = (resolve(run_of(), device=device) for device in ("cpu", "cuda"))
+    assert (on_cpu.config.model.size, on_cpu.config.optim.lr, on_cpu.config.micro_batch) == ("tiny", 3e-3, 64)
+    assert (on_gpu.config.model.size, on_gpu.config.optim.lr, on_gpu.config.micro_batch) == ("large", 2e-4, 16)
+    assert [on.config.trainer.precision for on in (on_cpu, on_gpu)] == ["32-true", "bf16-mixed"]
+    assert on_cpu.reasons == ("optim.lr=0.003 suits vit tiny", "trainer.precision=32-true on cpu")
+    assert "micro_batch=16 is meant for vit large in 8 GiB" in on_gpu.reasons
+    assert on_gpu.size_why == "model.size=auto takes large on cuda: budgets of 4 to 16 GiB bind there"
+    sizes = {
+        name: resolve(run_of(f"model={name}"), device="cuda").config.model.size for name in ("llama", "dit", "unet")
+    }
+    assert sizes == {"llama": "350m", "dit": "xl2", "unet": "cifar"}
+
+
+def test_what_the_user_set_is_not_decided_again():
+    said = ["model.size=base", "optim.lr=0.1", "micro_batch=32", "trainer.precision=bf16-true"]
+    resolved = resolve(run_of(*said), device="cuda")
+    assert resolved.reasons == () and resolved.size_why == "model.size=base was asked for"
+    run = resolved.config
+    assert (run.optim.lr, run.micro_batch, run.trainer.precision) == (0.1, 32, "bf16-true")
+
+
+def test_a_suitable_micro_batch_divides_the_batch():
+    assert resolve(run_of("batch_size=60"), device="cuda").config.micro_batch == 15
+    assert resolve(run_of("batch_size=8"), device="cuda").config.micro_batch == 8
 
 
 def test_conf_offers_every_trainer_argument():

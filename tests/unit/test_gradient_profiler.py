@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from baoc.catalogue import SPECS
+from baoc.catalogue import NATIVE
 from baoc.errors import CheckpointError
 from baoc.profiling import GradientProfiler, schedule
 from baoc.types import StateKind, profile_from_plain, to_plain
@@ -14,7 +14,7 @@ from tests.gradients import Stream, make_block, make_params, normal
 BLOCKS = [make_block("attn", (32, 16), (32, 16)), make_block("norm", (40,)), make_block("conv", (8, 4, 3, 3))]
 SHAPES = {param.name: param.shape for block in BLOCKS for param in block.params}
 SPEC_NAMES = ("adamw", "adamw_int8", "rmsprop", "adamw_shared_in", "foam_l2_int8", "sign")
-SPEC_ROWS = [SPECS[name] for name in SPEC_NAMES]
+SPEC_ROWS = [NATIVE[name] for name in SPEC_NAMES]
 
 
 def grads(step: int) -> dict[str, Tensor | None]:
@@ -92,7 +92,7 @@ def test_moments_are_means_by_row_and_column_of_the_whole_matrix(transposed: boo
     torch.testing.assert_close(moments["w.0"].col, matrix.mean(0))
 
 
-@pytest.mark.parametrize("specs", [(), tuple(SPECS.values())])
+@pytest.mark.parametrize("specs", [(), tuple(NATIVE.values())])
 @pytest.mark.parametrize("max_bytes", [100_000, 2 * MIB])
 def test_bytes_stay_within_the_limit_and_are_those_of_the_live_tensors(specs, max_bytes: int):
     blocks = [make_block(f"b{i}", (96, 64), (64, 96), (64,)) for i in range(6)]

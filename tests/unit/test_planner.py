@@ -59,6 +59,13 @@ def test_a_spec_whose_step_needs_much_is_done_without_or_paid_for():
     assert set(rich.allocation.choices.values()) == {"adamw"} and rich.peak_bytes == 23 * MIB + ADAMW
 
 
+def test_all_of_adamw_s_state_is_enough_for_adamw_where_tensors_are_padded():
+    odd = [replace(p, shape=(63, 61)) for p in PARAMS]
+    plan = Planner(odd, budget=Budget(name="state_100", state_fraction=1.0)).propose()
+    assert set(plan.allocation.choices.values()) == {"adamw"} and not plan.binding
+    assert plan.allocation.state_bytes == plan.state_bytes_adamw > sum(8 * p.numel + 4 for p in odd)
+
+
 def test_infeasible_names_the_least_and_the_least_is_feasible():
     with pytest.raises(InfeasibleBudgetError, match="What would lower it: a smaller micro_batch") as caught:
         planner(memory(MIB), footprint=FOOTPRINT).propose()

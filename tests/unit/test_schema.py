@@ -31,17 +31,28 @@ def test_accumulation_is_the_quotient_of_the_batches():
         ({"name": "a/b"}, r"name=a/b is not allowed: it must be letters, digits"),
         ({"seed": -1}, r"seed=-1 is not allowed"),
         ({"seed": 1.5}, r"seed=1.5 is not allowed: it must be a whole number"),
-        ({"optim": {"lr": 0}}, r"optim.lr=0.0 is not allowed: it must be above 0"),
+        ({"optim": {"lr": 0}}, r"optim.lr=0.0 is not allowed: it must be above 0, or null"),
         ({"optim": {"lr": "abc"}}, r"optim.lr=abc is not allowed: it must be a number"),
         ({"optim": {"betas": [0.9, 1.0]}}, r"optim.betas=\[0.9, 1.0\] is not allowed: it must be two numbers in"),
         ({"optim": {"warmup_fraction": 2}}, r"optim.warmup_fraction=2.0 is not allowed"),
         ({"optim": {"schedule": "cosin"}}, r"optim.schedule=cosin is not allowed.*did you mean cosine\?"),
-        ({"task": {"label_smoothing": 1}}, r"task.label_smoothing=1.0 is not allowed"),
+        ({"task": {"label_smoothing": "much"}}, r"task.label_smoothing=much is not allowed: it must be a number"),
+        ({"task": {"label_smothing": 0.1}}, r"unknown key task.label_smothing; did you mean task.label_smoothing\?"),
+        ({"task": {"name": "speech"}}, r"there is no task 'speech'; choose from: vision"),
+        ({"model": {"lora": {"rank": 0}}}, r"model.lora.rank=0 is not allowed: it must be 1 or more, or null"),
+        ({"model": {"lora": {"alpha": 2}}}, r"model.lora.alpha and model.lora.targets need a model.lora.rank"),
+        ({"model": {"new_head": True}}, r"model.new_head=true is about pretrained weights: give model.pretrained"),
+        ({"model": {"checkpointing": 1}}, r"model.checkpointing=1 is not allowed: it must be true or false"),
         ({"model": {"dropot": 0.1}}, r"unknown key model.dropot; did you mean model.dropout\?"),
         ({"model": {"dropout": "much"}}, r"model.dropout=much is not allowed: it must be a number"),
         ({"model": {"name": "vitt"}}, r"there is no model 'vitt' \(did you mean vit\?\)"),
-        ({"model": "vit"}, r"model must be a group of keys: choose it with model=vit"),
-        ({"dataset": {"val_fraction": 1}}, r"dataset.val_fraction=1.0 is not allowed"),
+        ({"model": "vit"}, r"model must be a group of keys, not vit: choose it with model=NAME"),
+        ({"dataset": {"val_fraction": "half"}}, r"dataset.val_fraction=half is not allowed: it must be a number"),
+        ({"dataset": {"val_fractoin": 1}}, r"unknown key dataset.val_fractoin; did you mean dataset.val_fraction\?"),
+        (
+            {"dataset": {"name": "images", "image_size": "x"}},
+            r"dataset.image_size=x is not allowed: it must be a whole number",
+        ),
         ({"blocks": {"merge": 0}}, r"blocks.merge=0.0 is not allowed: it must be a positive penalty, or null"),
         ({"blocks": {"patterns": [["a"]]}}, r"blocks.patterns\[0\]=\['a'\] is not allowed: it must be a list of 2"),
         ({"catalogue": {"specs": []}}, r"catalogue.specs=\[\] is not allowed: it must be at least one name"),
@@ -69,7 +80,9 @@ def test_config_yaml_reads_back_as_the_same_run(tmp_path: Path):
         {
             "name": "x",
             "micro_batch": 16,
-            "model": {"dropout": 0.25},
+            "model": {"dropout": 0.25, "freeze": ["*embeddings*"], "lora": {"rank": 8}},
+            "task": {"mixup": 0.2},
+            "dataset": {"name": "images", "path": "here", "workers": 2, "augment": "flip"},
             "budget": "7.5gb",
             "blocks": {"patterns": [["qk", "*.query.*"]]},
             "reallocation": {"mode": "off"},
@@ -80,6 +93,8 @@ def test_config_yaml_reads_back_as_the_same_run(tmp_path: Path):
     assert read_config(tmp_path / "config.yaml") == run
     assert run.budget == parse_budget("7.5gb") and to_conf(run)["budget"]["memory"] == "7.5gb"
     assert run.model.options == {"dropout": 0.25} and to_conf(run)["model"]["dropout"] == 0.25
+    assert (run.model.freeze, run.model.lora.rank, run.task.options["mixup"]) == (("*embeddings*",), 8, 0.2)
+    assert (run.dataset.options["workers"], run.dataset.options["augment"], run.dataset.path) == (2, "flip", "here")
 
 
 @pytest.mark.parametrize(

@@ -168,6 +168,23 @@ def test_kinds_are_kept_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "Frontier of vision, vit, fashion" in capsys.readouterr().out
 
 
+def test_runs_of_several_tasks_are_named_by_what_differs_inside_their_own(tmp_path: Path) -> None:
+    """A model brings its task, data and batch along: these are in the title, not in every name."""
+    brought = {"vision": ("vit", 64, {"mixup": 0.0}), "language": ("llama", 16, {"loss_chunk": 0})}
+    for task, (model, batch_size, options) in brought.items():
+        for number, (budget, seed) in enumerate([("state_50", 0), ("state_25", 0), ("state_25", 1)]):
+            settings = config(seed=seed, budget=budget, allocator="exact", batch_size=batch_size)
+            settings |= {"task": {"name": task, **options}, "model": {"name": model}, "dataset": {"name": task}}
+            job(tmp_path / f"{number}_{task}", loss=0.1, seed=seed, settings=settings, task=task, model=model)
+    frontier_of(tmp_path, show=False)
+    named = sorted((row["task"], row["label"], row["num_seeds"]) for row in rows(tmp_path))
+    assert named == [
+        (task, label, seeds)
+        for task in ("language", "vision")
+        for label, seeds in (("budget=state_25", "2"), ("budget=state_50", "1"))
+    ]
+
+
 def test_a_diverged_run_is_dominated_not_lost(tmp_path: Path) -> None:
     job(tmp_path / "0_x", loss=float("nan"), budget="state_10", state_bytes=1)
     job(tmp_path / "1_x", loss=0.1, budget="state_50")

@@ -98,6 +98,24 @@ def test_smoothing_acts_on_training_and_never_on_validation():
     assert loss.requires_grad and not logged["train/loss"].requires_grad
 
 
+def test_mixup_blends_images_and_losses_and_its_random_state_is_torchs():
+    batch = {"images": torch.randn(4, 1, 8, 8), "labels": torch.tensor([0, 1, 2, 3])}
+    task = VisionTask(network(), mixup=0.5, label_smoothing=0.1)
+    task.log = lambda *_, **__: None
+    torch.manual_seed(3)
+    share = float(torch.distributions.Beta(0.5, 0.5).sample())
+    partner = torch.randperm(4)
+    logits = task.model(share * batch["images"] + (1 - share) * batch["images"][partner])
+    targets = F.one_hot(batch["labels"], 10).float()
+    targets = 0.9 * (share * targets + (1 - share) * targets[partner]) + 0.1 / 10
+    torch.manual_seed(3)
+    torch.testing.assert_close(task.training_step(batch, 0), F.cross_entropy(logits, targets))
+    torch.manual_seed(4)
+    assert task.training_step(batch, 0) != F.cross_entropy(logits, targets)
+    with pytest.raises(BadInputError, match=r"mixup must be 0 \(none\) or the alpha of a Beta.*, not -1"):
+        VisionTask(network(), mixup=-1)
+
+
 def test_validation_weighs_a_short_last_batch_by_its_size():
     task, data = VisionTask(network()), digits()  # 359 images: five batches of 64, one of 39
     metrics = tiny_trainer().validate(task, data, verbose=False)[0]

@@ -14,6 +14,7 @@ IMAGENET = ImageDataSpec(dataset="x", image_size=224, channels=3, num_classes=10
 @pytest.mark.parametrize(
     ("size", "num_params", "num_tensors"),
     [
+        ("mini", 5_553_832, 200),  # ViT-Ti/4 at 32 x 32: 5.36M with 10 classes
         ("small", 22_050_664, 200),  # the published counts of ViT-S/16, B/16, L/16 and H/14 with 1,000 classes
         ("base", 86_567_656, 200),
         ("large", 304_326_632, 392),
@@ -30,7 +31,8 @@ def test_sizes_have_the_published_number_of_parameters(size, num_params, num_ten
 
 def test_auto_is_the_small_one_and_says_why():
     assert choose_size("vit").size.name == "tiny"
-    assert choose_size("vit").why == "model.size=auto takes tiny on every machine"
+    assert choose_size("vit").why == "model.size=auto takes tiny on cpu: it trains in minutes there"
+    assert choose_size("vit", device="cuda").size.name == "large"
     assert choose_size("vit", size="base").why == "model.size=base was asked for"
     assert sum(p.numel() for p in build_model("vit", spec=DIGITS).parameters()) == 202_186
 

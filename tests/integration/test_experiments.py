@@ -1,0 +1,52 @@
+"""Every experiment, stepped: its own configuration with a small network and little data, on a CPU."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from baoc import train
+from baoc.config import assets
+from baoc.config.compose import compose
+from baoc.config.from_hydra import from_hydra
+from baoc.config.schema import RunConfig
+from tests.tiny import LIGHTNING_NOISE
+
+pytestmark = [LIGHTNING_NOISE, pytest.mark.filterwarnings("ignore:.*does not have many workers.*")]
+SMALL = ["debug=fast_dev", "device=cpu", "batch_size=8", "checkpoint.export=false", "trainer.enable_progress_bar=false"]
+OF_MODEL = {
+    "vit": ["model.size=tiny"],
+    "dit": ["model.size=tiny", "task.num_samples=0"],
+    "unet": ["model.size=tiny", "task.num_samples=0"],
+    "llama": ["model.size=nano", "dataset.max_val_sequences=8"],
+}
+OF_DATASET = {
+    "synthetic_images": ["dataset.num_samples=64", "dataset.num_classes=8", "dataset.image_size=16"],
+    "random_latents": ["dataset.num_samples=64", "dataset.num_classes=8", "dataset.val_fraction=0.2"],
+}
+
+
+def small(name: str) -> RunConfig:
+    asked = from_hydra(compose([f"experiments={name}"]))
+    overrides = [*OF_MODEL[asked.model.name], *OF_DATASET.get(asked.dataset.name, [])]
+    if asked.micro_batch is not None:
+        overrides.append("micro_batch=4")
+    if asked.dataset.options.get("tokenizer", "bytes") != "bytes":
+        overrides += ["dataset.tokenizer=bytes", "dataset.sequence_length=32"]
+    return from_hydra(compose([f"experiments={name}", *SMALL, *overrides]))
+
+
+@pytest.mark.parametrize("name", assets.options("experiments"))
+def test_an_experiment_takes_its_steps_and_is_judged(name: str, tmp_path: Path):
+    config = small(name)
+    result = train.run(config, run_dir=tmp_path, command=f"python run.py experiments={name}")
+    assert result is not None
+    assert (result.num_steps, result.budget_met, result.allocator) == (3, True, config.allocator.name)
+    assert result.quality.name in result.metrics
+    assert json.loads((tmp_path / "result.json").read_text())["task"] == config.task.name
+
+
+@pytest.mark.parametrize("name", assets.options("experiments"))
+def test_an_experiment_is_in_the_table_of_experiments(name: str):
+    text = (assets.root() / "experiments" / "README.md").read_text(encoding="utf-8")
+    assert f"`{name}`" in text

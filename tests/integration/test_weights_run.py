@@ -1,0 +1,78 @@
+"""Runs whose blocks keep their weights in bf16: refused where layers could not take them, else trained and resumed."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+
+from baoc import BaocStrategy
+from baoc.errors import BadInputError
+from baoc.online import ReallocationSettings, SessionSettings
+from baoc.optim import BlockwiseOptimizer
+from baoc.planner import PlannerSettings
+from tests.integration.test_strategy import QUIET, Classifier, fit, loader
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*does not have many workers.*",
+    "ignore:.*smaller than the logging interval.*",
+    "ignore:Checkpoint directory .* exists and is not empty",
+)
+
+
+def strategy(*specs: str) -> BaocStrategy:
+    settings = SessionSettings(
+        planner=PlannerSettings(specs=specs, risk="statistics", keep_fp32_roles=("norm",)),
+        reallocation=ReallocationSettings(mode="once", warmup_steps=6),
+    )
+    return BaocStrategy("state_50", settings=settings)
+
+
+SPECS = ("adamw", "adamw_int8+split8", "lion_int8+split8", "sign+bf16_sr")
+
+
+@pytest.mark.parametrize("precision", ["32-true", "64-true"])
+def test_precisions_that_could_not_read_them_are_refused(precision: Any) -> None:
+    with pytest.raises(BadInputError, match=rf"specs with bf16 weights \(adamw_int8\+split8.*precision is {precision}"):
+        fit(strategy("adamw", "adamw_int8+split8"), precision=precision)
+
+
+def test_a_run_learns_and_keeps_the_norms_whole() -> None:
+    losses: list[float] = []
+
+    class Logged(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            losses.append(float(loss.detach()))
+            return loss
+
+    module = fit(strategy(*SPECS), module=Logged(), steps=24, precision="bf16-mixed")
+    assert sum(losses[-8:]) < 0.9 * sum(losses[:8])
+    types = {name: param.dtype for name, param in module.named_parameters()}
+    assert types["net.0.weight"] is torch.bfloat16 and types["net.1.weight"] is torch.float32
+
+
+def run(folder: Path, *, steps: int, resume: bool) -> tuple[nn.Module, BlockwiseOptimizer]:
+    module = Classifier()
+    keep = ModelCheckpoint(dirpath=folder, every_n_train_steps=8, save_top_k=-1, filename="{step}")
+    plan = strategy(*SPECS)
+    arguments = {**QUIET, "enable_checkpointing": True}
+    trainer = L.Trainer(strategy=plan, max_steps=steps, callbacks=[keep], precision="bf16-mixed", **arguments)
+    trainer.fit(module, loader(), ckpt_path=str(folder / "step=8.ckpt") if resume else None)
+    assert plan.reallocator is not None
+    return module, plan.reallocator.optimizer
+
+
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path: Path) -> None:
+    """The reallocation is before the checkpoint, so the first plan of the resumed run is another one."""
+    whole, optimizer = run(tmp_path, steps=16, resume=False)
+    again, resumed = run(tmp_path, steps=16, resume=True)
+    assert resumed.specs == optimizer.specs
+    assert any("+" in spec for spec in resumed.specs.values())
+    for (name, a), b in zip(whole.named_parameters(), again.parameters(), strict=True):
+        assert a.dtype is b.dtype and torch.equal(a, b), name
+    for name, value in optimizer.export_weights().items():
+        assert torch.equal(value, resumed.export_weights()[name]), name
