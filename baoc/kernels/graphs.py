@@ -1,12 +1,15 @@
 """CUDA graphs of what a step launches: one replay instead of a launch per kernel, captured when it has run before."""
 
+import gc
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 
 import torch
 
 log = logging.getLogger(__name__)
-_MOST = 8  # variants kept: gradients that wander between layouts are launched plainly
+_MOST = 16  # variants kept: gradients that wander between layouts are launched plainly
+_TRIES = 3  # captures that may fail before steps are launched plainly for good
 
 
 def capturing() -> bool:
@@ -17,13 +20,14 @@ def capturing() -> bool:
 class Graphs:
     """`run(key, launch)` launches plainly the first time, captures the second, then replays.
 
-    What is launched must take all it needs from buffers that never move, and be the same whenever `key` is. After a
-    capture failed, `on` is False.
+    What is launched must take all it needs from buffers that never move, and be the same whenever `key` is. A capture
+    that fails is tried again at the next step; after some, `on` is False.
     """
 
     def __init__(self, device: torch.device, *, on: bool):
         self.device = device
         self.on = on and device.type == "cuda"
+        self._failed = 0
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph | None] = {}
 
     def run(self, key: Hashable, launch: Callable[[], None]) -> None:
@@ -47,15 +51,30 @@ class Graphs:
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         try:
-            with torch.cuda.stream(stream):
+            with _nothing_collected(), torch.cuda.stream(stream):
                 graph.capture_begin(capture_error_mode="thread_local")
                 try:
                     launch()
                 finally:
                     graph.capture_end()
         except RuntimeError as error:
-            log.warning("the optimizer step cannot be captured in a CUDA graph and is launched plainly: %s", error)
-            self.on = False
+            self._failed += 1
+            self.on = self._failed < _TRIES
+            what = "is tried again" if self.on else "is launched plainly from now on"
+            log.warning("the optimizer step could not be captured in a CUDA graph and %s: %s", what, error)
             return None
         torch.cuda.current_stream(self.device).wait_stream(stream)
         return graph
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Python's collector rests: what it frees may be a CUDA graph, of an optimizer that is gone, and to free one is not
+    permitted while another is captured, which ends the capture."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

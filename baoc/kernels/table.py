@@ -4,6 +4,7 @@ A table is what never changes between steps; what does (gradient addresses, sett
 it, see `baoc.kernels.engine`.
 """
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -78,7 +79,8 @@ class FusedTable:
         self._alive = [*(p.detach() for p in self.params), *self.matches]
         self._alive += [tensor for key in self.columns for state in states if (tensor := state.get(key)) is not None]
         self._lay_out()
-        self._engine: Engine | None = None
+        self._engine: weakref.ref[Engine] | None = None  # weak: engines hold tables, and both hold device memory
+        self._own_engine: Engine | None = None
         self._extra: dict[str, Tensor] = {}
 
     def _row(self, index: int, state: Mapping[str, Tensor], *, seed: int) -> list[int]:
@@ -140,13 +142,14 @@ class FusedTable:
         if self._engine is None:
             from baoc.kernels.engine import Engine
 
-            Engine([self])
-        assert self._engine is not None
-        return self._engine
+            self._own_engine = Engine([self])
+        engine = self._engine and self._engine()
+        assert engine is not None, "the table's engine is gone"
+        return engine
 
     def bind(self, engine: "Engine") -> None:
         assert self._engine is None, "a table belongs to one engine"
-        self._engine = engine
+        self._engine = weakref.ref(engine)
 
     @property
     def nbytes(self) -> int:

@@ -4,9 +4,14 @@
 exit code is the number that failed.
 """
 
+import copy
+import gc
+import io
+import pickle
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -15,6 +20,7 @@ from torch import nn
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from baoc.kernels import Engine  # noqa: E402
 from baoc.optim import BlockwiseOptimizer  # noqa: E402
 
 DEVICE, LR = "cuda", 1e-2
@@ -62,11 +68,14 @@ class Pair:
                 else:
                     param.grad = grad.to(param.dtype, copy=True)
 
+    def step(self) -> None:
+        self.fused.step()
+        self.eager.step()
+
     def run(self, steps: int, **how: object) -> None:
         for _ in range(steps):
             self.give(**how)  # pyright: ignore[reportArgumentType]
-            self.fused.step()
-            self.eager.step()
+            self.step()
 
     def check(self, *, within: float = 0.15) -> float:
         worst = 0.0
@@ -85,13 +94,17 @@ class Pair:
 
     @property
     def graphs(self) -> list[object]:
-        return [
-            graph
-            for backend in self.fused.roster.marking
-            for unit in backend.units  # pyright: ignore[reportAttributeAccessIssue]
-            for graph in unit.engine._graphs._graphs.values()
-            if graph is not None
-        ]
+        return graphs_of(self.fused)
+
+
+def graphs_of(optimizer: BlockwiseOptimizer) -> list[object]:
+    return [
+        graph
+        for backend in optimizer.roster.marking
+        for unit in backend.units  # pyright: ignore[reportAttributeAccessIssue]
+        for graph in unit.engine._graphs._graphs.values()
+        if graph is not None
+    ]
 
 
 def mixed_specs_with_graphs() -> str:
@@ -212,6 +225,82 @@ def captured_by_the_user() -> str:
     return f"{pair.check():.1e} learning rates apart"
 
 
+def captured_while_python_collects() -> str:
+    """Graphs of optimizers that are gone, in cycles, which Python's collector finds in the middle of a capture."""
+    pair, dead = Pair(), [captured_nothing() for _ in range(4)]
+    launch, thresholds = Engine._launch, gc.get_threshold()
+
+    def launch_and_leave_garbage(engine: Engine, *, matched: bool, marked: bool) -> None:
+        if dead:
+            cycle: list[object] = [dead.pop()]
+            cycle.append(cycle)
+            del cycle
+        kept = [[index] for index in range(5000)]  # makes the collector run, if it may
+        launch(engine, matched=matched, marked=marked)
+        assert kept
+
+    Engine._launch = launch_and_leave_garbage  # pyright: ignore[reportAttributeAccessIssue]
+    gc.set_threshold(100, 1, 1)
+    try:
+        pair.run(4)
+    finally:
+        Engine._launch = launch  # pyright: ignore[reportAttributeAccessIssue]
+        gc.set_threshold(*thresholds)
+    assert pair.graphs, "the capture failed"
+    return f"{pair.check():.1e} learning rates apart"
+
+
+def captured_nothing() -> torch.cuda.CUDAGraph:
+    graph, one = torch.cuda.CUDAGraph(), torch.zeros(1, device=DEVICE)
+    with torch.cuda.graph(graph):
+        one.add_(1)
+    return graph
+
+
+def a_loop_as_training_is() -> str:
+    """Autocast, new gradients in each step, non-finite ones marked before clipping, and a profiler for some steps."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.GELU(), nn.Flatten(), nn.Linear(8192, 256), nn.GELU())
+    net = nn.Sequential(net, nn.Linear(256, 10)).to(DEVICE)
+    optimizer = BlockwiseOptimizer(net, "adamw_int8", lr=1e-3, backend="fused")
+    images, labels = torch.randn(64, 3, 16, 16).pin_memory(), torch.randint(10, (64,), device=DEVICE)
+    first = loss = torch.zeros(())
+    for step in range(30):
+        with torch.profiler.profile() if step in (3, 4, 20) else nullcontext():
+            optimizer.zero_grad(set_to_none=True)
+            with torch.autocast(DEVICE, torch.bfloat16):
+                loss = nn.functional.cross_entropy(net(images.to(DEVICE, non_blocking=True)), labels)
+            loss.backward()
+            optimizer.mask_nonfinite()
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+        first = loss.detach() if step == 0 else first
+    graphs = graphs_of(optimizer)
+    assert graphs and float(loss.detach()) < 0.5 * float(first)
+    return f"loss {float(first):.2f} to {float(loss.detach()):.2f}, {len(graphs)} graph(s)"
+
+
+def copies() -> str:
+    """deepcopy, pickle and torch.save go on as the optimizer does."""
+    pair = Pair()
+    pair.run(4)
+    buffer = io.BytesIO()
+    torch.save((pair.params[0], pair.fused), buffer)
+    buffer.seek(0)
+    twins = [torch.load(buffer, weights_only=False), copy.deepcopy((pair.params[0], pair.fused))]
+    twins.append(pickle.loads(pickle.dumps((pair.params[0], pair.fused))))
+    pair.give()
+    for params, optimizer in twins:
+        for name, param in params.items():
+            grad = pair.params[0][name].grad
+            param.grad = None if grad is None else grad.clone()
+        optimizer.step()
+    pair.step()
+    for params, _ in twins:
+        assert all(torch.equal(param, pair.params[0][name]) for name, param in params.items())
+    return f"{pair.check():.1e} learning rates apart"
+
+
 def one_launch_per_spec() -> str:
     """Counted by the profiler: kernels of a step do not grow with tensors."""
     pair = Pair()
@@ -236,6 +325,9 @@ CHECKS: tuple[Callable[[], str], ...] = (
     split_weights,
     migration_and_checkpoints,
     captured_by_the_user,
+    captured_while_python_collects,
+    a_loop_as_training_is,
+    copies,
     one_launch_per_spec,
 )
 
