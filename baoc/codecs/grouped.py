@@ -231,17 +231,17 @@ def _warp(threshold: Tensor | None, octaves: float) -> Tensor | None:
 
 
 @lru_cache(maxsize=4)
-def _many_kernel_lanes(first: int) -> Tensor:
+def _many_kernel_lanes(first: int) -> list[memoryview]:
     plain = torch.stack([lanes(phase, torch.device("cpu")) for phase in range(first, first + _AHEAD)])
     logs = _warp(plain, 2 * Log8V.octaves / 254)
     assert logs is not None
-    return torch.cat([plain, logs], dim=1)
+    return [row.numpy().data for row in torch.cat([plain, logs], dim=1)]
 
 
 def kernel_lanes(phase: int) -> memoryview:
     """fp32[64], as kernels take them: the lanes of a step's phase, and the same on the logarithm of log8v."""
     index = phase % _AHEAD
-    return _many_kernel_lanes(phase - index)[index].numpy().data
+    return _many_kernel_lanes(phase - index)[index]
 
 
 GROUPED = (

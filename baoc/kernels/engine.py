@@ -27,7 +27,7 @@ _SUM_LANES, _MATCH_LANES = 1024, 64
 class Engine:
     """The buffers that tables share and the order of launches. All tables are on one device.
 
-    A step is `stage` (the host's part) and `run` (kernels only). `mark` comes before both where gradients are looked at
+    A step is `stage` (the host's part) and `run` (the device's). `mark` comes before both where gradients are looked at
     first. `num_bad_host` follows `num_bad` without anyone waiting: what it says may be some steps old.
     """
 
@@ -50,12 +50,15 @@ class Engine:
 
     def _allocate(self) -> None:
         size, device = self.size, self.device
-        self._upload = Upload(size * (8 + 4 * WIDTH) + 4 * _NUM_SHARED, device=device)
+        self._upload = Upload(size * (8 + 4 * WIDTH) + 4 * _NUM_SHARED, num_back=size, device=device)
         bytes_ = self._upload.device
         self.grad_ptrs = bytes_[: size * 8].view(torch.int64)
         self._settings = bytes_[size * 8 : size * (8 + 4 * WIDTH)].view(torch.float32).view(size, WIDTH)
         self._thresholds = bytes_[size * (8 + 4 * WIDTH) :].view(torch.float32)
         self._staging = [self._views(slot) for slot in self._upload.slots]
+        self._held = [-1] * len(self._staging)  # which addresses a slot holds, as `Gradients.version` says
+        self._on_device = -1  # and which the device holds
+        self._staged = False  # a slot is filled and has not gone up yet
         self.ptrs = self._spread([row for table in self.tables for row in table.addresses], width=WIDTH)
         shapes = [shape for table in self.tables for shape in table.shapes]
         self._shapes = self._spread([[s.numel, s.rows, s.cols, int(s.transposed)] for s in shapes], width=4)
@@ -63,9 +66,7 @@ class Engine:
         self.repair = torch.zeros(size, dtype=torch.float32, device=device)
         self.sums = torch.zeros(size, dtype=torch.float32, device=device)
         self.left_out = torch.zeros(size, dtype=torch.int32, device=device)
-        self.num_bad = torch.zeros(size, dtype=torch.int64, device=device)
-        self._num_bad_host = torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda", device="cpu")
-        self.num_bad_host = memory_of(self._num_bad_host)
+        self.num_bad, self.num_bad_host = self._upload.back, self._upload.received
         self._programs = _padded_ends(table.num_chunks for table in self.tables)
         self.partial = torch.zeros(max(self._programs[-1], 1), dtype=torch.float32, device=device)
 
@@ -121,9 +122,9 @@ class Engine:
     @property
     def nbytes(self) -> int:
         """Device bytes held beyond the optimizer's state, the tables' own included."""
-        own = (self._upload.device, self.ptrs, self._shapes, self.numels, self.repair, self.sums, self.left_out)
-        more = (self.num_bad, self.partial, self._spans, self._blocks, self._members, self.applied)
-        total = sum(t.numel() * t.element_size() for t in (*own, *more))
+        own = (self.ptrs, self._shapes, self.numels, self.repair, self.sums, self.left_out)
+        more = (self.partial, self._spans, self._blocks, self._members, self.applied)
+        total = self._upload.nbytes + sum(t.numel() * t.element_size() for t in (*own, *more))
         return total + sum(table.nbytes for table in self.tables) + (self._marks.nbytes if self._marks else 0)
 
     # -- the host's part ------------------------------------------------------------------------------------------
@@ -135,48 +136,72 @@ class Engine:
         thresholds: Iterable[float] | None = None,
         phase: int = 0,
         advance: bool = True,
+        send: bool = True,
     ) -> None:
-        """Sends addresses and settings of the coming step and, unless told otherwise, counts it.
+        """Prepares addresses and settings of the coming step and, unless told otherwise, counts it.
 
         `phase` is that of the step, `thresholds` (fp32 [32]) the codecs' lanes of it, or, as a memoryview of fp32 [64],
-        which costs nothing, with those of the logarithm after them.
+        which costs nothing, with those of the logarithm after them. `send` False leaves it to `run` to send them.
         """
         self.gradients.refresh()
         if thresholds is None and self._needs_thresholds:
             kinds = [table.kind for table in self.tables if table.needs_thresholds]
             raise ValueError(f"{kinds[0]} rounds by thresholds: pass those of this step's phase")
-        slot = self._upload.slot()
-        addresses, settings, shared = self._staging[slot]
-        addresses[:] = memoryview(self.gradients.addresses)
+        _, settings, shared = self._staging[self._place()]
         self.settings.fill(options, gradients=self.gradients, out=settings)
         if self._needs_thresholds and thresholds is not None:
             lanes = thresholds if isinstance(thresholds, memoryview) else memoryview(array("f", thresholds))
             shared[: 2 * GROUP] = lanes if len(lanes) == 2 * GROUP else memoryview(array("f", _with_logs(lanes)))
             struct.pack_into("I", shared, 4 * 2 * GROUP, phase * _PER_PHASE % 2**32)
-        self._upload.send()
+        self._staged = not send
+        if send:
+            self._upload.send()
+            self._on_device = self.gradients.version
         if advance:
             self.settings.advance()
+
+    def _place(self) -> int:
+        """The slot to fill, with the addresses of the gradients in it."""
+        slot = self._upload.slot()
+        if self._held[slot] != self.gradients.version:
+            self._staging[slot][0][:] = memoryview(self.gradients.addresses)
+            self._held[slot] = self.gradients.version
+        return slot
 
     # -- the device's part ----------------------------------------------------------------------------------------
 
     def run(
         self, *, matched: bool, marked: bool = False, measure: Sequence[FusedTable] = (), graphs: bool = True
     ) -> None:
-        """Only kernels. `measure`: tables with blocks that have no own RMS yet, which is found before they step.
+        """Kernels, and what was staged and not sent. `measure`: tables with blocks that have no own RMS yet, which is
+        found before they step.
 
         `graphs` False: launched plainly, as someone needs who captures them himself.
         """
+        staged, self._staged = self._staged, False
+        if staged:
+            self._upload.number()
         if measure and matched:
+            if staged:
+                self._upload.copy()
             for table in measure:
                 launch(table, Call(mode="measure", track=True, marked=marked))
             self._match(measure=True)
         if graphs and self._graphs.on:
-            key = (self.gradients.variant, matched, marked)
-            self._graphs.run(key, lambda: self._launch(matched=matched, marked=marked))
+            self._graphs.run(
+                (staged, self.gradients.variant, matched, marked),
+                lambda: self._launch(staged=staged, matched=matched, marked=marked),
+                slot=self._upload.slot(),
+            )
         else:
-            self._launch(matched=matched, marked=marked)
+            self._launch(staged=staged, matched=matched, marked=marked)
+        if staged:
+            self._upload.sent()
+            self._on_device = self.gradients.version
 
-    def _launch(self, *, matched: bool, marked: bool) -> None:
+    def _launch(self, *, staged: bool, matched: bool, marked: bool) -> None:
+        if staged:
+            self._upload.copy()
         matching = [table for table in self.tables if matched and table.matches[0] is not None]
         for table in self.tables:
             on = table in matching
@@ -185,7 +210,7 @@ class Engine:
             self._match(measure=False)
             for table in matching:
                 launch(table, Call(mode="repair", matched=True, marked=marked))
-        self._num_bad_host.copy_(self.num_bad, non_blocking=True)
+        self._upload.receive()
 
     def sum(self) -> None:
         """Sums of squares by tensor from those by program."""
@@ -220,11 +245,7 @@ class Engine:
         """
         self.gradients.refresh()
         if not capturing():  # else `stage` sends them
-            addresses, _, _ = self._staging[self._upload.slot()]
-            addresses[:] = memoryview(self.gradients.addresses)
-            for index in self.gradients.copied:
-                addresses[self.places[index]] = 0
-            self._upload.send()
+            self._send_addresses()
         self._marks = self._marks or Marks(self.tables, places=self.places, size=self.size)
         self._marks.mark(self.grad_ptrs, numels=self.numels, num_bad=self.num_bad, first=first)
         for index in self.gradients.copied:
@@ -232,9 +253,22 @@ class Engine:
             assert grad is not None
             self.num_bad[self.places[index]] += mark_strided_(grad, first=first)
 
+    def _send_addresses(self) -> None:
+        """Those that a kernel may write to, so none of what is read from copies; nothing if the device has them."""
+        copied = self.gradients.copied
+        if not copied and self._on_device == self.gradients.version:
+            return
+        slot = self._place()
+        if copied:
+            for index in copied:
+                self._staging[slot][0][self.places[index]] = 0
+            self._held[slot] = -1
+        self._on_device = self._held[slot]
+        self._upload.send(8 * self.size)
+
     def read_num_bad(self) -> None:
         """Brings `num_bad_host` up to date, waiting for the device."""
-        self._num_bad_host.copy_(self.num_bad)
+        self._upload.read_back()
 
 
 def _with_logs(lanes: Sequence[float] | memoryview) -> list[float]:

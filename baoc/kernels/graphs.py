@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 log = logging.getLogger(__name__)
-_MOST = 16  # variants kept: gradients that wander between layouts are launched plainly
+_MOST = 24  # variants kept: gradients that wander between layouts are launched plainly
 _TRIES = 3  # captures that may fail before steps are launched plainly for good
 
 
@@ -18,32 +18,30 @@ def capturing() -> bool:
 
 
 class Graphs:
-    """`run(key, launch)` launches plainly the first time, captures the second, then replays.
+    """`run(key, launch, slot=)` launches plainly the first time for a key, then captures for each slot, and replays.
 
-    What is launched must take all it needs from buffers that never move, and be the same whenever `key` is. A capture
-    that fails is tried again at the next step; after some, `on` is False.
+    What is launched must take all it needs from buffers that never move, and be the same whenever `key` and `slot` are;
+    slots differ in addresses alone. A capture that fails is tried again at the next step; after some, `on` is False.
     """
 
     def __init__(self, device: torch.device, *, on: bool):
         self.device = device
         self.on = on and device.type == "cuda"
         self._failed = 0
-        self._graphs: dict[Hashable, torch.cuda.CUDAGraph | None] = {}
+        self._warm: set[Hashable] = set()
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
 
-    def run(self, key: Hashable, launch: Callable[[], None]) -> None:
-        graph = self._graphs.get(key)
-        if graph is not None:
-            graph.replay()
-        elif key not in self._graphs:
-            if len(self._graphs) < _MOST:
-                self._graphs[key] = None
+    def run(self, key: Hashable, launch: Callable[[], None], *, slot: int) -> None:
+        graph = self._graphs.get((slot, key))
+        if graph is None and key in self._warm and len(self._graphs) < _MOST:
+            graph = self._capture(launch)
+            if graph is not None:
+                self._graphs[slot, key] = graph
+        if graph is None:
+            self._warm.add(key)
             launch()
         else:
-            graph = self._graphs[key] = self._capture(launch)
-            if graph is None:
-                launch()
-            else:
-                graph.replay()
+            graph.replay()
 
     def _capture(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
         """On a stream of its own, as capturing needs; other threads may go on using the device."""

@@ -9,7 +9,8 @@ from array import array
 from collections.abc import Callable, Sequence
 from functools import reduce
 from itertools import chain
-from operator import or_
+from operator import attrgetter, or_
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,13 +20,37 @@ from baoc.kernels.table import WIDTH, FusedTable
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)  # of gradients, as kernels read them
 _ALIGNED = 31  # of addresses: enough for every vector that a cut may ask for
+_FEW = 16  # gradients that are looked at closely in every step
+_LAYOUTS = 16  # sets of addresses that are remembered
+_GRAD: Callable[[Tensor], Any] = attrgetter("grad")
+_DTYPE: Callable[[Any], torch.dtype] = attrgetter("dtype")
+# Of the class: a third faster than looked up in each tensor.
+_DATA_PTR, _IS_CONTIGUOUS = torch._C.TensorBase.data_ptr, torch._C.TensorBase.is_contiguous
+_SAME_POINTERS: Callable[[list[Any], list[int], list[int]], bool] | None = getattr(
+    torch._C, "_tensors_data_ptrs_at_indices_equal", None
+)  # torch has it where it has CUDA
+
+
+def _dtype_or(grad: Tensor | None, known: torch.dtype) -> torch.dtype:
+    return known if grad is None else grad.dtype
+
+
+class _Layout(NamedTuple):
+    """What `Gradients` found about gradients at certain addresses."""
+
+    addresses: array
+    active: list[bool]
+    dtypes: list[torch.dtype]
+    variant: tuple[tuple[torch.dtype, bool], ...]
 
 
 class Gradients:
     """Addresses of the gradients of all tables. `begins[i]` is where table i begins in arrays over all tensors.
 
     A launch reads gradients of one type, contiguous. Where a table has several types it reads fp32, and gradients that
-    are of another type or strided (`copied`) are read from copies.
+    are of another type or strided (`copied`) are read from copies. Types and strides are looked at when gradients are
+    at addresses where all of them together were not before, and always where they are few: gradients of many parameters
+    that are made anew in each step lie in the same places again and again.
     """
 
     def __init__(self, tables: Sequence[FusedTable], *, begins: Sequence[int]):
@@ -33,6 +58,7 @@ class Gradients:
         self.params = [param for table in tables for param in table.params]
         self.places = [b + i for b, table in zip(begins, tables, strict=False) for i in range(len(table.params))]
         self.addresses = array("q", bytes(8 * begins[-1]))
+        self.version = 0  # of the addresses
         self.active = [False] * len(self.params)  # which have a gradient
         self.num_changes = 0  # of that
         self.variant: tuple[tuple[torch.dtype, bool], ...] = ()  # of each table: gradients' type, and if aligned
@@ -40,35 +66,77 @@ class Gradients:
         self._begins = begins
         self._owners = [table for table in tables for _ in table.params]
         self._dtypes = [table.grad_dtype for table in self._owners]
+        self._wanted = list(self._dtypes)  # the type that the launch of each reads
         self._seen: list[int] = []
+        self._indices = list(range(len(self.params)))
+        self._few = len(self.params) <= _FEW
+        self._layouts: dict[bytes, _Layout] = {}
         self._copies: list[Tensor] = []
 
     def refresh(self) -> None:
         """Takes note of where the gradients are. A sparse one has no address: torch raises."""
-        seen = [-1 if (grad := param.grad) is None else grad.data_ptr() for param in self.params]
-        if seen != self._seen:
-            self._notice(seen)
-            self._seen = seen
+        grads = list(map(_GRAD, self.params))
+        if not self._as_seen(grads):
+            try:
+                seen = list(map(_DATA_PTR, grads))
+            except TypeError:  # some have none
+                seen = [-1 if grad is None else grad.data_ptr() for grad in grads]
+            if seen != self._seen or self._few:
+                self._recall_or_notice(seen, grads)
+                self._seen = seen
         if self.copied:
             self._copy()
 
-    def _notice(self, seen: list[int]) -> None:
+    def _as_seen(self, grads: list[Tensor | None]) -> bool:
+        """True if all gradients are where they were; False too where torch has no quick way to tell."""
+        if _SAME_POINTERS is None or self._few or not self._seen or -1 in self._seen:
+            return False
+        try:
+            return _SAME_POINTERS(grads, self._seen, self._indices)
+        except (RuntimeError, TypeError):  # some have none now
+            return False
+
+    def _recall_or_notice(self, seen: list[int], grads: Sequence[Tensor | None]) -> None:
+        key = array("q", seen).tobytes()
+        layout = None if self._few else self._layouts.get(key)
+        if layout is None:
+            self._notice(seen, grads)
+            if not self.copied and not self._few:
+                if len(self._layouts) >= _LAYOUTS:
+                    self._layouts.clear()
+                self._layouts[key] = _Layout(self.addresses, self.active, self._dtypes, self.variant)
+            return
+        self.copied = []
+        self._dtypes = self._wanted = layout.dtypes
+        self.addresses, self.variant = layout.addresses, layout.variant
+        self.version += 1
+        self._take_active(layout.active)
+        for table, (dtype, aligned) in zip(self.tables, layout.variant, strict=True):
+            table.grad_dtype, table.grads_aligned = dtype, aligned
+
+    def _notice(self, seen: list[int], grads: Sequence[Tensor | None]) -> None:
         """Gradients that were not there before: their types, strides, and who has one."""
-        grads = [param.grad for param in self.params]
-        dtypes = [known if grad is None else grad.dtype for grad, known in zip(grads, self._dtypes, strict=True)]
+        whole = -1 not in seen
+        dtypes = list(map(_DTYPE, grads)) if whole else list(map(_dtype_or, grads, self._dtypes))
         if dtypes != self._dtypes:
             self._notice_types(grads)
             self._dtypes = dtypes
-        self.copied = [
-            index
-            for index, (grad, table) in enumerate(zip(grads, self._owners, strict=True))
-            if grad is not None and (grad.dtype is not table.grad_dtype or not grad.is_contiguous())
-        ]
-        active = [address >= 0 for address in seen] if -1 in seen else [True] * len(seen)
+            self._wanted = [table.grad_dtype for table in self._owners]
+        if whole and dtypes == self._wanted and all(map(_IS_CONTIGUOUS, grads)):
+            self.copied = []
+        else:
+            self.copied = [
+                index
+                for index, (grad, dtype, wanted) in enumerate(zip(grads, dtypes, self._wanted, strict=True))
+                if grad is not None and (dtype is not wanted or not grad.is_contiguous())
+            ]
+        self._take_active([True] * len(seen) if whole else [address >= 0 for address in seen])
+        self._place(seen if whole else [max(address, 0) for address in seen])
+
+    def _take_active(self, active: list[bool]) -> None:
         if active != self.active:
             self.active = active
             self.num_changes += 1
-        self._place([max(address, 0) for address in seen] if -1 in seen else seen)
 
     def _notice_types(self, grads: Sequence[Tensor | None]) -> None:
         begin = 0
@@ -82,14 +150,18 @@ class Gradients:
     def _place(self, addresses: list[int]) -> None:
         """Puts the addresses, in order of `params`, where kernels look for them."""
         all_aligned = not reduce(or_, addresses, 0) & _ALIGNED
+        placed = array("q", bytes(8 * self._begins[-1]))
         first = 0
         for table, begin in zip(self.tables, self._begins, strict=False):
             own = addresses[first : first + len(table.params)]
             first += len(own)
-            self.addresses[begin : begin + len(own)] = array("q", own)
+            placed[begin : begin + len(own)] = array("q", own)
             size = table.grad_dtype.itemsize
             table.grads_aligned = all_aligned or all(table.is_aligned(address, size) for address in own)
         self.variant = tuple((table.grad_dtype, table.grads_aligned) for table in self.tables)
+        if placed != self.addresses or not self.version:
+            self.addresses = placed  # another object: layouts keep those that were
+            self.version += 1
 
     def _copy(self) -> None:
         """Copies of those that no launch can read, in every step anew, for what they hold is new."""

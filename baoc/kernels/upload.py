@@ -1,38 +1,97 @@
-"""A small device buffer that the host refills every step, without waiting for the device and without racing it."""
+"""A small device buffer that the host refills every step, without waiting for the device and without racing it.
+
+Bytes go up from one of a few pinned slots, with a number that counts them. It comes back with what the device has to
+say, and tells the host that everything before it was read: that costs a look at memory, where an event costs two calls.
+"""
 
 import ctypes
+import time
 
 import torch
 from torch import Tensor
 
-_SLOTS = 4  # steps that the host may be ahead of the device before it waits
+SLOTS = 3  # uploads that the host may be ahead of the device before it waits
+_HEAD = 16  # bytes before what goes up: the number, and padding
+_PATIENCE_S, _LOOK_S = 1e-4, 0.1  # between looks at the number, and at whether the device still works
 
 
 class Upload:
-    """`slot()` says which of `slots` to fill (bytes on the CPU), `send()` copies it to `device`, which never moves."""
+    """`slot()` says which slot to fill, `send()` copies it to `device` (uint8 [nbytes]), which never moves.
 
-    def __init__(self, nbytes: int, *, device: torch.device):
-        self.device = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    `back` (int64 [num_back] on the device) is copied to `received` on the CPU by `receive()`. `copy()` and `receive()`
+    may be captured in a graph, one for each slot: after a replay, `sent()` does the counting that `send` does itself.
+    """
+
+    def __init__(self, nbytes: int, *, num_back: int, device: torch.device):
         self._on_cuda = device.type == "cuda"
-        count = _SLOTS if self._on_cuda else 1
-        self.slots = [
-            torch.zeros(nbytes, dtype=torch.uint8, pin_memory=self._on_cuda, device="cpu") for _ in range(count)
-        ]
-        self._sent = [torch.cuda.Event() for _ in range(count)] if self._on_cuda else []
+        begin = 8 * num_back
+        whole = torch.zeros(begin + _HEAD + nbytes, dtype=torch.uint8, device=device)
+        self.back, self.device = whole[:begin].view(torch.int64), whole[begin + _HEAD :]
+        self._up, self._down = whole[begin:], whole[: begin + 8]
+        count = SLOTS if self._on_cuda else 1
+        self._slots = [self._pinned(_HEAD + nbytes) for _ in range(count)]
+        self.slots = [slot[_HEAD:] for slot in self._slots]  # what to fill
+        self._numbers = [memory_of(slot[:8]).cast("q") for slot in self._slots]
+        self._received = self._pinned(begin + 8)
+        self.received = memory_of(self._received[:begin])
+        self._arrived = memory_of(self._received[begin:]).cast("q")
+        self._in_use = [0] * count  # the number under which a slot was last sent
+        self._number = 0
         self._next = 0
 
+    @property
+    def nbytes(self) -> int:
+        return self._up.nbytes + self.back.nbytes
+
+    def _pinned(self, nbytes: int) -> Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=self._on_cuda, device="cpu")
+
     def slot(self) -> int:
-        """It holds what was sent some steps ago, so write all that matters."""
-        if self._on_cuda:
-            self._sent[self._next].synchronize()
+        """It holds what was sent some steps ago, so write all that matters; it stays the same until it is sent."""
+        if self._on_cuda and self._arrived[0] < self._in_use[self._next]:
+            self._wait(self._in_use[self._next])
         return self._next
 
-    def send(self) -> None:
-        """One asynchronous copy on the current stream."""
-        self.device.copy_(self.slots[self._next], non_blocking=True)
-        if self._on_cuda:
-            self._sent[self._next].record()
-            self._next = (self._next + 1) % len(self.slots)
+    def _wait(self, number: int) -> None:
+        """Until the device has come that far. Looks at the stream too, which raises if the device failed."""
+        look_again = time.monotonic() + _LOOK_S
+        while self._arrived[0] < number:
+            time.sleep(_PATIENCE_S)
+            if time.monotonic() > look_again:
+                if torch.cuda.current_stream().query():  # sent from another stream, then
+                    torch.cuda.synchronize()
+                    return
+                look_again = time.monotonic() + _LOOK_S
+
+    def copy(self, nbytes: int | None = None) -> None:
+        """The slot's bytes, or the first of them, go up on the current stream."""
+        end = None if nbytes is None else _HEAD + nbytes
+        self._up[:end].copy_(self._slots[self._next][:end], non_blocking=True)
+
+    def receive(self) -> None:
+        """What is in `back`, and the number, come back."""
+        self._received.copy_(self._down, non_blocking=True)
+
+    def number(self) -> None:
+        """Gives the slot its number. To be called before it is copied."""
+        self._numbers[self._next][0] = self._number + 1
+
+    def sent(self) -> None:
+        """The slot is on its way, and what `receive` gets after it says when it has arrived."""
+        self._number += 1
+        self._in_use[self._next] = self._number
+        self._next = (self._next + 1) % len(self.slots)
+
+    def send(self, nbytes: int | None = None) -> None:
+        """Up and back, for those who launch nothing in between."""
+        self.number()
+        self.copy(nbytes)
+        self.receive()
+        self.sent()
+
+    def read_back(self) -> None:
+        """Brings `received` up to date, waiting for the device."""
+        self._received.copy_(self._down)
 
 
 def memory_of(tensor: Tensor) -> memoryview:

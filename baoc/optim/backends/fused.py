@@ -186,15 +186,15 @@ class _Unit:
             return _NOTHING
         return torch.cuda.device(self._index)
 
-    def stage(self, inputs: StepInputs, *, thresholds: memoryview) -> None:
+    def stage(self, inputs: StepInputs, *, thresholds: memoryview, send: bool = True) -> None:
         try:
-            self.engine.stage(inputs.options, thresholds=thresholds, phase=inputs.phase)
+            self.engine.stage(inputs.options, thresholds=thresholds, phase=inputs.phase, send=send)
         except (RuntimeError, NotImplementedError):
             self._refuse_sparse()
             raise
 
     def step(self, inputs: StepInputs, *, thresholds: memoryview) -> None:
-        self.stage(inputs, thresholds=thresholds)
+        self.stage(inputs, thresholds=thresholds, send=False)
         measure: list[FusedTable] = []
         if self._fresh and inputs.matching:
             measure = self._first_steps()
