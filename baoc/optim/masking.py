@@ -11,7 +11,7 @@ from torch.utils.weak import TensorWeakRef
 from baoc.errors import BadInputError, TrainingFailedError, unknown_name
 from baoc.kernels import native
 from baoc.optim.backends import Backend
-from baoc.optim.roster import Roster
+from baoc.optim.roster import Alone, Roster
 
 log = logging.getLogger(__name__)
 POLICIES = ("skip_element", "skip_step", "raise")
@@ -34,21 +34,22 @@ class Guard:
         self._masks: dict[Tensor, Tensor] = {}
         self._seen: dict[Tensor, TensorWeakRef] = {}  # parameter -> the gradient that was looked at
         self._found = False  # by backends, in the gradients that are there now
+        self._when = ""  # what `last_nonfinite` is of
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy comes without what was found in the gradients, as parameters are copied without theirs."""
         return {**self.__dict__, "_masks": {}, "_seen": {}, "_found": False}
 
-    def forget(self, roster: Roster) -> None:
+    def forget(self, roster: Roster | Alone) -> None:
         """The gradients that were looked at are gone."""
         self._masks, self._seen, self._found = {}, {}, False
         roster.forget_marks()
 
-    def look(self, roster: Roster, *, step: int) -> int | None:
+    def look(self, roster: Roster | Alone, *, step: int) -> int | None:
         """Zeroes non-finite elements of the gradients; returns how many there were, None if only the device knows."""
         return self._find(roster, step=step, guarded=True, marking=roster.marking)
 
-    def _find(self, roster: Roster, *, step: int, guarded: bool, marking: Sequence[Backend]) -> int | None:
+    def _find(self, roster: Roster | Alone, *, step: int, guarded: bool, marking: Sequence[Backend]) -> int | None:
         """`guarded`: look at the gradients that nobody else does; `marking`: backends that are to mark theirs."""
         counts = self._look(roster.guarded) if guarded else {}
         for backend in marking:
@@ -75,7 +76,7 @@ class Guard:
             self._masks[param] = finite if before is None else finite & before
         return counts
 
-    def take(self, roster: Roster, *, step: int, final: bool) -> dict[Tensor, Tensor] | None:
+    def take(self, roster: Roster | Alone, *, step: int, final: bool) -> dict[Tensor, Tensor] | None:
         """Parameter -> True where finite, of those with other elements; None if the step is to be skipped.
 
         `final`: somebody reads the gradients before the step, so backends mark them too.
@@ -96,7 +97,7 @@ class Guard:
             return None
         return masks
 
-    def read(self, roster: Roster, *, step: int, wait: bool) -> None:
+    def read(self, roster: Roster | Alone, *, step: int, wait: bool) -> None:
         """Takes note of what backends found in steps before `step`."""
         counts = roster.new_bad(wait=wait)
         if counts:
@@ -107,10 +108,12 @@ class Guard:
         seen = self._seen.get(param)
         return seen is not None and param.grad is not None and seen() is param.grad
 
-    def _report(self, counts: dict[str, int], *, when: str, roster: Roster) -> None:
+    def _report(self, counts: dict[str, int], *, when: str, roster: Roster | Alone) -> None:
         first = not self.num_nonfinite
         self.num_nonfinite += sum(counts.values())
-        self.last_nonfinite = counts
+        # Blocks that are stepped one by one report one by one.
+        self.last_nonfinite = {**(self.last_nonfinite if when == self._when else {}), **counts}
+        self._when = when
         names = ", ".join(f"{name} ({count})" for name, count in counts.items())
         text = f"{sum(counts.values())} gradient element(s) are NaN or infinite {when}: {names}"
         if self.policy == "raise":

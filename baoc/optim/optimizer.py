@@ -17,6 +17,7 @@ from baoc.kernels import capturing
 from baoc.optim import checkpoint, groups, loading, masters, migration, seeding, step_hooks
 from baoc.optim.backends import BACKENDS, Backend, Options, StepInputs
 from baoc.optim.masking import Guard
+from baoc.optim.release import GradientRelease, Releaser, check_policy, settings_of, take_from_others
 from baoc.optim.roster import Roster, make_live
 from baoc.optim.state import alone
 from baoc.types import Block, BlockMove, Moments, OptimizerSpec
@@ -43,6 +44,9 @@ class BlockwiseOptimizer(Optimizer):
     they are and out of every mean; `skip_step` leaves all as it is; `raise` raises TrainingFailedError.
     `rms_matching`: scale each block's update to AdamW's RMS (`target_rms` by block, .2 where not given); without it
     rules run as published. `observer` is called in each step when gradients are final, before the update.
+    `release`: step each block in backward, as soon as its gradients are final, and drop them (`optim.release`); True,
+    or GradientRelease(clip_norm=...), because torch's clip_grad_norm_ finds nothing to clip after the backward. A
+    backward then is a step: accumulation is refused, and `step()` is called after each as ever.
     """
 
     def __init__(
@@ -59,11 +63,16 @@ class BlockwiseOptimizer(Optimizer):
         rms_matching: bool = True,
         target_rms: Mapping[str, float] | None = None,
         backend: str = "auto",
+        release: bool | GradientRelease = False,
     ):
         if backend not in ("auto", *BACKENDS):
             raise unknown_name(backend, what="optimizer backend", allowed=("auto", *BACKENDS))
         self.rms_matching = rms_matching
+        releasing = settings_of(release)
+        if releasing is not None:
+            check_policy(nonfinite)
         self.observer: Callable[[], object] | None = None
+        self.releaser: Releaser | None = None
         self.load_report: loading.LoadReport | None = None
         self._guard = Guard(nonfinite)
         self._num_steps = 0  # the codecs' phase
@@ -73,8 +82,12 @@ class BlockwiseOptimizer(Optimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(groups.to_groups(params), {key: groups.plain(value) for key, value in defaults.items()})
         roster = Roster(self.state, backend=backend, target_rms=target_rms or {})
+        take_from_others([param for group in self.param_groups for param in group["params"]])
         roster.build(self.param_groups, specs=specs, blocks=blocks)
         self._roster = roster
+        if releasing is not None:
+            self.releaser = Releaser(self, releasing)
+            self._step_supports_amp_scaling = True  # so that a GradScaler comes to `step`, where it is refused
         self._warn_of_stalling(roster.live)
 
     @property
@@ -105,6 +118,8 @@ class BlockwiseOptimizer(Optimizer):
         loading.load_late(self.roster, param_groups=self.param_groups)
         self._note_unseeded()
         self._warn_of_stalling(self.roster.live)
+        if self.releaser is not None:
+            self.releaser.attach()
 
     def _note_unseeded(self) -> None:
         self._unseeded = any(live.unseeded for live in self.roster.live.values())
@@ -119,7 +134,10 @@ class BlockwiseOptimizer(Optimizer):
     # -- stepping -------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step. A closure is run once, with gradients enabled, and its result returned."""
+        """One step. A closure is run once, with gradients enabled, and its result returned.
+
+        With gradient release most of it was done in the backward before, and this ends it.
+        """
         # What torch wraps around a step, a name for profilers and calls of hooks, costs as much as a fifth of it.
         if step_hooks.wanted(self):
             return self._hooked_step(closure)
@@ -138,6 +156,9 @@ class BlockwiseOptimizer(Optimizer):
         roster.admit_thawed(self.param_groups)
         if len(roster.live) != num_blocks:
             self._welcome()
+        if self.releaser is not None:
+            self._finish_released(self.releaser)
+            return loss
         backends = roster.ready()
         if capturing():
             self._capture(backends)
@@ -151,24 +172,34 @@ class BlockwiseOptimizer(Optimizer):
             seeding.seed(roster.live.values(), state=self.state, param_groups=self.param_groups)
             self._note_unseeded()
         self._num_steps += 1
-        inputs = self._inputs(masks)
+        inputs = self.inputs(masks, options=self.options(), phase=self._num_steps)
         for backend in backends:
             backend(inputs)
         return loss
 
     _hooked_step = Optimizer.profile_hook_step(_step)
 
-    def _inputs(self, masks: Mapping[Tensor, Tensor]) -> StepInputs:
-        return StepInputs(
-            state=self.state,
-            options=[
-                Options(lr=float(g["lr"]), betas=g["betas"], eps=g["eps"], weight_decay=g["weight_decay"])
-                for g in self.param_groups
-            ],
-            masks=masks,
-            phase=self._num_steps,
-            matching=self.rms_matching,
-        )
+    def _finish_released(self, releaser: Releaser) -> None:
+        if hasattr(self, "grad_scale"):  # left by GradScaler.step, and by nobody else
+            raise BadInputError(
+                "a GradScaler skips the whole step where a gradient overflows, but with gradient release blocks are "
+                "stepped before the last gradient is known, with gradients that are scaled still: train in bf16, "
+                "which needs no scaler, or without release"
+            )
+        releaser.finish()
+        self._num_steps += 1
+        self._note_unseeded()
+
+    def options(self) -> list[Options]:
+        """What the parameter groups say now."""
+        return [
+            Options(lr=float(g["lr"]), betas=g["betas"], eps=g["eps"], weight_decay=g["weight_decay"])
+            for g in self.param_groups
+        ]
+
+    def inputs(self, masks: Mapping[Tensor, Tensor], *, options: Sequence[Options], phase: int) -> StepInputs:
+        """What backends are told of a step; `phase` is its number, from 1."""
+        return StepInputs(state=self.state, options=options, masks=masks, phase=phase, matching=self.rms_matching)
 
     def _capture(self, backends: Sequence[Backend]) -> None:
         if self.nonfinite != "skip_element":
@@ -176,7 +207,7 @@ class BlockwiseOptimizer(Optimizer):
                 f"nonfinite={self.nonfinite} waits for the device, so the step cannot be captured: use skip_element"
             )
         for backend in backends:
-            backend.capture(self._inputs({}))
+            backend.capture(self.inputs({}, options=self.options(), phase=self._num_steps))
 
     @torch.no_grad()
     def prepare_replay(self) -> None:
@@ -186,9 +217,11 @@ class BlockwiseOptimizer(Optimizer):
         rates, bias corrections and the gradients' addresses to where the graph reads them. Run some steps before
         capturing, so that kernels are compiled and each block's update RMS is measured.
         """
+        if self.releaser is not None:
+            raise BadInputError("steps with gradient release cannot be replayed as a CUDA graph: build without release")
         backends = self.roster.ready()
         self._num_steps += 1
-        inputs = self._inputs({})
+        inputs = self.inputs({}, options=self.options(), phase=self._num_steps)
         for backend in backends:
             backend.prepare(inputs)
 
@@ -199,12 +232,20 @@ class BlockwiseOptimizer(Optimizer):
         The coming step leaves them out as `nonfinite` says. Without this call the step looks for itself. The fused
         backend does it in one pass without waiting for the device, so that the number is not known yet and None is
         returned; it leaves -0.0 as a mark, which scaling and clamping keep: add nothing to these gradients afterwards.
+        With gradient release it was done in backward; this steps the blocks of which some parameters have no gradient.
         """
         self.roster.ready()
+        if self.releaser is not None:
+            self.releaser.flush()
+            return None if self.roster.marking else self.releaser.num_nonfinite
         return self._guard.look(self.roster, step=self._num_steps + 1)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; what `mask_nonfinite` found in the gradients goes with them."""
+        if self.releaser is not None and not set_to_none:
+            raise BadInputError(
+                "zero_grad(set_to_none=False) keeps gradients, which gradient release drops: leave it out"
+            )
         self._guard.forget(self.roster)
         super().zero_grad(set_to_none)
 
@@ -293,6 +334,8 @@ class BlockwiseOptimizer(Optimizer):
             groups.check_applies(spec, block=live[name].block)
             if spec != live[name].spec:
                 targets.append(make_live(live[name].block, spec=spec, param_groups=self.param_groups))
+        if self.releaser is not None:
+            self.releaser.check_between_steps("migrate was called")
         targets.sort(key=lambda target: migration.planned_growth(target, held=live[target.block.name]))
         self.roster.refresh(self.param_groups)  # backends hold what is to be freed
         moves, fresh = {}, self._num_steps == 0
@@ -311,9 +354,13 @@ class BlockwiseOptimizer(Optimizer):
         """States by parameter name, groups, and the spec of every block; see `optim.checkpoint`."""
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
+        if self.releaser is not None:
+            self.releaser.check_between_steps("state_dict was called")
         state = checkpoint.save(
             self.roster, param_groups=self.param_groups, num_steps=self._num_steps, waiting=self.roster.waiting
         )
+        if self.releaser is not None:
+            state["release"] = self.releaser.state_dict()
         for hook in self._optimizer_state_dict_post_hooks.values():
             state = hook(self, state) or state
         return state
@@ -334,6 +381,8 @@ class BlockwiseOptimizer(Optimizer):
             saved, roster=self.roster, param_groups=self.param_groups, checked=lambda: self._resume(state_dict)
         )
         self._num_steps = saved.num_steps
+        if self.releaser is not None:
+            self.releaser.load_state_dict(state_dict.get("release"))
         self._note_unseeded()
         self.roster.refresh(self.param_groups)
         for hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -364,6 +413,8 @@ class BlockwiseOptimizer(Optimizer):
 
     def __copy__(self) -> "BlockwiseOptimizer":
         """A shallow copy shares parameters, states and plan, as of any optimizer."""
+        if self.releaser is not None:
+            raise TypeError("a shallow copy would step the same parameters in backward as well: use copy.deepcopy")
         twin = object.__new__(type(self))
         Optimizer.__setstate__(twin, {**self._own(), "observer": None})
         return twin
@@ -384,3 +435,5 @@ class BlockwiseOptimizer(Optimizer):
             self._roster.state = self.state
             for live in self._roster.live.values():
                 self._roster.pack(live)
+        if self.releaser is not None:
+            self.releaser.adopt(self)

@@ -2,13 +2,13 @@
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from baoc.optim import groups, matching, weights
-from baoc.optim.backends import Backend, Choice, build_backends
+from baoc.optim.backends import Backend, Choice, build_alone, build_backends
 from baoc.optim.state import LiveBlock, State, allocate, make_slot, new_match, packed, tensor_bytes
 from baoc.rules import RULES
 from baoc.types import Block, OptimizerSpec, ParamInfo
@@ -18,6 +18,25 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 FALLBACK = "adamw"  # what a parameter that comes late runs, unless one spec was given for all
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alone:
+    """A block that is stepped by itself, as gradient release does it; to the guard what the whole roster is else."""
+
+    live: LiveBlock
+    backend: Backend
+    guarded: Mapping[Tensor, str]
+
+    @property
+    def marking(self) -> list[Backend]:
+        return [self.backend] if self.backend.excludes_nonfinite else []
+
+    def forget_marks(self) -> None:
+        self.backend.forget_marks()
+
+    def new_bad(self, *, wait: bool) -> dict[str, int]:
+        return self.backend.new_bad(wait=wait)
 
 
 class Roster:
@@ -36,6 +55,7 @@ class Roster:
         self.names: dict[Tensor, str] = {}
         self.frozen: list[Tensor] = []
         self._backends: list[Backend] | None = None
+        self._alone: dict[str, Alone] = {}
         self._choices: dict[str, Choice] = {}
         self._guarded: dict[Tensor, str] = {}
         self._unread: dict[str, int] = {}  # what backends that are gone found in gradients
@@ -94,7 +114,7 @@ class Roster:
 
     def _drop_backends(self) -> None:
         self._unread = self.new_bad(wait=True)
-        self._backends = None
+        self._backends, self._alone = None, {}
 
     def ready(self) -> list[Backend]:
         """The backends, for parameters as they are now."""
@@ -111,6 +131,19 @@ class Roster:
             looking = {live for b in self._backends if not b.excludes_nonfinite for k in b.buckets for live in k.blocks}
             self._guarded = {slot.param: self.names[slot.param] for live in looking for slot in live.slots}
         return self._backends
+
+    def alone(self, name: str) -> Alone:
+        """What steps one block by itself, on the backend that steps it among all others too."""
+        unit = self._alone.get(name)
+        if unit is not None and not unit.backend.moved:
+            return unit
+        if unit is not None:
+            self._unread = self.new_bad(wait=True)
+        live = self.live[name]
+        backend = build_alone(live, state=self.state, backend=self.choices[name].backend)
+        guarded = {} if backend.excludes_nonfinite else {slot.param: self.names[slot.param] for slot in live.slots}
+        self._alone[name] = unit = Alone(live=live, backend=backend, guarded=guarded)
+        return unit
 
     @property
     def choices(self) -> dict[str, Choice]:
@@ -132,13 +165,16 @@ class Roster:
         return [backend for backend in self.backends if backend.excludes_nonfinite]
 
     def forget_marks(self) -> None:
-        for backend in self._backends or ():
+        for backend in self._built():
             backend.forget_marks()
+
+    def _built(self) -> list[Backend]:
+        return [*(self._backends or ()), *(unit.backend for unit in self._alone.values())]
 
     def new_bad(self, *, wait: bool) -> dict[str, int]:
         """Parameter -> non-finite elements that backends found since this was last asked."""
         found, self._unread = self._unread, {}
-        for backend in self._backends or ():
+        for backend in self._built():
             for name, count in backend.new_bad(wait=wait).items():
                 found[name] = found.get(name, 0) + count
         return found

@@ -16,8 +16,8 @@ from baoc.optim.state import LiveBlock, State, to_buckets
 from baoc.types import OptimizerSpec
 
 __all__ = [
-    "BACKENDS", "NATIVE_FROM", "Backend", "Choice", "Options", "StepInputs", "backend_for", "build_backends",
-    "stand_in",
+    "BACKENDS", "NATIVE_FROM", "Backend", "Choice", "Options", "StepInputs", "backend_for", "build_alone",
+    "build_backends", "stand_in",
 ]  # fmt: skip
 
 log = logging.getLogger(__name__)
@@ -87,3 +87,13 @@ def build_backends(
     if refused and name != "auto":
         log.warning("stepped by the eager backend: %s", ", ".join(sorted(refused)))
     return backends, choices
+
+
+def build_alone(block: LiveBlock, *, state: Mapping[Tensor, State], backend: str) -> Backend:
+    """A backend for one block by itself, stepped in the middle of a backward pass.
+
+    Its kernels are launched plainly: nothing is captured there.
+    """
+    if backend == FusedBackend.name:
+        return FusedBackend(to_buckets([block]), state=state, graphs=False)
+    return BACKENDS[backend](to_buckets([block]), state=state)

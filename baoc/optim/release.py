@@ -1,0 +1,356 @@
+"""Gradient release: each block is stepped in the backward pass, as soon as its gradients are final, and drops them.
+
+So no more gradients are alive at once than those of the blocks that are not final yet, instead of all. What a step is
+stays the same: mask, clip, observe, update, block by block; `Optimizer.step` then only finishes it. What has to know
+all gradients before the first update cannot be had: accumulation, skipping a step, GradScaler, averaging over
+processes, and the norm of this step to clip by.
+"""
+
+import logging
+import threading
+import warnings
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from baoc.errors import BadInputError, CheckpointError
+from baoc.kernels import capturing
+from baoc.optim import seeding
+from baoc.optim.backends import Options
+from baoc.optim.state import LiveBlock
+
+if TYPE_CHECKING:
+    from baoc.optim.optimizer import BlockwiseOptimizer
+
+log = logging.getLogger(__name__)
+_OWNERS = WeakTensorKeyDictionary()  # parameter -> weak reference to the Releaser that steps it
+_ADVICE = (
+    "With gradient release every backward is a step: call step() after each, with no accumulation, or build the "
+    "optimizer without release"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientRelease:
+    """How gradients are clipped before they are released, as nobody can do it after the backward.
+
+    `clip_norm`: the most that the Euclidean norm of all gradients may be, scaled by the norm of the *previous* step,
+    because the one of this step is known when it is over; the first step is not scaled. `clip_value`: the most that an
+    element may be, in size. Either may be None.
+    """
+
+    clip_norm: float | None = None
+    clip_value: float | None = None
+
+    def __post_init__(self) -> None:
+        for key in ("clip_norm", "clip_value"):
+            value = getattr(self, key)
+            if value is not None and not value > 0:
+                raise BadInputError(f"{key} of gradient release is {value}: give a positive number, or None")
+
+
+class PartObserver(Protocol):
+    """Who wants to see the final gradients of a step, which come block by block."""
+
+    def begin_parts(self) -> None:
+        """A step begins."""
+        ...
+
+    def see_part(self, grads: Mapping[str, Tensor], /) -> None:
+        """The final gradients of some parameters, by name; they are gone afterwards."""
+        ...
+
+    def finish_parts(self) -> None:
+        """All have been seen; what did not come had no gradient."""
+        ...
+
+
+def settings_of(release: bool | GradientRelease) -> GradientRelease | None:
+    """What `release=` of an optimizer means. Raises BadInputError for anything but a bool or GradientRelease."""
+    if isinstance(release, GradientRelease):
+        return release
+    if not isinstance(release, bool):
+        raise BadInputError(f"release={release!r}: give True, False, or GradientRelease(clip_norm=...)")
+    return GradientRelease() if release else None
+
+
+def check_policy(nonfinite: str) -> None:
+    """Raises BadInputError for the policy that would have to take back what was stepped."""
+    if nonfinite == "skip_step":
+        raise BadInputError(
+            "nonfinite=skip_step leaves all as it is if any gradient is NaN or infinite, but with gradient release "
+            "other blocks have been stepped by then: use skip_element or raise"
+        )
+
+
+def check_processes() -> None:
+    """Raises BadInputError where gradients would have to be averaged over processes first."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        count = torch.distributed.get_world_size()
+        if count > 1:
+            raise BadInputError(
+                f"gradient release steps before gradients are averaged over the {count} processes of this job: train "
+                "in one process, or without release"
+            )
+
+
+def take_from_others(params: list[Tensor]) -> None:
+    """Ends the release of any optimizer that steps one of `params` in backward: the newest one trains them."""
+    for releaser in {id(r): r for p in params if (r := _owner_of(p)) is not None}.values():
+        releaser.detach()
+        log.warning(
+            "a new optimizer was built on parameters whose gradients another one releases: that one has stopped to"
+        )
+
+
+def _owner_of(param: Tensor) -> "Releaser | None":
+    ref = _OWNERS.get(param)
+    return ref() if ref is not None else None
+
+
+class Releaser:
+    """Steps the blocks of `owner` in backward. `attach` puts hooks on its parameters, `detach` takes them off.
+
+    A block is stepped when all of its trainable parameters had a gradient, and at `finish` where some had none. While
+    detached, gradients stay until `finish`. `observer` sees gradients by parts.
+    """
+
+    def __init__(self, owner: "BlockwiseOptimizer", settings: GradientRelease):
+        self.settings = settings
+        self.observer: PartObserver | None = None
+        self.norm: Tensor | None = None  # of the gradients of the last step that had some
+        self._told_late = False
+        self._reset()
+        self.adopt(owner)
+        if settings.clip_norm is not None:
+            log.warning(
+                "gradients are released in backward, so they are clipped to %g by the norm of the step before, and "
+                "those of the first step are not",
+                settings.clip_norm,
+            )
+
+    def adopt(self, owner: "BlockwiseOptimizer") -> None:
+        """Makes it the releaser of `owner`, which may be a copy."""
+        check_processes()
+        self._owner = weakref.ref(owner)
+        self._lock = threading.RLock()
+        self._handles: dict[Tensor, RemovableHandle] = {}
+        self.attach()
+
+    def _reset(self) -> None:
+        self._options: list[Options] | None = None  # of the step in progress
+        self._got: set[Tensor] = set()  # parameters that had their gradient in it
+        self._left: dict[str, int] = {}  # block -> parameters that still have none
+        self._stepped: set[str] = set()
+        self._norms: dict[Tensor, Tensor] = {}
+        self._num_bad = 0  # non-finite elements known before it
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies, which get an owner and hooks of their own, and begin between two steps."""
+        kept = {"settings": self.settings, "norm": self.norm, "_told_late": self._told_late}
+        return {**kept, "observer": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reset()
+
+    # -- hooks ----------------------------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Puts a hook on every parameter that has state and none yet."""
+        me = weakref.ref(self)
+
+        def hook(param: Tensor) -> None:
+            releaser = me()
+            if releaser is not None:
+                releaser._ready(param)
+
+        roster = self._live_owner().roster
+        self._block_of = {slot.param: name for name, live in roster.live.items() for slot in live.slots}
+        for param in roster.names:
+            if param not in self._handles and param.requires_grad:
+                self._handles[param] = param.register_post_accumulate_grad_hook(hook)
+                _OWNERS[param] = me
+
+    def detach(self) -> None:
+        """Takes the hooks off: from the next backward on gradients are kept until `step`."""
+        for param, handle in self._handles.items():
+            handle.remove()
+            if _owner_of(param) is self:
+                del _OWNERS[param]
+        self._handles = {}
+
+    def _live_owner(self) -> "BlockwiseOptimizer":
+        owner = self._owner()
+        assert owner is not None, "hooks hold the releaser weakly, and the releaser is held by its owner"
+        return owner
+
+    @property
+    def mid_step(self) -> bool:
+        """True if some block was stepped and `step` was not called since."""
+        return bool(self._stepped)
+
+    @property
+    def num_nonfinite(self) -> int:
+        """Non-finite gradient elements found in the step in progress."""
+        return self._live_owner()._guard.num_nonfinite - self._num_bad if self._options is not None else 0
+
+    # -- a step ---------------------------------------------------------------------------------------------------
+
+    def _ready(self, param: Tensor) -> None:
+        """The gradient of `param` is final, as far as this backward goes."""
+        with self._lock, torch.no_grad():
+            if capturing():
+                raise BadInputError(
+                    "a CUDA graph cannot capture a backward that releases gradients: capture without release"
+                )
+            check_processes()
+            name = self._block_of[param]
+            if param in self._got or name in self._stepped:
+                param.grad = None
+                self._refuse_second(param)
+            if self._options is None:
+                self.begin()
+            self._got.add(param)
+            live = self._live_owner().roster.live[name]
+            if name not in self._left:
+                self._left[name] = sum(slot.param.requires_grad for slot in live.slots)
+            self._left[name] -= 1
+            if self._left[name] == 0:
+                self._step(live)
+
+    def _refuse_second(self, param: Tensor) -> None:
+        name = self._live_owner().roster.names[param]
+        raise BadInputError(f"{name} got a second gradient before step(). {_ADVICE}")
+
+    def begin(self) -> None:
+        """A step begins, at its first gradient: learning rates and the rest are read once for all blocks."""
+        owner = self._live_owner()
+        owner.roster.ready()
+        self._refuse_devices()
+        if owner.observer is not None:
+            raise BadInputError(
+                "observer sees the gradients of a whole step, which are never there at once with gradient release: "
+                "set optimizer.releaser.observer, which sees them by parts"
+            )
+        self._options, self._num_bad = owner.options(), owner._guard.num_nonfinite
+        if self.observer is not None:
+            self.observer.begin_parts()
+
+    def _refuse_devices(self) -> None:
+        devices = {param.device for param in self._block_of}
+        if len(devices) > 1:
+            names = ", ".join(sorted(map(str, devices)))
+            raise BadInputError(
+                f"gradient release steps parameters of one device, these are on {names}: put the model on one, or "
+                "train without release"
+            )
+
+    def _step(self, live: LiveBlock) -> None:
+        """One step of a block with the gradients that its parameters have, which are then dropped."""
+        owner = self._live_owner()
+        assert self._options is not None
+        unit = owner.roster.alone(live.block.name)
+        looks = self.observer is not None or self.settings != GradientRelease()
+        masks = owner._guard.take(unit, step=owner._num_steps + 1, final=looks)
+        assert masks is not None, "skip_step is refused when the optimizer is built"
+        self._stepped.add(live.block.name)
+        slots = [slot for slot in live.slots if slot.param.grad is not None]
+        self._clip([slot.param for slot in slots])
+        if self.observer is not None:
+            self.observer.see_part({slot.name: slot.param.grad for slot in slots})  # pyright: ignore
+        if live.unseeded:
+            seeding.seed([live], state=owner.state, param_groups=owner.param_groups)
+        with torch.autocast(slots[0].param.device.type, enabled=False):  # the backward may be inside of one
+            unit.backend(owner.inputs(masks, options=self._options, phase=owner._num_steps + 1))
+        # Kernels write where autograd does not see it: a backward that still needs the old weights is told.
+        torch.autograd.graph.increment_version([slot.param for slot in slots])
+        for slot in slots:
+            slot.param.grad = None
+
+    def _clip(self, params: list[Tensor]) -> None:
+        grads = [param.grad for param in params if param.grad is not None]
+        if self.settings.clip_norm is not None:
+            for param, grad in zip(params, grads, strict=True):
+                wide = torch.float64 if grad.dtype is torch.float64 else torch.float32
+                self._norms[param] = torch.linalg.vector_norm(grad, dtype=wide)
+            if self.norm is not None:
+                factor = (self.settings.clip_norm / (self.norm + 1e-6)).clamp(max=1.0)
+                for grad in grads:
+                    grad.mul_(factor.to(grad.device))
+        if self.settings.clip_value is not None:
+            for grad in grads:
+                grad.clamp_(-self.settings.clip_value, self.settings.clip_value)
+
+    def flush(self) -> None:
+        """Steps the blocks that wait for gradients which this step does not bring."""
+        owner = self._live_owner()
+        waiting = [live for live in owner.roster.live.values() if _has_gradient(live)]
+        if waiting and self._options is None:
+            self.begin()
+        for live in waiting:
+            if live.block.name in self._stepped:
+                self._refuse_second(next(slot.param for slot in live.slots if slot.param.grad is not None))
+            self._step(live)
+
+    def finish(self) -> None:
+        """Ends the step: what is left is stepped, and the norm of all gradients is that of the previous step now."""
+        owner = self._live_owner()
+        if self._options is None:
+            self.begin()
+        self.flush()
+        if self.observer is not None:
+            self.observer.finish_parts()
+        if owner.options() != self._options and not self._told_late:
+            self._told_late = True
+            warnings.warn(
+                "a learning rate or another setting was changed between backward and step(): with gradient release "
+                "it acts from the next backward on. Change it before",
+                UserWarning,
+                stacklevel=3,
+            )
+        self._take_norm()
+        self._reset()
+
+    def _take_norm(self) -> None:
+        """In the order of parameters, whatever order their gradients came in; where it overflows the old one stays."""
+        norms = [self._norms[param] for param in self._block_of if param in self._norms]
+        if norms:
+            total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+            old = self.norm.to(total.device) if self.norm is not None else torch.zeros_like(total)  # 0 clips nothing
+            self.norm = torch.where(total.isfinite(), total, old)
+
+    def forget(self) -> None:
+        """The step in progress counts for nothing any more: states were loaded over it."""
+        self._reset()
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    def check_between_steps(self, what: str) -> None:
+        """Raises BadInputError in the middle of a step."""
+        if self.mid_step:
+            raise BadInputError(
+                f"{what} between backward and step(): with gradient release some blocks are a step ahead of what the "
+                "optimizer counts. Call step() first"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.norm is None else {"norm": self.norm.clone()}
+
+    def load_state_dict(self, state: Any) -> None:
+        """`state` is what a checkpoint has under `release`; without any the next step is a first one for clipping."""
+        norm = state.get("norm") if isinstance(state, Mapping) else None
+        if norm is not None and not (isinstance(norm, Tensor) and norm.ndim == 0):
+            raise CheckpointError("'release' of the optimizer checkpoint has a norm that is no number: it is damaged")
+        self._reset()
+        self.norm = None if norm is None else norm.detach().clone()
+
+
+def _has_gradient(live: LiveBlock) -> bool:
+    return any(slot.param.grad is not None for slot in live.slots)
