@@ -2,5 +2,6 @@
 
 from baoc.optim.loading import LoadReport
 from baoc.optim.optimizer import BlockwiseOptimizer
+from baoc.optim.release import GradientRelease
 
-__all__ = ["BlockwiseOptimizer", "LoadReport"]
+__all__ = ["BlockwiseOptimizer", "GradientRelease", "LoadReport"]

@@ -5,8 +5,11 @@ import torch
 from torch import Tensor, nn
 
 from baoc.catalogue import NATIVE
-from tests.optimizing import MATRICES, one_block, info, shapes_for
-from tests.releasing import Pair
+from baoc.errors import TrainingFailedError
+from baoc.optim import BlockwiseOptimizer, GradientRelease
+from baoc.profiling.tracker import MemoryTracker
+from tests.optimizing import MATRICES, info, one_block, shapes_for
+from tests.releasing import Pair, assert_equal, backward
 
 WEIGHTS = ("adamw+split8", "adamw_int8+split8", "adamw+split16", "lion_int8+split16", "foam_l2+split8",
            "adamw_bf16+bf16_sr", "sign+bf16_sr", "rmsprop+bf16", "adafactor+split8")  # fmt: skip
@@ -22,3 +25,275 @@ def test_a_released_step_is_the_step_bit_for_bit(spec: str) -> None:
         assert all(param.grad is None for param in pair.twins.values())
     pair.check()
     assert not any(torch.equal(before[n].to(p.dtype), p) for n, p in pair.twins.items() if p.numel())
+
+
+class Net(nn.Module):
+    """Embedding and head are one tensor, `second` is used only when asked for, `unused` never."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.first, self.second = nn.Embedding(11, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, tokens: Tensor, *, second: bool = True) -> Tensor:
+        hidden = torch.relu(self.first(self.embed(tokens)))
+        hidden = self.second(hidden) if second else hidden
+        return nn.functional.cross_entropy(self.head(self.norm(hidden)), tokens.roll(1))
+
+
+TOKENS = torch.arange(22) % 11
+
+
+def pair_of_nets(specs: object = "adamw_int8", **settings: object) -> tuple[list[Net], list[BlockwiseOptimizer]]:
+    nets = [Net(), Net()]
+    released = {"release": True, **settings}
+    kept = {key: value for key, value in settings.items() if key != "release"}
+    return nets, [BlockwiseOptimizer(nets[0], specs, **kept), BlockwiseOptimizer(nets[1], specs, **released)]  # pyright: ignore
+
+
+def same(nets: list[Net], optimizers: list[BlockwiseOptimizer]) -> None:
+    assert_equal(optimizers[0], dict(nets[0].named_parameters()), optimizers[1], dict(nets[1].named_parameters()))
+
+
+def test_a_network_with_tied_and_idle_parameters_trains_alike_and_its_tied_one_is_stepped_once() -> None:
+    nets, optimizers = pair_of_nets(lr=1e-2)
+    for step in range(6):
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            optimizer.zero_grad()
+            net(TOKENS, second=step in (2, 3)).backward()
+            optimizer.step()
+            assert net is nets[0] or all(p.grad is None for p in net.parameters())
+    same(nets, optimizers)
+    steps = {name: optimizers[1].state[param]["step"].item() for name, param in nets[1].named_parameters()}
+    assert steps["embed.weight"] == 6 and steps["second.weight"] == 2 and steps["unused"] == 0
+
+
+@pytest.mark.parametrize("spec", ["adamw", "lion_int8", "foam_l2", "adafactor"])
+def test_a_block_is_stepped_when_its_last_gradient_is_there(spec: str) -> None:
+    """Matching needs all of a block, and a part of the network may leave some of it without gradient."""
+    shapes = {"a": (8, 64), "b": (6, 10), "c": (5, 7), "d": (4, 4)}
+    blocks = [one_block(name, [info(n, shapes[n]) for n in name]) for name in ("ab", "cd")]
+    pair = Pair(spec, shapes, blocks=blocks, lr=1e-2)
+    for step in range(5):
+        grads = pair.gradients.next()
+        pair.step({name: grad for name, grad in grads.items() if step != 2 or name in "acd"})
+    pair.check()
+
+
+def test_gradients_go_block_by_block_and_what_waits_is_stepped_in_step() -> None:
+    shapes = {"a": (4,), "b": (4,), "c": (4,)}
+    blocks = [one_block("ab", [info("a", (4,)), info("b", (4,))]), one_block("c", [info("c", (4,))])]
+    pair = Pair("adamw", shapes, blocks=blocks)
+    twins, before = pair.twins, pair.twins["a"].detach().clone()
+    backward(twins, {"a": torch.ones(4), "c": torch.ones(4)})
+    assert twins["a"].grad is not None and torch.equal(twins["a"], before), "b of its block may still come"
+    assert twins["c"].grad is None
+    pair.released.step()
+    assert twins["a"].grad is None and not torch.equal(twins["a"], before)
+
+
+# -- memory --------------------------------------------------------------------------------------------------------
+
+
+def test_gradients_of_one_block_are_alive_at_once_where_all_were() -> None:
+    """Eight layers of 64 x 64 in fp32 are 128 KiB of gradients; the largest block of them is one of 16."""
+    peaks = []
+    for release in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(8)])
+        optimizer = BlockwiseOptimizer(model, "sign", release=release, rms_matching=False)
+        tracker = MemoryTracker(device="cpu").prime(model, optimizer.state)
+        x = torch.randn(2, 64)
+        for _ in range(2):
+            optimizer.zero_grad()
+            with tracker:
+                tracker.reset_peak()
+                model(x).square().mean().backward()
+                optimizer.step()
+        peaks.append(tracker.peak_bytes)
+    kept, released = peaks
+    layer = 64 * 64 * 4
+    assert kept >= 16 * layer, "weights and gradients"
+    assert kept - released >= 5 * layer, "seven gradients less, up to two for what the step holds meanwhile"
+
+
+# -- what a step is ------------------------------------------------------------------------------------------------
+
+
+def test_a_closure_runs_once_with_gradients_and_its_loss_comes_back() -> None:
+    nets, optimizers = pair_of_nets()
+    for net, optimizer in zip(nets, optimizers, strict=True):
+        calls = []
+
+        def closure(net: Net = net, optimizer: BlockwiseOptimizer = optimizer, calls: list[bool] = calls) -> Tensor:
+            calls.append(torch.is_grad_enabled())
+            optimizer.zero_grad()
+            loss = net(TOKENS)
+            loss.backward()
+            return loss
+
+        assert isinstance(optimizer.step(closure), Tensor) and calls == [True]
+    same(nets, optimizers)
+
+
+def test_every_scheduler_acts_on_every_block() -> None:
+    nets, optimizers = pair_of_nets("lion_int8", lr=1e-2)
+    schedules = [torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=8) for optimizer in optimizers]
+    for _ in range(6):
+        for net, optimizer, schedule in zip(nets, optimizers, schedules, strict=True):
+            optimizer.zero_grad()
+            net(TOKENS).backward()
+            optimizer.step()
+            schedule.step()
+    same(nets, optimizers)
+
+
+def test_a_learning_rate_that_changes_between_backward_and_step_is_said_once() -> None:
+    nets, optimizers = pair_of_nets()
+    nets[1](TOKENS).backward()
+    optimizers[1].param_groups[0]["lr"] = 0.5
+    with pytest.warns(UserWarning, match="changed between backward and step.*from the next backward on"):
+        optimizers[1].step()
+    nets[1](TOKENS).backward()
+    optimizers[1].param_groups[0]["lr"] = 0.25
+    optimizers[1].step()
+
+
+def test_a_step_without_a_backward_counts_as_it_does_without_release() -> None:
+    pair = Pair("adamw_int8", {"a": (8, 64)})
+    for optimizer in (pair.kept, pair.released):
+        optimizer.step()
+    pair.step()
+    pair.check()
+
+
+def test_a_backward_inside_autocast_steps_as_one_outside() -> None:
+    pair = Pair("muon", {"a": (16, 24)}, lr=1e-2)
+    for _ in range(2):
+        grads = pair.gradients.next()
+        backward(pair.params, grads)
+        pair.kept.step()
+        with torch.autocast("cpu", torch.bfloat16):
+            (pair.twins["a"] * grads["a"]).sum().backward()
+        pair.released.step()
+        pair.kept.zero_grad()
+    pair.check()
+
+
+def test_parameters_that_thaw_or_come_late_are_released_too() -> None:
+    shapes = {"a": (8, 64), "b": (8, 64)}
+    pair = Pair("adamw_int8", shapes)
+    late = [nn.Parameter(torch.ones(4, 64)) for _ in range(2)]
+    for params, optimizer, param in zip((pair.params, pair.twins), (pair.kept, pair.released), late, strict=True):
+        params["b"].requires_grad_(False)
+        optimizer.add_param_group({"params": [("late", param)], "lr": 0.1})
+        params["late"] = param
+    for step in range(4):
+        names = ("a", "late") if step < 2 else ("a", "b", "late")
+        pair.step({name: torch.full(pair.params[name].shape, 0.1 * (step + 1)) for name in names})
+        for params in (pair.params, pair.twins):
+            params["b"].requires_grad_(step > 0)
+    assert all(param.grad is None for param in pair.twins.values())
+    pair.check()
+
+
+def test_a_parameter_that_was_frozen_when_built_is_admitted_in_step_and_released_from_then_on() -> None:
+    nets = [Net(), Net()]
+    for net in nets:
+        net.first.weight.requires_grad_(False)
+    optimizers = [BlockwiseOptimizer(net, "adamw_int8", release=net is nets[1]) for net in nets]
+    for step in range(3):
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            net.first.weight.requires_grad_(True)
+            optimizer.zero_grad()
+            net(TOKENS).backward()
+            assert net is nets[0] or (net.first.weight.grad is None) == (step > 0)
+            optimizer.step()
+    same(nets, optimizers)
+
+
+# -- clipping and non-finite gradients -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [0.5, 1e6])
+def test_the_norm_of_the_step_before_clips_and_that_is_said(limit: float, caplog: pytest.LogCaptureFixture) -> None:
+    pair = Pair("adamw_int8", {"a": (8, 64), "b": (33,)}, release=GradientRelease(clip_norm=limit), lr=1e-2)
+    assert "clipped to" in caplog.text and "by the norm of the step before" in caplog.text
+    norm = None
+    for step in range(4):
+        grads = {name: grad * (step + 1) for name, grad in pair.gradients.next().items()}
+        backward(pair.params, grads)
+        before, norm = norm, torch.nn.utils.get_total_norm([p.grad for p in pair.params.values() if p.grad is not None])
+        if before is not None:
+            torch.nn.utils.clip_grads_with_norm_(pair.params.values(), limit, before)
+        pair.kept.step()
+        pair.kept.zero_grad()
+        backward(pair.twins, grads)
+        pair.released.step()
+    pair.check()
+
+
+def test_values_are_clipped_in_the_same_step() -> None:
+    pair = Pair("adamw", {"a": (8, 64)}, release=GradientRelease(clip_value=0.1))
+    for _ in range(3):
+        grads = pair.gradients.next()
+        backward(pair.params, grads)
+        torch.nn.utils.clip_grad_value_(pair.params.values(), 0.1)
+        pair.kept.step()
+        pair.kept.zero_grad()
+        backward(pair.twins, grads)
+        pair.released.step()
+    pair.check()
+
+
+@pytest.mark.parametrize("spec", ["adamw", "adamw_int8", "foam_l2_int8", "adamw_shared_in", "muon"])
+def test_non_finite_elements_are_left_out_of_all_and_of_the_norm(spec: str) -> None:
+    release = GradientRelease(clip_norm=1.0)
+    pair, clean = (Pair(spec, {k: MATRICES[k] for k in ("linear", "odd")}, release=release) for _ in range(2))
+    for step in range(3):
+        grads = pair.gradients.next()
+        clean_grads = {name: grad.clone() for name, grad in grads.items()}
+        if step == 1:
+            grads["linear"][3, 4], grads["odd"][0, 0] = float("nan"), float("-inf")
+            clean_grads["linear"][3, 4] = clean_grads["odd"][0, 0] = 0
+        backward(pair.twins, grads)
+        assert step != 1 or pair.released.mask_nonfinite() == 2
+        pair.released.step()
+        backward(clean.twins, clean_grads)
+        clean.released.step()
+        assert torch.equal(pair.released.releaser.norm, clean.released.releaser.norm)  # pyright: ignore
+    assert pair.released.num_nonfinite == 2
+    assert pair.released.last_nonfinite == {"linear": 1, "odd": 1}
+
+
+@pytest.mark.parametrize("spec", ["adamw", "adamw_int8", "foam_l2_int8", "muon+split8", "sign"])
+def test_non_finite_elements_cost_what_they_cost_without_release(spec: str) -> None:
+    pair = Pair(spec, MATRICES, lr=1e-2)
+    for step in range(4):
+        grads = pair.gradients.next()
+        if step in (1, 2):
+            grads["linear"][3, 4], grads["odd"][0, 0] = float("nan"), float("inf")
+        pair.step(grads)
+        assert pair.released.last_nonfinite == pair.kept.last_nonfinite
+    pair.check()
+    assert pair.released.num_nonfinite == pair.kept.num_nonfinite == 4
+
+
+def test_raise_ends_the_backward() -> None:
+    pair = Pair("adamw", {"a": (4,)}, nonfinite="raise")
+    with pytest.raises(TrainingFailedError, match=r"1 gradient element.*NaN or infinite in step 1: a"):
+        backward(pair.twins, {"a": torch.tensor([1.0, float("nan"), 1.0, 1.0])})
+
+
+def test_a_norm_that_overflows_does_not_clip_the_next_step_to_nothing() -> None:
+    pair = Pair("adamw", {"a": (4,)}, release=GradientRelease(clip_norm=1.0))
+    backward(pair.twins, {"a": torch.full((4,), 3e38)})
+    pair.released.step()
+    before = pair.twins["a"].detach().clone()
+    assert pair.released.releaser is not None and pair.released.releaser.norm == 0
+    backward(pair.twins, {"a": torch.full((4,), 1.0)})
+    pair.released.step()
+    assert not torch.equal(pair.twins["a"], before)

@@ -1,0 +1,71 @@
+"""Blocks stepped one by one in backward, natively and fused, against the same backend stepping all of them at once.
+
+By hand: TRITON_INTERPRET=1 pytest -q tests/numerics/test_release_backends.py
+"""
+
+import pytest
+import torch
+
+from baoc.catalogue import NATIVE
+from baoc.optim.backends import native_kinds
+from tests.numerics.fused_pair import INTERPRETING, SHAPES, run_interpreted
+from tests.optimizing import info, one_block, shapes_for
+from tests.releasing import Pair, backward
+
+STEPPED = [name for name, spec in NATIVE.items() if not native_kinds.refusal(spec)]
+WEIGHTS = ("adamw_int8+split8", "lion+split16", "adamw_bf16+bf16_sr")
+FUSED = ("adamw_int8", "lion_int8", "rmsprop", "sign", "adamw_int4", "foam_l2_int8", "adafactor", "adamw_shared_in")
+BLOCKS = [
+    one_block("first", [info("a", SHAPES["a"]), info("b", SHAPES["b"]), info("empty", SHAPES["empty"])]),
+    one_block("second", [info("c", SHAPES["c"]), info("d", SHAPES["d"])]),
+    one_block("third", [info("one", SHAPES["one"])]),
+]
+
+if not INTERPRETING:
+
+    def test_fused_interpreted() -> None:
+        run_interpreted(__file__)
+
+    @pytest.mark.parametrize("spec", [*STEPPED, *WEIGHTS])
+    def test_native_steps_block_by_block_are_the_native_step(spec: str) -> None:
+        pair = Pair(spec, shapes_for(spec.partition("+")[0]), backend="native", lr=1e-2)
+        for _ in range(3):
+            pair.step()
+        assert {choice.backend for choice in pair.released.roster.choices.values()} == {"native"}
+        assert not any(optimizer.num_nonfinite for optimizer in (pair.kept, pair.released))
+        pair.check()
+
+else:
+    MIXED = {"first": "adamw_int8", "second": "lion_int8+split8", "third": "sign"}
+
+    @pytest.mark.parametrize("spec", [*FUSED, *WEIGHTS, MIXED])
+    def test_fused_steps_block_by_block_are_the_fused_step(spec: object) -> None:
+        shapes = {name: shape for name, shape in SHAPES.items() if spec is MIXED or len(shape) > 1}
+        blocks = BLOCKS if spec is MIXED else None
+        pair = Pair(spec, shapes, backend="fused", lr=1e-2, blocks=blocks)
+        for _ in range(3):
+            pair.step()
+        assert {choice.backend for choice in pair.released.roster.choices.values()} == {"fused"}
+        pair.check()
+
+    def test_what_kernels_leave_out_is_left_out_and_counted_by_block() -> None:
+        pair = Pair({"first": "adamw_int8", "second": "lion", "third": "sign"}, SHAPES, backend="fused", blocks=BLOCKS)
+        pair.step()
+        grads = pair.gradients.next()
+        grads["a"][2, 3] = float("nan")
+        grads["d"][0, 1, 2] = float("inf")
+        pair.step(grads)
+        assert pair.released.num_nonfinite == pair.kept.num_nonfinite == 2
+        assert pair.released.last_nonfinite == pair.kept.last_nonfinite == {"a": 1, "d": 1}
+        pair.step()
+        pair.check()
+
+    def test_a_backward_that_still_needs_the_old_weights_is_told() -> None:
+        """Kernels write past autograd, which would else compute gradients with the new weights and say nothing."""
+        pair = Pair("adamw", {"a": (4, 4)}, backend="fused")
+        weight = pair.twins["a"]
+        x = torch.ones(4, 4, requires_grad=True)
+        early = (x @ weight.detach()).exp().sum()
+        backward(pair.twins, pair.gradients.next())
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            early.backward()
