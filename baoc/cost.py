@@ -3,7 +3,7 @@
 `state_bytes` is a promise: tests hold it to the live tensors of the optimizer, byte for byte, for every spec.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from math import prod
 
 from baoc.catalogue import CODECS, STORAGES, WEIGHTS
@@ -42,6 +42,14 @@ def weight_bytes(block: Block, *, spec: OptimizerSpec) -> int:
     """Bytes of the block's parameters under `spec`, corrections apart; their gradients take as much again."""
     kept = WEIGHTS[spec.weights].param_bytes
     return sum(param.numel * (kept or _DTYPE_BYTES.get(param.dtype, 4)) for param in block.params)
+
+
+def gradient_bytes(blocks: Iterable[Block], *, specs: Mapping[str, OptimizerSpec], released: bool = False) -> int:
+    """Bytes of gradients at once, `specs` by block name: those of all blocks, or where they are `released` in backward
+    those of the largest one, which is what is alive if gradients of one block become final after another's.
+    """
+    sizes = [weight_bytes(block, spec=specs[block.name]) for block in blocks]
+    return max(sizes, default=0) if released else sum(sizes)
 
 
 _LARGE = ParamInfo(name="large", shape=(4096, 4096), dtype="float32", role=Role.MLP)

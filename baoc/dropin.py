@@ -14,9 +14,10 @@ from baoc.budgets import parse_budget, resolve_auto
 from baoc.catalogue import select
 from baoc.errors import BadInputError, CheckpointError
 from baoc.online import ReallocationSettings, Reallocator, SessionSettings, step_temporaries
-from baoc.online.assemble import make_profiler
-from baoc.optim import BlockwiseOptimizer
+from baoc.online.assemble import make_profiler, released_blocks
+from baoc.optim import BlockwiseOptimizer, GradientRelease
 from baoc.optim.groups import check_names, check_settings, check_tensor, members_of, plain, raw_groups
+from baoc.optim.release import take_from_others
 from baoc.planner import Planner
 from baoc.profiling import (
     FirstStepMemory,
@@ -39,7 +40,8 @@ class BaocOptimizer(BlockwiseOptimizer):
     budget is planned before anything is trained. Without it the first step runs on the plan of least state, the memory
     of that step is measured, and InfeasibleBudgetError may come from the first `step()`.
 
-    `plan` is the plan in force. Warm-up is counted in steps (100 unless `settings` says otherwise).
+    `release` steps each block in backward and drops its gradients, see BlockwiseOptimizer; None takes what `settings`
+    say. `plan` is the plan in force. Warm-up is counted in steps (100 unless `settings` says otherwise).
     """
 
     def __init__(
@@ -53,31 +55,38 @@ class BaocOptimizer(BlockwiseOptimizer):
         weight_decay: float = 1e-2,
         probe: Callable[[], object] | None = None,
         settings: SessionSettings | None = None,
+        release: bool | GradientRelease | None = None,
     ):
         settings = settings or SessionSettings(reallocation=ReallocationSettings(warmup_steps=PLAIN_WARMUP_STEPS))
+        if release is not None:
+            settings = replace(settings, release=release)
         module = params if isinstance(params, nn.Module) else None
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         check_settings({key: plain(value) for key, value in options.items()})
         named, groups = name_parameters(params)
         pairs = [pair for group in groups for pair in group["params"]]
         device = next((p.device for p in named.values()), torch.device("cpu"))
+        take_from_others([param for _, param in pairs])  # whose hooks would step in the probe
         limit = resolve_auto(parse_budget(budget), free_bytes=free_bytes(device))
         needs_memory = limit.memory_bytes is not None
         cap_device(device, budget=limit)
+        infos = describe(module if module is not None else pairs, optimizer_groups=groups)
+        declared: Any = module.parameter_blocks() if hasattr(module, "parameter_blocks") else None  # pyright: ignore
         footprint = None
         if needs_memory and probe is not None:
             footprint = probe_footprint(
                 module if module is not None else [param for _, param in pairs],
                 run_micro_batch=probe,
                 context_bytes=context_bytes(device),
+                released=released_blocks(infos, params=named, settings=settings, declared=declared),
             )
             footprint = _with_temporaries(footprint, params=named.values(), specs=settings.planner.specs)
         unknown = needs_memory and probe is None
         planner = Planner(
-            describe(module if module is not None else pairs, optimizer_groups=groups),
+            infos,
             budget=Budget(name=limit.name) if unknown else limit,
             settings=settings.planner,
-            declared=module.parameter_blocks() if hasattr(module, "parameter_blocks") else None,  # pyright: ignore
+            declared=declared,
             footprint=footprint,
         )
         profiler = make_profiler(planner, named, settings=settings, betas=betas)
@@ -90,6 +99,7 @@ class BaocOptimizer(BlockwiseOptimizer):
             backend=settings.backend,
             nonfinite=settings.nonfinite,
             rms_matching=settings.rms_matching,
+            release=settings.release,
         )
         self.reallocator = Reallocator(
             planner=planner, optimizer=self, plan=plan, settings=settings.reallocation, profiler=profiler
@@ -99,6 +109,8 @@ class BaocOptimizer(BlockwiseOptimizer):
         if unknown:
             self._first_step = FirstStepMemory(list(named.values()), context_bytes=context_bytes(device))
             self._limit = limit
+            if self.releaser is not None:
+                self.releaser.before_block = self._first_step.note_block
             self.register_step_post_hook(lambda *_: self._learn_footprint())
         self.reallocator.attach()
 
@@ -119,6 +131,8 @@ class BaocOptimizer(BlockwiseOptimizer):
         if profiler is not None:
             planner.count_profile(profiler.nbytes)
         self._first_step = None
+        if self.releaser is not None:
+            self.releaser.before_block = None
         planner.budget = self._limit
         self.reallocator.replan(why="the first step told what forward and backward need")
 

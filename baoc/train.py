@@ -150,7 +150,7 @@ def build(resolved: Resolved, *, run_dir: Path, device: str) -> tuple[Task, Data
     resize_to: Any = getattr(data, "resize_to", None)
     if resize_to is not None:
         resize_to(model.image_size)
-    optim = {k: v for k, v in asdict(config.optim).items() if k not in ("backend", "nonfinite")}
+    optim = {k: v for k, v in asdict(config.optim).items() if k not in ("backend", "nonfinite", "release_gradients")}
     task = build_task(
         config.task.name,
         model=model,
@@ -218,6 +218,7 @@ def session_settings(config: RunConfig) -> SessionSettings:
         reallocation=ReallocationSettings(**asdict(config.reallocation)),
         backend=config.optim.backend,
         nonfinite=config.optim.nonfinite,
+        release=config.optim.release_gradients,
         rms_matching=getattr(ALLOCATORS[config.allocator.name], "matching", True),
     )
 

@@ -32,7 +32,8 @@ def resolve(config: RunConfig, *, device: str) -> Resolved:
         reasons.append(f"trainer.precision={trainer.precision} on {device}")
     if micro_batch is None:
         micro_batch = config.batch_size
-        if device == "cuda" and size.micro_batch is not None and size.micro_batch < config.batch_size:
+        accumulates = not optim.release_gradients
+        if accumulates and device == "cuda" and size.micro_batch is not None and size.micro_batch < config.batch_size:
             micro_batch = max(n for n in range(1, size.micro_batch + 1) if config.batch_size % n == 0)
             reasons.append(f"micro_batch={micro_batch} is meant for {config.model.name} {size.name} in 8 GiB")
     model = replace(config.model, size=size.name)

@@ -149,7 +149,8 @@ class OptimConfig:
 
     A cosine ends at `final_lr_fraction` of `lr`. `lr` null is what suits the model's size.
 
-    `nonfinite`: what a NaN or infinity in a gradient costs: its element, its step, or the run.
+    `nonfinite`: what a NaN or infinity in a gradient costs: its element, its step, or the run. `release_gradients`:
+    each block is stepped in backward and drops its gradients; a batch is one micro-batch then.
     """
 
     lr: float | None = None
@@ -161,8 +162,14 @@ class OptimConfig:
     final_lr_fraction: float = 0.1
     backend: Literal["auto", "eager", "fused", "native"] = "auto"
     nonfinite: Literal["skip_element", "skip_step", "raise"] = "skip_element"
+    release_gradients: bool = False
 
     def __post_init__(self) -> None:
+        if self.release_gradients and self.nonfinite == "skip_step":
+            raise BadInputError(
+                "optim.nonfinite=skip_step cannot be had with optim.release_gradients=true, where blocks are stepped "
+                "before the last gradient is known: use skip_element or raise"
+            )
         require(self.lr is None or self.lr > 0, "optim.lr", self.lr, "above 0, or null for what suits the model")
         require(all(0 <= beta < 1 for beta in self.betas), "optim.betas", list(self.betas), "two numbers in [0, 1)")
         require(self.eps > 0, "optim.eps", self.eps, "above 0")
@@ -241,6 +248,12 @@ class RunConfig:
                     f"micro_batch={self.micro_batch} does not divide batch_size={self.batch_size}, so their quotient "
                     "is no number of accumulation steps: choose a micro_batch that divides, or null for no accumulation"
                 )
+        if self.optim.release_gradients and self.accumulation != 1:
+            raise BadInputError(
+                f"optim.release_gradients=true steps in every backward, but micro_batch={self.micro_batch} of "
+                f"batch_size={self.batch_size} accumulates {self.accumulation}: set micro_batch=null or "
+                f"{self.batch_size}, or optim.release_gradients=false"
+            )
         if self.objective != "quality":
             raise BadInputError(
                 f"objective={self.objective} is not implemented yet: allowed is objective=quality, the least predicted "

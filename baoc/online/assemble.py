@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
+from baoc.blocks import partition
 from baoc.online.reallocator import Reallocator
 from baoc.online.triggers import ReallocationSettings
-from baoc.optim import BlockwiseOptimizer
+from baoc.optim import BlockwiseOptimizer, GradientRelease
 from baoc.planner import Planner, PlannerSettings
 from baoc.profiling import GradientProfiler
 from baoc.risk import RISKS
@@ -24,6 +25,7 @@ class SessionSettings:
     backend: str = "auto"
     nonfinite: str = "skip_element"
     rms_matching: bool = True
+    release: bool | GradientRelease = False
 
 
 def make_profiler(
@@ -38,9 +40,25 @@ def make_profiler(
         params=params,
         betas=betas,
         shadow_specs=tuple(planner.specs.values()) if wants_shadow else (),
+        by_parts=settings.release is not False,
     )
     planner.count_profile(profiler.nbytes)
     return profiler
+
+
+def released_blocks(
+    infos: Sequence[ParamInfo],
+    *,
+    params: Mapping[str, Tensor],
+    settings: SessionSettings,
+    declared: Mapping[str, Sequence[str]] | None,
+) -> list[list[Tensor]]:
+    """The parameters of each block, for a probe that is to drop gradients as training will; empty where it will not."""
+    if settings.release is False:
+        return []
+    planner = settings.planner
+    blocks = partition(infos, declared=declared, patterns=planner.patterns, by=planner.blocks_by)
+    return [[params[param.name] for param in block.params] for block in blocks]
 
 
 def assemble(
@@ -72,6 +90,7 @@ def assemble(
         backend=settings.backend,
         nonfinite=settings.nonfinite,
         rms_matching=settings.rms_matching,
+        release=settings.release,
         **defaults,
     )
     reallocator = Reallocator(

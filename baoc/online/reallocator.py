@@ -4,10 +4,12 @@ The training loop calls two methods: `observe` when a step's gradients are final
 Nothing here knows Lightning; the strategy and the plain-loop drop-in use the same object.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
+
+from torch import Tensor
 
 from baoc.online.triggers import TRIGGERS, Moment, ReallocationSettings
 from baoc.optim import BlockwiseOptimizer
@@ -45,14 +47,18 @@ class Reallocator:
         self.step = 0
         self.last_decision = 0
         self.num_accepted = 0
+        self._watched = False  # the step in progress, where it comes by parts
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: without the profiler, whose buffers are views of each other, and without who listens."""
         return {**self.__dict__, "profiler": None, "listeners": [], "tracked": nullcontext}
 
     def attach(self) -> None:
-        """Hooks into the optimizer's step: gradients are seen after the closure, decisions come after the update."""
-        self.optimizer.observer = self.observe
+        """Hooks into the optimizer's step: gradients are seen when they are final, decisions come after the update."""
+        if self.optimizer.releaser is not None:
+            self.optimizer.releaser.observer = self
+        else:
+            self.optimizer.observer = self.observe
         self.optimizer.register_step_post_hook(lambda *_: self.after_step())
 
     @property
@@ -67,6 +73,24 @@ class Reallocator:
         if self.watching:
             assert self.profiler is not None
             self.profiler.observe(step=self.step)
+
+    def begin_parts(self) -> None:
+        """As `observe`, where gradients are released: they come by parts, between this and `finish_parts`."""
+        self._watched = self.watching
+        if self._watched:
+            assert self.profiler is not None
+            self.profiler.begin_parts(step=self.step)
+
+    def see_part(self, grads: Mapping[str, Tensor], /) -> None:
+        if self._watched:
+            assert self.profiler is not None
+            self.profiler.see_part(grads)
+
+    def finish_parts(self) -> None:
+        if self._watched:
+            assert self.profiler is not None
+            self.profiler.finish_parts()
+        self._watched = False
 
     def observe_half(self, *, fraction: float) -> None:
         """To be called before clipping, with `fraction` of a step's micro-batches in the gradients, and at the last.

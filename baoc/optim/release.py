@@ -10,7 +10,7 @@ import logging
 import threading
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -124,6 +124,7 @@ class Releaser:
     def __init__(self, owner: "BlockwiseOptimizer", settings: GradientRelease):
         self.settings = settings
         self.observer: PartObserver | None = None
+        self.before_block: Callable[[], object] | None = None  # called when a block is about to be stepped
         self.norm: Tensor | None = None  # of the gradients of the last step that had some
         self._told_late = False
         self._reset()
@@ -154,7 +155,7 @@ class Releaser:
     def __getstate__(self) -> dict[str, Any]:
         """For copies, which get an owner and hooks of their own, and begin between two steps."""
         kept = {"settings": self.settings, "norm": self.norm, "_told_late": self._told_late}
-        return {**kept, "observer": None}
+        return {**kept, "observer": None, "before_block": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -256,6 +257,8 @@ class Releaser:
         """One step of a block with the gradients that its parameters have, which are then dropped."""
         owner = self._live_owner()
         assert self._options is not None
+        if self.before_block is not None:
+            self.before_block()
         unit = owner.roster.alone(live.block.name)
         looks = self.observer is not None or self.settings != GradientRelease()
         masks = owner._guard.take(unit, step=owner._num_steps + 1, final=looks)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from baoc.errors import BadInputError
 from baoc.profiling import device as devices
+from baoc.profiling.dropping import Dropped, storage_bytes
 from baoc.profiling.tracker import MemoryTracker, PeakMeter
 from baoc.types import Footprint
 from baoc.units import KIB
@@ -41,6 +42,7 @@ def probe_footprint(
     context_bytes: int = 0,
     reserve_bytes: int | None = None,
     ema_bytes: int = 0,
+    released: Sequence[Sequence[Tensor]] = (),
 ) -> Footprint:
     """The Footprint of training `source` (a module, or its parameters) on one micro-batch.
 
@@ -49,22 +51,25 @@ def probe_footprint(
     to be dropped before it, unless it drops them itself. It runs twice, so that the gradients of the step before exist.
     `run_validation_batch` runs in evaluation and inference mode. `step_probes` maps a spec to what
     `step_temporary_bytes` takes. `reserve_bytes` defaults to SCALARS_BYTES, on CUDA to LATE_MODULES_BYTES and the share
-    FRAGMENTATION of the peak.
+    FRAGMENTATION of the peak. `released`: the parameters of each block, where an optimizer releases gradients; then
+    `resident_bytes` is the most that is alive when a block is stepped, and `gradients_bytes` the most of gradients.
     The peak of reserved memory on CUDA includes whatever this process had reserved in use before.
     """
     params = list(source.parameters()) if isinstance(source, nn.Module) else list(source)
     device = next((param.device for param in params), torch.device("cpu"))
     module = source if isinstance(source, nn.Module) else None
-    with _restored(module, params), PeakMeter(device, source) as meter:
-        weights_bytes = _storage_bytes([*params, *(module.buffers() if module is not None else ())])
-        peak = _training_peak(run_micro_batch, params, meter, accumulation=accumulation)
-        if all(param.grad is None for param in params):
+    with _restored(module, params), PeakMeter(device, source) as meter, Dropped(released, meter=meter) as dropped:
+        weights_bytes = storage_bytes([*params, *(module.buffers() if module is not None else ())])
+        peak = _training_peak(run_micro_batch, params, meter, accumulation=accumulation, dropped=dropped)
+        if all(param.grad is None for param in params) and not dropped.gradients_bytes:
             raise BadInputError(
                 "no parameter has a gradient after the probe: it must run forward and backward on one batch, on the "
                 "model that is trained, and leave the gradients where they are"
             )
-        gradients_bytes = _storage_bytes([param.grad for param in params if param.grad is not None])
+        gradients_bytes = storage_bytes([param.grad for param in params if param.grad is not None])
         resident_bytes = meter.current_bytes
+        if released:
+            gradients_bytes, resident_bytes = dropped.gradients_bytes, dropped.stepping_bytes
         validation_bytes = 0
         if run_validation_batch is not None:
             if module is not None:
@@ -86,6 +91,7 @@ def probe_footprint(
         context_bytes=_context_again(device, context_bytes),
         reserve_bytes=_reserve(device, peak=peak) if reserve_bytes is None else reserve_bytes,
         step_temporary_bytes=temporaries,
+        released=bool(released),
     )
 
 
@@ -117,9 +123,17 @@ class FirstStepMemory:
     def __init__(self, params: Sequence[Tensor], *, context_bytes: int = 0):
         self._params = list(params)
         self._context_bytes = context_bytes
+        self._stepping_bytes = self._gradients_bytes = 0
         device = next((param.device for param in self._params), torch.device("cpu"))
         self._meter: PeakMeter | None = PeakMeter(device, self._params)
         self._meter.__enter__()
+
+    def note_block(self) -> None:
+        """To be called before a block is stepped in the backward pass, where gradients are released."""
+        assert self._meter is not None
+        gradients = storage_bytes([param.grad for param in self._params if param.grad is not None])
+        self._gradients_bytes = max(self._gradients_bytes, gradients)
+        self._stepping_bytes = max(self._stepping_bytes, self._meter.current_bytes)
 
     def finish(self, *, state_bytes: int) -> Footprint:
         """The Footprint, `state_bytes` of optimizer state taken off where they were there all the time (CUDA)."""
@@ -128,18 +142,20 @@ class FirstStepMemory:
         meter.__exit__(None, None, None)
         device = meter.device
         held = state_bytes if device.type == "cuda" else 0
-        gradients = _storage_bytes([param.grad for param in self._params if param.grad is not None])
-        weights = _storage_bytes(self._params)
+        gradients = storage_bytes([param.grad for param in self._params if param.grad is not None])
+        weights = storage_bytes(self._params)
+        released = self._stepping_bytes > 0
         return Footprint(
             device=str(device),
             micro_batch=0,
             weights_bytes=weights,
-            gradients_bytes=gradients,
+            gradients_bytes=self._gradients_bytes if released else gradients,
             forward_backward_bytes=meter.peak_bytes - held,
             validation_bytes=0,
-            resident_bytes=weights + gradients,
+            resident_bytes=self._stepping_bytes - held if released else weights + gradients,
             context_bytes=_context_again(device, self._context_bytes),
             reserve_bytes=_reserve(device, peak=meter.peak_bytes),
+            released=released,
         )
 
 
@@ -153,15 +169,19 @@ def _context_again(device: torch.device, before: int) -> int:
     return max(before, devices.context_bytes(device))
 
 
-def _training_peak(run: Callable[[], object], params: Sequence[Tensor], meter: PeakMeter, *, accumulation: int) -> int:
+def _training_peak(
+    run: Callable[[], object], params: Sequence[Tensor], meter: PeakMeter, *, accumulation: int, dropped: Dropped
+) -> int:
     """Peak of a micro-batch that finds the gradients of the one before, or of one that does not, as in training."""
     meter.reset_peak()
     _one_micro_batch(run, params, drop=True)
+    dropped.finish()
     first = meter.peak_bytes
     # Only weak references, and to storages: a gradient that was held here would not be freed where training frees it.
     gradients = [weakref.ref(param.grad.untyped_storage()) for param in params if param.grad is not None]
     meter.reset_peak()
     own_backward = _one_micro_batch(run, params, drop=accumulation == 1)
+    dropped.finish()
     if own_backward and all(gradient() is not None for gradient in gradients):
         return first  # the loop around it drops gradients, and does so before the forward
     return max(first, meter.peak_bytes)
@@ -181,11 +201,6 @@ def _one_micro_batch(run: Callable[[], object], params: Sequence[Tensor], *, dro
 def _drop_gradients(params: Sequence[Tensor]) -> None:
     for param in params:
         param.grad = None
-
-
-def _storage_bytes(tensors: Sequence[Tensor]) -> int:
-    """Bytes of the storages of `tensors`, each once."""
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 @contextmanager

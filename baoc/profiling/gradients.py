@@ -38,7 +38,8 @@ class GradientProfiler:
     since the first step pays for it; what it costs is found in a rehearsal when the profiler is built (`schedule`).
 
     `shadow_specs` are run beside AdamW on the same slices (`shadow`). `lr` by parameter name weighs `descent_share`
-    where groups differ. `betas` and `eps` are AdamW's.
+    where groups differ. `betas` and `eps` are AdamW's. `by_parts`: a step's gradients are never there at once, and come
+    by `begin_parts`, `see_part` for some of them, and `finish_parts` instead of by `observe`; the result is the same.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class GradientProfiler:
         max_bytes: int | None = None,
         sample_every: int = 1,
         max_share: float = MAX_SHARE,
+        by_parts: bool = False,
     ):
         num_params = sum(block.numel for block in blocks)
         if max_bytes is None:
@@ -62,7 +64,7 @@ class GradientProfiler:
         self._params = {p.name: params[p.name] for block in blocks for p in block.params}
         device = next((param.device for param in self._params.values()), torch.device("cpu"))
         specs = shadowed(shadow_specs, blocks=blocks)
-        self._moments = RowColMoments(blocks, beta=betas[1], max_bytes=max_bytes // 2, device=device)
+        self._moments = RowColMoments(blocks, beta=betas[1], max_bytes=max_bytes // 2, device=device, by_parts=by_parts)
         per_element = 4 * (BUFFERS + 2) + (bytes_per_element(specs) if specs else 0)
         self._slices = Slices.within(
             blocks,
@@ -83,6 +85,7 @@ class GradientProfiler:
         )
         self._step = -1  # of the newest call
         self._prev_step: int | None = None  # of the gradient in the older buffer
+        self._part_turn = Turn.SKIP  # what the step in progress is for, where it comes by parts
         self._fraction: float | None = None  # of the micro-batches whose sum waits for the rest
         self._stats: dict[str, GradientStats] | None = None
         self._released = False
@@ -100,7 +103,7 @@ class GradientProfiler:
             return []
         return [
             *self._tensors().values(),
-            self._moments.average,
+            *self._moments.tensors(),
             *self._slices.tensors(),
             *(self._shadow.tensors() if self._shadow is not None else ()),
         ]
@@ -114,18 +117,24 @@ class GradientProfiler:
     @torch.no_grad()
     def observe(self, *, step: int | None = None) -> bool:
         """Samples the gradients that `params` hold now, if this step's turn has come. `step` counts from 0."""
-        self._step = self._step + 1 if step is None else step
-        self._schedule.start()
-        if self._released or self._step == 0:
-            return False
-        turn = self._schedule.turn()
-        self._schedule.advance(turn)
+        turn = self._next_turn(step)
         if turn is Turn.SKIP:
             self._fraction = None
             return False
-        shadow = turn is Turn.SAMPLE and self._shadow is not None and self._schedule.shadow_turn()
-        self._take(turn, self._gradients(), shadow=shadow)
+        self._take(turn, self._gradients(), shadow=self._shadow_turn(turn))
         return turn is Turn.SAMPLE
+
+    def _next_turn(self, step: int | None) -> Turn:
+        self._step = self._step + 1 if step is None else step
+        self._schedule.start()
+        if self._released or self._step == 0:
+            return Turn.SKIP
+        turn = self._schedule.turn()
+        self._schedule.advance(turn)
+        return turn
+
+    def _shadow_turn(self, turn: Turn) -> bool:
+        return turn is Turn.SAMPLE and self._shadow is not None and self._schedule.shadow_turn()
 
     def _take(self, turn: Turn, grads: Mapping[str, Tensor | None], *, shadow: bool) -> None:
         with self._schedule.running(turn):
@@ -133,19 +142,64 @@ class GradientProfiler:
                 self._second_part()
             self._swap()
             self._gather(grads)
-            if self._prev_step == self._step - 1:
-                self._averages.pair(self._prev, self._grad)
-            self._prev_step = self._step
+            self._average(turn)
             if turn is Turn.SAMPLE:
-                self._stats = None
-                self._averages.sample(self._grad)
                 self._moments.observe(grads)
+        self._shadow_step(shadow=shadow)
+
+    def _average(self, turn: Turn) -> None:
+        """The gathered gradients join the statistics."""
+        if self._prev_step == self._step - 1:
+            self._averages.pair(self._prev, self._grad)
+        self._prev_step = self._step
+        if turn is Turn.SAMPLE:
+            self._stats = None
+            self._averages.sample(self._grad)
+
+    def _shadow_step(self, *, shadow: bool) -> None:
         if self._shadow is not None:
             with self._schedule.running("next"):
                 self._shadow.observe_next(self._grad)
             if shadow:
                 with self._schedule.running("shadow"):
                     self._shadow.observe(self._grad)
+
+    # -- the same where gradients come by parts -------------------------------------------------------------------
+
+    @torch.no_grad()
+    def begin_parts(self, *, step: int) -> None:
+        """A step begins; see `observe`."""
+        self._part_turn = self._next_turn(step)
+        if self._part_turn is Turn.SKIP:
+            return
+        with self._schedule.running(self._part_turn):
+            self._swap()
+            self._grad.zero_()
+            if self._part_turn is Turn.SAMPLE:
+                self._moments.begin_parts()
+
+    @torch.no_grad()
+    def see_part(self, grads: Mapping[str, Tensor]) -> None:
+        """Final gradients of some of `params`, by name. What never comes counts as 0."""
+        if self._part_turn is Turn.SKIP or self._released:
+            return
+        with self._schedule.running(self._part_turn, more=True):
+            self._slices.gather_part_(self._targets, grads=grads)
+            if self._part_turn is Turn.SAMPLE:
+                self._moments.see_part(grads)
+
+    @torch.no_grad()
+    def finish_parts(self) -> None:
+        """The step's gradients have all been seen."""
+        turn, self._part_turn = self._part_turn, Turn.SKIP
+        if turn is Turn.SKIP or self._released:
+            return
+        with self._schedule.running(turn, more=True):
+            self._grad.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+            self._average(turn)
+            if turn is Turn.SAMPLE:
+                self._moments.finish_parts()
+        self._shadow_step(shadow=self._shadow_turn(turn))
 
     def _rehearse(self) -> None:
         """Runs everything once unseen, on the parameters as gradients, and once more to learn what it costs."""

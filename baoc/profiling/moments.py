@@ -16,32 +16,53 @@ class RowColMoments:
     no copy of it. A row or column with a non-finite element keeps its average.
     """
 
-    def __init__(self, blocks: Sequence[Block], *, beta: float, max_bytes: int, device: torch.device):
+    def __init__(
+        self, blocks: Sequence[Block], *, beta: float, max_bytes: int, device: torch.device, by_parts: bool = False
+    ):
+        """`by_parts`: gradients of one sample come a few at a time, so their norms are kept until all are there."""
         self._beta = beta
-        self._params = _chosen([p for block in blocks for p in block.params], max_bytes=max_bytes)
+        self._params = _chosen([p for block in blocks for p in block.params], max_bytes=max_bytes // (1 + by_parts))
         self.average = torch.zeros(sum(map(_length, self._params)), dtype=torch.float32, device=device)
+        self.norms = torch.zeros_like(self.average) if by_parts else None
         self.num_samples = 0
+        self._places: dict[str, Tensor] = {}  # parameter -> its part of `norms`
+        if self.norms is not None:
+            parts = self.norms.split([_length(param) for param in self._params])
+            self._places = {param.name: part for param, part in zip(self._params, parts, strict=True)}
 
     @property
     def nbytes(self) -> int:
-        return self.average.nbytes
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor it holds."""
+        return [self.average, *([self.norms] if self.norms is not None else [])]
 
     def observe(self, grads: Mapping[str, Tensor | None]) -> None:
         parts: list[Tensor] = []
         for param in self._params:
             grad = grads[param.name]
-            if grad is None:
-                parts.append(self.average.new_zeros(_length(param)))
-                continue
-            grad = stored_matrix(grad)
-            rest = tuple(range(1, grad.ndim))
-            # A norm may be taken in a wider type than its input's, never in a narrower one.
-            wide = torch.float64 if grad.dtype is torch.float64 else torch.float32
-            parts.append(torch.linalg.vector_norm(grad, dim=rest, dtype=wide).to(torch.float32))
-            parts.append(torch.linalg.vector_norm(grad, dim=0, dtype=wide).reshape(-1).to(torch.float32))
-        if not parts:
-            return
-        sums = torch.cat(parts).square_()
+            parts += [self.average.new_zeros(_length(param))] if grad is None else _norms(grad)
+        if parts:
+            self._add(torch.cat(parts))
+
+    def begin_parts(self) -> None:
+        assert self.norms is not None, "built without by_parts"
+        self.norms.zero_()
+
+    def see_part(self, grads: Mapping[str, Tensor]) -> None:
+        for name, grad in grads.items():
+            if name in self._places:
+                torch.cat(_norms(grad), out=self._places[name])
+
+    def finish_parts(self) -> None:
+        if self._params:
+            assert self.norms is not None
+            self._add(self.norms)
+
+    def _add(self, norms: Tensor) -> None:
+        """A sample of row and column norms, which are squared in place."""
+        sums = norms.square_()
         self.num_samples += 1
         known = self.average / max(1 - self._beta ** (self.num_samples - 1), 1e-30)
         self.average.lerp_(torch.where(sums.isfinite(), sums, known), 1 - self._beta)
@@ -61,6 +82,18 @@ class RowColMoments:
 
     def release(self) -> None:
         self._params, self.average = (), self.average.new_zeros(0)
+        self.norms = None if self.norms is None else self.average
+        self._places = {}
+
+
+def _norms(grad: Tensor) -> list[Tensor]:
+    """Norms of the rows and of the columns of a gradient as it is stored, fp32."""
+    grad = stored_matrix(grad)
+    rest = tuple(range(1, grad.ndim))
+    # A norm may be taken in a wider type than its input's, never in a narrower one.
+    wide = torch.float64 if grad.dtype is torch.float64 else torch.float32
+    rows = torch.linalg.vector_norm(grad, dim=rest, dtype=wide).to(torch.float32)
+    return [rows, torch.linalg.vector_norm(grad, dim=0, dtype=wide).reshape(-1).to(torch.float32)]
 
 
 def _stored(param: ParamInfo) -> tuple[int, int]:

@@ -88,8 +88,11 @@ class Schedule:
         return self._spent[kind] + self._cost[kind] + more_s <= self._share * self.elapsed_s
 
     @contextmanager
-    def running(self, kind: str) -> Iterator[None]:
-        """Takes the time of what runs inside: `gather`, `sample`, `shadow`, or any other word, counted as sampling."""
+    def running(self, kind: str, *, more: bool = False) -> Iterator[None]:
+        """Takes the time of what runs inside: `gather`, `sample`, `shadow`, or any other word, counted as sampling.
+
+        `more`: it goes on with what ran last under this name.
+        """
         began, busy = perf_counter(), thread_time()
         try:
             yield
@@ -98,7 +101,7 @@ class Schedule:
             self._processor_s += thread_time() - busy
             self._spent["shadow" if kind == "shadow" else "sample"] += seconds
             if kind in self._cost:
-                self._cost[kind] = seconds
+                self._cost[kind] = seconds + (self._cost[kind] if more else 0.0)
 
     def forget(self) -> None:
         """Takes what ran so far as a rehearsal: it tells what things cost, and was not spent."""

@@ -89,6 +89,9 @@ class Slices:
         self.blocks = tuple(blocks)
         self.pieces, self.numel = _placed(pieces)
         self.batches = _batches(self.pieces)
+        self._pieces_of: dict[str, list[int]] = {}
+        for index, piece in enumerate(self.pieces):
+            self._pieces_of.setdefault(piece.param.name, []).append(index)
         self.lengths = torch.tensor([piece.padded // GROUP for piece in self.pieces], device=device)
         order = sorted(range(len(self.pieces)), key=lambda i: self.pieces[i].block)
         held = [0] * len(blocks)
@@ -137,6 +140,12 @@ class Slices:
                 target.zero_()
             else:
                 target.copy_(_sampled(grad, piece))
+
+    def gather_part_(self, targets: Sequence[Tensor], *, grads: Mapping[str, Tensor]) -> None:
+        """Copies the sampled elements of these gradients into their views; all other views stay as they are."""
+        for name, grad in grads.items():
+            for index in self._pieces_of.get(name, ()):
+                targets[index].copy_(_sampled(grad, self.pieces[index]))
 
     def sums(self, flat: Tensor) -> Tensor:
         """Per piece the sum of its elements of `flat`: [num pieces] float64, deterministic."""

@@ -79,8 +79,13 @@ class Probe:
         self._train = _training(strategy, batch)
         self._validate = None if val_batch is None else _validation(strategy, val_batch)
 
-    def footprint(self, specs: Sequence[OptimizerSpec], *, context_bytes: int) -> Footprint:
-        """The module's own bytes, and what a step of each of `specs` holds for the largest parameter."""
+    def footprint(
+        self, specs: Sequence[OptimizerSpec], *, context_bytes: int, released: Sequence[Sequence[Tensor]] = ()
+    ) -> Footprint:
+        """The module's own bytes, and what a step of each of `specs` holds for the largest parameter.
+
+        `released`: the parameters of each block, where gradients are released in backward.
+        """
         temporaries = step_temporaries(specs, params=(p for p in self.module.parameters() if p.requires_grad))
         with silent(self.module):
             footprint = probe_footprint(
@@ -90,6 +95,7 @@ class Probe:
                 micro_batch=self._micro_batch,
                 accumulation=self.accumulation,
                 context_bytes=context_bytes,
+                released=released,
             )
         extra = sum(ema.validation_bytes(self.module) for ema in self._ema) if self._validate is not None else 0
         return replace(

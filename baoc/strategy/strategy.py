@@ -7,6 +7,7 @@ decision happens there. Later decisions hang on the optimizer's own step, so no 
 import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import lightning as L
@@ -19,10 +20,13 @@ from baoc.budgets import parse_budget, resolve_auto
 from baoc.catalogue import select
 from baoc.errors import BadInputError
 from baoc.online import Reallocator, SessionSettings, assemble
+from baoc.online.assemble import released_blocks
 from baoc.optim import BlockwiseOptimizer
+from baoc.optim.release import take_from_others
 from baoc.planner import Planner
 from baoc.profiling import cap_device, context_bytes, describe, free_bytes, uncap_device
 from baoc.strategy.probe import Probe, unwrapped
+from baoc.strategy.released import released_clipping
 from baoc.strategy.takeover import count_steps_for_schedulers, hyperparameters, named_groups, rebind_schedulers
 from baoc.types import Budget, Footprint, LatencyTable, OptimizerSpec, Plan, Profile, Reallocation
 
@@ -105,6 +109,8 @@ class BaocStrategy(SingleDeviceStrategy):
         assert module is not None
         self._refuse_unsupported(trainer)
         self._refuse_mixed_types(trainer)
+        settings = self._settings_for(trainer)
+        take_from_others(list(module.parameters()))  # whose hooks would step in the probe
         super().setup_optimizers(trainer)
         if len(self.optimizers) != 1:
             raise BadInputError(
@@ -114,18 +120,20 @@ class BaocStrategy(SingleDeviceStrategy):
         theirs = self.optimizers[0]
         probe = Probe(trainer, self)
         specs = list(select(self.settings.planner.specs).values())
-        footprint = self._probe_footprint(probe, specs)
+        declared = declared_blocks(module, unwrapped(module))
+        infos, params = describe(module, optimizer_groups=theirs.param_groups), dict(module.named_parameters())
+        released = released_blocks(infos, params=params, settings=settings, declared=declared)
+        footprint = self._probe_footprint(probe, specs, released=released)
         if self.budget.step_time is not None and self.latency is None:
             self.latency = probe.latency(specs, max_s=TIMING_S)
-        declares = unwrapped(module)
         self.reallocator = reallocator = assemble(
-            describe(module, optimizer_groups=theirs.param_groups),
-            params=dict(module.named_parameters()),
+            infos,
+            params=params,
             groups=named_groups(theirs, module),
             defaults=hyperparameters(theirs),
             budget=self.budget,
-            settings=self.settings,
-            declared=declared_blocks(module, declares),
+            settings=settings,
+            declared=declared,
             footprint=footprint,
             latency=self.latency,
         )
@@ -138,6 +146,8 @@ class BaocStrategy(SingleDeviceStrategy):
         if self.lr_scheduler_configs:
             count_steps_for_schedulers(reallocator.optimizer)
         self.optimizers = [reallocator.optimizer]
+        if reallocator.optimizer.releaser is not None:  # Lightning would take it for a ban on clipping
+            reallocator.optimizer._step_supports_amp_scaling = False  # pyright: ignore[reportAttributeAccessIssue]
         callbacks: list[L.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         if self._guard not in callbacks:
             callbacks.insert(0, self._guard)
@@ -146,18 +156,20 @@ class BaocStrategy(SingleDeviceStrategy):
         if self.plan_only:
             trainer.limit_train_batches = 0  # Lightning then leaves `fit` before the first batch
 
-    def _probe_footprint(self, probe: Probe, specs: Sequence[OptimizerSpec]) -> Footprint:
+    def _probe_footprint(
+        self, probe: Probe, specs: Sequence[OptimizerSpec], *, released: Sequence[Sequence[torch.Tensor]]
+    ) -> Footprint:
         """The footprint, measured under the budget's cap; where that is too little for the network alone, without it.
 
         The second look is there for the refusal to name what would fit. It comes after the error and the activations
         that its traceback held are gone, and the cap is back before anything is trained.
         """
         with suppress(torch.OutOfMemoryError):
-            return probe.footprint(specs, context_bytes=self.context_bytes)
+            return probe.footprint(specs, context_bytes=self.context_bytes, released=released)
         gc.collect()
         uncap_device(self.root_device)
         try:
-            return probe.footprint(specs, context_bytes=self.context_bytes)
+            return probe.footprint(specs, context_bytes=self.context_bytes, released=released)
         finally:
             cap_device(self.root_device, budget=self.budget)
 
@@ -176,6 +188,18 @@ class BaocStrategy(SingleDeviceStrategy):
                 f"Trainer(devices={devices}, num_nodes={trainer.num_nodes}): BAOC trains on one device for now; set "
                 "devices=1 and num_nodes=1, and run several budgets side by side instead"
             )
+
+    def _settings_for(self, trainer: L.Trainer) -> SessionSettings:
+        """The settings, with the trainer's clipping where gradients are released before it could act."""
+        if self.settings.release is False:
+            return self.settings
+        return replace(self.settings, release=released_clipping(trainer, self.settings.release))
+
+    def teardown(self) -> None:
+        """Ends a fit: backward passes after it are nobody's steps."""
+        super().teardown()
+        if self.reallocator is not None and self.reallocator.optimizer.releaser is not None:
+            self.reallocator.optimizer.releaser.detach()
 
     def _refuse_mixed_types(self, trainer: L.Trainer) -> None:
         """bf16 weights need layers that take inputs of any type, which is what bf16 autocast or a bf16 model gives."""

@@ -128,8 +128,10 @@ class Footprint:
 
     `forward_backward_bytes` is the largest live total during forward and backward (weights, gradients, activations,
     data), `validation_bytes` the same for a validation batch, both without optimizer state; `resident_bytes` are the
-    weights, gradients and data that live through the optimizer step. `step_temporary_bytes` maps a spec to what its
-    step needs for the largest tensor beyond its state.
+    weights, gradients and data that live through the optimizer step. Where gradients are `released` in backward,
+    `gradients_bytes` is the most of them that is alive at once, and `resident_bytes` the most of all, activations too,
+    that is alive when a block is stepped. `step_temporary_bytes` maps a spec to what its step needs for the largest
+    tensor beyond its state.
     """
 
     device: str
@@ -145,6 +147,7 @@ class Footprint:
     reserve_bytes: int = 0  # for modules that load late
     step_temporary_bytes: Mapping[str, int] = field(default_factory=dict[str, int])
     source: str = "probe"  # probe | prior
+    released: bool = False
 
     def peak_bytes(self, *, state_bytes: int, specs: Sequence[str] = ()) -> int:
         """Predicted peak with `state_bytes` of optimizer state, `specs` being those in use."""

@@ -1,0 +1,56 @@
+"""Gradient release under Lightning's Trainer: what its arguments mean then, and which of them cannot be."""
+
+import logging
+
+import lightning as L
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from baoc.errors import BadInputError
+from baoc.optim import GradientRelease
+
+log = logging.getLogger(__name__)
+_SEES_GRADIENTS = ("on_after_backward", "on_before_optimizer_step")
+
+
+def released_clipping(trainer: L.Trainer, release: bool | GradientRelease) -> GradientRelease:
+    """The release with the trainer's own clipping, which would come when gradients are gone.
+
+    Raises BadInputError for what needs all gradients before the first update: accumulation, a GradScaler, clipping of
+    the module's own; says which of the module's hooks find no gradients.
+    """
+    if trainer.accumulate_grad_batches != 1:
+        raise BadInputError(
+            f"gradient release steps in every backward, but accumulate_grad_batches={trainer.accumulate_grad_batches}: "
+            "set it to 1 (micro_batch equal to batch_size), or optim.release_gradients=false"
+        )
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        raise BadInputError(
+            f"trainer.precision={trainer.precision} has a GradScaler, which skips the whole step where a gradient "
+            "overflows; with gradient release blocks are stepped by then: use bf16-mixed, or "
+            "optim.release_gradients=false"
+        )
+    module = trainer.lightning_module
+    if is_overridden("configure_gradient_clipping", module):
+        raise BadInputError(
+            f"{type(module).__name__} has a configure_gradient_clipping of its own, which would find no gradients: set "
+            "gradient_clip_val of the Trainer, or optim.release_gradients=false"
+        )
+    hooks = [name for name in _SEES_GRADIENTS if is_overridden(name, module)]
+    if hooks:
+        log.warning(
+            "gradients are released in backward: %s of %s find none", " and ".join(hooks), type(module).__name__
+        )
+    return _clipping(trainer, release)
+
+
+def _clipping(trainer: L.Trainer, release: bool | GradientRelease) -> GradientRelease:
+    limit, own = trainer.gradient_clip_val, release if isinstance(release, GradientRelease) else GradientRelease()
+    if not limit:  # 0 is none, too
+        return own
+    if own != GradientRelease():
+        raise BadInputError(
+            f"the Trainer clips (gradient_clip_val={limit}) and so does {own}: say it in one of the two places"
+        )
+    if trainer.gradient_clip_algorithm == "value":
+        return GradientRelease(clip_value=float(limit))
+    return GradientRelease(clip_norm=float(limit))
