@@ -3,6 +3,7 @@
 import logging
 
 import lightning as L
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from baoc.errors import BadInputError
@@ -16,7 +17,7 @@ def released_clipping(trainer: L.Trainer, release: bool | GradientRelease) -> Gr
     """The release with the trainer's own clipping, which would come when gradients are gone.
 
     Raises BadInputError for what needs all gradients before the first update: accumulation, a GradScaler, clipping of
-    the module's own; says which of the module's hooks find no gradients.
+    the module's own; says which hooks of module and callbacks find no gradients.
     """
     if trainer.accumulate_grad_batches != 1:
         raise BadInputError(
@@ -35,12 +36,22 @@ def released_clipping(trainer: L.Trainer, release: bool | GradientRelease) -> Gr
             f"{type(module).__name__} has a configure_gradient_clipping of its own, which would find no gradients: set "
             "gradient_clip_val of the Trainer, or optim.release_gradients=false"
         )
-    hooks = [name for name in _SEES_GRADIENTS if is_overridden(name, module)]
-    if hooks:
-        log.warning(
-            "gradients are released in backward: %s of %s find none", " and ".join(hooks), type(module).__name__
-        )
+    callbacks: list[L.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+    for owner, kind in [(module, L.LightningModule), *((callback, L.Callback) for callback in callbacks)]:
+        hooks = [name for name in _SEES_GRADIENTS if getattr(type(owner), name) is not getattr(kind, name)]
+        if hooks and not type(owner).__module__.startswith("baoc."):
+            own = type(owner).__name__
+            log.warning("gradients are released in backward: %s of %s find none", " and ".join(hooks), own)
     return _clipping(trainer, release)
+
+
+def leave_clipping(precision: Precision) -> None:
+    """Makes Lightning's own clipping do nothing: it would find no gradients, and torch's by value fails then."""
+    setattr(precision, "clip_gradients", lambda *args, **kwargs: None)  # noqa: B010 - of this plugin alone
+
+
+def take_clipping_back(precision: Precision) -> None:
+    vars(precision).pop("clip_gradients", None)
 
 
 def _clipping(trainer: L.Trainer, release: bool | GradientRelease) -> GradientRelease:

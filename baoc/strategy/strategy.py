@@ -26,7 +26,7 @@ from baoc.optim.release import take_from_others
 from baoc.planner import Planner
 from baoc.profiling import cap_device, context_bytes, describe, free_bytes, uncap_device
 from baoc.strategy.probe import Probe, unwrapped
-from baoc.strategy.released import released_clipping
+from baoc.strategy.released import leave_clipping, released_clipping, take_clipping_back
 from baoc.strategy.takeover import count_steps_for_schedulers, hyperparameters, named_groups, rebind_schedulers
 from baoc.types import Budget, Footprint, LatencyTable, OptimizerSpec, Plan, Profile, Reallocation
 
@@ -146,8 +146,8 @@ class BaocStrategy(SingleDeviceStrategy):
         if self.lr_scheduler_configs:
             count_steps_for_schedulers(reallocator.optimizer)
         self.optimizers = [reallocator.optimizer]
-        if reallocator.optimizer.releaser is not None:  # Lightning would take it for a ban on clipping
-            reallocator.optimizer._step_supports_amp_scaling = False  # pyright: ignore[reportAttributeAccessIssue]
+        if reallocator.optimizer.releaser is not None:
+            leave_clipping(self.precision_plugin)
         callbacks: list[L.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         if self._guard not in callbacks:
             callbacks.insert(0, self._guard)
@@ -200,6 +200,7 @@ class BaocStrategy(SingleDeviceStrategy):
         super().teardown()
         if self.reallocator is not None and self.reallocator.optimizer.releaser is not None:
             self.reallocator.optimizer.releaser.detach()
+            take_clipping_back(self.precision_plugin)
 
     def _refuse_mixed_types(self, trainer: L.Trainer) -> None:
         """bf16 weights need layers that take inputs of any type, which is what bf16 autocast or a bf16 model gives."""
