@@ -20,9 +20,19 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from baoc.callbacks.trainer_state import accumulating, fast_dev_run, is_final_batch, validation_follows
-from baoc.errors import BadInputError
-from baoc.tracking.checkpoints import CHECKPOINT_SCHEMA, FOLDER, LAST, META_KEY, SCHEMA_KEY, SUFFIX, load_checked
+from baoc.errors import BadInputError, CheckpointError
+from baoc.tracking.checkpoints import (
+    CHECKPOINT_SCHEMA,
+    FOLDER,
+    LAST,
+    META_KEY,
+    SCHEMA_KEY,
+    SEALED_KEY,
+    SUFFIX,
+    load_checked,
+)
 from baoc.tracking.files import FULL, written_aside
+from baoc.tracking.seal import SealingFile
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +40,7 @@ PLAIN = (torch.Tensor, torch.Size, torch.dtype, torch.device, int, float, comple
 
 
 class AsideCheckpointIO(TorchCheckpointIO):
-    """Writes aside in the same folder, fsyncs, renames; checks before loading. SafeCheckpoint puts it in place.
+    """Writes aside in the same folder, hashed, fsyncs, renames; checks before loading. SafeCheckpoint puts it in place.
 
     Raises OutputError on a full disk, CheckpointError for files that are missing, torn or damaged.
     """
@@ -38,8 +48,10 @@ class AsideCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         assert storage_options is None, "local files only"
         with written_aside(path) as file:
+            sealing = SealingFile(file)
             try:
-                torch.save(checkpoint, file)
+                torch.save({**checkpoint, SEALED_KEY: True}, sealing)
+                sealing.seal()
             except RuntimeError as error:
                 raise _full_disk(error) or error from error
 
@@ -107,6 +119,8 @@ class SafeCheckpoint(Checkpoint):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._last_step = trainer.global_step
         self._written = None
+        if self.folder.is_dir() and not fast_dev_run(trainer):
+            self._tidy(resumed_from=trainer.ckpt_path)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -145,6 +159,29 @@ class SafeCheckpoint(Checkpoint):
 
     # -- writing --------------------------------------------------------------------------------------------------
 
+    def save_now(self, trainer: L.Trainer) -> Path:
+        """The checkpoint of this step, for whoever ends the run; to be called between two steps only."""
+        if trainer.global_step != self._last_step or not self.last_path.is_file():
+            self._save_last(trainer)
+        return self.last_path
+
+    def _tidy(self, *, resumed_from: Any) -> None:
+        """What an attempt that was killed left here: parts of files, and a last.ckpt that is not what we go on from.
+
+        That one is called by its own step, so that it never takes the name of an older one; a damaged one is set aside.
+        """
+        for part in self.folder.glob(".*.tmp"):
+            part.unlink(missing_ok=True)
+        last = self.last_path
+        if not last.is_file() or (resumed_from and os.path.realpath(resumed_from) == os.path.realpath(last)):
+            return
+        try:
+            step = int(load_checked(last)["global_step"])
+            last.replace(self.folder / f"step_{step:08d}{SUFFIX}")
+        except CheckpointError as error:
+            log.warning("%s; it is kept as %s.damaged", error, last.name)
+            last.replace(self.folder / f"{last.name}.damaged")
+
     def _is_due(self, trainer: L.Trainer) -> bool:
         step = trainer.global_step
         if fast_dev_run(trainer) or step == self._last_step:
@@ -159,7 +196,9 @@ class SafeCheckpoint(Checkpoint):
         self._write(trainer, self.last_path)
 
     def _prune(self, keep: int) -> None:
-        for path in sorted(self.folder.glob(f"step_*{SUFFIX}"))[:-keep]:
+        """Of the older ones the `keep` newest stay: by age, as an attempt that was given up may have had later steps."""
+        older = self.folder.glob(f"step_*{SUFFIX}")
+        for path in sorted(older, key=lambda path: (path.stat().st_mtime_ns, path.name))[:-keep]:
             path.unlink(missing_ok=True)
 
     def _save_best(self, trainer: L.Trainer) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from baoc.errors import CheckpointError
+from baoc.tracking.seal import seal_holds
 from baoc.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -22,6 +23,7 @@ log = logging.getLogger(__name__)
 CHECKPOINT_SCHEMA = 1
 SCHEMA_KEY = "baoc_schema"
 META_KEY = "baoc"
+SEALED_KEY = "baoc_sealed"  # in a checkpoint that was written with a seal, so that a lost one is noticed
 FOLDER = "checkpoints"
 SUFFIX = ".ckpt"
 LAST = f"last{SUFFIX}"
@@ -35,7 +37,7 @@ def load_checked(path: str | os.PathLike[str], *, ours: bool = True, weights_onl
     brings: for files from a trusted source only. Raises CheckpointError, whose text says what is wrong and what to do.
     """
     path = Path(path)
-    _check_archive(path)
+    sealed = _check_archive(path)
     try:
         content = torch.load(path, map_location="cpu", weights_only=weights_only)
     except pickle.UnpicklingError as error:
@@ -50,6 +52,8 @@ def load_checked(path: str | os.PathLike[str], *, ours: bool = True, weights_onl
         raise CheckpointError(
             f"{path} was not written by baoc: it holds no {SCHEMA_KEY!r} but {keys or 'nothing'}; {REMEDY}"
         )
+    if content.get(SEALED_KEY) and not sealed:
+        raise CheckpointError(f"{path} is damaged: the SHA-256 at its end is gone; {REMEDY}")
     schema = content.get(SCHEMA_KEY, CHECKPOINT_SCHEMA)
     if not isinstance(schema, int) or schema > CHECKPOINT_SCHEMA:
         raise CheckpointError(
@@ -96,8 +100,8 @@ def _newest(folder: Path, *, match: Mapping[str, Any] | None) -> Path | None:
     return None
 
 
-def _check_archive(path: Path) -> None:
-    """CheckpointError unless `path` is a whole torch archive whose checksums agree."""
+def _check_archive(path: Path) -> bool:
+    """CheckpointError unless `path` is a whole torch archive whose checksums agree; True if it has a seal that holds."""
     if path.is_dir():
         raise CheckpointError(f"{path} is a folder, not a checkpoint file; {REMEDY}")
     if not path.exists():
@@ -114,6 +118,11 @@ def _check_archive(path: Path) -> None:
         )
     if not head.startswith(b"PK"):
         raise CheckpointError(f"{path} is no checkpoint: it is not a torch archive (it begins with {head!r}); {REMEDY}")
+    sealed = seal_holds(path)
+    if sealed:
+        return True
+    if sealed is False:
+        raise CheckpointError(f"{path} is damaged: it does not agree with the SHA-256 at its end; {REMEDY}")
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
@@ -121,6 +130,7 @@ def _check_archive(path: Path) -> None:
         raise CheckpointError(f"{path} is damaged: {_first_line(error)}; {REMEDY}") from None
     if damaged is not None:
         raise CheckpointError(f"{path} is damaged: {damaged} in it fails its checksum; {REMEDY}")
+    return False
 
 
 def _first_line(error: BaseException) -> str:
