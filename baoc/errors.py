@@ -47,6 +47,12 @@ class TrainingFailedError(BaocError):
     exit_code = 5
 
 
+class PreemptedError(BaocError):
+    """A signal asked the process to end: it did, after the checkpoint of the step in progress."""
+
+    exit_code = 130
+
+
 class CheckpointError(BadInputError):
     """A checkpoint is corrupt, foreign, or of a schema that this version cannot read."""
 

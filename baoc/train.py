@@ -17,7 +17,15 @@ import torch
 from lightning.pytorch.loggers import Logger
 
 from baoc.allocation import ALLOCATORS
-from baoc.callbacks import FinalPictures, MemoryMonitor, RngState, SafeCheckpoint, StepMonitor, progress_bar
+from baoc.callbacks import (
+    FinalPictures,
+    MemoryMonitor,
+    Preemption,
+    RngState,
+    SafeCheckpoint,
+    StepMonitor,
+    progress_bar,
+)
 from baoc.config.environment import commit, versions
 from baoc.config.resolve import Resolved, resolve
 from baoc.config.schema import ModelConfig, RunConfig
@@ -70,7 +78,7 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
             return evaluate(parts, task=task, data=data, checkpoint=checkpoint, run_dir=run_dir)
         if checkpoint is not None:
             check_resume(config, checkpoint=checkpoint)
-        with failures(device):
+        with failures(device), parts.preemption.listening():
             parts.trainer.fit(task, datamodule=data, ckpt_path=checkpoint, weights_only=True)
         if config.mode == "plan":
             return None
@@ -194,6 +202,7 @@ class Parts:
     strategy: BaocStrategy
     memory: MemoryMonitor
     steps: StepMonitor
+    preemption: Preemption
     recorder: Recorder
     validated: "ValidatedAt"
     pictures: FinalPictures
@@ -252,10 +261,11 @@ def assemble_trainer(config: RunConfig, *, task: Task, device: str, run_dir: Pat
         lambda _, plan: log_plan(loggers, plan=plan),
         lambda _, plan: watch_memory(memory, task=task, strategy=strategy, predicted_bytes=plan.peak_bytes),
     ]
-    validated, pictures = ValidatedAt(), FinalPictures(run_dir)
+    validated, pictures, preemption = ValidatedAt(), FinalPictures(run_dir), Preemption(checkpoint)
     bar = progress_bar(enabled=config.trainer.enable_progress_bar)
     callbacks: list[L.Callback] = [
         RngState(),
+        preemption,
         steps,
         memory,
         validated,
@@ -278,6 +288,7 @@ def assemble_trainer(config: RunConfig, *, task: Task, device: str, run_dir: Pat
         strategy=strategy,
         memory=memory,
         steps=steps,
+        preemption=preemption,
         recorder=recorder,
         validated=validated,
         pictures=pictures,

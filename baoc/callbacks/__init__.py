@@ -7,6 +7,7 @@ SafeCheckpoint last by itself.
 from baoc.callbacks.checkpoint import AsideCheckpointIO, SafeCheckpoint
 from baoc.callbacks.memory import MemoryMonitor
 from baoc.callbacks.pictures import FinalPictures
+from baoc.callbacks.preemption import Preemption
 from baoc.callbacks.progress import RunProgress, progress_bar
 from baoc.callbacks.resume import RngState
 from baoc.callbacks.steps import StepMonitor
@@ -15,6 +16,7 @@ __all__ = [
     "AsideCheckpointIO",
     "FinalPictures",
     "MemoryMonitor",
+    "Preemption",
     "RngState",
     "RunProgress",
     "SafeCheckpoint",

@@ -68,7 +68,8 @@ class SafeCheckpoint(Checkpoint):
     it. The last one is written before Lightning closes the epoch, so that a finished run can go on to more steps. With
     `keep` above 1, older ones stay as `step_N.ckpt`. Best ones, `best_N.ckpt`, are written after validations by
     `monitor` (`mode` min or max). `meta` describes the run and is found again by `resolve_resume(match=)`. `track`
-    wraps each writing, for whoever measures memory: `memory_monitor.track`.
+    wraps each writing, for whoever measures memory: `memory_monitor.track`. Once `urgent()` is True, the step in
+    progress is the last that counts: its checkpoint is written as soon as it ends.
 
     Nothing is written on an exception: an interrupt may come in the middle of a step.
     """
@@ -95,6 +96,7 @@ class SafeCheckpoint(Checkpoint):
         self.keep_best = keep_best if monitor else 0
         self.meta = dict(meta or {})
         self.track = track or (lambda label: nullcontext())
+        self.urgent: Callable[[], bool] = lambda: False  # whether the process is about to end
         self.best: dict[str, float] = {}  # file name -> monitored value
         self._last_step = 0  # of the newest last.ckpt
         self._written: tuple[int, Path] | None = None  # step and path of the newest file of any kind
@@ -109,6 +111,10 @@ class SafeCheckpoint(Checkpoint):
         """Path of the best checkpoint, "" while there is none; Lightning's `ckpt_path="best"` reads it."""
         name = min(self.best, key=lambda name: self.sign * self.best[name], default=None)
         return str(self.folder / name) if name else ""
+
+    def holds(self, step: int) -> bool:
+        """Whether last.ckpt is of `step`."""
+        return step == self._last_step and self.last_path.is_file()
 
     # -- Lightning ------------------------------------------------------------------------------------------------
 
@@ -125,7 +131,7 @@ class SafeCheckpoint(Checkpoint):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._is_due(trainer) and not validation_follows(trainer):
+        if self._is_due(trainer) and (self.urgent() or not validation_follows(trainer)):
             self._save_last(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -134,6 +140,9 @@ class SafeCheckpoint(Checkpoint):
         self._save_best(trainer)
         if self._is_due(trainer) and not accumulating(trainer):
             self._save_last(trainer)
+        elif self.urgent() and trainer.global_step == self._last_step:
+            self._written = None  # written before this validation, which a resumed run need not do again
+            self._write(trainer, self.last_path)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.global_step > self._last_step and not fast_dev_run(trainer):
@@ -159,12 +168,6 @@ class SafeCheckpoint(Checkpoint):
 
     # -- writing --------------------------------------------------------------------------------------------------
 
-    def save_now(self, trainer: L.Trainer) -> Path:
-        """The checkpoint of this step, for whoever ends the run; to be called between two steps only."""
-        if trainer.global_step != self._last_step or not self.last_path.is_file():
-            self._save_last(trainer)
-        return self.last_path
-
     def _tidy(self, *, resumed_from: Any) -> None:
         """What an attempt that was killed left here: parts of files, and a last.ckpt that is not what we go on from.
 
@@ -186,6 +189,8 @@ class SafeCheckpoint(Checkpoint):
         step = trainer.global_step
         if fast_dev_run(trainer) or step == self._last_step:
             return False
+        if self.urgent() and not accumulating(trainer):
+            return True
         return is_final_batch(trainer) or (self.every_n_steps is not None and step % self.every_n_steps == 0)
 
     def _save_last(self, trainer: L.Trainer) -> None:
@@ -196,7 +201,7 @@ class SafeCheckpoint(Checkpoint):
         self._write(trainer, self.last_path)
 
     def _prune(self, keep: int) -> None:
-        """Of the older ones the `keep` newest stay: by age, as an attempt that was given up may have had later steps."""
+        """Of the older ones the `keep` newest stay: by age, as an attempt that was given up may have gone further."""
         older = self.folder.glob(f"step_*{SUFFIX}")
         for path in sorted(older, key=lambda path: (path.stat().st_mtime_ns, path.name))[:-keep]:
             path.unlink(missing_ok=True)

@@ -33,3 +33,8 @@ def validation_follows(trainer: L.Trainer) -> bool:
     """Whether Lightning will validate after the batch that has just ended."""
     fetcher = trainer.fit_loop._data_fetcher
     return fetcher is not None and trainer.fit_loop.epoch_loop._should_check_val_fx(fetcher)
+
+
+def forget_sigterm(trainer: L.Trainer) -> None:
+    """Keeps Lightning from ending the run by itself for a SIGTERM that it has seen."""
+    trainer._signal_connector.received_sigterm = False

@@ -71,7 +71,7 @@ def run_job(config: DictConfig) -> None:
             return
         _keep(failure, run_dir=run_dir, alone=alone)
         if failure.exit_code == INTERRUPTED:
-            raise KeyboardInterrupt(_how_to_go_on(run_dir)) from None
+            raise KeyboardInterrupt(_how_to_go_on(run_dir, failure=failure)) from None
         report(failure, where="" if alone else f"run {hydra.job.num}: ")
 
 
@@ -91,9 +91,10 @@ def failed_jobs(sweep_dir: Path) -> list[Failure]:
     return [failure for *_, failure in sorted(found, key=lambda entry: entry[:2])]
 
 
-def _how_to_go_on(run_dir: Path) -> str:
+def _how_to_go_on(run_dir: Path, *, failure: Failure) -> str:
     if any(run_dir.rglob("*.ckpt")):
-        return f"interrupted; resume={run_dir} goes on from the newest checkpoint"
+        why = f" ({failure.message})" if failure.kind == "PreemptedError" else ""
+        return f"interrupted; resume={run_dir} goes on from the newest checkpoint{why}"
     return "interrupted before the first checkpoint"
 
 

@@ -101,7 +101,7 @@ def _newest(folder: Path, *, match: Mapping[str, Any] | None) -> Path | None:
 
 
 def _check_archive(path: Path) -> bool:
-    """CheckpointError unless `path` is a whole torch archive whose checksums agree; True if it has a seal that holds."""
+    """CheckpointError unless `path` is a whole torch archive whose checksums agree; True if a seal says so."""
     if path.is_dir():
         raise CheckpointError(f"{path} is a folder, not a checkpoint file; {REMEDY}")
     if not path.exists():

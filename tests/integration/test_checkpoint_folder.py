@@ -1,4 +1,4 @@
-"""A checkpoint folder that an earlier attempt left: nothing intact is lost to what was damaged, stale or half-written."""
+"""What an earlier attempt left in a folder: nothing intact is lost to what is damaged, stale or half-written."""
 
 from pathlib import Path
 

@@ -1,0 +1,101 @@
+"""SIGTERM, and the signals by which Slurm announces that a job's time is up: checkpoint, end, and queue again.
+
+Lightning ends on SIGTERM without a checkpoint, and under Slurm writes one of its own kind from inside the signal
+handler, which may be in the middle of a step.
+"""
+
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import lightning as L
+
+from baoc.callbacks.checkpoint import SafeCheckpoint
+from baoc.callbacks.trainer_state import forget_sigterm
+from baoc.errors import PreemptedError
+
+# USR1 and USR2 come from `#SBATCH --signal=USR1@90`; Windows has neither.
+NAMES = ("SIGTERM", "SIGUSR1", "SIGUSR2")
+REQUEUING = ("SIGUSR1", "SIGUSR2")  # after SIGTERM Slurm queues a preempted job again by itself, or it was cancelled
+
+
+class Preemption(L.Callback):
+    """Ends the run in order when a signal asks for it: PreemptedError, exit code 130, after `checkpoint` has written.
+
+    The optimizer step in progress is finished, with all its micro-batches, and so is a validation in progress. Inside
+    `listening` signals are only noted, so one that comes while a run is still setting up counts as well. In a Slurm job
+    a signal of REQUEUING also queues the job again; let its script use `resume=auto`.
+    """
+
+    def __init__(self, checkpoint: SafeCheckpoint):
+        self.received: str | None = None
+        self._checkpoint = checkpoint
+        checkpoint.urgent = lambda: self.received is not None
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Takes the signals over inside, where this is the main thread; no other may."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self._note) for number in _numbers()}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _note(self, number: int, frame: Any) -> None:
+        self.received = signal.Signals(number).name
+
+    # -- Lightning ------------------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Puts our handler back where Lightning has just wrapped it in one that ends the run without a checkpoint."""
+        if self.received is not None:
+            forget_sigterm(trainer)
+        for number in _numbers() if threading.current_thread() is threading.main_thread() else ():
+            if signal.getsignal(number) != self._note and _wraps(signal.getsignal(number), self._note):
+                signal.signal(number, self._note)
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """The step that was in progress is logged and in the checkpoint by now, and a validation after it is done."""
+        if self.received is None or not self._checkpoint.holds(trainer.global_step):
+            return
+        queued = requeue(os.environ) if self.received in REQUEUING else ""
+        raise PreemptedError(
+            f"{self.received} ended the run after step {trainer.global_step}, whose checkpoint is "
+            f"{self._checkpoint.last_path}{queued}"
+        )
+
+
+def requeue(environment: Mapping[str, str]) -> str:
+    """Asks Slurm to run this job again; returns what to say of it, "" outside of a Slurm job."""
+    job = environment.get("SLURM_JOB_ID")
+    if job is None:
+        return ""
+    array = environment.get("SLURM_ARRAY_JOB_ID")
+    if array is not None:
+        job = f"{array}_{environment.get('SLURM_ARRAY_TASK_ID', '0')}"
+    try:
+        done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"; job {job} is not queued again ({error}): submit it again"
+    if done.returncode:
+        return f"; Slurm did not queue job {job} again ({done.stderr.strip() or done.returncode}): submit it again"
+    return f"; Slurm queued job {job} again"
+
+
+def _numbers() -> list[signal.Signals]:
+    return [getattr(signal, name) for name in NAMES if hasattr(signal, name)]
+
+
+def _wraps(handler: Any, inner: Any) -> bool:
+    """Whether Lightning's composed handler calls `inner` among others."""
+    return inner in getattr(handler, "signal_handlers", ())
