@@ -19,6 +19,7 @@ from lightning.pytorch.loggers import Logger
 from baoc.allocation import ALLOCATORS
 from baoc.callbacks import (
     FinalPictures,
+    LossGuard,
     MemoryMonitor,
     Preemption,
     RngState,
@@ -266,6 +267,12 @@ def assemble_trainer(config: RunConfig, *, task: Task, device: str, run_dir: Pat
     callbacks: list[L.Callback] = [
         RngState(),
         preemption,
+        LossGuard(
+            policy=config.faults.nonfinite_loss,
+            patience=config.faults.patience,
+            max_rewinds=config.faults.max_rewinds,
+            checkpoint=checkpoint,
+        ),
         steps,
         memory,
         validated,

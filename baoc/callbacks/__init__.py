@@ -5,6 +5,7 @@ SafeCheckpoint last by itself.
 """
 
 from baoc.callbacks.checkpoint import AsideCheckpointIO, SafeCheckpoint
+from baoc.callbacks.loss_guard import LossGuard
 from baoc.callbacks.memory import MemoryMonitor
 from baoc.callbacks.pictures import FinalPictures
 from baoc.callbacks.preemption import Preemption
@@ -15,6 +16,7 @@ from baoc.callbacks.steps import StepMonitor
 __all__ = [
     "AsideCheckpointIO",
     "FinalPictures",
+    "LossGuard",
     "MemoryMonitor",
     "Preemption",
     "RngState",

@@ -1,0 +1,147 @@
+"""What a loss that is NaN or infinite costs: its step, the steps back to the last checkpoint, or the run.
+
+Gradients that hold some non-finite elements under a finite loss are the optimizer's own affair (optim.nonfinite).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from baoc.callbacks.checkpoint import SafeCheckpoint
+from baoc.callbacks.trainer_state import accumulating
+from baoc.errors import BadInputError, CheckpointError, TrainingFailedError
+from baoc.tracking import load_checked, resolve_resume
+from baoc.tracking.console import say
+
+POLICIES = ("skip", "rewind", "stop")
+REMEDY = "lower optim.lr, set trainer.gradient_clip_val, or look at the data of that step"
+
+
+class LossGuard(L.Callback):
+    """A step with a non-finite loss changes no weight, whatever the policy: its gradients are made NaN at their root,
+    and the optimizer leaves such elements out. Then `policy` says what follows:
+
+    `skip`: nothing. `patience` such steps in a row end the run.
+    `rewind`: weights, states, averages, statistics and allocation become those of the newest intact checkpoint of this
+    run (or of the one it resumed from). Data, learning rate and the count of steps go on, so the batches that led there
+    are not seen again. After `max_rewinds` the run ends.
+    `stop`: the run ends.
+
+    An end is TrainingFailedError, exit code 5. Losses are read once per optimizer step, so a GPU is waited for once.
+    """
+
+    def __init__(
+        self,
+        *,
+        policy: str = "skip",
+        patience: int = 20,
+        max_rewinds: int = 3,
+        checkpoint: SafeCheckpoint | None = None,
+    ):
+        if policy not in POLICIES:
+            raise BadInputError(f"policy={policy!r} for a non-finite loss: choose one of {', '.join(POLICIES)}")
+        self.policy = policy
+        self.patience = patience
+        self.max_rewinds = max_rewinds
+        self.num_bad = self.num_in_a_row = self.num_rewinds = 0
+        self.tell: Callable[[str], None] = say
+        self._checkpoint = checkpoint
+        self._losses: list[Tensor] = []  # of the step in progress, one per micro-batch
+
+    # -- Lightning ------------------------------------------------------------------------------------------------
+
+    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
+        value = loss.detach()
+        self._losses.append(value)
+        if loss.requires_grad:
+            finite = torch.isfinite(value)
+            loss.register_hook(lambda gradient: torch.where(finite, gradient, torch.full_like(gradient, torch.nan)))
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if accumulating(trainer):
+            return
+        losses, self._losses = self._losses, []
+        bad = [loss for loss in torch.stack(losses).float().tolist() if not _finite(loss)] if losses else []
+        if not bad:
+            self.num_in_a_row = 0
+            return
+        self.num_bad += 1
+        self.num_in_a_row += 1
+        self._react(trainer, what=f"the loss of step {trainer.global_step} is {bad[0]}")
+
+    def state_dict(self) -> dict[str, int]:
+        return {"bad": self.num_bad, "in_a_row": self.num_in_a_row, "rewinds": self.num_rewinds}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.num_bad, self.num_in_a_row = state_dict["bad"], state_dict["in_a_row"]
+        self.num_rewinds = state_dict["rewinds"]
+
+    # -- policies -------------------------------------------------------------------------------------------------
+
+    def _react(self, trainer: L.Trainer, *, what: str) -> None:
+        if self.policy == "stop":
+            raise TrainingFailedError(f"{what}, and faults.nonfinite_loss=stop: {REMEDY}")
+        if self.policy == "skip":
+            if self.num_in_a_row >= self.patience:
+                raise TrainingFailedError(
+                    f"{what}, as was that of the {self.num_in_a_row - 1} steps before it (faults.patience): {REMEDY}"
+                )
+            self.tell(f"{what}: the step changes nothing (number {self.num_bad} of this run)")
+            return
+        if self.num_rewinds >= self.max_rewinds:
+            raise TrainingFailedError(
+                f"{what} after {self.num_rewinds} rewinds (faults.max_rewinds={self.max_rewinds}): {REMEDY}"
+            )
+        self.num_rewinds += 1
+        step = self._rewind(trainer, what=what)
+        self.tell(f"{what}: back to the weights and states of step {step} (rewind {self.num_rewinds})")
+
+    def _rewind(self, trainer: L.Trainer, *, what: str) -> int:
+        path = None
+        if self._checkpoint is not None and self._checkpoint.folder.is_dir():
+            path = resolve_resume("auto", run_root=self._checkpoint.folder)
+        path = path or trainer.ckpt_path
+        if path is None:
+            raise TrainingFailedError(
+                f"{what}, and there is no checkpoint to rewind to: set checkpoint.every_n_steps, or {REMEDY}"
+            )
+        try:
+            content = load_checked(path, ours=False)
+        except CheckpointError as error:
+            raise TrainingFailedError(f"{what}, and it cannot be rewound: {error}") from error
+        restore(trainer, content)
+        return int(content["global_step"])
+
+
+def restore(trainer: L.Trainer, content: dict[str, Any]) -> None:
+    """Weights, optimizer, allocation and averages of a checkpoint into a run that goes on where it is."""
+    strategy: Any = trainer.strategy
+    settings = [{k: v for k, v in group.items() if k not in _NAMES} for group in trainer.optimizers[0].param_groups]
+    reallocator = getattr(strategy, "reallocator", None)
+    listeners, strategy.resume_listeners = getattr(strategy, "resume_listeners", []), []
+    step = reallocator.step if reallocator is not None else 0
+    try:
+        strategy.load_model_state_dict(content, strict=True)
+        strategy.load_optimizer_state_dict(content)
+    finally:
+        strategy.resume_listeners = listeners
+    if reallocator is not None:
+        reallocator.step = step
+    for group, kept in zip(trainer.optimizers[0].param_groups, settings, strict=True):
+        group.update(kept)
+    callbacks: list[L.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+    for callback in callbacks:
+        if callback.state_key == "EmaWeights" and "EmaWeights" in content["callbacks"]:
+            callback.load_state_dict(content["callbacks"]["EmaWeights"])
+
+
+_NAMES = ("params", "param_names")
+
+
+def _finite(value: float) -> bool:
+    return value - value == 0
