@@ -4,6 +4,7 @@ What is random about a batch follows from its own seed, never from the worker th
 workers changes nothing but speed.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -14,6 +15,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from baoc.errors import BadInputError, TrainingFailedError
 
+log = logging.getLogger(__name__)
+
+MAX_DEATHS = 3
 Batch = dict[str, Tensor]
 Transform = Callable[[Batch], Batch]
 
@@ -79,6 +83,9 @@ class WorkerPool:
 
     One pass at a time: starting a pass ends the one before, which then goes on in a pass of its own (`is_current`).
     Started by a server process instead of by forking this one, whose threads and CUDA context a fork would break.
+
+    A worker that dies (killed by the system for its memory, say) is replaced together with the others, and its batch is
+    made again, the very same one; after MAX_DEATHS in a row without a batch between them, TrainingFailedError.
     """
 
     def __init__(self, make: BatchMaker, *, workers: int):
@@ -86,11 +93,15 @@ class WorkerPool:
             raise BadInputError(f"workers must be 0 (none) or more, not {workers}")
         self._orders: list[Order] = []
         self._pass = 0
-        self._loader: DataLoader[Any] = DataLoader(
-            _Making(make),
+        self._making, self._workers = _Making(make), workers
+        self._loader = self._start()
+
+    def _start(self) -> DataLoader[Any]:
+        return DataLoader(
+            self._making,
             batch_size=None,
             sampler=_Orders(self._orders),
-            num_workers=workers,
+            num_workers=self._workers,
             persistent_workers=True,
             pin_memory=torch.cuda.is_available(),
             multiprocessing_context="forkserver",
@@ -100,15 +111,40 @@ class WorkerPool:
     def batches(self, orders: Iterable[Order]) -> Iterator[Batch]:
         """The batches of `orders`, in this order. Raises what making one raised."""
         remaining = list(orders)
+        deaths = 0
         while remaining:
             mine = self._begin(remaining)
-            for made in self._loader:
-                if isinstance(made, BadInputError | TrainingFailedError):
-                    raise made
-                remaining = remaining[1:]
-                yield made
-                if self._pass != mine:  # another pass took the workers meanwhile
+            made = iter(self._loader)
+            while remaining and self._pass == mine:  # else another pass took the workers meanwhile
+                try:
+                    batch = next(made)
+                except (RuntimeError, OSError, EOFError) as error:
+                    deaths += 1
+                    self._replace(error, deaths=deaths)
                     break
+                if isinstance(batch, BadInputError | TrainingFailedError):
+                    raise batch
+                deaths = 0
+                remaining = remaining[1:]
+                yield batch
+
+    def _replace(self, error: Exception, *, deaths: int) -> None:
+        """New workers in the place of dead ones. Raises what was no death, and after too many TrainingFailedError.
+
+        A death shows as the DataLoader's own words, or as a broken connection to a worker that held a tensor of ours;
+        what a living one raised is told as "Caught ... in DataLoader worker process".
+        """
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        broken = isinstance(error, ConnectionError | EOFError) and not text.startswith("Caught")
+        if not broken and not text.startswith("DataLoader worker"):
+            raise error
+        if deaths >= MAX_DEATHS:
+            raise TrainingFailedError(
+                f"data workers died {deaths} times in a row ({text}): if the system killed them for their memory, set "
+                "fewer dataset.workers; with dataset.workers=0 batches are made in the run itself, which shows why"
+            ) from error
+        log.warning("a data worker died (%s): new ones make its batch again", text)
+        self._loader = self._start()
 
     def _begin(self, orders: list[Order]) -> int:
         self._orders[:] = orders

@@ -1,0 +1,56 @@
+"""A data worker that dies is replaced, and the batches are those of a run in which none died."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from baoc.data.loader import ShuffledLoader
+from baoc.errors import TrainingFailedError
+
+
+class Rows:
+    """Twelve samples; the process that makes a batch with row `deadly` kills itself, `lives` times in all."""
+
+    def __init__(self, folder: Path, *, lives: int, deadly: int = 7):
+        self.folder, self.lives, self.deadly = folder, lives, deadly
+
+    def __len__(self) -> int:
+        return 12
+
+    def gather(self, rows: Tensor) -> dict[str, Tensor]:
+        died = len(list(self.folder.iterdir()))
+        if self.deadly in rows and died < self.lives:
+            (self.folder / str(died)).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return {"x": rows.clone()}
+
+
+def batches(folder: Path, *, lives: int, workers: int = 1) -> list[list[int]]:
+    folder.mkdir()
+    loader = ShuffledLoader(Rows(folder, lives=lives), batch_size=2, seed=3, workers=workers)
+    return [batch["x"].tolist() for batch in loader]
+
+
+def test_its_batch_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    whole = batches(tmp_path / "none", lives=0, workers=0)
+    assert batches(tmp_path / "two", lives=2) == whole
+    assert len(list((tmp_path / "two").iterdir())) == 2
+    assert caplog.text.count("a data worker died") == 2
+
+
+def test_workers_that_always_die_end_the_run(tmp_path: Path) -> None:
+    with pytest.raises(TrainingFailedError, match=r"data workers died 3 times in a row .*dataset.workers=0") as error:
+        batches(tmp_path / "always", lives=99)
+    assert error.value.exit_code == 5
+
+
+def test_an_error_of_the_data_is_not_taken_for_a_death(tmp_path: Path) -> None:
+    class Broken(Rows):
+        def gather(self, rows: Tensor) -> dict[str, Tensor]:
+            raise RuntimeError("no such shard")
+
+    with pytest.raises(RuntimeError, match="no such shard"):
+        list(ShuffledLoader(Broken(tmp_path, lives=0), batch_size=2, seed=0, workers=0))
