@@ -105,7 +105,7 @@ def log_summary(loggers: Sequence[Logger], *, result: RunResult) -> None:
         held = result.peak_bytes if result.budget.get("kind") == "memory" else result.state_bytes
         values["budget/slack_gib"] = gib(result.budget_bytes - held)
     for logger in _wandb(loggers):
-        logger.experiment.summary.update({key: value for key, value in values.items() if value is not None})
+        logger.log_summary({key: value for key, value in values.items() if value is not None})
 
 
 def finish_loggers(loggers: Sequence[Logger], *, exit_code: int = 0) -> None:

@@ -10,7 +10,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, suppress
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -39,29 +39,56 @@ class WandbSettings(Protocol):
 
 
 class WandbRunLogger(WandbLogger):
-    """Lightning's W&B logger around a run of its own. A failed fit closes the run as failed, exit code 1."""
+    """Lightning's W&B logger around a run of its own. A failed fit closes the run as failed, exit code 1.
 
-    def __init__(self, run: Any, *, project: str, run_dir: Path):
+    Networks that come and go are wandb's affair. Where its own process is gone or refuses, that is said once, and the
+    run goes on without it.
+    """
+
+    def __init__(self, run: Any, *, project: str, run_dir: Path, say: Callable[[str], None] = print):
         super().__init__(experiment=run, project=project, save_dir=run_dir)
         self.closed = False
+        self._say = say
         run.define_metric("trainer/global_step")
         run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        if not self.closed:  # the last words of a failed fit come after `finalize`
-            super().log_metrics(metrics, step)
+        log = super().log_metrics
+        self._bear(lambda: log(metrics, step))  # the last words of a failed fit come after `finalize`
+
+    def log_table(self, *args: Any, **kwargs: Any) -> None:
+        log = super().log_table
+        self._bear(lambda: log(*args, **kwargs))
+
+    def log_image(self, *args: Any, **kwargs: Any) -> None:
+        log = super().log_image
+        self._bear(lambda: log(*args, **kwargs))
+
+    def log_summary(self, values: Mapping[str, Any]) -> None:
+        self._bear(lambda: self.experiment.summary.update(values))
 
     def finalize(self, status: str) -> None:
         """Lightning calls this after each fit and each validation; only a failure ends the run here."""
-        super().finalize(status)
+        finalize = super().finalize
+        self._bear(lambda: finalize(status))
         if status != "success":
             self.finish(exit_code=1)
 
     def finish(self, *, exit_code: int) -> None:
         """Ends the run, once; any exit code but 0 marks it failed."""
-        if not self.closed:
+        self._bear(lambda: self.experiment.finish(exit_code=exit_code))
+        self.closed = True
+
+    def _bear(self, call: Callable[[], Any]) -> None:
+        """What wandb raises ends its part in the run, not the run. Nothing is done once that part has ended."""
+        if self.closed:
+            return
+        try:
+            call()
+        except Exception as error:
             self.closed = True
-            self.experiment.finish(exit_code=exit_code)
+            why = f"{type(error).__name__}: {str(error).splitlines()[0][:100] if str(error) else 'no reason given'}"
+            self._say(f"W&B: lost ({why}); the run goes on without it, metrics.jsonl holds every step")
 
 
 def open_run(
@@ -105,11 +132,16 @@ def open_run(
         except Exception as error:  # a bad key, no network, a server that fails: none of them may stop a training run
             why = f"{type(error).__name__}: {str(error).splitlines()[0][:100] if str(error) else 'no reason given'}"
     if run is None:
-        run = wandb.init(**options, mode="offline", settings=quiet)
+        try:
+            run = wandb.init(**options, mode="offline", settings=quiet)
+        except Exception:  # its process, which jobs share, died in an earlier one
+            with suppress(Exception):
+                wandb.teardown()
+            run = wandb.init(**options, mode="offline", settings=quiet)
         say(f"W&B: offline ({why}); upload it later with: wandb sync {Path(run.dir).parent}")
     else:
         say(f"W&B: online, {run.url}")
-    return WandbRunLogger(run, project=settings.project, run_dir=run_dir)
+    return WandbRunLogger(run, project=settings.project, run_dir=run_dir, say=say)
 
 
 def choose_mode(asked: str) -> tuple[str, str]:

@@ -1,0 +1,156 @@
+"""What fails around a run in its middle: W&B, the disk, the folder. Nothing that was written before is lost."""
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from baoc import train as training
+from baoc.callbacks import SafeCheckpoint
+from baoc.config.failures import failure_of
+from baoc.errors import OutputError
+from baoc.tracking import load_checked, read_metrics
+from baoc.tracking.jsonl import JsonlLogger
+from tests.integration.test_run import config
+from tests.integration.test_wandb_offline import PLACES
+from tests.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
+
+pytestmark = [LIGHTNING_NOISE, pytest.mark.filterwarnings("ignore:.*does not have many workers.*")]
+
+
+def descendants() -> list[int]:
+    """Processes below this one, the system's table read as it is."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+            except OSError:
+                continue
+            parents[int(entry.name)] = int(fields[1])
+    found = {os.getpid()}
+    while new := {child for child, parent in parents.items() if parent in found} - found:
+        found |= new
+    return sorted(found - {os.getpid()})
+
+
+class At(L.Callback):
+    """Does something once, when a step begins."""
+
+    def __init__(self, step: int, do: Callable[[], Any]):
+        self.step, self.do = step, do
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            self.do()
+
+
+# -- W&B --------------------------------------------------------------------------------------------------------------
+
+JOBS = """
+import os, signal, sys
+from pathlib import Path
+from types import SimpleNamespace
+from baoc.tracking.loggers import finishing, log_plan, log_summary, make_loggers
+from tests.integration.test_outages import At, descendants
+from tests.tiny import TinyBatches, TinyLoader, TinyModule, tiny_trainer
+from tests.values import make_plan, make_result
+
+def job(folder, kill):
+    before = descendants()
+    settings = SimpleNamespace(names=("wandb",), wandb=SimpleNamespace(project="p", entity=None, mode="offline"))
+    loggers = make_loggers(settings, run_dir=folder, name="a", config={}, say=lambda text: print(text, flush=True))
+    service = [pid for pid in descendants() if pid not in before]
+    assert service, "wandb runs in a process of its own"
+    callbacks = [At(3, lambda: [os.kill(pid, signal.SIGKILL) for pid in service])] if kill else []
+    with finishing(loggers):
+        tiny_trainer(logger=loggers, max_steps=8, callbacks=callbacks).fit(TinyModule(), TinyLoader(), TinyBatches())
+        log_plan(loggers, plan=make_plan())
+        log_summary(loggers, result=make_result())
+
+root = Path(sys.argv[1])
+job(root / "first", kill=True)
+job(root / "second", kill=False)
+"""
+
+
+def test_wandb_killed_in_the_middle_costs_its_own_records_only(tmp_path: Path, run_python) -> None:
+    """wandb's own process is killed at step 3 of a job: that job ends well, and the next one has W&B again."""
+    script = tmp_path / "jobs.py"
+    script.write_text(JOBS)
+    places = {place: str(tmp_path / "wandb-home") for place in PLACES}
+    done = run_python(str(script), str(tmp_path), WANDB_MODE="offline", **places)
+    assert done.returncode == 0, done.stderr
+    told = [line for line in done.stdout.splitlines() if line.startswith("W&B")]
+    assert [line.split("(")[0] for line in told] == ["W&B: offline ", "W&B: lost ", "W&B: offline "], told
+    assert told[1].endswith("the run goes on without it, metrics.jsonl holds every step")
+    for job in ("first", "second"):
+        assert [line["step"] for line in read_metrics(tmp_path / job)] == list(range(8))
+    (record,) = [file for file in (tmp_path / "second").glob("wandb/*/*.wandb") if file.stat().st_size]
+    assert b"train/loss" in record.read_bytes()
+
+
+# -- disk and folder --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
+@pytest.mark.parametrize("call", [4, 9, 13])
+def test_a_disk_that_fails_in_the_middle(
+    tmp_path: Path, number: int, call: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fsync that fails belongs to a line of metrics or to a checkpoint, as the count has it."""
+    real, calls = os.fsync, []
+
+    def fsync(descriptor: int) -> None:
+        calls.append(descriptor)
+        if len(calls) >= call:
+            raise OSError(number, os.strerror(number))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    trainer = tiny_trainer(
+        callbacks=[SafeCheckpoint(tmp_path, every_n_steps=2, keep=2)],
+        logger=[JsonlLogger(tmp_path)],
+        enable_checkpointing=True,
+        max_steps=20,
+    )
+    text = "no space left for" if number in (errno.ENOSPC, errno.EDQUOT) else "cannot write"
+    with pytest.raises(OutputError, match=text) as error:
+        trainer.fit(TinyModule(), TinyLoader(), TinyBatches())
+    assert failure_of(error.value).exit_code == 2
+    done = trainer.global_step
+    folder = tmp_path / "checkpoints"
+    kept = {path.name: load_checked(path)["global_step"] for path in folder.glob("*.ckpt")}
+    assert not list(folder.glob(".*")), "no part of a file is left"
+    assert max(kept.values(), default=0) in (done - 2, done - 1, done) or done <= 2
+    assert [line["step"] for line in read_metrics(tmp_path)] == list(range(len(read_metrics(tmp_path))))
+    assert len(read_metrics(tmp_path)) >= done - 1, "every step before the one in progress"
+
+
+def test_a_run_whose_log_has_no_room_says_so(tmp_path: Path) -> None:
+    run_dir = tmp_path / "day" / "full"
+    run_dir.mkdir(parents=True)
+    (run_dir / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(OutputError, match=r"no space left for metrics\.jsonl .*free space or set hydra\.run\.dir"):
+        training.run(config(), run_dir=run_dir, command="python run.py")
+
+
+def test_a_folder_that_becomes_unwritable(tmp_path: Path) -> None:
+    """A file in the folder's place: permissions would not stop a user who is root."""
+    folder = tmp_path / "checkpoints"
+
+    def spoil() -> None:
+        folder.rename(tmp_path / "moved")
+        folder.write_text("in the way")
+
+    callbacks = [At(5, spoil), SafeCheckpoint(tmp_path, every_n_steps=2)]
+    trainer = tiny_trainer(callbacks=callbacks, enable_checkpointing=True)
+    with pytest.raises(OutputError, match=r"cannot write .*last\.ckpt: .*make the folder writable"):
+        trainer.fit(TinyModule(), TinyLoader(), TinyBatches())
+    assert load_checked(tmp_path / "moved" / "last.ckpt")["global_step"] == 4
+    assert torch.isfinite(trainer.callback_metrics["train/loss"])
