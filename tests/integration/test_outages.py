@@ -91,7 +91,7 @@ def test_wandb_killed_in_the_middle_costs_its_own_records_only(tmp_path: Path, r
     assert told[1].endswith("the run goes on without it, metrics.jsonl holds every step")
     for job in ("first", "second"):
         assert [line["step"] for line in read_metrics(tmp_path / job)] == list(range(8))
-    (record,) = [file for file in (tmp_path / "second").glob("wandb/*/*.wandb") if file.stat().st_size]
+    (record,) = [file for file in (tmp_path / "second").glob("wandb/offline-run-*/*.wandb") if file.stat().st_size]
     assert b"train/loss" in record.read_bytes()
 
 
