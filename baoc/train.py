@@ -39,11 +39,12 @@ from baoc.models.prepare import Preparation, prepare
 from baoc.online import ReallocationSettings, SessionSettings
 from baoc.planner import PlannerSettings
 from baoc.recorder import Recorder
+from baoc.resuming import check_resume, find_checkpoint
 from baoc.strategy import BaocStrategy
 from baoc.tasks import OptimizerSettings, build_task
 from baoc.tasks.base import Task
 from baoc.tasks.cpu import prepare_cpu
-from baoc.tracking import console, files, load_checked, log_plan, log_summary, make_loggers, resolve_resume
+from baoc.tracking import console, files, log_plan, log_summary, make_loggers
 from baoc.tracking.loggers import finishing
 from baoc.types import Quality, Role, RunResult, to_plain
 
@@ -106,38 +107,6 @@ def choose_device(name: str) -> str:
     if name == "cuda" and not torch.cuda.is_available():
         raise BadInputError("device=cuda, but torch sees no CUDA device: use device=cpu, or a CUDA build of torch")
     return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
-
-
-def find_checkpoint(config: RunConfig, *, run_dir: Path) -> Path | None:
-    """The checkpoint that `resume` names; `auto` looks beside this run's folder and its neighbours of other days."""
-    if config.resume is None:
-        return None
-    match = {"name": config.name, "seed": config.seed}
-    found = resolve_resume(config.resume, run_root=run_dir.parent.parent, match=match)
-    if found is None and config.mode == "eval":
-        raise CheckpointError(
-            f"resume=auto found no intact checkpoint of name={config.name}, seed={config.seed} under "
-            f"{run_dir.parent.parent}: train first, or give resume=PATH"
-        )
-    console.say("resume=auto found nothing to resume: starting anew" if found is None else f"resuming from {found}")
-    return found
-
-
-def check_resume(config: RunConfig, *, checkpoint: Path) -> None:
-    """Refuses to resume what is finished, and says which settings of the optimizer stay those of the checkpoint."""
-    content = load_checked(checkpoint)
-    step, end = content.get("global_step", 0), config.trainer.max_steps
-    if 0 < end <= step:
-        raise BadInputError(
-            f"{checkpoint} is of step {step} and trainer.max_steps={end}: nothing is left to train. Give a larger "
-            "trainer.max_steps, or mode=eval to evaluate it"
-        )
-    saved = content.get("hyper_parameters", {}).get("optimizer", {})
-    for key in ("lr", "betas", "eps", "weight_decay"):
-        asked = getattr(config.optim, key)
-        kept = tuple(saved[key]) if key in saved and isinstance(asked, tuple) else saved.get(key, asked)
-        if kept != asked:
-            console.say(f"resuming keeps optim.{key}={kept} of the checkpoint; optim.{key}={asked} is not applied")
 
 
 def build(resolved: Resolved, *, run_dir: Path, device: str) -> tuple[Task, DataModule]:
@@ -233,13 +202,9 @@ def session_settings(config: RunConfig) -> SessionSettings:
     )
 
 
-def assemble_trainer(config: RunConfig, *, task: Task, device: str, run_dir: Path, loggers: list[Logger]) -> Parts:
-    """Lightning's Trainer with the strategy, the monitors, and the recorder as the strategy's listener."""
-    recorder = Recorder(run_dir)
-    memory = MemoryMonitor(config.budget)
-    steps = StepMonitor(leave_out=lambda: memory.tracked, batch_size=config.micro_batch_size)
+def make_checkpoint(config: RunConfig, *, task: Task, run_dir: Path, memory: MemoryMonitor) -> SafeCheckpoint:
     monitor, higher = task.quality
-    checkpoint = SafeCheckpoint(
+    return SafeCheckpoint(
         run_dir,
         every_n_steps=config.checkpoint.every_n_steps,
         keep=config.checkpoint.keep,
@@ -248,6 +213,14 @@ def assemble_trainer(config: RunConfig, *, task: Task, device: str, run_dir: Pat
         meta={"name": config.name, "seed": config.seed},
         track=memory.track,
     )
+
+
+def assemble_trainer(config: RunConfig, *, task: Task, device: str, run_dir: Path, loggers: list[Logger]) -> Parts:
+    """Lightning's Trainer with the strategy, the monitors, and the recorder as the strategy's listener."""
+    recorder = Recorder(run_dir)
+    memory = MemoryMonitor(config.budget)
+    steps = StepMonitor(leave_out=lambda: memory.tracked, batch_size=config.micro_batch_size)
+    checkpoint = make_checkpoint(config, task=task, run_dir=run_dir, memory=memory)
     strategy = BaocStrategy(
         config.budget,
         device=device,
@@ -267,12 +240,7 @@ def assemble_trainer(config: RunConfig, *, task: Task, device: str, run_dir: Pat
     callbacks: list[L.Callback] = [
         RngState(),
         preemption,
-        LossGuard(
-            policy=config.faults.nonfinite_loss,
-            patience=config.faults.patience,
-            max_rewinds=config.faults.max_rewinds,
-            checkpoint=checkpoint,
-        ),
+        LossGuard(checkpoint=checkpoint, **asdict(config.faults)),
         steps,
         memory,
         validated,

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import lightning as L
 import torch
@@ -50,7 +50,7 @@ class AsideCheckpointIO(TorchCheckpointIO):
         with written_aside(path) as file:
             sealing = SealingFile(file)
             try:
-                torch.save({**checkpoint, SEALED_KEY: True}, sealing)
+                torch.save({**checkpoint, SEALED_KEY: True}, cast(IO[bytes], sealing))
                 sealing.seal()
             except RuntimeError as error:
                 raise _full_disk(error) or error from error

@@ -22,7 +22,7 @@ REMEDY = "lower optim.lr, set trainer.gradient_clip_val, or look at the data of 
 
 class LossGuard(L.Callback):
     """A step with a non-finite loss changes no weight, whatever the policy: its gradients are made NaN at their root,
-    and the optimizer leaves such elements out. Then `policy` says what follows:
+    and the optimizer leaves such elements out. Then `nonfinite_loss` says what follows:
 
     `skip`: nothing. `patience` such steps in a row end the run.
     `rewind`: weights, states, averages, statistics and allocation become those of the newest intact checkpoint of this
@@ -36,14 +36,14 @@ class LossGuard(L.Callback):
     def __init__(
         self,
         *,
-        policy: str = "skip",
+        nonfinite_loss: str = "skip",
         patience: int = 20,
         max_rewinds: int = 3,
         checkpoint: SafeCheckpoint | None = None,
     ):
-        if policy not in POLICIES:
-            raise BadInputError(f"policy={policy!r} for a non-finite loss: choose one of {', '.join(POLICIES)}")
-        self.policy = policy
+        if nonfinite_loss not in POLICIES:
+            raise BadInputError(f"nonfinite_loss={nonfinite_loss!r}: choose one of {', '.join(POLICIES)}")
+        self.policy = nonfinite_loss
         self.patience = patience
         self.max_rewinds = max_rewinds
         self.num_bad = self.num_in_a_row = self.num_rewinds = 0

@@ -45,7 +45,7 @@ def fit(module: Poisoned, run_dir: Path, *, every: int | None = None, specs: str
     L.seed_everything(0, verbose=False)
     module.net[0].reset_parameters()
     module.net[2].reset_parameters()
-    policy = {key: options.pop(key) for key in ("policy", "patience", "max_rewinds") if key in options}
+    policy = {key: options.pop(key) for key in ("nonfinite_loss", "patience", "max_rewinds") if key in options}
     checkpoint = SafeCheckpoint(run_dir, every_n_steps=every)
     guard = LossGuard(**policy, checkpoint=checkpoint)
     said: list[str] = []
@@ -87,7 +87,7 @@ def test_stop(tmp_path: Path) -> None:
     with pytest.raises(
         TrainingFailedError, match=r"the loss of step 4 is inf, and faults.nonfinite_loss=stop"
     ) as error:
-        fit(Poisoned([3], value=math.inf), tmp_path, policy="stop")
+        fit(Poisoned([3], value=math.inf), tmp_path, nonfinite_loss="stop")
     assert error.value.exit_code == 5
 
 
@@ -96,7 +96,7 @@ def test_rewind_goes_back_to_the_checkpoint_and_on_with_other_data(tmp_path: Pat
     """Checkpoints after steps 2 and 4; step 6 is bad, a reallocation came at step 5; the run ends after 8 steps."""
     module = Poisoned([5])
     ema = EmaWeights(0.5)
-    trainer, guard, said = fit(module, tmp_path, policy="rewind", every=4, specs=budget, callbacks=[ema])
+    trainer, guard, said = fit(module, tmp_path, nonfinite_loss="rewind", every=4, specs=budget, callbacks=[ema])
     assert said == ["the loss of step 6 is nan: back to the weights and states of step 4 (rewind 1)"]
     assert trainer.global_step == 8 and guard.num_rewinds == 1
     assert trainer.strategy.reallocator.step == 8
@@ -117,7 +117,7 @@ def test_after_a_rewind_weights_and_states_are_those_of_the_checkpoint(tmp_path:
                 kept["states"] = deepcopy(trainer.optimizers[0].state_dict()["state"])
                 kept["checkpoint"] = load_checked(tmp_path / "checkpoints" / "last.ckpt")
 
-    fit(Poisoned([5]), tmp_path, policy="rewind", every=4, callbacks=[Look()])
+    fit(Poisoned([5]), tmp_path, nonfinite_loss="rewind", every=4, callbacks=[Look()])
     saved = kept["checkpoint"]
     assert saved["global_step"] == 4
     assert all(torch.equal(kept["model"][name], value) for name, value in saved["state_dict"].items())
@@ -127,11 +127,11 @@ def test_after_a_rewind_weights_and_states_are_those_of_the_checkpoint(tmp_path:
 
 def test_rewinding_has_an_end_and_needs_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(TrainingFailedError, match=r"step 7 is nan after 2 rewinds \(faults.max_rewinds=2\)"):
-        fit(Poisoned([4, 5, 6]), tmp_path / "a", policy="rewind", every=4, max_rewinds=2)
+        fit(Poisoned([4, 5, 6]), tmp_path / "a", nonfinite_loss="rewind", every=4, max_rewinds=2)
     with pytest.raises(TrainingFailedError, match=r"no checkpoint to rewind to: set checkpoint.every_n_steps"):
-        fit(Poisoned([1]), tmp_path / "b", policy="rewind")
+        fit(Poisoned([1]), tmp_path / "b", nonfinite_loss="rewind")
 
 
 def test_an_unknown_policy_is_refused() -> None:
     with pytest.raises(BadInputError, match="choose one of skip, rewind, stop"):
-        LossGuard(policy="ignore")
+        LossGuard(nonfinite_loss="ignore")

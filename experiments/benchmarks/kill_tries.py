@@ -1,0 +1,218 @@
+"""`kill -9` at random moments of a run, again and again: what is left must be whole, and must go on to the same end.
+
+`python experiments/benchmarks/kill_tries.py --tries 100` takes about ten seconds a try. A run of the digits, with a
+checkpoint every second step, reallocations and validations, is killed at a random moment (setting up, in a step, in a
+migration, in the middle of writing) and resumed in its own folder until it ends; then the next one begins. After each
+kill every checkpoint in the folder must be intact, `resume=` must find one as soon as one was written, and
+metrics.jsonl must have every step up to the kill: the run tells its steps through a pipe. A run that was killed often
+must end with the very metrics of the one never killed. kill_tries.csv in $OUT or experiments/benchmarks/results
+has a line per try; the exit code is the number of faults.
+"""
+
+import argparse
+import csv
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # a process that forks must not have threads of torch's
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import lightning as L  # noqa: E402
+
+from baoc import train as training  # noqa: E402
+from baoc.budgets import parse_budget  # noqa: E402
+from baoc.config.schema import (  # noqa: E402
+    CheckpointConfig,
+    ModelConfig,
+    ReallocationConfig,
+    RunConfig,
+    TrainerConfig,
+)
+from baoc.errors import BaocError  # noqa: E402
+from baoc.tracking import load_checked, read_metrics, resolve_resume  # noqa: E402
+
+STEPS = 60
+CLOCKS = ("time_s", "time/step_ms", "throughput/samples_per_s", "memory/rss_gib", "memory/peak_gib")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Try:
+    """One process and what it left. `ended`: it was done before its kill came."""
+
+    number: int
+    seed: int
+    after_s: float
+    ended: bool
+    steps_told: int  # steps begun, as told through the pipe; 0 if it was still setting up
+    checkpoint_step: int  # of the newest intact one; 0 where none was written yet
+    last_metric_step: int
+    faults: str
+
+
+class Tell(L.Callback):
+    """Writes the count of finished steps to a pipe whenever the next one begins."""
+
+    def __init__(self, descriptor: int):
+        self.descriptor = descriptor
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        os.write(self.descriptor, f"{trainer.global_step}\n".encode())
+
+
+def config(*, resume: str | None) -> RunConfig:
+    return RunConfig(
+        name="kill",
+        device="cpu",
+        batch_size=32,
+        resume=resume,
+        budget=parse_budget("state_25"),
+        model=ModelConfig(options={"dropout": 0.1}),
+        reallocation=ReallocationConfig(mode="interval", warmup_steps=6, interval=10),
+        trainer=TrainerConfig(
+            max_steps=STEPS,
+            gradient_clip_val=1.0,
+            enable_progress_bar=False,
+            num_sanity_val_steps=0,
+            log_every_n_steps=1,
+            val_check_interval=15,
+            check_val_every_n_epoch=None,
+            enable_model_summary=False,
+        ),
+        checkpoint=CheckpointConfig(every_n_steps=2, keep=3, export=False),
+    )
+
+
+def start(run_dir: Path) -> tuple[int, int]:
+    """Forks a process that trains in `run_dir`, going on where the folder has a checkpoint: (pid, end of its pipe)."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(writing)
+        return pid, reading
+    code = 1
+    try:
+        os.close(reading)
+        quiet = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(quiet, 1)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        resume = str(run_dir) if any(run_dir.rglob("*.ckpt")) else None
+        training.progress_bar = lambda **_: Tell(writing)
+        training.run(config(resume=resume), run_dir=run_dir, command="kill_tries")
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def told(pipe: int) -> int:
+    text = b""
+    while part := os.read(pipe, 65536):
+        text += part
+    os.close(pipe)
+    whole = text[: text.rfind(b"\n") + 1].split()
+    return int(whole[-1]) if whole else 0
+
+
+def faults_in(run_dir: Path, *, steps_told: int) -> tuple[list[str], int, int]:
+    """What is wrong in a folder, the step of the newest intact checkpoint, and the last step in the metrics."""
+    found, newest, last = [], 0, -1
+    files = list((run_dir / "checkpoints").glob("*.ckpt"))
+    for file in files:
+        try:
+            load_checked(file)
+        except BaocError as error:
+            found.append(f"checkpoint: {error}")
+    if files:
+        try:
+            newest = int(load_checked(resolve_resume(run_dir, run_root=run_dir) or "")["global_step"])
+        except BaocError as error:
+            found.append(f"resume: {error}")
+    try:
+        steps = [line["step"] for line in read_metrics(run_dir)] if (run_dir / "metrics.jsonl").exists() else []
+        last = steps[-1] if steps else -1
+        if steps != list(range(len(steps))):
+            found.append("metrics: steps are missing")
+        if last < max(steps_told, newest) - 1:
+            found.append(f"metrics: end at {last}, but {max(steps_told, newest)} steps were done")
+    except BaocError as error:
+        found.append(f"metrics: {error}")
+    if steps_told > 2 and newest < steps_told - 3:
+        found.append(f"checkpoint: the newest is of step {newest}, though {steps_told} steps were done")
+    return found, newest, last
+
+
+def plain(run_dir: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in line.items() if k not in CLOCKS} for line in read_metrics(run_dir)]
+
+
+def tries(num: int, *, seed: int, folder: Path) -> list[Try]:
+    """Kills `num` processes, run after run, each run compared at its end with one that was never killed."""
+    began = time.monotonic()
+    pid, pipe = start(folder / "whole")
+    told(pipe)
+    assert os.waitpid(pid, 0)[1] == 0, "the run does not even end by itself"
+    whole_s, draw = time.monotonic() - began, random.Random(seed)
+    run, done = 0, []
+    for number in range(num):
+        run_dir = folder / f"run_{run}"
+        after_s = draw.uniform(0, whole_s)
+        pid, pipe = start(run_dir)
+        time.sleep(after_s)
+        os.kill(pid, signal.SIGKILL)
+        status = os.waitpid(pid, 0)[1]
+        steps_told = told(pipe)
+        ended = os.WIFEXITED(status)
+        found, newest, last = faults_in(run_dir, steps_told=steps_told)
+        if ended:
+            run += 1
+            found += [f"exit code {os.WEXITSTATUS(status)}"] if os.WEXITSTATUS(status) else []
+            found += (
+                ["not the metrics of the run that was never killed"]
+                if plain(run_dir) != plain(folder / "whole")
+                else []
+            )
+        done.append(
+            Try(
+                number=number,
+                seed=seed,
+                after_s=round(after_s, 3),
+                ended=ended,
+                steps_told=steps_told,
+                checkpoint_step=newest,
+                last_metric_step=last,
+                faults="; ".join(found),
+            )
+        )
+        print(done[-1], flush=True)
+    return done
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tries", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="folder of kill_tries.csv")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        done = tries(given.tries, seed=given.seed, folder=Path(folder) / "day")
+    out = given.out or Path(os.environ.get("OUT", ROOT / "experiments" / "benchmarks" / "results"))
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / "kill_tries.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*asdict(done[0])], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(asdict(one) for one in done)
+    bad = [one for one in done if one.faults]
+    killed = [one for one in done if not one.ended]
+    print(f"{len(done)} tries, {len(killed)} killed in their middle, {len(bad)} with faults")
+    return len(bad)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
