@@ -17,7 +17,9 @@ import torch
 from lightning.pytorch.loggers import Logger
 
 from baoc.allocation import ALLOCATORS
+from baoc.budgets import parse_budget
 from baoc.callbacks import (
+    BudgetControl,
     FinalPictures,
     LossGuard,
     MemoryMonitor,
@@ -36,7 +38,7 @@ from baoc.errors import BadInputError, BudgetBreachedError, CheckpointError, Tra
 from baoc.models import build_model
 from baoc.models.export import export_model
 from baoc.models.prepare import Preparation, prepare
-from baoc.online import ReallocationSettings, SessionSettings
+from baoc.online import BudgetChange, ReallocationSettings, RelaxationSettings, SessionSettings
 from baoc.planner import PlannerSettings
 from baoc.recorder import Recorder
 from baoc.resuming import check_resume, find_checkpoint
@@ -80,7 +82,7 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
             return evaluate(parts, task=task, data=data, checkpoint=checkpoint, run_dir=run_dir)
         if checkpoint is not None:
             check_resume(config, checkpoint=checkpoint)
-        with failures(device), parts.preemption.listening():
+        with failures(device), parts.preemption.listening(), parts.control.listening():
             parts.trainer.fit(task, datamodule=data, ckpt_path=checkpoint, weights_only=True)
         if config.mode == "plan":
             return None
@@ -173,6 +175,7 @@ class Parts:
     memory: MemoryMonitor
     steps: StepMonitor
     preemption: Preemption
+    control: BudgetControl
     recorder: Recorder
     validated: "ValidatedAt"
     pictures: FinalPictures
@@ -215,6 +218,15 @@ def make_checkpoint(config: RunConfig, *, task: Task, run_dir: Path, memory: Mem
     )
 
 
+def make_control(config: RunConfig, *, run_dir: Path, memory: MemoryMonitor) -> BudgetControl:
+    schedule = [
+        BudgetChange(budget=parse_budget(entry.budget), step=entry.step, batch=entry.batch)
+        for entry in config.dynamics.schedule
+    ]
+    relaxation = RelaxationSettings(**asdict(config.dynamics.relaxation))
+    return BudgetControl(schedule=schedule, relaxation=relaxation, run_dir=run_dir, memory=memory)
+
+
 def assemble_trainer(config: RunConfig, *, task: Task, device: str, run_dir: Path, loggers: list[Logger]) -> Parts:
     """Lightning's Trainer with the strategy, the monitors, and the recorder as the strategy's listener."""
     recorder = Recorder(run_dir)
@@ -235,11 +247,13 @@ def assemble_trainer(config: RunConfig, *, task: Task, device: str, run_dir: Pat
         lambda _, plan: log_plan(loggers, plan=plan),
         lambda _, plan: watch_memory(memory, task=task, strategy=strategy, predicted_bytes=plan.peak_bytes),
     ]
+    control = make_control(config, run_dir=run_dir, memory=memory)
     validated, pictures, preemption = ValidatedAt(), FinalPictures(run_dir), Preemption(checkpoint)
     bar = progress_bar(enabled=config.trainer.enable_progress_bar)
     callbacks: list[L.Callback] = [
         RngState(),
         preemption,
+        control,
         LossGuard(checkpoint=checkpoint, **asdict(config.faults)),
         steps,
         memory,
@@ -264,6 +278,7 @@ def assemble_trainer(config: RunConfig, *, task: Task, device: str, run_dir: Pat
         memory=memory,
         steps=steps,
         preemption=preemption,
+        control=control,
         recorder=recorder,
         validated=validated,
         pictures=pictures,
@@ -344,9 +359,9 @@ def measure(config: RunConfig, *, parts: Parts, task: Task, metrics: dict[str, f
             "optim.lr, set trainer.gradient_clip_val, or let it validate (trainer.val_check_interval)"
         )
     budget = parts.strategy.budget
-    peak, state = parts.memory.peak_bytes, optimizer.state_bytes()
-    if budget.memory_bytes is not None:
-        limit, met = budget.memory_bytes, peak <= budget.memory_bytes
+    peak, state = parts.memory.highest_bytes, optimizer.state_bytes()
+    if budget.memory_bytes is not None:  # earlier budgets of the run were enforced while they were in force
+        limit, met = budget.memory_bytes, parts.memory.peak_bytes <= budget.memory_bytes
     elif budget.state_fraction is not None:
         limit = plan.limits.state_bytes
         met = limit is None or state <= limit

@@ -4,6 +4,7 @@ Order in `Trainer(callbacks=)`: RngState, StepMonitor, MemoryMonitor, the rest, 
 SafeCheckpoint last by itself.
 """
 
+from baoc.callbacks.budget_control import BudgetControl
 from baoc.callbacks.checkpoint import AsideCheckpointIO, SafeCheckpoint
 from baoc.callbacks.loss_guard import LossGuard
 from baoc.callbacks.memory import MemoryMonitor
@@ -15,6 +16,7 @@ from baoc.callbacks.steps import StepMonitor
 
 __all__ = [
     "AsideCheckpointIO",
+    "BudgetControl",
     "FinalPictures",
     "LossGuard",
     "MemoryMonitor",

@@ -47,6 +47,7 @@ class MemoryMonitor(L.Callback):
         self.enforce = enforce
         self.held: Callable[[], Any] = tuple  # what else is alive all the time: the profiler's buffers
         self.peaks: dict[str, int] = {}
+        self._before = 0  # the peak under earlier budgets
         self._tracker: MemoryTracker | None = None  # on a CPU only
         self._device = torch.device("cpu")
         self._first_step = 0
@@ -87,6 +88,22 @@ class MemoryMonitor(L.Callback):
         finally:
             self._note(label)
 
+    @property
+    def highest_bytes(self) -> int:
+        """The peak of the whole run, whatever budgets it had."""
+        return max(self._before, self.peak_bytes)
+
+    def restart(self, budget: Budget, *, predicted_bytes: int, step: int) -> None:
+        """Another budget is in force after `step` steps: peaks are measured anew, the next steps tracked again."""
+        self._before = self.highest_bytes
+        self.peaks = {}
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        self.budget_bytes, self.budget_name = budget.memory_bytes, budget.name
+        self.predicted_bytes = predicted_bytes
+        self._first_step = step
+        self._seen_validation = set()
+
     def check_budget(self, *, during: str, step: int) -> None:
         """Raises BudgetBreachedError if the peak so far is above the memory budget."""
         held = self.peak_bytes
@@ -105,6 +122,7 @@ class MemoryMonitor(L.Callback):
         self._trainer = trainer
         self._device = trainer.strategy.root_device
         self.peaks = {}
+        self._before = 0
         self._seen_validation = set()
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)

@@ -11,6 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from baoc.budgets import parse_budget
 from baoc.config import assets
+from baoc.config.dynamics import gather_dynamics
 from baoc.config.nodes import budget_node
 from baoc.config.options import GROUPS, gather, registry_of, spread
 from baoc.config.schema import RunConfig
@@ -41,7 +42,9 @@ def from_plain(plain: Mapping[str, Any], *, complete: bool = False) -> RunConfig
         if group in given:
             given[group] = gather(group, given[group], complete=complete)
     if "budget" in given:
-        given["budget"] = _budget_fields(given["budget"])
+        budget, dynamics = gather_dynamics(given["budget"])
+        given["budget"] = _budget_fields(budget)
+        given.update({"dynamics": dynamics} if dynamics or complete else {})
     return build(RunConfig, given, complete=complete)
 
 
@@ -49,7 +52,7 @@ def to_conf(config: RunConfig) -> dict[str, Any]:
     """A RunConfig as plain values in the shape of conf/; `from_plain` reads it back."""
     plain = to_plain(config)
     plain.update({group: spread(getattr(config, group)) for group in GROUPS})
-    plain["budget"] = budget_node(config.budget)
+    plain["budget"] = budget_node(config.budget) | plain.pop("dynamics")
     return plain
 
 

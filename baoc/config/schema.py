@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from baoc.config.dynamics import DynamicsConfig
 from baoc.config.faults import FaultsConfig
 from baoc.config.strict import require
 from baoc.config.trainer_arguments import TrainerConfig
@@ -227,6 +228,7 @@ class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
     budget: Budget = field(default_factory=lambda: Budget(name="unlimited"))
+    dynamics: DynamicsConfig = field(default_factory=DynamicsConfig)  # written under `budget`
     blocks: BlocksConfig = field(default_factory=BlocksConfig)
     catalogue: CatalogueConfig = field(default_factory=CatalogueConfig)
     risk: RiskConfig = field(default_factory=RiskConfig)

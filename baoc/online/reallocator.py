@@ -11,11 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
+from baoc.errors import BadInputError
+from baoc.online.relaxation import RelaxationSettings, calm_blocks, lowered, offers
 from baoc.online.triggers import TRIGGERS, Moment, ReallocationSettings
 from baoc.optim import BlockwiseOptimizer
 from baoc.planner import Planner
 from baoc.profiling import GradientProfiler
-from baoc.types import Plan, Profile, Reallocation, profile_from_plain, to_plain
+from baoc.types import Budget, Candidate, Footprint, Plan, Profile, Reallocation, profile_from_plain, to_plain
 
 Listener = Callable[[Reallocation, Plan, Profile | None], None]
 
@@ -42,6 +44,7 @@ class Reallocator:
         self.settings = settings
         self.profiler = profiler
         self.profile: Profile | None = None
+        self.first_profile: Profile | None = None  # of the first decision
         self.listeners: list[Listener] = []
         self.tracked: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.step = 0
@@ -123,6 +126,7 @@ class Reallocator:
         profile = self.profiler.profile()
         self.last_decision = self.step
         self.profile = profile
+        self.first_profile = self.first_profile or profile
         risk = self.planner.settings.risk
         proposal = self.planner.propose(profile=profile)
         before = self.planner.price(self.plan.allocation.choices, risk=proposal.risk_model, profile=profile)
@@ -146,7 +150,49 @@ class Reallocator:
             listener(event, self.plan, profile)
         return event
 
-    def replan(self, *, why: str) -> Reallocation:
+    def rebudget(self, budget: Budget, *, why: str, footprint: Footprint | None = None) -> Reallocation:
+        """Puts another budget (or a footprint that grew) in force and moves to the allocation that meets it.
+
+        To be called between two steps. Raises InfeasibleBudgetError or BadInputError where it cannot be met; budget,
+        footprint and plan then stay as they are.
+        """
+        planner = self.planner
+        before = planner.budget, planner.footprint
+        if budget.memory_bytes is not None and planner.footprint is None:
+            raise BadInputError(
+                f"budget {budget.name} limits device memory, but this run has no footprint to plan it with: give a "
+                "state fraction such as state_25"
+            )
+        planner.budget, planner.footprint = budget, footprint or planner.footprint
+        try:
+            return self.replan(why=why, trigger="budget")
+        except BaseException:
+            planner.budget, planner.footprint = before
+            raise
+
+    def relax(self, settings: RelaxationSettings) -> tuple[Budget, dict[str, float]] | None:
+        """The budget less what calm blocks can do without, and those blocks with how calm each is; None where none can.
+
+        To be put in force by `rebudget`, which then decides by the newest profile.
+        """
+        if self.profiler is None or self.first_profile is None or not self.watching:
+            return None
+        now = self.profiler.profile()
+        calm = calm_blocks(self.first_profile, now, share=settings.calm)
+        pool = self.planner.candidates(risk=self.planner.settings.risk, profile=now)
+        found = offers(self.plan, pool, calm=calm, max_risk=settings.max_risk)
+        if not found:
+            return None
+        self.profile = now
+        held = {c.block: c.cost.state_bytes for options in pool.values() for c in options if self._runs(c)}
+        saved = sum(held[block] - candidate.cost.state_bytes for block, candidate in found.items())
+        lower = lowered(self.planner.budget, plan=self.plan, saved_bytes=saved)
+        return lower, {block: calm[block] for block in found}
+
+    def _runs(self, candidate: Candidate) -> bool:
+        return self.plan.allocation.choices[candidate.block] == candidate.spec
+
+    def replan(self, *, why: str, trigger: str = "limits") -> Reallocation:
         """Proposes anew because the budget or the footprint changed, and moves whatever the risk: limits come first.
 
         Raises InfeasibleBudgetError where nothing meets them; the plan in force then stays.
@@ -154,7 +200,7 @@ class Reallocator:
         known = self.profile is not None
         proposal = self.planner.propose(risk=None if known else "prior", profile=self.profile)
         before = self.planner.price(self.plan.allocation.choices, risk=proposal.risk_model, profile=self.profile)
-        event = self._move(proposal, trigger="limits", accepted=True, why=why, before=before)
+        event = self._move(proposal, trigger=trigger, accepted=True, why=why, before=before)
         for listener in self.listeners:
             listener(event, self.plan, self.profile)
         return event
@@ -195,6 +241,7 @@ class Reallocator:
             "num_accepted": self.num_accepted,
             "risk_model": self.plan.risk_model,
             "profile": to_plain(self.profile) if self.profile is not None else {},
+            "first_profile": to_plain(self.first_profile) if self.first_profile is not None else {},
             "choices": dict(self.plan.allocation.choices),
             "gap": self.plan.allocation.gap,
             "profiler": self.profiler.state_dict() if self.profiler is not None and self.watching else {},
@@ -209,6 +256,8 @@ class Reallocator:
         self.step = state["step"]
         self.num_accepted = state["num_accepted"]
         self.profile = profile_from_plain(state["profile"]) if state["profile"] else None
+        first = state.get("first_profile")  # checkpoints of earlier versions have none
+        self.first_profile = profile_from_plain(first) if first else self.profile
         self.last_decision = state["last_decision"]
         if self.profiler is not None and not self.watching:
             self.profiler.release()

@@ -1,0 +1,259 @@
+"""Changes the budget of a running job: by schedule, by a file in its folder, by signals, and as blocks calm down.
+
+Whatever asks, the answer is the same: before the next optimizer step the allocation meets the new budget, or
+`budget.json` and the terminal say why it does not.
+"""
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+
+from baoc.callbacks.memory import MemoryMonitor
+from baoc.callbacks.steps import num_samples
+from baoc.errors import BadInputError, BaocError, InfeasibleBudgetError
+from baoc.online.dial import BudgetChange, BudgetDial
+from baoc.online.relaxation import RelaxationSettings
+from baoc.planner import Planner
+from baoc.profiling import cap_device
+from baoc.tracking import files
+from baoc.tracking.console import say
+from baoc.types import Budget, Footprint, Plan, to_plain
+
+ASK, ANSWER = "budget", "budget.json"
+_LOWER, _BACK = 1, 2  # SIGRTMIN + 1 takes a notch away, SIGRTMIN + 2 gives one back
+
+
+class BudgetControl(L.Callback):
+    """Place it before the monitors; needs BaocStrategy as the Trainer's strategy.
+
+    `schedule`: see BudgetChange. `run_dir`: where `budget` is read (`echo 6gb > RUN/budget`; an empty or removed file
+    gives back what the schedule says) and `budget.json` written. Inside `listening`, SIGRTMIN+1 takes a notch of a
+    tenth away and SIGRTMIN+2 gives one back, where the system has such signals. `memory` measures anew from each
+    change on.
+
+    A batch of more samples per forward than any before needs more memory under a memory budget: activations are taken
+    to grow in proportion, and states make room before it goes through the network.
+    """
+
+    def __init__(
+        self,
+        *,
+        schedule: Sequence[BudgetChange] = (),
+        relaxation: RelaxationSettings | None = None,
+        run_dir: Path | None = None,
+        memory: MemoryMonitor | None = None,
+        tell: Callable[[str], None] = say,
+    ):
+        self.schedule = tuple(schedule)
+        self.relaxation = relaxation or RelaxationSettings()
+        self.dial = BudgetDial(Budget(name="unlimited"))
+        self.tell = tell
+        self._run_dir = run_dir
+        self._memory = memory
+        self._seen: tuple[int, int] | None = None  # of the file, when it was last read
+        self._refused: tuple[Budget, int] | None = None  # not to be tried at every step again
+        self._signals = 0
+        self._strategy: Any = None
+        self._saved: dict[str, Any] = {}
+        self._step_of_last_look = -1
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Takes the two signals inside, in the main thread of a system that has them."""
+        first = getattr(signal, "SIGRTMIN", None)
+        if first is None or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        given = {first + _LOWER: 1, first + _BACK: -1}
+        before = {number: signal.signal(number, lambda n, _: self._notch(given[n])) for number in given}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _notch(self, change: int) -> None:
+        self._signals = max(0, self._signals + change)
+
+    # -- set-up and resume ----------------------------------------------------------------------------------------
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        strategy: Any = trainer.strategy
+        if stage == "fit" and self._planned not in strategy.plan_listeners:
+            self._strategy = strategy
+            strategy.plan_listeners.insert(0, self._planned)
+
+    def _planned(self, planner: Planner, plan: Plan) -> None:
+        """Refuses a schedule that cannot be met; after a resume, puts in force what was when the checkpoint was taken.
+
+        The checkpoint's allocation is loaded after this and has to meet the budget that it was made for.
+        """
+        self.dial.base = planner.budget
+        self.dial.schedule = self.schedule
+        for change in self.schedule:
+            self._check(planner, change)
+        if self.relaxation.from_step is not None and self._strategy.settings.reallocation.mode not in (
+            "interval",
+            "drift",
+        ):
+            raise BadInputError(
+                "budget.relaxation needs gradients that are sampled all along: set reallocation=interval or drift, or "
+                "budget.relaxation.from_step=null"
+            )
+        saved, self._saved = self._saved, {}
+        if saved and saved["base"] == to_plain(planner.budget):
+            planner.budget = Budget(**saved["in_force"])
+            self._strategy.budget = planner.budget
+            self._signals = saved["notches"]
+            self.dial.ceiling = Budget(**saved["ceiling"]) if saved["ceiling"] else None
+            if planner.footprint is not None:
+                planner.footprint = grown(planner.footprint, micro_batch=saved["micro_batch"])
+        self._answer(step=0, budget=planner.budget, why="the budget of the run", plan=plan)
+
+    def _check(self, planner: Planner, change: BudgetChange) -> None:
+        before, planner.budget = planner.budget, change.budget
+        try:
+            planner.propose(risk="prior")
+        except InfeasibleBudgetError as error:
+            raise InfeasibleBudgetError(
+                f"budget.schedule, {change.when}: {error}",
+                budget_bytes=error.budget_bytes,
+                least_feasible_bytes=error.least_feasible_bytes,
+                advice=error.advice,
+            ) from None
+        finally:
+            planner.budget = before
+
+    def state_dict(self) -> dict[str, Any]:
+        reallocator = self._strategy.reallocator
+        footprint = reallocator.planner.footprint
+        return {
+            "base": to_plain(self.dial.base),
+            "in_force": to_plain(reallocator.planner.budget),
+            "notches": self._signals,
+            "ceiling": to_plain(self.dial.ceiling) if self.dial.ceiling is not None else {},
+            "micro_batch": footprint.micro_batch if footprint is not None else 0,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._saved = state_dict
+
+    # -- between two steps ----------------------------------------------------------------------------------------
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step == self._step_of_last_look:  # in the middle of accumulation, or after a skipped step
+            return
+        self._step_of_last_look = trainer.global_step
+        step, size = trainer.global_step, num_samples(batch)
+        self._read_file()
+        self.dial.notches = self._signals
+        if self.relaxation.due(step):
+            self._relax()
+        budget, why = self.dial.wish(step=step, batch=size * trainer.accumulate_grad_batches)
+        self._apply(budget, why=why, step=step, micro_batch=size)
+
+    def _apply(self, budget: Budget, *, why: str, step: int, micro_batch: int) -> None:
+        reallocator = self._strategy.reallocator
+        planner = reallocator.planner
+        footprint = planner.footprint
+        larger = footprint is not None and budget.memory_bytes is not None and micro_batch > footprint.micro_batch > 0
+        if (budget == planner.budget and not larger) or self._refused == (budget, micro_batch):
+            return
+        if larger:
+            footprint = grown(footprint, micro_batch=micro_batch)
+            why = f"{why}; batches grew to {micro_batch} samples per forward"
+        try:
+            if _more(budget, planner.budget):
+                cap_device(self._strategy.root_device, budget=budget)
+            reallocator.rebudget(budget, why=f"budget {budget.name}: {why}", footprint=footprint)
+        except BaocError as error:
+            self._refused = (budget, micro_batch)
+            self._answer(step=step, budget=planner.budget, why=why, plan=reallocator.plan, refused=str(error))
+            self.tell(f"step {step}: the budget stays {planner.budget.name}: {error}")
+            return
+        self._refused = None
+        self._strategy.budget = budget
+        if self._strategy.root_device.type == "cuda":
+            torch.cuda.empty_cache()  # what was freed is other processes' now
+            cap_device(self._strategy.root_device, budget=budget)
+        if self._memory is not None:
+            self._memory.restart(budget, predicted_bytes=reallocator.plan.peak_bytes, step=step)
+        self._answer(step=step, budget=budget, why=why, plan=reallocator.plan)
+        self.tell(f"step {step}: budget {budget.name} is in force ({why})")
+
+    def _read_file(self) -> None:
+        if self._run_dir is None:
+            return
+        path = self._run_dir / ASK
+        try:
+            stat = path.stat()
+            mark, text = (stat.st_mtime_ns, stat.st_size), ""
+        except OSError:
+            mark, text = None, ""
+        if mark == self._seen:
+            return
+        self._seen = mark
+        if mark is not None:
+            with suppress(OSError, UnicodeDecodeError):
+                text = path.read_text()
+        try:
+            self.dial.ask(text)
+        except BadInputError as error:
+            self.tell(f"{path} is not followed: {error}")
+
+    def _relax(self) -> None:
+        lower = self._strategy.reallocator.relax(self.relaxation)
+        if lower is not None:
+            self.dial.ceiling, blocks = lower
+            told = ", ".join(f"{block} to {share:.2f}" for block, share in blocks.items())
+            self.tell(f"gradients have calmed down to shares of what they were: {told}")
+
+    def _answer(self, *, step: int, budget: Budget, why: str, plan: Plan, refused: str | None = None) -> None:
+        """`budget.json`: what is in force, since when and why, and why what was asked for last is not."""
+        if self._run_dir is None:
+            return
+        files.write_json(
+            self._run_dir / ANSWER,
+            {
+                "schema": 1,
+                "pid": os.getpid(),
+                "step": step,
+                "budget": budget,
+                "why": why,
+                "state_bytes": plan.allocation.state_bytes,
+                "peak_bytes_predicted": plan.peak_bytes,
+                "refused": refused,
+            },
+        )
+
+
+def grown(footprint: Footprint, *, micro_batch: int) -> Footprint:
+    """The footprint of larger batches: what is not weights or gradients grows with the samples. Smaller ones: as is."""
+    if not 0 < footprint.micro_batch < micro_batch:
+        return footprint
+    ratio = micro_batch / footprint.micro_batch
+
+    def scaled(num_bytes: int) -> int:
+        fixed = min(footprint.weights_bytes + footprint.gradients_bytes, num_bytes)
+        return fixed + int((num_bytes - fixed) * ratio)
+
+    return replace(
+        footprint,
+        micro_batch=micro_batch,
+        forward_backward_bytes=scaled(footprint.forward_backward_bytes),
+        resident_bytes=scaled(footprint.resident_bytes),
+    )
+
+
+def _more(one: Budget, other: Budget) -> bool:
+    return one.memory_bytes is not None and (other.memory_bytes is None or one.memory_bytes > other.memory_bytes)

@@ -1,0 +1,63 @@
+"""How the budget changes while a run trains; written under `budget` in conf/, as `budget.schedule` and the like."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from baoc.budgets import parse_budget
+from baoc.config.strict import require
+
+KEYS = ("schedule", "relaxation")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleEntry:
+    """`budget` (any spelling) from `step` steps on, or from the first step of `batch` samples on."""
+
+    budget: str | int | float
+    step: int | None = None
+    batch: int | None = None
+
+    def __post_init__(self) -> None:
+        parse_budget(self.budget)
+        one = (self.step is None) != (self.batch is None)
+        given = {"step": self.step, "batch": self.batch}
+        require(one, "budget.schedule", given, "entries with either step or batch, as in {step: 200, budget: state_10}")
+        require((self.step or self.batch or 0) >= 1, "budget.schedule", given, "entries of 1 or more steps or samples")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelaxationConfig:
+    """Late in training blocks that have calmed down give up state: see `baoc.online.relaxation`."""
+
+    from_step: int | None = None
+    every: int = 100
+    calm: float = 0.5
+    max_risk: float = 0.1
+
+    def __post_init__(self) -> None:
+        for key in ("from_step", "every"):
+            value = getattr(self, key)
+            require(value is None or value >= 1, f"budget.relaxation.{key}", value, "1 or more steps")
+        for key in ("calm", "max_risk"):
+            require(getattr(self, key) > 0, f"budget.relaxation.{key}", getattr(self, key), "a share above 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DynamicsConfig:
+    schedule: tuple[ScheduleEntry, ...] = ()
+    relaxation: RelaxationConfig = field(default_factory=RelaxationConfig)
+
+
+def gather_dynamics(budget: Any) -> tuple[Any, dict[str, Any]]:
+    """`budget` of conf/ without what changes it, and that; entries of a schedule get the keys they leave out."""
+    if not isinstance(budget, Mapping):
+        return budget, {}
+    found = {key: budget[key] for key in KEYS if key in budget}
+    named = [item.name for item in fields(ScheduleEntry)]
+    if isinstance(found.get("schedule"), list | tuple):
+        found["schedule"] = [
+            {**dict.fromkeys(named[1:]), **entry} if isinstance(entry, Mapping) else entry
+            for entry in found["schedule"]
+        ]
+    return {key: value for key, value in budget.items() if key not in KEYS}, found

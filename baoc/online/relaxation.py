@@ -1,0 +1,79 @@
+"""Progressive relaxation: late in training, blocks whose gradients have calmed down give up state, step by step.
+
+A block is calm where its gradient RMS has fallen to a share of what it was at the first decision. It then offers its
+next cheaper candidate, unless the newest profile finds that one risky. What is saved is taken off the budget, so that
+later decisions do not give it back.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from baoc.errors import BadInputError
+from baoc.types import Budget, Candidate, Plan, Profile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelaxationSettings:
+    """`from_step`: optimizer steps before the first look, null for none; `every`: between looks.
+
+    `calm`: gradient RMS as a share of the first decision's. `max_risk`: the most that a cheaper candidate may add, as a
+    share of what the block's riskiest one would.
+    """
+
+    from_step: int | None = None
+    every: int = 100
+    calm: float = 0.5
+    max_risk: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.from_step is not None and self.from_step < 1:
+            raise BadInputError(f"budget.relaxation.from_step is {self.from_step}: give 1 or more steps, or null")
+        if self.every < 1:
+            raise BadInputError(f"budget.relaxation.every is {self.every}: give 1 or more steps")
+        for name in ("calm", "max_risk"):
+            if not getattr(self, name) > 0:
+                raise BadInputError(f"budget.relaxation.{name} is {getattr(self, name)}: give a share above 0")
+
+    def due(self, step: int) -> bool:
+        return self.from_step is not None and step >= self.from_step and (step - self.from_step) % self.every == 0
+
+
+def calm_blocks(reference: Profile, now: Profile, *, share: float) -> dict[str, float]:
+    """Block -> gradient RMS now over that of `reference`, of those at or below `share`."""
+    found = {}
+    for block, before in reference.stats.items():
+        after = now.stats.get(block)
+        if after is not None and before.grad_rms > 0 and after.grad_rms / before.grad_rms <= share:
+            found[block] = after.grad_rms / before.grad_rms
+    return found
+
+
+def offers(
+    plan: Plan, pool: Mapping[str, Sequence[Candidate]], *, calm: Mapping[str, float], max_risk: float
+) -> dict[str, Candidate]:
+    """Calm block -> the next cheaper candidate that adds no more risk than `max_risk` of the worst of `pool`."""
+    found = {}
+    for block in calm:
+        options = pool[block]
+        held = next((c for c in options if c.spec == plan.allocation.choices[block]), None)
+        if held is None:
+            continue
+        worst = max(c.risk.total for c in options) - min(c.risk.total for c in options)
+        cheaper = [
+            c
+            for c in options
+            if c.cost.state_bytes < held.cost.state_bytes and c.risk.total - held.risk.total <= max_risk * worst
+        ]
+        if cheaper:
+            found[block] = max(cheaper, key=lambda c: (c.cost.state_bytes, -c.risk.total))
+    return found
+
+
+def lowered(budget: Budget, *, plan: Plan, saved_bytes: int) -> Budget:
+    """The budget less what is given up: from what the plan holds, in the budget's own measure."""
+    if budget.memory_bytes is not None:
+        left = min(budget.memory_bytes, plan.peak_bytes) - saved_bytes
+        return replace(budget, name=f"{left}b", memory_bytes=left)
+    # half a byte more, so that rounding down gives these bytes again
+    left = (plan.allocation.state_bytes - saved_bytes + 0.5) / plan.state_bytes_adamw
+    return replace(budget, name=f"state_{100 * left:.4g}", state_fraction=left)

@@ -1,0 +1,204 @@
+"""The budget of a running job changes: the next step holds within the new one, or the run says why not."""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+
+from baoc import train as training
+from baoc.budgets import parse_budget
+from baoc.config.dynamics import DynamicsConfig, RelaxationConfig, ScheduleEntry
+from baoc.config.schema import ReallocationConfig
+from baoc.errors import BadInputError, InfeasibleBudgetError
+from baoc.types import RunResult
+from tests.integration.test_run import config, logged
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
+
+# `hook(step)` is called when a step begins, before anything of it, `held` is what was held then
+Hook = Callable[[L.Trainer], None]
+
+
+class Watch(L.Callback):
+    """Takes down the state bytes and the budget in force in each step, and does what a test asks at some."""
+
+    def __init__(self, **at: Hook):
+        self.at = {int(key.removeprefix("step_")): do for key, do in at.items()}
+        self.state_bytes: dict[int, int] = {}
+        self.budgets: dict[int, str] = {}
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, *_: Any) -> None:
+        reallocator: Any = trainer.strategy.reallocator
+        self.state_bytes[trainer.global_step] = reallocator.optimizer.state_bytes()
+        self.budgets[trainer.global_step] = reallocator.planner.budget.name
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        do = self.at.get(trainer.global_step)
+        if do is not None:
+            do(trainer)
+
+
+def run(run_dir: Path, monkeypatch: pytest.MonkeyPatch, watch: L.Callback | None = None, **changes: Any) -> RunResult:
+    run_dir.mkdir(parents=True, exist_ok=True)
+    monkeypatch.setattr(training, "progress_bar", lambda **_: watch)
+    result = training.run(config(**changes), run_dir=run_dir, command="python run.py")
+    assert result is not None
+    return result
+
+
+def scheduled(*entries: ScheduleEntry) -> DynamicsConfig:
+    return DynamicsConfig(schedule=entries)
+
+
+def answer(run_dir: Path) -> dict[str, Any]:
+    return json.loads((run_dir / "budget.json").read_text())
+
+
+def events(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "reallocations.jsonl").read_text().splitlines()]
+
+
+TO_10_AND_BACK = scheduled(ScheduleEntry(budget="state_10", step=4), ScheduleEntry(budget="state_50", step=9))
+
+
+def test_a_schedule_holds_from_its_step_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, run_dir = Watch(), tmp_path / "day" / "run"
+    result = run(run_dir, monkeypatch, watch, budget=parse_budget("state_50"), dynamics=TO_10_AND_BACK)
+    share = {step: held / result.state_bytes_adamw for step, held in watch.state_bytes.items()}
+    assert all(share[step] <= 0.1 for step in range(4, 9)), share
+    assert share[3] > 0.4 and share[9] > 0.4, "released, and taken back"
+    assert [watch.budgets[step] for step in (3, 4, 8, 9)] == ["state_50", "state_10", "state_10", "state_50"]
+    told = [(event["step"], event["trigger"]) for event in events(run_dir)]
+    assert told == [(4, "budget"), (6, "once"), (9, "budget")]
+    assert events(run_dir)[0]["why"] == "budget state_10: budget.schedule, step 4"
+    assert answer(run_dir)["budget"]["name"] == "state_50" and answer(run_dir)["refused"] is None
+    assert result.budget["name"] == "state_50" and result.budget_met
+
+
+@pytest.mark.parametrize("stop", [5, 10])
+def test_resumed_anywhere_it_is_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int) -> None:
+    """Before, between and after changes of the budget and a reallocation."""
+
+    class Killed(Exception):
+        pass
+
+    def kill(trainer: L.Trainer) -> None:
+        raise Killed
+
+    changes = {"budget": parse_budget("state_50"), "dynamics": TO_10_AND_BACK}
+    whole, cut = tmp_path / "day" / "whole", tmp_path / "day" / "cut"
+    run(whole, monkeypatch, Watch(), **changes)
+    with pytest.raises(Killed):
+        run(cut, monkeypatch, Watch(**{f"step_{stop + 1}": kill}), **changes)
+    again = Watch()
+    run(cut, monkeypatch, again, resume=str(cut), **changes)
+    assert logged(whole) == logged(cut)
+    assert [(e["step"], e["trigger"], e["why"]) for e in events(whole)] == [
+        (e["step"], e["trigger"], e["why"]) for e in events(cut)
+    ]
+
+
+def test_a_schedule_that_cannot_be_met_is_refused_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dynamics = scheduled(ScheduleEntry(budget="10kb", step=4))
+    with pytest.raises(InfeasibleBudgetError, match=r"budget\.schedule, step 4: budget 10kb cannot be met"):
+        run(tmp_path / "day" / "run", monkeypatch, Watch(), dynamics=dynamics)
+
+
+def test_a_file_lowers_the_budget_and_gives_it_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "day" / "run"
+    ask = run_dir / "budget"
+    seen: list[dict[str, Any]] = []
+    watch = Watch(
+        step_2=lambda _: ask.write_text("state_10\n"),
+        step_4=lambda _: (seen.append(answer(run_dir)), ask.write_text("plenty")),
+        step_6=lambda _: ask.write_text("10kb"),
+        step_8=lambda _: (seen.append(answer(run_dir)), ask.unlink()),
+    )
+    result = run(run_dir, monkeypatch, watch, budget=parse_budget("state_50"))
+    share = {step: held / result.state_bytes_adamw for step, held in watch.state_bytes.items()}
+    assert share[1] > 0.4 and share[2] <= 0.1, "held at the very next step"
+    assert watch.budgets[5] == "state_10", "what cannot be read changes nothing"
+    assert watch.budgets[7] == "state_10", "what cannot be met neither"
+    assert share[9] > 0.4 and watch.budgets[9] == "state_50"
+    assert seen[0]["budget"]["name"] == "state_10" and seen[0]["pid"] == os.getpid()
+    assert seen[0]["why"] == "the budget file asks for it" and seen[0]["refused"] is None
+    assert seen[1]["budget"]["name"] == "state_10" and "10kb cannot be met" in seen[1]["refused"]
+    told = " ".join(capsys.readouterr().out.split())
+    assert "is not followed: cannot read budget=plenty" in told
+    assert told.count("the budget stays state_10: budget 10kb cannot be met") == 1, "said once, not at each step"
+
+
+def test_signals_take_a_notch_and_give_it_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def send(offset: int) -> Hook:
+        return lambda _: os.kill(os.getpid(), signal.SIGRTMIN + offset)
+
+    watch = Watch(step_2=send(1), step_3=send(1), step_8=send(2), step_9=send(2))
+    handler = signal.getsignal(signal.SIGRTMIN + 1)
+    result = run(tmp_path / "day" / "run", monkeypatch, watch, budget=parse_budget("state_30"))
+    assert signal.getsignal(signal.SIGRTMIN + 1) == handler
+    limits = {1: 0.3, 2: 0.27, 3: 0.24, 7: 0.24, 8: 0.27, 9: 0.3}
+    for step, limit in limits.items():
+        assert watch.state_bytes[step] <= limit * result.state_bytes_adamw, step
+    assert watch.state_bytes[9] > 0.27 * result.state_bytes_adamw
+
+
+def test_memory_is_held_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured anew under the lower budget: the next steps and the next validation hold less than it."""
+    free = run(tmp_path / "day" / "free", monkeypatch, Watch(), budget=parse_budget("unlimited"))
+    low = free.peak_bytes_predicted - int(0.7 * free.state_bytes_adamw)
+    measured: dict[int, int] = {}
+
+    def look(trainer: L.Trainer) -> None:
+        monitor: Any = next(c for c in trainer.callbacks if type(c).__name__ == "MemoryMonitor")
+        measured[trainer.global_step] = monitor.peak_bytes
+
+    watch = Watch(step_3=look, step_6=look, step_14=look)
+    dynamics = scheduled(ScheduleEntry(budget=low, step=3))
+    result = run(
+        tmp_path / "day" / "run", monkeypatch, watch, budget=parse_budget(free.peak_bytes_predicted), dynamics=dynamics
+    )
+    assert measured[3] > low >= measured[6] > 0.9 * low
+    assert measured[14] <= low and result.budget_met and result.budget_bytes == low
+    assert result.peak_bytes == max(measured[3], result.peak_bytes), "the run's peak is that of all its budgets"
+
+
+def test_calm_blocks_give_up_state_for_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Everything counts as calm here; nothing is given back by the decisions that follow."""
+    relaxation = RelaxationConfig(from_step=8, every=2, calm=1e9, max_risk=1.0)
+    watch = Watch()
+    changes = {
+        "budget": parse_budget("state_50"),
+        "reallocation": ReallocationConfig(mode="interval", warmup_steps=4, interval=3),
+        "dynamics": DynamicsConfig(relaxation=relaxation),
+    }
+    run(tmp_path / "day" / "run", monkeypatch, watch, **changes)
+    held = [watch.state_bytes[step] for step in (7, 8, 10, 12)]
+    assert held == sorted(held, reverse=True) and held[0] > held[1] > held[3]
+    assert watch.state_bytes[13] == watch.state_bytes[12]
+    assert "gradients have calmed down to shares of what they were" in " ".join(capsys.readouterr().out.split())
+    with pytest.raises(BadInputError, match=r"budget\.relaxation needs gradients that are sampled all along"):
+        run(tmp_path / "day" / "no", monkeypatch, watch, **changes | {"reallocation": ReallocationConfig()})
+
+
+def test_a_schedule_goes_on_over_accumulated_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = Watch()
+    dynamics = scheduled(ScheduleEntry(budget="state_10", batch=32))
+    run(tmp_path / "day" / "run", monkeypatch, watch, dynamics=dynamics, micro_batch=16)
+    assert set(watch.budgets.values()) == {"state_10"}, "a step has 32 samples from the first one on"
+    low = replace(config().trainer, max_steps=3)
+    watch = Watch()
+    dynamics = scheduled(ScheduleEntry(budget="state_10", batch=33))
+    run(tmp_path / "day" / "other", monkeypatch, watch, dynamics=dynamics, micro_batch=16, trainer=low)
+    assert set(watch.budgets.values()) == {"state_25"}

@@ -1,0 +1,128 @@
+"""Which budget is to be in force: schedule, file, notches and what relaxation left; and who is calm."""
+
+from dataclasses import replace
+
+import pytest
+
+from baoc.budgets import parse_budget
+from baoc.callbacks.budget_control import grown
+from baoc.errors import BadInputError
+from baoc.online import BudgetChange, BudgetDial, RelaxationSettings
+from baoc.online.relaxation import calm_blocks, lowered, offers
+from baoc.types import Candidate, Cost, Footprint, Profile, Risk
+from tests.decision import stats
+from tests.values import make_plan
+
+
+def dial(base: str = "8gb", **changes: str) -> BudgetDial:
+    """`step_5="6gb"`, `batch_64="4gb"`: entries of a schedule."""
+    entries = [
+        BudgetChange(budget=parse_budget(budget), **{key.split("_")[0]: int(key.split("_")[1])})
+        for key, budget in changes.items()
+    ]
+    return BudgetDial(parse_budget(base), schedule=entries)
+
+
+def test_a_schedule_counts_from_its_step_or_batch_on() -> None:
+    given = dial(step_5="6gb", batch_64="4gb", step_9="2gb")
+    seen = [given.wish(step=step, batch=32)[0].name for step in (0, 4, 5, 8)]
+    assert seen == ["8gb", "8gb", "6gb", "6gb"]
+    budget, why = given.wish(step=8, batch=64)
+    assert (budget.name, why) == ("4gb", "budget.schedule, batch 64")
+    assert given.wish(step=8, batch=32)[0].name == "4gb", "a batch that has grown stays grown"
+    assert given.wish(step=9, batch=32)[0].name == "2gb"
+
+
+def test_a_file_takes_the_place_of_the_schedule_until_it_is_taken_back() -> None:
+    given = dial(step_5="6gb")
+    given.ask(" 3gb\n")
+    assert given.wish(step=7, batch=1) == (parse_budget("3gb"), "the budget file asks for it")
+    with pytest.raises(BadInputError, match="cannot read budget=lots"):
+        given.ask("lots")
+    assert given.wish(step=7, batch=1)[0].name == "3gb", "what cannot be read changes nothing"
+    given.ask("")
+    assert given.wish(step=7, batch=1)[0].name == "6gb"
+
+
+def test_notches_take_tenths_and_never_everything() -> None:
+    given = dial("10gb")
+    given.notches = 2
+    budget, why = given.wish(step=0, batch=1)
+    assert budget.memory_bytes == 8 * 2**30 and why == "2 notches of 10% by signal"
+    given.notches = 30
+    assert given.wish(step=0, batch=1)[0].memory_bytes == 2**30
+    fraction = dial("unlimited")
+    fraction.notches = 5
+    assert fraction.wish(step=0, batch=1)[0].state_fraction == pytest.approx(0.5)
+
+
+def test_a_ceiling_is_not_passed_but_by_the_file() -> None:
+    given = dial("state_50", step_5="state_10", step_9="state_50")
+    given.ceiling = parse_budget("state_25")
+    assert [given.wish(step=step, batch=1)[0].name for step in (0, 5, 9)] == ["state_25", "state_10", "state_25"]
+    given.ask("state_50")
+    assert given.wish(step=9, batch=1)[0].name == "state_50"
+
+
+def test_a_step_time_limit_goes_on() -> None:
+    given = BudgetDial(parse_budget({"memory": "8gb", "step_time": 1.2}), schedule=dial(step_1="6gb").schedule)
+    assert given.wish(step=3, batch=1)[0].step_time == 1.2
+
+
+@pytest.mark.parametrize("entry", [{}, {"step": 1, "batch": 2}, {"step": 0}])
+def test_a_wrong_entry_is_refused(entry: dict[str, int]) -> None:
+    with pytest.raises(BadInputError, match=r"budget\.schedule"):
+        BudgetChange(budget=parse_budget("8gb"), **entry)
+
+
+# -- relaxation -------------------------------------------------------------------------------------------------------
+
+
+def test_looks_are_due_from_a_step_on() -> None:
+    settings = RelaxationSettings(from_step=10, every=4)
+    assert [step for step in range(20) if settings.due(step)] == [10, 14, 18]
+    assert not any(RelaxationSettings().due(step) for step in range(1000))
+    with pytest.raises(BadInputError, match=r"budget\.relaxation\.calm is 0: give a share above 0"):
+        RelaxationSettings(calm=0)
+
+
+def test_calm_blocks_offer_their_next_cheaper_candidate() -> None:
+    before = Profile(stats={name: stats(grad_rms=1.0) for name in "abc"})
+    now = Profile(stats={"a": stats(grad_rms=0.4), "b": stats(grad_rms=0.6), "c": stats(grad_rms=0.1)})
+    calm = calm_blocks(before, now, share=0.5)
+    assert calm == {"a": pytest.approx(0.4), "c": pytest.approx(0.1)}
+
+    def candidate(block: str, spec: str, state_bytes: int, risk: float) -> Candidate:
+        return Candidate(block=block, spec=spec, cost=Cost(state_bytes=state_bytes), risk=Risk(total=risk))
+
+    pool = {
+        block: [
+            candidate(block, "sign", 0, 1.0),
+            candidate(block, "small", 10, 0.09 if block == "a" else 0.3),
+            candidate(block, "adamw", 80, 0.0),
+        ]
+        for block in "abc"
+    }
+    plan = make_plan()
+    plan = replace(plan, allocation=replace(plan.allocation, choices=dict.fromkeys("abc", "adamw"), state_bytes=240))
+    found = offers(plan, pool, calm=calm, max_risk=0.1)
+    assert {block: one.spec for block, one in found.items()} == {"a": "small"}, "c is calm, but small is risky there"
+    plan = replace(plan, state_bytes_adamw=1000)
+    lower = lowered(parse_budget("unlimited"), plan=plan, saved_bytes=70)
+    assert lower.state_fraction is not None and int(lower.state_fraction * 1000) == 170
+    assert lowered(parse_budget("8gb"), plan=replace(plan, peak_bytes=5000), saved_bytes=70).memory_bytes == 4930
+
+
+def test_a_footprint_grows_with_its_activations() -> None:
+    footprint = Footprint(
+        device="cpu",
+        micro_batch=8,
+        weights_bytes=100,
+        gradients_bytes=100,
+        forward_backward_bytes=500,
+        validation_bytes=300,
+        resident_bytes=210,
+    )
+    larger = grown(footprint, micro_batch=16)
+    assert (larger.micro_batch, larger.forward_backward_bytes, larger.resident_bytes) == (16, 800, 220)
+    assert grown(footprint, micro_batch=4) == footprint
