@@ -53,6 +53,10 @@ class PreemptedError(BaocError):
     exit_code = 130
 
 
+class DivergedError(TrainingFailedError):
+    """The loss or a gradient was no finite number: the settings are to blame, not the data or the machine."""
+
+
 class CheckpointError(BadInputError):
     """A checkpoint is corrupt, foreign, or of a schema that this version cannot read."""
 

@@ -34,7 +34,7 @@ from baoc.config.resolve import Resolved, resolve
 from baoc.config.schema import ModelConfig, RunConfig
 from baoc.data import build_data
 from baoc.data.base import DataModule
-from baoc.errors import BadInputError, BudgetBreachedError, CheckpointError, TrainingFailedError
+from baoc.errors import BadInputError, BudgetBreachedError, CheckpointError, DivergedError
 from baoc.models import build_model
 from baoc.models.export import export_model
 from baoc.models.prepare import Preparation, prepare
@@ -348,13 +348,13 @@ def final_metrics(parts: Parts, task: Task, data: L.LightningDataModule) -> dict
 
 
 def measure(config: RunConfig, *, parts: Parts, task: Task, metrics: dict[str, float], command: str) -> RunResult:
-    """The result of a finished run, from what was measured. Raises TrainingFailedError if the quality is not finite."""
+    """The result of a finished run, from what was measured. Raises DivergedError if the quality is not finite."""
     trainer, reallocator = parts.trainer, parts.strategy.reallocator
     assert reallocator is not None
     plan, optimizer = reallocator.plan, reallocator.optimizer
     name, higher = task.quality
     if not math.isfinite(metrics.get(name, math.nan)):
-        raise TrainingFailedError(
+        raise DivergedError(
             f"training ended at step {trainer.global_step} with {name} = {metrics.get(name, 'never measured')}: lower "
             "optim.lr, set trainer.gradient_clip_val, or let it validate (trainer.val_check_interval)"
         )

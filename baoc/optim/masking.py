@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from baoc.errors import BadInputError, TrainingFailedError, unknown_name
+from baoc.errors import BadInputError, DivergedError, unknown_name
 from baoc.kernels import native
 from baoc.optim.backends import Backend
 from baoc.optim.roster import Alone, Roster
@@ -118,7 +118,7 @@ class Guard:
         text = f"{sum(counts.values())} gradient element(s) are NaN or infinite {when}: {names}"
         if self.policy == "raise":
             self.forget(roster)
-            raise TrainingFailedError(
+            raise DivergedError(
                 f"{text}. Lower the learning rate, or set nonfinite=skip_element to go on without them"
             )
         log.log(logging.WARNING if first else logging.INFO, "%s; policy: %s", text, self.policy)

@@ -1,111 +1,77 @@
 """A study: Optuna chooses settings, each trial trains them in a process of its own, and every answer is kept at once.
 
-The storage is the only truth. Whatever is killed, the same command goes on: trials that were running are begun again
-under their number and in their folder, and the total stays `n_trials`.
+The storage is the only truth. Whatever is killed, the same command goes on: trials of workers that are gone are taken
+over under their number and in their folder, and the total stays `n_trials`. Any number of workers share a storage.
 """
 
-import fcntl
 import os
+import signal
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from itertools import product
-from math import isfinite
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import optuna
-from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from baoc.config.failures import BUG
+from baoc.budgets import parse_budget
 from baoc.errors import BadInputError
-from baoc.sweep.study_config import Param, StudyConfig
+from baoc.sweep import children
+from baoc.sweep.answers import Answer, answer_of, infeasible
+from baoc.sweep.early import Watch
+from baoc.sweep.memory import Places, cards_here
+from baoc.sweep.progress import Progress
+from baoc.sweep.sampling import suggest
+from baoc.sweep.storage import next_trial, open_study, setup_lock, storage_url, trial_of
+from baoc.sweep.study_config import StudyConfig
 from baoc.sweep.trial import COMMAND, Outcome, TrialProcess
-from baoc.tracking.console import say
+from baoc.sweep.workers import Register
 
-WORST = 1e30  # told for a trial without a value, and for a quality that diverged
-POLL_S = 0.1
-_ENDED = (TrialState.COMPLETE, TrialState.FAIL, TrialState.PRUNED)
+POLL_S = 0.2
+LOOK_S = 5.0  # between two looks at other workers' trials
 
 
 def run_study(
-    config: StudyConfig, *, folder: str | Path, extra: Sequence[str] = (), code: str = COMMAND
+    config: StudyConfig, *, folder: str | Path, extra: Sequence[str] = (), code: str = COMMAND, stay: bool = True
 ) -> optuna.Study:
-    """Runs the study in `folder` until it has `n_trials`; `extra` overrides come on top of `fixed`.
+    """Works on the study in `folder` until it has `n_trials`; `extra` overrides come on top of `fixed`.
 
-    `code` is the Python program of a trial, whose arguments are its overrides.
+    `code` is the Python program of a trial, whose arguments are its overrides. With `stay`, a worker without work waits
+    for the others' trials, to take them over if they are killed.
 
-    Raises BadInputError where the folder holds a study of another space or objectives, or one that runs already.
+    Raises BadInputError where the storage holds a study of another space or objectives.
     """
+    _refuse_ranks()
     folder = Path(folder).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     config = _with_extra(config, extra)
-    with _alone(folder):
-        study = open_study(config, folder=folder)
-        runner = _Runner(study, config=config, folder=folder, code=code)
+    study = open_study(config, folder=folder)
+    if code == COMMAND:
+        children.preload(children.PRELOAD)
+    runner = _Runner(study, config=config, folder=folder, code=code, stay=stay)
+    with _sigterm_as_interrupt():
         try:
             runner.run()
         except BaseException:
             runner.stop()
             raise
+        finally:
+            runner.register.end()
     return study
 
 
-def open_study(config: StudyConfig, *, folder: Path) -> optuna.Study:
-    """The study in the storage, new or known. Raises BadInputError if a known one is of another definition."""
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    url = config.storage or f"sqlite:///{folder / 'study.db'}"
-    options = {"connect_args": {"timeout": 60}} if url.startswith("sqlite") else {}
-    storage = optuna.storages.RDBStorage(url, engine_kwargs=options)
-    _check_definition(config, storage)
-    study = optuna.create_study(
-        study_name=config.name,
-        storage=storage,
-        directions=[StudyDirection[way.upper()] for way in config.objectives.values()],
-        sampler=make_sampler(config),
-        load_if_exists=True,
-    )
-    if "definition" not in study.user_attrs:
-        queue = [({}, {"overrides": list(baseline)}) for baseline in config.baselines]
-        queue += [(point, {}) for point in grid(config)]
-        for params, attributes in queue[len(study.trials) :]:  # from where an earlier start was killed
-            study.enqueue_trial(params, user_attrs=attributes)
-        study.set_user_attr("definition", config.definition())
-    return study
-
-
-def grid(config: StudyConfig) -> list[dict[str, Any]]:
-    """Every combination of choices for the grid sampler, the last setting changing first; else none."""
-    if config.sampler != "grid":
-        return []
-    keys = [param.key for param in config.space]
-    return [dict(zip(keys, values, strict=True)) for values in product(*(param.choices for param in config.space))]
-
-
-def make_sampler(config: StudyConfig) -> optuna.samplers.BaseSampler:
-    """The sampler by name; all but random and grid learn from a violated budget's constraint."""
-    seed = config.seed
-    if config.sampler in ("random", "grid"):  # the points of a grid are enqueued
-        return optuna.samplers.RandomSampler(seed=seed)
-    if config.sampler == "nsgaii":
-        return optuna.samplers.NSGAIISampler(seed=seed)
-    if config.sampler == "gp":
-        return optuna.samplers.GPSampler(seed=seed)
-    return optuna.samplers.TPESampler(seed=seed, constant_liar=config.workers > 1, multivariate=True)
-
-
-def _check_definition(config: StudyConfig, storage: optuna.storages.BaseStorage) -> None:
-    """Raises BadInputError if the storage has a study of this name with another space or other objectives."""
-    known = {study.study_name: study.user_attrs.get("definition") for study in optuna.get_all_study_summaries(storage)}
-    kept, asked = known.get(config.name) or {}, config.definition()
-    for key in kept:
-        if kept[key] != asked[key]:
-            raise BadInputError(
-                f"study {config.name} has {key} {kept[key]} and was asked for {asked[key]}: trials of both cannot be "
-                "compared. Give it another hydra.sweeper.name, or the settings it has"
-            )
+def _refuse_ranks() -> None:
+    """Every rank would train another trial, or another part of the study."""
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size.isdigit() and int(size) > 1:
+        raise BadInputError(
+            f"a study was started as rank {os.environ.get('RANK', '?')} of {size} processes (torchrun): start it once "
+            "per worker, without a launcher of ranks; each trial is one process tree"
+        )
 
 
 def _with_extra(config: StudyConfig, extra: Sequence[str]) -> StudyConfig:
@@ -121,116 +87,220 @@ def _with_extra(config: StudyConfig, extra: Sequence[str]) -> StudyConfig:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """One process per study folder: two would begin each other's trials again."""
-    with (folder / "study.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise BadInputError(f"the study in {folder} runs already: wait for it, or end it first") from None
-        lock.write(str(os.getpid()))
-        lock.flush()
+def _sigterm_as_interrupt() -> Iterator[None]:
+    """A cluster ends a job with SIGTERM: trials then write their checkpoints, as with Ctrl-C."""
+    if threading.current_thread() is not threading.main_thread():
         yield
+        return
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt("terminated (SIGTERM)")
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Running:
+    """A trial at work: one process after another, one for each of its runs."""
+
+    trial: FrozenTrial
+    words: list[str]
+    card: str | None
+    budget_bytes: int | None
+    process: TrialProcess
+    watch: Watch
+    outcomes: list[Outcome] = field(default_factory=list)
+    ended_early: str = ""  # why; then its process has been asked to end
 
 
 class _Runner:
     """Keeps up to `workers` trials running; a free place is filled at once."""
 
-    def __init__(self, study: optuna.Study, *, config: StudyConfig, folder: Path, code: str):
-        self.study, self.config, self.folder, self.code = study, config, folder, code
-        points = grid(config)  # where it is complete, nothing is left to try
-        self.total = min(config.n_trials, len(points) + len(config.baselines)) if points else config.n_trials
-        self.running: dict[int, TrialProcess] = {}
-        self.began = time.monotonic()
-        self.told = 0
+    def __init__(self, study: optuna.Study, *, config: StudyConfig, folder: Path, code: str, stay: bool):
+        self.study, self.config, self.folder, self.code, self.stay = study, config, folder, code, stay
+        self.running: dict[int, _Running] = {}
+        self.register = Register(study)
+        self.progress = Progress(study, config=config)
+        cards = cards_here(config.gpus) if code == COMMAND or config.gpus != "auto" else ()
+        self.places = Places(cards=cards, per_card=config.per_gpu)
+        self.held: Trial | FrozenTrial | None = None  # drawn, and waiting for a card with room
+        self._looked = -LOOK_S
+
+    # -- the loop ---------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        orphans = [trial for trial in self.study.get_trials(deepcopy=False) if trial.state is TrialState.RUNNING]
-        while True:
-            while len(self.running) < self.config.workers:
-                if orphans:
-                    self._retry(orphans.pop(0))
-                elif not self._begin_next():
+        with self.progress:
+            self.register.beat(running=0)
+            while True:
+                self._fill()
+                if not self.running and self.held is None and not self._others_work():
                     break
-            if not self.running:
-                return
-            time.sleep(POLL_S)
-            for number, process in list(self.running.items()):
-                if (outcome := process.poll()) is not None:
-                    del self.running[number]
-                    self._finish(number, outcome)
+                wait([own.process.sentinel for own in self.running.values()], timeout=POLL_S)
+                self._look_after()
 
     def stop(self) -> None:
-        """Running trials end with a checkpoint; they stay open in the storage, and are the first to go on."""
-        for process in self.running.values():
-            process.stop()
+        """Asks all trials for a checkpoint and an end, and waits for them; a second Ctrl-C kills them."""
+        for own in self.running.values():
+            own.process.ask_to_end()
+        patience_s = 30.0
+        for own in self.running.values():
+            try:
+                own.process.stop(patience_s=patience_s)
+            except KeyboardInterrupt:
+                patience_s = 0.0
+                own.process.stop(patience_s=patience_s)
 
-    def _begin_next(self) -> bool:
-        trials = self.study.get_trials(deepcopy=False)
-        if sum(trial.state is not TrialState.WAITING for trial in trials) >= self.total:
+    def _fill(self) -> None:
+        while len(self.running) < self.config.workers:
+            trial = self.held or self._orphan() or self._drawn()
+            if trial is None:
+                return
+            self.held = None if self._begin(trial) else trial
+            if self.held is not None:
+                return
+
+    def _drawn(self) -> FrozenTrial | None:
+        trial = next_trial(self.study, config=self.config)
+        return None if trial is None else self._words_for(trial)
+
+    def _words_for(self, trial: Trial) -> FrozenTrial:
+        trial.set_user_attr("worker", self.register.own.name)
+        trial.set_user_attr("words", [*self.config.fixed, *suggest(trial, self.config)])
+        return self.study._storage.get_trial(trial._trial_id)
+
+    def _orphan(self) -> FrozenTrial | None:
+        """A running trial whose worker is gone, now this worker's; looked for every few seconds."""
+        if time.monotonic() - self._looked < LOOK_S:
+            return None
+        self._looked = time.monotonic()
+        url = storage_url(self.config.storage, folder=self.folder)
+        attributes = self.study.user_attrs
+        for trial in self._theirs():
+            if not self._gone(trial, attributes):
+                continue
+            with setup_lock(self.folder, url=url):
+                now = self.study._storage.get_trial(trial._trial_id)
+                if now.state is not TrialState.RUNNING or now.user_attrs.get("worker") != trial.user_attrs.get(
+                    "worker"
+                ):
+                    continue  # somebody was faster
+                Trial(self.study, trial._trial_id).set_user_attr("worker", self.register.own.name)
+            self._looked = -LOOK_S  # there may be more
+            self.progress.say(f"trial {trial.number} goes on: its worker is gone")
+            if "words" not in now.user_attrs:
+                return self._words_for(trial_of(self.study, now._trial_id, number=now.number, config=self.config))
+            return now
+        return None
+
+    def _theirs(self) -> list[FrozenTrial]:
+        running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        own = {self.held.number} if self.held is not None else set()
+        return [trial for trial in running if trial.number not in self.running and trial.number not in own]
+
+    def _others_work(self) -> bool:
+        """Whether a trial may still become this worker's."""
+        theirs = self._theirs()
+        if self.stay:
+            return bool(theirs)
+        attributes = self.study.user_attrs
+        return any(self._gone(trial, attributes) for trial in theirs)
+
+    def _gone(self, trial: FrozenTrial, attributes: Mapping[str, Any]) -> bool:
+        return self.register.gone(trial.user_attrs.get("worker"), attributes, trial=trial.number)
+
+    # -- one trial --------------------------------------------------------------------------------------------------
+
+    def _begin(self, trial: Trial | FrozenTrial) -> bool:
+        """Whether it begins; else no card has room for it now."""
+        frozen = trial if isinstance(trial, FrozenTrial) else self.study._storage.get_trial(trial._trial_id)
+        words = list(frozen.user_attrs["words"])
+        budget_bytes = _memory_budget(words)
+        card = self.places.take(budget_bytes)
+        if card is None and self.places.cards:
             return False
-        trial = self.study.ask()
-        own = trial.user_attrs.get("overrides")
-        words = own if own is not None else [p.override(_suggest(trial, p)) for p in self.config.space]
-        trial.set_user_attr("words", [*self.config.fixed, *words])
-        self._start(trial.number, trial.user_attrs["words"])
+        baseline = "overrides" in frozen.user_attrs
+        watch = Watch(self.study, frozen, config=self.config, exempt=baseline)
+        process = self._process(frozen.number, words, part=0, card=card)
+        self.running[frozen.number] = _Running(
+            trial=frozen, words=words, card=card, budget_bytes=budget_bytes, process=process, watch=watch
+        )
         return True
 
-    def _start(self, number: int, words: Sequence[str]) -> None:
+    def _process(self, number: int, words: Sequence[str], *, part: int, card: str | None) -> TrialProcess:
         folder = self.folder / f"{number:04d}"
-        self.running[number] = TrialProcess(words, folder=folder, threads=self.config.threads, code=self.code)
-
-    def _retry(self, trial: FrozenTrial) -> None:
-        """Begins a trial again that was running when the study, or its own process, was killed."""
-        attempts = int(trial.user_attrs.get("attempts", 0)) + 1
-        words = trial.user_attrs.get("words")
-        if words is None or attempts > self.config.retries:
-            why = "was killed before it began" if words is None else f"was killed {attempts} times"
-            self._tell(trial.number, state=TrialState.FAIL, text=f"failed: it {why}")
-            return
-        Trial(self.study, trial._trial_id).set_user_attr("attempts", attempts)
-        say(f"trial {trial.number} goes on (attempt {attempts + 1})")
-        self._start(trial.number, words)
-
-    def _finish(self, number: int, outcome: Outcome) -> None:
-        trial = self.study.get_trials(deepcopy=False)[number]
-        if not outcome.answered:
-            if outcome.exit_code < 0 or outcome.exit_code == BUG:  # killed, or a bug: worth another attempt
-                self._retry(trial)
-                return
-            self._tell(number, state=TrialState.FAIL, text=f"failed: {outcome.message}")
-            return
-        values = [_value(outcome, name, way) for name, way in self.config.objectives.items()]
-        Trial(self.study, trial._trial_id).set_constraint("budget", outcome.violated)  # at most 0 where it was met
-        text = ", ".join(f"{name} {value:.6g}" for name, value in zip(self.config.objectives, values, strict=True))
-        self._tell(number, values=values, text=outcome.message if outcome.violated else text)
-
-    def _tell(
-        self, number: int, *, text: str, values: list[float] | None = None, state: TrialState | None = None
-    ) -> None:
-        self.study.tell(number, values, state=state)
-        self.told += 1
-        trials = self.study.get_trials(deepcopy=False)
-        done = sum(trial.state in _ENDED for trial in trials)
-        failed = sum(trial.state is TrialState.FAIL for trial in trials)
-        left_s = (time.monotonic() - self.began) / self.told * max(self.total - done, 0)
-        words = " ".join(trials[number].user_attrs.get("words", [])[len(self.config.fixed) :])
-        say(
-            f"trial {number} ({words}): {text}  [{done}/{self.total} done, {failed} failed, {left_s / 60:.1f} min left]"
+        own: Sequence[str] = ()
+        if self.config.repeats:
+            folder, own = folder / str(part), self.config.repeats[part]
+        variables = {"WANDB_RUN_GROUP": self.config.name, "WANDB_JOB_TYPE": "trial"}
+        if card is not None:
+            variables["CUDA_VISIBLE_DEVICES"] = card
+        return TrialProcess(
+            [*words, *own], folder=folder, threads=self.config.threads, code=self.code, variables=variables
         )
 
+    def _look_after(self) -> None:
+        self.register.beat(running=len(self.running))
+        for number, own in list(self.running.items()):
+            outcome = own.process.poll()
+            if outcome is not None:
+                self._ended(own, outcome)
+            elif not own.ended_early:
+                own.ended_early = own.watch.verdict(own.process.folder, part=len(own.outcomes))
+                if own.ended_early:
+                    self.progress.say(f"trial {number} ends early: {own.ended_early}")
+                    own.process.ask_to_end()
+        self.progress.refresh()
 
-def _suggest(trial: Trial, param: Param) -> Any:
-    if param.choices:
-        return trial.suggest_categorical(param.key, list(param.choices))
-    if isinstance(param.low, int) and isinstance(param.high, int):
-        return trial.suggest_int(param.key, param.low, param.high, log=param.log, step=int(param.step or 1))
-    return trial.suggest_float(param.key, param.low, param.high, log=param.log, step=param.step)
+    def _ended(self, own: _Running, outcome: Outcome) -> None:
+        """One run of the trial ended: the trial goes on, goes into another attempt, or is answered."""
+        number, parts = own.trial.number, len(self.config.repeats) or 1
+        if own.ended_early and outcome.result is None:
+            self._tell(own, Answer(state=TrialState.PRUNED, text=f"ended early: {own.ended_early}"))
+            return
+        if outcome.killed:
+            self._again(own, outcome)
+            return
+        own.outcomes.append(outcome)
+        if outcome.answered and not infeasible(outcome) and len(own.outcomes) < parts:
+            own.process = self._process(number, own.words, part=len(own.outcomes), card=own.card)
+            return
+        self._tell(own, answer_of(own.outcomes, objectives=self.config.objectives))
+
+    def _again(self, own: _Running, outcome: Outcome) -> None:
+        """Another attempt at a trial whose own process was killed or failed through a bug, within the limit."""
+        trial = self.study._storage.get_trial(own.trial._trial_id)
+        attempts = int(trial.user_attrs.get("attempts", 0)) + 1
+        Trial(self.study, trial._trial_id).set_user_attr("attempts", attempts)
+        if attempts > self.config.retries:
+            text = f"failed: it was killed or failed {attempts} times, at last with {outcome.exit_code}: "
+            self._tell(own, Answer(state=TrialState.FAIL, text=text + outcome.message))
+            return
+        self.progress.say(f"trial {trial.number} is begun again ({outcome.message}), attempt {attempts + 1}")
+        own.process = self._process(trial.number, own.words, part=len(own.outcomes), card=own.card)
+
+    def _tell(self, own: _Running, answer: Answer) -> None:
+        trial = Trial(self.study, own.trial._trial_id)
+        for name, value in answer.constraints.items():
+            if name not in trial.constraints:  # a start that was killed right here has set it
+                trial.set_constraint(name, value)
+        if answer.state is not None or any(answer.constraints.values()):
+            trial.set_user_attr("text", answer.text)
+        self.study.tell(own.trial.number, answer.values, state=answer.state)
+        del self.running[own.trial.number]
+        if own.card is not None:
+            self.places.give_back(own.card, own.budget_bytes)
+        words = " ".join(own.words[len(self.config.fixed) :])
+        self.progress.told(f"trial {own.trial.number} ({words}): {answer.text}")
 
 
-def _value(outcome: Outcome, name: str, way: str) -> float:
-    worst = WORST if way == "minimize" else -WORST
-    if outcome.result is None:
-        return worst
-    value = outcome.result["quality"]["value"] if name == "quality" else outcome.result[name]
-    return float(value) if value is not None and isfinite(value) else worst
+def _memory_budget(words: Sequence[str]) -> int | None:
+    """Bytes that the trial may hold on its card, where its overrides say so."""
+    given = [word.removeprefix("budget=") for word in words if word.startswith("budget=")]
+    try:
+        return parse_budget(given[-1]).memory_bytes if given else None
+    except BadInputError:
+        return None  # the run refuses it

@@ -1,19 +1,23 @@
 """What a study is: objectives, the space that is searched, its baselines, and how many trials at a time."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from baoc.errors import BadInputError, unknown_name
 
 OBJECTIVES = {"quality": None, "peak_bytes": "minimize", "state_bytes": "minimize", "samples_per_s": "maximize"}
 SAMPLERS = ("tpe", "nsgaii", "gp", "random", "grid")
-_KEYS = ("choices", "low", "high", "log", "step", "format")
+_KEYS = ("choices", "low", "high", "log", "step", "format", "when")
+_WHOLE = (("n_trials", 1), ("workers", 1), ("threads", 1), ("retries", 0), ("per_gpu", 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Param:
-    """One setting that is searched: choices, or a range of numbers. `format` turns a value into the override's."""
+    """One setting that is searched: choices, or a range of numbers. `format` turns a value into the override's.
+
+    `when`: earlier settings of the space and the values with which this one matters; with others it is left alone.
+    """
 
     key: str
     choices: tuple[Any, ...] = ()
@@ -22,17 +26,39 @@ class Param:
     log: bool = False
     step: float | None = None
     format: str = "{}"
+    when: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def override(self, value: Any) -> str:
         return f"{self.key}={self.format.format(value)}"
+
+    def matters(self, chosen: Mapping[str, Any]) -> bool:
+        """Whether it is searched beside what was `chosen` so far."""
+        return all(key in chosen and chosen[key] in values for key, values in self.when.items())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EarlyStop:
+    """A trial ends at a rung where another was better in every objective, in quality by `margin` of its own value.
+
+    `rungs` are optimizer steps, at which the run must validate and log `metric`, the key of its quality. `least`: how
+    many other trials must have passed the rung before one is ended there. `margin` 0.1 is a tenth.
+    """
+
+    rungs: tuple[int, ...] = ()
+    metric: str = "val/loss"
+    margin: float = 0.1
+    least: int = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudyConfig:
     """`sweeps/NAME.yaml`. `objectives` maps a result's field to minimize or maximize. `n_trials` is the total.
 
-    `fixed` are overrides of every trial, `baselines` lists of overrides that are tried first. `retries`: how often a
-    trial that was killed, or failed through a bug, is begun again.
+    `fixed` are overrides of every trial, `baselines` lists of overrides that are tried first. `repeats`: lists of
+    overrides; a trial then is one run with each of them, and its values are those of `over_seeds`. `retries`: how often
+    a trial that was killed, or failed through a bug, is begun again. `storage`: null is sqlite in the study's folder,
+    `journal` a journal file there, else a database's URL. `gpus`: `auto`, or indices; `per_gpu` trials share a card
+    where their memory budgets fit it together.
     """
 
     name: str
@@ -40,21 +66,26 @@ class StudyConfig:
     space: tuple[Param, ...]
     fixed: tuple[str, ...] = ()
     baselines: tuple[tuple[str, ...], ...] = ()
+    repeats: tuple[tuple[str, ...], ...] = ()
     sampler: str = "tpe"
     seed: int = 0
     n_trials: int = 20
     workers: int = 1
     threads: int = 1  # of torch, per trial
     retries: int = 1
+    early_stop: EarlyStop = field(default_factory=EarlyStop)
     storage: str | None = None
+    gpus: str | tuple[str, ...] = "auto"
+    per_gpu: int = 1
 
     def definition(self) -> dict[str, Any]:
         """What makes trials comparable: a study goes on only with the same."""
-        return {
+        known = {
             "objectives": dict(self.objectives),
-            "space": {p.key: {k: _plain(getattr(p, k)) for k in _KEYS} for p in self.space},
+            "space": {p.key: {k: _plain(getattr(p, k)) for k in _KEYS if k != "when" or p.when} for p in self.space},
             "fixed": list(self.fixed),
         }
+        return known | ({"repeats": [list(words) for words in self.repeats]} if self.repeats else {})
 
 
 def read_study(given: Any) -> StudyConfig:
@@ -67,23 +98,45 @@ def read_study(given: Any) -> StudyConfig:
     for key in ("name", "objectives", "space"):
         if not values.get(key):
             raise BadInputError(f"the study has no hydra.sweeper.{key}: choose one with sweeps=NAME, or give it")
-    objectives = {str(name): str(way) for name, way in dict(values["objectives"]).items()}
+    sampler = values.get("sampler", "tpe")
+    if sampler not in SAMPLERS:
+        raise unknown_name(str(sampler), what="sampler", allowed=SAMPLERS)
+    for key, least in _WHOLE:
+        if not isinstance(values.get(key, 1), int) or values.get(key, 1) < least:
+            raise BadInputError(f"hydra.sweeper.{key}={values[key]}: give a whole number of at least {least}")
+    values["objectives"] = _objectives(values["objectives"])
+    values["space"] = _space(values["space"], sampler=sampler)
+    values["fixed"] = tuple(map(str, values.get("fixed", ())))
+    for key in ("baselines", "repeats"):
+        values[key] = tuple(tuple(map(str, words)) for words in values.get(key) or ())
+    values["early_stop"] = _early_stop(values.get("early_stop") or {})
+    gpus = values.get("gpus", "auto")
+    values["gpus"] = gpus if isinstance(gpus, str) else tuple(map(str, gpus or ()))
+    return StudyConfig(**values)
+
+
+def _objectives(given: Any) -> dict[str, str]:
+    objectives = {str(name): str(way) for name, way in dict(given).items()}
     for name, way in objectives.items():
         if name not in OBJECTIVES:
             raise unknown_name(name, what="objective", allowed=OBJECTIVES)
         if way not in ("minimize", "maximize") or OBJECTIVES[name] not in (None, way):
             raise BadInputError(f"objective {name} is {way!r}: allowed is {OBJECTIVES[name] or 'minimize or maximize'}")
-    sampler = values.get("sampler", "tpe")
-    if sampler not in SAMPLERS:
-        raise unknown_name(str(sampler), what="sampler", allowed=SAMPLERS)
-    for key, least in (("n_trials", 1), ("workers", 1), ("threads", 1), ("retries", 0)):
-        if not isinstance(values.get(key, 1), int) or values.get(key, 1) < least:
-            raise BadInputError(f"hydra.sweeper.{key}={values[key]}: give a whole number of at least {least}")
-    values["objectives"] = objectives
-    values["space"] = tuple(_param(str(key), spec, sampler=sampler) for key, spec in dict(values["space"]).items())
-    values["fixed"] = tuple(map(str, values.get("fixed", ())))
-    values["baselines"] = tuple(tuple(map(str, baseline)) for baseline in values.get("baselines", ()))
-    return StudyConfig(**values)
+    return objectives
+
+
+def _space(given: Any, *, sampler: str) -> tuple[Param, ...]:
+    params: list[Param] = []
+    for key, spec in dict(given).items():
+        param = _param(str(key), spec, sampler=sampler)
+        for name in param.when:
+            if name not in [earlier.key for earlier in params]:
+                raise BadInputError(
+                    f"hydra.sweeper.space.{key}.when names {name}: allowed are settings of the space that stand before "
+                    f"it ({', '.join(earlier.key for earlier in params) or 'there are none'})"
+                )
+        params.append(param)
+    return tuple(params)
 
 
 def _param(key: str, spec: Any, *, sampler: str) -> Param:
@@ -100,8 +153,32 @@ def _param(key: str, spec: Any, *, sampler: str) -> Param:
             )
         if sampler == "grid":
             raise BadInputError(f"the grid sampler needs choices, and hydra.sweeper.space.{key} is a range")
-    return Param(key=key, **{**spec, **({"choices": tuple(spec["choices"])} if "choices" in spec else {})})
+    tuples: dict[str, Any] = {"choices": tuple(spec["choices"])} if "choices" in spec else {}
+    tuples["when"] = {str(name): _tuple(values) for name, values in dict(spec.get("when") or {}).items()}
+    return Param(key=key, **{**spec, **tuples})
+
+
+def _early_stop(given: Mapping[str, Any]) -> EarlyStop:
+    known = [item.name for item in fields(EarlyStop)]
+    for key in given:
+        if key not in known:
+            raise unknown_name(str(key), what="setting of hydra.sweeper.early_stop", allowed=known)
+    rungs = tuple(given.get("rungs") or ())
+    if any(not isinstance(rung, int) or rung < 1 for rung in rungs) or list(rungs) != sorted(set(rungs)):
+        raise BadInputError(
+            f"hydra.sweeper.early_stop.rungs={list(rungs)}: give rising optimizer steps at which a run validates"
+        )
+    for key, least in (("margin", 0), ("least", 1)):
+        if not isinstance(given.get(key, least), int | float) or given.get(key, least) < least:
+            raise BadInputError(f"hydra.sweeper.early_stop.{key}={given[key]}: give a number of at least {least}")
+    return EarlyStop(**{**given, "rungs": rungs})
+
+
+def _tuple(values: Any) -> tuple[Any, ...]:
+    return tuple(values) if isinstance(values, Sequence) and not isinstance(values, str) else (values,)
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value

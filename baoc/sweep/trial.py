@@ -1,99 +1,150 @@
-"""One trial in a process of its own, so that whatever happens to it leaves the study and its other trials alone."""
+"""One run of a trial in a process of its own: how it begins, goes on from its checkpoint, and what it answered."""
 
-import ctypes
 import os
 import signal
-import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from baoc.errors import BudgetBreachedError, InfeasibleBudgetError
+from baoc.config.failures import BUG, INTERRUPTED
+from baoc.errors import BadInputError, BudgetBreachedError, DivergedError, InfeasibleBudgetError
+from baoc.sweep import children
+from baoc.sweep.memory import num_out_of_memory
 from baoc.sweep.runs import CONFIG, ERROR, RESULT
 from baoc.tracking.files import read_json
 
 COMMAND = "import sys; from baoc.config.cli import main; sys.exit(main(sys.argv[1:]))"
-_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
+LOCK, LOG = "trial.lock", "trial.log"
 INFEASIBLE, BREACHED = InfeasibleBudgetError.exit_code, BudgetBreachedError.exit_code  # answers, not failures
+_VANISHED = 255  # what multiprocessing says where its server was killed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a trial ended. `violated` is 0, or 1 where a budget was impossible or breached; `result` is result.json."""
+    """How a run ended. `result` is result.json where it counts; `diverged` where the loss was no number."""
 
     exit_code: int
     result: dict[str, Any] | None
     message: str = ""
+    diverged: bool = False
 
     @property
     def violated(self) -> float:
+        """1 where a budget was impossible or breached, or memory ran out; else 0."""
         return float(self.exit_code in (INFEASIBLE, BREACHED))
 
     @property
     def answered(self) -> bool:
-        return self.result is not None or self.violated > 0
+        """Whether it tells something about its settings; a bad input, a bug and a kill do not."""
+        return self.result is not None or self.violated > 0 or self.diverged
+
+    @property
+    def killed(self) -> bool:
+        """Ended from outside or by a bug: worth another attempt."""
+        return not self.answered and (self.exit_code < 0 or self.exit_code in (BUG, INTERRUPTED, _VANISHED))
 
 
 class TrialProcess:
     """`python run.py OVERRIDES` into `folder`. A second attempt goes on from the folder's newest checkpoint."""
 
-    def __init__(self, overrides: Sequence[str], *, folder: Path, threads: int, code: str = COMMAND):
+    def __init__(
+        self,
+        overrides: Sequence[str],
+        *,
+        folder: Path,
+        threads: int,
+        code: str = COMMAND,
+        variables: Mapping[str, str] | None = None,
+    ):
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
-        words = [*overrides, f"hydra.run.dir={folder}"]
-        if any(folder.rglob("*.ckpt")):
-            words.append(f"resume={folder}")
-        else:
-            _clear(folder)
-        self._log = (folder / "trial.log").open("ab")
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code, *words],
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
-            start_new_session=True,  # a Ctrl-C in the terminal is the study's to pass on
-            preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+        self._out_of_memory = num_out_of_memory()
+        self.process: ForkServerProcess = children.start(
+            partial(_run, code, list(overrides), str(folder)),
+            log=folder / LOG,
+            lock=folder / LOCK,
+            arguments=overrides,
+            variables={"OMP_NUM_THREADS": str(threads), **(variables or {})},
         )
 
+    @property
+    def sentinel(self) -> int:
+        """Becomes readable when the process has ended."""
+        return self.process.sentinel
+
     def poll(self) -> Outcome | None:
-        """The outcome, or None while the trial runs."""
-        code = self.process.poll()
+        """The outcome, or None while the run goes on."""
+        code = self.process.exitcode
         if code is None:
             return None
-        self._log.close()
+        if code == -signal.SIGKILL and num_out_of_memory() > self._out_of_memory:
+            return Outcome(
+                exit_code=BREACHED, result=None, message="the machine ran out of memory and the trial was killed"
+            )
         return outcome_in(self.folder, exit_code=code)
 
+    def ask_to_end(self) -> None:
+        """A checkpoint and an end; does not wait."""
+        self.process.terminate()
+
     def stop(self, *, patience_s: float = 30.0) -> None:
-        """Asks for a checkpoint and an end; kills what does not listen."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-        try:
-            self.process.wait(timeout=patience_s)
-        except subprocess.TimeoutExpired:
+        """Waits for the end; kills what does not listen."""
+        self.process.join(patience_s)
+        if self.process.exitcode is None:
             self.process.kill()
-            self.process.wait()
-        self._log.close()
+            self.process.join()
+
+
+def _run(code: str, overrides: Sequence[str], folder: str) -> None:
+    """In the trial's process: begins, goes on, or finds that an earlier attempt has finished."""
+    path = Path(folder)
+    if (path / RESULT).is_file():  # the study was killed between this result and its record
+        sys.exit(BREACHED if read_json(path / RESULT).get("budget_met") is False else 0)
+    checkpoints = any(path.rglob("*.ckpt"))
+    status = _execute(code, overrides, path, resume=checkpoints)
+    if checkpoints and status == BadInputError.exit_code:  # a checkpoint of the last step, or a damaged one
+        status = _execute(code, overrides, path, resume=False)
+    sys.exit(status)
+
+
+def _execute(code: str, overrides: Sequence[str], folder: Path, *, resume: bool) -> int:
+    words = [*overrides, f"hydra.run.dir={folder}"]
+    if resume:
+        words.append(f"resume={folder}")
+    else:
+        _clear(folder)
+    sys.argv = ["run.py", *words]
+    try:
+        exec(compile(code, "<trial>", "exec"), {"__name__": "__main__"})
+    except SystemExit as ended:
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    return 0
 
 
 def outcome_in(folder: Path, *, exit_code: int) -> Outcome:
-    """What a folder tells of its trial; a result counts only if the process ended well or breached its budget."""
+    """What a folder tells of its run; a result counts only if the process ended well or breached its budget."""
     result, error = folder / RESULT, folder / ERROR
     told = read_json(result) if result.is_file() and exit_code in (0, BREACHED) else None
-    message = read_json(error)["message"] if error.is_file() else ""
+    kept = read_json(error) if error.is_file() and exit_code else {}
+    message = kept.get("message", "")
     if not message and exit_code:
-        lines = (folder / "trial.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        lines = (folder / LOG).read_text(encoding="utf-8", errors="replace").strip().splitlines()
         message = lines[-1] if lines else f"ended with {exit_code}"
-    return Outcome(exit_code=exit_code, result=told, message=message)
+    diverged = kept.get("kind") == DivergedError.__name__
+    if told is not None and told["quality"]["value"] is None:
+        diverged, message = True, message or "its quality is no number"
+    return Outcome(exit_code=exit_code, result=told, message=message, diverged=diverged)
 
 
 def _clear(folder: Path) -> None:
-    """A trial that left no checkpoint begins anew: its unfinished records go, its log stays."""
+    """A run that begins anew: unfinished records and checkpoints go, its log stays."""
     for name in (RESULT, ERROR, CONFIG, "metrics.jsonl"):
         (folder / name).unlink(missing_ok=True)
-
-
-def _die_with_parent() -> None:
-    """If the study is killed, its trials are asked to end as well: no orphan writes into a folder that is retried."""
-    ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGTERM)
+    for checkpoint in folder.rglob("*.ckpt"):
+        os.unlink(checkpoint)

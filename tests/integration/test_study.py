@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import optuna
@@ -12,7 +13,10 @@ import pytest
 from optuna.trial import TrialState
 
 from baoc.errors import BadInputError
-from baoc.sweep.study import WORST, open_study, run_study
+from baoc.sweep.answers import WORST
+from baoc.sweep.sampling import make_sampler
+from baoc.sweep.storage import open_study
+from baoc.sweep.study import run_study
 from baoc.sweep.study_config import StudyConfig, read_study
 from tests.conftest import ROOT
 
@@ -24,8 +28,8 @@ folder = words["hydra.run.dir"]
 x = float(words["x"])
 with open(os.path.join(folder, "attempts"), "a") as file:
     file.write(words.get("resume", "new") + "\\n")
-def fail(code, message):
-    json.dump({"schema": 1, "kind": "K", "message": message, "exit_code": code}, open(folder + "/error.json", "w"))
+def fail(code, message, kind="K"):
+    json.dump({"schema": 1, "kind": kind, "message": message, "exit_code": code}, open(folder + "/error.json", "w"))
     sys.exit(code)
 attempts = len(open(folder + "/attempts").readlines())
 mode = words.get("mode", "ok")
@@ -40,7 +44,9 @@ if mode == "bad":
     fail(2, "no such thing")
 if mode == "infeasible" and x < 0.5:
     fail(3, "least feasible is 0.5")
-quality = (x - float(words.get("best", "0.3"))) ** 2
+if mode == "diverge":
+    fail(5, "nan", kind="DivergedError")
+quality = None if mode == "nan" else (x - float(words.get("best", "0.3"))) ** 2
 result = {"quality": {"value": quality}, "state_bytes": int(100 * x), "peak_bytes": 1, "samples_per_s": 1.0}
 json.dump(result, open(folder + "/result.json", "w"))
 """
@@ -115,6 +121,49 @@ def test_an_impossible_budget_is_a_constraint_and_bad_input_a_failure(tmp_path: 
     assert [trial.number for trial in study.best_trials] == [good.number]
 
 
+def test_what_diverged_is_a_violated_constraint_and_on_no_front(tmp_path: Path):
+    baselines = [["x=0", "mode=diverge"], ["x=0", "mode=nan"]]  # the fewest bytes of all
+    study = run_study(config(n_trials=3, baselines=baselines), folder=tmp_path, code=STUB)
+    diverged, nan, good = study.trials
+    assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * 3
+    assert diverged.constraints["diverged"] > 0 and nan.constraints["diverged"] > 0
+    assert good.constraints == {"budget": 0.0}
+    assert [trial.number for trial in study.best_trials] == [good.number]
+
+
+def test_a_setting_that_does_not_matter_is_not_searched(tmp_path: Path):
+    space = {"kind": {"choices": ["a", "b"]}, "x": {"low": 0.0, "high": 1.0}}
+    space["depth"] = {"choices": [1, 2], "when": {"kind": "a"}}
+    for sampler in ("tpe", "nsgaii", "random"):
+        folder = tmp_path / sampler
+        given = config(n_trials=12, seed=1, sampler=sampler, space=space, baselines=[["x=0.5"]])
+        study = run_study(given, folder=folder, code=STUB)
+        searched = [trial for trial in study.trials if trial.params]
+        assert len(searched) == 11 and {trial.params["kind"] for trial in searched} == {"a", "b"}
+        for trial in searched:
+            assert ("depth" in trial.params) == (trial.params["kind"] == "a")
+            assert any(word.startswith("depth=") for word in trial.user_attrs["words"]) == ("depth" in trial.params)
+
+
+def test_settings_are_searched_jointly_beside_baselines(tmp_path: Path):
+    """Baselines have no point in the space; samplers that take what all trials share would search nothing jointly."""
+    given = config(n_trials=3, workers=1, sampler="gp", baselines=[["x=0.25"]])
+    study = run_study(given, folder=tmp_path, code=STUB)
+    sampler = make_sampler(given, number=3)
+    trial = optuna.trial.create_trial(state=TrialState.RUNNING)
+    assert list(sampler.infer_relative_search_space(study, trial)) == ["x"]
+
+
+def test_a_trial_is_drawn_the_same_whatever_was_killed_before(tmp_path: Path):
+    for sampler in ("random", "tpe"):
+        given = config(n_trials=13, workers=1, sampler=sampler)
+        whole = run_study(given, folder=tmp_path / sampler / "whole", code=STUB)
+        for total in (5, 12, 13):
+            parts = run_study(replace(given, n_trials=total), folder=tmp_path / sampler / "parts", code=STUB)
+        assert [trial.params for trial in parts.trials] == [trial.params for trial in whole.trials]
+        assert len({trial.params["x"] for trial in parts.trials}) == 13
+
+
 def test_fewer_impossible_budgets_are_proposed_later(tmp_path: Path):
     changes = {
         "n_trials": 20,  # the first ten are drawn at random
@@ -165,11 +214,18 @@ def test_killing_everything_at_random_loses_and_repeats_nothing(tmp_path: Path):
     assert sorted(path.name for path in folder.glob("0*")) == [f"{number:04d}" for number in range(8)]
 
 
-def test_two_processes_do_not_share_a_study_folder(tmp_path: Path):
-    from baoc.sweep.study import _alone
-
-    with _alone(tmp_path), pytest.raises(BadInputError, match="runs already"):
-        run_study(config(), folder=tmp_path, code=STUB)
+def test_workers_share_a_study_and_none_of_its_trials(tmp_path: Path):
+    script = (
+        "import sys\nfrom tests.integration.test_study import STUB, config\nfrom baoc.sweep.study import run_study\n"
+        "run_study(config(n_trials=9, workers=1, fixed=['mode=slow']), folder=sys.argv[1], code=STUB)"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    workers = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) for _ in range(3)]
+    assert [worker.wait(timeout=120) for worker in workers] == [0, 0, 0]
+    study = open_study(config(n_trials=9, workers=1, fixed=["mode=slow"]), folder=tmp_path)
+    assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * 9
+    assert all(attempts(tmp_path, number) == ["new"] for number in range(9))
+    assert len({trial.user_attrs["worker"] for trial in study.trials}) > 1
 
 
 @pytest.mark.parametrize(
@@ -181,6 +237,10 @@ def test_two_processes_do_not_share_a_study_folder(tmp_path: Path):
         ({"space": {"x": {"low": 1, "high": 0}}}, "low must be below high"),
         ({"space": {"x": {"low": 0.0, "high": 1.0}}, "sampler": "grid"}, "grid sampler needs choices"),
         ({"space": {"x": 3}}, "give choices, or low and high"),
+        ({"space": {"x": {"choices": [1], "when": {"y": 1}}}}, "x.when names y: allowed are settings"),
+        ({"early_stop": {"rungs": [20, 10]}}, "give rising optimizer steps"),
+        ({"early_stop": {"margin": -1}}, "give a number of at least 0"),
+        ({"early_stop": {"rung": 1}}, "setting of hydra.sweeper.early_stop"),
         ({"n_trials": 0}, "n_trials=0: give a whole number of at least 1"),
         ({"nTrials": 3}, "setting of a study"),
         ({"space": {}}, "no hydra.sweeper.space"),

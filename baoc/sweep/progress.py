@@ -1,0 +1,73 @@
+"""The progress of a whole study in the terminal: a bar, counts and the best values; in a log, a line per trial."""
+
+import time
+from types import TracebackType
+from typing import Self
+
+import optuna
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.text import Text
+
+from baoc.sweep.status import Status, status_of
+from baoc.sweep.study_config import StudyConfig
+from baoc.tracking.console import attach_live, detach_live, make_console, say
+
+REFRESH_S = 2.0  # the storage may be a server that others use
+
+
+class Progress:
+    """A context: inside, what is said stands above the bar. Without a terminal there is no bar."""
+
+    def __init__(self, study: optuna.Study, *, config: StudyConfig, console: Console | None = None):
+        self.study, self.config = study, config
+        self._console = console or make_console()
+        self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
+        self._next = 0.0
+        self._total = min(config.n_trials, len(study.get_trials(deepcopy=False)) or config.n_trials)
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+            attach_live(self._console)
+            self.refresh(force=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self.refresh(force=True)
+            self._live.stop()
+            detach_live(self._console)
+
+    def say(self, text: str) -> None:
+        say(text)
+
+    def told(self, text: str) -> None:
+        """A trial has ended."""
+        status = self.status()
+        say(f"{text}  [{status.text}]" if self._live is None else text)
+        self.refresh(force=True)
+
+    def refresh(self, *, force: bool = False) -> None:
+        """Draws anew, every two seconds or when something happened."""
+        if self._live is None or (time.monotonic() < self._next and not force):
+            return
+        self._next = time.monotonic() + REFRESH_S
+        self._live.update(drawn(self.status(), name=self.config.name), refresh=True)
+
+    def status(self) -> Status:
+        """Of the storage, so that other workers' trials count."""
+        trials = self.study.get_trials(deepcopy=False)
+        return status_of(trials, total=self._total, objectives=self.config.objectives)
+
+
+def drawn(status: Status, *, name: str) -> Group:
+    """The bar, the counts and the best values as they stand in the terminal."""
+    ended = status.done + status.pruned + status.failed
+    lines = [Text(f"{name}: {status.text}")]
+    if status.best:
+        lines.append(Text("best: " + "; ".join(map(str, status.best)), style="dim"))
+    return Group(ProgressBar(total=max(status.total, 1), completed=ended, width=40), *lines)

@@ -1,0 +1,139 @@
+"""What a trial tries: its point of the space depends on the study's seed, the trial's number and what was finished.
+
+So a trial that was killed before it began is drawn again as it was, and random and grid studies give the same set of
+trials whatever was killed in between, and on however many workers.
+"""
+
+import warnings
+from collections.abc import Mapping
+from itertools import product
+from typing import Any, cast
+
+import numpy as np
+import optuna
+from optuna.distributions import BaseDistribution
+from optuna.exceptions import ExperimentalWarning
+from optuna.samplers import BaseSampler
+from optuna.trial import FrozenTrial, Trial, TrialState
+
+from baoc.sweep.study_config import Param, StudyConfig
+
+
+def make_sampler(config: StudyConfig, *, number: int) -> BaseSampler:
+    """The sampler by name, seeded for one trial. All but random and grid learn from violated constraints."""
+    seed = int(np.random.SeedSequence([config.seed, number]).generate_state(1)[0])
+    if config.sampler in ("random", "grid"):  # the points of a grid are enqueued
+        return optuna.samplers.RandomSampler(seed=seed)
+    if config.sampler == "nsgaii":
+        return _OfTheSpace(optuna.samplers.NSGAIISampler(seed=seed))
+    if config.sampler == "gp":
+        return _OfTheSpace(optuna.samplers.GPSampler(seed=seed, warn_independent_sampling=False))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExperimentalWarning)  # `group`, since 2.8: settings that only matter at times
+        liar = config.workers > 1
+        return _OfTheSpace(optuna.samplers.TPESampler(seed=seed, constant_liar=liar, multivariate=True, group=True))
+
+
+def queue(config: StudyConfig) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """(params, user attributes) of every trial in the order of their numbers: baselines, points of a grid, free ones.
+
+    As long as the study is to be; a grid ends with its last point.
+    """
+    told: list[tuple[dict[str, Any], dict[str, Any]]] = [({}, {"overrides": list(words)}) for words in config.baselines]
+    told += [(point, {}) for point in grid(config)]
+    if config.sampler != "grid":
+        told += [({}, {})] * max(config.n_trials - len(told), 0)
+    return told[: config.n_trials]
+
+
+def grid(config: StudyConfig) -> list[dict[str, Any]]:
+    """Every combination of choices for the grid sampler, the last setting changing first; else none."""
+    if config.sampler != "grid":
+        return []
+    points: list[dict[str, Any]] = []
+    for values in product(*(param.choices for param in config.space)):
+        point: dict[str, Any] = {}
+        for param, value in zip(config.space, values, strict=True):
+            if param.matters(point):
+                point[param.key] = value
+        if point not in points:
+            points.append(point)
+    return points
+
+
+def suggest(trial: Trial, config: StudyConfig) -> list[str]:
+    """The overrides of a trial: its baseline's, or one per setting that matters beside the others."""
+    own = trial.user_attrs.get("overrides")
+    if own is not None:
+        return list(own)
+    chosen: dict[str, Any] = {}
+    words: list[str] = []
+    for param in config.space:
+        if param.matters(chosen):
+            chosen[param.key] = _suggest(trial, param)
+            words.append(param.override(chosen[param.key]))
+    return words
+
+
+def _suggest(trial: Trial, param: Param) -> Any:
+    if param.choices:
+        return trial.suggest_categorical(param.key, list(param.choices))
+    if isinstance(param.low, int) and isinstance(param.high, int):
+        return trial.suggest_int(param.key, param.low, param.high, log=param.log, step=int(param.step or 1))
+    return trial.suggest_float(param.key, param.low, param.high, log=param.log, step=param.step)
+
+
+class _OfTheSpace(BaseSampler):
+    """A sampler that does not see baselines: these have no point in the space, and samplers that search settings
+    jointly take those that all trials have in common, so they would search each alone, or fail."""
+
+    def __init__(self, inner: BaseSampler):
+        self.inner = inner
+
+    def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        return self.inner.infer_relative_search_space(_without_baselines(study), trial)
+
+    def sample_relative(
+        self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        return self.inner.sample_relative(_without_baselines(study), trial, search_space)
+
+    def sample_independent(
+        self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        return self.inner.sample_independent(_without_baselines(study), trial, param_name, param_distribution)
+
+    def before_trial(self, study: optuna.Study, trial: FrozenTrial) -> None:
+        self.inner.before_trial(_without_baselines(study), trial)
+
+    def after_trial(self, study: optuna.Study, trial: FrozenTrial, state: TrialState, values: Any) -> None:
+        self.inner.after_trial(_without_baselines(study), trial, state, values)
+
+
+def _without_baselines(study: optuna.Study) -> optuna.Study:
+    return cast(optuna.Study, _Searched(study))
+
+
+class _Searched:
+    """A study of those trials only that have a point in the space (or may still get one)."""
+
+    def __init__(self, study: optuna.Study):
+        self._study = study
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._study, name)
+
+    @property
+    def trials(self) -> list[FrozenTrial]:
+        return self.get_trials()
+
+    def get_trials(self, *args: Any, **options: Any) -> list[FrozenTrial]:
+        return [trial for trial in self._study.get_trials(*args, **options) if _searched(trial)]
+
+    def _get_trials(self, *args: Any, **options: Any) -> list[FrozenTrial]:
+        return [trial for trial in self._study._get_trials(*args, **options) if _searched(trial)]
+
+
+def _searched(trial: FrozenTrial) -> bool:
+    attributes: Mapping[str, Any] = trial.user_attrs
+    return "overrides" not in attributes

@@ -1,0 +1,189 @@
+"""`python -m baoc.sweep.status FOLDER`: how far a study is, also one that runs elsewhere. Changes nothing."""
+
+import argparse
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from statistics import median
+
+import optuna
+from optuna.trial import FrozenTrial, TrialState
+from rich.table import Table
+
+from baoc.errors import BadInputError, BaocError
+from baoc.frontier import pareto
+from baoc.sweep.early import violated
+from baoc.sweep.storage import ABOUT, open_storage
+from baoc.sweep.workers import Register
+from baoc.tracking.console import make_console
+from baoc.tracking.files import read_json
+from baoc.units import format_bytes
+
+ENDED = (TrialState.COMPLETE, TrialState.FAIL, TrialState.PRUNED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Best:
+    """The best trial of one objective among those that kept their budget."""
+
+    objective: str
+    value: float
+    number: int
+
+    def __str__(self) -> str:
+        told = format_bytes(self.value) if self.objective.endswith("_bytes") else f"{self.value:.4g}"
+        return f"{self.objective} {told} (trial {self.number})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """A study at one moment. `violated`: of the done ones, over budget, out of memory or diverged."""
+
+    total: int
+    done: int
+    violated: int
+    pruned: int
+    failed: int
+    running: int
+    left_s: float | None
+    best: tuple[Best, ...]
+    on_front: int
+
+    @property
+    def waiting(self) -> int:
+        return max(self.total - self.done - self.pruned - self.failed - self.running, 0)
+
+    @property
+    def text(self) -> str:
+        left = "" if self.left_s is None else f", {_duration(self.left_s)} left"
+        counts = (
+            f"{self.done}/{self.total} done ({self.violated} over budget or diverged), {self.pruned} ended early, "
+            f"{self.failed} failed, {self.running} running, {self.waiting} waiting{left}"
+        )
+        return counts
+
+
+def status_of(
+    trials: Sequence[FrozenTrial], *, total: int, objectives: Mapping[str, str], workers: int | None = None
+) -> Status:
+    """Counts, the best of each objective, and the time left: what is not ended times the median time of a trial, over
+    the places that work at once (`workers`, or as many as run now)."""
+    ended = [trial for trial in trials if trial.state in ENDED]
+    complete = [trial for trial in ended if trial.state is TrialState.COMPLETE]
+    good = [trial for trial in complete if not violated(trial)]
+    running = sum(trial.state is TrialState.RUNNING for trial in trials)
+    places = workers or running
+    times = [trial.duration.total_seconds() for trial in ended if trial.duration is not None]
+    rest = max(total - len(ended), 0)
+    return Status(
+        total=total,
+        done=len(complete),
+        violated=len(complete) - len(good),
+        pruned=sum(trial.state is TrialState.PRUNED for trial in ended),
+        failed=sum(trial.state is TrialState.FAIL for trial in ended),
+        running=running,
+        left_s=median(times) * rest / places if times and places else None,
+        best=_best(good, objectives=objectives),
+        on_front=len(front(good, objectives=objectives)),
+    )
+
+
+def front(trials: Sequence[FrozenTrial], *, objectives: Mapping[str, str]) -> list[FrozenTrial]:
+    """Those that no other beats, out of complete ones."""
+    signs = [-1.0 if way == "maximize" else 1.0 for way in objectives.values()]
+    costs = [[sign * value for sign, value in zip(signs, trial.values, strict=True)] for trial in trials]
+    return [trial for trial, keep in zip(trials, pareto(costs), strict=True) if keep]
+
+
+def _best(trials: Sequence[FrozenTrial], *, objectives: Mapping[str, str]) -> tuple[Best, ...]:
+    found = []
+    for at, (name, way) in enumerate(objectives.items()):
+        ranked = sorted(trials, key=lambda trial, at=at: trial.values[at], reverse=way == "maximize")
+        if ranked:
+            found.append(Best(objective=name, value=ranked[0].values[at], number=ranked[0].number))
+    return tuple(found)
+
+
+def _duration(seconds: float) -> str:
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 120
+        else f"{seconds / 60:.0f} min"
+        if seconds < 7200
+        else f"{seconds / 3600:.1f} h"
+    )
+
+
+def load(folder: Path, *, storage: str | None = None) -> tuple[optuna.Study, Mapping[str, str], int]:
+    """The study of a folder, its objectives and its total. `storage` is needed where its URL has a password."""
+    if not (folder / ABOUT).is_file():
+        raise BadInputError(f"there is no {ABOUT} in {folder}: give the folder of a study (outputs/studies/NAME)")
+    about = read_json(folder / ABOUT)
+    url = storage or about["storage"]
+    if ":***@" in url:
+        raise BadInputError(f"the study is kept in {url}: give its URL with the password as --storage URL")
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = optuna.load_study(study_name=about["name"], storage=open_storage(url))
+    return study, about["objectives"], int(about["n_trials"])
+
+
+def show(study: optuna.Study, *, objectives: Mapping[str, str], total: int) -> None:
+    """The counts, the best, and what runs where for how long."""
+    trials = study.get_trials(deepcopy=False)
+    status = status_of(trials, total=total, objectives=objectives)
+    console = make_console()
+    console.print(f"{study.study_name}: {status.text}", markup=False, soft_wrap=True)
+    if status.best:
+        best = "; ".join(map(str, status.best))
+        console.print(f"best: {best}; {status.on_front} on the front", markup=False, soft_wrap=True)
+    table = Table(title="Running", title_justify="left")
+    for column in ("trial", "settings", "for", "attempt", "worker"):
+        table.add_column(column)
+    register, attributes = Register(study), study.user_attrs
+    for trial in trials:
+        if trial.state is TrialState.RUNNING:
+            worker = trial.user_attrs.get("worker")
+            where = attributes.get(worker or "", {}).get("machine", "none yet").split("/")[0]
+            gone = (
+                " (gone: begun again by the next worker)"
+                if register.gone(worker, attributes, trial=trial.number)
+                else ""
+            )
+            began = trial.datetime_start or datetime.now()
+            fixed = attributes.get("definition", {}).get("fixed", [])
+            words = " ".join(trial.user_attrs.get("words", [])[len(fixed) :])
+            attempt = str(int(trial.user_attrs.get("attempts", 0)) + 1)
+            table.add_row(
+                str(trial.number), words, _duration((datetime.now() - began).total_seconds()), attempt, where + gone
+            )
+    if table.row_count:
+        console.print(table)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0, or 2 where there is no study or its storage does not answer."""
+    parser = argparse.ArgumentParser(prog="python -m baoc.sweep.status", description=__doc__)
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="the study's folder")
+    parser.add_argument("--storage", help="the storage's URL, where it has a password")
+    parser.add_argument("--every", type=float, metavar="SECONDS", help="show it again and again, until all has ended")
+    given = parser.parse_args(argv)
+    try:
+        study, objectives, total = load(given.folder, storage=given.storage)
+        while True:
+            show(study, objectives=objectives, total=total)
+            trials = study.get_trials(deepcopy=False)
+            if given.every is None or sum(trial.state in ENDED for trial in trials) >= total:
+                return 0
+            time.sleep(given.every)
+    except (BaocError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,181 @@
+"""Where a study is kept: one Optuna storage for all its workers, made once whoever comes first, and never torn.
+
+All trials stand in it from the start, waiting; a worker takes the next one, which the storage gives to one only. So the
+total holds without any further agreement between workers.
+"""
+
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+import optuna
+from optuna.storages import BaseStorage, JournalStorage, RDBStorage
+from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
+from optuna.study import StudyDirection
+from optuna.trial import Trial, TrialState
+
+from baoc.errors import BadInputError
+from baoc.sweep.sampling import make_sampler, queue
+from baoc.sweep.study_config import StudyConfig
+from baoc.tracking.console import say
+from baoc.tracking.files import LineFile, write_json
+
+LOCK, ABOUT = "study.lock", "study.json"
+
+
+def open_study(config: StudyConfig, *, folder: Path) -> optuna.Study:
+    """The study in the storage, new or known, with `n_trials` trials. Several processes may call this at once.
+
+    Raises BadInputError if a known one is of another definition, or the database cannot be reached.
+    """
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    url = storage_url(config.storage, folder=folder)
+    with setup_lock(folder, url=url):
+        storage = open_storage(url)
+        _check_definition(config, storage)
+        study = optuna.create_study(
+            study_name=config.name,
+            storage=storage,
+            directions=[StudyDirection[way.upper()] for way in config.objectives.values()],
+            load_if_exists=True,
+        )
+        if "definition" not in study.user_attrs:
+            study.set_user_attr("definition", config.definition())
+        trials = queue(config)
+        for params, attributes in trials[len(study.trials) :]:  # all, or the rest where a start was killed
+            study.enqueue_trial(params, user_attrs=attributes)
+        about = {"name": config.name, "storage": without_password(url), "n_trials": len(trials)}
+        write_json(folder / ABOUT, {"schema": 1, **about, "objectives": dict(config.objectives)})
+    return study
+
+
+def next_trial(study: optuna.Study, *, config: StudyConfig) -> Trial | None:
+    """The next waiting trial of the first `n_trials`, now this worker's; None where there is none."""
+    storage = study._storage
+    for waiting in storage.get_all_trials(study._study_id, deepcopy=False, states=(TrialState.WAITING,)):
+        if waiting.number < config.n_trials and _take(storage, waiting._trial_id):
+            return trial_of(study, waiting._trial_id, number=waiting.number, config=config)
+    return None
+
+
+def trial_of(study: optuna.Study, trial_id: int, *, number: int, config: StudyConfig) -> Trial:
+    """A trial that suggests as the sampler of its number does."""
+    study.sampler = make_sampler(config, number=number)
+    study._thread_local.cached_all_trials = None  # as `ask` does: what others have finished since counts
+    return Trial(study, trial_id)
+
+
+def _take(storage: BaseStorage, trial_id: int) -> bool:
+    try:
+        return storage.set_trial_state_values(trial_id, state=TrialState.RUNNING)
+    except optuna.exceptions.UpdateFinishedTrialError:
+        return False
+
+
+def storage_url(asked: str | None, *, folder: Path) -> str:
+    """`null` is sqlite in the study's folder, `journal` a journal file there; a URL stays as it is."""
+    if asked is None:
+        return f"sqlite:///{folder / 'study.db'}"
+    return f"journal:///{folder / 'study.journal'}" if asked == "journal" else asked
+
+
+def open_storage(url: str) -> BaseStorage:
+    """Raises BadInputError where the database does not answer, or its driver is missing."""
+    if url.startswith("journal:///"):
+        return JournalStorage(MendedJournal(url.removeprefix("journal:///")))
+    options: dict[str, Any] = {"connect_args": {"timeout": 60}} if url.startswith("sqlite") else {"pool_pre_ping": True}
+    try:
+        return RDBStorage(url, engine_kwargs=options)
+    except Exception as error:
+        raise BadInputError(
+            f"the study's storage {without_password(url)} cannot be opened ({str(error).splitlines()[0]}): is the "
+            "server up, does the database exist, and is its driver installed (pip install 'psycopg[binary]' for "
+            "postgresql+psycopg://USER@HOST/NAME)?"
+        ) from error
+
+
+class MendedJournal(JournalFileBackend):
+    """A journal whose torn last line, left by a writer that was killed, is set aside before anyone reads or appends.
+
+    Optuna's own refuses to read beyond it, for good.
+    """
+
+    def __init__(self, path: str):
+        lock = JournalFileSymlinkLock(path)
+        super().__init__(path, lock)
+        lock.acquire()
+        try:
+            self._mend()
+        finally:
+            lock.release()
+
+    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+        lock = self._lock
+        lock.acquire()
+        try:
+            self._mend()
+            with LineFile(self._file_path) as file:
+                for log in logs:
+                    file.append(log)
+        finally:
+            lock.release()
+
+    def _mend(self) -> None:
+        path = Path(self._file_path)
+        if path.stat().st_size and not _ends_whole(path):
+            LineFile(path).close()
+            say(f"{path} ended in a torn line: set aside in {path.name}.torn")
+
+
+def _ends_whole(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(-1, 2)
+        return file.read(1) == b"\n"
+
+
+@contextmanager
+def setup_lock(folder: Path, *, url: str) -> Iterator[None]:
+    """One worker at a time, on all machines that share the folder or the PostgreSQL server."""
+    with (folder / LOCK).open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not url.startswith("postgresql"):
+            yield
+            return
+        import sqlalchemy
+        from sqlalchemy.exc import OperationalError
+
+        try:
+            engine = sqlalchemy.create_engine(url)
+            with engine.connect() as connection:  # two workers on an empty database would both make its tables
+                connection.execute(sqlalchemy.text("select pg_advisory_lock(hashtext('baoc study'))"))
+                yield
+            engine.dispose()
+        except (OperationalError, ImportError) as error:
+            raise BadInputError(
+                f"the study's storage {without_password(url)} does not answer ({str(error).splitlines()[0]}): is the "
+                "server up, does the database exist, and is its driver installed (pip install 'psycopg[binary]')?"
+            ) from error
+
+
+def without_password(url: str) -> str:
+    """For files and messages: a password in a URL is nobody else's."""
+    parts = urlsplit(url)
+    if parts.password is None:
+        return url
+    host = parts.netloc.rsplit("@", 1)[1]
+    return urlunsplit(parts._replace(netloc=f"{parts.username}:***@{host}"))
+
+
+def _check_definition(config: StudyConfig, storage: BaseStorage) -> None:
+    """Raises BadInputError if the storage has a study of this name with another space or other objectives."""
+    known = {study.study_name: study.user_attrs.get("definition") for study in optuna.get_all_study_summaries(storage)}
+    kept, asked = known.get(config.name) or {}, config.definition()
+    for key in kept | asked:
+        if kept and kept.get(key) != asked.get(key):
+            raise BadInputError(
+                f"study {config.name} has {key} {kept.get(key)} and was asked for {asked.get(key)}: trials of both "
+                "cannot be compared. Give it another hydra.sweeper.name, or the settings it has"
+            )
