@@ -1,0 +1,86 @@
+"""A study of stubs that validate at three steps: who is ended at which rung, and what is kept of it."""
+
+import json
+from pathlib import Path
+
+from optuna.trial import TrialState
+
+from baoc.sweep.status import load, main, status_of
+from baoc.sweep.study import run_study
+from baoc.sweep.study_config import StudyConfig, read_study
+
+# Quality falls from 2q to q; the run goes on from its last step, waits at each, and ends at SIGTERM as a run does.
+STUB = """
+import json, os, signal, sys, time
+words = dict(word.split("=", 1) for word in sys.argv[1:])
+folder, quality, size = words["hydra.run.dir"], float(words["q"]), int(words["size"])
+def end(*_):
+    json.dump({"schema": 1, "kind": "K", "message": "interrupted", "exit_code": 130}, open(folder + "/error.json", "w"))
+    sys.exit(130)
+signal.signal(signal.SIGTERM, end)
+json.dump({"state_bytes": size}, open(folder + "/allocation.json", "w"))
+for step in (10, 20, 30):
+    value = quality * (2 - step / 30)
+    with open(folder + "/metrics.jsonl", "a") as file:
+        line = {"schema": 1, "step": step - 1, "epoch": 0, "time_s": 0, "val/loss": value}
+        file.write(json.dumps(line) + "\\n")
+    if words.get("wait"):
+        time.sleep(1.0)
+result = {"quality": {"value": quality}, "state_bytes": size, "peak_bytes": 1, "samples_per_s": 1.0}
+json.dump(result, open(folder + "/result.json", "w"))
+"""
+
+
+def config(**changes: object) -> StudyConfig:
+    values = {
+        "name": "s",
+        "objectives": {"quality": "minimize", "state_bytes": "minimize"},
+        "space": {"q": {"choices": [4.0]}, "size": {"choices": [9]}},
+        "fixed": ["wait=1"],
+        "sampler": "grid",
+        "early_stop": {"rungs": [10, 20], "margin": 0.1, "least": 2},
+        "n_trials": 3,
+    }
+    return read_study(values | changes)
+
+
+def test_a_beaten_trial_is_ended_at_its_first_rung_and_a_baseline_never(tmp_path: Path, capsys):
+    baselines = [["q=1", "size=5"], ["q=5", "size=9"]]
+    study = run_study(config(baselines=baselines), folder=tmp_path, code=STUB)
+    assert [trial.state for trial in study.trials] == [TrialState.COMPLETE, TrialState.COMPLETE, TrialState.PRUNED]
+    beaten = study.trials[2]
+    assert beaten.user_attrs["text"] == "ended early: trial 0 is better in everything at step 10"
+    assert beaten.user_attrs["rung:0:10"] == {"quality": 4.0 * (2 - 1 / 3), "state_bytes": 9}
+    assert "rung:0:20" in study.trials[0].user_attrs and "rung:0:20" not in beaten.user_attrs
+    lines = (tmp_path / "0002" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1])["step"] == 9
+    assert main([str(tmp_path)]) == 0
+    assert (
+        "2/3 done (0 over budget or diverged), 1 ended early, 0 failed, 0 running, 0 waiting" in capsys.readouterr().out
+    )
+
+
+def test_one_that_has_fewer_bytes_and_one_within_the_margin_go_on(tmp_path: Path):
+    space = {"q": {"choices": [4.0]}, "size": {"choices": [4]}}
+    study = run_study(
+        config(baselines=[["q=1", "size=5"], ["q=5", "size=9"]], space=space), folder=tmp_path / "small", code=STUB
+    )
+    assert study.trials[2].state is TrialState.COMPLETE
+    early = {"rungs": [10, 20], "margin": 0.8, "least": 2}
+    study = run_study(
+        config(baselines=[["q=1", "size=5"], ["q=5", "size=9"]], early_stop=early), folder=tmp_path / "close", code=STUB
+    )
+    assert study.trials[2].state is TrialState.COMPLETE
+
+
+def test_the_status_of_a_study_is_read_from_its_folder_alone(tmp_path: Path, capsys):
+    run_study(config(fixed=[], n_trials=1, storage="journal"), folder=tmp_path, code=STUB)
+    study, objectives, total = load(tmp_path)
+    status = status_of(study.trials, total=total, objectives=objectives)
+    assert (status.done, status.waiting, status.on_front) == (1, 0, 1)
+    assert [(best.objective, best.value, best.number) for best in status.best] == [
+        ("quality", 4, 0),
+        ("state_bytes", 9, 0),
+    ]
+    assert main([str(tmp_path / "elsewhere")]) == 2
+    assert "there is no study.json" in capsys.readouterr().err
