@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from types import ModuleType
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 PRELOAD = "baoc.sweep.preload"
@@ -36,7 +37,7 @@ def start(
     `body` must be picklable: a function of a module, or a partial of one.
     """
     process = _CONTEXT.Process(target=_child, args=(body, str(log), str(lock), list(arguments), dict(variables)))
-    with _variables(_SERVER_VARIABLES):
+    with _variables(_SERVER_VARIABLES), _without_main():
         process.start()
     return process
 
@@ -93,6 +94,17 @@ def _hold(lock: str) -> int:
             if time.monotonic() > end:
                 sys.exit(f"an earlier attempt at this trial holds {lock} and does not end: end it, and begin again")
             time.sleep(0.05)
+
+
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """A child would import the script that started the study again, and with it start the study once more."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import optuna
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
 from baoc.sweep.status import Status, status_of
@@ -67,7 +68,10 @@ class Progress:
 def drawn(status: Status, *, name: str) -> Group:
     """The bar, the counts and the best values as they stand in the terminal."""
     ended = status.done + status.pruned + status.failed
-    lines = [Text(f"{name}: {status.text}")]
+    bar = Table.grid(padding=(0, 1))
+    share = Text(f"{100 * ended // max(status.total, 1)} %")
+    bar.add_row(Text(name), ProgressBar(total=max(status.total, 1), completed=ended, width=40), share)
+    lines = [Text(status.text)]
     if status.best:
         lines.append(Text("best: " + "; ".join(map(str, status.best)), style="dim"))
-    return Group(ProgressBar(total=max(status.total, 1), completed=ended, width=40), *lines)
+    return Group(bar, *lines)

@@ -5,6 +5,7 @@ total holds without any further agreement between workers.
 """
 
 import fcntl
+import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -86,7 +87,8 @@ def open_storage(url: str) -> BaseStorage:
     """Raises BadInputError where the database does not answer, or its driver is missing."""
     if url.startswith("journal:///"):
         return JournalStorage(MendedJournal(url.removeprefix("journal:///")))
-    options: dict[str, Any] = {"connect_args": {"timeout": 60}} if url.startswith("sqlite") else {"pool_pre_ping": True}
+    sqlite = {"connect_args": {"timeout": 60, "factory": _Wal}}
+    options: dict[str, Any] = sqlite if url.startswith("sqlite") else {"pool_pre_ping": True}
     try:
         return RDBStorage(url, engine_kwargs=options)
     except Exception as error:
@@ -95,6 +97,16 @@ def open_storage(url: str) -> BaseStorage:
             "server up, does the database exist, and is its driver installed (pip install 'psycopg[binary]' for "
             "postgresql+psycopg://USER@HOST/NAME)?"
         ) from error
+
+
+class _Wal(sqlite3.Connection):
+    """Write-ahead: several times faster, and as safe from kills. Losing power may lose the last records; their trials
+    are then told again from their folders. For files on this machine: several machines need a journal or a server."""
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self.execute("pragma journal_mode=wal")
+        self.execute("pragma synchronous=normal")
 
 
 class MendedJournal(JournalFileBackend):

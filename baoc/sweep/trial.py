@@ -134,7 +134,8 @@ def outcome_in(folder: Path, *, exit_code: int) -> Outcome:
     kept = read_json(error) if error.is_file() and exit_code else {}
     message = kept.get("message", "")
     if not message and exit_code:
-        lines = (folder / LOG).read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        log = folder / LOG  # not there if the process was killed before it could open it
+        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() if log.is_file() else []
         message = lines[-1] if lines else f"ended with {exit_code}"
     diverged = kept.get("kind") == DivergedError.__name__
     if told is not None and told["quality"]["value"] is None:

@@ -31,10 +31,15 @@ with open(os.path.join(folder, "attempts"), "a") as file:
 def fail(code, message, kind="K"):
     json.dump({"schema": 1, "kind": kind, "message": message, "exit_code": code}, open(folder + "/error.json", "w"))
     sys.exit(code)
+open(folder + "/process", "w").write(str(os.getpid()))
 attempts = len(open(folder + "/attempts").readlines())
 mode = words.get("mode", "ok")
 if mode == "slow":
     time.sleep(0.3)
+if mode == "wait_once" and attempts == 1:
+    time.sleep(60)
+if mode == "no_resume" and "resume" in words:
+    fail(2, "nothing is left to train")
 if mode == "die_once" and attempts == 1:
     open(folder + "/last.ckpt", "w").close()
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,143 @@
+"""Kills a study at random, workers and trials alike (SIGKILL), until it is done, and compares it with one left alone.
+
+python -m experiments.benchmarks.study_kills OUT.csv [--kills 100] [--storage journal]
+"""
+
+import argparse
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from baoc.config.environment import commit
+from baoc.sweep.storage import open_study
+from baoc.sweep.study import run_study
+from baoc.sweep.study_config import StudyConfig, read_study
+from baoc.tracking.files import write_csv
+
+# A trial of half a second that leaves a checkpoint on its way, its process id, and a line per result.
+STUB = """
+import json, os, sys, time
+words = dict(word.split("=", 1) for word in sys.argv[1:])
+folder, x = words["hydra.run.dir"], float(words["x"])
+open(folder + "/process", "w").write(str(os.getpid()))
+time.sleep(0.2)
+open(folder + "/last.ckpt", "w").close()
+time.sleep(0.3)
+open(folder + "/results", "a").write("result\\n")
+result = {"quality": {"value": (x - 0.3) ** 2}, "state_bytes": int(100 * x), "peak_bytes": 1, "samples_per_s": 1.0}
+json.dump(result, open(folder + "/result.json.part", "w"))
+os.replace(folder + "/result.json.part", folder + "/result.json")
+"""
+
+
+def config(*, trials: int, kills: int, storage: str | None) -> StudyConfig:
+    given: dict[str, Any] = {
+        "name": "killed",
+        "objectives": {"quality": "minimize", "state_bytes": "minimize"},
+        "space": {"x": {"low": 0.0, "high": 1.0}},
+        "baselines": [["x=0.25"], ["x=1"]],
+        "sampler": "random",
+        "n_trials": trials,
+        "workers": 2,
+        "retries": kills,  # every kill may hit the same trial
+        "storage": storage,
+    }
+    return read_study(given)
+
+
+def run(folder: Path, *, given: StudyConfig, kills: int, seed: int, processes: int = 2) -> dict[str, Any]:
+    """Kills `kills` times with `processes` workers on one study, then lets it finish; what was killed, how it ended.
+
+    A worker that was killed is started again at once.
+    """
+    rng = random.Random(seed)
+    killed = {"killed_workers": 0, "killed_trials": 0}
+    command = [sys.executable, "-m", "experiments.benchmarks.study_kills", "--work", str(folder)]
+    command += ["--trials", str(given.n_trials), "--kills", str(kills), "--storage", given.storage or ""]
+    workers: list[subprocess.Popen[bytes]] = []
+    while sum(killed.values()) < kills:
+        workers = [worker for worker in workers if worker.poll() is None]
+        workers += [_start(command) for _ in range(processes - len(workers))]
+        time.sleep(rng.uniform(0.3, 3.0))
+        trials = _living(folder)
+        if trials and rng.random() < 0.5:
+            killed["killed_trials"] += _kill(rng.choice(trials))
+        else:
+            killed["killed_workers"] += _kill(rng.choice(workers).pid)
+    for worker in workers:
+        worker.wait()
+    last = _start(command)
+    assert last.wait() == 0, "the last worker failed"
+    return killed | compare(folder, given=given)
+
+
+def compare(folder: Path, *, given: StudyConfig) -> dict[str, Any]:
+    """The study in `folder` against the same one that nobody killed."""
+    with tempfile.TemporaryDirectory() as other:
+        alone = run_study(given, folder=other, code=STUB).trials
+    study = open_study(given, folder=folder).trials
+    written = [(folder / f"{trial.number:04d}" / "results").read_text().count("result") for trial in study]
+    return {
+        "trials": len(study),
+        "complete": sum(trial.state.name == "COMPLETE" for trial in study),
+        "same_points": [t.user_attrs["words"] for t in study] == [t.user_attrs["words"] for t in alone],
+        "same_values": [t.values for t in study] == [t.values for t in alone],
+        "trained_again": sum(written) - len(written),  # a kill between a stub's line and its result
+    }
+
+
+def _start(command: list[str]) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL)
+
+
+def _living(folder: Path) -> list[int]:
+    """Process ids of trials without a result."""
+    files = [file for file in folder.glob("*/process") if not (file.parent / "result.json").exists()]
+    return [int(text) for file in files if (text := file.read_text()) and _is_trial(int(text))]
+
+
+def _is_trial(process: int) -> bool:
+    """A process number may have come again."""
+    try:
+        return b"forkserver" in Path(f"/proc/{process}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def _kill(process: int) -> int:
+    try:
+        os.kill(process, signal.SIGKILL)
+    except ProcessLookupError:
+        return 0
+    return 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path, nargs="?")
+    parser.add_argument("--work", type=Path, help="be one worker of the study in this folder")
+    parser.add_argument("--trials", type=int, default=60)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--storage", default="")
+    given = parser.parse_args()
+    study = config(trials=given.trials, kills=given.kills, storage=given.storage or None)
+    if given.work is not None:
+        run_study(study, folder=given.work, code=STUB)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        told = run(Path(folder), given=study, kills=given.kills, seed=given.seed)
+    about = {"storage": given.storage or "sqlite", "seed": given.seed, "commit": commit()}
+    print(told)
+    if given.out is not None:
+        write_csv(given.out, [told | about])
+
+
+if __name__ == "__main__":
+    main()

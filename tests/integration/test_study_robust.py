@@ -1,0 +1,120 @@
+"""What happens to a study from outside: kills at random, Ctrl-C, memory that runs out, torn journals, ranks."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from optuna.trial import TrialState
+
+from baoc.errors import BadInputError
+from baoc.sweep import trial
+from baoc.sweep.memory import num_out_of_memory
+from baoc.sweep.storage import open_study
+from baoc.sweep.study import run_study
+from experiments.benchmarks import study_kills
+from tests.conftest import ROOT
+from tests.integration.test_study import STUB, attempts, config
+
+
+def test_random_kills_of_workers_and_trials_lose_and_repeat_nothing(tmp_path: Path):
+    given = study_kills.config(trials=6, kills=4, storage=None)
+    told = study_kills.run(tmp_path, given=given, kills=4, seed=1)
+    assert told["killed_workers"] + told["killed_trials"] == 4
+    assert (told["trials"], told["complete"]) == (6, 6)
+    assert told["same_points"] and told["same_values"]
+
+
+def test_ctrl_c_ends_all_trials_and_the_same_command_goes_on(tmp_path: Path):
+    script = (
+        "import sys\nfrom tests.integration.test_study import STUB, config\nfrom baoc.sweep.study import run_study\n"
+        "run_study(config(n_trials=4, retries=0, fixed=['mode=wait_once']), folder=sys.argv[1], code=STUB)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+    while len(list(tmp_path.glob("*/process"))) < 2:
+        time.sleep(0.05)
+    trials = [int(file.read_text()) for file in tmp_path.glob("*/process")]
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert b"KeyboardInterrupt" in errors
+    for number in trials:
+        with pytest.raises(ProcessLookupError):
+            os.kill(number, 0)
+    given = config(n_trials=4, retries=0, fixed=["mode=wait_once"])
+    states = [trial.state for trial in open_study(given, folder=tmp_path).trials]
+    assert states == [TrialState.RUNNING] * 2 + [TrialState.WAITING] * 2
+    study = run_study(given, folder=tmp_path, code=STUB.replace("time.sleep(60)", "pass"))
+    assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * 4  # no attempt was held against them
+    assert attempts(tmp_path, 0) == ["new", "new"] and len(list(tmp_path.glob("0*"))) == 4
+
+
+def test_a_trial_that_the_kernel_kills_for_memory_is_a_violated_constraint(tmp_path: Path, monkeypatch):
+    counts = iter([3, 4, 4, 4, 4, 4])
+    monkeypatch.setattr(trial, "num_out_of_memory", lambda: next(counts))
+    given = config(n_trials=2, workers=1, baselines=[["x=0.1", "mode=die"]], retries=0)
+    study = run_study(given, folder=tmp_path, code=STUB)
+    killed, good = study.trials
+    assert killed.state is TrialState.COMPLETE and killed.constraints["budget"] == 1
+    assert killed.user_attrs["text"] == "the machine ran out of memory and the trial was killed"
+    assert good.constraints["budget"] == 0
+
+
+def test_the_kernels_counter_is_read_where_it_is(tmp_path: Path):
+    (tmp_path / "events").write_text("low 0\noom 2\noom_kill 5\n")
+    assert num_out_of_memory([tmp_path / "none", tmp_path / "events"]) == 5
+    assert num_out_of_memory([tmp_path / "none"]) == 0
+
+
+def test_a_torn_last_line_of_a_journal_is_set_aside_and_the_study_goes_on(tmp_path: Path, capsys):
+    given = config(n_trials=2, storage="journal")
+    run_study(given, folder=tmp_path, code=STUB)
+    journal = tmp_path / "study.journal"
+    with journal.open("ab") as file:
+        file.write(b'{"op_code": 4, "worker')
+    study = run_study(config(n_trials=3, storage="journal"), folder=tmp_path, code=STUB)
+    assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * 3
+    assert "ended in a torn line: set aside in study.journal.torn" in capsys.readouterr().out
+    assert (tmp_path / "study.journal.torn").read_bytes() == b'{"op_code": 4, "worker\n'
+
+
+def test_a_writer_that_was_killed_in_mid_line_does_not_spoil_the_next_ones(tmp_path: Path):
+    given = config(n_trials=2, storage="journal")
+    study = open_study(given, folder=tmp_path)
+    with (tmp_path / "study.journal").open("ab") as file:
+        file.write(b'{"op_code": 4, "worker')  # another worker, killed while this one is at work
+    study.set_user_attr("after", 1)
+    assert open_study(given, folder=tmp_path).user_attrs["after"] == 1
+
+
+def test_ranks_of_a_launcher_are_refused(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(BadInputError, match="started as rank 1 of 2 processes"):
+        run_study(config(), folder=tmp_path, code=STUB)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_result_of_an_earlier_attempt_is_not_trained_again(tmp_path: Path):
+    """The study was killed between a trial's result and its record."""
+    given = config(n_trials=1, workers=1, fixed=["mode=die"], retries=0)
+    open_study(given, folder=tmp_path)
+    (tmp_path / "0000").mkdir()
+    told = '{"quality": {"value": 0.5}, "state_bytes": 7, "peak_bytes": 1, "samples_per_s": 1.0, "budget_met": false}'
+    (tmp_path / "0000" / "result.json").write_text(told)
+    (only,) = run_study(given, folder=tmp_path, code=STUB).trials
+    assert only.values == [0.5, 7.0] and only.constraints["budget"] == 1  # it ended over its budget
+
+
+def test_a_checkpoint_that_cannot_be_resumed_is_left_and_the_trial_begins_anew(tmp_path: Path):
+    given = config(n_trials=1, workers=1, fixed=["mode=no_resume"], retries=0)
+    open_study(given, folder=tmp_path)
+    (tmp_path / "0000").mkdir()
+    (tmp_path / "0000" / "last.ckpt").touch()
+    (only,) = run_study(given, folder=tmp_path, code=STUB).trials
+    assert only.state is TrialState.COMPLETE
+    assert attempts(tmp_path, 0) == [str(tmp_path / "0000"), "new"]
