@@ -186,57 +186,62 @@ def _count_columns(grad_addr, start, num, stride, GRAD: tl.constexpr, MARKED: tl
 
 
 @triton.jit
-def _line_means(state, g2, count, w2, there, MODE: tl.constexpr):
-    """New averages of some lines, whose squares are the rows of `g2`; stored in mode "step"."""
-    mean = tl.sum(g2, axis=1) / tl.maximum(count, 1).to(tl.float32) + _FLOOR
-    v = tl.load(state, mask=there, other=0.0)
-    v = tl.where(count > 0, lerp(v, mean, w2), v)
-    if MODE == "step":
-        tl.store(state, v, mask=there)
-    return v
-
-
-@triton.jit
-def _store_columns(address, values, length, WIDEST: tl.constexpr):
-    column = tl.arange(0, WIDEST)
-    tl.store(address + column, values, mask=column < length)
-
-
-@triton.jit
-def _line_state(shapes, addrs, tensor):
-    """Where the averages of lines are kept: those of columns of the parameter if it is stored transposed."""
-    transposed = tl.load(shapes + tensor * 4 + 3) != 0
-    return tl.load(addrs + tl.where(transposed, 4, 3)).to(tl.pointer_type(tl.float32))
-
-
-@triton.jit
-def _averaged(g, code, bits, w1, M: tl.constexpr):
-    """The new m, or the gradient itself where no m is kept."""
-    x = g
-    if M != "none":
-        x = lerp(restore_m(code, bits, M), g, w1)
-    return x
-
-
-@triton.jit
-def _left_out(grad_addr, start, num, stride, total, GRAD: tl.constexpr, MARKED: tl.constexpr, WIDEST: tl.constexpr,
-              LINES: tl.constexpr, VEC: tl.constexpr):  # fmt: skip
-    """What is left out of each column: hardly ever anything, so counting it apart saves registers in the sums."""
-    out = tl.zeros([WIDEST], dtype=tl.int32)
-    if total > 0:
-        out = _count_columns(grad_addr, start, num, stride, GRAD, MARKED, WIDEST, LINES, VEC)
-    return out
+def _sum_lines(
+    grad_addr, m_addr, m_scale_addr, state, factors, start, num, length, w1, w2, M: tl.constexpr, GRAD: tl.constexpr,
+    MODE: tl.constexpr, MARKED: tl.constexpr, WIDEST: tl.constexpr, LINES: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    """Sums over `num` lines, LINES at a time: by column of g^2 and of squared updates, and of the lines' new means, and
+    how many elements are left out. `state` and `factors` are of the first line; both take what is new."""
+    stride = (length // VEC).to(tl.int32)
+    total = tl.zeros([WIDEST], dtype=tl.float32)
+    square = tl.zeros([WIDEST], dtype=tl.float32)
+    of_lines = tl.zeros([LINES], dtype=tl.float32)
+    any_out = tl.zeros([LINES], dtype=tl.int32)
+    part = tl.arange(0, LINES)
+    raw, code, bits, inside = _read_lines(
+        grad_addr, m_addr, m_scale_addr, start, part, num, stride, M, GRAD, WIDEST, VEC
+    )
+    for begin in range(0, num, LINES):
+        g, _, kept = keep_finite(raw, MARKED)
+        x = g
+        if M != "none":
+            x = lerp(restore_m(code, bits, M), g, w1)
+        stepped = kept & inside
+        # The next lines are read before the sums over these make all warps wait.
+        raw, code, bits, inside = _read_lines(
+            grad_addr, m_addr, m_scale_addr, start, begin + LINES + part, num, stride, M, GRAD, WIDEST, VEC
+        )
+        there = begin + part < num
+        g2 = g * g
+        num_out = tl.sum(tl.where(kept, 0, 1), axis=1)
+        count = length - num_out
+        mean = tl.sum(g2, axis=1) / tl.maximum(count, 1).to(tl.float32) + _FLOOR
+        v = tl.load(state + begin + part, mask=there, other=0.0)
+        v = tl.where(count > 0, lerp(v, mean, w2), v)
+        factor = inverse_root(v)
+        if MODE == "step":
+            tl.store(state + begin + part, v, mask=there)
+        tl.store(factors + begin + part, factor, mask=there)
+        of_lines += tl.where(there, v, 0.0)
+        y = tl.where(stepped, x * factor[:, None], 0.0)
+        total += tl.sum(g2, axis=0)
+        square += tl.sum(y * y, axis=0)
+        any_out += num_out
+    return total, square, tl.sum(of_lines), tl.sum(any_out)
 
 
 @triton.jit
 def lines_kernel(
-    owner, first_program,  # int32[programs], int32[tensors]
+    owner,  # int32[programs]
+    first_program,  # int32[tensors]
     shapes,  # int64[tensors, 4]
-    ptrs, grad_ptrs,  # int64[tensors, 8], int64[tensors]
+    ptrs,  # int64[tensors, 8]
+    grad_ptrs,  # int64[tensors]
     settings,  # fp32[tensors, 8]
     places,  # int64[tensors, 8]
     vectors,  # fp32: takes the lines' factors
-    sums, squares, counts,  # fp32, fp32, int16: parts of the columns' sums, and what is left out
+    sums, squares,  # fp32: parts of the columns' sums
+    counts,  # int16
     tiles,  # fp32[tiles, 3]: takes the sum of the program's line means
     per_program,  # lines
     M: tl.constexpr, GRAD: tl.constexpr, MODE: tl.constexpr, MARKED: tl.constexpr, WIDEST: tl.constexpr,
@@ -252,43 +257,27 @@ def lines_kernel(
         row, addrs, place = settings + tensor * WIDTH, ptrs + tensor * WIDTH, places + tensor * PLACES
         m_addr, m_scale_addr = tl.load(addrs + M_AT), tl.load(addrs + M_SCALE_AT)
         w1, w2 = tl.load(row + W1), tl.load(row + W2)
-        state = _line_state(shapes, addrs, tensor)
+        transposed = tl.load(shapes + tensor * 4 + 3) != 0
+        state = tl.load(addrs + tl.where(transposed, 4, 3)).to(tl.pointer_type(tl.float32))
         factors = vectors + tl.load(place + LINE_VECTOR)
         block = pid - tl.load(first_program + tensor)
         first = block.to(tl.int64) * per_program
         num = tl.minimum(lines - first, per_program).to(tl.int32)
         start = first * length
-        stride = (length // VEC).to(tl.int32)
-        total, square = tl.zeros([WIDEST], dtype=tl.float32), tl.zeros([WIDEST], dtype=tl.float32)
-        of_lines, any_out = tl.zeros([LINES], dtype=tl.float32), tl.zeros([LINES], dtype=tl.int32)
-        part = tl.arange(0, LINES)
-        raw, code, bits, inside = _read_lines(
-            grad_addr, m_addr, m_scale_addr, start, part, num, stride, M, GRAD, WIDEST, VEC
-        )
-        for begin in range(0, num, LINES):
-            g, _, kept = keep_finite(raw, MARKED)
-            x = _averaged(g, code, bits, w1, M)
-            stepped = kept & inside
-            # The next lines are read before the sums over these make all warps wait.
-            raw, code, bits, inside = _read_lines(
-                grad_addr, m_addr, m_scale_addr, start, begin + LINES + part, num, stride, M, GRAD, WIDEST, VEC
-            )
-            there, g2 = begin + part < num, g * g
-            num_out = tl.sum(tl.where(kept, 0, 1), axis=1)
-            v = _line_means(state + first + begin + part, g2, length - num_out, w2, there, MODE)
-            factor = inverse_root(v)
-            tl.store(factors + first + begin + part, factor, mask=there)
-            of_lines += tl.where(there, v, 0.0)
-            y = tl.where(stepped, x * factor[:, None], 0.0)
-            total += tl.sum(g2, axis=0)
-            square += tl.sum(y * y, axis=0)
-            any_out += num_out
+        total, square, of_lines, any_out = _sum_lines(
+            grad_addr, m_addr, m_scale_addr, state + first, factors + first, start, num, length, w1, w2, M, GRAD, MODE,
+            MARKED, WIDEST, LINES, VEC,
+        )  # fmt: skip
+        column = tl.arange(0, WIDEST)
         at = tl.load(place + COLUMN_SUMS) + block * length
-        _store_columns(sums + at, total, length, WIDEST)
-        _store_columns(squares + at, square, length, WIDEST)
-        tl.store(tiles + (tl.load(place + LINE_TILE) + block) * 3, tl.sum(of_lines))
-        out = _left_out(grad_addr, start, num, stride, tl.sum(any_out), GRAD, MARKED, WIDEST, LINES, VEC)
-        _store_columns(counts + at, out.to(tl.int16), length, WIDEST)
+        tl.store(sums + at + column, total, mask=column < length)
+        tl.store(squares + at + column, square, mask=column < length)
+        tl.store(tiles + (tl.load(place + LINE_TILE) + block) * 3, of_lines)
+        out = tl.zeros([WIDEST], dtype=tl.int32)
+        if any_out > 0:  # hardly ever, so they are not counted above, which would take registers
+            stride = (length // VEC).to(tl.int32)
+            out = _count_columns(grad_addr, start, num, stride, GRAD, MARKED, WIDEST, LINES, VEC)
+        tl.store(counts + at + column, out.to(tl.int16), mask=column < length)
 
 
 @triton.jit
