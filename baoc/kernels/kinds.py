@@ -211,11 +211,19 @@ def _chunks(shape: Shape, cut: Cut) -> int:
 
 
 def _cut(kind: Kind, fp32_params: bool) -> Cut:
-    """The cut that did best on an H100; see experiments/benchmarks/optimizer_step.py."""
-    fp32 = fp32_params or "fp32" in [kind.m] * kind.traits.has_m + [kind.v] * kind.traits.has_v
-    if (kind.traits.has_m and kind.m in PACKED) or (kind.traits.has_v and kind.v in PACKED):  # these take registers
-        return Cut(chunk=512, warps=4, vector=4) if fp32 else Cut(chunk=256, warps=1, vector=8)
-    return Cut(vector=4 if fp32 else 8)
+    """The cut that did best on an H200 for 1.3 billion elements; see experiments/benchmarks/optimizer_step.py.
+
+    Few elements per thread leave registers for more threads, which hide more of the memory's latency; with only 16-bit
+    and 8-bit tensors a thread needs 8 for wide accesses.
+    """
+    states = [kind.m] * kind.traits.has_m + [kind.v] * kind.traits.has_v
+    if any(state in PACKED for state in states):  # these take registers
+        return Cut(chunk=512, warps=4) if fp32_params or "fp32" in states else Cut(chunk=256, warps=1, vector=8)
+    if fp32_params or "fp32" in states:
+        return Cut(chunk=512, warps=2) if len(states) == 1 else Cut(chunk=256, warps=2)
+    if len(states) == 1 or "bf16" in states:
+        return Cut(chunk=256, warps=1, vector=8)
+    return Cut(chunk=1024, warps=4, vector=8)
 
 
 ELEMENTWISE = register(
