@@ -77,11 +77,16 @@ class Pair:
             self.give(**how)  # pyright: ignore[reportArgumentType]
             self.step()
 
-    def check(self, *, within: float = 0.15) -> float:
+    def check(self, *, within: float = 0.15, few: float = 2.5) -> float:
+        """How many learning rates the weights are apart. All but one in 10^4 must be `within`; those `few` may be more,
+        because a number on the boundary between two codes may take either, and v at code 1 of 255 instead of 2 doubles
+        an update, in this step and in those that follow."""
         worst = 0.0
         for name, own in self.params[0].items():
-            gap = float((own.detach().float() - self.params[1][name].detach().float()).abs().max()) / LR
-            assert gap <= within, f"{name}: {gap:.2e} learning rates apart"
+            gaps = (own.detach().float() - self.params[1][name].detach().float()).abs() / LR
+            gap, num = float(gaps.max()), int((gaps > within).sum())
+            assert gap <= few, f"{name}: {gap:.2e} learning rates apart"
+            assert num <= max(1, own.numel() // 10_000), f"{name}: {num} weights are more than {within} rates apart"
             worst = max(worst, gap)
             for key, value in self.fused.state[own].items():
                 if key == "step":
@@ -107,6 +112,11 @@ def graphs_of(optimizer: BlockwiseOptimizer) -> list[object]:
     ]
 
 
+def use_graphs(optimizer: BlockwiseOptimizer, graphs: bool) -> None:
+    for backend in optimizer.roster.ready():  # those that are there from now on
+        backend.graphs = graphs  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def mixed_specs_with_graphs() -> str:
     pair = Pair()
     for step in range(20):
@@ -121,8 +131,7 @@ def mixed_specs_with_graphs() -> str:
 
 def without_graphs() -> str:
     pair = Pair()
-    for backend in pair.fused.roster.marking:
-        backend.graphs = False  # pyright: ignore[reportAttributeAccessIssue]
+    use_graphs(pair.fused, False)
     pair.run(6)
     assert not pair.graphs
     return f"{pair.check():.1e} learning rates apart"
@@ -132,9 +141,9 @@ def graphs_equal_plain_launches() -> str:
     ends = []
     for graphs in (True, False):
         pair = Pair()
-        for backend in pair.fused.roster.marking:
-            backend.graphs = graphs  # pyright: ignore[reportAttributeAccessIssue]
+        use_graphs(pair.fused, graphs)
         pair.run(8)
+        assert bool(pair.graphs) is graphs
         ends.append([p.detach().clone() for p in pair.params[0].values()])
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True)), "a replay differs from plain launches"
     return "bit for bit"

@@ -74,13 +74,19 @@ def rows(device: str) -> list[dict[str, object]]:
         params, optimizer = build(device, num_specs=num_specs)
         give(params)
         note("gradients stay where they are", num_specs, step_us(optimizer, lambda _: None, wait=wait))
-        keep: list = []
+        sets = [[torch.ones_like(param) for param in params] for _ in range(2)]
+        kept: list[list[torch.Tensor | None]] = []
 
-        def move(index: int, params: list[nn.Parameter] = params, keep: list = keep) -> None:
-            keep[:] = [param.grad for param in params]
+        def alternate(index: int, params: list[nn.Parameter] = params, sets: list[list[torch.Tensor]] = sets) -> None:
+            for param, grad in zip(params, sets[index % 2], strict=True):
+                param.grad = grad
+
+        def renew(index: int, params: list[nn.Parameter] = params, kept: list = kept) -> None:
+            kept.append([param.grad for param in params])  # so that nothing comes back to its place
             give(params)
 
-        note("every gradient moves", num_specs, step_us(optimizer, move, wait=wait))
+        note("every gradient moves, to and fro", num_specs, step_us(optimizer, alternate, wait=wait))
+        note("every gradient moves, to places never seen", num_specs, step_us(optimizer, renew, wait=wait))
         give(params)
         note("masked before", num_specs, step_us(optimizer, lambda _, o=optimizer: o.mask_nonfinite(), wait=wait))
         for backend in optimizer.roster.backends:
