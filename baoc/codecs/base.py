@@ -72,8 +72,14 @@ def thresholds(phase: int, *, new: Tensor | None, group: int, device: torch.devi
 @lru_cache(maxsize=16)
 def lanes(phase: int, device: torch.device) -> Tensor:
     """fp32[32] in (0, 1]: a fraction of at least this rounds up in step `phase`; one per element index modulo 32."""
-    steps = torch.arange(LANES, dtype=torch.float64, device="cpu") * _PER_LANE + phase * _PER_STEP
-    return (1 - torch.frac(steps)).to(torch.float32).clamp_(min=2**-24).to(device, non_blocking=True)
+    return lanes_of(phase, 1)[0].to(device, non_blocking=True)
+
+
+def lanes_of(first: int, count: int) -> Tensor:
+    """fp32[count, 32] on the CPU: those of phases one after another."""
+    phases = torch.arange(first, first + count, dtype=torch.float64, device="cpu")[:, None]
+    steps = torch.arange(LANES, dtype=torch.float64, device="cpu") * _PER_LANE + phases * _PER_STEP
+    return (1 - torch.frac(steps)).to(torch.float32).clamp_(min=2**-24)
 
 
 def add_lanes_(flat: Tensor, pattern: Tensor) -> Tensor:

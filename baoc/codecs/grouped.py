@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from baoc.catalogue import CODECS
-from baoc.codecs.base import LANES, lanes, thresholds
+from baoc.codecs.base import LANES, lanes_of, thresholds
 from baoc.types import CodecInfo
 
 _AHEAD = 64  # phases whose lanes are prepared at once: one at a time would cost a step ten microseconds
@@ -232,10 +232,11 @@ def _warp(threshold: Tensor | None, octaves: float) -> Tensor | None:
 
 @lru_cache(maxsize=4)
 def _many_kernel_lanes(first: int) -> list[memoryview]:
-    plain = torch.stack([lanes(phase, torch.device("cpu")) for phase in range(first, first + _AHEAD)])
+    plain = lanes_of(first, _AHEAD)
     logs = _warp(plain, 2 * Log8V.octaves / 254)
     assert logs is not None
-    return [row.numpy().data for row in torch.cat([plain, logs], dim=1)]
+    flat = torch.cat([plain, logs], dim=1).flatten().numpy().data
+    return [flat[begin : begin + 2 * LANES] for begin in range(0, len(flat), 2 * LANES)]
 
 
 def kernel_lanes(phase: int) -> memoryview:
