@@ -310,6 +310,31 @@ def copies() -> str:
     return f"{pair.check():.1e} learning rates apart"
 
 
+def every_rule_counts_what_is_not_finite() -> str:
+    """Exactly, in whole and in padded programs, marked before and not; and the elements stay as they are."""
+    specs = (
+        "adamw", "adamw_int8", "adamw_int8+split8", "adamw_int4", "sign", "adamw_shared_in_int8", "adamw_shared_out",
+        "adafactor", "adafactor_momentum_int8", "foam_l1_int8", "foam_l2_out_int8", "foam_l8_int8", "foam_l8_out",
+    )  # fmt: skip
+    for spec in specs:
+        params = [nn.Parameter(torch.randn(shape, device=DEVICE)) for shape in ((64, 512), (130, 258), (512, 64))]
+        optimizer = BlockwiseOptimizer([(f"p{i}", p) for i, p in enumerate(params)], spec, lr=LR, backend="fused")
+        wanted = 0
+        for step in range(6):
+            bad = [torch.rand(param.shape, device=DEVICE) < 0.01 for param in params]
+            before = [param.detach().clone() for param in params]
+            for param, where in zip(params, bad, strict=True):
+                param.grad = torch.randn_like(param).masked_fill_(where, float("nan"))
+                wanted += int(where.sum())
+            if step % 2:
+                optimizer.mask_nonfinite()
+            optimizer.step()
+            same = [torch.equal(p[w], b[w]) for p, w, b in zip(params, bad, before, strict=True)]
+            assert all(same), f"{spec}: an excluded weight moved in step {step}"
+        assert optimizer.num_nonfinite == wanted, f"{spec}: {optimizer.num_nonfinite} of {wanted} were counted"
+    return f"{len(specs)} specs"
+
+
 def one_launch_per_spec() -> str:
     """Counted by the profiler: kernels of a step do not grow with tensors."""
     pair = Pair()
@@ -337,6 +362,7 @@ CHECKS: tuple[Callable[[], str], ...] = (
     captured_while_python_collects,
     a_loop_as_training_is,
     copies,
+    every_rule_counts_what_is_not_finite,
     one_launch_per_spec,
 )
 
