@@ -10,7 +10,8 @@ import logging
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -40,9 +41,11 @@ _ADVICE = (
 class GradientRelease:
     """How gradients are clipped before they are released, as nobody can do it after the backward.
 
-    `clip_norm`: the most that the Euclidean norm of all gradients may be, scaled by the norm of the *previous* step,
-    because the one of this step is known when it is over; the first step is not scaled. `clip_value`: the most that an
-    element may be, in size. Either may be None.
+    `clip_norm`: the most that the Euclidean norm of all gradients may be. The norm that they are scaled by is that of
+    the *previous* step, because the one of this step is known when it is over. In the first step, which has none before
+    it, each block is scaled to at most its share of the limit, clip_norm sqrt(elements of the block / of all): else one
+    large first gradient would stay in every average of squares for long. `clip_value`: the most that an element may be,
+    in size. Either may be None.
     """
 
     clip_norm: float | None = None
@@ -131,8 +134,8 @@ class Releaser:
         self.adopt(owner)
         if settings.clip_norm is not None:
             log.warning(
-                "gradients are released in backward, so they are clipped to %g by the norm of the step before, and "
-                "those of the first step are not",
+                "gradients are released in backward, so they are clipped to %g by the norm of the step before, and in "
+                "the first step block by block",
                 settings.clip_norm,
             )
 
@@ -186,6 +189,17 @@ class Releaser:
             if _owner_of(param) is self:
                 del _OWNERS[param]
         self._handles = {}
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside, a backward steps nothing: gradients stay where they are, and whoever looks at them drops them."""
+        attached = bool(self._handles)
+        self.detach()
+        try:
+            yield
+        finally:
+            if attached:
+                self.attach()
 
     def _live_owner(self) -> "BlockwiseOptimizer":
         owner = self._owner()
@@ -283,13 +297,21 @@ class Releaser:
             for param, grad in zip(params, grads, strict=True):
                 wide = torch.float64 if grad.dtype is torch.float64 else torch.float32
                 self._norms[param] = torch.linalg.vector_norm(grad, dtype=wide)
-            if self.norm is not None:
-                factor = (self.settings.clip_norm / (self.norm + 1e-6)).clamp(max=1.0)
-                for grad in grads:
-                    grad.mul_(factor.to(grad.device))
+            factor = self._norm_factor(self.settings.clip_norm, params=params)
+            for grad in grads:
+                grad.mul_(factor.to(grad.device))
         if self.settings.clip_value is not None:
             for grad in grads:
                 grad.clamp_(-self.settings.clip_value, self.settings.clip_value)
+
+    def _norm_factor(self, limit: float, *, params: list[Tensor]) -> Tensor:
+        """What to multiply the gradients of a block by; no number is waited for."""
+        norm = self.norm
+        if norm is None:
+            numel = max(sum(param.numel() for param in self._block_of), 1)
+            share = sum(param.numel() for param in params) / numel
+            limit, norm = limit * share**0.5, _total([self._norms[param] for param in params])
+        return (limit / (norm + 1e-6)).clamp(max=1.0)
 
     def flush(self) -> None:
         """Steps the blocks that wait for gradients which this step does not bring."""
@@ -325,7 +347,7 @@ class Releaser:
         """In the order of parameters, whatever order their gradients came in; where it overflows the old one stays."""
         norms = [self._norms[param] for param in self._block_of if param in self._norms]
         if norms:
-            total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+            total = _total(norms)
             old = self.norm.to(total.device) if self.norm is not None else torch.zeros_like(total)  # 0 clips nothing
             self.norm = torch.where(total.isfinite(), total, old)
 
@@ -353,6 +375,11 @@ class Releaser:
             raise CheckpointError("'release' of the optimizer checkpoint has a norm that is no number: it is damaged")
         self._reset()
         self.norm = None if norm is None else norm.detach().clone()
+
+
+def _total(norms: list[Tensor]) -> Tensor:
+    """Norm of all, from those of the parts."""
+    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].dtype) for norm in norms]))
 
 
 def _has_gradient(live: LiveBlock) -> bool:

@@ -6,7 +6,7 @@ decision happens there. Later decisions hang on the optimizer's own step, so no 
 
 import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -140,7 +140,9 @@ class BaocStrategy(SingleDeviceStrategy):
         if self.latency is None and self.record_latency:
             names = sorted(set(reallocator.plan.allocation.choices.values()))
             used = [reallocator.planner.specs[name] for name in names]
-            reallocator.planner.latency = probe.latency(used, max_s=RECORDING_S)
+            releaser = reallocator.optimizer.releaser
+            with releaser.held() if releaser is not None else nullcontext():
+                reallocator.planner.latency = probe.latency(used, max_s=RECORDING_S)
         reallocator.listeners.extend(self.reallocation_listeners)
         rebind_schedulers([c.scheduler for c in self.lr_scheduler_configs], old=theirs, new=reallocator.optimizer)
         if self.lr_scheduler_configs:

@@ -229,6 +229,9 @@ def test_the_norm_of_the_step_before_clips_and_that_is_said(limit: float, caplog
         before, norm = norm, torch.nn.utils.get_total_norm([p.grad for p in pair.params.values() if p.grad is not None])
         if before is not None:
             torch.nn.utils.clip_grads_with_norm_(pair.params.values(), limit, before)
+        else:
+            for param in pair.params.values():
+                torch.nn.utils.clip_grad_norm_([param], limit * (param.numel() / (8 * 64 + 33)) ** 0.5)
         pair.kept.step()
         pair.kept.zero_grad()
         backward(pair.twins, grads)

@@ -202,6 +202,17 @@ def test_detached_it_keeps_gradients_until_step() -> None:
     assert_equal(optimizer, params, twin, twins)
 
 
+def test_a_backward_inside_held_is_nobody_s_step() -> None:
+    params, optimizer = released()
+    assert optimizer.releaser is not None
+    with optimizer.releaser.held():
+        backward(params, ONES)
+    assert params["a"].grad is not None and optimizer.state[params["a"]]["step"] == 0
+    optimizer.zero_grad()
+    backward(params, ONES)
+    assert params["a"].grad is None and optimizer.state[params["a"]]["step"] == 1
+
+
 # -- copies and checkpoints ----------------------------------------------------------------------------------------
 
 
