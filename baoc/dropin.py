@@ -74,21 +74,13 @@ class BaocOptimizer(BlockwiseOptimizer):
         declared: Any = module.parameter_blocks() if hasattr(module, "parameter_blocks") else None  # pyright: ignore
         footprint = None
         if needs_memory and probe is not None:
-            footprint = probe_footprint(
-                module if module is not None else [param for _, param in pairs],
-                run_micro_batch=probe,
-                context_bytes=context_bytes(device),
-                released=released_blocks(infos, params=named, settings=settings, declared=declared),
-            )
+            source = module if module is not None else [param for _, param in pairs]
+            released = released_blocks(infos, params=named, settings=settings, declared=declared)
+            footprint = _probed(source, probe, device=device, released=released)
             footprint = _with_temporaries(footprint, params=named.values(), specs=settings.planner.specs)
         unknown = needs_memory and probe is None
-        planner = Planner(
-            infos,
-            budget=Budget(name=limit.name) if unknown else limit,
-            settings=settings.planner,
-            declared=declared,
-            footprint=footprint,
-        )
+        asked = Budget(name=limit.name) if unknown else limit
+        planner = Planner(infos, budget=asked, settings=settings.planner, declared=declared, footprint=footprint)
         profiler = make_profiler(planner, named, settings=settings, betas=betas)
         plan = planner.least() if unknown else planner.propose(risk="prior")
         super().__init__(
@@ -106,13 +98,16 @@ class BaocOptimizer(BlockwiseOptimizer):
         )
         self._settings = settings
         self._first_step: FirstStepMemory | None = None
+        self._limit = limit
         if unknown:
-            self._first_step = FirstStepMemory(list(named.values()), context_bytes=context_bytes(device))
-            self._limit = limit
-            if self.releaser is not None:
-                self.releaser.before_block = self._first_step.note_block
-            self.register_step_post_hook(lambda *_: self._learn_footprint())
+            self._measure_first_step(list(named.values()), device=device)
         self.reallocator.attach()
+
+    def _measure_first_step(self, params: Sequence[Tensor], *, device: torch.device) -> None:
+        self._first_step = FirstStepMemory(params, context_bytes=context_bytes(device))
+        if self.releaser is not None:
+            self.releaser.before_block = self._first_step.note_block
+        self.register_step_post_hook(lambda *_: self._learn_footprint())
 
     @property
     def plan(self) -> Plan:
@@ -198,6 +193,18 @@ class BaocOptimizer(BlockwiseOptimizer):
             profiler.release()
         self.reallocator.profiler = profiler
         self.reallocator.attach()
+
+
+def _probed(
+    source: nn.Module | Sequence[Tensor],
+    probe: Callable[[], object],
+    *,
+    device: torch.device,
+    released: Sequence[Sequence[Tensor]],
+) -> Footprint:
+    """The footprint of forward and backward as `probe` runs them."""
+    context = context_bytes(device)
+    return probe_footprint(source, run_micro_batch=probe, context_bytes=context, released=released)
 
 
 def _with_temporaries(footprint: Footprint, *, params: Iterable[Tensor], specs: Sequence[str]) -> Footprint:

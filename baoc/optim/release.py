@@ -129,7 +129,7 @@ class Releaser:
         self.observer: PartObserver | None = None
         self.before_block: Callable[[], object] | None = None  # called when a block is about to be stepped
         self.norm: Tensor | None = None  # of the gradients of the last step that had some
-        self._told_late = False
+        self._told_late = self._told_hooks = False
         self._reset()
         self.adopt(owner)
         if settings.clip_norm is not None:
@@ -157,7 +157,7 @@ class Releaser:
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies, which get an owner and hooks of their own, and begin between two steps."""
-        kept = {"settings": self.settings, "norm": self.norm, "_told_late": self._told_late}
+        kept = {key: self.__dict__[key] for key in ("settings", "norm", "_told_late", "_told_hooks")}
         return {**kept, "observer": None, "before_block": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -332,6 +332,9 @@ class Releaser:
         self.flush()
         if self.observer is not None:
             self.observer.finish_parts()
+        if owner._optimizer_step_pre_hooks and not self._told_hooks:
+            self._told_hooks = True
+            log.warning("what register_step_pre_hook was given finds no gradients: they are released in backward")
         if owner.options() != self._options and not self._told_late:
             self._told_late = True
             warnings.warn(

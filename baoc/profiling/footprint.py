@@ -70,14 +70,7 @@ def probe_footprint(
         resident_bytes = meter.current_bytes
         if released:
             gradients_bytes, resident_bytes = dropped.gradients_bytes, dropped.stepping_bytes
-        validation_bytes = 0
-        if run_validation_batch is not None:
-            if module is not None:
-                module.eval()
-            meter.reset_peak()
-            with torch.inference_mode():
-                run_validation_batch()
-            validation_bytes = meter.peak_bytes
+        validation_bytes = _validation_peak(run_validation_batch, module=module, meter=meter)
     temporaries = {spec: step_temporary_bytes(probe, device=device) for spec, probe in (step_probes or {}).items()}
     return Footprint(
         device=str(device),
@@ -185,6 +178,18 @@ def _training_peak(
     if own_backward and all(gradient() is not None for gradient in gradients):
         return first  # the loop around it drops gradients, and does so before the forward
     return max(first, meter.peak_bytes)
+
+
+def _validation_peak(run: Callable[[], object] | None, *, module: nn.Module | None, meter: PeakMeter) -> int:
+    """Peak of a validation batch in evaluation and inference mode; 0 without one."""
+    if run is None:
+        return 0
+    if module is not None:
+        module.eval()
+    meter.reset_peak()
+    with torch.inference_mode():
+        run()
+    return meter.peak_bytes
 
 
 def _one_micro_batch(run: Callable[[], object], params: Sequence[Tensor], *, drop: bool) -> bool:

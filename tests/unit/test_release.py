@@ -95,6 +95,17 @@ def test_gradients_go_block_by_block_and_what_waits_is_stepped_in_step() -> None
     assert twins["a"].grad is None and not torch.equal(twins["a"], before)
 
 
+def test_a_compiled_network_trains_alike() -> None:
+    nets, optimizers = pair_of_nets(lr=1e-2)
+    for net, optimizer in zip(nets, optimizers, strict=True):
+        compiled = torch.compile(net, backend="aot_eager")
+        for _ in range(3):
+            optimizer.zero_grad()
+            compiled(TOKENS).backward()
+            optimizer.step()
+    same(nets, optimizers)
+
+
 # -- memory --------------------------------------------------------------------------------------------------------
 
 

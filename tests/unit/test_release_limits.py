@@ -166,6 +166,15 @@ def test_the_middle_of_a_step_is_no_time_to_save_or_move(
     call(optimizer)
 
 
+def test_hooks_before_step_are_told_that_gradients_are_gone(caplog: pytest.LogCaptureFixture) -> None:
+    params, optimizer = released()
+    optimizer.register_step_pre_hook(lambda *_: None)
+    for _ in range(2):
+        backward(params, ONES)
+        optimizer.step()
+    assert caplog.text.count("register_step_pre_hook was given finds no gradients") == 1
+
+
 # -- who steps -----------------------------------------------------------------------------------------------------
 
 

@@ -120,9 +120,7 @@ def test_what_the_configuration_refuses() -> None:
     with pytest.raises(BadInputError, match=r"skip_step cannot be had with optim.release_gradients=true"):
         OptimConfig(release_gradients=True, nonfinite="skip_step")
     release = OptimConfig(release_gradients=True)
-    with pytest.raises(
-        BadInputError, match="micro_batch=16 of batch_size=64 accumulates 4: set micro_batch=null"
-    ):
+    with pytest.raises(BadInputError, match="micro_batch=16 of batch_size=64 accumulates 4: set micro_batch=null"):
         RunConfig(batch_size=64, micro_batch=16, optim=release)
 
 
