@@ -16,6 +16,7 @@ from typing import Any
 import lightning as L
 import torch
 
+from baoc.callbacks.growth import grown, saved_by_forward
 from baoc.callbacks.memory import MemoryMonitor
 from baoc.callbacks.steps import num_samples
 from baoc.errors import BadInputError, BaocError, InfeasibleBudgetError
@@ -27,6 +28,7 @@ from baoc.tracking import files
 from baoc.tracking.console import say
 from baoc.types import Budget, Footprint, Plan, to_plain
 
+_GROWING = ("micro_batch", "forward_backward_bytes", "resident_bytes")
 ASK, ANSWER = "budget", "budget.json"
 _LOWER, _BACK = 1, 2  # SIGRTMIN + 1 takes a notch away, SIGRTMIN + 2 gives one back
 
@@ -39,8 +41,8 @@ class BudgetControl(L.Callback):
     tenth away and SIGRTMIN+2 gives one back, where the system has such signals. `memory` measures anew from each
     change on.
 
-    A batch of more samples per forward than any before needs more memory under a memory budget: activations are taken
-    to grow in proportion, and states make room before it goes through the network.
+    A batch of more samples per forward than any before needs more memory under a memory budget: a small part of it
+    tells how much (`callbacks.growth`), and states make room before it goes through the network.
     """
 
     def __init__(
@@ -59,7 +61,8 @@ class BudgetControl(L.Callback):
         self._run_dir = run_dir
         self._memory = memory
         self._seen: tuple[int, int] | None = None  # of the file, when it was last read
-        self._refused: tuple[Budget, int] | None = None  # not to be tried at every step again
+        self._refused: tuple[Budget, Footprint | None] | None = None  # not to be tried at every step again
+        self._grew = False
         self._signals = 0
         self._strategy: Any = None
         self._saved: dict[str, Any] = {}
@@ -112,10 +115,10 @@ class BudgetControl(L.Callback):
         if saved and saved["base"] == to_plain(planner.budget):
             planner.budget = Budget(**saved["in_force"])
             self._strategy.budget = planner.budget
-            self._signals = saved["notches"]
+            self._signals, self._grew = saved["notches"], bool(saved["grown"])
             self.dial.ceiling = Budget(**saved["ceiling"]) if saved["ceiling"] else None
-            if planner.footprint is not None:
-                planner.footprint = grown(planner.footprint, micro_batch=saved["micro_batch"])
+            if planner.footprint is not None and saved["grown"]:
+                planner.footprint = replace(planner.footprint, **saved["grown"])
         self._answer(step=0, budget=planner.budget, why="the budget of the run", plan=plan)
 
     def _check(self, planner: Planner, change: BudgetChange) -> None:
@@ -140,7 +143,7 @@ class BudgetControl(L.Callback):
             "in_force": to_plain(reallocator.planner.budget),
             "notches": self._signals,
             "ceiling": to_plain(self.dial.ceiling) if self.dial.ceiling is not None else {},
-            "micro_batch": footprint.micro_batch if footprint is not None else 0,
+            "grown": {key: getattr(footprint, key) for key in _GROWING} if self._grew else {},
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -160,28 +163,30 @@ class BudgetControl(L.Callback):
         if self.relaxation.due(step):
             self._relax()
         budget, why = self.dial.wish(step=step, batch=size * trainer.accumulate_grad_batches)
-        self._apply(budget, why=why, step=step, micro_batch=size)
+        footprint = self._strategy.reallocator.planner.footprint
+        if footprint is not None and budget.memory_bytes is not None and size > footprint.micro_batch > 0:
+            saved, largest = saved_by_forward(trainer, batch, num_samples=footprint.micro_batch)
+            footprint = grown(footprint, micro_batch=size, saved_bytes=saved, largest_bytes=largest)
+            why = f"{why}; batches grew to {size} samples per forward"
+        self._apply(budget, why=why, step=step, footprint=footprint)
 
-    def _apply(self, budget: Budget, *, why: str, step: int, micro_batch: int) -> None:
+    def _apply(self, budget: Budget, *, why: str, step: int, footprint: Footprint | None) -> None:
         reallocator = self._strategy.reallocator
         planner = reallocator.planner
-        footprint = planner.footprint
-        larger = footprint is not None and budget.memory_bytes is not None and micro_batch > footprint.micro_batch > 0
-        if (budget == planner.budget and not larger) or self._refused == (budget, micro_batch):
+        if (budget, footprint) in ((planner.budget, planner.footprint), self._refused):
             return
-        if larger:
-            footprint = grown(footprint, micro_batch=micro_batch)
-            why = f"{why}; batches grew to {micro_batch} samples per forward"
+        known = planner.footprint
         try:
             if _more(budget, planner.budget):
                 cap_device(self._strategy.root_device, budget=budget)
             reallocator.rebudget(budget, why=f"budget {budget.name}: {why}", footprint=footprint)
         except BaocError as error:
-            self._refused = (budget, micro_batch)
+            self._refused = (budget, footprint)
             self._answer(step=step, budget=planner.budget, why=why, plan=reallocator.plan, refused=str(error))
             self.tell(f"step {step}: the budget stays {planner.budget.name}: {error}")
             return
         self._refused = None
+        self._grew = self._grew or footprint != known
         self._strategy.budget = budget
         if self._strategy.root_device.type == "cuda":
             torch.cuda.empty_cache()  # what was freed is other processes' now
@@ -235,24 +240,6 @@ class BudgetControl(L.Callback):
                 "refused": refused,
             },
         )
-
-
-def grown(footprint: Footprint, *, micro_batch: int) -> Footprint:
-    """The footprint of larger batches: what is not weights or gradients grows with the samples. Smaller ones: as is."""
-    if not 0 < footprint.micro_batch < micro_batch:
-        return footprint
-    ratio = micro_batch / footprint.micro_batch
-
-    def scaled(num_bytes: int) -> int:
-        fixed = min(footprint.weights_bytes + footprint.gradients_bytes, num_bytes)
-        return fixed + int((num_bytes - fixed) * ratio)
-
-    return replace(
-        footprint,
-        micro_batch=micro_batch,
-        forward_backward_bytes=scaled(footprint.forward_backward_bytes),
-        resident_bytes=scaled(footprint.resident_bytes),
-    )
 
 
 def _more(one: Budget, other: Budget) -> bool:

@@ -25,7 +25,7 @@ from baoc.optim import BlockwiseOptimizer
 from baoc.optim.release import take_from_others
 from baoc.planner import Planner
 from baoc.profiling import cap_device, context_bytes, describe, free_bytes, uncap_device
-from baoc.strategy.probe import Probe, unwrapped
+from baoc.strategy.probe import Probe, silent, unwrapped
 from baoc.strategy.released import leave_clipping, released_clipping, take_clipping_back
 from baoc.strategy.takeover import count_steps_for_schedulers, hyperparameters, named_groups, rebind_schedulers
 from baoc.types import Budget, Footprint, LatencyTable, OptimizerSpec, Plan, Profile, Reallocation
@@ -59,6 +59,7 @@ class BaocStrategy(SingleDeviceStrategy):
     """
 
     strategy_name = "baoc"
+    silent = staticmethod(silent)  # for callbacks that look at a forward pass without being part of the run
 
     def __init__(
         self,

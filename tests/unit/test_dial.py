@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from baoc.budgets import parse_budget
-from baoc.callbacks.budget_control import grown
+from baoc.callbacks.growth import grown
 from baoc.errors import BadInputError
 from baoc.online import BudgetChange, BudgetDial, RelaxationSettings
 from baoc.online.relaxation import calm_blocks, lowered, offers
@@ -126,3 +126,4 @@ def test_a_footprint_grows_with_its_activations() -> None:
     larger = grown(footprint, micro_batch=16)
     assert (larger.micro_batch, larger.forward_backward_bytes, larger.resident_bytes) == (16, 800, 220)
     assert grown(footprint, micro_batch=4) == footprint
+    assert grown(footprint, micro_batch=16, saved_bytes=400, largest_bytes=50).forward_backward_bytes == 1300
