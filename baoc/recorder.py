@@ -3,6 +3,7 @@
 Called with the first plan and with every decision after it; the files always hold the newest, the .jsonl all of them.
 """
 
+import json
 from pathlib import Path
 
 from baoc.candidates import candidate_rows
@@ -50,6 +51,18 @@ class Recorder:
         console.print_reallocation(event)
         if event.accepted:
             console.print_plan(plan, title=f"Allocation from step {event.step} on, by {plan.risk_model} risk")
+
+    def settled(self, step: int, trigger: str, ratios: dict[str, float]) -> None:
+        """One step after a move: how its blocks' updates changed in size goes into the move's own line."""
+        path = self.run_dir / "reallocations.jsonl"
+        if not ratios or not path.is_file():
+            return
+        lines = files.read_jsonl(path)
+        for line in reversed(lines):
+            if (line["step"], line["trigger"]) == (step, trigger):
+                line["update_rms_ratio"] = ratios
+                break
+        files.write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
 
     def _write_plan(self, plan: Plan, *, profile: Profile | None, step: int) -> None:
         assert self.planner is not None

@@ -242,6 +242,7 @@ def assemble_trainer(config: RunConfig, *, task: Task, device: str, run_dir: Pat
         reallocation_listeners=[recorder.reallocated, lambda _, plan, __: log_plan(loggers, plan=plan)],
     )
     strategy.resume_listeners.append(recorder.resumed)
+    strategy.settled_listeners.append(recorder.settled)
     strategy.plan_listeners += [
         recorder.planned,
         lambda _, plan: log_plan(loggers, plan=plan),

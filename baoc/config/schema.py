@@ -136,7 +136,7 @@ class ReallocationConfig:
     warmup_steps: int = 40
     interval: int = 100
     drift_threshold: float = 0.5
-    min_gain: float = 0.0
+    min_gain: float = 0.02
 
     def __post_init__(self) -> None:
         require(self.warmup_steps >= 2, "reallocation.warmup_steps", self.warmup_steps, "2 or more (step 0 is skipped)")

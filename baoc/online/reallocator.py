@@ -11,13 +11,15 @@ from typing import Any
 
 from torch import Tensor
 
-from baoc.errors import BadInputError
+from baoc.errors import BadInputError, InfeasibleBudgetError
+from baoc.online.moving import migration_risk, moved_specs, transit
 from baoc.online.relaxation import RelaxationSettings, calm_blocks, lowered, offers
 from baoc.online.triggers import TRIGGERS, Moment, ReallocationSettings
 from baoc.optim import BlockwiseOptimizer
 from baoc.planner import Planner
 from baoc.profiling import GradientProfiler
 from baoc.types import Budget, Candidate, Footprint, Plan, Profile, Reallocation, profile_from_plain, to_plain
+from baoc.units import format_bytes
 
 Listener = Callable[[Reallocation, Plan, Profile | None], None]
 
@@ -25,8 +27,9 @@ Listener = Callable[[Reallocation, Plan, Profile | None], None]
 class Reallocator:
     """Watches gradients, asks the planner again when its trigger fires, and moves the optimizer to what was accepted.
 
-    `listeners` are called after each decision, accepted or not. `tracked` wraps a migration, so that whoever measures
-    memory can include it. The plan in force is `plan`, the profile it rests on `profile`.
+    `listeners` are called after each decision, accepted or not; `settled_listeners` one step after a move, with its
+    step, its trigger and the ratio of the update RMS after to before by block. `tracked` wraps a migration, so that
+    whoever measures memory can include it. The plan in force is `plan`, the profile it rests on `profile`.
     """
 
     def __init__(
@@ -45,7 +48,10 @@ class Reallocator:
         self.profiler = profiler
         self.profile: Profile | None = None
         self.first_profile: Profile | None = None  # of the first decision
+        self.left: dict[str, str] = {}  # block -> spec that it left at the last move
         self.listeners: list[Listener] = []
+        self.settled_listeners: list[Callable[[int, str, dict[str, float]], None]] = []
+        self._switch: dict[str, Any] = {}  # of a move whose first update is still to come
         self.tracked: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.step = 0
         self.last_decision = 0
@@ -54,7 +60,8 @@ class Reallocator:
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: without the profiler, whose buffers are views of each other, and without who listens."""
-        return {**self.__dict__, "profiler": None, "listeners": [], "tracked": nullcontext}
+        listening = {"listeners": [], "settled_listeners": [], "tracked": nullcontext}
+        return {**self.__dict__, "profiler": None, **listening}
 
     def attach(self) -> None:
         """Hooks into the optimizer's step: gradients are seen when they are final, decisions come after the update."""
@@ -107,6 +114,8 @@ class Reallocator:
     def after_step(self) -> None:
         """Counts the step and, where the trigger says so, decides again."""
         self.step += 1
+        if self._switch:
+            self._settle()
         if not self.watching:
             return
         assert self.profiler is not None
@@ -131,19 +140,32 @@ class Reallocator:
         proposal = self.planner.propose(profile=profile)
         before = self.planner.price(self.plan.allocation.choices, risk=proposal.risk_model, profile=profile)
         after = proposal.allocation.risk
-        needed = 0.0 if first else self.settings.min_gain * abs(before)
+        paid = 0.0  # where no decision is to follow, the gain has all the rest of the run to pay for the move
+        if self.settings.mode in ("interval", "drift"):
+            paid = migration_risk(
+                self.planner,
+                now=self.plan,
+                then=proposal,
+                profile=profile,
+                horizon=self.settings.interval,
+                left=self.left,
+            )
+        needed = paid if first else paid + self.settings.min_gain * abs(before)
         changed = dict(proposal.allocation.choices) != dict(self.plan.allocation.choices)
         accepted = changed and before - after > needed
+        blocked = self._make_way(proposal, memory=self.planner.budget.memory_bytes) if accepted else ""
         if not changed:
             why = f"{risk} risk confirms the allocation in use"
+        elif blocked:
+            accepted, why = False, blocked
         elif accepted:
             why = f"{risk} risk {before:.4g} -> {after:.4g}"
         else:
-            why = f"{risk} risk {before:.4g} -> {after:.4g} is less than the threshold of {needed:.2g}"
+            why = f"{risk} risk {before:.4g} -> {after:.4g} saves less than the {needed:.2g} that moving has to"
         self.optimizer.set_target_rms(
             {block: stats.update_rms for block, stats in profile.stats.items() if stats.update_rms > 0}
         )
-        event = self._move(proposal, trigger=trigger, accepted=accepted, why=why, before=before)
+        event = self._move(proposal, trigger=trigger, accepted=accepted, why=why, before=before, paid=paid)
         if not self.watching:
             self.profiler.release()
         for listener in self.listeners:
@@ -165,7 +187,9 @@ class Reallocator:
             )
         planner.budget, planner.footprint = budget, footprint or planner.footprint
         try:
-            return self.replan(why=why, trigger="budget")
+            # A move down starts from what the budget before allowed.
+            memory = [limit for limit in (before[0].memory_bytes, budget.memory_bytes) if limit is not None]
+            return self.replan(why=why, trigger="budget", limit=max(memory) if len(memory) == 2 else None)
         except BaseException:
             planner.budget, planner.footprint = before
             raise
@@ -192,24 +216,56 @@ class Reallocator:
     def _runs(self, candidate: Candidate) -> bool:
         return self.plan.allocation.choices[candidate.block] == candidate.spec
 
-    def replan(self, *, why: str, trigger: str = "limits") -> Reallocation:
+    def replan(self, *, why: str, trigger: str = "limits", limit: int | None = None) -> Reallocation:
         """Proposes anew because the budget or the footprint changed, and moves whatever the risk: limits come first.
 
-        Raises InfeasibleBudgetError where nothing meets them; the plan in force then stays.
+        `limit`: bytes that the move itself may not pass, if any. Raises InfeasibleBudgetError where nothing
+        meets them; the plan in force then stays.
         """
         known = self.profile is not None
         proposal = self.planner.propose(risk=None if known else "prior", profile=self.profile)
         before = self.planner.price(self.plan.allocation.choices, risk=proposal.risk_model, profile=self.profile)
+        if blocked := self._make_way(proposal, memory=limit):
+            raise InfeasibleBudgetError(
+                f"budget {self.planner.budget.name} would hold, but {blocked}",
+                budget_bytes=self.planner.budget.memory_bytes or 0,
+                least_feasible_bytes=proposal.least_feasible_bytes,
+            )
         event = self._move(proposal, trigger=trigger, accepted=True, why=why, before=before)
         for listener in self.listeners:
             listener(event, self.plan, self.profile)
         return event
 
-    def _move(self, proposal: Plan, *, trigger: str, accepted: bool, why: str, before: float) -> Reallocation:
+    def _make_way(self, proposal: Plan, *, memory: int | None) -> str:
+        """Sees to it that nothing passes `memory` bytes while blocks move; returns why it would, "" if it does not.
+
+        Where room is short, gradients go first: they have been used, and the next backward pass makes new ones.
+        """
+        way = transit(self.planner, now=self.plan, then=proposal)
+        if way is None or memory is None or way.peak_bytes <= memory:
+            return ""
+        if way.without_gradients_bytes <= memory:
+            self.optimizer.zero_grad(set_to_none=True)
+            return ""
+        return (
+            f"moving to it would hold {format_bytes(way.without_gradients_bytes)} for a moment, of "
+            f"{format_bytes(memory)} allowed"
+        )
+
+    def _move(
+        self, proposal: Plan, *, trigger: str, accepted: bool, why: str, before: float, paid: float = 0.0
+    ) -> Reallocation:
         bytes_before = self.optimizer.state_bytes()
         moves = ()
         if accepted:
             self.num_accepted += 1
+            changes = moved_specs(self.plan, proposal)
+            self._switch = {
+                "step": self.step,
+                "trigger": trigger,
+                "rms": self.optimizer.update_rms(changes) if self.step else {},
+            }
+            self.left = {block: now for block, (now, _) in changes.items()}
             texts = {reason.block: reason.text for reason in proposal.reasons}
             with self.tracked():
                 moments = self.profiler.moments() if self.profiler is not None else {}
@@ -229,7 +285,17 @@ class Reallocator:
             state_bytes_after=self.optimizer.state_bytes(),
             risk_before=before,
             risk_after=self.plan.allocation.risk,
+            migration_risk=paid,
         )
+
+    def _settle(self) -> None:
+        """The step after a move: how large the moved blocks' updates are beside what they were."""
+        switch, self._switch = self._switch, {}
+        before = {block: rms for block, rms in switch["rms"].items() if rms > 0}
+        after = self.optimizer.update_rms(before)
+        ratios = {block: after[block] / rms for block, rms in before.items() if block in after}
+        for listener in self.settled_listeners:
+            listener(switch["step"], switch["trigger"], ratios)
 
     # -- resume ---------------------------------------------------------------------------------------------------
 
@@ -244,6 +310,8 @@ class Reallocator:
             "first_profile": to_plain(self.first_profile) if self.first_profile is not None else {},
             "choices": dict(self.plan.allocation.choices),
             "gap": self.plan.allocation.gap,
+            "left": dict(self.left),
+            "switch": dict(self._switch),
             "profiler": self.profiler.state_dict() if self.profiler is not None and self.watching else {},
         }
 
@@ -259,6 +327,7 @@ class Reallocator:
         first = state.get("first_profile")  # checkpoints of earlier versions have none
         self.first_profile = profile_from_plain(first) if first else self.profile
         self.last_decision = state["last_decision"]
+        self.left, self._switch = dict(state.get("left", {})), dict(state.get("switch", {}))
         if self.profiler is not None and not self.watching:
             self.profiler.release()
         if self.profiler is not None:

@@ -288,10 +288,11 @@ class BlockwiseOptimizer(Optimizer):
         return sum(self.block_state_bytes().values())
 
     @torch.no_grad()
-    def update_rms(self) -> dict[str, float]:
-        """Block -> RMS of its last update before the learning rate, of the blocks for which it is known."""
+    def update_rms(self, blocks: Iterable[str] | None = None) -> dict[str, float]:
+        """Block -> RMS of its last update before the learning rate, of the blocks (of `blocks`) that can tell."""
         found = {}
-        for name, live in self.roster.live.items():
+        for name in self.roster.live if blocks is None else blocks:
+            live = self.roster.live[name]
             rms = live.applied
             if rms is None or rms < 0:  # a backend that steps on the device has a place for it before it is known
                 rms = migration.last_rms(live, state=self.state, param_groups=self.param_groups)

@@ -86,6 +86,7 @@ class BaocStrategy(SingleDeviceStrategy):
         self.plan_listeners = list(plan_listeners)
         self.reallocation_listeners = list(reallocation_listeners)
         self.resume_listeners: list[Callable[[int, Plan], None]] = []  # called with step and plan after a load
+        self.settled_listeners: list[Callable[[int, str, dict[str, float]], None]] = []  # see Reallocator
         self.reallocator: Reallocator | None = None
         self._device_choice = device
         self._guard = _GradientGuard()
@@ -145,6 +146,7 @@ class BaocStrategy(SingleDeviceStrategy):
             with releaser.held() if releaser is not None else nullcontext():
                 reallocator.planner.latency = probe.latency(used, max_s=RECORDING_S)
         reallocator.listeners.extend(self.reallocation_listeners)
+        reallocator.settled_listeners.extend(self.settled_listeners)
         rebind_schedulers([c.scheduler for c in self.lr_scheduler_configs], old=theirs, new=reallocator.optimizer)
         if self.lr_scheduler_configs:
             count_steps_for_schedulers(reallocator.optimizer)

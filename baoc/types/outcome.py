@@ -21,6 +21,9 @@ class BlockMove:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reallocation:
+    """One decision. `update_rms_ratio`: moved block -> RMS of its first update after the move over that of its last one
+    before; known one step later, and only where a spec can tell."""
+
     step: int
     trigger: str
     accepted: bool
@@ -30,6 +33,8 @@ class Reallocation:
     state_bytes_after: int
     risk_before: float
     risk_after: float
+    migration_risk: float = 0.0  # what a proposal had to save beside the threshold
+    update_rms_ratio: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

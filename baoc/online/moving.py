@@ -1,0 +1,95 @@
+"""What a move costs: the risk of states that regrow, and the memory that old and new states take side by side."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from baoc.catalogue import SPECS
+from baoc.cost import cost
+from baoc.planner import Planner
+from baoc.types import Plan, Profile, RuleInfo, StateKind, StateLayout
+
+# Steps until an average that starts anew is worth having: 1 / (1 - beta1), and the age at which migration takes a v
+# that was seeded (optim.migration.SEED_AGE).
+RECOVERY_STEPS = {StateKind.M: 10, StateKind.V: 100}
+WIDENED = 0.5  # share of a state that was kept per row, column or fold and is now wanted per element
+# Floats per element that converting one tensor may hold beside its states: an average in fp32, expanded, rescaled,
+# decoded again, and the difference. 4 were the most that was measured (tests/integration/test_moves.py).
+CONVERSION_FLOATS = 8
+
+
+def lost_steps(source: RuleInfo, target: RuleInfo) -> float:
+    """Steps of full risk that a block pays for leaving `source` for `target`, by what it cannot take along."""
+    lost = 0.0
+    for kind, steps in RECOVERY_STEPS.items():
+        wanted = [decl for decl in target.states if decl.kind is kind]
+        held = [decl for decl in source.states if decl.kind is kind]
+        if wanted and not held:
+            lost += steps
+        elif any(decl.layout is StateLayout.FULL for decl in wanted) and not any(
+            decl.layout is StateLayout.FULL for decl in held
+        ):
+            lost += WIDENED * steps
+    return lost
+
+
+def moved_specs(now: Plan, then: Plan) -> dict[str, tuple[str, str]]:
+    """Block -> (spec now, spec then), of those that differ."""
+    held = now.allocation.choices
+    return {block: (held[block], spec) for block, spec in then.allocation.choices.items() if held[block] != spec}
+
+
+def migration_risk(
+    planner: Planner, *, now: Plan, then: Plan, profile: Profile, horizon: int, left: Mapping[str, str]
+) -> float:
+    """Predicted risk of moving from plan to plan, in the unit of an allocation's risk.
+
+    While its states regrow a block is taken to be as risky as its riskiest candidate; that is spread over the `horizon`
+    steps in which the gain of the move is counted. A block that goes back to what it `left` at the last move pays for
+    both ways.
+    """
+    pool = planner.candidates(risk=then.risk_model, profile=profile)
+    total = 0.0
+    for block, (source, target) in moved_specs(now, then).items():
+        risks = {candidate.spec: candidate.risk.total for candidate in pool[block]}
+        steps = lost_steps(planner.rules[SPECS[source].rule], planner.rules[SPECS[target].rule])
+        share = min(steps / horizon, 1.0) * (2 if left.get(block) == target else 1)
+        total += share * (max(risks.values()) - risks[target])
+    return total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transit:
+    """Predicted device bytes at the worst moment of a move, gradients included and without them."""
+
+    peak_bytes: int
+    without_gradients_bytes: int
+
+
+def transit(planner: Planner, *, now: Plan, then: Plan) -> Transit | None:
+    """The memory of moving, block by block, those that shrink most first, between two steps; None without a footprint.
+
+    Activations are gone by then; weights, gradients, averages and all states are there, and of the block that moves the
+    states twice, with what the conversion of its largest tensor holds.
+    """
+    footprint = planner.footprint
+    if footprint is None:
+        return None
+    named = {block.name: block for block in planner.blocks}
+
+    def bytes_of(block: str, spec: str) -> tuple[int, int]:
+        cost_of = cost(named[block], spec=SPECS[spec], rule=planner.rules[SPECS[spec].rule])
+        return cost_of.state_bytes, cost_of.state_bytes + cost_of.weight_bytes
+
+    held = sum(bytes_of(block, spec)[0] for block, spec in now.allocation.choices.items())
+    steps = []
+    for block, (source, target) in moved_specs(now, then).items():
+        new_bytes, new_total = bytes_of(block, target)
+        largest = max((param.numel for param in named[block].params), default=0)
+        steps.append((new_total - bytes_of(block, source)[1], new_bytes + 4 * CONVERSION_FLOATS * largest))
+    peak = held
+    for growth, beside in sorted(steps):
+        peak = max(peak, held + beside)
+        held += growth
+    fixed = footprint.ema_bytes + footprint.profile_bytes + footprint.context_bytes + footprint.reserve_bytes
+    total = footprint.resident_bytes + fixed + peak
+    return Transit(peak_bytes=total, without_gradients_bytes=total - footprint.gradients_bytes)

@@ -1,0 +1,164 @@
+"""Reallocations as they happen: memory through the move, hysteresis, and how updates change across the switch."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from baoc import train as training
+from baoc.budgets import parse_budget
+from baoc.config.dynamics import DynamicsConfig, ScheduleEntry
+from baoc.config.schema import ReallocationConfig
+from baoc.errors import InfeasibleBudgetError
+from baoc.online import ReallocationSettings, SessionSettings, assemble, reallocator
+from baoc.planner import PlannerSettings
+from baoc.profiling import describe
+from baoc.profiling.tracker import MemoryTracker
+from baoc.types import Footprint
+from tests.integration.test_budget_control import Watch, events, run
+from tests.integration.test_run import config, logged
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
+
+WIDTH, LAYERS = 96, 6
+WEIGHTS = 4 * LAYERS * (WIDTH * WIDTH + WIDTH)
+
+
+def session(budget: int | str, *, mode: str = "off") -> tuple[nn.Module, Any]:
+    """A chain of layers between two steps: weights, gradients and full AdamW states are there, activations are not."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    footprint = Footprint(
+        device="cpu",
+        micro_batch=1,
+        weights_bytes=WEIGHTS,
+        gradients_bytes=WEIGHTS,
+        forward_backward_bytes=2 * WEIGHTS,
+        validation_bytes=0,
+        resident_bytes=2 * WEIGHTS,
+    )
+    made = assemble(
+        describe(net),
+        params=dict(net.named_parameters()),
+        groups=[{"params": list(net.named_parameters())}],
+        defaults={"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
+        budget=parse_budget(budget),
+        settings=SessionSettings(
+            planner=PlannerSettings(keep_fp32_roles=()), reallocation=ReallocationSettings(mode=mode), backend="eager"
+        ),
+        footprint=footprint,
+    )
+    for _ in range(3):
+        made.optimizer.zero_grad()
+        net(torch.randn(4, WIDTH)).square().sum().backward()
+        made.optimizer.step()
+    return net, made
+
+
+@pytest.mark.parametrize("room", [3.0, 1.0])
+@pytest.mark.parametrize("target", [0.6, 0.3, 0.1])
+def test_memory_stays_below_the_budget_during_the_move(room: float, target: float) -> None:
+    """`room`: of a copy of the weights, left between what is held and the budget; with little, gradients go first."""
+    net, made = session(4 * WEIGHTS + int(room * WEIGHTS))
+    held = 4 * WEIGHTS
+    budget = parse_budget(2 * WEIGHTS + int(target * 2 * WEIGHTS) + 4096)
+    tracker = MemoryTracker(device="cpu")
+    tracker.prime(net, made.optimizer.state)
+    tracker.reset_peak()
+    assert tracker.peak_bytes >= held
+    with tracker:
+        made.rebudget(budget, why="test")
+    assert made.optimizer.state_bytes() <= target * 2 * WEIGHTS + 4096
+    assert tracker.peak_bytes <= 4 * WEIGHTS + int(room * WEIGHTS)
+    way = WEIGHTS if all(param.grad is None for param in net.parameters()) else 0
+    assert (way > 0) == (room < 2), "gradients stay where there is room"
+
+
+def test_a_move_that_does_not_fit_is_refused_and_changes_nothing() -> None:
+    net, made = session(4 * WEIGHTS + 4096)
+    net.zero_grad()
+    made.planner.footprint = made.planner.footprint.__class__(
+        **{**{f: getattr(made.planner.footprint, f) for f in made.planner.footprint.__slots__}, "gradients_bytes": 0}
+    )
+    specs, budget = dict(made.optimizer.specs), made.planner.budget
+    with pytest.raises(InfeasibleBudgetError, match=r"would hold, but moving to it would hold .* for a moment, of"):
+        made.rebudget(parse_budget(3 * WEIGHTS), why="test")
+    assert made.optimizer.specs == specs and made.planner.budget == budget
+
+
+def test_the_prediction_of_a_move_is_never_below_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Down and up again, through every conversion that these budgets ask for."""
+    net, made = session("unlimited")
+    real, predicted = reallocator.transit, []
+
+    def transit(*args: Any, **kwargs: Any) -> Any:
+        predicted.append(real(*args, **kwargs))
+        return predicted[-1]
+
+    monkeypatch.setattr(reallocator, "transit", transit)
+    for share in (0.5, 0.27, 0.1, 0.02, 0.3, 1.0):
+        tracker = MemoryTracker(device="cpu")
+        tracker.prime(net, made.optimizer.state)
+        tracker.reset_peak()
+        with tracker:
+            made.rebudget(parse_budget(share), why="test")
+        assert tracker.peak_bytes <= predicted[-1].peak_bytes, share
+        made.optimizer.zero_grad()
+        net(torch.randn(4, WIDTH)).square().sum().backward()
+        made.optimizer.step()
+
+
+# -- whole runs -------------------------------------------------------------------------------------------------------
+
+INTERVAL = ReallocationConfig(mode="interval", warmup_steps=4, interval=3)
+
+
+def test_each_event_tells_how_updates_changed_across_the_switch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dynamics = DynamicsConfig(schedule=(ScheduleEntry(budget="state_10", step=6),))
+    run_dir = tmp_path / "day" / "run"
+    run(run_dir, monkeypatch, Watch(), budget=parse_budget("state_50"), dynamics=dynamics)
+    event = next(event for event in events(run_dir) if event["trigger"] == "budget")
+    ratios = event["update_rms_ratio"]
+    assert set(ratios) <= {move["block"] for move in event["moves"]} and len(ratios) >= len(event["moves"]) / 2
+    assert all(0.3 < ratio < 3 for ratio in ratios.values()), ratios
+
+
+@pytest.mark.parametrize("stop", [6, 7])
+def test_the_ratio_survives_a_kill_right_after_the_switch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int
+) -> None:
+    class Killed(Exception):
+        pass
+
+    def kill(*_: Any) -> None:
+        raise Killed
+
+    whole, cut = tmp_path / "day" / "whole", tmp_path / "day" / "cut"
+    run(whole, monkeypatch, Watch(), reallocation=INTERVAL)
+    with pytest.raises(Killed):
+        run(cut, monkeypatch, Watch(**{f"step_{stop + 1}": kill}), reallocation=INTERVAL)
+    run(cut, monkeypatch, Watch(), resume=str(cut), reallocation=INTERVAL)
+    assert logged(whole) == logged(cut)
+    assert events(whole) == events(cut)
+
+
+def test_later_decisions_need_more_than_the_threshold_and_the_move(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "day" / "run"
+    run(run_dir, monkeypatch, Watch(), reallocation=INTERVAL)
+    told = events(run_dir)
+    assert [event["step"] for event in told] == [4, 7, 10, 13]
+    for event in told[1:]:
+        saved = event["risk_before"] - event["risk_after"]
+        if event["accepted"]:
+            assert saved > event["migration_risk"] + 0.02 * abs(event["risk_before"])
+        else:
+            assert not event["moves"] and saved == 0
+    assert json.loads((run_dir / "result.json").read_text())["num_reallocations"] == sum(e["accepted"] for e in told)
+    assert training.session_settings(config()).reallocation.min_gain == 0.02
