@@ -25,11 +25,13 @@ from baoc.sweep.answers import Answer, answer_of, infeasible
 from baoc.sweep.early import Watch
 from baoc.sweep.memory import Places, cards_here
 from baoc.sweep.progress import Progress
+from baoc.sweep.runs import ERROR
 from baoc.sweep.sampling import suggest
 from baoc.sweep.storage import next_trial, open_study, setup_lock, storage_url, trial_of
 from baoc.sweep.study_config import StudyConfig
 from baoc.sweep.trial import COMMAND, Outcome, TrialProcess
 from baoc.sweep.workers import Register
+from baoc.tracking.files import write_json
 
 POLL_S = 0.2
 LOOK_S = 5.0  # between two looks at other workers' trials
@@ -259,7 +261,9 @@ class _Runner:
         """One run of the trial ended: the trial goes on, goes into another attempt, or is answered."""
         number, parts = own.trial.number, len(self.config.repeats) or 1
         if own.ended_early and outcome.result is None:
-            self._tell(own, Answer(state=TrialState.PRUNED, text=f"ended early: {own.ended_early}"))
+            answer = Answer(state=TrialState.PRUNED, text=f"ended early: {own.ended_early}")
+            _explain(own.process.folder, answer.text, exit_code=outcome.exit_code)
+            self._tell(own, answer)
             return
         if outcome.killed:
             self._again(own, outcome)
@@ -295,6 +299,11 @@ class _Runner:
             self.places.give_back(own.card, own.budget_bytes)
         words = " ".join(own.words[len(self.config.fixed) :])
         self.progress.told(f"trial {own.trial.number} ({words}): {answer.text}")
+
+
+def _explain(folder: Path, text: str, *, exit_code: int) -> None:
+    """What a frontier says of the run instead of "interrupted"."""
+    write_json(folder / ERROR, {"schema": 1, "kind": "EndedEarly", "message": text, "exit_code": exit_code})
 
 
 def _memory_budget(words: Sequence[str]) -> int | None:

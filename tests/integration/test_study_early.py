@@ -51,6 +51,8 @@ def test_a_beaten_trial_is_ended_at_its_first_rung_and_a_baseline_never(tmp_path
     beaten = study.trials[2]
     assert beaten.user_attrs["text"] == "ended early: trial 0 is better in everything at step 10"
     assert beaten.user_attrs["rung:0:10"] == {"quality": 4.0 * (2 - 1 / 3), "state_bytes": 9}
+    told = json.loads((tmp_path / "0002" / "error.json").read_text())
+    assert told["message"] == beaten.user_attrs["text"]
     assert "rung:0:20" in study.trials[0].user_attrs and "rung:0:20" not in beaten.user_attrs
     lines = (tmp_path / "0002" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[-1])["step"] == 9

@@ -1,0 +1,187 @@
+"""`python -m baoc.sweep.calibrate FOLDER...`: how well risk ranks damage, and the best weights of a risk_weights study.
+
+With `--write NAME` the winner becomes conf/risk/NAME.yaml with its evidence, to be used as risk=NAME.
+"""
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import copysign, inf, sqrt
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import optuna
+import yaml
+from optuna.trial import FrozenTrial, TrialState
+from rich.table import Table
+
+from baoc.config import assets
+from baoc.config.environment import commit
+from baoc.errors import BadInputError, BaocError
+from baoc.risk import RISKS
+from baoc.sweep.damage import LEAST_RUNS, Rank, damages, ranks
+from baoc.sweep.early import violated
+from baoc.sweep.runs import find_runs
+from baoc.sweep.status import load
+from baoc.tracking.console import make_console, say
+from baoc.tracking.files import read_json, write_text
+
+WEIGHT = "risk.weights."
+UNIT = "weights of 1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Winner:
+    """The best trial of a risk_weights study beside the one with weights of 1, run by run (the same budget and seed).
+
+    `difference` is winner - unit, so below 0 is better where the objective is minimised.
+    """
+
+    trial: int
+    weights: Mapping[str, float]
+    quality: float
+    unit_trial: int
+    unit_quality: float
+    difference: float
+    spread: float  # standard deviation of the paired differences
+    n: int
+    num_trials: int
+
+    @property
+    def t(self) -> float:
+        """Mean over standard error of the paired differences; the winner was picked as the best of many, so beyond 2
+        is no proof."""
+        if not self.spread:
+            return copysign(inf, self.difference) if self.difference else 0.0
+        return self.difference / (self.spread / sqrt(self.n))
+
+
+def winner_of(study: optuna.Study, *, folder: Path) -> Winner:
+    """Raises BadInputError where the study searches no weights, or its trial with weights of 1 has not finished."""
+    done = [t for t in study.get_trials(states=(TrialState.COMPLETE,)) if not violated(t)]
+    searched = [t for t in done if any(key.startswith(WEIGHT) for key in t.params)]
+    if not searched:
+        raise BadInputError(
+            f"study {study.study_name} has no finished trial that searched {WEIGHT}*: start sweeps=risk_weights_vision"
+        )
+    unit = next((t for t in done if t.user_attrs.get("overrides") == []), None)
+    if unit is None:
+        raise BadInputError(
+            f"study {study.study_name} has no finished trial with weights of 1 (the baseline []), which a winner is "
+            "held against"
+        )
+    sign = 1.0 if study.directions[0].name == "MINIMIZE" else -1.0
+    best = min(searched, key=lambda t: sign * t.values[0])
+    pairs = list(zip(_qualities(folder, best), _qualities(folder, unit), strict=True))
+    differences = [mine - other for mine, other in pairs]
+    return Winner(
+        trial=best.number,
+        weights=_weights(best),
+        quality=best.values[0],
+        unit_trial=unit.number,
+        unit_quality=unit.values[0],
+        difference=fmean(differences),
+        spread=stdev(differences) if len(differences) > 1 else 0.0,
+        n=len(differences),
+        num_trials=len(searched),
+    )
+
+
+def _weights(trial: FrozenTrial) -> dict[str, float]:
+    """As they were run: the overrides are rounded."""
+    words = [word for word in trial.user_attrs["words"] if word.startswith(WEIGHT)]
+    return {key.removeprefix(WEIGHT): float(value) for key, value in (word.split("=", 1) for word in words)}
+
+
+def _qualities(folder: Path, trial: FrozenTrial) -> list[float]:
+    """Of a trial's runs, in the order of `repeats`."""
+    own = folder / f"{trial.number:04d}"
+    found = sorted(own.glob("*/result.json"), key=lambda file: int(file.parent.name)) or [own / "result.json"]
+    return [float(read_json(file)["quality"]["value"]) for file in found]
+
+
+def risk_file(winner: Winner, *, study: optuna.Study, model: str, found: Sequence[Rank]) -> str:
+    """The text of conf/risk/NAME.yaml: the weights of all terms of `model`, and where they come from."""
+    told = yaml.safe_load(assets.options("risk")[model].read_text(encoding="utf-8"))
+    weights = {term: float(winner.weights.get(term, weight)) for term, weight in told["weights"].items()}
+    verdict = "not told from" if abs(winner.t) < 2 else "better than" if winner.difference < 0 else "worse than"
+    lines = [
+        f"# Weights of risk={model} that were the best of {winner.num_trials} in study {study.study_name}",
+        f"# Evidence (commit {commit() or 'unknown'}): trial {winner.trial} has quality {winner.quality:.4g}, weights",
+        f"# of 1 have {winner.unit_quality:.4g}; paired difference {winner.difference:+.4g}, sd {winner.spread:.4g}, "
+        f"n {winner.n}, t {winner.t:+.1f}: {verdict} weights of 1.",
+        "# The best of many looks better than it is; n are its budgets and seeds, which it was chosen by.",
+    ]
+    lines += [f"# Rank correlation with damage, {r.what}: {_interval(r)}" for r in found if r.what.startswith("total")]
+    return "\n".join(lines) + "\n" + yaml.safe_dump({"name": model, "weights": weights}, sort_keys=False)
+
+
+def _interval(rank: Rank) -> str:
+    return f"{rank.rho:+.2f} [{rank.low:+.2f}, {rank.high:+.2f}], n {rank.n}"
+
+
+def show(found: Sequence[Rank]) -> None:
+    """The table of rank correlations. What does not exclude 0 does not rank damage here."""
+    table = Table(title="Rank correlation with damage (Spearman; 95 % by resampling runs)", title_justify="left")
+    for column in ("predicted by", "rho", "from", "to", "runs", "excludes 0"):
+        table.add_column(column)
+    for rank in found:
+        numbers = (f"{value:+.2f}" for value in (rank.rho, rank.low, rank.high))
+        table.add_row(rank.what, *numbers, str(rank.n), "yes" if rank.low * rank.high > 0 else "no")
+    make_console().print(table)
+
+
+def calibrate(folders: Sequence[Path], *, write: str | None = None, storage: str | None = None) -> list[Rank]:
+    """Ranks the runs below `folders` and, with `write`, the winner of the study in the first one into conf/risk."""
+    winner, study = None, None
+    if write is not None:
+        study, _, _ = load(folders[0], storage=storage)
+        winner = winner_of(study, folder=folders[0])
+    sets: dict[str, Mapping[str, float]] = {UNIT: {}}
+    if winner is not None:
+        sets["weights of the winner"] = winner.weights
+    runs = [run for folder in folders for run in find_runs(folder)]
+    found: list[Rank] = []
+    try:
+        found = ranks(damages(runs), weights=sets)
+        show(found)
+    except BadInputError as error:
+        if winner is None:
+            raise
+        say(f"risk was not ranked: {error}")
+    if winner is not None and study is not None:
+        _write(winner, study=study, name=str(write), runs=runs, found=found)
+    return found
+
+
+def _write(winner: Winner, *, study: optuna.Study, name: str, runs: Sequence[Any], found: Sequence[Rank]) -> None:
+    model = next(str(run.result["risk"]) for run in runs if run.result is not None)
+    if name in RISKS:
+        raise BadInputError(f"--write {name} would overwrite that risk model: choose a name of its own")
+    file = assets.conf() / "risk" / f"{name}.yaml"
+    write_text(file, risk_file(winner, study=study, model=model, found=found))
+    say(
+        f"trial {winner.trial}: {winner.quality:.4g}, weights of 1: {winner.unit_quality:.4g}, paired difference "
+        f"{winner.difference:+.4g} (sd {winner.spread:.4g}, n {winner.n}); written to {file}: use it as risk={name}"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0, or 2 where there is too little to say anything."""
+    parser = argparse.ArgumentParser(prog="python -m baoc.sweep.calibrate", description=__doc__)
+    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help=f"runs, {LEAST_RUNS} at least")
+    parser.add_argument("--write", metavar="NAME", help="write the winner of the first folder's study")
+    parser.add_argument("--storage", help="the study's storage, where its URL has a password")
+    given = parser.parse_args(argv)
+    try:
+        calibrate(given.folders, write=given.write, storage=given.storage)
+    except (BaocError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,166 @@
+"""How well predicted risk ranks measured damage: the question that every use of a risk rests on (README, "Risk").
+
+A run's damage is its quality less that of fp32 AdamW everywhere (the same seed, or the mean of its seeds). Its risk is
+the sum of its final allocation's terms, which `candidates.csv` keeps apart, so that any weights can be judged later.
+"""
+
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baoc.errors import BadInputError
+from baoc.sweep.kinds import by_kind
+from baoc.sweep.runs import RunFolder, find_runs, result_of
+from baoc.tracking.files import read_json
+
+REFERENCE = "uniform_adamw"
+RESAMPLES = 2000
+LEAST_RUNS = 5
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Damage:
+    """One run: what its allocation was predicted to cost, by term, and what it cost in quality (worse is positive)."""
+
+    run: str
+    terms: Mapping[str, float]
+    damage: float
+    state_bytes: int
+    risk_model: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """Spearman's rank correlation with the damage over `n` runs, and a 95 % interval by resampling runs."""
+
+    what: str
+    rho: float
+    low: float
+    high: float
+    n: int
+
+
+def damages(runs: Sequence[RunFolder]) -> list[Damage]:
+    """Of every finished run with an allocation of its own, in the given order.
+
+    Raises BadInputError where the runs are of several kinds, or none of them is the reference.
+    """
+    kinds = by_kind(runs)
+    if len(kinds) != 1:
+        raise BadInputError(
+            f"damage is measured among runs of one task, model and data set, and there are {len(kinds)} kinds: give "
+            "folders of one"
+        )
+    finished = kinds[0][1]
+    results = [result_of(run) for run in finished]
+    references: dict[int, list[float]] = {}
+    for result in results:
+        if result["allocator"] == REFERENCE and result["quality"]["value"] is not None:
+            references.setdefault(result["seed"], []).append(result["quality"]["value"])
+    if not references:
+        raise BadInputError(
+            f"no run is allocator={REFERENCE}, which damage is measured against: add one (budget=unlimited "
+            f"allocator={REFERENCE}) to the folders"
+        )
+    whole = fmean(value for values in references.values() for value in values)
+    found = []
+    for run, result in zip(finished, results, strict=True):
+        terms, model = terms_of(run.path)
+        if result["allocator"].startswith("uniform_") or result["quality"]["value"] is None or not terms:
+            continue
+        reference = fmean(references[result["seed"]]) if result["seed"] in references else whole
+        sign = -1.0 if result["quality"]["higher_is_better"] else 1.0
+        found.append(
+            Damage(
+                run=run.name,
+                terms=terms,
+                damage=sign * (result["quality"]["value"] - reference),
+                state_bytes=result["state_bytes"],
+                risk_model=model,
+            )
+        )
+    return found
+
+
+def terms_of(folder: Path) -> tuple[dict[str, float], str]:
+    """The risk terms of a run's last allocation, summed over its blocks at weights of 1, and the risk model's name.
+
+    Empty where the run kept no candidates. A term that was weighted is divided by its weight again; one of weight 0 is
+    lost and counts 0.
+    """
+    candidates, allocation = folder / "candidates.csv", folder / "allocation.json"
+    if not candidates.is_file() or not allocation.is_file():
+        return {}, ""
+    told = read_json(allocation)
+    chosen = dict(told["choices"])
+    terms: dict[str, float] = {}
+    with candidates.open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            if chosen.get(row["block"]) == row["spec"]:
+                for key, value in row.items():
+                    if key.startswith("risk/"):
+                        terms[key.removeprefix("risk/")] = terms.get(key.removeprefix("risk/"), 0.0) + float(value or 0)
+    return _unweighted(terms, folder), str(told["risk_model"])
+
+
+def _unweighted(terms: Mapping[str, float], folder: Path) -> dict[str, float]:
+    import yaml
+
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    weights = config["risk"]["weights"]
+    return {name: value / w if (w := float(weights.get(name, 1.0))) else 0.0 for name, value in terms.items()}
+
+
+def ranks(found: Sequence[Damage], *, weights: Mapping[str, Mapping[str, float]], seed: int = 0) -> list[Rank]:
+    """How well the total risk under each named set of weights ranks the damage; then each term, and fewer bytes alone.
+
+    Bytes are what any risk must beat: a smaller state may do more damage whatever it is spent on. Raises BadInputError
+    where there are too few runs to rank.
+    """
+    if len(found) < LEAST_RUNS:
+        raise BadInputError(
+            f"{len(found)} runs have an allocation of their own and a quality: ranking needs at least {LEAST_RUNS}, "
+            "better 30"
+        )
+    damage = np.array([run.damage for run in found])
+    names = sorted({name for run in found for name in run.terms})
+    columns = {
+        f"total, {name}": np.array([sum(own.get(t, 1.0) * v for t, v in run.terms.items()) for run in found])
+        for name, own in weights.items()
+    }
+    columns["fewer state bytes"] = np.array([-float(run.state_bytes) for run in found])
+    columns |= {f"term {name}": np.array([run.terms.get(name, 0.0) for run in found]) for name in names}
+    return [_rank(what, column, damage, seed=seed) for what, column in columns.items() if np.ptp(column) > 0]
+
+
+def _rank(what: str, predicted: Floats, damage: Floats, *, seed: int) -> Rank:
+    rng = np.random.default_rng(seed)
+    picks = rng.integers(len(damage), size=(RESAMPLES, len(damage)))
+    resampled = [spearman(predicted[pick], damage[pick]) for pick in picks]
+    low, high = np.nanpercentile(resampled, [2.5, 97.5])
+    return Rank(what=what, rho=spearman(predicted, damage), low=float(low), high=float(high), n=len(damage))
+
+
+def spearman(a: Floats, b: Floats) -> float:
+    """Pearson's correlation of ranks, equal values sharing their mean rank; NaN where one of them is constant."""
+    x, y = _ranked(a), _ranked(b)
+    x, y = x - x.mean(), y - y.mean()
+    norm = float(np.sqrt((x @ x) * (y @ y)))
+    return float(x @ y) / norm if norm else float("nan")
+
+
+def _ranked(values: Floats) -> Floats:
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ends = np.cumsum(counts)
+    return ((ends - counts + ends - 1) / 2)[inverse]
+
+
+def damages_below(folders: Sequence[Path]) -> list[Damage]:
+    """`damages` of all runs at or below the folders."""
+    return damages([run for folder in folders for run in find_runs(folder)])

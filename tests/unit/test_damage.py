@@ -1,0 +1,124 @@
+"""Risk against damage: what is summed, what it is measured against, and ranks that brute force agrees with."""
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from scipy.stats import spearmanr
+
+from baoc.errors import BadInputError
+from baoc.sweep.calibrate import main
+from baoc.sweep.damage import damages_below, ranks, spearman
+from baoc.sweep.study import run_study
+from baoc.sweep.study_config import read_study
+from tests.unit.test_sweep_frontier import job
+
+
+def allocation(folder: Path, *, drop: float, quantize: float, weights: dict[str, float] | None = None) -> None:
+    """Two blocks that share the terms; the row of another spec must not count."""
+    weights = weights or {}
+    rows = []
+    for block in ("a", "b"):
+        terms = {"drop_m": drop / 2 * weights.get("drop_m", 1), "quantize_v": quantize / 2}
+        rows.append({"block": block, "spec": "sign", **{f"risk/{name}": value for name, value in terms.items()}})
+        rows.append({"block": block, "spec": "adamw", "risk/drop_m": 99.0, "risk/quantize_v": 99.0})
+    with (folder / "candidates.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    told = {"choices": {"a": "sign", "b": "sign"}, "risk_model": "statistics"}
+    (folder / "allocation.json").write_text(json.dumps(told))
+    settings = yaml.safe_load((folder / "config.yaml").read_text())
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings | {"risk": {"name": "statistics", "weights": weights}}))
+
+
+def runs(folder: Path) -> None:
+    for seed, loss in ((0, 1.0), (1, 2.0)):
+        job(folder / f"whole_{seed}", loss=loss, allocator="uniform_adamw", seed=seed)
+    for at, (drop, quantize) in enumerate([(0.1, 5.0), (0.2, 4.0), (0.3, 3.0), (0.4, 2.0), (0.5, 1.0), (0.6, 0.5)]):
+        job(folder / f"run_{at}", loss=1.0 + drop, allocator="random", state_bytes=100 - at)
+        allocation(folder / f"run_{at}", drop=drop, quantize=quantize, weights={"drop_m": 4.0} if at == 2 else None)
+
+
+def test_damage_is_against_adamw_of_the_same_seed_and_terms_are_those_of_the_choices(tmp_path: Path):
+    runs(tmp_path)
+    job(tmp_path / "other", loss=2.5, allocator="random", seed=1)
+    allocation(tmp_path / "other", drop=1.0, quantize=1.0)
+    found = {run.run: run for run in damages_below([tmp_path])}
+    assert found["run_1"].damage == pytest.approx(0.2) and found["other"].damage == pytest.approx(0.5)
+    assert found["run_2"].terms == pytest.approx({"drop_m": 0.3, "quantize_v": 3.0})  # its weight is taken out again
+    assert "whole_0" not in found
+
+
+def test_weights_decide_how_well_risk_ranks(tmp_path: Path):
+    runs(tmp_path)
+    told = ranks(damages_below([tmp_path]), weights={"1": {}, "no quantize": {"quantize_v": 0.0}})
+    found = {rank.what: rank for rank in told}
+    assert found["total, no quantize"].rho == 1 and found["total, 1"].rho == -1
+    assert found["term drop_m"].rho == 1 and found["term quantize_v"].rho == -1
+    assert found["fewer state bytes"].rho == 1
+    assert found["total, 1"].n == 6 and found["total, 1"].low <= -1 + 1e-9
+
+
+def test_ranks_are_scipys():
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        a, b = rng.integers(0, 6, 15).astype(float), rng.normal(size=15)  # with ties
+        assert spearman(a, b) == pytest.approx(spearmanr(a, b).statistic)
+
+
+def test_what_cannot_be_ranked_is_said(tmp_path: Path, capsys):
+    job(tmp_path / "one", loss=1.0, allocator="random")
+    with pytest.raises(BadInputError, match="no run is allocator=uniform_adamw"):
+        damages_below([tmp_path])
+    job(tmp_path / "whole", loss=1.0, allocator="uniform_adamw")
+    assert main([str(tmp_path)]) == 2
+    assert "0 runs have an allocation of their own and a quality: ranking needs at least 5" in capsys.readouterr().err
+
+
+# Quality is best at drop_m = 4: a trial of a risk_weights study, without training.
+STUB = """
+import json, os, sys, yaml
+words = dict(word.split("=", 1) for word in sys.argv[1:])
+folder, weight = words["hydra.run.dir"], float(words.get("risk.weights.drop_m", 1.0))
+quality = {"value": abs(weight - 4) + 0.1 * int(words["seed"]), "higher_is_better": False, "name": "val/loss"}
+same = {"state_bytes": 1, "peak_bytes": 1, "samples_per_s": 1.0, "schema": 1, "task": "vision", "model": "vit"}
+rest = {"allocator": "exact", "risk": "statistics", "seed": int(words["seed"]), "num_steps": 1}
+budget = {"budget": {"name": "state_10", "limit": 1}}
+json.dump(same | rest | budget | {"quality": quality}, open(folder + "/result.json", "w"))
+"""
+
+
+def test_the_winner_of_a_study_is_written_with_its_evidence(tmp_path: Path, monkeypatch, capsys):
+    given = {
+        "name": "weights",
+        "objectives": {"quality": "minimize"},
+        "space": {"risk.weights.drop_m": {"choices": [0.5, 2.0, 8.0]}},
+        "repeats": [["seed=0"], ["seed=1"], ["seed=2"]],
+        "baselines": [[]],
+        "sampler": "grid",
+    }
+    study = run_study(read_study(given), folder=tmp_path / "study", code=STUB)
+    assert [trial.values for trial in study.trials] == [[pytest.approx(v + 0.1)] for v in (3.0, 3.5, 2.0, 4.0)]
+    from baoc.config import assets
+
+    own = tmp_path / "conf"
+    (own / "risk").mkdir(parents=True)
+    (own / "risk" / "statistics.yaml").write_text((assets.conf() / "risk" / "statistics.yaml").read_text())
+    monkeypatch.setattr(assets, "conf", lambda: own)
+    assert main([str(tmp_path / "study"), "--write", "calibrated"]) == 0
+    text = (own / "risk" / "calibrated.yaml").read_text()
+    assert "trial 2 has quality 2.1" in text and "paired difference -1, sd 0, n 3" in text
+    written = yaml.safe_load(text)
+    assert written["name"] == "statistics" and written["weights"]["drop_m"] == 2.0 and written["weights"]["drop_v"] == 1
+    assert "risk was not ranked: no run is allocator=uniform_adamw" in capsys.readouterr().out
+
+
+def test_weights_of_nothing_are_refused(tmp_path: Path, capsys):
+    given = {"name": "s", "objectives": {"quality": "minimize"}, "space": {"x": {"choices": [1]}}, "sampler": "grid"}
+    run_study(read_study(given | {"fixed": ["seed=0"]}), folder=tmp_path, code=STUB)
+    assert main([str(tmp_path), "--write", "w"]) == 2
+    assert "no finished trial that searched risk.weights" in capsys.readouterr().err
