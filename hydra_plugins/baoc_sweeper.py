@@ -12,21 +12,26 @@ from omegaconf import DictConfig, OmegaConf
 
 
 class BaocSweeper(Sweeper):
-    """Runs `hydra.sweeper` as an Optuna study of processes; see `baoc.sweep.study`."""
+    """Runs `hydra.sweeper` as an Optuna study of processes; see `baoc.sweep.study` and `baoc.sweep.launch`."""
 
     def __init__(self, **_: Any) -> None:
         self.config: DictConfig | None = None
+        self.hydra_context: HydraContext | None = None
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        self.config = config
+        self.config, self.hydra_context = config, hydra_context
 
     def sweep(self, arguments: list[str]) -> Any:
+        from baoc.sweep.launch import launch_workers
         from baoc.sweep.study import run_study
         from baoc.sweep.study_config import read_study
 
-        assert self.config is not None
-        plain = OmegaConf.to_container(self.config.hydra.sweeper, resolve=True)
-        return run_study(read_study(plain), folder=self.config.hydra.sweep.dir, extra=arguments)
+        assert self.config is not None and self.hydra_context is not None
+        study = read_study(OmegaConf.to_container(self.config.hydra.sweeper, resolve=True))
+        folder = self.config.hydra.sweep.dir
+        if self.config.hydra.launcher._target_.endswith(".BasicLauncher"):
+            return run_study(study, folder=folder, extra=arguments)
+        return launch_workers(study, config=self.config, context=self.hydra_context, extra=arguments)
 
 
 ConfigStore.instance().store(

@@ -72,9 +72,11 @@ def _show_frontier(sweep_dir: Path) -> None:
         return
     try:
         from baoc.sweep import frontier_of
+        from baoc.sweep.wandb_frontier import log_frontier
 
-        frontier_of(sweep_dir)
+        found = frontier_of(sweep_dir)
         print(f"compare them in {sweep_dir / 'frontier.html'}")
+        log_frontier(sweep_dir, found)
     except Exception as error:
         report(failure_of(error), where="frontier: ")
 

@@ -49,7 +49,7 @@ class WandbRunLogger(WandbLogger):
         super().__init__(experiment=run, project=project, save_dir=run_dir)
         self.closed = False
         self._say = say
-        run.define_metric("trainer/global_step")
+        run.define_metric("trainer/global_step", hidden=True)
         run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
@@ -114,8 +114,8 @@ def open_run(
         "project": settings.project,
         "entity": settings.entity,
         "name": name,
-        "group": group,
-        "job_type": job_type,
+        "group": os.environ.get("WANDB_RUN_GROUP") or group,  # a study names itself and its trials so
+        "job_type": os.environ.get("WANDB_JOB_TYPE") or job_type,
         "tags": list(tags),
         "config": to_plain(config),
         "dir": str(run_dir),

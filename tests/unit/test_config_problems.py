@@ -17,7 +17,7 @@ from baoc.config.from_hydra import from_hydra
             "allocator=exakt: there is no such allocator; did you mean exact?\nallowed: exact, greedy",
         ),
         (["experiments=digits_state_26"], "there is no such experiment; did you mean digits_state_25"),
-        (["sweeps=frontier"], "there is no such sweep; did you mean frontier_vision?"),
+        (["sweeps=frontier_visio"], "there is no such sweep; did you mean frontier_vision"),
         (["modell=vit"], "unknown key modell; did you mean model or mode?\na run has: name, seed, mode"),
         (["seeed=1"], "unknown key seeed; did you mean seed?"),
         (["trainer.max_stps=3"], "unknown key trainer.max_stps; did you mean trainer.max_steps"),

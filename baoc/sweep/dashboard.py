@@ -1,0 +1,176 @@
+"""`python -m baoc.sweep.dashboard --entity E --project P`: the W&B workspace and report of a project, as code.
+
+The same command makes them or changes them. Without a key or a network they are validated and written as JSON.
+"""
+
+import argparse
+import json
+import sys
+import warnings
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from baoc.errors import BadInputError, BaocError
+from baoc.tracking.console import say
+from baoc.tracking.files import read_json, write_text
+from baoc.tracking.wandb_run import choose_mode
+
+WORKSPACE, REPORT = "BAOC frontiers", "BAOC: what budgets buy"
+GROUP = "Group"  # W&B's own: the study or multirun of a run
+KEPT = ".baoc_dashboard.json"  # where the last one is, so that the next call changes it
+AXES = (
+    ("memory/state_gib", "optimizer state, GiB"),
+    ("memory/peak_gib", "peak memory, GiB"),
+    ("throughput/samples_per_s", "samples/s"),
+)
+COLUMNS = (
+    ("allocator.name", True),
+    ("risk.name", True),
+    ("memory/state_fraction", False),
+    ("memory/peak_gib", False),
+    ("throughput/samples_per_s", False),
+    ("risk/total", False),
+    ("quality", False),
+)
+
+
+def panels() -> dict[str, list[Any]]:
+    """Section -> panels, in the order they stand. Needs wandb-workspaces."""
+    wr = _reports()
+    scatters = [
+        wr.ScatterPlot(title=f"quality over {title}", x=wr.SummaryMetric(axis), y=wr.SummaryMetric("quality"))
+        for axis, title in AXES
+    ]
+    risk = wr.ScatterPlot(
+        title="quality over predicted risk", x=wr.SummaryMetric("risk/total"), y=wr.SummaryMetric("quality")
+    )
+    settings = [
+        wr.ParallelCoordinatesPlotColumn(metric=wr.Config(name) if config else wr.SummaryMetric(name))
+        for name, config in COLUMNS
+    ]
+    curves = [
+        wr.LinePlot(title=key, x="trainer/global_step", y=[key], max_runs_to_show=40)
+        for key in ("train/loss", "val/loss", "val/bpb", "val/mse", "memory/peak_gib", "time/step_ms")
+    ]
+    return {
+        "Frontiers": [*scatters, wr.ParallelCoordinatesPlot(columns=settings, title="settings to quality")],
+        "Risk and allocation": [risk, wr.ScalarChart(title="reallocations", metric="allocation/num_reallocations")],
+        "Training curves": curves,
+    }
+
+
+def workspace(entity: str, project: str) -> Any:
+    """Sections of panels over all runs of the project, grouped by study."""
+    ws = _workspaces()
+    return ws.Workspace(
+        entity=entity,
+        project=project,
+        name=WORKSPACE,
+        sections=[ws.Section(name=name, panels=found, is_open=True) for name, found in panels().items()],
+        settings=ws.WorkspaceSettings(x_axis="trainer/global_step"),
+        runset_settings=ws.RunsetSettings(groupby=[ws.Metric(GROUP)], order=[ws.Ordering(ws.Summary("quality"))]),
+    )
+
+
+def report(entity: str, project: str) -> Any:
+    """The same as a page with words: what the points are, and what is compared."""
+    wr = _reports()
+    runs = wr.Runset(name="all runs", groupby=[GROUP])  # of the report's own project; named, it would ask a server
+    blocks: list[Any] = [
+        wr.H1(text=REPORT),
+        wr.P(
+            text="Each point is a run: its quality at the end, and the most memory it held. BAOC's allocations (exact, "
+            "lagrangian, greedy) stand beside uniform optimizers (uniform_*) and random feasible allocations (random) "
+            "under the same budgets; a claim is against both of these."
+        ),
+    ]
+    for name, found in panels().items():
+        blocks += [wr.H2(text=name), wr.PanelGrid(runsets=[runs], panels=found)]
+    return wr.Report(
+        entity=entity, project=project, title=REPORT, description="made by baoc.sweep.dashboard", blocks=blocks
+    )
+
+
+def as_json(made: Any) -> dict[str, Any]:
+    """What would be sent to the server; building it validates every panel."""
+    return json.loads(made._to_model().model_dump_json(by_alias=True, exclude_none=True))
+
+
+def publish(entity: str, project: str, *, out: Path) -> list[str]:
+    """Makes or changes both on the server; their addresses. The last ones are found by what stands in `out`."""
+    kept = read_json(out / KEPT) if (out / KEPT).is_file() else {}
+    key = f"{entity}/{project}"
+    known = kept.get(key, {})
+    made, page = workspace(entity, project), report(entity, project)
+    if "workspace" in known:
+        old = _workspaces().Workspace.from_url(known["workspace"])
+        old.sections, old.settings, old.runset_settings = made.sections, made.settings, made.runset_settings
+        made = old
+    if "report" in known:
+        old = _reports().Report.from_url(known["report"])
+        old.blocks = page.blocks
+        page = old
+    made.save()
+    page.save()
+    kept[key] = {"workspace": made.url, "report": page.url}
+    write_text(out / KEPT, json.dumps(kept, indent=2) + "\n")
+    return [made.url, page.url]
+
+
+def write(entity: str, project: str, *, out: Path) -> list[Path]:
+    """Both as JSON files in `out`."""
+    files = []
+    for name, made in (("workspace", workspace(entity, project)), ("report", report(entity, project))):
+        file = out / f"wandb_{name}.json"
+        write_text(file, json.dumps(as_json(made), indent=1) + "\n")
+        files.append(file)
+    return files
+
+
+def _workspaces() -> Any:
+    return _library()[0]
+
+
+def _reports() -> Any:
+    return _library()[1]
+
+
+@cache
+def _library() -> tuple[Any, Any]:
+    """wandb-workspaces: workspaces and reports."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # it is written against an older pydantic
+            import wandb_workspaces.reports.v2 as wr
+            import wandb_workspaces.workspaces as ws
+    except ImportError as error:
+        raise BadInputError(f"a dashboard needs wandb-workspaces ({error}): pip install 'baoc[dashboard]'") from error
+    return ws, wr
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0, or 2 where wandb-workspaces is missing or the folder cannot be written."""
+    parser = argparse.ArgumentParser(prog="python -m baoc.sweep.dashboard", description=__doc__)
+    parser.add_argument("--entity", required=True, help="the user or team that the project belongs to")
+    parser.add_argument("--project", required=True)
+    parser.add_argument("--out", type=Path, default=Path("outputs"), help="where JSON and addresses go")
+    parser.add_argument("--offline", action="store_true", help="only write the JSON")
+    given = parser.parse_args(argv)
+    try:
+        mode, why = choose_mode("offline" if given.offline else "auto")
+        if mode == "online":
+            for url in publish(given.entity, given.project, out=given.out):
+                say(url)
+        else:
+            for file in write(given.entity, given.project, out=given.out):
+                say(f"{file} (not sent: {'--offline' if given.offline else why})")
+    except (BaocError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+"""Workers of a study through one of Hydra's launchers (joblib, submitit): each is a job that asks the storage."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobStatus
+from hydra.types import HydraContext
+from omegaconf import DictConfig
+
+from baoc.errors import BaocError
+from baoc.sweep.study import run_study
+from baoc.sweep.study_config import StudyConfig
+from baoc.sweep.trial import COMMAND
+from baoc.tracking.console import say
+
+
+def launch_workers(
+    study: StudyConfig, *, config: DictConfig, context: HydraContext, extra: Sequence[str], code: str = COMMAND
+) -> None:
+    """`study.workers` jobs of one trial at a time, each in `workers/N` of the study's folder; returns when all ended.
+
+    A worker that failed is said; its trials are the others', or the next start's. Raises BaocError if all failed.
+    """
+    folder = Path(config.hydra.sweep.dir).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    body = partial(work, study=replace(study, workers=1), folder=str(folder), extra=tuple(extra), code=code)
+    launcher = Plugins.instance().instantiate_launcher(hydra_context=context, task_function=body, config=config)
+    jobs = [[*extra, f"hydra.sweep.subdir=workers/{number}"] for number in range(study.workers)]
+    ended = launcher.launch(jobs, initial_job_idx=0)
+    bad = [number for number, job in enumerate(ended) if job.status is not JobStatus.COMPLETED]
+    for number in bad:
+        say(f"worker {number} failed ({ended[number]._return_value}); see {folder / 'workers' / str(number)}")
+    if len(bad) == len(jobs):
+        raise BaocError(f"no worker of study {study.name} could work; see {folder / 'workers'}")
+
+
+def work(_: DictConfig, *, study: StudyConfig, folder: str, extra: tuple[str, ...], code: str) -> None:
+    """What a launched job does: one trial after another, until none waits."""
+    run_study(study, folder=folder, extra=extra, code=code, stay=False)

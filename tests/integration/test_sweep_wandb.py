@@ -1,0 +1,70 @@
+"""W&B of a sweep, without a network: the frontier as a run of its own, trials in their study's group, the dashboard."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from baoc.sweep import frontier_of
+from baoc.sweep.dashboard import COLUMNS, main, panels
+from baoc.sweep.wandb_frontier import log_frontier
+from baoc.tracking.files import write_json
+from tests.integration.test_wandb_offline import job as wandb_job
+from tests.integration.test_wandb_offline import one, records
+from tests.tiny import LIGHTNING_NOISE, TinyModule
+from tests.unit.test_sweep_frontier import config, job
+
+pytestmark = LIGHTNING_NOISE
+
+
+def logged(folder: Path, names: list[str]) -> None:
+    wandb = {"project": "p", "entity": None, "mode": "offline"}
+    for seed, loss in ((0, 0.1), (1, 0.2)):
+        settings = config(seed=seed, budget="state_50", allocator="exact", logger={"names": names, "wandb": wandb})
+        job(folder / f"000{seed}", loss=loss, seed=seed, state_bytes=50, settings=settings)
+
+
+def test_a_frontier_is_a_run_in_the_group_of_its_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    logged(tmp_path, ["jsonl", "wandb"])
+    write_json(tmp_path / "study.json", {"name": "my_study"})
+    assert log_frontier(tmp_path, frontier_of(tmp_path, show=False))
+    of = records(tmp_path)
+    run = one("run", of)
+    assert (run["run_group"], run["job_type"], run["display_name"]) == ("my_study", "frontier", "frontier of my_study")
+    history = [record["history"]["item"] for record in of if record["type"] == "history"]
+    keys = {key.split(".")[0] for item in history for key in item}
+    name = "vision_vit"
+    assert {f"frontier/{name}", f"frontier/{name}_settings"} <= keys, keys
+    assert any(key.startswith(f"frontier/{name}_state_bytes") for key in keys)
+
+
+def test_without_wandb_there_is_no_frontier_run(tmp_path: Path):
+    logged(tmp_path, ["jsonl"])
+    assert not log_frontier(tmp_path, frontier_of(tmp_path, show=False))
+    assert not (tmp_path / "wandb").exists()
+
+
+def test_a_trial_is_in_the_group_of_its_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WANDB_RUN_GROUP", "my_study")
+    monkeypatch.setenv("WANDB_JOB_TYPE", "trial")
+    wandb_job(tmp_path, "a", TinyModule())
+    run = one("run", records(tmp_path / "a"))
+    assert (run["run_group"], run["job_type"]) == ("my_study", "trial")
+
+
+def test_the_dashboard_is_valid_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert main(["--entity", "team", "--project", "p", "--out", str(tmp_path)]) == 0
+    assert "not sent: WANDB_MODE says so" in capsys.readouterr().out
+    workspace = json.loads((tmp_path / "wandb_workspace.json").read_text())
+    assert (workspace["entity"], workspace["project"]) == ("team", "p")
+    sections = workspace["spec"]["section"]["panelBankConfig"]["sections"]
+    assert [section["name"] for section in sections] == list(panels())
+    kinds = [panel["viewType"] for section in sections for panel in section["panels"]]
+    assert kinds.count("Scatter Plot") == 4 and kinds.count("Parallel Coordinates Plot") == 1
+    report = (tmp_path / "wandb_report.json").read_text()
+    for name, of_config in COLUMNS:
+        assert (f"config:{name.replace('.', '.value.')}" if of_config else f"summary:{name}") in report
+    assert yaml.safe_load(report)["project"]["name"] == "p"
