@@ -6,7 +6,7 @@ With `--write NAME` the winner becomes conf/risk/NAME.yaml with its evidence, to
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import copysign, inf, sqrt
 from pathlib import Path
 from statistics import fmean, stdev
@@ -26,7 +26,7 @@ from baoc.sweep.early import violated
 from baoc.sweep.runs import find_runs
 from baoc.sweep.status import load
 from baoc.tracking.console import make_console, say
-from baoc.tracking.files import read_json, write_text
+from baoc.tracking.files import read_json, write_csv, write_text
 
 WEIGHT = "risk.weights."
 UNIT = "weights of 1"
@@ -174,9 +174,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help=f"runs, {LEAST_RUNS} at least")
     parser.add_argument("--write", metavar="NAME", help="write the winner of the first folder's study")
     parser.add_argument("--storage", help="the study's storage, where its URL has a password")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="the correlations as CSV")
     given = parser.parse_args(argv)
     try:
-        calibrate(given.folders, write=given.write, storage=given.storage)
+        found = calibrate(given.folders, write=given.write, storage=given.storage)
+        if given.csv is not None:
+            write_csv(given.csv, [asdict(rank) for rank in found])
     except (BaocError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

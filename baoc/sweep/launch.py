@@ -1,5 +1,6 @@
 """Workers of a study through one of Hydra's launchers (joblib, submitit): each is a job that asks the storage."""
 
+import multiprocessing
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -39,4 +40,5 @@ def launch_workers(
 
 def work(_: DictConfig, *, study: StudyConfig, folder: str, extra: tuple[str, ...], code: str) -> None:
     """What a launched job does: one trial after another, until none waits."""
+    multiprocessing.set_start_method("forkserver", force=True)  # joblib's is its own, which children cannot take over
     run_study(study, folder=folder, extra=extra, code=code, stay=False)

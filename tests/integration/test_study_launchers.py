@@ -10,7 +10,9 @@ WORDS = [
     "hydra.sweeper.n_trials=2",
     "hydra.sweeper.workers=2",
     "hydra.sweeper.early_stop=null",
-    "debug=fast_dev",
+    "trainer.max_steps=2",
+    "trainer.val_check_interval=2",
+    "reallocation.warmup_steps=2",
     "device=cpu",
     "trainer.enable_progress_bar=false",
 ]
@@ -23,4 +25,4 @@ def test_launched_workers_share_a_study(launcher: str, tmp_path: Path, run_pytho
     study = optuna.load_study(study_name="frontier_vision", storage=f"sqlite:///{tmp_path / 'study.db'}")
     assert [trial.state.name for trial in study.trials] == ["COMPLETE", "COMPLETE"]
     assert (tmp_path / "frontier.html").is_file() and (tmp_path / "workers" / "1").is_dir()
-    assert "debug=fast_dev" in study.trials[0].user_attrs["words"]
+    assert "trainer.max_steps=2" in study.trials[0].user_attrs["words"]

@@ -1,0 +1,101 @@
+"""What early stops save and cost: a study of 40 trials that all run to their end, then judged as if they were stopped.
+
+    python -m experiments.benchmarks.early_stop FOLDER OUT.csv
+
+Runs (or goes on with) the study in FOLDER, then replays its trials in their order under several rungs and margins.
+Saved is the share of optimizer steps; kept is the share of the hypervolume of quality and state bytes.
+"""
+
+import argparse
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from optuna.trial import FrozenTrial
+
+from baoc.config.environment import commit
+from baoc.frontier import hypervolume
+from baoc.sweep.early import beaten_by, values_at
+from baoc.sweep.study import run_study
+from baoc.sweep.study_config import read_study
+from baoc.tracking.files import write_csv
+from baoc.tracking.metrics import read_metrics
+
+STEPS = 200
+WAYS = {"quality": "minimize", "state_bytes": "minimize"}
+STUDY: dict[str, Any] = {
+    "name": "full",
+    "objectives": WAYS,
+    "sampler": "random",
+    "n_trials": 40,
+    "fixed": [
+        "model=vit",
+        "dataset=digits",
+        "device=cpu",
+        f"trainer.max_steps={STEPS}",
+        "trainer.val_check_interval=25",
+        "checkpoint.export=false",
+    ],
+    "space": {
+        "budget": {"low": 1.0, "high": 60.0, "log": True, "format": "state_{:.3g}"},
+        "allocator": {"choices": ["exact", "random"]},
+        "risk": {"choices": ["statistics", "prior"], "when": {"allocator": "exact"}},
+    },
+    "baselines": [
+        ["budget=unlimited", "allocator=uniform_adamw"],
+        ["budget=unlimited", "allocator=uniform_adamw8bit"],
+        ["budget=unlimited", "allocator=uniform_foam8bit_matched"],
+    ],
+}
+RUNGS = ((25, 50, 100), (50, 100), (50, 100, 150))
+MARGINS = (0.0, 0.05, 0.1, 0.2, 0.3)
+LEAST = 4
+
+
+def replay(trials: Sequence[FrozenTrial], *, folder: Path, rungs: Sequence[int], margin: float) -> dict[str, Any]:
+    """One pass in the order of the trials, each compared with what came before it; baselines run to their end."""
+    known: dict[int, list[tuple[int, Any]]] = {rung: [] for rung in rungs}
+    steps, whole = 0, []
+    for trial in trials:
+        own = folder / f"{trial.number:04d}"
+        rows = read_metrics(own)
+        ended = 0
+        for rung in rungs:
+            values = values_at(rows, rung=rung, folder=own, names=WAYS, metric="val/loss")
+            assert values is not None, f"{own} did not validate at step {rung}"
+            others = list(known[rung])
+            known[rung].append((trial.number, values))
+            free = trial.number >= len(STUDY["baselines"]) and len(others) >= LEAST
+            if free and beaten_by(values, others, objectives=WAYS, margin=margin) is not None:
+                ended = rung
+                break
+        steps += ended or STEPS
+        if not ended:
+            whole.append(trial)
+    reference = [max(trial.values[at] for trial in trials) for at in range(2)]
+    kept, all_of_it = (hypervolume([t.values for t in group], reference=reference) for group in (whole, trials))
+    return {
+        "rungs": " ".join(map(str, rungs)),
+        "margin": margin,
+        "ended": len(trials) - len(whole),
+        "saved": round(1 - steps / (STEPS * len(trials)), 4),
+        "hypervolume_kept": round(kept / all_of_it, 4),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("out", type=Path)
+    given = parser.parse_args()
+    trials = run_study(read_study(STUDY), folder=given.folder).trials
+    rows = [replay(trials, folder=given.folder, rungs=r, margin=m) for r, m in product(RUNGS, MARGINS)]
+    about = {"trials": len(trials), "steps": STEPS, "device": "2 shared x86-64 cores", "commit": commit()}
+    write_csv(given.out, [row | about for row in rows])
+    for row in rows:
+        print(row)
+
+
+if __name__ == "__main__":
+    main()
