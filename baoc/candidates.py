@@ -3,7 +3,8 @@
 Allocators see nothing but the candidates made here.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from baoc.catalogue import STORAGES, WEIGHT_DTYPES
@@ -71,9 +72,11 @@ def build_candidates(
     weights: Mapping[str, float] | None = None,
     latency: LatencyTable | None = None,
     keep_fp32_roles: Collection[Role | str] = (),
+    saved: Callable[[Block, OptimizerSpec], int] | None = None,
 ) -> CandidateSets:
     """Every applicable candidate of every block, dominated ones too, by bytes ascending (then risk, seconds, row).
 
+    `saved`: bytes that a spec's weights save at the peak, which are taken off what it is charged.
     Raises BadInputError for a block on which no spec may run.
     """
     total = max(sum(block.numel for block in blocks), 1)
@@ -89,6 +92,7 @@ def build_candidates(
                 spec=spec,
                 rule=rules[spec.rule],
                 latency=latency,
+                saved_bytes=saved(block, spec) if saved is not None else 0,
                 predicted=risk(
                     block=block,
                     spec=spec,
@@ -113,20 +117,25 @@ def build_candidates(
 
 
 def _candidate(
-    block: Block, *, spec: OptimizerSpec, rule: RuleInfo, latency: LatencyTable | None, predicted: Risk
+    block: Block,
+    *,
+    spec: OptimizerSpec,
+    rule: RuleInfo,
+    latency: LatencyTable | None,
+    predicted: Risk,
+    saved_bytes: int,
 ) -> Candidate:
-    spent = cost(block, spec=spec, rule=rule, latency=latency)
+    spent = replace(cost(block, spec=spec, rule=rule, latency=latency), saved_bytes=saved_bytes)
     return Candidate(block=block.name, spec=spec.name, cost=spent, risk=predicted, role=block.role)
 
 
 def _by_bytes(candidate: Candidate) -> tuple[float, float, float, float]:
     spent = candidate.cost
-    return (spent.state_bytes, candidate.risk.total, spent.step_s, spent.transfer_bytes)
+    return (spent.charged_bytes, candidate.risk.total, spent.step_s, spent.transfer_bytes)
 
 
 def undominated(candidates: Mapping[str, Sequence[Candidate]], *, with_time: bool = True) -> CandidateSets:
-    """Per block the candidates that no other beats or equals in bytes (of state and of weights), risk, traffic and
-    (`with_time`) seconds.
+    """Per block the candidates that no other beats or equals in charged bytes, risk, traffic and (`with_time`) seconds.
 
     Of equals the first stays.
     """
@@ -137,7 +146,7 @@ def _frontier(candidates: Sequence[Candidate], *, with_time: bool) -> tuple[Cand
     kept: list[tuple[tuple[float, ...], Candidate]] = []
     for candidate in sorted(candidates, key=_by_bytes):
         num_bytes, risk, step_s, transfer = _by_bytes(candidate)
-        values = (num_bytes, risk, transfer, step_s if with_time else 0.0, float(candidate.cost.weight_bytes))
+        values = (num_bytes, risk, transfer, step_s if with_time else 0.0)
         if not any(all(a <= b for a, b in zip(other, values, strict=True)) for other, _ in kept):
             kept.append((values, candidate))
     return tuple(candidate for _, candidate in kept)
@@ -156,6 +165,7 @@ def candidate_rows(candidates: Mapping[str, Sequence[Candidate]], *, with_time: 
                 "spec": candidate.spec,
                 "state_bytes": candidate.cost.state_bytes,
                 "weight_bytes": candidate.cost.weight_bytes,
+                "saved_bytes": candidate.cost.saved_bytes,
                 "transfer_bytes": candidate.cost.transfer_bytes,
                 "step_s": candidate.cost.step_s,
                 "risk": candidate.risk.total,

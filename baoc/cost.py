@@ -52,6 +52,15 @@ def gradient_bytes(blocks: Iterable[Block], *, specs: Mapping[str, OptimizerSpec
     return max(sizes, default=0) if released else sum(sizes)
 
 
+def saved(block: Block, *, spec: OptimizerSpec) -> dict[str, int]:
+    """Bytes that the weights of `spec` take less than native ones, by parameter; its gradient takes as many less."""
+    kept = WEIGHTS[spec.weights].param_bytes
+    if kept is None:
+        return {}
+    less = {param.name: param.numel * (_DTYPE_BYTES.get(param.dtype, 4) - kept) for param in block.params}
+    return {name: nbytes for name, nbytes in less.items() if nbytes}
+
+
 _LARGE = ParamInfo(name="large", shape=(4096, 4096), dtype="float32", role=Role.MLP)
 
 

@@ -124,7 +124,7 @@ class BaocOptimizer(BlockwiseOptimizer):
             specs=planner.settings.specs,
         )
         if profiler is not None:
-            planner.count_profile(profiler.nbytes)
+            planner.count_profile(profiler.nbytes, temporary_bytes=profiler.temporary_bytes())
         self._first_step = None
         if self.releaser is not None:
             self.releaser.before_block = None

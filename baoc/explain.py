@@ -13,20 +13,22 @@ def reasons(allocation: Allocation, candidates: Mapping[str, Sequence[Candidate]
 
 def _reason(block: str, spec: str, options: Sequence[Candidate]) -> Reason:
     chosen = next(c for c in options if c.spec == spec)
-    cheaper = [c for c in options if c.cost.state_bytes < chosen.cost.state_bytes]
-    dearer = [c for c in options if c.cost.state_bytes > chosen.cost.state_bytes and c.risk.total < chosen.risk.total]
-    down = max(cheaper, key=lambda c: (c.cost.state_bytes, -c.risk.total), default=None)
-    up = min(dearer, key=lambda c: (c.cost.state_bytes, c.risk.total), default=None)
+    cheaper = [c for c in options if c.cost.charged_bytes < chosen.cost.charged_bytes]
+    dearer = [
+        c for c in options if c.cost.charged_bytes > chosen.cost.charged_bytes and c.risk.total < chosen.risk.total
+    ]
+    down = max(cheaper, key=lambda c: (c.cost.charged_bytes, -c.risk.total), default=None)
+    up = min(dearer, key=lambda c: (c.cost.charged_bytes, c.risk.total), default=None)
     parts = []
     if down is not None:
-        saved = chosen.cost.state_bytes - down.cost.state_bytes
+        saved = chosen.cost.charged_bytes - down.cost.charged_bytes
         parts.append(
             f"{down.spec} would save {format_bytes(saved)} at +{_delta(chosen, down):.2g} risk ({_terms(down)})"
         )
     else:
         parts.append("nothing cheaper applies")
     if up is not None:
-        extra = up.cost.state_bytes - chosen.cost.state_bytes
+        extra = up.cost.charged_bytes - chosen.cost.charged_bytes
         parts.append(f"{up.spec} would cost {format_bytes(extra)} for {_delta(chosen, up):.2g} risk")
     elif chosen.risk.total <= min(c.risk.total for c in options):
         parts.append("nothing has less risk")

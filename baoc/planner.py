@@ -4,46 +4,39 @@ A Planner holds what does not change during a run (blocks, catalogue, budget, fo
 the start with role priors, and again whenever a new profile is there. Both answers come from the same code.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 from baoc.allocation import ALLOCATORS, NoFeasibleAllocation
-from baoc.blocks import merge_similar, partition
+from baoc.allocation.base import Allocator
+from baoc.blocks import partition
 from baoc.candidates import build_candidates, undominated
 from baoc.catalogue import SPECS, STORAGES, select
+from baoc.charges import Savings, Try, allocated, levels, saved_by, saved_bytes
 from baoc.cost import adamw_state_bytes
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.explain import reasons
+from baoc.refusals import too_slow, too_small
 from baoc.risk import RISKS
 from baoc.rules import rule_infos
+from baoc.segments import tied, untied
 from baoc.types import (
     Allocation,
     Block,
     Budget,
     Candidate,
-    Cost,
     Footprint,
     LatencyTable,
     Limits,
     ParamInfo,
     Plan,
     Profile,
-    Risk,
     Role,
 )
-from baoc.units import format_bytes
 
-MAX_LEVELS = 6  # of room for the temporaries of a step; each costs an allocation
-ADVICE_MEMORY = (
-    "a smaller micro_batch (activations)",
-    "a smaller model.size",
-    "more catalogue.specs, or fewer roles in catalogue.keep_fp32_roles (state)",
-)
-ADVICE_STATE = (
-    "more catalogue.specs",
-    "fewer roles in catalogue.keep_fp32_roles",
-    "allocator=exact, if another was set",
-)
+FEW_BLOCKS = 64  # with more, every level is tried by prices, and only the best one proven
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,23 +90,30 @@ class Planner:
             self.params, declared=declared, patterns=settings.patterns, by=settings.blocks_by
         )
         self.state_bytes_adamw = adamw_state_bytes(self.blocks)
+        self._made: dict[Any, tuple[tuple[Any, ...], Any]] = {}  # by risk and count; made anew where its basis changed
         if budget.memory_bytes is not None and footprint is None:
             raise BadInputError(
                 f"budget {budget.name} limits device memory, which needs a footprint: give a probe (a callable that "
                 "runs one forward and backward), or use a state fraction such as state_25"
             )
 
-    def count_profile(self, num_bytes: int) -> None:
-        """Puts a profiler's buffers into the footprint: they live beside the activations while a run warms up."""
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_made": {}}
+
+    def count_profile(self, num_bytes: int, *, temporary_bytes: int = 0) -> None:
+        """Puts a profiler's buffers into the footprint: they live beside the activations while a run warms up.
+
+        `temporary_bytes`: what it holds for a moment when it samples.
+        """
         if self.footprint is not None:
-            self.footprint = replace(self.footprint, profile_bytes=num_bytes)
+            self.footprint = replace(self.footprint, profile_bytes=num_bytes, profile_temporary_bytes=temporary_bytes)
 
     # -- limits ---------------------------------------------------------------------------------------------------
 
     def limits(self, *, base_peak: int | None = None) -> Limits:
-        """The budget as totals over the blocks: what is left of it for optimizer state and for optimizer seconds.
+        """The budget as totals over the blocks: what is left of it for charged bytes and for optimizer seconds.
 
-        `base_peak` is the predicted peak without state; by default that of forward and backward.
+        `base_peak` is the predicted peak without state, with native weights; by default that of forward and backward.
         """
         state_bytes = None
         if self.budget.memory_bytes is not None:
@@ -127,43 +127,67 @@ class Planner:
             step_s = self.budget.step_time * self.latency.reference_step_s - self.latency.base_step_s
         return Limits(state_bytes=state_bytes, step_s=step_s)
 
-    def _levels(self) -> list[tuple[int | None, frozenset[str]]]:
-        """(Peak without state, specs whose step stays below it), from few specs to all.
+    @property
+    def _counts(self) -> tuple[Savings, ...]:
+        """How savings on weights may be counted, boldest first."""
+        weighted = any(spec.weights != "native" for spec in self.specs.values())
+        if not weighted or self.budget.memory_bytes is None or self.footprint is None:
+            return ("none",)
+        return ("copies", "gradients", "weights")
 
-        More than one level only where some spec's temporaries would pass the peak of forward and backward; then a plan
-        may either do without that spec or leave room for it.
-        """
+    def measure(self, charged_bytes: int, *, base_peak: int | None = None) -> int:
+        """Charged bytes in the budget's own measure: peak bytes under a memory budget, else state bytes."""
         if self.budget.memory_bytes is None or self.footprint is None:
-            return [(None, frozenset(self.specs))]
-        peaks = {spec: self.footprint.peak_bytes(state_bytes=0, specs=(spec,)) for spec in self.specs}
-        levels = sorted(set(peaks.values()))
-        if len(levels) > MAX_LEVELS:
-            levels = [levels[i * (len(levels) - 1) // (MAX_LEVELS - 1)] for i in range(MAX_LEVELS)]
-        return [(level, frozenset(spec for spec, peak in peaks.items() if peak <= level)) for level in levels]
+            return charged_bytes
+        return charged_bytes + (self.footprint.peak_bytes(state_bytes=0) if base_peak is None else base_peak)
 
-    def measure(self, state_bytes: int, *, base_peak: int | None = None) -> int:
-        """Optimizer state bytes in the budget's own measure: peak bytes under a memory budget, else state bytes."""
-        if self.budget.memory_bytes is None or self.footprint is None:
+    def peak_bytes(self, choices: Mapping[str, str], *, state_bytes: int) -> int:
+        """Predicted peak of an allocation; its state bytes where no footprint is known."""
+        if self.footprint is None:
             return state_bytes
-        return state_bytes + (self.footprint.peak_bytes(state_bytes=0) if base_peak is None else base_peak)
+        used = tuple(sorted(set(choices.values())))
+        less = saved_by(choices, blocks=self.blocks, specs=self.specs)
+        return self.footprint.peak_bytes(state_bytes=state_bytes, specs=used, saved=less)
+
+    def taken(self, chosen: Collection[Candidate]) -> int:
+        """What one candidate per block takes in the budget's own measure."""
+        state_bytes = sum(c.cost.state_bytes for c in chosen)
+        if self.budget.memory_bytes is None:
+            return state_bytes
+        return self.peak_bytes({c.block: c.spec for c in chosen}, state_bytes=state_bytes)
 
     # -- proposing ------------------------------------------------------------------------------------------------
 
     def candidates(
-        self, *, risk: str, profile: Profile | None, specs: frozenset[str] | None = None
+        self, *, risk: str, profile: Profile | None, count: Savings | None = None
     ) -> dict[str, tuple[Candidate, ...]]:
-        """Every spec (of `specs`) that applies to each block, dominated ones included, cheapest first."""
-        return build_candidates(
-            self.blocks,
-            specs={name: spec for name, spec in self.specs.items() if specs is None or name in specs},
-            rules=self.rules,
-            storages=STORAGES,
-            risk=RISKS[risk],
-            profile=profile,
-            weights=self.settings.risk_weights,
-            latency=self.latency if self.budget.step_time is not None else None,
-            keep_fp32_roles=self.settings.keep_fp32_roles,
+        """Every spec that applies to each block, dominated ones included, cheapest first."""
+        count = self._counts[0] if count is None else count
+        footprint = self.footprint if count != "none" else None
+        moments = footprint.moments if footprint is not None else None
+        return self._once(
+            ("candidates", risk, count),
+            (profile, self.latency, self.budget, moments),
+            lambda: build_candidates(
+                self.blocks,
+                specs=self.specs,
+                rules=self.rules,
+                storages=STORAGES,
+                risk=RISKS[risk],
+                profile=profile,
+                weights=self.settings.risk_weights,
+                latency=self.latency if self.budget.step_time is not None else None,
+                keep_fp32_roles=self.settings.keep_fp32_roles,
+                saved=partial(saved_bytes, count=count, footprint=footprint) if footprint is not None else None,
+            ),
         )
+
+    def _once(self, name: Any, basis: tuple[Any, ...], make: Any) -> Any:
+        """What `make` gave for the very same values of `basis`."""
+        made = self._made.get(name)
+        if made is None or not all(a is b for a, b in zip(made[0], basis, strict=True)):
+            made = self._made[name] = (basis, make())
+        return made[1]
 
     def propose(self, *, risk: str | None = None, profile: Profile | None = None) -> Plan:
         """The allocation of least risk within the budget. `risk` defaults to the settings' one.
@@ -173,51 +197,101 @@ class Planner:
         name = risk or self.settings.risk
         if RISKS[name].needs and profile is None:
             name = "prior"
-        plans: list[Plan] = []
-        refusals: list[tuple[NoFeasibleAllocation, Limits, int | None]] = []
-        for base_peak, specs in self._levels():
-            limits = self.limits(base_peak=base_peak)
+        allocator = ALLOCATORS[self.settings.allocator]
+        tries = list(self._tries(risk=name, profile=profile))
+        quick = len(tries) > 1 and len(self.blocks) > FEW_BLOCKS and allocator.name == "exact"
+        found: list[tuple[Plan, Try]] = []
+        refused: list[tuple[NoFeasibleAllocation, Try]] = []
+        for one in tries:
+            by = ALLOCATORS["lagrangian"] if quick else allocator
             try:
-                everything = self.candidates(risk=name, profile=profile, specs=specs)
-            except BadInputError:  # some block can run none of these few
-                continue
-            try:
-                plans.append(self._allocate(everything, limits=limits, risk=name, profile=profile))
+                plan = self._attempt(one, allocator=by, risk=name, profile=profile)
             except NoFeasibleAllocation as error:
-                refusals.append((error, limits, base_peak))
-        if plans:
-            return self._in_full(min(plans, key=lambda plan: plan.allocation.risk), risk=name, profile=profile)
-        if not refusals:
-            self.candidates(risk=name, profile=profile)  # raises what is wrong with the catalogue
-        error, limits, base_peak = min(refusals, key=lambda r: self.measure(r[0].least_state_bytes, base_peak=r[2]))
-        raise self._infeasible(error, limits=limits, base_peak=base_peak)
+                refused.append((error, one))
+                continue
+            if self._fits(plan):
+                found.append((plan, one))
+        if not found:
+            return self._last_resort(tries, refused=refused, risk=name, profile=profile)
+        plan, one = min(found, key=lambda entry: entry[0].allocation.risk)
+        if quick:
+            proven = self._attempt(one, allocator=allocator, risk=name, profile=profile)
+            plan = (
+                proven if self._fits(proven) else replace(plan, allocation=replace(plan.allocation, allocator="exact"))
+            )
+        return plan
 
-    def _in_full(self, plan: Plan, *, risk: str, profile: Profile | None) -> Plan:
-        """The plan with its range of budgets taken over all levels: one that does without a spec is bound by that."""
-        levels = self._levels()
-        if len(levels) == 1:
-            return plan
-        base_peak, specs = levels[-1]
-        options = self.candidates(risk=risk, profile=profile, specs=specs).values()
-        useful = self.measure(sum(min(c, key=_by_risk).cost.state_bytes for c in options), base_peak=base_peak)
-        assert self.budget.memory_bytes is not None
-        return replace(plan, most_useful_bytes=useful, binding=useful > self.budget.memory_bytes)
+    def _fits(self, plan: Plan) -> bool:
+        return self.budget.memory_bytes is None or plan.peak_bytes <= self.budget.memory_bytes
 
-    def _allocate(
+    def _tries(self, *, risk: str, profile: Profile | None) -> Iterator[Try]:
+        """Every level of room for temporaries on which every block can run something, savings counted in every way."""
+        by_level: list[tuple[int | None, frozenset[str]]] = [(None, frozenset(self.specs))]
+        if self.budget.memory_bytes is not None and self.footprint is not None:
+            by_level = list(levels(self.footprint, specs=self.specs))
+        for base_peak, specs in by_level:
+            for count in self._counts:
+                everything = self.candidates(risk=risk, profile=profile, count=count)
+                pool = {block: tuple(c for c in options if c.spec in specs) for block, options in everything.items()}
+                if all(pool.values()):
+                    yield Try(pool=pool, limits=self.limits(base_peak=base_peak), base_peak=base_peak)
+
+    def _attempt(self, one: Try, *, allocator: Allocator, risk: str, profile: Profile | None) -> Plan:
+        """The plan of one try, which need not fit: savings may have been counted too boldly."""
+        pool = one.pool if allocator.full else undominated(one.pool, with_time=self.budget.step_time is not None)
+        penalty = self.settings.merge_penalty
+        segments = None
+        if penalty is not None and profile is not None:
+            segments = tied(pool, blocks=self.blocks, profile=profile, penalty=penalty)
+        allocation = allocator(segments or pool, limits=one.limits, seed=self.settings.seed)
+        if segments:
+            allocation = untied(allocation, pool)
+        return self._plan(allocation, pool, limits=one.limits, risk=risk, profile=profile)
+
+    def _last_resort(
         self,
-        everything: Mapping[str, tuple[Candidate, ...]],
+        tries: Sequence[Try],
         *,
-        limits: Limits,
+        refused: Sequence[tuple[NoFeasibleAllocation, Try]],
         risk: str,
         profile: Profile | None,
     ) -> Plan:
-        allocator = ALLOCATORS[self.settings.allocator]
-        pool = everything if allocator.full else undominated(everything, with_time=self.budget.step_time is not None)
-        tied = self._tied(pool, profile)
-        allocation = allocator(tied or pool, limits=limits, seed=self.settings.seed)
-        if tied:
-            allocation = self._untie(allocation, pool)
-        return self._plan(allocation, pool, limits=limits, risk=risk)
+        """The allocation of fewest bytes if it fits after all, as charges are upper bounds; else raises what would."""
+        free = not ALLOCATORS[self.settings.allocator].full and self.budget.step_time is None
+        least = min((one.least() for one in tries), key=self.taken)
+        if free and len(self._counts) > 1:
+            last = allocated(least, allocator=self.settings.allocator)
+            plan = self._plan(last, tries[-1].pool, limits=tries[-1].limits, risk=risk, profile=profile)
+            if self._fits(plan):
+                return plan
+            raise self._refusal(tries[-1].limits, least_bytes=self.taken(least))
+        if not refused:
+            raise self._refusal(tries[-1].limits, least_bytes=self.taken(least))
+        error, one = min(refused, key=lambda r: self.measure(r[0].least_state_bytes, base_peak=r[1].base_peak))
+        least_bytes = self.measure(error.least_state_bytes, base_peak=one.base_peak)
+        bytes_fit = one.limits.state_bytes is None or error.least_state_bytes <= one.limits.state_bytes
+        if one.limits.step_s is not None and bytes_fit:
+            assert self.latency is not None
+            raise too_slow(
+                self.budget,
+                latency=self.latency,
+                least_step_s=error.least_step_s,
+                allowed_bytes=one.limits.state_bytes,
+                least_bytes=least_bytes,
+            )
+        raise self._refusal(one.limits, least_bytes=least_bytes)
+
+    def _refusal(self, limits: Limits, *, least_bytes: int) -> InfeasibleBudgetError:
+        allowed = self.budget.memory_bytes if self.budget.memory_bytes is not None else limits.state_bytes
+        assert allowed is not None
+        return too_small(
+            self.budget,
+            allowed_bytes=allowed,
+            least_bytes=least_bytes,
+            state_bytes_adamw=self.state_bytes_adamw,
+            allocator=self.settings.allocator,
+            footprint=self.footprint,
+        )
 
     def adopt(
         self, choices: Mapping[str, str], *, risk: str, profile: Profile | None, gap: float | None = None
@@ -225,23 +299,13 @@ class Planner:
         """The plan that runs `choices` (from a checkpoint) if they meet the budget, else a new proposal."""
         everything = self.candidates(risk=risk, profile=profile)
         by_spec = {block: {c.spec: c for c in options} for block, options in everything.items()}
-        limits = self.limits()
-        known_choices = set(choices) == set(by_spec) and all(choices[block] in by_spec[block] for block in by_spec)
-        if known_choices:
+        if set(choices) == set(by_spec) and all(choices[block] in by_spec[block] for block in by_spec):
             chosen = [by_spec[block][choices[block]] for block in by_spec]
-            allocation = Allocation(
-                choices={c.block: c.spec for c in chosen},
-                state_bytes=sum(c.cost.state_bytes for c in chosen),
-                step_s=sum(c.cost.step_s for c in chosen),
-                risk=sum(c.risk.total for c in chosen),
-                allocator=self.settings.allocator,
-                gap=gap,
-            )
-            plan = self._plan(allocation, everything, limits=limits, risk=risk)
-            memory = self.budget.memory_bytes
-            if (limits.state_bytes is None or allocation.state_bytes <= limits.state_bytes) and (
-                memory is None or plan.peak_bytes <= memory
-            ):
+            allocation = allocated(chosen, allocator=self.settings.allocator, gap=gap)
+            limits = self.limits()
+            plan = self._plan(allocation, everything, limits=limits, risk=risk, profile=profile)
+            whole = self.budget.memory_bytes is not None or limits.state_bytes is None
+            if self._fits(plan) if whole else allocation.state_bytes <= (limits.state_bytes or 0):
                 return plan
         return self.propose(risk=risk, profile=profile)
 
@@ -249,13 +313,8 @@ class Planner:
         """The plan of fewest state bytes, whatever the budget: for a first step whose activations are not yet known."""
         pool = self.candidates(risk="prior", profile=None)
         chosen = [min(options, key=lambda c: (c.cost.state_bytes, c.risk.total)) for options in pool.values()]
-        allocation = Allocation(
-            choices={c.block: c.spec for c in chosen},
-            state_bytes=sum(c.cost.state_bytes for c in chosen),
-            risk=sum(c.risk.total for c in chosen),
-            allocator="least_state",
-        )
-        return self._plan(allocation, pool, limits=Limits(), risk="prior")
+        allocation = allocated(chosen, allocator="least_state")
+        return self._plan(allocation, pool, limits=Limits(), risk="prior", profile=None)
 
     def price(self, choices: Mapping[str, str], *, risk: str, profile: Profile | None) -> float:
         """Risk of an allocation that is already in use, under another risk model or a newer profile."""
@@ -268,11 +327,25 @@ class Planner:
     # -- results --------------------------------------------------------------------------------------------------
 
     def _plan(
-        self, allocation: Allocation, pool: Mapping[str, Sequence[Candidate]], *, limits: Limits, risk: str
+        self,
+        allocation: Allocation,
+        pool: Mapping[str, Sequence[Candidate]],
+        *,
+        limits: Limits,
+        risk: str,
+        profile: Profile | None,
     ) -> Plan:
-        least = sum(min(c.cost.state_bytes for c in options) for options in pool.values())
-        useful = sum(min(options, key=_by_risk).cost.state_bytes for options in pool.values())
-        specs = tuple(sorted(set(allocation.choices.values())))
+        """A plan with its range of budgets over all levels: one that does without a spec is bound by that."""
+        everything = self.candidates(risk=risk, profile=profile)
+        least, useful = self._once(
+            ("range", risk),
+            (profile, self.latency, self.budget, self.footprint),
+            lambda: (
+                min(self.taken(one.least()) for one in self._tries(risk=risk, profile=profile)),
+                self.taken([min(options, key=_by_risk) for options in everything.values()]),
+            ),
+        )
+        allowed = self.budget.memory_bytes if self.budget.memory_bytes is not None else limits.state_bytes
         return Plan(
             blocks=self.blocks,
             candidates={block: tuple(options) for block, options in pool.items()},
@@ -280,81 +353,14 @@ class Planner:
             budget=self.budget,
             limits=limits,
             risk_model=risk,
-            binding=limits.state_bytes is not None and useful > limits.state_bytes,
-            peak_bytes=self.footprint.peak_bytes(state_bytes=allocation.state_bytes, specs=specs)
-            if self.footprint is not None
-            else allocation.state_bytes,
+            binding=allowed is not None and useful > allowed,
+            peak_bytes=self.peak_bytes(allocation.choices, state_bytes=allocation.state_bytes),
             state_bytes_adamw=self.state_bytes_adamw,
-            least_feasible_bytes=self.measure(least),
-            most_useful_bytes=self.measure(useful),
+            least_feasible_bytes=least,
+            most_useful_bytes=useful,
             reasons=reasons(allocation, pool),
         )
 
-    def _infeasible(
-        self, error: NoFeasibleAllocation, *, limits: Limits, base_peak: int | None
-    ) -> InfeasibleBudgetError:
-        if limits.step_s is not None and (limits.state_bytes is None or error.least_state_bytes <= limits.state_bytes):
-            assert self.latency is not None
-            whole_s = self.latency.base_step_s + error.least_step_s
-            ratio = whole_s / max(self.latency.reference_step_s, 1e-12)
-            return InfeasibleBudgetError(
-                f"budget {self.budget.name} with step_time={self.budget.step_time} cannot be met: the fastest "
-                f"allocation steps in {whole_s * 1e3:.3g} ms, {ratio:.3f} times the "
-                f"{self.latency.reference_step_s * 1e3:.3g} ms of fused AdamW. Give "
-                f"budget.step_time={ratio * 1.05:.2f} or more, or more memory",
-                budget_bytes=limits.state_bytes or 0,
-                least_feasible_bytes=self.measure(error.least_state_bytes, base_peak=base_peak),
-                advice=("a larger budget.step_time", "more memory, so that slower compact specs are not needed"),
-            )
-        memory = self.budget.memory_bytes is not None
-        advice = ADVICE_MEMORY if memory else ADVICE_STATE
-        least = self.measure(error.least_state_bytes, base_peak=base_peak)
-        asked = self.budget.memory_bytes if memory else limits.state_bytes
-        assert asked is not None
-        unit = "of device memory" if memory else "of optimizer state"
-        fraction = "" if memory else f" (state_fraction={least / max(self.state_bytes_adamw, 1):.4f})"
-        return InfeasibleBudgetError(
-            f"budget {self.budget.name} cannot be met: it allows {format_bytes(asked)} {unit} ({asked} bytes), and the "
-            f"least feasible is {format_bytes(least)} ({least} bytes){fraction} with "
-            f"allocator={self.settings.allocator}. What would lower it: {'; '.join(advice)}",
-            budget_bytes=asked,
-            least_feasible_bytes=least,
-            advice=advice,
-        )
-
-    # -- segments: neighbours that behave alike share one spec -----------------------------------------------------
-
-    def _tied(
-        self, pool: Mapping[str, Sequence[Candidate]], profile: Profile | None
-    ) -> dict[str, tuple[Candidate, ...]] | None:
-        """Candidates of whole segments, a segment named by its blocks joined with '+'; None where nothing is merged."""
-        if self.settings.merge_penalty is None or profile is None:
-            return None
-        segments = merge_similar(self.blocks, stats=profile.stats, penalty=self.settings.merge_penalty)
-        return {"+".join(names): _summed("+".join(names), [pool[name] for name in names]) for names in segments}
-
-    def _untie(self, allocation: Allocation, pool: Mapping[str, Sequence[Candidate]]) -> Allocation:
-        choices = {block: spec for names, spec in allocation.choices.items() for block in names.split("+")}
-        return replace(allocation, choices={block: choices[block] for block in pool})
-
 
 def _by_risk(candidate: Candidate) -> tuple[float, int]:
-    return candidate.risk.total, candidate.cost.state_bytes
-
-
-def _summed(name: str, options: Sequence[Sequence[Candidate]]) -> tuple[Candidate, ...]:
-    """The specs that every block of a segment may run, with costs and risks added up, cheapest first."""
-    by_spec = [{c.spec: c for c in block} for block in options]
-    shared = [spec for spec in by_spec[0] if all(spec in block for block in by_spec[1:])]
-    merged = []
-    for spec in shared:
-        parts = [block[spec] for block in by_spec]
-        terms = {t: sum(p.risk.terms.get(t, 0.0) for p in parts) for t in parts[0].risk.terms}
-        cost = Cost(
-            state_bytes=sum(p.cost.state_bytes for p in parts),
-            transfer_bytes=sum(p.cost.transfer_bytes for p in parts),
-            step_s=sum(p.cost.step_s for p in parts),
-        )
-        risk = Risk(total=sum(p.risk.total for p in parts), terms=terms)
-        merged.append(Candidate(block=name, spec=spec, cost=cost, risk=risk))
-    return tuple(sorted(merged, key=lambda c: c.cost.state_bytes))
+    return candidate.risk.total, candidate.cost.charged_bytes

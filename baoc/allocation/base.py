@@ -19,6 +19,8 @@ Ints = NDArray[np.int64]
 class NoFeasibleAllocation(Exception):
     """No allocation meets the limits. Each figure is the least that can be had while the other limit is met.
 
+    `least_state_bytes` are charged bytes.
+
     Where the other limit cannot be met at all, it is left out of account. The planner turns this into the user's error.
     """
 
@@ -51,7 +53,11 @@ class Allocator(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """The candidates as [blocks, specs] arrays; a spec a block lacks has infinite risk, and 0 bytes and seconds."""
+    """The candidates as [blocks, specs] arrays; a spec a block lacks has infinite risk, and 0 bytes and seconds.
+
+    `num_bytes` are the charged bytes, each block's raised by what it can save at most, so that none is negative; the
+    limit is raised by the sum of these, `offset`.
+    """
 
     names: tuple[str, ...]
     candidates: tuple[tuple[Candidate, ...], ...]
@@ -60,6 +66,7 @@ class Problem:
     step_s: Floats
     byte_limit: float  # infinite where there is none
     step_limit: float
+    offset: int = 0
 
     @property
     def valid(self) -> NDArray[np.bool_]:
@@ -94,9 +101,11 @@ def make_problem(candidates: Mapping[str, Sequence[Candidate]], *, limits: Limit
     assert all(rows), f"blocks without a candidate: {[n for n, r in zip(names, rows, strict=True) if not r]}"
     shape = (len(rows), max((len(row) for row in rows), default=1))
     risk, num_bytes, step_s = np.full(shape, np.inf), np.zeros(shape), np.zeros(shape)
+    most_saved = [max(0, *(candidate.cost.saved_bytes for candidate in row)) for row in rows]
+    offset = sum(most_saved)
     for index, row in enumerate(rows):
         risk[index, : len(row)] = [candidate.risk.total for candidate in row]
-        num_bytes[index, : len(row)] = [candidate.cost.state_bytes for candidate in row]
+        num_bytes[index, : len(row)] = [most_saved[index] + candidate.cost.charged_bytes for candidate in row]
         step_s[index, : len(row)] = [candidate.cost.step_s for candidate in row]
     return Problem(
         names=names,
@@ -104,8 +113,9 @@ def make_problem(candidates: Mapping[str, Sequence[Candidate]], *, limits: Limit
         risk=risk,
         num_bytes=num_bytes,
         step_s=step_s,
-        byte_limit=np.inf if limits.state_bytes is None else float(limits.state_bytes),
+        byte_limit=np.inf if limits.state_bytes is None else float(limits.state_bytes + offset),
         step_limit=np.inf if limits.step_s is None else limits.step_s * (1 + STEP_TOLERANCE),
+        offset=offset,
     )
 
 
@@ -125,5 +135,6 @@ def make_allocation(problem: Problem, choice: Ints, *, allocator: str, bound: fl
         allocator=allocator,
         step_s=fsum(candidate.cost.step_s for candidate in chosen),
         transfer_bytes=sum(candidate.cost.transfer_bytes for candidate in chosen),
+        saved_bytes=sum(candidate.cost.saved_bytes for candidate in chosen),
         gap=None if bound is None else max(0.0, risk - bound) / max(abs(risk), TINY),
     )

@@ -71,7 +71,8 @@ def no_feasible(problem: Problem) -> NoFeasibleAllocation:
     return NoFeasibleAllocation(
         least_state_bytes=round(
             _least(replace(problem, byte_limit=np.inf), problem.num_bytes, problem.step_s, limit=problem.step_limit)
-        ),
+        )
+        - problem.offset,
         least_step_s=_least(
             replace(problem, step_limit=np.inf), problem.step_s, problem.num_bytes, limit=problem.byte_limit
         ),

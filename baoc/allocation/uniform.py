@@ -43,7 +43,7 @@ class UniformAllocator:
         choice = np.array([self._pick(options) for options in problem.candidates], dtype=np.int64)
         if not problem.feasible(choice):
             _, num_bytes, step_s = problem.totals(choice)
-            raise NoFeasibleAllocation(least_state_bytes=int(num_bytes), least_step_s=step_s)
+            raise NoFeasibleAllocation(least_state_bytes=int(num_bytes) - problem.offset, least_step_s=step_s)
         return make_allocation(problem, choice, allocator=self.name)
 
     def _runs(self, options: Sequence[Candidate]) -> bool:

@@ -39,10 +39,11 @@ def make_profiler(
         planner.blocks,
         params=params,
         betas=betas,
-        shadow_specs=tuple(planner.specs.values()) if wants_shadow else (),
+        shadow_specs=tuple(spec for spec in planner.specs.values() if spec.weights == "native") if wants_shadow else (),
         by_parts=settings.release is not False,
     )
-    planner.count_profile(profiler.nbytes)
+    if planner.footprint is not None:
+        planner.count_profile(profiler.nbytes, temporary_bytes=profiler.temporary_bytes())
     return profiler
 
 

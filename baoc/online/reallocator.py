@@ -331,7 +331,8 @@ class Reallocator:
         if self.profiler is not None and not self.watching:
             self.profiler.release()
         if self.profiler is not None:
-            self.planner.count_profile(self.profiler.nbytes)
+            temporary = self.planner.footprint.profile_temporary_bytes if self.planner.footprint is not None else 0
+            self.planner.count_profile(self.profiler.nbytes, temporary_bytes=temporary if self.profiler.nbytes else 0)
         self.plan = self.planner.adopt(
             state["choices"], risk=state["risk_model"], profile=self.profile, gap=state["gap"]
         )

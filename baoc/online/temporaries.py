@@ -6,8 +6,10 @@ from collections.abc import Iterable
 
 import torch
 
+from baoc.kernels import available, fits
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.backends import stand_in
+from baoc.optim.backends.fused import has_kernel
 from baoc.profiling import step_temporary_bytes
 from baoc.profiling.footprint import StepProbe
 from baoc.types import OptimizerSpec
@@ -19,15 +21,28 @@ def step_temporaries(specs: Iterable[OptimizerSpec], *, params: Iterable[torch.T
     """Spec -> bytes for the largest of `params`, measured on 65,536 elements: temporaries grow with the tensor.
 
     Steps go through tensors one by one, so the largest one decides; how many elements there are together says who
-    steps them. Rounded up, as the peak may not be above what is predicted.
+    steps them. Rounded up, as the peak may not be above what is predicted. On a GPU nothing is measured there, as that
+    would compile every kernel of the catalogue before a plan is made: kernels work in place, with buffers that count as
+    tables do, and what has none is stepped by the same operators on the CPU.
     """
-    params = list(params)
+    specs, params = list(specs), list(params)
+    by_kernel = [param for param in params if param.device.type == "cuda" and available(param.device) and fits(param)]
+    if len(by_kernel) == len(params):
+        eager = [spec for spec in specs if not has_kernel(spec)]
+        fused = {spec.name: 0 for spec in specs if has_kernel(spec)}
+        return fused | _measured(eager, params=params)
+    return _measured(specs, params=params)
+
+
+def _measured(specs: Iterable[OptimizerSpec], *, params: list[torch.Tensor]) -> dict[str, int]:
     largest = max(params, key=lambda param: param.numel())
-    device, numel = largest.device, sum(param.numel() for param in params)
+    numel = sum(param.numel() for param in params)
+    moved = largest.device.type == "cuda"
+    device = torch.device("cpu") if moved else largest.device
     scale = largest.numel() / (_ROWS * _COLUMNS)
     found = {}
     for spec in specs:
-        backend = stand_in(spec, device=device, numel=numel)
+        backend = "eager" if moved else stand_in(spec, device=device, numel=numel)
         probe = _probe(spec, device=device, dtype=largest.dtype, backend=backend)
         found[spec.name] = math.ceil(scale * step_temporary_bytes(probe, device=device))
     return found

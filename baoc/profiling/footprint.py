@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from baoc.errors import BadInputError
 from baoc.profiling import device as devices
 from baoc.profiling.dropping import Dropped, storage_bytes
+from baoc.profiling.timeline import Timeline
 from baoc.profiling.tracker import MemoryTracker, PeakMeter
-from baoc.types import Footprint
+from baoc.types import Footprint, Moment
 from baoc.units import KIB
 
 __all__ = ["FirstStepMemory", "MemoryTracker", "StepProbe", "probe_footprint", "step_temporary_bytes"]
@@ -60,7 +61,11 @@ def probe_footprint(
     module = source if isinstance(source, nn.Module) else None
     with _restored(module, params), PeakMeter(device, source) as meter, Dropped(released, meter=meter) as dropped:
         weights_bytes = storage_bytes([*params, *(module.buffers() if module is not None else ())])
-        peak = _training_peak(run_micro_batch, params, meter, accumulation=accumulation, dropped=dropped)
+        names = module.named_parameters() if module is not None else ()
+        named = {name: param for name, param in names if param.requires_grad}
+        peak, moments, order = _training_peak(
+            run_micro_batch, params, meter, accumulation=accumulation, named=named, dropped=dropped
+        )
         if all(param.grad is None for param in params) and not dropped.gradients_bytes:
             raise BadInputError(
                 "no parameter has a gradient after the probe: it must run forward and backward on one batch, on the "
@@ -70,7 +75,7 @@ def probe_footprint(
         resident_bytes = meter.current_bytes
         if released:
             gradients_bytes, resident_bytes = dropped.gradients_bytes, dropped.stepping_bytes
-        validation_bytes = _validation_peak(run_validation_batch, module=module, meter=meter)
+        validation = _validation(run_validation_batch, module, meter, named=named)
     temporaries = {spec: step_temporary_bytes(probe, device=device) for spec, probe in (step_probes or {}).items()}
     return Footprint(
         device=str(device),
@@ -78,13 +83,15 @@ def probe_footprint(
         weights_bytes=weights_bytes,
         gradients_bytes=gradients_bytes,
         forward_backward_bytes=peak,
-        validation_bytes=validation_bytes,
+        validation_bytes=max((moment.num_bytes for moment in validation), default=0),
         resident_bytes=resident_bytes,
         ema_bytes=ema_bytes,
         context_bytes=_context_again(device, context_bytes),
         reserve_bytes=_reserve(device, peak=peak) if reserve_bytes is None else reserve_bytes,
         step_temporary_bytes=temporaries,
         released=bool(released),
+        moments=(*moments, *validation) if moments else (),
+        gradient_order=order,
     )
 
 
@@ -163,42 +170,59 @@ def _context_again(device: torch.device, before: int) -> int:
 
 
 def _training_peak(
-    run: Callable[[], object], params: Sequence[Tensor], meter: PeakMeter, *, accumulation: int, dropped: Dropped
-) -> int:
-    """Peak of a micro-batch that finds the gradients of the one before, or of one that does not, as in training."""
+    run: Callable[[], object],
+    params: Sequence[Tensor],
+    meter: PeakMeter,
+    *,
+    accumulation: int,
+    named: Mapping[str, Tensor],
+    dropped: Dropped,
+) -> tuple[int, tuple[Moment, ...], tuple[str, ...]]:
+    """Peak of a micro-batch that finds the gradients of the one before, or of one that does not, as in training.
+
+    And its moments, with the order of gradients, where the loop leaves the backward to us and gradients stay.
+    """
     meter.reset_peak()
-    _one_micro_batch(run, params, drop=True)
+    _one_micro_batch(run, params, drop=None)
     dropped.finish()
     first = meter.peak_bytes
     # Only weak references, and to storages: a gradient that was held here would not be freed where training frees it.
     gradients = [weakref.ref(param.grad.untyped_storage()) for param in params if param.grad is not None]
-    meter.reset_peak()
-    own_backward = _one_micro_batch(run, params, drop=accumulation == 1)
-    dropped.finish()
+    with Timeline(meter, named=named, held=True) as line:
+        own_backward = _one_micro_batch(run, params, drop=line.dropped if accumulation == 1 else None)
+        dropped.finish()
     if own_backward and all(gradient() is not None for gradient in gradients):
-        return first  # the loop around it drops gradients, and does so before the forward
-    return max(first, meter.peak_bytes)
+        return first, (), ()  # the loop around it drops gradients, and does so before the forward
+    moments = line.moments("training")
+    second = max(moment.num_bytes for moment in moments)
+    if own_backward or not named or dropped.gradients_bytes:
+        return max(first, second), (), ()
+    if first > second:
+        moments = (*moments, Moment(name="first", num_bytes=first))
+    return max(first, second), moments, tuple(line.order)
 
 
-def _validation_peak(run: Callable[[], object] | None, *, module: nn.Module | None, meter: PeakMeter) -> int:
-    """Peak of a validation batch in evaluation and inference mode; 0 without one."""
+def _validation(
+    run: Callable[[], object] | None, module: nn.Module | None, meter: PeakMeter, *, named: Mapping[str, Tensor]
+) -> tuple[Moment, ...]:
+    """The moments of a validation batch, in evaluation and inference mode, beside the gradients."""
     if run is None:
-        return 0
+        return ()
     if module is not None:
         module.eval()
-    meter.reset_peak()
-    with torch.inference_mode():
+    with torch.inference_mode(), Timeline(meter, named=named, held=True) as line:
         run()
-    return meter.peak_bytes
+    return line.moments("validation")
 
 
-def _one_micro_batch(run: Callable[[], object], params: Sequence[Tensor], *, drop: bool) -> bool:
-    """Forward and backward; True if `run` did the backward itself. `drop`: gradients go between the two."""
+def _one_micro_batch(run: Callable[[], object], params: Sequence[Tensor], *, drop: Callable[[], None] | None) -> bool:
+    """Forward and backward; True if `run` did the backward itself. `drop`: gradients go between the two, it is told."""
     loss = run()
     if not isinstance(loss, Tensor) or not loss.requires_grad or loss.grad_fn is None:
         return True
-    if any(param.grad is not None for param in params) and drop:
+    if any(param.grad is not None for param in params) and drop is not None:
         _drop_gradients(params)
+        drop()
     loss.backward()
     return False
 

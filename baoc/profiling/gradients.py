@@ -16,6 +16,7 @@ from baoc.profiling.moments import RowColMoments
 from baoc.profiling.schedule import LARGE_PARAMS, MAX_SHARE, Schedule, Turn
 from baoc.profiling.shadow import Shadow, bytes_per_element, shadowed
 from baoc.profiling.slices import Slices
+from baoc.profiling.tracker import PeakMeter
 from baoc.types import Block, GradientStats, Moments, OptimizerSpec, Profile
 from baoc.units import MIB
 
@@ -214,6 +215,25 @@ class GradientProfiler:
                 torch.cuda.synchronize(device)
         self.load_state_dict(fresh)
         self._schedule.forget()
+
+    @torch.no_grad()
+    def temporary_bytes(self) -> int:
+        """What a sample holds for a moment beyond `nbytes`, measured on the parameters as gradients; no less than the
+        copy that a checkpoint takes. Leaves the profiler as it was."""
+        device = self._grad.device
+        if device.type == "meta" or self._released:
+            return self.nbytes
+        fresh, held = self.state_dict(), [*self.buffers(), *self._params.values()]
+        with PeakMeter(device, held) as meter:
+            before = meter.current_bytes
+            for turn in (Turn.GATHER, Turn.SAMPLE):
+                self._step += 1
+                values = {name: param.detach() for name, param in self._params.items()}
+                self._take(turn, values, shadow=turn is Turn.SAMPLE)
+            most = meter.peak_allocated_bytes - before
+        self.load_state_dict(fresh)
+        self._schedule.forget()
+        return max(most, self.nbytes)
 
     @torch.no_grad()
     def observe_half(self, *, step: int | None = None, fraction: float = 0.5) -> None:

@@ -31,6 +31,7 @@ from baoc.strategy.takeover import count_steps_for_schedulers, hyperparameters, 
 from baoc.types import Budget, Footprint, LatencyTable, OptimizerSpec, Plan, Profile, Reallocation
 
 TIMING_S = 5.0  # what a latency table may take where a step_time limit needs it
+SPLIT_ROWS = "*+split8"
 RECORDING_S = 0.5  # and where it is only written down
 PlanListener = Callable[[Planner, Plan], None]
 
@@ -120,6 +121,9 @@ class BaocStrategy(SingleDeviceStrategy):
                 "all parameters into one AdamW with parameter groups"
             )
         theirs = self.optimizers[0]
+        self.settings = widened(
+            self.settings, device=self.root_device.type, budget=self.budget, precision=str(trainer.precision)
+        )
         probe = Probe(trainer, self)
         specs = list(select(self.settings.planner.specs).values())
         declared = declared_blocks(module, unwrapped(module))
@@ -266,6 +270,18 @@ class BaocStrategy(SingleDeviceStrategy):
         if online is not None:
             for listener in self.resume_listeners:
                 listener(self.reallocator.step, self.reallocator.plan)
+
+
+def widened(settings: SessionSettings, *, device: str, budget: Budget, precision: str) -> SessionSettings:
+    """Adds `*+split8` to a catalogue that was left open (`*`), where a memory budget on CUDA can use it.
+
+    Weights kept in 16 bits with a correction save as much as a moment in 32 bits; layers take them under bf16 autocast
+    or in a bf16 model. Elsewhere results stay those of native weights.
+    """
+    fitting = device == "cuda" and budget.memory_bytes is not None and precision in ("bf16-mixed", "bf16-true")
+    if not fitting or tuple(settings.planner.specs) != ("*",):
+        return settings
+    return replace(settings, planner=replace(settings.planner, specs=("*", SPLIT_ROWS)))
 
 
 def declared_blocks(module: L.LightningModule, declares: torch.nn.Module) -> dict[str, list[str]] | None:

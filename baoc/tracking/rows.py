@@ -74,12 +74,12 @@ def _why(chosen: Candidate | None, *, options: Sequence[Candidate], reason: Reas
         return reason.text
     parts = []
     if cheaper is not None:
-        saved = format_bytes(chosen.cost.state_bytes - cheaper.cost.state_bytes)
+        saved = format_bytes(chosen.cost.charged_bytes - cheaper.cost.charged_bytes)
         term = max(cheaper.risk.terms, key=lambda name: cheaper.risk.terms[name], default="")
         added = cheaper.risk.total - chosen.risk.total
         parts.append(f"{cheaper.spec}: -{saved}, risk {added:+.2g}{f' ({term})' if term else ''}")
     if dearer is not None:
-        extra = format_bytes(dearer.cost.state_bytes - chosen.cost.state_bytes)
+        extra = format_bytes(dearer.cost.charged_bytes - chosen.cost.charged_bytes)
         parts.append(f"{dearer.spec}: +{extra}, risk {dearer.risk.total - chosen.risk.total:+.2g}")
     return "; ".join(parts)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from baoc.types.network import Block, Role
@@ -56,12 +57,22 @@ class Moments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """`weight_bytes`: the parameters themselves, and again their gradients, which have the weights' type."""
+    """`weight_bytes`: the parameters themselves, and again their gradients, which have the weights' type.
+
+    `saved_bytes`: what weights, gradients and copies of 16 bits save at the peak against native weights; 0 under a
+    budget that does not count them.
+    """
 
     state_bytes: int
     transfer_bytes: int = 0  # over the host link, both ways, per step
     step_s: float = 0.0  # 0 where no latency table was asked for
     weight_bytes: int = 0
+    saved_bytes: int = 0
+
+    @property
+    def charged_bytes(self) -> int:
+        """What the budget is charged: state, less what the spec saves elsewhere; may be negative."""
+        return self.state_bytes - self.saved_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +114,11 @@ class Budget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """A budget turned into what an allocator understands: totals over the blocks. None does not bind."""
+    """A budget turned into what an allocator understands: totals over the blocks. None does not bind.
+
+    `state_bytes` limits the bytes that specs are charged (`Cost.charged_bytes`), which are those of the state alone
+    where no weights are kept in fewer bits.
+    """
 
     state_bytes: int | None = None
     step_s: float | None = None
@@ -120,6 +135,22 @@ class Allocation:
     step_s: float = 0.0
     transfer_bytes: int = 0
     gap: float | None = None
+    saved_bytes: int = 0  # of weights, gradients and copies, against native weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """A stretch of a step by its largest live total, and what of it falls when weights are kept in 16 bits.
+
+    `gradients`: so many gradients are there from its beginning on, the first of `Footprint.gradient_order`; None is
+    all of them. `copies`: bytes of the 16-bit copies that autocast had made of fp32 parameters, by name, as far as they
+    lived from its beginning to its end; parameters of 16 bits need none.
+    """
+
+    name: str
+    num_bytes: int
+    gradients: int | None = 0
+    copies: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,18 +174,49 @@ class Footprint:
     resident_bytes: int
     ema_bytes: int = 0
     profile_bytes: int = 0
+    profile_temporary_bytes: int = 0  # while gradients are sampled, and while a checkpoint copies the samples
     context_bytes: int = 0
     reserve_bytes: int = 0  # for modules that load late
     step_temporary_bytes: Mapping[str, int] = field(default_factory=dict[str, int])
+    moments: tuple[Moment, ...] = ()  # stretches of forward, backward and validation, where they could be told
+    gradient_order: tuple[str, ...] = ()  # parameters in the order in which their gradients come
     source: str = "probe"  # probe | prior
     released: bool = False
 
-    def peak_bytes(self, *, state_bytes: int, specs: Sequence[str] = ()) -> int:
-        """Predicted peak with `state_bytes` of optimizer state, `specs` being those in use."""
+    def peak_bytes(self, *, state_bytes: int, specs: Sequence[str] = (), saved: Mapping[str, int] | None = None) -> int:
+        """Predicted peak with `state_bytes` of optimizer state, `specs` being those in use.
+
+        `saved`: bytes that parameters of 16 bits have less than native ones, by name; their gradients have as many
+        less. Each moment counts only what it is known to lose by them, so the peak stays an upper bound.
+        """
         temporary = max((self.step_temporary_bytes.get(spec, 0) for spec in specs), default=0)
-        moment = max(self.forward_backward_bytes, self.validation_bytes, self.resident_bytes + temporary)
+        temporary = max(temporary, self.profile_temporary_bytes)
+        step = Moment(name="step", num_bytes=self.resident_bytes + temporary, gradients=None)
         fixed = self.ema_bytes + self.profile_bytes + self.context_bytes + self.reserve_bytes
-        return moment + fixed + state_bytes
+        return max(self._less(self._parts(step), saved=saved or {})) + fixed + state_bytes
+
+    def _parts(self, step: Moment) -> tuple[Moment, ...]:
+        whole = Moment(name="forward and backward", num_bytes=self.forward_backward_bytes)
+        return (*(self.moments or (whole, Moment(name="validation", num_bytes=self.validation_bytes))), step)
+
+    def saved_at_most(self, saved: Mapping[str, int]) -> int:
+        """What parameters of 16 bits save at the largest moment of forward, backward and validation."""
+        largest = max(self.moments, key=lambda moment: moment.num_bytes, default=None)
+        return sum(saved.values()) if largest is None else largest.num_bytes - self._less((largest,), saved=saved)[0]
+
+    def _less(self, moments: tuple[Moment, ...], *, saved: Mapping[str, int]) -> list[int]:
+        """Bytes of each moment with `saved` taken off its weights, its gradients and its copies."""
+        if not saved:
+            return [moment.num_bytes for moment in moments]
+        weights = sum(saved.values())
+        before = [0, *accumulate(saved.get(name, 0) for name in self.gradient_order)]
+        return [
+            moment.num_bytes
+            - weights
+            - (weights if moment.gradients is None else before[moment.gradients])
+            - sum(moment.copies[name] for name in saved if name in moment.copies)
+            for moment in moments
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,12 +50,19 @@ def test_split_weights_are_made_of_fp32_and_bf16():
     assert why_not("sign", block) is None
 
 
-def test_what_saves_weight_bytes_is_not_dominated():
+def test_weights_of_16_bits_are_dominated_unless_what_they_save_counts():
     specs = {name: SPECS[name] for name in ("adamw", "adamw+split16")}
-    found = build_candidates([BLOCKS["layer0.mlp"]], specs=specs, rules=RULES, risk=RISKS["prior"])
-    kept = {c.spec: c.cost for c in undominated(found)["layer0.mlp"]}
+    block = BLOCKS["layer0.mlp"]
+    options = {"specs": specs, "rules": RULES, "risk": RISKS["prior"]}
+    assert [c.spec for c in undominated(build_candidates([block], **options))[block.name]] == ["adamw"]
+    found = build_candidates(
+        [block], **options, saved=lambda block, spec: 4 * block.numel if spec.weights == "split16" else 0
+    )
+    kept = {c.spec: c.cost for c in undominated(found)[block.name]}
     assert kept["adamw"].weight_bytes == 2 * kept["adamw+split16"].weight_bytes
     assert kept["adamw"].state_bytes < kept["adamw+split16"].state_bytes
+    assert kept["adamw+split16"].charged_bytes == kept["adamw+split16"].state_bytes - 4 * block.numel
+    assert kept["adamw+split16"].charged_bytes < kept["adamw"].charged_bytes == kept["adamw"].state_bytes
 
 
 def test_hidden_rules_refuse_embeddings_and_heads():

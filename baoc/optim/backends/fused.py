@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
+from baoc.catalogue import NEAREST, STORAGES
 from baoc.codecs.grouped import kernel_lanes
 from baoc.errors import BadInputError
 from baoc.kernels import Engine, FusedTable, Kind, Shape, available, fits
 from baoc.optim.backends.base import Backend, StepInputs
 from baoc.optim.state import Bucket, LiveBlock, Slot, State
 from baoc.optim.weights import seed_of
-from baoc.types import StateKind
+from baoc.rules import RULES
+from baoc.types import OptimizerSpec, StateKind
 
 _NOTHING = nullcontext()
 _LOOKED_AT = 4  # parameters whose address is compared in each step, by turns
@@ -35,6 +37,18 @@ def kind_of(slot: Slot, *, weights: str) -> Kind:
         v=kept.get(StateKind.V, "fp32"),
         weights="native" if weights == "bf16" else weights,
     )
+
+
+def has_kernel(spec: OptimizerSpec) -> bool:
+    """Whether a kernel steps the spec's large tensors, wherever there is Triton; compiles nothing."""
+    storage = STORAGES[spec.storage]
+    kept = {decl.kind: storage.codec(decl) for decl in reversed(RULES[spec.rule].info.states)}
+    m, v = (kept.get(kind, "fp32") for kind in (StateKind.M, StateKind.V))
+    try:
+        Kind(rule=spec.rule, m=m, v=v, weights="native" if spec.weights == NEAREST else spec.weights)
+    except ValueError:
+        return False
+    return spec.placement == "device"
 
 
 class FusedBackend(Backend):

@@ -1,0 +1,72 @@
+"""How a memory budget becomes one number per candidate: room for temporaries by level, and savings by how they count.
+
+A peak is the largest of several moments of a step, so it is no sum over blocks; what is charged here is, and the plan's
+own peak then decides. Boldest first: copies (weights, gradients and autocast's copies, as at the largest moment), then
+gradients (weights and gradients), then weights alone, which holds at every moment.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from baoc.cost import saved
+from baoc.types import Allocation, Block, Candidate, Footprint, Limits, OptimizerSpec
+
+Savings = Literal["none", "copies", "gradients", "weights"]
+Pool = Mapping[str, tuple[Candidate, ...]]
+
+MAX_LEVELS = 6  # of room for the temporaries of a step; each costs an allocation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Try:
+    """Candidates and limits of one level and one way to count savings. `base_peak` is the peak without state."""
+
+    pool: Pool
+    limits: Limits
+    base_peak: int | None
+
+    def least(self) -> list[Candidate]:
+        """The candidate of fewest charged bytes of every block."""
+        return [min(options, key=lambda c: (c.cost.charged_bytes, c.risk.total)) for options in self.pool.values()]
+
+
+def levels(footprint: Footprint, *, specs: Collection[str]) -> list[tuple[int, frozenset[str]]]:
+    """(Peak without state, specs whose step stays below it), from few specs to all.
+
+    More than one level only where some spec's temporaries would pass the peak of forward and backward; then a plan may
+    either do without that spec or leave room for it.
+    """
+    peaks = {spec: footprint.peak_bytes(state_bytes=0, specs=(spec,)) for spec in specs}
+    found = sorted(set(peaks.values()))
+    if len(found) > MAX_LEVELS:
+        found = [found[i * (len(found) - 1) // (MAX_LEVELS - 1)] for i in range(MAX_LEVELS)]
+    return [(level, frozenset(spec for spec, peak in peaks.items() if peak <= level)) for level in found]
+
+
+def saved_bytes(block: Block, spec: OptimizerSpec, *, count: Savings, footprint: Footprint) -> int:
+    """What the weights of `spec` save on the block, counted as `count` says."""
+    less = saved(block, spec=spec)
+    if count == "copies" and footprint.moments:
+        return footprint.saved_at_most(less)
+    return sum(less.values()) * (1 if count == "weights" else 2)
+
+
+def saved_by(
+    choices: Mapping[str, str], *, blocks: Collection[Block], specs: Mapping[str, OptimizerSpec]
+) -> dict[str, int]:
+    """What an allocation saves on the weights of each parameter."""
+    return {name: nbytes for block in blocks for name, nbytes in saved(block, spec=specs[choices[block.name]]).items()}
+
+
+def allocated(chosen: Collection[Candidate], *, allocator: str, gap: float | None = None) -> Allocation:
+    """One candidate per block as an Allocation, by whatever way they were chosen."""
+    return Allocation(
+        choices={c.block: c.spec for c in chosen},
+        state_bytes=sum(c.cost.state_bytes for c in chosen),
+        step_s=sum(c.cost.step_s for c in chosen),
+        risk=sum(c.risk.total for c in chosen),
+        saved_bytes=sum(c.cost.saved_bytes for c in chosen),
+        allocator=allocator,
+        gap=gap,
+    )

@@ -1,0 +1,138 @@
+"""Weights of 16 bits in a plan: what they save where, which budgets count it, and what they risk."""
+
+import pytest
+import torch
+from torch import nn
+
+from baoc.catalogue import SPECS, STORAGES
+from baoc.cost import saved
+from baoc.errors import InfeasibleBudgetError
+from baoc.planner import Planner, PlannerSettings
+from baoc.profiling import probe_footprint
+from baoc.risk import RISKS
+from baoc.types import Block, Budget, Footprint, Moment, ParamInfo, Role
+from tests.decision import RULES
+
+MIB = 2**20
+PARAMS = [
+    ParamInfo(name=f"layers.{i}.mlp.weight", shape=(512, 512), dtype="float32", role=Role.MLP, depth=i)
+    for i in range(4)
+]
+NUMEL = 512 * 512
+WEIGHTS = 4 * 4 * NUMEL  # of four layers in fp32; their gradients are as many
+COPIES = {param.name: 2 * NUMEL for param in PARAMS}
+NAMES = tuple(param.name for param in reversed(PARAMS))
+FOOTPRINT = Footprint(
+    device="cpu",
+    micro_batch=8,
+    weights_bytes=WEIGHTS,
+    gradients_bytes=WEIGHTS,
+    forward_backward_bytes=2 * WEIGHTS + 8 * MIB,
+    validation_bytes=0,
+    resident_bytes=2 * WEIGHTS,
+    moments=(
+        Moment(name="training", num_bytes=2 * WEIGHTS + 8 * MIB, gradients=None, copies=COPIES),
+        Moment(name="training", num_bytes=WEIGHTS + 11 * MIB, gradients=2),
+    ),
+    gradient_order=NAMES,
+)
+
+
+def test_each_moment_loses_the_gradients_and_copies_that_it_had():
+    less = {name: 2 * NUMEL for name in NAMES}
+    whole = FOOTPRINT.peak_bytes(state_bytes=5)
+    assert whole == 2 * WEIGHTS + 8 * MIB + 5
+    forward = 2 * WEIGHTS + 8 * MIB - 4 * 3 * 2 * NUMEL  # weights, gradients and copies of four layers
+    backward = WEIGHTS + 11 * MIB - (4 + 2) * 2 * NUMEL  # weights of four, gradients of two
+    assert backward > forward
+    assert FOOTPRINT.peak_bytes(state_bytes=5, saved=less) == backward + 5
+    last = {NAMES[3]: 2 * NUMEL}  # its gradient is not there yet in the second moment
+    assert FOOTPRINT.peak_bytes(state_bytes=0, saved=last) == 2 * WEIGHTS + 8 * MIB - 3 * 2 * NUMEL
+
+
+def test_a_probe_that_cannot_tell_moments_apart_promises_weights_alone():
+    plain = Footprint(
+        device="cpu",
+        micro_batch=1,
+        weights_bytes=8 * MIB,
+        gradients_bytes=8 * MIB,
+        forward_backward_bytes=20 * MIB,
+        validation_bytes=0,
+        resident_bytes=16 * MIB,
+    )
+    assert plain.peak_bytes(state_bytes=0, saved={"w": 4 * MIB}) == 16 * MIB
+
+
+def planner(budget: Budget, *specs: str) -> Planner:
+    settings = PlannerSettings(specs=specs, keep_fp32_roles=())
+    return Planner(PARAMS, budget=budget, settings=settings, footprint=FOOTPRINT)
+
+
+def memory(num_bytes: int) -> Budget:
+    return Budget(name="m", memory_bytes=num_bytes)
+
+
+def test_a_memory_budget_counts_what_weights_save():
+    """State of split AdamW is larger than AdamW's, and yet it is what fits."""
+    whole = FOOTPRINT.peak_bytes(state_bytes=0) + 4 * (8 * NUMEL + 4)
+    plan = planner(memory(whole - MIB), "adamw", "adamw+split8").propose()
+    chosen = list(plan.allocation.choices.values())
+    assert plan.binding and "adamw+split8" in chosen and "adamw" in chosen
+    assert plan.peak_bytes <= whole - MIB and plan.allocation.saved_bytes > 0
+    assert plan.most_useful_bytes == whole
+    free = planner(memory(whole), "adamw", "adamw+split8").propose()
+    assert set(free.allocation.choices.values()) == {"adamw"} and free.peak_bytes == whole
+
+
+def test_a_state_budget_counts_state_alone():
+    plan = planner(Budget(name="s", state_fraction=1.0), "adamw", "adamw+split8", "sign").propose()
+    assert set(plan.allocation.choices.values()) == {"adamw"} and plan.allocation.saved_bytes == 0
+
+
+@pytest.mark.parametrize("specs", [("adamw", "adamw+split8"), ("sign", "sign+bf16_sr", "adamw+split16")])
+def test_the_least_is_feasible_and_one_byte_less_is_not(specs: tuple[str, ...]):
+    with pytest.raises(InfeasibleBudgetError, match="the least feasible is") as caught:
+        planner(memory(1), *specs).propose()
+    least = caught.value.least_feasible_bytes
+    plan = planner(memory(least), *specs).propose()
+    assert plan.peak_bytes <= least == plan.least_feasible_bytes
+    with pytest.raises(InfeasibleBudgetError):
+        planner(memory(least - 1), *specs).propose()
+
+
+def test_weights_of_16_bits_risk_what_their_format_loses():
+    block = Block(name="b", params=(PARAMS[0],), role=Role.MLP)
+
+    def risk(spec: str, **weights: float) -> float:
+        row = SPECS[spec]
+        options = {"rule": RULES[row.rule], "storage": STORAGES[row.storage], "profile": None, "weights": weights}
+        return RISKS["prior"](block=block, spec=row, **options).total
+
+    assert 0 == risk("adamw") < risk("adamw+split16") < risk("adamw+split8") < risk("adamw_int8")
+    assert risk("adamw_int8") < risk("adamw+bf16_sr") < risk("rmsprop") < risk("sign") < risk("adamw+bf16")
+    assert risk("adamw_int8+split8") == pytest.approx(risk("adamw_int8") + risk("adamw+split8"))
+    assert risk("adamw+split8", round_weights=0.0) == 0.0
+
+
+def test_only_what_has_more_bits_is_saved():
+    half = ParamInfo(name="h", shape=(8, 8), dtype="bfloat16", role=Role.MLP)
+    block = Block(name="b", params=(PARAMS[0], half), role=Role.MLP)
+    assert saved(block, spec=SPECS["adamw+split8"]) == {PARAMS[0].name: 2 * NUMEL}
+    assert saved(block, spec=SPECS["adamw"]) == {}
+
+
+def test_the_probe_sees_copies_and_the_order_of_gradients():
+    """Autocast keeps a 16-bit copy of every weight until the backward has used it."""
+    net = nn.Sequential(nn.Linear(64, 64, bias=False), nn.GELU(), nn.Linear(64, 64, bias=False))
+    batch = torch.randn(4, 64)
+
+    def micro_batch() -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return net(batch).float().square().mean()
+
+    found = probe_footprint(net, run_micro_batch=micro_batch)
+    assert found.gradient_order == ("2.weight", "0.weight")
+    forward = [moment for moment in found.moments if moment.gradients is None]
+    assert forward[0].copies == {} and forward[-1].copies == {"2.weight": 2 * 64 * 64}  # no gradient of the input
+    assert max(moment.num_bytes for moment in found.moments) == found.forward_backward_bytes
+    assert [moment.gradients for moment in found.moments if moment.gradients is not None] == [0, 1, 2]

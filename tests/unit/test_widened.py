@@ -1,0 +1,34 @@
+"""Where a catalogue that was left open offers weights of 16 bits, and what is measured for that on a GPU."""
+
+import pytest
+
+from baoc.budgets import parse_budget
+from baoc.catalogue import NATIVE, SPECS
+from baoc.online import SessionSettings
+from baoc.optim.backends.fused import has_kernel
+from baoc.planner import PlannerSettings
+from baoc.strategy.strategy import widened
+
+
+@pytest.mark.parametrize(
+    ("device", "budget", "precision", "specs", "wider"),
+    [
+        ("cuda", "8gb", "bf16-mixed", ("*",), True),
+        ("cuda", "8gb", "bf16-true", ("*",), True),
+        ("cuda", "8gb", "32-true", ("*",), False),  # layers would get inputs of another type
+        ("cuda", "state_25", "bf16-mixed", ("*",), False),  # weights are no optimizer state
+        ("cpu", "8gb", "bf16-mixed", ("*",), False),
+        ("cuda", "8gb", "bf16-mixed", ("adamw*",), False),  # what was chosen stays
+    ],
+)
+def test_split_weights_are_offered_where_a_memory_budget_on_cuda_can_use_them(
+    device: str, budget: str, precision: str, specs: tuple[str, ...], wider: bool
+):
+    settings = SessionSettings(planner=PlannerSettings(specs=specs))
+    found = widened(settings, device=device, budget=parse_budget(budget), precision=precision)
+    assert found.planner.specs == (("*", "*+split8") if wider else specs)
+
+
+def test_specs_with_a_kernel_are_told_without_compiling_any():
+    assert has_kernel(SPECS["adamw_int8+split8"]) and has_kernel(SPECS["lion"]) and has_kernel(SPECS["foam_l2"])
+    assert not has_kernel(NATIVE["muon"])
