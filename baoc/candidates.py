@@ -3,8 +3,7 @@
 Allocators see nothing but the candidates made here.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from baoc.catalogue import STORAGES, WEIGHT_DTYPES
@@ -72,11 +71,9 @@ def build_candidates(
     weights: Mapping[str, float] | None = None,
     latency: LatencyTable | None = None,
     keep_fp32_roles: Collection[Role | str] = (),
-    saved: Callable[[Block, OptimizerSpec], int] | None = None,
 ) -> CandidateSets:
     """Every applicable candidate of every block, dominated ones too, by bytes ascending (then risk, seconds, row).
 
-    `saved`: bytes that a spec's weights save at the peak, which are taken off what it is charged.
     Raises BadInputError for a block on which no spec may run.
     """
     total = max(sum(block.numel for block in blocks), 1)
@@ -92,7 +89,6 @@ def build_candidates(
                 spec=spec,
                 rule=rules[spec.rule],
                 latency=latency,
-                saved_bytes=saved(block, spec) if saved is not None else 0,
                 predicted=risk(
                     block=block,
                     spec=spec,
@@ -123,9 +119,8 @@ def _candidate(
     rule: RuleInfo,
     latency: LatencyTable | None,
     predicted: Risk,
-    saved_bytes: int,
 ) -> Candidate:
-    spent = replace(cost(block, spec=spec, rule=rule, latency=latency), saved_bytes=saved_bytes)
+    spent = cost(block, spec=spec, rule=rule, latency=latency)
     return Candidate(block=block.name, spec=spec.name, cost=spent, risk=predicted, role=block.role)
 
 

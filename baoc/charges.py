@@ -6,7 +6,7 @@ gradients (weights and gradients), then weights alone, which holds at every mome
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from baoc.cost import saved
@@ -50,6 +50,29 @@ def saved_bytes(block: Block, spec: OptimizerSpec, *, count: Savings, footprint:
     if count == "copies" and footprint.moments:
         return footprint.saved_at_most(less)
     return sum(less.values()) * (1 if count == "weights" else 2)
+
+
+def charged(
+    candidates: Pool,
+    *,
+    blocks: Collection[Block],
+    specs: Mapping[str, OptimizerSpec],
+    count: Savings,
+    footprint: Footprint,
+) -> dict[str, tuple[Candidate, ...]]:
+    """The candidates charged for their state less what their weights save, cheapest first."""
+    found: dict[str, tuple[Candidate, ...]] = {}
+    for block in blocks:
+        by_weights: dict[str, int] = {}
+        made: list[Candidate] = []
+        for candidate in candidates[block.name]:
+            spec = specs[candidate.spec]
+            if spec.weights not in by_weights:
+                by_weights[spec.weights] = saved_bytes(block, spec, count=count, footprint=footprint)
+            cost = replace(candidate.cost, saved_bytes=by_weights[spec.weights])
+            made.append(replace(candidate, cost=cost) if cost.saved_bytes else candidate)
+        found[block.name] = tuple(sorted(made, key=lambda c: (c.cost.charged_bytes, c.risk.total, c.cost.step_s)))
+    return found
 
 
 def saved_by(

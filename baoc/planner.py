@@ -6,7 +6,6 @@ the start with role priors, and again whenever a new profile is there. Both answ
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from baoc.allocation import ALLOCATORS, NoFeasibleAllocation
@@ -14,7 +13,7 @@ from baoc.allocation.base import Allocator
 from baoc.blocks import partition
 from baoc.candidates import build_candidates, undominated
 from baoc.catalogue import SPECS, STORAGES, select
-from baoc.charges import Savings, Try, allocated, levels, saved_by, saved_bytes
+from baoc.charges import Savings, Try, allocated, charged, levels, saved_by
 from baoc.cost import adamw_state_bytes
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.explain import reasons
@@ -163,11 +162,9 @@ class Planner:
     ) -> dict[str, tuple[Candidate, ...]]:
         """Every spec that applies to each block, dominated ones included, cheapest first."""
         count = self._counts[0] if count is None else count
-        footprint = self.footprint if count != "none" else None
-        moments = footprint.moments if footprint is not None else None
-        return self._once(
-            ("candidates", risk, count),
-            (profile, self.latency, self.budget, moments),
+        base = self._once(
+            ("candidates", risk),
+            (profile, self.latency, self.budget),
             lambda: build_candidates(
                 self.blocks,
                 specs=self.specs,
@@ -178,8 +175,15 @@ class Planner:
                 weights=self.settings.risk_weights,
                 latency=self.latency if self.budget.step_time is not None else None,
                 keep_fp32_roles=self.settings.keep_fp32_roles,
-                saved=partial(saved_bytes, count=count, footprint=footprint) if footprint is not None else None,
             ),
+        )
+        footprint = self.footprint
+        if count == "none" or footprint is None:
+            return base
+        return self._once(
+            ("charged", risk, count),
+            (base, footprint.moments),
+            lambda: charged(base, blocks=self.blocks, specs=self.specs, count=count, footprint=footprint),
         )
 
     def _once(self, name: Any, basis: tuple[Any, ...], make: Any) -> Any:

@@ -5,10 +5,11 @@ import pytest
 from baoc.blocks import partition
 from baoc.candidates import applies, build_candidates, candidate_rows, undominated
 from baoc.catalogue import NATIVE, SPECS, select
+from baoc.charges import charged
 from baoc.cost import state_bytes
 from baoc.errors import BadInputError
 from baoc.risk import RISKS
-from baoc.types import Block, Candidate, Cost, LatencyTable, OptimizerSpec, ParamInfo, Risk, Role, RuleInfo
+from baoc.types import Block, Candidate, Cost, Footprint, LatencyTable, OptimizerSpec, ParamInfo, Risk, Role, RuleInfo
 from tests.decision import RULES, param, transformer
 
 BLOCKS = {block.name: block for block in partition(transformer())}
@@ -55,9 +56,17 @@ def test_weights_of_16_bits_are_dominated_unless_what_they_save_counts():
     block = BLOCKS["layer0.mlp"]
     options = {"specs": specs, "rules": RULES, "risk": RISKS["prior"]}
     assert [c.spec for c in undominated(build_candidates([block], **options))[block.name]] == ["adamw"]
-    found = build_candidates(
-        [block], **options, saved=lambda block, spec: 4 * block.numel if spec.weights == "split16" else 0
+    made = build_candidates([block], **options)
+    footprint = Footprint(
+        device="cpu",
+        micro_batch=1,
+        weights_bytes=0,
+        gradients_bytes=0,
+        forward_backward_bytes=0,
+        validation_bytes=0,
+        resident_bytes=0,
     )
+    found = charged(made, blocks=[block], specs=specs, count="gradients", footprint=footprint)
     kept = {c.spec: c.cost for c in undominated(found)[block.name]}
     assert kept["adamw"].weight_bytes == 2 * kept["adamw+split16"].weight_bytes
     assert kept["adamw"].state_bytes < kept["adamw+split16"].state_bytes
