@@ -118,9 +118,7 @@ class Guard:
         text = f"{sum(counts.values())} gradient element(s) are NaN or infinite {when}: {names}"
         if self.policy == "raise":
             self.forget(roster)
-            raise DivergedError(
-                f"{text}. Lower the learning rate, or set nonfinite=skip_element to go on without them"
-            )
+            raise DivergedError(f"{text}. Lower the learning rate, or set nonfinite=skip_element to go on without them")
         log.log(logging.WARNING if first else logging.INFO, "%s; policy: %s", text, self.policy)
 
 
