@@ -56,13 +56,17 @@ class Graphs:
                 finally:
                     graph.capture_end()
         except RuntimeError as error:
-            self._failed += 1
-            self.on = self._failed < _TRIES
-            what = "is tried again" if self.on else "is launched plainly from now on"
-            log.warning("the optimizer step could not be captured in a CUDA graph and %s: %s", what, error)
+            self._give_up(error)
             return None
         torch.cuda.current_stream(self.device).wait_stream(stream)
         return graph
+
+    def _give_up(self, error: RuntimeError) -> None:
+        """For this step, and for good when it was tried often enough."""
+        self._failed += 1
+        self.on = self._failed < _TRIES
+        what = "is tried again" if self.on else "is launched plainly from now on"
+        log.warning("the optimizer step could not be captured in a CUDA graph and %s: %s", what, error)
 
 
 @contextmanager

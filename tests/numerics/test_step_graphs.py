@@ -1,0 +1,88 @@
+"""Which steps are launched, captured and replayed. torch's graphs need a GPU, so a graph here is a list of launches."""
+
+import gc
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from baoc.kernels import graphs
+from baoc.kernels.graphs import Graphs
+
+
+class Graph:
+    def __init__(self) -> None:
+        self.replays = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+
+
+def nothing() -> None: ...
+
+
+def make(*, failing: int = 0) -> tuple[Graphs, list[Graph]]:
+    """`failing`: how many captures fail first."""
+    made, left = [], [failing]
+
+    class FakeCuda(Graphs):
+        def _capture(self, launch: Callable[[], None]) -> Any:
+            launch()
+            if left[0]:
+                left[0] -= 1
+                self._give_up(RuntimeError("operation not permitted"))
+                return None
+            made.append(Graph())
+            return made[-1]
+
+    return FakeCuda(torch.device("cuda"), on=True), made
+
+
+def test_a_step_is_launched_once_then_captured_for_each_slot_and_replayed() -> None:
+    runner, made = make()
+    launches = []
+    for step in range(9):
+        runner.run("variant", lambda: launches.append(1), slot=step % 3)
+    assert len(launches) == 1 + 3 and [graph.replays for graph in made] == [3, 3, 2]
+    runner.run("another", lambda: launches.append(1), slot=0)
+    assert len(made) == 3 and len(launches) == 5
+
+
+def test_a_capture_that_fails_is_tried_again_and_then_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        runner, made = make(failing=1)
+        for _ in range(3):
+            runner.run("variant", nothing, slot=0)
+        assert runner.on and len(made) == 1 and made[0].replays == 1
+        assert "could not be captured in a CUDA graph and is tried again: operation not permitted" in caplog.text
+        runner, _ = make(failing=3)
+        for _ in range(4):
+            runner.run("variant", nothing, slot=0)
+        assert not runner.on and "is launched plainly from now on" in caplog.text
+
+
+def test_only_so_many_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "_MOST", 2)
+    runner, made = make()
+    for key in ("a", "b", "c") * 3:
+        runner.run(key, nothing, slot=0)
+    assert len(made) == 2
+
+
+def test_nothing_is_collected_during_a_capture_and_the_collector_is_as_before_after_it() -> None:
+    assert gc.isenabled()
+    with graphs._nothing_collected():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with pytest.raises(RuntimeError, match="in between"), graphs._nothing_collected():
+        raise RuntimeError("in between")
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with graphs._nothing_collected():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
