@@ -41,6 +41,7 @@ class _Layout(NamedTuple):
     addresses: array
     active: list[bool]
     dtypes: list[torch.dtype]
+    wanted: list[torch.dtype]
     variant: tuple[tuple[torch.dtype, bool], ...]
 
 
@@ -104,10 +105,10 @@ class Gradients:
             if not self.copied and not self._few:
                 if len(self._layouts) >= _LAYOUTS:
                     self._layouts.clear()
-                self._layouts[key] = _Layout(self.addresses, self.active, self._dtypes, self.variant)
+                self._layouts[key] = _Layout(self.addresses, self.active, self._dtypes, self._wanted, self.variant)
             return
         self.copied = []
-        self._dtypes = self._wanted = layout.dtypes
+        self._dtypes, self._wanted = layout.dtypes, layout.wanted
         self.addresses, self.variant = layout.addresses, layout.variant
         self.version += 1
         self._take_active(layout.active)

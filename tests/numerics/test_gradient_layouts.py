@@ -80,6 +80,28 @@ def test_strided_and_other_types_at_new_places_are_copied_and_plain_ones_after_t
     assert addresses(gradients) == [grad.data_ptr() for grad in plain]
 
 
+def test_a_gradient_that_comes_with_a_type_of_its_own_to_places_that_were_known_is_copied() -> None:
+    params, gradients = make(dtype=torch.bfloat16)
+    for param in params[:-1]:
+        param.grad_dtype = torch.float32  # pyright: ignore[reportAttributeAccessIssue]
+        param.grad = torch.ones(6, 6)
+    gradients.refresh()  # the first table reads fp32
+    for param in params[1:-1]:
+        param.grad = None
+        param.grad_dtype = torch.bfloat16  # pyright: ignore[reportAttributeAccessIssue]
+    params[0].grad = None
+    sets = [[torch.ones(6, 6, dtype=torch.bfloat16) for _ in range(NUM - 2)] for _ in range(2)]
+    for grads in (*sets, *sets):
+        for param, grad in zip(params[1:-1], grads, strict=True):
+            param.grad = grad
+        gradients.refresh()
+        assert gradients.variant[0][0] is torch.bfloat16 and not gradients.copied
+    params[0].grad = torch.ones(6, 6)  # fp32 as it was, in a table that reads bf16 now
+    gradients.refresh()
+    read = [params[i].grad.dtype if i not in gradients.copied else gradients.variant[0][0] for i in range(NUM - 1)]  # pyright: ignore[reportOptionalMemberAccess]
+    assert set(read) == {gradients.variant[0][0]}
+
+
 def test_few_gradients_are_looked_at_closely_though_they_stay_where_they_are() -> None:
     param = nn.Parameter(torch.zeros(6, 6))
     gradients = Gradients([FusedTable([param], kind=Kind(rule="sign"), states=[{}])], begins=[0, 4])
