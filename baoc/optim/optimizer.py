@@ -242,10 +242,8 @@ class BlockwiseOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; what `mask_nonfinite` found in the gradients goes with them."""
-        if self.releaser is not None and not set_to_none:
-            raise BadInputError(
-                "zero_grad(set_to_none=False) keeps gradients, which gradient release drops: leave it out"
-            )
+        if self.releaser is not None:
+            self.releaser.check_zeroing(set_to_none=set_to_none)
         self._guard.forget(self.roster)
         super().zero_grad(set_to_none)
 

@@ -358,6 +358,19 @@ class Releaser:
         """The step in progress counts for nothing any more: states were loaded over it."""
         self._reset()
 
+    def check_zeroing(self, *, set_to_none: bool) -> None:
+        """Raises BadInputError where `zero_grad` cannot mean what it says."""
+        if not set_to_none:
+            raise BadInputError(
+                "zero_grad(set_to_none=False) keeps gradients, which gradient release drops: leave it out"
+            )
+        if self.mid_step:
+            raise BadInputError(
+                "zero_grad() was called between backward and step(): with gradient release the gradients that it is to "
+                "discard have been stepped. Call step() after each backward, and run a backward that is no step inside "
+                "`with optimizer.releaser.held():`"
+            )
+
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def check_between_steps(self, what: str) -> None:

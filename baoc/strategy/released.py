@@ -3,6 +3,7 @@
 import logging
 
 import lightning as L
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
@@ -19,10 +20,13 @@ def released_clipping(trainer: L.Trainer, release: bool | GradientRelease) -> Gr
     Raises BadInputError for what needs all gradients before the first update: accumulation, a GradScaler, clipping of
     the module's own; says which hooks of module and callbacks find no gradients.
     """
-    if trainer.accumulate_grad_batches != 1:
+    callbacks: list[L.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+    planned = [cb.scheduling for cb in callbacks if isinstance(cb, GradientAccumulationScheduler)]
+    most = max([trainer.accumulate_grad_batches, *(number for plan in planned for number in plan.values())])
+    if most != 1:
         raise BadInputError(
-            f"gradient release steps in every backward, but accumulate_grad_batches={trainer.accumulate_grad_batches}: "
-            "set it to 1 (micro_batch equal to batch_size), or optim.release_gradients=false"
+            f"gradient release steps in every backward, but accumulate_grad_batches={most}: set it to 1 (micro_batch "
+            "equal to batch_size), or optim.release_gradients=false"
         )
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         raise BadInputError(
@@ -36,7 +40,6 @@ def released_clipping(trainer: L.Trainer, release: bool | GradientRelease) -> Gr
             f"{type(module).__name__} has a configure_gradient_clipping of its own, which would find no gradients: set "
             "gradient_clip_val of the Trainer, or optim.release_gradients=false"
         )
-    callbacks: list[L.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
     for owner, kind in [(module, L.LightningModule), *((callback, L.Callback) for callback in callbacks)]:
         hooks = [name for name in _SEES_GRADIENTS if getattr(type(owner), name) is not getattr(kind, name)]
         if hooks and not type(owner).__module__.startswith("baoc."):

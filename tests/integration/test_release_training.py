@@ -7,7 +7,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
@@ -105,6 +105,7 @@ class OwnClipping(Deep):
     ("options", "text"),
     [
         ({"accumulate_grad_batches": 4}, "accumulate_grad_batches=4: set it to 1"),
+        ({"callbacks": [GradientAccumulationScheduler({0: 1, 4: 2})]}, "accumulate_grad_batches=2: set it to 1"),
         ({"plugins": [Scaled()]}, "trainer.precision=16-mixed has a GradScaler.*use bf16-mixed"),
         ({"module": OwnClipping()}, "OwnClipping has a configure_gradient_clipping of its own"),
         ({"release": GradientRelease(clip_norm=1.0), "gradient_clip_val": 0.5}, "say it in one of the two places"),

@@ -40,6 +40,17 @@ def test_a_second_backward_before_step_is_refused_and_step_goes_on_from_the_firs
     assert_equal(optimizer, params, twin, twins)
 
 
+def test_gradients_that_were_stepped_cannot_be_discarded() -> None:
+    """As where the loss of one network runs through another, whose optimizer drops what came of it."""
+    params, optimizer = released()
+    optimizer.zero_grad()
+    backward(params, ONES)
+    with pytest.raises(BadInputError, match=r"zero_grad\(\) was called between backward and step.*releaser\.held"):
+        optimizer.zero_grad()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def test_a_gradient_that_is_set_by_hand_after_the_backward_is_a_second_one() -> None:
     params, optimizer = released()
     backward(params, ONES)
@@ -66,7 +77,7 @@ def test_a_layer_that_reentrant_checkpointing_runs_twice_is_refused() -> None:
     hidden = checkpoint(layer, checkpoint(layer, x, use_reentrant=True), use_reentrant=True)
     with pytest.raises(BadInputError, match="second gradient"):
         hidden.sum().backward()
-    optimizer.zero_grad()
+    optimizer.step()
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
