@@ -2,6 +2,6 @@
 
 from baoc.optim.loading import LoadReport
 from baoc.optim.optimizer import BlockwiseOptimizer
-from baoc.optim.release import GradientRelease
+from baoc.optim.release_settings import GradientRelease
 
 __all__ = ["BlockwiseOptimizer", "GradientRelease", "LoadReport"]

@@ -17,7 +17,8 @@ from baoc.kernels import capturing
 from baoc.optim import checkpoint, groups, loading, masters, migration, seeding, step_hooks
 from baoc.optim.backends import BACKENDS, Backend, Options, StepInputs
 from baoc.optim.masking import Guard
-from baoc.optim.release import GradientRelease, Releaser, check_policy, settings_of, take_from_others
+from baoc.optim.release import Releaser, take_from_others
+from baoc.optim.release_settings import GradientRelease, check_policy, settings_of
 from baoc.optim.roster import Roster, make_live
 from baoc.optim.state import alone
 from baoc.types import Block, BlockMove, Moments, OptimizerSpec
