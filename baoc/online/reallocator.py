@@ -4,21 +4,32 @@ The training loop calls two methods: `observe` when a step's gradients are final
 Nothing here knows Lightning; the strategy and the plain-loop drop-in use the same object.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
-from baoc.errors import BadInputError, InfeasibleBudgetError
+from baoc.errors import BadInputError, CheckpointError, InfeasibleBudgetError
+from baoc.online.converting import adopted, usable
 from baoc.online.moving import migration_risk, moved_specs, transit
 from baoc.online.relaxation import RelaxationSettings, calm_blocks, lowered, offers
 from baoc.online.triggers import TRIGGERS, Moment, ReallocationSettings
 from baoc.optim import BlockwiseOptimizer
 from baoc.planner import Planner
 from baoc.profiling import GradientProfiler
-from baoc.types import Budget, Candidate, Footprint, Plan, Profile, Reallocation, profile_from_plain, to_plain
+from baoc.types import (
+    BlockMove,
+    Budget,
+    Candidate,
+    Footprint,
+    Plan,
+    Profile,
+    Reallocation,
+    profile_from_plain,
+    to_plain,
+)
 from baoc.units import format_bytes
 
 Listener = Callable[[Reallocation, Plan, Profile | None], None]
@@ -288,6 +299,28 @@ class Reallocator:
             migration_risk=paid,
         )
 
+    def tell_conversion(self, moves: Sequence[BlockMove], *, notes: Sequence[str]) -> None:
+        """After a resume that was no mere continuation: an event that says what changed and what became of each block.
+
+        `moves`: what the optimizer's loading converted, its states by now those of the plan in force.
+        """
+        if not moves and not notes:
+            return
+        held = self.optimizer.state_bytes()
+        event = Reallocation(
+            step=self.step,
+            trigger="resume",
+            accepted=bool(moves),
+            why="; ".join(notes) or "the checkpoint was made for another plan",
+            moves=tuple(moves),
+            state_bytes_before=held,
+            state_bytes_after=held,
+            risk_before=self.plan.allocation.risk,
+            risk_after=self.plan.allocation.risk,
+        )
+        for listener in self.listeners:
+            listener(event, self.plan, self.profile)
+
     def _settle(self) -> None:
         """The step after a move: how large the moved blocks' updates are beside what they were."""
         switch, self._switch = self._switch, {}
@@ -310,13 +343,17 @@ class Reallocator:
             "first_profile": to_plain(self.first_profile) if self.first_profile is not None else {},
             "choices": dict(self.plan.allocation.choices),
             "gap": self.plan.allocation.gap,
+            "budget": to_plain(self.planner.budget),
             "left": dict(self.left),
             "switch": dict(self._switch),
             "profiler": self.profiler.state_dict() if self.profiler is not None and self.watching else {},
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], *, converting: bool = False) -> list[str]:
         """Goes on where `state` was taken: the saved allocation is taken over if it meets today's budget.
+
+        `converting`: another budget, catalogue or cut into blocks is planned for anew, and statistics that mean nothing
+        here start anew; what changed is returned, to be said. Without it, such statistics raise CheckpointError.
 
         The optimizer's states are loaded by the optimizer, after this. Raises InfeasibleBudgetError where neither the
         saved allocation nor any other fits.
@@ -333,9 +370,24 @@ class Reallocator:
         if self.profiler is not None:
             temporary = self.planner.footprint.profile_temporary_bytes if self.planner.footprint is not None else 0
             self.planner.count_profile(self.profiler.nbytes, temporary_bytes=temporary if self.profiler.nbytes else 0)
-        self.plan = self.planner.adopt(
-            state["choices"], risk=state["risk_model"], profile=self.profile, gap=state["gap"]
-        )
+        notes: list[str] = []
+        if converting:
+            known = self.profile is not None
+            if not usable(self.profile, planner=self.planner, risk=self.planner.settings.risk):
+                self.profile = self.first_profile = None
+                notes += ["statistics of gradients start anew, as they are of other blocks or specs"] if known else []
+            self.plan, changed = adopted(self.planner, state, profile=self.profile)
+            notes = changed + notes
+        else:
+            self.plan = self.planner.adopt(
+                state["choices"], risk=state["risk_model"], profile=self.profile, gap=state["gap"]
+            )
         self.optimizer.migrate(self.plan.allocation.choices)
         if self.profiler is not None and state["profiler"]:
-            self.profiler.load_state_dict(state["profiler"])
+            try:
+                self.profiler.load_state_dict(state["profiler"])
+            except CheckpointError:
+                if not converting:
+                    raise
+                notes += [] if any("start anew" in note for note in notes) else ["statistics of gradients start anew"]
+        return notes

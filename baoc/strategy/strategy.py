@@ -259,8 +259,7 @@ class BaocStrategy(SingleDeviceStrategy):
         assert len(checkpoint["optimizer_states"]) == 1 and self.reallocator is not None
         state = dict(checkpoint["optimizer_states"][0])
         online = state.pop("online", None)
-        if online is not None:
-            self.reallocator.load_state_dict(online)
+        notes = self.reallocator.load_state_dict(online, converting=True) if online is not None else []
         optimizer = self.reallocator.optimizer
         optimizer.load_state_dict(state)
         assert optimizer.load_report is not None
@@ -270,6 +269,7 @@ class BaocStrategy(SingleDeviceStrategy):
         if online is not None:
             for listener in self.resume_listeners:
                 listener(self.reallocator.step, self.reallocator.plan)
+            self.reallocator.tell_conversion(optimizer.load_report.moves, notes=notes)
 
 
 def widened(settings: SessionSettings, *, device: str, budget: Budget, precision: str) -> SessionSettings:

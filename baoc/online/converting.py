@@ -1,0 +1,49 @@
+"""Going on from a checkpoint of another budget, catalogue or cut into blocks: what of it still counts."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from baoc.planner import Planner
+from baoc.risk import RISKS
+from baoc.types import Plan, Profile, to_plain
+
+AUTO = "auto"
+
+
+def usable(profile: Profile | None, *, planner: Planner, risk: str) -> bool:
+    """Whether a saved profile has what today's planner asks of it: every block, and every spec where shadows ran."""
+    if profile is None:
+        return False
+    names = [block.name for block in planner.blocks]
+    if any(name not in profile.stats for name in names):
+        return False
+    if "shadow" not in RISKS[risk].needs:
+        return True
+    options = planner.candidates(risk="prior", profile=None)
+    return all(c.spec in profile.shadow.get(name, {}) for name in names for c in options[name])
+
+
+def adopted(planner: Planner, state: Mapping[str, Any], *, profile: Profile | None) -> tuple[Plan, list[str]]:
+    """The plan to go on with, and what to say of it: the saved allocation where nothing changed, else a new one.
+
+    A budget that changed is planned for anew even where the saved allocation would meet it, as it may allow more.
+    `auto` is what was free when each run started, so it counts as unchanged.
+    """
+    choices, saved = state["choices"], state.get("budget", {})
+    risk = state["risk_model"] if profile is not None or not RISKS[state["risk_model"]].needs else "prior"
+    here = to_plain(planner.budget)
+    changed = bool(saved) and saved != here and not saved.get("name") == here["name"] == AUTO
+    if changed:
+        plan = planner.propose(risk=risk, profile=profile)
+        notes = [f"the budget was {saved['name']}, is {planner.budget.name}"]
+    else:
+        plan, notes = planner.adopt(choices, risk=risk, profile=profile, gap=state["gap"]), []
+    names = {block.name for block in planner.blocks}
+    lacking = sorted({spec for spec in choices.values() if spec not in planner.specs})
+    if set(choices) != names:
+        notes.append(f"parameters were cut into {len(choices)} blocks, are into {len(names)}")
+    if lacking:
+        notes.append(f"the catalogue no longer has {', '.join(lacking)}")
+    if not notes and dict(plan.allocation.choices) != dict(choices):
+        notes.append(f"the saved allocation does not meet budget {planner.budget.name} here")
+    return plan, notes

@@ -1,0 +1,83 @@
+"""A checkpoint resumed on another budget, catalogue or cut into blocks: states are converted, and that is said."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baoc import train as training
+from baoc.budgets import parse_budget
+from baoc.config.schema import BlocksConfig, CatalogueConfig, ReallocationConfig, RiskConfig
+from baoc.tracking import load_checked
+from baoc.types import RunResult
+from tests.integration.test_run import config, run
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose checkpoints are of every step: before, at and after the reallocation of step 6."""
+    folder = tmp_path_factory.mktemp("outputs") / "day" / "done"
+    run(folder)
+    return folder / "checkpoints"
+
+
+def go_on(done: Path, run_dir: Path, *, step: int, **changes: Any) -> tuple[RunResult, dict[str, Any] | None]:
+    """The result, and the event that tells of the conversion."""
+    assert load_checked(done / f"step_{step:08d}.ckpt")["global_step"] == step
+    result = run(run_dir, resume=str(done / f"step_{step:08d}.ckpt"), **changes)
+    path = run_dir / "reallocations.jsonl"
+    told = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    assert sum(event["trigger"] == "resume" for event in told) <= 1
+    return result, next((event for event in told if event["trigger"] == "resume"), None)
+
+
+def test_nothing_is_said_where_nothing_changed(done: Path, tmp_path: Path) -> None:
+    assert go_on(done, tmp_path / "day" / "on", step=7)[1] is None
+
+
+@pytest.mark.parametrize("step", [3, 6, 10])
+@pytest.mark.parametrize(("budget", "share"), [("state_10", (0.0, 0.1)), ("state_50", (0.4, 0.5))])
+def test_another_budget(
+    done: Path, tmp_path: Path, step: int, budget: str, share: tuple[float, float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    result, event = go_on(done, tmp_path / "day" / "on", step=step, budget=parse_budget(budget))
+    low, high = share
+    assert low * result.state_bytes_adamw <= result.state_bytes <= high * result.state_bytes_adamw
+    assert event is not None and (event["step"], event["accepted"]) == (step, True)
+    assert event["why"] == f"the budget was state_25, is {budget}"
+    assert event["moves"] and all(move["kept"] for move in event["moves"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert f"step {step}, reallocation (resume): {len(event['moves'])} blocks moved; the budget was state_25" in told
+    assert result.num_steps == 14 and result.quality.value < 2.6
+
+
+def test_another_catalogue(done: Path, tmp_path: Path) -> None:
+    saved = load_checked(done / "step_00000009.ckpt")["optimizer_states"][0]["online"]["choices"]
+    gone = sorted(set(saved.values()))[0]
+    specs = tuple(sorted({"adamw_bf16", "lion_int8", "sign", *saved.values()} - {gone}))
+    changes = {"catalogue": CatalogueConfig(specs=specs, keep_fp32_roles=())}
+    result, event = go_on(done, tmp_path / "day" / "on", step=9, **changes)
+    assert event is not None and f"the catalogue no longer has {gone}" in event["why"]
+    assert {move["source"] for move in event["moves"]} >= {gone}
+    assert result.num_steps == 14
+
+
+@pytest.mark.parametrize("step", [4, 9])
+def test_another_cut_into_blocks(done: Path, tmp_path: Path, step: int) -> None:
+    """In warm-up, where a profile is being gathered, and after it was used."""
+    changes = {"blocks": BlocksConfig(patterns=(("layers", "*attention*"),)), "reallocation": ReallocationConfig(mode="interval", warmup_steps=6)}
+    result, event = go_on(done, tmp_path / "day" / "on", step=step, **changes)
+    assert event is not None and "parameters were cut into" in event["why"]
+    assert "statistics of gradients start anew" in event["why"]
+    assert result.num_steps == 14
+
+
+def test_another_risk_asks_for_statistics_that_were_not_taken(done: Path, tmp_path: Path) -> None:
+    result, event = go_on(done, tmp_path / "day" / "on", step=9, risk=RiskConfig(name="shadow"))
+    assert event is not None and "statistics of gradients start anew" in event["why"]
+    assert result.num_steps == 14
+    assert training.session_settings(replace(config(), risk=RiskConfig(name="shadow"))).planner.risk == "shadow"
