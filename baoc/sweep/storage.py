@@ -87,8 +87,11 @@ def open_storage(url: str) -> BaseStorage:
     """Raises BadInputError where the database does not answer, or its driver is missing."""
     if url.startswith("journal:///"):
         return JournalStorage(MendedJournal(url.removeprefix("journal:///")))
+    from sqlalchemy.pool import NullPool
+
     sqlite = {"connect_args": {"timeout": 60, "factory": _Wal}}
-    options: dict[str, Any] = sqlite if url.startswith("sqlite") else {"pool_pre_ping": True}
+    server = {"poolclass": NullPool}  # 200 idle workers would hold 200 connections, and a server has 100
+    options: dict[str, Any] = sqlite if url.startswith("sqlite") else server
     try:
         return RDBStorage(url, engine_kwargs=options)
     except Exception as error:
@@ -157,14 +160,14 @@ def setup_lock(folder: Path, *, url: str) -> Iterator[None]:
             yield
             return
         import sqlalchemy
+        import sqlalchemy.pool
         from sqlalchemy.exc import OperationalError
 
         try:
-            engine = sqlalchemy.create_engine(url)
+            engine = sqlalchemy.create_engine(url, poolclass=sqlalchemy.pool.NullPool)
             with engine.connect() as connection:  # two workers on an empty database would both make its tables
                 connection.execute(sqlalchemy.text("select pg_advisory_lock(hashtext('baoc study'))"))
                 yield
-            engine.dispose()
         except (OperationalError, ImportError) as error:
             raise BadInputError(
                 f"the study's storage {without_password(url)} does not answer ({str(error).splitlines()[0]}): is the "

@@ -1,0 +1,112 @@
+"""A study on a real PostgreSQL server: workers on an empty database, kills, and what is said where it does not answer.
+
+The server is this machine's own (initdb and postgres on the path, as .ci/run provides), with a folder and a socket of
+its own.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from optuna.trial import TrialState
+
+from baoc.errors import BadInputError
+from baoc.sweep.status import main
+from baoc.sweep.storage import open_study, without_password
+from tests.conftest import ROOT
+from tests.integration.test_study import attempts, config
+
+URL = "postgresql+psycopg://postgres@/{name}?host={socket}"
+
+
+def tool(name: str) -> str:
+    """A program of PostgreSQL's, which Debian keeps beside the server."""
+    server = Path(shutil.which("pg_ctl") or "pg_ctl").resolve()
+    return shutil.which(name) or str(server.parent / name)
+
+
+def as_server(command: list[str]) -> list[str]:
+    """PostgreSQL refuses to run as root; there the system's own user for it runs it."""
+    return ["runuser", "-u", "postgres", "--", *command] if os.geteuid() == 0 else command
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Path]:
+    """The folder of a running server's socket."""
+    import tempfile
+
+    folder = Path(tempfile.mkdtemp(prefix="pg", dir="/tmp"))  # a socket's path must be short
+    if os.geteuid() == 0:
+        shutil.chown(folder, "postgres")
+    data = folder / "data"
+    init = [tool("initdb"), "-D", str(data), "-U", "postgres", "-A", "trust", "-E", "UTF8", "--no-sync"]
+    subprocess.run(as_server(init), check=True, capture_output=True)
+    options = f"-c listen_addresses='' -c unix_socket_directories={folder} -c max_connections=50 -c fsync=off"
+    control = [tool("pg_ctl"), "-D", str(data), "-w", "-l", str(folder / "log"), "-o", options]
+    subprocess.run(as_server([*control, "start"]), check=True, stdout=subprocess.DEVNULL)
+    yield folder
+    subprocess.run(
+        as_server([tool("pg_ctl"), "-D", str(data), "-m", "immediate", "stop"]), check=True, capture_output=True
+    )
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def url(server: Path, request: pytest.FixtureRequest) -> str:
+    """An empty database of the test's own."""
+    name = f"db{abs(hash(request.node.name)) % 10**8}"
+    subprocess.run([tool("createdb"), "-h", str(server), "-U", "postgres", name], check=True)
+    return URL.format(name=name, socket=server)
+
+
+def worker(folder: Path, url: str) -> "subprocess.Popen[bytes]":
+    script = (
+        "import sys\nfrom tests.integration.test_study import STUB, config\nfrom baoc.sweep.study import run_study\n"
+        "run_study(config(n_trials=8, workers=1, fixed=['mode=slow'], storage=sys.argv[2]), folder=sys.argv[1],"
+        " code=STUB)"
+    )
+    command = [sys.executable, "-c", script, str(folder), url]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+
+
+def test_workers_that_meet_on_an_empty_database_all_live(tmp_path: Path, url: str):
+    workers = [worker(tmp_path, url) for _ in range(3)]
+    assert [one.wait(timeout=120) for one in workers] == [0, 0, 0]
+    study = open_study(config(n_trials=8, workers=1, fixed=["mode=slow"], storage=url), folder=tmp_path)
+    assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * 8
+    assert all(attempts(tmp_path, number) == ["new"] for number in range(8))
+    assert main([str(tmp_path)]) == 0
+
+
+def test_the_trial_of_a_killed_worker_is_another_ones(tmp_path: Path, url: str):
+    first = worker(tmp_path, url)
+    while not list(tmp_path.glob("*/process")):
+        time.sleep(0.05)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    assert worker(tmp_path, url).wait(timeout=120) == 0
+    study = open_study(config(n_trials=8, workers=1, fixed=["mode=slow"], storage=url), folder=tmp_path)
+    assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * 8
+
+
+def test_a_server_that_does_not_answer_is_said(tmp_path: Path):
+    url = "postgresql+psycopg://me:secret@/none?host=/nowhere"
+    with pytest.raises(BadInputError, match=r"storage postgresql\+psycopg://me:\*\*\*@/none.* does not answer") as told:
+        open_study(config(storage=url), folder=tmp_path)
+    assert "secret" not in str(told.value)
+
+
+def test_a_password_is_not_written_down(tmp_path: Path, capsys):
+    assert without_password("postgresql://me:secret@host:5432/db") == "postgresql://me:***@host:5432/db"
+    assert without_password("sqlite:////tmp/study.db") == "sqlite:////tmp/study.db"
+    (tmp_path / "study.json").write_text(
+        '{"schema": 1, "name": "s", "storage": "postgresql://me:***@host/db", "n_trials": 1, "objectives": {}}'
+    )
+    assert main([str(tmp_path)]) == 2
+    assert "give its URL with the password as --storage URL" in capsys.readouterr().err
