@@ -72,10 +72,13 @@ def _show_frontier(sweep_dir: Path) -> None:
         return
     try:
         from baoc.sweep import frontier_of
+        from baoc.sweep.picture import picture_of
         from baoc.sweep.wandb_frontier import log_frontier
 
         found = frontier_of(sweep_dir)
         print(f"compare them in {sweep_dir / 'frontier.html'}")
+        if (sweep_dir / "study.lock").exists():  # a multirun is looked at; a study is mailed around in the morning
+            picture_of(sweep_dir / "frontier.html")
         log_frontier(sweep_dir, found)
     except Exception as error:
         report(failure_of(error), where="frontier: ")
