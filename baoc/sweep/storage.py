@@ -5,7 +5,9 @@ total holds without any further agreement between workers.
 """
 
 import fcntl
+import random
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -93,13 +95,34 @@ def open_storage(url: str) -> BaseStorage:
     server = {"poolclass": NullPool}  # 200 idle workers would hold 200 connections, and a server has 100
     options: dict[str, Any] = sqlite if url.startswith("sqlite") else server
     try:
-        return RDBStorage(url, engine_kwargs=options)
+        storage = RDBStorage(url, engine_kwargs=options)
+        be_patient(storage.engine)
+        return storage
     except Exception as error:
         raise BadInputError(
             f"the study's storage {without_password(url)} cannot be opened ({str(error).splitlines()[0]}): is the "
             "server up, does the database exist, and is its driver installed (pip install 'psycopg[binary]' for "
             "postgresql+psycopg://USER@HOST/NAME)?"
         ) from error
+
+
+def be_patient(engine: Any, *, patience_s: float = 60.0) -> None:
+    """A server that has all its connections in use (100 by default), or is being started again, is asked once more:
+    with many workers that is what fails first, and it must not end one of them."""
+    from sqlalchemy import event
+
+    def connect(dialect: Any, _: Any, arguments: Any, options: Any) -> Any:
+        end, pause_s = time.monotonic() + patience_s, 0.05
+        while True:
+            try:
+                return dialect.connect(*arguments, **options)
+            except dialect.loaded_dbapi.OperationalError:
+                if time.monotonic() + pause_s > end:
+                    raise
+            time.sleep(pause_s * random.uniform(0.5, 1.5))
+            pause_s = min(2 * pause_s, 2.0)
+
+    event.listen(engine, "do_connect", connect)
 
 
 class _Wal(sqlite3.Connection):

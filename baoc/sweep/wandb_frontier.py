@@ -29,8 +29,9 @@ def log_frontier(folder: Path, found: SweepFrontier) -> bool:
     if settings is None or not any(frontier.points for frontier in found.frontiers):
         return False
     group = read_json(folder / ABOUT)["name"] if (folder / ABOUT).is_file() else folder.name
+    own: Any = SimpleNamespace(project=settings["project"], entity=settings["entity"], mode=settings["mode"])
     logger = open_run(
-        SimpleNamespace(project=settings["project"], entity=settings["entity"], mode=settings["mode"]),
+        own,
         run_dir=folder,
         name=f"frontier of {group}",
         config={"runs": sum(len(frontier.points) for frontier in found.frontiers), "failed": len(found.failed)},
@@ -53,7 +54,7 @@ def _log(run: Any, frontier: Frontier) -> None:
 
     rows = frontier_rows(frontier)
     name = f"{rows[0]['task']}_{rows[0]['model']}"
-    columns = list(rows[0])
+    columns: list[Any] = list(rows[0])
     table = wandb.Table(columns=columns, data=[[row[column] for column in columns] for row in rows])
     logged: dict[str, Any] = {f"frontier/{name}": table}
     for axis in AXES:
