@@ -206,7 +206,10 @@ class Planner:
         quick = len(tries) > 1 and len(self.blocks) > FEW_BLOCKS and allocator.name == "exact"
         found: list[tuple[Plan, Try]] = []
         refused: list[tuple[NoFeasibleAllocation, Try]] = []
+        settled: set[int | None] = set()  # levels on which savings, counted boldly, have led to a plan that fits
         for one in tries:
+            if one.base_peak in settled:
+                continue
             by = ALLOCATORS["lagrangian"] if quick else allocator
             try:
                 plan = self._attempt(one, allocator=by, risk=name, profile=profile)
@@ -215,6 +218,7 @@ class Planner:
                 continue
             if self._fits(plan):
                 found.append((plan, one))
+                settled.add(one.base_peak)
         if not found:
             return self._last_resort(tries, refused=refused, risk=name, profile=profile)
         plan, one = min(found, key=lambda entry: entry[0].allocation.risk)

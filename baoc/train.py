@@ -30,16 +30,19 @@ from baoc.callbacks import (
     progress_bar,
 )
 from baoc.config.environment import commit, versions
-from baoc.config.resolve import Resolved, resolve
+from baoc.config.resolve import STAND_IN, Resolved, divisor, resolve
 from baoc.config.schema import ModelConfig, RunConfig
 from baoc.data import build_data
 from baoc.data.base import DataModule
+from baoc.decision import decide, kept, settled
+from baoc.devices import Card
 from baoc.errors import BadInputError, BudgetBreachedError, CheckpointError, DivergedError
 from baoc.models import build_model
 from baoc.models.export import export_model
 from baoc.models.prepare import Preparation, prepare
 from baoc.online import BudgetChange, ReallocationSettings, RelaxationSettings, SessionSettings
 from baoc.planner import PlannerSettings
+from baoc.planning import card_of, leave_plan, plan_for
 from baoc.recorder import Recorder
 from baoc.resuming import check_resume, find_checkpoint
 from baoc.strategy import BaocStrategy
@@ -59,14 +62,21 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
     Raises BaocError children for what a user can mend; see README, "Exit codes".
     """
     quieten()
+    card = card_of(config)
+    if card is not None:
+        return plan_only(config, card=card, run_dir=run_dir)
     device = choose_device(config.device)
     checkpoint = find_checkpoint(config, run_dir=run_dir)
     if device == "cpu":
         prepare_cpu()
     L.seed_everything(config.seed, workers=True, verbose=False)
-    resolved = resolve(config, device=device)
-    config = resolved.config
+    choice = kept(checkpoint)
+    resolved = resolve(settled(config, choice=choice) if choice else config, device=device)
     task, data = build(resolved, run_dir=run_dir, device=device)
+    config = resolved.config
+    if resolved.open and not choice:
+        settings = session_settings(config)
+        config = decide(config, task=task, data=data, device=device, settings=settings, run_dir=run_dir)
     loggers = make_loggers(
         config.logger,
         run_dir=run_dir,
@@ -85,6 +95,9 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
         with failures(device), parts.preemption.listening(), parts.control.listening():
             parts.trainer.fit(task, datamodule=data, ckpt_path=checkpoint, weights_only=True)
         if config.mode == "plan":
+            assert parts.strategy.reallocator is not None
+            plan = parts.strategy.reallocator.plan
+            leave_plan(plan, option=None, device=device, name=config.name, source="probe", run_dir=run_dir)
             return None
         if parts.trainer.interrupted:
             raise KeyboardInterrupt
@@ -93,6 +106,15 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
             export(task, parts=parts, folder=run_dir / "model")
         conclude(result, parts=parts, run_dir=run_dir)
         return result
+
+
+def plan_only(config: RunConfig, *, card: Card, run_dir: Path) -> None:
+    """mode=plan for a card that is not here: the network is built without memory."""
+    resolved = resolve(config, device="cuda")
+    with torch.device("meta"):
+        task, data = build(resolved, run_dir=run_dir, device=card.name)
+    batch = next(iter(data.make_train_loader(limit=None)))
+    plan_for(card, resolved.config, task=task, batch=batch, settings=session_settings(resolved.config), run_dir=run_dir)
 
 
 def quieten() -> None:
@@ -114,11 +136,12 @@ def choose_device(name: str) -> str:
 def build(resolved: Resolved, *, run_dir: Path, device: str) -> tuple[Task, DataModule]:
     """The LightningModule and the DataModule of any task, and the start-up summary."""
     config = resolved.config
+    undecided = resolved.open and not isinstance(config.micro_batch, int)
     data = build_data(
         config.dataset.name,
         task=config.task.name,
         path=config.dataset.path,
-        batch_size=config.micro_batch_size,
+        batch_size=divisor(config.batch_size, most=STAND_IN) if undecided else config.micro_batch_size,
         accumulate=config.accumulation,
         seed=config.seed,
         **config.dataset.options,
@@ -162,7 +185,7 @@ def build(resolved: Resolved, *, run_dir: Path, device: str) -> tuple[Task, Data
 def preparation(config: ModelConfig) -> Preparation:
     lora = {f"lora_{key}": value for key, value in asdict(config.lora).items()}
     own = {key: getattr(config, key) for key in ("pretrained", "new_head", "freeze", "checkpointing", "compile")}
-    return Preparation(**own, **lora)
+    return Preparation(**{**own, "checkpointing": bool(config.checkpointing)}, **lora)
 
 
 # -- the trainer, with what watches it --------------------------------------------------------------------------------

@@ -11,12 +11,38 @@ from baoc.models import ModelSize, choose_size
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
-    """`reasons`: one sentence for each value that was chosen, for the start-up summary."""
+    """`reasons`: one sentence for each value that was chosen, for the start-up summary.
+
+    `open`: micro-batch and checkpointing are still to be decided (`baoc.decision`); `micro_batch` is a stand-in then.
+    """
 
     config: RunConfig
     size: ModelSize
     size_why: str
     reasons: tuple[str, ...]
+    open: bool = False
+
+
+STAND_IN = 8  # samples of the batch that trials are made of
+
+
+def is_open(config: RunConfig, *, device: str) -> bool:
+    """Whether micro-batch, checkpointing and allocation are to be decided together.
+
+    They are where the user says so (micro_batch=auto, or an objective other than quality), and by themselves on CUDA
+    where memory is limited and no micro-batch is given. Released gradients leave nothing open: the batch is one piece.
+    """
+    if config.mode == "eval" or config.optim.release_gradients:
+        return False
+    asked = config.micro_batch == "auto" or config.objective != "quality"
+    limited = config.budget.memory_bytes is not None or config.budget.name == "auto"
+    taken = config.trainer.precision in (None, "auto", "32-true", "bf16-mixed")
+    return asked or (device == "cuda" and config.micro_batch is None and limited and taken)
+
+
+def divisor(number: int, *, most: int) -> int:
+    """The largest whole part of `number` that is at most `most`."""
+    return max(n for n in range(1, min(number, most) + 1) if number % n == 0)
 
 
 def resolve(config: RunConfig, *, device: str) -> Resolved:
@@ -30,11 +56,20 @@ def resolve(config: RunConfig, *, device: str) -> Resolved:
     if trainer.precision == "auto":
         trainer = replace(trainer, precision="bf16-mixed" if device == "cuda" else "32-true")
         reasons.append(f"trainer.precision={trainer.precision} on {device}")
-    if micro_batch is None:
+    undecided = is_open(config, device=device)
+    if undecided and not isinstance(micro_batch, int):
+        return Resolved(
+            config=replace(config, optim=optim, trainer=trainer, model=replace(config.model, size=size.name)),
+            size=size,
+            size_why=choice.why,
+            reasons=tuple(reasons),
+            open=True,
+        )
+    if not isinstance(micro_batch, int):
         micro_batch = config.batch_size
-        accumulates = not optim.release_gradients
-        if accumulates and device == "cuda" and size.micro_batch is not None and size.micro_batch < config.batch_size:
-            micro_batch = max(n for n in range(1, size.micro_batch + 1) if config.batch_size % n == 0)
+        accumulates = device == "cuda" and not optim.release_gradients
+        if accumulates and size.micro_batch is not None and size.micro_batch < config.batch_size:
+            micro_batch = divisor(config.batch_size, most=size.micro_batch)
             reasons.append(f"micro_batch={micro_batch} is meant for {config.model.name} {size.name} in 8 GiB")
     model = replace(config.model, size=size.name)
     return Resolved(
@@ -42,4 +77,5 @@ def resolve(config: RunConfig, *, device: str) -> Resolved:
         size=size,
         size_why=choice.why,
         reasons=tuple(reasons),
+        open=undecided,
     )

@@ -13,6 +13,7 @@ from baoc.config.dynamics import DynamicsConfig
 from baoc.config.faults import FaultsConfig
 from baoc.config.strict import require
 from baoc.config.trainer_arguments import TrainerConfig
+from baoc.devices import CARDS
 from baoc.errors import BadInputError
 from baoc.types import Budget
 
@@ -51,7 +52,8 @@ class ModelConfig:
 
     `pretrained`: a folder or safetensors file to start from; null is a random start. `new_head` leaves out its head,
     for other classes. `freeze`: patterns of parameter names that are not trained. `checkpointing` recomputes
-    activations in the backward pass; `compile` is torch.compile.
+    activations in the backward pass; null leaves it to the decision over micro-batches, and is off where none is taken.
+    `compile` is torch.compile.
     """
 
     name: str = "vit"
@@ -60,7 +62,7 @@ class ModelConfig:
     new_head: bool = False
     freeze: tuple[str, ...] = ()
     lora: LoraConfig = field(default_factory=LoraConfig)
-    checkpointing: bool = False
+    checkpointing: bool | None = None
     compile: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -219,11 +221,11 @@ class RunConfig:
     name: str = "run"
     seed: int = 0
     mode: Literal["train", "eval", "plan"] = "train"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda", "h100", "h200", "a100", "rtx4090"] = "auto"
     resume: str | None = None  # null | auto | path of a run folder or checkpoint
     objective: Literal["quality", "throughput", "balanced"] = "quality"
     batch_size: int = 64  # global: samples per optimizer step
-    micro_batch: int | None = None  # samples per forward; null is batch_size, or what suits the size on CUDA
+    micro_batch: int | Literal["auto"] | None = None  # samples per forward; null decides on CUDA only, see README
     task: TaskConfig = field(default_factory=TaskConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
@@ -245,23 +247,27 @@ class RunConfig:
         require(named, "name", self.name, "letters, digits and . , = + - _ only, as it names the run folder")
         require(0 <= self.seed < 2**32, "seed", self.seed, "a whole number from 0 to 4294967295")
         require(self.batch_size >= 1, "batch_size", self.batch_size, "1 or more samples")
-        if self.micro_batch is not None:
-            require(self.micro_batch >= 1, "micro_batch", self.micro_batch, "1 or more samples, or null")
+        if isinstance(self.micro_batch, int):
+            require(self.micro_batch >= 1, "micro_batch", self.micro_batch, "1 or more samples, auto or null")
             if self.batch_size % self.micro_batch:
                 raise BadInputError(
                     f"micro_batch={self.micro_batch} does not divide batch_size={self.batch_size}, so their quotient "
                     "is no number of accumulation steps: choose a micro_batch that divides, or null for no accumulation"
                 )
-        if self.optim.release_gradients and self.accumulation != 1:
+        if self.optim.release_gradients and isinstance(self.micro_batch, int) and self.accumulation != 1:
             raise BadInputError(
                 f"optim.release_gradients=true steps in every backward, but micro_batch={self.micro_batch} of "
                 f"batch_size={self.batch_size} accumulates {self.accumulation}: set micro_batch=null or "
                 f"{self.batch_size}, or optim.release_gradients=false"
             )
-        if self.objective != "quality":
+        if self.optim.release_gradients and self.objective != "quality":
             raise BadInputError(
-                f"objective={self.objective} is not implemented yet: allowed is objective=quality, the least predicted "
-                "loss of quality within the budget; a step_time limit (budget.step_time=1.2) bounds the time"
+                f"objective={self.objective} is about micro-batches, and optim.release_gradients=true takes the whole "
+                "batch at once: leave objective=quality, or set optim.release_gradients=false"
+            )
+        if self.device in CARDS and self.mode != "plan":
+            raise BadInputError(
+                f"device={self.device} is a card to plan for, not one to run on: add mode=plan, or use device=cuda"
             )
         if self.mode == "eval" and self.resume is None:
             raise BadInputError("mode=eval evaluates a checkpoint: name it with resume=PATH, or resume=auto")
@@ -269,7 +275,7 @@ class RunConfig:
     @property
     def micro_batch_size(self) -> int:
         """Samples per forward and backward."""
-        return self.batch_size if self.micro_batch is None else self.micro_batch
+        return self.micro_batch if isinstance(self.micro_batch, int) else self.batch_size
 
     @property
     def accumulation(self) -> int:

@@ -75,7 +75,7 @@ class Probe:
         callbacks: list[L.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         self._ema = [callback for callback in callbacks if isinstance(callback, EmaWeights)]
         self.accumulation = trainer.accumulate_grad_batches
-        self._micro_batch = _batch_size(batch)
+        self._micro_batch = batch_size_of(batch)
         self._train = _training(strategy, batch)
         self._validate = None if val_batch is None else _validation(strategy, val_batch)
 
@@ -146,12 +146,12 @@ def _validation(strategy: Any, batch: Any) -> Callable[[], None]:
     return run
 
 
-def _batch_size(batch: Any) -> int:
+def batch_size_of(batch: Any) -> int:
     """Samples of a batch: the first dimension of its first tensor; 0 where there is none."""
     if isinstance(batch, Tensor):
         return batch.shape[0] if batch.ndim else 0
     values = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else ()
-    return next((size for size in map(_batch_size, values) if size), 0)
+    return next((size for size in map(batch_size_of, values) if size), 0)
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

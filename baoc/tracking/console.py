@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from baoc.tracking.rows import collapsed_rows, plan_rows
-from baoc.types import Budget, FailedRun, FrontierPoint, Plan, Reallocation, RunResult
+from baoc.types import Budget, FailedRun, FrontierPoint, Option, Plan, Reallocation, RunResult
 from baoc.units import format_bytes
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "plan_rows",
     "print_error",
     "print_frontier",
+    "print_options",
     "print_plan",
     "print_reallocation",
     "print_result",
@@ -160,6 +161,23 @@ def plan_lines(plan: Plan) -> list[str]:
     span = f"from {format_bytes(low)} ({low} bytes, the least feasible) to {format_bytes(high)} ({high} bytes)"
     verdict = "binds" if plan.binding else "does not bind: nothing is given up"
     return [*lines, f"budget {plan.budget.name} {verdict}; budgets that bind go {span} of {measure}"]
+
+
+def print_options(options: Sequence[Option], *, objective: str) -> None:
+    """What the decision was taken from: one row per way to run the global batch, > before the one that is run."""
+    table = _table(f"Options by objective={objective} (predicted)")
+    for header in ("", "option", "weights"):
+        table.add_column(header, no_wrap=True)
+    for header in ("peak", "samples/s", "risk"):
+        table.add_column(header, justify="right", no_wrap=True)
+    table.add_column("", overflow="fold", ratio=1)
+    for option in options:
+        rate = "-" if option.samples_per_s != option.samples_per_s else f"{option.samples_per_s:,.0f}"
+        risk = "-" if option.risk is None else f"{option.risk:.3g}"
+        peak = format_bytes(option.peak_bytes)
+        mark = ">" if option.chosen else ""
+        table.add_row(mark, option.name, option.weights, peak, rate, risk, option.why)
+    make_console().print(table)
 
 
 def print_reallocation(event: Reallocation) -> None:

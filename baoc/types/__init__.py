@@ -20,6 +20,7 @@ from baoc.types.decision import (
     Risk,
 )
 from baoc.types.network import Block, DataSpec, ImageDataSpec, ParamInfo, Role, TextDataSpec, matrix_shape
+from baoc.types.option import Option
 from baoc.types.outcome import BlockMove, FailedRun, FrontierPoint, Quality, Reallocation, RunResult
 from baoc.types.plain import profile_from_plain, to_plain
 from baoc.types.specs import (
@@ -55,6 +56,7 @@ __all__ = [
     "Moment",
     "Moments",
     "OptimizerSpec",
+    "Option",
     "ParamInfo",
     "Plan",
     "Profile",

@@ -69,7 +69,10 @@ def test_another_catalogue(done: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("step", [4, 9])
 def test_another_cut_into_blocks(done: Path, tmp_path: Path, step: int) -> None:
     """In warm-up, where a profile is being gathered, and after it was used."""
-    changes = {"blocks": BlocksConfig(patterns=(("layers", "*attention*"),)), "reallocation": ReallocationConfig(mode="interval", warmup_steps=6)}
+    changes = {
+        "blocks": BlocksConfig(patterns=(("layers", "*attention*"),)),
+        "reallocation": ReallocationConfig(mode="interval", warmup_steps=6),
+    }
     result, event = go_on(done, tmp_path / "day" / "on", step=step, **changes)
     assert event is not None and "parameters were cut into" in event["why"]
     assert "statistics of gradients start anew" in event["why"]

@@ -174,10 +174,13 @@ def test_models_data_and_tasks_that_do_not_fit_are_refused(overrides: list[str],
 def test_auto_means_small_on_a_cpu_and_binding_on_a_gpu():
     on_cpu, on_gpu = (resolve(run_of(), device=device) for device in ("cpu", "cuda"))
     assert (on_cpu.config.model.size, on_cpu.config.optim.lr, on_cpu.config.micro_batch) == ("tiny", 3e-3, 64)
-    assert (on_gpu.config.model.size, on_gpu.config.optim.lr, on_gpu.config.micro_batch) == ("large", 2e-4, 16)
+    assert (on_gpu.config.model.size, on_gpu.config.optim.lr, on_gpu.config.micro_batch) == ("large", 2e-4, None)
+    assert (on_cpu.open, on_gpu.open) == (False, True)  # under a memory budget on CUDA the micro-batch is decided
     assert [on.config.trainer.precision for on in (on_cpu, on_gpu)] == ["32-true", "bf16-mixed"]
     assert on_cpu.reasons == ("optim.lr=0.003 suits vit tiny", "trainer.precision=32-true on cpu")
-    assert "micro_batch=16 is meant for vit large in 8 GiB" in on_gpu.reasons
+    by_size = resolve(run_of("budget=state_25"), device="cuda")
+    assert by_size.config.micro_batch == 16 and not by_size.open
+    assert "micro_batch=16 is meant for vit large in 8 GiB" in by_size.reasons
     assert on_gpu.size_why == "model.size=auto takes large on cuda: budgets of 4 to 16 GiB bind there"
     sizes = {
         name: resolve(run_of(f"model={name}"), device="cuda").config.model.size for name in ("llama", "dit", "unet")
@@ -194,8 +197,24 @@ def test_what_the_user_set_is_not_decided_again():
 
 
 def test_a_suitable_micro_batch_divides_the_batch():
-    assert resolve(run_of("batch_size=60"), device="cuda").config.micro_batch == 15
-    assert resolve(run_of("batch_size=8"), device="cuda").config.micro_batch == 8
+    assert resolve(run_of("batch_size=60", "budget=state_25"), device="cuda").config.micro_batch == 15
+    assert resolve(run_of("batch_size=8", "budget=state_25"), device="cuda").config.micro_batch == 8
+
+
+@pytest.mark.parametrize(
+    ("overrides", "device", "undecided"),
+    [
+        (["micro_batch=auto"], "cpu", True),
+        (["objective=throughput"], "cpu", True),
+        (["micro_batch=auto", "mode=eval", "resume=auto"], "cpu", False),
+        (["micro_batch=16"], "cuda", False),
+        (["micro_batch=16", "objective=balanced"], "cuda", True),  # activations may still be recomputed
+        (["budget=auto"], "cuda", True),
+        (["trainer.precision=bf16-true"], "cuda", False),
+    ],
+)
+def test_a_decision_is_taken_where_something_is_left_to_it(overrides: list[str], device: str, undecided: bool):
+    assert resolve(run_of(*overrides), device=device).open is undecided
 
 
 def test_conf_offers_every_trainer_argument():

@@ -1,0 +1,179 @@
+"""The options of one decision: footprints and seconds by micro-batch from a few small ones, and which option is best.
+
+Micro-batch, accumulation, activation checkpointing, gradient release, weights and allocation belong together, as bytes
+that one of them saves are what another may spend. Nothing here runs a network.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+
+from baoc.errors import BadInputError, InfeasibleBudgetError
+from baoc.planner import Planner
+from baoc.types import Footprint, Moment, Option
+
+OBJECTIVES = ("quality", "throughput", "balanced")
+ALIKE = 0.02  # rates that differ by less are one: so well are steps predicted at best
+_LINES = ("forward_backward_bytes", "validation_bytes", "resident_bytes", "context_bytes", "reserve_bytes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """What a micro-batch was measured to need; `seconds` of its forward and backward, NaN where not timed."""
+
+    micro_batch: int
+    footprint: Footprint
+    seconds: float = math.nan
+
+
+def divisors(batch_size: int) -> list[int]:
+    """Micro-batches that make up `batch_size` in whole steps, ascending."""
+    return [size for size in range(1, batch_size + 1) if batch_size % size == 0]
+
+
+def footprint_at(trials: Sequence[Trial], *, micro_batch: int) -> Footprint:
+    """The footprint at any micro-batch: measured where it was tried, else on the line through the two largest trials.
+
+    Activations grow in proportion to samples. With a single trial its own footprint is all there is.
+    """
+    ordered = sorted(trials, key=lambda trial: trial.micro_batch)
+    for trial in ordered:
+        if trial.micro_batch == micro_batch:
+            return trial.footprint
+    if len(ordered) == 1:
+        return replace(ordered[0].footprint, micro_batch=micro_batch)
+    low, high = ordered[-2:]
+    share = (micro_batch - low.micro_batch) / (high.micro_batch - low.micro_batch)
+
+    def line(a: int, b: int) -> int:
+        return math.ceil(a + share * (b - a))
+
+    made = {name: line(getattr(low.footprint, name), getattr(high.footprint, name)) for name in _LINES}
+    moments = _moments(low.footprint.moments, high.footprint.moments, line=line)
+    return replace(high.footprint, micro_batch=micro_batch, moments=moments, **made)
+
+
+def _moments(low: Sequence[Moment], high: Sequence[Moment], *, line: Callable[[int, int], int]) -> tuple[Moment, ...]:
+    """Moments on the same line, where both trials have the same ones; else none, and savings count for less."""
+    alike = [(a.name, a.gradients) for a in low] == [(b.name, b.gradients) for b in high]
+    if not alike:
+        return ()
+    return tuple(replace(b, num_bytes=line(a.num_bytes, b.num_bytes)) for a, b in zip(low, high, strict=True))
+
+
+def released(footprint: Footprint, *, gradients: Mapping[str, int], held_bytes: int) -> Footprint:
+    """The footprint where every gradient is used and dropped as it comes, and at most `held_bytes` of them are there.
+
+    `gradients`: bytes by parameter. Needs moments; without them nothing is promised.
+    """
+    order = footprint.gradient_order
+    if not footprint.moments:
+        return footprint
+    total, sums = sum(gradients.values()), [0]
+    for name in order:
+        sums.append(sums[-1] + gradients.get(name, 0))
+    moments = tuple(
+        replace(
+            moment,
+            num_bytes=moment.num_bytes - _dropped(moment, total=total, sums=sums, held_bytes=held_bytes),
+            gradients=0,
+        )
+        for moment in footprint.moments
+    )
+    return replace(
+        footprint,
+        moments=moments,
+        forward_backward_bytes=max((m.num_bytes for m in moments if m.name != "validation"), default=0),
+        validation_bytes=max((m.num_bytes for m in moments if m.name == "validation"), default=0),
+        resident_bytes=footprint.resident_bytes - max(0, total - held_bytes),
+    )
+
+
+def _dropped(moment: Moment, *, total: int, sums: Sequence[int], held_bytes: int) -> int:
+    """Gradients that are not there at a moment: all of the step before, or what came and went in this one."""
+    return total if moment.gradients is None else max(0, sums[moment.gradients] - held_bytes)
+
+
+def seconds_at(trials: Sequence[Trial], *, micro_batch: int) -> float:
+    """Seconds of one micro-batch, piecewise linear between trials, and on from the two largest."""
+    timed = sorted((trial for trial in trials if not math.isnan(trial.seconds)), key=lambda trial: trial.micro_batch)
+    if not timed:
+        return math.nan
+    if len(timed) == 1:
+        return timed[0].seconds * micro_batch / timed[0].micro_batch
+    above = next((at for at in range(1, len(timed)) if timed[at].micro_batch >= micro_batch), len(timed) - 1)
+    low, high = timed[above - 1], timed[above]
+    slope = max(0.0, (high.seconds - low.seconds) / (high.micro_batch - low.micro_batch))
+    return max(low.seconds + slope * (micro_batch - low.micro_batch), 0.0) or timed[0].seconds
+
+
+def make_option(
+    planner: Planner,
+    *,
+    footprint: Footprint,
+    batch_size: int,
+    checkpointing: bool,
+    seconds: float,
+    optimizer_s: float,
+    release: bool = False,
+) -> Option:
+    """The best allocation of `planner` with this footprint, as an option; one that does not fit says why not."""
+    micro_batch = footprint.micro_batch
+    accumulation = batch_size // micro_batch
+    planner.footprint = footprint
+    step_s = accumulation * seconds + optimizer_s
+    option = Option(
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        checkpointing=checkpointing,
+        release=release,
+        weights="",
+        peak_bytes=0,
+        state_bytes=0,
+        samples_per_s=batch_size / step_s if step_s > 0 else math.nan,
+        risk=None,
+    )
+    try:
+        plan = planner.propose(risk="prior")
+    except InfeasibleBudgetError as error:
+        return replace(option, peak_bytes=error.least_feasible_bytes, why="does not fit even with the least state")
+    formats = sorted({planner.specs[spec].weights for spec in plan.allocation.choices.values()})
+    peak = plan.peak_bytes
+    state = plan.allocation.state_bytes
+    return replace(option, weights=" ".join(formats), peak_bytes=peak, state_bytes=state, risk=plan.allocation.risk)
+
+
+def best(options: Sequence[Option], *, objective: str) -> Option | None:
+    """The option of least risk, of most samples per second, or nearest to having both; None where none fits.
+
+    `quality`: of the options within 2 % of the least risk the fastest. `throughput`: of those within 2 % of the highest
+    rate the one of least risk. `balanced`: least distance to the best of both, each measured by the range that fitting
+    options span. Of equals the larger micro-batch. Raises BadInputError for another objective.
+    """
+    if objective not in OBJECTIVES:
+        raise BadInputError(f"unknown objective {objective!r}: choose one of {', '.join(OBJECTIVES)}")
+    fitting = [option for option in options if option.fits]
+    if not fitting:
+        return None
+    rates = {id(option): 0.0 if math.isnan(option.samples_per_s) else option.samples_per_s for option in fitting}
+    top, riskiest = max(rates.values()), max(option.risk or 0.0 for option in fitting)
+    least = min(option.risk or 0.0 for option in fitting)
+    span = max(riskiest - least, 1e-12)
+
+    def key(option: Option) -> tuple[float, ...]:
+        risk, rate = option.risk or 0.0, rates[id(option)]
+        if objective == "quality":
+            near = risk <= (1 + ALIKE) * least + 1e-9
+            return (not near, -rate if near else risk, risk, option.checkpointing, -option.micro_batch)
+        if objective == "throughput":
+            near = rate >= (1 - ALIKE) * top
+            return (not near, risk if near else -rate, -rate, -option.micro_batch)
+        slow = 1 - rate / top if top else 0.0
+        return (math.hypot(slow, (risk - least) / span), risk, -option.micro_batch)
+
+    return min(fitting, key=key)
+
+
+def option_rows(options: Sequence[Option]) -> list[dict[str, object]]:
+    """Rows for options.csv."""
+    return [{"option": option.name, **{f.name: getattr(option, f.name) for f in fields(option)}} for option in options]

@@ -1,0 +1,190 @@
+"""mode=plan for what is not here: a network of fake tensors, priors by role, and a card's row instead of the card.
+
+Nothing is allocated and nothing computed: shapes flow through forward and backward, and their bytes are counted.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from baoc.budgets import resolve_auto
+from baoc.config.schema import RunConfig
+from baoc.decision import axes_of, leave, none_fits
+from baoc.devices import CARDS, Card
+from baoc.online import SessionSettings, step_temporaries
+from baoc.optim.backends.fused import has_kernel
+from baoc.options import Trial, best, footprint_at, make_option
+from baoc.planner import Planner
+from baoc.profiling import describe
+from baoc.profiling.device import LATE_MODULES_BYTES
+from baoc.profiling.footprint import FRAGMENTATION
+from baoc.recorder import Recorder
+from baoc.strategy.probe import unwrapped
+from baoc.strategy.strategy import declared_blocks, widened
+from baoc.strategy.trials import Trials, resized
+from baoc.tasks.base import Task
+from baoc.tracking import console, files
+from baoc.types import Footprint, Option, Plan
+
+LARGE = 50_000_000  # parameters from which a plan on a machine without a GPU is one for a card
+DEFAULT_CARD = "h100"
+PROFILE_BYTES = 0.2  # per parameter, of the gradients' samples
+ADAMW_BYTES = 28  # that fused fp32 AdamW moves per parameter: weight, gradient and two states
+
+
+def card_of(config: RunConfig) -> Card | None:
+    """The card that a plan is made for where there is no device to try: the one that was named, or a default for a
+    network that this machine without a GPU could not train."""
+    if config.mode != "plan":
+        return None
+    if config.device in CARDS:
+        return CARDS[config.device]
+    if config.device != "auto" or torch.cuda.is_available() or config.model.size == "auto":
+        return None
+    from baoc.models import MODELS
+
+    row = MODELS[config.model.name].sizes[config.model.size]
+    return CARDS[DEFAULT_CARD] if row.micro_batch is not None or row.name in ("small", "60m", "130m") else None
+
+
+def fake_(module: nn.Module) -> None:
+    """Puts fake tensors of this machine's CPU in the place of a module's tensors, which may be on meta; ties stay."""
+    made: dict[int, nn.Parameter] = {}
+    for child in module.modules():
+        for name, param in child._parameters.items():
+            if param is None:
+                continue
+            if id(param) not in made:
+                empty = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="cpu")
+                made[id(param)] = nn.Parameter(empty, requires_grad=param.requires_grad)
+            child._parameters[name] = made[id(param)]
+        for name, buffer in child._buffers.items():
+            if buffer is not None:
+                child._buffers[name] = torch.empty_strided(
+                    buffer.shape, buffer.stride(), dtype=buffer.dtype, device="cpu"
+                )
+
+
+def fake_batch(batch: Any) -> Any:
+    """Fake tensors of a real batch's shapes; to be called inside a FakeTensorMode."""
+    if isinstance(batch, Tensor):
+        return torch.empty(batch.shape, dtype=batch.dtype)
+    if isinstance(batch, Mapping):
+        return {key: fake_batch(value) for key, value in batch.items()}
+    return type(batch)(fake_batch(value) for value in batch) if isinstance(batch, list | tuple) else batch
+
+
+def plan_for(
+    card: Card, config: RunConfig, *, task: Task, batch: Any, settings: SessionSettings, run_dir: Path
+) -> Plan:
+    """The plan of `config` on `card`, with its options, in the run folder; `task` may be on meta and becomes fake.
+
+    Raises InfeasibleBudgetError where no option fits.
+    """
+    budget = resolve_auto(config.budget, free_bytes=card.memory_bytes)
+    precision = str(config.trainer.precision or "32-true")
+    settings = widened(settings, device="cuda", budget=budget, precision=precision)
+    axes = axes_of(config, task=task)
+    pinned = axes.checkpointing[0]  # what is left open is planned without recomputing, to be done in seconds
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake_(task)
+        made = fake_batch(batch)
+        cpu = torch.device("cpu")
+        trials = Trials(task, batch=made, val_batch=None, device=cpu, precision=precision)
+        sizes = axes.micro_batches[:2]
+        accumulation = 2 if sizes[0] < config.batch_size else 1
+        tried = [trials.run(size, accumulation=accumulation, timed=False) for size in sizes]
+        flops = _flops(trials, task, resized(made, sizes[0])) / sizes[0]
+        infos = describe(task, optimizer_groups=task._groups())
+        declared = declared_blocks(task, unwrapped(task))
+        largest = max((p for p in task.parameters() if p.requires_grad), key=lambda param: param.numel())
+    numel = sum(info.numel for info in infos)
+    planner = Planner(
+        infos, budget=budget, settings=settings.planner, declared=declared, footprint=_on(card, tried[0], numel=numel)
+    )
+    eager = [spec for spec in planner.specs.values() if not has_kernel(spec)]
+    temporaries = step_temporaries(eager, params=[largest]) if eager else {}
+    optimizer_s = card.step_seconds(flops=0, moved_bytes=ADAMW_BYTES * numel)
+
+    def footprint(size: int) -> Footprint:
+        found = Trial(micro_batch=size, footprint=footprint_at(tried, micro_batch=size))
+        return replace(_on(card, found, numel=numel), step_temporary_bytes=temporaries)
+
+    options = [
+        make_option(
+            planner,
+            footprint=footprint(size),
+            batch_size=config.batch_size,
+            checkpointing=pinned,
+            seconds=card.step_seconds(flops=flops * size, moved_bytes=0),
+            optimizer_s=optimizer_s,
+        )
+        for size in axes.micro_batches
+    ]
+    chosen = best(options, objective=config.objective)
+    marked = [replace(option, chosen=option is chosen) for option in options]
+    leave(marked, run_dir=run_dir, objective=config.objective)
+    if chosen is None:
+        raise none_fits(options, budget=budget, axes=axes)
+    planner.footprint = footprint(chosen.micro_batch)
+    plan = planner.propose(risk="prior")
+    Recorder(run_dir).planned(planner, plan)
+    console.say(
+        f"planned for {card.name} ({card.description}), which is not here: bytes are counted from shapes, risks are "
+        "priors by role, rates are approximate"
+    )
+    leave_plan(plan, option=chosen, device=card.name, name=config.name, source="prior", run_dir=run_dir)
+    return plan
+
+
+def leave_plan(plan: Plan, *, option: Option | None, device: str, name: str, source: str, run_dir: Path) -> None:
+    """`plan.json`: the plan in one line of numbers, from which a multirun makes its planned frontier."""
+    rate = math.nan if option is None else option.samples_per_s
+    files.write_json(
+        run_dir / "plan.json",
+        {
+            "schema": 1,
+            "name": name,
+            "budget": plan.budget.name,
+            "device": device,
+            "micro_batch": None if option is None else option.micro_batch,
+            "peak_bytes": plan.peak_bytes,
+            "state_bytes": plan.allocation.state_bytes,
+            "least_feasible_bytes": plan.least_feasible_bytes,
+            "risk": plan.allocation.risk,
+            "samples_per_s": rate,
+            "binding": plan.binding,
+            "footprint": source,
+        },
+    )
+
+
+def _on(card: Card, trial: Trial, *, numel: int) -> Footprint:
+    """The footprint as it would be on the card: its context, what the allocator reserves more, and samples."""
+    peak = trial.footprint.forward_backward_bytes
+    return replace(
+        trial.footprint,
+        device=card.name,
+        micro_batch=trial.micro_batch,
+        context_bytes=card.context_bytes,
+        reserve_bytes=LATE_MODULES_BYTES + int(FRAGMENTATION * peak),
+        profile_bytes=int(PROFILE_BYTES * numel),
+        profile_temporary_bytes=int(PROFILE_BYTES * numel),
+        source="prior",
+    )
+
+
+def _flops(trials: Trials, task: L.LightningModule, batch: Any) -> float:
+    """Of forward and backward of the batch."""
+    with FlopCounterMode(display=False) as counter:
+        trials.backward(batch)
+    task.zero_grad(set_to_none=True)
+    return float(counter.get_total_flops())
