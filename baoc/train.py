@@ -364,6 +364,7 @@ def final_metrics(parts: Parts, task: Task, data: L.LightningDataModule) -> dict
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
+            limit_val_batches=parts.trainer.limit_val_batches,
         )
         plain.validate(task, datamodule=data, verbose=False)
         values = plain.callback_metrics
