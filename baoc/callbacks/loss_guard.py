@@ -25,9 +25,9 @@ class LossGuard(L.Callback):
     and the optimizer leaves such elements out. Then `nonfinite_loss` says what follows:
 
     `skip`: nothing. `patience` such steps in a row end the run.
-    `rewind`: weights, states, averages, statistics and allocation become those of the newest intact checkpoint of this
-    run (or of the one it resumed from). Data, learning rate and the count of steps go on, so the batches that led there
-    are not seen again. After `max_rewinds` the run ends.
+    `rewind`: weights, states and averages become those of the newest intact checkpoint of this run (or of the one it
+    resumed from), converted to the allocation in force. Data, learning rate and the count of steps go on, so the
+    batches that led there are not seen again. After `max_rewinds` the run ends.
     `stop`: the run ends.
 
     An end is TrainingFailedError, exit code 5. Losses are read once per optimizer step, so a GPU is waited for once.
@@ -119,20 +119,16 @@ class LossGuard(L.Callback):
 
 
 def restore(trainer: L.Trainer, content: dict[str, Any]) -> None:
-    """Weights, optimizer, allocation and averages of a checkpoint into a run that goes on where it is."""
-    strategy: Any = trainer.strategy
-    settings = [{k: v for k, v in group.items() if k not in _NAMES} for group in trainer.optimizers[0].param_groups]
-    reallocator = getattr(strategy, "reallocator", None)
-    listeners, strategy.resume_listeners = getattr(strategy, "resume_listeners", []), []
-    step = reallocator.step if reallocator is not None else 0
-    try:
-        strategy.load_model_state_dict(content, strict=True)
-        strategy.load_optimizer_state_dict(content)
-    finally:
-        strategy.resume_listeners = listeners
-    if reallocator is not None:
-        reallocator.step = step
-    for group, kept in zip(trainer.optimizers[0].param_groups, settings, strict=True):
+    """Weights, optimizer states and averages of a checkpoint into a run that goes on where it is.
+
+    States are converted to the allocation in force; statistics and decisions are not taken back.
+    """
+    optimizer = trainer.optimizers[0]
+    settings = [{k: v for k, v in group.items() if k not in _NAMES} for group in optimizer.param_groups]
+    states = [{k: v for k, v in state.items() if k != "online"} for state in content["optimizer_states"]]
+    trainer.strategy.load_model_state_dict(content, strict=True)
+    trainer.strategy.load_optimizer_state_dict({**content, "optimizer_states": states})
+    for group, kept in zip(optimizer.param_groups, settings, strict=True):
         group.update(kept)
     callbacks: list[L.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
     for callback in callbacks:

@@ -125,6 +125,24 @@ def test_after_a_rewind_weights_and_states_are_those_of_the_checkpoint(tmp_path:
         assert all(torch.equal(kept["states"][name][key], value) for key, value in state.items())
 
 
+@pytest.mark.parametrize("mode", ["once", "drift", "off"])
+def test_a_rewind_to_before_the_decision_keeps_the_decision(tmp_path: Path, mode: str) -> None:
+    """Checkpoint after step 4, decision after step 5, bad loss in step 7: the profiler may be gone by then."""
+    settings = SessionSettings(reallocation=ReallocationSettings(mode=mode, warmup_steps=5, interval=50))
+    strategy = BaocStrategy("state_50", device="cpu", settings=settings)
+    checkpoint = SafeCheckpoint(tmp_path, every_n_steps=4)
+    guard = LossGuard(nonfinite_loss="rewind", checkpoint=checkpoint)
+    said: list[str] = []
+    guard.tell = said.append
+    trainer = tiny_trainer(strategy=strategy, enable_checkpointing=True, callbacks=[guard, checkpoint], max_steps=12)
+    trainer.fit(Poisoned([6]), TinyLoader(), TinyBatches())
+    assert said == ["the loss of step 7 is nan: back to the weights and states of step 4 (rewind 1)"]
+    assert strategy.reallocator is not None
+    assert strategy.reallocator.step == 12
+    assert strategy.reallocator.last_decision == (0 if mode == "off" else 5)
+    assert strategy.reallocator.optimizer.specs == dict(strategy.reallocator.plan.allocation.choices)
+
+
 def test_rewinding_has_an_end_and_needs_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(TrainingFailedError, match=r"step 7 is nan after 2 rewinds \(faults.max_rewinds=2\)"):
         fit(Poisoned([4, 5, 6]), tmp_path / "a", nonfinite_loss="rewind", every=4, max_rewinds=2)
