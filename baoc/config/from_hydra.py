@@ -11,7 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from baoc.budgets import parse_budget
 from baoc.config import assets
-from baoc.config.dynamics import gather_dynamics
+from baoc.config.dynamics import DynamicsConfig, gather_dynamics
 from baoc.config.nodes import budget_node
 from baoc.config.options import GROUPS, gather, registry_of, spread
 from baoc.config.schema import RunConfig
@@ -44,6 +44,7 @@ def from_plain(plain: Mapping[str, Any], *, complete: bool = False) -> RunConfig
     if "budget" in given:
         budget, dynamics = gather_dynamics(given["budget"])
         given["budget"] = _budget_fields(budget)
+        build(DynamicsConfig, dynamics, path="budget")  # where a fault in it is written
         given.update({"dynamics": dynamics} if dynamics or complete else {})
     return build(RunConfig, given, complete=complete)
 

@@ -1,0 +1,45 @@
+"""`budget.schedule`, `budget.relaxation` and `faults` as conf/ and the command line write them."""
+
+from pathlib import Path
+
+import pytest
+
+from baoc.config.compose import compose
+from baoc.config.dynamics import RelaxationConfig, ScheduleEntry
+from baoc.config.from_hydra import from_hydra, read_config, write_config
+from baoc.config.schema import RunConfig
+from baoc.errors import BadInputError
+
+
+def run_of(*overrides: str) -> RunConfig:
+    return from_hydra(compose(list(overrides)))
+
+
+def test_a_schedule_is_read_and_written_again(tmp_path: Path) -> None:
+    given = "budget.schedule=[{step: 200, budget: state_10}, {batch: 128, budget: 6gb}]"
+    run = run_of("budget=state_50", given, "budget.relaxation.from_step=300", "faults.nonfinite_loss=rewind")
+    assert run.budget.name == "state_50"
+    assert run.dynamics.schedule == (ScheduleEntry(budget="state_10", step=200), ScheduleEntry(budget="6gb", batch=128))
+    assert run.dynamics.relaxation == RelaxationConfig(from_step=300)
+    write_config(run, path=tmp_path / "config.yaml")
+    assert read_config(tmp_path / "config.yaml") == run
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("budget.schedule=[{step: 0, budget: 6gb}]", r"budget\.schedule=.* entries of 1 or more steps"),
+        ("budget.schedule=[{budget: 6gb}]", r"budget\.schedule=.* entries with either step or batch"),
+        ("budget.schedule=[{step: 1, batch: 2, budget: 6gb}]", r"entries with either step or batch"),
+        ("budget.schedule=[{stp: 3, budget: 6gb}]", r"unknown key budget\.schedule\[0\]\.stp; did you mean"),
+        ("budget.schedule=[{step: 3, budget: lots}]", "cannot read budget=lots"),
+        ("budget.schedule=often", r"budget\.schedule=often is not allowed"),
+        ("budget.relaxation.calm=0", r"budget\.relaxation\.calm=0"),
+        ("budget.relaxation.every=0", r"budget\.relaxation\.every=0 is not allowed: it must be 1 or more steps"),
+        ("faults.nonfinite_loss=ignore", r"choose faults\.nonfinite_loss=skip\|rewind\|stop"),
+        ("faults.patience=0", r"faults\.patience=0 is not allowed"),
+    ],
+)
+def test_a_fault_is_named_where_it_is_written(override: str, text: str) -> None:
+    with pytest.raises(BadInputError, match=text):
+        run_of(override)
