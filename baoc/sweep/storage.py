@@ -9,7 +9,7 @@ import random
 import sqlite3
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
@@ -55,13 +55,24 @@ def open_study(config: StudyConfig, *, folder: Path) -> optuna.Study:
     return study
 
 
-def next_trial(study: optuna.Study, *, config: StudyConfig) -> Trial | None:
-    """The next waiting trial of the first `n_trials`, now this worker's; None where there is none."""
+def next_trial(study: optuna.Study, *, config: StudyConfig, folder: Path) -> Trial | None:
+    """The next waiting trial of the first `n_trials`, now this worker's; None where there is none.
+
+    sqlite cannot lock a row, so that two workers could take the same one: they take turns by a lock in `folder`.
+    """
     storage = study._storage
-    for waiting in storage.get_all_trials(study._study_id, deepcopy=False, states=(TrialState.WAITING,)):
-        if waiting.number < config.n_trials and _take(storage, waiting._trial_id):
-            return trial_of(study, waiting._trial_id, number=waiting.number, config=config)
+    with _turn(folder) if config.storage is None or config.storage.startswith("sqlite") else nullcontext():
+        for waiting in storage.get_all_trials(study._study_id, deepcopy=False, states=(TrialState.WAITING,)):
+            if waiting.number < config.n_trials and _take(storage, waiting._trial_id):
+                return trial_of(study, waiting._trial_id, number=waiting.number, config=config)
     return None
+
+
+@contextmanager
+def _turn(folder: Path) -> Iterator[None]:
+    with (folder / LOCK).open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def trial_of(study: optuna.Study, trial_id: int, *, number: int, config: StudyConfig) -> Trial:
@@ -177,8 +188,7 @@ def _ends_whole(path: Path) -> bool:
 @contextmanager
 def setup_lock(folder: Path, *, url: str) -> Iterator[None]:
     """One worker at a time, on all machines that share the folder or the PostgreSQL server."""
-    with (folder / LOCK).open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with _turn(folder):
         if not url.startswith("postgresql"):
             yield
             return

@@ -166,7 +166,7 @@ class _Runner:
                 return
 
     def _drawn(self) -> FrozenTrial | None:
-        trial = next_trial(self.study, config=self.config)
+        trial = next_trial(self.study, config=self.config, folder=self.folder)
         return None if trial is None else self._words_for(trial)
 
     def _words_for(self, trial: Trial) -> FrozenTrial:

@@ -20,15 +20,15 @@ from baoc.sweep.study import run_study
 from baoc.sweep.study_config import StudyConfig, read_study
 from baoc.tracking.files import write_csv
 
-# A trial of half a second that leaves a checkpoint on its way, its process id, and a line per result.
+# A trial of a second that leaves a checkpoint on its way, its process id, and a line per result.
 STUB = """
 import json, os, sys, time
 words = dict(word.split("=", 1) for word in sys.argv[1:])
 folder, x = words["hydra.run.dir"], float(words["x"])
 open(folder + "/process", "w").write(str(os.getpid()))
-time.sleep(0.2)
+time.sleep(0.4)
 open(folder + "/last.ckpt", "w").close()
-time.sleep(0.3)
+time.sleep(0.6)
 open(folder + "/results", "a").write("result\\n")
 result = {"quality": {"value": (x - 0.3) ** 2}, "state_bytes": int(100 * x), "peak_bytes": 1, "samples_per_s": 1.0}
 json.dump(result, open(folder + "/result.json.part", "w"))
@@ -52,19 +52,23 @@ def config(*, trials: int, kills: int, storage: str | None) -> StudyConfig:
 
 
 def run(folder: Path, *, given: StudyConfig, kills: int, seed: int, processes: int = 2) -> dict[str, Any]:
-    """Kills `kills` times with `processes` workers on one study, then lets it finish; what was killed, how it ended.
+    """Kills up to `kills` times with `processes` workers on one study, then lets it finish; what was killed and how
+    it ended.
 
-    A worker that was killed is started again at once.
+    A worker that was killed is started again at once. Fewer are killed if all trials have ended before.
     """
     rng = random.Random(seed)
     killed = {"killed_workers": 0, "killed_trials": 0}
     command = [sys.executable, "-m", "experiments.benchmarks.study_kills", "--work", str(folder)]
     command += ["--trials", str(given.n_trials), "--kills", str(kills), "--storage", given.storage or ""]
     workers: list[subprocess.Popen[bytes]] = []
+    folder.mkdir(exist_ok=True)
     while sum(killed.values()) < kills:
         workers = [worker for worker in workers if worker.poll() is None]
         workers += [_start(command) for _ in range(processes - len(workers))]
-        time.sleep(rng.uniform(0.3, 3.0))
+        if not _wait_for_trial(folder, trials=given.n_trials):
+            break  # all have ended
+        time.sleep(rng.uniform(0.0, 1.5))
         trials = _living(folder)
         if trials and rng.random() < 0.5:
             killed["killed_trials"] += _kill(rng.choice(trials))
@@ -90,6 +94,15 @@ def compare(folder: Path, *, given: StudyConfig) -> dict[str, Any]:
         "same_values": [t.values for t in study] == [t.values for t in alone],
         "trained_again": sum(written) - len(written),  # a kill between a stub's line and its result
     }
+
+
+def _wait_for_trial(folder: Path, *, trials: int) -> bool:
+    """Until a trial is at work, as a kill of a worker that still imports tells nothing; False when all have ended."""
+    while not _living(folder):
+        if len(list(folder.glob("*/result.json"))) >= trials:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def _start(command: list[str]) -> "subprocess.Popen[bytes]":

@@ -46,7 +46,7 @@ def work(given: StudyConfig, *, folder: Path, seconds: float, seed: int) -> list
     while True:
         began = time.monotonic()
         register.beat(running=1)
-        trial = next_trial(study, config=given)
+        trial = next_trial(study, config=given, folder=folder)
         if trial is None:
             return spent
         x = trial.suggest_float("x", 0.0, 1.0)
