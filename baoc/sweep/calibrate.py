@@ -6,7 +6,7 @@ With `--write NAME` the winner becomes conf/risk/NAME.yaml with its evidence, to
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import copysign, inf, sqrt
 from pathlib import Path
 from statistics import fmean, stdev
@@ -21,7 +21,7 @@ from baoc.config import assets
 from baoc.config.environment import commit
 from baoc.errors import BadInputError, BaocError
 from baoc.risk import RISKS
-from baoc.sweep.damage import LEAST_RUNS, Rank, damages, ranks
+from baoc.sweep.damage import LEAST_RUNS, Damage, Rank, damages, ranks
 from baoc.sweep.early import violated
 from baoc.sweep.runs import find_runs
 from baoc.sweep.status import load
@@ -145,7 +145,7 @@ def calibrate(folders: Sequence[Path], *, write: str | None = None, storage: str
     runs = [run for folder in folders for run in find_runs(folder)]
     found: list[Rank] = []
     try:
-        found = ranks(damages(runs), weights=sets)
+        found = ranks_by_model(damages(runs), weights=sets)
         show(found)
     except BadInputError as error:
         if winner is None:
@@ -154,6 +154,17 @@ def calibrate(folders: Sequence[Path], *, write: str | None = None, storage: str
     if winner is not None and study is not None:
         _write(winner, study=study, name=str(write), runs=runs, found=found)
     return found
+
+
+def ranks_by_model(found: Sequence[Damage], *, weights: Mapping[str, Mapping[str, float]]) -> list[Rank]:
+    """`ranks` of the runs of each risk model, as terms of different models are not of one measure."""
+    models = sorted({run.risk_model for run in found})
+    groups = {model: [run for run in found if run.risk_model == model] for model in models}
+    told = {model: group for model, group in groups.items() if len(group) >= LEAST_RUNS}
+    if len(models) < 2 or not told:
+        return ranks(found, weights=weights)
+    every = [(model, rank) for model, group in told.items() for rank in ranks(group, weights=weights)]
+    return [replace(rank, what=f"{rank.what} ({model})") for model, rank in every]
 
 
 def _write(winner: Winner, *, study: optuna.Study, name: str, runs: Sequence[Any], found: Sequence[Rank]) -> None:
