@@ -220,6 +220,7 @@ def none_fits(options: Sequence[Option], *, budget: Budget, axes: Axes) -> Infea
         )
     if axes.checkpointing == (False,):
         advice.insert(0, "model.checkpointing=null, where the model can recompute activations")
+    advice.append("more catalogue.specs, such as '*+split8', or fewer roles in catalogue.keep_fp32_roles")
     return InfeasibleBudgetError(
         f"budget {budget.name} cannot be met by any of {len(options)} options: it allows {budget.memory_bytes} bytes, "
         f"and the least that one takes is {least.peak_bytes} bytes ({least.name}). What would lower it: "

@@ -4,12 +4,11 @@ Nothing is allocated and nothing computed: shapes flow through forward and backw
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -19,6 +18,7 @@ from baoc.budgets import resolve_auto
 from baoc.config.schema import RunConfig
 from baoc.decision import axes_of, leave, none_fits
 from baoc.devices import CARDS, Card
+from baoc.models.switches import disable_checkpointing, enable_checkpointing
 from baoc.online import SessionSettings, step_temporaries
 from baoc.optim.backends.fused import has_kernel
 from baoc.options import Trial, best, footprint_at, make_option
@@ -29,14 +29,14 @@ from baoc.profiling.footprint import FRAGMENTATION
 from baoc.recorder import Recorder
 from baoc.strategy.probe import unwrapped
 from baoc.strategy.strategy import declared_blocks, widened
-from baoc.strategy.trials import Trials, resized
+from baoc.strategy.trials import Trials
 from baoc.tasks.base import Task
 from baoc.tracking import console, files
-from baoc.types import Footprint, Option, Plan
+from baoc.types import Budget, Footprint, Option, Plan
 
-LARGE = 50_000_000  # parameters from which a plan on a machine without a GPU is one for a card
 DEFAULT_CARD = "h100"
 PROFILE_BYTES = 0.2  # per parameter, of the gradients' samples
+MICRO_BATCHES = 2  # that a probe runs
 ADAMW_BYTES = 28  # that fused fp32 AdamW moves per parameter: weight, gradient and two states
 
 
@@ -87,62 +87,100 @@ def plan_for(
 ) -> Plan:
     """The plan of `config` on `card`, with its options, in the run folder; `task` may be on meta and becomes fake.
 
-    Raises InfeasibleBudgetError where no option fits.
+    Recomputed activations that are left open are tried where nothing fits without them. Raises InfeasibleBudgetError
+    where no option fits.
     """
     budget = resolve_auto(config.budget, free_bytes=card.memory_bytes)
-    precision = str(config.trainer.precision or "32-true")
-    settings = widened(settings, device="cuda", budget=budget, precision=precision)
+    settings = widened(settings, device="cuda", budget=budget, precision=str(config.trainer.precision or "32-true"))
     axes = axes_of(config, task=task)
-    pinned = axes.checkpointing[0]  # what is left open is planned without recomputing, to be done in seconds
     with FakeTensorMode(allow_non_fake_inputs=True):
         fake_(task)
-        made = fake_batch(batch)
-        cpu = torch.device("cpu")
-        trials = Trials(task, batch=made, val_batch=None, device=cpu, precision=precision)
-        sizes = axes.micro_batches[:2]
-        accumulation = 2 if sizes[0] < config.batch_size else 1
-        tried = [trials.run(size, accumulation=accumulation, timed=False) for size in sizes]
-        flops = _flops(trials, task, resized(made, sizes[0])) / sizes[0]
-        infos = describe(task, optimizer_groups=task._groups())
-        declared = declared_blocks(task, unwrapped(task))
-        largest = max((p for p in task.parameters() if p.requires_grad), key=lambda param: param.numel())
-    numel = sum(info.numel for info in infos)
-    planner = Planner(
-        infos, budget=budget, settings=settings.planner, declared=declared, footprint=_on(card, tried[0], numel=numel)
-    )
-    eager = [spec for spec in planner.specs.values() if not has_kernel(spec)]
-    temporaries = step_temporaries(eager, params=[largest]) if eager else {}
-    optimizer_s = card.step_seconds(flops=0, moved_bytes=ADAMW_BYTES * numel)
-
-    def footprint(size: int) -> Footprint:
-        found = Trial(micro_batch=size, footprint=footprint_at(tried, micro_batch=size))
-        return replace(_on(card, found, numel=numel), step_temporary_bytes=temporaries)
-
-    options = [
-        make_option(
-            planner,
-            footprint=footprint(size),
-            batch_size=config.batch_size,
-            checkpointing=pinned,
-            seconds=card.step_seconds(flops=flops * size, moved_bytes=0),
-            optimizer_s=optimizer_s,
-        )
-        for size in axes.micro_batches
-    ]
-    chosen = best(options, objective=config.objective)
-    marked = [replace(option, chosen=option is chosen) for option in options]
-    leave(marked, run_dir=run_dir, objective=config.objective)
-    if chosen is None:
+        batch = fake_batch(batch)
+    options: list[Option] = []
+    chosen, made = None, None
+    for checkpointing in axes.checkpointing:
+        made = _Shapes(card, config, task=task, batch=batch, settings=settings, budget=budget)
+        options += made.options(axes.micro_batches, checkpointing=checkpointing)
+        chosen = best(options, objective=config.objective)
+        if chosen is not None:
+            break
+    leave([replace(option, chosen=option is chosen) for option in options], run_dir=run_dir, objective=config.objective)
+    if chosen is None or made is None:
         raise none_fits(options, budget=budget, axes=axes)
-    planner.footprint = footprint(chosen.micro_batch)
-    plan = planner.propose(risk="prior")
-    Recorder(run_dir).planned(planner, plan)
+    made.planner.footprint = made.footprint(chosen.micro_batch)
+    plan = made.planner.propose(risk="prior")
+    Recorder(run_dir).planned(made.planner, plan)
     console.say(
         f"planned for {card.name} ({card.description}), which is not here: bytes are counted from shapes, risks are "
         "priors by role, rates are approximate"
     )
     leave_plan(plan, option=chosen, device=card.name, name=config.name, source="prior", run_dir=run_dir)
     return plan
+
+
+class _Shapes:
+    """Trials of a fake network, with or without recomputed activations, and options on a card made of them."""
+
+    def __init__(
+        self, card: Card, config: RunConfig, *, task: Task, batch: Any, settings: SessionSettings, budget: Budget
+    ):
+        self.card, self.config, self.task, self.batch = card, config, task, batch
+        infos = describe(task, optimizer_groups=task._groups())
+        self.numel = sum(info.numel for info in infos)
+        self.tried: list[Trial] = []
+        self.flops = math.nan  # of one sample, forward and backward
+        self.planner = Planner(
+            infos,
+            budget=replace(budget, memory_bytes=None, state_fraction=None),
+            settings=settings.planner,
+            declared=declared_blocks(task, unwrapped(task)),
+        )
+        self.planner.budget = budget
+        largest = max((p for p in task.parameters() if p.requires_grad), key=lambda param: param.numel())
+        eager = [spec for spec in self.planner.specs.values() if not has_kernel(spec)]
+        self.temporaries = step_temporaries(eager, params=[largest]) if eager else {}
+
+    def options(self, sizes: Sequence[int], *, checkpointing: bool) -> list[Option]:
+        disable_checkpointing(self.task.model)
+        if checkpointing:
+            enable_checkpointing(self.task.model, name=self.config.model.name)
+        precision = str(self.config.trainer.precision or "32-true")
+        accumulation = 2 if sizes[0] < self.config.batch_size else 1
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            trials = Trials(
+                self.task, batch=self.batch, val_batch=None, device=torch.device("cpu"), precision=precision
+            )
+            with FlopCounterMode(display=False) as counter:
+                self.tried = [trials.run(sizes[0], accumulation=accumulation, timed=False)]
+            self.flops = counter.get_total_flops() / (MICRO_BATCHES * sizes[0])
+            self.tried += [trials.run(size, accumulation=accumulation, timed=False) for size in sizes[1:2]]
+        moved = ADAMW_BYTES * self.numel
+        return [
+            make_option(
+                self.planner,
+                footprint=self.footprint(size),
+                batch_size=self.config.batch_size,
+                checkpointing=checkpointing,
+                seconds=self.card.step_seconds(flops=self.flops * size, moved_bytes=0),
+                optimizer_s=self.card.step_seconds(flops=0, moved_bytes=moved),
+            )
+            for size in sizes
+        ]
+
+    def footprint(self, micro_batch: int) -> Footprint:
+        """As it would be on the card: its context, what the allocator reserves more, and the gradients' samples."""
+        found = footprint_at(self.tried, micro_batch=micro_batch)
+        return replace(
+            found,
+            device=self.card.name,
+            micro_batch=micro_batch,
+            context_bytes=self.card.context_bytes,
+            reserve_bytes=LATE_MODULES_BYTES + int(FRAGMENTATION * found.forward_backward_bytes),
+            profile_bytes=int(PROFILE_BYTES * self.numel),
+            profile_temporary_bytes=int(PROFILE_BYTES * self.numel),
+            step_temporary_bytes=self.temporaries,
+            source="prior",
+        )
 
 
 def leave_plan(plan: Plan, *, option: Option | None, device: str, name: str, source: str, run_dir: Path) -> None:
@@ -165,26 +203,3 @@ def leave_plan(plan: Plan, *, option: Option | None, device: str, name: str, sou
             "footprint": source,
         },
     )
-
-
-def _on(card: Card, trial: Trial, *, numel: int) -> Footprint:
-    """The footprint as it would be on the card: its context, what the allocator reserves more, and samples."""
-    peak = trial.footprint.forward_backward_bytes
-    return replace(
-        trial.footprint,
-        device=card.name,
-        micro_batch=trial.micro_batch,
-        context_bytes=card.context_bytes,
-        reserve_bytes=LATE_MODULES_BYTES + int(FRAGMENTATION * peak),
-        profile_bytes=int(PROFILE_BYTES * numel),
-        profile_temporary_bytes=int(PROFILE_BYTES * numel),
-        source="prior",
-    )
-
-
-def _flops(trials: Trials, task: L.LightningModule, batch: Any) -> float:
-    """Of forward and backward of the batch."""
-    with FlopCounterMode(display=False) as counter:
-        trials.backward(batch)
-    task.zero_grad(set_to_none=True)
-    return float(counter.get_total_flops())

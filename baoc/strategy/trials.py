@@ -92,11 +92,6 @@ class Trials:
         self.module.zero_grad(set_to_none=True)
         return fastest
 
-    def backward(self, batch: Any) -> None:
-        """Forward and backward of a batch that is on the device; gradients stay."""
-        with silent(self.module), self._seeded():
-            self._loss(batch).backward()
-
     def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
