@@ -46,7 +46,7 @@ def footprint_at(trials: Sequence[Trial], *, micro_batch: int) -> Footprint:
     share = (micro_batch - low.micro_batch) / (high.micro_batch - low.micro_batch)
 
     def line(a: int, b: int) -> int:
-        return math.ceil(a + share * (b - a))
+        return math.ceil(a + share * max(0, b - a))  # more samples never need less
 
     made = {name: line(getattr(low.footprint, name), getattr(high.footprint, name)) for name in _LINES}
     moments = _moments(low.footprint.moments, high.footprint.moments, line=line)

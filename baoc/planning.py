@@ -18,6 +18,7 @@ from baoc.budgets import resolve_auto
 from baoc.config.schema import RunConfig
 from baoc.decision import axes_of, leave, none_fits
 from baoc.devices import CARDS, Card
+from baoc.errors import BadInputError
 from baoc.models.switches import disable_checkpointing, enable_checkpointing
 from baoc.online import SessionSettings, step_temporaries
 from baoc.optim.backends.fused import has_kernel
@@ -33,10 +34,10 @@ from baoc.strategy.trials import Trials
 from baoc.tasks.base import Task
 from baoc.tracking import console, files
 from baoc.types import Budget, Footprint, Option, Plan
+from baoc.units import format_bytes
 
 DEFAULT_CARD = "h100"
 PROFILE_BYTES = 0.2  # per parameter, of the gradients' samples
-MICRO_BATCHES = 2  # that a probe runs
 ADAMW_BYTES = 28  # that fused fp32 AdamW moves per parameter: weight, gradient and two states
 
 
@@ -91,6 +92,11 @@ def plan_for(
     where no option fits.
     """
     budget = resolve_auto(config.budget, free_bytes=card.memory_bytes)
+    if budget.memory_bytes is not None and budget.memory_bytes <= card.context_bytes:
+        raise BadInputError(
+            f"budget {budget.name} is {format_bytes(budget.memory_bytes)}, of which the CUDA context alone takes "
+            f"{format_bytes(card.context_bytes)} on {card.name}: give a larger one"
+        )
     settings = widened(settings, device="cuda", budget=budget, precision=str(config.trainer.precision or "32-true"))
     axes = axes_of(config, task=task)
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -150,10 +156,10 @@ class _Shapes:
             trials = Trials(
                 self.task, batch=self.batch, val_batch=None, device=torch.device("cpu"), precision=precision
             )
-            with FlopCounterMode(display=False) as counter:
-                self.tried = [trials.run(sizes[0], accumulation=accumulation, timed=False)]
-            self.flops = counter.get_total_flops() / (MICRO_BATCHES * sizes[0])
-            self.tried += [trials.run(size, accumulation=accumulation, timed=False) for size in sizes[1:2]]
+            self.tried = [trials.run(size, accumulation=accumulation, timed=False) for size in sizes[:2]]
+            with FlopCounterMode(display=False) as counter:  # it keeps activations alive, so not while they are counted
+                trials.backward(sizes[0])
+            self.flops = counter.get_total_flops() / sizes[0]
         moved = ADAMW_BYTES * self.numel
         return [
             make_option(

@@ -67,6 +67,11 @@ def _close(code: int) -> int:
 
 
 def _show_frontier(sweep_dir: Path) -> None:
+    if any(sweep_dir.glob("*/plan.json")):
+        from baoc.sweep.planned import planned_frontier
+
+        print(f"compare them in {planned_frontier(sweep_dir)}")
+        return
     if not any(sweep_dir.glob("*/result.json")):
         print("no run has finished, so there is no frontier", file=sys.stderr)
         return

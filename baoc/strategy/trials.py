@@ -92,6 +92,13 @@ class Trials:
         self.module.zero_grad(set_to_none=True)
         return fastest
 
+    def backward(self, micro_batch: int) -> None:
+        """Forward and backward alone, for whoever watches; gradients are None afterwards."""
+        batch = self._moved(resized(self._batch, micro_batch))
+        with silent(self.module), self._seeded():
+            self._loss(batch).backward()
+        self.module.zero_grad(set_to_none=True)
+
     def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

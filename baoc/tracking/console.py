@@ -4,8 +4,9 @@ Tables keep to 100 columns where the output is no terminal (a log file, a multir
 either. The console is made anew for each print, so that whoever redirects stdout gets the text.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -25,6 +26,7 @@ __all__ = [
     "print_frontier",
     "print_options",
     "print_plan",
+    "print_planned",
     "print_reallocation",
     "print_result",
     "print_startup",
@@ -177,6 +179,28 @@ def print_options(options: Sequence[Option], *, objective: str) -> None:
         peak = format_bytes(option.peak_bytes)
         mark = ">" if option.chosen else ""
         table.add_row(mark, option.name, option.weights, peak, rate, risk, option.why)
+    make_console().print(table)
+
+
+def print_planned(plans: Sequence[Mapping[str, Any]]) -> None:
+    """Plans of a multirun; a * marks those that no other dominates."""
+    table = _table("Planned frontier")
+    for header in ("", "budget", "device"):
+        table.add_column(header, no_wrap=True)
+    for header in ("micro-batch", "peak", "state", "samples/s", "risk"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for plan in plans:
+        rate, size = plan["samples_per_s"], plan["micro_batch"]
+        table.add_row(
+            "" if plan["dominated"] else "*",
+            escape(str(plan["budget"])),
+            escape(str(plan["device"])),
+            "-" if size is None else str(size),
+            format_bytes(plan["peak_bytes"]),
+            format_bytes(plan["state_bytes"]),
+            "-" if rate is None else f"{rate:,.0f}",
+            f"{plan['risk']:.3g}",
+        )
     make_console().print(table)
 
 

@@ -4,14 +4,18 @@ import csv
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from torch import nn
 
 from baoc import train as training
 from baoc.budgets import parse_budget
 from baoc.config.schema import ModelConfig, ReallocationConfig
+from baoc.decision import axes_of
 from baoc.errors import BadInputError, InfeasibleBudgetError
+from baoc.tasks.base import Task
 from baoc.types import RunResult
 from tests.integration.test_run import config
 from tests.tiny import LIGHTNING_NOISE
@@ -86,6 +90,17 @@ def test_no_option_fits_says_the_least_and_which_pin_is_in_the_way(tmp_path: Pat
     assert caught.value.least_feasible_bytes > 2**20
     with pytest.raises(InfeasibleBudgetError, match="a smaller micro_batch than the 32 that was asked for"):
         run(tmp_path / "day" / "large", budget=parse_budget("3mb"), micro_batch=32, objective="throughput")
+
+
+def test_a_network_without_parts_to_recompute_says_so():
+    """Left open, it is planned without; asked for, it is refused."""
+    task = cast(Task, SimpleNamespace(model=nn.Linear(2, 2)))
+    assert axes_of(config(micro_batch="auto"), task=task).checkpointing == (False,)
+    asked = config(micro_batch="auto", model=ModelConfig(checkpointing=True))
+    with pytest.raises(
+        BadInputError, match="model vit names no parts whose activations could be recomputed: set model"
+    ):
+        axes_of(asked, task=task)
 
 
 def test_what_contradicts_itself_is_refused(tmp_path: Path):

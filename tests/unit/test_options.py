@@ -39,6 +39,13 @@ def test_footprints_lie_on_a_line():
     assert alone == replace(footprint(4), micro_batch=8)
 
 
+def test_a_line_never_falls():
+    """What the first trial held by chance is not taken off larger ones."""
+    odd = replace(footprint(1), resident_bytes=9 * MIB)
+    found = footprint_at([Trial(micro_batch=1, footprint=odd), trial(2)], micro_batch=64)
+    assert found.resident_bytes == 9 * MIB
+
+
 def test_trials_of_different_moments_promise_none():
     other = Trial(micro_batch=2, footprint=replace(footprint(2), moments=footprint(2).moments[:1]))
     assert footprint_at([trial(1), other], micro_batch=8).moments == ()

@@ -1,0 +1,120 @@
+"""mode=plan for cards that are not here: no weights, few seconds, the same planner; and a frontier of plans."""
+
+import csv
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from baoc import train as training
+from baoc.budgets import parse_budget
+from baoc.config.schema import CheckpointConfig, DatasetConfig, ModelConfig, RunConfig, TaskConfig
+from baoc.devices import CARDS
+from baoc.errors import BadInputError, InfeasibleBudgetError
+from baoc.planning import card_of
+from baoc.profiling import probe_footprint
+from baoc.sweep.planned import planned_frontier, plans_of
+from tests.integration.test_run import config
+
+GIB = 2**30
+
+
+def asked(budget: str, **changes: object) -> RunConfig:
+    settings = RunConfig(
+        name="planned",
+        mode="plan",
+        device="h100",
+        batch_size=64,
+        budget=parse_budget(budget),
+        task=TaskConfig(name="vision"),
+        model=ModelConfig(name="vit", size="small"),
+        dataset=DatasetConfig(name="synthetic_images", options={"num_samples": 64, "num_classes": 10}),
+        trainer=replace(config().trainer, precision="auto"),
+        checkpoint=CheckpointConfig(),
+    )
+    return replace(settings, **changes)  # pyright: ignore[reportArgumentType]
+
+
+def plan(run_dir: Path, settings: RunConfig) -> dict[str, object]:
+    run_dir.mkdir(parents=True)
+    assert training.run(settings, run_dir=run_dir, command="") is None
+    return json.loads((run_dir / "plan.json").read_text())
+
+
+def test_a_plan_for_a_card_is_made_without_weights(tmp_path: Path):
+    """22M parameters: weights and gradients of 0.17 GiB, a context of 0.7 GiB, and activations by micro-batch."""
+    found = plan(tmp_path / "all", asked("16gb"))
+    assert (found["device"], found["footprint"], found["binding"]) == ("h100", "prior", False)
+    assert found["risk"] == 0 and found["micro_batch"] == 64
+    assert 1.0 * GIB < found["peak_bytes"] < 8 * GIB and found["samples_per_s"] > 0
+    with (tmp_path / "all" / "options.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    peaks = [int(row["peak_bytes"]) for row in rows]
+    assert [int(row["micro_batch"]) for row in rows] == [1, 2, 4, 8, 16, 32, 64] and peaks == sorted(peaks)
+    tight = plan(tmp_path / "tight", asked("1.2gb"))
+    assert tight["peak_bytes"] <= 1.2 * GIB and tight["micro_batch"] < 64
+    auto = plan(tmp_path / "auto", asked("auto", device="rtx4090"))
+    assert auto["device"] == "rtx4090" and auto["peak_bytes"] <= CARDS["rtx4090"].memory_bytes
+
+
+def test_what_no_option_fits_names_the_least(tmp_path: Path):
+    (tmp_path / "none").mkdir()
+    with pytest.raises(InfeasibleBudgetError, match=r"budget 800mb cannot be met by any of 14 options.*'\*\+split8'"):
+        training.run(asked("800mb"), run_dir=tmp_path / "none", command="")
+
+
+def test_a_budget_below_the_context_is_refused_as_such(tmp_path: Path):
+    (tmp_path / "context").mkdir()
+    with pytest.raises(
+        BadInputError, match=r"budget 500mb is 500 MiB, of which the CUDA context alone takes 717 MiB on"
+    ):
+        training.run(asked("500mb"), run_dir=tmp_path / "context", command="")
+
+
+def test_a_card_is_to_plan_for_only_and_named_where_it_is_needed():
+    with pytest.raises(BadInputError, match="device=h100 is a card to plan for, not one to run on: add mode=plan"):
+        RunConfig(device="h100")
+    assert card_of(asked("8gb")) is CARDS["h100"]
+    on_here = asked("8gb", device="auto")
+    assert card_of(on_here) is (None if torch.cuda.is_available() else CARDS["h100"])
+    assert card_of(replace(on_here, model=ModelConfig(name="vit", size="tiny"))) is None
+    assert card_of(replace(on_here, device="cpu")) is None
+
+
+def test_plans_of_a_multirun_make_a_frontier(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for at, (peak, risk, rate) in enumerate([(8, 0.1, 10.0), (16, 0.0, 20.0), (12, 0.2, 5.0)]):
+        (tmp_path / str(at)).mkdir()
+        values = {"name": f"m_{peak}gb", "budget": f"{peak}gb", "device": "h100", "micro_batch": 4, "state_bytes": 1}
+        values |= {"peak_bytes": peak * GIB, "risk": risk, "samples_per_s": rate}
+        (tmp_path / str(at) / "plan.json").write_text(json.dumps(values))
+    assert [(p["budget"], p["dominated"]) for p in plans_of(tmp_path)] == [
+        ("8gb", False),
+        ("12gb", True),
+        ("16gb", False),
+    ]
+    assert planned_frontier(tmp_path).name == "planned.csv"
+    assert "Planned frontier" in capsys.readouterr().out
+
+
+def test_fake_tensors_are_probed_as_real_ones_are():
+    """The same network, on fake tensors and on real ones, under autocast: the same bytes at every moment."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from baoc.planning import fake_, fake_batch
+
+    def probe(net: torch.nn.Module, batch: torch.Tensor):
+        def loss() -> torch.Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return net(batch).float().square().mean()
+
+        return probe_footprint(net, run_micro_batch=loss)
+
+    net = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 8))
+    batch = torch.randn(4, 32)
+    real = probe(net, batch)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake_(net)
+        fake = probe(net, fake_batch(batch))
+    assert fake == real
