@@ -44,6 +44,7 @@ def probe_footprint(
     reserve_bytes: int | None = None,
     ema_bytes: int = 0,
     released: Sequence[Sequence[Tensor]] = (),
+    warm: bool = True,
 ) -> Footprint:
     """The Footprint of training `source` (a module, or its parameters) on one micro-batch.
 
@@ -54,6 +55,7 @@ def probe_footprint(
     `step_temporary_bytes` takes. `reserve_bytes` defaults to SCALARS_BYTES, on CUDA to LATE_MODULES_BYTES and the share
     FRAGMENTATION of the peak. `released`: the parameters of each block, where an optimizer releases gradients; then
     `resident_bytes` is the most that is alive when a block is stepped, and `gradients_bytes` the most of gradients.
+    Without `warm` it runs once, beside gradients that are made up: for fake tensors, where nothing is lazy.
     The peak of reserved memory on CUDA includes whatever this process had reserved in use before.
     """
     params = list(source.parameters()) if isinstance(source, nn.Module) else list(source)
@@ -64,7 +66,13 @@ def probe_footprint(
         names = module.named_parameters() if module is not None else ()
         named = {name: param for name, param in names if param.requires_grad}
         peak, moments, order = _training_peak(
-            run_micro_batch, params, meter, accumulation=accumulation, named=named, dropped=dropped
+            run_micro_batch,
+            params,
+            meter,
+            accumulation=accumulation,
+            named=named,
+            dropped=dropped,
+            warm=warm,
         )
         if all(param.grad is None for param in params) and not dropped.gradients_bytes:
             raise BadInputError(
@@ -177,14 +185,19 @@ def _training_peak(
     accumulation: int,
     named: Mapping[str, Tensor],
     dropped: Dropped,
+    warm: bool,
 ) -> tuple[int, tuple[Moment, ...], tuple[str, ...]]:
     """Peak of a micro-batch that finds the gradients of the one before, or of one that does not, as in training.
 
     And its moments, with the order of gradients, where the loop leaves the backward to us and gradients stay.
     """
     meter.reset_peak()
-    _one_micro_batch(run, params, drop=None)
-    dropped.finish()
+    if warm:
+        _one_micro_batch(run, params, drop=None)
+        dropped.finish()
+    else:
+        for param in params:
+            param.grad = torch.zeros_like(param) if param.requires_grad else None
     first = meter.peak_bytes
     # Only weak references, and to storages: a gradient that was held here would not be freed where training frees it.
     gradients = [weakref.ref(param.grad.untyped_storage()) for param in params if param.grad is not None]

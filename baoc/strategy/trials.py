@@ -45,7 +45,16 @@ class Trials:
     would convert.
     """
 
-    def __init__(self, module: L.LightningModule, *, batch: Any, val_batch: Any, device: torch.device, precision: str):
+    def __init__(
+        self,
+        module: L.LightningModule,
+        *,
+        batch: Any,
+        val_batch: Any,
+        device: torch.device,
+        precision: str,
+        warm: bool = True,
+    ):
         if precision not in PRECISIONS:
             raise BadInputError(
                 f"micro_batch=auto tries micro-batches at trainer.precision={' or '.join(PRECISIONS)}, not "
@@ -53,6 +62,7 @@ class Trials:
             )
         self.module, self.device = module, device
         self._batch, self._val_batch = batch, val_batch
+        self._warm = warm
         self._mixed = precision == "bf16-mixed"
 
     def run(self, micro_batch: int, *, accumulation: int, timed: bool = True, context_bytes: int = 0) -> Trial:
@@ -68,6 +78,7 @@ class Trials:
                 micro_batch=micro_batch,
                 accumulation=accumulation,
                 context_bytes=context_bytes,
+                warm=self._warm,
                 ema_bytes=sum(part.nbytes(self.module) for part in ema),
             )
             seconds = self._seconds(batch) if timed else math.nan

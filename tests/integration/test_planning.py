@@ -104,17 +104,19 @@ def test_fake_tensors_are_probed_as_real_ones_are():
 
     from baoc.planning import fake_, fake_batch
 
-    def probe(net: torch.nn.Module, batch: torch.Tensor):
+    def probe(net: torch.nn.Module, batch: torch.Tensor, *, warm: bool = True):
         def loss() -> torch.Tensor:
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 return net(batch).float().square().mean()
 
-        return probe_footprint(net, run_micro_batch=loss)
+        return probe_footprint(net, run_micro_batch=loss, warm=warm)
 
     net = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 8))
     batch = torch.randn(4, 32)
     real = probe(net, batch)
     with FakeTensorMode(allow_non_fake_inputs=True):
         fake_(net)
-        fake = probe(net, fake_batch(batch))
+        fake, cold = (probe(net, fake_batch(batch), warm=warm) for warm in (True, False))
     assert fake == real
+    assert cold.forward_backward_bytes == real.forward_backward_bytes and cold.resident_bytes == real.resident_bytes
+    assert cold.moments[2:] == real.moments[2:]  # the batch is first seen in the second
