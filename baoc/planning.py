@@ -157,9 +157,10 @@ class _Shapes:
                 self.task, batch=self.batch, val_batch=None, device=torch.device("cpu"), precision=precision, warm=False
             )
             self.tried = [trials.run(size, accumulation=accumulation, timed=False) for size in sizes[:2]]
-            with FlopCounterMode(display=False) as counter:  # it keeps activations alive, so not while they are counted
-                trials.backward(sizes[0])
-            self.flops = counter.get_total_flops() / sizes[0]
+            with FlopCounterMode(display=False) as counter:
+                trials.forward(sizes[0])
+            # a backward is two forwards, and one more where activations are computed again
+            self.flops = (4 if checkpointing else 3) * counter.get_total_flops() / sizes[0]
         moved = ADAMW_BYTES * self.numel
         return [
             make_option(
