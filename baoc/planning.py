@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from baoc.budgets import resolve_auto
 from baoc.config.schema import RunConfig
+from baoc.data.base import DataModule
 from baoc.decision import axes_of, leave, none_fits
 from baoc.devices import CARDS, Card
 from baoc.errors import BadInputError
@@ -84,8 +85,8 @@ def fake_batch(batch: Any) -> Any:
 
 
 def plan_for(
-    card: Card, config: RunConfig, *, task: Task, batch: Any, settings: SessionSettings, run_dir: Path
-) -> Plan:
+    card: Card, config: RunConfig, *, task: Task, data: DataModule, settings: SessionSettings, run_dir: Path
+) -> None:
     """The plan of `config` on `card`, with its options, in the run folder; `task` may be on meta and becomes fake.
 
     Recomputed activations that are left open are tried where nothing fits without them. Raises InfeasibleBudgetError
@@ -99,9 +100,10 @@ def plan_for(
         )
     settings = widened(settings, device="cuda", budget=budget, precision=str(config.trainer.precision or "32-true"))
     axes = axes_of(config, task=task)
+    real = next(iter(data.make_train_loader(limit=None)))
     with FakeTensorMode(allow_non_fake_inputs=True):
         fake_(task)
-        batch = fake_batch(batch)
+        batch = fake_batch(real)
     options: list[Option] = []
     chosen, made = None, None
     for checkpointing in axes.checkpointing:
@@ -121,7 +123,6 @@ def plan_for(
         "priors by role, rates are approximate"
     )
     leave_plan(plan, option=chosen, device=card.name, name=config.name, source="prior", run_dir=run_dir)
-    return plan
 
 
 class _Shapes:

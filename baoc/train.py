@@ -35,7 +35,6 @@ from baoc.config.schema import ModelConfig, RunConfig
 from baoc.data import build_data
 from baoc.data.base import DataModule
 from baoc.decision import decide, kept, settled
-from baoc.devices import Card
 from baoc.errors import BadInputError, BudgetBreachedError, CheckpointError, DivergedError
 from baoc.models import build_model
 from baoc.models.export import export_model
@@ -62,9 +61,11 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
     Raises BaocError children for what a user can mend; see README, "Exit codes".
     """
     quieten()
-    card = card_of(config)
-    if card is not None:
-        return plan_only(config, card=card, run_dir=run_dir)
+    if (card := card_of(config)) is not None:  # which is not here: the network is built without memory
+        resolved = resolve(config, device="cuda")
+        with torch.device("meta"):
+            task, data = build(resolved, run_dir=run_dir, device=card.name)
+        return plan_for(card, resolved.config, task=task, data=data, settings=session_settings(config), run_dir=run_dir)
     device = choose_device(config.device)
     checkpoint = find_checkpoint(config, run_dir=run_dir)
     if device == "cpu":
@@ -106,15 +107,6 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
             export(task, parts=parts, folder=run_dir / "model")
         conclude(result, parts=parts, run_dir=run_dir)
         return result
-
-
-def plan_only(config: RunConfig, *, card: Card, run_dir: Path) -> None:
-    """mode=plan for a card that is not here: the network is built without memory."""
-    resolved = resolve(config, device="cuda")
-    with torch.device("meta"):
-        task, data = build(resolved, run_dir=run_dir, device=card.name)
-    batch = next(iter(data.make_train_loader(limit=None)))
-    plan_for(card, resolved.config, task=task, batch=batch, settings=session_settings(resolved.config), run_dir=run_dir)
 
 
 def quieten() -> None:
