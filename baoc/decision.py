@@ -34,7 +34,7 @@ from baoc.types import Budget, Footprint, Option
 
 TRIALS_S = 6.0  # about what trials of one kind may take
 FUSED_S = 0.5  # and timing the optimizer step, which is taken to be that of fused AdamW for every option
-VERIFIED = 4  # options that are tried themselves before none is said to fit
+VERIFIED = 6  # options that are tried themselves at most
 DECISION = "decision.json"
 
 
@@ -85,7 +85,7 @@ def decide(
     generators = capture_rng()
     try:
         decision = _Decision(config, task=task, data=data, device=device, settings=settings)
-        options, chosen = choose(decision.options(), objective=config.objective, verified=decision.verified)
+        options, chosen = choose(decision.options(), objective=config.objective, tried=decision.options_after)
         leave(options, run_dir=run_dir, objective=config.objective)
         if chosen is None:
             raise none_fits(options, budget=decision.budget, axes=decision.axes)
@@ -116,6 +116,7 @@ class _Decision:
             device=self.where,
             precision=precision,
         )
+        self.no_room: set[tuple[int, bool]] = set()  # micro-batch and checkpointing of what ran out of memory
         self.tried = {checkpointing: self._try(checkpointing) for checkpointing in self.axes.checkpointing}
         settings = widened(settings, device=device, budget=self.budget, precision=precision)
         if settings.planner.allocator == "exact":  # by prices, in milliseconds: the run itself is planned exactly
@@ -163,7 +164,7 @@ class _Decision:
         ]
 
     def _option(self, footprint: Footprint, checkpointing: bool) -> Option:
-        return make_option(
+        option = make_option(
             self.planner,
             footprint=self.constant(footprint),
             batch_size=self.config.batch_size,
@@ -171,37 +172,45 @@ class _Decision:
             seconds=seconds_at(self.tried[checkpointing], micro_batch=footprint.micro_batch),
             optimizer_s=self.optimizer_s,
         )
+        if (option.micro_batch, checkpointing) in self.no_room:
+            return replace(option, risk=None, why="does not fit: out of memory when it was tried")
+        return option
 
-    def verified(self, chosen: Option) -> Option:
-        """The option with the footprint of its own micro-batch, tried as it would be run."""
+    def options_after(self, chosen: Option) -> list[Option]:
+        """All options again, `chosen` having been tried as it would be run, for bytes and for seconds."""
         self.switch(chosen.checkpointing)
         try:
             trial = self.trials.run(
-                chosen.micro_batch,
-                accumulation=chosen.accumulation,
-                timed=False,
-                context_bytes=context_bytes(self.where),
+                chosen.micro_batch, accumulation=chosen.accumulation, context_bytes=context_bytes(self.where)
             )
         except torch.OutOfMemoryError:
-            return replace(chosen, risk=None, why="does not fit: out of memory when it was tried")
-        return self._option(trial.footprint, chosen.checkpointing)
+            self.no_room.add((chosen.micro_batch, chosen.checkpointing))
+        else:
+            known = [t for t in self.tried[chosen.checkpointing] if t.micro_batch != chosen.micro_batch]
+            self.tried[chosen.checkpointing] = [*known, trial]
+        return self.options()
 
 
 def choose(
-    options: Sequence[Option], *, objective: str, verified: Callable[[Option], Option]
+    options: Sequence[Option], *, objective: str, tried: Callable[[Option], list[Option]]
 ) -> tuple[list[Option], Option | None]:
-    """The options, and the best one whose own trial fits; those whose trial did not are marked as such."""
-    options = list(options)
-    for _ in range(VERIFIED):
-        found = best(options, objective=objective)
-        if found is None:
-            return options, None
-        at = options.index(found)
-        again = verified(found)
-        options[at] = replace(again, samples_per_s=found.samples_per_s, chosen=again.fits)
-        if again.fits:
-            return options, options[at]
-    return options, None
+    """The options, and the best one among those that were tried at their own micro-batch.
+
+    Small micro-batches leave a GPU idle, so lines through them promise too many samples per second: the best option is
+    `tried`, which may make it less than the best, until one is still the best afterwards, or VERIFIED were tried.
+    """
+    options, seen = list(options), set[tuple[int, bool]]()
+    while (found := best(options, objective=objective)) is not None:
+        if (found.micro_batch, found.checkpointing) in seen or len(seen) == VERIFIED:
+            break
+        options = tried(found)
+        seen.add((found.micro_batch, found.checkpointing))
+    known = [option for option in options if (option.micro_batch, option.checkpointing) in seen]
+    chosen = best(known, objective=objective)
+    if chosen is None:
+        return options, None
+    marked = replace(chosen, chosen=True)
+    return [marked if option == chosen else option for option in options], marked
 
 
 def leave(options: Sequence[Option], *, run_dir: Path, objective: str) -> None:

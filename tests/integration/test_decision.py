@@ -13,12 +13,13 @@ from torch import nn
 from baoc import train as training
 from baoc.budgets import parse_budget
 from baoc.config.schema import ModelConfig, ReallocationConfig
-from baoc.decision import axes_of
+from baoc.decision import axes_of, choose
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.tasks.base import Task
-from baoc.types import RunResult
+from baoc.types import Option, RunResult
 from tests.integration.test_run import config
 from tests.tiny import LIGHTNING_NOISE
+from tests.unit.test_options import option
 
 pytestmark = [
     LIGHTNING_NOISE,
@@ -108,3 +109,26 @@ def test_what_contradicts_itself_is_refused(tmp_path: Path):
         run(tmp_path / "day" / "precision", trainer=replace(config().trainer, precision="bf16-true"))
     with pytest.raises(BadInputError, match="micro_batch=5 does not divide batch_size=32"):
         run(tmp_path / "day" / "part", micro_batch=5)
+
+
+def test_an_option_that_is_slower_than_its_line_promised_gives_way(monkeypatch: pytest.MonkeyPatch):
+    """The fastest by prediction is tried first; what it really takes counts, and only what was tried is chosen."""
+    promised, real = {1: 10.0, 8: 80.0, 64: 640.0}, {1: 10.0, 8: 70.0, 64: 60.0}
+    known: list[int] = []
+
+    def options() -> list[Option]:
+        return [option(size, rate=(real if size in known else promised)[size], risk=0.01 * size) for size in promised]
+
+    def tried(found: Option) -> list[Option]:
+        known.append(found.micro_batch)
+        return options()
+
+    after, chosen = choose(options(), objective="throughput", tried=tried)
+    assert known == [64, 8] and chosen is not None
+    assert (chosen.micro_batch, chosen.samples_per_s, chosen.chosen) == (8, 70.0, True)
+    assert [o.micro_batch for o in after if o.chosen] == [8]
+    nothing = [replace(o, risk=None) for o in options()]
+    assert choose(nothing, objective="throughput", tried=tried) == (nothing, None)
+    monkeypatch.setattr("baoc.decision.VERIFIED", 1)
+    known.clear()
+    assert getattr(choose(options(), objective="throughput", tried=tried)[1], "micro_batch", None) == 64
