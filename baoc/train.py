@@ -6,51 +6,32 @@
 import logging
 import math
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.loggers import Logger
 
-from baoc.allocation import ALLOCATORS
-from baoc.budgets import parse_budget
-from baoc.callbacks import (
-    BudgetControl,
-    FinalPictures,
-    LossGuard,
-    MemoryMonitor,
-    Preemption,
-    RngState,
-    SafeCheckpoint,
-    StepMonitor,
-    progress_bar,
-)
+from baoc.assembly import Parts, assemble_trainer, failures, session_settings
 from baoc.config.environment import commit, versions
 from baoc.config.resolve import STAND_IN, Resolved, divisor, resolve
 from baoc.config.schema import ModelConfig, RunConfig
 from baoc.data import build_data
 from baoc.data.base import DataModule
 from baoc.decision import decide, kept, settled
-from baoc.errors import BadInputError, BudgetBreachedError, CheckpointError, DivergedError
+from baoc.errors import BadInputError, BudgetBreachedError, DivergedError
 from baoc.models import build_model
 from baoc.models.export import export_model
 from baoc.models.prepare import Preparation, prepare
-from baoc.online import BudgetChange, ReallocationSettings, RelaxationSettings, SessionSettings
-from baoc.planner import PlannerSettings
 from baoc.planning import card_of, leave_plan, plan_for
-from baoc.recorder import Recorder
 from baoc.resuming import check_resume, find_checkpoint
-from baoc.strategy import BaocStrategy
 from baoc.tasks import OptimizerSettings, build_task
 from baoc.tasks.base import Task
 from baoc.tasks.cpu import prepare_cpu
-from baoc.tracking import console, files, log_plan, log_summary, make_loggers
+from baoc.tracking import console, files, log_summary, make_loggers
 from baoc.tracking.loggers import finishing
-from baoc.types import Quality, Role, RunResult, to_plain
+from baoc.types import Quality, RunResult, to_plain
 
 RESULT_SCHEMA = 1
 
@@ -180,168 +161,7 @@ def preparation(config: ModelConfig) -> Preparation:
     return Preparation(**{**own, "checkpointing": bool(config.checkpointing)}, **lora)
 
 
-# -- the trainer, with what watches it --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    trainer: L.Trainer
-    strategy: BaocStrategy
-    memory: MemoryMonitor
-    steps: StepMonitor
-    preemption: Preemption
-    control: BudgetControl
-    recorder: Recorder
-    validated: "ValidatedAt"
-    pictures: FinalPictures
-    loggers: list[Logger]
-
-
-def session_settings(config: RunConfig) -> SessionSettings:
-    """What planning and reallocation need, in the words of `baoc.online`."""
-    planner = PlannerSettings(
-        specs=config.catalogue.specs,
-        keep_fp32_roles=tuple(Role(role) for role in config.catalogue.keep_fp32_roles),
-        blocks_by=config.blocks.by,
-        patterns=config.blocks.patterns,
-        merge_penalty=config.blocks.merge,
-        risk=config.risk.name,
-        risk_weights=config.risk.weights,
-        allocator=config.allocator.name,
-        seed=config.seed,
-    )
-    return SessionSettings(
-        planner=planner,
-        reallocation=ReallocationSettings(**asdict(config.reallocation)),
-        backend=config.optim.backend,
-        nonfinite=config.optim.nonfinite,
-        release=config.optim.release_gradients,
-        rms_matching=getattr(ALLOCATORS[config.allocator.name], "matching", True),
-    )
-
-
-def make_checkpoint(config: RunConfig, *, task: Task, run_dir: Path, memory: MemoryMonitor) -> SafeCheckpoint:
-    monitor, higher = task.quality
-    return SafeCheckpoint(
-        run_dir,
-        every_n_steps=config.checkpoint.every_n_steps,
-        keep=config.checkpoint.keep,
-        monitor=monitor,
-        mode="max" if higher else "min",
-        meta={"name": config.name, "seed": config.seed},
-        track=memory.track,
-    )
-
-
-def make_control(config: RunConfig, *, run_dir: Path, memory: MemoryMonitor) -> BudgetControl:
-    schedule = [
-        BudgetChange(budget=parse_budget(entry.budget), step=entry.step, batch=entry.batch)
-        for entry in config.dynamics.schedule
-    ]
-    relaxation = RelaxationSettings(**asdict(config.dynamics.relaxation))
-    return BudgetControl(schedule=schedule, relaxation=relaxation, run_dir=run_dir, memory=memory)
-
-
-def assemble_trainer(config: RunConfig, *, task: Task, device: str, run_dir: Path, loggers: list[Logger]) -> Parts:
-    """Lightning's Trainer with the strategy, the monitors, and the recorder as the strategy's listener."""
-    recorder = Recorder(run_dir)
-    memory = MemoryMonitor(config.budget)
-    steps = StepMonitor(leave_out=lambda: memory.tracked, batch_size=config.micro_batch_size)
-    checkpoint = make_checkpoint(config, task=task, run_dir=run_dir, memory=memory)
-    strategy = BaocStrategy(
-        config.budget,
-        device=device,
-        settings=session_settings(config),
-        plan_only=config.mode == "plan",
-        record_latency=True,
-        reallocation_listeners=[recorder.reallocated, lambda _, plan, __: log_plan(loggers, plan=plan)],
-    )
-    strategy.resume_listeners.append(recorder.resumed)
-    strategy.settled_listeners.append(recorder.settled)
-    strategy.plan_listeners += [
-        recorder.planned,
-        lambda _, plan: log_plan(loggers, plan=plan),
-        lambda _, plan: watch_memory(memory, task=task, strategy=strategy, predicted_bytes=plan.peak_bytes),
-    ]
-    control = make_control(config, run_dir=run_dir, memory=memory)
-    validated, pictures, preemption = ValidatedAt(), FinalPictures(run_dir), Preemption(checkpoint)
-    bar = progress_bar(enabled=config.trainer.enable_progress_bar)
-    callbacks: list[L.Callback] = [
-        RngState(),
-        preemption,
-        control,
-        LossGuard(checkpoint=checkpoint, **asdict(config.faults)),
-        steps,
-        memory,
-        validated,
-        pictures,
-        checkpoint,
-        *([bar] if bar is not None else []),
-    ]
-    trainer = L.Trainer(
-        strategy=strategy,
-        accelerator=device if device == "cpu" else "cuda",
-        devices=1,
-        accumulate_grad_batches=config.accumulation,
-        logger=loggers,
-        callbacks=callbacks,
-        default_root_dir=run_dir,
-        **config.trainer.arguments(),
-    )
-    return Parts(
-        trainer=trainer,
-        strategy=strategy,
-        memory=memory,
-        steps=steps,
-        preemption=preemption,
-        control=control,
-        recorder=recorder,
-        validated=validated,
-        pictures=pictures,
-        loggers=loggers,
-    )
-
-
-def watch_memory(memory: MemoryMonitor, *, task: Task, strategy: BaocStrategy, predicted_bytes: int) -> None:
-    """Tells the memory monitor what the plan knows, and lets it measure migrations."""
-    assert strategy.reallocator is not None
-    memory.context_bytes, memory.predicted_bytes = strategy.context_bytes, predicted_bytes
-    memory.budget_bytes = strategy.budget.memory_bytes  # budget=auto has a limit only now
-    profiler = strategy.reallocator.profiler
-    held = [part.buffers for part in (profiler, task.ema) if part is not None]
-    memory.held = lambda: [buffers() for buffers in held]
-    strategy.reallocator.tracked = lambda: memory.track("migration")
-
-
-@contextmanager
-def failures(device: str) -> Iterator[None]:
-    """Turns what training raises into the error that says what to do: a checkpoint of another model, out of memory."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise BudgetBreachedError(
-            f"{device} has no memory left for this run within its budget: lower micro_batch, or give a larger "
-            f"budget ({str(error).splitlines()[0]})"
-        ) from error
-    except RuntimeError as error:
-        if "Error(s) in loading state_dict" not in str(error):
-            raise
-        raise CheckpointError(
-            "the checkpoint is of another model: its tensors have other names or shapes "
-            f"({str(error).splitlines()[1].strip()}); resume with the model and dataset of that run, or without"
-        ) from error
-
-
 # -- stage 13: the result ---------------------------------------------------------------------------------------------
-
-
-class ValidatedAt(L.Callback):
-    """Remembers the step of the newest validation, so that the end of a run is validated once, not twice."""
-
-    step = -1
-
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.step = trainer.global_step
 
 
 def final_metrics(parts: Parts, task: Task, data: L.LightningDataModule) -> dict[str, float]:

@@ -31,6 +31,11 @@ StepProbe = Callable[[], Callable[[], None]]
 FRAGMENTATION = 0.02
 SCALARS_BYTES = 16 * KIB  # losses, logged values and gradient norms, which a loop keeps and a probe does not see
 
+NO_GRADIENT = (
+    "no parameter has a gradient after the probe: it must run forward and backward on one batch, on the model that is "
+    "trained, and leave the gradients where they are"
+)
+
 
 def probe_footprint(
     source: nn.Module | Sequence[Tensor],
@@ -63,22 +68,12 @@ def probe_footprint(
     module = source if isinstance(source, nn.Module) else None
     with _restored(module, params), PeakMeter(device, source) as meter, Dropped(released, meter=meter) as dropped:
         weights_bytes = storage_bytes([*params, *(module.buffers() if module is not None else ())])
-        names = module.named_parameters() if module is not None else ()
-        named = {name: param for name, param in names if param.requires_grad}
+        named = {} if module is None else {name: p for name, p in module.named_parameters() if p.requires_grad}
         peak, moments, order = _training_peak(
-            run_micro_batch,
-            params,
-            meter,
-            accumulation=accumulation,
-            named=named,
-            dropped=dropped,
-            warm=warm,
+            run_micro_batch, params, meter, accumulation=accumulation, named=named, dropped=dropped, warm=warm
         )
         if all(param.grad is None for param in params) and not dropped.gradients_bytes:
-            raise BadInputError(
-                "no parameter has a gradient after the probe: it must run forward and backward on one batch, on the "
-                "model that is trained, and leave the gradients where they are"
-            )
+            raise BadInputError(NO_GRADIENT)
         gradients_bytes = storage_bytes([param.grad for param in params if param.grad is not None])
         resident_bytes = meter.current_bytes
         if released:
