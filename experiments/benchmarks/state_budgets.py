@@ -33,6 +33,10 @@ CONFIGURATIONS = {
     "baoc_statistics_10": "budget=state_10 risk=statistics",
     "baoc_shadow_10": "budget=state_10 risk=shadow",
     "random_10": "budget=state_10 allocator=random",
+    "reallocation_off_10": "budget=state_10 reallocation=off",
+    "reallocation_once_10": "budget=state_10 reallocation=once",
+    "reallocation_interval_10": "budget=state_10 reallocation=interval",
+    "reallocation_drift_10": "budget=state_10 reallocation=drift",
     "uniform_adamw8bit": f"{OWN} allocator=uniform_adamw8bit",
     "uniform_adamw8bit_root": f"{OWN} allocator=uniform_adamw8bit_root",
     "uniform_adamw4bit": f"{OWN} allocator=uniform_adamw4bit",
@@ -74,6 +78,7 @@ def row(label: str, *, found: dict[int, dict], reference: dict[int, dict]) -> di
     return {
         "configuration": label,
         "n": len(loss),
+        "reallocations": mean(r["num_reallocations"] for r in found.values()),
         "state_fraction": mean(r["state_bytes"] / r["state_bytes_adamw"] for r in found.values()),
         "loss": mean(loss),
         "loss_sd": stdev(loss) if len(loss) > 1 else math.nan,
