@@ -27,8 +27,13 @@ URL = "postgresql+psycopg://postgres@/{name}?host={socket}"
 
 def tool(name: str) -> str:
     """A program of PostgreSQL's, which Debian keeps beside the server."""
-    server = Path(shutil.which("pg_ctl") or "pg_ctl").resolve()
-    return shutil.which(name) or str(server.parent / name)
+    control = shutil.which("pg_ctl")
+    if control is None:
+        pytest.fail(
+            "PostgreSQL's pg_ctl is not on the path: install its server, or run pytest with "
+            "--ignore=tests/integration/test_study_postgres.py"
+        )
+    return shutil.which(name) or str(Path(control).resolve().parent / name)
 
 
 def as_server(command: list[str]) -> list[str]:
