@@ -190,14 +190,20 @@ class Footprint:
         less. Each moment counts only what it is known to lose by them, so the peak stays an upper bound.
         """
         temporary = max((self.step_temporary_bytes.get(spec, 0) for spec in specs), default=0)
-        temporary = max(temporary, self.profile_temporary_bytes)
         step = Moment(name="step", num_bytes=self.resident_bytes + temporary, gradients=None)
         fixed = self.ema_bytes + self.profile_bytes + self.context_bytes + self.reserve_bytes
         return max(self._less(self._parts(step), saved=saved or {})) + fixed + state_bytes
 
     def _parts(self, step: Moment) -> tuple[Moment, ...]:
         whole = Moment(name="forward and backward", num_bytes=self.forward_backward_bytes)
-        return (*(self.moments or (whole, Moment(name="validation", num_bytes=self.validation_bytes))), step)
+        # Where gradients are released they are gone, and activations with them, when a sample of all is put together.
+        beside = self.weights_bytes if self.released else self.resident_bytes
+        sample = Moment(
+            name="sample",
+            num_bytes=beside + self.profile_temporary_bytes,
+            gradients=0 if self.released else None,
+        )
+        return (*(self.moments or (whole, Moment(name="validation", num_bytes=self.validation_bytes))), step, sample)
 
     def saved_at_most(self, saved: Mapping[str, int]) -> int:
         """What parameters of 16 bits save at the largest moment of forward, backward and validation."""

@@ -46,7 +46,7 @@ class Watch(L.Callback):
 
 def run(run_dir: Path, monkeypatch: pytest.MonkeyPatch, watch: L.Callback | None = None, **changes: Any) -> RunResult:
     run_dir.mkdir(parents=True, exist_ok=True)
-    monkeypatch.setattr(training, "progress_bar", lambda **_: watch)
+    monkeypatch.setattr("baoc.assembly.progress_bar", lambda **_: watch)
     result = training.run(config(**changes), run_dir=run_dir, command="python run.py")
     assert result is not None
     return result

@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 
+from baoc import assembly
 from baoc import train as training
 from baoc.budgets import parse_budget
 from baoc.config.schema import (
@@ -116,11 +117,11 @@ def test_stopped_and_resumed_it_is_the_same_run(whole, tmp_path, stop, monkeypat
                 raise Killed
 
     run_dir = tmp_path / "day" / "cut"
-    whole_bar = training.progress_bar
-    monkeypatch.setattr(training, "progress_bar", lambda **_: Kill())
+    whole_bar = assembly.progress_bar
+    monkeypatch.setattr("baoc.assembly.progress_bar", lambda **_: Kill())
     with pytest.raises(Killed):
         run(run_dir, trainer=replace(config().trainer, enable_progress_bar=True))
-    monkeypatch.setattr(training, "progress_bar", whole_bar)
+    monkeypatch.setattr("baoc.assembly.progress_bar", whole_bar)
     resumed = run(run_dir, resume="auto")
     assert logged(run_dir) == logged(whole[0])
     assert resumed.quality == whole[1].quality
