@@ -36,10 +36,10 @@ _LOWER, _BACK = 1, 2  # SIGRTMIN + 1 takes a notch away, SIGRTMIN + 2 gives one 
 class BudgetControl(L.Callback):
     """Place it before the monitors; needs BaocStrategy as the Trainer's strategy.
 
-    `schedule`: see BudgetChange. `run_dir`: where `budget` is read (`echo 6gb > RUN/budget`; an empty or removed file
-    gives back what the schedule says) and `budget.json` written. Inside `listening`, SIGRTMIN+1 takes a notch of a
-    tenth away and SIGRTMIN+2 gives one back, where the system has such signals. `memory` measures anew from each
-    change on.
+    `schedule`: see BudgetChange. `run_dir`: where `budget` is read (`echo 6gb > RUN/budget`; without the file the
+    schedule counts again, and an empty one changes nothing) and `budget.json` written. Inside `listening`,
+    SIGRTMIN+1 takes a notch of a tenth away and SIGRTMIN+2 gives one back, where the system has such signals. `memory`
+    measures anew from each change on.
 
     A batch of more samples per forward than any before needs more memory under a memory budget: a small part of it
     tells how much (`callbacks.growth`), and states make room before it goes through the network.
@@ -62,6 +62,7 @@ class BudgetControl(L.Callback):
         self._memory = memory
         self._seen: tuple[int, int] | None = None  # of the file, when it was last read
         self._refused: tuple[Budget, Footprint | None] | None = None  # not to be tried at every step again
+        self._answered: dict[str, Any] = {}
         self._grew = False
         self._signals = 0
         self._strategy: Any = None
@@ -207,14 +208,21 @@ class BudgetControl(L.Callback):
             mark, text = None, ""
         if mark == self._seen:
             return
-        self._seen = mark
         if mark is not None:
-            with suppress(OSError, UnicodeDecodeError):
-                text = path.read_text()
+            with suppress(OSError):
+                text = path.read_text(errors="replace")
+            if not text.strip():  # `echo 6gb > budget` empties the file before it writes: the next look reads it
+                return
+        self._seen = mark
         try:
             self.dial.ask(text)
         except BadInputError as error:
+            self._write(refused=f"{path} is not followed: {error}")
             self.tell(f"{path} is not followed: {error}")
+            return
+        self._refused = None  # who asks again is answered again
+        if self._answered.get("refused"):
+            self._write(refused=None)
 
     def _relax(self) -> None:
         lower = self._strategy.reallocator.relax(self.relaxation)
@@ -225,21 +233,21 @@ class BudgetControl(L.Callback):
 
     def _answer(self, *, step: int, budget: Budget, why: str, plan: Plan, refused: str | None = None) -> None:
         """`budget.json`: what is in force, since when and why, and why what was asked for last is not."""
-        if self._run_dir is None:
-            return
-        files.write_json(
-            self._run_dir / ANSWER,
-            {
-                "schema": 1,
-                "pid": os.getpid(),
-                "step": step,
-                "budget": budget,
-                "why": why,
-                "state_bytes": plan.allocation.state_bytes,
-                "peak_bytes_predicted": plan.peak_bytes,
-                "refused": refused,
-            },
-        )
+        self._answered = {
+            "schema": 1,
+            "pid": os.getpid(),
+            "step": step,
+            "budget": budget,
+            "why": why,
+            "state_bytes": plan.allocation.state_bytes,
+            "peak_bytes_predicted": plan.peak_bytes,
+        }
+        self._write(refused=refused)
+
+    def _write(self, *, refused: str | None) -> None:
+        self._answered["refused"] = refused
+        if self._run_dir is not None:
+            files.write_json(self._run_dir / ANSWER, self._answered)
 
 
 def _more(one: Budget, other: Budget) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 
+from baoc import assembly
 from baoc import train as training
 from baoc.budgets import parse_budget
 from baoc.config.dynamics import DynamicsConfig, RelaxationConfig, ScheduleEntry
@@ -46,7 +47,7 @@ class Watch(L.Callback):
 
 def run(run_dir: Path, monkeypatch: pytest.MonkeyPatch, watch: L.Callback | None = None, **changes: Any) -> RunResult:
     run_dir.mkdir(parents=True, exist_ok=True)
-    monkeypatch.setattr("baoc.assembly.progress_bar", lambda **_: watch)
+    monkeypatch.setattr(assembly, "progress_bar", lambda **_: watch)
     result = training.run(config(**changes), run_dir=run_dir, command="python run.py")
     assert result is not None
     return result
@@ -120,19 +121,23 @@ def test_a_file_lowers_the_budget_and_gives_it_back(
     seen: list[dict[str, Any]] = []
     watch = Watch(
         step_2=lambda _: ask.write_text("state_10\n"),
+        step_3=lambda _: ask.write_text(""),  # what a reader sees between the two halves of `echo state_10 > budget`
         step_4=lambda _: (seen.append(answer(run_dir)), ask.write_text("plenty")),
-        step_6=lambda _: ask.write_text("10kb"),
+        step_6=lambda _: (seen.append(answer(run_dir)), ask.write_text("10kb")),
         step_8=lambda _: (seen.append(answer(run_dir)), ask.unlink()),
     )
     result = run(run_dir, monkeypatch, watch, budget=parse_budget("state_50"))
     share = {step: held / result.state_bytes_adamw for step, held in watch.state_bytes.items()}
     assert share[1] > 0.4 and share[2] <= 0.1, "held at the very next step"
+    assert watch.budgets[3] == "state_10", "a file that is being written changes nothing"
     assert watch.budgets[5] == "state_10", "what cannot be read changes nothing"
     assert watch.budgets[7] == "state_10", "what cannot be met neither"
     assert share[9] > 0.4 and watch.budgets[9] == "state_50"
     assert seen[0]["budget"]["name"] == "state_10" and seen[0]["pid"] == os.getpid()
     assert seen[0]["why"] == "the budget file asks for it" and seen[0]["refused"] is None
-    assert seen[1]["budget"]["name"] == "state_10" and "10kb cannot be met" in seen[1]["refused"]
+    assert "budget is not followed: cannot read budget=plenty" in seen[1]["refused"]
+    assert seen[2]["budget"]["name"] == "state_10" and "10kb cannot be met" in seen[2]["refused"]
+    assert answer(run_dir)["refused"] is None, "nothing is asked for any more"
     told = " ".join(capsys.readouterr().out.split())
     assert "is not followed: cannot read budget=plenty" in told
     assert told.count("the budget stays state_10: budget 10kb cannot be met") == 1, "said once, not at each step"
