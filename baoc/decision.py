@@ -31,6 +31,7 @@ from baoc.strategy.trials import Trials, grow
 from baoc.tasks.base import Task
 from baoc.tracking import console, files
 from baoc.types import Budget, Footprint, Option
+from baoc.units import format_bytes
 
 TRIALS_S = 6.0  # about what trials of one kind may take
 FUSED_S = 0.5  # and timing the optimizer step, which is taken to be that of fused AdamW for every option
@@ -231,8 +232,9 @@ def none_fits(options: Sequence[Option], *, budget: Budget, axes: Axes) -> Infea
         advice.insert(0, "model.checkpointing=null, where the model can recompute activations")
     advice.append("more catalogue.specs, such as '*+split8', or fewer roles in catalogue.keep_fp32_roles")
     return InfeasibleBudgetError(
-        f"budget {budget.name} cannot be met by any of {len(options)} options: it allows {budget.memory_bytes} bytes, "
-        f"and the least that one takes is {least.peak_bytes} bytes ({least.name}). What would lower it: "
+        f"budget {budget.name} cannot be met by any of {len(options)} options: it allows "
+        f"{format_bytes(budget.memory_bytes or 0)} ({budget.memory_bytes} bytes), and the least that one takes is "
+        f"{format_bytes(least.peak_bytes)}, {least.peak_bytes} bytes ({least.name}). What would lower it: "
         f"{'; '.join(advice)}",
         budget_bytes=budget.memory_bytes or 0,
         least_feasible_bytes=least.peak_bytes,

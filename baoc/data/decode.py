@@ -37,9 +37,10 @@ def open_image(content: bytes | Path, *, where: str) -> "Image":
         image.load()
         return pillow.ImageOps.exif_transpose(image)
     except Exception as error:  # Pillow raises many kinds: UnidentifiedImageError, SyntaxError, struct.error, ...
-        raise TrainingFailedError(
-            f"{where} cannot be decoded as an image ({type(error).__name__}: {error}): replace or remove it"
-        ) from error
+        why = f"{type(error).__name__}: {error}"
+        if isinstance(error, pillow.UnidentifiedImageError):  # its text is the address of our buffer
+            why = "no image format is recognised"
+        raise TrainingFailedError(f"{where} cannot be decoded as an image ({why}): replace or remove it") from error
 
 
 def require_pillow():

@@ -61,7 +61,9 @@ def test_a_plan_for_a_card_is_made_without_weights(tmp_path: Path):
 
 def test_what_no_option_fits_names_the_least(tmp_path: Path):
     (tmp_path / "none").mkdir()
-    with pytest.raises(InfeasibleBudgetError, match=r"budget 800mb cannot be met by any of 14 options.*'\*\+split8'"):
+    with pytest.raises(
+        InfeasibleBudgetError, match=r"cannot be met by any of 14 options: it allows 800 MiB .*'\*\+split8'"
+    ):
         training.run(asked("800mb"), run_dir=tmp_path / "none", command="")
 
 

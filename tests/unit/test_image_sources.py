@@ -152,6 +152,13 @@ def test_a_corrupt_image_is_named(tmp_path, augment, workers):
         batches(data.val_dataloader())
 
 
+def test_a_file_that_is_no_image_is_named_without_addresses(tmp_path):
+    root = write_folder(tmp_path / "x", count=4)
+    (root / "dog" / "02.png").write_bytes(b"no image")
+    with pytest.raises(TrainingFailedError, match=r"dog/02.png .*\(no image format is recognised\): replace"):
+        batches(images(root).train_dataloader())
+
+
 def test_pillow_is_asked_for(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "PIL.Image", None)
     with pytest.raises(BadInputError, match=r"needs Pillow: pip install 'baoc\[data\]'"):
