@@ -119,7 +119,7 @@ class BudgetControl(L.Callback):
             self._signals, self._grew = saved["notches"], bool(saved["grown"])
             self.dial.ceiling = Budget(**saved["ceiling"]) if saved["ceiling"] else None
             if planner.footprint is not None and saved["grown"]:
-                planner.footprint = replace(planner.footprint, **saved["grown"])
+                planner.footprint = replace(planner.footprint, **saved["grown"], moments=())  # which the probe had anew
         self._answer(step=0, budget=planner.budget, why="the budget of the run", plan=plan)
 
     def _check(self, planner: Planner, change: BudgetChange) -> None:
