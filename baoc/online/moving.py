@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from baoc.catalogue import SPECS
+from baoc.charges import saved_by
 from baoc.cost import cost
 from baoc.planner import Planner
 from baoc.types import Plan, Profile, RuleInfo, StateKind, StateLayout
@@ -69,27 +70,39 @@ def transit(planner: Planner, *, now: Plan, then: Plan) -> Transit | None:
     """The memory of moving, block by block, those that shrink most first, between two steps; None without a footprint.
 
     Activations are gone by then; weights, gradients, averages and all states are there, and of the block that moves the
-    states twice, with what the conversion of its largest tensor holds.
+    states twice, with what the conversion of its largest tensor holds. Weights are counted as the plan in force keeps
+    them, and so are their gradients, but where those are released: then it is not known which are there.
     """
     footprint = planner.footprint
     if footprint is None:
         return None
     named = {block.name: block for block in planner.blocks}
 
-    def bytes_of(block: str, spec: str) -> tuple[int, int]:
+    def bytes_of(block: str, spec: str, *, copies: int) -> tuple[int, int]:
         cost_of = cost(named[block], spec=SPECS[spec], rule=planner.rules[SPECS[spec].rule])
-        return cost_of.state_bytes, cost_of.state_bytes + cost_of.weight_bytes
+        return cost_of.state_bytes, cost_of.state_bytes + copies * cost_of.weight_bytes
 
-    held = sum(bytes_of(block, spec)[0] for block, spec in now.allocation.choices.items())
-    steps = []
-    for block, (source, target) in moved_specs(now, then).items():
-        new_bytes, new_total = bytes_of(block, target)
-        largest = max((param.numel for param in named[block].params), default=0)
-        steps.append((new_total - bytes_of(block, source)[1], new_bytes + 4 * CONVERSION_FLOATS * largest))
-    peak = held
-    for growth, beside in sorted(steps):
-        peak = max(peak, held + beside)
-        held += growth
+    def peak(copies: int) -> int:
+        """Of states, less what weights of 16 bits save, `copies` being 2 where gradients go with them, else 1."""
+        choices = now.allocation.choices
+        saved = saved_by(choices, blocks=planner.blocks, specs=SPECS)
+        held = sum(bytes_of(block, spec, copies=copies)[0] for block, spec in choices.items())
+        held -= copies * sum(saved.values())
+        steps = []
+        for block, (source, target) in moved_specs(now, then).items():
+            new_bytes, new_total = bytes_of(block, target, copies=copies)
+            largest = max((param.numel for param in named[block].params), default=0)
+            growth = new_total - bytes_of(block, source, copies=copies)[1]
+            steps.append((growth, new_bytes + 4 * CONVERSION_FLOATS * largest))
+        most = held
+        for growth, beside in sorted(steps):
+            most = max(most, held + beside)
+            held += growth
+        return most
+
     fixed = footprint.ema_bytes + footprint.profile_bytes + footprint.context_bytes + footprint.reserve_bytes
-    total = footprint.resident_bytes + fixed + peak
-    return Transit(peak_bytes=total, without_gradients_bytes=total - footprint.gradients_bytes)
+    total = footprint.resident_bytes + fixed
+    return Transit(
+        peak_bytes=total + peak(1 if footprint.released else 2),
+        without_gradients_bytes=total - footprint.gradients_bytes + peak(1),
+    )
