@@ -20,7 +20,8 @@ def usable(profile: Profile | None, *, planner: Planner, risk: str) -> bool:
     if "shadow" not in RISKS[risk].needs:
         return True
     options = planner.candidates(risk="prior", profile=None)
-    return all(c.spec in profile.shadow.get(name, {}) for name in names for c in options[name])
+    # Shadows follow native weights; the other formats of a rule and storage are judged by those.
+    return all(c.spec.partition("+")[0] in profile.shadow.get(name, {}) for name in names for c in options[name])
 
 
 def adopted(planner: Planner, state: Mapping[str, Any], *, profile: Profile | None) -> tuple[Plan, list[str]]:
