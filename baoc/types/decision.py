@@ -190,7 +190,8 @@ class Footprint:
         less. Each moment counts only what it is known to lose by them, so the peak stays an upper bound.
         """
         temporary = max((self.step_temporary_bytes.get(spec, 0) for spec in specs), default=0)
-        step = Moment(name="step", num_bytes=self.resident_bytes + temporary, gradients=None)
+        held = 0 if self.released else None  # of gradients released in backward it is not known which are there
+        step = Moment(name="step", num_bytes=self.resident_bytes + temporary, gradients=held)
         fixed = self.ema_bytes + self.profile_bytes + self.context_bytes + self.reserve_bytes
         return max(self._less(self._parts(step), saved=saved or {})) + fixed + state_bytes
 
