@@ -219,8 +219,8 @@ class Reallocator:
         if not found:
             return None
         self.profile = now
-        held = {c.block: c.cost.state_bytes for options in pool.values() for c in options if self._runs(c)}
-        saved = sum(held[block] - candidate.cost.state_bytes for block, candidate in found.items())
+        held = {c.block: c.cost.charged_bytes for options in pool.values() for c in options if self._runs(c)}
+        saved = sum(held[block] - candidate.cost.charged_bytes for block, candidate in found.items())
         lower = lowered(self.planner.budget, plan=self.plan, saved_bytes=saved)
         return lower, {block: calm[block] for block in found}
 

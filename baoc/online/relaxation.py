@@ -62,10 +62,10 @@ def offers(
         cheaper = [
             c
             for c in options
-            if c.cost.state_bytes < held.cost.state_bytes and c.risk.total - held.risk.total <= max_risk * worst
+            if c.cost.charged_bytes < held.cost.charged_bytes and c.risk.total - held.risk.total <= max_risk * worst
         ]
         if cheaper:
-            found[block] = max(cheaper, key=lambda c: (c.cost.state_bytes, -c.risk.total))
+            found[block] = max(cheaper, key=lambda c: (c.cost.charged_bytes, -c.risk.total))
     return found
 
 
