@@ -103,6 +103,9 @@ class Probe:
             step_temporary_bytes=temporaries,
             ema_bytes=sum(ema.nbytes(self.module) for ema in self._ema),
             validation_bytes=footprint.validation_bytes + extra,
+            moments=tuple(
+                replace(m, num_bytes=m.num_bytes + extra) if m.name == "validation" else m for m in footprint.moments
+            ),
         )
 
     def latency(self, specs: Sequence[OptimizerSpec], *, max_s: float) -> LatencyTable:
