@@ -37,6 +37,7 @@ TRIALS_S = 6.0  # about what trials of one kind may take
 FUSED_S = 0.5  # and timing the optimizer step, which is taken to be that of fused AdamW for every option
 VERIFIED = 6  # options that are tried themselves at most
 DECISION = "decision.json"
+STATE_ADVICE = "more catalogue.specs, such as '*', or fewer roles in catalogue.keep_fp32_roles"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,11 @@ def kept(checkpoint: Path | None) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
+def keep(choice: dict[str, Any], *, run_dir: Path) -> None:
+    """Leaves a decision in the run's folder, for runs that resume from it, be it that it was resumed itself."""
+    files.write_json(run_dir / DECISION, choice)
+
+
 def settled(config: RunConfig, *, choice: dict[str, Any]) -> RunConfig:
     """`config` with the values of a decision."""
     model = replace(config.model, checkpointing=choice["checkpointing"])
@@ -94,7 +100,7 @@ def decide(
     finally:
         restore_rng(generators)
     choice = {"micro_batch": chosen.micro_batch, "checkpointing": chosen.checkpointing}
-    files.write_json(run_dir / DECISION, choice)
+    keep(choice, run_dir=run_dir)
     data.batch_size, data.accumulate = chosen.micro_batch, chosen.accumulation
     return replace(settled(config, choice=choice), budget=decision.budget)
 
@@ -198,15 +204,17 @@ def choose(
     """The options, and the best one among those that were tried at their own micro-batch.
 
     Small micro-batches leave a GPU idle, so lines through them promise too many samples per second: the best option is
-    `tried`, which may make it less than the best, until one is still the best afterwards, or VERIFIED were tried.
+    `tried`, which may make it less than the best, until one is still the best afterwards, or VERIFIED that fit were.
     """
     options, seen = list(options), set[tuple[int, bool]]()
+    known: list[Option] = []
     while (found := best(options, objective=objective)) is not None:
-        if (found.micro_batch, found.checkpointing) in seen or len(seen) == VERIFIED:
+        fitting = sum(option.fits for option in known)  # a try that found no room is no answer yet
+        if (found.micro_batch, found.checkpointing) in seen or fitting == VERIFIED:
             break
         options = tried(found)
         seen.add((found.micro_batch, found.checkpointing))
-    known = [option for option in options if (option.micro_batch, option.checkpointing) in seen]
+        known = [option for option in options if (option.micro_batch, option.checkpointing) in seen]
     chosen = best(known, objective=objective)
     if chosen is None:
         return options, None
@@ -223,6 +231,14 @@ def leave(options: Sequence[Option], *, run_dir: Path, objective: str) -> None:
 def none_fits(options: Sequence[Option], *, budget: Budget, axes: Axes) -> InfeasibleBudgetError:
     """The refusal where no option fits; it names the least budget, and what is pinned that could lower it."""
     least = min(options, key=lambda option: option.peak_bytes)
+    if budget.memory_bytes is None:  # of states alone, which no micro-batch makes smaller
+        return InfeasibleBudgetError(
+            f"budget {budget.name} cannot be met by any of {len(options)} options: the least state takes "
+            f"{least.peak_bytes} bytes, whatever the micro-batch. What would lower it: {STATE_ADVICE}",
+            budget_bytes=0,
+            least_feasible_bytes=least.peak_bytes,
+            advice=(STATE_ADVICE,),
+        )
     advice = ["a smaller model.size"]
     if len(axes.micro_batches) == 1 and axes.micro_batches[0] > 1:
         advice.insert(

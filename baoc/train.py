@@ -19,7 +19,7 @@ from baoc.config.resolve import STAND_IN, Resolved, divisor, resolve
 from baoc.config.schema import ModelConfig, RunConfig
 from baoc.data import build_data
 from baoc.data.base import DataModule
-from baoc.decision import decide, kept, settled
+from baoc.decision import decide, keep, kept, settled
 from baoc.errors import BadInputError, BudgetBreachedError, DivergedError
 from baoc.models import build_model
 from baoc.models.export import export_model
@@ -56,7 +56,9 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
     resolved = resolve(settled(config, choice=choice) if choice else config, device=device)
     task, data = build(resolved, run_dir=run_dir, device=device)
     config = resolved.config
-    if resolved.open and not choice:
+    if choice:
+        keep(choice, run_dir=run_dir)
+    elif resolved.open:
         settings = session_settings(config)
         config = decide(config, task=task, data=data, device=device, settings=settings, run_dir=run_dir)
     loggers = make_loggers(

@@ -81,6 +81,9 @@ def test_a_resumed_run_goes_on_with_what_was_decided(tmp_path: Path):
     again = run(run_dir, resume="auto", trainer=replace(config().trainer, max_steps=6), objective="throughput")
     assert again.num_steps == 6 and (run_dir / "decision.json").read_text() == decided
     assert not (run_dir / "options.csv").exists()  # nothing was decided anew
+    later = tmp_path / "later" / "first"
+    run(later, resume=str(run_dir), trainer=replace(config().trainer, max_steps=7), objective="throughput")
+    assert (later / "decision.json").read_text() == decided, "for whoever resumes from this run"
 
 
 def test_no_option_fits_says_the_least_and_which_pin_is_in_the_way(tmp_path: Path):

@@ -1,0 +1,141 @@
+"""Where decision, budgets, weights, release and resume meet: what one part leaves, another has to read rightly."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+from baoc.budgets import parse_budget
+from baoc.callbacks.budget_control import BudgetControl
+from baoc.decision import Axes, choose, none_fits
+from baoc.online.converting import usable
+from baoc.online.moving import transit
+from baoc.online.relaxation import offers
+from baoc.planner import Planner, PlannerSettings
+from baoc.strategy.probe import Probe
+from baoc.types import Candidate, Cost, Footprint, Moment, Option, Profile, Risk, to_plain
+from tests.decision import stats, transformer
+from tests.unit.test_moving import planner, uniform
+from tests.unit.test_options import option
+from tests.unit.test_weights_planned import FOOTPRINT
+
+
+def test_tries_that_find_no_room_leave_the_smaller_ones_their_turn() -> None:
+    """Lines through small micro-batches promise most for the largest; those may all be too large."""
+    left = {2**power for power in range(11)}
+
+    def options() -> list[Option]:
+        return [
+            option(size, rate=float(size), risk=0.1 if size in left else None) for size in (2**p for p in range(11))
+        ]
+
+    def tried(found: Option) -> list[Option]:
+        if found.micro_batch > 4:
+            left.discard(found.micro_batch)
+        return options()
+
+    _, chosen = choose(options(), objective="throughput", tried=tried)
+    assert chosen is not None and chosen.micro_batch == 4
+
+
+def test_a_state_budget_that_no_option_meets_names_no_bytes_that_it_does_not_have() -> None:
+    options = [replace(option(8, rate=1.0, risk=None), peak_bytes=77)]
+    axes = Axes(micro_batches=(8,), checkpointing=(False,))
+    error = none_fits(options, budget=parse_budget("state_10"), axes=axes)
+    assert "the least state takes 77 bytes, whatever the micro-batch" in str(error) and "None" not in str(error)
+
+
+def splitting() -> Planner:
+    settings = PlannerSettings(specs=("*", "*+split8"), keep_fp32_roles=())
+    return Planner(transformer(), budget=parse_budget("unlimited"), settings=settings, footprint=planner().footprint)
+
+
+def test_a_move_starts_from_the_weights_that_are_there() -> None:
+    """Weights of 16 bits and their gradients are smaller than the probe saw them, before a move as in a step."""
+    of = splitting()
+    numel = sum(block.numel for block in of.blocks)
+    now = uniform(of, "adamw+split8")
+    still = transit(of, now=now, then=now)
+    assert still is not None
+    assert still.peak_bytes == 1_900_000 + now.allocation.state_bytes - 2 * 2 * numel
+    assert still.without_gradients_bytes == 1_000_000 + now.allocation.state_bytes - 2 * numel
+    native = uniform(of, "adamw")
+    there = transit(of, now=native, then=native)
+    last = transit(of, now=now, then=native)
+    assert there is not None and last is not None and last.peak_bytes <= there.peak_bytes + 2**22
+    assert of.footprint is not None
+    of.footprint = replace(of.footprint, released=True)
+    released = transit(of, now=now, then=now)
+    assert released is not None and released.peak_bytes == 1_900_000 + now.allocation.state_bytes - 2 * numel
+
+
+def test_released_gradients_are_not_taken_off_twice() -> None:
+    """When a block is stepped, only some gradients are there: saving on all of them would promise too little."""
+    released = replace(FOOTPRINT, moments=(), gradient_order=(), released=True, step_temporary_bytes={"adamw": 2**25})
+    less = {name: 512 * 512 * 2 for name in FOOTPRINT.gradient_order}
+    whole = released.peak_bytes(state_bytes=0, specs=("adamw",))
+    assert released.peak_bytes(state_bytes=0, specs=("adamw",), saved=less) == whole - sum(less.values())
+
+
+def test_statistics_of_native_weights_serve_every_format_after_a_resume() -> None:
+    settings = PlannerSettings(specs=("adamw", "adamw+split8"), risk="shadow", keep_fp32_roles=())
+    of = Planner(transformer(), budget=parse_budget("unlimited"), settings=settings)
+    ran: dict[str, Any] = {block.name: {"adamw": {}} for block in of.blocks}
+    profile = Profile(stats={block.name: stats() for block in of.blocks}, shadow=ran)
+    assert usable(profile, planner=of, risk="shadow")
+    assert not usable(replace(profile, shadow={}), planner=of, risk="shadow")
+
+
+def test_a_calm_block_offers_what_is_cheaper_in_all() -> None:
+    """Native weights want a byte less of state than split ones, and four more of weights and gradients."""
+    of = splitting()
+    block = of.blocks[1].name
+    plan = uniform(of, "adamw+split8")
+
+    def candidate(spec: str, risk: float, **cost: int) -> Candidate:
+        return Candidate(block=block, spec=spec, cost=Cost(**cost), risk=Risk(total=risk))
+
+    pool = {
+        block: [
+            candidate("sign+split8", 1.0, state_bytes=1, saved_bytes=4),
+            candidate("adamw", 0.0, state_bytes=8),
+            candidate("adamw+split8", 0.01, state_bytes=9, saved_bytes=4),
+        ]
+    }
+    assert offers(plan, pool, calm={block: 0.1}, max_risk=0.1) == {}
+
+
+def test_a_footprint_that_grew_before_a_resume_stays_grown() -> None:
+    """The moments of the new probe are of the smaller batch, and would decide the peak if they stayed."""
+    of = planner("8mb")
+    assert of.footprint is not None
+    moments = (Moment(name="training", num_bytes=5_000_000), Moment(name="validation", num_bytes=2_000_000))
+    of.footprint = replace(of.footprint, moments=moments)
+    plan = uniform(of, "sign")
+    strategy: Any = SimpleNamespace(budget=of.budget, settings=None)
+    control = BudgetControl()
+    control._strategy = strategy
+    base = to_plain(of.budget)
+    grown = {"micro_batch": 8, "forward_backward_bytes": 7_000_000, "resident_bytes": 1_900_000}
+    control.load_state_dict({"base": base, "in_force": base, "notches": 0, "ceiling": {}, "grown": grown})
+    control._planned(of, plan)
+    footprint: Footprint = of.footprint
+    assert footprint.peak_bytes(state_bytes=0) == 7_000_000
+
+
+def test_copies_of_averages_count_at_the_moment_of_validation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the probe told moments apart, they decide the peak, so what a validation holds more belongs to them too."""
+    moments = (Moment(name="training", num_bytes=3000), Moment(name="validation", num_bytes=2900))
+    found = replace(FOOTPRINT, resident_bytes=0, moments=moments, validation_bytes=2900)
+    monkeypatch.setattr("baoc.strategy.probe.probe_footprint", lambda *_, **__: found)
+    probe: Any = object.__new__(Probe)
+    probe.module, probe.accumulation = L.LightningModule(), 1
+    probe.module.weight = nn.Parameter(torch.zeros(4))
+    probe._ema = [SimpleNamespace(validation_bytes=lambda _: 500, nbytes=lambda _: 0)]
+    probe._train = probe._validate = lambda: None
+    probe._micro_batch = 1
+    assert probe.footprint([], context_bytes=0).peak_bytes(state_bytes=0) == 3400
