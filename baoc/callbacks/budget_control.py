@@ -16,6 +16,7 @@ from typing import Any
 import lightning as L
 import torch
 
+from baoc.budgets import AUTO, resolve_auto
 from baoc.callbacks.growth import grown, saved_by_forward
 from baoc.callbacks.memory import MemoryMonitor
 from baoc.callbacks.steps import num_samples
@@ -23,7 +24,7 @@ from baoc.errors import BadInputError, BaocError, InfeasibleBudgetError
 from baoc.online.dial import BudgetChange, BudgetDial
 from baoc.online.relaxation import RelaxationSettings
 from baoc.planner import Planner
-from baoc.profiling import cap_device
+from baoc.profiling import cap_device, free_bytes
 from baoc.tracking import files
 from baoc.tracking.console import say
 from baoc.types import Budget, Footprint, Plan, to_plain
@@ -100,7 +101,9 @@ class BudgetControl(L.Callback):
 
         The checkpoint's allocation is loaded after this and has to meet the budget that it was made for.
         """
-        self.dial.base = planner.budget
+        self.dial.base = base = planner.budget
+        known = base.memory_bytes if base.name == AUTO else None
+        self.dial.free_bytes = free_bytes(self._strategy.root_device) if known is None else known
         self.dial.schedule = self.schedule
         for change in self.schedule:
             self._check(planner, change)
@@ -123,7 +126,7 @@ class BudgetControl(L.Callback):
         self._answer(step=0, budget=planner.budget, why="the budget of the run", plan=plan)
 
     def _check(self, planner: Planner, change: BudgetChange) -> None:
-        before, planner.budget = planner.budget, change.budget
+        before, planner.budget = planner.budget, resolve_auto(change.budget, free_bytes=self.dial.free_bytes or 0)
         try:
             planner.propose(risk="prior")
         except InfeasibleBudgetError as error:

@@ -6,7 +6,7 @@ Pure: steps and sizes in, a Budget and its reason out. Who applies it is `callba
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from baoc.budgets import parse_budget
+from baoc.budgets import parse_budget, resolve_auto
 from baoc.errors import BadInputError
 from baoc.types import Budget
 
@@ -38,13 +38,15 @@ class BudgetChange:
 class BudgetDial:
     """`wish` says which budget is to be in force. Of the schedule's entries the last one that has come counts; a text
     that `ask` was given takes its place until it is taken back by `ask("")`; each notch takes NOTCH of that away;
-    `ceiling` is what progressive relaxation left, and is never passed again but by `ask`.
+    `ceiling` is what progressive relaxation left, and is never passed again but by `ask`. `free_bytes` is what `auto`
+    means, which would not limit anything without it.
     """
 
     def __init__(self, base: Budget, *, schedule: Sequence[BudgetChange] = ()):
         self.base = base
         self.schedule = tuple(schedule)
         self.notches = 0
+        self.free_bytes: int | None = None
         self.ceiling: Budget | None = None
         self._asked: Budget | None = None
         self._largest_batch = 0
@@ -58,7 +60,7 @@ class BudgetDial:
         self._largest_batch = max(self._largest_batch, batch)
         budget, why = self._scheduled(step)
         if self._asked is not None:
-            budget, why = self._asked, "the budget file asks for it"
+            budget, why = self._meant(self._asked), "the budget file asks for it"
         elif self.ceiling is not None and _below(self.ceiling, budget):
             budget, why = self.ceiling, "blocks that calmed down gave it up"
         if self.notches:
@@ -72,7 +74,12 @@ class BudgetDial:
             came = step >= change.step if change.step is not None else self._largest_batch >= (change.batch or 0)
             if came:
                 budget, why = change.budget, f"budget.schedule, {change.when}"
-        return replace(budget, step_time=budget.step_time or self.base.step_time), why
+        return self._meant(budget), why
+
+    def _meant(self, budget: Budget) -> Budget:
+        """With `auto` resolved, and the run's limit on step time where it has none of its own."""
+        budget = budget if self.free_bytes is None else resolve_auto(budget, free_bytes=self.free_bytes)
+        return replace(budget, step_time=budget.step_time or self.base.step_time)
 
 
 def _below(one: Budget, other: Budget) -> bool:

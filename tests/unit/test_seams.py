@@ -13,6 +13,7 @@ from baoc.budgets import parse_budget
 from baoc.callbacks.budget_control import BudgetControl
 from baoc.decision import Axes, choose, none_fits
 from baoc.online.converting import usable
+from baoc.online.dial import BudgetChange, BudgetDial
 from baoc.online.moving import transit
 from baoc.online.relaxation import offers
 from baoc.planner import Planner, PlannerSettings
@@ -116,7 +117,7 @@ def test_a_footprint_that_grew_before_a_resume_stays_grown() -> None:
     moments = (Moment(name="training", num_bytes=5_000_000), Moment(name="validation", num_bytes=2_000_000))
     of.footprint = replace(of.footprint, moments=moments)
     plan = uniform(of, "sign")
-    strategy: Any = SimpleNamespace(budget=of.budget, settings=None)
+    strategy: Any = SimpleNamespace(budget=of.budget, settings=None, root_device="cpu")
     control = BudgetControl()
     control._strategy = strategy
     base = to_plain(of.budget)
@@ -139,3 +140,26 @@ def test_copies_of_averages_count_at_the_moment_of_validation(monkeypatch: pytes
     probe._train = probe._validate = lambda: None
     probe._micro_batch = 1
     assert probe.footprint([], context_bytes=0).peak_bytes(state_bytes=0) == 3400
+
+
+def test_auto_that_is_asked_for_in_mid_run_is_a_limit_too() -> None:
+    """As a budget without limits it would let a run take the whole card from those it shares it with."""
+    of = planner("state_50")
+    control = BudgetControl(schedule=[BudgetChange(budget=parse_budget("auto"), step=5)])
+    control._strategy = SimpleNamespace(budget=of.budget, settings=None, root_device="cpu")
+    control._planned(of, uniform(of, "sign"))
+    assert control.dial.free_bytes is not None and control.dial.free_bytes > 2**20
+    control.dial.free_bytes = 2**30
+    assert control.dial.wish(step=1, batch=1)[0].memory_bytes is None
+    assert control.dial.wish(step=5, batch=1)[0].memory_bytes == 2**30
+    control.dial.notches = 1
+    assert control.dial.wish(step=5, batch=1)[0].memory_bytes == int(0.9 * 2**30)
+    control.dial.notches = 0
+    control.dial.ask("auto")
+    assert control.dial.wish(step=1, batch=1)[0].memory_bytes == 2**30
+
+
+def test_a_size_in_the_file_leaves_the_limit_on_time() -> None:
+    dial = BudgetDial(parse_budget({"memory": "8gb", "step_time": 1.2}))
+    dial.ask("6gb")
+    assert dial.wish(step=1, batch=1)[0].step_time == 1.2
