@@ -27,6 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 import lightning as L  # noqa: E402
 
+from baoc import assembly  # noqa: E402
 from baoc import train as training  # noqa: E402
 from baoc.budgets import parse_budget  # noqa: E402
 from baoc.config.schema import (  # noqa: E402
@@ -104,7 +105,7 @@ def start(run_dir: Path) -> tuple[int, int]:
         os.dup2(quiet, 1)
         run_dir.mkdir(parents=True, exist_ok=True)
         resume = str(run_dir) if any(run_dir.rglob("*.ckpt")) else None
-        training.progress_bar = lambda **_: Tell(writing)
+        assembly.progress_bar = lambda **_: Tell(writing)
         training.run(config(resume=resume), run_dir=run_dir, command="kill_tries")
         code = 0
     finally:
