@@ -66,8 +66,10 @@ def same(a: nn.Module, b: nn.Module) -> bool:
 # -- Lightning -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("risk", ["statistics", "shadow"])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize(
+    ("precision", "risk"),
+    [("32-true", "statistics"), ("32-true", "shadow"), ("bf16-mixed", "statistics"), ("bf16-true", "shadow")],
+)
 def test_a_run_is_the_same_bit_for_bit_through_a_reallocation(precision: str, risk: str) -> None:
     (kept, one), (released, two) = (fit(r, precision=precision, planner={"risk": risk}) for r in (False, True))
     assert same(kept, released)
@@ -76,8 +78,10 @@ def test_a_run_is_the_same_bit_for_bit_through_a_reallocation(precision: str, ri
     assert two.reallocator.optimizer.releaser is not None
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
-@pytest.mark.parametrize("algorithm", ["norm", "value"])
+@pytest.mark.parametrize(
+    ("precision", "algorithm"),
+    [("32-true", "norm"), ("32-true", "value"), ("bf16-mixed", "norm"), ("bf16-true", "value")],
+)
 def test_the_trainer_s_clipping_is_taken_over(precision: str, algorithm: str) -> None:
     options = {"precision": precision, "gradient_clip_val": 1e-3, "gradient_clip_algorithm": algorithm}
     released, strategy = fit(True, **options)
