@@ -31,9 +31,7 @@ from baoc.tasks.base import Task
 from baoc.tasks.cpu import prepare_cpu
 from baoc.tracking import console, files, log_summary, make_loggers
 from baoc.tracking.loggers import finishing
-from baoc.types import Quality, RunResult, to_plain
-
-RESULT_SCHEMA = 1
+from baoc.types import RESULT_SCHEMA, Quality, RunResult, to_plain
 
 
 def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:

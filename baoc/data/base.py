@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import lightning as L
+from torch import Tensor
 
-from baoc.data.loader import SequentialLoader
-from baoc.data.sources import Batch
+from baoc.data.loader import SequentialLoader, ShuffledLoader
+from baoc.data.sources import Batch, Source
 from baoc.types import DataSpec
 
 
@@ -81,6 +82,20 @@ class DataModule(L.LightningDataModule):
         self._resume = state_dict.get("train_loader")
         if self._loader is not None and self._resume is not None:
             self._loader.load_state_dict(self._resume)
+
+    def shuffled(self, source: Source | Mapping[str, Tensor], *, limit: int | None, **settings: Any) -> ShuffledLoader:
+        """The training loader of samples that are all at hand; `settings`: indices, transform and workers."""
+        rank, num_ranks = rank_of(self)
+        return ShuffledLoader(
+            source,
+            batch_size=self.batch_size,
+            seed=self.seed,
+            accumulate=self.accumulate,
+            limit=limit,
+            rank=rank,
+            num_ranks=num_ranks,
+            **settings,
+        )
 
     def _limit(self) -> int | None:
         """Batches of an epoch that Trainer(limit_train_batches=...) wants; a fraction of them is resolved here."""

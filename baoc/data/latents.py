@@ -85,15 +85,7 @@ class LatentDataModule(DataModule):
             )
 
     def make_train_loader(self, *, limit: int | None) -> ShuffledLoader:
-        return ShuffledLoader(
-            self._rows,
-            batch_size=self.batch_size,
-            seed=self.seed,
-            accumulate=self.accumulate,
-            limit=limit,
-            indices=self._train_rows,
-            transform=self._to_model_input,
-        )
+        return self.shuffled(self._rows, limit=limit, indices=self._train_rows, transform=self._to_model_input)
 
     def make_overfit_loader(self) -> SequentialLoader:
         return self._sequential(self._train_rows)

@@ -143,16 +143,7 @@ class ShuffledLoader(SequentialLoader):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a saved position. CheckpointError if this loader would give other batches than the saved one."""
-        here = self._identity()
-        missing = ({"epoch", "position"} | here.keys()) - state_dict.keys()
-        if missing:
-            raise CheckpointError(f"the data position of the checkpoint lacks {', '.join(sorted(missing))}")
-        changed = [f"{key} was {state_dict[key]}, is {now}" for key, now in here.items() if state_dict[key] != now]
-        if changed:
-            raise CheckpointError(
-                "the checkpoint was written with other data settings, so its position means nothing here: "
-                f"{'; '.join(changed)}. Resume with the settings of the first run"
-            )
+        check_position(state_dict, keys={"epoch", "position"}, identity=self._identity())
         self.epoch = int(state_dict["epoch"])
         self._start = self._position = int(state_dict["position"])
         self._trainer_epoch, self._resumed = None, True
@@ -186,3 +177,16 @@ def seed_of(*key: int) -> int:
     """A seed that differs wherever any number of `key` does."""
     digest = hashlib.sha256(":".join(map(str, key)).encode()).digest()
     return int.from_bytes(digest[:4], "big")
+
+
+def check_position(state_dict: Mapping[str, Any], *, keys: set[str], identity: Mapping[str, object]) -> None:
+    """CheckpointError if a loader's saved position lacks one of `keys`, or if what its order depends on has changed."""
+    missing = (keys | identity.keys()) - state_dict.keys()
+    if missing:
+        raise CheckpointError(f"the data position of the checkpoint lacks {', '.join(sorted(missing))}")
+    changed = [f"{key} was {state_dict[key]}, is {now}" for key, now in identity.items() if state_dict[key] != now]
+    if changed:
+        raise CheckpointError(
+            "the checkpoint was written with other data settings, so its position means nothing here: "
+            f"{'; '.join(changed)}. Resume with the settings of the first run"
+        )

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 import torch
 
-from baoc.data.loader import generator_of, seed_of
+from baoc.data.loader import check_position, generator_of, seed_of
 from baoc.data.sources import Batch
-from baoc.errors import BadInputError, CheckpointError
+from baoc.errors import BadInputError
 
 _AHEAD = 3  # batches that are made while the newest one is used
 
@@ -104,16 +104,7 @@ class StreamLoader:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a saved position. CheckpointError if this loader would give other batches than the saved one."""
-        here = self._identity()
-        missing = ({"epoch", "block", "batch", "stream"} | here.keys()) - state_dict.keys()
-        if missing:
-            raise CheckpointError(f"the data position of the checkpoint lacks {', '.join(sorted(missing))}")
-        changed = [f"{key} was {state_dict[key]}, is {now}" for key, now in here.items() if state_dict[key] != now]
-        if changed:
-            raise CheckpointError(
-                "the checkpoint was written with other data settings, so its position means nothing here: "
-                f"{'; '.join(changed)}. Resume with the settings of the first run"
-            )
+        check_position(state_dict, keys={"epoch", "block", "batch", "stream"}, identity=self._identity())
         block = Place(epoch=int(state_dict["epoch"]), block=int(state_dict["block"]))
         self._start = self._farthest = replace(block, batch=int(state_dict["batch"]))
         self._stream_at = {block: state_dict["stream"]} if state_dict["stream"] is not None else {}

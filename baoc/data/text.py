@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baoc.data.base import DataModule, rank_of
+from baoc.data.base import DataModule
 from baoc.data.loader import Batch, SequentialLoader, ShuffledLoader
 from baoc.data.text_files import Piece, TextFiles, before, behind, find, measure, python_source
 from baoc.data.token_arrays import Encoded, encode
@@ -85,16 +85,7 @@ class TextDataModule(DataModule):
         )
 
     def make_train_loader(self, *, limit: int | None) -> ShuffledLoader:
-        rank, num_ranks = rank_of(self)
-        return ShuffledLoader(
-            self._train,
-            batch_size=self.batch_size,
-            seed=self.seed,
-            accumulate=self.accumulate,
-            limit=limit,
-            rank=rank,
-            num_ranks=num_ranks,
-        )
+        return self.shuffled(self._train, limit=limit)
 
     def make_overfit_loader(self) -> SequentialLoader:
         return SequentialLoader(self._train, batch_size=self.batch_size)

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Generator
 
-from baoc.data.base import DataModule
+from baoc.data.base import DataModule, rank_of
 from baoc.data.loader import Batch, SequentialLoader
 from baoc.data.stream import StreamLoader
 from baoc.data.tables import require_datasets
-from baoc.data.text import PackedTokens, batch_of, check_sizes, rank_of
+from baoc.data.text import PackedTokens, batch_of, check_sizes
 from baoc.data.text_files import Piece
 from baoc.data.token_arrays import Encoded, encode_pieces, token_dtype
 from baoc.data.tokens import Tokenizer, Tokens, load_tokenizer

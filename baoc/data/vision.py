@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baoc.data.base import DataModule, rank_of
+from baoc.data.base import DataModule
 from baoc.data.loader import SequentialLoader, ShuffledLoader
 from baoc.data.scaling import standardise, unit_range
 from baoc.data.stored import EncodedImages, ImageSource
@@ -76,18 +76,8 @@ class VisionDataModule(DataModule):
         self.scaling = replace(self.scaling, size=image_size)
 
     def make_train_loader(self, *, limit: int | None) -> ShuffledLoader:
-        rank, num_ranks = rank_of(self)
-        return ShuffledLoader(
-            self._train,
-            batch_size=self.batch_size,
-            seed=self.seed,
-            accumulate=self.accumulate,
-            limit=limit,
-            indices=self._train_rows,
-            transform=self.scaling,
-            workers=self._workers,
-            rank=rank,
-            num_ranks=num_ranks,
+        return self.shuffled(
+            self._train, limit=limit, indices=self._train_rows, transform=self.scaling, workers=self._workers
         )
 
     def make_overfit_loader(self) -> SequentialLoader:

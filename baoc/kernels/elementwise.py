@@ -8,7 +8,7 @@ is `baoc.rules` with `baoc.codecs`; payloads and scales are theirs, so either ma
 # pyright: reportOperatorIssue=false, reportCallIssue=false, reportIndexIssue=false
 # Device code: Triton's compiler gives these names types that Python's annotations do not know.
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -217,12 +217,32 @@ def repair_kernel(
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
+def grid(table: "FusedTable", call: Call) -> tuple[int, ...]:
+    """Programs of what steps: one per chunk, and to repair, REPAIRERS per tensor."""
+    return (len(table.params), REPAIRERS.value) if call.mode == "repair" else (table.num_chunks,)
+
+
+def constants(table: "FusedTable", call: Call) -> dict[str, Any]:
+    """What every family's stepping kernel is compiled for beside its own constants."""
+    return {
+        "WEIGHTS": table.kind.weights,
+        "PARAM": DTYPES[table.dtype],
+        "GRAD": DTYPES[table.grad_dtype],
+        "MODE": call.mode,
+        "MATCHED": call.matched,
+        "TRACK": call.track and call.mode != "repair",
+        "COUNT": call.count and call.mode == "step",
+        "MARKED": call.marked,
+        "VEC": table.vector,
+        "num_warps": table.cut.warps,
+    }
+
+
 def launch(table: "FusedTable", call: Call) -> None:
     """The family's launch, see `kinds.Call`."""
-    kind, traits, repairs = table.kind, table.kind.traits, call.mode == "repair"
-    kernel = repair_kernel if repairs else step_kernel
-    grid = (len(table.params), REPAIRERS.value) if repairs else (table.num_chunks,)
-    kernel[grid](
+    kind, traits = table.kind, table.kind.traits
+    kernel = repair_kernel if call.mode == "repair" else step_kernel
+    kernel[grid(table, call)](
         table.chunk_tensor,
         table.first_chunk,
         table.numels,
@@ -237,15 +257,6 @@ def launch(table: "FusedTable", call: Call) -> None:
         RULE=kind.rule,
         M=kind.m if traits.has_m else "none",
         V=kind.v if traits.has_v else "none",
-        WEIGHTS=kind.weights,
-        PARAM=DTYPES[table.dtype],
-        GRAD=DTYPES[table.grad_dtype],
-        MODE=call.mode,
-        MATCHED=call.matched,
-        TRACK=call.track and not repairs,
-        COUNT=call.count and call.mode == "step",
-        MARKED=call.marked,
         CHUNK=table.cut.chunk,
-        VEC=table.cut.vector if table.aligned and table.grads_aligned else 1,
-        num_warps=table.cut.warps,
+        **constants(table, call),
     )

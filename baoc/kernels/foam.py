@@ -18,7 +18,6 @@ from baoc.kernels.device import reciprocal, tile_of
 from baoc.kernels.elementwise import (
     CORRECTION_AT,
     DECAY,
-    DTYPES,
     EPS,
     M_AT,
     M_SCALE_AT,
@@ -31,7 +30,9 @@ from baoc.kernels.elementwise import (
     W1,
     W2,
     WIDTH,
+    constants,
     count_left_out,
+    grid,
     lerp,
     load_grad,
     matched_factor,
@@ -335,10 +336,10 @@ def repair_kernel(
 
 def launch(table: "FusedTable", call: Call) -> None:
     """The family's launch, see `kinds.Call`."""
-    kind, repairs = table.kind, call.mode == "repair"
+    kind = table.kind
     fold, across, of_squares = FOLDS[kind.rule]
-    kernel = repair_kernel if repairs else foam_kernel
-    kernel[(len(table.params), REPAIRERS.value) if repairs else (table.num_chunks,)](
+    kernel = repair_kernel if call.mode == "repair" else foam_kernel
+    kernel[grid(table, call)](
         table.chunk_tensor,
         table.first_chunk,
         table.shape_tensor,
@@ -353,19 +354,10 @@ def launch(table: "FusedTable", call: Call) -> None:
         M=kind.m,
         V=kind.v,
         SQUARES=of_squares,
-        WEIGHTS=kind.weights,
-        PARAM=DTYPES[table.dtype],
-        GRAD=DTYPES[table.grad_dtype],
-        MODE=call.mode,
-        MATCHED=call.matched,
-        TRACK=call.track and not repairs,
-        COUNT=call.count and call.mode == "step",
-        MARKED=call.marked,
         ENTRIES=entries(kind.rule, table.cut),
         FOLD=fold,
         ACROSS=across,
         WIDE=any(shape.numel >= 2**31 for shape in table.shapes),
-        VEC=table.cut.vector if table.aligned and table.grads_aligned else 1,
-        num_warps=table.cut.warps,
+        **constants(table, call),
         maxnreg=_REGISTERS,
     )

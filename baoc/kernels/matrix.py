@@ -31,7 +31,9 @@ from baoc.kernels.elementwise import (
     W1,
     W2,
     WIDTH,
+    constants,
     count_left_out,
+    grid,
     lerp,
     load_grad,
     matched_factor,
@@ -251,9 +253,9 @@ def launch(table: "FusedTable", call: Call) -> None:
     plan = means_plan.plan_of(table)
     if call.mode != "repair":
         _average(table, plan, call)
-    kind, repairs = table.kind, call.mode == "repair"
-    kernel = repair_kernel if repairs else apply_kernel
-    kernel[(len(table.params), REPAIRERS.value) if repairs else (table.num_chunks,)](
+    kind = table.kind
+    kernel = repair_kernel if call.mode == "repair" else apply_kernel
+    kernel[grid(table, call)](
         table.chunk_tensor,
         table.first_chunk,
         table.shape_tensor,
@@ -270,25 +272,15 @@ def launch(table: "FusedTable", call: Call) -> None:
         table.num_bad,
         ADAFACTOR=plan.adafactor,
         M=kind.m if kind.traits.has_m else "none",
-        WEIGHTS=kind.weights,
-        PARAM=DTYPES[table.dtype],
-        GRAD=DTYPES[table.grad_dtype],
-        MODE=call.mode,
-        MATCHED=call.matched,
-        TRACK=call.track and not repairs,
-        COUNT=call.count and call.mode == "step",
-        MARKED=call.marked,
         WIDE=any(shape.numel >= 2**31 for shape in table.shapes),
         CHUNK=table.cut.chunk,
-        VEC=table.cut.vector if table.aligned and table.grads_aligned else 1,
-        num_warps=table.cut.warps,
+        **constants(table, call),
     )
 
 
 def _average(table: "FusedTable", plan: means_plan.Plan, call: Call) -> None:
     """Brings the means up to date that are not a single program's, and what the updates are multiplied by."""
     adafactor, mode = plan.adafactor, call.mode
-    vector = table.cut.vector if table.aligned and table.grads_aligned else 1
     grads = {"GRAD": DTYPES[table.grad_dtype], "MARKED": call.marked}
     m = table.kind.m if table.kind.traits.has_m else "none"
     places = (table.shape_tensor, table.ptrs, table.grad_ptrs, table.settings, plan.places, plan.vectors)
@@ -296,19 +288,19 @@ def _average(table: "FusedTable", plan: means_plan.Plan, call: Call) -> None:
     for (width, aligned), programs in plan.whole.items():
         lines_kernel[(programs.count,)](
             programs.owner, programs.first, *places, *sums, plan.tiles, plan.lines_per_program, M=m, **grads, MODE=mode,
-            WIDEST=width, LINES=max(means_plan.TILE // width, 1), VEC=vector if aligned else 1,
+            WIDEST=width, LINES=max(means_plan.TILE // width, 1), VEC=table.vector if aligned else 1,
             num_warps=max(width // 512, 4),
         )  # fmt: skip
     if plan.line_sums.count:
         line_sums_kernel[(plan.line_sums.count,)](
             plan.line_sums.owner, plan.line_sums.first, table.shape_tensor, table.grad_ptrs, plan.places, plan.sums,
-            plan.counts, **grads, LINES=means_plan.LINES, PIECE=means_plan.PIECE, VEC=vector, num_warps=4,
+            plan.counts, **grads, LINES=means_plan.LINES, PIECE=means_plan.PIECE, VEC=table.vector, num_warps=4,
         )  # fmt: skip
         _finish(table, plan, plan.line_jobs, mode=mode, squares=False)
     if plan.column_sums.count:
         column_sums_kernel[(plan.column_sums.count,)](
             plan.column_sums.owner, plan.column_sums.first, *places, *sums, ADAFACTOR=adafactor, M=m, **grads,
-            ROWS=means_plan.ROWS, COLUMNS=means_plan.COLUMNS, VEC=vector, num_warps=4,
+            ROWS=means_plan.ROWS, COLUMNS=means_plan.COLUMNS, VEC=table.vector, num_warps=4,
         )  # fmt: skip
     _finish(table, plan, plan.column_jobs, mode=mode, squares=adafactor)
     if adafactor:

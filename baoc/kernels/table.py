@@ -107,6 +107,11 @@ class FusedTable:
             self.aligned &= self.is_aligned(kept.data_ptr(), kept.element_size())
         return row
 
+    @property
+    def vector(self) -> int:
+        """Elements that a lane reads at once: as the cut has it where all tensors and gradients are aligned to it."""
+        return self.cut.vector if self.aligned and self.grads_aligned else 1
+
     def _lay_out(self) -> None:
         """Which tensor each program steps, on the device."""
         programs = [self.kind.family.programs(shape, self.cut) for shape in self.shapes]

@@ -55,18 +55,18 @@ class SizeChoice:
     why: str
 
 
-def _vit(name: str, description: str, *, lr: float, micro_batch: int | None = None, **settings: int) -> ModelSize:
-    """`grid`: patches a side, the patch then follows from the image; else `patch` and `image` in pixels."""
+def _size(name: str, description: str, *, lr: float, micro_batch: int | None = None, **settings: int) -> ModelSize:
     return ModelSize(name=name, description=description, settings=settings, lr=lr, micro_batch=micro_batch)
 
 
 def _vit_224(name: str, description: str, *, patch: int = 16, **settings: Any) -> ModelSize:
-    return _vit(name, f"{description} on 224 x 224", patch=patch, image=224, **settings)
+    return _size(name, f"{description} on 224 x 224", patch=patch, image=224, **settings)
 
 
+# `grid`: patches a side, the patch then follows from the image; else `patch` and `image` in pixels.
 _VIT_SIZES = (
-    _vit("tiny", "0.2M, 4 x 4 patches on the data's own images", lr=3e-3, width=64, depth=4, heads=4, grid=4),
-    _vit("mini", "5.4M, patch 4 on 32 x 32 (ViT-Ti/4)", lr=1e-3, width=192, depth=12, heads=3, patch=4, image=32),
+    _size("tiny", "0.2M, 4 x 4 patches on the data's own images", lr=3e-3, width=64, depth=4, heads=4, grid=4),
+    _size("mini", "5.4M, patch 4 on 32 x 32 (ViT-Ti/4)", lr=1e-3, width=192, depth=12, heads=3, patch=4, image=32),
     _vit_224("small", "22M, patch 16 (ViT-S/16)", lr=1e-3, width=384, depth=12, heads=6),
     _vit_224("base", "86.6M, patch 16 (ViT-B/16)", lr=5e-4, width=768, depth=12, heads=12, micro_batch=64),
     _vit_224("large", "304M, patch 16 (ViT-L/16)", lr=2e-4, width=1024, depth=24, heads=16, micro_batch=16),
@@ -74,27 +74,19 @@ _VIT_SIZES = (
 )
 
 
-def _dit(name: str, description: str, *, lr: float, micro_batch: int | None = None, **settings: int) -> ModelSize:
-    """`patch` in pixels, or `max_grid` patches a side at most; the image is the data's, enlarged to whole patches."""
-    return ModelSize(name=name, description=description, settings=settings, lr=lr, micro_batch=micro_batch)
-
-
+# `patch` in pixels, or `max_grid` patches a side at most; the image is the data's, enlarged to whole patches.
 _DIT_SIZES = (
-    _dit("tiny", "0.3M, up to 8 x 8 patches, of 2 pixels or more", lr=1e-2, width=64, depth=4, heads=4, max_grid=8),
-    _dit("s2", "33M, patch 2 (DiT-S/2)", lr=4e-4, width=384, depth=12, heads=6, patch=2, micro_batch=128),
-    _dit("b2", "130M, patch 2 (DiT-B/2)", lr=2e-4, width=768, depth=12, heads=12, patch=2, micro_batch=32),
-    _dit("l2", "458M, patch 2 (DiT-L/2)", lr=1e-4, width=1024, depth=24, heads=16, patch=2, micro_batch=8),
-    _dit("xl2", "675M, patch 2 (DiT-XL/2)", lr=1e-4, width=1152, depth=28, heads=16, patch=2, micro_batch=8),
+    _size("tiny", "0.3M, up to 8 x 8 patches, of 2 pixels or more", lr=1e-2, width=64, depth=4, heads=4, max_grid=8),
+    _size("s2", "33M, patch 2 (DiT-S/2)", lr=4e-4, width=384, depth=12, heads=6, patch=2, micro_batch=128),
+    _size("b2", "130M, patch 2 (DiT-B/2)", lr=2e-4, width=768, depth=12, heads=12, patch=2, micro_batch=32),
+    _size("l2", "458M, patch 2 (DiT-L/2)", lr=1e-4, width=1024, depth=24, heads=16, patch=2, micro_batch=8),
+    _size("xl2", "675M, patch 2 (DiT-XL/2)", lr=1e-4, width=1152, depth=28, heads=16, patch=2, micro_batch=8),
 )
 
 
-def _unet(name: str, description: str, *, lr: float, micro_batch: int | None = None, **settings: int) -> ModelSize:
-    """`width` of the first level, twice that of the others; `head_width` 0 is one head, as wide as its level."""
-    return ModelSize(name=name, description=description, settings=settings, lr=lr, micro_batch=micro_batch)
-
-
+# `width` of the first level, twice that of the others; `head_width` 0 is one head, as wide as its level.
 _UNET_SIZES = (
-    _unet(
+    _size(
         "tiny",
         "0.7M, two levels, attention at half of the image",
         lr=5e-3,
@@ -105,7 +97,7 @@ _UNET_SIZES = (
         head_width=16,
         norm_groups=8,
     ),
-    _unet(
+    _size(
         "cifar",
         "35.7M, four levels, attention at 16 x 16 of 32 x 32 (DDPM on CIFAR-10)",
         lr=2e-4,
@@ -120,18 +112,14 @@ _UNET_SIZES = (
 )
 
 
-def _llama(name: str, description: str, *, lr: float, micro_batch: int | None = None, **settings: int) -> ModelSize:
-    """`hidden`: width of the gated MLP. The vocabulary is the data's."""
-    return ModelSize(name=name, description=description, settings=settings, lr=lr, micro_batch=micro_batch)
-
-
+# `hidden`: width of the gated MLP. The vocabulary is the data's.
 _LLAMA_SIZES = (
-    _llama("nano", "0.5M on bytes", lr=3e-3, width=96, hidden=256, depth=4, heads=4),
-    _llama("60m", "58M at 32,000 tokens", lr=1e-3, width=512, hidden=1376, depth=8, heads=8),
-    _llama("130m", "134M at 32,000 tokens", lr=1e-3, width=768, hidden=2048, depth=12, heads=12),
-    _llama("350m", "368M at 32,000 tokens", lr=6e-4, width=1024, hidden=2736, depth=24, heads=16, micro_batch=8),
-    _llama("1b", "1.34B at 32,000 tokens", lr=4e-4, width=2048, hidden=5461, depth=24, heads=32, micro_batch=4),
-    _llama("7b", "6.74B at 32,000 tokens", lr=3e-4, width=4096, hidden=11008, depth=32, heads=32, micro_batch=1),
+    _size("nano", "0.5M on bytes", lr=3e-3, width=96, hidden=256, depth=4, heads=4),
+    _size("60m", "58M at 32,000 tokens", lr=1e-3, width=512, hidden=1376, depth=8, heads=8),
+    _size("130m", "134M at 32,000 tokens", lr=1e-3, width=768, hidden=2048, depth=12, heads=12),
+    _size("350m", "368M at 32,000 tokens", lr=6e-4, width=1024, hidden=2736, depth=24, heads=16, micro_batch=8),
+    _size("1b", "1.34B at 32,000 tokens", lr=4e-4, width=2048, hidden=5461, depth=24, heads=32, micro_batch=4),
+    _size("7b", "6.74B at 32,000 tokens", lr=3e-4, width=4096, hidden=11008, depth=32, heads=32, micro_batch=1),
 )
 
 MODELS: dict[str, ModelFamily] = {

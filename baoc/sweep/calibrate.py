@@ -19,8 +19,9 @@ from rich.table import Table
 
 from baoc.config import assets
 from baoc.config.environment import commit
-from baoc.errors import BadInputError, BaocError
+from baoc.errors import BadInputError
 from baoc.risk import RISKS
+from baoc.sweep.commands import Arguments, command
 from baoc.sweep.damage import LEAST_RUNS, Damage, Rank, damages, ranks
 from baoc.sweep.early import violated
 from baoc.sweep.runs import find_runs
@@ -179,7 +180,8 @@ def _write(winner: Winner, *, study: optuna.Study, name: str, runs: Sequence[Any
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command
+def main(argv: Arguments = None) -> None:
     """Exit code 0, or 2 where there is too little to say anything."""
     parser = argparse.ArgumentParser(prog="python -m baoc.sweep.calibrate", description=__doc__)
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help=f"runs, {LEAST_RUNS} at least")
@@ -187,14 +189,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--storage", help="the study's storage, where its URL has a password")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="the correlations as CSV")
     given = parser.parse_args(argv)
-    try:
-        found = calibrate(given.folders, write=given.write, storage=given.storage)
-        if given.csv is not None:
-            write_csv(given.csv, [asdict(rank) for rank in found])
-    except (BaocError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    found = calibrate(given.folders, write=given.write, storage=given.storage)
+    if given.csv is not None:
+        write_csv(given.csv, [asdict(rank) for rank in found])
 
 
 if __name__ == "__main__":

@@ -7,12 +7,12 @@ import argparse
 import json
 import sys
 import warnings
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from baoc.errors import BadInputError, BaocError
+from baoc.errors import BadInputError
+from baoc.sweep.commands import Arguments, command
 from baoc.tracking.console import say
 from baoc.tracking.files import read_json, write_text
 from baoc.tracking.wandb_run import choose_mode
@@ -150,7 +150,8 @@ def _library() -> tuple[Any, Any]:
     return ws, wr
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command
+def main(argv: Arguments = None) -> None:
     """Exit code 0, or 2 where wandb-workspaces is missing or the folder cannot be written."""
     parser = argparse.ArgumentParser(prog="python -m baoc.sweep.dashboard", description=__doc__)
     parser.add_argument("--entity", required=True, help="the user or team that the project belongs to")
@@ -158,18 +159,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("outputs"), help="where JSON and addresses go")
     parser.add_argument("--offline", action="store_true", help="only write the JSON")
     given = parser.parse_args(argv)
-    try:
-        mode, why = choose_mode("offline" if given.offline else "auto")
-        if mode == "online":
-            for url in publish(given.entity, given.project, out=given.out):
-                say(url)
-        else:
-            for file in write(given.entity, given.project, out=given.out):
-                say(f"{file} (not sent: {'--offline' if given.offline else why})")
-    except (BaocError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    mode, why = choose_mode("offline" if given.offline else "auto")
+    if mode == "online":
+        for url in publish(given.entity, given.project, out=given.out):
+            say(url)
+    else:
+        for file in write(given.entity, given.project, out=given.out):
+            say(f"{file} (not sent: {'--offline' if given.offline else why})")
 
 
 if __name__ == "__main__":

@@ -5,32 +5,27 @@ Several folders (studies, multiruns, single runs) become one page, so that their
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-from baoc.errors import BaocError
+from baoc.sweep.commands import Arguments, command
 from baoc.sweep.frontier import report
 from baoc.sweep.picture import BROWSERS, picture_of
 from baoc.tracking.console import say
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command
+def main(argv: Arguments = None) -> None:
     """Exit code 0, or 2 where a folder holds no run or cannot be read or written."""
     parser = argparse.ArgumentParser(prog="python -m baoc.sweep.report", description=__doc__)
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="folders of runs, at any depth")
     parser.add_argument("--out", type=Path, help="where to write; the first folder by default")
     parser.add_argument("--picture", action="store_true", help="frontier.png beside the page, by a Chromium")
     given = parser.parse_args(argv)
-    try:
-        out = given.out or given.folders[0]
-        report(given.folders, out=out)
-        if given.picture:
-            png = picture_of(out / "frontier.html")
-            say(f"drawn in {png}" if png else f"no picture: none of {', '.join(BROWSERS)} is there and draws it")
-    except (BaocError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    out = given.out or given.folders[0]
+    report(given.folders, out=out)
+    if given.picture:
+        png = picture_of(out / "frontier.html")
+        say(f"drawn in {png}" if png else f"no picture: none of {', '.join(BROWSERS)} is there and draws it")
 
 
 if __name__ == "__main__":

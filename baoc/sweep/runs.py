@@ -9,9 +9,8 @@ import yaml
 
 from baoc.errors import BadInputError
 from baoc.tracking.files import read_json
-from baoc.types import FailedRun, FrontierPoint
+from baoc.types import RESULT_SCHEMA, FailedRun, FrontierPoint
 
-RESULT_SCHEMA = 1
 RESULT, ERROR, CONFIG = "result.json", "error.json", "config.yaml"
 # Settings that do not change what is trained; runs that differ in these only are seeds of one another.
 INCIDENTAL = ("seed", "name", "resume", "logger", "checkpoint", "mode")

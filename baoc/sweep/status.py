@@ -13,8 +13,9 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 from rich.table import Table
 
-from baoc.errors import BadInputError, BaocError
+from baoc.errors import BadInputError
 from baoc.frontier import pareto
+from baoc.sweep.commands import Arguments, command
 from baoc.sweep.early import violated
 from baoc.sweep.storage import ABOUT, open_storage
 from baoc.sweep.workers import Register
@@ -163,7 +164,8 @@ def show(study: optuna.Study, *, objectives: Mapping[str, str], total: int) -> N
         console.print(table)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command
+def main(argv: Arguments = None) -> int:
     """Exit code 0, or 2 where there is no study or its storage does not answer."""
     parser = argparse.ArgumentParser(prog="python -m baoc.sweep.status", description=__doc__)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="the study's folder")
@@ -178,9 +180,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             if given.every is None or sum(trial.state in ENDED for trial in trials) >= total:
                 return 0
             time.sleep(given.every)
-    except (BaocError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         return 130
 

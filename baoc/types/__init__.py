@@ -21,7 +21,7 @@ from baoc.types.decision import (
 )
 from baoc.types.network import Block, DataSpec, ImageDataSpec, ParamInfo, Role, TextDataSpec, matrix_shape
 from baoc.types.option import Option
-from baoc.types.outcome import BlockMove, FailedRun, FrontierPoint, Quality, Reallocation, RunResult
+from baoc.types.outcome import RESULT_SCHEMA, BlockMove, FailedRun, FrontierPoint, Quality, Reallocation, RunResult
 from baoc.types.plain import profile_from_plain, to_plain
 from baoc.types.specs import (
     Axis,
@@ -37,6 +37,7 @@ from baoc.types.specs import (
 )
 
 __all__ = [
+    "RESULT_SCHEMA",
     "Allocation",
     "Axis",
     "Block",

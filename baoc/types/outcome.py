@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+RESULT_SCHEMA = 1  # of result.json
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockMove:

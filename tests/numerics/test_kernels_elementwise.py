@@ -4,19 +4,14 @@ Triton decides on import whether it interprets, and others may have imported it 
 of their own, which `test_interpreted` starts. By hand: TRITON_INTERPRET=1 pytest -q tests/numerics/test_kernels_*.py
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from baoc.codecs.base import lanes
 from baoc.kernels import Cut, FusedTable, Kind, fused_step, launch
+from tests.numerics.fused_pair import INTERPRETING, run_interpreted
 from tests.numerics.kernel_cases import Case, Options, Twin, all_cases, check_equal
 
-INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 SMALL = (1, 33, 256, 300)
 
@@ -25,12 +20,7 @@ if not INTERPRETING:
 
     @pytest.mark.timeout(900)  # a whole file in an interpreter, and slower where the machine is busy
     def test_interpreted():
-        root = Path(__file__).parents[2]
-        env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-        done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
-        assert " passed" in done.stdout and "skipped" not in done.stdout, done.stdout[-500:]
+        run_interpreted(__file__)
 
 else:
 

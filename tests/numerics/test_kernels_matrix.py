@@ -4,19 +4,15 @@ As in test_kernels_elementwise, the tests run in a process of their own.
 """
 
 import gc
-import os
-import subprocess
-import sys
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
 
 from baoc.kernels import Cut, fused_step, launch
+from tests.numerics.fused_pair import INTERPRETING, run_interpreted
 from tests.numerics.matrix_cases import MEANS, MatrixCase, MatrixTwin, check_close, few_cases
 
-INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 SMALL = ((3, 160, False), (9, 7, False), (8, 6, True))
 SOME = ("adamw_shared_in", "adamw_shared_out", "adafactor_momentum", "foam_l2", "foam_l2_out")
 
@@ -25,12 +21,7 @@ if not INTERPRETING:
 
     @pytest.mark.timeout(900)  # a whole file in an interpreter, and slower where the machine is busy
     def test_interpreted():
-        root = Path(__file__).parents[2]
-        env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-        done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
-        assert " passed" in done.stdout and "skipped" not in done.stdout, done.stdout[-500:]
+        run_interpreted(__file__)
 
 else:
 
