@@ -168,6 +168,7 @@ def final_metrics(parts: Parts, task: Task, data: L.LightningDataModule) -> dict
     """val/ metrics of the last step: those of the training loop if it ended on a validation, else of one more pass."""
     values = parts.trainer.callback_metrics
     if parts.validated.step != parts.trainer.global_step:
+        task.zero_grad(set_to_none=True)  # else they travel to the device and back with the weights
         plain = L.Trainer(
             accelerator=parts.strategy.root_device.type,
             devices=1,

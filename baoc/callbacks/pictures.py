@@ -26,6 +26,7 @@ class FinalPictures(L.Callback):
         data: Any = getattr(trainer, "datamodule", None)
         if conclude is None or data is None or fast_dev_run(trainer) or trainer.interrupted:
             return
+        pl_module.zero_grad(set_to_none=True)  # the last step's, which nobody reads any more
         with trainer.precision_plugin.forward_context(), pl_module.averaged():  # pyright: ignore[reportCallIssue]
             pictures = conclude(data, folder=self.folder)
         self.metrics = dict(pictures.metrics)

@@ -31,6 +31,11 @@ def disable_checkpointing(model: nn.Module) -> None:
             unit.__class__ = type(unit).__mro__[1]
 
 
+def is_checkpointing(model: nn.Module) -> bool:
+    """True if the network recomputes activations."""
+    return any(type(unit) in _classes.values() for unit in getattr(model, "checkpoint_units", ()))
+
+
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 

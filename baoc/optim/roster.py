@@ -168,6 +168,11 @@ class Roster:
         for backend in self._built():
             backend.forget_marks()
 
+    @property
+    def holds_addresses(self) -> bool:
+        """True while there are backends, which may keep tensors alive that others have put away."""
+        return bool(self._built())
+
     def _built(self) -> list[Backend]:
         return [*(self._backends or ()), *(unit.backend for unit in self._alone.values())]
 

@@ -205,7 +205,14 @@ class BaocStrategy(SingleDeviceStrategy):
         return replace(self.settings, release=released_clipping(trainer, self.settings.release))
 
     def teardown(self) -> None:
-        """Ends a fit: backward passes after it are nobody's steps."""
+        """Ends a fit: backward passes after it are nobody's steps.
+
+        Weights and states leave the device here. Backends know them by address and hold on to them, so they go first:
+        a validation that follows brings the weights back, and finds the room that they had.
+        """
+        if self.reallocator is not None:
+            optimizer = self.reallocator.optimizer
+            optimizer.roster.refresh(optimizer.param_groups)
         super().teardown()
         if self.reallocator is not None and self.reallocator.optimizer.releaser is not None:
             self.reallocator.optimizer.releaser.detach()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from baoc.models.switches import is_checkpointing
 from baoc.tasks.frechet import frechet_distance
 from baoc.tasks.pictures import write_grid
 
@@ -40,15 +41,26 @@ def conclude(task: "DiffusionTask", data: Any, *, folder: Path, num_samples: int
     size = getattr(task.model, "image_size", data.spec.image_size)
     shape = (data.spec.channels, size, size)
     labels, columns = grid_labels(count, num_classes=data.spec.num_classes)
-    images = task.sample(labels, shape=shape, batch_size=data.batch_size)
+    at_once = samples_at_once(task, micro_batch=data.batch_size)
+    images = task.sample(labels, shape=shape, batch_size=at_once)
     path = folder / "samples.png"
     write_grid(images, path, columns=columns)
     if held_out is None or held_out[0].shape[1:] != (1, 8, 8):
         return Pictures(path=path)
     real, real_labels = held_out
     # Unguided, as guidance makes images of a class alike, and the distance is about how varied they are too.
-    made = task.sample(real_labels, shape=shape, batch_size=data.batch_size, guidance=1.0, seed=1)
+    made = task.sample(real_labels, shape=shape, batch_size=at_once, guidance=1.0, seed=1)
     return Pictures(path=path, metrics={"val/frechet": frechet_distance(made, real)})
+
+
+def samples_at_once(task: "DiffusionTask", *, micro_batch: int) -> int:
+    """Samples that take no more memory than a micro-batch in training.
+
+    Without gradients the activations of one layer are alive at a time, in training those of all layers unless they are
+    recomputed. A layer's temporaries while it runs are taken to be as large as what four layers keep for backward.
+    """
+    units = len(getattr(task.model, "checkpoint_units", ()))
+    return micro_batch if is_checkpointing(task.model) else micro_batch * max(1, units // 4)
 
 
 def grid_labels(count: int, *, num_classes: int) -> tuple[Tensor, int]:

@@ -98,6 +98,20 @@ def test_the_probe_leaves_random_numbers_buffers_and_the_loader_alone():
     assert all(torch.equal(a, b) for a, b in zip(plain.buffers(), ours.buffers(), strict=True))
 
 
+def test_after_a_fit_no_backend_holds_on_to_weights_and_states():
+    during, after = [], []
+
+    class Watched(BaocStrategy):
+        def teardown(self):
+            roster = self.reallocator.optimizer.roster
+            during.append(roster.holds_addresses)
+            super().teardown()
+            after.append(roster.holds_addresses)
+
+    fit(Watched("8gb"))
+    assert during == [True] and after == [False]
+
+
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize(("clip", "algorithm"), [(None, None), (0.5, "norm"), (0.01, "value")])
 @pytest.mark.filterwarnings("ignore:16-bit weights without correction")

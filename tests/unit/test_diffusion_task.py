@@ -3,6 +3,7 @@
 import copy
 import struct
 import zlib
+from types import SimpleNamespace
 
 import lightning as L
 import numpy as np
@@ -15,8 +16,9 @@ from baoc.callbacks import FinalPictures, SafeCheckpoint
 from baoc.data import build_data
 from baoc.errors import BadInputError
 from baoc.models import build_model
+from baoc.models.switches import disable_checkpointing, enable_checkpointing
 from baoc.tasks import OptimizerSettings, build_task
-from baoc.tasks.conclusion import grid_labels
+from baoc.tasks.conclusion import grid_labels, samples_at_once
 from baoc.tasks.diffusion import DiffusionTask, fixed_noise, fixed_timesteps
 from baoc.tasks.frechet import FeatureNet, frechet_distance
 from baoc.tasks.pictures import write_grid
@@ -240,6 +242,27 @@ def test_finished_run_leaves_a_grid_and_a_frechet_distance(tmp_path):
     (tmp_path / "again").mkdir()
     trained(again)
     assert again.metrics == pictures.metrics
+
+
+def test_more_samples_at_once_than_a_micro_batch_where_training_keeps_the_activations_of_many_layers():
+    task = SimpleNamespace(model=nn.Module())
+    assert samples_at_once(task, micro_batch=2) == 2  # layers unknown
+    task.model.checkpoint_units = nn.ModuleList(nn.Linear(2, 2) for _ in range(28))
+    assert samples_at_once(task, micro_batch=2) == 14
+    enable_checkpointing(task.model, name="any")
+    assert samples_at_once(task, micro_batch=2) == 2
+    disable_checkpointing(task.model)
+    assert samples_at_once(task, micro_batch=2) == 14
+
+
+def test_gradients_of_the_last_step_are_gone_when_samples_are_drawn(tmp_path, monkeypatch):
+    held = []
+    monkeypatch.setattr(
+        DiffusionTask, "sample", lambda task, labels, **_: held.extend(p.grad for p in task.parameters()) or 1 / 0
+    )
+    with pytest.raises(ZeroDivisionError):
+        trained(FinalPictures(tmp_path))
+    assert held and all(grad is None for grad in held)
 
 
 @pytest.mark.parametrize("num_samples", [0, 3])
