@@ -5,7 +5,10 @@ On any other device there is no context and no cap: the same functions answer 0,
 
 import ctypes
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,10 +36,11 @@ def free_bytes(device: torch.device | str) -> int:
 
 
 def context_bytes(device: torch.device | str) -> int:
-    """Bytes of the CUDA context and its loaded kernels: the fall of free memory since the start, less torch's own.
+    """Bytes of the CUDA context and its loaded kernels, 0 on other devices.
 
-    0 on other devices. Grows as kernels load, so it is to be read again after a step. Without a reading from before the
-    context (no NVML), all that the card holds beside torch's memory counts, which is right where nothing else runs.
+    What the driver says that this process holds, less torch's own, where it tells processes apart. Else the fall of
+    free memory since the start, in which what other processes took meanwhile counts too, and without a reading from
+    before the context (no NVML) all that the card holds. Grows as kernels load, so it is to be read again after a step.
     """
     device = torch.device(device)
     if device.type != "cuda":
@@ -44,7 +48,9 @@ def context_bytes(device: torch.device | str) -> int:
     index = _index(device)
     before = _remember_free(index)
     torch.zeros(1, device=device)  # the context exists from here on
-    return max(0, before - torch.cuda.mem_get_info(index)[0] - torch.cuda.memory_reserved(index))
+    fall, own = before - torch.cuda.mem_get_info(index)[0], _nvml_own(index)
+    held = fall if own is None else min(fall, own)
+    return max(0, held - torch.cuda.memory_reserved(index))
 
 
 def cap_device(device: torch.device | str, *, budget: Budget) -> None:
@@ -90,27 +96,68 @@ class _NvmlMemory(ctypes.Structure):
     _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
 
 
-def _nvml_free(index: int) -> int | None:
-    """Free bytes of a device by the driver's management library; None where it cannot tell."""
+class _NvmlProcess(ctypes.Structure):
+    _fields_ = [
+        ("pid", ctypes.c_uint),
+        ("used", ctypes.c_ulonglong),
+        ("gpu_instance", ctypes.c_uint),
+        ("compute_instance", ctypes.c_uint),
+    ]
+
+
+_MOST_PROCESSES = 256
+_NOT_TOLD = 2**64 - 1  # NVML_VALUE_NOT_AVAILABLE
+
+
+@contextmanager
+def _nvml(index: int) -> Iterator[tuple[Any, ctypes.c_void_p] | None]:
+    """The driver's management library and its handle of a device; None where there is none."""
     visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     name = visible[index] if index < len(visible) else str(index)
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
-        return None
+        yield None
+        return
     if nvml.nvmlInit_v2() != 0:
-        return None
+        yield None
+        return
     try:
-        handle, memory = ctypes.c_void_p(), _NvmlMemory()
+        handle = ctypes.c_void_p()
         if name.isdigit():
             failed = nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(int(name)), ctypes.byref(handle))
         else:
             failed = nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle))
-        if failed or nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)):
-            return None
-        return memory.free
+        yield None if failed else (nvml, handle)
     finally:
         nvml.nvmlShutdown()
+
+
+def _nvml_free(index: int) -> int | None:
+    """Free bytes of a device; None where the driver cannot tell."""
+    memory = _NvmlMemory()
+    with _nvml(index) as found:
+        if found is None or found[0].nvmlDeviceGetMemoryInfo(found[1], ctypes.byref(memory)):
+            return None
+    return memory.free
+
+
+def _nvml_own(index: int) -> int | None:
+    """Bytes that this process holds on a device; None where the driver does not tell processes apart.
+
+    In a container the driver may know this process by another number than it knows itself by: then it is told only if
+    it is the single one.
+    """
+    processes, count = (_NvmlProcess * _MOST_PROCESSES)(), ctypes.c_uint(_MOST_PROCESSES)
+    with _nvml(index) as found:
+        ask = getattr(found[0], "nvmlDeviceGetComputeRunningProcesses_v3", None) if found is not None else None
+        if found is None or ask is None or ask(found[1], ctypes.byref(count), processes):
+            return None
+    told = [process for process in processes[: count.value] if process.used != _NOT_TOLD]
+    mine = [process.used for process in told if process.pid == os.getpid()]
+    if not mine and len(told) == count.value == 1:
+        mine = [told[0].used]
+    return mine[0] if len(mine) == 1 else None
 
 
 def _available_host_bytes() -> int:

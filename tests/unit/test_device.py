@@ -1,5 +1,7 @@
 """Context, free memory and cap: nothing off CUDA; on CUDA the arithmetic, with the card's answers given."""
 
+import os
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -25,7 +27,9 @@ class Card:
         self.fraction: float | None = None
         self.initialized = False
         monkeypatch.setattr(device, "_free_at_start", {})
+        self.own: int | None = None
         monkeypatch.setattr(device, "_nvml_free", lambda index: self.free if nvml else None)
+        monkeypatch.setattr(device, "_nvml_own", lambda index: self.own)
         monkeypatch.setattr(device.torch, "zeros", lambda *_, **__: self.start())
         for name, answer in {
             "is_initialized": lambda: self.initialized,
@@ -53,6 +57,47 @@ def test_context_is_the_fall_of_free_memory_less_torch_s_own(monkeypatch):
     assert context_bytes("cuda:0") == GIB // 2
     card.reserved, card.context = 7 * GIB, GIB  # kernels have loaded
     assert context_bytes("cuda:0") == GIB
+
+
+def test_what_other_processes_take_meanwhile_is_no_context_where_the_driver_tells_them_apart(monkeypatch):
+    card = Card(monkeypatch)
+    context_bytes("cuda:0")
+    card.reserved, card.others = 7 * GIB, 20 * GIB
+    assert context_bytes("cuda:0") == 17 * GIB + GIB // 2
+    card.own = 7 * GIB + GIB // 2
+    assert context_bytes("cuda:0") == GIB // 2
+
+
+class Library:
+    """An NVML that lists these processes: pid -> bytes."""
+
+    def __init__(self, processes):
+        self.processes = processes
+
+    def nvmlDeviceGetComputeRunningProcesses_v3(self, handle, count, processes):
+        for place, (pid, used) in zip(processes, self.processes.items(), strict=False):
+            place.pid, place.used = pid, used
+        count._obj.value = len(self.processes)
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("processes", "own"),
+    [
+        ({1: 5, os.getpid(): 7}, 7),
+        ({1: 5}, 5),  # alone, under another number
+        ({1: 5, 2: 6}, None),
+        ({os.getpid(): 2**64 - 1}, None),
+        ({}, None),
+    ],
+)
+def test_own_bytes_by_the_driver(monkeypatch, processes, own):
+    @contextmanager
+    def library(index):
+        yield Library(processes), None
+
+    monkeypatch.setattr(device, "_nvml", library)
+    assert device._nvml_own(0) == own
 
 
 def test_without_a_reading_from_before_all_that_is_not_torch_s_counts(monkeypatch):
