@@ -7,7 +7,7 @@ Whatever asks, the answer is the same: before the next optimizer step the alloca
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from baoc.errors import BadInputError, BaocError, InfeasibleBudgetError
 from baoc.online.dial import BudgetChange, BudgetDial
 from baoc.online.relaxation import RelaxationSettings
 from baoc.planner import Planner
-from baoc.profiling import cap_device, free_bytes
+from baoc.profiling import free_bytes, recap_device
 from baoc.tracking import files
 from baoc.tracking.console import say
 from baoc.types import Budget, Footprint, Plan, to_plain
@@ -116,14 +116,31 @@ class BudgetControl(L.Callback):
                 "budget.relaxation.from_step=null"
             )
         saved, self._saved = self._saved, {}
-        if saved and saved["base"] == to_plain(planner.budget):
-            planner.budget = Budget(**saved["in_force"])
-            self._strategy.budget = planner.budget
-            self._signals, self._grew = saved["notches"], bool(saved["grown"])
-            self.dial.ceiling = Budget(**saved["ceiling"]) if saved["ceiling"] else None
-            if planner.footprint is not None and saved["grown"]:
-                planner.footprint = replace(planner.footprint, **saved["grown"], moments=())  # which the probe had anew
-        self._answer(step=0, budget=planner.budget, why="the budget of the run", plan=plan)
+        why = self._go_on(planner, saved) if saved else "the budget of the run"
+        self._answer(step=saved.get("step", 0), budget=planner.budget, why=why, plan=plan)
+
+    def _go_on(self, planner: Planner, saved: Mapping[str, Any]) -> str:
+        """Puts in force what was when the checkpoint was taken; returns why that is the budget now.
+
+        Of a run that was given another budget only its largest batch stays. `auto` is what is free now: the notches
+        that signals took away and what calm blocks gave up count from there.
+        """
+        self.dial.largest_batch = saved.get("largest_batch", 0)  # checkpoints of earlier versions have none
+        both_auto = saved["base"]["name"] == planner.budget.name == AUTO
+        if saved["base"] != to_plain(planner.budget) and not both_auto:
+            return "the budget of the run"
+        self._signals = self.dial.notches = saved["notches"]
+        self.dial.ceiling = Budget(**saved["ceiling"]) if saved["ceiling"] else None
+        self._grew = bool(saved["grown"])
+        if planner.footprint is not None and self._grew:
+            planner.footprint = replace(planner.footprint, **saved["grown"], moments=())  # which the probe had anew
+        planner.budget, why = Budget(**saved["in_force"]), "as when the checkpoint was taken"
+        if both_auto:
+            planner.budget, why = self.dial.wish(step=saved.get("step", 0), batch=0)
+        self._strategy.budget = planner.budget
+        if planner.budget != self.dial.base:
+            recap_device(self._strategy.root_device, budget=planner.budget)
+        return why
 
     def _check(self, planner: Planner, change: BudgetChange) -> None:
         before, planner.budget = planner.budget, resolve_auto(change.budget, free_bytes=self.dial.free_bytes or 0)
@@ -143,9 +160,11 @@ class BudgetControl(L.Callback):
         reallocator = self._strategy.reallocator
         footprint = reallocator.planner.footprint
         return {
+            "step": reallocator.step,
             "base": to_plain(self.dial.base),
             "in_force": to_plain(reallocator.planner.budget),
             "notches": self._signals,
+            "largest_batch": self.dial.largest_batch,
             "ceiling": to_plain(self.dial.ceiling) if self.dial.ceiling is not None else {},
             "grown": {key: getattr(footprint, key) for key in _GROWING} if self._grew else {},
         }
@@ -179,13 +198,15 @@ class BudgetControl(L.Callback):
         planner = reallocator.planner
         if (budget, footprint) in ((planner.budget, planner.footprint), self._refused):
             return
-        known = planner.footprint
+        known, wider = planner.footprint, _more(budget, planner.budget)
         try:
-            if _more(budget, planner.budget):
-                cap_device(self._strategy.root_device, budget=budget)
+            if wider:
+                recap_device(self._strategy.root_device, budget=budget)
             reallocator.rebudget(budget, why=f"budget {budget.name}: {why}", footprint=footprint)
         except BaocError as error:
             self._refused = (budget, footprint)
+            if wider:
+                recap_device(self._strategy.root_device, budget=planner.budget)
             self._answer(step=step, budget=planner.budget, why=why, plan=reallocator.plan, refused=str(error))
             self.tell(f"step {step}: the budget stays {planner.budget.name}: {error}")
             return
@@ -194,7 +215,7 @@ class BudgetControl(L.Callback):
         self._strategy.budget = budget
         if self._strategy.root_device.type == "cuda":
             torch.cuda.empty_cache()  # what was freed is other processes' now
-            cap_device(self._strategy.root_device, budget=budget)
+            recap_device(self._strategy.root_device, budget=budget)
         if self._memory is not None:
             self._memory.restart(budget, predicted_bytes=reallocator.plan.peak_bytes, step=step)
         self._answer(step=step, budget=budget, why=why, plan=reallocator.plan)
@@ -254,4 +275,5 @@ class BudgetControl(L.Callback):
 
 
 def _more(one: Budget, other: Budget) -> bool:
-    return one.memory_bytes is not None and (other.memory_bytes is None or one.memory_bytes > other.memory_bytes)
+    """Whether `one` lets the process hold more than `other`; a budget that does not limit memory lets it hold all."""
+    return other.memory_bytes is not None and (one.memory_bytes is None or one.memory_bytes > other.memory_bytes)

@@ -39,7 +39,7 @@ class BudgetDial:
     """`wish` says which budget is to be in force. Of the schedule's entries the last one that has come counts; a text
     that `ask` was given takes its place until it is taken back by `ask("")`; each notch takes NOTCH of that away;
     `ceiling` is what progressive relaxation left, and is never passed again but by `ask`. `free_bytes` is what `auto`
-    means, which would not limit anything without it.
+    means, which would not limit anything without it; `largest_batch` the most samples that a step had.
     """
 
     def __init__(self, base: Budget, *, schedule: Sequence[BudgetChange] = ()):
@@ -49,7 +49,7 @@ class BudgetDial:
         self.free_bytes: int | None = None
         self.ceiling: Budget | None = None
         self._asked: Budget | None = None
-        self._largest_batch = 0
+        self.largest_batch = 0
 
     def ask(self, text: str) -> None:
         """A budget in any spelling; "" leaves it to the schedule again. Raises BadInputError, with nothing changed."""
@@ -57,7 +57,7 @@ class BudgetDial:
 
     def wish(self, *, step: int, batch: int) -> tuple[Budget, str]:
         """The budget after `step` steps with a coming step of `batch` samples, and where it comes from."""
-        self._largest_batch = max(self._largest_batch, batch)
+        self.largest_batch = max(self.largest_batch, batch)
         budget, why = self._scheduled(step)
         if self._asked is not None:
             budget, why = self._meant(self._asked), "the budget file asks for it"
@@ -71,7 +71,7 @@ class BudgetDial:
     def _scheduled(self, step: int) -> tuple[Budget, str]:
         budget, why = self.base, "the budget of the run"
         for change in self.schedule:
-            came = step >= change.step if change.step is not None else self._largest_batch >= (change.batch or 0)
+            came = step >= change.step if change.step is not None else self.largest_batch >= (change.batch or 0)
             if came:
                 budget, why = change.budget, f"budget.schedule, {change.when}"
         return self._meant(budget), why

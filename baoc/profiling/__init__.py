@@ -5,7 +5,7 @@ latency (seconds) · device (context, cap).
 """
 
 from baoc.profiling.describe import describe, named_tensors
-from baoc.profiling.device import cap_device, context_bytes, free_bytes, uncap_device
+from baoc.profiling.device import cap_device, context_bytes, free_bytes, recap_device, uncap_device
 from baoc.profiling.footprint import FirstStepMemory, probe_footprint, step_temporary_bytes
 from baoc.profiling.gradients import GradientProfiler
 from baoc.profiling.latency import measure_latency
@@ -22,6 +22,7 @@ __all__ = [
     "measure_latency",
     "named_tensors",
     "probe_footprint",
+    "recap_device",
     "step_temporary_bytes",
     "uncap_device",
 ]

@@ -72,8 +72,16 @@ def cap_device(device: torch.device | str, *, budget: Budget) -> None:
     torch.cuda.set_per_process_memory_fraction(min(1.0, left / total), device)
 
 
+def recap_device(device: torch.device | str, *, budget: Budget) -> None:
+    """The cap of a budget that took another's place: as `cap_device`, and none where memory is limited no more."""
+    if budget.memory_bytes is None:
+        uncap_device(device)
+    else:
+        cap_device(device, budget=budget)
+
+
 def uncap_device(device: torch.device | str) -> None:
-    """Takes the cap away again and gives cached memory back; for a look at what does not fit, never to train."""
+    """Takes the cap away again and gives cached memory back."""
     device = torch.device(device)
     if device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(1.0, device)

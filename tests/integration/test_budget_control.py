@@ -14,10 +14,14 @@ import pytest
 from baoc import assembly
 from baoc import train as training
 from baoc.budgets import parse_budget
+from baoc.callbacks import budget_control
 from baoc.config.dynamics import DynamicsConfig, RelaxationConfig, ScheduleEntry
 from baoc.config.schema import ReallocationConfig
 from baoc.errors import BadInputError, InfeasibleBudgetError
+from baoc.strategy import strategy as strategy_module
+from baoc.tracking import load_checked
 from baoc.types import RunResult
+from baoc.units import GIB
 from tests.integration.test_run import config, logged
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
@@ -82,16 +86,17 @@ def test_a_schedule_holds_from_its_step_on(tmp_path: Path, monkeypatch: pytest.M
     assert result.budget["name"] == "state_50" and result.budget_met
 
 
+class Killed(Exception):
+    pass
+
+
+def kill(trainer: L.Trainer) -> None:
+    raise Killed
+
+
 @pytest.mark.parametrize("stop", [5, 10])
 def test_resumed_anywhere_it_is_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int) -> None:
     """Before, between and after changes of the budget and a reallocation."""
-
-    class Killed(Exception):
-        pass
-
-    def kill(trainer: L.Trainer) -> None:
-        raise Killed
-
     changes = {"budget": parse_budget("state_50"), "dynamics": TO_10_AND_BACK}
     whole, cut = tmp_path / "day" / "whole", tmp_path / "day" / "cut"
     run(whole, monkeypatch, Watch(), **changes)
@@ -143,10 +148,11 @@ def test_a_file_lowers_the_budget_and_gives_it_back(
     assert told.count("the budget stays state_10: budget 10kb cannot be met") == 1, "said once, not at each step"
 
 
-def test_signals_take_a_notch_and_give_it_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def send(offset: int) -> Hook:
-        return lambda _: os.kill(os.getpid(), signal.SIGRTMIN + offset)
+def send(offset: int) -> Hook:
+    return lambda _: os.kill(os.getpid(), signal.SIGRTMIN + offset)
 
+
+def test_signals_take_a_notch_and_give_it_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     watch = Watch(step_2=send(1), step_3=send(1), step_8=send(2), step_9=send(2))
     handler = signal.getsignal(signal.SIGRTMIN + 1)
     result = run(tmp_path / "day" / "run", monkeypatch, watch, budget=parse_budget("state_30"))
@@ -155,6 +161,26 @@ def test_signals_take_a_notch_and_give_it_back(tmp_path: Path, monkeypatch: pyte
     for step, limit in limits.items():
         assert watch.state_bytes[step] <= limit * result.state_bytes_adamw, step
     assert watch.state_bytes[9] > 0.27 * result.state_bytes_adamw
+
+
+def test_notches_and_the_largest_batch_outlive_a_kill_under_a_budget_that_is_found_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """budget=auto is another number of bytes whenever a run starts: what is free by then."""
+    run_dir, found = tmp_path / "day" / "run", iter([9 * GIB, 8 * GIB])
+    monkeypatch.setattr(budget_control, "free_bytes", lambda device: 8 * GIB)
+    monkeypatch.setattr(strategy_module, "free_bytes", lambda device: next(found))
+    dynamics = scheduled(ScheduleEntry(budget="1gb", batch=33))
+    changes = {"budget": parse_budget("auto"), "dynamics": dynamics}
+    with pytest.raises(Killed):
+        run(run_dir, monkeypatch, Watch(step_2=send(1), step_3=send(1), step_6=kill), **changes)
+    last = load_checked(run_dir / "checkpoints" / "last.ckpt")["callbacks"]["BudgetControl"]
+    assert last["notches"] == 2 and last["largest_batch"] == 32
+    low = replace(config().trainer, max_steps=8)
+    again = Watch(step_7=send(2))
+    run(run_dir, monkeypatch, again, resume=str(run_dir), trainer=low, **changes)
+    assert again.budgets == {5: "auto*0.8", 6: "auto*0.8", 7: "auto*0.9"}
+    assert answer(run_dir)["budget"]["memory_bytes"] == int(8 * GIB * 0.9), "a share of what is free by now"
 
 
 def test_memory_is_held_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from baoc.errors import BadInputError
-from baoc.profiling import cap_device, context_bytes, device, free_bytes
+from baoc.profiling import cap_device, context_bytes, device, free_bytes, recap_device
 from baoc.types import Budget
 from baoc.units import GIB, MIB
 
@@ -39,6 +39,7 @@ class Card:
             "get_device_properties": lambda index: SimpleNamespace(total_memory=self.total),
             "set_per_process_memory_fraction": lambda fraction, index: setattr(self, "fraction", fraction),
             "current_device": lambda: 0,
+            "empty_cache": lambda: None,
         }.items():
             monkeypatch.setattr(torch.cuda, name, answer)
 
@@ -119,6 +120,14 @@ def test_the_cap_leaves_room_for_context_and_late_modules(monkeypatch):
     assert card.fraction == pytest.approx((8 * GIB - GIB // 2 - device.LATE_MODULES_BYTES) / (80 * GIB))
     cap_device("cuda:0", budget=Budget(name="state_25", state_fraction=0.25))
     cap_device("cuda:0", budget=Budget(name="100gb", memory_bytes=100 * GIB))
+    assert card.fraction == 1.0
+
+
+def test_a_budget_that_does_not_limit_memory_takes_the_cap_of_the_one_before_away(monkeypatch):
+    card = Card(monkeypatch)
+    recap_device("cuda:0", budget=Budget(name="8gb", memory_bytes=8 * GIB))
+    assert card.fraction is not None and card.fraction < 0.1
+    recap_device("cuda:0", budget=Budget(name="state_25", state_fraction=0.25))
     assert card.fraction == 1.0
 
 
