@@ -84,6 +84,7 @@ def make_checkpoint(config: RunConfig, *, task: Task, run_dir: Path, memory: Mem
     return SafeCheckpoint(
         run_dir,
         every_n_steps=config.checkpoint.every_n_steps,
+        every_minutes=config.checkpoint.every_minutes,
         keep=config.checkpoint.keep,
         monitor=monitor,
         mode="max" if higher else "min",

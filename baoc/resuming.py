@@ -8,11 +8,13 @@ from baoc.tracking import console, load_checked, resolve_resume
 
 
 def find_checkpoint(config: RunConfig, *, run_dir: Path) -> Path | None:
-    """The checkpoint that `resume` names; `auto` looks beside this run's folder and its neighbours of other days."""
+    """The checkpoint that `resume` names; `auto` looks into this run's own folder, which a job that is queued again has
+    used before, then beside it and at its neighbours of other days."""
     if config.resume is None:
         return None
     match = {"name": config.name, "seed": config.seed}
-    found = resolve_resume(config.resume, run_root=run_dir.parent.parent, match=match)
+    found = resolve_resume("auto", run_root=run_dir, match=match) if config.resume == "auto" else None
+    found = found or resolve_resume(config.resume, run_root=run_dir.parent.parent, match=match)
     if found is None and config.mode == "eval":
         raise CheckpointError(
             f"resume=auto found no intact checkpoint of name={config.name}, seed={config.seed} under "

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
+from time import monotonic
 from typing import IO, Any, cast
 
 import lightning as L
@@ -63,8 +64,8 @@ class AsideCheckpointIO(TorchCheckpointIO):
 class SafeCheckpoint(Checkpoint):
     """Keeps `checkpoints/last.ckpt`, the `keep` newest and the `keep_best` best of a run.
 
-    `last.ckpt` is written every `every_n_steps` optimizer steps and after the last; null writes the last only. Where
-    validation is due after a step, the checkpoint is written after the validation, so that a resumed run does not skip
+    `last.ckpt` is written every `every_n_steps` optimizer steps, where `every_minutes` have gone by since the newest
+    one (or since the run began), and after the last step; null and null write the last only. Where validation is due after a step, the checkpoint is written after the validation, so that a resumed run does not skip
     it. The last one is written before Lightning closes the epoch, so that a finished run can go on to more steps. With
     `keep` above 1, older ones stay as `step_N.ckpt`. Best ones, `best_N.ckpt`, are written after validations by
     `monitor` (`mode` min or max). `meta` describes the run and is found again by `resolve_resume(match=)`. `track`
@@ -79,6 +80,7 @@ class SafeCheckpoint(Checkpoint):
         run_dir: str | os.PathLike[str],
         *,
         every_n_steps: int | None = None,
+        every_minutes: float | None = None,
         keep: int = 1,
         monitor: str | None = None,
         mode: str = "min",
@@ -90,6 +92,8 @@ class SafeCheckpoint(Checkpoint):
             raise BadInputError(f"mode={mode!r} of a checkpoint is not allowed: choose min or max")
         self.folder = Path(run_dir) / FOLDER
         self.every_n_steps = every_n_steps
+        self.every_minutes = every_minutes
+        self._written_at = monotonic()
         self.keep = keep
         self.monitor = monitor
         self.sign = 1.0 if mode == "min" else -1.0
@@ -191,13 +195,15 @@ class SafeCheckpoint(Checkpoint):
             return False
         if self.urgent() and not accumulating(trainer):
             return True
+        if self.every_minutes is not None and monotonic() - self._written_at >= 60 * self.every_minutes:
+            return not accumulating(trainer)
         return is_final_batch(trainer) or (self.every_n_steps is not None and step % self.every_n_steps == 0)
 
     def _save_last(self, trainer: L.Trainer) -> None:
         if self.keep > 1 and self.last_path.is_file() and self._last_step:
             self.last_path.replace(self.folder / f"step_{self._last_step:08d}{SUFFIX}")
             self._prune(self.keep - 1)
-        self._last_step = trainer.global_step
+        self._last_step, self._written_at = trainer.global_step, monotonic()
         self._write(trainer, self.last_path)
 
     def _prune(self, keep: int) -> None:

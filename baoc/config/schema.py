@@ -201,16 +201,20 @@ class LoggerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
-    """`every_n_steps`: null writes the last step only. `keep`: how many of the newest stay. `export`: the weights of a
-    finished run as safetensors, which the model's library loads."""
+    """`every_n_steps` and `every_minutes`: whichever comes first, null for never; the last step is always written.
+    `keep`: how many of the newest stay. `export`: the weights of a finished run as safetensors, which the model's library
+    loads."""
 
     every_n_steps: int | None = None
+    every_minutes: float | None = 10.0  # so that a run of hours that is killed has lost minutes, and a short one no time
     keep: int = 1
     export: bool = True
 
     def __post_init__(self) -> None:
         if self.every_n_steps is not None:
             require(self.every_n_steps >= 1, "checkpoint.every_n_steps", self.every_n_steps, "1 or more, or null")
+        if self.every_minutes is not None:
+            require(self.every_minutes > 0, "checkpoint.every_minutes", self.every_minutes, "more than 0, or null")
         require(self.keep >= 1, "checkpoint.keep", self.keep, "1 or more")
 
 

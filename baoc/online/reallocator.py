@@ -177,7 +177,9 @@ class Reallocator:
             {block: stats.update_rms for block, stats in profile.stats.items() if stats.update_rms > 0}
         )
         event = self._move(proposal, trigger=trigger, accepted=accepted, why=why, before=before, paid=paid)
-        if not self.watching:
+        if self.watching:
+            self.profiler.settle()
+        else:
             self.profiler.release()
         for listener in self.listeners:
             listener(event, self.plan, profile)

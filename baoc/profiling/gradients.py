@@ -36,7 +36,8 @@ class GradientProfiler:
     Below 10M parameters, which steps are sampled follows from their numbers alone (every `sample_every`-th; after 64
     steps every second of these, after 128 every fourth, and so on), so that results repeat bit for bit; only when 3 s
     of processor time are used up does sampling end. From 10M up, a sample is taken where `max_share` (5 %) of the time
-    since the first step pays for it; what it costs is found in a rehearsal when the profiler is built (`schedule`).
+    since the first step pays for it, after `settle` 1 % of the time since then; what it costs is found in a rehearsal
+    when the profiler is built (`schedule`).
 
     `shadow_specs` are run beside AdamW on the same slices (`shadow`). `lr` by parameter name weighs `descent_share`
     where groups differ. `betas` and `eps` are AdamW's. `by_parts`: a step's gradients are never there at once, and come
@@ -294,6 +295,10 @@ class GradientProfiler:
     def moments(self) -> dict[str, Moments]:
         """Parameter name -> row and column means of g^2, for the matrices; empty before a sample."""
         return self._moments.moments()
+
+    def settle(self) -> None:
+        """Says that the first decision has been made: what is sampled from then on has to be cheaper."""
+        self._schedule.settle()
 
     def release(self) -> None:
         """Frees every buffer; nothing is observed from then on."""

@@ -8,7 +8,8 @@ from typing import Any
 
 LARGE_PARAMS = 10_000_000  # from here on limits are shares of time and size; below, they are absolute
 MAX_S = 3.0
-MAX_SHARE = 0.05
+MAX_SHARE = 0.05  # of the time until the first decision
+LATER_SHARE = 0.01  # of the time since, where sampling goes on
 OCTAVE = 64  # steps at full rate, then as many at half of it, twice as many at a quarter, and so on
 
 
@@ -24,8 +25,9 @@ class Schedule:
     Below LARGE_PARAMS the only question ever asked of a clock is whether MAX_S are used up, so what is sampled (and
     with it every result) does not depend on the machine's speed until they are. These are processor seconds: on a
     machine that is busy with other work the same run would else end sampling earlier. From LARGE_PARAMS on a step is
-    skipped unless what a sample costs fits into `max_share` of the time since `start`; shadow runs, where there are
-    any, get half of that for themselves. That time is the wall's, on the host: on a GPU what launching costs.
+    skipped unless what a sample costs fits into `max_share` of the time since `start`, and from `settle` on, into
+    LATER_SHARE of the time since then; shadow runs, where there are any, get half of that for themselves. That time is
+    the wall's, on the host: on a GPU what launching costs.
     """
 
     def __init__(
@@ -34,7 +36,9 @@ class Schedule:
         """`shadow_every`: samples that shadows follow at full rate; None without shadows."""
         self.large = num_params >= LARGE_PARAMS
         self._sample_every, self._shadow_rate = sample_every, shadow_every
-        self._share = max_share if shadow_every is None else max_share / 2
+        self._share = max_share
+        self._portion = 1.0 if shadow_every is None else 0.5
+        self._settled: dict[str, float] | None = None  # seconds elapsed, and spent on each, when the first decision fell
         self._spent = {"sample": 0.0, "shadow": 0.0}
         self._cost = {"gather": 0.0, "sample": 0.0, "shadow": 0.0}  # seconds of the newest one
         self._seen = 0
@@ -48,6 +52,11 @@ class Schedule:
         """Starts the time that shares are taken of; later calls change nothing."""
         if self._began is None:
             self._began = perf_counter()
+
+    def settle(self) -> None:
+        """Says that the first decision has been made; later calls change nothing."""
+        if self._settled is None:
+            self._settled = {"elapsed": self.elapsed_s, **self._spent}
 
     @property
     def elapsed_s(self) -> float:
@@ -85,7 +94,11 @@ class Schedule:
         return (self._sampled - 1) % thinning(self._sampled - 1, full_rate=self._shadow_rate) == 0
 
     def _affords(self, kind: str, more_s: float = 0.0) -> bool:
-        return self._spent[kind] + self._cost[kind] + more_s <= self._share * self.elapsed_s
+        since, share = self._settled or {"elapsed": 0.0, kind: 0.0}, self._share
+        if self._settled is not None:
+            share = min(share, LATER_SHARE)
+        spent = self._spent[kind] - since[kind] + self._cost[kind] + more_s
+        return spent <= share * self._portion * (self.elapsed_s - since["elapsed"])
 
     @contextmanager
     def running(self, kind: str, *, more: bool = False) -> Iterator[None]:
@@ -110,12 +123,13 @@ class Schedule:
     def state_dict(self) -> dict[str, Any]:
         counts = {"seen": self._seen, "sampled": self._sampled, "armed": self._armed}
         spent = {"spent": dict(self._spent), "processor_s": self._processor_s, "elapsed_s": self.elapsed_s}
-        return {**counts, **spent}
+        return {**counts, **spent, "settled": dict(self._settled or {})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._seen, self._sampled, self._armed = state["seen"], state["sampled"], state["armed"]
         self._spent, self._processor_s = dict(state["spent"]), state["processor_s"]
         self._before, self._began = state["elapsed_s"], None
+        self._settled = dict(state["settled"]) if state.get("settled") else None  # earlier versions have none
 
 
 def thinning(index: int, *, full_rate: int) -> int:

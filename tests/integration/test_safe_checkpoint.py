@@ -47,6 +47,20 @@ def test_the_last_step_is_always_kept(tmp_path: Path) -> None:
     assert (content["baoc_schema"], content["baoc"], content["global_step"]) == (1, {"name": "a"}, 7)
 
 
+def test_minutes_count_from_the_newest_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step takes three minutes here: every fourth is written, and the last."""
+    now = [0.0]
+
+    class Slow(TinyModule):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            now[0] += 180
+            return super().training_step(batch, batch_idx)
+
+    monkeypatch.setattr("baoc.callbacks.checkpoint.monotonic", lambda: now[0])
+    fit(SafeCheckpoint(tmp_path, every_minutes=10, keep=9), module=Slow(), max_steps=11)
+    assert names(tmp_path) == ["last.ckpt", "step_00000004.ckpt", "step_00000008.ckpt"]
+
+
 def test_the_newest_are_kept(tmp_path: Path) -> None:
     fit(SafeCheckpoint(tmp_path, every_n_steps=2, keep=3), max_steps=9)
     assert names(tmp_path) == ["last.ckpt", "step_00000006.ckpt", "step_00000008.ckpt"]

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from baoc.config.schema import RunConfig
 from baoc.errors import CheckpointError
+from baoc.resuming import find_checkpoint
 from baoc.tracking import load_checked, resolve_resume
 
 
@@ -93,6 +95,15 @@ def test_auto_takes_the_newest_intact_one_of_the_same_run(tmp_path: Path, caplog
     assert resolve_resume("auto", run_root=tmp_path) == other
     assert resolve_resume("auto", run_root=tmp_path, match={"name": "c"}) is None
     assert resolve_resume("auto", run_root=tmp_path / "nowhere") is None
+
+
+def test_a_run_that_is_queued_again_goes_on_in_its_own_folder(tmp_path: Path) -> None:
+    about = {"name": "a", "seed": 0}
+    mine = save(tmp_path / "day" / "job0" / "checkpoints" / "last.ckpt", baoc=about, age_s=30)
+    newer = save(tmp_path / "day" / "job1" / "checkpoints" / "last.ckpt", baoc=about)  # of another point of a sweep
+    config = RunConfig(name="a", seed=0, resume="auto")
+    assert find_checkpoint(config, run_dir=tmp_path / "day" / "job0") == mine
+    assert find_checkpoint(config, run_dir=tmp_path / "day" / "job2") == newer
 
 
 def test_of_files_written_together_the_last_one_is_taken(tmp_path: Path) -> None:

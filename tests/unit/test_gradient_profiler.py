@@ -174,6 +174,11 @@ class Clock:
         self.now += 0.05
         return self.now
 
+    def wait(self, seconds: float) -> torch.Tensor:
+        """Lets time go by; a gradient."""
+        self.now += seconds
+        return normal(64, 64, seed=int(1000 * self.now))
+
 
 @pytest.mark.parametrize("specs", [(), SPEC_ROWS])
 def test_from_ten_million_up_the_share_of_time_is_kept_and_samples_come_in_pairs(monkeypatch, specs):
@@ -193,6 +198,27 @@ def test_from_ten_million_up_the_share_of_time_is_kept_and_samples_come_in_pairs
     assert stats.noise == pytest.approx(1 / float(direction.square().mean()), rel=0.2), "each has the step before it"
     if specs:
         assert stream.profile().shadow["w"], "shadows have a share of their own"
+
+
+def test_after_the_first_decision_samples_cost_a_hundredth_of_the_time(monkeypatch):
+    now = Clock(monkeypatch)
+    stream = Stream([make_block("w", (64, 64))], max_bytes=400_000)
+
+    def feed(steps: int) -> int:
+        return sum(stream.feed({"w.0": now.wait(0.5)}) for _ in range(steps))
+
+    early = feed(300)
+    stream.profiler.settle()
+    spent, elapsed = stream.profile().profile_s, stream.profile().warmup_s
+    late = feed(300)
+    stream.profiler.settle()  # of a later decision: changes nothing
+    later = stream.profile()
+    assert 0 < late < early / 3
+    assert later.profile_s - spent <= 0.01 * (later.warmup_s - elapsed) + 0.11, "0.11: the two looks at the profile"
+    state = stream.profiler.state_dict()
+    again = Stream([make_block("w", (64, 64))], max_bytes=400_000)
+    again.profiler.load_state_dict(state)
+    assert again.profiler.state_dict()["schedule"]["settled"] == state["schedule"]["settled"] != {}
 
 
 def test_a_rehearsal_changes_nothing_but_what_is_known_of_the_cost(monkeypatch):
