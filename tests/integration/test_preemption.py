@@ -1,11 +1,13 @@
 """A signal that asks a run to end: the step is finished, checkpoint and log are written, the job is queued again."""
 
+import json
 import os
 import signal
 import stat
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -118,21 +120,27 @@ def test_slurm_is_asked_to_run_the_job_again(tmp_path: Path, monkeypatch: pytest
     assert "job 7 is not queued again" in requeue({"SLURM_JOB_ID": "7"})
 
 
-def test_a_preempted_command_is_queued_again_and_goes_on(tmp_path: Path) -> None:
+def in_slurm(folder: Path) -> dict[str, str]:
+    """The environment of a job with number 42 and the `scontrol` of `folder`."""
+    path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    return {**os.environ, "OMP_NUM_THREADS": "1", "SLURM_JOB_ID": "42", "PATH": path}
+
+
+def wait_until(done: Callable[[], bool], *, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < deadline, "it does not come"
+        time.sleep(0.1)
+
+
+def test_a_preempted_command_is_queued_again(tmp_path: Path) -> None:
     asked = scontrol(tmp_path / "bin")
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "SLURM_JOB_ID": "42",
-        "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}",
-    }
+    environment = in_slurm(tmp_path / "bin")
     run_dir = tmp_path / "day" / "run"
     command = [sys.executable, "run.py", "trainer.max_steps=4000", "budget=state_25", f"hydra.run.dir={run_dir}"]
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
     metrics = run_dir / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0)
     process.send_signal(signal.SIGUSR1)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
@@ -140,12 +148,23 @@ def test_a_preempted_command_is_queued_again_and_goes_on(tmp_path: Path) -> None
     assert "Slurm queued job 42 again" in errors and asked.read_text() == "requeue 42\n"
     step = load_checked(run_dir / "checkpoints" / "last.ckpt")["global_step"]
     assert [line["step"] for line in read_metrics(run_dir)][-1] <= step - 1
-    again = [
-        *command[:-1],
-        f"hydra.run.dir={tmp_path / 'day' / 'again'}",
-        "resume=auto",
-        f"trainer.max_steps={step + 5}",
-    ]
-    done = subprocess.run([w for w in again if w != "trainer.max_steps=4000"], cwd=ROOT, env=environment, timeout=120)
-    assert done.returncode == 0
-    assert (tmp_path / "day" / "again" / "result.json").is_file()
+
+
+def test_a_job_of_submitit_is_queued_again_and_goes_on_in_its_folder(tmp_path: Path) -> None:
+    """Its worker takes USR2, by which Slurm tells that time is up, for itself: within a run we answer it."""
+    asked, run_dir = scontrol(tmp_path / "bin"), tmp_path / "sweep" / "job"
+    words = ["seed=0", "budget=state_25", "resume=auto"]
+    command = [sys.executable, "run.py", "-m", *words, "trainer.max_steps=4000", "hydra/launcher=submitit_local"]
+    command += [f"hydra.sweep.dir={run_dir.parent}", "hydra.sweep.subdir=job"]
+    process = subprocess.Popen(command, cwd=ROOT, env=in_slurm(tmp_path / "bin"), stderr=subprocess.DEVNULL)
+    metrics = run_dir / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0)
+    worker = json.loads((run_dir / "budget.json").read_text())["pid"]
+    assert worker != process.pid
+    os.kill(worker, signal.SIGUSR2)
+    assert process.wait(timeout=60) != 0
+    assert asked.read_text() == "requeue 42\n"
+    step = load_checked(run_dir / "checkpoints" / "last.ckpt")["global_step"]
+    again = [sys.executable, "run.py", *words, f"trainer.max_steps={step + 10}", f"hydra.run.dir={run_dir}"]
+    assert subprocess.run(again, cwd=ROOT, env=in_slurm(tmp_path / "bin"), timeout=120).returncode == 0
+    assert [line["step"] for line in read_metrics(run_dir) if "train/loss" in line] == list(range(9, step + 10, 10))
