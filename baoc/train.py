@@ -91,8 +91,10 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
 
 
 def quieten() -> None:
-    """Keeps what is not about the run off the terminal: Lightning's tips, and its use of a name that torch renamed."""
+    """Keeps what is not about the run off the terminal: Lightning's tips, its use of a name that torch renamed, and its
+    advice for loggers that count batches of an epoch, as ours count steps."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", message=r"The number of training batches \(\d+\) is smaller than the logging")
     warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated", category=FutureWarning)
 
 

@@ -65,12 +65,13 @@ class SafeCheckpoint(Checkpoint):
     """Keeps `checkpoints/last.ckpt`, the `keep` newest and the `keep_best` best of a run.
 
     `last.ckpt` is written every `every_n_steps` optimizer steps, where `every_minutes` have gone by since the newest
-    one (or since the run began), and after the last step; null and null write the last only. Where validation is due after a step, the checkpoint is written after the validation, so that a resumed run does not skip
-    it. The last one is written before Lightning closes the epoch, so that a finished run can go on to more steps. With
-    `keep` above 1, older ones stay as `step_N.ckpt`. Best ones, `best_N.ckpt`, are written after validations by
-    `monitor` (`mode` min or max). `meta` describes the run and is found again by `resolve_resume(match=)`. `track`
-    wraps each writing, for whoever measures memory: `memory_monitor.track`. Once `urgent()` is True, the step in
-    progress is the last that counts: its checkpoint is written as soon as it ends.
+    one (or since the run began), and after the last step; null and null write the last only. Where validation is due
+    after a step, the checkpoint is written after the validation, so that a resumed run does not skip it. The last one
+    is written before Lightning closes the epoch, so that a finished run can go on to more steps. With `keep` above 1,
+    older ones stay as `step_N.ckpt`. Best ones, `best_N.ckpt`, are written after validations by `monitor` (`mode` min
+    or max). `meta` describes the run and is found again by `resolve_resume(match=)`. `track` wraps each writing, for
+    whoever measures memory: `memory_monitor.track`. Once `urgent()` is True, the step in progress is the last that
+    counts: its checkpoint is written as soon as it ends.
 
     Nothing is written on an exception: an interrupt may come in the middle of a step.
     """

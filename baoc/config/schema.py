@@ -131,7 +131,8 @@ class ReallocationConfig:
 
     `warmup_steps`: profiled before the first reallocation. `interval`: between later ones (interval, drift).
     `drift_threshold`: relative change of a block's statistics that counts as drift. `min_gain`: the share of the
-    total risk that a proposal must save to be worth its moves.
+    total risk that a proposal must save to be worth its moves. `update_rms`: what the size of updates is matched to
+    after a decision, AdamW's usual one or the one on the profiled gradients.
     """
 
     mode: Literal["off", "once", "interval", "drift"] = "once"
@@ -139,6 +140,7 @@ class ReallocationConfig:
     interval: int = 100
     drift_threshold: float = 0.5
     min_gain: float = 0.02
+    update_rms: Literal["usual", "profiled"] = "usual"
 
     def __post_init__(self) -> None:
         require(self.warmup_steps >= 2, "reallocation.warmup_steps", self.warmup_steps, "2 or more (step 0 is skipped)")
@@ -202,11 +204,11 @@ class LoggerConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
     """`every_n_steps` and `every_minutes`: whichever comes first, null for never; the last step is always written.
-    `keep`: how many of the newest stay. `export`: the weights of a finished run as safetensors, which the model's library
-    loads."""
+    `keep`: how many of the newest stay. `export`: the weights of a finished run as safetensors, which the model's
+    library loads."""
 
     every_n_steps: int | None = None
-    every_minutes: float | None = 10.0  # so that a run of hours that is killed has lost minutes, and a short one no time
+    every_minutes: float | None = 10.0  # a killed run of hours has lost minutes, and a short one loses no time
     keep: int = 1
     export: bool = True
 

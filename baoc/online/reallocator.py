@@ -173,9 +173,9 @@ class Reallocator:
             why = f"{risk} risk {before:.4g} -> {after:.4g}"
         else:
             why = f"{risk} risk {before:.4g} -> {after:.4g} saves less than the {needed:.2g} that moving has to"
-        self.optimizer.set_target_rms(
-            {block: stats.update_rms for block, stats in profile.stats.items() if stats.update_rms > 0}
-        )
+        if self.settings.update_rms == "profiled":
+            rms = {block: stats.update_rms for block, stats in profile.stats.items()}
+            self.optimizer.set_target_rms({block: value for block, value in rms.items() if value > 0})
         event = self._move(proposal, trigger=trigger, accepted=accepted, why=why, before=before, paid=paid)
         if self.watching:
             self.profiler.settle()

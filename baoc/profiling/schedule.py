@@ -38,7 +38,7 @@ class Schedule:
         self._sample_every, self._shadow_rate = sample_every, shadow_every
         self._share = max_share
         self._portion = 1.0 if shadow_every is None else 0.5
-        self._settled: dict[str, float] | None = None  # seconds elapsed, and spent on each, when the first decision fell
+        self._settled: dict[str, float] | None = None  # seconds elapsed and spent when the first decision fell
         self._spent = {"sample": 0.0, "shadow": 0.0}
         self._cost = {"gather": 0.0, "sample": 0.0, "shadow": 0.0}  # seconds of the newest one
         self._seen = 0

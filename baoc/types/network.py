@@ -79,6 +79,11 @@ class ImageDataSpec:
     num_train: int
     num_val: int
 
+    def __str__(self) -> str:
+        shape = f"{self.channels} x {self.image_size} x {self.image_size}"
+        many = f"{self.num_train:,} images" if self.num_train else "a stream of images"
+        return f"{self.dataset}, {many} of {shape} in {self.num_classes:,} classes, {self.num_val:,} held back"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextDataSpec:
@@ -95,6 +100,11 @@ class TextDataSpec:
     num_val: int
     bytes_per_token: float = 1.0
     sha256: str = ""
+
+    def __str__(self) -> str:
+        many = f"{self.num_train:,} sequences" if self.num_train else "a stream of sequences"
+        tokens = f"{self.sequence_length:,} tokens out of {self.vocab_size:,}"
+        return f"{self.dataset}, {many} of {tokens}, {self.num_val:,} held back"
 
 
 DataSpec = ImageDataSpec | TextDataSpec  # latents are images of several channels

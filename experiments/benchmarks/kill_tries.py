@@ -5,8 +5,8 @@ checkpoint every second step, reallocations and validations, is killed at a rand
 migration, in the middle of writing) and resumed in its own folder until it ends; then the next one begins. After each
 kill every checkpoint in the folder must be intact, `resume=` must find one as soon as one was written, and
 metrics.jsonl must have every step up to the kill: the run tells its steps through a pipe. A run that was killed often
-must end with the very metrics of the one never killed. kill_tries.csv in $OUT or experiments/benchmarks/results
-has a line per try; the exit code is the number of faults.
+must end with the very metrics of the one never killed. kill_tries.csv in $OUT or experiments/results has a
+line per try; the exit code is the number of faults.
 """
 
 import argparse
@@ -112,13 +112,43 @@ def start(run_dir: Path) -> tuple[int, int]:
         os._exit(code)
 
 
-def told(pipe: int) -> int:
-    text = b""
-    while part := os.read(pipe, 65536):
-        text += part
-    os.close(pipe)
-    whole = text[: text.rfind(b"\n") + 1].split()
-    return int(whole[-1]) if whole else 0
+class Pipe:
+    """What a run tells: the count of finished steps whenever the next one begins."""
+
+    def __init__(self, descriptor: int):
+        self.descriptor, self.text = descriptor, b""
+
+    @property
+    def step(self) -> int:
+        whole = self.text[: self.text.rfind(b"\n") + 1].split()
+        return int(whole[-1]) if whole else 0
+
+    def wait_for(self, step: int) -> None:
+        """Until `step` is told, or the run is over."""
+        while self.step < step and (part := os.read(self.descriptor, 65536)):
+            self.text += part
+
+    def close(self) -> int:
+        """The last step that was told, once the run is over."""
+        self.wait_for(10**9)
+        os.close(self.descriptor)
+        return self.step
+
+
+def kill(pid: int, pipe: Pipe, *, draw: random.Random, setup_s: float, step_s: float, done: int) -> float:
+    """Kills a run that goes on from step `done`: one of five while it sets up, else in or after a random step.
+
+    Moments are drawn by steps and not by the clock, as a busy machine would else kill all of them before they train.
+    Returns the seconds after which it did.
+    """
+    began = time.monotonic()
+    if draw.random() < 0.2:
+        time.sleep(draw.uniform(0, setup_s))
+    else:
+        pipe.wait_for(done + draw.randint(1, STEPS // 3))
+        time.sleep(draw.uniform(0, 3 * step_s))  # into the steps that follow: their update, a validation, a checkpoint
+    os.kill(pid, signal.SIGKILL)
+    return time.monotonic() - began
 
 
 def faults_in(run_dir: Path, *, steps_told: int) -> tuple[list[str], int, int]:
@@ -156,19 +186,21 @@ def plain(run_dir: Path) -> list[dict[str, Any]]:
 def tries(num: int, *, seed: int, folder: Path) -> list[Try]:
     """Kills `num` processes, run after run, each run compared at its end with one that was never killed."""
     began = time.monotonic()
-    pid, pipe = start(folder / "whole")
-    told(pipe)
+    pid, descriptor = start(folder / "whole")
+    pipe = Pipe(descriptor)
+    pipe.wait_for(1)
+    setup_s, began = time.monotonic() - began, time.monotonic()
+    pipe.close()
     assert os.waitpid(pid, 0)[1] == 0, "the run does not even end by itself"
-    whole_s, draw = time.monotonic() - began, random.Random(seed)
-    run, done = 0, []
+    step_s, draw = (time.monotonic() - began) / STEPS, random.Random(seed)
+    run, reached, done = 0, 0, []
     for number in range(num):
         run_dir = folder / f"run_{run}"
-        after_s = draw.uniform(0, whole_s)
-        pid, pipe = start(run_dir)
-        time.sleep(after_s)
-        os.kill(pid, signal.SIGKILL)
+        pid, descriptor = start(run_dir)
+        pipe = Pipe(descriptor)
+        after_s = kill(pid, pipe, draw=draw, setup_s=setup_s, step_s=step_s, done=reached)
         status = os.waitpid(pid, 0)[1]
-        steps_told = told(pipe)
+        steps_told = pipe.close()
         ended = os.WIFEXITED(status)
         found, newest, last = faults_in(run_dir, steps_told=steps_told)
         if ended:
@@ -179,6 +211,7 @@ def tries(num: int, *, seed: int, folder: Path) -> list[Try]:
                 if plain(run_dir) != plain(folder / "whole")
                 else []
             )
+        reached = 0 if ended else newest
         done.append(
             Try(
                 number=number,
@@ -203,7 +236,7 @@ def main() -> int:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         done = tries(given.tries, seed=given.seed, folder=Path(folder) / "day")
-    out = given.out or Path(os.environ.get("OUT", ROOT / "experiments" / "benchmarks" / "results"))
+    out = given.out or Path(os.environ.get("OUT", ROOT / "experiments" / "results"))
     out.mkdir(parents=True, exist_ok=True)
     with (out / "kill_tries.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, [*asdict(done[0])], lineterminator="\n")

@@ -12,9 +12,11 @@ from baoc.types import (
     BlockMove,
     Budget,
     FailedRun,
+    ImageDataSpec,
     Plan,
     Reallocation,
     Reason,
+    TextDataSpec,
 )
 from baoc.units import GIB, MIB
 from tests.values import block, make_plan, make_result, point
@@ -31,6 +33,13 @@ def test_a_plan_says_block_spec_bytes_risk_and_why(capsys: pytest.CaptureFixture
     assert "state 1.02 KiB (1048 bytes), 80.6% of fp32 AdamW's 1.27 KiB; risk 0.5 by risk=prior" in out
     assert "(allocator=exact, proven optimal)" in out
     assert "budget state_50 binds; budgets that bind go from 40 B (40 bytes, the least feasible) to 1.27 KiB" in out
+
+
+def test_data_are_said_in_words() -> None:
+    digits = ImageDataSpec(dataset="digits", image_size=8, channels=1, num_classes=10, num_train=1438, num_val=359)
+    assert str(digits) == "digits, 1,438 images of 1 x 8 x 8 in 10 classes, 359 held back"
+    text = TextDataSpec(dataset="mine", vocab_size=4096, sequence_length=128, num_train=0, num_val=512, sha256="ab")
+    assert str(text) == "mine, a stream of sequences of 128 tokens out of 4,096, 512 held back"
 
 
 def test_a_budget_that_does_not_bind_says_so_and_which_would(capsys: pytest.CaptureFixture[str]) -> None:
