@@ -1,36 +1,41 @@
-"""What a run does on a GPU while it changes: exact resume after kill -9, and a budget lowered from outside.
+"""What a run does on a GPU while it changes: exact resume, a budget lowered from outside, reallocation, and its jumps.
 
     python experiments/benchmarks/online_gpu.py exact OUT --model vit llama dit
     python experiments/benchmarks/online_gpu.py lowered OUT
+    python experiments/benchmarks/online_gpu.py quality OUT --workers 6 --seconds 130
 
-`exact`: each model is trained whole, and killed at a random step and resumed, with deterministic algorithms and
-reallocations on the way; logged values and exported weights are compared bit for bit. `lowered`: a Llama 130M is asked
-for memory by a file in its folder and gets it back later; what the card holds beyond what it held before is read from
-the driver every few milliseconds, so nothing of the process escapes (the card must be idle else). Each writes
-OUT/<name>.json and ends with a table.
+`exact`: each model is trained whole, and killed at a random step and resumed, with deterministic algorithms and blocks
+that move on the way; logged values and exported weights are compared bit for bit. `lowered`: a Llama 130M is asked for
+memory by a file in its folder and gets it back later; what torch's allocator holds of the card is read every few
+milliseconds, the context is added. As other processes may use the card meanwhile, the context is CONTEXT_BYTES instead
+of what is missing from the card's free memory. `quality`: reallocation off, once, interval and drift, and fp32 AdamW,
+on a network of each task, as many as fit into the time, and how the training loss goes on across the first move.
+Each writes OUT/<name>.json and ends with a table.
 """
 
 import argparse
 import json
 import os
 import random
+import runpy
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from baoc.profiling.device import _nvml_free  # noqa: E402
-
 CLOCKS = ("time_s", "time/step_ms", "throughput/samples_per_s", "memory/rss_gib", "memory/peak_gib", "budget/slack_gib")
 SIZES = {"vit": "tiny", "llama": "nano", "dit": "tiny"}
 STEPS = 120
+CONTEXT_BYTES = 700 * 2**20  # of a process that uses one H100, by its driver
 EXACT = (  # the once-decision comes at step 20, the budget grows at 70: both move blocks
     "budget=state_10 reallocation=once reallocation.warmup_steps=20 budget.schedule=[{step:70,budget:state_25}] "
     f"trainer.deterministic=true trainer.max_steps={STEPS} trainer.log_every_n_steps=1 trainer.val_check_interval=60 "
@@ -124,74 +129,164 @@ def compared(folder: Path, *, step: int, ended: int, told: tuple[int, int]) -> d
 # -- a budget lowered from outside ------------------------------------------------------------------------------------
 
 
+def child(run_dir: Path) -> None:
+    """run.py with a thread that writes down what torch's allocator holds."""
+    import torch
+
+    from baoc.profiling import device
+
+    total = torch.cuda.mem_get_info(0)[1]
+    device._free_at_start[0] = total  # others on the card are not this process's context
+    torch.cuda.mem_get_info = lambda *_: (total - CONTEXT_BYTES - torch.cuda.memory_reserved(0), total)
+
+    def read() -> None:
+        with (run_dir.parent / "trace.csv").open("w") as file:
+            while True:
+                file.write(f"{time.time():.4f},{torch.cuda.memory_reserved(0)},{torch.cuda.memory_allocated(0)}\n")
+                file.flush()
+                time.sleep(0.002)
+
+    threading.Thread(target=read, daemon=True).start()
+    sys.argv = ["run.py", *LOWERED.split(), f"hydra.run.dir={run_dir}"]
+    runpy.run_path("run.py", run_name="__main__")
+
+
 def lowered(out: Path, *, ask: str, at: int, back: int) -> dict[str, Any]:
     run_dir = out / "lowered"
-    free_before, began = _nvml_free(0), time.monotonic()
-    assert free_before is not None, "the driver does not tell what is free"
-    process = start(run_dir, overrides=LOWERED, log="run")
-    trace: list[tuple[float, int, int]] = []  # seconds, bytes held, step
-    moments = {"asked": 0.0, "answered": 0.0, "given_back": 0.0}
-    answer, step = run_dir / "budget.json", -1
-    while process.poll() is None:
-        now = time.monotonic() - began
-        if len(trace) % 10 == 0:  # the log is read less often than the card
-            found = lines(run_dir)
-            step = found[-1]["step"] if found else -1
-            if step >= at and not moments["asked"]:
-                (run_dir / "budget").write_text(ask)
-                moments["asked"] = now
-            elif moments["asked"] and not moments["answered"]:
-                told = json.loads(answer.read_text())
-                moments["answered"] = now if told["budget"]["name"] == ask or told["refused"] else 0.0
-            elif step >= back and not moments["given_back"]:
-                (run_dir / "budget").unlink()
-                moments["given_back"] = now
-        trace.append((now, free_before - (_nvml_free(0) or free_before), step))
-        time.sleep(0.003)
-    events = [json.loads(line) for line in (run_dir / "reallocations.jsonl").read_text().splitlines()]
-    (out / "lowered_trace.csv").write_text("s,bytes,step\n" + "".join(f"{s:.4f},{b},{k}\n" for s, b, k in trace))
-    m = moments
+    log = (out / "lowered.log").open("wb")
+    process = subprocess.Popen([sys.executable, __file__, "child", str(run_dir)], cwd=ROOT, stdout=log, stderr=log)
+    moments = dict.fromkeys(("asked", "answered", "given_back", "ended"), float("inf"))
+    if wait_for(run_dir, process, step=at):
+        moments["asked"] = time.time()
+        (run_dir / "budget").write_text(ask)
+    answer = run_dir / "budget.json"
+    while process.poll() is None and moments["answered"] == float("inf"):
+        told = json.loads(answer.read_text())
+        if told["budget"]["name"] == ask or told["refused"]:
+            moments["answered"] = time.time()
+    if wait_for(run_dir, process, step=back):
+        (run_dir / "budget").unlink()
+        moments["given_back"] = time.time()
+    process.wait()
+    moments["ended"] = time.time()
+    trace = [[float(x) for x in line.split(",")] for line in (out / "trace.csv").read_text().splitlines()[:-1]]
 
     def most(since: float, until: float) -> int:
-        return max((held for s, held, _ in trace if since <= s < until), default=0)
+        return CONTEXT_BYTES + int(max((held for s, held, _ in trace if since <= s < until), default=0))
 
+    events = [json.loads(line) for line in (run_dir / "reallocations.jsonl").read_text().splitlines()]
+    result = run_dir / "result.json"
     return {
         "asked": ask,
         "exit_code": process.returncode,
-        **{f"{name}_s": round(value, 3) for name, value in m.items()},
-        "peak_before_bytes": most(0, m["asked"]),
-        "peak_while_moving_bytes": most(m["asked"], m["answered"]),
-        "peak_lowered_bytes": most(m["answered"], m["given_back"]),
-        "peak_after_bytes": most(m["given_back"], 1e9),
+        "readings": len(trace),
+        "seconds_until_in_force": round(moments["answered"] - moments["asked"], 3),
+        "peak_before_bytes": most(0, moments["asked"]),
+        "peak_while_moving_bytes": most(moments["asked"], moments["answered"]),
+        "peak_lowered_bytes": most(moments["answered"] + 0.05, moments["given_back"]),
+        "peak_after_bytes": most(moments["given_back"], moments["ended"]),
         "budget_events": [
             {k: e[k] for k in ("step", "why", "state_bytes_before", "state_bytes_after")} | {"moves": len(e["moves"])}
             for e in events
             if e["trigger"] == "budget"
         ],
         "answer": json.loads(answer.read_text()),
-        "result": json.loads((run_dir / "result.json").read_text()) if (run_dir / "result.json").is_file() else None,
+        "result": json.loads(result.read_text()) if result.is_file() else None,
     }
+
+
+# -- reallocation on and off ------------------------------------------------------------------------------------------
+
+TASKS = {
+    "llama": "model=llama model.size=60m dataset.sequence_length=512 batch_size=16 trainer.max_steps=300",
+    "vit": "model=vit model.size=mini batch_size=256 trainer.max_steps=300",
+    "dit": "model=dit model.size=s2 batch_size=256 trainer.max_steps=400",
+}
+KINDS = {
+    **{mode: f"budget=state_10 reallocation={mode}" for mode in ("off", "once", "interval", "drift")},
+    "adamw": "budget=unlimited reallocation=off allocator=uniform_adamw",
+}
+COMMON = (
+    "device=cuda trainer.log_every_n_steps=1 trainer.val_check_interval=100000 checkpoint.export=false "
+    "trainer.enable_progress_bar=false"
+)
+ORDER = [("off", "once"), ("adamw",), ("interval", "drift")]
+
+
+def quality(out: Path, *, models: Sequence[str], workers: int, seconds: float) -> list[dict[str, Any]]:
+    until = time.monotonic() + seconds
+    jobs = [(m, kind, seed) for kinds in ORDER for m in models for seed in range(3) for kind in kinds]
+
+    def one(job: tuple[str, str, int]) -> None:
+        model, kind, seed = job
+        left = until - time.monotonic()
+        if left < 20:
+            return
+        overrides = f"{TASKS[model]} seed={seed} {KINDS[kind]} {COMMON}"
+        process = start(out / model / kind / str(seed), overrides=overrides, log="run")
+        try:
+            process.wait(timeout=left)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+    with ThreadPoolExecutor(workers) as pool:
+        list(pool.map(one, jobs))
+    return [row for m in models for kind in KINDS if (row := summary(out / m / kind, model=m, kind=kind))["n"]]
+
+
+def summary(folder: Path, *, model: str, kind: str) -> dict[str, Any]:
+    runs = [path for path in folder.glob("*") if (path / "result.json").is_file()]
+    results = [json.loads((path / "result.json").read_text()) for path in runs]
+    values = [result["quality"]["value"] for result in results]
+    jumps = [jump(path) for path in runs]
+    return {
+        "model": model,
+        "kind": kind,
+        "n": len(values),
+        "quality": results[0]["quality"]["name"] if results else "",
+        "mean": round(mean(values), 4) if values else None,
+        "sd": round(stdev(values), 4) if len(values) > 1 else None,
+        "values": [round(value, 4) for value in values],
+        "state_fraction": round(mean(r["state_bytes"] / r["state_bytes_adamw"] for r in results), 4) if results else 0,
+        "peak_bytes": max((r["peak_bytes"] for r in results), default=0),
+        "step_ms": [round(r["step_ms"], 1) for r in results],
+        "reallocations": [r["num_reallocations"] for r in results],
+        "jump_at_40": [round(value, 4) for value in jumps],
+    }
+
+
+def jump(run_dir: Path, *, step: int = 40, width: int = 5) -> float:
+    """Mean training loss of the `width` steps after `step` less that of the `width` steps before it."""
+    loss = {line["step"]: line["train/loss"] for line in lines(run_dir) if "train/loss" in line}
+    after, before = (mean(loss[i] for i in range(first, first + width)) for first in (step, step - width))
+    return after - before
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("part", choices=["exact", "lowered"])
+    parser.add_argument("part", choices=["exact", "lowered", "quality", "child"])
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", nargs="+", default=["vit", "llama", "dit"], choices=list(SIZES))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda", help="of `exact`")
     parser.add_argument("--ask", default="5300mb")
+    parser.add_argument("--workers", type=int, default=6)
+    parser.add_argument("--seconds", type=float, default=130)
     given = parser.parse_args()
     out = given.out.resolve()
+    if given.part == "child":
+        return child(out)
     out.mkdir(parents=True, exist_ok=True)
     if given.part == "exact":
         found: Any = exact(out, models=given.model, seed=given.seed, device=given.device)
-        for row in found:
-            print(row)
+    elif given.part == "quality":
+        found = quality(out, models=given.model, workers=given.workers, seconds=given.seconds)
     else:
         found = lowered(out, ask=given.ask, at=60, back=150)
-        print({k: v for k, v in found.items() if k != "result"})
+    for row in found if isinstance(found, list) else [{k: v for k, v in found.items() if k != "result"}]:
+        print(row)
     (out / f"{given.part}.json").write_text(json.dumps(found, indent=1))
+    return None
 
 
 if __name__ == "__main__":
