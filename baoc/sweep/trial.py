@@ -17,7 +17,7 @@ from baoc.sweep.memory import num_out_of_memory
 from baoc.sweep.runs import CONFIG, ERROR, RESULT
 from baoc.tracking.files import read_json
 
-COMMAND = "import sys; from baoc.config.cli import main; sys.exit(main(sys.argv[1:]))"
+COMMAND = "import sys; from baoc.config.cli import main; sys.exit(main(sys.argv[1:], single=True))"
 LOCK, LOG = "trial.lock", "trial.log"
 INFEASIBLE, BREACHED = InfeasibleBudgetError.exit_code, BudgetBreachedError.exit_code  # answers, not failures
 _VANISHED = 255  # what multiprocessing says where its server was killed

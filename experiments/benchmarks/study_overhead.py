@@ -1,6 +1,6 @@
 """What a study costs beyond its trials: a study of stubs, and real short trials beside the same run in this process.
 
-python -m experiments.benchmarks.study_overhead OUT.csv [--trials 200] [--workers 2] [--real 6]
+python -m experiments.benchmarks.study_overhead OUT.csv [--trials 200] [--workers 2] [--real 22]
 """
 
 import argparse
@@ -10,8 +10,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import mean, median, stdev
 
 from baoc.config.environment import commit
 from baoc.sweep import children
@@ -28,19 +29,22 @@ x = float(words["x"])
 result = {"quality": {"value": (x - 0.3) ** 2}, "state_bytes": int(100 * x), "peak_bytes": 1, "samples_per_s": 1.0}
 json.dump(result, open(os.path.join(words["hydra.run.dir"], "result.json"), "w"))
 """
-# The time of training alone (baoc.train.run); composing the configuration counts as the study's.
+# Training alone (baoc.train.run), by the clock and in processor time; composing counts as the study's.
 TIMED = """
-import sys, time
+import json, sys, time
 import baoc.train
 from baoc.config.cli import main
-run = baoc.train.run
+run, kept = baoc.train.run, {}
 def timed(config, *, run_dir, command):
-    began = time.monotonic()
+    wall, cpu = time.monotonic(), time.process_time()
     result = run(config, run_dir=run_dir, command=command)
-    (run_dir / "seconds").write_text(str(time.monotonic() - began))
+    kept.update(wall=time.monotonic() - wall, cpu=time.process_time() - cpu, folder=run_dir)
     return result
 baoc.train.run = timed
-sys.exit(main(sys.argv[1:]))
+code = main(sys.argv[1:], single=True)
+told = {"wall": kept["wall"], "cpu": kept["cpu"], "process_cpu": time.process_time()}
+(kept["folder"] / "seconds.json").write_text(json.dumps(told))
+sys.exit(code)
 """
 
 
@@ -72,7 +76,11 @@ def stubs(*, trials: int, workers: int, storage: str | None) -> dict[str, object
 
 
 def real(*, trials: int, steps: int) -> dict[str, object]:
-    """Wall time per trial of a study of short runs, less what training took in their own processes."""
+    """What a study of short runs takes per trial beyond training, from the end of one trial to the end of the next.
+
+    By the clock that holds what other processes on the machine take; in processor time, of the trial's process and of
+    the study's, it does not. The first trial pays for the imports and is left out.
+    """
     given = {
         "name": "real",
         "objectives": {"quality": "minimize", "state_bytes": "minimize"},
@@ -83,11 +91,18 @@ def real(*, trials: int, steps: int) -> dict[str, object]:
         "workers": 1,
     }
     with tempfile.TemporaryDirectory() as folder:
+        children.preload(children.PRELOAD)
         run_study(read_study(given | {"n_trials": 1}), folder=folder, code=TIMED)  # pays for the imports
-        began = time.monotonic()
+        cpu = time.process_time()
         study = run_study(read_study(given), folder=folder, code=TIMED)
-        seconds = time.monotonic() - began
-        own = [float((Path(folder) / f"{t.number:04d}" / "seconds").read_text()) for t in study.trials[1:]]
+        cpu = (time.process_time() - cpu) / (trials - 1)
+        told = [json.loads((Path(folder) / f"{t.number:04d}" / "seconds.json").read_text()) for t in study.trials[1:]]
+        ends = [t.datetime_complete for t in study.trials if t.datetime_complete is not None]
+        whole = [(b - a).total_seconds() for a, b in pairwise(ends)][
+            1:
+        ]  # between the two calls lies the second's start
+        walls = [seconds - own["wall"] for seconds, own in zip(whole, told[1:], strict=True)]
+        cpus = [own["process_cpu"] - own["cpu"] + cpu for own in told]
         alone = Path(folder) / "alone"
         words = [*study.trials[-1].user_attrs["words"], f"hydra.run.dir={alone}"]
         began_alone = time.monotonic()
@@ -95,12 +110,17 @@ def real(*, trials: int, steps: int) -> dict[str, object]:
         fresh = time.monotonic() - began_alone
     return {
         "what": f"vit, {steps} steps",
-        "trials": trials - 1,
+        "trials": len(walls),
         "workers": 1,
-        "seconds": round(seconds, 2),
-        "seconds_per_trial": round(seconds / (trials - 1), 3),
-        "own_seconds_per_trial": round(median(own), 3),
-        "overhead_seconds_per_trial": round((seconds - sum(own)) / (trials - 1), 3),
+        "seconds": round(sum(whole), 2),
+        "seconds_per_trial": round(mean(whole), 3),
+        "own_seconds_per_trial": round(median(own["wall"] for own in told), 3),
+        "overhead_seconds_per_trial": round(mean(walls), 3),
+        "overhead_seconds_sd": round(stdev(walls), 3),
+        "overhead_seconds_median": round(median(walls), 3),
+        "overhead_seconds_most": round(max(walls), 3),
+        "overhead_cpu_seconds_per_trial": round(mean(cpus), 3),
+        "overhead_cpu_seconds_sd": round(stdev(cpus), 3),
         "seconds_as_a_fresh_process": round(fresh, 3),
         "states": " ".join(sorted({trial.state.name for trial in study.trials})),
     }
@@ -111,13 +131,15 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--trials", type=int, default=200)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--real", type=int, default=6)
+    parser.add_argument("--real", type=int, default=22, help="trials of short real runs; the first two are not counted")
     parser.add_argument("--steps", type=int, default=20)
     given = parser.parse_args()
-    rows = [stubs(trials=given.trials, workers=given.workers, storage=storage) for storage in (None, "journal")]
-    if given.real > 1:
+    storages = (None, "journal") if given.trials else ()
+    rows = [stubs(trials=given.trials, workers=given.workers, storage=storage) for storage in storages]
+    if given.real > 3:
         rows.append(real(trials=given.real, steps=given.steps))
-    about = {"device": f"{os.cpu_count()} shared x86-64 cores, load {os.getloadavg()[0]:.1f}", "commit": commit()}
+    cores = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} x86-64 cores, load {os.getloadavg()[0]:.1f}"
+    about = {"device": cores, "commit": commit()}
     write_csv(given.out, [row | about for row in rows])
     print(json.dumps(rows, indent=2))
 

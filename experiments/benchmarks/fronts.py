@@ -1,0 +1,258 @@
+"""Fronts of BAOC, of uniform specs and of random feasible allocations over the same budgets, for all three tasks.
+
+    python -m experiments.benchmarks.fronts FOLDER OUT --seeds 3 --seconds 450
+    python -m baoc.sweep.report FOLDER --out OUT      # the page with the three fronts side by side
+
+One study whose trials are all listed beforehand, seeds first, so that time that runs out costs seeds and not tasks;
+killed, the same command goes on. OUT gets fronts_points.csv (quality by configuration, over seeds), fronts_equal.csv
+(paired differences at equal budgets) and fronts_area.csv (dominated area by family, per seed and paired).
+"""
+
+import argparse
+import math
+import os
+import signal
+import tarfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from baoc.config.environment import commit
+from baoc.frontier import hypervolume, pareto
+from baoc.sweep.page import family_of
+from baoc.sweep.runs import find_runs
+from baoc.sweep.study import run_study
+from baoc.sweep.study_config import StudyConfig, read_study
+from baoc.tracking.files import write_csv
+
+# model -> (steps, what else): short enough for three tasks within minutes, validated at the end only
+TASKS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "vit": (400, ()),
+    "dit": (400, ("task.num_samples=0",)),
+    "llama": (200, ()),
+}
+BUDGETS = ("state_2", "state_5", "state_10", "state_25", "state_50")
+# BAOC's rows: its default risk, and role priors
+CHOSEN = ("allocator=exact risk=statistics", "allocator=exact risk=prior", "allocator=random risk=statistics")
+UNIFORM = (
+    "uniform_adamw",
+    "uniform_adamw8bit",
+    "uniform_adamw4bit_matched",
+    "uniform_lion8bit_matched",
+    "uniform_foam8bit_matched",
+    "uniform_column_norm_matched",
+    "uniform_sign_matched",
+)
+KEPT = ("result.json", "error.json", "candidates.csv", "allocation.json", "config.yaml", "metrics.jsonl", "blocks.json")
+KEPT_TOO = ("profile.json", "reallocations.jsonl")
+
+
+def base(model: str, *, steps: int | None) -> list[str]:
+    own, more = TASKS[model]
+    return [f"model={model}", f"trainer.max_steps={steps or own}", f"trainer.val_check_interval={steps or own}", *more]
+
+
+def runs_of(model: str, *, seed: int, steps: int | None = None) -> list[list[str]]:
+    own = [*base(model, steps=steps), f"seed={seed}"]
+    told = [[*own, f"budget={budget}", *chosen.split()] for budget in BUDGETS for chosen in CHOSEN]
+    return told + [[*own, "budget=unlimited", "reallocation=off", f"allocator={name}"] for name in UNIFORM]
+
+
+def more_random(model: str, *, seeds: Iterable[int], steps: int | None = None) -> list[list[str]]:
+    """Further random allocations at equal budgets: what a risk is calibrated on (python -m baoc.sweep.calibrate)."""
+    own = base(model, steps=steps)
+    return [
+        [*own, f"seed={seed}", f"budget={budget}", "allocator=random", "risk=statistics"]
+        for seed in seeds
+        for budget in BUDGETS[:4]
+    ]
+
+
+def study_of(lists: Sequence[Sequence[str]], *, workers: int) -> StudyConfig:
+    given: dict[str, Any] = {
+        "name": "fronts",
+        "objectives": {"quality": "minimize", "state_bytes": "minimize"},
+        "space": {"seed": {"choices": [0]}},  # not searched: all trials are listed
+        "sampler": "random",
+        "fixed": ["device=cpu", "checkpoint.export=false", "logger=jsonl"],
+        "baselines": [list(words) for words in lists],
+        "n_trials": len(lists),
+        "workers": workers,
+    }
+    return read_study(given)
+
+
+def read_results(folder: Path) -> list[dict[str, Any]]:
+    """Finished runs, flat."""
+    rows = []
+    for run in find_runs(folder):
+        result = run.result
+        if result is None or result["quality"]["value"] is None:
+            continue
+        rows.append(
+            {
+                "model": result["model"],
+                "allocator": result["allocator"],
+                "risk": result["risk"] if family_of(result["allocator"]) == "BAOC" else "",
+                "budget": result["budget"]["name"],
+                "seed": result["seed"],
+                "family": family_of(result["allocator"]),
+                "quality_name": result["quality"]["name"],
+                "quality": result["quality"]["value"],
+                "state_bytes": result["state_bytes"],
+                "state_fraction": result["state_bytes"] / result["state_bytes_adamw"],
+                "peak_bytes": result["peak_bytes"],
+                "steps": result["num_steps"],
+            }
+        )
+    return rows
+
+
+def points(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A row per configuration, seeds joined; `dominated` by the mean quality and state of any other of its task."""
+    keys = ("model", "family", "allocator", "risk", "budget", "quality_name", "steps")
+    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[key] for key in keys), []).append(row)
+    told = []
+    for group, members in groups.items():
+        found = [member["quality"] for member in members]
+        own = dict(zip(keys, group, strict=True)) | {"n": len(found), "quality": mean(found)}
+        own |= {"quality_sd": stdev(found) if len(found) > 1 else None}
+        own |= {key: max(member[key] for member in members) for key in ("state_fraction", "state_bytes", "peak_bytes")}
+        told.append(own)
+    for model in {row["model"] for row in told}:
+        mine = [row for row in told if row["model"] == model]
+        kept = pareto([(row["quality"], row["state_bytes"]) for row in mine])
+        for row, best in zip(mine, kept, strict=True):
+            row["dominated"] = not best
+    return sorted(told, key=lambda row: (row["model"], row["family"], row["risk"], row["state_bytes"]))
+
+
+def equal_budgets(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """BAOC less its rivals at each budget, paired by seed: random's, and the best (by mean) uniform spec that fits."""
+    told = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        mine = [row for row in rows if row["model"] == model]
+        uniform: dict[str, dict[int, Mapping[str, Any]]] = {}
+        for row in mine:
+            if row["family"] == "uniform":
+                uniform.setdefault(row["allocator"], {})[row["seed"]] = row
+        for budget in dict.fromkeys(row["budget"] for row in mine if row["family"] == "BAOC"):
+            own = [row for row in mine if row["budget"] == budget]
+            limit = max(row["state_fraction"] for row in own if row["family"] != "uniform")
+            chance = {row["seed"]: row["quality"] for row in own if row["allocator"] == "random"}
+            fits = {n: r for n, r in uniform.items() if max(x["state_fraction"] for x in r.values()) <= limit * 1.001}
+            best = min(fits, key=lambda n: mean(r["quality"] for r in fits[n].values()), default="")
+            rivals = {"random": chance, best: {s: r["quality"] for s, r in fits.get(best, {}).items()}}
+            for risk in dict.fromkeys(row["risk"] for row in own if row["family"] == "BAOC"):
+                chosen = {row["seed"]: row["quality"] for row in own if row["risk"] == risk}
+                for rival, theirs in rivals.items():
+                    told.append(
+                        {"model": model, "budget": budget, "risk": risk, "rival": rival} | paired(chosen, theirs)
+                    )
+    return [row for row in told if row["n"]]
+
+
+def paired(own: Mapping[int, float], theirs: Mapping[int, float]) -> dict[str, Any]:
+    both = sorted(set(own) & set(theirs))
+    pairs = [own[seed] - theirs[seed] for seed in both]
+    spread = stdev(pairs) if len(pairs) > 1 else None
+    return {
+        "n": len(pairs),
+        "own": mean(own[seed] for seed in both) if both else None,
+        "theirs": mean(theirs[seed] for seed in both) if both else None,
+        "difference": mean(pairs) if pairs else None,
+        "difference_sd": spread,
+        "t": mean(pairs) / (spread / math.sqrt(len(pairs))) if spread else None,
+    }
+
+
+def areas(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Area that each family's runs of one seed dominate, in percent of what all of that seed do; the reference is the
+    worst of all. State is taken as a share of AdamW's, and as its logarithm to base 2, not below 1/128."""
+    told = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        for axis in ("share", "log2"):
+            shares: dict[str, dict[int, float]] = {}
+            mine = [row for row in rows if row["model"] == model]
+            corner = (max(row["quality"] for row in mine), _axis(1.0, axis=axis))
+            for seed in sorted({row["seed"] for row in mine}):
+                own = [row for row in mine if row["seed"] == seed]
+                if {row["family"] for row in own} < {"BAOC", "uniform", "random feasible"}:
+                    continue
+                whole = hypervolume([_cost(row, axis) for row in own], reference=corner)
+                for family in ("BAOC", "BAOC, statistics", "BAOC, prior", "uniform", "random feasible"):
+                    name, _, risk = family.partition(", ")
+                    part = [r for r in own if r["family"] == name and risk in ("", r["risk"])]
+                    value = 100 * hypervolume([_cost(row, axis) for row in part], reference=corner) / whole
+                    shares.setdefault(family, {})[seed] = value
+            for family, found in shares.items():
+                for rival in ("uniform", "random feasible"):
+                    told.append({"model": model, "state_axis": axis, "family": family, "rival": rival})
+                    told[-1] |= paired(found, shares[rival])
+    return [row for row in told if row["family"] != row["rival"]]
+
+
+def _axis(fraction: float, *, axis: str) -> float:
+    return fraction if axis == "share" else math.log2(max(fraction, 1 / 128))
+
+
+def _cost(row: Mapping[str, Any], axis: str) -> tuple[float, float]:
+    return row["quality"], _axis(row["state_fraction"], axis=axis)
+
+
+def write_all(folder: Path, *, out: Path) -> None:
+    rows = read_results(folder)
+    about = {"device": f"{os.cpu_count()} x86-64 cores, one thread a run", "commit": commit()}
+    out.mkdir(parents=True, exist_ok=True)
+    for name, told in (("points", points(rows)), ("equal", equal_budgets(rows)), ("area", areas(rows))):
+        if told:
+            write_csv(out / f"fronts_{name}.csv", [row | about for row in told])
+            print(f"{name}: {len(told)} rows", flush=True)
+
+
+def pack(folder: Path, *, into: Path) -> None:
+    """What a frontier, a page and a calibration need of every run, in one file."""
+    with tarfile.open(into, "w:gz") as archive:
+        for name in (*KEPT, *KEPT_TOO, "study.db", "study.json"):
+            for file in sorted(folder.rglob(name)):
+                archive.add(file, arcname=str(file.relative_to(folder)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="of the runs")
+    parser.add_argument("out", type=Path, help="of the CSVs")
+    parser.add_argument("--models", nargs="+", default=list(TASKS), choices=list(TASKS))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--more-random", type=int, default=0, help="further seeds of random ones, of the first model")
+    parser.add_argument("--steps", type=int, help="of every run; by task if not given")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--seconds", type=int, default=0, help="0: as long as it takes")
+    parser.add_argument("--pack", type=Path, help="FILE.tgz with the records of all runs")
+    given = parser.parse_args()
+    n = given.steps
+    lists = [
+        words for seed in range(given.seeds) for model in given.models for words in runs_of(model, seed=seed, steps=n)
+    ]
+    lists += more_random(given.models[0], seeds=range(100, 100 + given.more_random), steps=n)
+    try:
+        signal.signal(signal.SIGALRM, _over)
+        signal.alarm(given.seconds)
+        run_study(study_of(lists, workers=given.workers), folder=given.folder)
+        signal.alarm(0)
+    except KeyboardInterrupt as ended:
+        print(f"ended before all runs: {ended}", flush=True)
+    write_all(given.folder, out=given.out)
+    if given.pack:
+        pack(given.folder, into=given.pack)
+
+
+def _over(*_: object) -> None:
+    raise KeyboardInterrupt("time is over")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""Does a sampler that learns find a better front than random draws, at equal trials? Whole studies of short real runs.
+
+    python -m experiments.benchmarks.sampler_race FOLDER OUT --tasks vision --seeds 6 --trials 40 --seconds 400
+
+Every study is sweeps/frontier_TASK.yaml as it stands (space, baselines), without early stops, with fewer steps and with
+one worker. A study's seed is that of its draws and of its runs, so that samplers are paired. Killed or out of time, the
+same command goes on. Written at every end of a study: OUT/sampler_race_trials.csv (every trial), OUT/sampler_race.csv
+(hypervolume after k trials, and its paired difference to random's).
+"""
+
+import argparse
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from itertools import product
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import optuna
+import yaml
+from optuna.trial import FrozenTrial, TrialState
+
+from baoc.config.environment import commit
+from baoc.frontier import hypervolume
+from baoc.sweep.early import violated
+from baoc.sweep.storage import ABOUT, open_storage, storage_url
+from baoc.sweep.study import run_study
+from baoc.sweep.study_config import StudyConfig, read_study
+from baoc.tracking.files import read_json, write_csv
+from experiments.benchmarks.fronts import paired
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMON = ("device=cpu", "checkpoint.export=false", "logger=jsonl")
+# task -> (steps of a short run, what else it needs, quality of knowing nothing). That quality (the logarithm of ten
+# classes; eight bits per byte; predicting no noise at all) and the state of fp32 AdamW are the reference point, chosen
+# before any run.
+TASKS: dict[str, tuple[int, tuple[str, ...], float]] = {
+    "vision": (100, (), math.log(10)),
+    "language": (60, (), 8.0),
+    "diffusion": (120, ("task.num_samples=0",), 1.0),
+}
+AFTER = (10, 20, 30, 40, 60)  # trials
+
+
+def study_config(task: str, *, sampler: str, seed: int, trials: int, steps: int | None = None) -> StudyConfig:
+    told = yaml.safe_load((ROOT / "sweeps" / f"frontier_{task}.yaml").read_text())["hydra"]["sweeper"]
+    short, more, _ = TASKS[task]
+    length = [f"trainer.max_steps={steps or short}", f"trainer.val_check_interval={steps or short}", f"seed={seed}"]
+    own: dict[str, Any] = {
+        "name": f"{task}_{sampler}_{seed}",
+        "sampler": sampler,
+        "seed": seed,
+        "n_trials": trials,
+        "workers": 1,
+        "early_stop": {},
+        "fixed": [*told["fixed"], *COMMON, *more, *length],
+    }
+    return read_study({**told, **own})
+
+
+def one_study(config: StudyConfig, *, folder: Path) -> None:
+    """In this process, until it is done or told to end."""
+    run_study(config, folder=folder)
+
+
+def start_study(words: Sequence[str], *, folder: Path, end: float) -> str:
+    """One study in a process of its own, ended with a checkpoint when time is over; its last lines where it failed."""
+    if time.monotonic() > end:
+        return "no time"
+    folder.mkdir(parents=True, exist_ok=True)
+    alone = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "experiments.benchmarks.sampler_race", str(folder), str(folder), "--study", *words]
+    with (folder / "study.log").open("w") as log:
+        process = subprocess.Popen(command, cwd=ROOT, env=alone, stdout=log, stderr=log, text=True)
+        try:
+            process.wait(timeout=max(end - time.monotonic(), 0.1))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            return "out of time"
+    lines = (folder / "study.log").read_text().strip().splitlines()
+    return "done" if process.returncode == 0 else f"exit {process.returncode}: {lines[-1] if lines else ''}"
+
+
+def read_trials(folder: Path) -> tuple[FrozenTrial, ...]:
+    """Of a study that may be incomplete; none where it has not begun."""
+    if not (folder / ABOUT).is_file():
+        return ()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    storage = open_storage(storage_url(None, folder=folder))
+    return tuple(optuna.load_study(study_name=read_json(folder / ABOUT)["name"], storage=storage).trials)
+
+
+def costs_of(trials: Iterable[FrozenTrial], *, whole_bytes: float) -> list[tuple[float, float] | None]:
+    """(quality, share of AdamW's state) of ended trials by number; None for one that counts for nothing."""
+    found: list[tuple[float, float] | None] = []
+    for trial in trials:
+        if not trial.state.is_finished():
+            break  # one worker goes by number: behind it nothing has ended
+        good = trial.state is TrialState.COMPLETE and not violated(trial)
+        found.append((trial.values[0], trial.values[1] / whole_bytes) if good else None)
+    return found
+
+
+def volumes(costs: Sequence[tuple[float, float] | None], *, worst: float) -> dict[int, float]:
+    """Hypervolume after k trials, as a share of the box between nothing and the reference, for each k that was
+    reached; baselines count as trials."""
+    reached = [k for k in AFTER if k <= len(costs)]
+    return {k: hypervolume([c for c in costs[:k] if c is not None], reference=(worst, 1.0)) / worst for k in reached}
+
+
+def trial_rows(task: str, *, sampler: str, seed: int, trials: Sequence[FrozenTrial]) -> list[dict[str, Any]]:
+    keys = ("budget", "allocator", "risk", "optim.lr")
+    rows = []
+    for trial in trials:
+        if not trial.state.is_finished():
+            continue
+        values = dict(zip(("quality", "state_bytes"), trial.values or (None, None), strict=False))
+        words = trial.user_attrs.get("words", [])
+        own: dict[str, Any] = {"task": task, "sampler": sampler, "seed": seed, "trial": trial.number}
+        own |= {"state": trial.state.name, "violated": violated(trial)} | values
+        given = dict(word.split("=", 1) for word in words)
+        own |= {key: trial.params.get(key, given.get(key)) for key in keys}
+        own["baseline"] = "overrides" in trial.user_attrs
+        own["seconds"] = round(trial.duration.total_seconds(), 2) if trial.duration else None
+        rows.append(own)
+    return rows
+
+
+def summary(found: Mapping[tuple[str, str, int], Mapping[int, float]], *, reference: str) -> list[dict[str, Any]]:
+    """A row per task, sampler and k: mean and spread over seeds, and the paired difference to the reference's."""
+    rows = []
+    for task, sampler, k in sorted({(t, s, k) for (t, s, _), own in found.items() for k in own}):
+        own = {seed: v[k] for (t, s, seed), v in found.items() if (t, s) == (task, sampler) and k in v}
+        base = {seed: v[k] for (t, s, seed), v in found.items() if (t, s) == (task, reference) and k in v}
+        against = paired(own, base)
+        rows.append(
+            {
+                "task": task,
+                "sampler": sampler,
+                "trials": k,
+                "studies": len(own),
+                "hypervolume": mean(own.values()),
+                "hypervolume_sd": stdev(own.values()) if len(own) > 1 else None,
+                "rival": reference,
+                **{key: against[key] for key in ("n", "difference", "difference_sd", "t")},
+                "better_pairs": sum(own[seed] > base[seed] for seed in own if seed in base),
+            }
+        )
+    return rows
+
+
+def collect(given: argparse.Namespace) -> list[dict[str, Any]]:
+    found: dict[tuple[str, str, int], dict[int, float]] = {}
+    rows: list[dict[str, Any]] = []
+    for task, sampler, seed in product(given.tasks, given.samplers, range(given.seeds)):
+        trials = read_trials(given.folder / task / f"{sampler}_{seed}")
+        rows += trial_rows(task, sampler=sampler, seed=seed, trials=trials)
+        # the first baseline is fp32 AdamW everywhere
+        if trials and trials[0].state is TrialState.COMPLETE:
+            costs = costs_of(trials, whole_bytes=trials[0].values[1])
+            found[task, sampler, seed] = volumes(costs, worst=TASKS[task][2])
+    told = summary(found, reference=given.reference)
+    about = {"device": f"{os.cpu_count()} x86-64 cores, one thread a run", "commit": commit()}
+    given.out.mkdir(parents=True, exist_ok=True)
+    if rows:
+        write_csv(given.out / "sampler_race_trials.csv", rows)
+        write_csv(given.out / "sampler_race.csv", [row | about for row in told])
+    return told
+
+
+def race(given: argparse.Namespace) -> None:
+    """All studies, seeds first, so that what is cut off by time is whole pairs."""
+    end = time.monotonic() + given.seconds
+    jobs = {}
+    with ThreadPoolExecutor(given.workers) as pool:
+        for task, seed, sampler in product(given.tasks, range(given.seeds), given.samplers):
+            words = [task, sampler, str(seed), "--trials", str(given.trials)]
+            words += ["--steps", str(given.steps)] if given.steps else []
+            folder = given.folder / task / f"{sampler}_{seed}"
+            job = pool.submit(start_study, words, folder=folder.absolute(), end=end)
+            jobs[job] = f"{task} {sampler} {seed}"
+        for job in as_completed(jobs):
+            print(f"{jobs[job]}: {job.result()}", flush=True)
+            collect(given)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="of the studies")
+    parser.add_argument("out", type=Path, help="of the CSVs")
+    parser.add_argument("--tasks", nargs="+", default=["vision"], choices=list(TASKS))
+    parser.add_argument("--samplers", nargs="+", default=["tpe", "random"])
+    parser.add_argument("--reference", default="random")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--trials", type=int, default=40)
+    parser.add_argument("--steps", type=int, help="of a run; by task if not given")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="studies at a time")
+    parser.add_argument("--seconds", type=float, default=math.inf)
+    parser.add_argument("--study", nargs=3, metavar=("TASK", "SAMPLER", "SEED"), help="run this one alone, in FOLDER")
+    given = parser.parse_args()
+    if given.study:
+        task, sampler, seed = given.study
+        config = study_config(task, sampler=sampler, seed=int(seed), trials=given.trials, steps=given.steps)
+        one_study(config, folder=given.folder)
+        return
+    race(given)
+    for row in collect(given):
+        print(row)
+
+
+if __name__ == "__main__":
+    main()
