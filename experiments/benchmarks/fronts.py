@@ -42,6 +42,8 @@ UNIFORM = (
     "uniform_lion8bit_matched",
     "uniform_foam8bit_matched",
     "uniform_column_norm_matched",
+    "uniform_muon_matched",
+    "uniform_foam_sq_matched",
     "uniform_sign_matched",
 )
 KEPT = ("result.json", "error.json", "candidates.csv", "allocation.json", "config.yaml", "metrics.jsonl", "blocks.json")
