@@ -37,6 +37,7 @@ class ModelFamily:
     """One row: the task it is trained for, its sizes by name, and its options with their defaults.
 
     `option_types`: the type of an option whose default does not tell it; a default of None means text or null.
+    `imports`: modules of a library that building it imports, for those who build many and fork.
     """
 
     name: str
@@ -47,6 +48,7 @@ class ModelFamily:
     auto: Mapping[str, str]  # device -> the size that `auto` takes there
     options: Mapping[str, Any] = field(default_factory=dict)
     option_types: Mapping[str, Any] = field(default_factory=dict)
+    imports: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +132,7 @@ MODELS: dict[str, ModelFamily] = {
             description="Vision Transformer classifier (transformers' ViT, Xavier initialisation)",
             task="vision",
             module="baoc.models.vit",
+            imports=("transformers.models.vit.modeling_vit",),
             sizes={size.name: size for size in _VIT_SIZES},
             auto={"cpu": "tiny", "cuda": "large"},
             options={"dropout": 0.0},
@@ -147,6 +150,7 @@ MODELS: dict[str, ModelFamily] = {
             description="UNet that denoises images (diffusers' UNet2DModel)",
             task="diffusion",
             module="baoc.models.unet",
+            imports=("diffusers.models.unets.unet_2d",),
             sizes={size.name: size for size in _UNET_SIZES},
             auto={"cpu": "tiny", "cuda": "cifar"},
         ),
@@ -155,6 +159,7 @@ MODELS: dict[str, ModelFamily] = {
             description="Language model (transformers' Llama), or any causal model with model.source=hf",
             task="language",
             module="baoc.models.llama",
+            imports=("transformers.models.llama.modeling_llama",),
             sizes={size.name: size for size in _LLAMA_SIZES},
             auto={"cpu": "nano", "cuda": "350m"},
             options={"source": "sizes", "name_or_path": None, "vocab_size": 0},

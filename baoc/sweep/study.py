@@ -20,6 +20,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from baoc.budgets import parse_budget
 from baoc.errors import BadInputError
+from baoc.models import MODELS
 from baoc.sweep import children
 from baoc.sweep.answers import Answer, answer_of, infeasible
 from baoc.sweep.early import Watch
@@ -53,7 +54,7 @@ def run_study(
     config = _with_extra(config, extra)
     study = open_study(config, folder=folder)
     if code == COMMAND:
-        children.preload(children.PRELOAD)
+        children.preload(children.PRELOAD, *_modules_of(config))
     runner = _Runner(study, config=config, folder=folder, code=code, stay=stay)
     with _sigterm_as_interrupt():
         try:
@@ -86,6 +87,16 @@ def _with_extra(config: StudyConfig, extra: Sequence[str]) -> StudyConfig:
             "hydra.sweeper.space"
         )
     return replace(config, fixed=(*config.fixed, *own))
+
+
+def _modules_of(config: StudyConfig) -> list[str]:
+    """What building the networks of all trials imports: a third of a second (transformers) or a whole one (diffusers)
+    that each trial would pay. Only what an override names; other trials import for themselves."""
+    chosen = [str(value) for param in config.space if param.key == "model" for value in param.choices]
+    lists = [config.fixed, *config.baselines, *config.repeats]
+    chosen += [word.removeprefix("model=") for words in lists for word in words if word.startswith("model=")]
+    families = [MODELS[name] for name in dict.fromkeys(chosen) if name in MODELS]
+    return [module for family in families for module in (family.module, *family.imports)]
 
 
 @contextmanager

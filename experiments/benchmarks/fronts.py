@@ -28,9 +28,9 @@ from baoc.tracking.files import write_csv
 
 # model -> (steps, what else): short enough for three tasks within minutes, validated at the end only
 TASKS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "vit": (400, ()),
-    "dit": (400, ("task.num_samples=0",)),
-    "llama": (200, ()),
+    "vit": (200, ()),
+    "dit": (200, ("task.num_samples=0",)),
+    "llama": (100, ()),
 }
 BUDGETS = ("state_2", "state_5", "state_10", "state_25", "state_50")
 # BAOC's rows: its default risk, and role priors

@@ -1,6 +1,6 @@
 """Does a sampler that learns find a better front than random draws, at equal trials? Whole studies of short real runs.
 
-    python -m experiments.benchmarks.sampler_race FOLDER OUT --tasks vision --seeds 6 --trials 40 --seconds 400
+    python -m experiments.benchmarks.sampler_race FOLDER OUT --tasks vision --seeds 0 1 2 3 4 5 --trials 40 --seconds 400
 
 Every study is sweeps/frontier_TASK.yaml as it stands (space, baselines), without early stops, with fewer steps and with
 one worker. A study's seed is that of its draws and of its runs, so that samplers are paired. Killed or out of time, the
@@ -45,7 +45,7 @@ TASKS: dict[str, tuple[int, tuple[str, ...], float]] = {
     "language": (60, (), 8.0),
     "diffusion": (120, ("task.num_samples=0",), 1.0),
 }
-AFTER = (10, 20, 30, 40, 60)  # trials
+AFTER = (10, 15, 20, 25, 30, 35, 40, 60)  # trials
 
 
 def study_config(task: str, *, sampler: str, seed: int, trials: int, steps: int | None = None) -> StudyConfig:
@@ -162,7 +162,7 @@ def summary(found: Mapping[tuple[str, str, int], Mapping[int, float]], *, refere
 def collect(given: argparse.Namespace) -> list[dict[str, Any]]:
     found: dict[tuple[str, str, int], dict[int, float]] = {}
     rows: list[dict[str, Any]] = []
-    for task, sampler, seed in product(given.tasks, given.samplers, range(given.seeds)):
+    for task, sampler, seed in product(given.tasks, given.samplers, given.seeds):
         trials = read_trials(given.folder / task / f"{sampler}_{seed}")
         rows += trial_rows(task, sampler=sampler, seed=seed, trials=trials)
         # the first baseline is fp32 AdamW everywhere
@@ -183,7 +183,7 @@ def race(given: argparse.Namespace) -> None:
     end = time.monotonic() + given.seconds
     jobs = {}
     with ThreadPoolExecutor(given.workers) as pool:
-        for task, seed, sampler in product(given.tasks, range(given.seeds), given.samplers):
+        for task, seed, sampler in product(given.tasks, given.seeds, given.samplers):
             words = [task, sampler, str(seed), "--trials", str(given.trials)]
             words += ["--steps", str(given.steps)] if given.steps else []
             folder = given.folder / task / f"{sampler}_{seed}"
@@ -201,7 +201,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", default=["vision"], choices=list(TASKS))
     parser.add_argument("--samplers", nargs="+", default=["tpe", "random"])
     parser.add_argument("--reference", default="random")
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(5)))
     parser.add_argument("--trials", type=int, default=40)
     parser.add_argument("--steps", type=int, help="of a run; by task if not given")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="studies at a time")
