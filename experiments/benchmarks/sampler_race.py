@@ -1,6 +1,6 @@
 """Does a sampler that learns find a better front than random draws, at equal trials? Whole studies of short real runs.
 
-    python -m experiments.benchmarks.sampler_race FOLDER OUT --tasks vision --seeds 0 1 2 3 4 5 --trials 40 --seconds 400
+    python -m experiments.benchmarks.sampler_race FOLDER OUT --tasks vision --seeds 0 1 2 3 4 --trials 40 --seconds 400
 
 Every study is sweeps/frontier_TASK.yaml as it stands (space, baselines), without early stops, with fewer steps and with
 one worker. A study's seed is that of its draws and of its runs, so that samplers are paired. Killed or out of time, the
