@@ -5,7 +5,7 @@ Everything is minimised inside; objectives that are better when higher are negat
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import isfinite
+from math import isfinite, log2
 from statistics import fmean, stdev
 from typing import Any
 
@@ -122,6 +122,51 @@ def _area(points: Sequence[Sequence[float]], *, reference: Sequence[float]) -> f
             area += (reference[0] - x) * (ceiling - y)
             ceiling = y
     return area
+
+
+def hypervolume_history(
+    points: Sequence[FrontierPoint], *, objectives: Sequence[Objective], reference: Sequence[float]
+) -> list[float]:
+    """The hypervolume after each of `points`, in their order: how fast a search found its front. It never falls.
+
+    `reference` is in the objectives' own units, as a Frontier's is. Points with a non-finite objective add nothing.
+    """
+    corner = [-value if o.higher_is_better else value for o, value in zip(objectives, reference, strict=True)]
+    kept: list[tuple[float, ...]] = []
+    found: list[float] = []
+    for point in points:
+        cost = tuple(objective.cost(point) for objective in objectives)
+        if all(isfinite(value) for value in cost) and not any(_dominates(other, cost) for other in kept):
+            kept = [other for other in kept if not _dominates(cost, other)] + [cost]
+            found.append(hypervolume(kept, reference=corner))
+        else:
+            found.append(found[-1] if found else 0.0)
+    return found
+
+
+def knee(points: Sequence[FrontierPoint], *, quality: Objective, memory: Objective) -> FrontierPoint | None:
+    """The point of the front of two objectives from which more memory buys little quality and less costs much.
+
+    It is the one farthest below the line through the front's ends (as in Kneedle; Satopaa et al., 2011), quality scaled
+    to the range between them and bytes by their logarithm, as budgets are halved and doubled. None where no point of
+    the front lies below that line, as with fewer than three.
+    """
+    costs = [(quality.cost(point), memory.cost(point)) for point in points]
+    known = [(cost, point) for cost, point in zip(costs, points, strict=True) if all(map(isfinite, cost))]
+    kept = pareto([cost for cost, _ in known])
+    front = sorted((entry for entry, best in zip(known, kept, strict=True) if best), key=lambda entry: entry[0][1])
+    if len(front) < 3:
+        return None
+    logs = [log2(max(cost[1], 1.0)) for cost, _ in front]
+    worst, best = front[0][0][0], front[-1][0][0]
+    if logs[-1] <= logs[0] or worst <= best:
+        return None
+    below = [
+        1.0 - (x - logs[0]) / (logs[-1] - logs[0]) - (cost[0] - best) / (worst - best)
+        for x, (cost, _) in zip(logs, front, strict=True)
+    ]
+    at = max(range(len(front)), key=lambda place: below[place])
+    return front[at][1] if below[at] > 1e-9 else None
 
 
 def over_seeds(points: Sequence[FrontierPoint]) -> tuple[FrontierPoint, ...]:

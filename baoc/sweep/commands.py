@@ -17,7 +17,7 @@ def command(main: Callable[[Arguments], int | None]) -> Callable[..., int]:
         try:
             return main(argv) or 0
         except (BaocError, OSError) as error:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"baoc: error: {error}", file=sys.stderr)
             return 2
 
     return run

@@ -7,7 +7,7 @@ from typing import Any
 
 from baoc.errors import BadInputError
 from baoc.frontier import Frontier, frontier_rows
-from baoc.sweep.kinds import by_kind, failed_jobs, frontier_of_kind, names_of
+from baoc.sweep.kinds import by_kind, failed_jobs, frontier_of_kind, histories, knees, names_of, quality_of
 from baoc.sweep.page import write_page
 from baoc.sweep.runs import Kind, RunFolder, find_runs
 from baoc.tracking.console import print_frontier
@@ -29,8 +29,8 @@ def frontier_of(sweep_dir: str | Path, *, show: bool = True, page: bool = True) 
 
 
 def report(folders: Sequence[Path], *, out: Path, show: bool = True, page: bool = True) -> SweepFrontier:
-    """Reads every run at or below `folders`, writes `frontier.csv` and (`page`) `frontier.html` to `out`, and prints a
-    table per kind of run.
+    """Reads every run at or below `folders`, writes `frontier.csv`, `hypervolume.csv` (its history, in percent) and
+    (`page`) `frontier.html` to `out`, and prints a table per kind of run.
 
     Runs that differ in their seed only are one point: the mean of their quality, the largest of their bytes. A point is
     dominated if another is at least as good in quality, peak bytes and state bytes, and better in one. Failed jobs are
@@ -41,19 +41,35 @@ def report(folders: Sequence[Path], *, out: Path, show: bool = True, page: bool 
     bad = failed_jobs(runs, names=names)
     frontiers = [frontier_of_kind(members, names=names) for _, members in kinds]
     rows: list[dict[str, Any]] = []
-    for (kind, _), frontier in zip(kinds, frontiers, strict=True):
-        rows += [{**row, "quality_name": kind[3], "exit_code": 0, "message": ""} for row in frontier_rows(frontier)]
+    history: list[dict[str, Any]] = []
+    for (kind, members), frontier in zip(kinds, frontiers, strict=True):
+        best = knees(frontier.points, quality=quality_of(members))
+        for row in frontier_rows(frontier):
+            knee_of = " ".join(axis for axis, label in best.items() if label == row["label"])
+            rows.append({**row, "knee_of": knee_of, "quality_name": kind[3], "exit_code": 0, "message": ""})
+        history += _history_rows(kind, members)
     rows += [
         {"run": job.run, "label": job.label, "exit_code": job.exit_code, "message": " ".join(job.message.split())}
         for job in bad
     ]
     out.mkdir(parents=True, exist_ok=True)
     write_csv(out / "frontier.csv", rows)
+    if history:
+        write_csv(out / "hypervolume.csv", history)
     if page:
         write_page(runs, path=out / "frontier.html", title=f"Frontier of {', '.join(f.name for f in folders)}")
     if show:
         _show(frontiers, kinds=[kind for kind, _ in kinds], bad=bad)
     return SweepFrontier(frontiers=tuple(frontiers), failed=bad)
+
+
+def _history_rows(kind: Kind, runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
+    about = {"task": kind[0], "model": kind[1], "dataset": kind[2]}
+    return [
+        {**about, "axis": line["axis"], "family": line["family"], "run": runs[place - 1].name, "share": share}
+        for line in histories(runs)
+        for place, share in zip(line["runs"], line["share"], strict=True)
+    ]
 
 
 def _runs_in(folders: Sequence[Path]) -> list[RunFolder]:

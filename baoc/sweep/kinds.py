@@ -2,13 +2,21 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from baoc.frontier import Frontier, Objective, build_frontier, over_seeds
+from baoc.frontier import Frontier, Objective, build_frontier, hypervolume_history, knee, over_seeds
 from baoc.sweep.runs import Kind, RunFolder, failed, labels, point, result_of
-from baoc.types import FailedRun
+from baoc.types import FailedRun, FrontierPoint
 
 AXES = ("peak_bytes", "state_bytes")  # what quality is traded for
+ALL = "all"
+FAMILIES = {"exact": "BAOC", "lagrangian": "BAOC", "greedy": "BAOC", "random": "random feasible"}
 Names = Mapping[Path, str]  # folder of a run -> its label
+
+
+def family_of(allocator: str) -> str:
+    """What a point is compared as: BAOC's own choice, a uniform baseline, or a random feasible allocation."""
+    return "uniform" if allocator.startswith("uniform_") else FAMILIES.get(allocator, allocator)
 
 
 def names_of(runs: Sequence[RunFolder]) -> Names:
@@ -37,3 +45,30 @@ def frontier_of_kind(runs: Sequence[RunFolder], *, names: Names) -> Frontier:
     """Quality, peak bytes and state bytes of runs of one kind, seeds joined."""
     points = over_seeds([point(run, label=names[run.path]) for run in runs])
     return build_frontier(points, objectives=(quality_of(runs), *(Objective(name=axis) for axis in AXES)))
+
+
+def histories(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
+    """Per memory axis and family (`all`: every run) the hypervolume after each run of one kind, in the given order, in
+    percent of what all have at the end. `runs` are places in that order, from 1; seeds are not joined.
+
+    All lines of an axis share one reference, the worst run of all in each objective.
+    """
+    points = [point(run, label=run.name) for run in runs]
+    families = [family_of(result_of(run)["allocator"]) for run in runs]
+    told: list[dict[str, Any]] = []
+    for axis in AXES:
+        objectives = (quality_of(runs), Objective(name=axis))
+        whole = build_frontier(points, objectives=objectives)
+        for family in (ALL, *dict.fromkeys(families)):
+            places = [at for at, name in enumerate(families) if family in (ALL, name)]
+            own = [points[at] for at in places]
+            found = hypervolume_history(own, objectives=objectives, reference=whole.reference)
+            shares = [100 * value / whole.hypervolume if whole.hypervolume else None for value in found]
+            told.append({"axis": axis, "family": family, "runs": [at + 1 for at in places], "share": shares})
+    return told
+
+
+def knees(points: Sequence[FrontierPoint], *, quality: Objective) -> dict[str, str | None]:
+    """Memory axis -> the label of the knee of quality against it, None where the front has none."""
+    found = {axis: knee(points, quality=quality, memory=Objective(name=axis)) for axis in AXES}
+    return {axis: None if best is None else best.label for axis, best in found.items()}

@@ -12,18 +12,23 @@ from pathlib import Path
 from typing import Any
 
 from baoc.frontier import Objective, build_frontier
-from baoc.sweep.kinds import AXES, Names, by_kind, failed_jobs, frontier_of_kind, names_of, quality_of
+from baoc.sweep.kinds import (
+    AXES,
+    Names,
+    by_kind,
+    failed_jobs,
+    family_of,
+    frontier_of_kind,
+    histories,
+    knees,
+    names_of,
+    quality_of,
+)
 from baoc.sweep.runs import Kind, RunFolder, result_of
 from baoc.tracking.files import read_json, read_jsonl, write_text
 from baoc.types import FrontierPoint
 
 MOST_CURVE_POINTS = 200
-FAMILIES = {"exact": "BAOC", "lagrangian": "BAOC", "greedy": "BAOC", "random": "random feasible"}
-
-
-def family_of(allocator: str) -> str:
-    """What a point is compared as: BAOC's own choice, a uniform baseline, or a random feasible allocation."""
-    return "uniform" if allocator.startswith("uniform_") else FAMILIES.get(allocator, allocator)
 
 
 def page_data(runs: Sequence[RunFolder], *, title: str) -> dict[str, Any]:
@@ -71,6 +76,9 @@ def _kind(kind: Kind, runs: Sequence[RunFolder], *, names: Names) -> dict[str, A
             for entry, family in zip(frontier.points, families, strict=True)
         ],
         "volumes": _volumes(frontier.points, families=families, quality=objective),
+        "runs": [run.name for run in runs],
+        "histories": histories(runs),
+        "knees": knees(frontier.points, quality=objective),
     }
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from baoc.config.environment import commit
 from baoc.frontier import hypervolume, pareto
-from baoc.sweep.page import family_of
+from baoc.sweep.kinds import family_of
 from baoc.sweep.runs import find_runs
 from baoc.sweep.study import run_study
 from baoc.sweep.study_config import StudyConfig, read_study

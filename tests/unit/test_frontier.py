@@ -5,7 +5,16 @@ import math
 import pytest
 
 from baoc.errors import BadInputError
-from baoc.frontier import Objective, build_frontier, frontier_rows, hypervolume, over_seeds, pareto
+from baoc.frontier import (
+    Objective,
+    build_frontier,
+    frontier_rows,
+    hypervolume,
+    hypervolume_history,
+    knee,
+    over_seeds,
+    pareto,
+)
 from baoc.types import FrontierPoint
 
 LOSS = Objective(name="quality")
@@ -102,3 +111,26 @@ def test_rows_come_best_first():
     rows = frontier_rows(build_frontier(runs, objectives=[LOSS, STATE]))
     assert [(row["label"], row["dominated"]) for row in rows] == [("c", False), ("a", False), ("b", True)]
     assert list(rows[0])[:5] == ["run", "task", "model", "label", "quality"]
+
+
+def test_the_history_of_a_hypervolume_never_falls_and_ends_at_the_whole():
+    runs = [point("a", 0.3, 2), point("nan", math.nan, 1), point("b", 0.4, 4), point("c", 0.1, 8), point("d", 0.1, 2)]
+    found = hypervolume_history(runs, objectives=[LOSS, STATE], reference=[0.5, 10])
+    assert found == pytest.approx([0.2 * 8, 0.2 * 8, 0.2 * 8, 0.2 * 8 + 0.2 * 2, 0.4 * 8])
+    assert found[-1] == build_frontier(runs, objectives=[LOSS, STATE], reference=[0.5, 10]).hypervolume
+    better_when_higher = hypervolume_history(
+        [point("x", 0.1, 2, speed=5)], objectives=[SPEED, STATE], reference=[1, 10]
+    )
+    assert better_when_higher == [(5 - 1) * (10 - 2)]
+    assert hypervolume_history([], objectives=[LOSS, STATE], reference=[0.5, 10]) == []
+
+
+def test_the_knee_is_where_more_memory_stops_paying():
+    runs = [point("least", 1.0, 1), point("knee", 0.2, 16), point("more", 0.1, 64), point("most", 0.0, 256)]
+    # logarithms 0, 4, 6, 8: below the line through the ends by 1 - 4/8 - .2 = .3 and 1 - 6/8 - .1 = .15
+    found = knee([*runs, point("dominated", 0.9, 32), point("nan", math.nan, 1)], quality=LOSS, memory=STATE)
+    assert found is not None and found.label == "knee"
+    assert knee(runs[:1] + runs[3:], quality=LOSS, memory=STATE) is None, "two points are a line"
+    line = [point("a", 1.0, 1), point("b", 0.5, 16), point("c", 0.0, 256)]
+    assert knee(line, quality=LOSS, memory=STATE) is None
+    assert knee([], quality=LOSS, memory=STATE) is None

@@ -1,5 +1,6 @@
 """frontier.html: what it compares, that it needs no network, and the command that makes it again."""
 
+import csv
 import json
 import re
 from pathlib import Path
@@ -8,7 +9,8 @@ from typing import Any
 import pytest
 
 from baoc.sweep import frontier_of
-from baoc.sweep.page import MOST_CURVE_POINTS, family_of, page_data
+from baoc.sweep.kinds import family_of
+from baoc.sweep.page import MOST_CURVE_POINTS, page_data
 from baoc.sweep.report import main
 from baoc.sweep.runs import find_runs
 from tests.unit.test_sweep_frontier import error, job
@@ -84,4 +86,32 @@ def test_several_studies_become_one_page(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_a_folder_without_runs_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main([str(tmp_path)]) == 2
-    assert "there is no run in" in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith("baoc: error: there is no run in"), "as every command says it"
+
+
+def test_how_the_front_was_found_and_its_knee(tmp_path: Path):
+    job(tmp_path / "2_first", loss=0.50, budget="state_10", state_bytes=10)
+    job(tmp_path / "10_then", loss=0.10, budget="state_40", state_bytes=40, allocator="random")
+    job(tmp_path / "11_last", loss=0.09, budget="state_50", state_bytes=80)
+    frontier_of(tmp_path, show=False)
+    (kind,) = data_in(tmp_path / "frontier.html")["kinds"]
+    assert kind["runs"] == ["2_first", "10_then", "11_last"]
+    lines = {(line["axis"], line["family"]): line for line in kind["histories"]}
+    # from (0.5, 80) the first and the last run are on its edges; the second dominates 0.4 x 40
+    assert lines["state_bytes", "all"] == {
+        "axis": "state_bytes",
+        "family": "all",
+        "runs": [1, 2, 3],
+        "share": [0.0, 100.0, 100.0],
+    }
+    assert lines["state_bytes", "BAOC"]["runs"] == [1, 3] and lines["state_bytes", "BAOC"]["share"] == [0.0, 0.0]
+    assert kind["knees"]["state_bytes"] == "budget=state_40 allocator=random"
+    told = list(csv.DictReader((tmp_path / "frontier.csv").read_text().splitlines()))
+    assert [row["label"] for row in told if "state_bytes" in row["knee_of"]] == ["budget=state_40 allocator=random"]
+    history = list(csv.DictReader((tmp_path / "hypervolume.csv").read_text().splitlines()))
+    mine = [row for row in history if (row["axis"], row["family"]) == ("state_bytes", "all")]
+    assert [(row["run"], row["share"]) for row in mine] == [
+        ("2_first", "0.0"),
+        ("10_then", "100.0"),
+        ("11_last", "100.0"),
+    ]

@@ -58,8 +58,25 @@ function scatter(kind, shown, axis) {
       error_y: {type: "data", array: mine.map((p) => p.spread || 0), thickness: 1, width: 3},
       marker: {color: colour(family), size: 9, symbol: mine.map((p) => (p.dominated ? "circle-open" : "circle"))}});
   });
+  const knee = kneeOf(kind, axis);
+  if (knee && shown.includes(knee)) {
+    traces.push({x: [knee[axis]], y: [knee.quality], name: "knee", mode: "markers", hoverinfo: "skip", marker: {size: 17, symbol: "star-open", color: "#1c1e21", line: {width: 2}}});
+  }
   Plotly.react("scatter", traces, {margin: {l: 60, r: 12, t: 40, b: 48}, xaxis: {title: {text: TITLES[axis]}, type: axis === "samples_per_s" ? "linear" : "log"},
     yaxis: {title: {text: kind.quality}}, legend: {orientation: "h", x: 0, y: 1.12}}, CONFIG);
+}
+
+function kneeOf(kind, axis) {
+  const label = kind.knees[{state_mib: "state_bytes", peak_mib: "peak_bytes"}[axis]];
+  return kind.points.find((point) => point.label === label);
+}
+
+function history(kind, families, axis) {
+  const along = axis === "peak_mib" ? "peak_bytes" : "state_bytes";
+  const lines = kind.histories.filter((line) => line.axis === along && (line.family === "all" || families.includes(line.family)));
+  Plotly.react("history", lines.map((line) => ({x: line.runs, y: line.share, name: line.family, mode: "lines", line: {shape: "hv", width: line.family === "all" ? 2.5 : 1.5,
+    color: line.family === "all" ? "#1c1e21" : colour(line.family)}, text: line.runs.map((at) => kind.runs[at - 1]), hovertemplate: "%{text}: %{y:.1f} %<extra>" + line.family + "</extra>"})),
+  {margin: {l: 60, r: 12, t: 40, b: 48}, xaxis: {title: {text: "run"}}, yaxis: {title: {text: "dominated area, %"}, rangemode: "tozero"}, legend: {orientation: "h", x: 0, y: 1.12}}, CONFIG);
 }
 
 function space(kind, shown) {
@@ -112,7 +129,11 @@ function draw() {
   const lost = shown.filter((point) => point.quality === null).length;
   byId("summary").textContent = `${shown.length} of ${kind.points.length} points; ${kind.quality}, ${kind.higher ? "higher" : "lower"} is better` +
     (lost ? `; ${lost} diverged and cannot be drawn` : "");
+  const knee = kneeOf(kind, axis);
+  byId("knee").textContent = knee ? `Knee: ${knee.label}, ${kind.quality} ${number(knee.quality)} with ${number(knee[axis])} MiB (${TITLES[axis]}). More memory buys little there, ` +
+    "less costs much." : axis === "samples_per_s" ? "" : "This front has no knee.";
   scatter(kind, shown, axis);
+  history(kind, families, axis);
   space(kind, shown);
   parallel(kind, shown);
   heat(shown);
