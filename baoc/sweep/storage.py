@@ -8,6 +8,7 @@ import fcntl
 import random
 import sqlite3
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -100,14 +101,13 @@ def open_storage(url: str) -> BaseStorage:
     """Raises BadInputError where the database does not answer, or its driver is missing."""
     if url.startswith("journal:///"):
         return JournalStorage(MendedJournal(url.removeprefix("journal:///")))
-    from sqlalchemy.pool import NullPool
-
     sqlite = {"connect_args": {"timeout": 60, "factory": _Wal}}
-    server = {"poolclass": NullPool}  # 200 idle workers would hold 200 connections, and a server has 100
+    server = {"pool_size": 1, "max_overflow": 3, "pool_pre_ping": True}  # see `rest`
     options: dict[str, Any] = sqlite if url.startswith("sqlite") else server
     try:
         storage = RDBStorage(url, engine_kwargs=options)
         be_patient(storage.engine)
+        weakref.finalize(storage, storage.engine.dispose)
         return storage
     except Exception as error:
         raise BadInputError(
@@ -115,6 +115,17 @@ def open_storage(url: str) -> BaseStorage:
             "server up, does the database exist, and is its driver installed (pip install 'psycopg[binary]' for "
             "postgresql+psycopg://USER@HOST/NAME)?"
         ) from error
+
+
+def rest(storage: BaseStorage) -> None:
+    """Gives a server its connection back until the next question. To be called when a worker goes on to train.
+
+    200 workers that train would hold 200 connections, and a server has 100; one for each of the dozen questions that a
+    trial asks would cost the server more than the questions.
+    """
+    engine = getattr(getattr(storage, "_backend", storage), "engine", None)
+    if engine is not None and engine.dialect.name != "sqlite":
+        engine.dispose()
 
 
 def be_patient(engine: Any, *, patience_s: float = 60.0) -> None:

@@ -28,7 +28,7 @@ from baoc.sweep.memory import Places, cards_here
 from baoc.sweep.progress import Progress
 from baoc.sweep.runs import ERROR
 from baoc.sweep.sampling import suggest
-from baoc.sweep.storage import next_trial, open_study, setup_lock, storage_url, trial_of
+from baoc.sweep.storage import next_trial, open_study, rest, setup_lock, storage_url, trial_of
 from baoc.sweep.study_config import StudyConfig
 from baoc.sweep.trial import COMMAND, Outcome, TrialProcess
 from baoc.sweep.workers import Register
@@ -152,6 +152,7 @@ class _Runner:
                 self._fill()
                 if not self.running and self.held is None and not self._others_work():
                     break
+                rest(self.study._storage)
                 wait([own.process.sentinel for own in self.running.values()], timeout=POLL_S)
                 self._look_after()
 

@@ -14,11 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import sqlalchemy
 from optuna.trial import TrialState
 
 from baoc.errors import BadInputError
 from baoc.sweep.status import main
-from baoc.sweep.storage import open_study, without_password
+from baoc.sweep.storage import next_trial, open_study, rest, without_password
 from tests.conftest import ROOT
 from tests.integration.test_study import attempts, config
 
@@ -115,3 +116,26 @@ def test_a_password_is_not_written_down(tmp_path: Path, capsys):
     )
     assert main([str(tmp_path)]) == 2
     assert "give its URL with the password as --storage URL" in capsys.readouterr().err
+
+
+def test_a_worker_that_trains_holds_no_connection_and_asks_over_one(tmp_path: Path, server: Path, url: str):
+    study = open_study(config(n_trials=2, workers=1, storage=url), folder=tmp_path)
+    storage = study._storage
+    made: list[int] = []
+    sqlalchemy.event.listen(storage._backend.engine, "connect", lambda *_: made.append(1))
+    name = url.split("@/")[1].split("?")[0]
+    count = f"select count(*) from pg_stat_activity where datname = '{name}'"
+
+    def held() -> int:
+        command = [tool("psql"), "-h", str(server), "-U", "postgres", "-tAc", count]
+        return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+    rest(storage)
+    assert held() == 0
+    trial = next_trial(study, config=config(n_trials=2, storage=url), folder=tmp_path)
+    assert trial is not None
+    trial.set_user_attr("worker", "w")
+    study.tell(trial.number, [1.0, 1.0])
+    assert held() == 1 and len(made) == 1, "a connection for each question would cost more than the questions"
+    rest(storage)
+    assert held() == 0
