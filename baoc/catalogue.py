@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from baoc.errors import BadInputError
-from baoc.types import CodecInfo, OptimizerSpec, StorageScheme, WeightsInfo
+from baoc.types import CodecInfo, OptimizerSpec, Placement, PlacementInfo, StorageScheme, WeightsInfo
 
 GROUP = 32  # elements that share one scale; its two bytes cost 1/16 byte per element
 PACKED_GROUP = 64  # of the 4-bit codecs
@@ -104,6 +104,39 @@ WEIGHT_DTYPES = ("float32", "bfloat16")  # of parameters that take other weights
 NEAREST = "bf16"  # these weights stand still at a low learning rate, so no glob ever selects them
 
 
+PLACEMENTS: dict[str, PlacementInfo] = {
+    placement.name: placement
+    for placement in (
+        PlacementInfo(name=Placement.DEVICE, description="on the device"),
+        PlacementInfo(
+            name=Placement.HOST_STREAMED,
+            description="on the host, stepped on the device",
+            suffix="streamed",
+        ),
+        PlacementInfo(name=Placement.HOST_UPDATED, description="on the host, stepped there", suffix="updated"),
+    )
+}
+_STATELESS = frozenset({"sign", "column_norm"})  # without corrections nothing of theirs could be placed
+
+
+def base_name(name: str) -> str:
+    """What a row is called without its weights and placement: its rule and storage."""
+    return name.partition("@")[0].partition("+")[0]
+
+
+def _row(base: OptimizerSpec, *, weights: str, placement: str) -> OptimizerSpec:
+    """The native device row `base` with these weights, in this place."""
+    name, description = base.name, base.description
+    if weights != "native":
+        name, description = f"{name}+{weights}", f"{description}; weights {WEIGHTS[weights].description}"
+    where = PLACEMENTS[placement]
+    if where.suffix:
+        name, description = f"{name}@{where.suffix}", f"{description}; states {where.description}"
+    return OptimizerSpec(
+        name=name, description=description, rule=base.rule, storage=base.storage, weights=weights, placement=where.name
+    )
+
+
 def _native_specs() -> dict[str, OptimizerSpec]:
     rows: dict[str, OptimizerSpec] = {}
     for rule, text, storages in _RULES:
@@ -113,26 +146,51 @@ def _native_specs() -> dict[str, OptimizerSpec]:
     return rows
 
 
+def _places(spec: OptimizerSpec, *, weights: WeightsInfo) -> bool:
+    return spec.rule not in _STATELESS or weights.correction_bytes > 0
+
+
+def _base(spec: OptimizerSpec) -> OptimizerSpec:
+    description = spec.description.partition("; states ")[0].partition("; weights ")[0]
+    return replace(spec, name=base_name(spec.name), description=description)
+
+
 def with_weights(spec: OptimizerSpec, weights: str) -> OptimizerSpec:
-    """The row with other weights; it is called what the catalogue calls it."""
-    name = spec.name.partition("+")[0]
-    description = spec.description.partition("; weights ")[0]
-    if weights != "native":
-        name, description = f"{name}+{weights}", f"{description}; weights {WEIGHTS[weights].description}"
-    return replace(spec, name=name, description=description, weights=weights)
+    """The row with other weights, in the same place; it is called what the catalogue calls it."""
+    return _row(_base(spec), weights=weights, placement=spec.placement)
 
 
-NATIVE: dict[str, OptimizerSpec] = _native_specs()  # the rows that leave the weights as they are
-SPECS: dict[str, OptimizerSpec] = {
-    row.name: row for weights in WEIGHTS for spec in NATIVE.values() for row in (with_weights(spec, weights),)
+def with_placement(spec: OptimizerSpec, placement: str) -> OptimizerSpec:
+    """The row with its states elsewhere; it is called what the catalogue calls it."""
+    return _row(_base(spec), weights=spec.weights, placement=placement)
+
+
+NATIVE: dict[str, OptimizerSpec] = _native_specs()  # the rows that leave the weights as they are, on the device
+ON_DEVICE: dict[str, OptimizerSpec] = {
+    row.name: row
+    for weights in WEIGHTS
+    for spec in NATIVE.values()
+    for row in (_row(spec, weights=weights, placement=Placement.DEVICE),)
 }
+ON_HOST: dict[str, OptimizerSpec] = {
+    row.name: row
+    for place in (Placement.HOST_STREAMED, Placement.HOST_UPDATED)
+    for weights in WEIGHTS.values()
+    for spec in NATIVE.values()
+    if _places(spec, weights=weights)
+    for row in (_row(spec, weights=weights.name, placement=place),)
+}
+SPECS: dict[str, OptimizerSpec] = {**ON_DEVICE, **ON_HOST}
 
 
 def _selects(pattern: str, name: str) -> bool:
-    """True if the pattern, in two parts where it has a "+", is or matches the row's name in as many parts."""
+    """True if the pattern is or matches the row's name part by part: rule and storage, "+" weights, "@" placement."""
     if pattern == name:
         return True
-    wanted, plus, wanted_weights = pattern.partition("+")
+    (wanted, at, wanted_place), (name, placed, place) = pattern.partition("@"), name.partition("@")
+    if at != placed or not fnmatchcase(place, wanted_place):
+        return False
+    wanted, plus, wanted_weights = wanted.partition("+")
     base, weighted, weights = name.partition("+")
     if plus != weighted or (weights == NEAREST and wanted_weights != NEAREST):
         return False
@@ -142,14 +200,18 @@ def _selects(pattern: str, name: str) -> bool:
 def select(patterns: Sequence[str]) -> dict[str, OptimizerSpec]:
     """Rows whose name is in `patterns` or matches one of them as a glob (`foam_*`), in catalogue order.
 
-    Weights are asked for: without a "+" a pattern selects native rows only, `*_int8+split8` or `*+*` others; plain bf16
-    weights only where they are named (`adamw*+bf16`). Raises BadInputError for a pattern that matches no row.
+    Weights and host placement are asked for: without a "+" a pattern selects native rows only, `*_int8+split8` or `*+*`
+    others, and without an "@" those on the device, `*@streamed` or `*+*@*` others; plain bf16 weights only where they
+    are named (`adamw*+bf16`). Raises BadInputError for a pattern that matches no row.
     """
+    found: set[str] = set()
     for pattern in patterns:
-        if not any(_selects(pattern, name) for name in SPECS):
+        matched = {name for name in (ON_HOST if "@" in pattern else ON_DEVICE) if _selects(pattern, name)}
+        if not matched:
             close = ", ".join(get_close_matches(pattern, SPECS, n=3)) or "none is close"
             raise BadInputError(
                 f"no optimizer spec is called or matches {pattern!r} (close: {close}): "
                 "`python run.py --list specs` shows every row; globs such as foam_* are allowed"
             )
-    return {name: spec for name, spec in SPECS.items() if any(_selects(p, name) for p in patterns)}
+        found |= matched
+    return {name: spec for name, spec in SPECS.items() if name in found}

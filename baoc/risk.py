@@ -11,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
+from baoc.catalogue import base_name
 from baoc.types import (
     Block,
     GradientStats,
@@ -215,7 +216,7 @@ class TermRisk:
             return Risk(total=0.0)
         case = Case(block=block, losses=given_up, share=share)
         if profile is not None:
-            ran = profile.shadow.get(block.name, {}).get(spec.name.partition("+")[0], {})
+            ran = profile.shadow.get(block.name, {}).get(base_name(spec.name), {})
             case = replace(case, stats=profile.stats.get(block.name), ran=ran)
         found = self.terms(case) if given_up else {}
         if rounding:

@@ -58,8 +58,8 @@ def _tasks() -> Rows:
 
 
 def _specs() -> Rows:
-    """Rows with native weights and their bytes of state per parameter, then what may follow any of them."""
-    from baoc.catalogue import NATIVE, WEIGHTS
+    """Rows with native weights and their bytes of state per parameter, then what may follow: weights, then place."""
+    from baoc.catalogue import NATIVE, PLACEMENTS, WEIGHTS
     from baoc.cost import bytes_per_parameter
     from baoc.rules import rule_infos
 
@@ -68,7 +68,8 @@ def _specs() -> Rows:
         (name, f"{bytes_per_parameter(spec, rule=rules[spec.rule])[0]:.2f} B  {spec.description}")
         for name, spec in NATIVE.items()
     ]
-    return rows + [(f"+{name}", row.description) for name, row in WEIGHTS.items() if row.param_bytes is not None]
+    rows += [(f"+{name}", row.description) for name, row in WEIGHTS.items() if row.param_bytes is not None]
+    return rows + [(f"@{row.suffix}", f"states {row.description}") for row in PLACEMENTS.values() if row.suffix]
 
 
 def _storages() -> Rows:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from baoc.catalogue import base_name
 from baoc.planner import Planner
 from baoc.risk import RISKS
 from baoc.types import Plan, Profile, to_plain
@@ -20,8 +21,8 @@ def usable(profile: Profile | None, *, planner: Planner, risk: str) -> bool:
     if "shadow" not in RISKS[risk].needs:
         return True
     options = planner.candidates(risk="prior", profile=None)
-    # Shadows follow native weights; the other formats of a rule and storage are judged by those.
-    return all(c.spec.partition("+")[0] in profile.shadow.get(name, {}) for name in names for c in options[name])
+    # Shadows follow native weights on the device; other formats and places of a rule and storage are judged by those.
+    return all(base_name(c.spec) in profile.shadow.get(name, {}) for name in names for c in options[name])
 
 
 def adopted(planner: Planner, state: Mapping[str, Any], *, profile: Profile | None) -> tuple[Plan, list[str]]:

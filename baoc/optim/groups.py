@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from baoc.catalogue import CODECS, SPECS, STORAGES, WEIGHT_DTYPES, WEIGHTS
+from baoc.catalogue import CODECS, PLACEMENTS, SPECS, STORAGES, WEIGHT_DTYPES, WEIGHTS, base_name
 from baoc.errors import BadInputError, unknown_name
 from baoc.rules import RULES
 from baoc.types import Block, OptimizerSpec, ParamInfo, Role
@@ -247,6 +247,8 @@ def to_spec(spec: str | OptimizerSpec) -> OptimizerSpec:
     if spec.weights not in WEIGHTS:
         raise unknown_name(spec.weights, what="kind of weights", allowed=WEIGHTS)
     assert {STORAGES[spec.storage].m, STORAGES[spec.storage].v} <= set(CODECS)
+    if spec.placement not in PLACEMENTS:
+        raise unknown_name(spec.placement, what="placement", allowed=PLACEMENTS)
     if spec.placement != "device":
         raise BadInputError(f"spec {spec.name} asks for placement={spec.placement}: this version has placement=device")
     return spec
@@ -259,7 +261,7 @@ def check_applies(spec: OptimizerSpec, *, block: Block) -> None:
         if spec.weights != "native" and param.dtype not in WEIGHT_DTYPES:
             raise BadInputError(
                 f"block {block.name} cannot run {spec.name}: {param.name} is {param.dtype}, and {spec.weights} weights "
-                f"are made of {' or '.join(WEIGHT_DTYPES)}. Give the block {spec.name.partition('+')[0]}"
+                f"are made of {' or '.join(WEIGHT_DTYPES)}. Give the block {base_name(spec.name)}"
             )
         if info.needs_matrix and param.matrix_shape is None:
             raise BadInputError(

@@ -141,6 +141,23 @@ class WeightsInfo:
     correction_bytes: int = 0
 
 
+class Placement(StrEnum):
+    """Where a block's states are kept, and where its step is computed."""
+
+    DEVICE = "device"
+    HOST_STREAMED = "host_streamed"  # kept on the host, stepped on the device: states go in and out at every step
+    HOST_UPDATED = "host_updated"  # kept and stepped on the host: gradient goes out, weight comes in
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementInfo:
+    """A placement as the catalogue calls it: `suffix` ends the names of its rows, behind an @; empty on the device."""
+
+    name: Placement
+    description: str
+    suffix: str = ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSpec:
     """What a block may run: one catalogue row = rule x storage x weights x placement."""
@@ -150,4 +167,4 @@ class OptimizerSpec:
     rule: str
     storage: str = "fp32"
     weights: str = "native"
-    placement: str = "device"
+    placement: str = Placement.DEVICE

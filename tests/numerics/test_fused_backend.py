@@ -13,16 +13,14 @@ import pytest
 import torch
 from torch import nn
 
-from baoc.catalogue import SPECS
+from baoc.catalogue import NATIVE
 from baoc.kernels import FAMILIES, kinds
 from tests.numerics.fused_pair import INTERPRETING, MIXED, SHAPES, SMALL, Pair, dump, poison, run_interpreted
 from tests.optimizing import Gradients, build, info, make_params, one_block, through_file
 
 STORAGES = ("fp32", "bf16", "int8", "int8_log")
 ELEMENTWISE = [
-    name
-    for name, spec in SPECS.items()
-    if FAMILIES.get(spec.rule) is kinds.ELEMENTWISE and spec.storage in STORAGES and spec.weights == "native"
+    name for name, spec in NATIVE.items() if FAMILIES.get(spec.rule) is kinds.ELEMENTWISE and spec.storage in STORAGES
 ]
 WEIGHTS = ("adamw_int8+split8", "adamw+split16", "rmsprop_int8+split8", "lion+bf16_sr", "adamw_bf16+bf16_sr")
 

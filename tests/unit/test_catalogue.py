@@ -2,7 +2,20 @@
 
 import pytest
 
-from baoc.catalogue import CODECS, NATIVE, SPECS, STORAGES, WEIGHTS, select, with_weights
+from baoc.catalogue import (
+    CODECS,
+    NATIVE,
+    ON_DEVICE,
+    ON_HOST,
+    PLACEMENTS,
+    SPECS,
+    STORAGES,
+    WEIGHTS,
+    base_name,
+    select,
+    with_placement,
+    with_weights,
+)
 from baoc.errors import BadInputError
 from baoc.risk import CODEC_DOSE
 from tests.decision import RULES
@@ -33,8 +46,14 @@ def test_every_row_names_what_exists_and_says_what_it_is():
         assert spec.name == name
         assert spec.rule in RULES
         base = spec.rule if spec.storage == "fp32" else f"{spec.rule}_{spec.storage}"
-        assert name == (base if spec.weights == "native" else f"{base}+{spec.weights}")
-        assert spec.description.endswith(
+        assert base_name(name) == base
+        text, suffix = spec.description, PLACEMENTS[spec.placement].suffix
+        if suffix:
+            text, _, where = text.partition("; states ")
+            assert where == PLACEMENTS[spec.placement].description
+        weighted = base if spec.weights == "native" else f"{base}+{spec.weights}"
+        assert name == (f"{weighted}@{suffix}" if suffix else weighted)
+        assert text.endswith(
             STORAGES[spec.storage].name if spec.weights == "native" else WEIGHTS[spec.weights].description
         )
         assert "\n" not in spec.description
@@ -69,7 +88,7 @@ def test_weights_are_selected_only_where_they_are_asked_for():
         "lion_int4+bf16",
     ]
     assert list(select(["adamw_int8+split*"])) == ["adamw_int8+split8", "adamw_int8+split16"]
-    assert len(SPECS) == len(NATIVE) * len(WEIGHTS)
+    assert len(ON_DEVICE) == len(NATIVE) * len(WEIGHTS)
     with pytest.raises(BadInputError, match=r"matches 'adamw\+split4' \(close: adamw\+split"):
         select(["adamw+split4"])
 
@@ -78,6 +97,31 @@ def test_a_row_finds_its_twin_with_other_weights():
     for spec in ("adamw_int8", "adamw_int8+split8"):
         assert with_weights(SPECS[spec], "bf16_sr") == SPECS["adamw_int8+bf16_sr"]
         assert with_weights(SPECS[spec], "native") == SPECS["adamw_int8"]
+
+
+def test_places_are_selected_only_where_they_are_asked_for():
+    assert {spec.placement for spec in select(["*", "*+*"]).values()} == {"device"}
+    assert list(select(["adamw_int8@*", "lion"])) == ["lion", "adamw_int8@streamed", "adamw_int8@updated"]
+    assert list(select(["adamw_int8+split*@updated"])) == ["adamw_int8+split8@updated", "adamw_int8+split16@updated"]
+    assert {spec.weights for spec in select(["*@streamed"]).values()} == {"native"}
+    assert "bf16" not in {spec.weights for spec in select(["*+*@*"]).values()}, "bf16 is named, on the host as well"
+    with pytest.raises(BadInputError, match=r"matches 'adamw@stream' \(close: adamw@streamed"):
+        select(["adamw@stream"])
+
+
+def test_a_row_that_keeps_nothing_has_nothing_to_place():
+    """Only corrections of the weights give a stateless rule something that may live on the host."""
+    kept = {(spec.rule, spec.weights) for spec in ON_HOST.values()}
+    for spec in ON_DEVICE.values():
+        keeps = bool(RULES[spec.rule].states or WEIGHTS[spec.weights].correction_bytes)
+        assert ((spec.rule, spec.weights) in kept) == keeps, spec.name
+
+
+def test_a_row_finds_its_twin_elsewhere():
+    for spec in ("adamw_int8+split8", "adamw_int8+split8@updated"):
+        assert with_placement(SPECS[spec], "host_streamed") == SPECS["adamw_int8+split8@streamed"]
+        assert with_placement(SPECS[spec], "device") == SPECS["adamw_int8+split8"]
+        assert with_weights(with_placement(SPECS[spec], "host_updated"), "native") == SPECS["adamw_int8@updated"]
 
 
 def test_select_refuses_what_matches_nothing():

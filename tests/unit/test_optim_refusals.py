@@ -135,6 +135,8 @@ def test_a_rule_for_hidden_layers_only() -> None:
 
 
 def test_placements_that_are_not_there_yet() -> None:
+    with pytest.raises(BadInputError, match="placement=host_streamed: this version has"):
+        build(make_params(SHAPES), "adamw@streamed")
     spec = OptimizerSpec(name="far", description="", rule="adamw", placement="host")
-    with pytest.raises(BadInputError, match="placement=host: this version has"):
+    with pytest.raises(BadInputError, match=r"no placement 'host'; choose from: device, host_streamed"):
         build(make_params(SHAPES), spec)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from baoc.catalogue import SPECS, WEIGHTS
+from baoc.catalogue import ON_DEVICE, WEIGHTS
 from baoc.errors import BadInputError
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.weights import CORRECTION, CORRECTIONS, seed_of
@@ -385,7 +385,7 @@ def test_copies_step_as_the_original(kind: str) -> None:
     assert_same(masters(optimizer), masters(other))
 
 
-@pytest.mark.parametrize("spec", [name for name, row in SPECS.items() if row.storage == "int8"][::7])
+@pytest.mark.parametrize("spec", [name for name, row in ON_DEVICE.items() if row.storage == "int8"][::7])
 def test_every_row_can_be_built_and_stepped(spec: str) -> None:
     params = make_params({"linear": (17, 64)})
     optimizer = build(params, spec, lr=1e-2)
