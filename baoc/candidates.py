@@ -6,15 +6,20 @@ Allocators see nothing but the candidates made here.
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from baoc.catalogue import STORAGES, WEIGHT_DTYPES
+import numpy as np
+from numpy.typing import NDArray
+
+from baoc.catalogue import STORAGES, WEIGHT_DTYPES, on_device
 from baoc.cost import cost
 from baoc.errors import BadInputError
+from baoc.link import STORED
 from baoc.risk import RiskModel
 from baoc.types import (
     Axis,
     Block,
     Candidate,
     LatencyTable,
+    LinkRates,
     OptimizerSpec,
     Profile,
     Risk,
@@ -70,11 +75,14 @@ def build_candidates(
     profile: Profile | None = None,
     weights: Mapping[str, float] | None = None,
     latency: LatencyTable | None = None,
+    link: LinkRates = STORED,
+    hosted: bool = True,
     keep_fp32_roles: Collection[Role | str] = (),
 ) -> CandidateSets:
     """Every applicable candidate of every block, dominated ones too, by bytes ascending (then risk, seconds, row).
 
-    Raises BadInputError for a block on which no spec may run.
+    `hosted` false: the device is the host, and placement changes nothing. Raises BadInputError for a block on which no
+    spec may run.
     """
     total = max(sum(block.numel for block in blocks), 1)
     found: CandidateSets = {}
@@ -83,25 +91,24 @@ def build_candidates(
             spec.name: applies(block, spec=spec, rule=rules[spec.rule], keep_fp32_roles=keep_fp32_roles)
             for spec in specs.values()
         }
-        made = [
-            _candidate(
-                block,
-                spec=spec,
-                rule=rules[spec.rule],
-                latency=latency,
-                predicted=risk(
+        risks: dict[str, Risk] = {}  # by the row's name on the device: a step is the same wherever its states are kept
+        made: list[Candidate] = []
+        for spec in specs.values():
+            if reasons[spec.name] is not None:
+                continue
+            name, rule = on_device(spec.name), rules[spec.rule]
+            if name not in risks:
+                risks[name] = risk(
                     block=block,
                     spec=spec,
-                    rule=rules[spec.rule],
+                    rule=rule,
                     storage=storages[spec.storage],
                     profile=profile,
                     weights=weights or {},
                     share=max(block.numel, 1) / total,  # an empty tensor still prefers AdamW
-                ),
-            )
-            for spec in specs.values()
-            if reasons[spec.name] is None
-        ]
+                )
+            spent = cost(block, spec=spec, rule=rule, latency=latency, link=link, hosted=hosted)
+            made.append(Candidate(block=block.name, spec=spec.name, cost=spent, risk=risks[name], role=block.role))
         if not made:
             why = "; ".join(f"{spec}: {reason}" for spec, reason in reasons.items()) or "no spec was selected"
             raise BadInputError(
@@ -112,39 +119,35 @@ def build_candidates(
     return found
 
 
-def _candidate(
-    block: Block,
-    *,
-    spec: OptimizerSpec,
-    rule: RuleInfo,
-    latency: LatencyTable | None,
-    predicted: Risk,
-) -> Candidate:
-    spent = cost(block, spec=spec, rule=rule, latency=latency)
-    return Candidate(block=block.name, spec=spec.name, cost=spent, risk=predicted, role=block.role)
-
-
 def _by_bytes(candidate: Candidate) -> tuple[float, float, float, float]:
     spent = candidate.cost
     return (spent.charged_bytes, candidate.risk.total, spent.step_s, spent.transfer_bytes)
 
 
-def undominated(candidates: Mapping[str, Sequence[Candidate]], *, with_time: bool = True) -> CandidateSets:
-    """Per block the candidates that no other beats or equals in charged bytes, risk, traffic and (`with_time`) seconds.
+def _taken(candidate: Candidate, *, with_time: bool) -> tuple[float, ...]:
+    """Everything of which less is better."""
+    spent = candidate.cost
+    beside = (spent.transfer_bytes, spent.host_bytes, spent.link_s, spent.host_s)
+    return (spent.charged_bytes, candidate.risk.total, *beside, spent.step_s if with_time else 0.0)
 
-    Of equals the first stays.
+
+def undominated(candidates: Mapping[str, Sequence[Candidate]], *, with_time: bool = True) -> CandidateSets:
+    """Per block the candidates that no other beats or equals in charged bytes, risk, (`with_time`) seconds, and in what
+    they take of the host and of the link to it. Of equals the first stays.
     """
     return {name: _frontier(options, with_time=with_time) for name, options in candidates.items()}
 
 
 def _frontier(candidates: Sequence[Candidate], *, with_time: bool) -> tuple[Candidate, ...]:
-    kept: list[tuple[tuple[float, ...], Candidate]] = []
-    for candidate in sorted(candidates, key=_by_bytes):
-        num_bytes, risk, step_s, transfer = _by_bytes(candidate)
-        values = (num_bytes, risk, transfer, step_s if with_time else 0.0)
-        if not any(all(a <= b for a, b in zip(other, values, strict=True)) for other, _ in kept):
-            kept.append((values, candidate))
-    return tuple(candidate for _, candidate in kept)
+    ordered = sorted(candidates, key=_by_bytes)
+    values = np.array([_taken(candidate, with_time=with_time) for candidate in ordered])
+    better: NDArray[np.bool_] = np.ones(
+        (len(ordered), len(ordered)), dtype=bool
+    )  # [one, other]: one is nowhere worse than the other
+    for column in values.T:
+        better &= column[:, None] <= column
+    earlier = np.triu(better, k=1)  # only those count: what beats one of them beats this one, too
+    return tuple(candidate for index, candidate in enumerate(ordered) if not earlier[:, index].any())
 
 
 def candidate_rows(candidates: Mapping[str, Sequence[Candidate]], *, with_time: bool = True) -> list[dict[str, Any]]:
@@ -161,7 +164,10 @@ def candidate_rows(candidates: Mapping[str, Sequence[Candidate]], *, with_time: 
                 "state_bytes": candidate.cost.state_bytes,
                 "weight_bytes": candidate.cost.weight_bytes,
                 "saved_bytes": candidate.cost.saved_bytes,
+                "host_bytes": candidate.cost.host_bytes,
                 "transfer_bytes": candidate.cost.transfer_bytes,
+                "link_s": candidate.cost.link_s,
+                "host_s": candidate.cost.host_s,
                 "step_s": candidate.cost.step_s,
                 "risk": candidate.risk.total,
                 "dominated": candidate.spec not in kept,

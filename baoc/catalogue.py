@@ -119,9 +119,14 @@ PLACEMENTS: dict[str, PlacementInfo] = {
 _STATELESS = frozenset({"sign", "column_norm"})  # without corrections nothing of theirs could be placed
 
 
+def on_device(name: str) -> str:
+    """The name of the row that keeps the same states on the device."""
+    return name.partition("@")[0]
+
+
 def base_name(name: str) -> str:
     """What a row is called without its weights and placement: its rule and storage."""
-    return name.partition("@")[0].partition("+")[0]
+    return on_device(name).partition("+")[0]
 
 
 def _row(base: OptimizerSpec, *, weights: str, placement: str) -> OptimizerSpec:

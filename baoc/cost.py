@@ -6,8 +6,9 @@
 from collections.abc import Iterable, Mapping
 from math import prod
 
-from baoc.catalogue import CODECS, STORAGES, WEIGHTS
-from baoc.types import Block, Cost, LatencyTable, OptimizerSpec, ParamInfo, Role, RuleInfo
+from baoc.catalogue import CODECS, STORAGES, WEIGHTS, on_device
+from baoc.link import STORED, copy_seconds
+from baoc.types import Block, Cost, LatencyTable, LinkRates, OptimizerSpec, ParamInfo, Placement, Role, RuleInfo
 
 STEP_BYTES = 4  # the fp32 step count of a tensor, as torch keeps it
 MATCH_BYTES = 8  # target and own update RMS of a block, fp32 each
@@ -20,8 +21,8 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
-def param_state_bytes(param: ParamInfo, *, spec: OptimizerSpec, rule: RuleInfo) -> int:
-    """Bytes that `spec` keeps for one parameter, apart from what it keeps per block; none for an empty one."""
+def _slab_bytes(param: ParamInfo, *, spec: OptimizerSpec, rule: RuleInfo) -> int:
+    """Bytes of one parameter in its block's slab: states and corrections, each aligned; none for an empty one."""
     assert spec.rule == rule.name, f"spec {spec.name} runs {spec.rule}, not {rule.name}"
     if not param.numel:
         return 0
@@ -29,13 +30,29 @@ def param_state_bytes(param: ParamInfo, *, spec: OptimizerSpec, rule: RuleInfo) 
     sizes = [(decl, prod(decl.shape(param))) for decl in rule.states]
     parts = [n for decl, numel in sizes for n in CODECS[storage.codec(decl, numel=numel)].part_bytes(numel)]
     parts.append(WEIGHTS[spec.weights].correction_bytes * param.numel)
-    return sum(map(aligned, parts)) + (STEP_BYTES if rule.counts_steps else 0)
+    return sum(map(aligned, parts))
+
+
+def param_state_bytes(param: ParamInfo, *, spec: OptimizerSpec, rule: RuleInfo) -> int:
+    """Bytes that `spec` keeps for one parameter, apart from what it keeps per block; none for an empty one."""
+    counted = STEP_BYTES if rule.counts_steps and param.numel else 0
+    return _slab_bytes(param, spec=spec, rule=rule) + counted
+
+
+def slab_bytes(block: Block, *, spec: OptimizerSpec, rule: RuleInfo) -> int:
+    """Bytes of the block's slab, which is what travels where states are streamed: steps and matching stay."""
+    return sum(_slab_bytes(param, spec=spec, rule=rule) for param in block.params)
+
+
+def match_bytes(block: Block, *, rule: RuleInfo) -> int:
+    """What stays on the device wherever the states are."""
+    return MATCH_BYTES if rule.matched and block.numel else 0
 
 
 def state_bytes(block: Block, *, spec: OptimizerSpec, rule: RuleInfo) -> int:
-    """Every byte beyond weights and gradients that `spec` keeps for `block`; exact."""
+    """Every byte beyond weights and gradients that `spec` keeps for `block`, wherever it lies; exact."""
     params = sum(param_state_bytes(param, spec=spec, rule=rule) for param in block.params)
-    return params + (MATCH_BYTES if rule.matched and block.numel else 0)
+    return params + match_bytes(block, rule=rule)
 
 
 def weight_bytes(block: Block, *, spec: OptimizerSpec) -> int:
@@ -81,17 +98,50 @@ def adamw_state_bytes(blocks: Iterable[Block]) -> int:
 
 
 def step_seconds(block: Block, *, spec: OptimizerSpec, latency: LatencyTable) -> float:
-    """Seconds of the optimizer step on `block`, by the measured line fixed + per element."""
-    assert spec.name in latency.fixed_s, f"{spec.name} was not timed; the table has {', '.join(latency.fixed_s)}"
-    return latency.fixed_s[spec.name] + latency.per_element_s[spec.name] * block.numel
+    """Seconds of the device in the step on `block`, by the measured line fixed + per element.
+
+    The same for streamed states, whose copies are counted apart, and none for what the host steps.
+    """
+    if spec.placement == Placement.HOST_UPDATED:
+        return 0.0
+    name = on_device(spec.name)
+    assert name in latency.fixed_s, f"{name} was not timed; the table has {', '.join(latency.fixed_s)}"
+    return latency.fixed_s[name] + latency.per_element_s[name] * block.numel
 
 
-def cost(block: Block, *, spec: OptimizerSpec, rule: RuleInfo, latency: LatencyTable | None = None) -> Cost:
-    """The cost of `spec` on `block`; without a latency table, seconds play no part and are 0."""
-    held = state_bytes(block, spec=spec, rule=rule)
+def cost(
+    block: Block,
+    *,
+    spec: OptimizerSpec,
+    rule: RuleInfo,
+    latency: LatencyTable | None = None,
+    link: LinkRates = STORED,
+    hosted: bool = True,
+) -> Cost:
+    """The cost of `spec` on `block`; without a latency table, seconds of the device play no part and are 0.
+
+    Where the device is the host itself (not `hosted`), nothing is placed elsewhere: states are counted where they are.
+    """
+    matching = match_bytes(block, rule=rule)
+    kept = state_bytes(block, spec=spec, rule=rule) - matching
+    weights = weight_bytes(block, spec=spec)
+    step_s = step_seconds(block, spec=spec, latency=latency) if latency is not None else 0.0
+    if spec.placement == Placement.DEVICE or not hosted:
+        return Cost(state_bytes=kept + matching, step_s=step_s, weight_bytes=weights)
+    if spec.placement == Placement.HOST_UPDATED:
+        moved, held = (
+            weights,
+            kept + 2 * weights,
+        )  # a gradient goes out, a weight comes in: both lie on the host as well
+    else:
+        moved, held = slab_bytes(block, spec=spec, rule=rule), kept
     return Cost(
-        state_bytes=held,
-        transfer_bytes=2 * held if spec.placement == "host" else 0,  # in and out once per step
-        step_s=step_seconds(block, spec=spec, latency=latency) if latency is not None else 0.0,
-        weight_bytes=weight_bytes(block, spec=spec),
+        state_bytes=matching,
+        host_bytes=held,
+        in_bytes=moved,
+        out_bytes=moved,
+        step_s=step_s,
+        link_s=copy_seconds(moved, link=link),
+        host_s=link.host_element_s * block.numel if spec.placement == Placement.HOST_UPDATED else 0.0,
+        weight_bytes=weights,
     )

@@ -31,8 +31,12 @@ def _summed(name: str, options: Sequence[Sequence[Candidate]]) -> tuple[Candidat
         terms = {t: sum(p.risk.terms.get(t, 0.0) for p in parts) for t in parts[0].risk.terms}
         cost = Cost(
             state_bytes=sum(p.cost.state_bytes for p in parts),
-            transfer_bytes=sum(p.cost.transfer_bytes for p in parts),
+            host_bytes=sum(p.cost.host_bytes for p in parts),
+            in_bytes=sum(p.cost.in_bytes for p in parts),
+            out_bytes=sum(p.cost.out_bytes for p in parts),
             step_s=sum(p.cost.step_s for p in parts),
+            link_s=sum(p.cost.link_s for p in parts),
+            host_s=sum(p.cost.host_s for p in parts),
             saved_bytes=sum(p.cost.saved_bytes for p in parts),
         )
         risk = Risk(total=sum(p.risk.total for p in parts), terms=terms)

@@ -1,6 +1,6 @@
 """What every allocator shares: the protocol, the candidates as padded arrays, and how choices become an answer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import fsum
 from typing import Protocol
@@ -11,23 +11,37 @@ from numpy.typing import NDArray
 from baoc.types import Allocation, Candidate, Limits
 
 STEP_TOLERANCE = 1e-9  # seconds are sums of floats: a limit counts as met within this fraction
+SAFE = 1 - 1e-12  # of a limit of seconds, for running sums; `Problem.feasible` has the last word
 TINY = 1e-12  # below this a risk counts as none when a gap is stated
+KINDS = ("state_bytes", "step_s", "host_bytes", "link_s", "host_s")  # what may be limited, as in `types.Limits`
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
 class NoFeasibleAllocation(Exception):
-    """No allocation meets the limits. Each figure is the least that can be had while the other limit is met.
+    """No allocation meets the limits. Each figure is the least that can be had while the other limits are met.
 
-    `least_state_bytes` are charged bytes.
+    `least_state_bytes` are charged bytes. `least_host_bytes`, `least_link_s` and `least_host_s` are 0 where they have
+    no limit.
 
-    Where the other limit cannot be met at all, it is left out of account. The planner turns this into the user's error.
+    Where another limit cannot be met at all, it is left out of account. The planner turns this into the user's error.
     """
 
-    def __init__(self, *, least_state_bytes: int, least_step_s: float):
+    def __init__(
+        self,
+        *,
+        least_state_bytes: int,
+        least_step_s: float,
+        least_host_bytes: int = 0,
+        least_link_s: float = 0.0,
+        least_host_s: float = 0.0,
+    ):
         super().__init__(f"the least is {least_state_bytes} state bytes, {least_step_s:.6g} s")
         self.least_state_bytes = least_state_bytes
         self.least_step_s = least_step_s
+        self.least_host_bytes = least_host_bytes
+        self.least_link_s = least_link_s
+        self.least_host_s = least_host_s
 
 
 class Allocator(Protocol):
@@ -53,37 +67,52 @@ class Allocator(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """The candidates as [blocks, specs] arrays; a spec a block lacks has infinite risk, and 0 bytes and seconds.
+    """The candidates as [blocks, specs] arrays; a spec a block lacks has infinite risk, and spends nothing.
 
-    `num_bytes` are the charged bytes, each block's raised by what it can save at most, so that none is negative; the
-    limit is raised by the sum of these, `offset`.
+    `spent` is [limits, blocks, specs]: what each candidate takes of each limit, in the order of `KINDS`; the first two
+    are always there, the others where they are limited. Charged bytes of a block are raised by what it can save at
+    most, so that none is negative; their limit is raised by the sum of these, `offset`. `effort` are seconds of link
+    and host, which decide between choices of equal risk.
     """
 
     names: tuple[str, ...]
     candidates: tuple[tuple[Candidate, ...], ...]
     risk: Floats
-    num_bytes: Floats  # exact: below 2^53
-    step_s: Floats
-    byte_limit: float  # infinite where there is none
-    step_limit: float
+    spent: Floats  # bytes are exact: below 2^53
+    limits: Floats  # infinite where there is none
+    effort: Floats
+    kinds: tuple[str, ...] = KINDS[:2]
     offset: int = 0
 
     @property
     def valid(self) -> NDArray[np.bool_]:
         return np.isfinite(self.risk)
 
-    def totals(self, choice: Ints) -> tuple[float, float, float]:
-        """(risk, bytes, seconds) of one candidate index per block."""
+    @property
+    def num_bytes(self) -> Floats:
+        return self.spent[0]
+
+    @property
+    def safe_limits(self) -> Floats:
+        """Limits for running sums: those of seconds a hair below, as rounding may add up."""
+        whole = np.array([kind.endswith("bytes") for kind in self.kinds])
+        return np.where(whole, self.limits, self.limits * SAFE)
+
+    @property
+    def units(self) -> Floats:
+        """What one of each limit is measured in, so that shares of them can be added up."""
+        return np.where(self.limits == 0, 1.0, np.abs(self.limits))
+
+    def used(self, choice: Ints) -> Floats:
+        """[limits]: the totals of one candidate index per block."""
         rows = np.arange(len(choice))
-        return (
-            float(self.risk[rows, choice].sum()),
-            float(self.num_bytes[rows, choice].sum()),
-            float(self.step_s[rows, choice].sum()),
-        )
+        return np.array([values[rows, choice].sum() for values in self.spent])  # one by one: sums round alike
+
+    def total_risk(self, choice: Ints) -> float:
+        return float(self.risk[np.arange(len(choice)), choice].sum())
 
     def feasible(self, choice: Ints) -> bool:
-        _, num_bytes, step_s = self.totals(choice)
-        return num_bytes <= self.byte_limit and step_s <= self.step_limit
+        return bool((self.used(choice) <= self.limits).all())
 
     def least(self, *keys: Floats) -> Ints:
         """Per block the candidate that is least in the first key, ties by the next ones, then by position."""
@@ -93,6 +122,14 @@ class Problem:
             alive = alive & (key == best)
         return alive.argmax(axis=1)
 
+    def priced(self, prices: Floats) -> Floats:
+        """[blocks, specs]: risk, and what each candidate spends at `prices` [limits]."""
+        values = self.risk.copy()
+        for price, spent in zip(prices.tolist(), self.spent, strict=True):
+            if price:
+                values += price * spent
+        return values
+
 
 def make_problem(candidates: Mapping[str, Sequence[Candidate]], *, limits: Limits) -> Problem:
     """Candidates -> arrays; every block must have at least one candidate."""
@@ -100,28 +137,57 @@ def make_problem(candidates: Mapping[str, Sequence[Candidate]], *, limits: Limit
     rows = tuple(tuple(candidates[name]) for name in names)
     assert all(rows), f"blocks without a candidate: {[n for n, r in zip(names, rows, strict=True) if not r]}"
     shape = (len(rows), max((len(row) for row in rows), default=1))
-    risk, num_bytes, step_s = np.full(shape, np.inf), np.zeros(shape), np.zeros(shape)
     most_saved = [max(0, *(candidate.cost.saved_bytes for candidate in row)) for row in rows]
     offset = sum(most_saved)
-    for index, row in enumerate(rows):
-        risk[index, : len(row)] = [candidate.risk.total for candidate in row]
-        num_bytes[index, : len(row)] = [most_saved[index] + candidate.cost.charged_bytes for candidate in row]
-        step_s[index, : len(row)] = [candidate.cost.step_s for candidate in row]
+
+    def table(of: Callable[[Candidate], float], missing: float = 0.0) -> Floats:
+        values = np.full(shape, missing)
+        for index, row in enumerate(rows):
+            values[index, : len(row)] = [of(candidate) for candidate in row]
+        return values
+
+    given: dict[str, tuple[Callable[[Candidate], float], float | None]] = {
+        "state_bytes": (
+            lambda c: c.cost.charged_bytes,
+            None if limits.state_bytes is None else float(limits.state_bytes),
+        ),
+        "step_s": (lambda c: c.cost.step_s, limits.step_s),
+        "host_bytes": (lambda c: c.cost.host_bytes, limits.host_bytes),
+        "link_s": (lambda c: c.cost.link_s, limits.link_s),
+        "host_s": (lambda c: c.cost.host_s, limits.host_s),
+    }
+    kinds = tuple(kind for kind in KINDS if kind in KINDS[:2] or given[kind][1] is not None)
+    spent = np.stack([table(given[kind][0]) for kind in kinds])
+    spent[0] += np.where(np.arange(shape[1])[None] < [[len(row)] for row in rows], np.array(most_saved)[:, None], 0)
+    bounds = [np.inf if (bound := given[kind][1]) is None else bound for kind in kinds]
+    bounds = [b if kind.endswith("bytes") else b * (1 + STEP_TOLERANCE) for kind, b in zip(kinds, bounds, strict=True)]
     return Problem(
         names=names,
         candidates=rows,
-        risk=risk,
-        num_bytes=num_bytes,
-        step_s=step_s,
-        byte_limit=np.inf if limits.state_bytes is None else float(limits.state_bytes + offset),
-        step_limit=np.inf if limits.step_s is None else limits.step_s * (1 + STEP_TOLERANCE),
+        risk=table(lambda c: c.risk.total, missing=np.inf),
+        spent=spent,
+        limits=np.array([bounds[0] + offset, *bounds[1:]]),
+        effort=table(lambda c: c.cost.link_s + c.cost.host_s),
+        kinds=kinds,
         offset=offset,
     )
 
 
+def unmet(problem: Problem, least: Sequence[float] | Floats) -> NoFeasibleAllocation:
+    """The error that names the `least` [limits] that would do."""
+    found = {f"least_{kind}": float(value) for kind, value in zip(problem.kinds, least, strict=True)}
+    return NoFeasibleAllocation(
+        least_state_bytes=round(found["least_state_bytes"]) - problem.offset,
+        least_step_s=found["least_step_s"],
+        least_host_bytes=round(found.get("least_host_bytes", 0.0)),
+        least_link_s=found.get("least_link_s", 0.0),
+        least_host_s=found.get("least_host_s", 0.0),
+    )
+
+
 def least_risk(problem: Problem) -> Ints:
-    """The choice without limits; ties go to fewer bytes, then seconds."""
-    return problem.least(problem.risk, problem.num_bytes, problem.step_s)
+    """The choice without limits; ties go to less effort of link and host, then to fewer bytes, then seconds."""
+    return problem.least(problem.risk, problem.effort, *problem.spent)
 
 
 def make_allocation(problem: Problem, choice: Ints, *, allocator: str, bound: float | None = None) -> Allocation:
@@ -135,6 +201,9 @@ def make_allocation(problem: Problem, choice: Ints, *, allocator: str, bound: fl
         allocator=allocator,
         step_s=fsum(candidate.cost.step_s for candidate in chosen),
         transfer_bytes=sum(candidate.cost.transfer_bytes for candidate in chosen),
+        host_bytes=sum(candidate.cost.host_bytes for candidate in chosen),
+        link_s=fsum(candidate.cost.link_s for candidate in chosen),
+        host_s=fsum(candidate.cost.host_s for candidate in chosen),
         saved_bytes=sum(candidate.cost.saved_bytes for candidate in chosen),
         gap=None if bound is None else max(0.0, risk - bound) / max(abs(risk), TINY),
     )

@@ -30,8 +30,7 @@ class Relaxed:
     """
 
     bound: float
-    byte_price: float
-    step_price: float
+    prices: Floats  # [limits], in risk
     choice: Ints | None
     split: int | None
     options: Ints
@@ -49,8 +48,8 @@ def close(problem: Problem, root: Relaxed, *, best: Ints, relax: Relax, good_gap
     core = Core(problem, root, best=best)
     if core.problem is None:  # any better choice is the one at the prices
         if problem.feasible(core.base):
-            core.best = min(core.base, best, key=lambda choice: problem.totals(choice)[0])
-        return Bounded(choice=core.best, bound=problem.totals(core.best)[0])
+            core.best = min(core.base, best, key=problem.total_risk)
+        return Bounded(choice=core.best, bound=problem.total_risk(core.best))
     first = relax(core.problem, core.risk - core.offset)
     core.improve(first)
     nodes = [(max(first.bound + core.offset, root.bound), 0, core.problem.risk, first)]
@@ -86,8 +85,8 @@ class Core:
     """The blocks that may still change, with their candidates that may, and the best choice of the whole problem."""
 
     def __init__(self, problem: Problem, root: Relaxed, *, best: Ints):
-        self.whole_problem, self.best, self.risk = problem, best, problem.totals(best)[0]
-        priced = problem.risk + root.byte_price * problem.num_bytes + root.step_price * problem.step_s
+        self.whole_problem, self.best, self.risk = problem, best, problem.total_risk(best)
+        priced = problem.priced(root.prices)
         reduced = priced - priced.min(axis=1, keepdims=True)
         # What costs more than the gap cannot be part of a better choice.
         kept = problem.valid & (reduced <= (self.risk - root.bound) * (1 + 1e-9))
@@ -112,10 +111,10 @@ class Core:
             names=tuple(problem.names[block] for block in self.blocks.tolist()),
             candidates=(),
             risk=cut(problem.risk, np.inf),
-            num_bytes=cut(problem.num_bytes, 0.0),
-            step_s=cut(problem.step_s, 0.0),
-            byte_limit=problem.byte_limit - float(problem.num_bytes[settled, chosen].sum()),
-            step_limit=problem.step_limit - float(problem.step_s[settled, chosen].sum()),
+            spent=np.stack([cut(values, 0.0) for values in problem.spent]),
+            limits=problem.limits - np.array([float(values[settled, chosen].sum()) for values in problem.spent]),
+            effort=cut(problem.effort, 0.0),
+            kinds=problem.kinds,
         )
 
     def improve(self, node: Relaxed) -> None:
@@ -124,6 +123,6 @@ class Core:
             return
         choice = self.base.copy()
         choice[self.blocks] = self.columns[np.arange(len(self.blocks)), node.choice]
-        risk = self.whole_problem.totals(choice)[0]
+        risk = self.whole_problem.total_risk(choice)
         if risk < self.risk and self.whole_problem.feasible(choice):
             self.best, self.risk = choice, risk

@@ -8,14 +8,24 @@ import ctypes
 import os
 import sys
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from baoc.allocation.base import Floats, Ints, NoFeasibleAllocation, Problem, least_risk, make_allocation, make_problem
+from baoc.allocation.base import (
+    Floats,
+    Ints,
+    NoFeasibleAllocation,
+    Problem,
+    least_risk,
+    make_allocation,
+    make_problem,
+    unmet,
+)
 from baoc.allocation.lagrangian import LagrangianAllocator
+from baoc.allocation.moves import calmer, settle
 from baoc.types import Allocation, Candidate, Limits
 
 PROVEN = 1e-6
@@ -50,14 +60,15 @@ class ExactAllocator:
         problem = make_problem(candidates, limits=limits)
         choice = least_risk(problem)
         if problem.feasible(choice):
-            return make_allocation(problem, choice, allocator=self.name, bound=problem.totals(choice)[0])
+            return make_allocation(problem, choice, allocator=self.name, bound=problem.total_risk(choice))
         try:
             solved = minimise(problem, objective=problem.risk, time_limit_s=self.time_limit_s)
         except Undecided:
             return replace(LagrangianAllocator()(candidates, limits=limits), allocator=self.name)
         if solved is None:
             raise no_feasible(problem)
-        found = make_allocation(problem, solved.choice, allocator=self.name, bound=solved.bound)
+        choice = self._calmed(problem, solved.choice)
+        found = make_allocation(problem, choice, allocator=self.name, bound=solved.bound)
         if found.gap is not None and found.gap > PROVEN:
             other = LagrangianAllocator()(candidates, limits=limits)
             if other.risk < found.risk:
@@ -65,28 +76,37 @@ class ExactAllocator:
                 return replace(other, allocator=self.name, gap=min(gap, other.gap or gap))
         return found
 
+    def _calmed(self, problem: Problem, choice: Ints) -> Ints:
+        """The choice of least effort of link and host among those with no more risk in any block."""
+        easier = calmer(problem, choice)
+        if easier is None:
+            return choice
+        started = settle(problem, choice)
+        with suppress(Undecided):
+            solved = minimise(easier, objective=easier.risk, time_limit_s=self.time_limit_s / 4)
+            if solved is not None and easier.total_risk(solved.choice) < easier.total_risk(started):
+                return solved.choice
+        return started
+
 
 def no_feasible(problem: Problem) -> NoFeasibleAllocation:
-    """The error with the least bytes under the limit of seconds, and the least seconds under that of bytes."""
-    return NoFeasibleAllocation(
-        least_state_bytes=round(
-            _least(replace(problem, byte_limit=np.inf), problem.num_bytes, problem.step_s, limit=problem.step_limit)
-        )
-        - problem.offset,
-        least_step_s=_least(
-            replace(problem, step_limit=np.inf), problem.step_s, problem.num_bytes, limit=problem.byte_limit
-        ),
-    )
+    """The error with the least of each limited total under the other limits."""
+    return unmet(problem, [_least(problem, kind) for kind in range(len(problem.kinds))])
 
 
-def _least(problem: Problem, values: Floats, other: Floats, *, limit: float) -> float:
-    """Least total of `values` while that of `other` meets its limit, if it can be met at all."""
+def _least(problem: Problem, kind: int) -> float:
+    """Least total of one kind while the other limits are met, as far as they can be met at all."""
     rows = np.arange(len(problem.names))
-    free = problem.least(values, other)
-    attainable = other[rows, problem.least(other)].sum() <= limit
-    if attainable and not problem.feasible(free):
+    values = problem.spent[kind]
+    attainable = np.where(problem.valid, problem.spent, np.inf).min(axis=-1).sum(axis=-1) <= problem.limits
+    limits = np.where(attainable, problem.limits, np.inf)
+    limits[kind] = np.inf
+    relaxed = replace(problem, limits=limits)
+    others = [spent for other, spent in enumerate(problem.spent) if other != kind]
+    free = problem.least(values, *others)
+    if not relaxed.feasible(free):
         try:
-            solved = minimise(problem, objective=np.where(problem.valid, values, np.inf))
+            solved = minimise(relaxed, objective=np.where(problem.valid, values, np.inf))
         except Undecided:
             solved = None
         if solved is not None:
@@ -110,12 +130,8 @@ def minimise(problem: Problem, *, objective: Floats, time_limit_s: float = 60.0)
         choice = _spread(problem, classes, counts)
         if problem.feasible(choice):
             return Solved(choice=choice, bound=bound)
-        _, num_bytes, step_s = problem.totals(choice)
-        tightened = replace(
-            tightened,
-            byte_limit=tightened.byte_limit - max(0.0, num_bytes - problem.byte_limit),
-            step_limit=tightened.step_limit - max(0.0, step_s - problem.step_limit),
-        )
+        over = np.maximum(problem.used(choice) - problem.limits, 0.0)
+        tightened = replace(tightened, limits=tightened.limits - over)
     return None
 
 
@@ -123,7 +139,7 @@ def _classes(problem: Problem, objective: Floats) -> list[Ints]:
     """Blocks with equal rows in every array, in order of first appearance."""
     found: dict[bytes, list[int]] = {}
     for index in range(len(problem.names)):
-        key = b"".join(a[index].tobytes() for a in (objective, problem.risk, problem.num_bytes, problem.step_s))
+        key = b"".join(a[index].tobytes() for a in (objective, problem.risk, *problem.spent, problem.effort))
         found.setdefault(key, []).append(index)
     return [np.array(blocks) for blocks in found.values()]
 
@@ -140,7 +156,7 @@ def _solve(
     cost_unit = (float(np.ptp(costs)) or 1.0) / _COST_UNITS
     one_each = sparse.csr_array((np.ones(len(row)), (row, np.arange(len(row)))), shape=(len(classes), len(row)))
     constraints = [optimize.LinearConstraint(one_each, sizes, sizes)]
-    for values, limit in ((problem.num_bytes, problem.byte_limit), (problem.step_s, problem.step_limit)):
+    for values, limit in zip(problem.spent, problem.limits.tolist(), strict=True):
         if np.isfinite(limit):
             unit = (abs(limit) or 1.0) / _ROW_UNITS
             weights = sparse.csr_array(values[first][row, column][None] / unit)

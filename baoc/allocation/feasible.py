@@ -1,29 +1,33 @@
 """Any allocation that meets the limits, or proof that there is none."""
 
+from itertools import combinations
+
 import numpy as np
 
-from baoc.allocation.base import Ints, Problem
+from baoc.allocation.base import Floats, Ints, Problem
 from baoc.allocation.moves import repair
 
 
 def find_feasible(problem: Problem) -> Ints:
     """A choice that meets the limits, without regard to risk. Raises NoFeasibleAllocation where there is none.
 
-    With one limit the least choice decides. With two, mixtures of both are tried before the exact program is asked.
+    With one limit the least choice decides. With several, mixtures of them are tried before the exact program is asked.
     """
-    for keys in ((problem.num_bytes, problem.step_s), (problem.step_s, problem.num_bytes)):
-        choice = problem.least(*keys, problem.risk)
+    for kind in range(len(problem.kinds)):
+        others = [values for other, values in enumerate(problem.spent) if other != kind]
+        choice = problem.least(problem.spent[kind], *others, problem.risk)
         if problem.feasible(choice):
             return choice
     from baoc.allocation import exact
 
-    within_bytes = np.where(problem.valid, problem.num_bytes, np.inf).min(axis=1).sum() <= problem.byte_limit
-    within_step = np.where(problem.valid, problem.step_s, np.inf).min(axis=1).sum() <= problem.step_limit
-    if not (within_bytes and within_step):
+    least = np.where(problem.valid, problem.spent, np.inf).min(axis=-1).sum(axis=-1)
+    if not (least <= problem.limits).all():
         raise exact.no_feasible(problem)
-    byte_unit, step_unit = abs(problem.byte_limit) or 1.0, abs(problem.step_limit) or 1.0
-    shares = np.linspace(0.05, 0.95, 19)
-    mixed = [problem.least(w * problem.num_bytes / byte_unit + (1 - w) * problem.step_s / step_unit) for w in shares]
+    units = problem.units
+    mixed = [
+        problem.least(sum((weight * values / unit for weight, values, unit in mixture), np.zeros(problem.risk.shape)))
+        for mixture in (zip(weights, problem.spent, units, strict=True) for weights in _mixtures(problem))
+    ]
     for choice in mixed:
         if problem.feasible(choice):
             return choice
@@ -35,3 +39,17 @@ def find_feasible(problem: Problem) -> Ints:
     if solved is None:
         raise exact.no_feasible(problem)
     return solved.choice
+
+
+def _mixtures(problem: Problem) -> list[Floats]:
+    """Weights [limits] of bytes against seconds, and with more limits of each pair of those that there are."""
+    shares = np.linspace(0.05, 0.95, 19)
+    limited = np.flatnonzero(np.isfinite(problem.limits)).tolist() if len(problem.kinds) > 2 else [0, 1]
+    found: list[Floats] = []
+    for first, second in combinations(limited, 2):
+        for share in shares:
+            weights = np.zeros(len(problem.kinds))
+            weights[first], weights[second] = share, 1 - share
+            found.append(weights)
+    even = np.isfinite(problem.limits) / max(len(limited), 1)
+    return [*found, even] if len(limited) > 2 else found

@@ -3,9 +3,11 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from baoc.allocation.base import Ints, Problem, least_risk, make_allocation, make_problem
 from baoc.allocation.feasible import find_feasible
-from baoc.allocation.moves import fill, repair
+from baoc.allocation.moves import fill, repair, settle
 from baoc.types import Allocation, Candidate, Limits
 
 
@@ -14,9 +16,8 @@ def descend(problem: Problem) -> Ints:
     choice = repair(problem, least_risk(problem))
     if choice is None:
         choice = find_feasible(problem)
-    return fill(
-        problem, choice, byte_price=1 / max(problem.byte_limit, 1.0), step_price=1 / max(problem.step_limit, 1e-12)
-    )
+    least = np.array([1.0 if kind.endswith("bytes") else 1e-12 for kind in problem.kinds])
+    return fill(problem, choice, prices=1 / np.maximum(problem.limits, least))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,5 +31,5 @@ class GreedyAllocator:
     def __call__(self, candidates: Mapping[str, Sequence[Candidate]], *, limits: Limits, seed: int = 0) -> Allocation:
         problem = make_problem(candidates, limits=limits)
         unlimited = least_risk(problem)
-        bound = problem.totals(unlimited)[0] if problem.feasible(unlimited) else None
-        return make_allocation(problem, descend(problem), allocator=self.name, bound=bound)
+        bound = problem.total_risk(unlimited) if problem.feasible(unlimited) else None
+        return make_allocation(problem, settle(problem, descend(problem)), allocator=self.name, bound=bound)

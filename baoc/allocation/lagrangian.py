@@ -1,14 +1,13 @@
 """Our own allocator: Lagrangian relaxation with one price per limit, in milliseconds, with a certified gap.
 
 At given prices every block chooses alone (one argmin over an array), and the sum is a lower bound of the risk of any
-feasible allocation. The best prices are found by simplex steps on the three-row Dantzig-Wolfe master program; the
-choices seen on the way are repaired into the limits, filled up and improved by swaps. Where the gap stays open, what a
-better answer can still contain is branched on (`core`).
+feasible allocation. The best prices are found by simplex steps on the Dantzig-Wolfe master program (a row per limit);
+the choices seen on the way are repaired into the limits, filled up and improved by swaps. Where the gap stays open,
+what a better answer can still contain is branched on (`core`).
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from baoc.allocation.base import Floats, Ints, Problem, least_risk, make_allocat
 from baoc.allocation.core import Relaxed, close
 from baoc.allocation.feasible import find_feasible
 from baoc.allocation.greedy import descend
-from baoc.allocation.moves import fill, repair, swap
+from baoc.allocation.moves import fill, repair, settle, swap
 from baoc.types import Allocation, Candidate, Limits
 
 GOOD_GAP = 1e-5
@@ -25,18 +24,12 @@ CLOSED_GAP = 9e-4  # of the risk: above it, branching is worth its milliseconds
 MOST_NODES = 60
 
 
-class _Prices(TypedDict):
-    byte_price: float
-    step_price: float
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dual:
-    """Where the master program ended: the bound, the price of a byte and of a second in risk, and choices to round."""
+    """Where the master program ended: the bound, the price of each limit in risk, and choices to round."""
 
     bound: float
-    byte_price: float
-    step_price: float
+    prices: Floats
     choices: tuple[Ints, ...]
 
 
@@ -53,11 +46,11 @@ class LagrangianAllocator:
         problem = make_problem(candidates, limits=limits)
         choice = least_risk(problem)
         if problem.feasible(choice):
-            return make_allocation(problem, choice, allocator=self.name, bound=problem.totals(choice)[0])
+            return make_allocation(problem, choice, allocator=self.name, bound=problem.total_risk(choice))
         start = find_feasible(problem)
         dual = maximise(problem, start=start, most_prices=self.most_prices)
         choice, bound = _round(problem, dual, start=start), dual.bound
-        risk = problem.totals(choice)[0]
+        risk = problem.total_risk(choice)
         if risk - bound > CLOSED_GAP * abs(risk):
             closed = close(
                 problem,
@@ -68,7 +61,7 @@ class LagrangianAllocator:
                 most_nodes=MOST_NODES,
             )
             choice, bound = closed.choice, closed.bound
-        return make_allocation(problem, choice, allocator=self.name, bound=bound)
+        return make_allocation(problem, settle(problem, choice), allocator=self.name, bound=bound)
 
 
 def maximise(problem: Problem, *, start: Ints | None, most_prices: int, ceiling: float = 0.0) -> Dual:
@@ -79,30 +72,29 @@ def maximise(problem: Problem, *, start: Ints | None, most_prices: int, ceiling:
     Master program: weights w of choices seen so far, min sum w risk with sum w = 1 and the mean excess over each limit
     at most 0. Its dual variables are the prices; the choice that is best at those prices enters the basis.
     """
-    limited = np.isfinite([problem.byte_limit, problem.step_limit])
-    units = np.array([1.0, _span(problem, problem.num_bytes), _span(problem, problem.step_s)])
+    limited = np.isfinite(problem.limits)
+    units = np.array([1.0, *(_span(problem, values) for values in problem.spent)])
     unit_risk = _span(problem, problem.risk)
-    offsets = np.where(limited, [problem.byte_limit, problem.step_limit], 0.0)
+    offsets = np.where(limited, problem.limits, 0.0)
+    size = 1 + len(problem.limits)
 
     def column(choice: Ints) -> tuple[Floats, float]:
-        risk, num_bytes, step_s = problem.totals(choice)
-        excess = np.where(limited, np.array([num_bytes, step_s]) - offsets, 0.0)
-        return np.array([1.0, *excess]) / units, risk / unit_risk
+        excess = np.where(limited, problem.used(choice) - offsets, 0.0)
+        return np.array([1.0, *excess]) / units, problem.total_risk(choice) / unit_risk
 
-    basis = np.eye(3)
+    basis = np.eye(size)
     basis[:, 0], first_cost = column(start) if start is not None else (basis[:, 0], ceiling / unit_risk)
-    costs = np.array([first_cost, 0.0, 0.0])
-    held: list[Ints | None] = [start, None, None]
-    bound, prices, last = -np.inf, np.zeros(2), least_risk(problem) if start is None else start
+    costs = np.array([first_cost, *[0.0] * (size - 1)])
+    held: list[Ints | None] = [start, *[None] * (size - 1)]
+    bound, prices, last = -np.inf, np.zeros(size - 1), least_risk(problem) if start is None else start
     for _ in range(most_prices):
         value, *duals = np.linalg.solve(basis.T, costs)
         trial = -np.array(duals)
         if trial.min() < -1e-12:  # a slack enters: that limit does not bind
-            entering, cost, choice = np.eye(3)[1 + int(trial.argmin())], 0.0, None
+            entering, cost, choice = np.eye(size)[1 + int(trial.argmin())], 0.0, None
         else:
             trial = np.maximum(trial, 0.0)
-            byte_price, step_price = trial * unit_risk / units[1:]
-            choice = _best_at(problem, byte_price=byte_price, step_price=step_price)
+            choice = problem.priced(trial * unit_risk / units[1:]).argmin(axis=1)
             entering, cost = column(choice)
             lower = cost + float(trial @ entering[1:])
             if lower > bound:
@@ -110,7 +102,7 @@ def maximise(problem: Problem, *, start: Ints | None, most_prices: int, ceiling:
             if lower >= value - 1e-9 * max(abs(value), 1e-9):
                 break
         direction = np.linalg.solve(basis, entering)
-        weights = np.linalg.solve(basis, np.array([1.0, 0.0, 0.0]))
+        weights: Floats = np.asarray(np.linalg.solve(basis, np.eye(size)[0]), dtype=np.float64)
         ratio = np.where(
             direction > 1e-12, np.maximum(weights, 0.0) / np.where(direction > 1e-12, direction, 1.0), np.inf
         )
@@ -118,9 +110,8 @@ def maximise(problem: Problem, *, start: Ints | None, most_prices: int, ceiling:
         if not np.isfinite(ratio[leaving]):
             break
         basis[:, leaving], costs[leaving], held[leaving] = entering, cost, choice
-    byte_price, step_price = prices * unit_risk / units[1:]
     seen = (last, *(choice for choice in held if choice is not None))
-    return Dual(bound=bound * unit_risk, byte_price=float(byte_price), step_price=float(step_price), choices=seen)
+    return Dual(bound=bound * unit_risk, prices=prices * unit_risk / units[1:], choices=seen)
 
 
 def _span(problem: Problem, values: Floats) -> float:
@@ -128,13 +119,6 @@ def _span(problem: Problem, values: Floats) -> float:
     least = np.where(problem.valid, values, np.inf).min(axis=1)
     most = np.where(problem.valid, values, -np.inf).max(axis=1)
     return float((most - least).sum()) or 1.0
-
-
-def _best_at(problem: Problem, *, byte_price: float, step_price: float) -> Ints:
-    priced = problem.risk + byte_price * problem.num_bytes
-    if step_price:
-        priced += step_price * problem.step_s
-    return priced.argmin(axis=1)
 
 
 def _relaxed(problem: Problem, dual: Dual, *, choice: Ints | None) -> Relaxed:
@@ -146,8 +130,7 @@ def _relaxed(problem: Problem, dual: Dual, *, choice: Ints | None) -> Relaxed:
     split = int(np.where(differs, spread, -1.0).argmax()) if differs.any() else None
     return Relaxed(
         bound=dual.bound,
-        byte_price=dual.byte_price,
-        step_price=dual.step_price,
+        prices=dual.prices,
         choice=choice,
         split=split,
         options=np.unique(seen[:, split]) if split is not None else seen[:0, 0],
@@ -158,13 +141,12 @@ def _relax(problem: Problem, ceiling: float) -> Relaxed:
     """A relaxation within the branching: few prices, and rounding without swaps."""
     least = least_risk(problem)
     if problem.feasible(least):
-        dual = Dual(bound=problem.totals(least)[0], byte_price=0.0, step_price=0.0, choices=(least,))
+        dual = Dual(bound=problem.total_risk(least), prices=np.zeros(len(problem.limits)), choices=(least,))
         return _relaxed(problem, dual, choice=least)
     dual = maximise(problem, start=None, most_prices=40, ceiling=ceiling)
-    prices = _Prices(byte_price=dual.byte_price, step_price=dual.step_price)
     entry = dual.choices[0]
-    repaired = entry if problem.feasible(entry) else repair(problem, entry, **prices)
-    return _relaxed(problem, dual, choice=None if repaired is None else fill(problem, repaired, **prices))
+    repaired = entry if problem.feasible(entry) else repair(problem, entry, prices=dual.prices)
+    return _relaxed(problem, dual, choice=None if repaired is None else fill(problem, repaired, prices=dual.prices))
 
 
 def _round(problem: Problem, dual: Dual, *, start: Ints) -> Ints:
@@ -173,20 +155,22 @@ def _round(problem: Problem, dual: Dual, *, start: Ints) -> Ints:
     Small problems, where single blocks weigh, are also entered from other sides, greedy descent among them: there it is
     never worse than the greedy allocator. The search ends as soon as the gap is no longer worth a millisecond.
     """
-    prices = _Prices(byte_price=dual.byte_price, step_price=dual.step_price)
-    entries = [choice if problem.feasible(choice) else repair(problem, choice, **prices) for choice in dual.choices]
+    prices = dual.prices
+    entries = [
+        choice if problem.feasible(choice) else repair(problem, choice, prices=prices) for choice in dual.choices
+    ]
     if problem.risk.size <= SMALL:
         entries += [repair(problem, choice) for choice in dual.choices] + [descend(problem)]
     distinct = {choice.tobytes(): choice for choice in (start, *entries) if choice is not None}
-    filled = [fill(problem, choice, **prices) for choice in distinct.values()]
-    ranked = sorted(filled, key=lambda choice: problem.totals(choice)[0])
+    filled = [fill(problem, choice, prices=prices) for choice in distinct.values()]
+    ranked = sorted(filled, key=problem.total_risk)
     best = ranked[0]
     small = problem.risk.size <= SMALL
     for choice in ranked if small else ranked[:1]:
-        least = problem.totals(best)[0]
+        least = problem.total_risk(best)
         if least - dual.bound <= (GOOD_GAP if small else CLOSED_GAP) * least:
             break
-        swapped = swap(problem, choice, **prices)
-        if problem.totals(swapped)[0] < least:
+        swapped = swap(problem, choice, prices=prices)
+        if problem.total_risk(swapped) < least:
             best = swapped
-    return fill(problem, best, **prices)
+    return fill(problem, best, prices=prices)

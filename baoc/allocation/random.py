@@ -37,17 +37,16 @@ class RandomAllocator:
 def _round(problem: Problem, choice: Ints, *, rng: np.random.Generator, dearer: bool) -> tuple[Ints, bool]:
     """Every block once, in random order, to a random candidate that fits; `dearer`: to one of more bytes only."""
     choice = choice.copy()
-    _, num_bytes, step_s = problem.totals(choice)
+    used = problem.used(choice)
+    limits = problem.safe_limits
     moved = False
     for block in rng.permutation(len(choice)):
-        more = problem.num_bytes[block] - problem.num_bytes[block, choice[block]]
-        later = problem.step_s[block] - problem.step_s[block, choice[block]]
-        fits = (num_bytes + more <= problem.byte_limit) & (step_s + later <= problem.step_limit * (1 - 1e-12))
-        fits &= problem.valid[block] & (more > 0 if dearer else True)
+        more = problem.spent[:, block] - problem.spent[:, block, choice[block]][:, None]
+        fits = (used[:, None] + more <= limits[:, None]).all(axis=0)
+        fits &= problem.valid[block] & (more[0] > 0 if dearer else True)
         found = np.flatnonzero(fits)
         if len(found):
             choice[block] = rng.choice(found)
-            num_bytes += more[choice[block]]
-            step_s += later[choice[block]]
+            used = used + more[:, choice[block]]
             moved = True
     return choice, moved

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from baoc.allocation.base import NoFeasibleAllocation, make_allocation, make_problem
+from baoc.allocation.base import make_allocation, make_problem, unmet
 from baoc.errors import BadInputError
 from baoc.types import Allocation, Candidate, Limits, Role
 
@@ -42,8 +42,7 @@ class UniformAllocator:
         problem = make_problem(candidates, limits=limits)
         choice = np.array([self._pick(options) for options in problem.candidates], dtype=np.int64)
         if not problem.feasible(choice):
-            _, num_bytes, step_s = problem.totals(choice)
-            raise NoFeasibleAllocation(least_state_bytes=int(num_bytes) - problem.offset, least_step_s=step_s)
+            raise unmet(problem, problem.used(choice))
         return make_allocation(problem, choice, allocator=self.name)
 
     def _runs(self, options: Sequence[Candidate]) -> bool:

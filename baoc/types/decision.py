@@ -57,17 +57,28 @@ class Moments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """`weight_bytes`: the parameters themselves, and again their gradients, which have the weights' type.
+    """`state_bytes` are on the device, `host_bytes` in pinned host memory: states, and what a step there works on.
 
-    `saved_bytes`: what weights, gradients and copies of 16 bits save at the peak against native weights; 0 under a
-    budget that does not count them.
+    `weight_bytes`: the parameters themselves, and again their gradients, which have the weights' type. `saved_bytes`:
+    what weights, gradients and copies of 16 bits save at the peak against native weights; 0 under a budget that does
+    not count them. `step_s` are seconds of the device, 0 where no latency table was asked for; `link_s` and `host_s`
+    those of the link and of the host's processors, which work beside it.
     """
 
     state_bytes: int
-    transfer_bytes: int = 0  # over the host link, both ways, per step
-    step_s: float = 0.0  # 0 where no latency table was asked for
+    host_bytes: int = 0
+    in_bytes: int = 0  # over the link to the device, per step
+    out_bytes: int = 0  # and back
+    step_s: float = 0.0
+    link_s: float = 0.0
+    host_s: float = 0.0
     weight_bytes: int = 0
     saved_bytes: int = 0
+
+    @property
+    def transfer_bytes(self) -> int:
+        """Over the link per step, both ways."""
+        return self.in_bytes + self.out_bytes
 
     @property
     def charged_bytes(self) -> int:
@@ -97,13 +108,15 @@ class Budget:
     """What a run may spend; every limit may be absent. See `baoc.budget` words in the README.
 
     `memory_bytes`: peak device memory of the process. `state_fraction`: state bytes / state bytes of fp32 AdamW.
-    `step_time`: step / step with torch's fused AdamW.
+    `step_time`: step / step with torch's fused AdamW. `host_memory_bytes`: pinned host memory for states that are kept
+    there; a limit offers such placement, without one only rows of the catalogue that were asked for do.
     """
 
     name: str
     memory_bytes: int | None = None
     state_fraction: float | None = None
     step_time: float | None = None
+    host_memory_bytes: int | None = None
 
     @property
     def kind(self) -> str:
@@ -117,11 +130,14 @@ class Limits:
     """A budget turned into what an allocator understands: totals over the blocks. None does not bind.
 
     `state_bytes` limits the bytes that specs are charged (`Cost.charged_bytes`), which are those of the state alone
-    where no weights are kept in fewer bits.
+    where no weights are kept in fewer bits. `link_s` and `host_s` limit the seconds that work beside the device.
     """
 
     state_bytes: int | None = None
     step_s: float | None = None
+    host_bytes: int | None = None
+    link_s: float | None = None
+    host_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +150,9 @@ class Allocation:
     allocator: str
     step_s: float = 0.0
     transfer_bytes: int = 0
+    host_bytes: int = 0
+    link_s: float = 0.0
+    host_s: float = 0.0
     gap: float | None = None
     saved_bytes: int = 0  # of weights, gradients and copies, against native weights
 
@@ -227,14 +246,35 @@ class Footprint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LinkRates:
+    """What the link between host and device carries, pinned memory on the host, and what the host steps by itself.
+
+    Bytes per second by size of the piece that is copied, `sizes` ascending: to the device (`in_rates`), from it
+    (`out_rates`), and both at once in sum (`both_rates`). `host_element_s`: seconds per element of an update there.
+    """
+
+    sizes: tuple[int, ...]
+    in_rates: tuple[float, ...]
+    out_rates: tuple[float, ...]
+    both_rates: tuple[float, ...]
+    host_element_s: float
+    source: str  # measured | stored
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyTable:
-    """Seconds of an optimizer step per spec: `fixed_s + per_element_s * numel`, measured on `device`."""
+    """Seconds of an optimizer step per spec: `fixed_s + per_element_s * numel`, measured on `device`.
+
+    `hidden_s`: seconds of a step's backward pass under which the link and the host may already work.
+    """
 
     device: str
     fixed_s: Mapping[str, float]
     per_element_s: Mapping[str, float]
     base_step_s: float = 0.0  # forward and backward, without the optimizer
     reference_step_s: float = 0.0  # whole step with torch's fused AdamW
+    hidden_s: float = 0.0
+    link: LinkRates | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,4 +303,5 @@ class Plan:
     state_bytes_adamw: int
     least_feasible_bytes: int  # in the budget's measure: peak for memory, state for a state fraction
     most_useful_bytes: int  # the same measure, from which on the budget does not bind
+    staging_bytes: int = 0  # on the device, through which streamed states pass; in the peak, not in the state
     reasons: tuple[Reason, ...] = ()

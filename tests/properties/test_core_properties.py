@@ -26,10 +26,9 @@ def heavy(seed: int, *, blocks: int = 40, specs: int = 8) -> Problem:
         names=tuple(map(str, range(blocks))),
         candidates=(),
         risk=risk,
-        num_bytes=num_bytes,
-        step_s=step_s,
-        byte_limit=least + 0.3 * (most - least),
-        step_limit=fastest + 0.5 * (slowest - fastest),
+        spent=np.stack([num_bytes, step_s]),
+        limits=np.array([least + 0.3 * (most - least), fastest + 0.5 * (slowest - fastest)]),
+        effort=np.zeros_like(step_s),
     )
 
 
@@ -46,11 +45,11 @@ def test_the_bound_is_between_the_relaxation_s_and_the_optimum(seed: int):
     problem = heavy(seed)
     proven = minimise(problem, objective=problem.risk)
     assert proven is not None
-    optimum = problem.totals(proven.choice)[0]
+    optimum = problem.total_risk(proven.choice)
     dual, found = closed(problem, most_nodes=40)
     assert problem.feasible(found.choice)
     assert dual.bound * (1 - 1e-9) <= found.bound <= optimum * (1 + 1e-9)
-    assert problem.totals(found.choice)[0] >= optimum * (1 - 1e-9)
+    assert problem.total_risk(found.choice) >= optimum * (1 - 1e-9)
 
 
 def test_branching_narrows_the_gap():
@@ -60,7 +59,7 @@ def test_branching_narrows_the_gap():
         for seed in range(8):
             problem = heavy(seed)
             _, found = closed(problem, most_nodes=most_nodes)
-            risk = problem.totals(found.choice)[0]
+            risk = problem.total_risk(found.choice)
             worst = max(worst, (risk - found.bound) / risk)
         gaps.append(worst)
     assert gaps[1] < 0.01 < gaps[0]
@@ -70,7 +69,7 @@ def test_a_choice_that_cannot_be_bettered_is_proven():
     problem = heavy(0)
     proven = minimise(problem, objective=problem.risk)
     assert proven is not None
-    optimum = problem.totals(proven.choice)[0]
+    optimum = problem.total_risk(proven.choice)
     dual = lagrangian.maximise(problem, start=proven.choice, most_prices=100)
     root = replace(lagrangian._relaxed(problem, dual, choice=None), bound=optimum)
     found = close(problem, root, best=proven.choice, relax=lagrangian._relax, good_gap=0.0, most_nodes=40)

@@ -214,8 +214,10 @@ def test_repair_fill_and_swap_by_hand():
     repaired = repair(problem, np.array([0, 0, 0]))
     assert repaired is not None and repaired.tolist() == [1, 0, 1], "1/6 per byte, then 2.5/8"
     assert fill(problem, np.array([1, 1, 1])).tolist() == [1, 0, 1], "3/4 per byte is the most; then nothing fits"
-    swapped = swap(problem, np.array([0, 1, 1]), byte_price=0.3, step_price=0.0)
-    assert problem.totals(swapped)[:2] == (3.5, 15.0), "first block down by 1, second up by 3"
+    swapped = swap(problem, np.array([0, 1, 1]), prices=np.array([0.3, 0.0]))
+    assert (problem.total_risk(swapped), problem.used(swapped)[0]) == (3.5, 15.0), (
+        "first block down by 1, second up by 3"
+    )
     assert repair(problem, np.array([1, 1, 1])) is not None
 
 

@@ -124,7 +124,7 @@ def test_latency_gives_seconds():
 
 
 def made(spec: str, held: int, risk: float, *, step_s: float = 0.0, transfer: int = 0) -> Candidate:
-    cost = Cost(state_bytes=held, step_s=step_s, transfer_bytes=transfer)
+    cost = Cost(state_bytes=held, step_s=step_s, in_bytes=transfer)
     return Candidate(block="b", spec=spec, cost=cost, risk=Risk(total=risk, terms={"x": risk}))
 
 

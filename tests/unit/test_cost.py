@@ -2,9 +2,10 @@
 
 import pytest
 
-from baoc.catalogue import SPECS
+from baoc.catalogue import SPECS, on_device
 from baoc.cost import adamw_state_bytes, cost, state_bytes, weight_bytes
-from baoc.types import Block, LatencyTable, OptimizerSpec, ParamInfo, Role
+from baoc.link import STORED, copy_seconds
+from baoc.types import Block, LatencyTable, ParamInfo, Role
 from tests.decision import RULES, param
 
 MATRIX = Block(name="mlp", params=(param("mlp.fc1.weight", 10, 40),), role=Role.MLP)
@@ -72,13 +73,45 @@ def test_the_unit_of_state_fractions_is_the_ledger_of_fp32_adamw():
     assert adamw_state_bytes([MATRIX, PAIR]) == held("adamw", MATRIX) + held("adamw", PAIR)
 
 
-def test_cost_joins_bytes_traffic_and_seconds():
-    host = OptimizerSpec(name="adamw", description="", rule="adamw", placement="host")
+def test_cost_joins_bytes_and_seconds():
     latency = LatencyTable(device="cpu", fixed_s={"adamw": 1e-5}, per_element_s={"adamw": 1e-9})
-    made = cost(MATRIX, spec=host, rule=RULES["adamw"], latency=latency)
-    assert (made.state_bytes, made.transfer_bytes) == (3204, 6408)
+    made = cost(MATRIX, spec=SPECS["adamw"], rule=RULES["adamw"], latency=latency)
+    assert (made.state_bytes, made.host_bytes, made.transfer_bytes) == (3204, 0, 0)
     assert made.step_s == pytest.approx(1e-5 + 400e-9)
     assert cost(MATRIX, spec=SPECS["adamw"], rule=RULES["adamw"]).step_s == 0.0
+
+
+def test_streamed_states_leave_only_matching_on_the_device():
+    """400 elements: m and v of 1 byte with 13 scales of 2 bytes each, a correction of 1 byte; a step count stays."""
+    slab = 2 * (400 + 32) + 400
+    latency = LatencyTable(device="cpu", fixed_s={"rmsprop": 1e-5}, per_element_s={"rmsprop": 1e-9})
+    spec = SPECS["adamw_int8+split8@streamed"]
+    made = cost(MATRIX, spec=spec, rule=RULES["adamw"])
+    assert (made.state_bytes, made.host_bytes, made.in_bytes, made.out_bytes) == (0, slab + 4, slab, slab)
+    assert made.link_s == copy_seconds(slab, link=STORED) > 0 == made.host_s
+    matched = cost(MATRIX, spec=SPECS["rmsprop@streamed"], rule=RULES["rmsprop"], latency=latency)
+    assert (matched.state_bytes, matched.host_bytes) == (8, 1600 + 4)
+    assert matched.step_s == pytest.approx(1e-5 + 400e-9), "the kernel is the one that steps it on the device"
+
+
+def test_the_host_works_on_copies_of_gradient_and_weight():
+    made = cost(MATRIX, spec=SPECS["adamw@updated"], rule=RULES["adamw"])
+    assert (made.state_bytes, made.host_bytes) == (0, 3200 + 4 + 2 * 1600)
+    assert (made.in_bytes, made.out_bytes, made.step_s) == (1600, 1600, 0.0)
+    assert made.host_s == pytest.approx(400 * STORED.host_element_s)
+    narrow = cost(MATRIX, spec=SPECS["adamw+split8@updated"], rule=RULES["adamw"])
+    assert (narrow.in_bytes, narrow.host_bytes) == (800, 3200 + 400 + 4 + 2 * 800)
+
+
+@pytest.mark.parametrize("spec", ["adamw@streamed", "lion_int8@updated", "sign+split16@streamed"])
+def test_where_the_device_is_the_host_nothing_is_placed(spec: str):
+    row, twin = SPECS[spec], SPECS[on_device(spec)]
+    rule = RULES[row.rule]
+    assert cost(MATRIX, spec=row, rule=rule, hosted=False) == cost(MATRIX, spec=twin, rule=rule)
+    placed = cost(MATRIX, spec=row, rule=rule)
+    everything = state_bytes(MATRIX, spec=row, rule=rule)
+    extra = 2 * placed.weight_bytes if row.placement == "host_updated" else 0
+    assert placed.state_bytes + placed.host_bytes == everything + extra
 
 
 def test_a_spec_that_was_not_timed_is_no_zero():

@@ -44,7 +44,17 @@ def test_json_holds_dataclasses_enums_paths_and_scalars(tmp_path: Path) -> None:
     }
     write_json(tmp_path / "sub" / "x.json", value)
     assert read_json(tmp_path / "sub" / "x.json") == {
-        "cost": {"state_bytes": 3, "transfer_bytes": 0, "step_s": 0.0, "weight_bytes": 0, "saved_bytes": 0},
+        "cost": {
+            "state_bytes": 3,
+            "host_bytes": 0,
+            "in_bytes": 0,
+            "out_bytes": 0,
+            "step_s": 0.0,
+            "link_s": 0.0,
+            "host_s": 0.0,
+            "weight_bytes": 0,
+            "saved_bytes": 0,
+        },
         "role": "mlp",
         "nan": None,
         "np": 0.5,
