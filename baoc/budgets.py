@@ -30,14 +30,15 @@ PRESETS: Mapping[str, Budget] = {
 
 _STATE = re.compile(r"state_(\d+(?:\.\d+)?)")
 _MEMORY_KEYS = ("memory", "memory_bytes")
-_KEYS = ("name", *_MEMORY_KEYS, "state_fraction", "step_time")
+_KEYS = ("name", *_MEMORY_KEYS, "state_fraction", "step_time", "host_memory")
 
 
 def parse_budget(given: str | int | float | Budget | Mapping[str, Any]) -> Budget:
     """Any spelling of a budget -> Budget; BadInputError, which lists the spellings, on anything else.
 
     An int is bytes of device memory, a float the fraction of fp32 AdamW's state bytes in (0, 1]. A mapping may hold
-    `name`, `memory` (a size or bytes; `memory_bytes` is the same), `state_fraction` and `step_time`.
+    `name`, `memory` (a size or bytes; `memory_bytes` is the same), `state_fraction`, `step_time` and `host_memory` (a
+    size or bytes, too: pinned host memory for states that may be kept there).
     """
     if isinstance(given, Budget):
         return _checked(given)
@@ -86,20 +87,25 @@ def _parse_mapping(mapping: object) -> Budget:
     sizes = [given[key] for key in _MEMORY_KEYS if given.get(key) is not None]
     if len(sizes) > 1:
         raise BadInputError("budget.memory and budget.memory_bytes are the same limit: give one of them")
-    memory_bytes = _memory_bytes(sizes[0]) if sizes else None
+    memory_bytes = _size(sizes[0], key="memory") if sizes else None
+    host = given.get("host_memory")
     fraction, step_time = (_number(given, key) for key in ("state_fraction", "step_time"))
     budget = Budget(
-        name=str(given.get("name") or ""), memory_bytes=memory_bytes, state_fraction=fraction, step_time=step_time
+        name=str(given.get("name") or ""),
+        memory_bytes=memory_bytes,
+        state_fraction=fraction,
+        step_time=step_time,
+        host_memory_bytes=None if host is None else _size(host, key="host_memory"),
     )
     return replace(_checked(budget), name=_name(budget))
 
 
-def _memory_bytes(value: object) -> int:
+def _size(value: object, *, key: str) -> int:
     if isinstance(value, str):
         return parse_size(value)
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    raise BadInputError(f"budget.memory={value!r} is no size: write 8gb, 7.5gb or 300mb, or whole bytes")
+    raise BadInputError(f"budget.{key}={value!r} is no size: write 8gb, 7.5gb or 300mb, or whole bytes")
 
 
 def _number(given: Mapping[str, Any], key: str) -> float | None:
@@ -145,6 +151,11 @@ def _checked(budget: Budget) -> Budget:
     memory, fraction, step_time = budget.memory_bytes, budget.state_fraction, budget.step_time
     if memory is not None and memory <= 0:
         raise BadInputError(f"a memory budget of {memory} bytes holds nothing: give a positive size, such as 8gb")
+    host = budget.host_memory_bytes
+    if host is not None and host <= 0:
+        raise BadInputError(
+            f"budget.host_memory={host} holds nothing: give a positive size, such as 16gb, or null for no limit"
+        )
     if fraction is not None and not 0 < fraction <= 1:
         raise BadInputError(
             f"a state fraction of {fraction:g} is not allowed: it is a share of fp32 AdamW's state in (0, 1], as in "

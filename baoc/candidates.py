@@ -21,10 +21,12 @@ from baoc.types import (
     LatencyTable,
     LinkRates,
     OptimizerSpec,
+    Placement,
     Profile,
     Risk,
     Role,
     RuleInfo,
+    Scaling,
     StateLayout,
     StorageScheme,
 )
@@ -44,11 +46,22 @@ def applies(
         for param in block.params:
             if param.dtype not in WEIGHT_DTYPES:
                 return f"{spec.weights} weights are made of {' or '.join(WEIGHT_DTYPES)}, {param.name} is {param.dtype}"
+    if why := off_host(spec, rule=rule):
+        return why
     if rule.needs_matrix:
         for param in block.params:
             if param.matrix_shape is None:
                 return f"{rule.name} needs matrices, {param.name} has shape {param.shape}"
     return _fold_reason(block, rule=rule)
+
+
+def off_host(spec: OptimizerSpec, *, rule: RuleInfo) -> str | None:
+    """Why the host cannot step this, as a clause to be shown; None where it can, or does not have to."""
+    if spec.placement == Placement.HOST_UPDATED and rule.scaling is Scaling.SPECTRAL:
+        return (
+            f"{rule.name} multiplies matrices at every step, which takes a GPU, and {spec.name} is stepped on the host"
+        )
+    return None
 
 
 def _fold_reason(block: Block, *, rule: RuleInfo) -> str | None:
@@ -76,12 +89,12 @@ def build_candidates(
     weights: Mapping[str, float] | None = None,
     latency: LatencyTable | None = None,
     link: LinkRates = STORED,
-    hosted: bool = True,
+    shared: bool = False,
     keep_fp32_roles: Collection[Role | str] = (),
 ) -> CandidateSets:
     """Every applicable candidate of every block, dominated ones too, by bytes ascending (then risk, seconds, row).
 
-    `hosted` false: the device is the host, and placement changes nothing. Raises BadInputError for a block on which no
+    `shared`: the device is the host, whose memory counts as its own. Raises BadInputError for a block on which no
     spec may run.
     """
     total = max(sum(block.numel for block in blocks), 1)
@@ -107,7 +120,7 @@ def build_candidates(
                     weights=weights or {},
                     share=max(block.numel, 1) / total,  # an empty tensor still prefers AdamW
                 )
-            spent = cost(block, spec=spec, rule=rule, latency=latency, link=link, hosted=hosted)
+            spent = cost(block, spec=spec, rule=rule, latency=latency, link=link, shared=shared)
             made.append(Candidate(block=block.name, spec=spec.name, cost=spent, risk=risks[name], role=block.role))
         if not made:
             why = "; ".join(f"{spec}: {reason}" for spec, reason in reasons.items()) or "no spec was selected"

@@ -3,7 +3,7 @@
 A row only names what the rule and codec files implement; tests build and step every one of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -168,6 +168,11 @@ def with_weights(spec: OptimizerSpec, weights: str) -> OptimizerSpec:
 def with_placement(spec: OptimizerSpec, placement: str) -> OptimizerSpec:
     """The row with its states elsewhere; it is called what the catalogue calls it."""
     return _row(_base(spec), weights=spec.weights, placement=placement)
+
+
+def device_rows(specs: Iterable[OptimizerSpec]) -> list[OptimizerSpec]:
+    """The rows that step on a device as these do, each once: where states are kept makes no difference to a kernel."""
+    return list({row.name: row for row in (with_placement(spec, Placement.DEVICE) for spec in specs)}.values())
 
 
 NATIVE: dict[str, OptimizerSpec] = _native_specs()  # the rows that leave the weights as they are, on the device

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from baoc.allocation import least_bytes
 from baoc.cost import saved
 from baoc.types import Allocation, Block, Candidate, Footprint, Limits, OptimizerSpec
 
@@ -20,15 +21,24 @@ MAX_LEVELS = 6  # of room for the temporaries of a step; each costs an allocatio
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Try:
-    """Candidates and limits of one level and one way to count savings. `base_peak` is the peak without state."""
+    """Candidates and limits of one level, one way to place states and one to count savings.
+
+    `base_peak` is the peak without state, with room for what states pass through that are kept on the host;
+    `host_staging_bytes` is such room there.
+    """
 
     pool: Pool
     limits: Limits
     base_peak: int | None
+    host_staging_bytes: int = 0
 
     def least(self) -> list[Candidate]:
-        """The candidate of fewest charged bytes of every block."""
-        return [min(options, key=lambda c: (c.cost.charged_bytes, c.risk.total)) for options in self.pool.values()]
+        """The candidate of fewest charged bytes of every block, as far as the host has room."""
+        chosen = [min(options, key=lambda c: (c.cost.charged_bytes, c.risk.total)) for options in self.pool.values()]
+        room = self.limits.host_bytes
+        if room is None or sum(c.cost.host_bytes for c in chosen) <= room:
+            return chosen
+        return least_bytes(self.pool, limits=Limits(host_bytes=room)) or chosen
 
 
 def levels(footprint: Footprint, *, specs: Collection[str]) -> list[tuple[int, frozenset[str]]]:

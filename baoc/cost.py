@@ -45,7 +45,7 @@ def slab_bytes(block: Block, *, spec: OptimizerSpec, rule: RuleInfo) -> int:
 
 
 def match_bytes(block: Block, *, rule: RuleInfo) -> int:
-    """What stays on the device wherever the states are."""
+    """What stays on the device even where states are streamed."""
     return MATCH_BYTES if rule.matched and block.numel else 0
 
 
@@ -109,6 +109,12 @@ def step_seconds(block: Block, *, spec: OptimizerSpec, latency: LatencyTable) ->
     return latency.fixed_s[name] + latency.per_element_s[name] * block.numel
 
 
+def passing_bytes(block: Block, *, spec: OptimizerSpec) -> int:
+    """Host bytes of the block's weights and gradients while the host updates it; they pass through staging there."""
+    kept = WEIGHTS[spec.weights].param_bytes
+    return sum(2 * aligned(param.numel * (kept or _DTYPE_BYTES.get(param.dtype, 4))) for param in block.params)
+
+
 def cost(
     block: Block,
     *,
@@ -116,32 +122,31 @@ def cost(
     rule: RuleInfo,
     latency: LatencyTable | None = None,
     link: LinkRates = STORED,
-    hosted: bool = True,
+    shared: bool = False,
 ) -> Cost:
     """The cost of `spec` on `block`; without a latency table, seconds of the device play no part and are 0.
 
-    Where the device is the host itself (not `hosted`), nothing is placed elsewhere: states are counted where they are.
+    `shared`: the device is the host itself, so that what is kept there counts in its memory all the same.
     """
-    matching = match_bytes(block, rule=rule)
-    kept = state_bytes(block, spec=spec, rule=rule) - matching
+    kept, matching = state_bytes(block, spec=spec, rule=rule), match_bytes(block, rule=rule)
     weights = weight_bytes(block, spec=spec)
     step_s = step_seconds(block, spec=spec, latency=latency) if latency is not None else 0.0
-    if spec.placement == Placement.DEVICE or not hosted:
-        return Cost(state_bytes=kept + matching, step_s=step_s, weight_bytes=weights)
-    if spec.placement == Placement.HOST_UPDATED:
-        moved, held = (
-            weights,
-            kept + 2 * weights,
-        )  # a gradient goes out, a weight comes in: both lie on the host as well
+    if spec.placement == Placement.DEVICE:
+        return Cost(state_bytes=kept, step_s=step_s, weight_bytes=weights)
+    if spec.placement == Placement.HOST_UPDATED:  # a gradient and its weight go out, the weight comes back
+        held, moved_in, moved_out, host_s = 0, weights, 2 * weights, link.host_element_s * block.numel
     else:
-        moved, held = slab_bytes(block, spec=spec, rule=rule), kept
+        held = matching
+        moved_in = moved_out = slab_bytes(block, spec=spec, rule=rule)
+        host_s = 0.0
     return Cost(
-        state_bytes=matching,
-        host_bytes=held,
-        in_bytes=moved,
-        out_bytes=moved,
+        state_bytes=held,
+        host_bytes=kept - held,
+        shared_bytes=kept - held if shared else 0,
+        in_bytes=moved_in,
+        out_bytes=moved_out,
         step_s=step_s,
-        link_s=copy_seconds(moved, link=link),
-        host_s=link.host_element_s * block.numel if spec.placement == Placement.HOST_UPDATED else 0.0,
+        link_s=copy_seconds(max(moved_in, moved_out), link=link),
+        host_s=host_s,
         weight_bytes=weights,
     )

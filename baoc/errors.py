@@ -23,14 +23,24 @@ class InfeasibleBudgetError(BaocError):
     """No allocation meets the budget.
 
     `least_feasible_bytes` is in the budget's own measure: peak bytes for a memory budget, state bytes for a state
-    fraction. `advice` lists what would lower it.
+    fraction. `advice` lists what would lower it. `least_host_bytes`: where the host's memory is what is missing, what
+    would be enough of it.
     """
 
     exit_code = 3
 
-    def __init__(self, message: str, *, budget_bytes: int, least_feasible_bytes: int, advice: tuple[str, ...] = ()):
+    def __init__(
+        self,
+        message: str,
+        *,
+        budget_bytes: int,
+        least_feasible_bytes: int,
+        advice: tuple[str, ...] = (),
+        least_host_bytes: int | None = None,
+    ):
         super().__init__(message)
         self.budget_bytes = budget_bytes
+        self.least_host_bytes = least_host_bytes
         self.least_feasible_bytes = least_feasible_bytes
         self.advice = advice
 

@@ -2,72 +2,79 @@
 
 A step with states on the host is a pipeline on three engines (copy in, kernels, copy out; the host's processors are a
 fourth for blocks that are updated there), each of which works through its blocks one after another. Its length is that
-of the slowest engine plus what fills and drains it. As streaming begins in the backward pass, when a block's gradient
-is final, the copy engines have `hidden_s` seconds before the optimizer's own time begins. With F the seconds of forward
-and backward, K_b the kernel, L_b the copies and H_b the host's update of block b,
+of the slowest engine plus what fills and drains it. As blocks may be streamed once backward is done with them, the copy
+engines have `hidden_s` seconds before the optimizer's own time begins. With F the seconds of forward and backward,
+K_b the kernel, L_b the copies and H_b the host's update of block b,
 
-    step = max(F + sum_b K_b,  F - hidden + sum_b L_b + drain,  F - hidden + sum_b H_b).
+    step = max(F + sum_b K_b,  F - hidden + sum_b L_b + drain,  F - hidden + sum_b H_b + drain).
 
-So step <= limit says the same as three limits that are sums over blocks: sum K_b <= limit - F for the device, and
-limit - F + hidden (less drain) for sum L_b and sum H_b. That is how an overlap becomes linear for the allocators: each
-engine is a resource of its own. The pipeline is the one that was measured for METHODS section 8 (copy in, kernel, copy
-out on three streams); its `max` over engines is the cost model of Deep Optimizer States (arXiv 2410.21316, section 4 of
-METHODS: t_gpu = max(in, out) S / B when full duplex).
+So step <= limit says the same as three limits that are sums over blocks: limit - F for sum K_b, which is the device's,
+and limit - F + hidden - drain for sum L_b and for sum H_b. That is how an overlap becomes linear for the allocators:
+each engine is a resource of its own. The pipeline is the one that was measured for METHODS section 8 (copy in, kernel,
+copy out on three streams); its `max` over engines is the cost model of Deep Optimizer States (arXiv 2410.21316; METHODS
+section 4: t_gpu = max(in, out) S / B when full duplex).
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from itertools import pairwise
 
+from baoc.staging import PIECE_BYTES
 from baoc.types import LinkRates
 
-STAGING_BUFFERS = 3  # one is filled, one stepped, one emptied
-BUCKET_BYTES = 64 * 2**20  # a larger slab passes in pieces of this size: from 4 MB on the link has its full rate
 PAGE_BYTES = 4096  # pinned memory is locked by pages
+BACKWARD_SHARE = 2 / 3  # of forward and backward: a backward pass is two products for each of the forward's
 
-# One H100, pinned memory (METHODS section 8). Of 1 MB only the rate of both ways together is known, so that half of it
-# stands for each. The host: torch's fused AdamW on 16 cores, 22 ms for 100M elements.
+# One H100, pinned memory (METHODS section 8): 54 GB/s one way; both ways 42 GB/s in pieces of 1 MB and 92 from 4 MB on.
+# Of 1 MB only the sum of both ways is known: half of it stands for each. The host: torch's fused AdamW on 16 cores, 22
+# ms for 100M elements.
 STORED = LinkRates(
     sizes=(10**6, 4 * 10**6),
     in_rates=(21e9, 54e9),
     out_rates=(21e9, 54e9),
     both_rates=(42e9, 92e9),
     host_element_s=2.2e-10,
-    source="stored: one H100, PCIe 5",
+    source="stored",
 )
 
 
-def slower(link: LinkRates, *, factor: float, source: str) -> LinkRates:
+def slower(link: LinkRates, *, factor: float) -> LinkRates:
     """The same link with rates divided by `factor`; the host is as fast."""
-    rates = {
-        name: tuple(rate / factor for rate in getattr(link, name)) for name in ("in_rates", "out_rates", "both_rates")
-    }
-    return LinkRates(sizes=link.sizes, **rates, host_element_s=link.host_element_s, source=source)
+
+    def less(rates: Sequence[float]) -> tuple[float, ...]:
+        return tuple(rate / factor for rate in rates)
+
+    return LinkRates(
+        sizes=link.sizes,
+        in_rates=less(link.in_rates),
+        out_rates=less(link.out_rates),
+        both_rates=less(link.both_rates),
+        host_element_s=link.host_element_s,
+        source=link.source,
+    )
 
 
 def copy_seconds(num_bytes: int, *, link: LinkRates) -> float:
-    """Seconds of `num_bytes` in and as many out at once, in pieces of BUCKET_BYTES at most.
+    """Seconds that a block of `num_bytes` adds to a stream in which as many go out as come in.
 
-    On lines through the measured sizes; a piece smaller than the smallest of them takes as long as that one.
+    At the rate of whole pieces, as small blocks travel with their neighbours (`baoc.staging`).
     """
-    if not num_bytes:
-        return 0.0
-    whole, rest = divmod(num_bytes, BUCKET_BYTES)
-    return whole * _piece(BUCKET_BYTES, link) + (_piece(rest, link) if rest else 0.0)
+    return num_bytes * _seconds(PIECE_BYTES, sizes=link.sizes, rates=link.both_rates) * 2 / PIECE_BYTES
 
 
-def _piece(num_bytes: int, link: LinkRates) -> float:
-    times = [2 * size / rate for size, rate in zip(link.sizes, link.both_rates, strict=True)]
-    if num_bytes <= link.sizes[0]:
+def drain_seconds(piece_bytes: int, *, link: LinkRates) -> float:
+    """What a stream is longer than its copies take: the last piece comes in before its step, beside nothing else."""
+    return _seconds(piece_bytes, sizes=link.sizes, rates=link.in_rates) if piece_bytes else 0.0
+
+
+def _seconds(num_bytes: int, *, sizes: Sequence[int], rates: Sequence[float]) -> float:
+    """Seconds of a piece, on lines through the measured sizes; one below the smallest of them takes as long as that."""
+    times = [size / rate for size, rate in zip(sizes, rates, strict=True)]
+    if num_bytes <= sizes[0]:
         return times[0]
-    for (low, high), (quick, slow) in zip(pairwise(link.sizes), pairwise(times), strict=True):
+    for (low, high), (quick, slow) in zip(pairwise(sizes), pairwise(times), strict=True):
         if num_bytes <= high:
             return quick + (slow - quick) * (num_bytes - low) / (high - low)
-    return 2 * num_bytes / link.both_rates[-1]
-
-
-def staging_bytes(slabs: Iterable[int]) -> int:
-    """Device bytes of the buffers that streamed slabs of these sizes pass through: none where nothing is streamed."""
-    return STAGING_BUFFERS * min(max(slabs, default=0), BUCKET_BYTES)
+    return num_bytes / rates[-1]
 
 
 def pinned_bytes(num_bytes: int) -> int:
@@ -75,7 +82,6 @@ def pinned_bytes(num_bytes: int) -> int:
     return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def drain_seconds(largest_slab: int, *, link: LinkRates) -> float:
-    """What fills and drains the pipeline: the first piece comes in, and the last one goes out, beside nothing else."""
-    piece = min(largest_slab, BUCKET_BYTES)
-    return piece / link.in_rates[-1] + piece / link.out_rates[-1]
+def pinned_room(num_bytes: int) -> int:
+    """The largest arena that `num_bytes` of pinned memory hold."""
+    return num_bytes // PAGE_BYTES * PAGE_BYTES

@@ -4,7 +4,7 @@ A Planner holds what does not change during a run (blocks, catalogue, budget, fo
 the start with role priors, and again whenever a new profile is there. Both answers come from the same code.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,15 +12,19 @@ from baoc.allocation import ALLOCATORS, NoFeasibleAllocation
 from baoc.allocation.base import Allocator
 from baoc.blocks import partition
 from baoc.candidates import build_candidates, undominated
-from baoc.catalogue import SPECS, STORAGES, select
-from baoc.charges import Savings, Try, allocated, charged, levels, saved_by
+from baoc.catalogue import STORAGES, select
+from baoc.charges import Savings, Try, allocated, charged, saved_by
 from baoc.cost import adamw_state_bytes
-from baoc.errors import BadInputError, InfeasibleBudgetError
+from baoc.errors import BadInputError
 from baoc.explain import reasons
-from baoc.refusals import too_slow, too_small
+from baoc.link import STORED, drain_seconds, pinned_bytes, pinned_room
+from baoc.places import Way, check_named, placed, staging_bytes, with_host
+from baoc.refusals import last_resort
 from baoc.risk import RISKS
 from baoc.rules import rule_infos
 from baoc.segments import tied, untied
+from baoc.staging import PIECE_BYTES
+from baoc.tries import all_tries
 from baoc.types import (
     Allocation,
     Block,
@@ -29,6 +33,7 @@ from baoc.types import (
     Footprint,
     LatencyTable,
     Limits,
+    LinkRates,
     ParamInfo,
     Plan,
     Profile,
@@ -83,8 +88,10 @@ class Planner:
         self.budget = budget
         self.footprint = footprint
         self.latency = latency
-        self.specs = {name: SPECS[name] for name in select(settings.specs)}
         self.rules = rule_infos()
+        check_named(settings.specs, rules=self.rules)
+        chosen = select([*settings.specs, *getattr(ALLOCATORS[settings.allocator], "rows", ())])
+        self.specs = with_host(chosen) if budget.host_memory_bytes is not None else chosen
         self.blocks: tuple[Block, ...] = partition(
             self.params, declared=declared, patterns=settings.patterns, by=settings.blocks_by
         )
@@ -109,11 +116,23 @@ class Planner:
 
     # -- limits ---------------------------------------------------------------------------------------------------
 
-    def limits(self, *, base_peak: int | None = None) -> Limits:
-        """The budget as totals over the blocks: what is left of it for charged bytes and for optimizer seconds.
+    @property
+    def places(self) -> bool:
+        """Whether some spec keeps its states on the host."""
+        return any(map(placed, self.specs.values()))
+
+    @property
+    def host_counts(self) -> bool:
+        """Whether the device is the host, so that what is kept there counts in its memory."""
+        return self.footprint is not None and self.footprint.device.startswith("cpu")
+
+    def limits(self, *, base_peak: int | None = None, way: Way | None = None) -> Limits:
+        """The budget as totals over the blocks: what is left of it for charged bytes, for seconds, and on the host.
 
         `base_peak` is the predicted peak without state, with native weights; by default that of forward and backward.
+        `way`: how far host placement goes, for which staging has its room.
         """
+        way = way or Way()
         state_bytes = None
         if self.budget.memory_bytes is not None:
             assert self.footprint is not None
@@ -124,10 +143,22 @@ class Planner:
         step_s = None
         if self.budget.step_time is not None and self.latency is not None:
             step_s = self.budget.step_time * self.latency.reference_step_s - self.latency.base_step_s
-        return Limits(state_bytes=state_bytes, step_s=step_s)
+        host_bytes, beside_s = None, None
+        if self.budget.host_memory_bytes is not None:
+            host_bytes = pinned_room(self.budget.host_memory_bytes) - way.host_bytes
+        if step_s is not None and self.latency is not None and self.places:
+            piece = max(way.slab_bytes and PIECE_BYTES, way.slab_bytes)
+            beside_s = max(step_s + self.latency.hidden_s - drain_seconds(piece, link=self.link), 0.0)
+        return Limits(state_bytes=state_bytes, step_s=step_s, host_bytes=host_bytes, link_s=beside_s, host_s=beside_s)
 
     @property
-    def _counts(self) -> tuple[Savings, ...]:
+    def link(self) -> LinkRates:
+        """Rates of this machine where seconds are limited, else stored ones, which decide between equals."""
+        measured = self.latency.link if self.latency is not None and self.budget.step_time is not None else None
+        return measured or STORED
+
+    @property
+    def counts(self) -> tuple[Savings, ...]:
         """How savings on weights may be counted, boldest first."""
         weighted = any(spec.weights != "native" for spec in self.specs.values())
         if not weighted or self.budget.memory_bytes is None or self.footprint is None:
@@ -141,16 +172,30 @@ class Planner:
         return charged_bytes + (self.footprint.peak_bytes(state_bytes=0) if base_peak is None else base_peak)
 
     def peak_bytes(self, choices: Mapping[str, str], *, state_bytes: int) -> int:
-        """Predicted peak of an allocation; its state bytes where no footprint is known."""
+        """Predicted peak of an allocation; its state bytes where no footprint is known.
+
+        `state_bytes` are those on the device; staging comes to them.
+        """
         if self.footprint is None:
             return state_bytes
         used = tuple(sorted(set(choices.values())))
         less = saved_by(choices, blocks=self.blocks, specs=self.specs)
-        return self.footprint.peak_bytes(state_bytes=state_bytes, specs=used, saved=less)
+        held = state_bytes + self.staging_bytes(choices)
+        return self.footprint.peak_bytes(state_bytes=held, specs=used, saved=less)
+
+    def staging_bytes(self, choices: Mapping[str, str]) -> int:
+        """Bytes of the device's buffers, through which states pass that are kept on the host."""
+        device, host = staging_bytes(choices, blocks=self.blocks, specs=self.specs, rules=self.rules)
+        return device + host if self.host_counts else device
+
+    def host_bytes(self, allocation: Allocation) -> int:
+        """Pinned host memory of an allocation: its states there, and buffers of blocks that are updated there."""
+        _, host = staging_bytes(allocation.choices, blocks=self.blocks, specs=self.specs, rules=self.rules)
+        return pinned_bytes(allocation.host_bytes + host)
 
     def taken(self, chosen: Collection[Candidate]) -> int:
         """What one candidate per block takes in the budget's own measure."""
-        state_bytes = sum(c.cost.state_bytes for c in chosen)
+        state_bytes = sum(c.cost.state_bytes + c.cost.shared_bytes for c in chosen)
         if self.budget.memory_bytes is None:
             return state_bytes
         return self.peak_bytes({c.block: c.spec for c in chosen}, state_bytes=state_bytes)
@@ -161,9 +206,9 @@ class Planner:
         self, *, risk: str, profile: Profile | None, count: Savings | None = None
     ) -> dict[str, tuple[Candidate, ...]]:
         """Every spec that applies to each block, dominated ones included, cheapest first."""
-        count = self._counts[0] if count is None else count
+        count = self.counts[0] if count is None else count
         base = self._once(
-            ("candidates", risk),
+            ("candidates", risk, self.host_counts),
             (profile, self.latency, self.budget),
             lambda: build_candidates(
                 self.blocks,
@@ -174,6 +219,8 @@ class Planner:
                 profile=profile,
                 weights=self.settings.risk_weights,
                 latency=self.latency if self.budget.step_time is not None else None,
+                link=self.link,
+                shared=self.host_counts,
                 keep_fp32_roles=self.settings.keep_fp32_roles,
             ),
         )
@@ -202,8 +249,9 @@ class Planner:
         if RISKS[name].needs and profile is None:
             name = "prior"
         allocator = ALLOCATORS[self.settings.allocator]
-        tries = list(self._tries(risk=name, profile=profile))
-        quick = len(tries) > 1 and len(self.blocks) > FEW_BLOCKS and allocator.name == "exact"
+        tries = list(all_tries(self, risk=name, profile=profile))
+        many = len(self.blocks) > FEW_BLOCKS or self.places
+        quick = len(tries) > 1 and many and allocator.name == "exact"
         found: list[tuple[Plan, Try]] = []
         refused: list[tuple[NoFeasibleAllocation, Try]] = []
         settled: set[int | None] = set()  # levels on which savings, counted boldly, have led to a plan that fits
@@ -216,33 +264,23 @@ class Planner:
             except NoFeasibleAllocation as error:
                 refused.append((error, one))
                 continue
-            if self._fits(plan):
+            if self.fits(plan):
                 found.append((plan, one))
                 settled.add(one.base_peak)
         if not found:
-            return self._last_resort(tries, refused=refused, risk=name, profile=profile)
-        plan, one = min(found, key=lambda entry: entry[0].allocation.risk)
+            return last_resort(self, tries, refused=refused, risk=name, profile=profile)
+        plan, one = min(found, key=lambda entry: (entry[0].allocation.risk, _effort(entry[0].allocation)))
         if quick:
             proven = self._attempt(one, allocator=allocator, risk=name, profile=profile)
             plan = (
-                proven if self._fits(proven) else replace(plan, allocation=replace(plan.allocation, allocator="exact"))
+                proven if self.fits(proven) else replace(plan, allocation=replace(plan.allocation, allocator="exact"))
             )
         return plan
 
-    def _fits(self, plan: Plan) -> bool:
-        return self.budget.memory_bytes is None or plan.peak_bytes <= self.budget.memory_bytes
-
-    def _tries(self, *, risk: str, profile: Profile | None) -> Iterator[Try]:
-        """Every level of room for temporaries on which every block can run something, savings counted in every way."""
-        by_level: list[tuple[int | None, frozenset[str]]] = [(None, frozenset(self.specs))]
-        if self.budget.memory_bytes is not None and self.footprint is not None:
-            by_level = list(levels(self.footprint, specs=self.specs))
-        for base_peak, specs in by_level:
-            for count in self._counts:
-                everything = self.candidates(risk=risk, profile=profile, count=count)
-                pool = {block: tuple(c for c in options if c.spec in specs) for block, options in everything.items()}
-                if all(pool.values()):
-                    yield Try(pool=pool, limits=self.limits(base_peak=base_peak), base_peak=base_peak)
+    def fits(self, plan: Plan) -> bool:
+        """Whether the plan's own peak, and what it keeps on the host, are within the budget."""
+        memory, host = self.budget.memory_bytes, self.budget.host_memory_bytes
+        return (memory is None or plan.peak_bytes <= memory) and (host is None or plan.host_bytes <= host)
 
     def _attempt(self, one: Try, *, allocator: Allocator, risk: str, profile: Profile | None) -> Plan:
         """The plan of one try, which need not fit: savings may have been counted too boldly."""
@@ -254,52 +292,7 @@ class Planner:
         allocation = allocator(segments or pool, limits=one.limits, seed=self.settings.seed)
         if segments:
             allocation = untied(allocation, pool)
-        return self._plan(allocation, pool, limits=one.limits, risk=risk, profile=profile)
-
-    def _last_resort(
-        self,
-        tries: Sequence[Try],
-        *,
-        refused: Sequence[tuple[NoFeasibleAllocation, Try]],
-        risk: str,
-        profile: Profile | None,
-    ) -> Plan:
-        """The allocation of fewest bytes if it fits after all, as charges are upper bounds; else raises what would."""
-        free = not ALLOCATORS[self.settings.allocator].full and self.budget.step_time is None
-        least = min((one.least() for one in tries), key=self.taken)
-        if free and len(self._counts) > 1:
-            last = allocated(least, allocator=self.settings.allocator)
-            plan = self._plan(last, tries[-1].pool, limits=tries[-1].limits, risk=risk, profile=profile)
-            if self._fits(plan):
-                return plan
-            raise self._refusal(tries[-1].limits, least_bytes=self.taken(least))
-        if not refused:
-            raise self._refusal(tries[-1].limits, least_bytes=self.taken(least))
-        error, one = min(refused, key=lambda r: self.measure(r[0].least_state_bytes, base_peak=r[1].base_peak))
-        least_bytes = self.measure(error.least_state_bytes, base_peak=one.base_peak)
-        bytes_fit = one.limits.state_bytes is None or error.least_state_bytes <= one.limits.state_bytes
-        if one.limits.step_s is not None and bytes_fit:
-            assert self.latency is not None
-            raise too_slow(
-                self.budget,
-                latency=self.latency,
-                least_step_s=error.least_step_s,
-                allowed_bytes=one.limits.state_bytes,
-                least_bytes=least_bytes,
-            )
-        raise self._refusal(one.limits, least_bytes=least_bytes)
-
-    def _refusal(self, limits: Limits, *, least_bytes: int) -> InfeasibleBudgetError:
-        allowed = self.budget.memory_bytes if self.budget.memory_bytes is not None else limits.state_bytes
-        assert allowed is not None
-        return too_small(
-            self.budget,
-            allowed_bytes=allowed,
-            least_bytes=least_bytes,
-            state_bytes_adamw=self.state_bytes_adamw,
-            allocator=self.settings.allocator,
-            footprint=self.footprint,
-        )
+        return self.plan_of(allocation, pool, limits=one.limits, risk=risk, profile=profile)
 
     def adopt(
         self, choices: Mapping[str, str], *, risk: str, profile: Profile | None, gap: float | None = None
@@ -311,18 +304,21 @@ class Planner:
             chosen = [by_spec[block][choices[block]] for block in by_spec]
             allocation = allocated(chosen, allocator=self.settings.allocator, gap=gap)
             limits = self.limits()
-            plan = self._plan(allocation, everything, limits=limits, risk=risk, profile=profile)
+            plan = self.plan_of(allocation, everything, limits=limits, risk=risk, profile=profile)
             whole = self.budget.memory_bytes is not None or limits.state_bytes is None
-            if self._fits(plan) if whole else allocation.state_bytes <= (limits.state_bytes or 0):
+            if self.fits(plan) if whole else allocation.state_bytes <= (limits.state_bytes or 0):
                 return plan
         return self.propose(risk=risk, profile=profile)
 
     def least(self) -> Plan:
         """The plan of fewest state bytes, whatever the budget: for a first step whose activations are not yet known."""
         pool = self.candidates(risk="prior", profile=None)
-        chosen = [min(options, key=lambda c: (c.cost.state_bytes, c.risk.total)) for options in pool.values()]
+        chosen = [
+            min(options, key=lambda c: (c.cost.host_bytes > 0, c.cost.state_bytes, c.risk.total))
+            for options in pool.values()
+        ]
         allocation = allocated(chosen, allocator="least_state")
-        return self._plan(allocation, pool, limits=Limits(), risk="prior", profile=None)
+        return self.plan_of(allocation, pool, limits=Limits(), risk="prior", profile=None)
 
     def price(self, choices: Mapping[str, str], *, risk: str, profile: Profile | None) -> float:
         """Risk of an allocation that is already in use, under another risk model or a newer profile."""
@@ -334,7 +330,7 @@ class Planner:
 
     # -- results --------------------------------------------------------------------------------------------------
 
-    def _plan(
+    def plan_of(
         self,
         allocation: Allocation,
         pool: Mapping[str, Sequence[Candidate]],
@@ -349,11 +345,12 @@ class Planner:
             ("range", risk),
             (profile, self.latency, self.budget, self.footprint),
             lambda: (
-                min(self.taken(one.least()) for one in self._tries(risk=risk, profile=profile)),
+                min(self.taken(one.least()) for one in all_tries(self, risk=risk, profile=profile)),
                 self.taken([min(options, key=_by_risk) for options in everything.values()]),
             ),
         )
         allowed = self.budget.memory_bytes if self.budget.memory_bytes is not None else limits.state_bytes
+        shared = allocation.host_bytes if self.host_counts else 0
         return Plan(
             blocks=self.blocks,
             candidates={block: tuple(options) for block, options in pool.items()},
@@ -362,7 +359,9 @@ class Planner:
             limits=limits,
             risk_model=risk,
             binding=allowed is not None and useful > allowed,
-            peak_bytes=self.peak_bytes(allocation.choices, state_bytes=allocation.state_bytes),
+            peak_bytes=self.peak_bytes(allocation.choices, state_bytes=allocation.state_bytes + shared),
+            staging_bytes=self.staging_bytes(allocation.choices),
+            host_bytes=self.host_bytes(allocation),
             state_bytes_adamw=self.state_bytes_adamw,
             least_feasible_bytes=least,
             most_useful_bytes=useful,
@@ -370,5 +369,10 @@ class Planner:
         )
 
 
-def _by_risk(candidate: Candidate) -> tuple[float, int]:
-    return candidate.risk.total, candidate.cost.charged_bytes
+def _by_risk(candidate: Candidate) -> tuple[float, float, int]:
+    cost = candidate.cost
+    return candidate.risk.total, cost.link_s + cost.host_s, cost.charged_bytes
+
+
+def _effort(allocation: Allocation) -> float:
+    return allocation.link_s + allocation.host_s

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from baoc.budgets import resolve_auto
+from baoc.catalogue import with_placement
 from baoc.config.schema import RunConfig
 from baoc.data.base import DataModule
 from baoc.decision import axes_of, leave, none_fits
@@ -34,7 +35,7 @@ from baoc.strategy.strategy import declared_blocks, widened
 from baoc.strategy.trials import Trials
 from baoc.tasks.base import Task
 from baoc.tracking import console, files
-from baoc.types import Budget, Footprint, Option, Plan
+from baoc.types import Budget, Footprint, Option, Placement, Plan
 from baoc.units import format_bytes
 
 DEFAULT_CARD = "h100"
@@ -144,7 +145,8 @@ class _Shapes:
         )
         self.planner.budget = budget
         largest = max((p for p in task.parameters() if p.requires_grad), key=lambda param: param.numel())
-        eager = [spec for spec in self.planner.specs.values() if not has_kernel(spec)]
+        there = [spec for spec in self.planner.specs.values() if spec.placement != Placement.HOST_UPDATED]
+        eager = [spec for spec in there if not has_kernel(with_placement(spec, Placement.DEVICE))]
         self.temporaries = step_temporaries(eager, params=[largest]) if eager else {}
 
     def options(self, sizes: Sequence[int], *, checkpointing: bool) -> list[Option]:
@@ -204,6 +206,7 @@ def leave_plan(plan: Plan, *, option: Option | None, device: str, name: str, sou
             "micro_batch": None if option is None else option.micro_batch,
             "peak_bytes": plan.peak_bytes,
             "state_bytes": plan.allocation.state_bytes,
+            "host_bytes": plan.host_bytes,
             "least_feasible_bytes": plan.least_feasible_bytes,
             "risk": plan.allocation.risk,
             "samples_per_s": rate,

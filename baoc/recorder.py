@@ -79,7 +79,9 @@ class Recorder:
                 "least_feasible_bytes": plan.least_feasible_bytes,
                 "most_useful_bytes": plan.most_useful_bytes,
                 "peak_bytes_predicted": plan.peak_bytes,
+                "staging_bytes": plan.staging_bytes,
                 **to_plain(plan.allocation),
+                "pinned_bytes": plan.host_bytes,
                 "reasons": plan.reasons,
             },
         )

@@ -1,8 +1,22 @@
 """What is said where no allocation meets a budget: what it allows, what the least is, and what would lower it."""
 
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from baoc.allocation import ALLOCATORS, NoFeasibleAllocation
+from baoc.charges import Try, allocated
 from baoc.errors import InfeasibleBudgetError
-from baoc.types import Budget, Footprint, LatencyTable
+from baoc.link import pinned_bytes
+from baoc.types import Budget, Footprint, LatencyTable, Limits, Plan, Profile
 from baoc.units import format_bytes
+
+if TYPE_CHECKING:
+    from baoc.planner import Planner
+
+SEARCHES, SEARCH_STEP = 60, 1.05  # up to twenty times the least that could do
+HOST_ADVICE = "states on the host, by budget.host_memory or catalogue=host"
 
 ADVICE_MEMORY = (
     "a smaller micro_batch (activations)",
@@ -15,6 +29,106 @@ ADVICE_STATE = (
     "fewer roles in catalogue.keep_fp32_roles",
     "allocator=exact, if another was set",
 )
+
+
+def last_resort(
+    planner: "Planner",
+    tries: Sequence[Try],
+    *,
+    refused: Sequence[tuple[NoFeasibleAllocation, Try]],
+    risk: str,
+    profile: Profile | None,
+) -> Plan:
+    """The allocation of fewest bytes if it fits after all, as charges are upper bounds; else raises what would."""
+    free = not ALLOCATORS[planner.settings.allocator].full and planner.budget.step_time is None
+    least = min((one.least() for one in tries), key=planner.taken)
+    if free and (len(planner.counts) > 1 or planner.places):
+        last = allocated(least, allocator=planner.settings.allocator)
+        plan = planner.plan_of(last, tries[-1].pool, limits=tries[-1].limits, risk=risk, profile=profile)
+        if planner.fits(plan):
+            return plan
+        raise _refusal(planner, tries[-1].limits, least_bytes=planner.taken(least), refused=refused)
+    if not refused:
+        raise _refusal(planner, tries[-1].limits, least_bytes=planner.taken(least), refused=())
+    error, one = min(refused, key=lambda r: planner.measure(r[0].least_state_bytes, base_peak=r[1].base_peak))
+    least_bytes = planner.measure(error.least_state_bytes, base_peak=one.base_peak)
+    bytes_fit = one.limits.state_bytes is None or error.least_state_bytes <= one.limits.state_bytes
+    host_fits = one.limits.host_bytes is None or error.least_host_bytes <= one.limits.host_bytes
+    if one.limits.step_s is not None and bytes_fit and host_fits:
+        assert planner.latency is not None
+        raise too_slow(
+            planner.budget,
+            latency=planner.latency,
+            least_step_s=_fastest_s(one, error=error),
+            allowed_bytes=one.limits.state_bytes,
+            least_bytes=least_bytes,
+        )
+    raise _refusal(planner, one.limits, least_bytes=least_bytes, refused=refused)
+
+
+def _fastest_s(one: Try, *, error: NoFeasibleAllocation) -> float:
+    """Seconds of optimizer step that would be enough. Where link and host work beside it, they may bind together, so
+    that the least of each is only where the search begins."""
+    limits = one.limits
+    if limits.step_s is None or limits.link_s is None or limits.host_s is None:
+        return error.least_step_s
+    beside = limits.link_s - limits.step_s
+    seconds = max(error.least_step_s, error.least_link_s - beside, error.least_host_s - beside)
+    for _ in range(SEARCHES):
+        with suppress(NoFeasibleAllocation):
+            wider = replace(
+                limits, step_s=seconds, link_s=max(seconds + beside, 0.0), host_s=max(seconds + beside, 0.0)
+            )
+            ALLOCATORS["greedy"](one.pool, limits=wider)
+            break
+        seconds *= SEARCH_STEP
+    return seconds
+
+
+def _host_needed(refused: Sequence[tuple[NoFeasibleAllocation, Try]]) -> int | None:
+    """Pinned host memory that some try would do with; None where no host memory would help."""
+    needs: list[int] = []
+    for error, one in refused:
+        room = one.limits.state_bytes
+        least = sum(min(c.cost.charged_bytes for c in options) for options in one.pool.values())
+        if one.limits.host_bytes is not None and (room is None or least <= room):
+            needs.append(pinned_bytes(error.least_host_bytes + one.host_staging_bytes))
+    return min(needs, default=None)
+
+
+def _refusal(
+    planner: "Planner", limits: Limits, *, least_bytes: int, refused: Sequence[tuple[NoFeasibleAllocation, Try]]
+) -> InfeasibleBudgetError:
+    budget = planner.budget
+    allowed = budget.memory_bytes if budget.memory_bytes is not None else limits.state_bytes
+    needed = _host_needed(refused)
+    if allowed is None or (needed is not None and least_bytes <= allowed):
+        assert needed is not None
+        return too_small_host(budget, needed_bytes=needed, least_bytes=least_bytes)
+    return too_small(
+        budget,
+        allowed_bytes=allowed,
+        least_bytes=least_bytes,
+        state_bytes_adamw=planner.state_bytes_adamw,
+        allocator=planner.settings.allocator,
+        footprint=planner.footprint,
+        host_needed=needed,
+    )
+
+
+def too_small_host(budget: Budget, *, needed_bytes: int, least_bytes: int) -> InfeasibleBudgetError:
+    """What is to be kept on the host does not fit there."""
+    allowed = budget.host_memory_bytes or 0
+    advice = ("more host memory", "narrower storage, such as @streamed rows with int8", "rows that stay on the device")
+    return InfeasibleBudgetError(
+        f"budget.host_memory={format_bytes(allowed)} ({allowed} bytes) cannot be met: the least feasible is "
+        f"{format_bytes(needed_bytes)} ({needed_bytes} bytes) of pinned host memory, staging and whole pages included. "
+        f"Give budget.host_memory={needed_bytes}b or more, or what would lower it: {'; '.join(advice[1:])}",
+        budget_bytes=budget.memory_bytes or 0,
+        least_feasible_bytes=least_bytes,
+        advice=advice,
+        least_host_bytes=needed_bytes,
+    )
 
 
 def too_slow(
@@ -42,10 +156,19 @@ def too_small(
     state_bytes_adamw: int,
     allocator: str,
     footprint: Footprint | None,
+    host_needed: int | None = None,
 ) -> InfeasibleBudgetError:
     """Not even the allocation of fewest bytes fits; a footprint tells which part of a memory budget takes most."""
     memory = budget.memory_bytes is not None
     advice = ADVICE_MEMORY if memory else ADVICE_STATE
+    apart = footprint is not None and not footprint.device.startswith("cpu")
+    advice = (*advice, HOST_ADVICE) if memory and apart and budget.host_memory_bytes is None else advice
+    host = ""
+    if host_needed is not None:
+        host = (
+            f" within budget.host_memory={format_bytes(budget.host_memory_bytes or 0)}; with "
+            f"{format_bytes(host_needed)} of host memory it could be met (budget.host_memory={host_needed}b)"
+        )
     unit = "of device memory" if memory else "of optimizer state"
     fraction = "" if memory else f" (state_fraction={least_bytes / max(state_bytes_adamw, 1):.4f})"
     context = footprint.context_bytes if footprint is not None and memory else 0
@@ -53,8 +176,9 @@ def too_small(
     return InfeasibleBudgetError(
         f"budget {budget.name} cannot be met: it allows {format_bytes(allowed_bytes)} {unit} ({allowed_bytes} bytes), "
         f"and the least feasible is {format_bytes(least_bytes)} ({least_bytes} bytes){fraction} with "
-        f"allocator={allocator}{taken}. What would lower it: {'; '.join(advice)}",
+        f"allocator={allocator}{host}{taken}. What would lower it: {'; '.join(advice)}",
         budget_bytes=allowed_bytes,
         least_feasible_bytes=least_bytes,
         advice=advice,
+        least_host_bytes=host_needed,
     )

@@ -32,6 +32,7 @@ def _summed(name: str, options: Sequence[Sequence[Candidate]]) -> tuple[Candidat
         cost = Cost(
             state_bytes=sum(p.cost.state_bytes for p in parts),
             host_bytes=sum(p.cost.host_bytes for p in parts),
+            shared_bytes=sum(p.cost.shared_bytes for p in parts),
             in_bytes=sum(p.cost.in_bytes for p in parts),
             out_bytes=sum(p.cost.out_bytes for p in parts),
             step_s=sum(p.cost.step_s for p in parts),

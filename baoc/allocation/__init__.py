@@ -1,7 +1,7 @@
 """Chooses one spec per block within the limits; sees Candidates only. Every allocator is one entry of ALLOCATORS."""
 
 from baoc.allocation.base import Allocator, NoFeasibleAllocation
-from baoc.allocation.exact import ExactAllocator
+from baoc.allocation.exact import ExactAllocator, least_bytes
 from baoc.allocation.greedy import GreedyAllocator
 from baoc.allocation.lagrangian import LagrangianAllocator
 from baoc.allocation.random import RandomAllocator
@@ -12,4 +12,4 @@ ALLOCATORS: dict[str, Allocator] = {
     for allocator in (ExactAllocator(), LagrangianAllocator(), GreedyAllocator(), RandomAllocator(), *UNIFORM)
 }
 
-__all__ = ["ALLOCATORS", "Allocator", "NoFeasibleAllocation"]
+__all__ = ["ALLOCATORS", "Allocator", "NoFeasibleAllocation", "least_bytes"]

@@ -89,6 +89,15 @@ class ExactAllocator:
         return started
 
 
+def least_bytes(candidates: Mapping[str, Sequence[Candidate]], *, limits: Limits) -> list[Candidate] | None:
+    """The candidates of fewest charged bytes within the limits, one per block; None where nothing is within them."""
+    problem = make_problem(candidates, limits=limits)
+    solved = minimise(problem, objective=np.where(problem.valid, problem.num_bytes, np.inf))
+    if solved is None:
+        return None
+    return [row[int(index)] for row, index in zip(problem.candidates, solved.choice, strict=True)]
+
+
 def no_feasible(problem: Problem) -> NoFeasibleAllocation:
     """The error with the least of each limited total under the other limits."""
     return unmet(problem, [_least(problem, kind) for kind in range(len(problem.kinds))])

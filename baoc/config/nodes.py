@@ -57,6 +57,7 @@ def budget_node(budget: Budget) -> dict[str, Any]:
         "memory": memory,
         "state_fraction": budget.state_fraction,
         "step_time": budget.step_time,
+        **({} if budget.host_memory_bytes is None else {"host_memory": f"{budget.host_memory_bytes}b"}),
     }
 
 

@@ -77,9 +77,11 @@ class BudgetDial:
         return self._meant(budget), why
 
     def _meant(self, budget: Budget) -> Budget:
-        """With `auto` resolved, and the run's limit on step time where it has none of its own."""
+        """With `auto` resolved, and the run's limits on step time and host memory where it has none of its own."""
         budget = budget if self.free_bytes is None else resolve_auto(budget, free_bytes=self.free_bytes)
-        return replace(budget, step_time=budget.step_time or self.base.step_time)
+        host_memory_bytes = budget.host_memory_bytes or self.base.host_memory_bytes
+        step_time = budget.step_time or self.base.step_time
+        return replace(budget, step_time=step_time, host_memory_bytes=host_memory_bytes)
 
 
 def _below(one: Budget, other: Budget) -> bool:

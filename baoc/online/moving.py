@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from baoc.catalogue import SPECS
 from baoc.charges import saved_by
-from baoc.cost import cost
+from baoc.cost import cost, state_bytes
 from baoc.planner import Planner
 from baoc.types import Plan, Profile, RuleInfo, StateKind, StateLayout
 
@@ -80,7 +80,8 @@ def transit(planner: Planner, *, now: Plan, then: Plan) -> Transit | None:
 
     def bytes_of(block: str, spec: str, *, copies: int) -> tuple[int, int]:
         cost_of = cost(named[block], spec=SPECS[spec], rule=planner.rules[SPECS[spec].rule])
-        return cost_of.state_bytes, cost_of.state_bytes + copies * cost_of.weight_bytes
+        held = cost_of.state_bytes + (cost_of.host_bytes if planner.host_counts else 0)
+        return held, held + copies * cost_of.weight_bytes
 
     def peak(copies: int) -> int:
         """Of states, less what weights of 16 bits save, `copies` being 2 where gradients go with them, else 1."""
@@ -90,7 +91,8 @@ def transit(planner: Planner, *, now: Plan, then: Plan) -> Transit | None:
         held -= copies * sum(saved.values())
         steps = []
         for block, (source, target) in moved_specs(now, then).items():
-            new_bytes, new_total = bytes_of(block, target, copies=copies)
+            _, new_total = bytes_of(block, target, copies=copies)
+            new_bytes = state_bytes(named[block], spec=SPECS[target], rule=planner.rules[SPECS[target].rule])
             largest = max((param.numel for param in named[block].params), default=0)
             growth = new_total - bytes_of(block, source, copies=copies)[1]
             steps.append((growth, new_bytes + 4 * CONVERSION_FLOATS * largest))
@@ -101,7 +103,8 @@ def transit(planner: Planner, *, now: Plan, then: Plan) -> Transit | None:
         return most
 
     fixed = footprint.ema_bytes + footprint.profile_bytes + footprint.context_bytes + footprint.reserve_bytes
-    total = footprint.resident_bytes + fixed
+    staging = max(planner.staging_bytes(plan.allocation.choices) for plan in (now, then))
+    total = footprint.resident_bytes + fixed + staging
     return Transit(
         peak_bytes=total + peak(1 if footprint.released else 2),
         without_gradients_bytes=total - footprint.gradients_bytes + peak(1),

@@ -6,13 +6,14 @@ from collections.abc import Iterable
 
 import torch
 
+from baoc.catalogue import device_rows, on_device
 from baoc.kernels import available, fits
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.backends import stand_in
 from baoc.optim.backends.fused import has_kernel
 from baoc.profiling import step_temporary_bytes
 from baoc.profiling.footprint import StepProbe
-from baoc.types import OptimizerSpec
+from baoc.types import OptimizerSpec, Placement
 
 _ROWS, _COLUMNS = 256, 256
 
@@ -23,9 +24,16 @@ def step_temporaries(specs: Iterable[OptimizerSpec], *, params: Iterable[torch.T
     Steps go through tensors one by one, so the largest one decides; how many elements there are together says who
     steps them. Rounded up, as the peak may not be above what is predicted. On a GPU nothing is measured there, as that
     would compile every kernel of the catalogue before a plan is made: kernels work in place, with buffers that count as
-    tables do, and what has none is stepped by the same operators on the CPU.
+    tables do, and what has none is stepped by the same operators on the CPU. Streamed states are stepped as those on
+    the device are, and what the host steps needs nothing there.
     """
-    specs, params = list(specs), list(params)
+    given, params = list(specs), list(params)
+    found = _of_rows(device_rows(given), params=params)
+    away = {spec.name for spec in given if spec.placement == Placement.HOST_UPDATED and params[0].device.type == "cuda"}
+    return {spec.name: 0 if spec.name in away else found[on_device(spec.name)] for spec in given}
+
+
+def _of_rows(specs: list[OptimizerSpec], *, params: list[torch.Tensor]) -> dict[str, int]:
     by_kernel = [param for param in params if param.device.type == "cuda" and available(param.device) and fits(param)]
     if len(by_kernel) == len(params):
         eager = [spec for spec in specs if not has_kernel(spec)]

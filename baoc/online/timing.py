@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from baoc.catalogue import device_rows
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.backends import stand_in
 from baoc.profiling import measure_latency
@@ -30,7 +31,8 @@ def time_specs(
     `base_step` runs forward and backward of one micro-batch; the reference step is `accumulation` of them and torch's
     fused AdamW on `num_elements` elements, by its own line.
     """
-    makers = {spec.name: _maker(spec, device=device, num_elements=num_elements) for spec in specs}
+    rows = device_rows(specs)
+    makers = {spec.name: _maker(spec, device=device, num_elements=num_elements) for spec in rows}
     makers[_FUSED] = lambda numel: _fused(numel, device=device)
     table = measure_latency(makers, device=device, base_step=base_step, max_s=max_s, cache_dir=cache_dir)
     fixed, slope = dict(table.fixed_s), dict(table.per_element_s)

@@ -116,6 +116,9 @@ def describe_budget(budget: Budget) -> str:
         limits.append(f"{budget.state_fraction:.4g} of fp32 AdamW's state bytes")
     if budget.step_time is not None:
         limits.append(f"{budget.step_time:.4g} x the step time of fused AdamW")
+    if budget.host_memory_bytes is not None:
+        host = budget.host_memory_bytes
+        limits.append(f"{format_bytes(host)} ({host} bytes) of pinned host memory")
     return f"{budget.name}: {', '.join(limits) or 'no limit'}"
 
 
@@ -129,11 +132,14 @@ def print_plan(plan: Plan, *, title: str = "Allocation") -> None:
     table.add_column("why", overflow="fold", ratio=1)
     for row in collapsed_rows(plan):
         size = "-" if row.state_bytes is None else format_bytes(row.state_bytes)
+        size = f"{format_bytes(row.host_bytes)} h" if row.host_bytes else size
         risk = "-" if row.risk is None else f"{row.risk:.3g}"
         table.add_row(escape(row.block), escape(row.spec), size, risk, escape(row.why))
     console = make_console()
     console.print(table)
     console.print("why: the next cheaper and dearer spec, and the bytes and risk that each would change", style="dim")
+    if plan.allocation.host_bytes:
+        console.print("h: on the host, where @ says how they are stepped", style="dim")
     for line in plan_lines(plan):
         console.print(line, markup=False)
     console.print()
@@ -154,6 +160,7 @@ def plan_lines(plan: Plan) -> list[str]:
             f"optimizer step {allocation.step_s * 1e3:.3g} ms predicted, {plan.limits.step_s * 1e3:.3g} ms allowed by "
             f"step_time={plan.budget.step_time:g}"
         )
+    lines += _host_lines(plan)
     if plan.budget.kind == "none":
         return [*lines, "no memory or state limit: every block runs what has the least risk"]
     measure = "device memory" if plan.budget.kind == "memory" else "optimizer state"
@@ -163,6 +170,22 @@ def plan_lines(plan: Plan) -> list[str]:
     span = f"from {format_bytes(low)} ({low} bytes, the least feasible) to {format_bytes(high)} ({high} bytes)"
     verdict = "binds" if plan.binding else "does not bind: nothing is given up"
     return [*lines, f"budget {plan.budget.name} {verdict}; budgets that bind go {span} of {measure}"]
+
+
+def _host_lines(plan: Plan) -> list[str]:
+    """What host placement takes: of the host, of the link, and of the device for staging."""
+    allocation = plan.allocation
+    if not allocation.host_bytes:
+        return []
+    text = (
+        f"on the host {format_bytes(plan.host_bytes)} ({plan.host_bytes} bytes, pinned); per step "
+        f"{format_bytes(allocation.transfer_bytes)} over the link, which is busy for {allocation.link_s * 1e3:.3g} ms"
+    )
+    if allocation.host_s:
+        text += f", and the CPU for {allocation.host_s * 1e3:.3g} ms"
+    if plan.limits.link_s is not None:
+        text += f", with {plan.limits.link_s * 1e3:.3g} ms allowed"
+    return [f"{text}; {format_bytes(plan.staging_bytes)} of staging on the device"]
 
 
 def print_options(options: Sequence[Option], *, objective: str) -> None:

@@ -25,6 +25,7 @@ class PlanRow:
     risk: float | None
     why: str
     num_blocks: int = 1
+    host_bytes: int = 0
 
 
 def plan_rows(plan: Plan) -> list[PlanRow]:
@@ -43,6 +44,7 @@ def plan_rows(plan: Plan) -> list[PlanRow]:
                 num_params=block.numel,
                 state_bytes=chosen.cost.state_bytes if chosen else None,
                 risk=chosen.risk.total if chosen else None,
+                host_bytes=chosen.cost.host_bytes if chosen else 0,
                 why=_why(chosen, options=options, reason=texts.get(block.name)),
             )
         )
@@ -106,6 +108,7 @@ def _merged(pattern: str, members: Sequence[tuple[Block, PlanRow]]) -> PlanRow:
         risk=sum(risks) if len(risks) == len(rows) else None,
         why=f"{rows[0].why} (first of {len(rows)})" if rows[0].why else "",
         num_blocks=len(rows),
+        host_bytes=sum(row.host_bytes for row in rows),
     )
 
 

@@ -57,16 +57,18 @@ class Moments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """`state_bytes` are on the device, `host_bytes` in pinned host memory: states, and what a step there works on.
+    """`state_bytes` are on the device, `host_bytes` in pinned host memory, both of optimizer state.
 
-    `weight_bytes`: the parameters themselves, and again their gradients, which have the weights' type. `saved_bytes`:
-    what weights, gradients and copies of 16 bits save at the peak against native weights; 0 under a budget that does
-    not count them. `step_s` are seconds of the device, 0 where no latency table was asked for; `link_s` and `host_s`
-    those of the link and of the host's processors, which work beside it.
+    `shared_bytes`: the host's again where the device is the host, as they count in its memory. `weight_bytes`: the
+    parameters themselves, and again their gradients, which have the weights' type. `saved_bytes`: what weights,
+    gradients and copies of 16 bits save at the peak against native weights; 0 under a budget that does not count them.
+    `step_s` are seconds of the device, 0 where no latency table was asked for; `link_s` and `host_s` those of the link
+    and of the host's processors, which work beside it.
     """
 
     state_bytes: int
     host_bytes: int = 0
+    shared_bytes: int = 0
     in_bytes: int = 0  # over the link to the device, per step
     out_bytes: int = 0  # and back
     step_s: float = 0.0
@@ -83,7 +85,7 @@ class Cost:
     @property
     def charged_bytes(self) -> int:
         """What the budget is charged: state, less what the spec saves elsewhere; may be negative."""
-        return self.state_bytes - self.saved_bytes
+        return self.state_bytes + self.shared_bytes - self.saved_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,4 +306,5 @@ class Plan:
     least_feasible_bytes: int  # in the budget's measure: peak for memory, state for a state fraction
     most_useful_bytes: int  # the same measure, from which on the budget does not bind
     staging_bytes: int = 0  # on the device, through which streamed states pass; in the peak, not in the state
+    host_bytes: int = 0  # pinned host memory: states that are kept there, and what a step there works on
     reasons: tuple[Reason, ...] = ()

@@ -3,7 +3,7 @@
 import pytest
 
 from baoc.catalogue import SPECS, on_device
-from baoc.cost import adamw_state_bytes, cost, state_bytes, weight_bytes
+from baoc.cost import adamw_state_bytes, cost, passing_bytes, state_bytes, weight_bytes
 from baoc.link import STORED, copy_seconds
 from baoc.types import Block, LatencyTable, ParamInfo, Role
 from tests.decision import RULES, param
@@ -94,24 +94,26 @@ def test_streamed_states_leave_only_matching_on_the_device():
     assert matched.step_s == pytest.approx(1e-5 + 400e-9), "the kernel is the one that steps it on the device"
 
 
-def test_the_host_works_on_copies_of_gradient_and_weight():
+def test_a_step_on_the_host_moves_weights_and_gradients():
+    """A gradient goes out with the weight that it is for, and the weight comes back; matching is where the step is."""
     made = cost(MATRIX, spec=SPECS["adamw@updated"], rule=RULES["adamw"])
-    assert (made.state_bytes, made.host_bytes) == (0, 3200 + 4 + 2 * 1600)
-    assert (made.in_bytes, made.out_bytes, made.step_s) == (1600, 1600, 0.0)
+    assert (made.state_bytes, made.host_bytes) == (0, 3200 + 4)
+    assert (made.in_bytes, made.out_bytes, made.step_s) == (1600, 3200, 0.0)
     assert made.host_s == pytest.approx(400 * STORED.host_element_s)
-    narrow = cost(MATRIX, spec=SPECS["adamw+split8@updated"], rule=RULES["adamw"])
-    assert (narrow.in_bytes, narrow.host_bytes) == (800, 3200 + 400 + 4 + 2 * 800)
+    matched = cost(MATRIX, spec=SPECS["rmsprop+split8@updated"], rule=RULES["rmsprop"])
+    assert (matched.in_bytes, matched.state_bytes, matched.host_bytes) == (800, 0, 1600 + 400 + 4 + 8)
+    assert passing_bytes(MATRIX, spec=SPECS["adamw+split8@updated"]) == 2 * 800
 
 
 @pytest.mark.parametrize("spec", ["adamw@streamed", "lion_int8@updated", "sign+split16@streamed"])
-def test_where_the_device_is_the_host_nothing_is_placed(spec: str):
-    row, twin = SPECS[spec], SPECS[on_device(spec)]
+def test_where_the_device_is_the_host_its_bytes_are_charged(spec: str):
+    row = SPECS[spec]
     rule = RULES[row.rule]
-    assert cost(MATRIX, spec=row, rule=rule, hosted=False) == cost(MATRIX, spec=twin, rule=rule)
-    placed = cost(MATRIX, spec=row, rule=rule)
     everything = state_bytes(MATRIX, spec=row, rule=rule)
-    extra = 2 * placed.weight_bytes if row.placement == "host_updated" else 0
-    assert placed.state_bytes + placed.host_bytes == everything + extra
+    placed, shared = (cost(MATRIX, spec=row, rule=rule, shared=shared) for shared in (False, True))
+    assert placed.state_bytes + placed.host_bytes == everything
+    assert (placed.charged_bytes, shared.charged_bytes) == (placed.state_bytes, everything)
+    assert everything == cost(MATRIX, spec=SPECS[on_device(spec)], rule=rule).charged_bytes
 
 
 def test_a_spec_that_was_not_timed_is_no_zero():

@@ -47,6 +47,7 @@ def test_json_holds_dataclasses_enums_paths_and_scalars(tmp_path: Path) -> None:
         "cost": {
             "state_bytes": 3,
             "host_bytes": 0,
+            "shared_bytes": 0,
             "in_bytes": 0,
             "out_bytes": 0,
             "step_s": 0.0,

@@ -1,0 +1,119 @@
+"""What host placement needs beside the states themselves: room to pass through, by how far it may go.
+
+Streamed states pass through device buffers as large as the largest piece (`baoc.staging`), which is no sum over blocks:
+so the planner tries ways of going less or more far, each with the room that is enough for it, as it does with the
+temporaries of a step. Weights and gradients of blocks that the host updates pass through buffers of its own.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from baoc.candidates import off_host
+from baoc.catalogue import PLACEMENTS, SPECS, with_placement
+from baoc.cost import passing_bytes, slab_bytes
+from baoc.errors import BadInputError
+from baoc.staging import PIECE_BYTES, buffer_bytes
+from baoc.types import Block, Candidate, OptimizerSpec, Placement, RuleInfo
+
+MOST_CAPS = 3  # sizes of slabs at which ways are told apart; each costs an allocation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """Streamed blocks have slabs of at most `slab_bytes`, and the host updates some or (not `updated`) none.
+
+    `device_bytes` and `host_bytes` are enough for all staging of such an allocation.
+    """
+
+    slab_bytes: int = 0
+    updated: bool = False
+    device_bytes: int = 0
+    host_bytes: int = 0
+
+    def admits(self, candidate: Candidate, *, spec: OptimizerSpec) -> bool:
+        if spec.placement == Placement.HOST_UPDATED:
+            return self.updated
+        return spec.placement == Placement.DEVICE or candidate.cost.in_bytes <= self.slab_bytes
+
+
+def placed(spec: OptimizerSpec) -> bool:
+    return spec.placement != Placement.DEVICE
+
+
+def with_host(specs: Mapping[str, OptimizerSpec]) -> dict[str, OptimizerSpec]:
+    """The rows and their twins on the host, where the catalogue has such."""
+    twins = [
+        with_placement(spec, info.name).name for info in PLACEMENTS.values() if info.suffix for spec in specs.values()
+    ]
+    return {**specs, **{name: SPECS[name] for name in twins if name in SPECS}}
+
+
+def check_named(patterns: Sequence[str], *, rules: Mapping[str, RuleInfo]) -> None:
+    """Raises BadInputError for a row that was named and that no host can step: it would never be chosen."""
+    for name in patterns:
+        spec = SPECS.get(name)
+        if spec is not None and (why := off_host(spec, rule=rules[spec.rule])):
+            device = with_placement(spec, Placement.DEVICE).name
+            raise BadInputError(f"catalogue.specs names {name}: {why}. Name {device}@streamed or {device}")
+
+
+def staging_bytes(
+    choices: Mapping[str, str],
+    *,
+    blocks: Collection[Block],
+    specs: Mapping[str, OptimizerSpec],
+    rules: Mapping[str, RuleInfo],
+) -> tuple[int, int]:
+    """Bytes of the buffers that an allocation needs on the device and on the host."""
+    slabs: list[int] = []
+    passing: list[int] = []
+    for block in blocks:
+        spec = specs[choices[block.name]]
+        if not block.numel or not placed(spec):
+            continue
+        if spec.placement == Placement.HOST_UPDATED:
+            passing.append(passing_bytes(block, spec=spec))
+        else:
+            slabs.append(slab_bytes(block, spec=spec, rule=rules[spec.rule]))
+    return buffer_bytes(slabs), buffer_bytes(passing)
+
+
+def ways(
+    pool: Mapping[str, Collection[Candidate]],
+    *,
+    blocks: Collection[Block],
+    specs: Mapping[str, OptimizerSpec],
+    host_counts: bool,
+) -> list[Way]:
+    """From nothing placed on the host to everything that may be. `host_counts`: staging there is charged, too."""
+    if not any(map(placed, specs.values())):
+        return [Way()]
+    slabs: dict[str, list[int]] = {}
+    passing: list[int] = []
+    for block in blocks:
+        mine = [c for c in pool[block.name] if placed(specs[c.spec])]
+        slabs[block.name] = [c.cost.in_bytes for c in mine if specs[c.spec].placement == Placement.HOST_STREAMED]
+        updated = [specs[c.spec] for c in mine if specs[c.spec].placement == Placement.HOST_UPDATED]
+        passing += [max(passing_bytes(block, spec=spec) for spec in updated)] if updated else []
+    found: list[Way] = []
+    for cap in [0, *_caps([size for sizes in slabs.values() for size in sizes])]:
+        largest = [max((size for size in sizes if size <= cap), default=0) for sizes in slabs.values()]
+        room = buffer_bytes([size for size in largest if size])
+        for updated in (False, True) if passing and (host_counts or not cap) else (bool(passing),):
+            host = buffer_bytes(passing) if updated else 0
+            found.append(Way(slab_bytes=cap, updated=updated, device_bytes=room, host_bytes=host))
+    return found
+
+
+def _caps(sizes: Sequence[int]) -> list[int]:
+    """A few sizes up to the largest; below that of a piece, room depends on slabs only where all are one piece."""
+    found = sorted({size for size in sizes if size})
+    if sum(found) > PIECE_BYTES:
+        below, above = [size for size in found if size <= PIECE_BYTES], [size for size in found if size > PIECE_BYTES]
+        return [*below[-1:], *_few(above)]
+    return _few(found)
+
+
+def _few(sizes: Sequence[int]) -> list[int]:
+    many = len(sizes) > MOST_CAPS
+    return [sizes[i * (len(sizes) - 1) // (MOST_CAPS - 1)] for i in range(MOST_CAPS)] if many else list(sizes)

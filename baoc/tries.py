@@ -1,0 +1,47 @@
+"""What a planner tries: levels of room for the temporaries of a step, ways to place states, and ways to count savings.
+
+Each turns peaks, which are no sums over blocks, into limits that are.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from baoc.charges import Try, levels
+from baoc.places import Way, ways
+from baoc.types import Profile
+
+if TYPE_CHECKING:
+    from baoc.planner import Planner
+
+
+def all_tries(planner: "Planner", *, risk: str, profile: Profile | None) -> Iterator[Try]:
+    """Every level of room for temporaries and staging on which every block can run something, savings counted in every
+    way; little room first, savings boldest first.
+    """
+    by_level: list[tuple[int | None, frozenset[str]]] = [(None, frozenset(planner.specs))]
+    if planner.budget.memory_bytes is not None and planner.footprint is not None:
+        by_level = list(levels(planner.footprint, specs=planner.specs))
+    for base_peak, specs in by_level:
+        for way in _ways(planner, risk=risk, profile=profile):
+            room = way.device_bytes + (way.host_bytes if planner.host_counts else 0)
+            above = None if base_peak is None else base_peak + room
+            for count in planner.counts:
+                everything = planner.candidates(risk=risk, profile=profile, count=count)
+                pool = {
+                    block: tuple(c for c in options if c.spec in specs and way.admits(c, spec=planner.specs[c.spec]))
+                    for block, options in everything.items()
+                }
+                if all(pool.values()):
+                    limits = planner.limits(base_peak=above, way=way)
+                    yield Try(pool=pool, limits=limits, base_peak=above, host_staging_bytes=way.host_bytes)
+
+
+def _ways(planner: "Planner", *, risk: str, profile: Profile | None) -> list[Way]:
+    """How far host placement may go; where its staging is charged to nothing, as far as it likes."""
+    if not planner.places:
+        return [Way()]
+    memory, host = planner.budget.memory_bytes is not None, planner.budget.host_memory_bytes is not None
+    counted = host or (memory and planner.host_counts)
+    pool = planner.candidates(risk=risk, profile=profile, count="none")
+    found = ways(pool, blocks=planner.blocks, specs=planner.specs, host_counts=counted)
+    return found if memory or counted else found[-1:]
