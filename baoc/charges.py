@@ -6,11 +6,12 @@ gradients (weights and gradients), then weights alone, which holds at every mome
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from baoc.allocation import least_bytes
 from baoc.cost import saved
+from baoc.places import Way
 from baoc.types import Allocation, Block, Candidate, Footprint, Limits, OptimizerSpec
 
 Savings = Literal["none", "copies", "gradients", "weights"]
@@ -23,22 +24,27 @@ MAX_LEVELS = 6  # of room for the temporaries of a step; each costs an allocatio
 class Try:
     """Candidates and limits of one level, one way to place states and one to count savings.
 
-    `base_peak` is the peak without state, with room for what states pass through that are kept on the host;
-    `host_staging_bytes` is such room there.
+    `base_peak` is the peak without state, with room for what states pass through that are kept on the host.
     """
 
     pool: Pool
     limits: Limits
     base_peak: int | None
-    host_staging_bytes: int = 0
+    way: Way = field(default_factory=Way)
 
     def least(self) -> list[Candidate]:
-        """The candidate of fewest charged bytes of every block, as far as the host has room."""
+        """The candidate of fewest charged bytes of every block; within the host's memory, if it can be met here."""
         chosen = [min(options, key=lambda c: (c.cost.charged_bytes, c.risk.total)) for options in self.pool.values()]
         room = self.limits.host_bytes
         if room is None or sum(c.cost.host_bytes for c in chosen) <= room:
             return chosen
         return least_bytes(self.pool, limits=Limits(host_bytes=room)) or chosen
+
+    @property
+    def meets_host(self) -> bool:
+        """Whether every block can run something within the host's memory."""
+        room = self.limits.host_bytes
+        return room is None or sum(min(c.cost.host_bytes for c in options) for options in self.pool.values()) <= room
 
 
 def levels(footprint: Footprint, *, specs: Collection[str]) -> list[tuple[int, frozenset[str]]]:

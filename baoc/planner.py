@@ -24,7 +24,7 @@ from baoc.risk import RISKS
 from baoc.rules import rule_infos
 from baoc.segments import tied, untied
 from baoc.staging import PIECE_BYTES
-from baoc.tries import all_tries
+from baoc.tries import all_tries, least_of
 from baoc.types import (
     Allocation,
     Block,
@@ -254,9 +254,11 @@ class Planner:
         quick = len(tries) > 1 and many and allocator.name == "exact"
         found: list[tuple[Plan, Try]] = []
         refused: list[tuple[NoFeasibleAllocation, Try]] = []
-        settled: set[int | None] = set()  # levels on which savings, counted boldly, have led to a plan that fits
+        settled: set[tuple[int | None, Way]] = (
+            set()
+        )  # levels on which savings, counted boldly, have led to a plan that fits
         for one in tries:
-            if one.base_peak in settled:
+            if (one.base_peak, one.way) in settled:
                 continue
             by = ALLOCATORS["lagrangian"] if quick else allocator
             try:
@@ -266,7 +268,7 @@ class Planner:
                 continue
             if self.fits(plan):
                 found.append((plan, one))
-                settled.add(one.base_peak)
+                settled.add((one.base_peak, one.way))
         if not found:
             return last_resort(self, tries, refused=refused, risk=name, profile=profile)
         plan, one = min(found, key=lambda entry: (entry[0].allocation.risk, _effort(entry[0].allocation)))
@@ -345,7 +347,7 @@ class Planner:
             ("range", risk),
             (profile, self.latency, self.budget, self.footprint),
             lambda: (
-                min(self.taken(one.least()) for one in all_tries(self, risk=risk, profile=profile)),
+                self.taken(least_of(self, all_tries(self, risk=risk, profile=profile))),
                 self.taken([min(options, key=_by_risk) for options in everything.values()]),
             ),
         )

@@ -9,13 +9,14 @@ from baoc.allocation import ALLOCATORS, NoFeasibleAllocation
 from baoc.charges import Try, allocated
 from baoc.errors import InfeasibleBudgetError
 from baoc.link import pinned_bytes
+from baoc.tries import least_of
 from baoc.types import Budget, Footprint, LatencyTable, Limits, Plan, Profile
 from baoc.units import format_bytes
 
 if TYPE_CHECKING:
     from baoc.planner import Planner
 
-SEARCHES, SEARCH_STEP = 60, 1.05  # up to twenty times the least that could do
+SEARCHES, SEARCH_STEP, START_S = 240, 1.05, 1e-5  # from 10 microseconds on, as far as a second
 HOST_ADVICE = "states on the host, by budget.host_memory or catalogue=host"
 
 ADVICE_MEMORY = (
@@ -41,7 +42,7 @@ def last_resort(
 ) -> Plan:
     """The allocation of fewest bytes if it fits after all, as charges are upper bounds; else raises what would."""
     free = not ALLOCATORS[planner.settings.allocator].full and planner.budget.step_time is None
-    least = min((one.least() for one in tries), key=planner.taken)
+    least = least_of(planner, tries)
     if free and (len(planner.counts) > 1 or planner.places):
         last = allocated(least, allocator=planner.settings.allocator)
         plan = planner.plan_of(last, tries[-1].pool, limits=tries[-1].limits, risk=risk, profile=profile)
@@ -59,28 +60,29 @@ def last_resort(
         raise too_slow(
             planner.budget,
             latency=planner.latency,
-            least_step_s=_fastest_s(one, error=error),
+            least_step_s=error.least_step_s if not planner.places else _fastest_s(refused),
             allowed_bytes=one.limits.state_bytes,
             least_bytes=least_bytes,
         )
     raise _refusal(planner, one.limits, least_bytes=least_bytes, refused=refused)
 
 
-def _fastest_s(one: Try, *, error: NoFeasibleAllocation) -> float:
-    """Seconds of optimizer step that would be enough. Where link and host work beside it, they may bind together, so
-    that the least of each is only where the search begins."""
-    limits = one.limits
-    if limits.step_s is None or limits.link_s is None or limits.host_s is None:
-        return error.least_step_s
-    beside = limits.link_s - limits.step_s
-    seconds = max(error.least_step_s, error.least_link_s - beside, error.least_host_s - beside)
+def _fastest_s(refused: Sequence[tuple[NoFeasibleAllocation, Try]]) -> float:
+    """Seconds of optimizer step that are enough for one of the tries, sought from the least that might do.
+
+    Device, link and host may bind together, so that the least of each alone need not be enough.
+    """
+    seconds = max(refused[0][1].limits.step_s or 0.0, START_S)
     for _ in range(SEARCHES):
-        with suppress(NoFeasibleAllocation):
+        for _, one in refused:
+            limits = one.limits
+            more = seconds - (limits.step_s or 0.0)
             wider = replace(
-                limits, step_s=seconds, link_s=max(seconds + beside, 0.0), host_s=max(seconds + beside, 0.0)
+                limits, step_s=seconds, link_s=(limits.link_s or 0.0) + more, host_s=(limits.host_s or 0.0) + more
             )
-            ALLOCATORS["greedy"](one.pool, limits=wider)
-            break
+            with suppress(NoFeasibleAllocation):
+                ALLOCATORS["greedy"](one.pool, limits=wider)
+                return seconds
         seconds *= SEARCH_STEP
     return seconds
 
@@ -92,7 +94,7 @@ def _host_needed(refused: Sequence[tuple[NoFeasibleAllocation, Try]]) -> int | N
         room = one.limits.state_bytes
         least = sum(min(c.cost.charged_bytes for c in options) for options in one.pool.values())
         if one.limits.host_bytes is not None and (room is None or least <= room):
-            needs.append(pinned_bytes(error.least_host_bytes + one.host_staging_bytes))
+            needs.append(pinned_bytes(error.least_host_bytes + one.way.host_bytes))
     return min(needs, default=None)
 
 

@@ -3,12 +3,12 @@
 Each turns peaks, which are no sums over blocks, into limits that are.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from baoc.charges import Try, levels
 from baoc.places import Way, ways
-from baoc.types import Profile
+from baoc.types import Candidate, Profile
 
 if TYPE_CHECKING:
     from baoc.planner import Planner
@@ -33,7 +33,13 @@ def all_tries(planner: "Planner", *, risk: str, profile: Profile | None) -> Iter
                 }
                 if all(pool.values()):
                     limits = planner.limits(base_peak=above, way=way)
-                    yield Try(pool=pool, limits=limits, base_peak=above, host_staging_bytes=way.host_bytes)
+                    yield Try(pool=pool, limits=limits, base_peak=above, way=way)
+
+
+def least_of(planner: "Planner", tries: Iterable[Try]) -> list[Candidate]:
+    """The candidates of fewest bytes in the budget's own measure, within the host's memory where that can be met."""
+    tries = list(tries)
+    return min((one.least() for one in [t for t in tries if t.meets_host] or tries), key=planner.taken)
 
 
 def _ways(planner: "Planner", *, risk: str, profile: Profile | None) -> list[Way]:

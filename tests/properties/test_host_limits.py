@@ -1,0 +1,123 @@
+"""Five limits at once: the exact allocator is held against all combinations, the others to the limits."""
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+
+import numpy as np
+import pytest
+
+from baoc.allocation import ALLOCATORS, NoFeasibleAllocation
+from baoc.types import Candidate, Cost, Limits, Risk
+
+Options = dict[str, list[Candidate]]
+
+
+def placed(seed: int, *, blocks: int = 5) -> Options:
+    """Each block on the device in two storages, the same streamed, and updated by the host."""
+    rng = np.random.default_rng(seed)
+    made: Options = {}
+    for index in range(blocks):
+        size = int(10 ** rng.uniform(2, 4))
+        rows = [
+            (0.0, Cost(state_bytes=8 * size, step_s=3e-9 * size)),
+            (1e-4 * size, Cost(state_bytes=2 * size, step_s=2e-9 * size)),
+            (0.0, Cost(state_bytes=8, host_bytes=8 * size, step_s=3e-9 * size, link_s=8e-9 * size)),
+            (1e-4 * size, Cost(state_bytes=8, host_bytes=2 * size, step_s=2e-9 * size, link_s=2e-9 * size)),
+            (0.0, Cost(state_bytes=0, host_bytes=8 * size, link_s=4e-9 * size, host_s=9e-9 * size)),
+        ]
+        name = f"b{index}"
+        made[name] = [
+            Candidate(block=name, spec=f"s{j}", cost=cost, risk=Risk(total=risk)) for j, (risk, cost) in enumerate(rows)
+        ]
+    return made
+
+
+def used(chosen: Sequence[Candidate]) -> tuple[float, ...]:
+    costs = [c.cost for c in chosen]
+    return (
+        sum(c.state_bytes for c in costs),
+        sum(c.step_s for c in costs),
+        sum(c.host_bytes for c in costs),
+        sum(c.link_s for c in costs),
+        sum(c.host_s for c in costs),
+    )
+
+
+def within(chosen: Sequence[Candidate], limits: Limits) -> bool:
+    bounds = (limits.state_bytes, limits.step_s, limits.host_bytes, limits.link_s, limits.host_s)
+    return all(b is None or value <= b * (1 + 1e-9) for value, b in zip(used(chosen), bounds, strict=True))
+
+
+def best(options: Mapping[str, Sequence[Candidate]], limits: Limits) -> float | None:
+    fitting = [c for c in product(*options.values()) if within(c, limits)]
+    return min((sum(c.risk.total for c in chosen) for chosen in fitting), default=None)
+
+
+def limits_of(options: Options, share: Sequence[float]) -> Limits:
+    total = sum(c[0].cost.state_bytes for c in options.values()) / 8
+    return Limits(
+        state_bytes=int(8 * total * share[0]),
+        step_s=3e-9 * total,
+        host_bytes=int(8 * total * share[1]),
+        link_s=8e-9 * total * share[2],
+        host_s=9e-9 * total * share[3],
+    )
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_exact_is_the_best_of_all_combinations(seed: int):
+    options = placed(seed)
+    limits = limits_of(options, np.random.default_rng(seed).uniform(0.05, 0.7, 4).tolist())
+    expected = best(options, limits)
+    for name in ("exact", "lagrangian", "greedy", "random"):
+        if expected is None:
+            with pytest.raises(NoFeasibleAllocation):
+                ALLOCATORS[name](options, limits=limits)
+            continue
+        allocation = ALLOCATORS[name](options, limits=limits)
+        chosen = [next(c for c in options[b] if c.spec == spec) for b, spec in allocation.choices.items()]
+        assert within(chosen, limits)
+        totals = (allocation.host_bytes, allocation.link_s, allocation.host_s)
+        assert totals == pytest.approx(used(chosen)[2:])
+        assert allocation.risk >= expected - 1e-9
+        if name == "exact":
+            assert allocation.risk == pytest.approx(expected, abs=1e-9)
+        if name == "lagrangian":
+            assert allocation.gap is not None and allocation.risk * (1 - allocation.gap) <= expected + 1e-9
+
+
+def test_of_equal_risks_the_one_with_least_work_beside_the_device_is_taken():
+    """Without a limit of seconds: all stays where it is, as far as there is room, and the rest is what is least."""
+    options = placed(3)
+    everything = sum(c[0].cost.state_bytes for c in options.values())
+    for name in ("exact", "lagrangian", "greedy"):
+        assert set(ALLOCATORS[name](options, limits=Limits()).choices.values()) == {"s0"}
+    limits = Limits(state_bytes=int(0.6 * everything))
+    free = [
+        c for c in product(*options.values()) if within(c, limits) and not sum(candidate.risk.total for candidate in c)
+    ]
+    least = min(sum(c.cost.link_s + c.cost.host_s for c in chosen) for chosen in free)
+    found = ALLOCATORS["exact"](options, limits=limits)
+    assert found.risk == 0 and found.link_s + found.host_s == pytest.approx(least)
+    other = ALLOCATORS["lagrangian"](options, limits=limits)
+    assert other.risk == 0 and least * (1 - 1e-9) <= other.link_s + other.host_s <= 2 * least
+
+
+def test_a_refusal_names_what_would_do_of_each():
+    options = placed(5)
+    limits = Limits(state_bytes=200, host_bytes=10, link_s=1.0)
+    with pytest.raises(NoFeasibleAllocation) as caught:
+        ALLOCATORS["exact"](options, limits=limits)
+    error = caught.value
+    enough = Limits(state_bytes=200, host_bytes=error.least_host_bytes, link_s=1.0)
+    assert within_exact(options, enough)
+    assert not within_exact(options, Limits(state_bytes=200, host_bytes=error.least_host_bytes - 1, link_s=1.0))
+    assert within_exact(options, Limits(state_bytes=error.least_state_bytes, host_bytes=10, link_s=1.0))
+
+
+def within_exact(options: Options, limits: Limits) -> bool:
+    try:
+        ALLOCATORS["exact"](options, limits=limits)
+    except NoFeasibleAllocation:
+        return False
+    return True
