@@ -6,10 +6,10 @@
 
 `exact`: each model is trained whole, and killed at a random step and resumed, with deterministic algorithms and blocks
 that move on the way; logged values and exported weights are compared bit for bit. `lowered`: a Llama 130M is asked for
-memory by a file in its folder and gets it back later; what torch's allocator holds of the card is read every few
-milliseconds, the context is added. As other processes may use the card meanwhile, the context is CONTEXT_BYTES instead
-of what is missing from the card's free memory. `quality`: reallocation off, once, interval and drift, and fp32 AdamW,
-on a network of each task, as many as fit into the time, and how the training loss goes on across the first move.
+memory by a file in its folder and gets it back later; what the driver says that the process holds is read every few
+milliseconds. Where the driver does not tell processes apart, it is what torch's allocator holds and CONTEXT_BYTES, as
+others may use the card meanwhile; "by_driver" of the result tells which. `quality`: reallocation off, once, interval
+and drift, and fp32 AdamW, on a network of each task, as many as fit into the time, and how the training loss goes on across the first move.
 Each writes OUT/<name>.json and ends with a table.
 """
 
@@ -142,7 +142,7 @@ def child(run_dir: Path) -> None:
     def read() -> None:
         with (run_dir.parent / "trace.csv").open("w") as file:
             while True:
-                file.write(f"{time.time():.4f},{torch.cuda.memory_reserved(0)},{torch.cuda.memory_allocated(0)}\n")
+                file.write(f"{time.time():.4f},{torch.cuda.memory_reserved(0)},{device._nvml_own(0) or 0}\n")
                 file.flush()
                 time.sleep(0.002)
 
@@ -171,8 +171,11 @@ def lowered(out: Path, *, ask: str, at: int, back: int) -> dict[str, Any]:
     moments["ended"] = time.time()
     trace = [[float(x) for x in line.split(",")] for line in (out / "trace.csv").read_text().splitlines()[:-1]]
 
+    by_driver = all(own > 0 for _, _, own in trace)
+
     def most(since: float, until: float) -> int:
-        return CONTEXT_BYTES + int(max((held for s, held, _ in trace if since <= s < until), default=0))
+        held = ((own if by_driver else reserved + CONTEXT_BYTES) for s, reserved, own in trace if since <= s < until)
+        return int(max(held, default=0))
 
     events = [json.loads(line) for line in (run_dir / "reallocations.jsonl").read_text().splitlines()]
     result = run_dir / "result.json"
@@ -180,6 +183,7 @@ def lowered(out: Path, *, ask: str, at: int, back: int) -> dict[str, Any]:
         "asked": ask,
         "exit_code": process.returncode,
         "readings": len(trace),
+        "by_driver": by_driver,
         "seconds_until_in_force": round(moments["answered"] - moments["asked"], 3),
         "peak_before_bytes": most(0, moments["asked"]),
         "peak_while_moving_bytes": most(moments["asked"], moments["answered"]),
