@@ -9,8 +9,8 @@ that move on the way; logged values and exported weights are compared bit for bi
 memory by a file in its folder and gets it back later; what the driver says that the process holds is read every few
 milliseconds. Where the driver does not tell processes apart, it is what torch's allocator holds and CONTEXT_BYTES, as
 others may use the card meanwhile; "by_driver" of the result tells which. `quality`: reallocation off, once, interval
-and drift, and fp32 AdamW, on a network of each task, as many as fit into the time, and how the training loss goes on across the first move.
-Each writes OUT/<name>.json and ends with a table.
+and drift, and fp32 AdamW, on a network of each task, as many as fit into the time, and how the training loss goes on
+across the first move. Each writes OUT/<name>.json and ends with a table.
 """
 
 import argparse
