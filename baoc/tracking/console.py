@@ -4,6 +4,8 @@ Tables keep to 100 columns where the output is no terminal (a log file, a multir
 either. The console is made anew for each print, so that whoever redirects stdout gets the text.
 """
 
+import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,13 +52,22 @@ def detach_live(console: Console) -> None:
         _live.remove(console)
 
 
+class LastingConsole(Console):
+    """What is printed for nobody is lost, and the run goes on: rich would end it where a pipe's reader has gone."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), (sys.stderr if self.stderr else sys.stdout).fileno())
+
+
 def make_console(*, stderr: bool = False) -> Console:
     """A console on today's stdout (or stderr): 100 columns and no colours where that is no terminal."""
     if _live and not stderr:
         return _live[-1]
-    console = Console(stderr=stderr, highlight=False, soft_wrap=False)
+    console = LastingConsole(stderr=stderr, highlight=False, soft_wrap=False)
     if not console.is_terminal:
-        return Console(stderr=stderr, highlight=False, width=PLAIN_WIDTH, no_color=True, color_system=None)
+        return LastingConsole(stderr=stderr, highlight=False, width=PLAIN_WIDTH, no_color=True, color_system=None)
     if console.width > MAX_WIDTH:
         console.width = MAX_WIDTH
     return console

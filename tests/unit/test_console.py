@@ -1,6 +1,7 @@
 """What is printed: readable at 100 columns, plain where there is no terminal, and true to the values it is given."""
 
 import io
+import subprocess
 import sys
 
 import pytest
@@ -19,6 +20,7 @@ from baoc.types import (
     TextDataSpec,
 )
 from baoc.units import GIB, MIB
+from tests.conftest import ROOT
 from tests.values import block, make_plan, make_result, point
 
 
@@ -33,6 +35,17 @@ def test_a_plan_says_block_spec_bytes_risk_and_why(capsys: pytest.CaptureFixture
     assert "state 1.02 KiB (1048 bytes), 80.6% of fp32 AdamW's 1.27 KiB; risk 0.5 by risk=prior" in out
     assert "(allocator=exact, proven optimal)" in out
     assert "budget state_50 binds; budgets that bind go from 40 B (40 bytes, the least feasible) to 1.27 KiB" in out
+
+
+def test_a_reader_that_has_gone_ends_no_run() -> None:
+    """As in `python run.py | head`, or where the terminal of a run that goes on is closed."""
+    program = (
+        "import os, sys; from baoc.tracking import console; ends = os.pipe(); os.dup2(ends[1], 1); "
+        "[os.close(end) for end in ends]; console.say('one'); console.say('two'); print('three', flush=True); "
+        "sys.stderr.write('goes on')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "goes on")
 
 
 def test_data_are_said_in_words() -> None:
