@@ -124,7 +124,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[dict] = []
-    for width, depth, batch in ((64, 4, 32), (384, 6, 8)):
+    for width, depth, batch in ((64, 4, 32), (384, 6, 4)):
         for risk in ("statistics", "shadow"):
             rows += measured(
                 width=width, depth=depth, batch=batch, risk=risk, steps=tuple(given.steps), device=given.device
