@@ -40,7 +40,7 @@ class Schedule:
         self._portion = 1.0 if shadow_every is None else 0.5
         self._settled: dict[str, float] | None = None  # seconds elapsed and spent when the first decision fell
         self._spent = {"sample": 0.0, "shadow": 0.0}
-        self._cost = {"gather": 0.0, "sample": 0.0, "shadow": 0.0}  # seconds of the newest one
+        self._cost = {"gather": 0.0, "sample": 0.0, "shadow": 0.0, "profile": 0.0}  # seconds of the newest one
         self._seen = 0
         self._sampled = 0
         self._armed = False
@@ -97,6 +97,7 @@ class Schedule:
         since, share = self._settled or {"elapsed": 0.0, kind: 0.0}, self._share
         if self._settled is not None:
             share = min(share, LATER_SHARE)
+            more_s += self._cost["profile"] if kind == "sample" else 0.0  # which the next decision needs
         spent = self._spent[kind] - since[kind] + self._cost[kind] + more_s
         return spent <= share * self._portion * (self.elapsed_s - since["elapsed"])
 
