@@ -38,9 +38,17 @@ class Recorder:
         console.print_plan(plan, title="Allocation at the start, from priors by role")
 
     def resumed(self, step: int, plan: Plan) -> None:
-        """The run goes on after `step` with `plan`: decisions of an attempt that went further are set aside."""
+        """The run goes on after `step` with `plan`: decisions of an attempt that went further are set aside.
+
+        A budget is changed when the next batch begins, which is after the checkpoint of `step`; other decisions of
+        `step` are in it.
+        """
         self._peaks = [plan.peak_bytes]
-        supersede(self.run_dir / "reallocations.jsonl", from_step=step + 1)
+        supersede(
+            self.run_dir / "reallocations.jsonl",
+            from_step=step + 1,
+            also=lambda event: event["step"] == step and event["trigger"] == "budget",
+        )
 
     def reallocated(self, event: Reallocation, plan: Plan, profile: Profile | None) -> None:
         """A decision: one line in reallocations.jsonl, the newest plan in the other files, its table if it moved."""

@@ -5,6 +5,7 @@ loggers do; several lines may share a step (training, validation, epoch end). Na
 """
 
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,11 @@ def metrics_path(path: str | os.PathLike[str]) -> Path:
     return path / METRICS_FILE if path.is_dir() else path
 
 
-def supersede(path: str | os.PathLike[str], *, from_step: int) -> int:
-    """Takes lines of `from_step` and later out of `path`, as a resumed run will write them again; returns how many.
+def supersede(
+    path: str | os.PathLike[str], *, from_step: int, also: Callable[[Mapping[str, Any]], bool] = lambda line: False
+) -> int:
+    """Takes lines of `from_step` and later, and those for which `also` is true, out of `path`, as a resumed run will
+    write them again; returns how many.
 
     They were true of an attempt that is no longer part of the run, so they are kept, in `NAME.superseded`. Both files
     are whole at any moment: a kill in between leaves at worst the same lines in both.
@@ -53,7 +57,7 @@ def supersede(path: str | os.PathLike[str], *, from_step: int) -> int:
         return 0
     LineFile(path).close()  # sets a torn last line aside
     lines = [line for line in path.read_bytes().split(b"\n") if line]
-    later = [record["step"] >= from_step for record in read_jsonl(path)]
+    later = [record["step"] >= from_step or also(record) for record in read_jsonl(path)]
     gone = [line for line, is_later in zip(lines, later, strict=True) if is_later]
     if not gone:
         return 0

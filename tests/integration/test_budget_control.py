@@ -94,7 +94,7 @@ def kill(trainer: L.Trainer) -> None:
     raise Killed
 
 
-@pytest.mark.parametrize("stop", [5, 10])
+@pytest.mark.parametrize("stop", [4, 5, 10])
 def test_resumed_anywhere_it_is_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int) -> None:
     """Before, between and after changes of the budget and a reallocation."""
     changes = {"budget": parse_budget("state_50"), "dynamics": TO_10_AND_BACK}
