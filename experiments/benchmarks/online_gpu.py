@@ -43,7 +43,7 @@ EXACT = (  # the once-decision comes at step 20, the budget grows at 70: both mo
 )
 LOWERED = (
     "model=llama model.size=130m model.vocab_size=32000 model.checkpointing=false dataset.sequence_length=512 "
-    "device=cuda budget=6gb micro_batch=8 batch_size=8 reallocation=interval trainer.max_steps=240 "
+    "device=cuda budget=7gb micro_batch=8 batch_size=8 reallocation=interval trainer.max_steps=240 "
     "trainer.log_every_n_steps=5 trainer.val_check_interval=100000 trainer.limit_val_batches=4 "
     "trainer.enable_progress_bar=false checkpoint.export=false"
 )
@@ -273,7 +273,7 @@ def main() -> None:
     parser.add_argument("--model", nargs="+", default=["vit", "llama", "dit"], choices=list(SIZES))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda", help="of `exact`")
-    parser.add_argument("--ask", default="5300mb")
+    parser.add_argument("--ask", default="6gb")
     parser.add_argument("--workers", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=130)
     given = parser.parse_args()
