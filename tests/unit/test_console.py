@@ -3,11 +3,13 @@
 import io
 import subprocess
 import sys
+import warnings
 
 import pytest
 
 from baoc.tracking import console
 from baoc.tracking.rows import collapsed_rows, plan_rows
+from baoc.train import quieten
 from baoc.types import (
     Allocation,
     BlockMove,
@@ -46,6 +48,16 @@ def test_a_reader_that_has_gone_ends_no_run() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=120)
     assert (done.returncode, done.stderr) == (0, "goes on")
+
+
+def test_advice_for_other_loggers_is_not_shown() -> None:
+    advice = "The number of training batches (5) is smaller than the logging interval Trainer(log_every_n_steps=10)."
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        quieten()
+        warnings.warn(advice, stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+    assert [str(warning.message) for warning in shown] == ["something else"]
 
 
 def test_data_are_said_in_words() -> None:
