@@ -1,6 +1,7 @@
 """`python -m baoc.sweep.calibrate FOLDER...`: how well risk ranks damage, and the best weights of a risk_weights study.
 
-With `--write NAME` the winner becomes conf/risk/NAME.yaml with its evidence, to be used as risk=NAME.
+With `--write NAME` the winner becomes conf/risk/NAME.yaml with its evidence, to be used as risk=NAME. With `--fit NAME`
+the weights are those that explain the damage of the runs best, if they also rank runs of seeds that were held out.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from baoc.config.environment import commit
 from baoc.errors import BadInputError
 from baoc.risk import RISKS
 from baoc.sweep.commands import Arguments, command
-from baoc.sweep.damage import LEAST_RUNS, Damage, Rank, damages, ranks
+from baoc.sweep.damage import LEAST_RUNS, Damage, Rank, damages, fit, held_out, ranks
 from baoc.sweep.early import violated
 from baoc.sweep.runs import find_runs
 from baoc.sweep.status import load
@@ -134,8 +135,11 @@ def show(found: Sequence[Rank]) -> None:
     make_console().print(table)
 
 
-def calibrate(folders: Sequence[Path], *, write: str | None = None, storage: str | None = None) -> list[Rank]:
-    """Ranks the runs below `folders` and, with `write`, the winner of the study in the first one into conf/risk."""
+def calibrate(
+    folders: Sequence[Path], *, write: str | None = None, fitted: str | None = None, storage: str | None = None
+) -> list[Rank]:
+    """Ranks the runs below `folders`; with `write`, the winner of the study in the first one goes into conf/risk, with
+    `fitted` the weights that fit the runs."""
     winner, study = None, None
     if write is not None:
         study, _, _ = load(folders[0], storage=storage)
@@ -152,6 +156,8 @@ def calibrate(folders: Sequence[Path], *, write: str | None = None, storage: str
         if winner is None:
             raise
         say(f"risk was not ranked: {error}")
+    if fitted is not None:
+        _write_fit(damages(runs), name=fitted)
     if winner is not None and study is not None:
         _write(winner, study=study, name=str(write), runs=runs, found=found)
     return found
@@ -163,9 +169,53 @@ def ranks_by_model(found: Sequence[Damage], *, weights: Mapping[str, Mapping[str
     groups = {model: [run for run in found if run.risk_model == model] for model in models}
     told = {model: group for model, group in groups.items() if len(group) >= LEAST_RUNS}
     if len(models) < 2 or not told:
-        return ranks(found, weights=weights)
-    every = [(model, rank) for model, group in told.items() for rank in ranks(group, weights=weights)]
+        return _with_held_out(found, weights=weights)
+    every = [(model, rank) for model, group in told.items() for rank in _with_held_out(group, weights=weights)]
     return [replace(rank, what=f"{rank.what} ({model})") for model, rank in every]
+
+
+def _with_held_out(found: Sequence[Damage], *, weights: Mapping[str, Mapping[str, float]]) -> list[Rank]:
+    told, fitted = ranks(found, weights=weights), held_out(found)
+    return told if fitted is None else [*told, fitted]
+
+
+def fitted_file(found: Sequence[Damage]) -> str:
+    """The text of a conf/risk file with fitted weights and their evidence, for runs of one risk model.
+
+    Raises BadInputError where they do not rank the runs of seeds that were held out better than weights of 1 do.
+    """
+    models = sorted({run.risk_model for run in found})
+    if len(models) != 1:
+        raise BadInputError(f"weights are fitted to runs of one risk model, and these have {', '.join(models)}")
+    told, unit, weights = held_out(found), f"total, {UNIT}, at equal budgets", fit(found)
+    plain = next((rank for rank in ranks(found, weights={UNIT: {}}) if rank.what == unit), None)
+    if told is None or plain is None or not weights:
+        raise BadInputError(
+            "weights cannot be fitted: that needs several runs at each budget, of at least two seeds, whose risk goes "
+            "with their damage (allocator=random at a few budgets)"
+        )
+    if not (told.low > 0 and told.rho > plain.rho):
+        raise BadInputError(
+            f"fitted weights rank runs of held-out seeds at equal budgets by {_interval(told)}, weights of 1 by "
+            f"{_interval(plain)}: that is no better, so nothing was written"
+        )
+    file = yaml.safe_load(assets.options("risk")[models[0]].read_text(encoding="utf-8"))
+    merged = {term: round(weights.get(term, float(weight)), 4) for term, weight in file["weights"].items()}
+    lines = [
+        f"# Weights of risk={models[0]} fitted to the damage of {len(found)} runs (commit {commit() or 'unknown'}).",
+        f"# Rank correlation with damage at equal budgets: {_interval(told)} on seeds that were held out,",
+        f"# weights of 1 {_interval(plain)}. A term that did not vary keeps its weight.",
+    ]
+    return "\n".join(lines) + "\n" + yaml.safe_dump({"name": models[0], "weights": merged}, sort_keys=False)
+
+
+def _write_fit(found: Sequence[Damage], *, name: str) -> None:
+    text = fitted_file(found)
+    if name in RISKS:
+        raise BadInputError(f"--fit {name} would overwrite that risk model: choose a name of its own")
+    file = assets.conf() / "risk" / f"{name}.yaml"
+    write_text(file, text)
+    say(f"fitted weights are in {file}: use them as risk={name}")
 
 
 def _write(winner: Winner, *, study: optuna.Study, name: str, runs: Sequence[Any], found: Sequence[Rank]) -> None:
@@ -186,10 +236,11 @@ def main(argv: Arguments = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m baoc.sweep.calibrate", description=__doc__)
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help=f"runs, {LEAST_RUNS} at least")
     parser.add_argument("--write", metavar="NAME", help="write the winner of the first folder's study")
+    parser.add_argument("--fit", metavar="NAME", help="write weights fitted to the damage of the runs")
     parser.add_argument("--storage", help="the study's storage, where its URL has a password")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="the correlations as CSV")
     given = parser.parse_args(argv)
-    found = calibrate(given.folders, write=given.write, storage=given.storage)
+    found = calibrate(given.folders, write=given.write, fitted=given.fit, storage=given.storage)
     if given.csv is not None:
         write_csv(given.csv, [asdict(rank) for rank in found])
 

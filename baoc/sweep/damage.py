@@ -12,6 +12,7 @@ from statistics import fmean
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import nnls
 
 from baoc.errors import BadInputError
 from baoc.sweep.kinds import by_kind
@@ -33,6 +34,8 @@ class Damage:
     damage: float
     state_bytes: int
     risk_model: str
+    budget: str = ""
+    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +86,8 @@ def damages(runs: Sequence[RunFolder]) -> list[Damage]:
                 damage=sign * (result["quality"]["value"] - reference),
                 state_bytes=result["state_bytes"],
                 risk_model=model,
+                budget=str(result["budget"]["name"]),
+                seed=int(result["seed"]),
             )
         )
     return found
@@ -120,8 +125,9 @@ def _unweighted(terms: Mapping[str, float], folder: Path) -> dict[str, float]:
 def ranks(found: Sequence[Damage], *, weights: Mapping[str, Mapping[str, float]], seed: int = 0) -> list[Rank]:
     """How well the total risk under each named set of weights ranks the damage; then each term, and fewer bytes alone.
 
-    Bytes are what any risk must beat: a smaller state may do more damage whatever it is spent on. Raises BadInputError
-    where there are too few runs to rank.
+    Bytes are what any risk must beat: a smaller state may do more damage whatever it is spent on. "At equal budgets"
+    both are taken less their mean over the runs of a budget, which is the comparison that an allocator makes. Raises
+    BadInputError where there are too few runs to rank.
     """
     if len(found) < LEAST_RUNS:
         raise BadInputError(
@@ -130,13 +136,79 @@ def ranks(found: Sequence[Damage], *, weights: Mapping[str, Mapping[str, float]]
         )
     damage = np.array([run.damage for run in found])
     names = sorted({name for run in found for name in run.terms})
-    columns = {
-        f"total, {name}": np.array([sum(own.get(t, 1.0) * v for t, v in run.terms.items()) for run in found])
-        for name, own in weights.items()
-    }
+    columns = {f"total, {name}": totals(found, weights=own) for name, own in weights.items()}
+    equal = equal_budgets(found)
+    within = [
+        _rank(f"{what}, at equal budgets", equal @ column, equal @ damage, seed=seed)
+        for what, column in columns.items()
+        if len(equal) and np.ptp(equal @ column) > 1e-12 * np.ptp(column)
+    ]
     columns["fewer state bytes"] = np.array([-float(run.state_bytes) for run in found])
     columns |= {f"term {name}": np.array([run.terms.get(name, 0.0) for run in found]) for name in names}
-    return [_rank(what, column, damage, seed=seed) for what, column in columns.items() if np.ptp(column) > 0]
+    return [
+        *[_rank(what, column, damage, seed=seed) for what, column in columns.items() if np.ptp(column) > 0],
+        *within,
+    ]
+
+
+def totals(found: Sequence[Damage], *, weights: Mapping[str, float]) -> Floats:
+    """The total risk of each run; a term without a weight keeps 1."""
+    return np.array([sum(weights.get(term, 1.0) * value for term, value in run.terms.items()) for run in found])
+
+
+def equal_budgets(found: Sequence[Damage]) -> Floats:
+    """A matrix that takes values less their mean over the runs of the same budget, [runs kept, runs]; runs that are
+    alone with their budget are left out."""
+    names = np.array([run.budget for run in found])
+    same = (names[:, None] == names[None, :]).astype(np.float64)
+    counts = same.sum(1)
+    return (np.eye(len(found)) - same / counts[:, None])[counts > 1]
+
+
+def fit(found: Sequence[Damage], *, ridge: float = 0.1, least: float = 0.05) -> dict[str, float]:
+    """Weights of the terms under which total risk is nearest to the damage at equal budgets, by least squares.
+
+    Terms are scaled to their spread; `ridge` keeps them small, against one run's share of the fit. Weights have mean 1,
+    as only ratios matter to an allocator, and none is below `least`: what did no harm to these runs may do some to
+    others. A term that does not vary here is not among them. Empty where no term goes with damage.
+    """
+    equal = equal_budgets(found)
+    names = sorted({name for run in found for name in run.terms})
+    terms = np.array([[run.terms.get(name, 0.0) for name in names] for run in found]).reshape(len(found), len(names))
+    centred = equal @ terms
+    spread = centred.std(0) if len(centred) else np.zeros(len(names))
+    varies = spread > 1e-9 * np.abs(terms).max(0, initial=1e-30)
+    if not varies.any():
+        return {}
+    matrix = centred[:, varies] / spread[varies]
+    size = int(varies.sum())
+    stacked = np.vstack([matrix, np.sqrt(ridge * len(matrix)) * np.eye(size)])
+    solved, _ = nnls(stacked, np.concatenate([equal @ [run.damage for run in found], np.zeros(size)]))
+    weights = solved / spread[varies]
+    if not weights.any():
+        return {}
+    scaled = np.maximum(weights / weights.mean(), least)
+    return {name: float(weight) for name, weight in zip(np.array(names)[varies], scaled, strict=True)}
+
+
+def held_out(found: Sequence[Damage], *, seed: int = 0) -> Rank | None:
+    """How well fitted weights rank runs that they were not fitted on, at equal budgets: each training seed in turn is
+    left out. None where there are fewer than two seeds, or nothing could be fitted."""
+    seeds = sorted({run.seed for run in found})
+    predicted, damage = [], []
+    for one in seeds if len(seeds) > 1 else ():
+        weights = fit([run for run in found if run.seed != one])
+        rest = [run for run in found if run.seed == one]
+        equal = equal_budgets(rest)
+        if not weights or not len(equal):
+            continue
+        scale = totals([run for run in found if run.seed != one], weights=weights).std() or 1.0
+        predicted += list(equal @ totals(rest, weights=weights) / scale)
+        damage += list(equal @ np.array([run.damage for run in rest]))
+    if len(predicted) < LEAST_RUNS:
+        return None
+    what = "total, fitted weights, seeds held out, at equal budgets"
+    return _rank(what, np.array(predicted), np.array(damage), seed=seed)
 
 
 def _rank(what: str, predicted: Floats, damage: Floats, *, seed: int) -> Rank:

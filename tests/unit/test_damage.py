@@ -2,6 +2,7 @@
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,8 @@ import yaml
 from scipy.stats import spearmanr
 
 from baoc.errors import BadInputError
-from baoc.sweep.calibrate import main
-from baoc.sweep.damage import damages_below, ranks, spearman
+from baoc.sweep.calibrate import fitted_file, main
+from baoc.sweep.damage import Damage, damages_below, fit, held_out, ranks, spearman
 from baoc.sweep.study import run_study
 from baoc.sweep.study_config import read_study
 from tests.unit.test_sweep_frontier import job
@@ -122,3 +123,50 @@ def test_weights_of_nothing_are_refused(tmp_path: Path, capsys):
     run_study(read_study(given | {"fixed": ["seed=0"]}), folder=tmp_path, code=STUB)
     assert main([str(tmp_path), "--write", "w"]) == 2
     assert "no finished trial that searched risk.weights" in capsys.readouterr().err
+
+
+def made(*, seeds: int, budgets: int, truth: dict[str, float], noise: float) -> list[Damage]:
+    """Runs whose damage is a weighted sum of their terms, a constant per budget, and noise."""
+    rng = np.random.default_rng(3)
+    found = []
+    for seed in range(seeds):
+        for budget in range(budgets):
+            for at in range(4):
+                terms = dict(zip(truth, rng.uniform(0, 1, len(truth)), strict=True))
+                damage = sum(truth[name] * value for name, value in terms.items()) - 5.0 * budget + noise * rng.normal()
+                name = f"{seed}_{budget}_{at}"
+                own = Damage(run=name, terms=terms, damage=damage, state_bytes=budget, risk_model="statistics")
+                found.append(replace(own, budget=f"state_{budget}", seed=seed))
+    return found
+
+
+def test_fitted_weights_are_those_that_made_the_damage():
+    truth = {"drop_m": 3.0, "fold_m": 0.0, "drop_v": 1.0, "share_v": -0.2}
+    weights = fit(made(seeds=5, budgets=3, truth=truth, noise=0.01), ridge=1e-6)
+    assert weights["drop_m"] / weights["drop_v"] == pytest.approx(3, rel=0.2)
+    assert weights["fold_m"] == weights["share_v"] == 0.05, "no term is free, and none is below nothing"
+    assert fit([]) == {} and fit(made(seeds=1, budgets=1, truth={"drop_m": -1.0}, noise=0)) == {}
+
+
+def test_equal_budgets_and_held_out_seeds_tell_whether_weights_are_any_good():
+    truth = {"drop_m": 3.0, "fold_m": 0.0}
+    runs = made(seeds=5, budgets=3, truth=truth, noise=0.3)
+    told = {rank.what: rank for rank in ranks(runs, weights={"1": {}})}
+    assert told["total, 1, at equal budgets"].rho > 0.4 > abs(told["total, 1"].rho), "budgets hide what risk tells"
+    found = held_out(runs)
+    assert found is not None and found.rho > told["total, 1, at equal budgets"].rho and found.n == 60
+    text = fitted_file(runs)
+    written = yaml.safe_load(text)
+    assert written["name"] == "statistics" and written["weights"]["fold_m"] == 0.05 * 1.0
+    assert written["weights"]["drop_v"] == 1.0 and "on seeds that were held out" in text
+    assert held_out([run for run in runs if run.seed == 0]) is None
+
+
+def test_weights_that_are_no_better_are_not_written():
+    with pytest.raises(BadInputError, match="that is no better, so nothing was written"):
+        fitted_file(made(seeds=5, budgets=3, truth={"drop_m": 1.0, "fold_m": 1.0}, noise=0.5))
+    with pytest.raises(BadInputError, match="several runs at each budget, of at least two seeds"):
+        fitted_file(made(seeds=1, budgets=2, truth={"drop_m": 1.0, "fold_m": 0.5}, noise=0.1))
+    mixed = made(seeds=2, budgets=2, truth={"drop_m": 1.0}, noise=0.1)
+    with pytest.raises(BadInputError, match="of one risk model, and these have prior, statistics"):
+        fitted_file([replace(mixed[0], risk_model="prior"), *mixed[1:]])
