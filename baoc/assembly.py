@@ -75,7 +75,7 @@ def session_settings(config: RunConfig) -> SessionSettings:
         backend=config.optim.backend,
         nonfinite=config.optim.nonfinite,
         release=config.optim.release_gradients,
-        rms_matching=getattr(ALLOCATORS[config.allocator.name], "matching", True),
+        rms_matching=config.optim.matching if getattr(ALLOCATORS[config.allocator.name], "matching", True) else False,
     )
 
 

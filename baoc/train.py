@@ -128,7 +128,8 @@ def build(resolved: Resolved, *, run_dir: Path, device: str) -> tuple[Task, Data
     resize_to: Any = getattr(data, "resize_to", None)
     if resize_to is not None:
         resize_to(model.image_size)
-    optim = {k: v for k, v in asdict(config.optim).items() if k not in ("backend", "nonfinite", "release_gradients")}
+    own = ("backend", "matching", "nonfinite", "release_gradients")
+    optim = {k: v for k, v in asdict(config.optim).items() if k not in own}
     task = build_task(
         config.task.name,
         model=model,

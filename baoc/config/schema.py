@@ -155,6 +155,8 @@ class OptimConfig:
 
     A cosine ends at `final_lr_fraction` of `lr`. `lr` null is what suits the model's size.
 
+    `matching`: what rules without momentum are scaled to, AdamW's update (`rms`) or AdamW's without its momentum.
+
     `nonfinite`: what a NaN or infinity in a gradient costs: its element, its step, or the run. `release_gradients`:
     each block is stepped in backward and drops its gradients; a batch is one micro-batch then.
     """
@@ -167,6 +169,7 @@ class OptimConfig:
     schedule: Literal["cosine", "constant"] = "cosine"
     final_lr_fraction: float = 0.1
     backend: Literal["auto", "eager", "fused", "native"] = "auto"
+    matching: Literal["rms", "displacement"] = "rms"
     nonfinite: Literal["skip_element", "skip_step", "raise"] = "skip_element"
     release_gradients: bool = False
 

@@ -10,6 +10,7 @@ from baoc.blocks import partition
 from baoc.online.reallocator import Reallocator
 from baoc.online.triggers import ReallocationSettings
 from baoc.optim import BlockwiseOptimizer, GradientRelease
+from baoc.optim.matching import Matching
 from baoc.planner import Planner, PlannerSettings
 from baoc.profiling import GradientProfiler
 from baoc.risk import RISKS
@@ -24,7 +25,7 @@ class SessionSettings:
     reallocation: ReallocationSettings = field(default_factory=ReallocationSettings)
     backend: str = "auto"
     nonfinite: str = "skip_element"
-    rms_matching: bool = True
+    rms_matching: bool | Matching = True
     release: bool | GradientRelease = False
 
 

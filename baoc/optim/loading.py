@@ -230,9 +230,9 @@ def _load_match(live: LiveBlock, *, saved: Saved, roster: Roster, converted: boo
         live.fresh = bool(match[1] < 0)
         return
     targets = [m[0].item() for ns, m in saved.matches.values() if not {s.name for s in live.slots}.isdisjoint(ns)]
-    known = targets or rms
+    known = (targets or rms) if roster.matched_by == "rms" else []  # else they may be of rules that average nothing
     mean = (sum(r * r for r in known) / len(known)) ** 0.5 if known else roster.target(live.block.name)
-    live.match = new_match(mean, device=device)
+    live.match = new_match(roster.own_target(live, target=mean), device=device)
 
 
 def _log(report: LoadReport) -> None:

@@ -3,14 +3,24 @@
 factor = target / own RMS, where own is what the rule's update measured over the block in the step before (no second
 pass); before a block's first step and after a migration it is measured exactly. A jump of the rule's RMS would pass
 that lag unchecked, so no tensor's update exceeds an RMS of one learning rate, AdamW's own first step.
+
+Averaging gradients removes noise and leaves the way that they go together. So a rule without momentum that is scaled
+to the RMS of AdamW's averaged update goes a fraction of AdamW's way. `displacement` scales it to AdamW's update without
+the average instead, whose RMS is 1 because v is the mean of g^2.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from baoc.types import RuleInfo, StateKind
+
+Matching = Literal["rms", "displacement"]
+MATCHINGS: tuple[Matching, ...] = ("rms", "displacement")
 DEFAULT_TARGET = 0.2  # AdamW's usual update RMS, before any profile
+UNAVERAGED_TARGET = 1.0  # and that of g / sqrt(v)
 _TINY = 1e-30
 _PIECE = 2**16
 
@@ -33,6 +43,11 @@ class Measure:
         """Own and applied RMS."""
         count = max(self.count, 1)
         return (self.own / count) ** 0.5, (self.applied / count) ** 0.5
+
+
+def averages(rule: RuleInfo) -> bool:
+    """Whether the rule keeps momentum."""
+    return any(decl.kind is StateKind.M for decl in rule.states)
 
 
 def update_norm(update: Tensor, *, divisor: float, finite: Tensor | None, on_cpu: bool) -> tuple[float | Tensor, int]:

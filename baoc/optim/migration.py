@@ -220,8 +220,9 @@ def move(
     """
     held = roster.live[target.block.name]
     bytes_before = roster.block_bytes(held)
-    rms = held.match[0].item() if held.match is not None else None
-    if rms is None and target.matched:
+    unlike = roster.has_own_target(held)  # its RMS is no measure for what comes
+    rms = held.match[0].item() if held.match is not None and not unlike else None
+    if rms is None and target.matched and not unlike:
         rms = last_rms(held, state=roster.state, param_groups=param_groups)
     fates = Fates()
     for source, slot, new in zip(held.slots, target.slots, allocate(target.slots), strict=True):

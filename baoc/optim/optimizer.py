@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from baoc.errors import BadInputError, unknown_name
 from baoc.kernels import capturing
-from baoc.optim import checkpoint, groups, loading, masters, migration, seeding, step_hooks
+from baoc.optim import checkpoint, groups, loading, masters, matching, migration, seeding, step_hooks
 from baoc.optim.backends import BACKENDS, Backend, Options, StepInputs
 from baoc.optim.masking import Guard
 from baoc.optim.release import Releaser, take_from_others
@@ -44,7 +44,8 @@ class BlockwiseOptimizer(Optimizer):
     `nonfinite`: what a NaN or infinity in a gradient does. `skip_element` leaves the element's weight and states as
     they are and out of every mean; `skip_step` leaves all as it is; `raise` raises TrainingFailedError.
     `rms_matching`: scale each block's update to AdamW's RMS (`target_rms` by block, .2 where not given); without it
-    rules run as published. `observer` is called in each step when gradients are final, before the update.
+    rules run as published. With `displacement` rules without momentum are scaled to AdamW's update without its own.
+    `observer` is called in each step when gradients are final, before the update.
     `release`: step each block in backward, as soon as its gradients are final, and drop them (`optim.release`); True,
     or GradientRelease(clip_norm=...), because torch's clip_grad_norm_ finds nothing to clip after the backward. A
     backward then is a step: accumulation is refused, and `step()` is called after each as ever.
@@ -61,14 +62,17 @@ class BlockwiseOptimizer(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         nonfinite: str = "skip_element",
-        rms_matching: bool = True,
+        rms_matching: bool | matching.Matching = True,
         target_rms: Mapping[str, float] | None = None,
         backend: str = "auto",
         release: bool | GradientRelease = False,
     ):
         if backend not in ("auto", *BACKENDS):
             raise unknown_name(backend, what="optimizer backend", allowed=("auto", *BACKENDS))
-        self.rms_matching = rms_matching
+        if not isinstance(rms_matching, bool) and rms_matching not in matching.MATCHINGS:
+            raise unknown_name(rms_matching, what="way of matching updates", allowed=matching.MATCHINGS)
+        self.rms_matching = bool(rms_matching)
+        matched_by = "rms" if isinstance(rms_matching, bool) else rms_matching
         releasing = settings_of(release)
         if releasing is not None:
             check_policy(nonfinite)
@@ -82,7 +86,7 @@ class BlockwiseOptimizer(Optimizer):
         self._roster: Roster | None = None
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(groups.to_groups(params), {key: groups.plain(value) for key, value in defaults.items()})
-        roster = Roster(self.state, backend=backend, target_rms=target_rms or {})
+        roster = Roster(self.state, backend=backend, target_rms=target_rms or {}, matched_by=matched_by)
         take_from_others([param for group in self.param_groups for param in group["params"]])
         roster.build(self.param_groups, specs=specs, blocks=blocks)
         self._roster = roster
@@ -309,9 +313,9 @@ class BlockwiseOptimizer(Optimizer):
             if not target > 0:
                 raise BadInputError(f"the target RMS of {name} is {target}: give a positive number")
             self.roster.target_rms[name] = float(target)
-            match = self.roster.live[name].match
-            if match is not None:
-                match[0] = float(target)
+            live = self.roster.live[name]
+            if live.match is not None:
+                live.match[0] = self.roster.own_target(live, target=float(target))
 
     @torch.no_grad()
     def migrate(

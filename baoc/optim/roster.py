@@ -47,8 +47,16 @@ class Roster:
     or a parameter's data calls that, because backends may hold addresses; copies come without backends.
     """
 
-    def __init__(self, state: dict[Tensor, State], *, backend: str, target_rms: Mapping[str, float]):
+    def __init__(
+        self,
+        state: dict[Tensor, State],
+        *,
+        backend: str,
+        target_rms: Mapping[str, float],
+        matched_by: matching.Matching = "rms",
+    ):
         self.state = state
+        self.matched_by = matched_by
         self.backend = backend
         self.target_rms = dict(target_rms)
         self.live: dict[str, LiveBlock] = {}
@@ -98,9 +106,17 @@ class Roster:
         return self.target_rms.get(block, matching.DEFAULT_TARGET)
 
     def add_match(self, live: LiveBlock, *, target: float) -> None:
-        """Gives a matched block its matching state, own RMS still to be measured."""
+        """Gives a matched block its matching state, own RMS still to be measured; `target` is AdamW's RMS."""
         if live.matched and live.slots:
-            live.match = new_match(target, device=live.slots[0].param.device)
+            live.match = new_match(self.own_target(live, target=target), device=live.slots[0].param.device)
+
+    def own_target(self, live: LiveBlock, *, target: float) -> float:
+        """The RMS that a block's update is scaled to, where AdamW's on it is `target`."""
+        return matching.UNAVERAGED_TARGET if self.has_own_target(live) else target
+
+    def has_own_target(self, live: LiveBlock) -> bool:
+        """Whether the block's RMS tells nothing of AdamW's: matched by displacement, its rule averages nothing."""
+        return self.matched_by == "displacement" and live.matched and not matching.averages(live.rule.info)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the states: whoever owns them puts them back into the copy, and packs them again."""
