@@ -32,19 +32,25 @@ TASKS: dict[str, tuple[int, tuple[str, ...]]] = {
     "dit": (200, ("task.num_samples=0",)),
     "llama": (100, ()),
 }
-BUDGETS = ("state_2", "state_5", "state_10", "state_25", "state_50")
-# BAOC's rows: its default risk, and role priors
-CHOSEN = ("allocator=exact risk=statistics", "allocator=exact risk=prior", "allocator=random risk=statistics")
+BUDGETS = ("state_2", "state_5", "state_10", "state_25")
+# BAOC with its default risk and with role priors, and random allocations; both ways of matching updates
+CHOSEN = (
+    "allocator=exact risk=statistics",
+    "allocator=random risk=statistics",
+    "allocator=exact risk=statistics optim.matching=displacement",
+    "allocator=random risk=statistics optim.matching=displacement",
+    "allocator=exact risk=prior",
+)
 UNIFORM = (
     "uniform_adamw",
     "uniform_adamw8bit",
-    "uniform_adamw4bit_matched",
     "uniform_lion8bit_matched",
     "uniform_foam8bit_matched",
     "uniform_column_norm_matched",
     "uniform_muon_matched",
-    "uniform_foam_sq_matched",
+    "uniform_adafactor_matched",
     "uniform_sign_matched",
+    "uniform_sign",
 )
 KEPT = ("result.json", "error.json", "candidates.csv", "allocation.json", "config.yaml", "metrics.jsonl", "blocks.json")
 KEPT_TOO = ("profile.json", "reallocations.jsonl")
@@ -67,7 +73,7 @@ def more_random(model: str, *, seeds: Iterable[int], steps: int | None = None) -
     return [
         [*own, f"seed={seed}", f"budget={budget}", "allocator=random", "risk=statistics"]
         for seed in seeds
-        for budget in BUDGETS[:4]
+        for budget in BUDGETS
     ]
 
 
@@ -92,14 +98,17 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
         result = run.result
         if result is None or result["quality"]["value"] is None:
             continue
+        family = family_of(result["allocator"])
+        if run.settings.get("optim.matching") == "displacement":
+            family = f"{family}, displacement"
         rows.append(
             {
                 "model": result["model"],
                 "allocator": result["allocator"],
-                "risk": result["risk"] if family_of(result["allocator"]) == "BAOC" else "",
+                "risk": result["risk"] if family.startswith("BAOC") else "",
                 "budget": result["budget"]["name"],
                 "seed": result["seed"],
-                "family": family_of(result["allocator"]),
+                "family": family,
                 "quality_name": result["quality"]["name"],
                 "quality": result["quality"]["value"],
                 "state_bytes": result["state_bytes"],
@@ -141,19 +150,19 @@ def equal_budgets(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         for row in mine:
             if row["family"] == "uniform":
                 uniform.setdefault(row["allocator"], {})[row["seed"]] = row
-        for budget in dict.fromkeys(row["budget"] for row in mine if row["family"] == "BAOC"):
-            own = [row for row in mine if row["budget"] == budget]
+        cases = [(r["budget"], r["family"].partition(", ")[2]) for r in mine if r["family"].startswith("BAOC")]
+        for budget, way in dict.fromkeys(cases):
+            own = [r for r in mine if r["budget"] == budget and r["family"].partition(", ")[2] == way]
             limit = max(row["state_fraction"] for row in own if row["family"] != "uniform")
             chance = {row["seed"]: row["quality"] for row in own if row["allocator"] == "random"}
             fits = {n: r for n, r in uniform.items() if max(x["state_fraction"] for x in r.values()) <= limit * 1.001}
             best = min(fits, key=lambda n: mean(r["quality"] for r in fits[n].values()), default="")
             rivals = {"random": chance, best: {s: r["quality"] for s, r in fits.get(best, {}).items()}}
-            for risk in dict.fromkeys(row["risk"] for row in own if row["family"] == "BAOC"):
+            for risk in dict.fromkeys(row["risk"] for row in own if row["risk"]):
                 chosen = {row["seed"]: row["quality"] for row in own if row["risk"] == risk}
                 for rival, theirs in rivals.items():
-                    told.append(
-                        {"model": model, "budget": budget, "risk": risk, "rival": rival} | paired(chosen, theirs)
-                    )
+                    about = {"model": model, "budget": budget, "risk": risk, "matching": way or "rms", "rival": rival}
+                    told.append(about | paired(chosen, theirs))
     return [row for row in told if row["n"]]
 
 
@@ -182,12 +191,11 @@ def areas(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             corner = (max(row["quality"] for row in mine), _axis(1.0, axis=axis))
             for seed in sorted({row["seed"] for row in mine}):
                 own = [row for row in mine if row["seed"] == seed]
-                if {row["family"] for row in own} < {"BAOC", "uniform", "random feasible"}:
+                if not {"BAOC", "uniform", "random feasible"} <= {row["family"] for row in own}:
                     continue
                 whole = hypervolume([_cost(row, axis) for row in own], reference=corner)
-                for family in ("BAOC", "BAOC, statistics", "BAOC, prior", "uniform", "random feasible"):
-                    name, _, risk = family.partition(", ")
-                    part = [r for r in own if r["family"] == name and risk in ("", r["risk"])]
+                for family in sorted({row["family"] for row in own}):
+                    part = [row for row in own if row["family"] == family]
                     value = 100 * hypervolume([_cost(row, axis) for row in part], reference=corner) / whole
                     shares.setdefault(family, {})[seed] = value
             for family, found in shares.items():
