@@ -244,10 +244,12 @@ def main() -> None:
     parser.add_argument("--pack", type=Path, help="FILE.tgz with the records of all runs")
     given = parser.parse_args()
     n = given.steps
-    lists = [
-        words for seed in range(given.seeds) for model in given.models for words in runs_of(model, seed=seed, steps=n)
-    ]
-    lists += more_random(given.models[0], seeds=range(100, 100 + given.more_random), steps=n)
+    lists: list[list[str]] = []
+    half = given.more_random // 2
+    for seed in range(given.seeds):
+        lists += [words for model in given.models for words in runs_of(model, seed=seed, steps=n)]
+        seeds = {0: range(half), 1: range(half, given.more_random)}.get(seed, ())
+        lists += more_random(given.models[0], seeds=[100 + own for own in seeds], steps=n)
     try:
         signal.signal(signal.SIGALRM, _over)
         signal.alarm(given.seconds)
