@@ -1,0 +1,66 @@
+"""What the records of fronts and of races say: pairs, equal budgets, areas and hypervolumes, on numbers made by hand."""
+
+from typing import Any
+
+import pytest
+
+from baoc.sweep.study_config import StudyConfig
+from experiments.benchmarks import fronts, sampler_race
+
+
+def row(family: str, *, quality: float, fraction: float, seed: int = 0, **changes: Any) -> dict[str, Any]:
+    allocator = {"B": "exact", "r": "random"}.get(family[0], "uniform_sign")
+    known = {"model": "vit", "allocator": allocator, "family": family, "budget": "state_10", "seed": seed}
+    known |= {"risk": "statistics" if family.startswith("BAOC") else "", "quality_name": "val/loss", "steps": 1}
+    bytes_ = {"state_fraction": fraction, "state_bytes": int(1000 * fraction), "peak_bytes": 1}
+    return known | bytes_ | {"quality": quality} | changes
+
+
+ROWS = [
+    *(row("BAOC", quality=q, fraction=0.1, seed=s) for s, q in enumerate((0.2, 0.4))),
+    *(row("random feasible", quality=q, fraction=0.1, seed=s) for s, q in enumerate((0.3, 0.6))),
+    *(row("uniform", quality=0.5, fraction=0.05, seed=s, budget="unlimited") for s in range(2)),
+    *(row("uniform", quality=0.1, fraction=1.0, seed=s, budget="unlimited", allocator="uniform_adamw") for s in (0, 1)),
+]
+
+
+def test_pairs_are_of_one_seed():
+    found = fronts.paired({0: 1.0, 1: 3.0, 2: 9.0}, {0: 2.0, 1: 1.0})
+    assert (found["n"], found["own"], found["difference"]) == (2, 2.0, 0.5)
+    assert found["difference_sd"] == pytest.approx(4.5**0.5) and found["t"] == pytest.approx(0.5 / 1.5)
+    assert fronts.paired({0: 1.0}, {}) == dict.fromkeys(found, None) | {"n": 0}
+
+
+def test_rivals_have_the_same_budget():
+    told = {r["rival"]: r for r in fronts.equal_budgets(ROWS)}
+    assert set(told) == {"random", "uniform_sign"}, "AdamW does not fit"
+    assert told["random"]["difference"] == pytest.approx(-0.15) and told["random"]["matching"] == "rms"
+    assert told["uniform_sign"]["difference"] == pytest.approx(-0.2)
+    other = [{**r, "family": r["family"] + ", displacement"} for r in ROWS[:4]]
+    both = {(r["matching"], r["rival"]) for r in fronts.equal_budgets([*ROWS, *other])}
+    assert len(both) == 4 and ("displacement", "random") in both
+
+
+def test_areas_share_one_corner():
+    told = {(r["state_axis"], r["family"], r["rival"]): r for r in fronts.areas(ROWS)}
+    found = told["share", "BAOC", "random feasible"]
+    # corner (.6, 1): seed 0 dominates .1 x .95 (uniform) + .3 x .9 = .365, BAOC .4 x .9; seed 1 .095 + .1 x .9, .2 x .9
+    assert found["own"] == pytest.approx(100 * (0.36 / 0.365 + 0.18 / 0.185) / 2)
+    assert found["theirs"] == pytest.approx(100 * (0.27 / 0.365 + 0.0) / 2)
+    assert not [r for r in fronts.points(ROWS) if r["dominated"] and r["family"] == "BAOC"]
+
+
+def test_every_task_of_a_race_is_its_sweep_without_early_stops():
+    for task in sampler_race.TASKS:
+        config = sampler_race.study_config(task, sampler="tpe", seed=3, trials=12)
+        assert isinstance(config, StudyConfig) and config.early_stop.rungs == () and config.workers == 1
+        assert config.fixed[-1] == "seed=3" and len(config.baselines) == 3 and config.n_trials == 12
+
+
+def test_hypervolumes_of_a_race_are_shares_of_a_fixed_box():
+    costs = [(1.0, 0.5), None, *[(9.0, 0.1)] * 8, (0.5, 1.0), *[None] * 4]
+    assert sampler_race.volumes(costs, worst=2.0) == {10: 0.25, 15: 0.25}
+    found = {("vision", "tpe", 0): {10: 0.5}, ("vision", "random", 0): {10: 0.4}, ("vision", "random", 1): {10: 0.2}}
+    first, second = sampler_race.summary(found, reference="random")
+    assert (second["sampler"], second["n"], second["better_pairs"]) == ("tpe", 1, 1)
+    assert second["difference"] == pytest.approx(0.1) and first["hypervolume"] == pytest.approx(0.3)
