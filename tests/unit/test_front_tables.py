@@ -1,4 +1,4 @@
-"""What the records of fronts and of races say: pairs, equal budgets, areas and hypervolumes, on numbers made by hand."""
+"""What the records of fronts and of races say: pairs, equal budgets, areas, hypervolumes, on numbers made by hand."""
 
 from typing import Any
 
