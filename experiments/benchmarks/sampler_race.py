@@ -11,6 +11,8 @@ same command goes on. Written at every end of a study: OUT/sampler_race_trials.c
 import argparse
 import math
 import os
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -45,6 +47,7 @@ TASKS: dict[str, tuple[int, tuple[str, ...], float]] = {
     "language": (60, (), 8.0),
     "diffusion": (120, ("task.num_samples=0",), 1.0),
 }
+STARTUP = {"tpe": 3 + 10}  # trials that are as with random draws: the baselines, and TPE's own start
 AFTER = (10, 15, 20, 25, 30, 35, 40, 60)  # trials
 
 
@@ -69,11 +72,33 @@ def one_study(config: StudyConfig, *, folder: Path) -> None:
     run_study(config, folder=folder)
 
 
-def start_study(words: Sequence[str], *, folder: Path, end: float) -> str:
+def share(source: Path, folder: Path, *, trials: int) -> None:
+    """The first runs of `source` as those of `folder`, whose trials of the same numbers then need not run.
+
+    TPE's first draws are random ones, and both samplers are seeded by study and number; `check` sees that they agree.
+    """
+    for number in range(trials):
+        mine, theirs = folder / f"{number:04d}", source / f"{number:04d}"
+        if (theirs / "result.json").is_file() and not mine.exists():
+            shutil.copytree(theirs, mine)
+
+
+def check(trials: Iterable[FrozenTrial], *, folder: Path) -> None:
+    """Raises RuntimeError where a result is of other settings than its trial's."""
+    for trial in trials:
+        file = folder / f"{trial.number:04d}" / "result.json"
+        if trial.state is TrialState.COMPLETE and file.is_file():
+            command = shlex.split(read_json(file)["command"])
+            if not set(trial.user_attrs["words"]) <= set(command):
+                raise RuntimeError(f"{file} is not of trial {trial.number}: {trial.user_attrs['words']}")
+
+
+def start_study(words: Sequence[str], *, folder: Path, end: float, source: Path, shared: int) -> str:
     """One study in a process of its own, ended with a checkpoint when time is over; its last lines where it failed."""
     if time.monotonic() > end:
         return "no time"
     folder.mkdir(parents=True, exist_ok=True)
+    share(source, folder, trials=shared)
     alone = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "experiments.benchmarks.sampler_race", str(folder), str(folder), "--study", *words]
     with (folder / "study.log").open("w") as log:
@@ -164,6 +189,7 @@ def collect(given: argparse.Namespace) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for task, sampler, seed in product(given.tasks, given.samplers, given.seeds):
         trials = read_trials(given.folder / task / f"{sampler}_{seed}")
+        check(trials, folder=given.folder / task / f"{sampler}_{seed}")
         rows += trial_rows(task, sampler=sampler, seed=seed, trials=trials)
         # the first baseline is fp32 AdamW everywhere
         if trials and trials[0].state is TrialState.COMPLETE:
@@ -179,16 +205,21 @@ def collect(given: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def race(given: argparse.Namespace) -> None:
-    """All studies, seeds first, so that what is cut off by time is whole pairs."""
+    """All studies, a few seeds at a time, so that what is cut off by time is whole pairs."""
     end = time.monotonic() + given.seconds
+    first = sorted(given.samplers, key=lambda name: name != given.reference)
+    groups = [given.seeds[at : at + given.workers] for at in range(0, len(given.seeds), given.workers)]
     jobs = {}
     with ThreadPoolExecutor(given.workers) as pool:
-        for task, seed, sampler in product(given.tasks, given.seeds, given.samplers):
-            words = [task, sampler, str(seed), "--trials", str(given.trials)]
-            words += ["--steps", str(given.steps)] if given.steps else []
-            folder = given.folder / task / f"{sampler}_{seed}"
-            job = pool.submit(start_study, words, folder=folder.absolute(), end=end)
-            jobs[job] = f"{task} {sampler} {seed}"
+        for task, seeds in product(given.tasks, groups):
+            for sampler, seed in product(first, seeds):
+                words = [task, sampler, str(seed), "--trials", str(given.trials)]
+                words += ["--steps", str(given.steps)] if given.steps else []
+                folder = (given.folder / task / f"{sampler}_{seed}").absolute()
+                shared = STARTUP.get(sampler, 0) if given.reference == "random" else 0
+                source = folder.parent / f"{given.reference}_{seed}"
+                job = pool.submit(start_study, words, folder=folder, end=end, source=source, shared=shared)
+                jobs[job] = f"{task} {sampler} {seed}"
         for job in as_completed(jobs):
             print(f"{jobs[job]}: {job.result()}", flush=True)
             collect(given)
