@@ -61,20 +61,18 @@ def base(model: str, *, steps: int | None) -> list[str]:
     return [f"model={model}", f"trainer.max_steps={steps or own}", f"trainer.val_check_interval={steps or own}", *more]
 
 
-def runs_of(model: str, *, seed: int, steps: int | None = None) -> list[list[str]]:
-    own = [*base(model, steps=steps), f"seed={seed}"]
-    told = [[*own, f"budget={budget}", *chosen.split()] for budget in BUDGETS for chosen in CHOSEN]
-    return told + [[*own, "budget=unlimited", "reallocation=off", f"allocator={name}"] for name in UNIFORM]
+def runs_of(model: str, *, seed: int, given: argparse.Namespace) -> list[list[str]]:
+    own = [*base(model, steps=given.steps), f"seed={seed}"]
+    chosen = [words for words in CHOSEN if not any(part in words for part in given.without)]
+    uniform = [name for name in UNIFORM if not any(part in name for part in given.without)]
+    told = [[*own, f"budget={budget}", *words.split()] for budget in given.budgets for words in chosen]
+    return told + [[*own, "budget=unlimited", "reallocation=off", f"allocator={name}"] for name in uniform]
 
 
-def more_random(model: str, *, seeds: Iterable[int], steps: int | None = None) -> list[list[str]]:
+def more_random(model: str, *, seeds: Iterable[int], given: argparse.Namespace) -> list[list[str]]:
     """Further random allocations at equal budgets: what a risk is calibrated on (python -m baoc.sweep.calibrate)."""
-    own = base(model, steps=steps)
-    return [
-        [*own, f"seed={seed}", f"budget={budget}", "allocator=random", "risk=statistics"]
-        for seed in seeds
-        for budget in BUDGETS
-    ]
+    words = [*base(model, steps=given.steps), "allocator=random", "risk=statistics"]
+    return [[*words, f"seed={seed}", f"budget={budget}"] for seed in seeds for budget in given.budgets]
 
 
 def study_of(lists: Sequence[Sequence[str]], *, workers: int) -> StudyConfig:
@@ -239,17 +237,18 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--more-random", type=int, default=0, help="further seeds of random ones, of the first model")
     parser.add_argument("--steps", type=int, help="of every run; by task if not given")
+    parser.add_argument("--budgets", nargs="+", default=list(BUDGETS))
+    parser.add_argument("--without", nargs="*", default=[], help="parts of configurations that are left out")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seconds", type=int, default=0, help="0: as long as it takes")
     parser.add_argument("--pack", type=Path, help="FILE.tgz with the records of all runs")
     given = parser.parse_args()
-    n = given.steps
     lists: list[list[str]] = []
     half = given.more_random // 2
     for seed in range(given.seeds):
-        lists += [words for model in given.models for words in runs_of(model, seed=seed, steps=n)]
+        lists += [words for model in given.models for words in runs_of(model, seed=seed, given=given)]
         seeds = {0: range(half), 1: range(half, given.more_random)}.get(seed, ())
-        lists += more_random(given.models[0], seeds=[100 + own for own in seeds], steps=n)
+        lists += more_random(given.models[0], seeds=[100 + own for own in seeds], given=given)
     try:
         signal.signal(signal.SIGALRM, _over)
         signal.alarm(given.seconds)
