@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 
 from baoc.catalogue import CODECS
 from baoc.codecs.base import LANES, lanes_of, thresholds
+from baoc.kernels.kinds import NUM_LANES, lanes_for
 from baoc.types import CodecInfo
 
 _AHEAD = 64  # phases whose lanes are prepared at once: one at a time would cost a step ten microseconds
@@ -232,15 +233,12 @@ def _warp(threshold: Tensor | None, octaves: float) -> Tensor | None:
 
 @lru_cache(maxsize=4)
 def _many_kernel_lanes(first: int) -> list[memoryview]:
-    plain = lanes_of(first, _AHEAD)
-    logs = _warp(plain, 2 * Log8V.octaves / 254)
-    assert logs is not None
-    flat = torch.cat([plain, logs], dim=1).flatten().numpy().data
-    return [flat[begin : begin + 2 * LANES] for begin in range(0, len(flat), 2 * LANES)]
+    flat = lanes_for(lanes_of(first, _AHEAD)).flatten().numpy().data
+    return [flat[begin : begin + NUM_LANES] for begin in range(0, len(flat), NUM_LANES)]
 
 
 def kernel_lanes(phase: int) -> memoryview:
-    """fp32[64], as kernels take them: the lanes of a step's phase, and the same on the logarithm of log8v."""
+    """The lanes of a step's phase as kernels take them, see `baoc.kernels.kinds.lanes_for`."""
     index = phase % _AHEAD
     return _many_kernel_lanes(phase - index)[index]
 

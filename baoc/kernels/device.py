@@ -15,7 +15,8 @@ import triton.language as tl
 
 TINY = tl.constexpr(1.1754943508222875e-38)  # least normal fp32
 BF16_MAX = tl.constexpr(3.3895313892515355e38)
-ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding and subtracting it rounds to nearest even
+ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds to nearest even, and leaves the integer in the low bits
+FINE = tl.constexpr(49152.0)  # 1.5 * 2^15: the same for multiples of 1/256
 
 if os.environ.get("TRITON_INTERPRET") == "1":  # it knows no inline PTX, and cuts where it should round to bf16
 
@@ -32,9 +33,55 @@ if os.environ.get("TRITON_INTERPRET") == "1":  # it knows no inline PTX, and cut
         return tl.exp2(x)
 
     @triton.jit
-    def bf16_bits(x):
+    def root(x):
+        return tl.sqrt(x)
+
+    @triton.jit
+    def share_of(x, inverse):
+        return tl.minimum(x * inverse, 1.0)
+
+    @triton.jit
+    def floor_code(x):
+        return tl.floor(x * 255.0) + ROUND
+
+    @triton.jit
+    def ceil_code(x):
+        return tl.ceil(x) + ROUND
+
+    @triton.jit
+    def floor_bytes(x, per, base):
+        return tl.floor(x * per + (base - FINE)).to(tl.int32).to(tl.int8)
+
+    @triton.jit
+    def signed_numbers(codes):
+        return codes.to(tl.float32)
+
+    @triton.jit
+    def unsigned_times(codes, factor):
+        return (codes.to(tl.int32) & 0xFF).to(tl.float32) * factor
+
+    @triton.jit
+    def widened(bits):
+        return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+
+    @triton.jit
+    def narrowed(x):
         bits = x.to(tl.int32, bitcast=True)
-        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
+        near = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
+        return near, widened(near)
+
+    @triton.jit
+    def twice_inverse_power(x):
+        bits = tl.minimum(~x.to(tl.int32, bitcast=True) & 0x7F800000, 0x7F000000)
+        return bits.to(tl.float32, bitcast=True)
+
+    @triton.jit
+    def differ(a, b):
+        return tl.where((a < b) | (a > b), 1, 0)
+
+    @triton.jit
+    def finite(x):
+        return tl.where(tl.abs(x) < float("inf"), 1, 0)
 
 else:
 
@@ -53,9 +100,158 @@ else:
         return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
 
     @triton.jit
-    def bf16_bits(x):
-        """Rounded to the nearest bf16, as int16."""
-        return x.to(tl.bfloat16).to(tl.int16, bitcast=True)
+    def root(x):
+        """Of what is not negative; of subnormal numbers 0. tl.sqrt takes care of them at three times the price."""
+        return tl.inline_asm_elementwise("sqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+
+    @triton.jit
+    def share_of(x, inverse):
+        """x * inverse, at most 1, of what is not negative."""
+        return tl.inline_asm_elementwise(
+            "mul.sat.f32 $0, $1, $2;", "=f,f,f", [x, inverse], tl.float32, is_pure=True, pack=1
+        )
+
+    @triton.jit
+    def floor_code(x):
+        """ROUND + floor(255 x), so that the number's low bits are the floor's."""
+        return tl.inline_asm_elementwise(
+            "fma.rm.f32 $0, $1, 0f437F0000, 0f4B400000;", "=f,f", [x], tl.float32, is_pure=True, pack=1
+        )
+
+    @triton.jit
+    def ceil_code(x):
+        """ROUND + ceil(x)."""
+        return tl.inline_asm_elementwise(
+            "add.rp.f32 $0, $1, 0f4B400000;", "=f,f", [x], tl.float32, is_pure=True, pack=1
+        )
+
+    @triton.jit
+    def floor_bytes(x, per, base):
+        """floor(x * per + base - FINE) as int8; base has steps of 1/256, so the floor is the number's second byte."""
+        return tl.inline_asm_elementwise(
+            """
+            { .reg .f32 a, b, c, d; .reg .b32 r, s, t, u;
+            fma.rm.f32 a, $1, $5, $9; fma.rm.f32 b, $2, $6, $10;
+            fma.rm.f32 c, $3, $7, $11; fma.rm.f32 d, $4, $8, $12;
+            mov.b32 r, a; mov.b32 s, b; mov.b32 t, c; mov.b32 u, d;
+            prmt.b32 r, r, s, 0x0051; prmt.b32 t, t, u, 0x0051; prmt.b32 $0, r, t, 0x5410; }
+            """,
+            "=r,f,f,f,f,f,f,f,f,f,f,f,f",
+            [x, per, base],
+            tl.int8,
+            is_pure=True,
+            pack=4,
+        )
+
+    @triton.jit
+    def signed_numbers(codes):
+        """int8 -> fp32 by bits: a byte in the low bits of 2^23, without the slow unit that converts."""
+        return tl.inline_asm_elementwise(
+            """
+            { .reg .b32 x, r, s, t, u; .reg .f32 a, b, c, d;
+            xor.b32 x, $4, 0x80808080;
+            prmt.b32 r, x, 0x4B000000, 0x7540; prmt.b32 s, x, 0x4B000000, 0x7541;
+            prmt.b32 t, x, 0x4B000000, 0x7542; prmt.b32 u, x, 0x4B000000, 0x7543;
+            mov.b32 a, r; mov.b32 b, s; mov.b32 c, t; mov.b32 d, u;
+            add.f32 $0, a, 0fCB000080; add.f32 $1, b, 0fCB000080;
+            add.f32 $2, c, 0fCB000080; add.f32 $3, d, 0fCB000080; }
+            """,
+            "=f,=f,=f,=f,r",
+            [codes],
+            tl.float32,
+            is_pure=True,
+            pack=4,
+        )
+
+    @triton.jit
+    def unsigned_times(codes, factor):
+        """int8, read as uint8, times fp32, in the same way: (2^23 + code) factor - 2^23 factor, rounded once."""
+        return tl.inline_asm_elementwise(
+            """
+            { .reg .b32 r, s, t, u; .reg .f32 a, b, c, d;
+            prmt.b32 r, $4, 0x4B000000, 0x7540; prmt.b32 s, $4, 0x4B000000, 0x7541;
+            prmt.b32 t, $4, 0x4B000000, 0x7542; prmt.b32 u, $4, 0x4B000000, 0x7543;
+            mov.b32 a, r; mov.b32 b, s; mov.b32 c, t; mov.b32 d, u;
+            fma.rn.f32 $0, a, $5, $9; fma.rn.f32 $1, b, $6, $10;
+            fma.rn.f32 $2, c, $7, $11; fma.rn.f32 $3, d, $8, $12; }
+            """,
+            "=f,=f,=f,=f,r,f,f,f,f,f,f,f,f",
+            [codes, factor, factor * -8388608.0],
+            tl.float32,
+            is_pure=True,
+            pack=4,
+        )
+
+    @triton.jit
+    def widened(bits):
+        """bf16 as int16 -> fp32."""
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;",
+            "=&f,=f,r",
+            [bits],
+            tl.float32,
+            is_pure=True,
+            pack=2,
+        )
+
+    @triton.jit
+    def narrowed(x):
+        """Rounded to the nearest bf16: as int16, and as fp32."""
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $4, $3; shl.b32 $1, $0, 16; and.b32 $2, $0, 0xFFFF0000;",
+            "=&r,=&f,=&f,f,f",
+            [x],
+            (tl.int16, tl.float32),
+            is_pure=True,
+            pack=2,
+        )
+
+    @triton.jit
+    def twice_inverse_power(x):
+        """2 / 2^e of a number; infinite where it is zero or subnormal."""
+        return (~x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+
+    @triton.jit
+    def differ(a, b):
+        """1 where a < b or a > b, else 0, for four elements together."""
+        return tl.inline_asm_elementwise(
+            """
+            { .reg .pred q;
+            setp.ne.f32 q, $4, $8; setp.ne.and.f32 q, $5, $9, q;
+            setp.ne.and.f32 q, $6, $10, q; setp.ne.and.f32 q, $7, $11, q;
+            selp.b32 $0, 1, 0, q; mov.b32 $1, $0; mov.b32 $2, $0; mov.b32 $3, $0; }
+            """,
+            "=&r,=&r,=&r,=&r,f,f,f,f,f,f,f,f",
+            [a, b],
+            tl.int32,
+            is_pure=True,
+            pack=4,
+        )
+
+    @triton.jit
+    def finite(x):
+        """1 where x is finite, else 0, for four elements together."""
+        return tl.inline_asm_elementwise(
+            """
+            { .reg .pred q; .reg .f32 a, b, c, d;
+            abs.f32 a, $4; abs.f32 b, $5; abs.f32 c, $6; abs.f32 d, $7;
+            setp.lt.f32 q, a, 0f7F800000; setp.lt.and.f32 q, b, 0f7F800000, q;
+            setp.lt.and.f32 q, c, 0f7F800000, q; setp.lt.and.f32 q, d, 0f7F800000, q;
+            selp.b32 $0, 1, 0, q; mov.b32 $1, $0; mov.b32 $2, $0; mov.b32 $3, $0; }
+            """,
+            "=&r,=&r,=&r,=&r,f,f,f,f",
+            [x],
+            tl.int32,
+            is_pure=True,
+            pack=4,
+        )
+
+
+@triton.jit
+def bf16_bits(x):
+    """Rounded to the nearest bf16, as int16."""
+    bits, _ = narrowed(x)
+    return bits
 
 
 @triton.jit
@@ -76,6 +272,16 @@ def pointer_to(addr, start, DTYPE: tl.constexpr, VEC: tl.constexpr):
 def load_tile(addr, start, tile, inside, DTYPE: tl.constexpr, VEC: tl.constexpr, FULL: tl.constexpr):
     pointer = pointer_to(addr, start, DTYPE, VEC) + tile
     return tl.load(pointer) if FULL else tl.load(pointer, mask=inside, other=0)
+
+
+@triton.jit
+def load_numbers(addr, start, tile, inside, DTYPE: tl.constexpr, VEC: tl.constexpr, FULL: tl.constexpr):
+    """As fp32."""
+    if tl.bfloat16 == DTYPE:
+        numbers = widened(load_tile(addr, start, tile, inside, tl.int16, VEC, FULL))
+    else:
+        numbers = load_tile(addr, start, tile, inside, DTYPE, VEC, FULL).to(tl.float32)
+    return numbers
 
 
 @triton.jit
@@ -117,9 +323,9 @@ def round_up(x):
 
 
 @triton.jit
-def to_byte(code):
-    """Rounds a number in [-128, 255] to nearest even and keeps the low byte of that."""
-    return (code + ROUND).to(tl.int32, bitcast=True).to(tl.int8)
+def low_byte(rounded):
+    """The low byte of an integer that ROUND was added to."""
+    return rounded.to(tl.int32, bitcast=True).to(tl.int8)
 
 
 @triton.jit

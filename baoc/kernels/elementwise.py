@@ -14,9 +14,19 @@ import torch
 import triton
 import triton.language as tl
 
-from baoc.kernels.device import load_tile, reciprocal, tile_of
+from baoc.kernels.device import differ, finite, load_numbers, reciprocal, root, tile_of
 from baoc.kernels.kinds import Call
-from baoc.kernels.storage import load_m, load_param, load_v, store_m, store_param, store_v
+from baoc.kernels.storage import (
+    average_v,
+    lanes_like,
+    load_param,
+    load_scaled_m,
+    load_v_codes,
+    restore_v,
+    store_m,
+    store_param,
+    store_v,
+)
 
 if TYPE_CHECKING:
     from baoc.kernels.table import FusedTable
@@ -41,6 +51,12 @@ def _sign(x):
 
 
 @triton.jit
+def average(x, scale, g, weight):
+    """(1 - weight) x scale + weight g."""
+    return x * (scale * (1.0 - weight)) + weight * g
+
+
+@triton.jit
 def _update(g, m, s, inv_bc2, eps, RULE: tl.constexpr):
     """The rule's own update from the new averages; s is sqrt(v). Lion passes its interpolation as m."""
     if RULE == "adamw":
@@ -55,6 +71,20 @@ def _update(g, m, s, inv_bc2, eps, RULE: tl.constexpr):
 
 
 @triton.jit
+def _is_plain(g, p, new, RULE: tl.constexpr, WEIGHTS: tl.constexpr, MARKED: tl.constexpr):
+    """Whether all elements of the chunk are stepped and, where that matters, every weight is another than it was."""
+    if RULE == "adamw" or RULE == "rmsprop":  # a gradient that is not finite makes a weight that is no number
+        plain = differ(new, p) if WEIGHTS == "split8" else finite(new)
+    else:
+        plain = finite(g)
+        if WEIGHTS == "split8":
+            plain = plain & differ(new, p)
+    if MARKED:
+        plain = plain & (g.to(tl.int32, bitcast=True) != -2147483648).to(tl.int32)
+    return tl.min(plain) != 0
+
+
+@triton.jit
 def matched_factor(match_addr):
     """What an update is multiplied by: target over own RMS; 0 where there is none to go by, for repair to make good."""
     match = match_addr.to(tl.pointer_type(tl.float32))
@@ -66,25 +96,25 @@ def matched_factor(match_addr):
 def load_grad(grad_addr, start, tile, inside, GRAD: tl.constexpr, MARKED: tl.constexpr, VEC: tl.constexpr,
               FULL: tl.constexpr):  # fmt: skip
     """Gradient as fp32 with 0 where it is left out; where it is finite; where it is kept, which marks may narrow."""
-    return keep_finite(load_tile(grad_addr, start, tile, inside, GRAD, VEC, FULL), MARKED)
+    return keep_finite(load_numbers(grad_addr, start, tile, inside, GRAD, VEC, FULL), MARKED)
 
 
 @triton.jit
 def keep_finite(raw, MARKED: tl.constexpr):
     """What `load_grad` says, of a gradient as it was read."""
     g = raw.to(tl.float32)
-    finite = tl.abs(g) < float("inf")
-    kept = finite
+    whole = tl.abs(g) < float("inf")
+    kept = whole
     if MARKED:
-        kept = finite & (g.to(tl.int32, bitcast=True) != -2147483648)
-    return tl.where(kept, g, 0.0), finite, kept
+        kept = whole & (g.to(tl.int32, bitcast=True) != -2147483648)
+    return tl.where(kept, g, 0.0), whole, kept
 
 
 @triton.jit
-def count_left_out(finite, kept, tensor, left_out, bad, TRACK: tl.constexpr, COUNT: tl.constexpr):
+def count_left_out(whole, kept, tensor, left_out, bad, TRACK: tl.constexpr, COUNT: tl.constexpr):
     """Adds up what was not finite, and what was not stepped; what is outside of a tensor was read as 0."""
     if COUNT:
-        num_bad = tl.sum(tl.where(finite, 0, 1))
+        num_bad = tl.sum(tl.where(whole, 0, 1))
         tl.atomic_add(bad + tensor, num_bad.to(tl.int64), mask=num_bad > 0, sem="relaxed")
     if TRACK:
         num_out = tl.sum(tl.where(kept, 0, 1))
@@ -96,15 +126,18 @@ def _step_chunk(
     pid, tensor, grad_addr, start, left, ptrs, settings, thresholds, repair, partial, left_out, bad,
     RULE: tl.constexpr, M: tl.constexpr, V: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
     GRAD: tl.constexpr, MODE: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr,
-    MARKED: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr, FULL: tl.constexpr,
+    MARKED: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr, FULL: tl.constexpr, QUICK: tl.constexpr,
 ):  # fmt: skip
-    """Steps `left` (at most CHUNK) elements from `start`; FULL promises that it is CHUNK, so nothing is masked."""
+    """Steps `left` (at most CHUNK) elements from `start`; FULL promises that it is CHUNK, so nothing is masked.
+
+    QUICK leaves a chunk with elements that need care alone, and says so: it is true if the chunk is done.
+    """
     HAS_M: tl.constexpr = M != "none"
     HAS_V: tl.constexpr = V != "none"
     row = settings + tensor * WIDTH
     addrs = ptrs + tensor * WIDTH
     tile, groups = tile_of(CHUNK)
-    lane = tl.arange(0, 32)[None, :]
+    lane = lanes_like(tile)
     inside = tile < left
     # All reads come first: a store in between would keep the compiler from moving them up.
     p_addr, correction_addr = tl.load(addrs + PARAM_AT), tl.load(addrs + CORRECTION_AT)
@@ -114,44 +147,74 @@ def _step_chunk(
     b2, inv_bc2, eps = tl.load(row + B2), tl.load(row + INV_BC2), tl.load(row + EPS)
     if MATCHED and MODE == "step":
         size *= matched_factor(tl.load(addrs + MATCH_AT))
-    g, finite, kept = load_grad(grad_addr, start, tile, inside, GRAD, MARKED, VEC, FULL)
+    if QUICK:
+        g = load_numbers(grad_addr, start, tile, inside, GRAD, VEC, FULL)
+    else:
+        g, whole, kept = load_grad(grad_addr, start, tile, inside, GRAD, MARKED, VEC, FULL)
     if MODE != "measure":
         p, stored = load_param(p_addr, correction_addr, start, tile, inside, WEIGHTS, PARAM, VEC, FULL)
     m = g
     s = g
     if HAS_M:
-        m_old = load_m(m_addr, m_scale_addr, start, tile, inside, groups, left, M, VEC, FULL)
+        m_old, m_scale = load_scaled_m(m_addr, m_scale_addr, start, tile, inside, groups, left, M, VEC, FULL)
         if MODE == "repair":  # the new m; Lion's update needs the one before
-            m = lerp(m_old + (m_old - g) * (w2 / (1.0 - w2)), g, w1) if RULE == "lion" else m_old
+            m = m_old * m_scale
+            m = lerp(m + (m - g) * (w2 / (1.0 - w2)), g, w1) if RULE == "lion" else m
         else:
-            m = lerp(m_old, g, w1)
+            m = average(m_old, m_scale, g, w1)
     if HAS_V:
-        v_old, scale_old = load_v(v_addr, v_scale_addr, start, tile, inside, groups, left, V, VEC, FULL)
-        v = v_old if MODE == "repair" else tl.where(kept, v_old * b2 + w2 * g * g, v_old)
-        s = tl.sqrt(v)
-    update = _update(g, m, s, inv_bc2, eps, RULE)
+        v_old, scale_old = load_v_codes(v_addr, v_scale_addr, start, tile, inside, groups, left, V, VEC, FULL)
+        if MODE == "repair":
+            v = restore_v(v_old, scale_old, V)
+        else:
+            v = average_v(v_old, scale_old, g, b2, w2, V)
+            if not QUICK:
+                v = tl.where(kept, v, restore_v(v_old, scale_old, V))
+        s = root(v) if V == "sqrt8" else tl.sqrt(v)
+    if RULE == "adamw" and MODE == "step" and not TRACK:  # nobody needs the update without its size
+        per = reciprocal(size)
+        moves = tl.abs(size) > 1e-37
+        divisor = s * tl.where(moves, inv_bc2 * per, 0.0) + tl.where(moves, eps * per, float("inf"))
+        new = p * decay - m * reciprocal(divisor)
+    else:
+        update = _update(g, m, s, inv_bc2, eps, RULE)
+        if MODE == "step":
+            new = p * decay - size * update
+    plain = True
     if MODE == "step":
         if HAS_M:
-            if RULE == "lion":
-                m = lerp(m_old, g, w2)
-            m = tl.where(kept, m, m_old)
-            store_m(m_addr, m_scale_addr, m, thresholds, start, tile, inside, groups, left, M, VEC, FULL)
-        if HAS_V:
-            store_v(v_addr, v_scale_addr, v, s, scale_old, thresholds, start, tile, inside, groups, left, V, VEC, FULL)
-        new = tl.where(kept, p * decay - size * update, p)
-        store_param(
-            p_addr, correction_addr, new, p, stored, thresholds, lane, start, tile, inside, WEIGHTS, PARAM, VEC, FULL
-        )
+            m = average(m_old, m_scale, g, w2) if RULE == "lion" else m
+        if QUICK:
+            plain = _is_plain(g, p, new, RULE, WEIGHTS, MARKED)
+        else:
+            new = tl.where(kept, new, p)
+            if HAS_M:
+                m = tl.where(kept, m, m_old * m_scale)
+        if plain:
+            if HAS_M:
+                store_m(m_addr, m_scale_addr, m, thresholds, start, tile, inside, groups, left, M, VEC, FULL)
+            if HAS_V:
+                store_v(
+                    v_addr, v_scale_addr, v, s, scale_old, thresholds, start, tile, inside, groups, left, V, VEC, FULL
+                )
+            store_param(
+                p_addr, correction_addr, new, p, stored, thresholds, lane, start, tile, inside, WEIGHTS, PARAM, VEC,
+                FULL, QUICK,
+            )  # fmt: skip
+            if QUICK and TRACK:
+                tl.store(partial + pid, tl.sum(update * update))
     if MODE == "repair":
         new = tl.where(kept, p - size * tl.load(repair + tensor) * update, p)
         store_param(
-            p_addr, correction_addr, new, p, stored, thresholds, lane, start, tile, inside, WEIGHTS, PARAM, VEC, FULL
-        )
-    else:
+            p_addr, correction_addr, new, p, stored, thresholds, lane, start, tile, inside, WEIGHTS, PARAM, VEC, FULL,
+            False,
+        )  # fmt: skip
+    elif not QUICK:
         if TRACK:
             summed = kept if FULL else kept & inside
             tl.store(partial + pid, tl.sum(tl.where(summed, update * update, 0.0)))
-        count_left_out(finite, kept, tensor, left_out, bad, TRACK, COUNT)
+        count_left_out(whole, kept, tensor, left_out, bad, TRACK, COUNT)
+    return plain
 
 
 @triton.jit
@@ -162,7 +225,7 @@ def step_kernel(
     ptrs,  # int64[tensors, 8]: addresses of param, m, m.scale, v, v.scale, correction, match
     grad_ptrs,  # int64[tensors]: addresses, 0 where there is no gradient
     settings,  # fp32[tensors, 8]
-    thresholds,  # fp32[64]: for the weights, and for v
+    thresholds,  # fp32[164]: see `kinds.lanes_for`
     repair,  # fp32[tensors]
     partial,  # fp32[chunks]: sum of squares of the update
     left_out,  # int32[tensors]: counts elements that are not stepped
@@ -178,15 +241,16 @@ def step_kernel(
     start = (pid - tl.load(first_chunk + tensor)).to(tl.int64) * CHUNK
     left = tl.minimum(tl.load(numels + tensor) - start, CHUNK).to(tl.int32)
     if grad_addr != 0:
+        done = False
         if left == CHUNK:
-            _step_chunk(
+            done = _step_chunk(
                 pid, tensor, grad_addr, start, left, ptrs, settings, thresholds, repair, partial, left_out, bad,
-                RULE, M, V, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, CHUNK, VEC, True,
+                RULE, M, V, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, CHUNK, VEC, True, MODE == "step",
             )  # fmt: skip
-        else:
+        if not done:
             _step_chunk(
                 pid, tensor, grad_addr, start, left, ptrs, settings, thresholds, repair, partial, left_out, bad,
-                RULE, M, V, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, CHUNK, VEC, False,
+                RULE, M, V, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, CHUNK, VEC, False, False,
             )  # fmt: skip
     elif TRACK:
         tl.store(partial + pid, 0.0)
@@ -210,7 +274,7 @@ def repair_kernel(
             left = tl.minimum(numel - start, CHUNK).to(tl.int32)
             _step_chunk(
                 chunk, tensor, grad_addr, start, left, ptrs, settings, thresholds, repair, partial, left_out, bad,
-                RULE, M, V, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, CHUNK, VEC, False,
+                RULE, M, V, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, CHUNK, VEC, False, False,
             )  # fmt: skip
 
 

@@ -3,23 +3,22 @@
 import struct
 from array import array
 from collections.abc import Iterable, Sequence
+from functools import partial
 from importlib import import_module
 from itertools import accumulate, pairwise
-from math import log
 
 import torch
 from torch import Tensor
 
-from baoc.kernels.graphs import Graphs, capturing
-from baoc.kernels.kinds import GROUP, Call, Options
+from baoc.kernels.graphs import Graphs, capturing, side_by_side
+from baoc.kernels.kinds import NUM_LANES, Call, Options, lanes_for
 from baoc.kernels.marks import Marks, mark_strided_
 from baoc.kernels.staging import Gradients, Settings
 from baoc.kernels.table import WIDTH, FusedTable
 from baoc.kernels.upload import Upload, memory_of
 
 _PAD = 4  # tensors: slices of a table begin at multiples of 16 bytes, so that kernels are compiled once
-_LOG8V_RATIO = 2.0 ** (2 * 20.0 / 254)  # of v between two codes
-_NUM_SHARED = 2 * GROUP + 4  # numbers for all tensors: lanes, lanes of the logarithm, the phase (and padding)
+_NUM_SHARED = NUM_LANES + 4  # numbers for all tensors: lanes, the phase (and padding)
 _PER_PHASE = 0x85EBCA77  # as baoc.kernels.weights
 _SUM_LANES, _MATCH_LANES = 1024, 64
 
@@ -140,8 +139,8 @@ class Engine:
     ) -> None:
         """Prepares addresses and settings of the coming step and, unless told otherwise, counts it.
 
-        `phase` is that of the step, `thresholds` (fp32 [32]) the codecs' lanes of it, or, as a memoryview of fp32 [64],
-        which costs nothing, with those of the logarithm after them. `send` False leaves it to `run` to send them.
+        `phase` is that of the step, `thresholds` (fp32 [32]) the codecs' lanes of it, or, which costs nothing, a
+        memoryview of what `lanes_for` makes of them. `send` False leaves it to `run` to send them.
         """
         self.gradients.refresh()
         if thresholds is None and self._needs_thresholds:
@@ -150,9 +149,8 @@ class Engine:
         _, settings, shared = self._staging[self._place()]
         self.settings.fill(options, gradients=self.gradients, out=settings)
         if self._needs_thresholds and thresholds is not None:
-            lanes = thresholds if isinstance(thresholds, memoryview) else memoryview(array("f", thresholds))
-            shared[: 2 * GROUP] = lanes if len(lanes) == 2 * GROUP else memoryview(array("f", _with_logs(lanes)))
-            struct.pack_into("I", shared, 4 * 2 * GROUP, phase * _PER_PHASE % 2**32)
+            shared[:NUM_LANES] = thresholds if isinstance(thresholds, memoryview) else _prepared(thresholds)
+            struct.pack_into("I", shared, 4 * NUM_LANES, phase * _PER_PHASE % 2**32)
         self._staged = not send
         if send:
             self._upload.send()
@@ -201,16 +199,19 @@ class Engine:
 
     def _launch(self, *, staged: bool, matched: bool, marked: bool) -> None:
         if staged:
-            self._upload.copy()
+            self._upload.exchange()
         matching = [table for table in self.tables if matched and table.matches[0] is not None]
-        for table in self.tables:
-            on = table in matching
-            launch(table, Call(matched=on, track=on, marked=marked))
+        on = Call(matched=True, track=True, marked=marked)
+        off = Call(marked=marked)
+        self._abreast([partial(launch, table, on if table in matching else off) for table in self.tables])
         if matching:
             self._match(measure=False)
-            for table in matching:
-                launch(table, Call(mode="repair", matched=True, marked=marked))
-        self._upload.receive()
+            repair = Call(mode="repair", matched=True, marked=marked)
+            self._abreast([partial(launch, table, repair) for table in matching])
+        if not staged:
+            self._upload.receive()
+
+    _abreast = staticmethod(side_by_side)
 
     def sum(self) -> None:
         """Sums of squares by tensor from those by program."""
@@ -271,11 +272,8 @@ class Engine:
         self._upload.read_back()
 
 
-def _with_logs(lanes: Sequence[float] | memoryview) -> list[float]:
-    """Lanes, and the same on the logarithm of log8v: as baoc.codecs.grouped has them."""
-    plain = torch.tensor(list(lanes), dtype=torch.float32, device="cpu")
-    logs = torch.log1p(plain * (_LOG8V_RATIO - 1)) / log(_LOG8V_RATIO)
-    return torch.cat([plain, logs]).tolist()
+def _prepared(lanes: Iterable[float]) -> memoryview:
+    return memoryview(array("f", lanes_for(torch.tensor([list(lanes)], dtype=torch.float32, device="cpu"))[0].tolist()))
 
 
 def _padded_ends(lengths: Iterable[int]) -> list[int]:

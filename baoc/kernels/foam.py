@@ -129,7 +129,7 @@ def _step_folds(
                 KEPT, FULL)  # fmt: skip
     if MODE != "measure":
         store_param(p_addr, correction_addr, new, p, stored, thresholds, lane, start, tile, inside, WEIGHTS, PARAM, VEC,
-                    FULL)  # fmt: skip
+                    FULL, False)  # fmt: skip
     if MODE != "repair":
         count_left_out(finite, kept, tensor, left_out, bad, TRACK, COUNT)
     stepped = kept if FULL else kept & inside
@@ -182,7 +182,7 @@ def _step_long_folds(
         new, update = _stepped(tensor, g, kept, p, folded, m, v, addrs, row, repair, MODE, MATCHED, ACROSS)
         if MODE != "measure":
             store_param(p_addr, correction_addr, new, p, stored, thresholds, (tile & 31).to(tl.int32), first * 0, tile,
-                        inside, WEIGHTS, PARAM, 1, False)  # fmt: skip
+                        inside, WEIGHTS, PARAM, 1, False, False)  # fmt: skip
         if MODE != "repair":
             count_left_out(finite, kept, tensor, left_out, bad, TRACK, COUNT)
         total += tl.where(kept & inside, update * update, 0.0)
@@ -287,7 +287,7 @@ def foam_kernel(
     ptrs,  # int64[tensors, 8]
     grad_ptrs,  # int64[tensors]
     settings,  # fp32[tensors, 8]
-    thresholds,  # fp32[64]
+    thresholds,  # fp32[164]
     repair,  # fp32[tensors]
     partial,  # fp32[programs]
     left_out,  # int32[tensors]

@@ -1,4 +1,4 @@
-"""The small kernels beside the steps: update RMS matching wholly on the device, and marking non-finite gradients.
+"""The small kernels beside the steps: update RMS matching on the device, marking gradients, and talking to the host.
 
 Matching: a step multiplies updates by target / own RMS as the block's match holds it, sums their squares, and leaves it
 to `match_kernel` to store the new own RMS and to say, as `optim.matching.factor` defines it from this step's sums, what
@@ -20,6 +20,35 @@ _WIDTH = tl.constexpr(8)
 _MATCH_AT = tl.constexpr(6)
 _PER_LR = tl.constexpr(7)
 _TINY = tl.constexpr(1e-30)  # as baoc.optim.matching
+
+
+@triton.jit
+def exchange_kernel(
+    slot,  # address of int64[up_words] in pinned memory: what goes up, its number first
+    up,  # and on the device
+    back,  # of int64[back_words] on the device: what comes back
+    received,  # and in pinned memory, with room for the number after it
+    up_words, back_words,
+    LANES: tl.constexpr,
+):  # fmt: skip
+    """One program: reads and writes the host's memory itself, for between kernels copies cost more than what they move.
+
+    The number comes back last, when all of the slot was read.
+    """
+    lanes = tl.arange(0, LANES)
+    source = tl.multiple_of(slot.to(tl.pointer_type(tl.int64)), 16)
+    target = tl.multiple_of(up.to(tl.pointer_type(tl.int64)), 16)
+    for begin in range(0, up_words, LANES):
+        inside = begin + lanes < up_words
+        words = tl.load(source + begin + lanes, mask=inside, cache_modifier=".cv")
+        tl.store(target + begin + lanes, words, mask=inside)
+    counts = back.to(tl.pointer_type(tl.int64))
+    told = received.to(tl.pointer_type(tl.int64))
+    for begin in range(0, back_words, LANES):
+        inside = begin + lanes < back_words
+        tl.store(told + begin + lanes, tl.load(counts + begin + lanes, mask=inside), mask=inside)
+    tl.debug_barrier()
+    tl.store(told + back_words, tl.load(source, cache_modifier=".cv"))
 
 
 @triton.jit

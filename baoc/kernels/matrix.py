@@ -88,12 +88,40 @@ def _step_tile(
             store_m(m_addr, m_scale_addr, m, thresholds, start, tile, inside, groups, left, M, VEC, FULL)
         new = tl.where(kept, p * decay - size * update, p)
         store_param(
-            p_addr, correction_addr, new, p, stored, thresholds, lane, start, tile, inside, WEIGHTS, PARAM, VEC, FULL
+            p_addr,
+            correction_addr,
+            new,
+            p,
+            stored,
+            thresholds,
+            lane,
+            start,
+            tile,
+            inside,
+            WEIGHTS,
+            PARAM,
+            VEC,
+            FULL,
+            False,
         )
     if MODE == "repair":
         new = tl.where(kept, p - size * tl.load(repair + tensor) * update, p)
         store_param(
-            p_addr, correction_addr, new, p, stored, thresholds, lane, start, tile, inside, WEIGHTS, PARAM, VEC, FULL
+            p_addr,
+            correction_addr,
+            new,
+            p,
+            stored,
+            thresholds,
+            lane,
+            start,
+            tile,
+            inside,
+            WEIGHTS,
+            PARAM,
+            VEC,
+            FULL,
+            False,
         )
     else:
         count_left_out(finite, kept, tensor, left_out, bad, TRACK, COUNT)
@@ -202,7 +230,7 @@ def apply_kernel(
     places,  # int64[tensors, 8]: see means_plan
     vectors,  # fp32: factors by line and by column
     scales,  # fp32[tensors]: and by tensor, for Adafactor
-    thresholds,  # fp32[64]
+    thresholds,  # fp32[164]
     repair,  # fp32[tensors]
     partial,  # fp32[programs]
     left_out,  # int32[tensors]

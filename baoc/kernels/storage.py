@@ -9,17 +9,29 @@ import triton.language as tl
 
 from baoc.kernels.device import (
     BF16_MAX,
+    ROUND,
     TINY,
     bf16_bits,
+    ceil_code,
     exp2,
+    floor_bytes,
+    floor_code,
+    load_numbers,
     load_scale,
     load_tile,
     log2,
+    low_byte,
+    narrowed,
     reciprocal,
+    root,
     round_up,
+    share_of,
+    signed_numbers,
     store_scale,
     store_tile,
-    to_byte,
+    twice_inverse_power,
+    unsigned_times,
+    widened,
     with_sign,
 )
 from baoc.kernels.packed import load_m4, load_m4_at, load_v4, restore_m4, store_m4, store_v4
@@ -29,20 +41,23 @@ _SCALE_MAX = tl.constexpr(1.83e19)  # of sqrt(v): its square is finite
 _KEEP_SCALE = tl.constexpr(0.87)
 _M_STEP = tl.constexpr(16.0 / 126)  # octaves per code
 _V_STEP = tl.constexpr(20.0 / 254)
+# Where the parts of the engine's lanes begin, 32 each: see `kinds.lanes_for`.
+_LOGS, _SLOPES, _OFFSETS, _FINE = (tl.constexpr(i) for i in (32, 64, 96, 128))
+PHASE_AT = tl.constexpr(160)
 _M_ZERO = tl.constexpr(2.0**-17)  # log8m: what is smaller becomes 0
 
 
 @triton.jit
-def _restore_m(code, scale, CODEC: tl.constexpr):
-    """Codes of m and their scales -> m."""
+def _expand_m(code, CODEC: tl.constexpr):
+    """Codes of m -> m over its scale."""
     if CODEC == "softsign8":
-        m = code * reciprocal(254.0 - tl.abs(code)) * scale
+        m = code * reciprocal(254.0 - tl.abs(code))
     elif CODEC == "root8m":
-        root = code * (1.0 / 127)
-        m = with_sign(root * root * root * root, code) * scale
+        x = code * (1.0 / 127)
+        m = with_sign(x * x * x * x, code)
     else:
         size = exp2((tl.abs(code) - 127.0) * _M_STEP)
-        m = tl.where(code == 0.0, 0.0, with_sign(size, code)) * scale
+        m = tl.where(code == 0.0, 0.0, with_sign(size, code))
     return m
 
 
@@ -71,24 +86,33 @@ def restore_m(code, bits, CODEC: tl.constexpr):
     elif CODEC == "root4":
         m = restore_m4(code, bits)
     else:
-        m = _restore_m(code.to(tl.float32), (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True), CODEC)
+        m = _expand_m(code.to(tl.float32), CODEC) * (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     return m
+
+
+@triton.jit
+def load_scaled_m(addr, scale_addr, start, tile, inside, groups, left, CODEC: tl.constexpr, VEC: tl.constexpr,
+                  FULL: tl.constexpr):  # fmt: skip
+    """m over its scale as fp32, and the scale, which is 1 where there is none."""
+    scale = 1.0
+    if CODEC == "fp32":
+        m = load_tile(addr, start, tile, inside, tl.float32, VEC, FULL)
+    elif CODEC == "bf16":
+        m = load_numbers(addr, start, tile, inside, tl.bfloat16, VEC, FULL)
+    elif CODEC == "root4":
+        m = load_m4(addr, scale_addr, start, left, tile.shape[0] * 32, VEC, FULL)
+    else:
+        m = _expand_m(signed_numbers(load_tile(addr, start, tile, inside, tl.int8, VEC, FULL)), CODEC)
+        scale = load_scale(scale_addr, start, groups, left, FULL)
+    return m, scale
 
 
 @triton.jit
 def load_m(addr, scale_addr, start, tile, inside, groups, left, CODEC: tl.constexpr, VEC: tl.constexpr,
            FULL: tl.constexpr):  # fmt: skip
     """m as fp32."""
-    if CODEC == "fp32":
-        m = load_tile(addr, start, tile, inside, tl.float32, VEC, FULL)
-    elif CODEC == "bf16":
-        m = load_tile(addr, start, tile, inside, tl.bfloat16, VEC, FULL).to(tl.float32)
-    elif CODEC == "root4":
-        m = load_m4(addr, scale_addr, start, left, tile.shape[0] * 32, VEC, FULL)
-    else:
-        code = load_tile(addr, start, tile, inside, tl.int8, VEC, FULL).to(tl.float32)
-        m = _restore_m(code, load_scale(scale_addr, start, groups, left, FULL), CODEC)
-    return m
+    m, scale = load_scaled_m(addr, scale_addr, start, tile, inside, groups, left, CODEC, VEC, FULL)
+    return m * scale
 
 
 @triton.jit
@@ -105,42 +129,69 @@ def store_m(addr, scale_addr, m, thresholds, start, tile, inside, groups, left, 
     else:
         scale = round_up(tl.minimum(tl.max(tl.abs(m), axis=1, keep_dims=True), BF16_MAX))
         store_scale(scale_addr, scale, start, groups, left, FULL)
-        size = tl.minimum(tl.abs(m) * reciprocal(tl.maximum(scale, TINY)), 1.0)
-        if CODEC == "softsign8":
-            code = size * reciprocal(size * (1.0 / 254) + (1.0 / 254))
+        x = m * reciprocal(tl.maximum(scale, TINY))
+        if CODEC == "softsign8":  # of slightly more than 1 it is slightly more than 127, which rounds to that
+            code = x * reciprocal(tl.abs(x) * (1.0 / 254) + (1.0 / 254)) + ROUND
         elif CODEC == "root8m":
-            code = tl.sqrt(tl.sqrt(size)) * 127.0
+            code = with_sign(tl.sqrt(tl.sqrt(tl.minimum(tl.abs(x), 1.0))) * 127.0, m) + ROUND
         else:
+            size = tl.minimum(tl.abs(x), 1.0)
             code = tl.maximum(log2(tl.maximum(size, TINY)) * (1.0 / _M_STEP) + 127.0, 1.0)
-            code = tl.where(size < _M_ZERO, 0.0, code)
-        store_tile(addr, to_byte(with_sign(code, m)), start, tile, inside, tl.int8, VEC, FULL)
+            code = with_sign(tl.where(size < _M_ZERO, 0.0, code), m) + ROUND
+        store_tile(addr, low_byte(code), start, tile, inside, tl.int8, VEC, FULL)
+
+
+@triton.jit
+def load_v_codes(addr, scale_addr, start, tile, inside, groups, left, CODEC: tl.constexpr, VEC: tl.constexpr,
+                 FULL: tl.constexpr):  # fmt: skip
+    """v as fp32, of 8 bits its codes; and what its groups share (0 where they share nothing)."""
+    scale = 0.0
+    if CODEC == "fp32":
+        v = load_tile(addr, start, tile, inside, tl.float32, VEC, FULL)
+    elif CODEC == "bf16":
+        v = load_numbers(addr, start, tile, inside, tl.bfloat16, VEC, FULL)
+    elif CODEC == "lattice4":
+        v, scale = load_v4(addr, scale_addr, start, left, tile.shape[0] * 32, VEC, FULL)
+    else:
+        v = load_tile(addr, start, tile, inside, tl.int8, VEC, FULL)
+        scale = load_scale(scale_addr, start, groups, left, FULL)
+    return v, scale
+
+
+@triton.jit
+def restore_v(v, scale, CODEC: tl.constexpr):
+    """What `load_v_codes` read, as v."""
+    if CODEC == "sqrt8":
+        s = unsigned_times(v, scale * (1.0 / 255))
+        v = s * s
+    elif CODEC == "root8v":
+        x = unsigned_times(v, 1.0 / 255 + scale * 0.0)
+        s = x * x * x * x * scale
+        v = tl.where(x > 0.0, tl.maximum(s * s, TINY), 0.0)
+    elif CODEC == "log8v":
+        code = unsigned_times(v, 1.0 + scale * 0.0)
+        s = tl.where(code == 0.0, 0.0, exp2((code - 255.0) * _V_STEP)) * scale
+        v = s * s
+    return v
+
+
+@triton.jit
+def average_v(v, scale, g, b2, w2, CODEC: tl.constexpr):
+    """b2 v + w2 g^2 of what `load_v_codes` read."""
+    if CODEC == "sqrt8":
+        s, part = unsigned_times(v, scale * (root(b2) * (1.0 / 255))), g * root(w2)
+        new = s * s + part * part
+    else:
+        new = restore_v(v, scale, CODEC) * b2 + w2 * g * g
+    return new
 
 
 @triton.jit
 def load_v(addr, scale_addr, start, tile, inside, groups, left, CODEC: tl.constexpr, VEC: tl.constexpr,
            FULL: tl.constexpr):  # fmt: skip
-    """v as fp32, and what its groups share (0 where they share nothing)."""
-    scale = 0.0
-    if CODEC == "fp32":
-        v = load_tile(addr, start, tile, inside, tl.float32, VEC, FULL)
-    elif CODEC == "bf16":
-        v = load_tile(addr, start, tile, inside, tl.bfloat16, VEC, FULL).to(tl.float32)
-    elif CODEC == "lattice4":
-        v, scale = load_v4(addr, scale_addr, start, left, tile.shape[0] * 32, VEC, FULL)
-    else:
-        code = load_tile(addr, start, tile, inside, tl.uint8, VEC, FULL).to(tl.float32)
-        scale = load_scale(scale_addr, start, groups, left, FULL)
-        if CODEC == "sqrt8":
-            s = code * (scale * (1.0 / 255))
-        elif CODEC == "root8v":
-            root = code * (1.0 / 255)
-            s = root * root * root * root * scale
-        else:
-            s = tl.where(code == 0.0, 0.0, exp2((code - 255.0) * _V_STEP)) * scale
-        v = s * s
-        if CODEC == "root8v":
-            v = tl.where(code > 0.0, tl.maximum(v, TINY), 0.0)
-    return v, scale
+    """v as fp32, and what its groups share."""
+    v, scale = load_v_codes(addr, scale_addr, start, tile, inside, groups, left, CODEC, VEC, FULL)
+    return restore_v(v, scale, CODEC), scale
 
 
 @triton.jit
@@ -150,51 +201,58 @@ def _eighth(x):
 
 
 @triton.jit
-def _v_codes(s, scale, threshold, CODEC: tl.constexpr):
-    """sqrt(v) -> codes; a fraction of at least the threshold rounds up, and a positive one is never 0."""
+def lanes_like(tile):
+    """Places of a tile's elements [n, 32] in their groups, as a whole tile: what is read by them has its layout."""
+    return tl.broadcast_to(tl.arange(0, 32)[None, :], tile.shape)
+
+
+@triton.jit
+def _v_codes(s, scale, thresholds, CODEC: tl.constexpr):
+    """sqrt(v) -> codes plus ROUND; a fraction of at least the threshold rounds up, and a positive one is never 0."""
     inverse = reciprocal(tl.maximum(scale, _LEAST_ROOT))
+    lane = lanes_like(s)
     if CODEC == "sqrt8":
-        x = tl.minimum(s * (255.0 * inverse), 255.0)
-        low = tl.floor(x)
-        code = low + tl.where(x * x - low * low >= threshold * (2.0 * low + 1.0), 1.0, 0.0)
+        x = share_of(s, inverse)
+        code = tl.maximum(floor_code(x), ceil_code(x))  # the latter is 1 but for 0
+        low = code - ROUND
+        # x^2 against that of (low^2 + threshold (2 low + 1)) / 255^2
+        slope, offset = tl.load(thresholds + _SLOPES + lane), tl.load(thresholds + _OFFSETS + lane)
+        between = low * (low * (1.0 / 65025) + slope) + offset
+        code += tl.where(x * x >= between, 1.0, 0.0)
     elif CODEC == "root8v":
+        threshold = tl.load(thresholds + lane)
         x = tl.sqrt(tl.sqrt(tl.minimum(s * inverse, 1.0))) * 255.0
         low = tl.floor(x)
         below = _eighth(low)
         code = low + tl.where(_eighth(x) - below >= threshold * (_eighth(low + 1.0) - below), 1.0, 0.0)
-        code = tl.minimum(code, 255.0)
+        code = tl.maximum(tl.minimum(code, 255.0), tl.where(s > 0.0, 1.0, 0.0)) + ROUND
     else:
+        threshold = tl.load(thresholds + _LOGS + lane)
         x = tl.minimum(s * inverse, 1.0)
         code = tl.floor(log2(tl.maximum(x, TINY)) * (1.0 / _V_STEP) + 255.0 + (1.0 - threshold))
-        code = tl.where(s > 0.0, tl.minimum(code, 255.0), 0.0)
-    return tl.maximum(code, tl.where(s > 0.0, 1.0, 0.0))
+        code = tl.where(s > 0.0, tl.maximum(tl.minimum(code, 255.0), 1.0), 0.0) + ROUND
+    return code
 
 
 @triton.jit
 def store_v(addr, scale_addr, v, s, scale_old, thresholds, start, tile, inside, groups, left, CODEC: tl.constexpr,
             VEC: tl.constexpr, FULL: tl.constexpr):  # fmt: skip
-    """Stores v, whose root is s. Of the thresholds, the second 32 are those of the logarithm, for log8v."""
+    """Stores v, whose root is s."""
     if CODEC == "fp32":
         store_tile(addr, v, start, tile, inside, tl.float32, VEC, FULL)
     elif CODEC == "lattice4":
         store_v4(addr, scale_addr, s, scale_old, thresholds, start, left, tile.shape[0] * 32, VEC, FULL)
+    elif CODEC == "bf16":
+        threshold = tl.load(thresholds + lanes_like(v))
+        bits = tl.minimum(v, BF16_MAX).to(tl.int32, bitcast=True) + ((1.0 - threshold) * 65536.0).to(tl.int32)
+        store_tile(addr, bits >> 16, start, tile, inside, tl.int16, VEC, FULL)
     else:
-        threshold = tl.load(thresholds + (32 if CODEC == "log8v" else 0) + tl.arange(0, 32))[None, :]
-        if CODEC == "bf16":
-            bits = tl.minimum(v, BF16_MAX).to(tl.int32, bitcast=True) + ((1.0 - threshold) * 65536.0).to(tl.int32)
-            store_tile(addr, bits >> 16, start, tile, inside, tl.int16, VEC, FULL)
-        else:
-            top = round_up(tl.minimum(tl.max(s, axis=1, keep_dims=True), _SCALE_MAX))
-            keep = (top <= scale_old) & (top >= _KEEP_SCALE * scale_old)
-            scale = tl.where(keep, scale_old, top)
-            store_scale(scale_addr, scale, start, groups, left, FULL)
-            store_tile(addr, to_byte(_v_codes(s, scale, threshold, CODEC)), start, tile, inside, tl.int8, VEC, FULL)
-
-
-@triton.jit
-def _power(x):
-    """2^e of a number, and of zero and subnormal ones the least normal: 2^8 half units in a bf16's last place."""
-    return tl.maximum((x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True), TINY)
+        top = round_up(tl.minimum(tl.max(s, axis=1, keep_dims=True), _SCALE_MAX))
+        keep = (top <= scale_old) & (top >= _KEEP_SCALE * scale_old)
+        scale = tl.where(keep, scale_old, top)
+        store_scale(scale_addr, scale, start, groups, left, FULL)
+        code = low_byte(_v_codes(s, scale, thresholds, CODEC))
+        store_tile(addr, code, start, tile, inside, tl.int8, VEC, FULL)
 
 
 @triton.jit
@@ -218,37 +276,40 @@ def load_param(addr, correction_addr, start, tile, inside, WEIGHTS: tl.constexpr
     """
     stored = 0
     if WEIGHTS == "split8":
-        bits = load_tile(addr, start, tile, inside, tl.int16, VEC, FULL).to(tl.int32)
-        near = (bits << 16).to(tl.float32, bitcast=True)
-        correction = load_tile(correction_addr, start, tile, inside, tl.int8, VEC, FULL).to(tl.int32)
-        p = near + correction.to(tl.float32) * (2.0**-8 / 127) * _power(near)
-        stored = (bits << 8) | (correction & 0xFF)
+        bits = load_tile(addr, start, tile, inside, tl.int16, VEC, FULL)
+        near = widened(bits)
+        correction = load_tile(correction_addr, start, tile, inside, tl.int8, VEC, FULL)
+        power = (near.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        p = near + signed_numbers(correction) * (2.0**-8 / 127) * power
+        stored = (bits.to(tl.int32) << 8) | (correction.to(tl.int32) & 0xFF)
     elif WEIGHTS == "split16":
         bits = load_tile(addr, start, tile, inside, tl.int16, VEC, FULL).to(tl.int32) << 16
         low = load_tile(correction_addr, start, tile, inside, tl.int16, VEC, FULL).to(tl.int32)
         p = (bits + low).to(tl.float32, bitcast=True)
     else:
-        p = load_tile(addr, start, tile, inside, PARAM, VEC, FULL).to(tl.float32)
+        p = load_numbers(addr, start, tile, inside, PARAM, VEC, FULL)
     return p, stored
 
 
 @triton.jit
 def store_param(addr, correction_addr, p, old, stored, thresholds, lane, start, tile, inside, WEIGHTS: tl.constexpr,
-                PARAM: tl.constexpr, VEC: tl.constexpr, FULL: tl.constexpr):  # fmt: skip
-    """Stores weight p; `old` and `stored` are what `load_param` gave, `lane` the elements' places modulo 32."""
+                PARAM: tl.constexpr, VEC: tl.constexpr, FULL: tl.constexpr, MOVED: tl.constexpr):  # fmt: skip
+    """Stores weight p; `old` and `stored` are what `load_param` gave, `lane` the elements' places modulo 32. MOVED
+    promises that every weight is another than it was."""
     if WEIGHTS == "split8":
-        bits = bf16_bits(p).to(tl.int32)
-        near = (bits << 16).to(tl.float32, bitcast=True)
-        # 2^-e by its bits; the rest is at most 2^(e - 8), so no step overflows. To nearest, a step of less than half a
-        # code would be lost every time; by thresholds the mean over steps is exact.
-        inverse = (0x7F000000 - _power(near).to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
-        rest = (p - near) * inverse * (2.0**8 * 127)
-        code = tl.minimum(tl.floor(rest + (1.0 - tl.load(thresholds + lane))), 127.0)
-        # A weight that did not change stays as it is: merging has rounded, and some numbers can be split in two ways.
-        same = p == old
-        bits = tl.where(same, stored >> 8, bits)
-        code = tl.where(same, stored.to(tl.int8), to_byte(code))
-        store_tile(addr, bits.to(tl.int16), start, tile, inside, tl.int16, VEC, FULL)
+        bits, near = narrowed(p)
+        # 2^e is 2^8 half units in the last place of a bf16, of which the rest is at most one; a number so small that it
+        # has no 2^e has no correction either. To nearest, a step of less than half a code would be lost every time; by
+        # thresholds the mean over steps is exact.
+        rest = (p - near) * twice_inverse_power(near)
+        code = floor_bytes(rest, tl.full(p.shape, 2.0**7 * 127, tl.float32), tl.load(thresholds + _FINE + lane))
+        if not MOVED:
+            # A weight that did not change stays as it is: merging has rounded, and some numbers can be split in two
+            # ways.
+            same = p == old
+            bits = tl.where(same, (stored >> 8).to(tl.int16), bits)
+            code = tl.where(same, stored.to(tl.int8), code)
+        store_tile(addr, bits, start, tile, inside, tl.int16, VEC, FULL)
         store_tile(correction_addr, code, start, tile, inside, tl.int8, VEC, FULL)
     elif WEIGHTS == "split16":  # rounded to nearest, halves up; the correction is the low half with its sign
         bits = p.to(tl.int32, bitcast=True)
@@ -256,7 +317,7 @@ def store_param(addr, correction_addr, p, old, stored, thresholds, lane, start, 
         store_tile(correction_addr, ((bits << 16) >> 16).to(tl.int16), start, tile, inside, tl.int16, VEC, FULL)
     elif WEIGHTS == "bf16_sr":
         bits = p.to(tl.int32, bitcast=True)
-        step = tl.load(thresholds.to(tl.pointer_type(tl.int32)) + 64)
+        step = tl.load(thresholds.to(tl.pointer_type(tl.int32)) + PHASE_AT)
         noise = _random_bits((start + tile).to(tl.int32), correction_addr.to(tl.int32) + step)
         rounded = ((bits + noise) & -65536).to(tl.float32, bitcast=True)
         rounded = tl.minimum(tl.maximum(rounded, -BF16_MAX), BF16_MAX)

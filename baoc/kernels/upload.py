@@ -10,6 +10,7 @@ import time
 import torch
 from torch import Tensor
 
+_LANES = 1024  # words of 8 bytes that are read at once
 SLOTS = 3  # uploads that the host may be ahead of the device before it waits
 _HEAD = 16  # bytes before what goes up: the number, and padding
 _PATIENCE_S, _LOOK_S = 1e-4, 0.1  # between looks at the number, and at whether the device still works
@@ -19,11 +20,13 @@ class Upload:
     """`slot()` says which slot to fill, `send()` copies it to `device` (uint8 [nbytes]), which never moves.
 
     `back` (int64 [num_back] on the device) is copied to `received` on the CPU by `receive()`. `copy()` and `receive()`
-    may be captured in a graph, one for each slot: after a replay, `sent()` does the counting that `send` does itself.
+    may be captured in a graph, one for each slot, and so may `exchange()`, which does both in one launch; after a
+    replay `sent()` does the counting that `send` does itself.
     """
 
     def __init__(self, nbytes: int, *, num_back: int, device: torch.device):
         self._on_cuda = device.type == "cuda"
+        assert not nbytes % 8, "whole words go up"
         begin = 8 * num_back
         whole = torch.zeros(begin + _HEAD + nbytes, dtype=torch.uint8, device=device)
         self.back, self.device = whole[:begin].view(torch.int64), whole[begin + _HEAD :]
@@ -67,6 +70,21 @@ class Upload:
         """The slot's bytes, or the first of them, go up on the current stream."""
         end = None if nbytes is None else _HEAD + nbytes
         self._up[:end].copy_(self._slots[self._next][:end], non_blocking=True)
+
+    def exchange(self) -> None:
+        """`copy` and `receive` in one launch; what comes back is as it was before what is launched after it."""
+        from baoc.kernels.matching import exchange_kernel
+
+        exchange_kernel[(1,)](
+            self._slots[self._next].data_ptr(),
+            self._up.data_ptr(),
+            self.back.data_ptr(),
+            self._received.data_ptr(),
+            self._up.nbytes // 8,
+            len(self.back),
+            LANES=_LANES,
+            num_warps=8,
+        )
 
     def receive(self) -> None:
         """What is in `back`, and the number, come back."""

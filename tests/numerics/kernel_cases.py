@@ -148,8 +148,10 @@ class Twin:
                     param.grad_dtype = torch.float32
                 param.grad = grad
 
-    def step(self, *, factors: Sequence[float] | None = None, marked: bool = False) -> Tensor | None:
-        """One step of both, from the eager one's states. Returns the fused sums of squares.
+    def step(
+        self, *, factors: Sequence[float] | None = None, marked: bool = False, track: bool = True
+    ) -> Tensor | None:
+        """One step of both, from the eager one's states. Returns the fused sums of squares if `track`.
 
         `factors` multiply the updates; `marked`: elements of the gradients that are -0.0 are left out.
         """
@@ -163,7 +165,7 @@ class Twin:
             thresholds=lanes(self.phase, torch.device("cpu")),
             phase=self.phase,
             matched=factors is not None,
-            track=True,
+            track=track,
             marked=marked,
         )
         for index, param in enumerate(self.params):
