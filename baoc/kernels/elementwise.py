@@ -51,9 +51,12 @@ def _sign(x):
 
 
 @triton.jit
-def average(x, scale, g, weight):
-    """(1 - weight) x scale + weight g."""
-    return x * (scale * (1.0 - weight)) + weight * g
+def average(x, scale, g, weight, M: tl.constexpr):
+    """m = x scale averaged with g; where m is not coded as torch has it to the last bit, which may decide a tie."""
+    m = x * (scale * (1.0 - weight)) + weight * g
+    if M == "fp32" or M == "bf16":
+        m = lerp(x, g, weight)
+    return m
 
 
 @triton.jit
@@ -71,7 +74,7 @@ def _update(g, m, s, inv_bc2, eps, RULE: tl.constexpr):
 
 
 @triton.jit
-def _is_plain(g, p, new, RULE: tl.constexpr, WEIGHTS: tl.constexpr, MARKED: tl.constexpr):
+def is_plain(g, p, new, RULE: tl.constexpr, WEIGHTS: tl.constexpr, MARKED: tl.constexpr):
     """Whether all elements of the chunk are stepped and, where that matters, every weight is another than it was."""
     if RULE == "adamw" or RULE == "rmsprop":  # a gradient that is not finite makes a weight that is no number
         plain = differ(new, p) if WEIGHTS == "split8" else finite(new)
@@ -122,24 +125,44 @@ def count_left_out(whole, kept, tensor, left_out, bad, TRACK: tl.constexpr, COUN
 
 
 @triton.jit
+def _new_m(m_old, scale, g, w1, w2, RULE: tl.constexpr, M: tl.constexpr, MODE: tl.constexpr):
+    """What the update goes by: of Lion its interpolation, of others the new m."""
+    m = m_old * scale
+    if MODE == "repair":  # which is there already; Lion's update needs the one before
+        m = lerp(m + (m - g) * (w2 / (1.0 - w2)), g, w1) if RULE == "lion" else m
+    elif RULE == "adamw":
+        m = average(m_old, scale, g, w1, M)
+    else:  # as torch has it to the last bit, which may be that of the sign
+        m = lerp(m, g, w1)
+    return m
+
+
+@triton.jit
+def _new_weights(g, p, m, s, decay, size, inv_bc2, eps, RULE: tl.constexpr, TRACK: tl.constexpr):
+    """Weights after the step and the update, which AdamW does without where nobody asks for it."""
+    if RULE == "adamw" and not TRACK:
+        per = reciprocal(size)
+        moves = tl.abs(size) > 1e-37
+        divisor = s * tl.where(moves, inv_bc2 * per, 0.0) + tl.where(moves, eps * per, float("inf"))
+        update = m
+        new = p * decay - m * reciprocal(divisor)
+    else:
+        update = _update(g, m, s, inv_bc2, eps, RULE)
+        new = p * decay - size * update
+    return new, update
+
+
+@triton.jit
 def _step_chunk(
     pid, tensor, grad_addr, start, left, ptrs, settings, thresholds, repair, partial, left_out, bad,
     RULE: tl.constexpr, M: tl.constexpr, V: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
     GRAD: tl.constexpr, MODE: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr,
-    MARKED: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr, FULL: tl.constexpr, QUICK: tl.constexpr,
+    MARKED: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """Steps `left` (at most CHUNK) elements from `start`; FULL promises that it is CHUNK, so nothing is masked.
-
-    QUICK leaves a chunk with elements that need care alone, and says so: it is true if the chunk is done.
-    """
-    HAS_M: tl.constexpr = M != "none"
-    HAS_V: tl.constexpr = V != "none"
-    row = settings + tensor * WIDTH
-    addrs = ptrs + tensor * WIDTH
+    """Steps `left` (at most CHUNK) elements from `start`, whatever they are."""
+    row, addrs = settings + tensor * WIDTH, ptrs + tensor * WIDTH
     tile, groups = tile_of(CHUNK)
-    lane = lanes_like(tile)
-    inside = tile < left
-    # All reads come first: a store in between would keep the compiler from moving them up.
+    lane, inside = lanes_like(tile), tile < left
     p_addr, correction_addr = tl.load(addrs + PARAM_AT), tl.load(addrs + CORRECTION_AT)
     m_addr, m_scale_addr = tl.load(addrs + M_AT), tl.load(addrs + M_SCALE_AT)
     v_addr, v_scale_addr = tl.load(addrs + V_AT), tl.load(addrs + V_SCALE_AT)
@@ -147,74 +170,88 @@ def _step_chunk(
     b2, inv_bc2, eps = tl.load(row + B2), tl.load(row + INV_BC2), tl.load(row + EPS)
     if MATCHED and MODE == "step":
         size *= matched_factor(tl.load(addrs + MATCH_AT))
-    if QUICK:
-        g = load_numbers(grad_addr, start, tile, inside, GRAD, VEC, FULL)
-    else:
-        g, whole, kept = load_grad(grad_addr, start, tile, inside, GRAD, MARKED, VEC, FULL)
+    g, whole, kept = load_grad(grad_addr, start, tile, inside, GRAD, MARKED, VEC, False)
+    p, stored = g, 0
     if MODE != "measure":
-        p, stored = load_param(p_addr, correction_addr, start, tile, inside, WEIGHTS, PARAM, VEC, FULL)
+        p, stored = load_param(p_addr, correction_addr, start, tile, inside, WEIGHTS, PARAM, VEC, False)
     m = g
     s = g
-    if HAS_M:
-        m_old, m_scale = load_scaled_m(m_addr, m_scale_addr, start, tile, inside, groups, left, M, VEC, FULL)
-        if MODE == "repair":  # the new m; Lion's update needs the one before
-            m = m_old * m_scale
-            m = lerp(m + (m - g) * (w2 / (1.0 - w2)), g, w1) if RULE == "lion" else m
-        else:
-            m = average(m_old, m_scale, g, w1)
-    if HAS_V:
-        v_old, scale_old = load_v_codes(v_addr, v_scale_addr, start, tile, inside, groups, left, V, VEC, FULL)
-        if MODE == "repair":
-            v = restore_v(v_old, scale_old, V)
-        else:
-            v = average_v(v_old, scale_old, g, b2, w2, V)
-            if not QUICK:
-                v = tl.where(kept, v, restore_v(v_old, scale_old, V))
+    if M != "none":
+        m_old, m_scale = load_scaled_m(m_addr, m_scale_addr, start, tile, inside, groups, left, M, VEC, False)
+        m = _new_m(m_old, m_scale, g, w1, w2, RULE, M, MODE)
+    if V != "none":
+        v_old, scale_old = load_v_codes(v_addr, v_scale_addr, start, tile, inside, groups, left, V, VEC, False)
+        v = restore_v(v_old, scale_old, V)
+        if MODE != "repair":
+            v = tl.where(kept, average_v(v_old, scale_old, g, b2, w2, V), v)
         s = root(v) if V == "sqrt8" else tl.sqrt(v)
-    if RULE == "adamw" and MODE == "step" and not TRACK:  # nobody needs the update without its size
-        per = reciprocal(size)
-        moves = tl.abs(size) > 1e-37
-        divisor = s * tl.where(moves, inv_bc2 * per, 0.0) + tl.where(moves, eps * per, float("inf"))
-        new = p * decay - m * reciprocal(divisor)
+    if MODE == "step":
+        new, update = _new_weights(g, p, m, s, decay, size, inv_bc2, eps, RULE, TRACK)
+        new = tl.where(kept, new, p)
+        if M != "none":
+            m = lerp(m_old * m_scale, g, w2) if RULE == "lion" else m
+            m = tl.where(kept, m, m_old * m_scale)
+            store_m(m_addr, m_scale_addr, m, thresholds, start, tile, inside, groups, left, M, VEC, False)
+        if V != "none":
+            store_v(v_addr, v_scale_addr, v, s, scale_old, thresholds, start, tile, inside, groups, left, V, VEC, False)
     else:
         update = _update(g, m, s, inv_bc2, eps, RULE)
-        if MODE == "step":
-            new = p * decay - size * update
-    plain = True
-    if MODE == "step":
-        if HAS_M:
-            m = average(m_old, m_scale, g, w2) if RULE == "lion" else m
-        if QUICK:
-            plain = _is_plain(g, p, new, RULE, WEIGHTS, MARKED)
-        else:
-            new = tl.where(kept, new, p)
-            if HAS_M:
-                m = tl.where(kept, m, m_old * m_scale)
-        if plain:
-            if HAS_M:
-                store_m(m_addr, m_scale_addr, m, thresholds, start, tile, inside, groups, left, M, VEC, FULL)
-            if HAS_V:
-                store_v(
-                    v_addr, v_scale_addr, v, s, scale_old, thresholds, start, tile, inside, groups, left, V, VEC, FULL
-                )
-            store_param(
-                p_addr, correction_addr, new, p, stored, thresholds, lane, start, tile, inside, WEIGHTS, PARAM, VEC,
-                FULL, QUICK,
-            )  # fmt: skip
-            if QUICK and TRACK:
-                tl.store(partial + pid, tl.sum(update * update))
+        new = p
     if MODE == "repair":
         new = tl.where(kept, p - size * tl.load(repair + tensor) * update, p)
-        store_param(
-            p_addr, correction_addr, new, p, stored, thresholds, lane, start, tile, inside, WEIGHTS, PARAM, VEC, FULL,
-            False,
-        )  # fmt: skip
-    elif not QUICK:
+    if MODE != "measure":
+        store_param(p_addr, correction_addr, new, p, stored, thresholds, lane, start, tile, inside, WEIGHTS, PARAM, VEC,
+                    False, False)  # fmt: skip
+    if MODE != "repair":
         if TRACK:
-            summed = kept if FULL else kept & inside
-            tl.store(partial + pid, tl.sum(tl.where(summed, update * update, 0.0)))
+            tl.store(partial + pid, tl.sum(tl.where(kept & inside, update * update, 0.0)))
         count_left_out(whole, kept, tensor, left_out, bad, TRACK, COUNT)
-    return plain
+
+
+@triton.jit
+def _step_plain(
+    pid, tensor, grad_addr, start, left, ptrs, settings, thresholds, partial,
+    RULE: tl.constexpr, M: tl.constexpr, V: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
+    GRAD: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, MARKED: tl.constexpr, CHUNK: tl.constexpr,
+    VEC: tl.constexpr,
+):  # fmt: skip
+    """The same for a whole chunk of elements that are stepped and, split, moved, all of them: what the others take is a
+    third of the instructions. Else it does nothing. Returns whether it is done."""
+    row, addrs = settings + tensor * WIDTH, ptrs + tensor * WIDTH
+    tile, groups = tile_of(CHUNK)
+    lane, inside = lanes_like(tile), tile < left
+    # All reads come first: a store in between would keep the compiler from moving them up.
+    p_addr, correction_addr = tl.load(addrs + PARAM_AT), tl.load(addrs + CORRECTION_AT)
+    m_addr, m_scale_addr = tl.load(addrs + M_AT), tl.load(addrs + M_SCALE_AT)
+    v_addr, v_scale_addr = tl.load(addrs + V_AT), tl.load(addrs + V_SCALE_AT)
+    decay, size, w1, w2 = tl.load(row + DECAY), tl.load(row + SIZE), tl.load(row + W1), tl.load(row + W2)
+    b2, inv_bc2, eps = tl.load(row + B2), tl.load(row + INV_BC2), tl.load(row + EPS)
+    if MATCHED:
+        size *= matched_factor(tl.load(addrs + MATCH_AT))
+    g = load_numbers(grad_addr, start, tile, inside, GRAD, VEC, True)
+    p, stored = load_param(p_addr, correction_addr, start, tile, inside, WEIGHTS, PARAM, VEC, True)
+    m = g
+    s = g
+    if M != "none":
+        m_old, m_scale = load_scaled_m(m_addr, m_scale_addr, start, tile, inside, groups, left, M, VEC, True)
+        m = _new_m(m_old, m_scale, g, w1, w2, RULE, M, "step")
+    if V != "none":
+        v_old, scale_old = load_v_codes(v_addr, v_scale_addr, start, tile, inside, groups, left, V, VEC, True)
+        v = average_v(v_old, scale_old, g, b2, w2, V)
+        s = root(v) if V == "sqrt8" else tl.sqrt(v)
+    new, update = _new_weights(g, p, m, s, decay, size, inv_bc2, eps, RULE, TRACK)
+    done = is_plain(g, p, new, RULE, WEIGHTS, MARKED)
+    if done:
+        if M != "none":
+            m = lerp(m_old * m_scale, g, w2) if RULE == "lion" else m
+            store_m(m_addr, m_scale_addr, m, thresholds, start, tile, inside, groups, left, M, VEC, True)
+        if V != "none":
+            store_v(v_addr, v_scale_addr, v, s, scale_old, thresholds, start, tile, inside, groups, left, V, VEC, True)
+        store_param(p_addr, correction_addr, new, p, stored, thresholds, lane, start, tile, inside, WEIGHTS, PARAM, VEC,
+                    True, True)  # fmt: skip
+        if TRACK:
+            tl.store(partial + pid, tl.sum(update * update))
+    return done
 
 
 @triton.jit
@@ -242,15 +279,17 @@ def step_kernel(
     left = tl.minimum(tl.load(numels + tensor) - start, CHUNK).to(tl.int32)
     if grad_addr != 0:
         done = False
-        if left == CHUNK:
-            done = _step_chunk(
-                pid, tensor, grad_addr, start, left, ptrs, settings, thresholds, repair, partial, left_out, bad,
-                RULE, M, V, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, CHUNK, VEC, True, MODE == "step",
-            )  # fmt: skip
+        if MODE == "step":
+            is_whole = left == CHUNK
+            if is_whole:
+                done = _step_plain(
+                    pid, tensor, grad_addr, start, left, ptrs, settings, thresholds, partial, RULE, M, V, WEIGHTS,
+                    PARAM, GRAD, MATCHED, TRACK, MARKED, CHUNK, VEC,
+                )  # fmt: skip
         if not done:
             _step_chunk(
                 pid, tensor, grad_addr, start, left, ptrs, settings, thresholds, repair, partial, left_out, bad,
-                RULE, M, V, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, CHUNK, VEC, False, False,
+                RULE, M, V, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, CHUNK, VEC,
             )  # fmt: skip
     elif TRACK:
         tl.store(partial + pid, 0.0)
@@ -274,7 +313,7 @@ def repair_kernel(
             left = tl.minimum(numel - start, CHUNK).to(tl.int32)
             _step_chunk(
                 chunk, tensor, grad_addr, start, left, ptrs, settings, thresholds, repair, partial, left_out, bad,
-                RULE, M, V, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, CHUNK, VEC, False, False,
+                RULE, M, V, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, CHUNK, VEC,
             )  # fmt: skip
 
 
@@ -288,6 +327,7 @@ def grid(table: "FusedTable", call: Call) -> tuple[int, ...]:
 
 def constants(table: "FusedTable", call: Call) -> dict[str, Any]:
     """What every family's stepping kernel is compiled for beside its own constants."""
+    limits = {"maxnreg": table.cut.registers} if table.cut.registers else {}
     return {
         "WEIGHTS": table.kind.weights,
         "PARAM": DTYPES[table.dtype],
@@ -299,6 +339,7 @@ def constants(table: "FusedTable", call: Call) -> dict[str, Any]:
         "MARKED": call.marked,
         "VEC": table.vector,
         "num_warps": table.cut.warps,
+        **limits,
     }
 
 

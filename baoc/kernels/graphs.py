@@ -2,40 +2,19 @@
 
 import gc
 import logging
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 
 import torch
 
 log = logging.getLogger(__name__)
 _MOST = 24  # variants kept: gradients that wander between layouts are launched plainly
-_STREAMS = 4  # of a graph at most
 _TRIES = 3  # captures that may fail before steps are launched plainly for good
 
 
 def capturing() -> bool:
     """True while someone captures the current stream."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
-def side_by_side(launches: Sequence[Callable[[], None]]) -> None:
-    """Launches that need nothing of each other: in a graph on streams of their own, so that one's last programs run
-    beside the next one's first; else one after the other."""
-    if len(launches) < 2 or not capturing():
-        for launch in launches:
-            launch()
-        return
-    stream = torch.cuda.current_stream()
-    begin = stream.record_event()
-    others = [torch.cuda.Stream() for _ in launches[1:_STREAMS]]
-    for other in others:
-        other.wait_event(begin)
-    streams = [stream, *others]
-    for index, launch in enumerate(launches):
-        with torch.cuda.stream(streams[index % len(streams)]):
-            launch()
-    for other in others:
-        stream.wait_event(other.record_event())
 
 
 class Graphs:

@@ -67,7 +67,7 @@ def _rmsprop_row(options: Options, step: int) -> Row:
     return (decay, lr, 1 - beta1, beta2, 1 - beta2, (1 - beta2**step) ** -0.5, options.eps, 1.0)
 
 
-def _sign_row(options: Options, step: int) -> Row:
+def sign_row(options: Options, step: int) -> Row:
     (beta1, beta2), lr = options.betas, options.lr
     return (1 - lr * options.weight_decay, lr, 1 - beta1, beta2, 1 - beta2, 1.0, options.eps, 1.0)
 
@@ -137,7 +137,8 @@ class Kind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """How a launch is cut: elements per program, warps per program, elements that a thread loads at once.
+    """How a launch is cut: elements per program, warps per program, elements that a thread loads at once, and how many
+    registers it may have (0: as many as it likes).
 
     `vector` 4 keeps fp32, bf16 and int8 accesses in one layout, so that nothing passes through shared memory; 8 suits
     launches without any fp32 tensor.
@@ -146,6 +147,7 @@ class Cut:
     chunk: int = 1024
     warps: int = 4
     vector: int = 4
+    registers: int = 0
 
     def __post_init__(self) -> None:
         if self.chunk % (GROUP * self.vector) or self.chunk & (self.chunk - 1):
@@ -228,19 +230,18 @@ def _chunks(shape: Shape, cut: Cut) -> int:
 
 
 def _cut(kind: Kind, fp32_params: bool) -> Cut:
-    """The cut that did best on an H200 for 1.3 billion elements; see experiments/benchmarks/optimizer_step.py.
+    """The cut that did best on an H100 for 1.3 billion elements; see experiments/benchmarks/optimizer_step.py.
 
     Few elements per thread leave registers for more threads, which hide more of the memory's latency; with only 16-bit
-    and 8-bit tensors a thread needs 8 for wide accesses.
+    and 8-bit tensors a thread needs 8 for wide accesses, and is kept from taking more registers than half as many
+    threads could have.
     """
     states = [kind.m] * kind.traits.has_m + [kind.v] * kind.traits.has_v
     if any(state in PACKED for state in states):  # these take registers
         return Cut(chunk=512, warps=4) if fp32_params or "fp32" in states else Cut(chunk=256, warps=1, vector=8)
     if fp32_params or "fp32" in states:
         return Cut(chunk=512, warps=2) if len(states) == 1 else Cut(chunk=256, warps=2)
-    if len(states) == 1 or "bf16" in states:
-        return Cut(chunk=256, warps=1, vector=8)
-    return Cut(chunk=1024, warps=4, vector=8)
+    return Cut(chunk=256, warps=1, vector=8, registers=64)
 
 
 ELEMENTWISE = register(
@@ -250,8 +251,8 @@ ELEMENTWISE = register(
             "adamw": RuleKind(has_m=True, has_v=True, counts_steps=True, row=adam_row),
             "rmsprop": RuleKind(has_m=False, has_v=True, counts_steps=True, row=_rmsprop_row),
             "lion": RuleKind(has_m=True, has_v=False, counts_steps=False, row=_lion_row),
-            "signum": RuleKind(has_m=True, has_v=False, counts_steps=False, row=_sign_row),
-            "sign": RuleKind(has_m=False, has_v=False, counts_steps=False, row=_sign_row),
+            "signum": RuleKind(has_m=True, has_v=False, counts_steps=False, row=sign_row),
+            "sign": RuleKind(has_m=False, has_v=False, counts_steps=False, row=sign_row),
         },
         m=M_CODECS,
         v=V_CODECS,

@@ -1,8 +1,10 @@
-"""Families of fused rules that see a matrix: shared v, Adafactor and FOAM. Needs no Triton; see `baoc.kernels.kinds`.
+"""Families of fused rules that see a matrix: shared v, Adafactor, column norms and FOAM. Needs no Triton.
 
 Bytes of state per parameter of a (rows, cols) matrix, m in fp32 / bf16 / int8: shared v 4 / 2 / 1.0625 and a vector;
-Adafactor two vectors, and m if it has one; FOAM of level l 8 / 4 / 2.125 over 2^l.
+Adafactor two vectors, and m if it has one; column norms nothing; FOAM of level l 8 / 4 / 2.125 over 2^l.
 """
+
+from collections.abc import Callable
 
 from baoc.kernels.kinds import (
     M_CODECS,
@@ -20,6 +22,7 @@ from baoc.kernels.kinds import (
     adam_row,
     codec_bytes,
     register,
+    sign_row,
 )
 
 FOLD_TILE = 32  # folded numbers of a program are a multiple of it: their quantiser's group
@@ -27,7 +30,7 @@ _DECAY, _ALPHA = 0.8, 0.25  # as baoc.rules.adafactor and baoc.rules.foam
 _LEAST_LINE, _LONGEST_LINE = 128, 16384
 
 
-# -- shared v and Adafactor ---------------------------------------------------------------------------------------
+# -- shared v, column norms and Adafactor -------------------------------------------------------------------------
 
 
 def stored(shape: Shape) -> tuple[int, int]:
@@ -36,7 +39,7 @@ def stored(shape: Shape) -> tuple[int, int]:
 
 
 def shares_lines(rule: str, shape: Shape) -> bool:
-    """True if the v of a shared rule is one per line in memory, else one per position in a line."""
+    """True if a shared rule's v, or a column's norm, is one per line in memory, else one per position in a line."""
     return (rule == "adamw_shared_in") != shape.transposed
 
 
@@ -44,7 +47,7 @@ def whole_lines(rule: str, shape: Shape) -> bool:
     """True if a program steps one line, which it reads once: lines are whole groups, neither too short nor too long."""
     length = stored(shape)[1]
     fits = length % PACKED_GROUP == 0 and _LEAST_LINE <= length <= _LONGEST_LINE
-    return rule.startswith("adamw_shared") and shares_lines(rule, shape) and fits
+    return not rule.startswith("adafactor") and shares_lines(rule, shape) and fits
 
 
 def adafactor_row(options: Options, step: int, *, has_m: bool) -> Row:
@@ -87,10 +90,15 @@ def _chunks(shape: Shape, cut: Cut) -> int:
     return -(-shape.numel // cut.chunk)
 
 
-def _register_shared(rule: str) -> None:
-    def programs(shape: Shape, cut: Cut) -> int:
-        return stored(shape)[0] if whole_lines(rule, shape) else _chunks(shape, cut)
+def _no_sizes(kind: Kind, shape: Shape) -> dict[str, int]:
+    return {}
 
+
+def _programs(rule: str) -> Callable[[Shape, Cut], int]:
+    return lambda shape, cut: stored(shape)[0] if whole_lines(rule, shape) else _chunks(shape, cut)
+
+
+def _register_shared(rule: str) -> None:
     register(
         Family(
             module="baoc.kernels.matrix",
@@ -100,7 +108,7 @@ def _register_shared(rule: str) -> None:
             weights=WEIGHTS,
             columns={"m": 1, "m.scale": 2, "v": 3},
             sizes=_shared_sizes,
-            programs=programs,
+            programs=_programs(rule),
             cut=_cut,
         )
     )
@@ -108,6 +116,20 @@ def _register_shared(rule: str) -> None:
 
 for _rule in ("adamw_shared_in", "adamw_shared_out"):
     _register_shared(_rule)
+
+register(
+    Family(
+        module="baoc.kernels.matrix",
+        rules={"column_norm": RuleKind(has_m=False, has_v=False, counts_steps=False, row=sign_row)},
+        m=(),
+        v=(),
+        weights=WEIGHTS,
+        columns={},
+        sizes=_no_sizes,
+        programs=_programs("column_norm"),
+        cut=_cut,
+    )
+)
 
 register(
     Family(
@@ -161,12 +183,11 @@ def _foam_sizes(kind: Kind, shape: Shape) -> dict[str, int]:
 
 
 def _foam_cut(kind: Kind, fp32_params: bool) -> Cut:
-    """Likewise. A program holds its folds, so 32 long ones need many warps; where short ones cross rows, vectors along
-    a row would leave a fold's elements to several threads."""
+    """Likewise. Where short folds cross rows, vectors along a row would leave a fold's elements to several threads."""
     fold, out, _ = FOLDS[kind.rule]
     if fold > FOLD_TILE:
-        return Cut(chunk=FOLD_TILE * fold, warps=8 if out else 16)
-    return Cut(chunk=512, warps=2, vector=1 if out else 4)
+        return Cut(chunk=FOLD_TILE * fold, warps=8, registers=80)
+    return Cut(chunk=512, warps=2, vector=1 if out else 4, registers=128)
 
 
 def _register_foam(rule: str) -> None:

@@ -292,9 +292,9 @@ def finish_kernel(
     counts,  # int16
     vectors,  # fp32: takes the factors
     tiles,  # fp32[tiles, 3]: takes sums of means, of squares over means, and the number of elements in them
-    ADAFACTOR: tl.constexpr, SQUARES: tl.constexpr, MODE: tl.constexpr, LENGTH: tl.constexpr,
+    ADAFACTOR: tl.constexpr, NORM: tl.constexpr, SQUARES: tl.constexpr, MODE: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
-    """New averages of LENGTH means of one job."""
+    """New averages of LENGTH means of one job; or, of NORM, no averages, but what makes their squares add up to 1."""
     pid = tl.program_id(0)
     job = tl.load(owner + pid)
     fields = jobs + job * 8
@@ -314,25 +314,28 @@ def finish_kernel(
             if SQUARES:
                 square += tl.load(squares + at, mask=inside, other=0.0)
             at += length
-        row = settings + tensor * WIDTH
-        count = tl.load(fields + 5) - out
-        mean = total / tl.maximum(count, 1).to(tl.float32)
-        if ADAFACTOR:
-            mean += _FLOOR
-        state = tl.load(ptrs + tensor * WIDTH + tl.load(fields + 6)).to(tl.pointer_type(tl.float32)) + index
-        v = tl.load(state, mask=inside, other=0.0)
-        v = tl.where(count > 0, lerp(v, mean, tl.load(row + W2)), v)
-        if MODE == "step":
-            tl.store(state, v, mask=inside)
-        if ADAFACTOR:
-            factor = inverse_root(v)
-            tile = tiles + (tl.load(fields + 7) + block) * 3
-            tl.store(tile, tl.sum(tl.where(inside, v, 0.0)))
-            if SQUARES:
-                tl.store(tile + 1, tl.sum(square * factor * factor))
-                tl.store(tile + 2, tl.sum(tl.where(inside, count, 0)).to(tl.float32))
+        if NORM:
+            factor = inverse_root(total)
         else:
-            factor = reciprocal(tl.sqrt(v) * tl.load(row + INV_BC2) + tl.load(row + EPS))
+            row = settings + tensor * WIDTH
+            count = tl.load(fields + 5) - out
+            mean = total / tl.maximum(count, 1).to(tl.float32)
+            if ADAFACTOR:
+                mean += _FLOOR
+            state = tl.load(ptrs + tensor * WIDTH + tl.load(fields + 6)).to(tl.pointer_type(tl.float32)) + index
+            v = tl.load(state, mask=inside, other=0.0)
+            v = tl.where(count > 0, lerp(v, mean, tl.load(row + W2)), v)
+            if MODE == "step":
+                tl.store(state, v, mask=inside)
+            if ADAFACTOR:
+                factor = inverse_root(v)
+                tile = tiles + (tl.load(fields + 7) + block) * 3
+                tl.store(tile, tl.sum(tl.where(inside, v, 0.0)))
+                if SQUARES:
+                    tl.store(tile + 1, tl.sum(square * factor * factor))
+                    tl.store(tile + 2, tl.sum(tl.where(inside, count, 0)).to(tl.float32))
+            else:
+                factor = reciprocal(tl.sqrt(v) * tl.load(row + INV_BC2) + tl.load(row + EPS))
         tl.store(vectors + tl.load(fields + 4) + index, factor, mask=inside)
 
 

@@ -51,7 +51,7 @@ class Plan:
 
     def __init__(self, table: FusedTable):
         self._table, self._rule, self._device = table, table.kind.rule, table.device
-        self.adafactor = self._rule.startswith("adafactor")
+        self.adafactor, self.norm = self._rule.startswith("adafactor"), self._rule == "column_norm"
         self.lines_per_program = 512 if sum(shape.numel for shape in table.shapes) >= _LARGE else 128
         self._vectors = self._sums = self._tiles = 0
         self._places = [[NONE, NONE, 0, 0, 0, 0, 0, 0] for _ in table.shapes]

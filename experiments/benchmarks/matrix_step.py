@@ -27,7 +27,7 @@ from optimizer_step import DEVICE, MODELS, Row, clean, copy_gbps, events_ms, hos
 
 from baoc.catalogue import STORAGES  # noqa: E402
 from baoc.codecs import CODEC_IMPLS  # noqa: E402
-from baoc.codecs.base import lanes  # noqa: E402
+from baoc.codecs.grouped import kernel_lanes  # noqa: E402
 from baoc.kernels import Cut, Engine, FusedTable, Kind, Shape  # noqa: E402
 from baoc.optim.backends.eager import Options  # noqa: E402
 from baoc.optim.matching import DEFAULT_TARGET  # noqa: E402
@@ -112,7 +112,7 @@ def time_spec(model: str, spec: tuple[str, str, str], *, gbps: float) -> Row:
 
     def step() -> None:
         now = next(phase)
-        engine.stage(options, thresholds=lanes(now, torch.device("cpu")).tolist(), phase=now)
+        engine.stage(options, thresholds=kernel_lanes(now), phase=now)
         engine.run(matched=matched)
 
     times, alone = events_ms(step), events_ms(lambda: engine.run(matched=matched))

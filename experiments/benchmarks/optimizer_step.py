@@ -4,6 +4,7 @@
 kernel is held against its eager twin on the GPU (kernel_check.py, in parallel processes that also fill Triton's cache);
 then steps are timed with CUDA events, medians of 15. Rows go to optimizer_step.csv in $OUT or experiments/benchmarks/
 results. Rules that are RMS-matched are timed with factors and sums, as they run; all count non-finite elements.
+`--peers` times those of peers.py that are installed too, in the same process, and names those that are not.
 """
 
 import argparse
@@ -27,6 +28,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "numerics"), str(Path(__file__).
 
 from kernel_cases import Options  # noqa: E402
 from kernel_check import CUTS, text_of  # noqa: E402
+from peers import installed  # noqa: E402
 
 from baoc.catalogue import STORAGES  # noqa: E402
 from baoc.codecs import CODEC_IMPLS  # noqa: E402
@@ -195,6 +197,31 @@ def time_torch(model: str, *, gbps: float) -> Iterator[Row]:
         clean()
 
 
+def time_peers(model: str, *, gbps: float) -> Iterator[Row]:
+    """Whole steps of other people's optimizers; their state is what they allocate in their first steps."""
+    shapes = MODELS[model]
+    numel = sum(map(prod, shapes))
+    for peer, module, what in installed():
+        try:
+            params = make_params(shapes, peer.dtype)
+            before = torch.cuda.memory_allocated()
+            optimizer = peer.make(module, params)
+            for _ in range(3):
+                optimizer.step()
+            clean()
+            width = 3 * peer.dtype.itemsize + 2 * (torch.cuda.memory_allocated() - before) / numel
+            times = events_ms(optimizer.step)
+            yield Row(
+                model=model, optimizer=peer.name, cut=what, bytes_per_element=round(width, 3), ms=median(times),
+                min_ms=min(times), launch_ms=median(times), host_us=host_us(optimizer.step),
+                floor_ms=width * numel / gbps / 1e6,
+            )  # fmt: skip
+        except Exception as error:  # theirs, and no reason to lose the others
+            print(f"peer failed: {peer.name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+        params = optimizer = None
+        clean()
+
+
 def clean() -> None:
     gc.collect()
     torch.cuda.empty_cache()
@@ -245,6 +272,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--no-check", action="store_true")
+    parser.add_argument("--peers", action="store_true", help="time other people's optimizers too")
     parser.add_argument("--no-sweep", action="store_true", help="time the default cut only")
     args = parser.parse_args()
     torch.manual_seed(0)
@@ -255,6 +283,8 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {gbps:.0f} GB/s", flush=True)
     for model in args.models:
         rows += time_torch(model, gbps=gbps)
+        if args.peers:
+            rows += time_peers(model, gbps=gbps)
         best = {} if args.no_sweep else best_cuts(model, gbps=gbps, rows=swept)
         for spec in SPECS:
             rows.append(time_fused(model, spec, gbps=gbps, cut=best.get(spec[0])))

@@ -19,7 +19,8 @@ from baoc.rules import RULES, RuleContext
 from baoc.types import Axis, StateDecl, StateLayout
 from tests.numerics.kernel_cases import Case, Twin, check_equal
 
-# (rows, cols, transposed): lines that are whole groups and not, short and long, odd, of one row or column.
+# (rows, cols, transposed): lines that are whole groups and not, short and long (one longer than a chunk), odd, of one
+# row or column.
 SHAPES = (
     (3, 160, False),
     (37, 50, False),
@@ -29,8 +30,9 @@ SHAPES = (
     (160, 5, True),
     (96, 64, False),
     (2, 2, False),
+    (2, 1100, False),
 )
-MEANS = ("adamw_shared_in", "adamw_shared_out", "adafactor", "adafactor_momentum")
+MEANS = ("adamw_shared_in", "adamw_shared_out", "adafactor", "adafactor_momentum", "column_norm")
 MATRIX_RULES = (*MEANS, *FOLDS)
 RTOL, LOOSE = 5e-6, 1e-4
 
@@ -54,7 +56,7 @@ def matrix_cases(
     cases = []
     for rule in MATRIX_RULES:
         storages = tuple(STORAGES) if rule in MEANS else ("fp32", "bf16", "int8", "int8_log", "int8_root")
-        storages = ("fp32",) if rule == "adafactor" else storages
+        storages = ("fp32",) if rule in ("adafactor", "column_norm") else storages
         cases += [MatrixCase(rule=rule, storage=storage) for storage in storages]
         cases += [MatrixCase(rule=rule, storage=s, param=bfloat16, grad=bfloat16) for s in storages[::4]]
     if hasattr(Tensor, "grad_dtype"):
@@ -76,7 +78,8 @@ def few_cases() -> list[MatrixCase]:
         ("adamw_shared_in", "bf16", bfloat16, "split8"), ("adamw_shared_out", "fp32", float32, "native"),
         ("adamw_shared_out", "int8", bfloat16, "native"), ("adafactor", "fp32", float32, "native"),
         ("adafactor", "fp32", bfloat16, "split16"), ("adafactor_momentum", "fp32", float32, "native"),
-        ("adafactor_momentum", "int8", float32, "native"), ("foam_l1", "fp32", float32, "native"),
+        ("adafactor_momentum", "int8", float32, "native"), ("column_norm", "fp32", float32, "native"),
+        ("column_norm", "fp32", bfloat16, "split8"), ("foam_l1", "fp32", float32, "native"),
         ("foam_l1", "int8", bfloat16, "bf16_sr"), ("foam_l2", "int8", float32, "native"),
         ("foam_l3", "bf16", float32, "native"), ("foam_l2_out", "fp32", bfloat16, "split8"),
         ("foam_l3_out", "int8_log", float32, "native"), ("foam_l1_sq", "int8_root", float32, "native"),

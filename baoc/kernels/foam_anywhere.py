@@ -1,0 +1,209 @@
+"""FOAM's step of folds wherever they lie, padded or not, of elements that may be left out: what `baoc.kernels.foam`
+falls back to, and what both compute with.
+"""
+
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportOperatorIssue=false, reportCallIssue=false, reportIndexIssue=false
+# Device code: Triton's compiler gives these names types that Python's annotations do not know.
+
+import triton
+import triton.language as tl
+
+from baoc.kernels.device import reciprocal, tile_of
+from baoc.kernels.elementwise import (
+    CORRECTION_AT,
+    DECAY,
+    EPS,
+    M_AT,
+    M_SCALE_AT,
+    MATCH_AT,
+    PARAM_AT,
+    SIZE,
+    V_AT,
+    V_SCALE_AT,
+    W1,
+    W2,
+    WIDTH,
+    count_left_out,
+    lerp,
+    load_grad,
+    matched_factor,
+)
+from baoc.kernels.storage import load_m, load_param, load_v, store_m, store_param, store_v
+
+
+@triton.jit
+def spread(x, ACROSS: tl.constexpr):
+    """Folded numbers [groups, 32] beside their elements: [groups, 32, 1], or [1, groups, 32] where folds cross rows."""
+    return x[None, :, :] if ACROSS else x[:, :, None]
+
+
+@triton.jit
+def fold_sum(x, ACROSS: tl.constexpr):
+    return tl.sum(x, axis=0) if ACROSS else tl.sum(x, axis=2)
+
+
+@triton.jit
+def _averages(
+    m, v, count, folded, square, settings, MODE: tl.constexpr, SQUARES: tl.constexpr,
+):  # fmt: skip
+    """New m and v from sums over the folds, and the folded gradient. A fold of nothing keeps its averages."""
+    num = tl.maximum(count, 1).to(tl.float32)
+    folded = folded / num
+    if MODE != "repair":
+        m = tl.where(count > 0, lerp(m, folded, tl.load(settings + W1)), m)
+        new = square / num if SQUARES else folded * folded
+        v = tl.where(count > 0, lerp(v, new, tl.load(settings + W2)), v)
+    return m, v, folded
+
+
+@triton.jit
+def stepped(
+    tensor, g, kept, p, folded, m, v, addrs, settings, repair,
+    MODE: tl.constexpr, MATCHED: tl.constexpr, ACROSS: tl.constexpr,
+):  # fmt: skip
+    """Weights after the step, and the update."""
+    decay, size, eps = tl.load(settings + DECAY), tl.load(settings + SIZE), tl.load(settings + EPS)
+    if MATCHED and MODE == "step":
+        size *= matched_factor(tl.load(addrs + MATCH_AT))
+    residual = g - spread(folded, ACROSS)
+    root = tl.sqrt(residual * residual + spread(v, ACROSS))
+    update = (residual + spread(m, ACROSS)) * reciprocal(root + eps)
+    new = p
+    if MODE == "step":
+        new = p * decay - size * update
+        if kept is not True:
+            new = tl.where(kept, new, p)
+    if MODE == "repair":
+        new = tl.where(kept, p - size * tl.load(repair + tensor) * update, p)
+    return new, update
+
+
+@triton.jit
+def _step_folds(
+    tensor, grad_addr, first, left, start, tile, inside, lane, ptrs, settings, thresholds, repair, left_out, bad,
+    M: tl.constexpr, V: tl.constexpr, SQUARES: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
+    GRAD: tl.constexpr, MODE: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr,
+    MARKED: tl.constexpr, ENTRIES: tl.constexpr, ACROSS: tl.constexpr,
+):  # fmt: skip
+    """Steps `left` folded numbers from `first`. Their elements, read once, are `start + tile` where `inside`.
+
+    What is outside pads a fold and counts as zero. Returns the update's sum of squares.
+    """
+    addrs = ptrs + tensor * WIDTH
+    entry, groups = tile_of(ENTRIES)
+    p_addr, correction_addr = tl.load(addrs + PARAM_AT), tl.load(addrs + CORRECTION_AT)
+    m_addr, m_scale_addr = tl.load(addrs + M_AT), tl.load(addrs + M_SCALE_AT)
+    v_addr, v_scale_addr = tl.load(addrs + V_AT), tl.load(addrs + V_SCALE_AT)
+    # All reads come first: a store in between would keep the compiler from moving them up.
+    g, finite, kept = load_grad(grad_addr, start, tile, inside, GRAD, MARKED, 1, False)
+    p, stored = g, 0
+    if MODE != "measure":
+        p, stored = load_param(p_addr, correction_addr, start, tile, inside, WEIGHTS, PARAM, 1, False)
+    m = load_m(m_addr, m_scale_addr, first, entry, entry < left, groups, left, M, 1, False)
+    v, scale_old = load_v(v_addr, v_scale_addr, first, entry, entry < left, groups, left, V, 1, False)
+    row = settings + tensor * WIDTH
+    folded = fold_sum(g, ACROSS)
+    square = fold_sum(g * g, ACROSS) if SQUARES else folded
+    m, v, folded = _averages(m, v, fold_sum(tl.where(kept, 1, 0), ACROSS), folded, square, row, MODE, SQUARES)
+    new, update = stepped(tensor, g, kept, p, folded, m, v, addrs, row, repair, MODE, MATCHED, ACROSS)
+    if MODE == "step":
+        store_m(m_addr, m_scale_addr, m, thresholds, first, entry, entry < left, groups, left, M, 1, False)
+        store_v(v_addr, v_scale_addr, v, tl.sqrt(v), scale_old, thresholds, first, entry, entry < left, groups, left, V,
+                1, False)  # fmt: skip
+    if MODE != "measure":
+        store_param(p_addr, correction_addr, new, p, stored, thresholds, lane, start, tile, inside, WEIGHTS, PARAM, 1,
+                    False, False)  # fmt: skip
+    if MODE != "repair":
+        count_left_out(finite, kept, tensor, left_out, bad, TRACK, COUNT)
+    return tl.sum(tl.where(kept & inside, update * update, 0.0)) if TRACK else 0.0
+
+
+@triton.jit
+def _step_long_folds(
+    tensor, grad_addr, first, left, base, step, begin, size, ptrs, settings, thresholds, repair, left_out, bad,
+    M: tl.constexpr, V: tl.constexpr, SQUARES: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
+    GRAD: tl.constexpr, MODE: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr,
+    MARKED: tl.constexpr, ENTRIES: tl.constexpr, FOLD: tl.constexpr, ACROSS: tl.constexpr,
+):  # fmt: skip
+    """The same piece by piece, where places of elements take registers; they are read twice, the second time from a
+    cache. Elements of a fold are at `base + k * step` as long as `begin + k < size`."""
+    PIECE: tl.constexpr = 64
+    row, addrs = settings + tensor * WIDTH, ptrs + tensor * WIDTH
+    entry, groups = tile_of(ENTRIES)
+    there = spread(entry < left, ACROSS)
+    k = tl.arange(0, PIECE)[:, None, None] if ACROSS else tl.arange(0, PIECE)[None, None, :]
+    p_addr, correction_addr = tl.load(addrs + PARAM_AT), tl.load(addrs + CORRECTION_AT)
+    m_addr, m_scale_addr = tl.load(addrs + M_AT), tl.load(addrs + M_SCALE_AT)
+    v_addr, v_scale_addr = tl.load(addrs + V_AT), tl.load(addrs + V_SCALE_AT)
+    m = load_m(m_addr, m_scale_addr, first, entry, entry < left, groups, left, M, 1, False)
+    v, scale_old = load_v(v_addr, v_scale_addr, first, entry, entry < left, groups, left, V, 1, False)
+    sums = (base + k) * 0.0
+    squares = sums
+    counts = sums
+    for more in range(0, FOLD, PIECE):
+        inside = there & (begin + (k + more) < size)
+        g, _, kept = load_grad(grad_addr, first * 0, base + (k + more) * step, inside, GRAD, MARKED, 1, False)
+        sums += g
+        counts += tl.where(kept, 1.0, 0.0)
+        if SQUARES:
+            squares += g * g
+    m, v, folded = _averages(
+        m, v, fold_sum(counts, ACROSS), fold_sum(sums, ACROSS), fold_sum(squares, ACROSS), row, MODE, SQUARES
+    )
+    if MODE == "step":
+        store_m(m_addr, m_scale_addr, m, thresholds, first, entry, entry < left, groups, left, M, 1, False)
+        store_v(v_addr, v_scale_addr, v, tl.sqrt(v), scale_old, thresholds, first, entry, entry < left, groups, left, V,
+                1, False)  # fmt: skip
+    total = sums * 0.0
+    for more in range(0, FOLD, PIECE):
+        tile, inside = base + (k + more) * step, there & (begin + (k + more) < size)
+        g, finite, kept = load_grad(grad_addr, first * 0, tile, inside, GRAD, MARKED, 1, False)
+        p, stored = g, 0
+        if MODE != "measure":
+            p, stored = load_param(p_addr, correction_addr, first * 0, tile, inside, WEIGHTS, PARAM, 1, False)
+        new, update = stepped(tensor, g, kept, p, folded, m, v, addrs, row, repair, MODE, MATCHED, ACROSS)
+        if MODE != "measure":
+            store_param(p_addr, correction_addr, new, p, stored, thresholds, (tile & 31).to(tl.int32), first * 0, tile,
+                        inside, WEIGHTS, PARAM, 1, False, False)  # fmt: skip
+        if MODE != "repair":
+            count_left_out(finite, kept, tensor, left_out, bad, TRACK, COUNT)
+        total += tl.where(kept & inside, update * update, 0.0)
+    return tl.sum(total) if TRACK else 0.0
+
+
+@triton.jit
+def step_anywhere(
+    tensor, grad_addr, first, left, rows, cols, width, transposed, ptrs, settings, thresholds, repair, left_out, bad,
+    M: tl.constexpr, V: tl.constexpr, SQUARES: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
+    GRAD: tl.constexpr, MODE: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr,
+    MARKED: tl.constexpr, ENTRIES: tl.constexpr, FOLD: tl.constexpr, ACROSS: tl.constexpr,
+):  # fmt: skip
+    """Steps folds that may be padded, in a matrix of any sides, stored either way."""
+    entry, _ = tile_of(ENTRIES)
+    above = first // width
+    rest = first - above * width
+    over = (rest + entry) // width
+    low = rest + entry - over * width
+    if ACROSS:
+        at = (above + over) * tl.where(transposed, FOLD, FOLD * cols) + low * tl.where(transposed, rows, 1)
+        step, size, begin = tl.where(transposed, 1, cols), rows, (above + over) * FOLD
+    else:
+        at = (above + over) * tl.where(transposed, 1, cols) + low * tl.where(transposed, FOLD * rows, FOLD)
+        step, size, begin = tl.where(transposed, rows, 1), cols, low * FOLD
+    base, from_, place = spread(at, ACROSS), spread(begin, ACROSS), first.to(tl.int64)
+    if FOLD <= 32:
+        k = tl.arange(0, FOLD)[:, None, None] if ACROSS else tl.arange(0, FOLD)[None, None, :]
+        inside = spread(entry < left, ACROSS) & (from_ + k < size)
+        tile = base + k * step
+        square = _step_folds(
+            tensor, grad_addr, place, left, place * 0, tile, inside, (tile & 31).to(tl.int32), ptrs, settings,
+            thresholds, repair, left_out, bad, M, V, SQUARES, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED,
+            ENTRIES, ACROSS,
+        )  # fmt: skip
+    else:
+        square = _step_long_folds(
+            tensor, grad_addr, place, left, base, step, from_, size, ptrs, settings, thresholds, repair, left_out, bad,
+            M, V, SQUARES, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, ENTRIES, FOLD, ACROSS,
+        )  # fmt: skip
+    return square
