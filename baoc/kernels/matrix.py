@@ -246,7 +246,7 @@ def _step_part(
     rest = (start - first_line * length).to(tl.int32)
     scale = tl.load(scales + tensor) if ADAFACTOR else 1.0
     line_at = tl.where(line_at >= 0, line_at + first_line, line_at)
-    tile, _ = tile_of(CHUNK)
+    tile, _groups = tile_of(CHUNK)
     inside = tile < left
     done = False
     if MODE == "step":
