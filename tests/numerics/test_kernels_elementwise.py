@@ -9,6 +9,7 @@ import torch
 
 from baoc.codecs.base import lanes
 from baoc.kernels import Cut, FusedTable, Kind, fused_step, launch
+from baoc.kernels.upload import Upload
 from tests.numerics.fused_pair import INTERPRETING, run_interpreted
 from tests.numerics.kernel_cases import Case, Options, Twin, all_cases, check_equal
 
@@ -108,6 +109,38 @@ else:
                 assert all(torch.equal(own[key], other[key]) for key in own)
             parts.eager = parts.copy()
             whole.eager = whole.copy()
+
+    @pytest.mark.parametrize("weights", ["native", "split8"])
+    def test_chunks_with_an_odd_element_step_the_others_as_plain_chunks_do(weights: str):
+        """To the last bit: one element without a finite gradient sends its chunk another way."""
+        dtype = FLOAT32 if weights == "native" else BFLOAT16
+        plain, odd = (Twin(Case(rule="adamw", weights=weights, param=dtype, grad=dtype, sizes=(512,))) for _ in "ab")
+        for _ in range(2):
+            for twin in (plain, odd):
+                twin.new_gradients()
+                twin.params[0].grad[twin.params[0].grad == 0] = 1e-3  # no weight stays
+        others = torch.arange(512) != 77
+        odd.params[0].grad[77] = float("inf")
+        before = odd.params[0].detach().clone()
+        for twin in (plain, odd):
+            twin.step(track=False)
+        assert odd.table.num_bad.tolist() == [1] and torch.equal(odd.params[0][77], before[77])
+        for own, other in zip(
+            (odd.params[0], *odd.states[0].values()), (plain.params[0], *plain.states[0].values()), strict=True
+        ):
+            assert torch.equal(own[others], other[others]) if own.numel() == 512 else torch.equal(own, other)
+        check_equal(plain)
+        check_equal(odd)
+
+    def test_an_exchange_sends_and_brings_back_in_one_launch():
+        upload = Upload(48, num_back=3, device=torch.device("cpu"))
+        upload.slots[upload.slot()].fill_(7)
+        upload.back.copy_(torch.tensor([3, -1, 2**40]))
+        upload.number()
+        upload.exchange()
+        assert upload._arrived[0] == 1  # the number came back with the rest
+        upload.sent()
+        assert upload.device.tolist() == [7] * 48 and upload.received.cast("q").tolist() == [3, -1, 2**40]
 
     def test_sums_do_not_depend_on_the_run():
         twins = [Twin(Case(rule="rmsprop", storage="int8", sizes=(5000,))) for _ in range(2)]
