@@ -186,7 +186,7 @@ def _foam_cut(kind: Kind, fp32_params: bool) -> Cut:
     """Likewise. Where short folds cross rows, vectors along a row would leave a fold's elements to several threads."""
     fold, out, _ = FOLDS[kind.rule]
     if fold > FOLD_TILE:
-        return Cut(chunk=FOLD_TILE * fold, warps=8, registers=80)
+        return Cut(chunk=FOLD_TILE * fold, warps=8, registers=128)
     return Cut(chunk=512, warps=2, vector=1 if out else 4, registers=128)
 
 

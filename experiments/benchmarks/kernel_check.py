@@ -25,8 +25,9 @@ MATRICES = (*SHAPES, (768, 1024, False), (515, 1365, False), (300, 9000, False),
 CUTS = [
     Cut(chunk=chunk, warps=warps, vector=vector)
     for vector in (4, 8)
-    for chunk, warps in ((256, 1), (512, 1), (512, 2), (1024, 2), (1024, 4), (2048, 4), (4096, 8))
+    for chunk, warps in ((256, 1), (256, 2), (512, 1), (512, 2), (1024, 2), (1024, 4), (2048, 4))
 ]
+CUTS += [Cut(chunk=256, warps=1, vector=8, registers=registers) for registers in (64, 80)]
 SWEPT = [
     ("adamw", "fp32", "native"),
     ("adamw", "int8", "native"),
@@ -35,7 +36,7 @@ SWEPT = [
 
 
 def text_of(cut: Cut) -> str:
-    return f"{cut.chunk}/{cut.warps}/{cut.vector}"
+    return f"{cut.chunk}/{cut.warps}/{cut.vector}" + (f"/{cut.registers}" if cut.registers else "")
 
 
 def check(part: int, parts: int) -> None:
