@@ -6,6 +6,7 @@ say, and tells the host that everything before it was read: that costs a look at
 
 import ctypes
 import time
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -41,6 +42,13 @@ class Upload:
         self._in_use = [0] * count  # the number under which a slot was last sent
         self._number = 0
         self._next = 0
+
+    def __del__(self) -> None:
+        """The device may still have to read a slot or to write what comes back, of which torch, who takes pinned memory
+        back and hands it to others, knows nothing."""
+        with suppress(Exception):  # the interpreter may be on its way out
+            if self._on_cuda and self._arrived[0] < self._number:
+                torch.cuda.synchronize(self.device.device)
 
     @property
     def nbytes(self) -> int:

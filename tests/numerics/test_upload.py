@@ -49,6 +49,22 @@ def test_a_number_that_came_back_says_that_the_slot_was_read() -> None:
         assert buffer._arrived[0] == expected == buffer._in_use[0]
 
 
+@pytest.mark.parametrize("arrived", [True, False])
+def test_pinned_memory_is_given_back_when_the_device_is_done_with_it(
+    arrived: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[object] = []
+    buffer = make()
+    monkeypatch.setattr(upload, "torch", SimpleNamespace(cuda=SimpleNamespace(synchronize=waited.append)))
+    buffer._on_cuda = True
+    buffer.number()
+    if arrived:
+        buffer._arrived[0] = 1
+    buffer.sent()
+    del buffer
+    assert len(waited) == (not arrived)
+
+
 def test_a_slot_that_the_device_has_not_read_is_waited_for() -> None:
     buffer = make()
     buffer._on_cuda = True
