@@ -30,7 +30,7 @@ from baoc.recorder import Recorder
 from baoc.strategy import BaocStrategy
 from baoc.tasks.base import Task
 from baoc.tracking import log_plan
-from baoc.types import Role
+from baoc.types import LatencyTable, Role
 
 
 class ValidatedAt(L.Callback):
@@ -74,7 +74,7 @@ def session_settings(config: RunConfig) -> SessionSettings:
         reallocation=ReallocationSettings(**asdict(config.reallocation)),
         backend=config.optim.backend,
         nonfinite=config.optim.nonfinite,
-        release=config.optim.release_gradients,
+        release=bool(config.optim.release_gradients),
         rms_matching=config.optim.matching if getattr(ALLOCATORS[config.allocator.name], "matching", True) else False,
     )
 
@@ -102,27 +102,46 @@ def make_control(config: RunConfig, *, run_dir: Path, memory: MemoryMonitor) -> 
     return BudgetControl(schedule=schedule, relaxation=relaxation, run_dir=run_dir, memory=memory)
 
 
-def assemble_trainer(config: RunConfig, *, task: Task, device: str, run_dir: Path, loggers: list[Logger]) -> Parts:
-    """Lightning's Trainer with the strategy, the monitors, and the recorder as the strategy's listener."""
-    recorder = Recorder(run_dir)
-    memory = MemoryMonitor(config.budget)
-    steps = StepMonitor(leave_out=lambda: memory.tracked, batch_size=config.micro_batch_size)
-    checkpoint = make_checkpoint(config, task=task, run_dir=run_dir, memory=memory)
+def make_strategy(
+    config: RunConfig, *, device: str, recorder: Recorder, loggers: list[Logger], latency: LatencyTable | None
+) -> BaocStrategy:
+    """The strategy, with the recorder and the loggers as its listeners."""
     strategy = BaocStrategy(
         config.budget,
         device=device,
         settings=session_settings(config),
+        latency=latency,
         plan_only=config.mode == "plan",
         record_latency=True,
+        plan_listeners=[recorder.planned, lambda _, plan: log_plan(loggers, plan=plan)],
         reallocation_listeners=[recorder.reallocated, lambda _, plan, __: log_plan(loggers, plan=plan)],
     )
     strategy.resume_listeners.append(recorder.resumed)
     strategy.settled_listeners.append(recorder.settled)
-    strategy.plan_listeners += [
-        recorder.planned,
-        lambda _, plan: log_plan(loggers, plan=plan),
-        lambda _, plan: watch_memory(memory, task=task, strategy=strategy, predicted_bytes=plan.peak_bytes),
-    ]
+    return strategy
+
+
+def assemble_trainer(
+    config: RunConfig,
+    *,
+    task: Task,
+    device: str,
+    run_dir: Path,
+    loggers: list[Logger],
+    latency: LatencyTable | None = None,
+) -> Parts:
+    """Lightning's Trainer with the strategy, the monitors, and the recorder as the strategy's listener.
+
+    `latency`: what is known of a step's seconds already, by the decision or by the run that is resumed.
+    """
+    recorder = Recorder(run_dir)
+    memory = MemoryMonitor(config.budget)
+    steps = StepMonitor(leave_out=lambda: memory.tracked, batch_size=config.micro_batch_size)
+    checkpoint = make_checkpoint(config, task=task, run_dir=run_dir, memory=memory)
+    strategy = make_strategy(config, device=device, recorder=recorder, loggers=loggers, latency=latency)
+    strategy.plan_listeners.append(
+        lambda _, plan: watch_memory(memory, task=task, strategy=strategy, predicted_bytes=plan.peak_bytes)
+    )
     control = make_control(config, run_dir=run_dir, memory=memory)
     validated, pictures, preemption = ValidatedAt(), FinalPictures(run_dir), Preemption(checkpoint)
     bar = progress_bar(enabled=config.trainer.enable_progress_bar)

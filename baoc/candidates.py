@@ -153,6 +153,8 @@ def undominated(candidates: Mapping[str, Sequence[Candidate]], *, with_time: boo
 
 def _frontier(candidates: Sequence[Candidate], *, with_time: bool) -> tuple[Candidate, ...]:
     ordered = sorted(candidates, key=_by_bytes)
+    if not with_time and not any(candidate.cost.transfer_bytes for candidate in ordered):
+        return _falling(ordered)
     values = np.array([_taken(candidate, with_time=with_time) for candidate in ordered])
     better: NDArray[np.bool_] = np.ones(
         (len(ordered), len(ordered)), dtype=bool
@@ -161,6 +163,15 @@ def _frontier(candidates: Sequence[Candidate], *, with_time: bool) -> tuple[Cand
         better &= column[:, None] <= column
     earlier = np.triu(better, k=1)  # only those count: what beats one of them beats this one, too
     return tuple(candidate for index, candidate in enumerate(ordered) if not earlier[:, index].any())
+
+
+def _falling(ordered: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """Of candidates by bytes those with less risk than all before: what is left where nothing else counts."""
+    kept: list[Candidate] = []
+    for candidate in ordered:
+        if not kept or candidate.risk.total < kept[-1].risk.total:
+            kept.append(candidate)
+    return tuple(kept)
 
 
 def candidate_rows(candidates: Mapping[str, Sequence[Candidate]], *, with_time: bool = True) -> list[dict[str, Any]]:

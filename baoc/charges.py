@@ -68,27 +68,39 @@ def saved_bytes(block: Block, spec: OptimizerSpec, *, count: Savings, footprint:
     return sum(less.values()) * (1 if count == "weights" else 2)
 
 
+Saved = tuple[tuple[int, ...], ...]  # bytes by block and format of weights, in order
+
+
+def savings(
+    blocks: Collection[Block], *, specs: Mapping[str, OptimizerSpec], count: Savings, footprint: Footprint
+) -> Saved:
+    """What each format of weights among `specs` saves on each block."""
+    formats = _formats(specs)
+    return tuple(
+        tuple(saved_bytes(block, spec, count=count, footprint=footprint) for spec in formats.values())
+        for block in blocks
+    )
+
+
 def charged(
-    candidates: Pool,
-    *,
-    blocks: Collection[Block],
-    specs: Mapping[str, OptimizerSpec],
-    count: Savings,
-    footprint: Footprint,
+    candidates: Pool, *, blocks: Collection[Block], specs: Mapping[str, OptimizerSpec], saved: Saved
 ) -> dict[str, tuple[Candidate, ...]]:
-    """The candidates charged for their state less what their weights save, cheapest first."""
+    """The candidates charged for their state less what their weights save (see `savings`), cheapest first."""
     found: dict[str, tuple[Candidate, ...]] = {}
-    for block in blocks:
-        by_weights: dict[str, int] = {}
+    for block, less in zip(blocks, saved, strict=True):
+        by_weights = dict(zip(_formats(specs), less, strict=True))
         made: list[Candidate] = []
         for candidate in candidates[block.name]:
-            spec = specs[candidate.spec]
-            if spec.weights not in by_weights:
-                by_weights[spec.weights] = saved_bytes(block, spec, count=count, footprint=footprint)
-            cost = replace(candidate.cost, saved_bytes=by_weights[spec.weights])
-            made.append(replace(candidate, cost=cost) if cost.saved_bytes else candidate)
+            saves = by_weights[specs[candidate.spec].weights]
+            cost = replace(candidate.cost, saved_bytes=saves) if saves else candidate.cost
+            made.append(replace(candidate, cost=cost) if saves else candidate)
         found[block.name] = tuple(sorted(made, key=lambda c: (c.cost.charged_bytes, c.risk.total, c.cost.step_s)))
     return found
+
+
+def _formats(specs: Mapping[str, OptimizerSpec]) -> dict[str, OptimizerSpec]:
+    """A spec of each format of weights."""
+    return {spec.weights: spec for spec in specs.values()}
 
 
 def saved_by(

@@ -3,6 +3,7 @@
 `state_bytes` is a promise: tests hold it to the live tensors of the optimizer, byte for byte, for every spec.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from math import prod
 
@@ -55,18 +56,15 @@ def state_bytes(block: Block, *, spec: OptimizerSpec, rule: RuleInfo) -> int:
     return params + match_bytes(block, rule=rule)
 
 
+def native_bytes(param: ParamInfo) -> int:
+    """Bytes of a parameter in its own type, and of its gradient."""
+    return param.numel * _DTYPE_BYTES.get(param.dtype, 4)
+
+
 def weight_bytes(block: Block, *, spec: OptimizerSpec) -> int:
     """Bytes of the block's parameters under `spec`, corrections apart; their gradients take as much again."""
     kept = WEIGHTS[spec.weights].param_bytes
-    return sum(param.numel * (kept or _DTYPE_BYTES.get(param.dtype, 4)) for param in block.params)
-
-
-def gradient_bytes(blocks: Iterable[Block], *, specs: Mapping[str, OptimizerSpec], released: bool = False) -> int:
-    """Bytes of gradients at once, `specs` by block name: those of all blocks, or where they are `released` in backward
-    those of the largest one, which is what is alive if gradients of one block become final after another's.
-    """
-    sizes = [weight_bytes(block, spec=specs[block.name]) for block in blocks]
-    return max(sizes, default=0) if released else sum(sizes)
+    return sum(param.numel * kept if kept else native_bytes(param) for param in block.params)
 
 
 def saved(block: Block, *, spec: OptimizerSpec) -> dict[str, int]:
@@ -74,7 +72,7 @@ def saved(block: Block, *, spec: OptimizerSpec) -> dict[str, int]:
     kept = WEIGHTS[spec.weights].param_bytes
     if kept is None:
         return {}
-    less = {param.name: param.numel * (_DTYPE_BYTES.get(param.dtype, 4) - kept) for param in block.params}
+    less = {param.name: native_bytes(param) - param.numel * kept for param in block.params}
     return {name: nbytes for name, nbytes in less.items() if nbytes}
 
 
@@ -98,7 +96,7 @@ def adamw_state_bytes(blocks: Iterable[Block]) -> int:
 
 
 def step_seconds(block: Block, *, spec: OptimizerSpec, latency: LatencyTable) -> float:
-    """Seconds of the device in the step on `block`, by the measured line fixed + per element.
+    """Seconds of the device that `block` adds to a step, by the line of its spec: per tensor + per element.
 
     The same for streamed states, whose copies are counted apart, and none for what the host steps.
     """
@@ -106,7 +104,21 @@ def step_seconds(block: Block, *, spec: OptimizerSpec, latency: LatencyTable) ->
         return 0.0
     name = on_device(spec.name)
     assert name in latency.fixed_s, f"{name} was not timed; the table has {', '.join(latency.fixed_s)}"
-    return latency.fixed_s[name] + latency.per_element_s[name] * block.numel
+    tensors = sum(1 for param in block.params if param.numel)
+    return latency.fixed_s[name] * tensors + latency.per_element_s[name] * block.numel
+
+
+def whole_step_seconds(
+    choices: Mapping[str, str], *, blocks: Iterable[Block], specs: Mapping[str, OptimizerSpec], latency: LatencyTable
+) -> float:
+    """Predicted seconds of a whole step with `choices` (spec names by block name), what passes the link apart; NaN
+    where a spec was not timed."""
+    seconds = latency.base_step_s + latency.step_s
+    for block in blocks:
+        if on_device(choices[block.name]) not in latency.fixed_s:
+            return math.nan
+        seconds += step_seconds(block, spec=specs[choices[block.name]], latency=latency)
+    return seconds
 
 
 def passing_bytes(block: Block, *, spec: OptimizerSpec) -> int:

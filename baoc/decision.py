@@ -4,11 +4,11 @@ A few small micro-batches are tried, the rest follows on lines; every way to run
 budget, the best one by `objective` is tried itself, and the table of all of them is printed and left as options.csv.
 """
 
-import gc
-import json
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,36 +16,62 @@ import torch
 
 from baoc.budgets import resolve_auto
 from baoc.callbacks.resume import capture_rng, restore_rng
+from baoc.catalogue import select
 from baoc.config.schema import RunConfig
 from baoc.data.base import DataModule
+from baoc.data.token_cache import cache_folder
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.models.switches import disable_checkpointing, enable_checkpointing
-from baoc.online import SessionSettings, step_temporaries, time_specs
+from baoc.online import SessionSettings, soon_timed, step_temporaries, time_specs
 from baoc.online.assemble import make_profiler
-from baoc.options import Trial, best, divisors, footprint_at, make_option, option_rows, seconds_at
+from baoc.options import Trial, best, divisors, footprint_at, make_option, option_rows, released, seconds_at
 from baoc.planner import Planner
-from baoc.profiling import cap_device, context_bytes, describe, free_bytes, uncap_device
-from baoc.strategy.probe import unwrapped
+from baoc.profiling import cap_device, context_bytes, describe, free_bytes, uncapped
+from baoc.resuming import choice_of, keep, settled
+from baoc.strategy.probe import unwrapped, upkeep_bytes
 from baoc.strategy.strategy import declared_blocks, widened
-from baoc.strategy.trials import Trials, grow
+from baoc.strategy.trials import Trials, clear, grow
 from baoc.tasks.base import Task
 from baoc.tracking import console, files
-from baoc.types import Budget, Footprint, Option
+from baoc.types import Budget, Footprint, LatencyTable, Option
 from baoc.units import format_bytes
 
 TRIALS_S = 6.0  # about what trials of one kind may take
-FUSED_S = 0.5  # and timing the optimizer step, which is taken to be that of fused AdamW for every option
+LIMITED_S = 5.0  # what a latency table may take where a step_time limit needs it
+FUSED_S = 0.5  # and where only fused AdamW is timed, by the byte of which all specs are taken to be as fast
 VERIFIED = 6  # options that are tried themselves at most
-DECISION = "decision.json"
 STATE_ADVICE = "more catalogue.specs, such as '*', or fewer roles in catalogue.keep_fp32_roles"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axes:
-    """What is left open: micro-batches in question, and whether activations may be recomputed."""
+    """What is left open: micro-batches in question, whether activations may be recomputed, and gradients released.
+
+    Gradients are released only where the whole batch is one micro-batch.
+    """
 
     micro_batches: tuple[int, ...]
     checkpointing: tuple[bool, ...]
+    release: tuple[bool, ...] = (False,)
+
+    def ways(self, *, batch_size: int) -> list[tuple[int, bool, bool]]:
+        """Every combination that there is, see `Option.way`."""
+        return [
+            (size, checkpointing, release)
+            for checkpointing in self.checkpointing
+            for size in self.micro_batches
+            for release in self.release
+            if not release or size == batch_size
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decided:
+    """What was chosen: `config` with it, and the latency table with the rest of its step, to plan the run with."""
+
+    config: RunConfig
+    latency: LatencyTable
+    option: Option
 
 
 def axes_of(config: RunConfig, *, task: Task) -> Axes:
@@ -59,32 +85,21 @@ def axes_of(config: RunConfig, *, task: Task) -> Axes:
         )
     sizes = (config.micro_batch,) if isinstance(config.micro_batch, int) else tuple(divisors(config.batch_size))
     both = (False, True) if units else (False,)
-    return Axes(micro_batches=sizes, checkpointing=both if pinned is None else (pinned,))
-
-
-def kept(checkpoint: Path | None) -> dict[str, Any]:
-    """What the run of a checkpoint had decided: a resumed run goes on with it, whatever would be chosen today."""
-    if checkpoint is None:
-        return {}
-    path = checkpoint.parent.parent / DECISION
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-
-
-def keep(choice: dict[str, Any], *, run_dir: Path) -> None:
-    """Leaves a decision in the run's folder, for runs that resume from it, be it that it was resumed itself."""
-    files.write_json(run_dir / DECISION, choice)
-
-
-def settled(config: RunConfig, *, choice: dict[str, Any]) -> RunConfig:
-    """`config` with the values of a decision."""
-    model = replace(config.model, checkpointing=choice["checkpointing"])
-    return replace(config, micro_batch=choice["micro_batch"], model=model)
+    release = config.optim.release_gradients
+    if release:
+        sizes = (config.batch_size,)  # each backward is a step
+    can = release is None and config.batch_size in sizes and config.optim.nonfinite != "skip_step"
+    return Axes(
+        micro_batches=sizes,
+        checkpointing=both if pinned is None else (pinned,),
+        release=(False, True) if can else (bool(release),),
+    )
 
 
 def decide(
     config: RunConfig, *, task: Task, data: DataModule, device: str, settings: SessionSettings, run_dir: Path
-) -> RunConfig:
-    """`config` with micro-batch and checkpointing chosen; the network is left with its checkpointing set that way.
+) -> Decided:
+    """Micro-batch, checkpointing and release chosen; the network is left with its checkpointing set that way.
 
     Raises InfeasibleBudgetError where no option fits, with the least budget that one would need. Random numbers and
     the network's weights are as before.
@@ -99,10 +114,30 @@ def decide(
         decision.switch(chosen.checkpointing)
     finally:
         restore_rng(generators)
-    choice = {"micro_batch": chosen.micro_batch, "checkpointing": chosen.checkpointing}
+    choice = choice_of(chosen)
     keep(choice, run_dir=run_dir)
+    if chosen.release and config.optim.release_gradients is None:
+        tell_release(config)
     data.batch_size, data.accumulate = chosen.micro_batch, chosen.accumulation
-    return replace(settled(config, choice=choice), budget=decision.budget)
+    return Decided(
+        config=replace(settled(config, choice=choice), budget=decision.budget),
+        latency=decision.latency(chosen.way),
+        option=chosen,
+    )
+
+
+def tell_release(config: RunConfig) -> None:
+    """What released gradients change is said where nobody asked for them."""
+    clip = config.trainer.gradient_clip_val
+    norm = (
+        f"; gradient_clip_val={clip:g} then clips by the norm of the step before"
+        if clip and config.trainer.gradient_clip_algorithm != "value"
+        else ""
+    )
+    console.say(
+        f"gradients are released in the backward pass, to hold budget {config.budget.name}{norm}. "
+        "optim.release_gradients=false rules this out"
+    )
 
 
 class _Decision:
@@ -123,9 +158,11 @@ class _Decision:
             device=self.where,
             precision=precision,
         )
-        self.no_room: set[tuple[int, bool]] = set()  # micro-batch and checkpointing of what ran out of memory
-        self.tried = {checkpointing: self._try(checkpointing) for checkpointing in self.axes.checkpointing}
         settings = widened(settings, device=device, budget=self.budget, precision=precision)
+        self.split = any(spec.weights != "native" for spec in select(settings.planner.specs).values())
+        self.no_room: set[tuple[int, bool, bool]] = set()  # options that ran out of memory when they were tried
+        self.tried = {checkpointing: self._try(checkpointing) for checkpointing in self.axes.checkpointing}
+        self.released: dict[bool, Trial] = {}  # of the whole batch, by checkpointing
         if settings.planner.allocator == "exact":  # by prices, in milliseconds: the run itself is planned exactly
             settings = replace(settings, planner=replace(settings.planner, allocator="lagrangian"))
         self.planner = Planner(
@@ -135,10 +172,42 @@ class _Decision:
             declared=declared_blocks(task, unwrapped(task)),
             footprint=next(iter(self.tried.values()))[0].footprint,
         )
-        params = {name: param for name, param in task.named_parameters() if param.requires_grad}
-        self.constant = _constant(self.planner, params, settings=settings, config=config)
-        numel = sum(param.numel() for param in params.values())
-        self.optimizer_s = time_specs([], device=self.where, num_elements=numel, max_s=FUSED_S).reference_step_s
+        self.params = {name: param for name, param in task.named_parameters() if param.requires_grad}
+        self.constant = {
+            release: _constant(
+                self.planner, self.params, settings=replace(settings, release=release), config=self.config
+            )
+            for release in self.axes.release
+        }
+        self.table = self._table()
+
+    def _table(self) -> LatencyTable:
+        """Seconds of the optimizer's specs, and of a step with fused AdamW by the fastest way of those tried."""
+        specs = list(self.planner.specs.values())
+        limited = self.budget.step_time is not None
+        table = time_specs(
+            specs,
+            device=self.where,
+            num_elements=sum(param.numel() for param in self.params.values()),
+            num_tensors=len(self.params),
+            upkeep_bytes=upkeep_bytes(
+                clips=bool(self.config.trainer.gradient_clip_val), averages=self.task.ema is not None
+            ),
+            needed=soon_timed(specs, device=self.where) if limited else (),
+            max_s=LIMITED_S if limited else FUSED_S,
+            cache_dir=cache_folder(),
+        )
+        trials = [trial for trials in self.tried.values() for trial in trials]
+        fastest = min(trial.seconds / trial.micro_batch for trial in trials)
+        return replace(table, reference_step_s=table.reference_step_s + self.config.batch_size * fastest)
+
+    def latency(self, way: tuple[int, bool, bool]) -> LatencyTable:
+        """The table with all but the optimizer's part of a step of this option."""
+        size, checkpointing, release = way
+        trials = [self.released[checkpointing]] if release and checkpointing in self.released else None
+        seconds = seconds_at(trials or self.tried[checkpointing], micro_batch=size)
+        base_s = self.table.base_step_s + self.config.batch_size // size * seconds
+        return replace(self.table, base_step_s=base_s)
 
     def switch(self, checkpointing: bool) -> None:
         disable_checkpointing(self.task.model)
@@ -146,55 +215,82 @@ class _Decision:
             enable_checkpointing(self.task.model, name=self.config.model.name)
 
     def _try(self, checkpointing: bool) -> list[Trial]:
-        """Trials within the budget's cap; where the smallest has no room, that one without it, to say what it needs."""
         self.switch(checkpointing)
         sizes = list(self.axes.micro_batches)
-        options: dict[str, Any] = {
-            "accumulation": 2 if sizes[0] < self.config.batch_size else 1,
-            "max_s": TRIALS_S,
-            "context_bytes": context_bytes(self.where),
-        }
+        accumulation = 2 if sizes[0] < self.config.batch_size else 1
+        run = partial(self.trials.run, accumulation=accumulation, context_bytes=context_bytes(self.where))
+        return grow(lambda size: self._looked(lambda: run(size)), sizes=sizes, max_s=TRIALS_S, fits=self._may_fit)
+
+    def _may_fit(self, footprint: Footprint) -> bool:
+        """Whether some allocation might hold the budget: one without states, with weights of 16 bits where there are
+        such."""
+        if self.budget.memory_bytes is None:
+            return True
+        saved = (footprint.weights_bytes + footprint.gradients_bytes) // 2 if self.split else 0
+        return footprint.peak_bytes(state_bytes=0) - saved <= self.budget.memory_bytes
+
+    def _looked(self, run: Callable[[], Trial]) -> Trial:
+        """A trial within the budget's cap; where that is too little, as weights are whole in a trial and there is none
+        of what a plan saves, one more look without it. The cap is back before anything is trained."""
         with suppress(torch.OutOfMemoryError):
-            return grow(self.trials, sizes=sizes, **options)
-        gc.collect()
-        uncap_device(self.where)
-        try:
-            return grow(self.trials, sizes=sizes[:1], **options)
-        finally:
-            cap_device(self.where, budget=self.budget)
+            return run()
+        clear(self.where)
+        with uncapped(self.where, budget=self.budget):
+            return run()
 
     def options(self) -> list[Option]:
-        return [
-            self._option(footprint_at(trials, micro_batch=size), checkpointing)
-            for checkpointing, trials in self.tried.items()
-            for size in self.axes.micro_batches
-        ]
+        made = [self._option(way) for way in self.axes.ways(batch_size=self.config.batch_size)]
+        return [option for option in made if option is not None]
 
-    def _option(self, footprint: Footprint, checkpointing: bool) -> Option:
+    def _option(self, way: tuple[int, bool, bool]) -> Option | None:
+        """None where it is not known what released gradients would leave."""
+        size, checkpointing, release = way
+        footprint = self._footprint(way)
+        if footprint is None:
+            return None
         option = make_option(
             self.planner,
-            footprint=self.constant(footprint),
+            footprint=self.constant[release](footprint),
             batch_size=self.config.batch_size,
             checkpointing=checkpointing,
-            seconds=seconds_at(self.tried[checkpointing], micro_batch=footprint.micro_batch),
-            optimizer_s=self.optimizer_s,
+            latency=self.latency(way),
+            release=release,
         )
-        if (option.micro_batch, checkpointing) in self.no_room:
+        known = self.released.get(checkpointing) if release else None
+        sizes = [trial.micro_batch for trial in self.tried[checkpointing]]
+        option = replace(option, tried=known is not None if release else size in sizes)
+        if way in self.no_room:
             return replace(option, risk=None, why="does not fit: out of memory when it was tried")
         return option
+
+    def _footprint(self, way: tuple[int, bool, bool]) -> Footprint | None:
+        size, checkpointing, release = way
+        if release and checkpointing in self.released:
+            return self.released[checkpointing].footprint
+        found = footprint_at(self.tried[checkpointing], micro_batch=size)
+        return released(found, blocks=self.planner.blocks) if release else found
 
     def options_after(self, chosen: Option) -> list[Option]:
         """All options again, `chosen` having been tried as it would be run, for bytes and for seconds."""
         self.switch(chosen.checkpointing)
+        blocks = [[self.params[param.name] for param in block.params] for block in self.planner.blocks]
+        run = partial(
+            self.trials.run,
+            chosen.micro_batch,
+            accumulation=chosen.accumulation,
+            context_bytes=context_bytes(self.where),
+            released=blocks if chosen.release else (),
+        )
         try:
-            trial = self.trials.run(
-                chosen.micro_batch, accumulation=chosen.accumulation, context_bytes=context_bytes(self.where)
-            )
+            trial = self._looked(run)
         except torch.OutOfMemoryError:
-            self.no_room.add((chosen.micro_batch, chosen.checkpointing))
+            self.no_room.add(chosen.way)
         else:
-            known = [t for t in self.tried[chosen.checkpointing] if t.micro_batch != chosen.micro_batch]
-            self.tried[chosen.checkpointing] = [*known, trial]
+            if chosen.release:
+                self.released[chosen.checkpointing] = trial
+            else:
+                known = [t for t in self.tried[chosen.checkpointing] if t.micro_batch != chosen.micro_batch]
+                self.tried[chosen.checkpointing] = [*known, trial]
         return self.options()
 
 
@@ -204,18 +300,15 @@ def choose(
     """The options, and the best one among those that were tried at their own micro-batch.
 
     Small micro-batches leave a GPU idle, so lines through them promise too many samples per second: the best option is
-    `tried`, which may make it less than the best, until one is still the best afterwards, or VERIFIED that fit were.
+    `tried`, which may make it less than the best, until the best one was, or VERIFIED more were.
     """
-    options, seen = list(options), set[tuple[int, bool]]()
-    known: list[Option] = []
-    while (found := best(options, objective=objective)) is not None:
-        fitting = sum(option.fits for option in known)  # a try that found no room is no answer yet
-        if (found.micro_batch, found.checkpointing) in seen or fitting == VERIFIED:
+    options = list(options)
+    for _ in range(VERIFIED):
+        found = best(options, objective=objective)
+        if found is None or found.tried:
             break
         options = tried(found)
-        seen.add((found.micro_batch, found.checkpointing))
-        known = [option for option in options if (option.micro_batch, option.checkpointing) in seen]
-    chosen = best(known, objective=objective)
+    chosen = best([option for option in options if option.tried], objective=objective)
     if chosen is None:
         return options, None
     marked = replace(chosen, chosen=True)
@@ -230,6 +323,9 @@ def leave(options: Sequence[Option], *, run_dir: Path, objective: str) -> None:
 
 def none_fits(options: Sequence[Option], *, budget: Budget, axes: Axes) -> InfeasibleBudgetError:
     """The refusal where no option fits; it names the least budget, and what is pinned that could lower it."""
+    slow = [option for option in options if not math.isnan(option.fastest_s)]
+    if slow:
+        return _none_is_fast(slow, options=options, budget=budget)
     least = min(options, key=lambda option: option.peak_bytes)
     if budget.memory_bytes is None:  # of states alone, which no micro-batch makes smaller
         return InfeasibleBudgetError(
@@ -239,13 +335,7 @@ def none_fits(options: Sequence[Option], *, budget: Budget, axes: Axes) -> Infea
             least_feasible_bytes=least.peak_bytes,
             advice=(STATE_ADVICE,),
         )
-    advice = ["a smaller model.size"]
-    if len(axes.micro_batches) == 1 and axes.micro_batches[0] > 1:
-        advice.insert(
-            0, f"a smaller micro_batch than the {axes.micro_batches[0]} that was asked for, or micro_batch=auto"
-        )
-    if axes.checkpointing == (False,):
-        advice.insert(0, "model.checkpointing=null, where the model can recompute activations")
+    advice = [*_pins(axes), "a smaller model.size"]
     advice.append("more catalogue.specs, such as '*+split8', or fewer roles in catalogue.keep_fp32_roles")
     return InfeasibleBudgetError(
         f"budget {budget.name} cannot be met by any of {len(options)} options: it allows "
@@ -256,6 +346,35 @@ def none_fits(options: Sequence[Option], *, budget: Budget, axes: Axes) -> Infea
         least_feasible_bytes=least.peak_bytes,
         advice=tuple(advice),
     )
+
+
+def _none_is_fast(slow: Sequence[Option], *, options: Sequence[Option], budget: Budget) -> InfeasibleBudgetError:
+    """Some options hold the memory, but none of them the time."""
+    fastest = min(slow, key=lambda option: option.fastest_s)
+    ratio = fastest.fastest_s / fastest.reference_s
+    advice = (f"budget.step_time={math.ceil(ratio * 100) / 100:.2f} or more", "more memory")
+    return InfeasibleBudgetError(
+        f"budget {budget.name} with step_time={budget.step_time:g} cannot be met by any of {len(options)} options: of "
+        f"those that hold the memory the fastest, {fastest.name}, takes {fastest.fastest_s * 1e3:.3g} ms a step, "
+        f"{ratio:.3f} times the {fastest.reference_s * 1e3:.3g} ms of fused AdamW with the fastest micro-batch that "
+        f"was tried. Give {' or '.join(advice)}",
+        budget_bytes=budget.memory_bytes or 0,
+        least_feasible_bytes=fastest.peak_bytes,
+        advice=advice,
+        least_step_s=fastest.fastest_s,
+    )
+
+
+def _pins(axes: Axes) -> list[str]:
+    """What was asked for that stands in the way of fewer bytes."""
+    found = []
+    if axes.checkpointing == (False,):
+        found.append("model.checkpointing=null, where the model can recompute activations")
+    if axes.release == (True,):
+        found.append("optim.release_gradients=null, which lets the batch be cut into micro-batches")
+    elif len(axes.micro_batches) == 1 and axes.micro_batches[0] > 1:
+        found.append(f"a smaller micro_batch than the {axes.micro_batches[0]} that was asked for, or micro_batch=auto")
+    return found
 
 
 def _constant(

@@ -24,7 +24,7 @@ class InfeasibleBudgetError(BaocError):
 
     `least_feasible_bytes` is in the budget's own measure: peak bytes for a memory budget, state bytes for a state
     fraction. `advice` lists what would lower it. `least_host_bytes`: where the host's memory is what is missing, what
-    would be enough of it.
+    would be enough of it. `least_step_s`: where seconds are, those of the fastest allocation's whole step.
     """
 
     exit_code = 3
@@ -37,10 +37,12 @@ class InfeasibleBudgetError(BaocError):
         least_feasible_bytes: int,
         advice: tuple[str, ...] = (),
         least_host_bytes: int | None = None,
+        least_step_s: float | None = None,
     ):
         super().__init__(message)
         self.budget_bytes = budget_bytes
         self.least_host_bytes = least_host_bytes
+        self.least_step_s = least_step_s
         self.least_feasible_bytes = least_feasible_bytes
         self.advice = advice
 

@@ -5,12 +5,13 @@ that one of them saves are what another may spend. Nothing here runs a network.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 
+from baoc.cost import native_bytes
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.planner import Planner
-from baoc.types import Footprint, Moment, Option
+from baoc.types import Block, Footprint, LatencyTable, Moment, Option
 
 OBJECTIVES = ("quality", "throughput", "balanced")
 ALIKE = 0.02  # rates that differ by less are one: so well are steps predicted at best
@@ -61,14 +62,16 @@ def _moments(low: Sequence[Moment], high: Sequence[Moment], *, line: Callable[[i
     return tuple(replace(b, num_bytes=line(a.num_bytes, b.num_bytes)) for a, b in zip(low, high, strict=True))
 
 
-def released(footprint: Footprint, *, gradients: Mapping[str, int], held_bytes: int) -> Footprint:
-    """The footprint where every gradient is used and dropped as it comes, and at most `held_bytes` of them are there.
+def released(footprint: Footprint, *, blocks: Sequence[Block]) -> Footprint | None:
+    """The footprint where the gradients of each block are used and dropped when the last of them has come.
 
-    `gradients`: bytes by parameter. Needs moments; without them nothing is promised.
+    None without moments, from which alone it can be told.
     """
     order = footprint.gradient_order
     if not footprint.moments:
-        return footprint
+        return None
+    gradients = {param.name: native_bytes(param) for block in blocks for param in block.params}
+    held_bytes = held_at_most(order, blocks=blocks)
     total, sums = sum(gradients.values()), [0]
     for name in order:
         sums.append(sums[-1] + gradients.get(name, 0))
@@ -87,6 +90,23 @@ def released(footprint: Footprint, *, gradients: Mapping[str, int], held_bytes: 
         validation_bytes=max((m.num_bytes for m in moments if m.name == "validation"), default=0),
         resident_bytes=footprint.resident_bytes - max(0, total - held_bytes),
     )
+
+
+def held_at_most(order: Sequence[str], *, blocks: Sequence[Block]) -> int:
+    """The most bytes of gradients at once where they come in `order` and a block drops its own after its last one."""
+    block_of = {param.name: (block.name, param) for block in blocks for param in block.params}
+    missing = {block.name: len(block.params) for block in blocks}
+    come = dict.fromkeys(missing, 0)
+    held = most = 0
+    for name in order:
+        block, param = block_of[name]
+        held += native_bytes(param)
+        come[block] += native_bytes(param)
+        missing[block] -= 1
+        most = max(most, held)
+        if not missing[block]:
+            held -= come[block]
+    return most
 
 
 def _dropped(moment: Moment, *, total: int, sums: Sequence[int], held_bytes: int) -> int:
@@ -113,34 +133,47 @@ def make_option(
     footprint: Footprint,
     batch_size: int,
     checkpointing: bool,
-    seconds: float,
-    optimizer_s: float,
+    latency: LatencyTable,
     release: bool = False,
 ) -> Option:
-    """The best allocation of `planner` with this footprint, as an option; one that does not fit says why not."""
+    """The best allocation of `planner` with this footprint, as an option; one that does not fit says why not.
+
+    `latency.base_step_s` is all of a step but the optimizer's part, `reference_step_s` what step_time is a ratio to.
+    """
     micro_batch = footprint.micro_batch
-    accumulation = batch_size // micro_batch
-    planner.footprint = footprint
-    step_s = accumulation * seconds + optimizer_s
+    planner.footprint, planner.latency = footprint, latency
     option = Option(
         micro_batch=micro_batch,
-        accumulation=accumulation,
+        accumulation=batch_size // micro_batch,
         checkpointing=checkpointing,
         release=release,
         weights="",
         peak_bytes=0,
         state_bytes=0,
-        samples_per_s=batch_size / step_s if step_s > 0 else math.nan,
+        samples_per_s=math.nan,
         risk=None,
+        reference_s=latency.reference_step_s,
     )
     try:
         plan = planner.propose(risk="prior")
     except InfeasibleBudgetError as error:
-        return replace(option, peak_bytes=error.least_feasible_bytes, why="does not fit even with the least state")
+        if error.least_step_s is None:
+            why = "does not fit even with the least state"
+            return replace(option, peak_bytes=error.least_feasible_bytes, why=why)
+        allowed_s = (planner.budget.step_time or 0.0) * latency.reference_step_s
+        why = f"too slow: {error.least_step_s * 1e3:.3g} ms, {allowed_s * 1e3:.3g} ms allowed"
+        return replace(option, peak_bytes=error.least_feasible_bytes, fastest_s=error.least_step_s, why=why)
+    step_s = planner.step_seconds(plan.allocation.choices)
     formats = sorted({planner.specs[spec].weights for spec in plan.allocation.choices.values()})
-    peak = plan.peak_bytes
-    state = plan.allocation.state_bytes
-    return replace(option, weights=" ".join(formats), peak_bytes=peak, state_bytes=state, risk=plan.allocation.risk)
+    return replace(
+        option,
+        weights=" ".join(formats),
+        peak_bytes=plan.peak_bytes,
+        state_bytes=plan.allocation.state_bytes,
+        samples_per_s=batch_size / step_s if step_s > 0 else math.nan,
+        step_s=step_s,
+        risk=plan.allocation.risk,
+    )
 
 
 def best(options: Sequence[Option], *, objective: str) -> Option | None:
@@ -148,11 +181,15 @@ def best(options: Sequence[Option], *, objective: str) -> Option | None:
 
     `quality`: of the options within 2 % of the least risk the fastest. `throughput`: of those within 2 % of the highest
     rate the one of least risk. `balanced`: least distance to the best of both, each measured by the range that fitting
-    options span. Of equals the larger micro-batch. Raises BadInputError for another objective.
+    options span. Of equals the larger micro-batch. Released gradients change what clipping by norm means, so `quality`
+    takes them only where nothing fits without, the others only where they gain something. Raises BadInputError for
+    another objective.
     """
     if objective not in OBJECTIVES:
         raise BadInputError(f"unknown objective {objective!r}: choose one of {', '.join(OBJECTIVES)}")
     fitting = [option for option in options if option.fits]
+    if objective == "quality":
+        fitting = [option for option in fitting if not option.release] or fitting
     if not fitting:
         return None
     rates = {id(option): 0.0 if math.isnan(option.samples_per_s) else option.samples_per_s for option in fitting}
@@ -167,9 +204,9 @@ def best(options: Sequence[Option], *, objective: str) -> Option | None:
             return (not near, -rate if near else risk, risk, option.checkpointing, -option.micro_batch)
         if objective == "throughput":
             near = rate >= (1 - ALIKE) * top
-            return (not near, risk if near else -rate, -rate, -option.micro_batch)
+            return (not near, risk if near else -rate, option.release, -rate, -option.micro_batch)
         slow = 1 - rate / top if top else 0.0
-        return (math.hypot(slow, (risk - least) / span), risk, -option.micro_batch)
+        return (math.hypot(slow, (risk - least) / span), risk, option.release, -option.micro_batch)
 
     return min(fitting, key=key)
 

@@ -4,6 +4,7 @@ A Planner holds what does not change during a run (blocks, catalogue, budget, fo
 the start with role priors, and again whenever a new profile is there. Both answers come from the same code.
 """
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,8 +14,8 @@ from baoc.allocation.base import Allocator
 from baoc.blocks import partition
 from baoc.candidates import build_candidates, undominated
 from baoc.catalogue import STORAGES, select
-from baoc.charges import Savings, Try, allocated, charged, saved_by
-from baoc.cost import adamw_state_bytes
+from baoc.charges import Savings, Try, allocated, charged, saved_by, savings
+from baoc.cost import adamw_state_bytes, whole_step_seconds
 from baoc.errors import BadInputError
 from baoc.explain import reasons
 from baoc.link import STORED, drain_seconds, pinned_bytes, pinned_room
@@ -40,6 +41,7 @@ from baoc.types import (
     Role,
 )
 
+MOST_MADE = 64  # sets of candidates that are kept
 FEW_BLOCKS = 64  # with more, every level is tried by prices, and only the best one proven
 
 
@@ -142,7 +144,8 @@ class Planner:
             state_bytes = int(self.budget.state_fraction * self.state_bytes_adamw)
         step_s = None
         if self.budget.step_time is not None and self.latency is not None:
-            step_s = self.budget.step_time * self.latency.reference_step_s - self.latency.base_step_s
+            fixed_s = self.latency.base_step_s + self.latency.step_s
+            step_s = self.budget.step_time * self.latency.reference_step_s - fixed_s
         host_bytes, beside_s = None, None
         if self.budget.host_memory_bytes is not None:
             host_bytes = pinned_room(self.budget.host_memory_bytes) - way.host_bytes
@@ -200,6 +203,17 @@ class Planner:
             return state_bytes
         return self.peak_bytes({c.block: c.spec for c in chosen}, state_bytes=state_bytes)
 
+    def step_seconds(self, choices: Mapping[str, str]) -> float:
+        """Predicted seconds of a whole step of an allocation; NaN where the latency table lacks one of its specs."""
+        if self.latency is None:
+            return math.nan
+        return whole_step_seconds(choices, blocks=self.blocks, specs=self.specs, latency=self.latency)
+
+    @property
+    def _lines(self) -> Mapping[str, float] | None:
+        """What of the latency table candidates depend on: nothing where seconds are not limited."""
+        return self.latency.per_element_s if self.latency is not None and self.budget.step_time is not None else None
+
     # -- proposing ------------------------------------------------------------------------------------------------
 
     def candidates(
@@ -209,7 +223,7 @@ class Planner:
         count = self.counts[0] if count is None else count
         base = self._once(
             ("candidates", risk, self.host_counts),
-            (profile, self.latency, self.budget),
+            (profile, self._lines, self.budget),
             lambda: build_candidates(
                 self.blocks,
                 specs=self.specs,
@@ -227,16 +241,24 @@ class Planner:
         footprint = self.footprint
         if count == "none" or footprint is None:
             return base
+        saved = self._once(
+            ("savings", count),
+            (footprint.moments, footprint.gradient_order),
+            lambda: savings(self.blocks, specs=self.specs, count=count, footprint=footprint),
+        )
+        # Footprints of different micro-batches mostly save the same, so the candidates are kept by what is saved.
         return self._once(
-            ("charged", risk, count),
-            (base, footprint.moments),
-            lambda: charged(base, blocks=self.blocks, specs=self.specs, count=count, footprint=footprint),
+            ("charged", risk, saved),
+            (base,),
+            lambda: charged(base, blocks=self.blocks, specs=self.specs, saved=saved),
         )
 
     def _once(self, name: Any, basis: tuple[Any, ...], make: Any) -> Any:
         """What `make` gave for the very same values of `basis`."""
         made = self._made.get(name)
         if made is None or not all(a is b for a, b in zip(made[0], basis, strict=True)):
+            if len(self._made) >= MOST_MADE:  # of footprints and profiles of long ago
+                self._made.clear()
             made = self._made[name] = (basis, make())
         return made[1]
 
@@ -345,7 +367,7 @@ class Planner:
         everything = self.candidates(risk=risk, profile=profile)
         least, useful = self._once(
             ("range", risk),
-            (profile, self.latency, self.budget, self.footprint),
+            (profile, self._lines, self.budget, self.footprint),
             lambda: (
                 self.taken(least_of(self, all_tries(self, risk=risk, profile=profile))),
                 self.taken([min(options, key=_by_risk) for options in everything.values()]),

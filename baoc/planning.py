@@ -4,7 +4,7 @@ Nothing is allocated and nothing computed: shapes flow through forward and backw
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,29 +18,29 @@ from baoc.budgets import resolve_auto
 from baoc.catalogue import with_placement
 from baoc.config.schema import RunConfig
 from baoc.data.base import DataModule
-from baoc.decision import axes_of, leave, none_fits
+from baoc.decision import Axes, axes_of, leave, none_fits
 from baoc.devices import CARDS, Card
 from baoc.errors import BadInputError
 from baoc.models.switches import disable_checkpointing, enable_checkpointing
 from baoc.online import SessionSettings, step_temporaries
+from baoc.online.timing import FUSED_BYTES, moved_bytes
 from baoc.optim.backends.fused import has_kernel
-from baoc.options import Trial, best, footprint_at, make_option
+from baoc.options import Trial, best, footprint_at, make_option, released
 from baoc.planner import Planner
 from baoc.profiling import describe
 from baoc.profiling.device import LATE_MODULES_BYTES
 from baoc.profiling.footprint import FRAGMENTATION
 from baoc.recorder import Recorder
-from baoc.strategy.probe import unwrapped
+from baoc.strategy.probe import unwrapped, upkeep_bytes
 from baoc.strategy.strategy import declared_blocks, widened
 from baoc.strategy.trials import Trials
 from baoc.tasks.base import Task
 from baoc.tracking import console, files
-from baoc.types import Budget, Footprint, Option, Placement, Plan
+from baoc.types import Budget, Footprint, LatencyTable, Option, Placement, Plan
 from baoc.units import format_bytes
 
 DEFAULT_CARD = "h100"
 PROFILE_BYTES = 0.2  # per parameter, of the gradients' samples
-ADAMW_BYTES = 28  # that fused fp32 AdamW moves per parameter: weight, gradient and two states
 
 
 def card_of(config: RunConfig) -> Card | None:
@@ -106,17 +106,20 @@ def plan_for(
         fake_(task)
         batch = fake_batch(real)
     options: list[Option] = []
-    chosen, made = None, None
+    chosen, made, reference_s = None, None, math.nan
     for checkpointing in axes.checkpointing:
         made = _Shapes(card, config, task=task, batch=batch, settings=settings, budget=budget)
-        options += made.options(axes.micro_batches, checkpointing=checkpointing)
+        made.reference_s = reference_s
+        options += made.options(axes, checkpointing=checkpointing)
+        reference_s = made.reference_s
         chosen = best(options, objective=config.objective)
         if chosen is not None:
             break
     leave([replace(option, chosen=option is chosen) for option in options], run_dir=run_dir, objective=config.objective)
     if chosen is None or made is None:
         raise none_fits(options, budget=budget, axes=axes)
-    made.planner.footprint = made.footprint(chosen.micro_batch)
+    made.planner.footprint = made.footprint(chosen.micro_batch, release=chosen.release)
+    made.planner.latency = made.latency(chosen.micro_batch)
     plan = made.planner.propose(risk="prior")
     Recorder(run_dir).planned(made.planner, plan)
     console.say(
@@ -137,6 +140,7 @@ class _Shapes:
         self.numel = sum(info.numel for info in infos)
         self.tried: list[Trial] = []
         self.flops = math.nan  # of one sample, forward and backward
+        self.reference_s = math.nan  # of a step with fused AdamW
         self.planner = Planner(
             infos,
             budget=replace(budget, memory_bytes=None, state_fraction=None),
@@ -148,8 +152,10 @@ class _Shapes:
         there = [spec for spec in self.planner.specs.values() if spec.placement != Placement.HOST_UPDATED]
         eager = [spec for spec in there if not has_kernel(with_placement(spec, Placement.DEVICE))]
         self.temporaries = step_temporaries(eager, params=[largest]) if eager else {}
+        self.lines = {name: self._moving_s(moved_bytes(spec)) for name, spec in self.planner.specs.items()}
 
-    def options(self, sizes: Sequence[int], *, checkpointing: bool) -> list[Option]:
+    def options(self, axes: Axes, *, checkpointing: bool) -> list[Option]:
+        sizes = axes.micro_batches
         disable_checkpointing(self.task.model)
         if checkpointing:
             enable_checkpointing(self.task.model, name=self.config.model.name)
@@ -164,22 +170,48 @@ class _Shapes:
                 trials.forward(sizes[0])
             # a backward is two forwards, and one more where activations are computed again
             self.flops = (4 if checkpointing else 3) * counter.get_total_flops() / sizes[0]
-        moved = ADAMW_BYTES * self.numel
+        if math.isnan(self.reference_s):
+            self.reference_s = self._seconds(self.config.batch_size) + self._moving_s(FUSED_BYTES * self.numel)
+        ways = axes.ways(batch_size=self.config.batch_size)
         return [
             make_option(
                 self.planner,
-                footprint=self.footprint(size),
+                footprint=self.footprint(size, release=release),
                 batch_size=self.config.batch_size,
                 checkpointing=checkpointing,
-                seconds=self.card.step_seconds(flops=self.flops * size, moved_bytes=0),
-                optimizer_s=self.card.step_seconds(flops=0, moved_bytes=moved),
+                latency=self.latency(size),
+                release=release,
             )
-            for size in sizes
+            for size, recomputed, release in ways
+            if recomputed == checkpointing and (not release or footprint_at(self.tried, micro_batch=size).moments)
         ]
 
-    def footprint(self, micro_batch: int) -> Footprint:
+    def _seconds(self, samples: int) -> float:
+        """Of forward and backward."""
+        return self.card.step_seconds(flops=self.flops * samples, moved_bytes=0)
+
+    def _moving_s(self, num_bytes: float) -> float:
+        return self.card.step_seconds(flops=0, moved_bytes=num_bytes)
+
+    def latency(self, micro_batch: int) -> LatencyTable:
+        """Of a step in micro-batches, every spec as fast as its bytes can be moved."""
+        clips = bool(self.config.trainer.gradient_clip_val)
+        upkeep = self.numel * upkeep_bytes(clips=clips, averages=self.task.ema is not None)
+        count = self.config.batch_size // micro_batch
+        return LatencyTable(
+            device=self.card.name,
+            fixed_s=dict.fromkeys(self.lines, 0.0),
+            per_element_s=self.lines,
+            base_step_s=count * self._seconds(micro_batch) + self._moving_s(upkeep),
+            reference_step_s=self.reference_s + self._moving_s(upkeep),
+            assumed=tuple(self.lines),
+        )
+
+    def footprint(self, micro_batch: int, *, release: bool) -> Footprint:
         """As it would be on the card: its context, what the allocator reserves more, and the gradients' samples."""
         found = footprint_at(self.tried, micro_batch=micro_batch)
+        if release:
+            found = released(found, blocks=self.planner.blocks) or found
         return replace(
             found,
             device=self.card.name,

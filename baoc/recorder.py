@@ -3,14 +3,16 @@
 Called with the first plan and with every decision after it; the files always hold the newest, the .jsonl all of them.
 """
 
+import csv
 import json
+import math
 from pathlib import Path
 
 from baoc.candidates import candidate_rows
 from baoc.planner import Planner
 from baoc.tracking import console, files
 from baoc.tracking.metrics import supersede
-from baoc.types import Plan, Profile, Reallocation, to_plain
+from baoc.types import Plan, Profile, Reallocation, RunResult, to_plain
 
 
 class Recorder:
@@ -20,6 +22,7 @@ class Recorder:
         self.run_dir = run_dir
         self.planner: Planner | None = None
         self._peaks: list[int] = []
+        self.step_s_predicted = math.nan  # of a whole step of the plan in force
 
     @property
     def peak_bytes_predicted(self) -> int:
@@ -72,9 +75,28 @@ class Recorder:
                 break
         files.write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
 
+    def concluded(self, result: RunResult) -> None:
+        """Predicted beside measured: in footprint.json, and in the row of options.csv that was run."""
+        measured = {"peak_bytes": result.peak_bytes, "step_s": result.step_ms / 1e3}
+        predicted = {"peak_bytes": result.peak_bytes_predicted, "step_s": result.step_s_predicted}
+        errors = {key: predicted[key] / value - 1 if value else math.nan for key, value in measured.items()}
+        path = self.run_dir / "footprint.json"
+        if path.is_file():
+            footprint = json.loads(path.read_text(encoding="utf-8"))
+            files.write_json(path, {**footprint, "measured": measured, "predicted": predicted, "error": errors})
+        path = self.run_dir / "options.csv"
+        if path.is_file():
+            with path.open(encoding="utf-8", newline="") as file:
+                rows = list(csv.DictReader(file))
+            for row in rows:
+                chosen = row["chosen"] == "True"
+                row |= {f"{key}_measured": str(value) if chosen else "" for key, value in measured.items()}
+            files.write_csv(path, rows)
+
     def _write_plan(self, plan: Plan, *, profile: Profile | None, step: int) -> None:
         assert self.planner is not None
         self._peaks.append(plan.peak_bytes)
+        self.step_s_predicted = self.planner.step_seconds(plan.allocation.choices)
         candidates = self.planner.candidates(risk=plan.risk_model, profile=profile)
         files.write_csv(self.run_dir / "candidates.csv", candidate_rows(candidates))
         files.write_json(

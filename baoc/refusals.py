@@ -137,7 +137,7 @@ def too_slow(
     budget: Budget, *, latency: LatencyTable, least_step_s: float, allowed_bytes: int | None, least_bytes: int
 ) -> InfeasibleBudgetError:
     """No allocation that fits the memory is as fast as step_time asks."""
-    whole_s = latency.base_step_s + least_step_s
+    whole_s = latency.base_step_s + latency.step_s + least_step_s
     ratio = whole_s / max(latency.reference_step_s, 1e-12)
     return InfeasibleBudgetError(
         f"budget {budget.name} with step_time={budget.step_time} cannot be met: the fastest "
@@ -147,6 +147,7 @@ def too_slow(
         budget_bytes=allowed_bytes or 0,
         least_feasible_bytes=least_bytes,
         advice=("a larger budget.step_time", "more memory, so that slower compact specs are not needed"),
+        least_step_s=whole_s,
     )
 
 

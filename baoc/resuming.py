@@ -1,10 +1,18 @@
-"""From which checkpoint a run goes on, and what it says of the settings that stay those of the checkpoint."""
+"""From which checkpoint a run goes on, what it had decided, and which settings stay those of the checkpoint."""
 
+import json
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from baoc.config.schema import RunConfig
 from baoc.errors import BadInputError, CheckpointError
-from baoc.tracking import console, load_checked, resolve_resume
+from baoc.tracking import console, files, load_checked, resolve_resume
+from baoc.types import LatencyTable, Option, latency_from_plain
+
+DECISION = "decision.json"
+LATENCY = "latency.json"
 
 
 def find_checkpoint(config: RunConfig, *, run_dir: Path) -> Path | None:
@@ -39,3 +47,75 @@ def check_resume(config: RunConfig, *, checkpoint: Path) -> None:
         kept = tuple(saved[key]) if key in saved and isinstance(asked, tuple) else saved.get(key, asked)
         if kept != asked:
             console.say(f"resuming keeps optim.{key}={kept} of the checkpoint; optim.{key}={asked} is not applied")
+
+
+# -- what a run had decided ---------------------------------------------------------------------------------------
+
+
+def choice_of(option: Option) -> dict[str, Any]:
+    """What of an option a run is made with, and goes on with when it is resumed."""
+    return {"micro_batch": option.micro_batch, "checkpointing": option.checkpointing, "release": option.release}
+
+
+def kept(config: RunConfig, *, checkpoint: Path | None) -> dict[str, Any]:
+    """What the run of a checkpoint had decided, with which a resumed run goes on whatever would be chosen today.
+
+    Empty where there is nothing, and where `config` pins another value or batch: that is said, and decided anew.
+    """
+    if checkpoint is None:
+        return {}
+    path = checkpoint.parent.parent / DECISION
+    choice: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    against = contradicted(choice, config=config)
+    if against:
+        console.say(f"the resumed run had decided {'; '.join(against)}: it is decided anew")
+        return {}
+    return choice
+
+
+def contradicted(choice: Mapping[str, Any], *, config: RunConfig) -> list[str]:
+    """Values of a decision that cannot be had with what `config` asks for, as clauses to be shown."""
+    pins = {
+        "micro_batch": config.micro_batch if isinstance(config.micro_batch, int) else None,
+        "checkpointing": config.model.checkpointing,
+        "release": config.optim.release_gradients,
+    }
+    found = [
+        f"{key}={choice[key]}, and {key}={pin} is asked for now"
+        for key, pin in pins.items()
+        if pin is not None and choice.get(key, pin) != pin
+    ]
+    size = choice.get("micro_batch", 1)
+    if not found and config.batch_size % size:
+        found.append(f"micro_batch={size}, which does not divide batch_size={config.batch_size}")
+    if not found and choice.get("release") and size != config.batch_size:
+        found.append(
+            f"released gradients of {size} samples at once, and batch_size={config.batch_size} is asked for now"
+        )
+    return found
+
+
+def keep(choice: Mapping[str, Any], *, run_dir: Path) -> None:
+    """Leaves a decision in the run's folder, for runs that resume from it, be it that it was resumed itself."""
+    files.write_json(run_dir / DECISION, choice)
+
+
+def settled(config: RunConfig, *, choice: Mapping[str, Any]) -> RunConfig:
+    """`config` with the values of a decision."""
+    model = replace(config.model, checkpointing=choice["checkpointing"])
+    optim = replace(config.optim, release_gradients=bool(choice.get("release")))
+    return replace(config, micro_batch=choice["micro_batch"], model=model, optim=optim)
+
+
+def kept_latency(config: RunConfig, *, checkpoint: Path | None) -> LatencyTable | None:
+    """The latency table of a checkpoint's run, where a limit on time rests on it: noise must not change a choice."""
+    path = None if checkpoint is None else checkpoint.parent.parent / LATENCY
+    if path is None or config.budget.step_time is None or not path.is_file():
+        return None
+    try:
+        return latency_from_plain(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path}, on which budget.step_time={config.budget.step_time:g} rests, cannot be read ({error}): remove it "
+            "to have it measured again"
+        ) from error

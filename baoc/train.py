@@ -19,13 +19,13 @@ from baoc.config.resolve import STAND_IN, Resolved, divisor, resolve
 from baoc.config.schema import ModelConfig, RunConfig
 from baoc.data import build_data
 from baoc.data.base import DataModule
-from baoc.decision import decide, keep, kept, settled
+from baoc.decision import decide
 from baoc.errors import BadInputError, BudgetBreachedError, DivergedError
 from baoc.models import build_model
 from baoc.models.export import export_model
 from baoc.models.prepare import Preparation, prepare
 from baoc.planning import card_of, leave_plan, plan_for
-from baoc.resuming import check_resume, find_checkpoint
+from baoc.resuming import check_resume, find_checkpoint, keep, kept, kept_latency, settled
 from baoc.tasks import OptimizerSettings, build_task
 from baoc.tasks.base import Task
 from baoc.tasks.cpu import prepare_cpu
@@ -50,15 +50,18 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
     if device == "cpu":
         prepare_cpu()
     L.seed_everything(config.seed, workers=True, verbose=False)
-    choice = kept(checkpoint)
+    choice = kept(config, checkpoint=checkpoint)
+    latency = kept_latency(config, checkpoint=checkpoint) if choice else None
     resolved = resolve(settled(config, choice=choice) if choice else config, device=device)
     task, data = build(resolved, run_dir=run_dir, device=device)
     config = resolved.config
+    decided = None
     if choice:
         keep(choice, run_dir=run_dir)
     elif resolved.open:
         settings = session_settings(config)
-        config = decide(config, task=task, data=data, device=device, settings=settings, run_dir=run_dir)
+        decided = decide(config, task=task, data=data, device=device, settings=settings, run_dir=run_dir)
+        config, latency = decided.config, decided.latency
     loggers = make_loggers(
         config.logger,
         run_dir=run_dir,
@@ -69,7 +72,7 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
         tags=(config.task.name, config.model.name, config.budget.name, config.allocator.name),
     )
     with finishing(loggers):
-        parts = assemble_trainer(config, task=task, device=device, run_dir=run_dir, loggers=loggers)
+        parts = assemble_trainer(config, task=task, device=device, run_dir=run_dir, loggers=loggers, latency=latency)
         if config.mode == "eval":
             return evaluate(parts, task=task, data=data, checkpoint=checkpoint, run_dir=run_dir)
         if checkpoint is not None:
@@ -238,6 +241,7 @@ def measure(config: RunConfig, *, parts: Parts, task: Task, metrics: dict[str, f
         commit=commit(),
         versions=versions(),
         command=command,
+        step_s_predicted=parts.recorder.step_s_predicted,
     )
 
 
@@ -257,6 +261,7 @@ def export(task: Task, *, parts: Parts, folder: Path) -> None:
 def conclude(result: RunResult, *, parts: Parts, run_dir: Path) -> None:
     """result.json, a frontier of this one run, W&B's summary, and the closing summary; a breach ends in an error."""
     files.write_json(run_dir / "result.json", result)
+    parts.recorder.concluded(result)
     from baoc.sweep import frontier_of
 
     frontier_of(run_dir, show=False, page=False)

@@ -30,11 +30,13 @@ def is_open(config: RunConfig, *, device: str) -> bool:
     """Whether micro-batch, checkpointing and allocation are to be decided together.
 
     They are where the user says so (micro_batch=auto, or an objective other than quality), and by themselves on CUDA
-    where memory is limited and no micro-batch is given. Released gradients leave nothing open: the batch is one piece.
+    where memory is limited and no micro-batch is given; released gradients make one of the whole batch.
     """
-    if config.mode == "eval" or config.optim.release_gradients:
+    if config.mode == "eval":
         return False
     asked = config.micro_batch == "auto" or config.objective != "quality"
+    if config.optim.release_gradients and not asked:
+        return False
     limited = config.budget.memory_bytes is not None or config.budget.name == "auto"
     taken = config.trainer.precision in (None, "auto", "32-true", "bf16-mixed")
     return asked or (device == "cuda" and config.micro_batch is None and limited and taken)

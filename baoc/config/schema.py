@@ -158,7 +158,8 @@ class OptimConfig:
     `matching`: what rules without momentum are scaled to, AdamW's update (`rms`) or AdamW's without its momentum.
 
     `nonfinite`: what a NaN or infinity in a gradient costs: its element, its step, or the run. `release_gradients`:
-    each block is stepped in backward and drops its gradients; a batch is one micro-batch then.
+    each block is stepped in backward and drops its gradients; a batch is one micro-batch then. Null leaves it to the
+    decision over micro-batches, and is off where none is taken.
     """
 
     lr: float | None = None
@@ -171,7 +172,7 @@ class OptimConfig:
     backend: Literal["auto", "eager", "fused", "native"] = "auto"
     matching: Literal["rms", "displacement"] = "rms"
     nonfinite: Literal["skip_element", "skip_step", "raise"] = "skip_element"
-    release_gradients: bool = False
+    release_gradients: bool | None = None
 
     def __post_init__(self) -> None:
         if self.release_gradients and self.nonfinite == "skip_step":
@@ -268,11 +269,6 @@ class RunConfig:
                 f"optim.release_gradients=true steps in every backward, but micro_batch={self.micro_batch} of "
                 f"batch_size={self.batch_size} accumulates {self.accumulation}: set micro_batch=null or "
                 f"{self.batch_size}, or optim.release_gradients=false"
-            )
-        if self.optim.release_gradients and self.objective != "quality":
-            raise BadInputError(
-                f"objective={self.objective} is about micro-batches, and optim.release_gradients=true takes the whole "
-                "batch at once: leave objective=quality, or set optim.release_gradients=false"
             )
         if self.device in CARDS and self.mode != "plan":
             raise BadInputError(

@@ -5,7 +5,7 @@ from baoc.online.dial import BudgetChange, BudgetDial
 from baoc.online.reallocator import Reallocator
 from baoc.online.relaxation import RelaxationSettings
 from baoc.online.temporaries import step_temporaries
-from baoc.online.timing import time_specs
+from baoc.online.timing import soon_timed, time_specs
 from baoc.online.triggers import TRIGGERS, ReallocationSettings
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "RelaxationSettings",
     "SessionSettings",
     "assemble",
+    "soon_timed",
     "step_temporaries",
     "time_specs",
 ]

@@ -1,9 +1,10 @@
 """Puts planner, optimizer, profiler and reallocator together, the same way for Lightning and for a plain loop."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from baoc.blocks import partition
@@ -15,6 +16,8 @@ from baoc.planner import Planner, PlannerSettings
 from baoc.profiling import GradientProfiler
 from baoc.risk import RISKS
 from baoc.types import Budget, Footprint, LatencyTable, ParamInfo
+
+MOST_RETIMED = 4  # plans whose specs are timed before one is taken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,17 +77,29 @@ def assemble(
     declared: Mapping[str, Sequence[str]] | None = None,
     footprint: Footprint | None = None,
     latency: LatencyTable | None = None,
+    retime: Callable[[set[str]], LatencyTable] | None = None,
 ) -> Reallocator:
     """Plans with role priors, builds the optimizer on that plan, and attaches what will reallocate it.
 
     The Reallocator holds planner, plan and optimizer. `groups` are the user's, with (name, parameter) pairs; `defaults`
-    are lr, betas, eps and weight_decay. Raises InfeasibleBudgetError before anything is allocated for the optimizer.
+    are lr, betas, eps and weight_decay. `retime` gives a latency table in which the specs that it is told (names) are
+    timed: what a plan rests on is not left to assumptions, and a limit on time is planned for again then. Raises
+    InfeasibleBudgetError before anything is allocated for the optimizer.
     """
     planner = Planner(
         infos, budget=budget, settings=settings.planner, declared=declared, footprint=footprint, latency=latency
     )
     profiler = make_profiler(planner, params, settings=settings, betas=tuple(defaults["betas"]))
     plan = planner.propose(risk="prior")
+    for _ in range(MOST_RETIMED if retime is not None else 0):
+        assumed = set(plan.allocation.choices.values()) & set(planner.latency.assumed if planner.latency else ())
+        if not assumed:
+            break
+        assert retime is not None
+        planner.latency = retime(assumed)
+        plan = planner.propose(risk="prior") if budget.step_time is not None else plan
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()  # states get memory of their own, not gaps in what the probe's activations have left
     optimizer = BlockwiseOptimizer(
         groups,
         plan.allocation.choices,

@@ -1,18 +1,23 @@
 """Times an optimizer step per spec, and a whole step with torch's fused AdamW, to which step_time is a ratio."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from baoc.catalogue import device_rows
+from baoc.cost import bytes_per_parameter
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.backends import stand_in
+from baoc.optim.backends.fused import has_kernel
 from baoc.profiling import measure_latency
+from baoc.profiling.latency import MakeStep, machine, read_lines
+from baoc.rules import rule_infos
 from baoc.types import LatencyTable, OptimizerSpec
 
-_FUSED = "torch fused AdamW"  # no spec's name, as it holds spaces
+FUSED = "torch fused AdamW"  # no spec's name, as it holds spaces
+FUSED_BYTES = 28  # that it moves per element: weight, gradient and two states read, all but the gradient written
 _COLUMNS = 256
 
 
@@ -21,41 +26,77 @@ def time_specs(
     *,
     device: torch.device,
     num_elements: int,
+    num_tensors: int = 1,
     base_step: Callable[[], None] | None = None,
     accumulation: int = 1,
+    upkeep_bytes: int = 0,
+    needed: Collection[str],
     max_s: float = 5.0,
     cache_dir: Path | None = None,
 ) -> LatencyTable:
-    """The latency table of `specs` on `device` in at most about `max_s` seconds.
+    """The latency table of `specs` on `device` in at most about `max_s` seconds, compiling apart.
 
     `base_step` runs forward and backward of one micro-batch; the reference step is `accumulation` of them and torch's
-    fused AdamW on `num_elements` elements, by its own line.
+    fused AdamW on `num_elements` elements in `num_tensors` tensors, by its own line. `upkeep_bytes`: what the rest of
+    a step moves per element (clipping, averages of the weights), taken to be as fast by the byte as fused AdamW.
+
+    Timed are the specs that are `needed` (names), and those that `cache_dir` knows already; the others are assumed to
+    be as fast by the byte as fused AdamW.
     """
-    rows = device_rows(specs)
-    makers = {spec.name: _maker(spec, device=device, num_elements=num_elements) for spec in rows}
-    makers[_FUSED] = lambda numel: _fused(numel, device=device)
-    table = measure_latency(makers, device=device, base_step=base_step, max_s=max_s, cache_dir=cache_dir)
+    steps: dict[str, MakeStep] = {FUSED: lambda numel, tensors: _fused(numel, tensors, device=device)}
+    known = read_lines(cache_dir, key=machine(device))
+    specs = device_rows(specs)
+    for spec in specs:
+        if spec.name in needed or spec.name in known:
+            steps[spec.name] = _maker(spec, device=device, num_elements=num_elements)
+    table = measure_latency(steps, device=device, base_step=base_step, max_s=max_s, cache_dir=cache_dir)
     fixed, slope = dict(table.fixed_s), dict(table.per_element_s)
-    fused_s = fixed.pop(_FUSED) + slope.pop(_FUSED) * num_elements
-    base_s = table.base_step_s * accumulation
-    return replace(table, fixed_s=fixed, per_element_s=slope, base_step_s=base_s, reference_step_s=base_s + fused_s)
+    tensor_s, element_s = fixed.pop(FUSED), slope.pop(FUSED)
+    assumed = [spec for spec in specs if spec.name not in fixed]
+    for spec in assumed:
+        fixed[spec.name], slope[spec.name] = tensor_s, element_s * moved_bytes(spec) / FUSED_BYTES
+    base_s = table.base_step_s * accumulation + element_s * num_elements * upkeep_bytes / FUSED_BYTES
+    fused_s = table.step_s + tensor_s * num_tensors + element_s * num_elements
+    return replace(
+        table,
+        fixed_s=fixed,
+        per_element_s=slope,
+        base_step_s=base_s,
+        reference_step_s=base_s + fused_s,
+        assumed=tuple(spec.name for spec in assumed),
+    )
 
 
-def _parameter(numel: int, device: torch.device) -> torch.nn.Parameter:
-    param = torch.nn.Parameter(torch.full((max(numel // _COLUMNS, 1), _COLUMNS), 0.02, device=device))
-    param.grad = torch.linspace(-1e-3, 1e-3, param.numel(), device=device).view_as(param)
-    return param
+def soon_timed(specs: Iterable[OptimizerSpec], *, device: torch.device) -> set[str]:
+    """Names of the specs that can be timed without compiling a kernel for each, which takes seconds on a GPU."""
+    return {spec.name for spec in specs if device.type != "cuda" or not has_kernel(spec)}
 
 
-def _maker(spec: OptimizerSpec, *, device: torch.device, num_elements: int) -> Callable[[int], Callable[[], None]]:
-    def make(numel: int) -> Callable[[], None]:
+def moved_bytes(spec: OptimizerSpec) -> float:
+    """Bytes per element of a step of `spec`: weight, gradient and state read, weight and state written."""
+    state, weight = bytes_per_parameter(spec, rule=rule_infos()[spec.rule])
+    return 2 * (state + weight) + weight
+
+
+def _parameters(numel: int, tensors: int, device: torch.device) -> list[torch.nn.Parameter]:
+    made = []
+    for _ in range(tensors):
+        param = torch.nn.Parameter(torch.full((max(numel // _COLUMNS, 1), _COLUMNS), 0.02, device=device))
+        param.grad = torch.linspace(-1e-3, 1e-3, param.numel(), device=device).view_as(param)
+        made.append(param)
+    return made
+
+
+def _maker(spec: OptimizerSpec, *, device: torch.device, num_elements: int) -> MakeStep:
+    def make(numel: int, tensors: int) -> Callable[[], None]:
         backend = stand_in(spec, device=device, numel=num_elements)
-        optimizer = BlockwiseOptimizer([_parameter(numel, device)], spec, backend=backend)
+        optimizer = BlockwiseOptimizer(_parameters(numel, tensors, device), spec, backend=backend)
         return lambda: optimizer.step()
 
     return make
 
 
-def _fused(numel: int, *, device: torch.device) -> Callable[[], None]:
-    optimizer = torch.optim.AdamW([_parameter(numel, device)], fused=device.type in ("cpu", "cuda"))
+def _fused(numel: int, tensors: int, *, device: torch.device) -> Callable[[], None]:
+    params = _parameters(numel, tensors, device)
+    optimizer = torch.optim.AdamW(params, fused=device.type in ("cpu", "cuda"))
     return lambda: optimizer.step()

@@ -5,7 +5,7 @@ latency (seconds) · device (context, cap).
 """
 
 from baoc.profiling.describe import describe, named_tensors
-from baoc.profiling.device import cap_device, context_bytes, free_bytes, recap_device, uncap_device
+from baoc.profiling.device import cap_device, context_bytes, free_bytes, recap_device, uncap_device, uncapped
 from baoc.profiling.footprint import FirstStepMemory, probe_footprint, step_temporary_bytes
 from baoc.profiling.gradients import GradientProfiler
 from baoc.profiling.latency import measure_latency
@@ -25,4 +25,5 @@ __all__ = [
     "recap_device",
     "step_temporary_bytes",
     "uncap_device",
+    "uncapped",
 ]

@@ -4,6 +4,7 @@ On any other device there is no context and no cap: the same functions answer 0,
 """
 
 import ctypes
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -53,13 +54,27 @@ def context_bytes(device: torch.device | str) -> int:
     return max(0, held - torch.cuda.memory_reserved(index))
 
 
+ALLOCATOR = "expandable_segments:True"
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def settle_allocator(device: torch.device | str) -> None:
+    """Lets what torch's allocator reserves grow and shrink in place, unless the user has settings of his own.
+
+    Else states that come to lie between activations leave gaps that are reserved and of no use.
+    """
+    if torch.device(device).type == "cuda" and not any(os.environ.get(name) for name in _ALLOCATOR_VARIABLES):
+        torch.cuda.memory._set_allocator_settings(ALLOCATOR)
+
+
 def cap_device(device: torch.device | str, *, budget: Budget) -> None:
     """Lets torch's allocator reserve no more than the memory budget less context and LATE_MODULES_BYTES.
 
-    Does nothing off CUDA or without a memory budget; a budget above the card's memory caps at that. Raises
-    BadInputError if nothing is left.
+    Does nothing off CUDA, and without a memory budget only settles the allocator. A budget above the card's memory caps
+    at that. Raises BadInputError if nothing is left.
     """
     device = torch.device(device)
+    settle_allocator(device)
     if device.type != "cuda" or budget.memory_bytes is None:
         return
     total = torch.cuda.get_device_properties(device).total_memory
@@ -86,6 +101,23 @@ def uncap_device(device: torch.device | str) -> None:
     if device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(1.0, device)
         torch.cuda.empty_cache()
+
+
+@contextmanager
+def uncapped(device: torch.device | str, *, budget: Budget) -> Iterator[None]:
+    """Inside, the cap is away, for a look at what weights and gradients in full need, never to train.
+
+    What was held meanwhile is given back, and no part of the peak that is measured afterwards.
+    """
+    uncap_device(device)
+    try:
+        yield
+    finally:
+        if torch.device(device).type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+        cap_device(device, budget=budget)
 
 
 def _index(device: torch.device) -> int:

@@ -1,13 +1,16 @@
-"""Seconds of an optimizer step per spec, as a line over the number of elements, from steps that it is given to time.
+"""Seconds of an optimizer step per spec, as a line over tensors and elements, from steps that it is given to time.
 
-Only a step_time budget asks for it; timings are kept per machine, so that a second plan costs nothing.
+Only a step_time budget asks for all specs; timings are kept per machine, so that a second plan costs nothing.
 """
 
 import hashlib
 import json
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -16,88 +19,152 @@ from typing import Any
 import torch
 
 from baoc import __version__
-from baoc.types import LatencyTable, to_plain
+from baoc.types import LatencyTable
 
-MakeStep = Callable[[int], Callable[[], None]]
+MakeStep = Callable[[int, int], Callable[[], None]]
 
-SIZES = (2**14, 2**20)  # elements: one where launching dominates, one where arithmetic and memory do
+SMALL = 2**12  # elements of a tensor whose step is all launching
+LARGE = {"cpu": 2**18, "cuda": 2**23}  # and of one whose step is all arithmetic and memory
+MANY = 9  # small tensors, to tell what each costs
 MAX_S = 5.0
 MAX_REPEATS = 15
-_SCHEMA = 1
+_SLEEP_CYCLES = 4_000_000  # some milliseconds in which the host runs ahead of the device
+_SOURCES = ("kernels", "rules", "codecs", "optim")  # what a step is made of
+_SCHEMA = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """Seconds of a step: `step_s` once, `tensor_s` for each tensor, `element_s` for each element; none is negative."""
+
+    step_s: float
+    tensor_s: float
+    element_s: float
 
 
 def measure_latency(
     steps: Mapping[str, MakeStep],
     *,
     device: torch.device | str = "cpu",
-    sizes: tuple[int, int] = SIZES,
     max_s: float = MAX_S,
     base_step: Callable[[], None] | None = None,
-    reference_step: Callable[[], None] | None = None,
     cache_dir: Path | str | None = None,
     clock: Callable[[], float] = perf_counter,
 ) -> LatencyTable:
-    """`fixed_s + per_element_s * numel` per spec, both at least 0, from medians at two sizes.
+    """The line of every one of `steps`, from medians of three steps: a small tensor, many of them, a large one.
 
-    `steps` maps a spec to a callable that, given a number of elements, sets up a block of that size and returns its
-    step. `base_step` runs forward and backward, `reference_step` a whole step with torch's fused AdamW; both are timed
-    where given. All of it takes about `max_s` at most (every step runs twice at least), set-up included. With
-    `cache_dir`, specs that were timed before on this device, by these versions and thread count, are read back.
+    `steps` maps a spec to a callable that, given the elements of a tensor and a number of tensors, sets these up and
+    returns their step. `base_step` runs forward and backward and is timed where given. All of it takes about `max_s` at
+    most (every step runs twice at least), set-up included. With `cache_dir`, specs that were timed before on this
+    device, by these versions and thread count, are read back; a file that cannot be read is measured again, and one
+    that cannot be written is done without.
     """
     device = torch.device(device)
-    key = _machine(device, sizes=sizes)
-    known = _read(cache_dir, key=key)
+    key = machine(device)
+    known = read_lines(cache_dir, key=key)
     missing = [spec for spec in steps if spec not in known]
-    wholes = [step for step in (base_step, reference_step) if step is not None]
-    share = max_s / max(1, len(missing) * len(sizes) + len(wholes))
+    share = max_s / max(1, len(missing) * 3 + (base_step is not None))
     for spec in missing:
-        known[spec] = _line(steps[spec], sizes=sizes, device=device, share=share, clock=clock)
+        known[spec] = _line(steps[spec], device=device, share=share, clock=clock)
     if missing:
         _write(cache_dir, key=key, lines=known)
     return LatencyTable(
         device=key["device"],
-        fixed_s={spec: known[spec][0] for spec in steps},
-        per_element_s={spec: known[spec][1] for spec in steps},
-        base_step_s=_timed(base_step, device=device, limit=share, clock=clock) if base_step is not None else 0.0,
-        reference_step_s=(
-            _timed(reference_step, device=device, limit=share, clock=clock) if reference_step is not None else 0.0
-        ),
+        step_s=median(known[spec].step_s for spec in steps) if steps else 0.0,
+        fixed_s={spec: known[spec].tensor_s for spec in steps},
+        per_element_s={spec: known[spec].element_s for spec in steps},
+        base_step_s=series_seconds(base_step, device=device, max_s=share, clock=clock) if base_step else 0.0,
     )
 
 
-def fit_line(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
-    """(fixed, per element) through two points, neither negative: noise may make the larger block the faster one."""
-    (small, large), (low, high) = sizes, seconds
-    slope = max(0.0, (high - low) / (large - small))
-    return max(0.0, low - slope * small), slope
+def fit_line(*, small_s: float, many_s: float, large_s: float, large: int) -> Line:
+    """The line through three steps: of one tensor of SMALL elements, of MANY such, and of one of `large` elements.
+
+    Nothing is negative: noise may make the larger one the faster one.
+    """
+    element_s = max(0.0, (large_s - small_s) / (large - SMALL))
+    tensor_s = max(0.0, (many_s - small_s) / (MANY - 1) - element_s * SMALL)
+    return Line(step_s=max(0.0, small_s - tensor_s - element_s * SMALL), tensor_s=tensor_s, element_s=element_s)
 
 
-def _line(
-    make: MakeStep, *, sizes: tuple[int, int], device: torch.device, share: float, clock: Callable[[], float]
-) -> tuple[float, float]:
+def _line(make: MakeStep, *, device: torch.device, share: float, clock: Callable[[], float]) -> Line:
+    large = LARGE.get(device.type, LARGE["cpu"])
     seconds: list[float] = []
-    for numel in sizes:
+    for numel, tensors in ((SMALL, 1), (SMALL, MANY), (large, 1)):
         began = clock()
-        step = make(numel)
+        step = make(numel, tensors)
         seconds.append(_timed(step, device=device, limit=share - (clock() - began), clock=clock))
-    return fit_line(sizes, seconds)
+    return fit_line(small_s=seconds[0], many_s=seconds[1], large_s=seconds[2], large=large)
 
 
-def _timed(step: Callable[[], None], *, device: torch.device, limit: float, clock: Callable[[], float]) -> float:
-    """Median seconds of `step` after one run that is not counted, repeated while `limit` lasts."""
+def _timed(step: Callable[[], object], *, device: torch.device, limit: float, clock: Callable[[], float]) -> float:
+    """Median seconds of `step` after one run that is not counted, repeated while `limit` lasts.
+
+    On CUDA those of the device alone, as it is busy with a backward pass while a step is launched.
+    """
     began = clock()
     step()
-    _wait(device)
+    wait(device)
     found: list[float] = []
-    while not found or (len(found) < MAX_REPEATS and clock() - began + found[-1] < limit):
+    took = 0.0
+    while not found or (len(found) < MAX_REPEATS and clock() - began + took < limit):
         start = clock()
-        step()
-        _wait(device)
-        found.append(clock() - start)
+        found.append(_device_seconds(step) if device.type == "cuda" else _host_seconds(step, clock))
+        took = clock() - start
     return median(found)
 
 
-def _wait(device: torch.device) -> None:
+def _host_seconds(step: Callable[[], object], clock: Callable[[], float]) -> float:
+    start = clock()
+    step()
+    return clock() - start
+
+
+def _device_seconds(step: Callable[[], object]) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(_SLEEP_CYCLES)
+    begin.record()
+    step()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+def series_seconds(
+    run: Callable[[], object],
+    *,
+    device: torch.device,
+    max_s: float,
+    least: int = 2,
+    most: int = 12,
+    warm: bool = True,
+    clock: Callable[[], float] = perf_counter,
+) -> float:
+    """Seconds of one `run` among many that follow each other, as in training, where nobody waits for the device.
+
+    One run first that is not counted, unless `warm` is False; then `least` to `most` while `max_s` lasts. On CUDA the
+    mean of a series, else the median.
+    """
+    began = clock()
+    if warm:
+        run()
+    wait(device)
+    start = clock()
+    run()
+    wait(device)
+    once = clock() - start
+    count = max(least, min(most, int((max_s - (clock() - began)) / max(once, 1e-9))))
+    if device.type != "cuda":
+        return median([once, *(_host_seconds(run, clock) for _ in range(count - 1))])
+    start = clock()
+    for _ in range(count):
+        run()
+    wait(device)
+    return (clock() - start) / count
+
+
+def wait(device: torch.device) -> None:
+    """Until the device has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -105,8 +172,8 @@ def _wait(device: torch.device) -> None:
 # -- cache ------------------------------------------------------------------------------------------------------------
 
 
-def _machine(device: torch.device, *, sizes: tuple[int, int]) -> dict[str, str]:
-    """All that a timing depends on beside the spec."""
+def machine(device: torch.device) -> dict[str, str]:
+    """All that a timing depends on beside the spec: device, threads, versions, and the source of what steps."""
     cuda = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device)
@@ -114,10 +181,30 @@ def _machine(device: torch.device, *, sizes: tuple[int, int]) -> dict[str, str]:
         else f"{device.type} {platform.processor() or platform.machine()}",
         "host": "" if cuda else f"{platform.node()} {os.cpu_count()} cores, {torch.get_num_threads()} threads",
         "torch": torch.__version__,
+        "triton": _triton_version(),
         "baoc": __version__,
-        "sizes": ",".join(map(str, sizes)),
+        "source": source_hash(Path(__file__).parents[1] / name for name in _SOURCES),
         "schema": str(_SCHEMA),
     }
+
+
+def source_hash(folders: Iterable[Path]) -> str:
+    """Of every source file below the folders, with their names."""
+    digest = hashlib.sha256()
+    for folder in folders:
+        for path in sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".cpp", ".h")):
+            digest.update(path.relative_to(folder).as_posix().encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _triton_version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return ""
 
 
 def _path(cache_dir: Path | str, key: Mapping[str, str]) -> Path:
@@ -125,25 +212,34 @@ def _path(cache_dir: Path | str, key: Mapping[str, str]) -> Path:
     return Path(cache_dir) / f"latency-{digest}.json"
 
 
-def _read(cache_dir: Path | str | None, *, key: Mapping[str, str]) -> dict[str, tuple[float, float]]:
-    """Spec -> (fixed, per element) of an earlier run; nothing where there is none or it cannot be read."""
+def read_lines(cache_dir: Path | str | None, *, key: Mapping[str, str]) -> dict[str, Line]:
+    """Spec -> line of an earlier run; nothing where there is none or it cannot be read."""
     if cache_dir is None:
         return {}
     try:
         data: Any = json.loads(_path(cache_dir, key).read_text(encoding="utf-8"))
         if data["key"] != dict(key):
             return {}
-        return {str(spec): (float(line[0]), float(line[1])) for spec, line in data["lines"].items()}
-    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return {str(spec): _read_line(line) for spec, line in data["lines"].items()}
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
         return {}
 
 
-def _write(cache_dir: Path | str | None, *, key: Mapping[str, str], lines: Mapping[str, tuple[float, float]]) -> None:
-    """Replaces the file at once, so that two runs at a time leave a whole one."""
+def _read_line(line: Any) -> Line:
+    step_s, tensor_s, element_s = (float(value) for value in line)
+    if not all(0 <= value < float("inf") for value in (step_s, tensor_s, element_s)):
+        raise ValueError(f"no seconds: {line}")
+    return Line(step_s=step_s, tensor_s=tensor_s, element_s=element_s)
+
+
+def _write(cache_dir: Path | str | None, *, key: Mapping[str, str], lines: Mapping[str, Line]) -> None:
+    """Replaces the file at once, so that two runs at a time leave a whole one; a cache is never worth a failure."""
     if cache_dir is None:
         return
     path = _path(cache_dir, key)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(f".{os.getpid()}.tmp")
-    draft.write_text(json.dumps({"key": dict(key), "lines": to_plain(dict(lines))}, indent=1), encoding="utf-8")
-    draft.replace(path)
+    rows = {spec: (line.step_s, line.tensor_s, line.element_s) for spec, line in sorted(lines.items())}
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False) as draft:
+            json.dump({"key": dict(key), "lines": rows}, draft, indent=1)
+        os.replace(draft.name, path)

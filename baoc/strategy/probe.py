@@ -3,7 +3,7 @@
 The probe leaves nothing behind: RNG, buffers, gradients, metrics and the loader's position are as before.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from baoc.callbacks.resume import capture_rng, restore_rng
+from baoc.data.token_cache import cache_folder
 from baoc.errors import BadInputError
 from baoc.online import step_temporaries, time_specs
 from baoc.profiling import probe_footprint
@@ -75,6 +76,7 @@ class Probe:
         callbacks: list[L.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         self._ema = [callback for callback in callbacks if isinstance(callback, EmaWeights)]
         self.accumulation = trainer.accumulate_grad_batches
+        self._clip = trainer.gradient_clip_val
         self._micro_batch = batch_size_of(batch)
         self._train = _training(strategy, batch)
         self._validate = None if val_batch is None else _validation(strategy, val_batch)
@@ -108,24 +110,50 @@ class Probe:
             ),
         )
 
-    def latency(self, specs: Sequence[OptimizerSpec], *, max_s: float) -> LatencyTable:
-        """Seconds of forward and backward, and of the optimizer step of `specs`; gradients are None afterwards."""
+    def latency(
+        self,
+        specs: Sequence[OptimizerSpec],
+        *,
+        max_s: float,
+        needed: Collection[str],
+        given: LatencyTable | None = None,
+    ) -> LatencyTable:
+        """Seconds of forward and backward, and of the optimizer step of `specs`; gradients are None afterwards.
+
+        Of the specs those that are `needed` are timed, see `time_specs`. With a `given` table only these, the rest of a
+        step and the reference being known from it.
+        """
         params = [param for param in self.module.parameters() if param.requires_grad]
         devices = sorted({param.device.index for param in params if param.device.type == "cuda"})
 
         def step() -> None:
             self._train().backward()
-            self.module.zero_grad(set_to_none=True)
+            if self.accumulation == 1:
+                self.module.zero_grad(set_to_none=True)
 
         with silent(self.module), torch.random.fork_rng(devices=devices, device_type="cuda"):
-            return time_specs(
+            table = time_specs(
                 specs,
                 device=params[0].device,
                 num_elements=sum(param.numel() for param in params),
-                base_step=step,
+                num_tensors=len(params),
+                base_step=step if given is None else None,
                 accumulation=self.accumulation,
+                upkeep_bytes=upkeep_bytes(clips=bool(self._clip), averages=bool(self._ema)),
+                needed=needed,
                 max_s=max_s,
+                cache_dir=cache_folder(),
             )
+        self.module.zero_grad(set_to_none=True)
+        if given is None:
+            return table
+        return replace(table, base_step_s=given.base_step_s, reference_step_s=given.reference_step_s)
+
+
+def upkeep_bytes(*, clips: bool, averages: bool) -> int:
+    """Bytes per element that a step moves beside forward, backward and the optimizer's own: non-finite elements are
+    looked for, norms are taken and gradients scaled, weights averaged; all of it in float32."""
+    return 4 + (12 if clips else 0) + (12 if averages else 0)
 
 
 def _training(strategy: Any, batch: Any) -> Callable[[], Tensor]:

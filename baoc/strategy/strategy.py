@@ -6,8 +6,8 @@ decision happens there. Later decisions hang on the optimizer's own step, so no 
 
 import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning as L
@@ -19,12 +19,12 @@ from torch.optim import Optimizer
 from baoc.budgets import parse_budget, resolve_auto
 from baoc.catalogue import select
 from baoc.errors import BadInputError
-from baoc.online import Reallocator, SessionSettings, assemble
+from baoc.online import Reallocator, SessionSettings, assemble, soon_timed
 from baoc.online.assemble import released_blocks
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.release import take_from_others
 from baoc.planner import Planner
-from baoc.profiling import cap_device, context_bytes, describe, free_bytes, uncap_device
+from baoc.profiling import cap_device, context_bytes, describe, free_bytes, uncapped
 from baoc.strategy.probe import Probe, silent, unwrapped
 from baoc.strategy.released import leave_clipping, released_clipping, take_clipping_back
 from baoc.strategy.takeover import count_steps_for_schedulers, hyperparameters, named_groups, rebind_schedulers
@@ -45,6 +45,21 @@ class _GradientGuard(L.Callback):
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         if getattr(trainer.precision_plugin, "scaler", None) is None and isinstance(optimizer, BlockwiseOptimizer):
             optimizer.mask_nonfinite()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Timing:
+    """A latency table that is completed with what plans turn out to use."""
+
+    probe: Probe
+    specs: Sequence[OptimizerSpec]
+    table: LatencyTable
+    max_s: float
+
+    def retime(self, names: set[str]) -> LatencyTable:
+        timed = set(self.table.fixed_s) - set(self.table.assumed)
+        self.table = self.probe.latency(self.specs, needed=timed | names, given=self.table, max_s=self.max_s)
+        return self.table
 
 
 class BaocStrategy(SingleDeviceStrategy):
@@ -112,6 +127,9 @@ class BaocStrategy(SingleDeviceStrategy):
         assert module is not None
         self._refuse_unsupported(trainer)
         self._refuse_mixed_types(trainer)
+        self.settings = widened(
+            self.settings, device=self.root_device.type, budget=self.budget, precision=str(trainer.precision)
+        )
         settings = self._settings_for(trainer)
         take_from_others(list(module.parameters()))  # whose hooks would step in the probe
         super().setup_optimizers(trainer)
@@ -121,17 +139,13 @@ class BaocStrategy(SingleDeviceStrategy):
                 "all parameters into one AdamW with parameter groups"
             )
         theirs = self.optimizers[0]
-        self.settings = widened(
-            self.settings, device=self.root_device.type, budget=self.budget, precision=str(trainer.precision)
-        )
         probe = Probe(trainer, self)
         specs = list(select(self.settings.planner.specs).values())
         declared = declared_blocks(module, unwrapped(module))
         infos, params = describe(module, optimizer_groups=theirs.param_groups), dict(module.named_parameters())
         released = released_blocks(infos, params=params, settings=settings, declared=declared)
         footprint = self._probe_footprint(probe, specs, released=released)
-        if self.budget.step_time is not None and self.latency is None:
-            self.latency = probe.latency(specs, max_s=TIMING_S)
+        timing = self._timing(probe, specs)
         self.reallocator = reallocator = assemble(
             infos,
             params=params,
@@ -141,14 +155,9 @@ class BaocStrategy(SingleDeviceStrategy):
             settings=settings,
             declared=declared,
             footprint=footprint,
-            latency=self.latency,
+            latency=timing.table if timing is not None else None,
+            retime=timing.retime if timing is not None else None,
         )
-        if self.latency is None and self.record_latency:
-            names = sorted(set(reallocator.plan.allocation.choices.values()))
-            used = [reallocator.planner.specs[name] for name in names]
-            releaser = reallocator.optimizer.releaser
-            with releaser.held() if releaser is not None else nullcontext():
-                reallocator.planner.latency = probe.latency(used, max_s=RECORDING_S)
         reallocator.listeners.extend(self.reallocation_listeners)
         reallocator.settled_listeners.extend(self.settled_listeners)
         rebind_schedulers([c.scheduler for c in self.lr_scheduler_configs], old=theirs, new=reallocator.optimizer)
@@ -170,17 +179,25 @@ class BaocStrategy(SingleDeviceStrategy):
     ) -> Footprint:
         """The footprint, measured under the budget's cap; where that is too little for the network alone, without it.
 
-        The second look is there for the refusal to name what would fit. It comes after the error and the activations
-        that its traceback held are gone, and the cap is back before anything is trained.
+        The second look is there for plans that hold the budget by what they save on weights, and for the refusal to
+        name what would fit. It comes after the error and the activations that its traceback held are gone, and the cap
+        is back before anything is trained.
         """
         with suppress(torch.OutOfMemoryError):
             return probe.footprint(specs, context_bytes=self.context_bytes, released=released)
         gc.collect()
-        uncap_device(self.root_device)
-        try:
+        with uncapped(self.root_device, budget=self.budget):
             return probe.footprint(specs, context_bytes=self.context_bytes, released=released)
-        finally:
-            cap_device(self.root_device, budget=self.budget)
+
+    def _timing(self, probe: Probe, specs: Sequence[OptimizerSpec]) -> "_Timing | None":
+        """The latency table to plan with or to record; None where nobody asks for one."""
+        limited = self.budget.step_time is not None
+        if self.latency is None and not limited and not self.record_latency:
+            return None
+        max_s = TIMING_S if limited else RECORDING_S
+        needed = soon_timed(specs, device=self.root_device) if limited else set[str]()
+        table = self.latency or probe.latency(specs, needed=needed, max_s=max_s)
+        return _Timing(probe=probe, specs=specs, table=table, max_s=max_s)
 
     def _refuse_unsupported(self, trainer: L.Trainer) -> None:
         module = self.lightning_module

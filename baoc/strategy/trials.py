@@ -4,9 +4,10 @@ The same probe as before training (`probe_footprint`), for several sizes of one 
 there are too few. Leaves nothing behind but compiled kernels and gradients of None.
 """
 
+import gc
 import math
-import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -15,13 +16,18 @@ import torch
 from torch import Tensor
 
 from baoc.errors import BadInputError
-from baoc.options import Trial
+from baoc.options import Trial, footprint_at, seconds_at
 from baoc.profiling import probe_footprint
+from baoc.profiling.latency import series_seconds
 from baoc.strategy.probe import batch_size_of, silent
 from baoc.tasks.ema import EmaWeights
+from baoc.types import Footprint
 
+MOST_TRIALS = 4  # of one kind
 PRECISIONS = ("32-true", "bf16-mixed")
-TIMED = 3  # repeats of a micro-batch, of which the fastest counts
+TIMED_S = 0.5  # about what repeats of a micro-batch may take
+SERIES = 3  # of repeats at most, where the allocator was at work in the one before
+RUNS = 6  # of a micro-batch that a trial takes about: two for its bytes, one warm, some timed
 
 
 def resized(batch: Any, micro_batch: int) -> Any:
@@ -65,8 +71,20 @@ class Trials:
         self._warm = warm
         self._mixed = precision == "bf16-mixed"
 
-    def run(self, micro_batch: int, *, accumulation: int, timed: bool = True, context_bytes: int = 0) -> Trial:
-        """Footprint of a micro-batch, and seconds of its forward and backward where `timed`."""
+    def run(
+        self,
+        micro_batch: int,
+        *,
+        accumulation: int,
+        timed: bool = True,
+        context_bytes: int = 0,
+        released: Sequence[Sequence[Tensor]] = (),
+    ) -> Trial:
+        """Footprint of a micro-batch, and seconds of its forward and backward where `timed`.
+
+        `released`: the parameters of each block, where gradients are to be dropped in backward.
+        """
+        clear(self.device)  # what other sizes left in the allocator's cache would be in the way of this one
         batch = self._moved(resized(self._batch, micro_batch))
         val_batch = None if self._val_batch is None else self._moved(resized(self._val_batch, micro_batch))
         ema = [part for part in (getattr(self.module, "ema", None),) if isinstance(part, EmaWeights)]
@@ -79,9 +97,10 @@ class Trials:
                 accumulation=accumulation,
                 context_bytes=context_bytes,
                 warm=self._warm,
+                released=released,
                 ema_bytes=sum(part.nbytes(self.module) for part in ema),
             )
-            seconds = self._seconds(batch) if timed else math.nan
+            seconds = self._seconds(batch, accumulation=accumulation) if timed else math.nan
         extra = sum(part.validation_bytes(self.module) for part in ema) if val_batch is not None else 0
         footprint = replace(footprint, validation_bytes=footprint.validation_bytes + extra)
         if extra:
@@ -91,27 +110,30 @@ class Trials:
             footprint = replace(footprint, moments=moments)
         return Trial(micro_batch=micro_batch, footprint=footprint, seconds=seconds)
 
-    def _seconds(self, batch: Any) -> float:
-        fastest = math.inf
-        for attempt in range(TIMED + 1):
-            self._wait()
-            began = time.perf_counter()
+    def _seconds(self, batch: Any, *, accumulation: int) -> float:
+        """As in training, where the allocator has all that it needs: a series in which it asked for more counts only
+        if there is no other."""
+
+        def run() -> None:
             self._loss(batch).backward()
-            self._wait()
-            if attempt:
-                fastest = min(fastest, time.perf_counter() - began)
+            if accumulation == 1:  # else gradients of the next micro-batch are added to these
+                self.module.zero_grad(set_to_none=True)
+
+        run()
+        found: list[float] = []
+        for _ in range(SERIES):
+            before = allocations(self.device)
+            found.append(series_seconds(run, device=self.device, max_s=TIMED_S, warm=False))
+            if allocations(self.device) == before:
+                break
         self.module.zero_grad(set_to_none=True)
-        return fastest
+        return min(found)
 
     def forward(self, micro_batch: int) -> None:
         """A forward without gradients, for whoever counts what it does."""
         batch = self._moved(resized(self._batch, micro_batch))
         with silent(self.module), self._seeded(), torch.no_grad():
             self._loss(batch)
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     def _loss(self, batch: Any) -> Tensor:
         with self._autocast():
@@ -137,25 +159,44 @@ class Trials:
 
 
 def grow(
-    trials: Trials, *, sizes: list[int], accumulation: int, max_s: float, most: int = 4, **options: Any
+    run: Callable[[int], Trial], *, sizes: Sequence[int], max_s: float, fits: Callable[[Footprint], bool]
 ) -> list[Trial]:
-    """Trials of the smallest of `sizes`, and of larger ones while time and memory last; at least one.
+    """Trials of the smallest of `sizes`, of one four times as large, and of the largest that `fits` by the two.
 
-    Sizes grow by 2 at least (4 from the third on). Where memory ends, what was learned stays.
+    A small micro-batch takes a GPU as long as one several times as large, so it takes the largest to know the seconds
+    of those between. Where that would take more than about `max_s`, the largest that does not; where memory ends, one
+    of half the size. Raises torch.OutOfMemoryError where the smallest has no room.
     """
-    found: list[Trial] = []
-    began, at = time.monotonic(), 0
-    while at < len(sizes) and len(found) < most:
-        try:
-            found.append(trials.run(sizes[at], accumulation=accumulation, **options))
-        except torch.OutOfMemoryError:
-            if not found:
-                raise
+    found = [run(sizes[0])]
+    with suppress(torch.OutOfMemoryError):
+        second = next((size for size in sizes if size >= 4 * sizes[0]), sizes[-1])
+        if second != sizes[0]:
+            found.append(run(second))
+    if len(found) < 2:
+        return found
+    left = [size for size in sizes if size > second and fits(footprint_at(found, micro_batch=size))]
+    quick = [size for size in left if RUNS * seconds_at(found, micro_batch=size) <= max_s]
+    for _ in range(MOST_TRIALS - 2):
+        if not quick:
             break
-        took = time.monotonic() - began
-        factor = 2 if len(found) < 2 else 4
-        bigger = [i for i in range(at + 1, len(sizes)) if sizes[i] >= factor * sizes[at]]
-        if not bigger or (len(found) >= 2 and took * factor > max_s):
+        size = quick[-1]
+        with suppress(torch.OutOfMemoryError):
+            found.append(run(size))
             break
-        at = bigger[0]
+        quick = [other for other in quick if 2 * other <= size]
     return found
+
+
+def clear(device: torch.device) -> None:
+    """Gives back what nobody holds any more, cycles included."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def allocations(device: torch.device) -> int:
+    """How often torch's allocator has asked the device for memory so far; 0 off CUDA."""
+    if device.type != "cuda":
+        return 0
+    stats = torch.cuda.memory_stats(device)
+    return stats.get("num_device_alloc", 0) + stats.get("num_alloc_retries", 0)

@@ -204,7 +204,7 @@ def print_options(options: Sequence[Option], *, objective: str) -> None:
     table = _table(f"Options by objective={objective} (predicted)")
     for header in ("", "option", "weights"):
         table.add_column(header, no_wrap=True)
-    for header in ("peak", "samples/s", "risk"):
+    for header in ("peak", "ms/step", "samples/s", "risk"):
         table.add_column(header, justify="right", no_wrap=True)
     table.add_column("", overflow="fold", ratio=1)
     for option in options:
@@ -212,7 +212,8 @@ def print_options(options: Sequence[Option], *, objective: str) -> None:
         risk = "-" if option.risk is None else f"{option.risk:.3g}"
         peak = format_bytes(option.peak_bytes)
         mark = ">" if option.chosen else ""
-        table.add_row(mark, option.name, option.weights, peak, rate, risk, option.why)
+        step = "-" if option.step_s != option.step_s else f"{option.step_s * 1e3:,.3g}"
+        table.add_row(mark, option.name, option.weights, peak, step, rate, risk, option.why)
     make_console().print(table)
 
 
@@ -270,11 +271,15 @@ def print_result(result: RunResult, *, run_dir: str | Path) -> None:
         f"{format_bytes(result.state_bytes_adamw)}",
         "step": "too few untracked steps to time one"
         if result.step_ms != result.step_ms
-        else f"{result.step_ms:.3g} ms, {result.samples_per_s:,.0f} samples/s",
+        else f"{result.step_ms:.3g} ms{_predicted(result.step_s_predicted)}, {result.samples_per_s:,.0f} samples/s",
         "steps": f"{result.num_steps}, {result.num_reallocations} reallocations",
         "run folder": str(run_dir),
     }
     _print_pairs(f"{result.name}, done", rows.items())
+
+
+def _predicted(seconds: float) -> str:
+    return "" if seconds != seconds else f" ({seconds * 1e3:.3g} ms predicted)"
 
 
 def _budget_verdict(result: RunResult) -> str | None:

@@ -23,7 +23,7 @@ from baoc.types.decision import (
 from baoc.types.network import Block, DataSpec, ImageDataSpec, ParamInfo, Role, TextDataSpec, matrix_shape
 from baoc.types.option import Option
 from baoc.types.outcome import RESULT_SCHEMA, BlockMove, FailedRun, FrontierPoint, Quality, Reallocation, RunResult
-from baoc.types.plain import profile_from_plain, to_plain
+from baoc.types.plain import latency_from_plain, profile_from_plain, to_plain
 from baoc.types.specs import (
     Axis,
     CodecInfo,
@@ -81,6 +81,7 @@ __all__ = [
     "StorageScheme",
     "TextDataSpec",
     "WeightsInfo",
+    "latency_from_plain",
     "matrix_shape",
     "profile_from_plain",
     "to_plain",

@@ -265,16 +265,19 @@ class LinkRates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyTable:
-    """Seconds of an optimizer step per spec: `fixed_s + per_element_s * numel`, measured on `device`.
+    """Seconds of an optimizer step on `device`: `step_s` once, by spec `fixed_s` per tensor and `per_element_s`.
 
-    `hidden_s`: seconds of a step's backward pass under which the link and the host may already work.
+    `assumed` names the specs whose seconds were not timed here, but follow from the bytes that they move. `hidden_s`:
+    seconds of a step's backward pass under which the link and the host may already work.
     """
 
     device: str
     fixed_s: Mapping[str, float]
     per_element_s: Mapping[str, float]
-    base_step_s: float = 0.0  # forward and backward, without the optimizer
+    step_s: float = 0.0  # of a step whatever the specs
+    base_step_s: float = 0.0  # all else of a step: forward and backward of its micro-batches, clipping, averages
     reference_step_s: float = 0.0  # whole step with torch's fused AdamW
+    assumed: tuple[str, ...] = ()
     hidden_s: float = 0.0
     link: LinkRates | None = None
 

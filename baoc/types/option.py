@@ -1,14 +1,18 @@
 """One way to run a global batch within a budget: a row of the table that a decision is taken from."""
 
+import math
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """`peak_bytes` and `samples_per_s` are predicted; NaN samples per second where nothing was timed.
+    """`peak_bytes`, `samples_per_s` and `step_s` (of a whole step) are predicted; NaN where nothing was timed or fits.
 
-    `risk`: of the best allocation within the budget (`prior`); None where none fits, and `why` says so. `weights`:
-    formats that the allocation keeps weights in. `chosen` marks the row that is run.
+    `risk`: of the best allocation within the budget (`prior`); None where none fits, and `why` says so. `release`:
+    gradients are dropped in backward. `weights`: formats that the allocation keeps weights in. `fastest_s`: where only
+    seconds are missing, those of its fastest allocation; `reference_s`: of a step with fused AdamW, to which step_time
+    is a ratio. `tried`: its own micro-batch was run, else it follows from
+    smaller ones. `chosen` marks the row that is run.
     """
 
     micro_batch: int
@@ -20,7 +24,11 @@ class Option:
     state_bytes: int
     samples_per_s: float
     risk: float | None
+    step_s: float = math.nan
+    fastest_s: float = math.nan
+    reference_s: float = math.nan
     why: str = ""
+    tried: bool = False
     chosen: bool = False
 
     @property
@@ -29,6 +37,11 @@ class Option:
         parts += ["recomputed activations"] if self.checkpointing else []
         parts += ["released gradients"] if self.release else []
         return ", ".join(parts)
+
+    @property
+    def way(self) -> tuple[int, bool, bool]:
+        """Micro-batch, checkpointing and release: what tells an option from the others."""
+        return self.micro_batch, self.checkpointing, self.release
 
     @property
     def fits(self) -> bool:

@@ -1,5 +1,6 @@
 """What became of it: moves of a reallocation, the result of a run, points of a frontier."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,7 +49,10 @@ class Quality:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """`result.json`. Bytes are measured unless the name ends in `_predicted`."""
+    """`result.json`. Bytes and seconds are measured unless the name ends in `_predicted`.
+
+    `step_s_predicted`: of a whole step of the plan that was in force last; NaN where nothing was timed.
+    """
 
     schema: int
     task: str
@@ -79,6 +83,7 @@ class RunResult:
     commit: str
     versions: Mapping[str, str]
     command: str
+    step_s_predicted: float = math.nan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

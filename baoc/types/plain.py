@@ -5,11 +5,15 @@ from dataclasses import fields, is_dataclass
 from enum import StrEnum
 from typing import Any, cast
 
-from baoc.types.decision import GradientStats, Profile
+from baoc.types.decision import GradientStats, LatencyTable, LinkRates, Profile
+
+_PLAIN = (str, int, bool, type(None))
 
 
 def to_plain(value: Any) -> Any:
     """A value of `baoc.types` as dicts, lists, strings and numbers; NaN and infinities become None (no JSON)."""
+    if type(value) in _PLAIN:  # most of a table, so it comes first
+        return value
     if isinstance(value, StrEnum):
         return value.value
     if is_dataclass(value) and not isinstance(value, type):
@@ -36,6 +40,33 @@ def profile_from_plain(data: Mapping[str, Any]) -> Profile:
         profile_s=data["profile_s"],
         warmup_s=data["warmup_s"],
         profile_bytes=data["profile_bytes"],
+    )
+
+
+def latency_from_plain(data: Mapping[str, Any]) -> LatencyTable:
+    """The inverse of `to_plain` for a LatencyTable. Raises KeyError, TypeError or ValueError for anything else."""
+    fixed, slope = ({str(spec): float(s) for spec, s in data[key].items()} for key in ("fixed_s", "per_element_s"))
+    return LatencyTable(
+        device=str(data["device"]),
+        fixed_s=fixed,
+        per_element_s=slope,
+        step_s=float(data["step_s"]),
+        base_step_s=float(data["base_step_s"]),
+        reference_step_s=float(data["reference_step_s"]),
+        assumed=tuple(data["assumed"]),
+        hidden_s=float(data["hidden_s"]),
+        link=None if data["link"] is None else _link(data["link"]),
+    )
+
+
+def _link(data: Mapping[str, Any]) -> LinkRates:
+    return LinkRates(
+        sizes=tuple(data["sizes"]),
+        in_rates=tuple(data["in_rates"]),
+        out_rates=tuple(data["out_rates"]),
+        both_rates=tuple(data["both_rates"]),
+        host_element_s=float(data["host_element_s"]),
+        source=str(data["source"]),
     )
 
 

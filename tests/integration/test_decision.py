@@ -8,18 +8,21 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 from torch import nn
 
 from baoc import train as training
 from baoc.budgets import parse_budget
-from baoc.config.schema import ModelConfig, ReallocationConfig
+from baoc.config.schema import ModelConfig, OptimConfig, ReallocationConfig
 from baoc.decision import axes_of, choose
 from baoc.errors import BadInputError, InfeasibleBudgetError
+from baoc.options import Trial
+from baoc.strategy.trials import grow
 from baoc.tasks.base import Task
 from baoc.types import Option, RunResult
 from tests.integration.test_run import config
 from tests.tiny import LIGHTNING_NOISE
-from tests.unit.test_options import option
+from tests.unit.test_options import footprint, option
 
 pytestmark = [
     LIGHTNING_NOISE,
@@ -56,7 +59,7 @@ def test_the_option_that_is_run_holds_what_was_predicted(tmp_path: Path):
     run_dir = tmp_path / "day" / "auto"
     result = run(run_dir)
     row = chosen(run_dir)
-    assert len(rows(run_dir)) == 12  # six micro-batches of 32 samples, with and without recomputing
+    assert len(rows(run_dir)) == 14  # six micro-batches of 32 samples, the whole batch released too; recomputed or not
     assert result.budget_met and result.peak_bytes <= int(row["peak_bytes"])
     assert result.peak_bytes >= 0.95 * result.peak_bytes_predicted
     assert json.loads((run_dir / "decision.json").read_text())["micro_batch"] == int(row["micro_batch"])
@@ -88,7 +91,7 @@ def test_a_resumed_run_goes_on_with_what_was_decided(tmp_path: Path):
 
 def test_no_option_fits_says_the_least_and_which_pin_is_in_the_way(tmp_path: Path):
     with pytest.raises(
-        InfeasibleBudgetError, match=r"cannot be met by any of 12 options.*\(32 x 1, recomputed"
+        InfeasibleBudgetError, match=r"cannot be met by any of 14 options.*\(32 x 1, recomputed"
     ) as caught:
         run(tmp_path / "day" / "none", budget=parse_budget("1mb"))
     assert caught.value.least_feasible_bytes > 2**20
@@ -120,7 +123,12 @@ def test_an_option_that_is_slower_than_its_line_promised_gives_way(monkeypatch: 
     known: list[int] = []
 
     def options() -> list[Option]:
-        return [option(size, rate=(real if size in known else promised)[size], risk=0.01 * size) for size in promised]
+        return [
+            replace(
+                option(size, rate=(real if size in known else promised)[size], risk=0.01 * size), tried=size in known
+            )
+            for size in promised
+        ]
 
     def tried(found: Option) -> list[Option]:
         known.append(found.micro_batch)
@@ -132,6 +140,99 @@ def test_an_option_that_is_slower_than_its_line_promised_gives_way(monkeypatch: 
     assert [o.micro_batch for o in after if o.chosen] == [8]
     nothing = [replace(o, risk=None) for o in options()]
     assert choose(nothing, objective="throughput", tried=tried) == (nothing, None)
+    known.clear()
+    known.append(8)  # as one of those that lines were made of
+    assert getattr(choose(options(), objective="throughput", tried=tried)[1], "micro_batch", None) == 8
+    assert known == [8, 64]
     monkeypatch.setattr("baoc.decision.VERIFIED", 1)
     known.clear()
     assert getattr(choose(options(), objective="throughput", tried=tried)[1], "micro_batch", None) == 64
+
+
+class Card:
+    """Trials whose seconds are flat up to 8 samples and whose bytes are 10 and 1 per sample, with room for `room`."""
+
+    def __init__(self, *, room: int, slow: float = 1.0):
+        self.room, self.slow = room, slow
+        self.asked: list[int] = []
+
+    def run(self, size: int) -> Trial:
+        self.asked.append(size)
+        if 10 + size > self.room:
+            raise torch.OutOfMemoryError("full")
+        return Trial(
+            micro_batch=size,
+            footprint=replace(footprint(size), forward_backward_bytes=10 + size, moments=()),
+            seconds=self.slow * max(size, 8),
+        )
+
+
+def grown(card: Card, *, limit: int, max_s: float = 1e9) -> list[int]:
+    sizes = [1, 2, 4, 8, 16, 32, 64]
+    fits = lambda found: found.forward_backward_bytes <= limit  # noqa: E731
+    return [trial.micro_batch for trial in grow(card.run, sizes=sizes, max_s=max_s, fits=fits)]
+
+
+def test_the_smallest_one_four_times_as_large_and_the_largest_that_fits_are_tried():
+    assert grown(Card(room=1000), limit=50) == [1, 4, 32]
+    assert grown(Card(room=1000), limit=11) == [1, 4]
+    card = Card(room=30)  # the line says that 32 fits, the device that it does not
+    assert grown(card, limit=50) == [1, 4, 16] and card.asked == [1, 4, 32, 16]
+    assert grown(Card(room=12), limit=50) == [1]
+    with pytest.raises(torch.OutOfMemoryError):
+        grown(Card(room=10), limit=50)
+    assert grown(Card(room=1000), limit=1000, max_s=50) == [1, 4, 64], "seconds seem flat by the two"
+    assert [t.micro_batch for t in grow(Card(room=99).run, sizes=[8], max_s=1, fits=lambda _: True)] == [8]
+
+
+def test_what_would_take_too_long_is_not_tried():
+    class Slow(Card):
+        def run(self, size: int) -> Trial:
+            return replace(super().run(size), seconds=float(size))
+
+    assert grown(Slow(room=1000), limit=1000, max_s=6 * 16) == [1, 4, 16]
+
+
+def test_a_limit_on_time_takes_part_and_is_refused_with_what_would_hold(tmp_path: Path):
+    """Ratios far from 1, as seconds of a busy machine are no measure."""
+    run_dir = tmp_path / "day" / "loose"
+    budget = {"memory": "8gb", "step_time": 1000.0}
+    result = run(run_dir, budget=parse_budget(budget), trainer=replace(config().trainer, max_steps=9))
+    row = chosen(run_dir)
+    assert 0 < float(row["step_s"]) <= 1000 * float(row["reference_s"])
+    assert result.step_s_predicted > 0 and float(row["step_s_measured"]) == pytest.approx(result.step_ms / 1e3)
+    footprint = json.loads((run_dir / "footprint.json").read_text())
+    assert footprint["predicted"]["step_s"] == result.step_s_predicted
+    assert footprint["error"]["peak_bytes"] == pytest.approx(result.peak_bytes_predicted / result.peak_bytes - 1)
+    latency = json.loads((run_dir / "latency.json").read_text())
+    assert latency["reference_step_s"] == pytest.approx(float(row["reference_s"]))
+    tight = parse_budget({"memory": "8gb", "step_time": 0.001})
+    with pytest.raises(
+        InfeasibleBudgetError, match=r"with step_time=0.001 cannot be met by any of 14 options: of tho"
+    ) as caught:
+        run(tmp_path / "day" / "tight", budget=tight)
+    assert caught.value.least_step_s and "budget.step_time=" in caught.value.advice[0]
+    assert all(row["why"].startswith("too slow: ") for row in rows(tmp_path / "day" / "tight"))
+
+
+def test_gradients_are_released_where_nothing_else_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    pins: dict[str, Any] = {"micro_batch": 32, "model": ModelConfig(checkpointing=False), "objective": "balanced"}
+    with pytest.raises(InfeasibleBudgetError):
+        run(tmp_path / "day" / "none", budget=parse_budget("1mb"), **pins)
+    kept, freed = (int(row["peak_bytes"]) for row in rows(tmp_path / "day" / "none"))
+    assert freed < kept
+    between = parse_budget(f"{(freed + kept) // 2}b")
+    result = run(tmp_path / "day" / "freed", budget=between, **pins)
+    assert chosen(tmp_path / "day" / "freed")["release"] == "True" and result.budget_met
+    assert "clips by the norm of the step before. optim.release_gradients=false rules" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    with pytest.raises(InfeasibleBudgetError):
+        run(tmp_path / "day" / "pinned", budget=between, optim=OptimConfig(release_gradients=False), **pins)
+    asked = run(
+        tmp_path / "day" / "asked",
+        **{**pins, "micro_batch": "auto"},
+        optim=OptimConfig(release_gradients=True),
+        budget=parse_budget("8gb"),
+    )
+    assert asked.budget_met and [row["release"] for row in rows(tmp_path / "day" / "asked")] == ["True"]

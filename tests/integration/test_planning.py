@@ -51,7 +51,10 @@ def test_a_plan_for_a_card_is_made_without_weights(tmp_path: Path):
     assert 1.0 * GIB < found["peak_bytes"] < 8 * GIB and found["samples_per_s"] > 0
     with (tmp_path / "all" / "options.csv").open() as file:
         rows = list(csv.DictReader(file))
+    assert [row["option"] for row in rows if row["release"] == "True"] == ["1 x 64, released gradients"]
     peaks = [int(row["peak_bytes"]) for row in rows]
+    assert peaks.pop() < peaks[-1], "without gradients"
+    rows.pop()
     assert [int(row["micro_batch"]) for row in rows] == [1, 2, 4, 8, 16, 32, 64] and peaks == sorted(peaks)
     tight = plan(tmp_path / "tight", asked("1.2gb"))
     assert tight["peak_bytes"] <= 1.2 * GIB and tight["micro_batch"] < 64
@@ -62,7 +65,7 @@ def test_a_plan_for_a_card_is_made_without_weights(tmp_path: Path):
 def test_what_no_option_fits_names_the_least(tmp_path: Path):
     (tmp_path / "none").mkdir()
     with pytest.raises(
-        InfeasibleBudgetError, match=r"cannot be met by any of 14 options: it allows 800 MiB .*'\*\+split8'"
+        InfeasibleBudgetError, match=r"cannot be met by any of 16 options: it allows 800 MiB .*'\*\+split8'"
     ):
         training.run(asked("800mb"), run_dir=tmp_path / "none", command="")
 

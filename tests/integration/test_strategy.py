@@ -14,6 +14,7 @@ from baoc import BaocStrategy
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.online import ReallocationSettings, SessionSettings
 from baoc.planner import PlannerSettings
+from baoc.profiling import device as device_module
 from baoc.strategy import strategy as strategy_module
 from baoc.strategy.probe import Probe
 
@@ -275,7 +276,8 @@ def test_the_cap_is_back_after_a_look_without_it(monkeypatch):
         return look(probe, *args, **kwargs)
 
     monkeypatch.setattr(Probe, "footprint", footprint)
-    monkeypatch.setattr(strategy_module, "cap_device", lambda device, *, budget: calls.append("cap"))
-    monkeypatch.setattr(strategy_module, "uncap_device", lambda device: calls.append("uncap"))
+    for module in (strategy_module, device_module):
+        monkeypatch.setattr(module, "cap_device", lambda device, *, budget: calls.append("cap"))
+    monkeypatch.setattr(device_module, "uncap_device", lambda device: calls.append("uncap"))
     fit(BaocStrategy("8gb"), steps=2)
     assert calls == ["cap", "look", "uncap", "look", "cap"]

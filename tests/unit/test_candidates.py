@@ -5,7 +5,7 @@ import pytest
 from baoc.blocks import partition
 from baoc.candidates import applies, build_candidates, candidate_rows, undominated
 from baoc.catalogue import NATIVE, SPECS, select
-from baoc.charges import charged
+from baoc.charges import charged, savings
 from baoc.cost import state_bytes
 from baoc.errors import BadInputError
 from baoc.risk import RISKS
@@ -66,7 +66,8 @@ def test_weights_of_16_bits_are_dominated_unless_what_they_save_counts():
         validation_bytes=0,
         resident_bytes=0,
     )
-    found = charged(made, blocks=[block], specs=specs, count="gradients", footprint=footprint)
+    saved = savings([block], specs=specs, count="gradients", footprint=footprint)
+    found = charged(made, blocks=[block], specs=specs, saved=saved)
     kept = {c.spec: c.cost for c in undominated(found)[block.name]}
     assert kept["adamw"].weight_bytes == 2 * kept["adamw+split16"].weight_bytes
     assert kept["adamw"].state_bytes < kept["adamw+split16"].state_bytes

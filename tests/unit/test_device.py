@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from baoc.errors import BadInputError
-from baoc.profiling import cap_device, context_bytes, device, free_bytes, recap_device
+from baoc.profiling import cap_device, context_bytes, device, free_bytes, recap_device, uncapped
 from baoc.types import Budget
 from baoc.units import GIB, MIB
 
@@ -25,11 +25,15 @@ class Card:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, nvml: bool = True):
         self.total, self.others, self.context, self.reserved, self.allocated = 80 * GIB, 3 * GIB, 0, 0, 0
         self.fraction: float | None = None
+        self.settings: list[str] = []
         self.initialized = False
         monkeypatch.setattr(device, "_free_at_start", {})
         self.own: int | None = None
         monkeypatch.setattr(device, "_nvml_free", lambda index: self.free if nvml else None)
         monkeypatch.setattr(device, "_nvml_own", lambda index: self.own)
+        monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", self.settings.append)
+        monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+        monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
         monkeypatch.setattr(device.torch, "zeros", lambda *_, **__: self.start())
         for name, answer in {
             "is_initialized": lambda: self.initialized,
@@ -135,3 +139,26 @@ def test_a_budget_below_the_context_is_refused(monkeypatch):
     Card(monkeypatch)
     with pytest.raises(BadInputError, match=r"300mb is 300 MiB, of which the CUDA context alone takes 576 MiB"):
         cap_device("cuda:0", budget=Budget(name="300mb", memory_bytes=300 * MIB))
+
+
+def test_the_allocator_grows_in_place_unless_the_user_has_set_it(monkeypatch):
+    card = Card(monkeypatch)
+    cap_device("cuda:0", budget=Budget(name="unlimited"))
+    assert card.settings == ["expandable_segments:True"] and card.fraction is None
+    cap_device("cpu", budget=Budget(name="8gb", memory_bytes=8 * GIB))
+    assert len(card.settings) == 1 and card.fraction is None
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    cap_device("cuda:0", budget=Budget(name="8gb", memory_bytes=8 * GIB))
+    assert len(card.settings) == 1 and card.fraction is not None
+
+
+def test_a_look_without_the_cap_ends_with_it(monkeypatch):
+    card = Card(monkeypatch)
+    done: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("emptied"))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda where: done.append("forgotten"))
+    budget = Budget(name="8gb", memory_bytes=8 * GIB)
+    with pytest.raises(KeyError), uncapped("cuda:0", budget=budget):
+        assert card.fraction == 1.0
+        raise KeyError("whatever")
+    assert card.fraction is not None and 0.09 < card.fraction < 0.1 and done[-1] == "forgotten"

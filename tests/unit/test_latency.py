@@ -1,15 +1,22 @@
-"""Lines through timings, with a clock of our own: fit, medians, time limit, cache."""
+"""Lines through timings, with a clock of our own: fit, medians, time limit, cache; and the table that specs get."""
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from baoc.catalogue import SPECS
+from baoc.online import soon_timed, time_specs, timing
 from baoc.profiling import latency
-from baoc.profiling.latency import fit_line, measure_latency
+from baoc.profiling.latency import MANY, SMALL, fit_line, measure_latency, series_seconds, source_hash
+
+LARGE = latency.LARGE["cpu"]
 
 
 class Machine:
-    """A clock, and steps that take fixed + per_element x numel seconds of it."""
+    """A clock, and steps that take once + per_tensor x tensors + per_element x elements seconds of it."""
 
     def __init__(self):
         self.now = 0.0
@@ -18,65 +25,78 @@ class Machine:
     def clock(self) -> float:
         return self.now
 
-    def step(self, name: str, *, fixed: float, per_element: float = 0.0, noise: tuple[float, ...] = (0.0,)):
-        def make(numel: int):
+    def step(
+        self,
+        name: str,
+        *,
+        once: float = 0.0,
+        per_tensor: float = 0.0,
+        per_element: float = 0.0,
+        noise: tuple[float, ...] = (0.0,),
+    ):
+        def make(numel: int, tensors: int):
             def run() -> None:
                 count = self.runs[name] = self.runs.get(name, 0) + 1
-                self.now += fixed + per_element * numel + noise[count % len(noise)]
+                self.now += once + (per_tensor + per_element * numel) * tensors + noise[count % len(noise)]
 
             return run
 
         return make
 
 
-def test_two_points_make_a_line_that_is_never_negative():
-    assert fit_line((10, 110), (2.0, 3.0)) == pytest.approx((1.9, 0.01))
-    assert fit_line((10, 110), (3.0, 2.0)) == (3.0, 0.0), "the larger block was faster: all of it is fixed"
-    assert fit_line((10, 20), (1.0, 3.0)) == (0.0, 0.2)
+def test_three_points_make_a_line_that_is_never_negative():
+    line = fit_line(
+        small_s=3 + 2 + SMALL * 1e-3, many_s=3 + MANY * (2 + SMALL * 1e-3), large_s=5 + LARGE * 1e-3, large=LARGE
+    )
+    assert (line.step_s, line.tensor_s, line.element_s) == pytest.approx((3, 2, 1e-3))
+    odd = fit_line(small_s=3.0, many_s=1.0, large_s=2.0, large=LARGE)
+    assert (odd.step_s, odd.tensor_s, odd.element_s) == (3.0, 0.0, 0.0), "larger ones were faster: all of it is fixed"
 
 
-def test_fixed_and_per_element_seconds_are_found():
+def test_seconds_per_step_per_tensor_and_per_element_are_found():
     machine = Machine()
-    steps = {"fast": machine.step("fast", fixed=1e-4, per_element=1e-9), "slow": machine.step("slow", fixed=1e-3)}
+    steps = {
+        "fast": machine.step("fast", once=1e-4, per_tensor=1e-5, per_element=1e-9),
+        "slow": machine.step("slow", once=1e-4, per_tensor=1e-3),
+    }
     table = measure_latency(steps, clock=machine.clock)
-    assert table.fixed_s == pytest.approx({"fast": 1e-4, "slow": 1e-3})
+    assert table.fixed_s == pytest.approx({"fast": 1e-5, "slow": 1e-3})
+    assert table.step_s == pytest.approx(1e-4)
     assert table.per_element_s["fast"] == pytest.approx(1e-9)
     assert table.per_element_s["slow"] == pytest.approx(0.0, abs=1e-12)
-    assert table.base_step_s == table.reference_step_s == 0.0
+    assert table.base_step_s == table.reference_step_s == 0.0 and table.assumed == ()
     assert table.device.startswith("cpu")
 
 
 def test_the_median_forgets_outliers_and_the_first_run():
     machine = Machine()
-    noisy = machine.step("noisy", fixed=1e-3, noise=(0.0, 5e-2, 0.0, 0.0))  # runs 1, 5, 9, 13
+    noisy = machine.step("noisy", per_tensor=1e-3, noise=(0.0, 5e-2, 0.0, 0.0))  # runs 1, 5, 9, 13
     table = measure_latency({"noisy": noisy}, clock=machine.clock)
     assert table.fixed_s["noisy"] == pytest.approx(1e-3)
 
 
-def test_whole_steps_are_timed_where_given():
+def test_forward_and_backward_are_timed_where_given():
     machine = Machine()
-    table = measure_latency(
-        {},
-        clock=machine.clock,
-        base_step=machine.step("base", fixed=0.02)(0),
-        reference_step=machine.step("reference", fixed=0.03)(0),
-    )
-    assert (table.base_step_s, table.reference_step_s) == pytest.approx((0.02, 0.03))
+    base = machine.step("base", once=0.02, noise=(0.0, 0.0, 0.0, 9.0))
+    table = measure_latency({}, clock=machine.clock, base_step=base(0, 0))
+    assert table.base_step_s == pytest.approx(0.02) and machine.runs["base"] >= 4
+    few = series_seconds(machine.step("few", once=5.0)(0, 0), device=torch.device("cpu"), max_s=1, clock=machine.clock)
+    assert few == pytest.approx(5.0) and machine.runs["few"] == 3
 
 
 @pytest.mark.parametrize("seconds", [1e-3, 0.2, 1.0])
 def test_time_is_shared_and_every_step_runs_twice_at_least(seconds: float):
     machine = Machine()
     names = [f"spec{i}" for i in range(4)]
-    measure_latency({name: machine.step(name, fixed=seconds) for name in names}, max_s=5.0, clock=machine.clock)
-    assert all(machine.runs[name] >= 4 for name in names)
-    assert machine.now <= max(5.0, 4 * 4 * seconds) + seconds
+    measure_latency({name: machine.step(name, once=seconds) for name in names}, max_s=5.0, clock=machine.clock)
+    assert all(machine.runs[name] >= 6 for name in names)
+    assert machine.now <= max(5.0, 4 * 6 * seconds) + seconds
     assert machine.now == pytest.approx(sum(machine.runs.values()) * seconds)
 
 
-def test_a_second_plan_reads_what_the_first_has_timed(tmp_path):
+def test_a_second_plan_reads_what_the_first_has_timed(tmp_path: Path):
     machine = Machine()
-    steps = {name: machine.step(name, fixed=0.01) for name in ("a", "b")}
+    steps = {name: machine.step(name, per_tensor=0.01) for name in ("a", "b")}
     first = measure_latency({"a": steps["a"]}, cache_dir=tmp_path, clock=machine.clock)
     runs = machine.runs["a"]
     both = measure_latency(steps, cache_dir=tmp_path, clock=machine.clock)
@@ -87,9 +107,10 @@ def test_a_second_plan_reads_what_the_first_has_timed(tmp_path):
     assert set(json.loads(path.read_text())["lines"]) == {"a", "b"}, "one file, and no draft beside it"
 
 
-def test_other_versions_and_unreadable_files_are_timed_again(tmp_path, monkeypatch):
+@pytest.mark.parametrize("broken", ['{"key": ', "[]", '{"key": 1}', "NaN"])
+def test_other_versions_and_unreadable_files_are_timed_again(tmp_path: Path, monkeypatch, broken: str):
     machine = Machine()
-    steps = {"a": machine.step("a", fixed=0.01)}
+    steps = {"a": machine.step("a", once=0.01)}
     measure_latency(steps, cache_dir=tmp_path, clock=machine.clock)
     runs = machine.runs["a"]
     monkeypatch.setattr(latency.torch, "__version__", "9.9")
@@ -97,13 +118,71 @@ def test_other_versions_and_unreadable_files_are_timed_again(tmp_path, monkeypat
     assert machine.runs["a"] == 2 * runs
     monkeypatch.undo()
     for path in tmp_path.iterdir():
-        path.write_text('{"key": ')
+        path.write_text(broken)
     measure_latency(steps, cache_dir=tmp_path, clock=machine.clock)
     assert machine.runs["a"] == 3 * runs
 
 
-def test_real_steps_are_timed_too():
-    total = []
-    table = measure_latency({"append": lambda numel: lambda: total.append(numel)}, max_s=0.2)
-    assert 0 <= table.fixed_s["append"] < 0.1
-    assert set(total) == set(latency.SIZES)
+@pytest.mark.parametrize("line", [[1.0, 2.0], [1.0, -2.0, 0.0], ["x", 1, 1], [1.0, 1.0, float("inf")], None])
+def test_a_line_that_is_no_line_is_timed_again(tmp_path: Path, line: object):
+    machine = Machine()
+    measure_latency({"a": machine.step("a", once=0.01)}, cache_dir=tmp_path, clock=machine.clock)
+    (path,) = tmp_path.iterdir()
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, "lines": {"a": line}}))
+    runs = machine.runs["a"]
+    table = measure_latency({"a": machine.step("a", once=0.01)}, cache_dir=tmp_path, clock=machine.clock)
+    assert machine.runs["a"] == 2 * runs and table.step_s == pytest.approx(0.01)
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path):
+    (tmp_path / "file").write_text("in the way")
+    machine = Machine()
+    table = measure_latency(
+        {"a": machine.step("a", once=0.01)}, cache_dir=tmp_path / "file" / "below", clock=machine.clock
+    )
+    assert table.step_s == pytest.approx(0.01)
+
+
+def test_a_change_of_what_steps_is_another_source(tmp_path: Path):
+    (tmp_path / "a.py").write_text("x = 1\n")
+    before = source_hash([tmp_path])
+    assert source_hash([tmp_path]) == before
+    (tmp_path / "a.py").write_text("x = 2\n")
+    assert source_hash([tmp_path]) != before
+    (tmp_path / "a.py").rename(tmp_path / "b.py")
+    assert source_hash([tmp_path]) not in (before, "")
+
+
+def test_specs_and_fused_adamw_are_timed_on_the_cpu(tmp_path: Path):
+    cpu = torch.device("cpu")
+    specs = [SPECS["adamw"], SPECS["sign+bf16_sr"]]
+    options: dict[str, Any] = {"device": cpu, "num_elements": 1000, "num_tensors": 3, "cache_dir": tmp_path}
+    assert soon_timed(specs, device=cpu) == {"adamw", "sign+bf16_sr"}
+    part = time_specs(specs, needed={"adamw"}, max_s=0.2, **options)
+    assert set(part.fixed_s) == {"adamw", "sign+bf16_sr"} and part.assumed == ("sign+bf16_sr",)
+    assert 0 < part.reference_step_s < 0.1 and part.per_element_s["adamw"] > 0
+    whole = time_specs(specs, needed={"sign+bf16_sr"}, max_s=0.2, **options)
+    assert whole.assumed == () and whole.per_element_s["adamw"] == part.per_element_s["adamw"], "known from before"
+
+
+def test_kernels_that_are_not_needed_are_assumed_as_fast_by_the_byte_as_fused_adamw(monkeypatch):
+    """On CUDA each kernel that is timed has to be compiled first; what has no kernel needs none."""
+    timed: list[str] = []
+
+    def fake(steps, *, device, base_step, max_s, cache_dir):
+        timed.extend(steps)
+        lines = {name: 2e-12 if name == timing.FUSED else 5e-12 for name in steps}
+        return latency.LatencyTable(device="card", fixed_s=dict.fromkeys(steps, 1e-6), per_element_s=lines, step_s=1e-5)
+
+    monkeypatch.setattr(timing, "measure_latency", fake)
+    monkeypatch.setattr(timing, "machine", lambda device: {})
+    specs, cuda = [SPECS[name] for name in ("adamw", "adamw_int8", "sign", "muon")], torch.device("cuda")
+    needed = soon_timed(specs, device=cuda) | {"adamw_int8"}
+    table = time_specs(specs, device=cuda, num_elements=10**9, num_tensors=100, needed=needed, upkeep_bytes=14)
+    assert timed == [timing.FUSED, "adamw_int8", "muon"] and table.assumed == ("adamw", "sign")
+    assert table.per_element_s["adamw"] == pytest.approx(2e-12, rel=1e-3)
+    assert table.per_element_s["sign"] == pytest.approx(2e-12 * 12 / 28, rel=1e-3)  # weight twice and gradient
+    assert table.per_element_s["adamw_int8"] == 5e-12
+    assert table.base_step_s == pytest.approx(1e-3)
+    assert table.reference_step_s == pytest.approx(1e-3 + 1e-5 + 100 * 1e-6 + 2e-3)

@@ -5,10 +5,21 @@ from dataclasses import replace
 
 import pytest
 
+from baoc.catalogue import SPECS
 from baoc.errors import BadInputError
-from baoc.options import Trial, best, divisors, footprint_at, make_option, option_rows, released, seconds_at
+from baoc.options import (
+    Trial,
+    best,
+    divisors,
+    footprint_at,
+    held_at_most,
+    make_option,
+    option_rows,
+    released,
+    seconds_at,
+)
 from baoc.planner import Planner, PlannerSettings
-from baoc.types import Budget, Footprint, Moment, Option
+from baoc.types import Block, Budget, Footprint, LatencyTable, Moment, Option, ParamInfo, Role
 from tests.unit.test_planner import ADAMW, MIB, PARAMS
 
 
@@ -63,18 +74,33 @@ def test_a_batch_is_cut_into_whole_micro_batches():
     assert divisors(12) == [1, 2, 3, 4, 6, 12]
 
 
+def one_block(name: str, *numels: int) -> Block:
+    params = [ParamInfo(name=f"{name}.{i}", shape=(n,), dtype="float32", role=Role.MLP) for i, n in enumerate(numels)]
+    return Block(name=name, params=tuple(params), role=Role.MLP)
+
+
 def test_released_gradients_are_there_one_block_at_a_time():
     moments = (
-        Moment(name="training", num_bytes=100, gradients=None),
-        Moment(name="training", num_bytes=90, gradients=0),
-        Moment(name="training", num_bytes=95, gradients=2),
-        Moment(name="validation", num_bytes=80, gradients=None),
+        Moment(name="training", num_bytes=1000, gradients=None),
+        Moment(name="training", num_bytes=900, gradients=0),
+        Moment(name="training", num_bytes=950, gradients=2),
+        Moment(name="validation", num_bytes=800, gradients=None),
     )
-    found = released(
-        replace(footprint(1), moments=moments, resident_bytes=70), gradients={"a": 30, "b": 20}, held_bytes=30
-    )
-    assert [moment.num_bytes for moment in found.moments] == [50, 90, 75, 30]
-    assert (found.forward_backward_bytes, found.validation_bytes, found.resident_bytes) == (90, 30, 50)
+    blocks = [one_block("a", 30), one_block("b", 20)]
+    before = replace(footprint(1), moments=moments, resident_bytes=700, gradient_order=("b.0", "a.0"))
+    found = released(before, blocks=blocks)
+    assert found is not None
+    assert [moment.num_bytes for moment in found.moments] == [1000 - 200, 900, 950 - 80, 800 - 200]
+    assert (found.forward_backward_bytes, found.validation_bytes, found.resident_bytes) == (900, 600, 620)
+    assert released(replace(before, moments=()), blocks=blocks) is None
+
+
+def test_blocks_whose_gradients_come_in_turns_are_held_together():
+    """The second part of `a` comes last, so `b` and `c` pass by beside its first one."""
+    a, b, c = one_block("a", 1, 5), one_block("b", 3), one_block("c", 2)
+    assert held_at_most(["a.0", "b.0", "c.0", "a.1"], blocks=[a, b, c]) == 4 * 6
+    assert held_at_most(["a.0", "a.1", "b.0", "c.0"], blocks=[a, b, c]) == 4 * 6
+    assert held_at_most(["b.0", "a.0", "c.0"], blocks=[a, b, c]) == 4 * 3, "a.1 got none: the rest of a stays"
 
 
 def option(micro_batch: int, *, rate: float, risk: float | None, checkpointing: bool = False) -> Option:
@@ -127,25 +153,51 @@ def test_an_option_spends_what_a_small_micro_batch_leaves_on_state():
     budget = Budget(name="m", memory_bytes=4 * MIB + 8 * MIB + ADAMW)
     planner = Planner(PARAMS, budget=budget, settings=PlannerSettings(), footprint=footprint(1))
     small, large, huge = (
-        make_option(
-            planner,
-            footprint=footprint(size),
-            batch_size=240,
-            checkpointing=False,
-            seconds=0.1 * size,
-            optimizer_s=1.0,
-        )
+        make_option(planner, footprint=footprint(size), batch_size=240, checkpointing=False, latency=table(240 * 0.1))
         for size in (8, 8 + 0, 16)
     )
     assert small.risk == 0 and small.peak_bytes == budget.memory_bytes and small.accumulation == 30
-    assert small.samples_per_s == pytest.approx(240 / (30 * 0.8 + 1.0))
-    assert large == small
+    assert small.step_s == pytest.approx(24 + 1.0)
+    assert small.samples_per_s == pytest.approx(240 / small.step_s)
+    assert large.way == small.way == (8, False, False) and large.peak_bytes == small.peak_bytes
     assert huge.risk is None and huge.why == "does not fit even with the least state"
     assert huge.peak_bytes > budget.memory_bytes
     tight = Planner(PARAMS, budget=Budget(name="t", memory_bytes=12 * MIB + ADAMW // 2), footprint=footprint(1))
     pressed = make_option(
-        tight, footprint=footprint(8), batch_size=240, checkpointing=True, seconds=math.nan, optimizer_s=0.0
+        tight, footprint=footprint(8), batch_size=240, checkpointing=True, latency=replace(table(1.0), fixed_s={})
     )
     assert (pressed.risk or 0) > 0 and pressed.state_bytes <= ADAMW // 2 and math.isnan(pressed.samples_per_s)
     assert pressed.name == "30 x 8, recomputed activations"
     assert option_rows([pressed])[0]["option"] == pressed.name
+
+
+def table(base_s: float) -> LatencyTable:
+    """A step of `base_s` and one second for the optimizer, whatever it runs; fused AdamW takes 20 in all."""
+    free = dict.fromkeys(SPECS, 0.0)
+    return LatencyTable(
+        device="m", fixed_s=free, per_element_s=free, step_s=1.0, base_step_s=base_s, reference_step_s=20.0
+    )
+
+
+def test_a_limit_on_time_rules_options_out_and_says_what_they_take():
+    """A fifth more than 20 seconds: 22 of forward and backward leave room for the optimizer's one, 24 do not."""
+    budget = Budget(name="m", memory_bytes=64 * MIB, step_time=1.2)
+    planner = Planner(PARAMS, budget=budget, settings=PlannerSettings(), footprint=footprint(1))
+    fits, slow = (
+        make_option(planner, footprint=footprint(8), batch_size=240, checkpointing=recomputes, latency=table(base_s))
+        for recomputes, base_s in ((False, 22.0), (True, 24.0))
+    )
+    assert fits.fits and fits.step_s == pytest.approx(23.0) and math.isnan(fits.fastest_s)
+    assert not slow.fits and slow.fastest_s == pytest.approx(25.0) and slow.reference_s == 20.0
+    assert slow.why == "too slow: 2.5e+04 ms, 2.4e+04 ms allowed"
+    assert best([fits, slow], objective="quality") == fits
+
+
+def test_released_gradients_are_taken_where_nothing_else_fits_or_where_they_gain_something():
+    plain, freed = option(64, rate=100, risk=0.1), replace(option(64, rate=100, risk=0.0), release=True)
+    assert best([plain, freed], objective="quality") == plain, "never for quality where it is not needed"
+    assert best([replace(plain, risk=None), freed], objective="quality") == freed
+    assert best([plain, replace(freed, risk=0.1)], objective="throughput") == plain
+    assert best([plain, freed], objective="throughput") == freed
+    assert best([plain, replace(freed, risk=0.1)], objective="balanced") == plain
+    assert freed.name == "1 x 64, released gradients"

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from baoc.catalogue import NATIVE
 from baoc.config.resolve import resolve
 from baoc.config.schema import OptimConfig, RunConfig
-from baoc.cost import gradient_bytes, weight_bytes
 from baoc.errors import BadInputError
 from baoc.profiling import GradientProfiler, MemoryTracker, probe_footprint
 from baoc.types import to_plain
@@ -106,14 +105,6 @@ def test_the_probe_drops_gradients_as_training_will(device: str, own_backward: b
     assert footprint.weights_bytes < footprint.resident_bytes <= footprint.forward_backward_bytes
     assert not kept.released and kept.gradients_bytes == 7 * layer
     assert kept.forward_backward_bytes >= footprint.forward_backward_bytes + 4 * layer
-
-
-def test_the_ledger_of_gradients() -> None:
-    specs = {"attn": NATIVE["adamw"], "norm": NATIVE["sign"], "conv": NATIVE["lion"]}
-    sizes = [weight_bytes(block, spec=specs[block.name]) for block in BLOCKS]
-    assert gradient_bytes(BLOCKS, specs=specs) == sum(sizes) == 4 * sum(block.numel for block in BLOCKS)
-    assert gradient_bytes(BLOCKS, specs=specs, released=True) == max(sizes) == 4 * 2 * 32 * 16
-    assert gradient_bytes([], specs={}, released=True) == 0
 
 
 def test_what_the_configuration_refuses() -> None:

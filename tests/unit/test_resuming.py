@@ -1,0 +1,81 @@
+"""What a resumed run goes on with: the decision of the run before unless it is told otherwise, and its seconds."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baoc.config.schema import ModelConfig, OptimConfig, RunConfig
+from baoc.errors import CheckpointError
+from baoc.resuming import choice_of, contradicted, keep, kept, kept_latency, settled
+from baoc.types import Budget, LatencyTable, to_plain
+from tests.unit.test_options import option
+
+CHOICE = {"micro_batch": 16, "checkpointing": True, "release": False}
+TABLE = LatencyTable(
+    device="cpu",
+    fixed_s={"adamw": 1e-6},
+    per_element_s={"adamw": 1e-9},
+    base_step_s=0.1,
+    reference_step_s=0.2,
+    assumed=("adamw",),
+)
+
+
+def folder(tmp_path: Path) -> Path:
+    """A run folder's checkpoint; only its place counts."""
+    keep(CHOICE, run_dir=tmp_path)
+    return tmp_path / "checkpoints" / "step_4"
+
+
+def test_a_resumed_run_goes_on_with_what_was_decided(tmp_path: Path):
+    config = RunConfig(batch_size=64, micro_batch="auto")
+    assert kept(config, checkpoint=None) == {}
+    assert kept(config, checkpoint=tmp_path / "checkpoints" / "step_4") == {}
+    choice = kept(config, checkpoint=folder(tmp_path))
+    assert choice == CHOICE
+    made = settled(config, choice=choice)
+    assert (made.micro_batch, made.model.checkpointing, made.optim.release_gradients) == (16, True, False)
+    earlier = {"micro_batch": 16, "checkpointing": True}  # of a version without release
+    assert settled(config, choice=earlier) == made and contradicted(earlier, config=config) == []
+    assert choice_of(option(8, rate=1, risk=0.0)) == {"micro_batch": 8, "checkpointing": False, "release": False}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"micro_batch": 8}, "micro_batch=16, and micro_batch=8 is asked for now"),
+        ({"model": ModelConfig(checkpointing=False)}, "checkpointing=True, and checkpointing=False is asked for now"),
+        ({"optim": OptimConfig(release_gradients=True)}, "release=False, and release=True is asked for now"),
+        ({"batch_size": 40}, "micro_batch=16, which does not divide batch_size=40"),
+    ],
+)
+def test_what_is_asked_for_now_wins_and_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], said: str
+):
+    config = RunConfig(**({"batch_size": 64, "micro_batch": None} | changes))
+    assert kept(config, checkpoint=folder(tmp_path)) == {}
+    assert f"the resumed run had decided {said}: it is decided anew" in " ".join(capsys.readouterr().out.split())
+
+
+def test_released_gradients_are_of_a_whole_batch():
+    choice = {"micro_batch": 16, "checkpointing": False, "release": True}
+    assert contradicted(choice, config=RunConfig(batch_size=16)) == []
+    (clause,) = contradicted(choice, config=RunConfig(batch_size=32))
+    assert clause == "released gradients of 16 samples at once, and batch_size=32 is asked for now"
+
+
+def test_a_limit_on_time_rests_on_the_seconds_of_the_run_before(tmp_path: Path):
+    limited = RunConfig(budget=Budget(name="8gb", memory_bytes=2**33, step_time=1.1))
+    checkpoint = folder(tmp_path)
+    assert kept_latency(limited, checkpoint=checkpoint) is None, "that run had no limit, or wrote none"
+    (tmp_path / "latency.json").write_text(json.dumps(to_plain(TABLE)))
+    assert kept_latency(limited, checkpoint=checkpoint) == TABLE
+    assert kept_latency(replace(limited, budget=Budget(name="8gb", memory_bytes=2**33)), checkpoint=checkpoint) is None
+    assert kept_latency(limited, checkpoint=None) is None
+    for broken in ("{", "[]", '{"device": "cpu"}'):
+        (tmp_path / "latency.json").write_text(broken)
+        with pytest.raises(CheckpointError, match=r"on which budget.step_time=1.1 rests, cannot be read .*remove it"):
+            kept_latency(limited, checkpoint=checkpoint)
