@@ -31,6 +31,7 @@ from baoc.profiling import describe
 from baoc.profiling.device import LATE_MODULES_BYTES
 from baoc.profiling.footprint import FRAGMENTATION
 from baoc.recorder import Recorder
+from baoc.resuming import choice_of, settled
 from baoc.strategy.probe import unwrapped, upkeep_bytes
 from baoc.strategy.strategy import declared_blocks, widened
 from baoc.strategy.trials import Trials
@@ -126,7 +127,8 @@ def plan_for(
         f"planned for {card.name} ({card.description}), which is not here: bytes are counted from shapes, risks are "
         "priors by role, rates are approximate"
     )
-    leave_plan(plan, option=chosen, device=card.name, name=config.name, source="prior", run_dir=run_dir)
+    config = settled(config, choice=choice_of(chosen))
+    leave_plan(plan, config=config, device=card.name, rate=chosen.samples_per_s, source="prior", run_dir=run_dir)
 
 
 class _Shapes:
@@ -225,17 +227,19 @@ class _Shapes:
         )
 
 
-def leave_plan(plan: Plan, *, option: Option | None, device: str, name: str, source: str, run_dir: Path) -> None:
-    """`plan.json`: the plan in one line of numbers, from which a multirun makes its planned frontier."""
-    rate = math.nan if option is None else option.samples_per_s
+def leave_plan(plan: Plan, *, config: RunConfig, device: str, rate: float, source: str, run_dir: Path) -> None:
+    """`plan.json`: the plan in one line of numbers, from which a multirun makes its planned frontier.
+
+    `rate`: predicted samples per second.
+    """
     files.write_json(
         run_dir / "plan.json",
         {
             "schema": 1,
-            "name": name,
+            "name": config.name,
             "budget": plan.budget.name,
             "device": device,
-            "micro_batch": None if option is None else option.micro_batch,
+            **choice_of(config),
             "peak_bytes": plan.peak_bytes,
             "state_bytes": plan.allocation.state_bytes,
             "host_bytes": plan.host_bytes,

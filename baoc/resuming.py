@@ -52,9 +52,15 @@ def check_resume(config: RunConfig, *, checkpoint: Path) -> None:
 # -- what a run had decided ---------------------------------------------------------------------------------------
 
 
-def choice_of(option: Option) -> dict[str, Any]:
-    """What of an option a run is made with, and goes on with when it is resumed."""
-    return {"micro_batch": option.micro_batch, "checkpointing": option.checkpointing, "release": option.release}
+def choice_of(made: Option | RunConfig) -> dict[str, Any]:
+    """What of an option a run is made with, and goes on with when it is resumed; or what a run's `config` has of it."""
+    if isinstance(made, Option):
+        return {"micro_batch": made.micro_batch, "checkpointing": made.checkpointing, "release": made.release}
+    return {
+        "micro_batch": made.micro_batch_size,
+        "checkpointing": bool(made.model.checkpointing),
+        "release": bool(made.optim.release_gradients),
+    }
 
 
 def kept(config: RunConfig, *, checkpoint: Path | None) -> dict[str, Any]:

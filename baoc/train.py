@@ -82,7 +82,8 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
         if config.mode == "plan":
             assert parts.strategy.reallocator is not None
             plan = parts.strategy.reallocator.plan
-            leave_plan(plan, option=None, device=device, name=config.name, source="probe", run_dir=run_dir)
+            rate = config.batch_size / parts.recorder.step_s_predicted
+            leave_plan(plan, config=config, device=device, rate=rate, source="probe", run_dir=run_dir)
             return None
         if parts.trainer.interrupted:
             raise KeyboardInterrupt

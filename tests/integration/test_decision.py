@@ -236,3 +236,15 @@ def test_gradients_are_released_where_nothing_else_fits(tmp_path: Path, capsys: 
         budget=parse_budget("8gb"),
     )
     assert asked.budget_met and [row["release"] for row in rows(tmp_path / "day" / "asked")] == ["True"]
+
+
+def test_a_plan_on_this_device_tells_what_was_decided(tmp_path: Path):
+    run_dir = tmp_path / "day" / "plan"
+    run_dir.mkdir(parents=True)
+    asked = config(
+        mode="plan", micro_batch="auto", budget=parse_budget(TIGHT), reallocation=ReallocationConfig(mode="off")
+    )
+    assert training.run(asked, run_dir=run_dir, command="") is None
+    plan, row = json.loads((run_dir / "plan.json").read_text()), chosen(run_dir)
+    assert (plan["micro_batch"], plan["checkpointing"], plan["release"]) == (int(row["micro_batch"]), row["checkpointing"] == "True", False)
+    assert plan["samples_per_s"] > 0 and plan["footprint"] == "probe"
