@@ -69,6 +69,7 @@ def save(
     Each is a storage of its own, so that a file of all or some of them holds their bytes and no others. `waiting`:
     loaded states of parameters that are frozen so far.
     """
+    roster.settle()
     state = {name: {k: alone(v) for k, v in roster.state[param].items()} for param, name in roster.names.items()}
     blocks = {name: _block_entry(live) for name, live in roster.live.items()}
     known = {name for group in param_groups for name in group["param_names"]}
@@ -223,16 +224,17 @@ def to_adamw(roster: Roster, *, param_groups: list[dict[str, Any]]) -> dict[str,
         for slot in live.slots:
             adamw = make_slot(slot.name, slot.param, info=slot.info, group=slot.group, spec=SPECS["adamw"])
             (new,) = allocate([adamw])
-            unknown = migration.convert(
-                slot,
-                adamw,
-                roster.state[slot.param],
-                new,
-                betas=param_groups[slot.group]["betas"],
-                moments=None,
-                fates=Fates(),
-                seeded=slot.name not in live.unseeded,
-            )
+            with roster.visiting(live, keep=False):
+                unknown = migration.convert(
+                    slot,
+                    adamw,
+                    roster.state[slot.param],
+                    new,
+                    betas=param_groups[slot.group]["betas"],
+                    moments=None,
+                    fates=Fates(),
+                    seeded=slot.name not in live.unseeded,
+                )
             if new.get("step", 0) > 0 and not unknown:
                 states[index[slot.name]] = {theirs: new[own].cpu() for own, theirs in _TORCH_KEYS.items()}
     extra = {"fused": None, "decoupled_weight_decay": True}

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from baoc.catalogue import CODECS, PLACEMENTS, SPECS, STORAGES, WEIGHT_DTYPES, WEIGHTS, base_name
 from baoc.errors import BadInputError, unknown_name
 from baoc.rules import RULES
-from baoc.types import Block, OptimizerSpec, ParamInfo, Role
+from baoc.types import Block, OptimizerSpec, ParamInfo, Placement, Role
 
 log = logging.getLogger(__name__)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_GPU_RULES = frozenset({"muon"})  # that no CPU steps in the time of a training step
 _ALLOWED = "pass a module, named or plain parameters, or parameter groups"
 
 
@@ -249,8 +250,6 @@ def to_spec(spec: str | OptimizerSpec) -> OptimizerSpec:
     assert {STORAGES[spec.storage].m, STORAGES[spec.storage].v} <= set(CODECS)
     if spec.placement not in PLACEMENTS:
         raise unknown_name(spec.placement, what="placement", allowed=PLACEMENTS)
-    if spec.placement != "device":
-        raise BadInputError(f"spec {spec.name} asks for placement={spec.placement}: this version has placement=device")
     return spec
 
 
@@ -268,6 +267,12 @@ def check_applies(spec: OptimizerSpec, *, block: Block) -> None:
                 f"block {block.name} cannot run {spec.name}: {param.name} of shape {param.shape} is no matrix. Give "
                 "the block another spec, such as adamw or sign"
             )
+    if spec.placement == Placement.HOST_UPDATED and spec.rule in _GPU_RULES:
+        raise BadInputError(
+            f"block {block.name} cannot run {spec.name}: its step multiplies matrices, which takes a GPU, and "
+            f" {spec.placement} blocks are stepped on the CPU. Give the block {spec.name.partition('@')[0]}, or the "
+            "same with @streamed"
+        )
     if info.hidden_only and block.role in (Role.EMBEDDING, Role.HEAD):
         raise BadInputError(f"block {block.name} cannot run {spec.name}: it is for hidden layers, not the {block.role}")
 

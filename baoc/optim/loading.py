@@ -49,7 +49,8 @@ def load(
         group.update(new)
     moves = []
     for live in roster.live.values():
-        move = _load_block(live, sources=sources, saved=saved, roster=roster, groups=param_groups)
+        with roster.visiting(live):
+            move = _load_block(live, sources=sources, saved=saved, roster=roster, groups=param_groups)
         if move is not None:
             moves.append(move)
     left = [name for name in saved.states if name not in sources]
@@ -80,7 +81,8 @@ def load_late(roster: Roster, *, param_groups: list[dict[str, Any]]) -> None:
         except CheckpointError as error:
             log.warning("%s starts afresh: %s", ", ".join(names), error)
             continue
-        _load_block(live, sources=sources, saved=saved, roster=roster, groups=param_groups)
+        with roster.visiting(live):
+            _load_block(live, sources=sources, saved=saved, roster=roster, groups=param_groups)
         log.info("%s goes on from the states in the checkpoint", ", ".join(names))
 
 
@@ -223,7 +225,7 @@ def _load_match(live: LiveBlock, *, saved: Saved, roster: Roster, converted: boo
     live.applied, live.fresh = None, True
     if not live.matched or not live.slots:
         return
-    device = live.slots[0].param.device
+    device = live.match_home
     names, match = saved.matches.get(live.block.name, ((), None))
     if match is not None and not converted and names == tuple(slot.name for slot in live.slots):
         live.match = match.to(device=device, dtype=torch.float32, copy=True)

@@ -1,16 +1,15 @@
 """Finding and excluding non-finite gradient elements, at the price of one reduction where there are none."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from baoc.errors import BadInputError, DivergedError, unknown_name
-from baoc.kernels import native
+from baoc.errors import DivergedError, unknown_name
 from baoc.optim.backends import Backend
+from baoc.optim.finite import all_finite, mask_
 from baoc.optim.roster import Alone, Roster
 
 log = logging.getLogger(__name__)
@@ -67,10 +66,10 @@ class Guard:
         params = [param for param in names if param.grad is not None]
         self._masks = {param: mask for param, mask in self._masks.items() if self._knows(param)}
         self._seen = {param: TensorWeakRef(param.grad) for param in params if param.grad is not None}
-        if not params or _all_finite(params, names=names):
+        if not params or all_finite(params, names=names):
             return {}
         counts = {}
-        for param, finite in _mask(params).items():
+        for param, finite in mask_(params).items():
             counts[names[param]] = int(finite.numel() - finite.sum())
             before = self._masks.get(param)
             self._masks[param] = finite if before is None else finite & before
@@ -120,38 +119,3 @@ class Guard:
             self.forget(roster)
             raise DivergedError(f"{text}. Lower the learning rate, or set nonfinite=skip_element to go on without them")
         log.log(logging.WARNING if first else logging.INFO, "%s; policy: %s", text, self.policy)
-
-
-def _all_finite(params: Iterable[Tensor], *, names: Mapping[Tensor, str]) -> bool:
-    """False if some gradient element may not be finite. One read and one synchronisation per device."""
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for param in params:
-        grad = param.grad
-        assert grad is not None
-        if grad.is_sparse:
-            raise BadInputError(f"{names[param]} has a sparse gradient: build its layer with sparse=False")
-        if grad.numel() and grad.device.type != "meta":
-            by_device.setdefault(grad.device, []).append(grad)
-    on_cpu = by_device.get(torch.device("cpu"), [])
-    if on_cpu and native.is_loaded() and all(native.scannable(grad) for grad in on_cpu):
-        del by_device[torch.device("cpu")]
-        if not native.all_finite(on_cpu):
-            return False
-    # The Euclidean norm is the reduction that every device has a fast kernel for. It may overflow where nothing is
-    # infinite, so what is not finite here is looked at element by element.
-    norms = [torch.nn.utils.get_total_norm(same, norm_type=2.0) for same in by_device.values()]
-    return all(bool(norm.isfinite()) for norm in norms)
-
-
-def _mask(params: Iterable[Tensor]) -> dict[Tensor, Tensor]:
-    """Zeroes the non-finite elements; returns their parameters with a bool mask, True where finite."""
-    masks = {}
-    for param in params:
-        grad = param.grad
-        if grad is None or not grad.numel():
-            continue
-        finite = grad.isfinite()
-        if not bool(finite.all()):
-            grad.masked_fill_(~finite, 0.0)
-            masks[param] = finite
-    return masks

@@ -14,10 +14,16 @@ from baoc.optim.roster import Roster, named_params
 
 def export(roster: Roster, *, param_groups: list[dict[str, Any]]) -> dict[str, Tensor]:
     """Name -> fp32 copy on the CPU of every parameter, corrections added."""
-    return {
-        name: weights.master(param, roster.state.get(param, {})).detach().to("cpu", torch.float32, copy=True)
-        for name, (param, _) in named_params(param_groups).items()
-    }
+    values = {}
+    for live in roster.live.values():
+        with roster.visiting(live, keep=False):
+            values |= {slot.param: _copy(weights.master(slot.param, roster.state[slot.param])) for slot in live.slots}
+    where = named_params(param_groups).items()
+    return {name: values[param] if param in values else _copy(weights.master(param, {})) for name, (param, _) in where}
+
+
+def _copy(master: Tensor) -> Tensor:
+    return master.detach().to("cpu", torch.float32, copy=True)
 
 
 def load(values: Mapping[str, Tensor], *, roster: Roster, param_groups: list[dict[str, Any]]) -> None:
@@ -29,11 +35,16 @@ def load(values: Mapping[str, Tensor], *, roster: Roster, param_groups: list[dic
         shape = tuple(where[name][0].shape)
         if value.shape != shape:
             raise BadInputError(f"{name} has shape {shape}, the given weights have {tuple(value.shape)}")
-    kept = {slot.name: slot for live in roster.live.values() for slot in live.slots}
+    blocks = {slot.param: (live, slot) for live in roster.live.values() for slot in live.slots}
     for name, value in values.items():
-        param, kind = where[name][0], kept[name].weights if name in kept else "native"
-        value = value.to(device=param.device, dtype=torch.float32 if kind != "native" else param.dtype)
-        weights.store_(param, roster.state.get(param, {}), value, weights=kind, name=name)
+        param = where[name][0]
+        if param not in blocks:
+            param.copy_(value)
+            continue
+        live, slot = blocks[param]
+        value = value.to(device=param.device, dtype=torch.float32 if slot.weights != "native" else param.dtype)
+        with roster.visiting(live):
+            weights.store_(param, roster.state[param], value, weights=slot.weights, name=name)
 
 
 def stalling(roster: Roster, names: Iterable[str]) -> list[str]:

@@ -197,9 +197,10 @@ def last_rms(live: LiveBlock, *, state: Mapping[Tensor, State], param_groups: li
 
 
 def planned_growth(target: LiveBlock, *, held: LiveBlock) -> int:
-    """Bytes of states and weights that a move adds, negative where it frees some."""
+    """Bytes of states and weights that a move adds on the device, negative where it frees some."""
     after, before = (
-        state_bytes(live.block, spec=live.spec, rule=live.rule.info) + weight_bytes(live.block, spec=live.spec)
+        (0 if live.on_host else state_bytes(live.block, spec=live.spec, rule=live.rule.info))
+        + weight_bytes(live.block, spec=live.spec)
         for live in (target, held)
     )
     return after - before
@@ -216,32 +217,36 @@ def move(
 ) -> BlockMove:
     """Makes `target` the live block of its name, its states inherited; its update RMS goes on where it was.
 
-    `fresh`: nothing was trained yet. The old slab is freed when this returns; until then both are there.
+    `fresh`: nothing was trained yet. The old slab is freed when this returns; until then both are there, and on the
+    parameters' device wherever they are kept.
     """
     held = roster.live[target.block.name]
     bytes_before = roster.block_bytes(held)
     unlike = roster.has_own_target(held)  # its RMS is no measure for what comes
     rms = held.match[0].item() if held.match is not None and not unlike else None
-    if rms is None and target.matched and not unlike:
-        rms = last_rms(held, state=roster.state, param_groups=param_groups)
     fates = Fates()
-    for source, slot, new in zip(held.slots, target.slots, allocate(target.slots), strict=True):
-        old = roster.state[slot.param]
-        unseeded = convert(
-            source,
-            slot,
-            old,
-            new,
-            betas=param_groups[slot.group]["betas"],
-            moments=moments.get(slot.name),
-            fates=fates,
-            fresh=fresh,
-            seeded=source.name not in held.unseeded,
-        )
-        if unseeded:
-            target.unseeded.add(slot.name)
-        recast(source, slot, old, new, fates=fates)
-        roster.state[slot.param] = new
+    with roster.visiting(held, keep=False):
+        if rms is None and target.matched and not unlike:
+            rms = last_rms(held, state=roster.state, param_groups=param_groups)
+        news = allocate(target.slots, at_home=False)
+        for source, slot, new in zip(held.slots, target.slots, news, strict=True):
+            old = roster.state[slot.param]
+            unseeded = convert(
+                source,
+                slot,
+                old,
+                new,
+                betas=param_groups[slot.group]["betas"],
+                moments=moments.get(slot.name),
+                fates=fates,
+                fresh=fresh,
+                seeded=source.name not in held.unseeded,
+            )
+            if unseeded:
+                target.unseeded.add(slot.name)
+            recast(source, slot, old, new, fates=fates)
+            roster.put(slot, new)
+    roster.pack(target)
     target.carried = rms
     roster.add_match(target, target=rms if rms else roster.target(target.block.name))
     roster.live[target.block.name] = target

@@ -174,12 +174,13 @@ class BlockwiseOptimizer(Optimizer):
         if self.observer is not None:
             self.observer()
         if self._unseeded:
-            seeding.seed(roster.live.values(), state=self.state, param_groups=self.param_groups)
+            seeding.seed(roster.live.values(), roster=roster, param_groups=self.param_groups)
             self._note_unseeded()
         self._num_steps += 1
         inputs = self.inputs(masks, options=self.options(), phase=self._num_steps)
         for backend in backends:
             backend(inputs)
+        roster.join()
         return loss
 
     _hooked_step = Optimizer.profile_hook_step(_step)
@@ -204,7 +205,9 @@ class BlockwiseOptimizer(Optimizer):
 
     def inputs(self, masks: Mapping[Tensor, Tensor], *, options: Sequence[Options], phase: int) -> StepInputs:
         """What backends are told of a step; `phase` is its number, from 1."""
-        return StepInputs(state=self.state, options=options, masks=masks, phase=phase, matching=self.rms_matching)
+        return StepInputs(
+            state=self.roster.state, options=options, masks=masks, phase=phase, matching=self.rms_matching
+        )
 
     def _capture(self, backends: Sequence[Backend]) -> None:
         if self.nonfinite != "skip_element":
@@ -284,8 +287,12 @@ class BlockwiseOptimizer(Optimizer):
         return {name: live.spec.name for name, live in self.roster.live.items()}
 
     def block_state_bytes(self) -> dict[str, int]:
-        """Live bytes of optimizer state by block, steps and matching factors included."""
+        """Live bytes of optimizer state on the device by block, steps and matching factors included."""
         return {name: self.roster.block_bytes(live) for name, live in self.roster.live.items()}
+
+    def block_host_bytes(self) -> dict[str, int]:
+        """Live bytes of the state that host-placed blocks keep on the host, by block; 0 of others."""
+        return {name: self.roster.block_host_bytes(live) for name, live in self.roster.live.items()}
 
     def state_bytes(self) -> int:
         return sum(self.block_state_bytes().values())
@@ -298,7 +305,8 @@ class BlockwiseOptimizer(Optimizer):
             live = self.roster.live[name]
             rms = live.applied
             if rms is None or rms < 0:  # a backend that steps on the device has a place for it before it is known
-                rms = migration.last_rms(live, state=self.state, param_groups=self.param_groups)
+                with self.roster.visiting(live, keep=False):
+                    rms = migration.last_rms(live, state=self.roster.state, param_groups=self.param_groups)
             if rms is not None:
                 found[name] = float(rms)
         return found
@@ -429,15 +437,15 @@ class BlockwiseOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # Each tensor as a storage of its own: pickle would write a whole slab for each of its views.
-        states = {param: {key: alone(value) for key, value in state.items()} for param, state in self.state.items()}
+        self.roster.settle()
+        held = self.roster.state.items()
+        states = {param: {key: alone(value) for key, value in state.items()} for param, state in held}
         return {**self._own(), "state": defaultdict(dict, states)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.observer = None
         super().__setstate__(state)
         if self._roster is not None:
-            self._roster.state = self.state
-            for live in self._roster.live.values():
-                self._roster.pack(live)
+            self._roster.adopt(self.state)
         if self.releaser is not None:
             self.releaser.adopt(self)

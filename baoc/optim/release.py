@@ -217,7 +217,7 @@ class Releaser:
         if self.observer is not None:
             self.observer.see_part({slot.name: slot.param.grad for slot in slots})  # pyright: ignore
         if live.unseeded:
-            seeding.seed([live], state=owner.state, param_groups=owner.param_groups)
+            seeding.seed([live], roster=owner.roster, param_groups=owner.param_groups)
         with torch.autocast(slots[0].param.device.type, enabled=False):  # the backward may be inside of one
             unit.backend(owner.inputs(masks, options=self._options, phase=owner._num_steps + 1))
         # Kernels write where autograd does not see it: a backward that still needs the old weights is told.

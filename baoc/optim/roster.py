@@ -1,17 +1,22 @@
 """Which parameters run what: the live blocks of an optimizer, their slots and buckets, and late parameters."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from baoc.cost import aligned
+from baoc.errors import BadInputError
+from baoc.kernels.host_memory import check_host_memory
 from baoc.optim import groups, matching, weights
 from baoc.optim.backends import Backend, Choice, build_alone, build_backends
-from baoc.optim.state import LiveBlock, State, allocate, make_slot, new_match, packed, tensor_bytes
+from baoc.optim.placement import HostArena, Rings, order_of_travel
+from baoc.optim.state import LiveBlock, Slot, State, allocate, make_slot, new_match, packed, tensor_bytes
 from baoc.rules import RULES
-from baoc.types import Block, OptimizerSpec, ParamInfo
+from baoc.types import Block, OptimizerSpec, ParamInfo, Placement
 
 if TYPE_CHECKING:
     from baoc.optim.checkpoint import Saved
@@ -40,8 +45,10 @@ class Alone:
 
 
 class Roster:
-    """Live blocks over `state` (the optimizer's own dict: parameter -> its tensors).
+    """Live blocks over `state` (parameter -> its tensors).
 
+    `shown` is the optimizer's own dict of the same. It shows nothing of blocks that are placed on the host, for whoever
+    walks through it, as Lightning does at the start of a fit, moves what is there to the device.
     `names` maps every parameter that has state to its name, `frozen` holds the others, and `backends` is what a step
     goes through: built when first asked for, and anew after `refresh`. Whoever replaces a tensor of the state, a match,
     or a parameter's data calls that, because backends may hold addresses; copies come without backends.
@@ -49,13 +56,15 @@ class Roster:
 
     def __init__(
         self,
-        state: dict[Tensor, State],
+        shown: dict[Tensor, State],
         *,
         backend: str,
         target_rms: Mapping[str, float],
         matched_by: matching.Matching = "rms",
     ):
-        self.state = state
+        self.state: dict[Tensor, State] = {}
+        self._shown = shown
+        self.arena = HostArena()
         self.matched_by = matched_by
         self.backend = backend
         self.target_rms = dict(target_rms)
@@ -63,6 +72,7 @@ class Roster:
         self.names: dict[Tensor, str] = {}
         self.frozen: list[Tensor] = []
         self._backends: list[Backend] | None = None
+        self._rings: Rings | None = None
         self._alone: dict[str, Alone] = {}
         self._choices: dict[str, Choice] = {}
         self._guarded: dict[Tensor, str] = {}
@@ -85,21 +95,39 @@ class Roster:
         for group in param_groups:  # tied parameters are called what their block calls them
             pairs = zip(group["params"], group["param_names"], strict=True)
             group["param_names"] = [self.names.get(param, name) for param, name in pairs]
-        for block in blocks:
-            self.enlist(block, spec=chosen[block.name], param_groups=param_groups)
+        lives = [make_live(block, spec=chosen[block.name], param_groups=param_groups) for block in blocks]
+        self._check_host_memory(lives)
+        for live in lives:
+            self.enlist(live)
         self.refresh(param_groups)
 
-    def enlist(self, block: Block, *, spec: OptimizerSpec, param_groups: list[dict[str, Any]]) -> None:
-        """A block before its first step, with its state."""
-        live = make_live(block, spec=spec, param_groups=param_groups)
+    def _check_host_memory(self, lives: Iterable[LiveBlock]) -> None:
+        placed = order_of_travel(lives)
+        for live in placed:
+            devices = sorted({str(slot.param.device) for slot in live.slots})
+            if len(devices) > 1:
+                raise BadInputError(
+                    f"block {live.block.name} cannot run {live.spec.name}: its parameters are on {', '.join(devices)}, "
+                    "and the states of a host-placed block pass to one device. Make them two blocks"
+                )
+        if placed and placed[0].slots[0].param.device.type != "meta":
+            check_host_memory(sum(live.slab_bytes for live in placed), what="the states of host-placed blocks")
+
+    def enlist(self, live: LiveBlock) -> None:
+        """A block before its first step gets its state."""
         for slot, state in zip(live.slots, allocate(live.slots), strict=True):
-            self.state[slot.param] = state
+            self.put(slot, state)
             if slot.weights != "native":
                 values, dtype = weights.master(slot.param, {}), weights.dtype_of(slot.weights, info=slot.info)
                 weights.adopt_(slot.param, state, values, weights=slot.weights, name=slot.name, dtype=dtype)
                 slot.adopted = slot.param._version
-        self.add_match(live, target=self.target(block.name))
-        self.live[block.name] = live
+        self.add_match(live, target=self.target(live.block.name))
+        self.live[live.block.name] = live
+
+    def put(self, slot: Slot, state: State) -> None:
+        """Makes `state` that of the slot's parameter."""
+        self.state[slot.param] = state
+        self._shown[slot.param] = {} if slot.placed_on_host else state
 
     def target(self, block: str) -> float:
         """The update RMS that AdamW is taken to have on a block where none was measured."""
@@ -108,7 +136,7 @@ class Roster:
     def add_match(self, live: LiveBlock, *, target: float) -> None:
         """Gives a matched block its matching state, own RMS still to be measured; `target` is AdamW's RMS."""
         if live.matched and live.slots:
-            live.match = new_match(self.own_target(live, target=target), device=live.slots[0].param.device)
+            live.match = new_match(self.own_target(live, target=target), device=live.match_home)
 
     def own_target(self, live: LiveBlock, *, target: float) -> float:
         """The RMS that a block's update is scaled to, where AdamW's on it is `target`."""
@@ -121,16 +149,31 @@ class Roster:
     def __getstate__(self) -> dict[str, Any]:
         """Without the states: whoever owns them puts them back into the copy, and packs them again."""
         self._drop_backends()
-        return {**self.__dict__, "state": {}}
+        return {**self.__dict__, "state": {}, "_shown": {}, "arena": HostArena()}
+
+    def adopt(self, shown: dict[Tensor, State]) -> None:
+        """Takes the states of a copy, all of which are in `shown`, and puts them where they belong."""
+        self._shown, self.state = shown, dict(shown)
+        for live in self.live.values():
+            self.pack(live)
+        self._gather()
 
     def refresh(self, param_groups: list[dict[str, Any]]) -> None:
         """To be called after anything changed: what a step goes through is made anew."""
         self._drop_backends()
+        self._gather()
         self.frozen = [p for group in param_groups for p in group["params"] if p not in self.names]
 
     def _drop_backends(self) -> None:
+        self.settle()
         self._unread = self.new_bad(wait=True)
-        self._backends, self._alone = None, {}
+        self._backends, self._alone, self._rings = None, {}, None
+
+    def _gather(self) -> None:
+        """Host-placed states into the arena, in the order in which they pass."""
+        on_cpu = [live for live in order_of_travel(self.live.values()) if live.slots[0].home.type == "cpu"]
+        if self.arena.gather(on_cpu, state=self.state):
+            self._drop_backends()
 
     def ready(self) -> list[Backend]:
         """The backends, for parameters as they are now."""
@@ -143,7 +186,9 @@ class Roster:
     @property
     def backends(self) -> list[Backend]:
         if self._backends is None:
-            self._backends, self._choices = build_backends(self.live.values(), state=self.state, name=self.backend)
+            self._backends, self._choices = build_backends(
+                self.live.values(), state=self.state, name=self.backend, rings=self.rings
+            )
             looking = {live for b in self._backends if not b.excludes_nonfinite for k in b.buckets for live in k.blocks}
             self._guarded = {slot.param: self.names[slot.param] for live in looking for slot in live.slots}
         return self._backends
@@ -156,10 +201,56 @@ class Roster:
         if unit is not None:
             self._unread = self.new_bad(wait=True)
         live = self.live[name]
-        backend = build_alone(live, state=self.state, backend=self.choices[name].backend)
+        backend = build_alone(live, state=self.state, backend=self.choices[name].backend, rings=self.rings)
         guarded = {} if backend.excludes_nonfinite else {slot.param: self.names[slot.param] for slot in live.slots}
         self._alone[name] = unit = Alone(live=live, backend=backend, guarded=guarded)
         return unit
+
+    # -- states on the host ---------------------------------------------------------------------------------------
+
+    @property
+    def rings(self) -> Rings:
+        """Through which host-placed blocks pass to be stepped; made when it is first asked for."""
+        if self._rings is None:
+            self._rings = Rings(self.live.values(), home=self.state)
+        return self._rings
+
+    def join(self) -> None:
+        """Ends a step: what is launched from now on sees its weights."""
+        if self._rings is not None:
+            self._rings.join()
+
+    def settle(self) -> None:
+        """Returns when all states are where they are kept. To be called before anybody reads them."""
+        if self._rings is not None:
+            self._rings.settle()
+
+    @contextmanager
+    def visiting(self, live: LiveBlock, *, keep: bool = True) -> Iterator[None]:
+        """Inside, a host-placed block has its states on its parameters' device; with `keep`, changes come home."""
+        if not live.on_host:
+            yield
+            return
+        self.settle()
+        home = {slot.param: self.state[slot.param] for slot in live.slots}
+        away = allocate(live.slots, at_home=False)
+        for slot, there in zip(live.slots, away, strict=True):
+            for key, value in home[slot.param].items():
+                if key == "step":
+                    there[key] = value
+                else:
+                    there[key].copy_(value)
+            self.state[slot.param] = there
+        try:
+            yield
+        finally:
+            for slot, there in zip(live.slots, away, strict=True):
+                if self.state[slot.param] is there:  # nobody gave it another one
+                    self.state[slot.param] = home[slot.param]
+                    for key, value in home[slot.param].items() if keep else ():
+                        value.copy_(there[key])
+            if keep and self._rings is not None:
+                self._rings.forget()
 
     @property
     def choices(self) -> dict[str, Choice]:
@@ -210,7 +301,7 @@ class Roster:
             groups.check_applies(spec, block=block)
         for info, block in late:
             self.names[where[info.name][0]] = info.name
-            self.enlist(block, spec=spec, param_groups=param_groups)
+            self.enlist(make_live(block, spec=spec, param_groups=param_groups))
             log.info("%s came after the plan was made: it runs %s", info.name, spec.name)
         self.refresh(param_groups)
 
@@ -236,26 +327,42 @@ class Roster:
         for live in self.live.values():
             self.pack(live)
             if live.match is not None:
-                live.match = live.match.to(live.slots[0].param.device)
+                live.match = live.match.to(live.match_home)
         self._drop_backends()
+        self._gather()
         self.placed = True
 
     def pack(self, live: LiveBlock) -> None:
-        """Puts the block's states into slabs on their parameters' devices, where they do not lie so already."""
+        """Puts the block's states into slabs where they are to be kept, where they do not lie so already."""
         states = packed(live.slots, [self.state[slot.param] for slot in live.slots])
         for slot, state in zip(live.slots, states, strict=True):
             slot.on_cpu = slot.param.device.type == "cpu"
             if "step" in state:
                 state["step"] = state["step"].cpu()
-            self.state[slot.param] = state
+            self.put(slot, state)
 
     def block_bytes(self, live: LiveBlock) -> int:
-        """Live bytes of a block's state, its matching state included."""
+        """Live bytes of a block's state on its parameters' device, its matching state included."""
+        match = [live.match] if live.match is not None else []
+        if live.on_host:
+            return tensor_bytes(match) if live.spec.placement == Placement.HOST_STREAMED else 0
+        return self._steps(live) + tensor_bytes([*self._tensors(live), *match])
+
+    def block_host_bytes(self, live: LiveBlock) -> int:
+        """Live bytes of a host-placed block's state on the host."""
+        if not live.on_host:
+            return 0
+        match = [live.match] if live.match is not None and live.spec.placement == Placement.HOST_UPDATED else []
+        return self._steps(live) + sum(aligned(value.nbytes) for value in self._tensors(live)) + tensor_bytes(match)
+
+    def _tensors(self, live: LiveBlock) -> list[Tensor]:
         states = [self.state[slot.param].items() for slot in live.slots]
-        tensors = [value for state in states for key, value in state if key != "step"]
-        # Steps may be views of all of a backend's.
-        steps = sum(value.nbytes for state in states for key, value in state if key == "step")
-        return steps + tensor_bytes([*tensors, *([live.match] if live.match is not None else [])])
+        return [value for state in states for key, value in state if key != "step"]
+
+    def _steps(self, live: LiveBlock) -> int:
+        """Steps may be views of all of a backend's."""
+        states = [self.state[slot.param] for slot in live.slots]
+        return sum(state["step"].nbytes for state in states if "step" in state)
 
 
 def _as_it_is(block: Block, params: Mapping[str, Tensor]) -> Block:

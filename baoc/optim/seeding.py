@@ -12,24 +12,31 @@ import torch
 from torch import Tensor
 
 from baoc.optim import inherit
+from baoc.optim.roster import Roster
 from baoc.optim.state import LiveBlock, Slot, State, step_of
 from baoc.rules import RuleContext
 from baoc.rules.matrix import as_matrix
 from baoc.types import Moments, StateKind
 
 
-def seed(blocks: Iterable[LiveBlock], *, state: Mapping[Tensor, State], param_groups: list[dict[str, Any]]) -> None:
+def seed(blocks: Iterable[LiveBlock], *, roster: Roster, param_groups: list[dict[str, Any]]) -> None:
     """Starts what is `unseeded` and has a gradient now; a gradient of zeros tells nothing yet."""
     for live in blocks:
-        for slot in live.slots:
-            grad = slot.param.grad
-            if slot.name not in live.unseeded or grad is None:
-                continue
-            grad = grad.detach().to(torch.float32)
-            square = torch.where(grad.isfinite(), grad, 0.0).square_()
-            if bool(square.any()):
-                _start(slot, state[slot.param], square, betas=param_groups[slot.group]["betas"])
-                live.unseeded.discard(slot.name)
+        if any(slot.name in live.unseeded and slot.param.grad is not None for slot in live.slots):
+            with roster.visiting(live):
+                _seed_block(live, state=roster.state, param_groups=param_groups)
+
+
+def _seed_block(live: LiveBlock, *, state: Mapping[Tensor, State], param_groups: list[dict[str, Any]]) -> None:
+    for slot in live.slots:
+        grad = slot.param.grad
+        if slot.name not in live.unseeded or grad is None:
+            continue
+        grad = grad.detach().to(torch.float32)
+        square = torch.where(grad.isfinite(), grad, 0.0).square_()
+        if bool(square.any()):
+            _start(slot, state[slot.param], square, betas=param_groups[slot.group]["betas"])
+            live.unseeded.discard(slot.name)
 
 
 def _start(slot: Slot, state: State, square: Tensor, *, betas: tuple[float, float]) -> None:

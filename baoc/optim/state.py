@@ -2,7 +2,8 @@
 
 State of a parameter is a flat dict of tensors: "step" (fp32 on the CPU, as torch keeps it) where the rule counts steps,
 for each declared state its codec's parts, "m" and "m.scale" for example, and "correction" of split weights. All but the
-step are views of one slab of bytes per block and device. A matched block has fp32[2] besides.
+step are views of one slab of bytes per block and device. A matched block has fp32[2] besides. Blocks that are placed on
+the host have their slab there, in the optimizer's arena.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +18,7 @@ from baoc.codecs import CODEC_IMPLS, Codec
 from baoc.cost import aligned
 from baoc.optim.weights import CORRECTION, CORRECTIONS
 from baoc.rules import RULES, RuleContext, UpdateRule
-from baoc.types import Block, OptimizerSpec, ParamInfo, StateDecl, StateKind, StateLayout
+from baoc.types import Block, OptimizerSpec, ParamInfo, Placement, StateDecl, StateKind, StateLayout
 
 State = dict[str, Tensor]
 
@@ -80,7 +81,22 @@ class Slot:
     counts_steps: bool
     matrix: tuple[int, int] | None
     on_cpu: bool
+    placement: str = Placement.DEVICE
     adopted: int = -1  # version of the parameter when its data became what `weights` says
+
+    @property
+    def slab_bytes(self) -> int:
+        return sum(aligned(part.nbytes) for part in self.parts)
+
+    @property
+    def home(self) -> torch.device:
+        """Where its state is kept between steps: beside the parameter, or on the host."""
+        moved = self.placed_on_host and self.param.device.type != "meta"
+        return torch.device("cpu") if moved else self.param.device
+
+    @property
+    def placed_on_host(self) -> bool:
+        return self.placement != Placement.DEVICE
 
     def context(
         self, *, step: int, betas: tuple[float, float], eps: float, finite: Tensor | None = None
@@ -118,6 +134,20 @@ class LiveBlock:
     @property
     def matched(self) -> bool:
         return self.rule.info.matched and self.block.numel > 0
+
+    @property
+    def on_host(self) -> bool:
+        return self.spec.placement != Placement.DEVICE
+
+    @property
+    def slab_bytes(self) -> int:
+        return sum(slot.slab_bytes for slot in self.slots)
+
+    @property
+    def match_home(self) -> torch.device:
+        """Where the step is computed, which reads the match."""
+        slot = self.slots[0]
+        return slot.home if self.spec.placement == Placement.HOST_UPDATED else slot.param.device
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -158,6 +188,7 @@ def make_slot(name: str, param: Tensor, *, info: ParamInfo, group: int, spec: Op
         counts_steps=rule.info.counts_steps and not empty,
         matrix=info.matrix_shape,
         on_cpu=param.device.type == "cpu",
+        placement=spec.placement,
     )
 
 
@@ -166,33 +197,42 @@ def _part(key: str, tensor: Tensor) -> Part:
     return Part(key=key, dtype=tensor.dtype, shape=shape, stride=stride, nbytes=tensor.nbytes)
 
 
-def allocate(slots: Sequence[Slot]) -> list[State]:
-    """The states of a block's parameters before its first step: zeros in one slab, or one per device."""
+def allocate(slots: Sequence[Slot], *, at_home: bool = True) -> list[State]:
+    """The states of a block's parameters before its first step: zeros in one slab, or one per device.
+
+    `at_home` False: on the parameters' devices, wherever they are kept.
+    """
+    homes = [slot.home if at_home else slot.param.device for slot in slots]
     sizes: dict[torch.device, int] = {}
-    for slot in slots:
-        size = sum(aligned(part.nbytes) for part in slot.parts)
-        sizes[slot.param.device] = sizes.get(slot.param.device, 0) + size
+    for slot, device in zip(slots, homes, strict=True):
+        sizes[device] = sizes.get(device, 0) + slot.slab_bytes
     slabs = {device: torch.zeros(size, dtype=torch.uint8, device=device) for device, size in sizes.items() if size}
     offsets = dict.fromkeys(slabs, 0)
     states: list[State] = []
-    for slot in slots:
+    for slot, device in zip(slots, homes, strict=True):
         state: State = {"step": new_step(0)} if slot.counts_steps else {}
-        for part in slot.parts:
-            device = slot.param.device
-            begin = offsets[device]
-            flat = slabs[device][begin : begin + part.nbytes].view(part.dtype)
-            state[part.key] = flat.as_strided(part.shape, part.stride)
-            offsets[device] = begin + aligned(part.nbytes)
+        if slot.parts:
+            state |= views(slot, slabs[device], begin=offsets[device])
+            offsets[device] += slot.slab_bytes
         states.append(state)
     return states
 
 
+def views(slot: Slot, slab: Tensor, *, begin: int) -> State:
+    """The parameter's state tensors, steps apart, in a slab (uint8), from byte `begin` on."""
+    state: State = {}
+    for part in slot.parts:
+        state[part.key] = slab[begin : begin + part.nbytes].view(part.dtype).as_strided(part.shape, part.stride)
+        begin += aligned(part.nbytes)
+    return state
+
+
 def packed(slots: Sequence[Slot], states: Sequence[State]) -> list[State]:
-    """The states in slabs on their parameters' devices: as they are where they lie so, else copies."""
+    """The states in slabs where they are to be kept: as they are where they lie so, else copies."""
     held = [(slot, state[part.key]) for slot, state in zip(slots, states, strict=True) for part in slot.parts]
     storages = {tensor.untyped_storage()._cdata for _, tensor in held}
-    devices = {slot.param.device for slot, _ in held}
-    if len(storages) <= len(devices) and all(tensor.device == slot.param.device for slot, tensor in held):
+    homes = {slot.home for slot, _ in held}
+    if len(storages) <= len(homes) and all(tensor.device == slot.home for slot, tensor in held):
         return list(states)
     moved = allocate(slots)
     for new, state in zip(moved, states, strict=True):
@@ -208,6 +248,10 @@ def alone(tensor: Tensor) -> Tensor:
     """
     if tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor
+    if tensor.device.type == "cpu" and tensor.is_pinned():  # which from_dlpack takes for memory of a GPU
+        size = (tensor.nbytes // tensor.element_size(),)
+        flat = tensor.as_strided(size, (1,)).view(torch.uint8).numpy()
+        return torch.from_numpy(flat).view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
     return torch.from_dlpack(tensor) if tensor.device.type in ("cpu", "cuda") else tensor.clone()
 
 

@@ -8,12 +8,12 @@ import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from baoc.errors import BadInputError
+from baoc.kernels.host_memory import available_host_bytes
 from baoc.types import Budget
 from baoc.units import MIB, format_bytes
 
@@ -29,7 +29,10 @@ def free_bytes(device: torch.device | str) -> int:
     """
     device = torch.device(device)
     if device.type != "cuda":
-        return _available_host_bytes()
+        available = available_host_bytes()
+        if available is None:
+            raise BadInputError("the free memory of this machine is not known: give a budget as a size, not auto")
+        return available
     index = _index(device)
     _remember_free(index)
     cached = torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
@@ -198,18 +201,3 @@ def _nvml_own(index: int) -> int | None:
     if not mine and len(told) == count.value == 1:
         mine = [told[0].used]
     return mine[0] if len(mine) == 1 else None
-
-
-def _available_host_bytes() -> int:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError) as error:  # Windows
-        raise BadInputError(
-            "the free memory of this machine is not known: give a budget as a size, not auto"
-        ) from error

@@ -1,8 +1,13 @@
-"""Who steps what. This is the one place that decides it: fused kernels where there are some, else eager torch."""
+"""Who steps what. This is the one place that decides it: fused kernels where there are some, else eager torch.
+
+Blocks that are placed on the host pass through rings of buffers (`optim.placement`), and the same backends step them
+there: on the device where they are streamed, on the host where they are updated.
+"""
 
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,12 +17,15 @@ from baoc.optim.backends.eager import EagerBackend
 from baoc.optim.backends.fused import FusedBackend
 from baoc.optim.backends.native import NativeBackend
 from baoc.optim.backends.native_kinds import refusal as native_refusal
+from baoc.optim.backends.streamed import HostedBackend, StreamedBackend
+from baoc.optim.backends.updated import UpdatedBackend
+from baoc.optim.placement import Rings, Streaming, Updating, on_host
 from baoc.optim.state import LiveBlock, State, to_buckets
-from baoc.types import OptimizerSpec
+from baoc.types import OptimizerSpec, Placement
 
 __all__ = [
-    "BACKENDS", "NATIVE_FROM", "Backend", "Choice", "Options", "StepInputs", "backend_for", "build_alone",
-    "build_backends", "stand_in",
+    "BACKENDS", "NATIVE_FROM", "Backend", "Choice", "HostedBackend", "Options", "StepInputs", "backend_for",
+    "build_alone", "build_backends", "stand_in",
 ]  # fmt: skip
 
 log = logging.getLogger(__name__)
@@ -47,9 +55,16 @@ def backend_for(block: LiveBlock, *, name: str, numel: int = 0) -> Choice:
     state (a unit in the last place of an update, a code in thousands), so a machine without a compiler trains the same
     to that tolerance and not to the bit; name a backend where it has to be. A backend that is named takes what it can;
     the rest is eager too, and the log says so.
+    Where states are placed makes no difference to a streamed block. One that the host updates is stepped natively there
+    if its parameters are on a GPU, whatever its size and whatever was asked for; no kernel of a GPU can.
     """
+    candidates = _automatic(block.spec, numel=numel) if name == "auto" else (name,)
+    if block.spec.placement == Placement.HOST_UPDATED:
+        if any(slot.param.device.type == "cuda" for slot in block.slots):
+            candidates = ("eager",) if name == "eager" else ("native",)
+        block = on_host(block, [torch.empty_like(slot.param, device="cpu") for slot in block.slots])
     refused = []
-    for candidate in _automatic(block.spec, numel=numel) if name == "auto" else (name,):
+    for candidate in candidates:
         why = BACKENDS[candidate].refusal(block)
         if not why:
             return Choice(backend=candidate, refused="; ".join(refused))
@@ -70,17 +85,20 @@ def stand_in(spec: OptimizerSpec, *, device: torch.device, numel: int) -> str:
 
 
 def build_backends(
-    blocks: Iterable[LiveBlock], *, state: Mapping[Tensor, State], name: str
+    blocks: Iterable[LiveBlock], *, state: Mapping[Tensor, State], name: str, rings: Rings
 ) -> tuple[list[Backend], dict[str, Choice]]:
-    """The backends that are needed, and who steps each block."""
+    """The backends that are needed, those that work beside the others first, and who steps each block."""
     blocks = list(blocks)
     if name != "auto":
         BACKENDS[name].require()
     numel = sum(live.block.numel for live in blocks)
     choices = {live.block.name: backend_for(live, name=name, numel=numel) for live in blocks}
-    backends = []
+    backends: list[Backend] = []
+    for ring in rings:
+        for backend, pieces in ring.pieces(lambda live: choices[live.block.name].backend).items():
+            backends.append(_hosted(ring, pieces, build=BACKENDS[backend], state=state))
     for backend, build in BACKENDS.items():
-        mine = [live for live in blocks if choices[live.block.name].backend == backend]
+        mine = [live for live in blocks if choices[live.block.name].backend == backend and not live.on_host]
         if mine:
             backends.append(build(to_buckets(mine), state=state))
     refused = {f"{block} ({choice.refused})" for block, choice in choices.items() if choice.refused}
@@ -89,11 +107,27 @@ def build_backends(
     return backends, choices
 
 
-def build_alone(block: LiveBlock, *, state: Mapping[Tensor, State], backend: str) -> Backend:
-    """A backend for one block by itself, stepped in the middle of a backward pass.
+def build_alone(block: LiveBlock, *, state: Mapping[Tensor, State], backend: str, rings: Rings) -> Backend:
+    """A backend for one block by itself, stepped in the middle of a backward pass, which then drops its gradients.
 
     Its kernels are launched plainly: nothing is captured there.
     """
+    if block.on_host:
+        ring = rings.of(block)
+        return _hosted(ring, [ring.single(block.block.name)], build=BACKENDS[backend], state=state, releases=True)
     if backend == FusedBackend.name:
         return FusedBackend(to_buckets([block]), state=state, graphs=False)
     return BACKENDS[backend](to_buckets([block]), state=state)
+
+
+def _hosted(
+    ring: Streaming | Updating,
+    pieces: Any,
+    *,
+    build: type[Backend],
+    state: Mapping[Tensor, State],
+    releases: bool = False,
+) -> HostedBackend:
+    if isinstance(ring, Streaming):
+        return StreamedBackend(pieces, streaming=ring, build=build, state=state, releases=releases)
+    return UpdatedBackend(pieces, updating=ring, build=build, state=state)

@@ -22,7 +22,7 @@ from baoc.optim.backends.base import Backend, StepInputs
 from baoc.optim.state import Bucket, LiveBlock, Slot, State
 from baoc.optim.weights import seed_of
 from baoc.rules import RULES
-from baoc.types import OptimizerSpec, StateKind
+from baoc.types import OptimizerSpec, Placement, StateKind
 
 _NOTHING = nullcontext()
 _LOOKED_AT = 4  # parameters whose address is compared in each step, by turns
@@ -48,7 +48,7 @@ def has_kernel(spec: OptimizerSpec) -> bool:
         Kind(rule=spec.rule, m=m, v=v, weights="native" if spec.weights == NEAREST else spec.weights)
     except ValueError:
         return False
-    return spec.placement == "device"
+    return spec.placement != Placement.HOST_UPDATED
 
 
 class FusedBackend(Backend):
@@ -70,8 +70,6 @@ class FusedBackend(Backend):
     def refusal(block: LiveBlock) -> str:
         """Why there is no kernel for the block; empty if there is."""
         params = [slot.param for slot in block.slots if slot.param.numel()]
-        if block.spec.placement != "device":
-            return f"its states are kept on the {block.spec.placement}"
         if not all(available(param.device) for param in params):
             return "Triton steps parameters on NVIDIA GPUs only"
         try:

@@ -29,8 +29,6 @@ _CPU = torch.device("cpu")
 def refusal(spec: OptimizerSpec) -> str:
     """Why there is no native step for the spec; empty if there is."""
     rule, storage = RULES[spec.rule].info, STORAGES[spec.storage]
-    if spec.placement != "device":
-        return f"its states are kept on the {spec.placement}"
     if not (rule.name in _ELEMENTWISE or rule.name in _SHARED or fold_of(rule) > 1):
         return f"there is no native step for rule {rule.name}"
     unknown = {storage.codec(decl) for decl in rule.states} - set(NATIVE_CODECS)

@@ -1,0 +1,119 @@
+"""Host memory that a GPU reads and writes directly: how much there is, and locking exactly the pages that are used."""
+
+import logging
+import os
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from baoc.errors import BadInputError
+from baoc.units import format_bytes
+
+log = logging.getLogger(__name__)
+_ROOT = Path("/sys/fs/cgroup")
+_CGROUPS = (
+    (_ROOT, "memory.max", "memory.current", "inactive_file"),
+    (_ROOT / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+def available_host_bytes() -> int | None:
+    """Bytes that this process may still take: what the system calls available, or what its container leaves it.
+
+    None where the system does not tell.
+    """
+    found = [limit for limit in (_of_system(), _of_container()) if limit is not None]
+    return min(found, default=None)
+
+
+def _of_system() -> int | None:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # Windows
+        return None
+
+
+def _of_container() -> int | None:
+    """What a cgroup leaves, files counted as free that the system only keeps as long as nobody needs the memory."""
+    for folder, limit, used, cache in _CGROUPS:
+        try:
+            texts = [(folder / name).read_text().strip() for name in (limit, used)]
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):
+            continue
+        if all(text.isdigit() for text in texts):
+            return max(int(texts[0]) - int(texts[1]) + int(stat.get(cache, 0)), 0)
+    return None
+
+
+_ADVICE = "give fewer blocks to the host, or narrower storage such as int8"
+
+
+def check_host_memory(nbytes: int, *, what: str) -> None:
+    """Raises BadInputError where the machine does not have so much memory left."""
+    left = available_host_bytes()
+    if left is not None and nbytes > left:
+        raise BadInputError(
+            f"{what} need {format_bytes(nbytes)} of host memory, and {format_bytes(left)} are available: {_ADVICE}"
+        )
+
+
+def host_memory(nbytes: int, *, what: str) -> Tensor:
+    """uint8 zeros on the CPU, not locked. Raises BadInputError where they cannot be had."""
+    check_host_memory(nbytes, what=what)
+    try:
+        return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
+    except RuntimeError as error:  # torch has no type of its own for it
+        raise BadInputError(
+            f"{what} need {format_bytes(nbytes)} of host memory, which was refused: {_ADVICE}"
+        ) from error
+
+
+class Lock:
+    """Keeps `memory` where it is, so that copies to and from `device` run by themselves, until this object is gone.
+
+    Registered, not allocated as pinned: torch's pinned memory is rounded up to a power of two. `on` is False where the
+    system refuses, as it does above the limit on locked memory; copies then are slower and wait.
+    """
+
+    def __init__(self, memory: Tensor, *, device: torch.device):
+        self.memory = memory
+        self.on = device.type == "cuda" and memory.numel() > 0 and _register(memory, device=device)
+        if self.on:
+            release = weakref.finalize(self, _unregister, memory)
+            release.atexit = False  # the process gives everything back, in an order of its own
+
+
+def _register(memory: Tensor, *, device: torch.device) -> bool:
+    with torch.cuda.device(device):
+        runtime = torch.cuda.cudart()
+        try:
+            error = int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+        except RuntimeError as refused:
+            log.debug("locking host memory raised: %s", refused)
+            error = -1
+        if error:
+            _clear(lambda: torch.zeros(1, device=device))
+        return not error
+
+
+def _clear(look: Callable[[], object]) -> None:
+    """The runtime keeps its last error, and torch would raise it at its next launch: take it away here."""
+    try:
+        look()
+    except RuntimeError as error:
+        log.debug("locking host memory was refused: %s", error)
+
+
+def _unregister(memory: Tensor) -> None:
+    """`memory` lives until here, as the finalizer holds it."""
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())

@@ -1,0 +1,99 @@
+"""The backend of streamed blocks: each piece is stepped by a backend of its own, on the staged states in its buffer."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from baoc.errors import BadInputError
+from baoc.optim.backends.base import Backend, StepInputs
+from baoc.optim.backends.fused import FusedBackend
+from baoc.optim.placement.streaming import Piece, Streaming
+from baoc.optim.state import State, to_buckets
+
+
+class HostedBackend(Backend):
+    """Steps pieces of host-placed blocks, in backward or all that are left when it is called.
+
+    What runs beside the caller then is waited for by `Roster.join`.
+    """
+
+    looks_ahead = False  # True if it looks for non-finite gradients itself where it steps ahead
+
+    def __init__(self, pieces: Sequence[Any], *, state: Mapping[Tensor, State]):
+        super().__init__(to_buckets([live for piece in pieces for live in piece.blocks]), state=state)
+        self.pieces = pieces
+        self.done: set[int] = set()  # pieces, by their number, that were stepped in backward
+
+    def __call__(self, inputs: StepInputs) -> None:
+        done, self.done = self.done, set()
+        for index in range(len(self.pieces)):
+            if index not in done:
+                self.step(index, inputs)
+
+    def step(self, index: int, inputs: StepInputs, *, ahead: bool = False) -> None:
+        """Steps a piece; `ahead` of the others, in backward, when nobody has looked at its gradients yet."""
+        raise NotImplementedError
+
+    def capture(self, inputs: StepInputs) -> None:
+        names = ", ".join(block.block.name for bucket in self.buckets for block in bucket.blocks)
+        raise BadInputError(
+            f"a CUDA graph cannot capture the step of {names}: their states are on the host. Give them specs that are "
+            "placed on the device, or capture forward and backward alone"
+        )
+
+
+class StreamedBackend(HostedBackend):
+    """`build` is the backend that steps them. `releases`: gradients are dropped as soon as a call returns."""
+
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        *,
+        streaming: Streaming,
+        build: type[Backend],
+        state: Mapping[Tensor, State],
+        releases: bool = False,
+    ):
+        super().__init__(pieces, state=state)
+        self.name = f"streamed {build.name}"
+        self.excludes_nonfinite = build.excludes_nonfinite
+        self._streaming, self._releases = streaming, releases
+        extra = {"graphs": False} if build is FusedBackend else {}  # a graph for each piece would cost memory
+        self.inner = [build(to_buckets(piece.blocks), state=piece.staged, **extra) for piece in pieces]
+        self._shared: set[int] = set()
+
+    def step(self, index: int, inputs: StepInputs, *, ahead: bool = False) -> None:
+        piece = self.pieces[index]
+        if piece.grads:
+            staged = replace(inputs, state=piece.staged)
+            self._streaming.step(piece, lambda: self._run(index, staged), releases=self._releases)
+
+    def _run(self, index: int, inputs: StepInputs) -> None:
+        self.inner[index](inputs)
+        if index not in self._shared:
+            self.pieces[index].share_steps()
+            self._shared.add(index)
+
+    @property
+    def moved(self) -> bool:
+        return any(backend.moved for backend in self.inner)
+
+    def mark(self) -> None:
+        for backend in self.inner:
+            backend.mark()
+
+    def forget_marks(self) -> None:
+        for backend in self.inner:
+            backend.forget_marks()
+
+    @property
+    def marked(self) -> bool:
+        return all(backend.marked for backend in self.inner)
+
+    def new_bad(self, *, wait: bool) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for backend in self.inner:
+            found |= backend.new_bad(wait=wait)
+        return found

@@ -1,0 +1,52 @@
+"""The backend of updated blocks: each piece is stepped on the host, natively or in eager torch, on staged gradients."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from baoc.optim.backends.base import Backend, StepInputs
+from baoc.optim.backends.streamed import HostedBackend
+from baoc.optim.finite import all_finite, mask_
+from baoc.optim.placement.updating import Piece, Updating
+from baoc.optim.state import State, to_buckets
+
+
+class UpdatedBackend(HostedBackend):
+    """`build` is the backend that steps the host's twins of the blocks."""
+
+    looks_ahead = True
+
+    def __init__(
+        self, pieces: Sequence[Piece], *, updating: Updating, build: type[Backend], state: Mapping[Tensor, State]
+    ):
+        super().__init__(pieces, state=state)
+        self.name = f"updated {build.name}"
+        self._updating = updating
+        self._inner = [build(to_buckets(piece.twins), state=piece.state) for piece in pieces]
+        self._bad: dict[str, int] = {}
+
+    def step(self, index: int, inputs: StepInputs, *, ahead: bool = False) -> None:
+        piece = self.pieces[index]
+        if not piece.has_gradients:
+            return
+        masks = {weight: inputs.masks[p].cpu() for p, weight in piece.twin_of().items() if p in inputs.masks}
+        given = replace(inputs, state=piece.state, masks=masks)
+        self._updating.step(piece, lambda: self._run(index, given, looks=ahead))
+
+    def _run(self, index: int, inputs: StepInputs, *, looks: bool) -> None:
+        names = {slot.param: slot.name for twin in self.pieces[index].twins for slot in twin.slots}
+        params = [param for param in names if param.grad is not None]
+        if looks and not all_finite(params, names=names):
+            masks = mask_(params)
+            inputs = replace(inputs, masks=masks)
+            self._bad |= {names[param]: int(mask.numel() - mask.sum()) for param, mask in masks.items()}
+        self._inner[index](inputs)
+
+    @property
+    def moved(self) -> bool:
+        return False  # addresses of parameters are not kept
+
+    def new_bad(self, *, wait: bool) -> dict[str, int]:
+        found, self._bad = self._bad, {}
+        return found

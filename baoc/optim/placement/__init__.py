@@ -1,0 +1,52 @@
+"""Blocks whose states are kept on the host: where they lie, how they pass, and what waits for what."""
+
+from collections.abc import Iterable, Iterator
+
+from torch import Tensor
+
+from baoc.optim.placement.arena import HostArena
+from baoc.optim.placement.lanes import Inline, Lanes
+from baoc.optim.placement.streaming import Streaming
+from baoc.optim.placement.updating import Updating, on_host
+from baoc.optim.state import LiveBlock, State
+from baoc.types import Placement
+
+__all__ = ["HostArena", "Inline", "Lanes", "Rings", "Streaming", "Updating", "on_host", "order_of_travel"]
+
+_KINDS = {Placement.HOST_STREAMED: Streaming, Placement.HOST_UPDATED: Updating}
+
+
+def order_of_travel(blocks: Iterable[LiveBlock]) -> list[LiveBlock]:
+    """Host-placed blocks in the order in which backward is done with them, near enough: the last ones first."""
+    return [live for live in reversed(list(blocks)) if live.on_host and any(slot.param.numel() for slot in live.slots)]
+
+
+class Rings:
+    """The rings of an optimizer, one for each placement and device that its blocks have."""
+
+    def __init__(self, blocks: Iterable[LiveBlock], *, home: dict[Tensor, State]):
+        groups: dict[tuple[str, object], list[LiveBlock]] = {}
+        for live in order_of_travel(blocks):
+            groups.setdefault((live.spec.placement, live.slots[0].param.device), []).append(live)
+        self._rings = [_KINDS[Placement(placement)](group, home=home) for (placement, _), group in groups.items()]
+
+    def __iter__(self) -> Iterator[Streaming | Updating]:
+        return iter(self._rings)
+
+    def of(self, block: LiveBlock) -> Streaming | Updating:
+        return next(ring for ring in self._rings if block in ring.blocks)
+
+    def join(self) -> None:
+        """What is launched from now on sees the weights of the step."""
+        for ring in self._rings:
+            ring.join()
+
+    def settle(self) -> None:
+        """States are at home when this returns."""
+        for ring in self._rings:
+            ring.settle()
+
+    def forget(self) -> None:
+        """States were changed at home."""
+        for ring in self._rings:
+            ring.forget()

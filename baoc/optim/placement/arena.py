@@ -1,0 +1,93 @@
+"""The host memory of an optimizer's host-placed states: one piece of exactly their bytes, locked for the GPU."""
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from baoc.kernels.host_memory import Lock, host_memory
+from baoc.optim.state import LiveBlock, State, views
+from baoc.units import format_bytes
+
+log = logging.getLogger(__name__)
+
+
+def slab_of(live: LiveBlock, state: dict[Tensor, State]) -> Tensor:
+    """The bytes (uint8) of a host-placed block that has any, as they lie in their storage."""
+    slot = next(slot for slot in live.slots if slot.parts)
+    first = state[slot.param][slot.parts[0].key]
+    begin = first.storage_offset() * first.element_size()
+    whole = torch.empty(0, dtype=torch.uint8, device=first.device).set_(first.untyped_storage())
+    return whole[begin : begin + live.slab_bytes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Segment:
+    memory: Tensor
+    lock: Lock
+
+    def holds(self, slab: Tensor) -> bool:
+        return slab.untyped_storage().data_ptr() == self.memory.data_ptr()
+
+
+class HostArena:
+    """Slabs of host-placed blocks, in as few segments as their coming and going allows: one, until blocks move.
+
+    A segment that is no longer full is given up, and what is left in it moves to a new one with what has come, so the
+    bytes here are those of the slabs at all times. That takes as much host memory again as moves, and no more.
+    """
+
+    def __init__(self) -> None:
+        self._segments: list[_Segment] = []
+        self._warned = False
+
+    @property
+    def nbytes(self) -> int:
+        return sum(segment.memory.nbytes for segment in self._segments)
+
+    @property
+    def locked(self) -> bool:
+        """True if all of it is; copies then run beside the caller."""
+        return all(segment.lock.on for segment in self._segments)
+
+    def gather(self, blocks: Iterable[LiveBlock], *, state: dict[Tensor, State]) -> bool:
+        """Brings the blocks' slabs in, in order; True if any moved. Raises BadInputError where memory is out."""
+        found = [(live, slab_of(live, state)) for live in blocks if live.slab_bytes]
+        used = {id(segment): 0 for segment in self._segments}
+        inside = []
+        for _, slab in found:
+            segment = next((s for s in self._segments if s.holds(slab)), None)
+            inside.append(segment)
+            if segment is not None:
+                used[id(segment)] += slab.nbytes
+        full = {id(segment) for segment in self._segments if used[id(segment)] == segment.memory.nbytes}
+        moving = [live for (live, _), segment in zip(found, inside, strict=True) if id(segment) not in full]
+        if moving:
+            del found, slab  # pyright: ignore[reportPossiblyUnboundVariable]
+            self._segments.append(self._move(moving, state=state))
+            full.add(id(self._segments[-1]))
+        self._segments = [segment for segment in self._segments if id(segment) in full]
+        return bool(moving)
+
+    def _move(self, blocks: list[LiveBlock], *, state: dict[Tensor, State]) -> _Segment:
+        memory = host_memory(sum(live.slab_bytes for live in blocks), what="the states of host-placed blocks")
+        segment = _Segment(memory=memory, lock=Lock(memory, device=blocks[0].slots[0].param.device))
+        begin = 0
+        for live in blocks:
+            memory[begin : begin + live.slab_bytes].copy_(slab_of(live, state))
+            for slot in live.slots:
+                state[slot.param].update(views(slot, memory, begin=begin))
+                begin += slot.slab_bytes
+        self._warn(segment, device=blocks[0].slots[0].param.device)
+        return segment
+
+    def _warn(self, segment: _Segment, *, device: torch.device) -> None:
+        if device.type == "cuda" and not segment.lock.on and not self._warned:
+            self._warned = True
+            log.warning(
+                "the system refused to lock %s of host memory for host-placed states (see `ulimit -l`): copies to and "
+                "from the GPU wait for each other, so steps take longer",
+                format_bytes(segment.memory.nbytes),
+            )

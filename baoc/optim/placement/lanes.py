@@ -1,0 +1,92 @@
+"""What runs beside the caller, and what waits for what: copies in, steps, copies out.
+
+A lane does its work in order; lanes know nothing of each other but for marks. A mark is taken when a lane has come so
+far, and another lane waits for it. `MAIN` is the caller's own lane, in which forward and backward run.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+MAIN, IN, STEP, OUT = "main", "in", "step", "out"
+_OWN = (IN, STEP, OUT)
+
+
+class Lanes(Protocol):
+    def run(self, lane: str, work: Callable[[], object]) -> None:
+        """Does `work` in the lane, now or when the lane comes to it."""
+        ...
+
+    def mark(self, lane: str) -> Any:
+        """How far the lane has been given work by now."""
+        ...
+
+    def wait(self, lane: str, mark: Any) -> None:
+        """What the lane is given from now on waits for the mark."""
+        ...
+
+    def wait_here(self, mark: Any) -> None:
+        """The calling thread waits for the mark."""
+        ...
+
+    def keep(self, tensors: Iterable[Tensor], *, lane: str) -> None:
+        """The memory of tensors that the caller lets go of is not used again before the lane has come so far."""
+        ...
+
+
+class Inline:
+    """All work is done at once, in the caller's order: on the CPU, where nothing runs beside anything."""
+
+    def run(self, lane: str, work: Callable[[], object]) -> None:
+        work()
+
+    def mark(self, lane: str) -> Any:
+        return None
+
+    def wait(self, lane: str, mark: Any) -> None:
+        pass
+
+    def wait_here(self, mark: Any) -> None:
+        pass
+
+    def keep(self, tensors: Iterable[Tensor], *, lane: str) -> None:
+        pass
+
+
+class Streams:
+    """Lanes that are CUDA streams; marks are events, so no lane keeps the calling thread."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._streams = {lane: torch.cuda.Stream(device) for lane in _OWN}
+
+    def _stream(self, lane: str) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.device) if lane == MAIN else self._streams[lane]
+
+    def run(self, lane: str, work: Callable[[], object]) -> None:
+        with torch.cuda.stream(self._stream(lane)):
+            work()
+
+    def mark(self, lane: str) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(self._stream(lane))
+        return event
+
+    def wait(self, lane: str, mark: torch.cuda.Event | None) -> None:
+        if mark is not None:
+            self._stream(lane).wait_event(mark)
+
+    def wait_here(self, mark: torch.cuda.Event | None) -> None:
+        if mark is not None:
+            mark.synchronize()
+
+    def keep(self, tensors: Iterable[Tensor], *, lane: str) -> None:
+        stream = self._stream(lane)
+        for tensor in tensors:
+            tensor.record_stream(stream)
+
+
+def lanes_for(device: torch.device) -> Lanes:
+    return Streams(device) if device.type == "cuda" else Inline()

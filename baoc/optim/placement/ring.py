@@ -1,0 +1,106 @@
+"""A ring of buffers through which blocks pass in pieces: what streamed and updated blocks have in common."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Generic, Protocol, Self, TypeVar
+
+from torch import Tensor
+
+from baoc.optim.placement.lanes import Lanes, lanes_for
+from baoc.optim.state import LiveBlock, State
+from baoc.staging import NUM_BUFFERS, PIECE_BYTES, capacity_bytes, cut
+
+
+class RingPiece(Protocol):
+    """Blocks that pass together; `after` is the next piece in the same buffer."""
+
+    blocks: list[LiveBlock]
+    after: Self
+
+
+P = TypeVar("P", bound=RingPiece)
+B = TypeVar("B")
+
+
+class Ring(ABC, Generic[P, B]):
+    """The blocks of one device in the order in which they are to pass, the buffers, and the lanes beside the caller's.
+
+    A piece always uses the same buffer, so that whoever steps it keeps the addresses.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[LiveBlock],
+        *,
+        home: dict[Tensor, State],
+        lanes: Lanes | None = None,
+        piece_bytes: int = PIECE_BYTES,
+        num_buffers: int = NUM_BUFFERS,
+    ):
+        self.blocks = list(blocks)
+        self.device = next(slot.param.device for live in self.blocks for slot in live.slots)
+        self.lanes = lanes or lanes_for(self.device)
+        self.home, self._piece_bytes = home, piece_bytes
+        sizes = [self.size_of(live) for live in self.blocks]
+        self.capacity = capacity_bytes(sizes, piece_bytes=piece_bytes)
+        self.buffers = [self.make_buffer() for _ in range(1 if sum(sizes) <= self.capacity else num_buffers)]
+        self._singles: dict[str, P] = {}
+
+    @staticmethod
+    @abstractmethod
+    def size_of(live: LiveBlock) -> int:
+        """Bytes of the block in a buffer."""
+
+    @abstractmethod
+    def make_buffer(self) -> B:
+        """One of `capacity` bytes."""
+
+    @abstractmethod
+    def make_piece(self, blocks: Sequence[LiveBlock], *, buffer: B) -> P: ...
+
+    @abstractmethod
+    def join(self) -> None:
+        """What the caller launches from now on sees the weights as they were stepped."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Waits until states are at home, and nothing is on its way."""
+
+    def forget(self) -> None:
+        """States were changed at home: what is in the buffers is old."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers, see `baoc.staging.buffer_bytes`."""
+        return self.capacity * len(self.buffers)
+
+    def pieces(self, kind_of: Callable[[LiveBlock], Hashable]) -> dict[Any, list[P]]:
+        """All blocks in pieces of one kind each, by kind."""
+        runs: list[list[LiveBlock]] = []
+        for live in self.blocks:
+            if not runs or kind_of(runs[-1][-1]) != kind_of(live):
+                runs.append([])
+            runs[-1].append(live)
+        parts = [
+            [run[index] for index in part]
+            for run in runs
+            for part in cut([self.size_of(live) for live in run], piece_bytes=self._piece_bytes)
+        ]
+        found: dict[Any, list[P]] = {}
+        for piece in self._placed(parts):
+            found.setdefault(kind_of(piece.blocks[0]), []).append(piece)
+        return found
+
+    def single(self, name: str) -> P:
+        """The block as a piece of its own."""
+        if not self._singles:
+            pieces = self._placed([[live] for live in self.blocks])
+            self._singles = {piece.blocks[0].block.name: piece for piece in pieces}
+        return self._singles[name]
+
+    def _placed(self, parts: Sequence[Sequence[LiveBlock]]) -> list[P]:
+        num = len(self.buffers)
+        pieces = [self.make_piece(part, buffer=self.buffers[i % num]) for i, part in enumerate(parts)]
+        for index, piece in enumerate(pieces):
+            piece.after = pieces[index + num if index + num < len(pieces) else index % num]
+        return pieces

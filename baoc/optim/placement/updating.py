@@ -1,0 +1,190 @@
+"""Updated blocks: their states stay on the host, and so does their step; the gradient comes out, the weight goes back.
+
+Gradient and weight pass through a ring of host buffers, where the host's processors step them as parameters of its own.
+The weight comes out with the gradient, so that the step always starts from what the model has, whoever wrote it. On a
+GPU the host works in a thread of its own: it fetches the next piece, steps this one, and sends it back, while the
+caller goes on; only `join` waits for it.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from baoc.cost import aligned
+from baoc.kernels.host_memory import Lock, host_memory
+from baoc.optim.placement.lanes import IN, MAIN, OUT
+from baoc.optim.placement.ring import Ring
+from baoc.optim.state import LiveBlock, Slot, State
+from baoc.types import Placement
+
+
+class _Buffer:
+    def __init__(self, memory: Tensor, *, device: torch.device):
+        self.memory = memory
+        self.lock = Lock(memory, device=device)
+        self.free: Any = None  # mark: it may be overwritten
+
+
+def passing_bytes(live: LiveBlock) -> int:
+    """What a block takes in a buffer: its weights and as much for gradients."""
+    return sum(2 * aligned(slot.param.nbytes) for slot in live.slots)
+
+
+def on_host(live: LiveBlock, params: Sequence[Tensor]) -> LiveBlock:
+    """The block as the host steps it: with `params` in place of its own, and the same states and match."""
+    slots = [
+        replace(slot, param=param, on_cpu=True, placement=Placement.DEVICE)
+        for slot, param in zip(live.slots, params, strict=True)
+    ]
+    return replace(live, slots=slots, spec=replace(live.spec, placement=Placement.DEVICE))
+
+
+class Piece:
+    """Blocks that pass together. `twins` are the same as the host steps them, `state` is by parameter of those."""
+
+    def __init__(self, blocks: Sequence[LiveBlock], *, home: dict[Tensor, State], buffer: _Buffer):
+        self.blocks, self.buffer = list(blocks), buffer
+        self.after: Piece = self
+        self.twins: list[LiveBlock] = []
+        self.state: dict[Tensor, State] = {}
+        self._pairs: list[tuple[Slot, Tensor, Tensor]] = []  # slot, the host's weight and gradient
+        self._moving: list[tuple[Slot, Tensor, Tensor]] = []  # those with a gradient in this step
+        self._grads: list[Tensor] = []  # which they are, on the device
+        begin = 0
+        for live in self.blocks:
+            weights = []
+            for slot in live.slots:
+                weight = _place(slot.param, buffer.memory, begin=begin)
+                grad = _place(slot.param, buffer.memory, begin=begin + aligned(slot.param.nbytes))
+                begin += 2 * aligned(slot.param.nbytes)
+                weights.append(weight)
+                self.state[weight] = home[slot.param]
+                self._pairs.append((slot, weight, grad))
+            self.twins.append(on_host(live, weights))
+
+    @property
+    def has_gradients(self) -> bool:
+        return any(slot.param.grad is not None for slot, _, _ in self._pairs)
+
+    def twin_of(self) -> dict[Tensor, Tensor]:
+        """Parameter -> the host's."""
+        return {slot.param: weight for slot, weight, _ in self._pairs}
+
+    def take_gradients(self) -> None:
+        """Holds the gradients of this step until they are fetched."""
+        self._moving = [pair for pair in self._pairs if pair[0].param.grad is not None]
+        self._grads = [slot.param.grad for slot, _, _ in self._moving if slot.param.grad is not None]
+
+    def drop_gradients(self) -> list[Tensor]:
+        grads, self._grads = self._grads, []
+        return grads
+
+    def fetch(self) -> None:
+        for (slot, weight, own), grad in zip(self._moving, self._grads, strict=True):
+            weight.copy_(slot.param.detach(), non_blocking=True)
+            own.copy_(grad, non_blocking=True)
+
+    def step(self, work: Callable[[], object]) -> None:
+        """Does `work` with the gradients that were fetched."""
+        for _, weight, own in self._moving:
+            weight.grad = own
+        for live, twin in zip(self.blocks, self.twins, strict=True):
+            twin.fresh, twin.applied, twin.match = live.fresh, live.applied, live.match
+        work()
+        for live, twin in zip(self.blocks, self.twins, strict=True):
+            live.fresh, live.applied = twin.fresh, twin.applied
+        for _, weight, _ in self._moving:
+            weight.grad = None
+
+    def send(self) -> None:
+        for slot, weight, _ in self._moving:
+            slot.param.detach().copy_(weight, non_blocking=True)
+
+
+def _place(param: Tensor, memory: Tensor, *, begin: int) -> Tensor:
+    """A tensor like the parameter in the buffer's bytes, from `begin` on."""
+    like = torch.empty_like(param, device="meta")
+    flat = memory[begin : begin + param.nbytes].view(param.dtype)
+    return flat.as_strided(like.shape, like.stride())
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Task:
+    piece: Piece
+    work: Callable[[], object]
+    given: Any  # mark of the caller's lane: gradients are final
+    fetched: Any = None  # mark
+    asked: bool = False  # for it to be fetched
+
+
+class Updating(Ring[Piece, _Buffer]):
+    """The updated blocks of one device; the buffers are on the host."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._queue: deque[_Task] = deque()
+        self._pending: list[Future[None]] = []
+        beside = self.device.type == "cuda"
+        self._host = ThreadPoolExecutor(max_workers=1, thread_name_prefix="baoc-host") if beside else None
+        self._sent: Any = None
+
+    @staticmethod
+    def size_of(live: LiveBlock) -> int:
+        return passing_bytes(live)
+
+    def make_buffer(self) -> _Buffer:
+        memory = host_memory(self.capacity, what="gradients and weights of blocks that the host updates")
+        return _Buffer(memory, device=self.device)
+
+    def make_piece(self, blocks: Sequence[LiveBlock], *, buffer: _Buffer) -> Piece:
+        return Piece(blocks, home=self.home, buffer=buffer)
+
+    def step(self, piece: Piece, work: Callable[[], object]) -> None:
+        """Does `work`, which steps the piece's twins; on a GPU beside the caller."""
+        piece.take_gradients()
+        self._queue.append(_Task(piece=piece, work=work, given=self.lanes.mark(MAIN)))
+        if self._host is None:
+            self._do_next()
+        else:
+            self._pending.append(self._host.submit(self._do_next))
+
+    @torch.no_grad()
+    def _do_next(self) -> None:
+        task = self._queue.popleft()
+        self._fetch(task)
+        if self._queue and self._queue[0].piece.buffer is not task.piece.buffer:
+            self._fetch(self._queue[0])
+        self.lanes.wait_here(task.fetched)
+        task.piece.step(task.work)
+        self.lanes.run(IN, task.piece.send)
+        task.piece.buffer.free = self._sent = self.lanes.mark(IN)
+
+    def _fetch(self, task: _Task) -> None:
+        if task.asked:
+            return
+        task.asked = True
+        self.lanes.wait(OUT, task.given)
+        self.lanes.wait(OUT, task.piece.buffer.free)
+        self.lanes.run(OUT, task.piece.fetch)
+        self.lanes.keep(task.piece.drop_gradients(), lane=OUT)
+        task.fetched = self.lanes.mark(OUT)
+
+    def join(self) -> None:
+        self.settle()
+        if self._sent is not None:
+            self.lanes.wait(MAIN, self._sent)
+            self._sent = None
+
+    def settle(self) -> None:
+        pending, self._pending = self._pending, []
+        try:
+            for future in pending:
+                future.result()
+        finally:
+            if pending:
+                wait(pending)
