@@ -79,7 +79,7 @@ class Reallocator:
         if self.optimizer.releaser is not None:
             self.optimizer.releaser.observer = self
         else:
-            self.optimizer.observer = self.observe
+            self.optimizer.observer, self.optimizer.observing = self.observe, lambda: self.watching
         self.optimizer.register_step_post_hook(lambda *_: self.after_step())
 
     @property

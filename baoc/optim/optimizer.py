@@ -6,6 +6,7 @@ It decides nothing about specs: they are given when it is built, and changed by 
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from torch.optim import Optimizer
 
 from baoc.errors import BadInputError, unknown_name
 from baoc.kernels import capturing
-from baoc.optim import checkpoint, groups, loading, masters, matching, migration, seeding, step_hooks
-from baoc.optim.backends import BACKENDS, Backend, Options, StepInputs
+from baoc.optim import checkpoint, groups, loading, masters, matching, migration, replay, seeding, step_hooks
+from baoc.optim.ahead import Ahead
+from baoc.optim.backends import BACKENDS, Options, StepInputs
 from baoc.optim.masking import Guard
 from baoc.optim.release import Releaser, take_from_others
 from baoc.optim.release_settings import GradientRelease, check_policy, settings_of
@@ -23,7 +25,12 @@ from baoc.optim.roster import Roster, make_live
 from baoc.optim.state import alone
 from baoc.types import Block, BlockMove, Moments, OptimizerSpec
 
-_UNKEPT = ("step", "observer")  # wrapped by schedulers, set by whoever owns us: not part of a copy
+_UNKEPT = (
+    "step",
+    "observer",
+    "observing",
+    "_ahead",
+)  # wrapped by schedulers, set by whoever owns us: not part of a copy
 
 
 class BlockwiseOptimizer(Optimizer):
@@ -45,7 +52,8 @@ class BlockwiseOptimizer(Optimizer):
     they are and out of every mean; `skip_step` leaves all as it is; `raise` raises TrainingFailedError.
     `rms_matching`: scale each block's update to AdamW's RMS (`target_rms` by block, .2 where not given); without it
     rules run as published. With `displacement` rules without momentum are scaled to AdamW's update without its own.
-    `observer` is called in each step when gradients are final, before the update.
+    `observer` is called in each step when gradients are final, before the update; `observing` may say that it does not
+    look at the coming one.
     `release`: step each block in backward, as soon as its gradients are final, and drop them (`optim.release`); True,
     or GradientRelease(clip_norm=...), because torch's clip_grad_norm_ finds nothing to clip after the backward. A
     backward then is a step: accumulation is refused, and `step()` is called after each as ever.
@@ -77,6 +85,7 @@ class BlockwiseOptimizer(Optimizer):
         if releasing is not None:
             check_policy(nonfinite)
         self.observer: Callable[[], object] | None = None
+        self.observing: Callable[[], bool] | None = None
         self.releaser: Releaser | None = None
         self.load_report: loading.LoadReport | None = None
         self._guard = Guard(nonfinite)
@@ -90,6 +99,7 @@ class BlockwiseOptimizer(Optimizer):
         take_from_others([param for group in self.param_groups for param in group["params"]])
         roster.build(self.param_groups, specs=specs, blocks=blocks)
         self._roster = roster
+        self._ahead = Ahead(self)
         if releasing is not None:
             self.releaser = Releaser(self, releasing)
             self._step_supports_amp_scaling = True  # so that a GradScaler comes to `step`, where it is refused
@@ -162,11 +172,14 @@ class BlockwiseOptimizer(Optimizer):
         if len(roster.live) != num_blocks:
             self._welcome()
         if self.releaser is not None:
-            self._finish_released(self.releaser)
+            self.releaser.finish()
+            self._num_steps += 1
+            self._note_unseeded()
             return loss
+        self._ahead.finish()
         backends = roster.ready()
         if capturing():
-            self._capture(backends)
+            replay.capture(self, backends)
             return loss
         masks = self._guard.take(roster, step=self._num_steps + 1, final=self.observer is not None)
         if masks is None:
@@ -185,16 +198,12 @@ class BlockwiseOptimizer(Optimizer):
 
     _hooked_step = Optimizer.profile_hook_step(_step)
 
-    def _finish_released(self, releaser: Releaser) -> None:
-        if hasattr(self, "grad_scale"):  # left by GradScaler.step, and by nobody else
-            raise BadInputError(
-                "a GradScaler skips the whole step where a gradient overflows, but with gradient release blocks are "
-                "stepped before the last gradient is known, with gradients that are scaled still: train in bf16, "
-                "which needs no scaler, or without release"
-            )
-        releaser.finish()
-        self._num_steps += 1
-        self._note_unseeded()
+    def last_backward(self) -> AbstractContextManager[None]:
+        """`with optimizer.last_backward(): loss.backward()` lets host-placed blocks be stepped in backward already.
+
+        To be said of the last backward before `step` if nothing clips, unscales or drops gradients between the two.
+        """
+        return self._ahead.last_backward()
 
     def options(self) -> list[Options]:
         """What the parameter groups say now."""
@@ -209,14 +218,6 @@ class BlockwiseOptimizer(Optimizer):
             state=self.roster.state, options=options, masks=masks, phase=phase, matching=self.rms_matching
         )
 
-    def _capture(self, backends: Sequence[Backend]) -> None:
-        if self.nonfinite != "skip_element":
-            raise BadInputError(
-                f"nonfinite={self.nonfinite} waits for the device, so the step cannot be captured: use skip_element"
-            )
-        for backend in backends:
-            backend.capture(self.inputs({}, options=self.options(), phase=self._num_steps))
-
     @torch.no_grad()
     def prepare_replay(self) -> None:
         """To be called before each replay of a CUDA graph in which `step` was captured.
@@ -225,13 +226,7 @@ class BlockwiseOptimizer(Optimizer):
         rates, bias corrections and the gradients' addresses to where the graph reads them. Run some steps before
         capturing, so that kernels are compiled and each block's update RMS is measured.
         """
-        if self.releaser is not None:
-            raise BadInputError("steps with gradient release cannot be replayed as a CUDA graph: build without release")
-        backends = self.roster.ready()
-        self._num_steps += 1
-        inputs = self.inputs({}, options=self.options(), phase=self._num_steps)
-        for backend in backends:
-            backend.prepare(inputs)
+        replay.prepare(self)
 
     @torch.no_grad()
     def mask_nonfinite(self) -> int | None:
@@ -248,10 +243,16 @@ class BlockwiseOptimizer(Optimizer):
             return None if self.roster.marking else self.releaser.num_nonfinite
         return self._guard.look(self.roster, step=self._num_steps + 1)
 
+    def _check_between_steps(self, what: str) -> None:
+        for stepping in (self.releaser, self._ahead):
+            if stepping is not None:
+                stepping.check_between_steps(what)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; what `mask_nonfinite` found in the gradients goes with them."""
         if self.releaser is not None:
             self.releaser.check_zeroing(set_to_none=set_to_none)
+        self._ahead.check_between_steps("zero_grad was called")
         self._guard.forget(self.roster)
         super().zero_grad(set_to_none)
 
@@ -346,8 +347,7 @@ class BlockwiseOptimizer(Optimizer):
             groups.check_applies(spec, block=live[name].block)
             if spec != live[name].spec:
                 targets.append(make_live(live[name].block, spec=spec, param_groups=self.param_groups))
-        if self.releaser is not None:
-            self.releaser.check_between_steps("migrate was called")
+        self._check_between_steps("migrate was called")
         targets.sort(key=lambda target: migration.planned_growth(target, held=live[target.block.name]))
         self.roster.refresh(self.param_groups)  # backends hold what is to be freed
         moves, fresh = {}, self._num_steps == 0
@@ -366,8 +366,7 @@ class BlockwiseOptimizer(Optimizer):
         """States by parameter name, groups, and the spec of every block; see `optim.checkpoint`."""
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-        if self.releaser is not None:
-            self.releaser.check_between_steps("state_dict was called")
+        self._check_between_steps("state_dict was called")
         state = checkpoint.save(
             self.roster, param_groups=self.param_groups, num_steps=self._num_steps, waiting=self.roster.waiting
         )
@@ -428,7 +427,7 @@ class BlockwiseOptimizer(Optimizer):
         if self.releaser is not None:
             raise TypeError("a shallow copy would step the same parameters in backward as well: use copy.deepcopy")
         twin = object.__new__(type(self))
-        Optimizer.__setstate__(twin, {**self._own(), "observer": None})
+        Optimizer.__setstate__(twin, {**self._own(), "observer": None, "observing": None, "_ahead": self._ahead})
         return twin
 
     def _own(self) -> dict[str, Any]:
@@ -443,8 +442,9 @@ class BlockwiseOptimizer(Optimizer):
         return {**self._own(), "state": defaultdict(dict, states)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.observer = None
+        self.observer = self.observing = None
         super().__setstate__(state)
+        self._ahead = Ahead(self)
         if self._roster is not None:
             self._roster.adopt(self.state)
         if self.releaser is not None:

@@ -261,9 +261,16 @@ class Releaser:
     def finish(self) -> None:
         """Ends the step: what is left is stepped, and the norm of all gradients is that of the previous step now."""
         owner = self._live_owner()
+        if hasattr(owner, "grad_scale"):  # left by GradScaler.step, and by nobody else
+            raise BadInputError(
+                "a GradScaler skips the whole step where a gradient overflows, but with gradient release blocks are "
+                "stepped before the last gradient is known, with gradients that are scaled still: train in bf16, "
+                "which needs no scaler, or without release"
+            )
         if self._options is None:
             self.begin()
         self.flush()
+        owner.roster.join()
         if self.observer is not None:
             self.observer.finish_parts()
         if owner._optimizer_step_pre_hooks and not self._told_hooks:

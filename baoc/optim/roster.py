@@ -27,9 +27,8 @@ FALLBACK = "adamw"  # what a parameter that comes late runs, unless one spec was
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alone:
-    """A block that is stepped by itself, as gradient release does it; to the guard what the whole roster is else."""
+    """What is stepped by itself in backward; to the guard what the whole roster is else."""
 
-    live: LiveBlock
     backend: Backend
     guarded: Mapping[Tensor, str]
 
@@ -203,7 +202,7 @@ class Roster:
         live = self.live[name]
         backend = build_alone(live, state=self.state, backend=self.choices[name].backend, rings=self.rings)
         guarded = {} if backend.excludes_nonfinite else {slot.param: self.names[slot.param] for slot in live.slots}
-        self._alone[name] = unit = Alone(live=live, backend=backend, guarded=guarded)
+        self._alone[name] = unit = Alone(backend=backend, guarded=guarded)
         return unit
 
     # -- states on the host ---------------------------------------------------------------------------------------

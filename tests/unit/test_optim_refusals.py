@@ -146,5 +146,5 @@ def test_rules_that_take_a_gpu_are_not_updated_on_the_host() -> None:
 
 def test_placements_that_do_not_exist() -> None:
     spec = OptimizerSpec(name="far", description="", rule="adamw", placement="moon")
-    with pytest.raises(BadInputError, match="placement.*'moon'.*device.*host_streamed"):
+    with pytest.raises(BadInputError, match=r"placement.*'moon'.*device.*host_streamed"):
         build(make_params({"w": (4, 8)}), spec)

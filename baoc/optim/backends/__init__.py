@@ -112,8 +112,8 @@ def build_alone(block: LiveBlock, *, state: Mapping[Tensor, State], backend: str
 
     Its kernels are launched plainly: nothing is captured there.
     """
-    if block.on_host:
-        ring = rings.of(block)
+    ring = rings.of(block)
+    if ring is not None:
         return _hosted(ring, [ring.single(block.block.name)], build=BACKENDS[backend], state=state, releases=True)
     if backend == FusedBackend.name:
         return FusedBackend(to_buckets([block]), state=state, graphs=False)

@@ -81,8 +81,9 @@ class StreamedBackend(HostedBackend):
         return any(backend.moved for backend in self.inner)
 
     def mark(self) -> None:
-        for backend in self.inner:
-            backend.mark()
+        for index, backend in enumerate(self.inner):
+            if index not in self.done:
+                backend.mark()
 
     def forget_marks(self) -> None:
         for backend in self.inner:
@@ -90,7 +91,7 @@ class StreamedBackend(HostedBackend):
 
     @property
     def marked(self) -> bool:
-        return all(backend.marked for backend in self.inner)
+        return all(backend.marked for index, backend in enumerate(self.inner) if index not in self.done)
 
     def new_bad(self, *, wait: bool) -> dict[str, int]:
         found: dict[str, int] = {}

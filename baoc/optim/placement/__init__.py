@@ -33,8 +33,9 @@ class Rings:
     def __iter__(self) -> Iterator[Streaming | Updating]:
         return iter(self._rings)
 
-    def of(self, block: LiveBlock) -> Streaming | Updating:
-        return next(ring for ring in self._rings if block in ring.blocks)
+    def of(self, block: LiveBlock) -> Streaming | Updating | None:
+        """None for a block that is not placed on the host, or has no elements."""
+        return next((ring for ring in self._rings if block in ring.blocks), None)
 
     def join(self) -> None:
         """What is launched from now on sees the weights of the step."""
