@@ -1,0 +1,271 @@
+"""What host placement costs on one GPU: streamed and updated steps alone, and whole training steps of Llama 1.3B.
+
+`python experiments/benchmarks/host_placement.py` takes about 4 minutes on a machine with an NVIDIA GPU. Parts:
+
+check   weights and states of host-placed plans against the same plan on the device, bit for bit
+link    bytes per second between pinned host memory and the device, each way alone and both at once, by block size
+step    a streamed step with nothing to hide it, by block size, piece size and number of buffers, and updated ones
+train   steps of Llama 1.3B, sequence 1024, bf16 weights: all on the device, streamed, updated, every k-th block in fp32
+
+Rows of each part go to host_placement_PART.csv in $OUT or experiments/benchmarks/results; a part that fails is told of
+and the next one runs. `--seconds` ends the run in time.
+"""
+
+import argparse
+import csv
+import gc
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from baoc.kernels.host_memory import Lock, host_memory  # noqa: E402
+from baoc.optim import BlockwiseOptimizer  # noqa: E402
+from baoc.optim.placement import ring  # noqa: E402
+from baoc.units import MIB  # noqa: E402
+
+PACKED = "adamw_int8+split8"
+WIDE = "adamw+split16"  # fp32 m and v, and as many bits of the weight: 10 bytes per parameter travel, each way
+DEVICE = torch.device("cuda")
+Row = dict[str, Any]
+SHAPES = [(257, 640), (1024, 512), (512, 4096), (64, 64), (2048, 1536)]  # of the tensors that are checked
+
+
+def quartiles(times: list[float]) -> tuple[float, float, float]:
+    ordered = sorted(times)
+    return median(ordered), ordered[len(ordered) // 4], ordered[-1 - len(ordered) // 4]
+
+
+@contextmanager
+def pieces(piece_bytes: int, num_buffers: int) -> Iterator[None]:
+    """Rings that are built inside have these."""
+    build = ring.Ring.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **{**kwargs, "piece_bytes": piece_bytes, "num_buffers": num_buffers})
+
+    with mock.patch.object(ring.Ring, "__init__", init):
+        yield
+
+
+def timed(step: Callable[[], object], *, warmup: int, steps: int) -> list[float]:
+    """Milliseconds of steps one after another, until all that they started is over, copies to the host included."""
+    for _ in range(warmup):
+        step()
+    times = []
+    for _ in range(steps):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - begin) * 1e3)
+    return times
+
+
+# -- check ---------------------------------------------------------------------------------------------------------
+
+
+def check() -> list[Row]:
+    """Plans of one spec over tensors of several shapes, 6 steps, through every way in which blocks are stepped."""
+    rows = []
+    streamed = ("step", "clipped", "ahead", "released")
+    for spec in ("adamw", PACKED, "lion_int8", "foam_l2_int8", "adamw_shared_in_int8+bf16_sr", "muon"):
+        # Norms that GPU and CPU find are not the same bits.
+        ways = {"streamed": streamed, "updated": () if spec == "muon" else ("step", "ahead", "released")}
+        for place in filter(ways.get, ways):
+            found = {way: _same(spec, place, way=way) for way in ways[place]}
+            rows.append({"spec": f"{spec}@{place}", **found})
+    return rows
+
+
+def _same(spec: str, place: str, *, way: str) -> str:
+    """ "yes", or by how much weights differ; updated blocks are held against native steps on the CPU."""
+    torch.manual_seed(0)
+    values = [torch.randn(shape) * 0.1 for shape in SHAPES]
+    on_cpu = place == "updated"
+    a = {f"w{i}": nn.Parameter(v.clone() if on_cpu else v.to(DEVICE)) for i, v in enumerate(values)}
+    b = {f"w{i}": nn.Parameter(v.to(DEVICE)) for i, v in enumerate(values)}
+    with pieces(1 * MIB, 2):
+        one = BlockwiseOptimizer(a.items(), spec, lr=1e-2, backend="native" if on_cpu else "auto")
+        two = BlockwiseOptimizer(b.items(), f"{spec}@{place}", lr=1e-2, release=way == "released")
+        for step in range(6):
+            grads = [torch.randn(shape) for shape in SHAPES]
+            grads[0][3, 5] = float("nan") if step == 3 and way != "clipped" else 0.5
+            for params, optimizer in ((a, one), (b, two)):
+                _backward(params, grads, optimizer=optimizer, way=way if params is b else way.replace("ahead", "step"))
+        saved = [optimizer.state_dict()["state"] for optimizer in (one, two)]
+    worst, differ = 0.0, 0
+    for name, param in a.items():
+        worst = max(worst, float((param.detach().float().cpu() - b[name].detach().float().cpu()).abs().max()))
+        differ += sum(not torch.equal(t.cpu(), saved[1][name][key].cpu()) for key, t in saved[0][name].items())
+    return "yes" if not worst and not differ else f"weights {worst:.1e}, {differ} states"
+
+
+def _backward(params: dict[str, nn.Parameter], grads: list[Tensor], *, optimizer: BlockwiseOptimizer, way: str) -> None:
+    optimizer.zero_grad()
+    loss = torch.stack([(p * g.to(p)).sum() for p, g in zip(params.values(), grads, strict=True)]).sum()
+    with optimizer.last_backward() if way == "ahead" else nullcontext():
+        loss.backward()
+    if way == "clipped":
+        optimizer.mask_nonfinite()
+        torch.nn.utils.clip_grad_norm_(list(params.values()), 1.0)
+    optimizer.step()
+
+
+# -- link ----------------------------------------------------------------------------------------------------------
+
+
+def link() -> list[Row]:
+    """GB/s by size of the block that is copied; the sizes are those of 1M to 64M parameters at 3.125 bytes."""
+    rows, total = [], 1024 * MIB
+    host = host_memory(total, what="the measurement")
+    lock = Lock(host, device=DEVICE)
+    there = torch.empty(total, dtype=torch.uint8, device=DEVICE)
+    streams = torch.cuda.Stream(), torch.cuda.Stream()
+    half = total // 2
+    for millions in (0.25, 1, 4, 16, 64):
+        size = int(millions * 1e6 * 3.125)
+        starts = range(0, half - size + 1, size)
+
+        def go(into: bool, out: bool, size: int = size, starts: range = starts) -> None:
+            for start in starts:
+                if into:
+                    with torch.cuda.stream(streams[0]):
+                        there[start : start + size].copy_(host[start : start + size], non_blocking=True)
+                if out:
+                    with torch.cuda.stream(streams[1]):
+                        begin = half + start
+                        host[begin : begin + size].copy_(there[begin : begin + size], non_blocking=True)
+
+        row: Row = {"block_mparams": millions, "block_bytes": size, "locked": lock.on}
+        for name, ways in (("in", (True, False)), ("out", (False, True)), ("both", (True, True))):
+            times = timed(lambda ways=ways: go(*ways), warmup=1, steps=7)
+            row[f"{name}_gbps"] = round(sum(ways) * len(starts) * size / median(times) / 1e6, 1)
+        rows.append(row)
+    return rows
+
+
+# -- step ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCase:
+    """`block_m`: millions of elements per block; `count` blocks of them."""
+
+    spec: str
+    block_m: float
+    count: int
+    piece_mib: int = 48
+    buffers: int = 3
+
+
+STEP_CASES = [
+    *[StepCase(spec=f"{PACKED}@streamed", block_m=m, count=int(384 / m)) for m in (1, 4, 16, 64)],
+    *[StepCase(spec=f"{PACKED}@streamed", block_m=4, count=96, piece_mib=p) for p in (12, 24, 96)],
+    *[StepCase(spec=f"{PACKED}@streamed", block_m=4, count=96, buffers=n) for n in (2, 4)],
+    StepCase(spec=f"{PACKED}@streamed", block_m=4, count=96, piece_mib=12, buffers=6),
+    StepCase(spec=f"{WIDE}@streamed", block_m=4, count=96),
+    StepCase(spec=PACKED, block_m=4, count=96),
+    StepCase(spec=f"{PACKED}@updated", block_m=4, count=24),
+    StepCase(spec=f"{WIDE}@updated", block_m=4, count=24),
+]
+
+
+def step() -> list[Row]:
+    rows = []
+    for case in STEP_CASES:
+        shape = (int(case.block_m * 1024), 1024)
+        with pieces(case.piece_mib * MIB, case.buffers):
+            values = [torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(case.count)]
+            params = {f"w{index}": nn.Parameter(value) for index, value in enumerate(values)}
+            for param in params.values():
+                param.grad = torch.full_like(param, 1e-3)
+            optimizer = BlockwiseOptimizer(params.items(), case.spec, lr=1e-4)
+            times = timed(optimizer.step, warmup=3, steps=9)
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        optimizer.step()
+        host_ms = (time.perf_counter() - begin) * 1e3
+        torch.cuda.synchronize()
+        millions = case.count * shape[0] * shape[1] / 1e6
+        middle, low, high = quartiles(times)
+        travels = sum(optimizer.block_host_bytes().values()) if case.spec.endswith("streamed") else 0
+        rows.append(
+            {
+                **asdict(case),
+                "ms_per_100m": round(middle * 100 / millions, 2),
+                "q1": round(low * 100 / millions, 2),
+                "q3": round(high * 100 / millions, 2),
+                "n": len(times),
+                "both_ways_gbps": round(2 * travels / middle / 1e6, 1),
+                "host_ms_per_100m": round(host_ms * 100 / millions, 2),
+                "device_state_bytes": optimizer.state_bytes(),
+                "locked": optimizer.roster.arena.locked,
+            }
+        )
+        del optimizer, params, param, values
+        clean()
+    return rows
+
+
+def clean() -> None:
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
+PARTS: dict[str, Callable[[], list[Row]]] = {"check": check, "link": link, "step": step}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", default=list(PARTS), help=f"any of {', '.join(PARTS)}")
+    parser.add_argument("--seconds", type=float, default=240, help="no part begins after this time")
+    args = parser.parse_args()
+    out = Path(os.environ.get("OUT", ROOT / "experiments" / "benchmarks" / "results"))
+    begin = time.monotonic()
+    for part in args.parts:
+        if time.monotonic() - begin > args.seconds:
+            print(f"{part}: left out, {args.seconds:g} s are over")
+            continue
+        try:
+            rows = PARTS[part]()
+        except Exception:
+            traceback.print_exc(limit=8)
+            clean()
+            continue
+        write(out / f"host_placement_{part}.csv", rows)
+        print(f"\n{part} ({time.monotonic() - begin:.0f} s, {torch.cuda.get_device_name()}, torch {torch.__version__})")
+        table(rows)
+
+
+def write(path: Path, rows: list[Row]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(dict.fromkeys(key for row in rows for key in row)))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def table(rows: list[Row]) -> None:
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    lines = [keys, *[[str(row.get(key, "")) for key in keys] for row in rows]]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(keys))]
+    for line in lines:
+        print("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)))
+
+
+if __name__ == "__main__":
+    main()
