@@ -87,7 +87,9 @@ class Lock:
 
     def __init__(self, memory: Tensor, *, device: torch.device):
         self.memory = memory
-        self.on = device.type == "cuda" and memory.numel() > 0 and _register(memory, device=device)
+        wanted = device.type == "cuda" and memory.numel() > 0
+        self.on = wanted and _register(memory, device=device)
+        self.refused = wanted and not self.on
         if self.on:
             release = weakref.finalize(self, _unregister, memory)
             release.atexit = False  # the process gives everything back, in an order of its own

@@ -141,6 +141,8 @@ class Ahead:
                     f"the gradient of {owner.roster.names[param]} was {what} between backward and step(), and its "
                     f"block was stepped in backward: {_ADVICE}"
                 )
+        if self._versions:
+            owner.roster.join()  # gradients that are still to be fetched may be masked from here on
         if self._versions and owner.options() != self._options and not self._told_late:
             self._told_late = True
             warnings.warn(

@@ -24,7 +24,6 @@ class UpdatedBackend(HostedBackend):
         self.name = f"updated {build.name}"
         self._updating = updating
         self._inner = [build(to_buckets(piece.twins), state=piece.state) for piece in pieces]
-        self._bad: dict[str, int] = {}
 
     def step(self, index: int, inputs: StepInputs, *, ahead: bool = False) -> None:
         piece = self.pieces[index]
@@ -35,18 +34,13 @@ class UpdatedBackend(HostedBackend):
         self._updating.step(piece, lambda: self._run(index, given, looks=ahead))
 
     def _run(self, index: int, inputs: StepInputs, *, looks: bool) -> None:
+        """`looks`: nobody has looked at the gradients yet. What is found is counted when the guard does, at `step`."""
         names = {slot.param: slot.name for twin in self.pieces[index].twins for slot in twin.slots}
         params = [param for param in names if param.grad is not None]
         if looks and not all_finite(params, names=names):
-            masks = mask_(params)
-            inputs = replace(inputs, masks=masks)
-            self._bad |= {names[param]: int(mask.numel() - mask.sum()) for param, mask in masks.items()}
+            inputs = replace(inputs, masks=mask_(params))
         self._inner[index](inputs)
 
     @property
     def moved(self) -> bool:
         return False  # addresses of parameters are not kept
-
-    def new_bad(self, *, wait: bool) -> dict[str, int]:
-        found, self._bad = self._bad, {}
-        return found

@@ -49,8 +49,8 @@ class HostArena:
 
     @property
     def locked(self) -> bool:
-        """True if all of it is; copies then run beside the caller."""
-        return all(segment.lock.on for segment in self._segments)
+        """True if all of it is, where there is a GPU; copies then run beside the caller."""
+        return not any(segment.lock.refused for segment in self._segments)
 
     def gather(self, blocks: Iterable[LiveBlock], *, state: dict[Tensor, State]) -> bool:
         """Brings the blocks' slabs in, in order; True if any moved. Raises BadInputError where memory is out."""
@@ -80,11 +80,11 @@ class HostArena:
             for slot in live.slots:
                 state[slot.param].update(views(slot, memory, begin=begin))
                 begin += slot.slab_bytes
-        self._warn(segment, device=blocks[0].slots[0].param.device)
+        self._warn(segment)
         return segment
 
-    def _warn(self, segment: _Segment, *, device: torch.device) -> None:
-        if device.type == "cuda" and not segment.lock.on and not self._warned:
+    def _warn(self, segment: _Segment) -> None:
+        if segment.lock.refused and not self._warned:
             self._warned = True
             log.warning(
                 "the system refused to lock %s of host memory for host-placed states (see `ulimit -l`): copies to and "

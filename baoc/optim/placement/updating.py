@@ -113,6 +113,11 @@ def _place(param: Tensor, memory: Tensor, *, begin: int) -> Tensor:
     return flat.as_strided(like.shape, like.stride())
 
 
+def beside(device: torch.device) -> ThreadPoolExecutor | None:
+    """The thread in which the host steps beside the caller; None where both have the same processors."""
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="baoc-host") if device.type == "cuda" else None
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Task:
     piece: Piece
@@ -129,8 +134,7 @@ class Updating(Ring[Piece, _Buffer]):
         super().__init__(*args, **kwargs)
         self._queue: deque[_Task] = deque()
         self._pending: list[Future[None]] = []
-        beside = self.device.type == "cuda"
-        self._host = ThreadPoolExecutor(max_workers=1, thread_name_prefix="baoc-host") if beside else None
+        self._host = beside(self.device)
         self._sent: Any = None
 
     @staticmethod

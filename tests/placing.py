@@ -1,0 +1,147 @@
+"""Rings of a size that suits small tensors, and lanes whose work comes as late and as badly ordered as marks allow."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from baoc.optim import BlockwiseOptimizer
+from baoc.optim.placement import Lanes, ring
+from tests.optimizing import Gradients, assert_same, build, make_params, twin_of, values
+
+PLACES = ("streamed", "updated")
+SHAPES = {"a": (33, 64), "b": (64,), "c": (48, 40), "d": (257,), "e": (16, 16, 3)}
+HERE = "here"  # the calling thread, which waits too
+
+
+@contextmanager
+def rings(*, piece_bytes: int = 6000, num_buffers: int = 2, lanes: Lanes | None = None) -> Iterator[None]:
+    """Rings that are built inside have these."""
+    build = ring.Ring.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **{**kwargs, "piece_bytes": piece_bytes, "num_buffers": num_buffers, "lanes": lanes})
+
+    with mock.patch.object(ring.Ring, "__init__", init):
+        yield
+
+
+class LateLanes:
+    """Nothing is done before somebody waits for it; `drain` then does all that may be done, `first` lanes first.
+
+    `deaf`: pairs of lanes of which the first does not wait for the second, to see what then goes wrong.
+    """
+
+    def __init__(self, *, deaf: Iterable[tuple[str, str]] = ()):
+        self._queues: dict[str, deque[Any]] = {}
+        self._given: dict[str, int] = {}
+        self._done: dict[str, int] = {}
+        self._deaf = set(deaf)
+        self.kept: list[tuple[Tensor, str]] = []
+        self.heard: set[tuple[str, str]] = set()  # pairs that waited
+
+    def _give(self, lane: str, task: Any) -> None:
+        self._queues.setdefault(lane, deque()).append(task)
+        self._given[lane] = self._given.get(lane, 0) + 1
+
+    def run(self, lane: str, work: Callable[[], object]) -> None:
+        self._give(lane, work)
+
+    def mark(self, lane: str) -> tuple[str, int]:
+        return lane, self._given.get(lane, 0)
+
+    def wait(self, lane: str, mark: tuple[str, int] | None) -> None:
+        if mark is not None and self._hears(lane, mark[0]):
+            self._give(lane, mark)
+
+    def wait_here(self, mark: tuple[str, int] | None) -> None:
+        if mark is not None and self._hears(HERE, mark[0]):
+            self._reach(*mark)
+
+    def keep(self, tensors: Iterable[Tensor], *, lane: str) -> None:
+        self.kept += [(tensor, lane) for tensor in tensors]
+
+    def _hears(self, lane: str, other: str) -> bool:
+        self.heard.add((lane, other))
+        return (lane, other) not in self._deaf
+
+    def _reach(self, lane: str, count: int) -> None:
+        """Does what the lane's first `count` tasks need, and nothing else."""
+        while self._done.get(lane, 0) < count:
+            task = self._queues[lane][0]
+            if isinstance(task, tuple):
+                self._reach(*task)
+            self._do(lane)
+
+    def _do(self, lane: str) -> None:
+        task = self._queues[lane].popleft()
+        if not isinstance(task, tuple):
+            with torch.no_grad():
+                task()
+        self._done[lane] = self._done.get(lane, 0) + 1
+
+    def drain(self, first: Sequence[str]) -> None:
+        while lane := next((name for name in first if self._may(name)), None):
+            self._do(lane)
+        assert not any(self._queues.values()), "lanes wait for each other"
+
+    def _may(self, lane: str) -> bool:
+        queue = self._queues.get(lane)
+        if not queue:
+            return False
+        return not isinstance(queue[0], tuple) or self._done.get(queue[0][0], 0) >= queue[0][1]
+
+
+def states_of(optimizer: BlockwiseOptimizer) -> dict[str, Tensor]:
+    saved = optimizer.state_dict()["state"]
+    return {f"{name}.{key}": value for name, state in saved.items() for key, value in state.items()}
+
+
+class Twins:
+    """The same parameters under a plan on the device and under the same plan on the host."""
+
+    def __init__(self, spec: str, place: str, *, shapes: dict[str, tuple[int, ...]] = SHAPES, **settings):
+        self.params = make_params(shapes)
+        self.twins = twin_of(self.params)
+        self.gradients = Gradients(self.params)
+        self.device = build(self.params, spec, **{k: v for k, v in settings.items() if k != "release"})
+        self.host = build(self.twins, f"{spec}@{place}", **settings)
+
+    def step(self, *, steps: int = 1) -> None:
+        for _ in range(steps):
+            self.gradients.give(self.params, self.twins)
+            self.device.step()
+            self.host.step()
+
+    def check(self) -> None:
+        assert_same(values(self.params), values(self.twins))
+        assert_same(states_of(self.device), states_of(self.host))
+
+
+class LateHost:
+    """Stands for the thread beside the caller: does nothing before somebody waits for it."""
+
+    def __init__(self) -> None:
+        self._given: deque[tuple[Future, Callable[[], object]]] = deque()
+
+    def submit(self, work: Callable[[], object]) -> Future:
+        host = self
+
+        class Late(Future):
+            def result(self, timeout: float | None = None) -> object:
+                while not self.done():
+                    future, task = host._given.popleft()
+                    try:
+                        future.set_result(task())
+                    except BaseException as error:
+                        future.set_exception(error)
+                return super().result(timeout)
+
+        future = Late()
+        self._given.append((future, work))
+        return future

@@ -1,0 +1,332 @@
+"""Blocks whose states are on the host: the same bits as on the device, and their bytes where the ledger has them."""
+
+import copy
+import logging
+import pickle
+
+import pytest
+import torch
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from torch import Tensor, nn
+
+from baoc.cost import aligned, state_bytes
+from baoc.errors import BadInputError
+from baoc.kernels import host_memory
+from baoc.optim.backends import HostedBackend
+from baoc.rules import RULES
+from baoc.staging import buffer_bytes, capacity_bytes, cut
+from tests.optimizing import (
+    Gradients,
+    assert_same,
+    build,
+    info,
+    make_params,
+    one_block,
+    run_steps,
+    shapes_for,
+    through_file,
+    twin_of,
+    values,
+)  # fmt: skip
+from tests.placing import PLACES, SHAPES, Twins, rings, states_of
+
+FAMILIES = (
+    "adamw", "adamw_bf16", "adamw_int8+split8", "adamw_int8_log+bf16_sr", "adamw_int4", "rmsprop_int8_root+split16",
+    "lion_int8+split8", "signum", "adamw_shared_in_int8", "adafactor", "adafactor_momentum_int4", "foam_l2_int8",
+    "foam_l3_out+split8", "muon_int8", "sign+split8", "column_norm+split16",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("spec", "place"), [(f, p) for f in FAMILIES for p in PLACES if (f, p) != ("muon_int8", "updated")]
+)
+def test_every_family_steps_to_the_same_bits(spec: str, place: str) -> None:
+    with rings():
+        pair = Twins(spec, place, shapes=shapes_for(spec))
+        pair.step(steps=3)
+        pair.check()
+        assert any(isinstance(backend, HostedBackend) for backend in pair.host.roster.backends)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("backend", ["eager", "native"])
+def test_whoever_steps_them(place: str, backend: str) -> None:
+    with rings():
+        pair = Twins("adamw_int8+split8", place, backend=backend)
+        pair.step(steps=3)
+        pair.check()
+        assert [b.name for b in pair.host.roster.backends] == [f"{place} {backend}"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_plan_may_place_any_of_its_blocks(place: str) -> None:
+    params = make_params(SHAPES)
+    twins = twin_of(params)
+    specs = {"a": "adamw_int8", "b": "adamw", "c": "lion", "d": "adamw", "e": "sign"}
+    placed = {"a": f"adamw_int8@{place}", "b": "adamw", "c": f"lion@{place}", "d": "adamw@streamed", "e": "sign"}
+    one, two, gradients = build(params, specs), build(twins, placed), Gradients(params)
+    for _ in range(3):
+        gradients.give(params, twins)
+        one.step()
+        two.step()
+    assert_same(values(params), values(twins))
+    assert_same(states_of(one), states_of(two))
+
+
+# -- bytes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("spec", ["adamw_int8+split8", "lion", "foam_l2_int8", "adafactor"])
+def test_bytes_are_told_apart_and_equal_the_ledger(spec: str, place: str) -> None:
+    shapes = shapes_for(spec)
+    optimizer = build(make_params(shapes), f"{spec}@{place}")
+    slabs = []
+    for block in optimizer.blocks:
+        rule = RULES[optimizer.roster.live[block.name].spec.rule].info
+        whole = state_bytes(block, spec=optimizer.roster.live[block.name].spec, rule=rule)
+        match = 8 if rule.matched and block.numel else 0
+        on_device = match if place == "streamed" else 0
+        assert optimizer.block_state_bytes()[block.name] == on_device
+        assert optimizer.block_host_bytes()[block.name] == whole - on_device
+        slabs.append(whole - match - (4 if rule.counts_steps and block.numel else 0))
+    assert optimizer.roster.arena.nbytes == sum(slabs)
+    assert optimizer.state_bytes() == sum(optimizer.block_state_bytes().values())
+
+
+def test_buffers_are_what_staging_says() -> None:
+    params = make_params(SHAPES)
+    sizes = [aligned(4 * param.numel()) * 2 for param in reversed(params.values())]
+    with rings(piece_bytes=6000, num_buffers=2):
+        streamed = build(params, "adamw@streamed")
+        (ring,) = streamed.roster.rings
+        assert ring.nbytes == buffer_bytes(sizes, piece_bytes=6000, num_buffers=2) == 2 * max(sizes)
+    with rings(piece_bytes=10**6):
+        (ring,) = build(make_params(SHAPES), "adamw@updated").roster.rings
+        assert ring.nbytes == sum(sizes)  # a weight and a gradient are as much as two moments
+
+
+@pytest.mark.parametrize(
+    ("sizes", "parts"), [([], []), ([9], [[0]]), ([3, 3, 3, 9, 1], [[0, 1], [2], [3], [4]]), ([0, 0, 6], [[0, 1, 2]])]
+)
+def test_neighbours_travel_together(sizes: list[int], parts: list[list[int]]) -> None:
+    pieces = [list(part) for part in cut(sizes, piece_bytes=6)]
+    assert pieces == parts
+    assert all(sum(sizes[i] for i in part) <= capacity_bytes(sizes, piece_bytes=6) for part in pieces)
+
+
+def test_the_arena_is_one_piece_of_exactly_the_bytes_of_the_slabs() -> None:
+    optimizer = build(make_params(SHAPES), "adamw_int8+split8@streamed")
+    memory = {
+        v.untyped_storage().data_ptr() for s in optimizer.roster.state.values() for k, v in s.items() if k != "step"
+    }
+    assert len(memory) == 1
+    optimizer.migrate({"c": "adamw_int8+split8", "a": "lion@updated"})
+    slabs = [live.slab_bytes for live in optimizer.roster.live.values() if live.on_host]
+    assert len(slabs) == 4 and optimizer.roster.arena.nbytes == sum(slabs)
+    optimizer.migrate(dict.fromkeys(SHAPES, "adamw"))
+    assert optimizer.roster.arena.nbytes == 0
+
+
+def test_out_of_host_memory_is_said_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "available_host_bytes", lambda: 10_000)
+    build(make_params({"b": (64,)}), "adamw@streamed")
+    with pytest.raises(BadInputError, match=r"host-placed blocks need .* of host memory, and .* give fewer"):
+        build(make_params({"a": (64, 64)}), "adamw@streamed")
+
+
+def test_one_warning_where_locking_is_refused(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Refused:
+        on, refused = False, True
+
+        def __init__(self, memory: Tensor, *, device: torch.device):
+            pass
+
+    monkeypatch.setattr("baoc.optim.placement.arena.Lock", Refused)
+    with caplog.at_level(logging.WARNING, logger="baoc.optim.placement.arena"):
+        pair = Twins("adamw", "streamed")
+        pair.host.migrate({"b": "adamw"})
+        pair.step()
+    assert [r.message for r in caplog.records if "refused to lock" in r.message] == [caplog.records[0].message]
+    assert not pair.host.roster.arena.locked
+    pair.check()
+
+
+def test_what_a_container_leaves_is_what_is_available(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    for name, text in {
+        "memory.max": "1000",
+        "memory.current": "700",
+        "memory.stat": "anon 5\ninactive_file 200",
+    }.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(host_memory, "_CGROUPS", ((tmp_path, "memory.max", "memory.current", "inactive_file"),))
+    assert host_memory.available_host_bytes() == 500
+    (tmp_path / "memory.max").write_text("max")
+    assert host_memory.available_host_bytes() == host_memory._of_system()
+
+
+# -- whoever walks through the states, or changes them --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_lightning_does_not_find_states_to_move(place: str) -> None:
+    """On a machine without a GPU `meta` stands for one: what is moved there is lost."""
+    with rings():
+        pair = Twins("adamw_int8", place)
+        pair.step()
+        _optimizers_to_device([pair.host], "meta")
+        pair.step()
+        pair.check()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_resume_across_placements(place: str) -> None:
+    """Compressed bytes are kept, and states come back to where the plan in force has them."""
+    with rings():
+        pair = Twins("adamw_int8+split8", place)
+        pair.step(steps=2)
+        saved = {name: through_file(o.state_dict()) for name, o in (("device", pair.device), ("host", pair.host))}
+        for origin in saved:
+            other = Twins("adamw_int8+split8", place)
+            for params in (other.params, other.twins):
+                for name, param in params.items():
+                    param.data.copy_(pair.params[name].data)
+            other.device.load_state_dict(saved[origin])
+            other.host.load_state_dict(saved[origin])
+            assert other.host.load_report is not None and not other.host.load_report.moves
+            run = other.host.roster
+            assert run.arena.nbytes == sum(live.slab_bytes for live in run.live.values())
+            assert_same(states_of(other.host), states_of(pair.device))
+            other.step(steps=2)
+            other.check()
+
+
+def test_a_checkpoint_of_other_storage_is_converted_into_states_on_the_host() -> None:
+    params = make_params(SHAPES)
+    source = build(params, "adamw")
+    run_steps(source, params, gradients=Gradients(params), steps=2)
+    device, host = (build(twin_of(params), f"adamw_int8{place}") for place in ("", "@streamed"))
+    for optimizer in (device, host):
+        optimizer.load_state_dict(source.state_dict())
+    assert_same(states_of(device), states_of(host))
+    for state in (device.to_adamw_state_dict(), host.to_adamw_state_dict()):
+        assert state["state"][0]["step"] == 2
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_moves_to_the_host_and_back_keep_all_bits(place: str) -> None:
+    with rings():
+        pair = Twins("adamw_int8+split8", place)
+        pair.step(steps=2)
+        for target in ("adamw_int8+split8", f"adamw_int8+split8@{place}"):
+            moves = pair.host.migrate(dict.fromkeys(SHAPES, target))
+            assert all(set(move.kept.values()) == {"kept"} for move in moves)
+            pair.step(steps=2)
+            pair.check()
+        pair.device.migrate({"a": "lion_int8"})
+        pair.host.migrate({"a": f"lion_int8@{place}"})
+        pair.step(steps=2)
+        pair.check()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_weights_that_are_loaded_after_it_was_built_are_seen(place: str) -> None:
+    with rings():
+        pair = Twins("adamw", place)
+        pair.step(steps=2)
+        for params in (pair.params, pair.twins):
+            for param in params.values():
+                param.data.mul_(3.0)  # which autograd does not see
+        pair.step()
+        pair.check()
+        for optimizer in (pair.device, pair.host):
+            optimizer.load_weights({"a": torch.ones(SHAPES["a"])})
+        assert_same(pair.device.export_weights(), pair.host.export_weights())
+        pair.step()
+        pair.check()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_split_weights_are_exported_and_loaded_with_corrections_on_the_host(place: str) -> None:
+    with rings():
+        pair = Twins("adamw+split8", place)
+        pair.step(steps=2)
+        assert_same(pair.device.export_weights(), pair.host.export_weights())
+        for optimizer in (pair.device, pair.host):
+            optimizer.load_weights({"c": torch.linspace(0, 1, 48 * 40).view(48, 40)})
+        pair.step()
+        pair.check()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_copies_and_two_optimizers_in_one_process(place: str) -> None:
+    with rings():
+        pair = Twins("adamw_int8", place)
+        pair.step(steps=2)
+        for other in (copy.deepcopy(pair.host), pickle.loads(pickle.dumps(pair.host))):
+            twins = dict(zip(SHAPES, other.param_groups[0]["params"], strict=True))
+            assert_same(states_of(other), states_of(pair.host))
+            assert other.roster.arena.nbytes == pair.host.roster.arena.nbytes
+            reference = copy.deepcopy(pair.device)
+            expected = dict(zip(SHAPES, reference.param_groups[0]["params"], strict=True))
+            gradients = Gradients(twins, seed=5)
+            for _ in range(2):
+                gradients.give(twins, expected)
+                other.step()
+                reference.step()
+            assert_same(values(twins), values(expected))
+        pair.step()
+        pair.check()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_strided_and_late_parameters(place: str) -> None:
+    with rings():
+        pair = Twins("adamw_int8+split8", place)
+        extra = torch.randn(40, 24).t()
+        for optimizer, params in ((pair.device, pair.params), (pair.host, pair.twins)):
+            optimizer.roster.late_spec = pair.host.specs["a"] if optimizer is pair.host else "adamw_int8+split8"
+            params["late"] = nn.Parameter(extra.clone())
+            optimizer.add_param_group({"params": [("late", params["late"])], "weight_decay": 0.0})
+        pair.gradients = Gradients(pair.params)
+        pair.step(steps=3)
+        pair.check()
+
+
+# -- gradients -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("policy", ["skip_element", "skip_step"])
+def test_nonfinite_gradients_and_clipping(place: str, policy: str) -> None:
+    with rings():
+        pair = Twins("adamw_int8", place, nonfinite=policy)
+        for step in range(4):
+            pair.gradients.give(pair.params, pair.twins)
+            for params, optimizer in ((pair.params, pair.device), (pair.twins, pair.host)):
+                if step == 2:
+                    params["c"].grad[5, 5] = float("nan")  # pyright: ignore
+                optimizer.mask_nonfinite()
+                nn.utils.clip_grad_norm_(list(params.values()), 1.0)
+                optimizer.step()
+        pair.check()
+        assert pair.host.num_nonfinite == 1 and pair.host.last_nonfinite == {"c": 1}
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_with_states_on_the_host_is_not_captured() -> None:
+    optimizer = build(make_params(SHAPES), "adamw@streamed")
+    (backend,) = optimizer.roster.backends
+    with pytest.raises(BadInputError, match=r"cannot capture the step of .*: their states are on the host"):
+        backend.capture(optimizer.inputs({}, options=optimizer.options(), phase=1))
+
+
+def test_a_block_on_two_devices_is_not_placed_on_the_host() -> None:
+    params = {"here": nn.Parameter(torch.zeros(4, 8)), "there": nn.Parameter(torch.zeros(4, 8, device="meta"))}
+    block = one_block("both", [info(name, (4, 8)) for name in params])
+    with pytest.raises(BadInputError, match=r"block both cannot run adamw@streamed: its parameters are on cpu, meta"):
+        build(params, {"both": "adamw@streamed"}, blocks=[block])

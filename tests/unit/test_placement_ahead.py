@@ -1,0 +1,174 @@
+"""Host-placed blocks that are stepped in backward, and beside the caller: what then waits, and what is refused."""
+
+from contextlib import nullcontext
+
+import pytest
+from torch import Tensor, nn
+
+from baoc.errors import BadInputError
+from baoc.optim import BlockwiseOptimizer
+from baoc.optim.placement import updating
+from tests.optimizing import Gradients, assert_same, build, make_params, values
+from tests.placing import PLACES, SHAPES, LateHost, Twins, rings, states_of
+from tests.releasing import backward
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("spec", ["adamw_int8+split8", "lion_int8"])
+def test_release_and_stepping_in_backward(spec: str, place: str) -> None:
+    """One after the other, or what there is of it: gradients that are not final wait, and a NaN is left out."""
+    with rings(piece_bytes=1500):
+        pair = Twins(spec, place)
+        released = Twins(spec, place, release=True)
+        for step in range(4):
+            grads = {name: grad for name, grad in pair.gradients.next().items() if name != "b" or step != 1}
+            if step == 2:
+                grads["c"][5, 5] = float("inf")
+            for optimizer, params in ((pair.device, pair.params), (released.host, released.twins)):
+                optimizer.zero_grad()
+                backward(params, grads)
+                optimizer.step()
+            pair.host.zero_grad()
+            with pair.host.last_backward():
+                backward(pair.twins, grads)
+            assert pair.host._ahead.mid_step
+            pair.host.step()
+        pair.check()
+        assert pair.host.num_nonfinite == released.host.num_nonfinite == 1
+        assert_same(states_of(pair.device), states_of(released.host))
+        assert_same(values(pair.params), values(released.twins))
+
+
+def ready() -> tuple[BlockwiseOptimizer, dict[str, Tensor]]:
+    """An optimizer whose blocks have been stepped in backward."""
+    params = make_params(SHAPES)
+    optimizer = build(params, "adamw@streamed")
+    with optimizer.last_backward():
+        backward(params, Gradients(params).next())
+    return optimizer, params
+
+
+def test_gradients_that_were_used_may_not_be_changed() -> None:
+    optimizer, params = ready()
+    nn.utils.clip_grad_norm_(list(params.values()), 1e-3)
+    with pytest.raises(BadInputError, match=r"gradient of e was changed between backward .* clipped, unscaled"):
+        optimizer.step()
+    optimizer, params = ready()
+    params["a"].grad = None
+    with pytest.raises(BadInputError, match="gradient of a was dropped between backward"):
+        optimizer.step()
+
+
+def test_in_the_middle_of_a_step_much_is_refused() -> None:
+    optimizer, params = ready()
+    for call in (optimizer.zero_grad, optimizer.state_dict, lambda: optimizer.migrate({"a": "adamw"})):
+        with pytest.raises(BadInputError, match="some host-placed blocks have been stepped in backward"):
+            call()
+    with pytest.raises(BadInputError, match="last_backward was entered between backward"), optimizer.last_backward():
+        pass
+    optimizer.step()
+    params["a"].grad = None
+    with (
+        pytest.raises(BadInputError, match=r"got a second gradient inside optimizer\.last_backward"),
+        optimizer.last_backward(),
+    ):
+        backward(params, Gradients(params).next())
+        backward(params, Gradients(params).next())
+
+
+def test_a_rate_that_is_set_late_is_said() -> None:
+    optimizer, _ = ready()
+    optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.warns(UserWarning, match="take it in the next step"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("settings", [{"nonfinite": "skip_step"}, {"release": True}, {"observer": True}])
+def test_where_gradients_are_needed_together_nothing_is_stepped_in_backward(settings: dict) -> None:
+    params = make_params(SHAPES)
+    observed = settings.pop("observer", False)
+    optimizer = build(params, "adamw@streamed", **settings)
+    if observed:
+        optimizer.observer = lambda: None
+    with optimizer.last_backward():
+        backward(params, Gradients(params).next())
+    assert not optimizer._ahead.mid_step
+    optimizer.step()
+    if observed:
+        optimizer.zero_grad()
+        optimizer.observing = lambda: False
+        with optimizer.last_backward():
+            backward(params, Gradients(params).next())
+        assert optimizer._ahead.mid_step
+        optimizer.step()
+
+
+# -- beside the caller ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def late_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(updating, "beside", lambda device: LateHost())
+
+
+def run_late(pair: Twins, *, ahead: bool = True) -> None:
+    for step in range(3):
+        grads = pair.gradients.next()
+        if step == 1:
+            grads["c"][5, 5] = float("nan")
+        for optimizer, params in ((pair.device, pair.params), (pair.host, pair.twins)):
+            optimizer.zero_grad()
+            with optimizer.last_backward() if ahead else nullcontext():
+                backward(params, grads)
+            optimizer.step()
+
+
+@pytest.mark.usefixtures("late_host")
+def test_the_host_may_be_late() -> None:
+    with rings(piece_bytes=1500):
+        pair = Twins("adamw_int8", "updated")
+        run_late(pair)
+        pair.check()
+        assert pair.host.num_nonfinite == 1
+
+
+@pytest.mark.usefixtures("late_host")
+@pytest.mark.parametrize("ahead", [True, False])
+def test_masking_and_the_end_of_a_step_wait_for_it(monkeypatch: pytest.MonkeyPatch, ahead: bool) -> None:
+    """The first wait of each step is left out: before gradients are masked, where blocks were stepped in backward, and
+    else the only one, after which weights are read."""
+    with rings(piece_bytes=1500):
+        pair = Twins("adamw_int8", "updated")
+        join, calls = pair.host.roster.join, []
+
+        def deaf() -> None:
+            calls.append("join")
+            if ahead and len(calls) % 2 == 0:
+                join()
+
+        monkeypatch.setattr(pair.host.roster, "join", deaf)
+        run_late(pair, ahead=ahead)
+        with pytest.raises(AssertionError):
+            assert_same(values(pair.params), values(pair.twins))
+
+
+@pytest.mark.usefixtures("late_host")
+def test_an_error_beside_the_caller_is_raised_at_the_end_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Twins("adamw", "updated")
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("out of something")
+
+    pair.gradients.give(pair.twins)
+    assert pair.host.roster.ready()
+    monkeypatch.setattr(updating.Piece, "send", fails)
+    with pytest.raises(RuntimeError, match="out of something"):
+        pair.host.step()
+
+
+def test_the_thread_beside_the_caller_steps_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(updating, "beside", lambda device: updating.ThreadPoolExecutor(max_workers=1))
+    with rings(piece_bytes=1500):
+        pair = Twins("adamw_int8+split8", "updated", backend="eager")
+        run_late(pair)
+        pair.check()

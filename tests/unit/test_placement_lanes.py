@@ -1,0 +1,136 @@
+"""What waits for what when states are streamed: every order that marks allow gives the same bits, all are needed."""
+
+from itertools import permutations
+
+import pytest
+import torch
+from torch import Tensor
+
+from baoc.optim import BlockwiseOptimizer
+from baoc.optim.placement.lanes import IN, MAIN, OUT, STEP
+from tests.optimizing import Gradients, assert_same, build, make_params, run_steps, twin_of, values
+from tests.placing import HERE, LateLanes, rings
+
+SHAPES = {f"w{index}": (9, 32) for index in range(7)}
+ORDERS = list(permutations((MAIN, IN, STEP, OUT)))
+STEPS = 4
+Run = tuple[list[dict[str, Tensor]], dict[str, Tensor]]
+
+
+def on_the_device(spec: str) -> Run:
+    """Weights after each step, and the states after the last, without any lanes."""
+    params = make_params(SHAPES)
+    optimizer, gradients, seen = build(params, spec), Gradients(params), []
+    for _ in range(STEPS):
+        run_steps(optimizer, params, gradients=gradients, steps=1)
+        seen.append({name: value.clone() for name, value in values(params).items()})
+    return seen, states_of(optimizer)
+
+
+def states_of(optimizer: BlockwiseOptimizer) -> dict[str, Tensor]:
+    saved = optimizer.state_dict()["state"]
+    return {f"{name}.{key}": value.clone() for name, state in saved.items() for key, value in state.items()}
+
+
+def streamed(
+    lanes: LateLanes, spec: str, order: tuple[str, ...], *, shapes: dict[str, tuple[int, ...]] = SHAPES
+) -> Run:
+    """The same where backward, forward and what follows run in the caller's lane, which is as late as the others."""
+    params = make_params(SHAPES)
+    gradients, seen = Gradients(params), []
+    for param in params.values():
+        param.grad = torch.zeros_like(param)
+    with rings(lanes=lanes, piece_bytes=2000):
+        optimizer = build(params, f"{spec}@streamed")
+        for _ in range(STEPS):
+            grads = gradients.next()
+
+            def backward(grads: dict[str, Tensor] = grads) -> None:
+                for name, param in params.items():
+                    assert param.grad is not None
+                    param.grad.copy_(grads[name])
+
+            def forward() -> None:
+                seen.append({name: value.clone() for name, value in values(params).items()})
+                for param in params.values():
+                    assert param.grad is not None
+                    param.grad.fill_(7.0)  # as its memory would be, once it is used for something else
+
+            lanes.run(MAIN, backward)
+            optimizer.step()
+            lanes.run(MAIN, forward)
+        lanes.drain(order)
+        return seen, states_of(optimizer)
+
+
+def agree(a: Run, b: Run) -> bool:
+    try:
+        for one, other in zip(a[0], b[0], strict=True):
+            assert_same(one, other)
+        assert_same(a[1], b[1])
+    except AssertionError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("spec", ["adamw_int8+split8", "lion_int8"])
+def test_every_order_that_the_marks_allow_gives_the_same_bits(spec: str) -> None:
+    expected = on_the_device(spec)
+    for order in ORDERS:
+        assert agree(streamed(LateLanes(), spec, order), expected), order
+
+
+@pytest.mark.parametrize("pair", [(STEP, MAIN), (STEP, IN), (IN, OUT), (OUT, STEP), (MAIN, STEP)])
+def test_without_any_one_of_the_waits_some_order_is_wrong(pair: tuple[str, str]) -> None:
+    expected = on_the_device("adamw_int8")
+    lanes = [LateLanes(deaf=[pair]) for _ in ORDERS]
+    found = [agree(streamed(late, "adamw_int8", order), expected) for late, order in zip(lanes, ORDERS, strict=True)]
+    assert all(pair in late.heard for late in lanes) and not all(found)
+
+
+@pytest.mark.parametrize("deaf", [(), ((STEP, OUT),)])
+def test_states_that_stay_in_the_buffer_are_not_stepped_before_they_have_been_copied_out(deaf: tuple) -> None:
+    """One piece: it is never loaded again, and the step after waits for the copy out of the one before."""
+    found = [copied_out(LateLanes(deaf=deaf), order) for order in ORDERS]
+    assert all(len(seen) == STEPS for seen in found)
+    assert all(len(set(seen)) == STEPS for seen in found) is not bool(deaf)
+
+
+def copied_out(lanes: LateLanes, order: tuple[str, ...]) -> list[float]:
+    """What each copy out brought, as one number."""
+    params = make_params({"w": (9, 32)})
+    params["w"].grad = torch.ones(9, 32)
+    seen: list[float] = []
+    with rings(lanes=lanes, piece_bytes=10**6):
+        optimizer = build(params, "adamw@streamed")
+        for _ in range(STEPS):
+            optimizer.step()
+            lanes.run(OUT, lambda: seen.append(float(optimizer.roster.state[params["w"]]["m"].sum())))
+        lanes.drain(order)
+    return seen
+
+
+def test_a_checkpoint_waits_for_states_on_their_way_home() -> None:
+    found = {}
+    for deaf in ((), ((HERE, OUT), (HERE, IN))):  # what is fetched for the next step waits for what goes home, too
+        lanes, params = LateLanes(deaf=deaf), make_params(SHAPES)
+        twins = twin_of(params)
+        plain = build(twins, "adamw_int8")
+        with rings(lanes=lanes, piece_bytes=2000):
+            optimizer = build(params, "adamw_int8@streamed")
+            Gradients(params).give(params, twins)
+            optimizer.step()
+            plain.step()
+            saved, expected = states_of(optimizer), states_of(plain)
+            found[deaf] = all(torch.equal(saved[key], value) for key, value in expected.items())
+    assert list(found.values()) == [True, False]
+
+
+def test_gradients_that_are_released_are_kept_for_the_lane_that_reads_them() -> None:
+    lanes, params = LateLanes(), make_params(SHAPES)
+    with rings(lanes=lanes, piece_bytes=2000):
+        optimizer = build(params, "adamw@streamed", release=True)
+        torch.stack([param.sum() for param in params.values()]).sum().backward()
+        optimizer.step()
+    assert [lane for _, lane in lanes.kept] == [STEP] * len(SHAPES)
+    assert {tuple(tensor.shape) for tensor, _ in lanes.kept} == {(9, 32)}
