@@ -14,6 +14,7 @@ and the next one runs. `--seconds` ends the run in time.
 import argparse
 import csv
 import gc
+import logging
 import os
 import sys
 import time
@@ -21,6 +22,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -40,6 +42,9 @@ from baoc.units import MIB  # noqa: E402
 PACKED = "adamw_int8+split8"
 WIDE = "adamw+split16"  # fp32 m and v, and as many bits of the weight: 10 bytes per parameter travel, each way
 DEVICE = torch.device("cuda")
+OUT = Path(os.environ.get("OUT", ROOT / "experiments" / "benchmarks" / "results"))
+SEQUENCE, VOCABULARY = 1024, 32_000
+SMALL = {"width": 64, "hidden": 128, "depth": 2, "heads": 4}  # to try the script without a GPU
 Row = dict[str, Any]
 CHECKED = (PACKED, "lion_int8", "adamw", "foam_l2_int8", "adamw_shared_in_int8+bf16_sr", "muon")
 NATIVE = (PACKED, "lion_int8")  # of these, blocks that the host updates as well
@@ -157,6 +162,7 @@ def link() -> list[Row]:
             times = timed(lambda ways=ways: go(*ways), warmup=1, steps=7)
             row[f"{name}_gbps"] = round(sum(ways) * len(starts) * size / median(times) / 1e6, 1)
         rows.append(row)
+        print(*row.values(), flush=True)
     return rows
 
 
@@ -224,13 +230,102 @@ def step() -> list[Row]:
     return rows
 
 
+# -- train ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """`specs` by turns over the blocks. `ahead`: those on the host are stepped in the last backward already."""
+
+    name: str
+    specs: tuple[str, ...]
+    ahead: bool
+    micro_batch: int = 2
+    accumulate: tuple[int, ...] = (1, 8)
+    steps: tuple[int, ...] = (12, 5)
+
+
+PLANS = [
+    Plan(name="all on the device", specs=(PACKED,), ahead=False),
+    Plan(name="streamed", specs=(f"{PACKED}@streamed",), ahead=True),
+    Plan(name="streamed, in step() alone", specs=(f"{PACKED}@streamed",), ahead=False),
+    Plan(name="half streamed", specs=(f"{PACKED}@streamed", PACKED), ahead=True, accumulate=(1,)),
+    Plan(name="every 2nd streamed in fp32", specs=(f"{WIDE}@streamed", f"{WIDE}@updated"), ahead=True, steps=(6, 3)),
+    Plan(name="updated, gradients flushed in backward", specs=(f"{WIDE}@updated",), ahead=True, steps=(5, 3)),
+    Plan(name="updated, in step() alone", specs=(f"{WIDE}@updated",), ahead=False, steps=(5, 3)),
+    Plan(name="all on the device", specs=(PACKED,), ahead=False, micro_batch=1, accumulate=(1,)),
+    Plan(name="streamed", specs=(f"{PACKED}@streamed",), ahead=True, micro_batch=1, accumulate=(1,)),
+]
+
+
+def llama() -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    from baoc.models.llama import llama_config
+
+    sizes = {"width": 2048, "hidden": 5461, "depth": 24, "heads": 32} if DEVICE.type == "cuda" else SMALL
+    spec: Any = type("Text", (), {"sequence_length": SEQUENCE})
+    with torch.device(DEVICE):
+        return AutoModelForCausalLM.from_config(
+            llama_config(sizes, vocab_size=VOCABULARY, spec=spec), dtype=torch.bfloat16
+        )
+
+
+def train() -> list[Row]:
+    """Milliseconds from step to step, between events in the caller's stream: what runs beside it is in there."""
+    model, rows = llama(), []
+    for plan in PLANS:
+        clean()
+        torch.cuda.reset_peak_memory_stats()
+        names = [name for name, param in model.named_parameters() if param.numel()]
+        specs = {name: plan.specs[index % len(plan.specs)] for index, name in enumerate(names)}
+        optimizer = BlockwiseOptimizer(model, specs, lr=1e-5)
+        tokens = torch.randint(VOCABULARY, (plan.micro_batch, SEQUENCE), device=DEVICE)
+        for accumulate, steps in zip(plan.accumulate, plan.steps, strict=False):
+            times = _between_steps(model, optimizer, tokens, plan=plan, accumulate=accumulate, steps=steps)
+            middle, low, high = quartiles(times)
+            row = {"plan": plan.name, "micro_batch": plan.micro_batch, "accumulate": accumulate, "n": len(times)}
+            row |= {"ms": round(middle, 1), "q1": round(low, 1), "q3": round(high, 1)}
+            row |= {"peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2)}
+            row |= {"state_gib": round(optimizer.state_bytes() / 2**30, 3)}
+            row |= {"host_gib": round(sum(optimizer.block_host_bytes().values()) / 2**30, 2)}
+            base = next((r for r in rows if r["plan"] == PLANS[0].name and _alike(r, row)), row)
+            rows.append({**row, "over_device": round(row["ms"] / base["ms"], 3)})
+            print(*rows[-1].values(), flush=True)
+            write(OUT / "host_placement_train.csv", rows)
+        optimizer.zero_grad()
+        del optimizer
+    return rows
+
+
+def _alike(a: Row, b: Row) -> bool:
+    return all(a[key] == b[key] for key in ("micro_batch", "accumulate"))
+
+
+def _between_steps(
+    model: nn.Module, optimizer: BlockwiseOptimizer, tokens: Tensor, *, plan: Plan, accumulate: int, steps: int
+) -> list[float]:
+    events = []
+    for _ in range(steps + 3 if accumulate == 1 else steps + 2):
+        for micro in range(accumulate):
+            loss = model(input_ids=tokens, labels=tokens).loss / accumulate
+            with optimizer.last_backward() if plan.ahead and micro == accumulate - 1 else nullcontext():
+                loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        events.append(torch.cuda.Event(enable_timing=True))
+        events[-1].record()
+    torch.cuda.synchronize()
+    return [before.elapsed_time(after) for before, after in pairwise(events)][-steps:]
+
+
 def clean() -> None:
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
 
 
-PARTS: dict[str, Callable[[], list[Row]]] = {"check": check, "link": link, "step": step}
+PARTS: dict[str, Callable[[], list[Row]]] = {"check": check, "link": link, "step": step, "train": train}
 
 
 def main() -> None:
@@ -238,7 +333,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", default=list(PARTS), help=f"any of {', '.join(PARTS)}")
     parser.add_argument("--seconds", type=float, default=240, help="no part begins after this time")
     args = parser.parse_args()
-    out = Path(os.environ.get("OUT", ROOT / "experiments" / "benchmarks" / "results"))
+    logging.getLogger("baoc").setLevel(logging.ERROR)  # gradients that are not finite are on purpose
     begin = time.monotonic()
     for part in args.parts:
         if time.monotonic() - begin > args.seconds:
@@ -250,7 +345,7 @@ def main() -> None:
             traceback.print_exc(limit=8)
             clean()
             continue
-        write(out / f"host_placement_{part}.csv", rows)
+        write(OUT / f"host_placement_{part}.csv", rows)
         print(f"\n{part} ({time.monotonic() - begin:.0f} s, {torch.cuda.get_device_name()}, torch {torch.__version__})")
         table(rows)
 
