@@ -130,8 +130,11 @@ class Ahead:
 
     # -- the end of the step --------------------------------------------------------------------------------------
 
-    def finish(self) -> None:
-        """To be called by `step`. Raises BadInputError if gradients are not what blocks were stepped with."""
+    def check(self) -> None:
+        """To be called before anything is done to gradients; waits until those that were used are done with.
+
+        Raises BadInputError if they are not what blocks were stepped with.
+        """
         owner = self._owner()
         assert owner is not None
         for param, version in self._versions.items():
@@ -142,7 +145,17 @@ class Ahead:
                     f"block was stepped in backward: {_ADVICE}"
                 )
         if self._versions:
-            owner.roster.join()  # gradients that are still to be fetched may be masked from here on
+            owner.roster.join()
+
+    def looked(self) -> None:
+        """Gradients were masked, which changes nothing for blocks that were stepped: they left the same out."""
+        self._versions = {param: param.grad._version for param in self._versions if param.grad is not None}
+
+    def finish(self) -> None:
+        """To be called by `step`."""
+        self.check()
+        owner = self._owner()
+        assert owner is not None
         if self._versions and owner.options() != self._options and not self._told_late:
             self._told_late = True
             warnings.warn(

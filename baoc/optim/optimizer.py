@@ -241,7 +241,10 @@ class BlockwiseOptimizer(Optimizer):
         if self.releaser is not None:
             self.releaser.flush()
             return None if self.roster.marking else self.releaser.num_nonfinite
-        return self._guard.look(self.roster, step=self._num_steps + 1)
+        self._ahead.check()
+        found = self._guard.look(self.roster, step=self._num_steps + 1)
+        self._ahead.looked()
+        return found
 
     def _check_between_steps(self, what: str) -> None:
         for stepping in (self.releaser, self._ahead):

@@ -40,12 +40,28 @@ def released_clipping(trainer: L.Trainer, release: bool | GradientRelease) -> Gr
             f"{type(module).__name__} has a configure_gradient_clipping of its own, which would find no gradients: set "
             "gradient_clip_val of the Trainer, or optim.release_gradients=false"
         )
-    for owner, kind in [(module, L.LightningModule), *((callback, L.Callback) for callback in callbacks)]:
+    for owner, hooks in seeing_gradients(trainer).items():
+        log.warning("gradients are released in backward: %s of %s find none", " and ".join(hooks), owner)
+    return _clipping(trainer, release)
+
+
+def seeing_gradients(trainer: L.Trainer) -> dict[str, list[str]]:
+    """Modules and callbacks that are not ours -> their hooks between the backward and the step."""
+    callbacks: list[L.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+    owners = [(trainer.lightning_module, L.LightningModule), *((callback, L.Callback) for callback in callbacks)]
+    found = {}
+    for owner, kind in owners:
         hooks = [name for name in _SEES_GRADIENTS if getattr(type(owner), name) is not getattr(kind, name)]
         if hooks and not type(owner).__module__.startswith("baoc."):
-            own = type(owner).__name__
-            log.warning("gradients are released in backward: %s of %s find none", " and ".join(hooks), own)
-    return _clipping(trainer, release)
+            found[type(owner).__name__] = hooks
+    return found
+
+
+def leaves_gradients(trainer: L.Trainer) -> bool:
+    """True if nothing changes gradients between the last backward of a step and the step itself."""
+    scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
+    clipped = trainer.gradient_clip_val or is_overridden("configure_gradient_clipping", trainer.lightning_module)
+    return not scaled and not clipped and not seeing_gradients(trainer)
 
 
 def leave_clipping(precision: Precision) -> None:

@@ -26,7 +26,7 @@ from baoc.optim.release import take_from_others
 from baoc.planner import Planner
 from baoc.profiling import cap_device, context_bytes, describe, free_bytes, uncapped
 from baoc.strategy.probe import Probe, silent, unwrapped
-from baoc.strategy.released import leave_clipping, released_clipping, take_clipping_back
+from baoc.strategy.released import leave_clipping, leaves_gradients, released_clipping, take_clipping_back
 from baoc.strategy.takeover import count_steps_for_schedulers, hyperparameters, named_groups, rebind_schedulers
 from baoc.types import Budget, Footprint, LatencyTable, OptimizerSpec, Plan, Profile, Reallocation
 
@@ -108,6 +108,7 @@ class BaocStrategy(SingleDeviceStrategy):
         self._guard = _GradientGuard()
         self.context_bytes = 0
         self._counted_step = self._micro_batches = 0
+        self._last = False  # the backward that comes is the last one of its step
 
     # -- set-up ---------------------------------------------------------------------------------------------------
 
@@ -247,6 +248,27 @@ class BaocStrategy(SingleDeviceStrategy):
             )
 
     # -- training -------------------------------------------------------------------------------------------------
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: L.LightningModule | torch.nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As Lightning's, whose closure runs the last backward of the step."""
+        self._last = True
+        try:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        finally:
+            self._last = False
+
+    def backward(self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Any:
+        """Lets host-placed blocks be stepped in the last backward of a step, if their gradients are final then."""
+        module = self.lightning_module
+        final = self._last and module is not None and leaves_gradients(module.trainer)
+        with optimizer.last_backward() if final and isinstance(optimizer, BlockwiseOptimizer) else nullcontext():
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         """With accumulation, shows the profiler the first half of a step's micro-batches, and all of them.
