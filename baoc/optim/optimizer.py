@@ -247,9 +247,8 @@ class BlockwiseOptimizer(Optimizer):
         return found
 
     def _check_between_steps(self, what: str) -> None:
-        for stepping in (self.releaser, self._ahead):
-            if stepping is not None:
-                stepping.check_between_steps(what)
+        for stepping in filter(None, (self.releaser, self._ahead)):
+            stepping.check_between_steps(what)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; what `mask_nonfinite` found in the gradients goes with them."""
@@ -351,6 +350,7 @@ class BlockwiseOptimizer(Optimizer):
             if spec != live[name].spec:
                 targets.append(make_live(live[name].block, spec=spec, param_groups=self.param_groups))
         self._check_between_steps("migrate was called")
+        self.roster.check_host(targets)
         targets.sort(key=lambda target: migration.planned_growth(target, held=live[target.block.name]))
         self.roster.refresh(self.param_groups)  # backends hold what is to be freed
         moves, fresh = {}, self._num_steps == 0

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from baoc.cost import aligned
+from baoc.cost import aligned, passing_bytes
 from baoc.errors import BadInputError
 from baoc.kernels.host_memory import check_host_memory
 from baoc.optim import groups, matching, weights
@@ -16,6 +16,7 @@ from baoc.optim.backends import Backend, Choice, build_alone, build_backends
 from baoc.optim.placement import HostArena, Rings, order_of_travel
 from baoc.optim.state import LiveBlock, Slot, State, allocate, make_slot, new_match, packed, tensor_bytes
 from baoc.rules import RULES
+from baoc.staging import buffer_bytes
 from baoc.types import Block, OptimizerSpec, ParamInfo, Placement
 
 if TYPE_CHECKING:
@@ -95,12 +96,13 @@ class Roster:
             pairs = zip(group["params"], group["param_names"], strict=True)
             group["param_names"] = [self.names.get(param, name) for param, name in pairs]
         lives = [make_live(block, spec=chosen[block.name], param_groups=param_groups) for block in blocks]
-        self._check_host_memory(lives)
+        self.check_host(lives)
         for live in lives:
             self.enlist(live)
         self.refresh(param_groups)
 
-    def _check_host_memory(self, lives: Iterable[LiveBlock]) -> None:
+    def check_host(self, lives: Iterable[LiveBlock]) -> None:
+        """Raises BadInputError where host-placed blocks cannot pass, or there is no room for what they need there."""
         placed = order_of_travel(lives)
         for live in placed:
             devices = sorted({str(slot.param.device) for slot in live.slots})
@@ -110,7 +112,10 @@ class Roster:
                     "and the states of a host-placed block pass to one device. Make them two blocks"
                 )
         if placed and placed[0].slots[0].param.device.type != "meta":
-            check_host_memory(sum(live.slab_bytes for live in placed), what="the states of host-placed blocks")
+            updated = [live for live in placed if live.spec.placement == Placement.HOST_UPDATED]
+            passing = buffer_bytes([passing_bytes(live.block, spec=live.spec) for live in updated])
+            needed = sum(live.slab_bytes for live in placed) + passing
+            check_host_memory(needed, what="the states of host-placed blocks")
 
     def enlist(self, live: LiveBlock) -> None:
         """A block before its first step gets its state."""

@@ -9,7 +9,7 @@ import torch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from torch import Tensor, nn
 
-from baoc.cost import aligned, state_bytes
+from baoc.cost import aligned, cost, slab_bytes, state_bytes
 from baoc.errors import BadInputError
 from baoc.kernels import host_memory
 from baoc.optim.backends import HostedBackend
@@ -81,16 +81,17 @@ def test_a_plan_may_place_any_of_its_blocks(place: str) -> None:
 def test_bytes_are_told_apart_and_equal_the_ledger(spec: str, place: str) -> None:
     shapes = shapes_for(spec)
     optimizer = build(make_params(shapes), f"{spec}@{place}")
-    slabs = []
+    slabs = 0
     for block in optimizer.blocks:
-        rule = RULES[optimizer.roster.live[block.name].spec.rule].info
-        whole = state_bytes(block, spec=optimizer.roster.live[block.name].spec, rule=rule)
-        match = 8 if rule.matched and block.numel else 0
-        on_device = match if place == "streamed" else 0
-        assert optimizer.block_state_bytes()[block.name] == on_device
-        assert optimizer.block_host_bytes()[block.name] == whole - on_device
-        slabs.append(whole - match - (4 if rule.counts_steps and block.numel else 0))
-    assert optimizer.roster.arena.nbytes == sum(slabs)
+        row = optimizer.roster.live[block.name].spec
+        rule = RULES[row.rule].info
+        told = cost(block, spec=row, rule=rule)
+        assert optimizer.block_state_bytes()[block.name] == told.state_bytes
+        assert optimizer.block_host_bytes()[block.name] == told.host_bytes
+        assert told.state_bytes + told.host_bytes == state_bytes(block, spec=row, rule=rule)
+        assert told.host_bytes > 0 or not block.numel
+        slabs += slab_bytes(block, spec=row, rule=rule)
+    assert optimizer.roster.arena.nbytes == slabs
     assert optimizer.state_bytes() == sum(optimizer.block_state_bytes().values())
 
 
@@ -133,6 +134,12 @@ def test_out_of_host_memory_is_said_before_anything_is_allocated(monkeypatch: py
     build(make_params({"b": (64,)}), "adamw@streamed")
     with pytest.raises(BadInputError, match=r"host-placed blocks need .* of host memory, and .* give fewer"):
         build(make_params({"a": (64, 64)}), "adamw@streamed")
+    with pytest.raises(BadInputError, match="host-placed blocks need"):  # states of 4.8 kB, buffers of twice as much
+        build(make_params({"a": (36, 32)}), "lion@updated")
+    optimizer = build(make_params({"a": (64, 64)}), "adamw")
+    with pytest.raises(BadInputError, match="host-placed blocks need"):
+        optimizer.migrate({"a": "adamw@streamed"})
+    assert optimizer.specs == {"a": "adamw"}
 
 
 def test_one_warning_where_locking_is_refused(

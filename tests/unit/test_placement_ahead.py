@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from baoc.errors import BadInputError
@@ -57,6 +58,29 @@ def test_gradients_that_were_used_may_not_be_changed() -> None:
     params["a"].grad = None
     with pytest.raises(BadInputError, match="gradient of a was dropped between backward"):
         optimizer.step()
+
+
+def test_a_grad_scaler_steps_them_and_may_not_unscale_what_was_used() -> None:
+    pair = Twins("adamw_int8", "streamed")
+    scalers = [torch.amp.GradScaler("cpu", init_scale=64.0) for _ in range(2)]
+    for step in range(4):
+        grads = pair.gradients.next()
+        if step == 2:
+            grads["a"][1, 1] = float("inf")  # this step is skipped, whole
+        sides = (pair.device, pair.params), (pair.host, pair.twins)
+        for scaler, (optimizer, params) in zip(scalers, sides, strict=True):
+            optimizer.zero_grad()
+            loss = torch.stack([(param * grads[name]).sum() for name, param in params.items()]).sum()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    pair.check()
+    assert pair.host._num_steps == 3
+    pair.host.zero_grad()
+    with pair.host.last_backward():
+        scalers[1].scale(torch.stack([param.sum() for param in pair.twins.values()]).sum()).backward()
+    with pytest.raises(BadInputError, match="was changed between backward"):
+        scalers[1].step(pair.host)
 
 
 def test_in_the_middle_of_a_step_much_is_refused() -> None:
