@@ -67,6 +67,7 @@ def session_settings(config: RunConfig) -> SessionSettings:
         risk=config.risk.name,
         risk_weights=config.risk.weights,
         allocator=config.allocator.name,
+        every=config.allocator.every,
         seed=config.seed,
     )
     return SessionSettings(
@@ -75,6 +76,7 @@ def session_settings(config: RunConfig) -> SessionSettings:
         backend=config.optim.backend,
         nonfinite=config.optim.nonfinite,
         release=bool(config.optim.release_gradients),
+        ahead=getattr(ALLOCATORS[config.allocator.name], "ahead", True),
         rms_matching=config.optim.matching if getattr(ALLOCATORS[config.allocator.name], "matching", True) else False,
     )
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from baoc.allocation import ALLOCATORS, NoFeasibleAllocation
 from baoc.allocation.base import Allocator
+from baoc.allocation.hosted import HostedAllocator
 from baoc.blocks import partition
 from baoc.candidates import build_candidates, undominated
 from baoc.catalogue import STORAGES, select
@@ -57,6 +58,7 @@ class PlannerSettings:
     risk: str = "prior"
     risk_weights: Mapping[str, float] = field(default_factory=dict)
     allocator: str = "exact"
+    every: int | None = None  # of allocator=host_every_kth
     seed: int = 0
 
 
@@ -92,7 +94,10 @@ class Planner:
         self.latency = latency
         self.rules = rule_infos()
         check_named(settings.specs, rules=self.rules)
-        chosen = select([*settings.specs, *getattr(ALLOCATORS[settings.allocator], "rows", ())])
+        self.allocator = ALLOCATORS[settings.allocator]
+        if settings.every is not None and isinstance(self.allocator, HostedAllocator):
+            self.allocator = replace(self.allocator, every=settings.every)
+        chosen = select([*settings.specs, *getattr(self.allocator, "rows", ())])
         self.specs = with_host(chosen) if budget.host_memory_bytes is not None else chosen
         self.blocks: tuple[Block, ...] = partition(
             self.params, declared=declared, patterns=settings.patterns, by=settings.blocks_by
@@ -270,7 +275,7 @@ class Planner:
         name = risk or self.settings.risk
         if RISKS[name].needs and profile is None:
             name = "prior"
-        allocator = ALLOCATORS[self.settings.allocator]
+        allocator = self.allocator
         tries = list(all_tries(self, risk=name, profile=profile))
         many = len(self.blocks) > FEW_BLOCKS or self.places
         quick = len(tries) > 1 and many and allocator.name == "exact"

@@ -50,4 +50,5 @@ def _ways(planner: "Planner", *, risk: str, profile: Profile | None) -> list[Way
     counted = host or (memory and planner.host_counts)
     pool = planner.candidates(risk=risk, profile=profile, count="none")
     found = ways(pool, blocks=planner.blocks, specs=planner.specs, host_counts=counted)
-    return found if memory or counted else found[-1:]
+    free = not getattr(planner.allocator, "rows", ())  # one that has rows of its own goes as far as there is
+    return found if free and (memory or counted) else found[-1:]

@@ -122,7 +122,14 @@ class RiskConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorConfig:
+    """Which allocator. `every`: of host_every_kth alone, which k: one block in so many is streamed."""
+
     name: str = "exact"
+    every: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.every is not None:
+            require(self.every >= 1, "allocator.every", self.every, "1 or more blocks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

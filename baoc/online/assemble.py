@@ -22,7 +22,10 @@ MOST_RETIMED = 4  # plans whose specs are timed before one is taken
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionSettings:
-    """Everything a budgeted optimizer needs to know beside its parameters and its budget."""
+    """Everything a budgeted optimizer needs to know beside its parameters and its budget.
+
+    `ahead`: blocks whose states are on the host are stepped in backward, where nothing is to change their gradients.
+    """
 
     planner: PlannerSettings = field(default_factory=PlannerSettings)
     reallocation: ReallocationSettings = field(default_factory=ReallocationSettings)
@@ -30,6 +33,7 @@ class SessionSettings:
     nonfinite: str = "skip_element"
     rms_matching: bool | Matching = True
     release: bool | GradientRelease = False
+    ahead: bool = True
 
 
 def make_profiler(
