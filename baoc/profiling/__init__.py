@@ -1,7 +1,7 @@
 """What a network, its gradients and a device are like: all that a plan is made of, measured or read off.
 
 describe (names, shapes, roles) · gradients and shadow (what blocks can do without) · footprint and tracker (bytes) ·
-latency (seconds) · device (context, cap).
+latency (seconds) · link (copies) · device (context, cap).
 """
 
 from baoc.profiling.describe import describe, named_tensors
@@ -9,6 +9,7 @@ from baoc.profiling.device import cap_device, context_bytes, free_bytes, recap_d
 from baoc.profiling.footprint import FirstStepMemory, probe_footprint, step_temporary_bytes
 from baoc.profiling.gradients import GradientProfiler
 from baoc.profiling.latency import measure_latency
+from baoc.profiling.link import measure_link
 from baoc.profiling.tracker import MemoryTracker
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "describe",
     "free_bytes",
     "measure_latency",
+    "measure_link",
     "named_tensors",
     "probe_footprint",
     "recap_device",

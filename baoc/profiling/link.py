@@ -1,0 +1,92 @@
+"""Measures the link between host and device, each way and both ways at once, and how fast the host steps by itself."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from statistics import median
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from baoc.staging import PIECE_BYTES
+from baoc.types import LinkRates
+from baoc.units import MIB
+
+SIZES = (MIB, 4 * MIB, PIECE_BYTES)  # of the piece that is copied
+MAX_S = 0.8
+LEAST_REPEATS = 3
+HOST_NUMEL = 2**22  # elements of the step on the host
+
+
+def measure_link(
+    device: torch.device | str,
+    *,
+    sizes: tuple[int, ...] = SIZES,
+    max_s: float = MAX_S,
+    host_numel: int = HOST_NUMEL,
+    clock: Callable[[], float] = perf_counter,
+) -> LinkRates:
+    """Rates of copies between pinned host memory and `device`, from medians, in about `max_s` seconds.
+
+    Both ways are copies on two streams that are begun together. The host's step is that of torch's fused AdamW with as
+    many threads as this process has.
+    """
+    device = torch.device(device)
+    pinned = device.type == "cuda"
+    rates: dict[str, list[float]] = {"in": [], "out": [], "both": []}
+    share = max_s / (3 * len(sizes) + 1)
+    for size in sizes:
+        here = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+        there = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
+        streams = [torch.cuda.Stream(device) for _ in range(2)] if pinned else []
+        ways = {"in": [(there[0], here[0])], "out": [(here[1], there[1])]}
+        ways["both"] = [*ways["in"], *ways["out"]]
+        for way, copies in ways.items():
+            copy = _copying(copies, streams=streams)
+            rates[way].append(size * len(copies) / _seconds(copy, device=device, max_s=share, clock=clock))
+    return LinkRates(
+        sizes=sizes,
+        in_rates=tuple(rates["in"]),
+        out_rates=tuple(rates["out"]),
+        both_rates=tuple(rates["both"]),
+        host_element_s=_host_element_s(host_numel, max_s=share, clock=clock),
+        source="measured",
+    )
+
+
+def _copying(copies: list[tuple[Tensor, Tensor]], *, streams: list[torch.cuda.Stream]) -> Callable[[], None]:
+    """A callable that begins all copies (to, from), each in a stream of its own where there are any."""
+
+    def run() -> None:
+        for index, (to, source) in enumerate(copies):
+            with torch.cuda.stream(streams[index]) if streams else nullcontext():
+                to.copy_(source, non_blocking=True)
+
+    return run
+
+
+def _seconds(
+    run: Callable[[], None], *, device: torch.device, max_s: float, clock: Callable[[], float], most: int = 50
+) -> float:
+    """Median seconds of `run` after one that is not counted."""
+
+    def once() -> float:
+        start = clock()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return max(clock() - start, 1e-9)
+
+    began = clock()
+    once()
+    found = [once() for _ in range(LEAST_REPEATS)]
+    while len(found) < most and clock() - began + found[-1] < max_s:
+        found.append(once())
+    return median(found)
+
+
+def _host_element_s(numel: int, *, max_s: float, clock: Callable[[], float]) -> float:
+    param = torch.nn.Parameter(torch.full((numel,), 0.02))
+    param.grad = torch.full((numel,), 1e-3)
+    optimizer = torch.optim.AdamW([param], fused=True)
+    return _seconds(lambda: optimizer.step() and None, device=torch.device("cpu"), max_s=max_s, clock=clock) / numel
