@@ -39,6 +39,11 @@ class Recorder:
             files.write_json(self.run_dir / "latency.json", planner.latency)
         self._write_plan(plan, profile=None, step=0)
         console.print_plan(plan, title="Allocation at the start, from priors by role")
+        if planner.host_counts and plan.host_bytes:
+            console.say(
+                "the device is the CPU, whose memory is the host's: placement there saves nothing, and runs as it would on "
+                "a GPU"
+            )
 
     def resumed(self, step: int, plan: Plan) -> None:
         """The run goes on after `step` with `plan`: decisions of an attempt that went further are set aside.

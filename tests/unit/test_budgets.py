@@ -1,6 +1,7 @@
 """Every spelling of a budget, and what is said of those that are none."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -50,6 +51,29 @@ def test_state_fraction_in_every_spelling(spelling, name: str, fraction: float):
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_taken_by_name_and_by_itself(name: str):
     assert parse_budget(name) == parse_budget(name.upper()) == parse_budget(PRESETS[name]) == PRESETS[name]
+
+
+def test_host_memory_stands_beside_any_limit():
+    for other in ({"memory": "8gb"}, {"state_fraction": 0.25}, {}):
+        budget = parse_budget({**other, "host_memory": "1.5gb"})
+        assert budget.host_memory_bytes == 3 * GIB // 2 and budget == replace(
+            parse_budget(other), host_memory_bytes=3 * GIB // 2
+        )
+    assert parse_budget({"memory": "8gb", "host_memory": 4096}).host_memory_bytes == 4096
+    assert parse_budget({"memory": "8gb", "host_memory": None}).host_memory_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("much", r"cannot read 'much' as a memory size"),
+        (1.5, r"budget.host_memory=1.5 is no size: write 8gb"),
+        (0, r"budget.host_memory=0 holds nothing: give a positive size, such as 16gb, or null for no limit"),
+    ],
+)
+def test_host_memory_that_is_no_size_is_refused(given, message: str):
+    with pytest.raises(BadInputError, match=message):
+        parse_budget({"memory": "8gb", "host_memory": given})
 
 
 def test_a_step_time_stands_beside_a_memory_limit_and_alone():

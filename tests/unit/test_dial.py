@@ -64,6 +64,11 @@ def test_a_ceiling_is_not_passed_but_by_the_file() -> None:
     assert given.wish(step=9, batch=1)[0].name == "state_50"
 
 
+def test_a_limit_on_host_memory_goes_on() -> None:
+    given = BudgetDial(parse_budget({"memory": "8gb", "host_memory": "16gb"}), schedule=dial(step_1="6gb").schedule)
+    assert given.wish(step=3, batch=1)[0].host_memory_bytes == 16 * 2**30
+
+
 def test_a_step_time_limit_goes_on() -> None:
     given = BudgetDial(parse_budget({"memory": "8gb", "step_time": 1.2}), schedule=dial(step_1="6gb").schedule)
     assert given.wish(step=3, batch=1)[0].step_time == 1.2

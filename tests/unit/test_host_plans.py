@@ -10,7 +10,9 @@ from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.link import STORED
 from baoc.planner import Planner, PlannerSettings
 from baoc.staging import NUM_BUFFERS
+from baoc.tracking import console
 from baoc.types import Budget, Footprint, LatencyTable, ParamInfo, Role
+from baoc.units import format_bytes
 
 MIB = 2**20
 NUMEL = 4096 * 4096
@@ -193,3 +195,25 @@ def test_a_rule_that_takes_a_gpu_is_not_updated_on_the_host():
     open_ = planner(memory(BASE + 9 * ADAMW), specs=("adamw", "muon@*"))
     offered = {c.spec for options in open_.candidates(risk="prior", profile=None).values() for c in options}
     assert "muon@streamed" in offered and "muon@updated" not in offered
+
+
+def test_a_plan_tells_what_is_on_the_host(capsys: pytest.CaptureFixture[str]):
+    plan = planner(memory(BASE + STAGING, step_time=1.2), latency=table()).propose()
+    console.print_plan(plan)
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"on the host {format_bytes(plan.host_bytes)} ({plan.host_bytes} bytes, pinned); per step" in out
+    assert (
+        f"{plan.allocation.link_s * 1e3:.3g} ms" in out and f"{(plan.limits.link_s or 0) * 1e3:.3g} ms allowed" in out
+    )
+    assert "of staging on the device" in out and " MiB h " in out
+    console.print_plan(planner(memory(BASE + 9 * ADAMW)).propose())
+    assert "on the host" not in capsys.readouterr().out
+    assert "16.0 GiB" not in console.describe_budget(memory(BASE, host=None))
+    assert "16.00 GiB (17179869184 bytes) of pinned host memory" in console.describe_budget(memory(1, host=2**34))
+
+
+def test_a_memory_refusal_points_to_the_host_where_there_is_one():
+    for footprint, told in ((FOOTPRINT, True), (replace(FOOTPRINT, device="cpu"), False)):
+        with pytest.raises(InfeasibleBudgetError) as caught:
+            planner(memory(BASE, host=None), footprint=footprint).propose()
+        assert ("budget.host_memory or catalogue=host" in str(caught.value)) == told

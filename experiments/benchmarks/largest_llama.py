@@ -1,0 +1,160 @@
+"""The deepest Llama whose training step fits a device budget, by where and how its optimizer states are kept.
+
+`python experiments/benchmarks/largest_llama.py` needs no GPU: peaks are those of mode=plan for a card that is not here
+(shapes counted, bf16-mixed, micro-batch 1, recomputed activations), and the least that any allocation takes. Layers are
+those of the 1.3B network (width 2,048), or with --width 4096 of the 7B one. A depth is tried before it is told of.
+Rows go to largest_llama.csv in $OUT or experiments/benchmarks/results.
+"""
+
+import argparse
+import csv
+import io
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from baoc.assembly import session_settings  # noqa: E402
+from baoc.config.compose import compose  # noqa: E402
+from baoc.config.from_hydra import from_hydra  # noqa: E402
+from baoc.config.resolve import resolve  # noqa: E402
+from baoc.devices import CARDS  # noqa: E402
+from baoc.errors import InfeasibleBudgetError  # noqa: E402
+from baoc.planning import plan_for  # noqa: E402
+from baoc.train import build, quieten  # noqa: E402
+from baoc.units import GIB  # noqa: E402
+
+SHAPES = {2048: (5461, 32), 4096: (11008, 32)}  # width -> hidden, heads
+METHODS = {
+    "fp32 AdamW on the device": ("allocator=uniform_adamw", "catalogue.specs=[adamw]"),
+    "fp32 AdamW stepped by the CPU": ("allocator=host_adamw", "catalogue.specs=[adamw]"),
+    "packed AdamW on the device": ("catalogue.specs=[adamw_int8+split8]", "catalogue.keep_fp32_roles=[]"),
+    "packed AdamW, streamed as it must": (
+        "catalogue.specs=[adamw_int8+split8,adamw_int8+split8@streamed]",
+        "catalogue.keep_fp32_roles=[]",
+    ),
+    "any spec on the device": ("catalogue.specs=['*','*+split8']", "catalogue.keep_fp32_roles=[]"),
+    "any spec anywhere": ("catalogue.specs=['*','*+split8','*@*','*+split8@*']", "catalogue.keep_fp32_roles=[]"),
+}
+FIXED = (
+    "model=llama",
+    "model.source=hf",
+    "model.vocab_size=32000",
+    "model.checkpointing=true",
+    "dataset.sequence_length=1024",
+    "batch_size=1",
+    "micro_batch=1",
+    "trainer.precision=bf16-mixed",
+    "mode=plan",
+    "device=h100",
+    "budget=1gb",  # below every one of them, so that each tells the least that it takes
+)
+
+
+@dataclass(kw_only=True)
+class Peaks:
+    """Least peaks by depth of one method, each planned once."""
+
+    width: int
+    overrides: tuple[str, ...]
+    found: dict[int, int] = field(default_factory=dict)
+    sizes: dict[int, int] = field(default_factory=dict)
+
+    def at(self, depth: int) -> int:
+        if depth not in self.found:
+            with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
+                self.found[depth] = self._planned(depth, Path(folder))
+        return self.found[depth]
+
+    def _planned(self, depth: int, folder: Path) -> int:
+        path = folder / "config.json"
+        path.write_text(json.dumps(architecture(self.width, depth)))
+        config = from_hydra(compose([*FIXED, f"model.name_or_path={path}", *self.overrides]))
+        resolved, card = resolve(config, device="cuda"), CARDS["h100"]
+        with torch.device("meta"):
+            task, data = build(resolved, run_dir=folder, device=card.name)
+        self.sizes[depth] = sum(param.numel() for param in task.parameters())
+        try:
+            plan_for(
+                card, resolved.config, task=task, data=data, settings=session_settings(resolved.config), run_dir=folder
+            )
+        except InfeasibleBudgetError as error:
+            return error.least_feasible_bytes
+        raise AssertionError("a step fits 1 GiB, so that the least peak is not told: lower the budget")
+
+
+def architecture(width: int, depth: int) -> dict[str, object]:
+    hidden, heads = SHAPES[width]
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": width,
+        "intermediate_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "num_hidden_layers": depth,
+        "vocab_size": 32000,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+    }
+
+
+def deepest(peak: Callable[[int], int], *, limit: int, first: tuple[int, int] = (2, 6)) -> int:
+    """The most layers whose peak is within `limit`, 0 where one layer is not: by the line through what was planned."""
+    low, high = first
+    if peak(1) > limit:
+        return 0
+    slope = (peak(high) - peak(low)) / (high - low)
+    depth = max(1, int(low + (limit - peak(low)) / slope))
+    while peak(depth) > limit:
+        depth -= 1
+    while peak(depth + 1) <= limit:
+        depth += 1
+    return depth
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--width", type=int, choices=SHAPES, default=2048)
+    parser.add_argument("--budgets", nargs="+", type=int, default=[8, 16, 24], help="GiB of device memory")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    args = parser.parse_args()
+    quieten()
+    rows: list[dict[str, object]] = []
+    for method in args.methods:
+        peaks, began = Peaks(width=args.width, overrides=METHODS[method]), time.perf_counter()
+        for budget in args.budgets:
+            depth = deepest(peaks.at, limit=budget * GIB)
+            rows.append(
+                {
+                    "method": method,
+                    "budget_gib": budget,
+                    "width": args.width,
+                    "layers": depth,
+                    "parameters": peaks.sizes.get(depth, 0),
+                    "peak_bytes": peaks.found[depth] if depth else "",
+                }
+            )
+            size = peaks.sizes.get(depth, 0) / 1e9
+            print(f"{method:32} {budget:3} GiB: {depth:4} layers, {size:6.2f}B parameters", flush=True)
+        print(f"  ({len(peaks.found)} plans, {time.perf_counter() - began:.0f} s)", flush=True)
+    folder = Path(os.environ.get("OUT") or ROOT / "experiments" / "benchmarks" / "results")
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "largest_llama.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()
