@@ -41,8 +41,8 @@ class Recorder:
         console.print_plan(plan, title="Allocation at the start, from priors by role")
         if planner.host_counts and plan.host_bytes:
             console.say(
-                "the device is the CPU, whose memory is the host's: placement there saves nothing, and runs as it would on "
-                "a GPU"
+                "the device is the CPU, whose memory is the host's: placement there saves nothing, and runs as "
+                "it would on a GPU"
             )
 
     def resumed(self, step: int, plan: Plan) -> None:

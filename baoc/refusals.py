@@ -1,11 +1,10 @@
 """What is said where no allocation meets a budget: what it allows, what the least is, and what would lower it."""
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from baoc.allocation import ALLOCATORS, NoFeasibleAllocation
+from baoc.allocation import NoFeasibleAllocation, possible
 from baoc.charges import Try, allocated
 from baoc.errors import InfeasibleBudgetError
 from baoc.link import pinned_bytes
@@ -80,8 +79,7 @@ def _fastest_s(refused: Sequence[tuple[NoFeasibleAllocation, Try]]) -> float:
             wider = replace(
                 limits, step_s=seconds, link_s=(limits.link_s or 0.0) + more, host_s=(limits.host_s or 0.0) + more
             )
-            with suppress(NoFeasibleAllocation):
-                ALLOCATORS["greedy"](one.pool, limits=wider)
+            if possible(one.pool, limits=wider):
                 return seconds
         seconds *= SEARCH_STEP
     return seconds

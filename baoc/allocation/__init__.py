@@ -2,6 +2,7 @@
 
 from baoc.allocation.base import Allocator, NoFeasibleAllocation
 from baoc.allocation.exact import ExactAllocator, least_bytes
+from baoc.allocation.feasible import possible
 from baoc.allocation.greedy import GreedyAllocator
 from baoc.allocation.hosted import HOSTED
 from baoc.allocation.lagrangian import LagrangianAllocator
@@ -13,4 +14,4 @@ ALLOCATORS: dict[str, Allocator] = {
     for allocator in (ExactAllocator(), LagrangianAllocator(), GreedyAllocator(), RandomAllocator(), *UNIFORM, *HOSTED)
 }
 
-__all__ = ["ALLOCATORS", "Allocator", "NoFeasibleAllocation", "least_bytes"]
+__all__ = ["ALLOCATORS", "Allocator", "NoFeasibleAllocation", "least_bytes", "possible"]

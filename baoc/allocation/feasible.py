@@ -1,15 +1,34 @@
 """Any allocation that meets the limits, or proof that there is none."""
 
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 
 import numpy as np
 
-from baoc.allocation.base import Floats, Ints, Problem
+from baoc.allocation.base import Floats, Ints, Problem, make_problem
 from baoc.allocation.moves import repair
+from baoc.types import Candidate, Limits
+
+MOST_REPAIRS = 19  # mixtures from which moves are tried, before the exact program is asked
 
 
 def find_feasible(problem: Problem) -> Ints:
-    """A choice that meets the limits, without regard to risk. Raises NoFeasibleAllocation where there is none.
+    """A choice that meets the limits, without regard to risk. Raises NoFeasibleAllocation where there is none."""
+    from baoc.allocation import exact
+
+    choice = search(problem)
+    if choice is None:
+        raise exact.no_feasible(problem)
+    return choice
+
+
+def possible(candidates: Mapping[str, Sequence[Candidate]], *, limits: Limits) -> bool:
+    """Whether some choice meets the limits."""
+    return search(make_problem(candidates, limits=limits)) is not None
+
+
+def search(problem: Problem) -> Ints | None:
+    """A choice that meets the limits, None where there is none.
 
     With one limit the least choice decides. With several, mixtures of them are tried before the exact program is asked.
     """
@@ -22,29 +41,29 @@ def find_feasible(problem: Problem) -> Ints:
 
     least = np.where(problem.valid, problem.spent, np.inf).min(axis=-1).sum(axis=-1)
     if not (least <= problem.limits).all():
-        raise exact.no_feasible(problem)
+        return None
     units = problem.units
     mixed = [
         problem.least(sum((weight * values / unit for weight, values, unit in mixture), np.zeros(problem.risk.shape)))
         for mixture in (zip(weights, problem.spent, units, strict=True) for weights in _mixtures(problem))
     ]
-    for choice in mixed:
+    distinct = list({choice.tobytes(): choice for choice in mixed}.values())
+    for choice in distinct:
         if problem.feasible(choice):
             return choice
-    for choice in mixed:
+    for choice in distinct[:MOST_REPAIRS]:
         repaired = repair(problem, choice)
         if repaired is not None:
             return repaired
     solved = exact.minimise(problem, objective=np.where(problem.valid, 0.0, np.inf))
-    if solved is None:
-        raise exact.no_feasible(problem)
-    return solved.choice
+    return None if solved is None else solved.choice
 
 
 def _mixtures(problem: Problem) -> list[Floats]:
     """Weights [limits] of bytes against seconds, and with more limits of each pair of those that there are."""
-    shares = np.linspace(0.05, 0.95, 19)
-    limited = np.flatnonzero(np.isfinite(problem.limits)).tolist() if len(problem.kinds) > 2 else [0, 1]
+    several = len(problem.kinds) > 2
+    shares = np.linspace(0.2, 0.8, 4) if several else np.linspace(0.05, 0.95, 19)
+    limited = np.flatnonzero(np.isfinite(problem.limits)).tolist() if several else [0, 1]
     found: list[Floats] = []
     for first, second in combinations(limited, 2):
         for share in shares:
