@@ -148,21 +148,29 @@ def undominated(candidates: Mapping[str, Sequence[Candidate]], *, with_time: boo
     """Per block the candidates that no other beats or equals in charged bytes, risk, (`with_time`) seconds, and in what
     they take of the host and of the link to it. Of equals the first stays.
     """
-    return {name: _frontier(options, with_time=with_time) for name, options in candidates.items()}
+    known: dict[bytes, list[int]] = {}
+    return {name: _frontier(options, with_time=with_time, known=known) for name, options in candidates.items()}
 
 
-def _frontier(candidates: Sequence[Candidate], *, with_time: bool) -> tuple[Candidate, ...]:
+def _frontier(
+    candidates: Sequence[Candidate], *, with_time: bool, known: dict[bytes, list[int]]
+) -> tuple[Candidate, ...]:
+    """Those that stay; `known` holds answers by everything that they depend on, as layers are mostly alike."""
     ordered = sorted(candidates, key=_by_bytes)
     if not with_time and not any(candidate.cost.transfer_bytes for candidate in ordered):
         return _falling(ordered)
     values = np.array([_taken(candidate, with_time=with_time) for candidate in ordered])
+    key = values.tobytes()
+    if key in known:
+        return tuple(ordered[index] for index in known[key])
     better: NDArray[np.bool_] = np.ones(
         (len(ordered), len(ordered)), dtype=bool
     )  # [one, other]: one is nowhere worse than the other
     for column in values.T:
         better &= column[:, None] <= column
     earlier = np.triu(better, k=1)  # only those count: what beats one of them beats this one, too
-    return tuple(candidate for index, candidate in enumerate(ordered) if not earlier[:, index].any())
+    known[key] = np.flatnonzero(~earlier.any(axis=0)).tolist()
+    return tuple(ordered[index] for index in known[key])
 
 
 def _falling(ordered: Sequence[Candidate]) -> tuple[Candidate, ...]:
@@ -179,7 +187,7 @@ def candidate_rows(candidates: Mapping[str, Sequence[Candidate]], *, with_time: 
     rows: list[dict[str, Any]] = []
     terms = sorted({term for options in candidates.values() for c in options for term in c.risk.terms})
     for options in candidates.values():
-        kept = {candidate.spec for candidate in _frontier(options, with_time=with_time)}
+        kept = {candidate.spec for candidate in _frontier(options, with_time=with_time, known={})}
         for candidate in options:
             row: dict[str, Any] = {
                 "block": candidate.block,

@@ -41,6 +41,12 @@ class Try:
         return least_bytes(self.pool, limits=Limits(host_bytes=room)) or chosen
 
     @property
+    def meets_bytes(self) -> bool:
+        """Whether every block can run something within the bytes of the device."""
+        room = self.limits.state_bytes
+        return room is None or sum(min(c.cost.charged_bytes for c in row) for row in self.pool.values()) <= room
+
+    @property
     def meets_host(self) -> bool:
         """Whether every block can run something within the host's memory."""
         room = self.limits.host_bytes

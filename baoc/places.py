@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from baoc.candidates import off_host
-from baoc.catalogue import PLACEMENTS, SPECS, with_placement
+from baoc.catalogue import SPECS, with_placement
 from baoc.cost import passing_bytes, slab_bytes
 from baoc.errors import BadInputError
 from baoc.staging import PIECE_BYTES, buffer_bytes
@@ -30,10 +30,19 @@ class Way:
     device_bytes: int = 0
     host_bytes: int = 0
 
-    def admits(self, candidate: Candidate, *, spec: OptimizerSpec) -> bool:
-        if spec.placement == Placement.HOST_UPDATED:
-            return self.updated
-        return spec.placement == Placement.DEVICE or candidate.cost.in_bytes <= self.slab_bytes
+    def admitted(
+        self, pool: Mapping[str, Collection[Candidate]], *, specs: Mapping[str, OptimizerSpec]
+    ) -> dict[str, tuple[Candidate, ...]]:
+        """The candidates of each block that run one of `specs` and are placed no further."""
+        streamed = {name for name, spec in specs.items() if spec.placement == Placement.HOST_STREAMED}
+        updated = {name for name, spec in specs.items() if spec.placement == Placement.HOST_UPDATED}
+        free = specs.keys() - streamed - (set[str]() if self.updated else updated)
+        return {
+            block: tuple(
+                c for c in options if c.spec in free or (c.spec in streamed and c.cost.in_bytes <= self.slab_bytes)
+            )
+            for block, options in pool.items()
+        }
 
 
 def placed(spec: OptimizerSpec) -> bool:
@@ -41,10 +50,12 @@ def placed(spec: OptimizerSpec) -> bool:
 
 
 def with_host(specs: Mapping[str, OptimizerSpec]) -> dict[str, OptimizerSpec]:
-    """The rows and their twins on the host, where the catalogue has such."""
-    twins = [
-        with_placement(spec, info.name).name for info in PLACEMENTS.values() if info.suffix for spec in specs.values()
-    ]
+    """The rows and their streamed twins, where the catalogue has such.
+
+    Rows that the host steps are chosen by name alone: measured on an H100's host, its processors take four times as
+    long for a block as the link does (experiments/benchmarks/results/host_placement_step.csv).
+    """
+    twins = [with_placement(spec, Placement.HOST_STREAMED).name for spec in specs.values()]
     return {**specs, **{name: SPECS[name] for name in twins if name in SPECS}}
 
 

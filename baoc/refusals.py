@@ -53,6 +53,7 @@ def last_resort(
     error, one = min(refused, key=lambda r: planner.measure(r[0].least_state_bytes, base_peak=r[1].base_peak))
     least_bytes = planner.measure(error.least_state_bytes, base_peak=one.base_peak)
     bytes_fit = one.limits.state_bytes is None or error.least_state_bytes <= one.limits.state_bytes
+    bytes_fit = bytes_fit or (planner.places and any(t.meets_bytes and t.meets_host for t in tries))  # given time
     host_fits = one.limits.host_bytes is None or error.least_host_bytes <= one.limits.host_bytes
     if one.limits.step_s is not None and bytes_fit and host_fits:
         assert planner.latency is not None
@@ -89,9 +90,8 @@ def _host_needed(refused: Sequence[tuple[NoFeasibleAllocation, Try]]) -> int | N
     """Pinned host memory that some try would do with; None where no host memory would help."""
     needs: list[int] = []
     for error, one in refused:
-        room = one.limits.state_bytes
-        least = sum(min(c.cost.charged_bytes for c in options) for options in one.pool.values())
-        if one.limits.host_bytes is not None and (room is None or least <= room):
+        room = one.limits.host_bytes
+        if room is not None and one.meets_bytes and error.least_host_bytes > room:
             needs.append(pinned_bytes(error.least_host_bytes + one.way.host_bytes))
     return min(needs, default=None)
 

@@ -27,10 +27,7 @@ def all_tries(planner: "Planner", *, risk: str, profile: Profile | None) -> Iter
             above = None if base_peak is None else base_peak + room
             for count in planner.counts:
                 everything = planner.candidates(risk=risk, profile=profile, count=count)
-                pool = {
-                    block: tuple(c for c in options if c.spec in specs and way.admits(c, spec=planner.specs[c.spec]))
-                    for block, options in everything.items()
-                }
+                pool = way.admitted(everything, specs={name: planner.specs[name] for name in specs})
                 if all(pool.values()):
                     limits = planner.limits(base_peak=above, way=way)
                     yield Try(pool=pool, limits=limits, base_peak=above, way=way)

@@ -321,12 +321,14 @@ class BaocStrategy(SingleDeviceStrategy):
 def widened(settings: SessionSettings, *, device: str, budget: Budget, precision: str) -> SessionSettings:
     """Adds `*+split8` to a catalogue that was left open, where a memory budget on CUDA can use it.
 
-    Open is `*`, or `*` with `*@*`, which `*+split8@*` then joins.
+    Open is `*`, or `*` with `*@streamed`, which `*+split8@streamed` then joins.
     Weights kept in 16 bits with a correction save as much as a moment in 32 bits; layers take them under bf16 autocast
     or in a bf16 model. Elsewhere results stay those of native weights.
     """
     fitting = device == "cuda" and budget.memory_bytes is not None and precision in ("bf16-mixed", "bf16-true")
-    more = {("*",): (SPLIT_ROWS,), ("*", "*@*"): (SPLIT_ROWS, f"{SPLIT_ROWS}@*")}.get(tuple(settings.planner.specs))
+    more = {("*",): (SPLIT_ROWS,), ("*", "*@streamed"): (SPLIT_ROWS, f"{SPLIT_ROWS}@streamed")}.get(
+        tuple(settings.planner.specs)
+    )
     if not fitting or more is None:
         return settings
     return replace(settings, planner=replace(settings.planner, specs=(*settings.planner.specs, *more)))

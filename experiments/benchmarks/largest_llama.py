@@ -44,7 +44,10 @@ METHODS = {
         "catalogue.keep_fp32_roles=[]",
     ),
     "any spec on the device": ("catalogue.specs=['*','*+split8']", "catalogue.keep_fp32_roles=[]"),
-    "any spec anywhere": ("catalogue.specs=['*','*+split8','*@*','*+split8@*']", "catalogue.keep_fp32_roles=[]"),
+    "any spec anywhere": (
+        "catalogue.specs=['*','*+split8','*@streamed','*+split8@streamed']",
+        "catalogue.keep_fp32_roles=[]",
+    ),
 }
 FIXED = (
     "model=llama",

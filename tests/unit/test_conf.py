@@ -230,7 +230,7 @@ def test_limits_stand_beside_a_preset():
     assert run_of("budget=8gb", "budget.step_time=1.2").budget.step_time == 1.2
     hosted = run_of("budget=7.5gb", "budget.host_memory=16gb").budget
     assert (hosted.name, hosted.host_memory_bytes) == ("7.5gb", 16 * 2**30)
-    assert run_of("catalogue=host").catalogue.specs == ("*", "*@*")
+    assert run_of("catalogue=host").catalogue.specs == ("*", "*@streamed")
     assert run_of("allocator=host_every_kth", "allocator.every=3").allocator.every == 3
     smaller = run_of("budget=8gb", "budget.memory=300mb")
     assert (smaller.budget.name, smaller.budget.memory_bytes, smaller.name) == ("300mb", 300 * MIB, "vit_8gb")
