@@ -77,12 +77,12 @@ def _seconds(num_bytes: int, *, sizes: Sequence[int], rates: Sequence[float]) ->
     return num_bytes / rates[-1]
 
 
-def hidden_seconds(base_step_s: float, *, accumulation: int, clips: bool) -> float:
-    """Seconds of the last micro-batch's backward pass, in which blocks can be streamed; none where norms are clipped.
+def hidden_seconds(base_step_s: float, *, accumulation: int) -> float:
+    """Seconds of the last micro-batch's backward pass, in which blocks can be streamed where gradients are final then.
 
-    `base_step_s`: forward and backward of all micro-batches. A norm is known when backward is over.
+    `base_step_s`: forward and backward of all micro-batches.
     """
-    return 0.0 if clips else BACKWARD_SHARE * base_step_s / accumulation
+    return BACKWARD_SHARE * base_step_s / accumulation
 
 
 def pinned_bytes(num_bytes: int) -> int:

@@ -69,6 +69,12 @@ def known(name: str, options: Mapping[str, object], what: str) -> str:
     return name
 
 
+def may_place(settings: PlannerSettings, *, budget: Budget) -> bool:
+    """Whether some spec that is offered keeps its states on the host."""
+    named = any(map(placed, select(settings.specs).values()))
+    return named or budget.host_memory_bytes is not None or bool(getattr(ALLOCATORS[settings.allocator], "rows", ()))
+
+
 class Planner:
     """Turns parameters, a budget and (later) a profile into a Plan.
 

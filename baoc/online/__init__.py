@@ -5,7 +5,7 @@ from baoc.online.dial import BudgetChange, BudgetDial
 from baoc.online.reallocator import Reallocator
 from baoc.online.relaxation import RelaxationSettings
 from baoc.online.temporaries import step_temporaries
-from baoc.online.timing import soon_timed, time_specs
+from baoc.online.timing import soon_timed, time_specs, with_link
 from baoc.online.triggers import TRIGGERS, ReallocationSettings
 
 __all__ = [
@@ -20,4 +20,5 @@ __all__ = [
     "soon_timed",
     "step_temporaries",
     "time_specs",
+    "with_link",
 ]

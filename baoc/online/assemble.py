@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from baoc.blocks import partition
+from baoc.catalogue import on_device
 from baoc.online.reallocator import Reallocator
 from baoc.online.triggers import ReallocationSettings
 from baoc.optim import BlockwiseOptimizer, GradientRelease
@@ -96,7 +97,9 @@ def assemble(
     profiler = make_profiler(planner, params, settings=settings, betas=tuple(defaults["betas"]))
     plan = planner.propose(risk="prior")
     for _ in range(MOST_RETIMED if retime is not None else 0):
-        assumed = set(plan.allocation.choices.values()) & set(planner.latency.assumed if planner.latency else ())
+        assumed = set(map(on_device, plan.allocation.choices.values())) & set(
+            planner.latency.assumed if planner.latency else ()
+        )
         if not assumed:
             break
         assert retime is not None

@@ -8,10 +8,11 @@ import torch
 
 from baoc.catalogue import device_rows
 from baoc.cost import bytes_per_parameter
+from baoc.link import hidden_seconds
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.backends import stand_in
 from baoc.optim.backends.fused import has_kernel
-from baoc.profiling import measure_latency
+from baoc.profiling import measure_latency, measure_link
 from baoc.profiling.latency import MakeStep, machine, read_lines
 from baoc.rules import rule_infos
 from baoc.types import LatencyTable, OptimizerSpec
@@ -69,7 +70,17 @@ def time_specs(
 
 def soon_timed(specs: Iterable[OptimizerSpec], *, device: torch.device) -> set[str]:
     """Names of the specs that can be timed without compiling a kernel for each, which takes seconds on a GPU."""
-    return {spec.name for spec in specs if device.type != "cuda" or not has_kernel(spec)}
+    return {spec.name for spec in device_rows(specs) if device.type != "cuda" or not has_kernel(spec)}
+
+
+def with_link(table: LatencyTable, *, device: torch.device, accumulation: int, hides: bool) -> LatencyTable:
+    """The table with the rates of the link, measured where there is one, and the seconds of backward that hide it.
+
+    `hides`: blocks may be stepped in the last backward of a step, as nothing changes their gradients after it.
+    """
+    link = measure_link(device) if device.type == "cuda" else None
+    hidden_s = hidden_seconds(table.base_step_s, accumulation=accumulation) if hides else 0.0
+    return replace(table, link=link, hidden_s=hidden_s)
 
 
 def moved_bytes(spec: OptimizerSpec) -> float:

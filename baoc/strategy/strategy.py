@@ -6,7 +6,7 @@ decision happens there. Later decisions hang on the optimizer's own step, so no 
 
 import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 from baoc.budgets import parse_budget, resolve_auto
 from baoc.catalogue import select
 from baoc.errors import BadInputError
-from baoc.online import Reallocator, SessionSettings, assemble, soon_timed
+from baoc.online import Reallocator, SessionSettings, assemble, soon_timed, with_link
 from baoc.online.assemble import released_blocks
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.release import take_from_others
-from baoc.planner import Planner
+from baoc.planner import Planner, may_place
 from baoc.profiling import cap_device, context_bytes, describe, free_bytes, uncapped
 from baoc.strategy.probe import Probe, silent, unwrapped
 from baoc.strategy.released import leave_clipping, leaves_gradients, released_clipping, take_clipping_back
@@ -58,7 +58,8 @@ class _Timing:
 
     def retime(self, names: set[str]) -> LatencyTable:
         timed = set(self.table.fixed_s) - set(self.table.assumed)
-        self.table = self.probe.latency(self.specs, needed=timed | names, given=self.table, max_s=self.max_s)
+        table = self.probe.latency(self.specs, needed=timed | names, given=self.table, max_s=self.max_s)
+        self.table = replace(table, link=self.table.link, hidden_s=self.table.hidden_s)
         return self.table
 
 
@@ -146,7 +147,7 @@ class BaocStrategy(SingleDeviceStrategy):
         infos, params = describe(module, optimizer_groups=theirs.param_groups), dict(module.named_parameters())
         released = released_blocks(infos, params=params, settings=settings, declared=declared)
         footprint = self._probe_footprint(probe, specs, released=released)
-        timing = self._timing(probe, specs)
+        timing = self._timing(probe, specs, trainer)
         self.reallocator = reallocator = assemble(
             infos,
             params=params,
@@ -190,7 +191,7 @@ class BaocStrategy(SingleDeviceStrategy):
         with uncapped(self.root_device, budget=self.budget):
             return probe.footprint(specs, context_bytes=self.context_bytes, released=released)
 
-    def _timing(self, probe: Probe, specs: Sequence[OptimizerSpec]) -> "_Timing | None":
+    def _timing(self, probe: Probe, specs: Sequence[OptimizerSpec], trainer: L.Trainer) -> "_Timing | None":
         """The latency table to plan with or to record; None where nobody asks for one."""
         limited = self.budget.step_time is not None
         if self.latency is None and not limited and not self.record_latency:
@@ -198,6 +199,9 @@ class BaocStrategy(SingleDeviceStrategy):
         max_s = TIMING_S if limited else RECORDING_S
         needed = soon_timed(specs, device=self.root_device) if limited else set[str]()
         table = self.latency or probe.latency(specs, needed=needed, max_s=max_s)
+        if limited and self.latency is None and may_place(self.settings.planner, budget=self.budget):
+            hides = self.settings.ahead and leaves_gradients(trainer)
+            table = with_link(table, device=self.root_device, accumulation=probe.accumulation, hides=hides)
         return _Timing(probe=probe, specs=specs, table=table, max_s=max_s)
 
     def _refuse_unsupported(self, trainer: L.Trainer) -> None:
@@ -266,7 +270,8 @@ class BaocStrategy(SingleDeviceStrategy):
     def backward(self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Any:
         """Lets host-placed blocks be stepped in the last backward of a step, if their gradients are final then."""
         module = self.lightning_module
-        final = self._last and module is not None and leaves_gradients(module.trainer)
+        ahead = self._last and self.settings.ahead
+        final = ahead and module is not None and leaves_gradients(module.trainer)
         with optimizer.last_backward() if final and isinstance(optimizer, BlockwiseOptimizer) else nullcontext():
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 

@@ -210,7 +210,9 @@ class Footprint:
         `saved`: bytes that parameters of 16 bits have less than native ones, by name; their gradients have as many
         less. Each moment counts only what it is known to lose by them, so the peak stays an upper bound.
         """
-        temporary = max((self.step_temporary_bytes.get(spec, 0) for spec in specs), default=0)
+        known = self.step_temporary_bytes
+        # A streamed block is stepped as one on the device is, whose row ends before the @.
+        temporary = max((known.get(spec, known.get(spec.partition("@")[0], 0)) for spec in specs), default=0)
         held = 0 if self.released else None  # of gradients released in backward it is not known which are there
         step = Moment(name="step", num_bytes=self.resident_bytes + temporary, gradients=held)
         fixed = self.ema_bytes + self.profile_bytes + self.context_bytes + self.reserve_bytes

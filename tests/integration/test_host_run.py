@@ -1,97 +1,54 @@
-"""Lightning trains with states on the host: the same bits, stepped in backward, and nothing pulled to the device."""
+"""Host placement as a user runs it: on a CPU as it would be on a GPU, and planned for a card that is not here."""
 
+import json
 from pathlib import Path
-from typing import Any
 
-import lightning as L
 import pytest
-from lightning.fabric.utilities import optimizer as lightning_optimizer
 
-from baoc import BaocStrategy
-from baoc.online import ReallocationSettings, SessionSettings
-from baoc.optim.ahead import Ahead
-from baoc.planner import PlannerSettings
-from tests.integration.test_strategy import QUIET, Classifier, fit, loader, same
-from tests.placing import PLACES, rings
+from baoc.budgets import parse_budget
+from baoc.config.schema import AllocatorConfig, CatalogueConfig, ReallocationConfig
+from tests.integration.test_planning import asked
+from tests.integration.test_planning import plan as planned
+from tests.integration.test_run import config, run
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*does not have many workers.*", "ignore:.*smaller than the logging interval.*"
-)
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
+GIB = 2**30
+SHORT = {"reallocation": ReallocationConfig(mode="off"), "trainer": config().trainer}
 
 
-def strategy(spec: str) -> BaocStrategy:
-    settings = SessionSettings(planner=PlannerSettings(specs=(spec,)), reallocation=ReallocationSettings(mode="off"))
-    return BaocStrategy("8gb", settings=settings)
+def told(folder: Path) -> dict:
+    return json.loads((folder / "allocation.json").read_text())
 
 
-@pytest.fixture
-def ahead(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Blocks that were stepped in backward, by step."""
-    seen, finish = [], Ahead.finish
-
-    def noting(self: Ahead) -> None:
-        seen.append(len(self._versions))
-        finish(self)
-
-    monkeypatch.setattr(Ahead, "finish", noting)
-    return seen
-
-
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize(
-    ("arguments", "stepped"),
-    [({}, 6), ({"accumulate_grad_batches": 2}, 6), ({"gradient_clip_val": 0.1}, 0), ({"precision": "bf16-mixed"}, 6)],
-)
-def test_training_is_that_of_the_device(ahead: list[int], place: str, arguments: dict[str, Any], stepped: int) -> None:
-    with rings(piece_bytes=500):
-        plain = fit(strategy("adamw"), steps=5, **arguments)
-        del ahead[:]
-        hosted = fit(strategy(f"adamw@{place}"), steps=5, **arguments)
-    assert same(plain, hosted)
-    assert ahead[-5:] == [stepped] * 5  # before are trial steps of the probe
+def test_streamed_states_are_in_the_peak_of_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    catalogue = CatalogueConfig(specs=("adamw@streamed", "adamw_int8@streamed"), keep_fp32_roles=())
+    result = run(tmp_path / "run", budget=parse_budget("64mb"), catalogue=catalogue, **SHORT)
+    plan = told(tmp_path / "run")
+    assert all(spec.endswith("@streamed") for spec in plan["choices"].values())
+    assert result.state_bytes == result.state_bytes_predicted == plan["state_bytes"] == 0
+    assert plan["pinned_bytes"] >= plan["host_bytes"] >= 8 * result.num_params and plan["staging_bytes"] > 0
+    assert 0.97 * result.peak_bytes_predicted <= result.peak_bytes <= result.peak_bytes_predicted
+    out = " ".join(capsys.readouterr().out.split())
+    assert "the device is the CPU, whose memory is the host's: placement there saves nothing" in out
+    assert "on the host" in out and "h: on the host" in out
 
 
-@pytest.mark.parametrize("owner", ["module", "callback"])
-def test_who_looks_at_gradients_before_the_step_finds_them_unused(ahead: list[int], owner: str) -> None:
-    class Halving(L.Callback):
-        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-            for param in pl_module.parameters():
-                param.grad.mul_(0.5)
-
-    class Module(Classifier):
-        def on_after_backward(self) -> None:
-            for param in self.parameters():
-                param.grad.mul_(0.5)  # pyright: ignore
-
-    found = []
-    for spec in ("adamw", "adamw@streamed"):
-        module = Module() if owner == "module" else Classifier()
-        found.append(fit(strategy(spec), module=module, steps=3, callbacks=[Halving()] if owner == "callback" else []))
-    assert same(*found) and not any(ahead)
+def test_as_others_place_it_the_numbers_are_those_of_adamw(tmp_path: Path):
+    """Every second block streamed in fp32, the others stepped by the host: the same losses as on the device."""
+    found = {}
+    for name, every in (("uniform_adamw", None), ("host_every_kth", 2), ("host_adamw", None)):
+        allocator = AllocatorConfig(name=name, every=every)
+        found[name] = run(tmp_path / name, budget=parse_budget("unlimited"), allocator=allocator, **SHORT).metrics
+    assert found["uniform_adamw"] == found["host_every_kth"] == found["host_adamw"]
+    chosen = list(told(tmp_path / "host_every_kth")["choices"].values())
+    assert chosen[:2] == ["adamw@updated", "adamw@streamed"]
 
 
-def in_two_fits(spec: str, folder: Path) -> tuple[Classifier, BaocStrategy]:
-    """Four steps, a checkpoint, and four more by another Trainer in the same process."""
-    module, first, second = Classifier(), strategy(spec), strategy(spec)
-    trainer = L.Trainer(strategy=first, max_steps=4, **QUIET)
-    trainer.fit(module, loader(num=32))
-    trainer.save_checkpoint(folder / f"{spec}.ckpt")
-    L.Trainer(strategy=second, max_steps=8, **QUIET).fit(module, loader(num=32), ckpt_path=folder / f"{spec}.ckpt")
-    return module, second
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_setup_resume_and_a_second_fit_leave_states_on_the_host(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str
-) -> None:
-    """P1: every tensor that Lightning moves is noted; on a machine with a GPU those would be on it now."""
-    plain, _ = in_two_fits("adamw", tmp_path)
-    moved, move = [], lightning_optimizer.move_data_to_device
-    monkeypatch.setattr(
-        lightning_optimizer, "move_data_to_device", lambda data, device: moved.append(data) or move(data, device)
-    )
-    hosted, ours = in_two_fits(f"adamw@{place}", tmp_path)
-    assert same(plain, hosted) and not moved
-    assert ours.reallocator is not None and ours.reallocator.optimizer._num_steps == 8
-    roster = ours.reallocator.optimizer.roster
-    assert roster.arena.nbytes == sum(live.slab_bytes for live in roster.live.values()) > 0
+def test_host_memory_makes_room_on_a_card(tmp_path: Path):
+    """What a budget of the device lacks goes to the host, and no risk is taken for it."""
+    without = planned(tmp_path / "without", asked("1.1gb"))
+    budget = parse_budget({"memory": "1.1gb", "host_memory": "8gb"})
+    on_host = planned(tmp_path / "on_host", asked("1.1gb", budget=budget))
+    assert on_host["peak_bytes"] <= 1.1 * GIB and 0 < on_host["host_bytes"] <= 8 * GIB
+    assert on_host["risk"] <= without["risk"]
+    assert told(tmp_path / "on_host")["link_s"] > 0

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from baoc.link import STORED, copy_seconds, drain_seconds, hidden_seconds, pinned_bytes, pinned_room, slower
+from baoc.online.timing import with_link
 from baoc.profiling import measure_link
-from baoc.types import LinkRates
+from baoc.types import LatencyTable, LinkRates
 
 MIB = 2**20
 LINK = LinkRates(
@@ -39,9 +40,14 @@ def test_blocks_are_charged_in_proportion_and_pieces_by_their_size():
     assert copy_seconds(10**9, link=slower(LINK, factor=2)) == pytest.approx(2 * copy_seconds(10**9, link=LINK))
 
 
-def test_the_last_backward_hides_a_stream_unless_norms_are_clipped():
-    assert hidden_seconds(0.9, accumulation=3, clips=False) == pytest.approx(0.2)
-    assert hidden_seconds(0.9, accumulation=3, clips=True) == 0
+def test_the_last_backward_hides_a_stream_unless_gradients_change_after_it():
+    """Two thirds of the last of three micro-batches; a CPU has no link to be measured."""
+    assert hidden_seconds(0.9, accumulation=3) == pytest.approx(0.2)
+    table = LatencyTable(device="cpu", fixed_s={}, per_element_s={}, base_step_s=0.9)
+    cpu = torch.device("cpu")
+    hidden = with_link(table, device=cpu, accumulation=3, hides=True)
+    assert (hidden.hidden_s, hidden.link) == (pytest.approx(0.2), None)
+    assert with_link(table, device=cpu, accumulation=3, hides=False).hidden_s == 0
 
 
 def test_pinned_memory_comes_in_pages():
