@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from baoc.link import STORED, slower
+from baoc.types import LinkRates
 from baoc.units import GIB
 
 UTILISATION = 0.4  # of the peak arithmetic rate that training is taken to reach: a guess, as models differ
@@ -12,7 +14,8 @@ BANDWIDTH_SHARE = 0.8  # of the memory's rate that a fused optimizer step is tak
 class Card:
     """`flops`: dense bf16 per second by the data sheet; `bandwidth`: bytes per second of memory.
 
-    `context_bytes`: of the CUDA context with loaded kernels; measured on an H100 (0.70 GiB), taken over for others.
+    `link`: to the host, as measured on an H100; PCIe 4 is taken to carry half of it. `context_bytes`: of the CUDA
+    context with loaded kernels; measured on an H100 (0.70 GiB), taken over for others.
     """
 
     name: str
@@ -21,18 +24,34 @@ class Card:
     flops: float
     bandwidth: float
     context_bytes: int = int(0.70 * GIB)
+    link: LinkRates = STORED
 
     def step_seconds(self, *, flops: float, moved_bytes: float) -> float:
         """Seconds of so much arithmetic, and of an optimizer step that moves so many bytes."""
         return flops / (UTILISATION * self.flops) + moved_bytes / (BANDWIDTH_SHARE * self.bandwidth)
 
 
+_PCIE_4 = slower(STORED, factor=2)
 CARDS: dict[str, Card] = {
     card.name: card
     for card in (
         Card(name="h100", description="H100 SXM, 80 GB", memory_bytes=79 * GIB, flops=989e12, bandwidth=3.35e12),
         Card(name="h200", description="H200 SXM, 141 GB", memory_bytes=139 * GIB, flops=989e12, bandwidth=4.8e12),
-        Card(name="a100", description="A100 SXM, 80 GB", memory_bytes=79 * GIB, flops=312e12, bandwidth=2.0e12),
-        Card(name="rtx4090", description="RTX 4090, 24 GB", memory_bytes=23 * GIB, flops=165e12, bandwidth=1.0e12),
+        Card(
+            name="a100",
+            description="A100 SXM, 80 GB",
+            memory_bytes=79 * GIB,
+            flops=312e12,
+            bandwidth=2.0e12,
+            link=_PCIE_4,
+        ),
+        Card(
+            name="rtx4090",
+            description="RTX 4090, 24 GB",
+            memory_bytes=23 * GIB,
+            flops=165e12,
+            bandwidth=1.0e12,
+            link=_PCIE_4,
+        ),
     )
 }

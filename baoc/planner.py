@@ -16,7 +16,7 @@ from baoc.blocks import partition
 from baoc.candidates import build_candidates, undominated
 from baoc.catalogue import STORAGES, select
 from baoc.charges import Savings, Try, allocated, charged, saved_by, savings
-from baoc.cost import adamw_state_bytes, whole_step_seconds
+from baoc.cost import adamw_state_bytes, cost, whole_step_seconds
 from baoc.errors import BadInputError
 from baoc.explain import reasons
 from baoc.link import STORED, drain_seconds, pinned_bytes, pinned_room
@@ -218,7 +218,21 @@ class Planner:
         """Predicted seconds of a whole step of an allocation; NaN where the latency table lacks one of its specs."""
         if self.latency is None:
             return math.nan
-        return whole_step_seconds(choices, blocks=self.blocks, specs=self.specs, latency=self.latency)
+        seconds = whole_step_seconds(choices, blocks=self.blocks, specs=self.specs, latency=self.latency)
+        return max(seconds, self._beside_seconds(choices, latency=self.latency)) if self.places else seconds
+
+    def _beside_seconds(self, choices: Mapping[str, str], *, latency: LatencyTable) -> float:
+        """Predicted seconds of a whole step whose device never waits: see `baoc.link`."""
+        link_s, host_s, largest = 0.0, 0.0, 0
+        for block in self.blocks:
+            spec = self.specs[choices[block.name]]
+            if placed(spec):
+                spent = cost(block, spec=spec, rule=self.rules[spec.rule], link=latency.link or STORED)
+                link_s, host_s, largest = link_s + spent.link_s, host_s + spent.host_s, max(largest, spent.in_bytes)
+        if not largest:
+            return 0.0
+        drain_s = drain_seconds(max(largest, PIECE_BYTES), link=latency.link or STORED)
+        return latency.base_step_s - latency.hidden_s + max(link_s, host_s) + drain_s
 
     @property
     def _lines(self) -> Mapping[str, float] | None:

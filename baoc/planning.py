@@ -15,12 +15,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from baoc.budgets import resolve_auto
-from baoc.catalogue import with_placement
+from baoc.catalogue import device_rows, with_placement
 from baoc.config.schema import RunConfig
 from baoc.data.base import DataModule
 from baoc.decision import Axes, axes_of, leave, none_fits
 from baoc.devices import CARDS, Card
 from baoc.errors import BadInputError
+from baoc.link import hidden_seconds
 from baoc.models.switches import disable_checkpointing, enable_checkpointing
 from baoc.online import SessionSettings, step_temporaries
 from baoc.online.timing import FUSED_BYTES, moved_bytes
@@ -154,7 +155,7 @@ class _Shapes:
         there = [spec for spec in self.planner.specs.values() if spec.placement != Placement.HOST_UPDATED]
         eager = [spec for spec in there if not has_kernel(with_placement(spec, Placement.DEVICE))]
         self.temporaries = step_temporaries(eager, params=[largest]) if eager else {}
-        self.lines = {name: self._moving_s(moved_bytes(spec)) for name, spec in self.planner.specs.items()}
+        self.lines = {spec.name: self._moving_s(moved_bytes(spec)) for spec in device_rows(self.planner.specs.values())}
 
     def options(self, axes: Axes, *, checkpointing: bool) -> list[Option]:
         sizes = axes.micro_batches
@@ -207,6 +208,8 @@ class _Shapes:
             base_step_s=count * self._seconds(micro_batch) + self._moving_s(upkeep),
             reference_step_s=self.reference_s + self._moving_s(upkeep),
             assumed=tuple(self.lines),
+            hidden_s=0.0 if clips else hidden_seconds(count * self._seconds(micro_batch), accumulation=count),
+            link=self.card.link,
         )
 
     def footprint(self, micro_batch: int, *, release: bool) -> Footprint:
