@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from baoc.optim.optimizer import BlockwiseOptimizer
 
 _ADVICE = "leave out `optimizer.last_backward()` where gradients are clipped, unscaled or dropped before step()"
+_SCALING = "_step_supports_amp_scaling"  # by which GradScaler knows who unscales himself
 _Place = tuple[HostedBackend, int]  # of a piece
 
 
@@ -80,6 +81,8 @@ class Ahead:
                     self._place |= dict.fromkeys(params, (backend, index))
                     self._left[id(backend), index] = len(params)
         self._attach()
+        if self._place:  # so that a GradScaler comes to `step` with gradients as they are, where it is refused
+            vars(owner)[_SCALING] = True
         return bool(self._place)
 
     def _attach(self) -> None:
@@ -156,6 +159,11 @@ class Ahead:
         self.check()
         owner = self._owner()
         assert owner is not None
+        if vars(owner).pop(_SCALING, False) and hasattr(owner, "grad_scale"):
+            raise BadInputError(
+                "a GradScaler unscales gradients, or skips the step, when blocks have been stepped in backward with "
+                f"gradients that are scaled still: {_ADVICE}"
+            )
         if self._versions and owner.options() != self._options and not self._told_late:
             self._told_late = True
             warnings.warn(

@@ -13,7 +13,7 @@ from tests.placing import HERE, LateLanes, rings
 
 SHAPES = {f"w{index}": (9, 32) for index in range(7)}
 ORDERS = list(permutations((MAIN, IN, STEP, OUT)))
-STEPS = 4
+STEPS = 3
 Run = tuple[list[dict[str, Tensor]], dict[str, Tensor]]
 
 
