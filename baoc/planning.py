@@ -33,12 +33,14 @@ from baoc.profiling.device import LATE_MODULES_BYTES
 from baoc.profiling.footprint import FRAGMENTATION
 from baoc.recorder import Recorder
 from baoc.resuming import choice_of, settled
+from baoc.risk import RISKS
+from baoc.siblings import read_profile, transferred
 from baoc.strategy.probe import unwrapped, upkeep_bytes
 from baoc.strategy.strategy import declared_blocks, widened
 from baoc.strategy.trials import Trials
 from baoc.tasks.base import Task
 from baoc.tracking import console, files
-from baoc.types import Budget, Footprint, LatencyTable, Option, Placement, Plan
+from baoc.types import Budget, Footprint, LatencyTable, Option, Placement, Plan, Profile
 from baoc.units import format_bytes
 
 DEFAULT_CARD = "h100"
@@ -122,14 +124,34 @@ def plan_for(
         raise none_fits(options, budget=budget, axes=axes)
     made.planner.footprint = made.footprint(chosen.micro_batch, release=chosen.release)
     made.planner.latency = made.latency(chosen.micro_batch)
-    plan = made.planner.propose(risk="prior")
-    Recorder(run_dir).planned(made.planner, plan)
+    profile, said = stored_profile(config, planner=made.planner)
+    plan = made.planner.propose(risk=None if profile is not None else "prior", profile=profile)
+    Recorder(run_dir).planned(made.planner, plan, profile=profile)
     console.say(
         f"planned for {card.name} ({card.description}), which is not here: bytes are counted from shapes, risks are "
-        "priors by role, rates are approximate"
+        f"{said}, rates are approximate"
     )
     config = settled(config, choice=choice_of(chosen))
     leave_plan(plan, config=config, device=card.name, rate=chosen.samples_per_s, source="prior", run_dir=run_dir)
+
+
+def stored_profile(config: RunConfig, *, planner: Planner) -> tuple[Profile | None, str]:
+    """The profile that the user named, for the blocks at hand, and what risks rest on."""
+    if config.profile is None:
+        return None, "priors by role"
+    needs = RISKS[planner.settings.risk].needs
+    if not needs:
+        raise BadInputError(
+            f"profile={config.profile} plays no part in risk={planner.settings.risk}: set risk=statistics, or leave "
+            "the profile out"
+        )
+    profile, said = transferred(read_profile(Path(config.profile).expanduser()), blocks=planner.blocks)
+    if "shadow" in needs and not profile.shadow:
+        raise BadInputError(
+            f"profile={config.profile} holds no shadow steps, which risk={planner.settings.risk} needs: set "
+            "risk=statistics, or give the folder of a run with this risk"
+        )
+    return profile, said
 
 
 class _Shapes:

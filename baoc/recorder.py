@@ -29,16 +29,20 @@ class Recorder:
         """The largest peak that any plan of the run predicted: each was in force for a while."""
         return max(self._peaks, default=0)
 
-    def planned(self, planner: Planner, plan: Plan) -> None:
-        """The first plan: blocks, footprint, latency, candidates, allocation; and the table on the terminal."""
+    def planned(self, planner: Planner, plan: Plan, *, profile: Profile | None = None) -> None:
+        """The first plan: blocks, footprint, latency, candidates, allocation; and the table on the terminal.
+
+        `profile`: a stored one that it rests on.
+        """
         self.planner = planner
         files.write_json(self.run_dir / "blocks.json", plan.blocks)
         if planner.footprint is not None:
             files.write_json(self.run_dir / "footprint.json", planner.footprint)
         if planner.latency is not None:
             files.write_json(self.run_dir / "latency.json", planner.latency)
-        self._write_plan(plan, profile=None, step=0)
-        console.print_plan(plan, title="Allocation at the start, from priors by role")
+        self._write_plan(plan, profile=profile, step=0)
+        basis = "priors by role" if profile is None else f"a stored profile, by {plan.risk_model} risk"
+        console.print_plan(plan, title=f"Allocation at the start, from {basis}")
         if planner.host_counts and plan.host_bytes:
             console.say(
                 "the device is the CPU, whose memory is the host's: placement there saves nothing, and runs as "

@@ -24,7 +24,7 @@ from baoc.errors import BadInputError, BudgetBreachedError, DivergedError
 from baoc.models import build_model
 from baoc.models.export import export_model
 from baoc.models.prepare import Preparation, prepare
-from baoc.planning import card_of, leave_plan, plan_for
+from baoc.planning import card_of, leave_plan, plan_for, stored_profile
 from baoc.resuming import check_resume, find_checkpoint, keep, kept, kept_latency, settled
 from baoc.tasks import OptimizerSettings, build_task
 from baoc.tasks.base import Task
@@ -80,10 +80,7 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
         with failures(device), parts.preemption.listening(), parts.control.listening():
             parts.trainer.fit(task, datamodule=data, ckpt_path=checkpoint, weights_only=True)
         if config.mode == "plan":
-            assert parts.strategy.reallocator is not None
-            plan = parts.strategy.reallocator.plan
-            rate = config.batch_size / parts.recorder.step_s_predicted
-            leave_plan(plan, config=config, device=device, rate=rate, source="probe", run_dir=run_dir)
+            leave_planned(config, parts=parts, device=device, run_dir=run_dir)
             return None
         if parts.trainer.interrupted:
             raise KeyboardInterrupt
@@ -92,6 +89,19 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
             export(task, parts=parts, folder=run_dir / "model")
         conclude(result, parts=parts, run_dir=run_dir)
         return result
+
+
+def leave_planned(config: RunConfig, *, parts: Parts, device: str, run_dir: Path) -> None:
+    """mode=plan on the present device: `plan.json`, by the stored profile that was named, if any."""
+    assert parts.strategy.reallocator is not None
+    planner, plan = parts.strategy.reallocator.planner, parts.strategy.reallocator.plan
+    if config.profile is not None:
+        profile, said = stored_profile(config, planner=planner)
+        plan = planner.propose(profile=profile)
+        parts.recorder.planned(planner, plan, profile=profile)
+        console.say(f"risks are {said}")
+    rate = config.batch_size / parts.recorder.step_s_predicted
+    leave_plan(plan, config=config, device=device, rate=rate, source="probe", run_dir=run_dir)
 
 
 def quieten() -> None:

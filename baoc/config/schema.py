@@ -240,6 +240,7 @@ class RunConfig:
     mode: Literal["train", "eval", "plan"] = "train"
     device: Literal["auto", "cpu", "cuda", "h100", "h200", "a100", "rtx4090"] = "auto"
     resume: str | None = None  # null | auto | path of a run folder or checkpoint
+    profile: str | None = None  # mode=plan: a run folder, or its profile.json
     objective: Literal["quality", "throughput", "balanced"] = "quality"
     batch_size: int = 64  # global: samples per optimizer step
     micro_batch: int | Literal["auto"] | None = None  # samples per forward; null decides on CUDA only, see README
@@ -280,6 +281,11 @@ class RunConfig:
         if self.device in CARDS and self.mode != "plan":
             raise BadInputError(
                 f"device={self.device} is a card to plan for, not one to run on: add mode=plan, or use device=cuda"
+            )
+        if self.profile is not None and self.mode != "plan":
+            raise BadInputError(
+                f"profile={self.profile} is for mode=plan, where nothing is measured, and a run profiles its own "
+                "gradients: leave it out, or add mode=plan"
             )
         if self.mode == "eval" and self.resume is None:
             raise BadInputError("mode=eval evaluates a checkpoint: name it with resume=PATH, or resume=auto")

@@ -246,9 +246,6 @@ def test_a_plan_on_this_device_tells_what_was_decided(tmp_path: Path):
     )
     assert training.run(asked, run_dir=run_dir, command="") is None
     plan, row = json.loads((run_dir / "plan.json").read_text()), chosen(run_dir)
-    assert (plan["micro_batch"], plan["checkpointing"], plan["release"]) == (
-        int(row["micro_batch"]),
-        row["checkpointing"] == "True",
-        False,
-    )
+    assert (str(plan["micro_batch"]), str(plan["checkpointing"])) == (row["micro_batch"], row["checkpointing"])
+    assert plan["release"] is False
     assert plan["samples_per_s"] > 0 and plan["footprint"] == "probe"

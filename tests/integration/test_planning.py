@@ -10,7 +10,7 @@ import torch
 
 from baoc import train as training
 from baoc.budgets import parse_budget
-from baoc.config.schema import CheckpointConfig, DatasetConfig, ModelConfig, RunConfig, TaskConfig
+from baoc.config.schema import CheckpointConfig, DatasetConfig, ModelConfig, RiskConfig, RunConfig, TaskConfig
 from baoc.devices import CARDS
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.planning import card_of
@@ -125,3 +125,25 @@ def test_fake_tensors_are_probed_as_real_ones_are():
     assert fake == real
     assert cold.forward_backward_bytes == real.forward_backward_bytes and cold.resident_bytes == real.resident_bytes
     assert cold.moments[2:] == real.moments[2:]  # the batch is first seen in the second
+
+
+def test_a_stored_profile_decides_in_the_place_of_priors(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """A run of the tiny network is profiled; the plan of the small one takes its statistics over by role and depth."""
+    run_dir = tmp_path / "profiled"
+    run_dir.mkdir()
+    assert training.run(config(), run_dir=run_dir, command="") is not None
+    asked_for = asked("1.2gb", profile=str(run_dir), risk=RiskConfig(name="statistics"))
+    plan(tmp_path / "sibling", asked_for)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "by a sibling's profile, carried over by role and depth to" in said
+    assert "Allocation at the start, from a stored profile, by statistics risk" in said
+    assert json.loads((tmp_path / "sibling" / "allocation.json").read_text())["risk_model"] == "statistics"
+    here = config(mode="plan", profile=str(run_dir / "profile.json"))
+    (tmp_path / "here").mkdir()
+    assert training.run(here, run_dir=tmp_path / "here", command="") is None
+    assert "risks are by the stored profile of 15 blocks" in " ".join(capsys.readouterr().out.split())
+    for risk, why in (("prior", "plays no part in risk=prior"), ("shadow", "holds no shadow steps, which risk=shadow")):
+        with pytest.raises(BadInputError, match=why):
+            training.run(replace(here, risk=RiskConfig(name=risk)), run_dir=tmp_path / "here", command="")
+    with pytest.raises(BadInputError, match="is for mode=plan, where nothing is measured"):
+        config(profile=str(run_dir))
