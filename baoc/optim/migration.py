@@ -173,6 +173,15 @@ def _tags(decl: StateDecl) -> tuple[Any, ...]:
     return (decl.kind, decl.layout, *((decl.level, decl.axis, decl.of_squares) if folded else ()))
 
 
+def rms_of(name: str, *, roster: Roster, param_groups: list[dict[str, Any]]) -> float | Tensor | None:
+    """RMS of a block's last update before the learning rate; None where the block cannot tell."""
+    live = roster.live[name]
+    if live.applied is not None and live.applied >= 0:  # what steps on the device has a place for it before it is known
+        return live.applied
+    with roster.visiting(live, keep=False):
+        return last_rms(live, state=roster.state, param_groups=param_groups)
+
+
 def last_rms(live: LiveBlock, *, state: Mapping[Tensor, State], param_groups: list[dict[str, Any]]) -> float | None:
     """RMS of an unmatched block's last update, from the states it left; None where they do not tell."""
     if live.unseeded:

@@ -303,16 +303,9 @@ class BlockwiseOptimizer(Optimizer):
     @torch.no_grad()
     def update_rms(self, blocks: Iterable[str] | None = None) -> dict[str, float]:
         """Block -> RMS of its last update before the learning rate, of the blocks (of `blocks`) that can tell."""
-        found = {}
-        for name in self.roster.live if blocks is None else blocks:
-            live = self.roster.live[name]
-            rms = live.applied
-            if rms is None or rms < 0:  # a backend that steps on the device has a place for it before it is known
-                with self.roster.visiting(live, keep=False):
-                    rms = migration.last_rms(live, state=self.roster.state, param_groups=self.param_groups)
-            if rms is not None:
-                found[name] = float(rms)
-        return found
+        asked = self.roster.live if blocks is None else blocks
+        rms = {name: migration.rms_of(name, roster=self.roster, param_groups=self.param_groups) for name in asked}
+        return {name: float(value) for name, value in rms.items() if value is not None}
 
     # -- changing it ----------------------------------------------------------------------------------------------
 
