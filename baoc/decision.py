@@ -219,7 +219,12 @@ class _Decision:
         sizes = list(self.axes.micro_batches)
         accumulation = 2 if sizes[0] < self.config.batch_size else 1
         run = partial(self.trials.run, accumulation=accumulation, context_bytes=context_bytes(self.where))
-        return grow(lambda size: self._looked(lambda: run(size)), sizes=sizes, max_s=TRIALS_S, fits=self._may_fit)
+        return grow(
+            lambda size: self._looked(lambda: run(size, per_step=self.config.batch_size // size)),
+            sizes=sizes,
+            max_s=TRIALS_S,
+            fits=self._may_fit,
+        )
 
     def _may_fit(self, footprint: Footprint) -> bool:
         """Whether some allocation might hold the budget: one without states, with weights of 16 bits where there are

@@ -100,10 +100,12 @@ def _line(make: MakeStep, *, device: torch.device, share: float, clock: Callable
 def _timed(step: Callable[[], object], *, device: torch.device, limit: float, clock: Callable[[], float]) -> float:
     """Median seconds of `step` after one run that is not counted, repeated while `limit` lasts.
 
-    On CUDA those of the device alone, as it is busy with a backward pass while a step is launched.
+    On CUDA those of the device alone, as it is busy with a backward pass while a step is launched; and after three
+    runs, as the first ones compile, measure and are captured in a graph.
     """
     began = clock()
-    step()
+    for _ in range(3 if device.type == "cuda" else 1):
+        step()
     wait(device)
     found: list[float] = []
     took = 0.0
@@ -138,12 +140,14 @@ def series_seconds(
     least: int = 2,
     most: int = 12,
     warm: bool = True,
+    group: int = 1,
     clock: Callable[[], float] = perf_counter,
 ) -> float:
     """Seconds of one `run` among many that follow each other, as in training, where nobody waits for the device.
 
     One run first that is not counted, unless `warm` is False; then `least` to `most` while `max_s` lasts. On CUDA the
-    mean of a series, else the median.
+    mean of a series, else the median. Training looks at its losses once per step, so `group` runs, those of a step,
+    are launched without waiting for the device.
     """
     began = clock()
     if warm:
@@ -156,11 +160,13 @@ def series_seconds(
     count = max(least, min(most, int((max_s - (clock() - began)) / max(once, 1e-9))))
     if device.type != "cuda":
         return median([once, *(_host_seconds(run, clock) for _ in range(count - 1))])
+    group = min(group, count)
     start = clock()
-    for _ in range(count):
-        run()
-    wait(device)
-    return (clock() - start) / count
+    for _ in range(count // group):
+        for _ in range(group):
+            run()
+        wait(device)
+    return (clock() - start) / (count // group * group)
 
 
 def wait(device: torch.device) -> None:

@@ -79,10 +79,12 @@ class Trials:
         timed: bool = True,
         context_bytes: int = 0,
         released: Sequence[Sequence[Tensor]] = (),
+        per_step: int | None = None,
     ) -> Trial:
         """Footprint of a micro-batch, and seconds of its forward and backward where `timed`.
 
-        `released`: the parameters of each block, where gradients are to be dropped in backward.
+        `released`: the parameters of each block, where gradients are to be dropped in backward. `per_step`: so many
+        micro-batches follow each other in a step, where that is not `accumulation`.
         """
         clear(self.device)  # what other sizes left in the allocator's cache would be in the way of this one
         batch = self._moved(resized(self._batch, micro_batch))
@@ -100,7 +102,7 @@ class Trials:
                 released=released,
                 ema_bytes=sum(part.nbytes(self.module) for part in ema),
             )
-            seconds = self._seconds(batch, accumulation=accumulation) if timed else math.nan
+            seconds = self._seconds(batch, per_step=per_step or accumulation) if timed else math.nan
         extra = sum(part.validation_bytes(self.module) for part in ema) if val_batch is not None else 0
         footprint = replace(footprint, validation_bytes=footprint.validation_bytes + extra)
         if extra:
@@ -110,20 +112,20 @@ class Trials:
             footprint = replace(footprint, moments=moments)
         return Trial(micro_batch=micro_batch, footprint=footprint, seconds=seconds)
 
-    def _seconds(self, batch: Any, *, accumulation: int) -> float:
+    def _seconds(self, batch: Any, *, per_step: int) -> float:
         """As in training, where the allocator has all that it needs: a series in which it asked for more counts only
         if there is no other."""
 
         def run() -> None:
             self._loss(batch).backward()
-            if accumulation == 1:  # else gradients of the next micro-batch are added to these
+            if per_step == 1:  # else gradients of the next micro-batch are added to these
                 self.module.zero_grad(set_to_none=True)
 
         run()
         found: list[float] = []
         for _ in range(SERIES):
             before = allocations(self.device)
-            found.append(series_seconds(run, device=self.device, max_s=TIMED_S, warm=False))
+            found.append(series_seconds(run, device=self.device, max_s=TIMED_S, warm=False, group=per_step))
             if allocations(self.device) == before:
                 break
         self.module.zero_grad(set_to_none=True)
