@@ -38,6 +38,8 @@ class Ahead:
         self._handles: dict[Tensor, RemovableHandle] = {}
         self._told_late = False
         self._on = False
+        self._finals: list[Tensor] = []  # parameters in the order in which their gradients were final
+        self._learned: set[str] = set()  # blocks whose order the roster knows
         self._begin([])
 
     def __getstate__(self) -> dict[str, Any]:
@@ -74,6 +76,10 @@ class Ahead:
         if owner.releaser is not None or owner.nonfinite != "skip_element" or seen or thawed:
             return False
         self._begin(owner.options())
+        if self._finals and self._learned != set(owner.roster.live):
+            owner.roster.learn_travel(self._finals)
+            self._learned = set(owner.roster.live)
+        self._finals = []
         for backend in owner.roster.ready():
             if isinstance(backend, HostedBackend):
                 for index, piece in enumerate(backend.pieces):
@@ -103,6 +109,7 @@ class Ahead:
             if param not in self._place or capturing():
                 return
             backend, index = self._place[param]
+            self._finals.append(param)
             self._left[id(backend), index] -= 1
             if self._left[id(backend), index] == 0:
                 self._step(backend, index)

@@ -73,6 +73,7 @@ class Roster:
         self.frozen: list[Tensor] = []
         self._backends: list[Backend] | None = None
         self._rings: Rings | None = None
+        self._finals: dict[Tensor, int] = {}  # parameter -> when its gradient is final in backward, among others
         self._alone: dict[str, Alone] = {}
         self._choices: dict[str, Choice] = {}
         self._guarded: dict[Tensor, str] = {}
@@ -216,8 +217,24 @@ class Roster:
     def rings(self) -> Rings:
         """Through which host-placed blocks pass to be stepped; made when it is first asked for."""
         if self._rings is None:
-            self._rings = Rings(self.live.values(), home=self.state)
+            self._rings = Rings(self._travelling(), home=self.state)
         return self._rings
+
+    def _travelling(self) -> list[LiveBlock]:
+        """Host-placed blocks in the order in which they are to pass."""
+        last = len(self._finals)
+        placed = order_of_travel(self.live.values())
+        return sorted(placed, key=lambda live: max(self._finals.get(slot.param, last) for slot in live.slots))
+
+    def learn_travel(self, finals: Sequence[Tensor]) -> None:
+        """Host-placed blocks pass in the order in which their gradients become final; `finals` are parameters so.
+
+        Else a piece would wait in its buffer for a block that is late, others would pass it and fetch it again.
+        """
+        before = self._travelling()
+        self._finals = {param: index for index, param in enumerate(finals)}
+        if self._travelling() != before:
+            self._drop_backends()
 
     def join(self) -> None:
         """Ends a step: what is launched from now on sees its weights."""

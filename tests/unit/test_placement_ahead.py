@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from baoc.errors import BadInputError
 from baoc.optim import BlockwiseOptimizer
-from baoc.optim.placement import updating
+from baoc.optim.placement import streaming, updating
 from tests.optimizing import Gradients, assert_same, build, make_params, values
 from tests.placing import PLACES, SHAPES, LateHost, Twins, rings, states_of
 from tests.releasing import backward
@@ -196,3 +196,47 @@ def test_the_thread_beside_the_caller_steps_too(monkeypatch: pytest.MonkeyPatch)
         pair = Twins("adamw_int8+split8", "updated", backend="eager")
         run_late(pair)
         pair.check()
+
+
+# -- the order of travel -------------------------------------------------------------------------------------------
+
+
+def late_norms(num_layers: int) -> tuple[dict[str, Tensor], list[str]]:
+    """Parameters as Llama lists them, and the order in which backward is done with them: norms after what they feed."""
+    kinds = {"q": 16, "k": 16, "v": 16, "o": 16, "gate": 43, "up": 43, "down": 43, "norm_in": 1, "norm_out": 1}
+    finals = ["down", "up", "gate", "norm_out", "o", "v", "k", "q", "norm_in"]
+    shapes = {f"{layer}.{kind}": (size, 32) for layer in range(num_layers) for kind, size in kinds.items()}
+    order = [f"{layer}.{kind}" for layer in reversed(range(num_layers)) for kind in finals]
+    return make_params(shapes), order
+
+
+def backward_in(order: list[str], params: dict[str, Tensor]) -> None:
+    """A backward whose gradients become final in this order."""
+    for name in order:
+        params[name].sum().backward()
+
+
+def test_blocks_travel_in_the_order_in_which_backward_is_done_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it is known some pieces come twice; from the second step on each comes in once, and once goes out."""
+    loads = []
+    load = streaming.Streaming._load
+    monkeypatch.setattr(streaming.Streaming, "_load", lambda ring, piece: loads.append(piece) or load(ring, piece))
+    params, order = late_norms(6)
+    plain = make_params({name: tuple(param.shape) for name, param in params.items()})
+    device = build(plain, "adamw_int8")
+    with rings(piece_bytes=5000, num_buffers=3):
+        host, counts = build(params, "adamw_int8@streamed"), []
+        for _ in range(4):
+            for optimizer, named in ((device, plain), (host, params)):
+                optimizer.zero_grad()
+                with optimizer.last_backward():
+                    backward_in(order, named)
+                optimizer.step()
+            counts.append(len(loads))
+            del loads[:]
+        num = len(host.roster.backends[0].pieces)  # pyright: ignore[reportAttributeAccessIssue]
+        travelling = [live.block.name for live in host.roster._travelling()]
+    assert travelling == order and num > 6
+    assert counts[0] > num + 3 and counts[1:] == [num + 3, num, num]  # the three that were fetched ahead come again
+    assert_same(values(plain), values(params))
+    assert_same(states_of(device), states_of(host))

@@ -25,8 +25,9 @@ class Rings:
     """The rings of an optimizer, one for each placement and device that its blocks have."""
 
     def __init__(self, blocks: Iterable[LiveBlock], *, home: dict[Tensor, State]):
+        """`blocks` pass in this order."""
         groups: dict[tuple[str, object], list[LiveBlock]] = {}
-        for live in order_of_travel(blocks):
+        for live in blocks:
             groups.setdefault((live.spec.placement, live.slots[0].param.device), []).append(live)
         self._rings = [_KINDS[Placement(placement)](group, home=home) for (placement, _), group in groups.items()]
 

@@ -12,10 +12,10 @@ from baoc.staging import NUM_BUFFERS, PIECE_BYTES, capacity_bytes, cut
 
 
 class RingPiece(Protocol):
-    """Blocks that pass together; `after` is the next piece in the same buffer."""
+    """Blocks that pass together; `mates` are all pieces that pass through the same buffer, in order."""
 
     blocks: list[LiveBlock]
-    after: Self
+    mates: Sequence[Self]
 
 
 P = TypeVar("P", bound=RingPiece)
@@ -102,5 +102,5 @@ class Ring(ABC, Generic[P, B]):
         num = len(self.buffers)
         pieces = [self.make_piece(part, buffer=self.buffers[i % num]) for i, part in enumerate(parts)]
         for index, piece in enumerate(pieces):
-            piece.after = pieces[index + num if index + num < len(pieces) else index % num]
+            piece.mates = pieces[index % num :: num]
         return pieces

@@ -40,7 +40,7 @@ class Piece:
     def __init__(self, blocks: Sequence[LiveBlock], *, home: dict[Tensor, State], buffer: _Buffer):
         self.blocks = list(blocks)
         self.buffer = buffer
-        self.after: Piece = self  # the next one in the same buffer
+        self.mates: Sequence[Piece] = [self]  # in the same buffer
         self._home = home
         self.staged: dict[Tensor, State] = {}
         self._runs: list[tuple[Tensor, Tensor]] = []  # bytes on the host, bytes in the buffer
@@ -94,7 +94,10 @@ def _adjacent(a: Tensor, b: Tensor) -> bool:
 class Streaming(Ring[Piece, _Buffer]):
     """The streamed blocks of one device; its buffers are there."""
 
-    _stepped: Any = None
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._stepped: Any = None
+        self._turn: set[int] = set()  # pieces that were stepped in the step in progress
 
     @staticmethod
     def size_of(live: LiveBlock) -> int:
@@ -124,8 +127,16 @@ class Streaming(Ring[Piece, _Buffer]):
         lanes.wait(OUT, self._stepped)
         lanes.run(OUT, piece.copy_out)
         buffer.ready = buffer.free = lanes.mark(OUT)
-        if piece.after is not piece:
-            self._load(piece.after)
+        self._turn.add(id(piece))
+        after = self._next(piece)
+        if after is not piece:
+            self._load(after)
+
+    def _next(self, piece: Piece) -> Piece:
+        """The next one for the piece's buffer that is not stepped yet; after the last of a step, the first."""
+        at = piece.mates.index(piece)
+        ahead = [*piece.mates[at + 1 :], *piece.mates[:at]]
+        return next((mate for mate in ahead if id(mate) not in self._turn), piece.mates[0])
 
     def _load(self, piece: Piece) -> None:
         lanes, buffer = self.lanes, piece.buffer
@@ -137,6 +148,7 @@ class Streaming(Ring[Piece, _Buffer]):
         if self._stepped is not None:
             self.lanes.wait(MAIN, self._stepped)
             self._stepped = None
+        self._turn.clear()
 
     def settle(self) -> None:
         self.lanes.wait_here(self.lanes.mark(OUT))

@@ -49,7 +49,7 @@ class Piece:
 
     def __init__(self, blocks: Sequence[LiveBlock], *, home: dict[Tensor, State], buffer: _Buffer):
         self.blocks, self.buffer = list(blocks), buffer
-        self.after: Piece = self
+        self.mates: Sequence[Piece] = [self]
         self.twins: list[LiveBlock] = []
         self.state: dict[Tensor, State] = {}
         self._pairs: list[tuple[Slot, Tensor, Tensor]] = []  # slot, the host's weight and gradient
