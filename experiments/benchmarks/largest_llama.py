@@ -150,7 +150,11 @@ def main() -> None:
             )
             size = peaks.sizes.get(depth, 0) / 1e9
             print(f"{method:32} {budget:3} GiB: {depth:4} layers, {size:6.2f}B parameters", flush=True)
+            write(rows)
         print(f"  ({len(peaks.found)} plans, {time.perf_counter() - began:.0f} s)", flush=True)
+
+
+def write(rows: list[dict[str, object]]) -> None:
     folder = Path(os.environ.get("OUT") or ROOT / "experiments" / "benchmarks" / "results")
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "largest_llama.csv").open("w", newline="", encoding="utf-8") as file:
