@@ -26,7 +26,7 @@ BACKWARD_SHARE = 2 / 3  # of forward and backward: a backward pass is two produc
 
 # One H100, pinned memory (METHODS section 8): 54 GB/s one way; both ways 42 GB/s in pieces of 1 MB and 92 from 4 MB on.
 # Of 1 MB only the sum of both ways is known: half of it stands for each. The host: 39 ms for 100M elements of packed
-# AdamW on 16 cores, as experiments/benchmarks/results/host_placement_step.csv has it.
+# AdamW on 16 cores, as experiments/results/host_placement_step.csv has it.
 STORED = LinkRates(
     sizes=(10**6, 4 * 10**6),
     in_rates=(21e9, 54e9),

@@ -2,7 +2,7 @@
 
 `python experiments/benchmarks/cpu_step.py` takes about a minute: 10M parameters in 150 tensors, 2 threads. Every round
 steps each optimizer once, in turn, so that whatever else the machine does meets all alike; medians and minima over
-rounds go to cpu_step.csv in $OUT or experiments/benchmarks/results. `moved_gbps` counts the bytes that a step has to
+rounds go to cpu_step.csv in $OUT or experiments/results. `moved_gbps` counts the bytes that a step has to
 move (weights and states both ways, gradients once), so it can be compared with the copy that is timed beside.
 
 On a machine that has other work, look at the load that is printed, and at minima: torch's threads wait for each other
@@ -148,7 +148,7 @@ def _summary(times: Sequence[tuple[float, float]]) -> tuple[float, float, float]
 
 
 def write(rows: Sequence[Row], **common: object) -> Path:
-    folder = Path(os.environ.get("OUT") or ROOT / "experiments" / "benchmarks" / "results")
+    folder = Path(os.environ.get("OUT") or ROOT / "experiments" / "results")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "cpu_step.csv"
     with path.open("w", newline="") as file:

@@ -3,7 +3,7 @@
 `python experiments/benchmarks/engine_step.py` on a machine with an NVIDIA GPU. First engine_check.py holds the fused
 backend, graph replays included, against the eager one. Then whole steps are timed between CUDA events with gradients in
 place, medians of 15, all in one process; `host_us` is Python's part with an idle device. Rows go to engine_step.csv in
-$OUT or experiments/benchmarks/results, the table is printed last. For peers, run them beside it in the same call.
+$OUT or experiments/results, the table is printed last. For peers, run them beside it in the same call.
 
 `floor_ms` is what a device copy would need for the bytes that a step has to move: gradients once, weights and states
 twice. `mixed` gives every 25th block of 8 one of 8 specs; its `over_best` is its time per byte moved over that of the
@@ -153,7 +153,7 @@ def time_model(model: str, *, gbps: float, names: Sequence[str]) -> list[Row]:
 def write(rows: Sequence[Row], *, gbps: float) -> Path:
     import triton
 
-    folder = Path(os.environ.get("OUT") or ROOT / "experiments" / "benchmarks" / "results")
+    folder = Path(os.environ.get("OUT") or ROOT / "experiments" / "results")
     folder.mkdir(parents=True, exist_ok=True)
     common = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
     common["copy_gbps"] = f"{gbps:.0f}"

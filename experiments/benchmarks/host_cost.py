@@ -121,7 +121,7 @@ def main() -> None:
     found = rows(device)
     where = "stub" if args.stub else torch.cuda.get_device_name()
     if not args.stub:
-        folder = Path(os.environ.get("OUT") or ROOT / "experiments" / "benchmarks" / "results")
+        folder = Path(os.environ.get("OUT") or ROOT / "experiments" / "results")
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "host_cost.csv").open("w", newline="") as file:
             writer = csv.DictWriter(file, [*found[0], "device", "torch"])

@@ -7,7 +7,7 @@ link    bytes per second between pinned host memory and the device, each way alo
 step    a streamed step with nothing to hide it, by block size, piece size and number of buffers, and updated ones
 train   steps of Llama 1.3B, sequence 1024, bf16 weights: all on the device, streamed, updated, every k-th block in fp32
 
-Rows of each part go to host_placement_PART.csv in $OUT or experiments/benchmarks/results; a part that fails is told of
+Rows of each part go to host_placement_PART.csv in $OUT or experiments/results; a part that fails is told of
 and the next one runs. `--seconds` ends the run in time.
 """
 
@@ -42,7 +42,7 @@ from baoc.units import MIB  # noqa: E402
 PACKED = "adamw_int8+split8"
 WIDE = "adamw+split16"  # fp32 m and v, and as many bits of the weight: 10 bytes per parameter travel, each way
 DEVICE = torch.device("cuda")
-OUT = Path(os.environ.get("OUT", ROOT / "experiments" / "benchmarks" / "results"))
+OUT = Path(os.environ.get("OUT", ROOT / "experiments" / "results"))
 SEQUENCE, VOCABULARY = 1024, 32_000
 SMALL = {"width": 64, "hidden": 128, "depth": 2, "heads": 4}  # to try the script without a GPU
 Row = dict[str, Any]

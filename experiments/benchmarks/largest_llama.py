@@ -3,7 +3,7 @@
 `python experiments/benchmarks/largest_llama.py` needs no GPU: peaks are those of mode=plan for a card that is not here
 (shapes counted, bf16-mixed, micro-batch 1, recomputed activations), and the least that any allocation takes. Layers are
 those of the 1.3B network (width 2,048), or with --width 4096 of the 7B one. A depth is tried before it is told of.
-Rows go to largest_llama.csv in $OUT or experiments/benchmarks/results.
+Rows go to largest_llama.csv in $OUT or experiments/results.
 """
 
 import argparse
@@ -155,7 +155,7 @@ def main() -> None:
 
 
 def write(rows: list[dict[str, object]]) -> None:
-    folder = Path(os.environ.get("OUT") or ROOT / "experiments" / "benchmarks" / "results")
+    folder = Path(os.environ.get("OUT") or ROOT / "experiments" / "results")
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "largest_llama.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")

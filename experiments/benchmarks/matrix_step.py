@@ -3,7 +3,7 @@
 `python experiments/benchmarks/matrix_step.py` on a machine with an NVIDIA GPU takes about 3 minutes, of which most is
 compiling, in parallel. A step is what an optimizer runs: matrices by the rule, RMS-matched, and vectors by fp32 AdamW,
 all in one graph. The floor moves gradients once, weights and states both ways, at the speed of a device copy. Rows go
-to matrix_step.csv in $OUT or experiments/benchmarks/results. kernel_check.py holds the kernels against their twins.
+to matrix_step.csv in $OUT or experiments/results. kernel_check.py holds the kernels against their twins.
 """
 
 import argparse
@@ -162,7 +162,7 @@ def main() -> None:
                 rows.append(time_spec(model, spec, gbps=gbps))
                 clean()
     show(rows)
-    folder = Path(os.environ.get("OUT") or ROOT / "experiments" / "benchmarks" / "results")
+    folder = Path(os.environ.get("OUT") or ROOT / "experiments" / "results")
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "matrix_step.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, [*asdict(rows[0]), "device", "torch", "copy_gbps"])

@@ -240,7 +240,7 @@ def show(rows: Iterable[Row]) -> None:
 def write(rows: Sequence[Row], *, gbps: float) -> Path:
     import triton
 
-    folder = Path(os.environ.get("OUT") or ROOT / "experiments" / "benchmarks" / "results")
+    folder = Path(os.environ.get("OUT") or ROOT / "experiments" / "results")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "optimizer_step.csv"
     common = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
