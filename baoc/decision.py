@@ -305,14 +305,16 @@ def choose(
     """The options, and the best one among those that were tried at their own micro-batch.
 
     Small micro-batches leave a GPU idle, so lines through them promise too many samples per second: the best option is
-    `tried`, which may make it less than the best, until the best one was, or VERIFIED more were.
+    `tried`, which may make it less than the best, until the best one was, or VERIFIED more were that found room: one
+    that did not is no answer yet.
     """
-    options = list(options)
-    for _ in range(VERIFIED):
-        found = best(options, objective=objective)
-        if found is None or found.tried:
-            break
+    options, found_room = list(options), 0
+    while found_room < VERIFIED and (found := best(options, objective=objective)) is not None and not found.tried:
         options = tried(found)
+        key = found.micro_batch, found.checkpointing, found.release
+        found_room += any(
+            option.fits for option in options if (option.micro_batch, option.checkpointing, option.release) == key
+        )
     chosen = best([option for option in options if option.tried], objective=objective)
     if chosen is None:
         return options, None

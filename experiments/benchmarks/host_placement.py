@@ -19,14 +19,13 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +35,8 @@ sys.path.insert(0, str(ROOT))
 
 from baoc.kernels.host_memory import Lock, host_memory  # noqa: E402
 from baoc.optim import BlockwiseOptimizer  # noqa: E402
-from baoc.optim.placement import ring  # noqa: E402
 from baoc.units import MIB  # noqa: E402
+from tests.placing import rings  # noqa: E402
 
 PACKED = "adamw_int8+split8"
 WIDE = "adamw+split16"  # fp32 m and v, and as many bits of the weight: 10 bytes per parameter travel, each way
@@ -54,18 +53,6 @@ SHAPES = [(257, 640), (1024, 512), (512, 4096), (64, 64), (2048, 1536)]  # of th
 def quartiles(times: list[float]) -> tuple[float, float, float]:
     ordered = sorted(times)
     return median(ordered), ordered[len(ordered) // 4], ordered[-1 - len(ordered) // 4]
-
-
-@contextmanager
-def pieces(piece_bytes: int, num_buffers: int) -> Iterator[None]:
-    """Rings that are built inside have these."""
-    build = ring.Ring.__init__
-
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        build(self, *args, **{**kwargs, "piece_bytes": piece_bytes, "num_buffers": num_buffers})
-
-    with mock.patch.object(ring.Ring, "__init__", init):
-        yield
 
 
 def timed(step: Callable[[], object], *, warmup: int, steps: int) -> list[float]:
@@ -105,7 +92,7 @@ def _same(spec: str, place: str, *, way: str) -> str:
     on_cpu = place == "updated"
     a = {f"w{i}": nn.Parameter(v.clone() if on_cpu else v.to(DEVICE)) for i, v in enumerate(values)}
     b = {f"w{i}": nn.Parameter(v.to(DEVICE)) for i, v in enumerate(values)}
-    with pieces(1 * MIB, 2):
+    with rings(piece_bytes=1 * MIB, num_buffers=2):
         one = BlockwiseOptimizer(a.items(), spec, lr=1e-2, backend="native" if on_cpu else "auto")
         two = BlockwiseOptimizer(b.items(), f"{spec}@{place}", lr=1e-2, release=way == "released")
         for step in range(6):
@@ -196,7 +183,7 @@ def step() -> list[Row]:
     rows = []
     for case in STEP_CASES:
         shape = (int(case.block_m * 1024), 1024)
-        with pieces(case.piece_mib * MIB, case.buffers):
+        with rings(piece_bytes=case.piece_mib * MIB, num_buffers=case.buffers):
             values = [torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(case.count)]
             params = {f"w{index}": nn.Parameter(value) for index, value in enumerate(values)}
             for param in params.values():

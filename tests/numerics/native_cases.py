@@ -16,6 +16,7 @@ from baoc.catalogue import SPECS
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.backends import native_kinds
 from baoc.optim.weights import master
+from baoc.types import Placement
 from tests.optimizing import Gradients, build, make_params, shapes_for
 
 LR = 1e-2
@@ -26,8 +27,9 @@ SETTINGS = {"lr": LR, "weight_decay": 0.1}
 
 
 def stepped(weights: str) -> list[str]:
-    """Specs of these weights that have a native step."""
-    return [n for n, spec in SPECS.items() if spec.weights == weights and not native_kinds.refusal(spec)]
+    """Specs of these weights that have a native step and keep their states where the parameters are."""
+    here = [(name, spec) for name, spec in SPECS.items() if spec.placement == Placement.DEVICE]
+    return [name for name, spec in here if spec.weights == weights and not native_kinds.refusal(spec)]
 
 
 class Pair:

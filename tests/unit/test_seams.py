@@ -27,16 +27,15 @@ from tests.unit.test_weights_planned import FOOTPRINT
 
 def test_tries_that_find_no_room_leave_the_smaller_ones_their_turn() -> None:
     """Lines through small micro-batches promise most for the largest; those may all be too large."""
-    left = {2**power for power in range(11)}
+    seen: set[int] = set()
 
     def options() -> list[Option]:
-        return [
-            option(size, rate=float(size), risk=0.1 if size in left else None) for size in (2**p for p in range(11))
-        ]
+        sizes = [2**power for power in range(11)]
+        risks = {size: None if size in seen and size > 4 else 0.1 for size in sizes}
+        return [replace(option(size, rate=float(size), risk=risks[size]), tried=size in seen) for size in sizes]
 
     def tried(found: Option) -> list[Option]:
-        if found.micro_batch > 4:
-            left.discard(found.micro_batch)
+        seen.add(found.micro_batch)
         return options()
 
     _, chosen = choose(options(), objective="throughput", tried=tried)

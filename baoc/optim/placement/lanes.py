@@ -60,7 +60,8 @@ class Streams:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self._streams = {lane: torch.cuda.Stream(device) for lane in _OWN}
+        # Steps are short and copies wait for them: they go before what backward has launched already.
+        self._streams = {lane: torch.cuda.Stream(device, priority=-1 if lane == STEP else 0) for lane in _OWN}
 
     def _stream(self, lane: str) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device) if lane == MAIN else self._streams[lane]
