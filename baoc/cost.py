@@ -63,8 +63,12 @@ def native_bytes(param: ParamInfo) -> int:
 
 def weight_bytes(block: Block, *, spec: OptimizerSpec) -> int:
     """Bytes of the block's parameters under `spec`, corrections apart; their gradients take as much again."""
+    return sum(_weight_bytes(param, spec=spec) for param in block.params)
+
+
+def _weight_bytes(param: ParamInfo, *, spec: OptimizerSpec) -> int:
     kept = WEIGHTS[spec.weights].param_bytes
-    return sum(param.numel * kept if kept else native_bytes(param) for param in block.params)
+    return param.numel * kept if kept else native_bytes(param)
 
 
 def saved(block: Block, *, spec: OptimizerSpec) -> dict[str, int]:
@@ -123,8 +127,7 @@ def whole_step_seconds(
 
 def passing_bytes(block: Block, *, spec: OptimizerSpec) -> int:
     """Host bytes of the block's weights and gradients while the host updates it; they pass through staging there."""
-    kept = WEIGHTS[spec.weights].param_bytes
-    return sum(2 * aligned(param.numel * (kept or _DTYPE_BYTES.get(param.dtype, 4))) for param in block.params)
+    return sum(2 * aligned(_weight_bytes(param, spec=spec)) for param in block.params)
 
 
 def cost(

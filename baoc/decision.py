@@ -26,11 +26,11 @@ from baoc.online import SessionSettings, soon_timed, step_temporaries, time_spec
 from baoc.online.assemble import make_profiler
 from baoc.options import Trial, best, divisors, footprint_at, make_option, option_rows, released, seconds_at
 from baoc.planner import Planner
-from baoc.profiling import cap_device, context_bytes, describe, free_bytes, uncapped
+from baoc.profiling import cap_device, clear_cache, context_bytes, describe, free_bytes, uncapped
 from baoc.resuming import choice_of, keep, settled
 from baoc.strategy.probe import unwrapped, upkeep_bytes
 from baoc.strategy.strategy import declared_blocks, widened
-from baoc.strategy.trials import Trials, clear, grow
+from baoc.strategy.trials import Trials, grow
 from baoc.tasks.base import Task
 from baoc.tracking import console, files
 from baoc.types import Budget, Footprint, LatencyTable, Option
@@ -239,7 +239,7 @@ class _Decision:
         of what a plan saves, one more look without it. The cap is back before anything is trained."""
         with suppress(torch.OutOfMemoryError):
             return run()
-        clear(self.where)
+        clear_cache(self.where)
         with uncapped(self.where, budget=self.budget):
             return run()
 
@@ -311,10 +311,7 @@ def choose(
     options, found_room = list(options), 0
     while found_room < VERIFIED and (found := best(options, objective=objective)) is not None and not found.tried:
         options = tried(found)
-        key = found.micro_batch, found.checkpointing, found.release
-        found_room += any(
-            option.fits for option in options if (option.micro_batch, option.checkpointing, option.release) == key
-        )
+        found_room += any(option.fits for option in options if option.way == found.way)
     chosen = best([option for option in options if option.tried], objective=objective)
     if chosen is None:
         return options, None

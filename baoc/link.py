@@ -16,6 +16,7 @@ section 4: t_gpu = max(in, out) S / B when full duplex).
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from baoc.staging import PIECE_BYTES
@@ -43,14 +44,8 @@ def slower(link: LinkRates, *, factor: float) -> LinkRates:
     def less(rates: Sequence[float]) -> tuple[float, ...]:
         return tuple(rate / factor for rate in rates)
 
-    return LinkRates(
-        sizes=link.sizes,
-        in_rates=less(link.in_rates),
-        out_rates=less(link.out_rates),
-        both_rates=less(link.both_rates),
-        host_element_s=link.host_element_s,
-        source=link.source,
-    )
+    rates = {"in_rates": less(link.in_rates), "out_rates": less(link.out_rates), "both_rates": less(link.both_rates)}
+    return replace(link, **rates)
 
 
 def copy_seconds(num_bytes: int, *, link: LinkRates) -> float:

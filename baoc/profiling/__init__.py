@@ -5,7 +5,15 @@ latency (seconds) · link (copies) · device (context, cap).
 """
 
 from baoc.profiling.describe import describe, named_tensors
-from baoc.profiling.device import cap_device, context_bytes, free_bytes, recap_device, uncap_device, uncapped
+from baoc.profiling.device import (
+    cap_device,
+    clear_cache,
+    context_bytes,
+    free_bytes,
+    recap_device,
+    uncap_device,
+    uncapped,
+)
 from baoc.profiling.footprint import FirstStepMemory, probe_footprint, step_temporary_bytes
 from baoc.profiling.gradients import GradientProfiler
 from baoc.profiling.latency import measure_latency
@@ -17,6 +25,7 @@ __all__ = [
     "GradientProfiler",
     "MemoryTracker",
     "cap_device",
+    "clear_cache",
     "context_bytes",
     "describe",
     "free_bytes",

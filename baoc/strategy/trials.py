@@ -4,7 +4,6 @@ The same probe as before training (`probe_footprint`), for several sizes of one 
 there are too few. Leaves nothing behind but compiled kernels and gradients of None.
 """
 
-import gc
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from baoc.errors import BadInputError
 from baoc.options import Trial, footprint_at, seconds_at
-from baoc.profiling import probe_footprint
+from baoc.profiling import clear_cache, probe_footprint
 from baoc.profiling.latency import series_seconds
 from baoc.strategy.probe import batch_size_of, silent
 from baoc.tasks.ema import EmaWeights
@@ -86,7 +85,7 @@ class Trials:
         `released`: the parameters of each block, where gradients are to be dropped in backward. `per_step`: so many
         micro-batches follow each other in a step, where that is not `accumulation`.
         """
-        clear(self.device)  # what other sizes left in the allocator's cache would be in the way of this one
+        clear_cache(self.device)  # what other sizes left in the allocator's cache would be in the way of this one
         batch = self._moved(resized(self._batch, micro_batch))
         val_batch = None if self._val_batch is None else self._moved(resized(self._val_batch, micro_batch))
         ema = [part for part in (getattr(self.module, "ema", None),) if isinstance(part, EmaWeights)]
@@ -187,13 +186,6 @@ def grow(
             break
         quick = [other for other in quick if 2 * other <= size]
     return found
-
-
-def clear(device: torch.device) -> None:
-    """Gives back what nobody holds any more, cycles included."""
-    if device.type == "cuda":
-        gc.collect()
-        torch.cuda.empty_cache()
 
 
 def allocations(device: torch.device) -> int:
