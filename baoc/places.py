@@ -52,8 +52,8 @@ def placed(spec: OptimizerSpec) -> bool:
 def with_host(specs: Mapping[str, OptimizerSpec]) -> dict[str, OptimizerSpec]:
     """The rows and their streamed twins, where the catalogue has such.
 
-    Rows that the host steps are chosen by name alone: measured on an H100's host, its processors take four times as
-    long for a block as the link does (experiments/results/host_placement_step.csv).
+    Rows that the host steps are chosen by name alone: measured on an H100's host, its processors take five times as
+    long for packed states as the link does, and 1.4 times for fp32 (experiments/results/host_placement_step.csv).
     """
     twins = [with_placement(spec, Placement.HOST_STREAMED).name for spec in specs.values()]
     return {**specs, **{name: SPECS[name] for name in twins if name in SPECS}}
