@@ -26,8 +26,6 @@ class Peer(NamedTuple):
 PEERS = (
     Peer("bitsandbytes", "bnb_adamw8", FLOAT32, lambda bnb, ps: bnb.optim.AdamW8bit(ps, lr=1e-3)),
     Peer("bitsandbytes", "bnb_adamw8/bf16", BFLOAT16, lambda bnb, ps: bnb.optim.AdamW8bit(ps, lr=1e-3)),
-    Peer("torchao.optim", "torchao_adamw8", FLOAT32, lambda ao, ps: ao.AdamW8bit(ps, lr=1e-3)),
-    Peer("torchao.optim", "torchao_adamw4", FLOAT32, lambda ao, ps: ao.AdamW4bit(ps, lr=1e-3)),
     Peer(
         "flashoptim", "flash_adamw8/bf16+8", BFLOAT16,
         lambda flash, ps: flash.FlashAdamW(ps, lr=1e-3, quantize=True, master_weight_bits=24),
@@ -37,6 +35,8 @@ PEERS = (
         lambda flash, ps: flash.FlashLion(ps, lr=1e-4, quantize=True, master_weight_bits=24),
     ),
     Peer("gefen", "gefen", FLOAT32, lambda gefen, ps: gefen.Gefen(ps, lr=1e-3)),
+    Peer("torchao.optim", "torchao_adamw8", FLOAT32, lambda ao, ps: ao.AdamW8bit(ps, lr=1e-3)),
+    Peer("torchao.optim", "torchao_adamw4", FLOAT32, lambda ao, ps: ao.AdamW4bit(ps, lr=1e-3)),
 )  # fmt: skip
 
 
