@@ -162,7 +162,7 @@ class OptimConfig:
 
     A cosine ends at `final_lr_fraction` of `lr`. `lr` null is what suits the model's size.
 
-    `matching`: what rules without momentum are scaled to, AdamW's update (`rms`) or AdamW's without its momentum.
+    `matching`: what rules without momentum are scaled to, AdamW's update without its momentum, or AdamW's (`rms`).
 
     `nonfinite`: what a NaN or infinity in a gradient costs: its element, its step, or the run. `release_gradients`:
     each block is stepped in backward and drops its gradients; a batch is one micro-batch then. Null leaves it to the
@@ -177,7 +177,7 @@ class OptimConfig:
     schedule: Literal["cosine", "constant"] = "cosine"
     final_lr_fraction: float = 0.1
     backend: Literal["auto", "eager", "fused", "native"] = "auto"
-    matching: Literal["rms", "displacement"] = "rms"
+    matching: Literal["rms", "displacement"] = "displacement"
     nonfinite: Literal["skip_element", "skip_step", "raise"] = "skip_element"
     release_gradients: bool | None = None
 

@@ -1,12 +1,16 @@
-"""Update RMS matching: one learning rate serves every rule when each block's update has the RMS AdamW's would have.
+"""Update matching: one learning rate serves every rule when each block's update is as large as AdamW's would be.
+
+Which rules are matched is theirs to say (`RuleInfo.matched`): one that averages gradients and divides them by the root
+of averaged squares, each element by its own or by one shared with its row, its column or both, has AdamW's size by
+itself in every phase of training, which no constant has. The others are scaled to one.
 
 factor = target / own RMS, where own is what the rule's update measured over the block in the step before (no second
 pass); before a block's first step and after a migration it is measured exactly. A jump of the rule's RMS would pass
 that lag unchecked, so no tensor's update exceeds an RMS of one learning rate, AdamW's own first step.
 
 Averaging gradients removes noise and leaves the way that they go together. So a rule without momentum that is scaled
-to the RMS of AdamW's averaged update goes a fraction of AdamW's way. `displacement` scales it to AdamW's update without
-the average instead, whose RMS is 1 because v is the mean of g^2.
+to the RMS of AdamW's averaged update goes a fraction of AdamW's way. `displacement`, the default, scales it to AdamW's
+update without the average instead, whose RMS is 1 because v is the mean of g^2; `rms` scales it to AdamW's own.
 """
 
 from dataclasses import dataclass

@@ -32,9 +32,17 @@ class Adafactor(Rule):
         for state, dim in ((row, 1), (col, 0)):
             new, valid = mean(square, dim=dim, finite=finite)
             average_(state, new, weight=weight, valid=valid)
-        numerator = grad
         if "m" in states:
-            numerator = states["m"].lerp_(grad, 1 - ctx.beta1) / (1 - ctx.beta1**ctx.step)
+            states["m"].lerp_(grad, 1 - ctx.beta1)
+        return self._direction(grad, states=states, ctx=ctx)
+
+    def last(self, *, states: dict[str, Tensor], ctx: RuleContext) -> Direction | None:
+        return self._direction(states["m"], states=states, ctx=ctx) if "m" in states and ctx.step else None
+
+    @staticmethod
+    def _direction(grad: Tensor, *, states: dict[str, Tensor], ctx: RuleContext) -> Direction:
+        row, col = states["v_row"], states["v_col"]
+        numerator = states["m"] / (1 - ctx.beta1**ctx.step) if "m" in states else grad
         scale = (row / row.mean()).sqrt_().unsqueeze(1) * col.sqrt().unsqueeze(0)
         update = numerator / from_matrix(scale, ctx, shape=grad.shape)
         update.div_((rms(update, finite=ctx.finite) / _CLIP).clamp_(min=1.0))
@@ -44,6 +52,12 @@ class Adafactor(Rule):
 RULES = (
     Adafactor(RuleInfo(name="adafactor", description="Adafactor without momentum", states=_V, needs_matrix=True)),
     Adafactor(
-        RuleInfo(name="adafactor_momentum", description="Adafactor with momentum", states=(_M, *_V), needs_matrix=True)
+        RuleInfo(
+            name="adafactor_momentum",
+            description="Adafactor with momentum",
+            states=(_M, *_V),
+            needs_matrix=True,
+            matched=False,
+        )
     ),
 )

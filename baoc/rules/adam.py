@@ -47,16 +47,22 @@ class SharedAdamW(Rule):
         m.lerp_(grad, 1 - ctx.beta1)
         square, valid = mean(as_matrix(grad, ctx).square(), dim=self._dim, finite=finite_matrix(ctx))
         average_(v, square, weight=1 - ctx.beta2, valid=valid)
+        return self._direction(m, v=v, ctx=ctx)
+
+    def last(self, *, states: dict[str, Tensor], ctx: RuleContext) -> Direction | None:
+        return self._direction(states["m"], v=states["v"], ctx=ctx) if ctx.step else None
+
+    def _direction(self, m: Tensor, *, v: Tensor, ctx: RuleContext) -> Direction:
         shared = v.sqrt().div_((1 - ctx.beta2**ctx.step) ** 0.5).add_(ctx.eps).unsqueeze(self._dim)
         assert ctx.matrix is not None
-        denominator = from_matrix(shared.expand(ctx.matrix), ctx, shape=grad.shape)
+        denominator = from_matrix(shared.expand(ctx.matrix), ctx, shape=m.shape)
         return Direction(numerator=m, denominator=denominator, divisor=1 - ctx.beta1**ctx.step)
 
 
 def _shared(name: str, *, layout: StateLayout, along: str) -> SharedAdamW:
     states = (M, StateDecl(name="v", kind=StateKind.V, layout=layout))
     text = f"AdamW with v shared along {along}"
-    return SharedAdamW(RuleInfo(name=name, description=text, states=states, needs_matrix=True))
+    return SharedAdamW(RuleInfo(name=name, description=text, states=states, needs_matrix=True, matched=False))
 
 
 RULES = (

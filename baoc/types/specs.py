@@ -69,8 +69,9 @@ class StateDecl:
 class RuleInfo:
     """What the decision core may know of an update rule; declared in the rule's own file.
 
-    `counts_steps`: keeps a 4-byte step count per tensor. `matched`: its update RMS is matched to AdamW's, for which it
-    keeps 8 bytes per block. `needs_matrix`: applies only to parameters that have a `matrix_shape`.
+    `counts_steps`: keeps a 4-byte step count per tensor. `matched`: its update is scaled to AdamW's size, for which it
+    keeps 8 bytes per block; a rule that divides averaged gradients by the root of averaged squares has that size by
+    itself. `needs_matrix`: applies only to parameters that have a `matrix_shape`.
     """
 
     name: str

@@ -138,5 +138,6 @@ class TestUpdateRule:
         assert last is not None or RULES[rule].info.matched  # migration asks unmatched rules for their update RMS
 
 
-def test_adamw_alone_is_not_matched() -> None:
-    assert [name for name, rule in RULES.items() if not rule.info.matched] == ["adamw"]
+def test_rules_with_averages_of_gradients_and_squares_have_adamws_size_by_themselves() -> None:
+    alone = {"adamw", "adamw_shared_in", "adamw_shared_out", "adafactor_momentum"}
+    assert {name for name, rule in RULES.items() if not rule.info.matched} == alone
