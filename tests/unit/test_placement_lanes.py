@@ -7,19 +7,21 @@ import torch
 from torch import Tensor
 
 from baoc.optim import BlockwiseOptimizer
+from baoc.optim.placement import streaming
 from baoc.optim.placement.lanes import IN, MAIN, OUT, STEP
 from tests.optimizing import Gradients, assert_same, build, make_params, run_steps, twin_of, values
 from tests.placing import HERE, LateLanes, rings
 
 SHAPES = {f"w{index}": (9, 32) for index in range(7)}
 ORDERS = list(permutations((MAIN, IN, STEP, OUT)))
+MIXED = {"w0": (9, 32), "w1": (2, 32), "w2": (70, 32), "w3": (3, 32), "w4": (9, 32), "w5": (21, 32), "w6": (50, 32)}
 STEPS = 3
 Run = tuple[list[dict[str, Tensor]], dict[str, Tensor]]
 
 
-def on_the_device(spec: str) -> Run:
+def on_the_device(spec: str, *, shapes: dict[str, tuple[int, ...]] = SHAPES) -> Run:
     """Weights after each step, and the states after the last, without any lanes."""
-    params = make_params(SHAPES)
+    params = make_params(shapes)
     optimizer, gradients, seen = build(params, spec), Gradients(params), []
     for _ in range(STEPS):
         run_steps(optimizer, params, gradients=gradients, steps=1)
@@ -36,7 +38,7 @@ def streamed(
     lanes: LateLanes, spec: str, order: tuple[str, ...], *, shapes: dict[str, tuple[int, ...]] = SHAPES
 ) -> Run:
     """The same where backward, forward and what follows run in the caller's lane, which is as late as the others."""
-    params = make_params(SHAPES)
+    params = make_params(shapes)
     gradients, seen = Gradients(params), []
     for param in params.values():
         param.grad = torch.zeros_like(param)
@@ -78,6 +80,32 @@ def test_every_order_that_the_marks_allow_gives_the_same_bits(spec: str) -> None
     expected = on_the_device(spec)
     for order in ORDERS:
         assert agree(streamed(LateLanes(), spec, order), expected), order
+
+
+def test_large_pieces_come_and_go_in_chunks_among_small_ones() -> None:
+    expected = on_the_device("adamw_int8", shapes=MIXED)
+    for order in ORDERS:
+        assert agree(streamed(LateLanes(), "adamw_int8", order, shapes=MIXED), expected), order
+    found = [
+        agree(streamed(LateLanes(deaf=[(IN, OUT)]), "adamw_int8", order, shapes=MIXED), expected) for order in ORDERS
+    ]
+    assert not all(found)
+
+
+def test_no_chunk_comes_before_what_was_in_its_place_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it takes into account only its piece's own copies out, some order is wrong."""
+    expected = on_the_device("adamw_int8", shapes=MIXED)
+    place = streaming.Streaming.place
+
+    def alone(ring: streaming.Streaming, parts: list) -> list[streaming.Piece]:
+        pieces = place(ring, parts)
+        for chunk in (chunk for piece in pieces for chunk in piece.chunks[1:]):
+            chunk.rivals = []
+        return pieces
+
+    monkeypatch.setattr(streaming.Streaming, "place", alone)
+    found = [agree(streamed(LateLanes(), "adamw_int8", order, shapes=MIXED), expected) for order in ORDERS]
+    assert not all(found)
 
 
 @pytest.mark.parametrize("pair", [(STEP, MAIN), (STEP, IN), (IN, OUT), (OUT, STEP), (MAIN, STEP)])
@@ -132,5 +160,7 @@ def test_gradients_that_are_released_are_kept_for_the_lane_that_reads_them() -> 
         optimizer = build(params, "adamw@streamed", release=True)
         torch.stack([param.sum() for param in params.values()]).sum().backward()
         optimizer.step()
-    assert [lane for _, lane in lanes.kept] == [STEP] * len(SHAPES)
-    assert {tuple(tensor.shape) for tensor, _ in lanes.kept} == {(9, 32)}
+    kept = [(tuple(tensor.shape), lane) for tensor, lane in lanes.kept]
+    assert kept[3:] == [((9, 32), STEP)] * len(SHAPES)
+    (ring,) = optimizer.roster.rings
+    assert kept[:3] == [((ring.nbytes,), lane) for lane in (IN, STEP, OUT)]  # and so is the ring, for all of them

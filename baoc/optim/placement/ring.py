@@ -1,8 +1,8 @@
-"""A ring of buffers through which blocks pass in pieces: what streamed and updated blocks have in common."""
+"""A ring through which blocks pass in pieces: what streamed and updated blocks have in common."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -12,20 +12,18 @@ from baoc.staging import NUM_BUFFERS, PIECE_BYTES, capacity_bytes, cut
 
 
 class RingPiece(Protocol):
-    """Blocks that pass together; `mates` are all pieces that pass through the same buffer, in order."""
+    """Blocks that pass together."""
 
     blocks: list[LiveBlock]
-    mates: Sequence[Self]
 
 
 P = TypeVar("P", bound=RingPiece)
-B = TypeVar("B")
 
 
-class Ring(ABC, Generic[P, B]):
-    """The blocks of one device in the order in which they are to pass, the buffers, and the lanes beside the caller's.
+class Ring(ABC, Generic[P]):
+    """The blocks of one device in the order in which they are to pass, their room, and the lanes beside the caller's.
 
-    A piece always uses the same buffer, so that whoever steps it keeps the addresses.
+    A piece always passes through the same place, so that whoever steps it keeps the addresses.
     """
 
     def __init__(
@@ -43,20 +41,17 @@ class Ring(ABC, Generic[P, B]):
         self.home, self._piece_bytes = home, piece_bytes
         sizes = [self.size_of(live) for live in self.blocks]
         self.capacity = capacity_bytes(sizes, piece_bytes=piece_bytes)
-        self.buffers = [self.make_buffer() for _ in range(1 if sum(sizes) <= self.capacity else num_buffers)]
+        self.num_buffers = 1 if sum(sizes) <= self.capacity else num_buffers
         self._singles: dict[str, P] = {}
 
     @staticmethod
     @abstractmethod
     def size_of(live: LiveBlock) -> int:
-        """Bytes of the block in a buffer."""
+        """Bytes of the block where it passes."""
 
     @abstractmethod
-    def make_buffer(self) -> B:
-        """One of `capacity` bytes."""
-
-    @abstractmethod
-    def make_piece(self, blocks: Sequence[LiveBlock], *, buffer: B) -> P: ...
+    def place(self, parts: Sequence[Sequence[LiveBlock]]) -> list[P]:
+        """The parts as pieces, in this order."""
 
     @abstractmethod
     def join(self) -> None:
@@ -67,12 +62,12 @@ class Ring(ABC, Generic[P, B]):
         """Waits until states are at home, and nothing is on its way."""
 
     def forget(self) -> None:
-        """States were changed at home: what is in the buffers is old."""
+        """States were changed at home: what is on the way is old."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers, see `baoc.staging.buffer_bytes`."""
-        return self.capacity * len(self.buffers)
+        """Bytes of all that passes at a time, see `baoc.staging.buffer_bytes`."""
+        return self.capacity * self.num_buffers
 
     def pieces(self, kind_of: Callable[[LiveBlock], Hashable]) -> dict[Any, list[P]]:
         """All blocks in pieces of one kind each, by kind."""
@@ -87,20 +82,13 @@ class Ring(ABC, Generic[P, B]):
             for part in cut([self.size_of(live) for live in run], piece_bytes=self._piece_bytes)
         ]
         found: dict[Any, list[P]] = {}
-        for piece in self._placed(parts):
+        for piece in self.place(parts):
             found.setdefault(kind_of(piece.blocks[0]), []).append(piece)
         return found
 
     def single(self, name: str) -> P:
         """The block as a piece of its own."""
         if not self._singles:
-            pieces = self._placed([[live] for live in self.blocks])
+            pieces = self.place([[live] for live in self.blocks])
             self._singles = {piece.blocks[0].block.name: piece for piece in pieces}
         return self._singles[name]
-
-    def _placed(self, parts: Sequence[Sequence[LiveBlock]]) -> list[P]:
-        num = len(self.buffers)
-        pieces = [self.make_piece(part, buffer=self.buffers[i % num]) for i, part in enumerate(parts)]
-        for index, piece in enumerate(pieces):
-            piece.mates = pieces[index % num :: num]
-        return pieces

@@ -1,18 +1,20 @@
 """Streamed blocks: their states come to the device to be stepped, and go back, while others are stepped.
 
-Blocks travel in pieces through a ring of device buffers. What waits for what, and nothing else does:
+Blocks travel in pieces through a ring of device memory, in which each has a place of its own: as many as fit are on
+their way at a time, whatever their sizes. What waits for what, and nothing else does:
 
-    copy in (IN)     for the last copy out of the same buffer, and with it for this piece's own of the step before
+    copy in (IN)     for the copies out of all that was in its place, and for this piece's own of the step before
     step (STEP)      for that copy in, and for what the caller has launched by then: gradients, and readers of weights
     copy out (OUT)   for that step
     the caller       at the end of the step for all steps, but for no copy out: forward reads weights, not states
     the host         for copies out before anything reads or writes states where they are kept (`settle`)
 
-When a piece has left, the next one for its buffer is sent for at once; after the last of a step these are the first
-ones of the next step, which so are there before its first gradient is.
+When a piece has left, what comes next in the order of travel is sent for at once, as far as there is room; after the
+last of a step these are the first ones of the next step, which so are there before its first gradient is.
 """
 
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -24,52 +26,17 @@ from baoc.optim.placement.ring import Ring
 from baoc.optim.state import LiveBlock, State, views
 
 
-class _Buffer:
-    """Memory on the device. `held`: the piece whose states are in it or on their way; `ready` and `free` are marks."""
+class _Chunk:
+    """Bytes of a piece's place that are copied by themselves, so that no large piece holds the link up."""
 
-    def __init__(self, memory: Tensor, *, free: Any):
-        self.memory = memory
-        self.held: Piece | None = None
-        self.ready: Any = None  # when a step may begin
-        self.free: Any = free  # when it may be overwritten
+    def __init__(self, *, first: int, end: int, runs: list[tuple[Tensor, Tensor]]):
+        self.first, self.end = first, end
+        self.rivals: list[_Chunk] = []  # of other pieces, with bytes in the same place
+        self.left: tuple[int, Any] = (0, None)  # number and mark of its last copy out
+        self._runs = runs  # bytes on the host, bytes in the ring
 
-
-class Piece:
-    """Blocks that travel together. `staged` is their state as it lies in the buffer, for whoever steps them."""
-
-    def __init__(self, blocks: Sequence[LiveBlock], *, home: dict[Tensor, State], buffer: _Buffer):
-        self.blocks = list(blocks)
-        self.buffer = buffer
-        self.mates: Sequence[Piece] = [self]  # in the same buffer
-        self._home = home
-        self.staged: dict[Tensor, State] = {}
-        self._runs: list[tuple[Tensor, Tensor]] = []  # bytes on the host, bytes in the buffer
-        begin = 0
-        for live in self.blocks:
-            for slot in live.slots:
-                steps = {"step": home[slot.param]["step"]} if slot.counts_steps else {}
-                self.staged[slot.param] = {**steps, **views(slot, buffer.memory, begin=begin)}
-                begin += slot.slab_bytes
-        self._lay_out_runs()
-
-    def _lay_out_runs(self) -> None:
-        """What lies side by side on the host as it does in the buffer is copied at once."""
-        begin = 0
-        for live in self.blocks:
-            if not live.slab_bytes:
-                continue
-            slab = slab_of(live, self._home)
-            end = begin + slab.nbytes
-            if self._runs and _adjacent(self._runs[-1][0], slab):
-                before, staged = self._runs.pop()
-                slab = torch.as_strided(before, (before.nbytes + slab.nbytes,), (1,))
-                begin -= staged.nbytes
-            self._runs.append((slab, self.buffer.memory[begin:end]))
-            begin = end
-
-    @property
-    def grads(self) -> list[Tensor]:
-        return [slot.param.grad for live in self.blocks for slot in live.slots if slot.param.grad is not None]
+    def meets(self, other: "_Chunk") -> bool:
+        return self.first < other.end and other.first < self.end
 
     def copy_in(self) -> None:
         for host, staged in self._runs:
@@ -78,6 +45,57 @@ class Piece:
     def copy_out(self) -> None:
         for host, staged in self._runs:
             host.copy_(staged, non_blocking=True)
+
+
+class Piece:
+    """Blocks that travel together. `staged` is their state as it lies in `memory` (uint8), for whoever steps them."""
+
+    def __init__(
+        self, blocks: Sequence[LiveBlock], *, home: dict[Tensor, State], memory: Tensor, first: int, chunk_bytes: int
+    ):
+        """Its place are the bytes of `memory`, which is the ring's, from `first` on."""
+        self.blocks = list(blocks)
+        self.first, self.end = first, first + sum(live.slab_bytes for live in self.blocks)
+        self.order: Sequence[Piece] = [self]  # of travel
+        self.index = 0  # in that
+        self.rivals: list[Piece] = []  # whose places have bytes of this one's
+        self.here = False  # its states are in its place, or on their way
+        self.wanted = False  # and have not been stepped since they came
+        self.ready: Any = None  # mark: a step may begin
+        self._home = home
+        self.staged: dict[Tensor, State] = {}
+        begin = first
+        for live in self.blocks:
+            for slot in live.slots:
+                steps = {"step": home[slot.param]["step"]} if slot.counts_steps else {}
+                self.staged[slot.param] = {**steps, **views(slot, memory, begin=begin)}
+                begin += slot.slab_bytes
+        self.chunks = self._cut(memory, chunk_bytes=chunk_bytes)
+
+    def _cut(self, memory: Tensor, *, chunk_bytes: int) -> list[_Chunk]:
+        """What lies side by side on the host as it does in the ring is copied at once, up to `chunk_bytes`."""
+        runs: list[Tensor] = []  # on the host
+        for live in self.blocks:
+            if live.slab_bytes:
+                slab = slab_of(live, self._home)
+                if runs and _adjacent(runs[-1], slab):
+                    before = runs.pop()
+                    slab = torch.as_strided(before, (before.nbytes + slab.nbytes,), (1,))
+                runs.append(slab)
+        chunks: list[_Chunk] = []
+        begin = first = self.first
+        held: list[tuple[Tensor, Tensor]] = []
+        for host in (part for run in runs for part in run.split(chunk_bytes)):
+            if held and begin + host.nbytes - first > chunk_bytes:
+                chunks.append(_Chunk(first=first, end=begin, runs=held))
+                held, first = [], begin
+            held.append((host, memory[begin : begin + host.nbytes]))
+            begin += host.nbytes
+        return [*chunks, _Chunk(first=first, end=begin, runs=held)]
+
+    @property
+    def grads(self) -> list[Tensor]:
+        return [slot.param.grad for live in self.blocks for slot in live.slots if slot.param.grad is not None]
 
     def share_steps(self) -> None:
         """Who steps fused keeps the counts in a tensor of its own: the states at home count with it."""
@@ -91,69 +109,120 @@ def _adjacent(a: Tensor, b: Tensor) -> bool:
     return same and a.storage_offset() + a.nbytes == b.storage_offset()
 
 
-class Streaming(Ring[Piece, _Buffer]):
-    """The streamed blocks of one device; its buffers are there."""
+class Streaming(Ring[Piece]):
+    """The streamed blocks of one device; its ring is there."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        self._memory = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
+        for lane in (IN, STEP, OUT):  # when the ring is gone, its memory is no one's before they have come so far
+            self.lanes.keep([self._memory], lane=lane)
+        self._given: Any = self.lanes.mark(MAIN)  # who had the memory before is done with it
+        self._all: list[Piece] = []
+        self._order: Sequence[Piece] = ()  # that is in use
+        self._turn: set[int] = set()  # places in it that were stepped in the step in progress
+        self._next = 0  # who is sent for next; from the order's length on, for the step after
+        self._num_left = 0
         self._stepped: Any = None
-        self._turn: set[int] = set()  # pieces that were stepped in the step in progress
 
     @staticmethod
     def size_of(live: LiveBlock) -> int:
         return live.slab_bytes
 
-    def make_buffer(self) -> _Buffer:
-        memory = torch.empty(self.capacity, dtype=torch.uint8, device=self.device)
-        return _Buffer(memory, free=self.lanes.mark(MAIN))
-
-    def make_piece(self, blocks: Sequence[LiveBlock], *, buffer: _Buffer) -> Piece:
-        return Piece(blocks, home=self.home, buffer=buffer)
+    def place(self, parts: Sequence[Sequence[LiveBlock]]) -> list[Piece]:
+        """Side by side, and from the beginning again where one does not fit any more."""
+        pieces: list[Piece] = []
+        first = 0
+        for part in parts:
+            if first + sum(live.slab_bytes for live in part) > self.nbytes:
+                first = 0
+            piece = Piece(part, home=self.home, memory=self._memory, first=first, chunk_bytes=self._piece_bytes)
+            pieces.append(piece)
+            first = pieces[-1].end
+        self._all += pieces
+        for index, piece in enumerate(pieces):
+            piece.order, piece.index = pieces, index
+        for piece in self._all:
+            piece.rivals = [p for p in self._all if p is not piece and p.first < piece.end and piece.first < p.end]
+            for chunk in piece.chunks:
+                chunk.rivals = [other for rival in piece.rivals for other in rival.chunks if other.meets(chunk)]
+        return pieces
 
     def step(self, piece: Piece, work: Callable[[], object], *, releases: bool = False) -> None:
         """Does `work`, which steps the piece's staged states, in its lane; returns at once.
 
         `releases`: the caller drops the gradients before the step is over.
         """
-        lanes, buffer = self.lanes, piece.buffer
-        if buffer.held is not piece:
+        lanes = self.lanes
+        self._take_turn(piece)
+        if not piece.here:
             self._load(piece)
+            self._next = max(self._next, piece.index + 1)
         lanes.wait(STEP, lanes.mark(MAIN))
-        lanes.wait(STEP, buffer.ready)
+        lanes.wait(STEP, piece.ready)
         if releases:
             lanes.keep(piece.grads, lane=STEP)
         lanes.run(STEP, work)
         self._stepped = lanes.mark(STEP)
         lanes.wait(OUT, self._stepped)
-        lanes.run(OUT, piece.copy_out)
-        buffer.ready = buffer.free = lanes.mark(OUT)
-        self._turn.add(id(piece))
-        after = self._next(piece)
-        if after is not piece:
-            self._load(after)
+        for chunk in piece.chunks:
+            lanes.run(OUT, chunk.copy_out)
+            self._num_left += 1
+            chunk.left = (self._num_left, lanes.mark(OUT))
+        piece.ready, piece.wanted = piece.chunks[-1].left[1], False
+        self._send_for_more()
 
-    def _next(self, piece: Piece) -> Piece:
-        """The next one for the piece's buffer that is not stepped yet; after the last of a step, the first."""
-        at = piece.mates.index(piece)
-        ahead = [*piece.mates[at + 1 :], *piece.mates[:at]]
-        return next((mate for mate in ahead if id(mate) not in self._turn), piece.mates[0])
+    def _take_turn(self, piece: Piece) -> None:
+        """One that comes a second time begins the next step."""
+        if piece.order is not self._order:  # which may have the same blocks in other pieces
+            self.forget()
+            self.lanes.wait(IN, self.lanes.mark(OUT))
+            self._order = piece.order
+            self._turn.clear()
+        if piece.index in self._turn:
+            self._turn.clear()
+            self._next = max(self._next - len(self._order), 0)
+        self._turn.add(piece.index)
+
+    def _send_for_more(self) -> None:
+        """Those that come next, until one has its place where another waits to be stepped."""
+        num = len(self._order)
+        while self._next < 2 * num:
+            piece = self._order[self._next % num]
+            stepped = piece.index in self._turn
+            if self._next < num if stepped else piece.wanted:
+                pass  # it is not needed again before the step after, or has been sent for
+            elif (self._next >= num and not stepped) or any(rival.wanted for rival in piece.rivals):
+                return
+            elif piece.here:
+                piece.wanted = True
+            else:
+                self._load(piece)
+            self._next += 1
 
     def _load(self, piece: Piece) -> None:
-        lanes, buffer = self.lanes, piece.buffer
-        lanes.wait(IN, buffer.free)
-        lanes.run(IN, piece.copy_in)
-        buffer.held, buffer.ready = piece, lanes.mark(IN)
+        lanes = self.lanes
+        if self._given is not None:
+            lanes.wait(IN, self._given)
+            self._given = None
+        for chunk in piece.chunks:
+            lanes.wait(IN, max((one.left for one in (chunk, *chunk.rivals)), key=itemgetter(0))[1])
+            lanes.run(IN, chunk.copy_in)
+        for rival in piece.rivals:
+            rival.here = rival.wanted = False
+        piece.here = piece.wanted = True
+        piece.ready = lanes.mark(IN)
 
     def join(self) -> None:
         if self._stepped is not None:
             self.lanes.wait(MAIN, self._stepped)
             self._stepped = None
-        self._turn.clear()
 
     def settle(self) -> None:
         self.lanes.wait_here(self.lanes.mark(OUT))
         self.lanes.wait_here(self.lanes.mark(IN))
 
     def forget(self) -> None:
-        for buffer in self.buffers:
-            buffer.held = None
+        for piece in self._all:
+            piece.here = piece.wanted = False
+        self._next = 0

@@ -49,7 +49,6 @@ class Piece:
 
     def __init__(self, blocks: Sequence[LiveBlock], *, home: dict[Tensor, State], buffer: _Buffer):
         self.blocks, self.buffer = list(blocks), buffer
-        self.mates: Sequence[Piece] = [self]
         self.twins: list[LiveBlock] = []
         self.state: dict[Tensor, State] = {}
         self._pairs: list[tuple[Slot, Tensor, Tensor]] = []  # slot, the host's weight and gradient
@@ -127,11 +126,12 @@ class _Task:
     asked: bool = False  # for it to be fetched
 
 
-class Updating(Ring[Piece, _Buffer]):
+class Updating(Ring[Piece]):
     """The updated blocks of one device; the buffers are on the host."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        self._buffers = [self._make_buffer() for _ in range(self.num_buffers)]
         self._queue: deque[_Task] = deque()
         self._pending: list[Future[None]] = []
         self._host = beside(self.device)
@@ -141,12 +141,15 @@ class Updating(Ring[Piece, _Buffer]):
     def size_of(live: LiveBlock) -> int:
         return passing_bytes(live)
 
-    def make_buffer(self) -> _Buffer:
+    def _make_buffer(self) -> _Buffer:
         memory = host_memory(self.capacity, what="gradients and weights of blocks that the host updates")
         return _Buffer(memory, device=self.device)
 
-    def make_piece(self, blocks: Sequence[LiveBlock], *, buffer: _Buffer) -> Piece:
-        return Piece(blocks, home=self.home, buffer=buffer)
+    def place(self, parts: Sequence[Sequence[LiveBlock]]) -> list[Piece]:
+        return [
+            Piece(part, home=self.home, buffer=self._buffers[index % self.num_buffers])
+            for index, part in enumerate(parts)
+        ]
 
     def step(self, piece: Piece, work: Callable[[], object]) -> None:
         """Does `work`, which steps the piece's twins; on a GPU beside the caller."""
