@@ -45,9 +45,14 @@ OUT = Path(os.environ.get("OUT", ROOT / "experiments" / "results"))
 SEQUENCE, VOCABULARY = 1024, 32_000
 SMALL = {"width": 64, "hidden": 128, "depth": 2, "heads": 4}  # to try the script without a GPU
 Row = dict[str, Any]
+only: list[str] = []  # what the command line asks for; all where it says nothing
 CHECKED = (PACKED, "lion_int8", "adamw", "foam_l2_int8", "adamw_shared_in_int8+bf16_sr", "muon")
 NATIVE = (PACKED, "lion_int8")  # of these, blocks that the host updates as well
 SHAPES = [(257, 640), (1024, 512), (512, 4096), (64, 64), (2048, 1536)]  # of the tensors that are checked
+
+
+def asked(name: str) -> bool:
+    return not only or any(word in name for word in only)
 
 
 def quartiles(times: list[float]) -> tuple[float, float, float]:
@@ -75,7 +80,7 @@ def timed(step: Callable[[], object], *, warmup: int, steps: int) -> list[float]
 def check() -> list[Row]:
     """Plans of one spec over tensors of several shapes, 6 steps, through every way in which blocks are stepped."""
     rows = []
-    for spec in CHECKED:
+    for spec in filter(asked, CHECKED):
         # Norms that GPU and CPU find are not the same bits, so updated blocks are not clipped here.
         ways = {"streamed": ("step", "clipped", "ahead", "released"), "updated": ("step", "ahead", "released")}
         for place in ways if spec in NATIVE else ("streamed",):
@@ -262,6 +267,8 @@ def train() -> list[Row]:
     """Milliseconds from step to step, between events in the caller's stream: what runs beside it is in there."""
     model, rows = llama(), []
     for plan in PLANS:
+        if not asked(plan.name):
+            continue
         clean()
         torch.cuda.reset_peak_memory_stats()
         names = [name for name, param in model.named_parameters() if param.numel()]
@@ -319,7 +326,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", default=list(PARTS), help=f"any of {', '.join(PARTS)}")
     parser.add_argument("--seconds", type=float, default=240, help="no part begins after this time")
+    parser.add_argument("--only", nargs="*", default=[], help="words: plans and checked specs that have one of them")
     args = parser.parse_args()
+    only.extend(args.only)
     logging.getLogger("baoc").setLevel(logging.ERROR)  # gradients that are not finite are on purpose
     begin = time.monotonic()
     for part in args.parts:
