@@ -77,6 +77,7 @@ def session_settings(config: RunConfig) -> SessionSettings:
         nonfinite=config.optim.nonfinite,
         release=bool(config.optim.release_gradients),
         ahead=getattr(ALLOCATORS[config.allocator.name], "ahead", True),
+        flush_only=getattr(ALLOCATORS[config.allocator.name], "flush_only", False),
         rms_matching=config.optim.matching if getattr(ALLOCATORS[config.allocator.name], "matching", True) else False,
     )
 

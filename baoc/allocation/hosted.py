@@ -16,14 +16,16 @@ STREAMED, UPDATED = "adamw@streamed", "adamw@updated"
 class HostedAllocator:
     """fp32 AdamW with all of its states on the host, where it is stepped; every `every`-th block visits the device.
 
-    `ahead`: blocks are stepped as soon as backward is done with them, else once all of it is over. `rows` are what it
-    needs of the catalogue. Raises NoFeasibleAllocation with its own totals, and BadInputError where a row is missing.
+    `ahead`: blocks are stepped as soon as backward is done with them, else once all of it is over; `flush_only`: then
+    too, but with gradients that have come to the host by themselves as backward gave them. `rows` are what it needs of
+    the catalogue. Raises NoFeasibleAllocation with its own totals, and BadInputError where a row is missing.
     """
 
     name: str
     description: str
     every: int | None = None  # none
     ahead: bool = True
+    flush_only: bool = False
     full: bool = True
     rows: tuple[str, ...] = (UPDATED, STREAMED)
 
@@ -50,7 +52,9 @@ HOSTED: tuple[HostedAllocator, ...] = (
         name="host_adamw", description="adamw kept and stepped on the host, once backward is over", ahead=False
     ),
     HostedAllocator(
-        name="host_adamw_flush", description="adamw kept and stepped on the host, from gradients as backward gives them"
+        name="host_adamw_flush",
+        description="adamw kept and stepped on the host once backward is over, gradients flushed there within it",
+        flush_only=True,
     ),
     HostedAllocator(
         name="host_every_kth",

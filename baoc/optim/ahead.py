@@ -20,6 +20,7 @@ from baoc.errors import BadInputError
 from baoc.kernels import capturing
 from baoc.optim.backends import HostedBackend, Options
 from baoc.optim.roster import Alone
+from baoc.optim.state import Slot
 
 if TYPE_CHECKING:
     from baoc.optim.optimizer import BlockwiseOptimizer
@@ -37,7 +38,7 @@ class Ahead:
         self._lock = threading.RLock()
         self._handles: dict[Tensor, RemovableHandle] = {}
         self._told_late = False
-        self._on = False
+        self._on = self._flush_only = False
         self._finals: list[Tensor] = []  # parameters in the order in which their gradients were final
         self._learned: set[str] = set()  # blocks whose order the roster knows
         self._begin([])
@@ -58,8 +59,9 @@ class Ahead:
         return bool(self._versions)
 
     @contextmanager
-    def last_backward(self) -> Iterator[None]:
+    def last_backward(self, *, flush_only: bool = False) -> Iterator[None]:
         """Inside, a backward steps host-placed blocks as soon as their gradients are final, where that is possible."""
+        self._flush_only = flush_only
         self.check_between_steps("last_backward was entered")
         self._on = self._prepare()
         try:
@@ -127,6 +129,10 @@ class Ahead:
         if any(live.unseeded for live in piece.blocks):
             return
         slots = [slot for live in piece.blocks for slot in live.slots if slot.param.grad is not None]
+        if self._flush_only:
+            if backend.flush(index):
+                self._note(slots)
+            return
         masks = {}
         if not backend.excludes_nonfinite and not backend.looks_ahead:
             unit = Alone(backend=backend, guarded={slot.param: slot.name for slot in slots})
@@ -136,6 +142,10 @@ class Ahead:
             backend.step(index, inputs, ahead=True)
         backend.done.add(index)
         torch.autograd.graph.increment_version([slot.param for slot in slots])
+        self._note(slots)
+
+    def _note(self, slots: list[Slot]) -> None:
+        """Gradients that were used: they may not be changed any more."""
         self._versions |= {slot.param: slot.param.grad._version for slot in slots}  # pyright: ignore
 
     # -- the end of the step --------------------------------------------------------------------------------------

@@ -198,12 +198,13 @@ class BlockwiseOptimizer(Optimizer):
 
     _hooked_step = Optimizer.profile_hook_step(_step)
 
-    def last_backward(self) -> AbstractContextManager[None]:
+    def last_backward(self, *, flush_only: bool = False) -> AbstractContextManager[None]:
         """`with optimizer.last_backward(): loss.backward()` lets host-placed blocks be stepped in backward already.
 
         To be said of the last backward before `step` if nothing clips, unscales or drops gradients between the two.
+        `flush_only`: blocks that the host updates only get their gradients there, and all are stepped by `step`.
         """
-        return self._ahead.last_backward()
+        return self._ahead.last_backward(flush_only=flush_only)
 
     def options(self) -> list[Options]:
         """What the parameter groups say now."""

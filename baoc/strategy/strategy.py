@@ -200,7 +200,7 @@ class BaocStrategy(SingleDeviceStrategy):
         needed = soon_timed(specs, device=self.root_device) if limited else set[str]()
         table = self.latency or probe.latency(specs, needed=needed, max_s=max_s)
         if limited and self.latency is None and may_place(self.settings.planner, budget=self.budget):
-            hides = self.settings.ahead and leaves_gradients(trainer)
+            hides = self.settings.ahead and not self.settings.flush_only and leaves_gradients(trainer)
             table = with_link(table, device=self.root_device, accumulation=probe.accumulation, hides=hides)
         return _Timing(probe=probe, specs=specs, table=table, max_s=max_s)
 
@@ -272,7 +272,10 @@ class BaocStrategy(SingleDeviceStrategy):
         module = self.lightning_module
         ahead = self._last and self.settings.ahead
         final = ahead and module is not None and leaves_gradients(module.trainer)
-        with optimizer.last_backward() if final and isinstance(optimizer, BlockwiseOptimizer) else nullcontext():
+        last = nullcontext()
+        if final and isinstance(optimizer, BlockwiseOptimizer):
+            last = optimizer.last_backward(flush_only=self.settings.flush_only)
+        with last:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:

@@ -227,11 +227,13 @@ def step() -> list[Row]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """`specs` by turns over the blocks. `ahead`: those on the host are stepped in the last backward already."""
+    """`specs` by turns over the blocks. `ahead`: those on the host are stepped in the last backward already;
+    `flush_only`: their gradients only get there."""
 
     name: str
     specs: tuple[str, ...]
     ahead: bool
+    flush_only: bool = False
     micro_batch: int = 2
     accumulate: tuple[int, ...] = (1, 8)
     steps: tuple[int, ...] = (12, 5)
@@ -243,7 +245,8 @@ PLANS = [
     Plan(name="streamed, in step() alone", specs=(f"{PACKED}@streamed",), ahead=False),
     Plan(name="half streamed", specs=(f"{PACKED}@streamed", PACKED), ahead=True, accumulate=(1,)),
     Plan(name="every 2nd streamed in fp32", specs=(f"{WIDE}@streamed", f"{WIDE}@updated"), ahead=True, steps=(6, 3)),
-    Plan(name="updated, gradients flushed in backward", specs=(f"{WIDE}@updated",), ahead=True, steps=(5, 3)),
+    Plan(name="updated, in backward", specs=(f"{WIDE}@updated",), ahead=True, steps=(5, 3)),
+    Plan(name="updated, gradients flushed", specs=(f"{WIDE}@updated",), ahead=True, flush_only=True, steps=(5, 3)),
     Plan(name="updated, in step() alone", specs=(f"{WIDE}@updated",), ahead=False, steps=(5, 3)),
     Plan(name="all on the device", specs=(PACKED,), ahead=False, micro_batch=1, accumulate=(1,)),
     Plan(name="streamed", specs=(f"{PACKED}@streamed",), ahead=True, micro_batch=1, accumulate=(1,)),
@@ -303,7 +306,8 @@ def _between_steps(
     for _ in range(steps + 3 if accumulate == 1 else steps + 2):
         for micro in range(accumulate):
             loss = model(input_ids=tokens, labels=tokens).loss / accumulate
-            with optimizer.last_backward() if plan.ahead and micro == accumulate - 1 else nullcontext():
+            last = plan.ahead and micro == accumulate - 1
+            with optimizer.last_backward(flush_only=plan.flush_only) if last else nullcontext():
                 loss.backward()
         optimizer.step()
         optimizer.zero_grad()

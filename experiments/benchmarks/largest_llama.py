@@ -113,17 +113,22 @@ def architecture(width: int, depth: int) -> dict[str, object]:
 
 
 def deepest(peak: Callable[[int], int], *, limit: int, first: tuple[int, int] = (2, 6)) -> int:
-    """The most layers whose peak is within `limit`, 0 where one layer is not: by the line through what was planned."""
-    low, high = first
+    """The most layers whose peak is within `limit`, 0 where one layer is not: by lines through what was planned."""
     if peak(1) > limit:
         return 0
+    low, high = first
     slope = (peak(high) - peak(low)) / (high - low)
-    depth = max(1, int(low + (limit - peak(low)) / slope))
-    while peak(depth) > limit:
-        depth -= 1
-    while peak(depth + 1) <= limit:
-        depth += 1
-    return depth
+    fits, over = 1, 0  # the deepest that was found to fit, and the shallowest that was not
+    while over != fits + 1:
+        guess = fits + max(1, int((limit - peak(fits)) / slope))
+        if over:
+            guess = min(guess, over - 1)
+        if peak(guess) <= limit:
+            fits = guess
+        else:
+            over = guess
+            slope = (peak(over) - peak(fits)) / (over - fits)
+    return fits
 
 
 def main() -> None:

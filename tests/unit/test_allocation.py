@@ -235,7 +235,10 @@ def test_host_baselines_have_no_choice():
         allocation = ALLOCATORS[name](options, limits=Limits())
         assert set(allocation.choices.values()) == {"adamw@updated"}
         assert allocation.state_bytes == 0 < allocation.host_s
-    assert [getattr(ALLOCATORS[name], "ahead", None) for name in ("host_adamw", "host_adamw_flush")] == [False, True]
+    found = [
+        getattr(ALLOCATORS[name], key) for name in ("host_adamw", "host_adamw_flush") for key in ("ahead", "flush_only")
+    ]
+    assert found == [False, False, True, True]
     every = replace(HOSTED[-1], every=3)(options, limits=Limits())
     chosen = list(every.choices.values())
     assert chosen[:4] == ["adamw@updated", "adamw@updated", "adamw@streamed", "adamw@updated"]

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from baoc.errors import BadInputError
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.placement import streaming, updating
+from baoc.optim.placement.lanes import MAIN, OUT
 from tests.optimizing import Gradients, assert_same, build, make_params, values
-from tests.placing import PLACES, SHAPES, LateHost, Twins, rings, states_of
+from tests.placing import PLACES, SHAPES, LateHost, LateLanes, Twins, rings, states_of
 from tests.releasing import backward
 
 
@@ -125,6 +126,67 @@ def test_where_gradients_are_needed_together_nothing_is_stepped_in_backward(sett
             backward(params, Gradients(params).next())
         assert optimizer._ahead.mid_step
         optimizer.step()
+
+
+@pytest.mark.parametrize("spec", ["adamw_int8+split8", "adamw"])
+def test_flushed_gradients_are_stepped_at_the_end(spec: str) -> None:
+    """Those that came to the host, whole: a NaN is left out, and what the device does with its own changes nothing."""
+    with rings(piece_bytes=1500):
+        pair = Twins(spec, "updated")
+        for step in range(3):
+            grads = {name: grad for name, grad in pair.gradients.next().items() if name != "b" or step != 1}
+            if step == 2:
+                grads["c"][5, 5] = float("nan")
+            pair.device.zero_grad()
+            backward(pair.params, grads)
+            pair.device.step()
+            pair.host.zero_grad()
+            before = values(pair.twins)["a"].clone()
+            with pair.host.last_backward(flush_only=True):
+                backward(pair.twins, grads)
+            assert pair.host._ahead.mid_step and torch.equal(values(pair.twins)["a"], before)
+            pair.host.step()
+        pair.check()
+        assert pair.host.num_nonfinite == 1
+        pair.host.zero_grad()
+        with pair.host.last_backward(flush_only=True):
+            backward(pair.twins, pair.gradients.next())
+        nn.utils.clip_grad_norm_(list(pair.twins.values()), 1e-3)
+        with pytest.raises(BadInputError, match=r"gradient of e was changed between backward .* clipped, unscaled"):
+            pair.host.step()
+
+
+def test_flushed_gradients_leave_streamed_blocks_to_the_step() -> None:
+    pair = Twins("adamw_int8", "streamed")
+    for _ in range(2):
+        grads = pair.gradients.next()
+        for optimizer, params in ((pair.device, pair.params), (pair.host, pair.twins)):
+            optimizer.zero_grad()
+            with optimizer.last_backward(flush_only=True):
+                backward(params, grads)
+            assert not optimizer._ahead.mid_step
+            optimizer.step()
+    pair.check()
+
+
+def test_gradients_are_not_masked_before_they_were_flushed() -> None:
+    """The lanes of an updated ring, as late as they may be: without the caller's wait the host gets what came after."""
+    found = {}
+    for deaf in ((), ((MAIN, OUT),)):
+        lanes = LateLanes(deaf=deaf)
+        with rings(lanes=lanes):
+            params = make_params({"w": (9, 32)})
+            optimizer = build(params, "adamw@updated")
+            (ring,) = optimizer.roster.rings
+            assert isinstance(ring, updating.Updating)
+            (piece,) = ring.pieces(lambda live: "")[""]
+            params["w"].grad = torch.ones(9, 32)
+            ring.flush(piece)
+            ring.join()
+            lanes.run(MAIN, params["w"].grad.zero_)
+            lanes.drain((MAIN, OUT))
+            found[deaf] = bool(next(iter(piece._parked.values())).all())
+    assert list(found.values()) == [True, False]
 
 
 # -- beside the caller ---------------------------------------------------------------------------------------------

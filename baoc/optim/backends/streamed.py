@@ -36,6 +36,10 @@ class HostedBackend(Backend):
         """Steps a piece; `ahead` of the others, in backward, when nobody has looked at its gradients yet."""
         raise NotImplementedError
 
+    def flush(self, index: int) -> bool:
+        """Brings a piece's gradients to the host, where it is stepped there; False where it is not."""
+        return False
+
     def capture(self, inputs: StepInputs) -> None:
         names = ", ".join(block.block.name for bucket in self.buckets for block in bucket.blocks)
         raise BadInputError(

@@ -29,9 +29,16 @@ class UpdatedBackend(HostedBackend):
         piece = self.pieces[index]
         if not piece.has_gradients:
             return
-        masks = {weight: inputs.masks[p].cpu() for p, weight in piece.twin_of().items() if p in inputs.masks}
+        looks = ahead or piece.flushed  # at what the host has, which nobody has seen
+        found = {} if looks else inputs.masks
+        masks = {weight: found[p].cpu() for p, weight in piece.twin_of().items() if p in found}
         given = replace(inputs, state=piece.state, masks=masks)
-        self._updating.step(piece, lambda: self._run(index, given, looks=ahead))
+        self._updating.step(piece, lambda: self._run(index, given, looks=looks))
+
+    def flush(self, index: int) -> bool:
+        if self.pieces[index].has_gradients:
+            self._updating.flush(self.pieces[index])
+        return True
 
     def _run(self, index: int, inputs: StepInputs, *, looks: bool) -> None:
         """`looks`: nobody has looked at the gradients yet. What is found is counted when the guard does, at `step`."""

@@ -3,7 +3,8 @@
 Gradient and weight pass through a ring of host buffers, where the host's processors step them as parameters of its own.
 The weight comes out with the gradient, so that the step always starts from what the model has, whoever wrote it. On a
 GPU the host works in a thread of its own: it fetches the next piece, steps this one, and sends it back, while the
-caller goes on; only `join` waits for it.
+caller goes on; only `join` waits for it. Gradients may also be flushed, which brings them out in backward and no more:
+they then wait on the host, in memory of their own, until the piece is stepped.
 """
 
 from collections import deque
@@ -54,6 +55,8 @@ class Piece:
         self._pairs: list[tuple[Slot, Tensor, Tensor]] = []  # slot, the host's weight and gradient
         self._moving: list[tuple[Slot, Tensor, Tensor]] = []  # those with a gradient in this step
         self._grads: list[Tensor] = []  # which they are, on the device
+        self._lot: _Buffer | None = None  # for flushed gradients
+        self._parked: dict[Tensor, Tensor] = {}  # the host's weight -> its gradient, flushed in this step
         begin = 0
         for live in self.blocks:
             weights = []
@@ -83,15 +86,32 @@ class Piece:
         grads, self._grads = self._grads, []
         return grads
 
+    @property
+    def flushed(self) -> bool:
+        return bool(self._parked)
+
+    def park(self) -> list[tuple[Tensor, Tensor]]:
+        """Room for the gradients where nothing else passes, and the copies to be made: (to, from)."""
+        if self._lot is None:
+            nbytes = sum(aligned(slot.param.nbytes) for slot, _, _ in self._pairs)
+            memory = host_memory(nbytes, what="flushed gradients of blocks that the host updates")
+            self._lot = _Buffer(memory, device=self._pairs[0][0].param.device)
+        self._parked, begin = {}, 0
+        for slot, weight, _ in self._moving:
+            self._parked[weight] = _place(slot.param, self._lot.memory, begin=begin)
+            begin += aligned(slot.param.nbytes)
+        return list(zip(self._parked.values(), self.drop_gradients(), strict=True))
+
     def fetch(self) -> None:
         for (slot, weight, own), grad in zip(self._moving, self._grads, strict=True):
             weight.copy_(slot.param.detach(), non_blocking=True)
-            own.copy_(grad, non_blocking=True)
+            if weight not in self._parked:
+                own.copy_(grad, non_blocking=True)
 
     def step(self, work: Callable[[], object]) -> None:
         """Does `work` with the gradients that were fetched."""
         for _, weight, own in self._moving:
-            weight.grad = own
+            weight.grad = self._parked.get(weight, own)
         for live, twin in zip(self.blocks, self.twins, strict=True):
             twin.fresh, twin.applied, twin.match = live.fresh, live.applied, live.match
         work()
@@ -99,10 +119,16 @@ class Piece:
             live.fresh, live.applied = twin.fresh, twin.applied
         for _, weight, _ in self._moving:
             weight.grad = None
+        self._parked = {}
 
     def send(self) -> None:
         for slot, weight, _ in self._moving:
             slot.param.detach().copy_(weight, non_blocking=True)
+
+
+def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    for to, source in pairs:
+        to.copy_(source, non_blocking=True)
 
 
 def _place(param: Tensor, memory: Tensor, *, begin: int) -> Tensor:
@@ -136,6 +162,7 @@ class Updating(Ring[Piece]):
         self._pending: list[Future[None]] = []
         self._host = beside(self.device)
         self._sent: Any = None
+        self._out: Any = None  # mark of the last gradients that were flushed
 
     @staticmethod
     def size_of(live: LiveBlock) -> int:
@@ -160,6 +187,15 @@ class Updating(Ring[Piece]):
         else:
             self._pending.append(self._host.submit(self._do_next))
 
+    def flush(self, piece: Piece) -> None:
+        """Sends for the gradients alone; the caller may not change them before `join`."""
+        piece.take_gradients()
+        self.lanes.wait(OUT, self.lanes.mark(MAIN))
+        copies = piece.park()
+        self.lanes.run(OUT, lambda: _copy(copies))
+        self.lanes.keep([grad for _, grad in copies], lane=OUT)
+        self._out = self.lanes.mark(OUT)
+
     @torch.no_grad()
     def _do_next(self) -> None:
         task = self._queue.popleft()
@@ -183,9 +219,10 @@ class Updating(Ring[Piece]):
 
     def join(self) -> None:
         self.settle()
-        if self._sent is not None:
-            self.lanes.wait(MAIN, self._sent)
-            self._sent = None
+        for mark in (self._sent, self._out):
+            if mark is not None:
+                self.lanes.wait(MAIN, mark)
+        self._sent = self._out = None
 
     def settle(self) -> None:
         pending, self._pending = self._pending, []
