@@ -118,11 +118,11 @@ def deepest(peak: Callable[[int], int], *, limit: int, first: tuple[int, int] = 
         return 0
     low, high = first
     slope = (peak(high) - peak(low)) / (high - low)
-    fits, over = 1, 0  # the deepest that was found to fit, and the shallowest that was not
+    fits, over, turn = 1, 0, 0  # the deepest that was found to fit, and the shallowest that was not
     while over != fits + 1:
         guess = fits + max(1, int((limit - peak(fits)) / slope))
-        if over:
-            guess = min(guess, over - 1)
+        if over:  # halves in between, for peaks that are far from any line
+            guess, turn = min(guess, over - 1) if turn % 2 == 0 else (fits + over) // 2, turn + 1
         if peak(guess) <= limit:
             fits = guess
         else:
