@@ -3,7 +3,8 @@
 `python experiments/benchmarks/largest_llama.py` needs no GPU: peaks are those of mode=plan for a card that is not here
 (shapes counted, bf16-mixed, micro-batch 1, recomputed activations), and the least that any allocation takes. Layers are
 those of the 1.3B network (width 2,048), or with --width 4096 of the 7B one. A depth is tried before it is told of.
-Rows go to largest_llama.csv in $OUT or experiments/results.
+Rows go to largest_llama.csv in $OUT or experiments/results. With `--train LAYERS` one method (--methods) trains 3 steps
+of so many layers within one of --budgets on the GPU that is here, by `python run.py`, and its peak is told.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import csv
 import io
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -58,6 +60,8 @@ FIXED = (
     "batch_size=1",
     "micro_batch=1",
     "trainer.precision=bf16-mixed",
+)
+PLANNED = (
     "mode=plan",
     "device=h100",
     "budget=1gb",  # below every one of them, so that each tells the least that it takes
@@ -82,7 +86,7 @@ class Peaks:
     def _planned(self, depth: int, folder: Path) -> int:
         path = folder / "config.json"
         path.write_text(json.dumps(architecture(self.width, depth)))
-        config = from_hydra(compose([*FIXED, f"model.name_or_path={path}", *self.overrides]))
+        config = from_hydra(compose([*FIXED, *PLANNED, f"model.name_or_path={path}", *self.overrides]))
         resolved, card = resolve(config, device="cuda"), CARDS["h100"]
         with torch.device("meta"):
             task, data = build(resolved, run_dir=folder, device=card.name)
@@ -131,12 +135,38 @@ def deepest(peak: Callable[[int], int], *, limit: int, first: tuple[int, int] = 
     return fits
 
 
+def train(method: str, *, width: int, layers: int, budget: int, folder: Path) -> None:
+    """Three steps by the command, whatever becomes of them; prints what it measured."""
+    config = folder / "config.json"
+    config.write_text(json.dumps(architecture(width, layers)))
+    run_dir = folder / "run"
+    once = (
+        "trainer.max_steps=3",
+        "trainer.log_every_n_steps=1",
+        "trainer.limit_val_batches=1",
+        "checkpoint.export=false",
+    )
+    arguments = [*FIXED, *METHODS[method], *once, f"budget={budget}gb", f"hydra.run.dir={run_dir}"]
+    began = time.perf_counter()
+    command = [sys.executable, str(ROOT / "run.py"), *arguments, f"model.name_or_path={config}", "device=cuda"]
+    code = subprocess.run(command, cwd=ROOT).returncode
+    print(f"{method}, {layers} layers, {budget} GiB: exit code {code} after {time.perf_counter() - began:.0f} s")
+    for name in ("result.json", "metrics.jsonl"):
+        for path in sorted(folder.rglob(name)):
+            print(f"{name}: {path.read_text()[-1500:]}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, choices=SHAPES, default=2048)
     parser.add_argument("--budgets", nargs="+", type=int, default=[8, 16, 24], help="GiB of device memory")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--train", type=int, metavar="LAYERS", help="train this many, instead of looking for them")
     args = parser.parse_args()
+    if args.train:
+        with tempfile.TemporaryDirectory() as folder:
+            budget, method = args.budgets[0], args.methods[0]
+            return train(method, width=args.width, layers=args.train, budget=budget, folder=Path(folder))
     quieten()
     rows: list[dict[str, object]] = []
     for method in args.methods:
