@@ -43,6 +43,7 @@ class LateLanes:
         self._done: dict[str, int] = {}
         self._deaf = set(deaf)
         self.kept: list[tuple[Tensor, str]] = []
+        self.finished = False
         self.heard: set[tuple[str, str]] = set()  # pairs that waited
 
     def _give(self, lane: str, task: Any) -> None:
@@ -65,6 +66,9 @@ class LateLanes:
 
     def keep(self, tensors: Iterable[Tensor], *, lane: str) -> None:
         self.kept += [(tensor, lane) for tensor in tensors]
+
+    def finish(self) -> None:
+        self.finished = True
 
     def _hears(self, lane: str, other: str) -> bool:
         self.heard.add((lane, other))

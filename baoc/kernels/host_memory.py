@@ -117,5 +117,6 @@ def _clear(look: Callable[[], object]) -> None:
 
 
 def _unregister(memory: Tensor) -> None:
-    """`memory` lives until here, as the finalizer holds it."""
+    """`memory` lives until here, as the finalizer holds it; copies to and from it may be on their way."""
+    torch.cuda.synchronize()
     torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())

@@ -9,7 +9,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -107,14 +107,15 @@ class Ahead:
 
     def _ready(self, param: Tensor) -> None:
         """The gradient of `param` is final."""
-        with self._lock, torch.no_grad():
+        with self._lock:
             if param not in self._place or capturing():
                 return
             backend, index = self._place[param]
             self._finals.append(param)
             self._left[id(backend), index] -= 1
             if self._left[id(backend), index] == 0:
-                self._step(backend, index)
+                with torch.no_grad():
+                    self._step(backend, index)
             elif self._left[id(backend), index] < 0:
                 owner = self._owner()
                 assert owner is not None
@@ -138,7 +139,9 @@ class Ahead:
             unit = Alone(backend=backend, guarded={slot.param: slot.name for slot in slots})
             masks = owner._guard.take(unit, step=owner._num_steps + 1, final=False) or {}
         inputs = owner.inputs(masks, options=self._options, phase=owner._num_steps + 1)
-        with torch.autocast(slots[0].param.device.type, enabled=False):  # the backward may be inside of one
+        kind = slots[0].param.device.type
+        # The backward may be inside of one.
+        with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
             backend.step(index, inputs, ahead=True)
         backend.done.add(index)
         torch.autograd.graph.increment_version([slot.param for slot in slots])

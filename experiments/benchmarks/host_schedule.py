@@ -57,6 +57,9 @@ class Clock:
     def keep(self, tensors: Iterable[Tensor], *, lane: str) -> None:
         pass
 
+    def finish(self) -> None:
+        pass
+
 
 def shapes() -> dict[str, tuple[int, ...]]:
     kinds = {**dict.fromkeys("qkvo", (HIDDEN, HIDDEN)), **dict.fromkeys(("gate", "up", "down"), (FFN, HIDDEN))}

@@ -35,6 +35,10 @@ class Lanes(Protocol):
         """The memory of tensors that the caller lets go of is not used again before the lane has come so far."""
         ...
 
+    def finish(self) -> None:
+        """The calling thread waits for all lanes but its own."""
+        ...
+
 
 class Inline:
     """All work is done at once, in the caller's order: on the CPU, where nothing runs beside anything."""
@@ -52,6 +56,9 @@ class Inline:
         pass
 
     def keep(self, tensors: Iterable[Tensor], *, lane: str) -> None:
+        pass
+
+    def finish(self) -> None:
         pass
 
 
@@ -87,6 +94,10 @@ class Streams:
         stream = self._stream(lane)
         for tensor in tensors:
             tensor.record_stream(stream)
+
+    def finish(self) -> None:
+        for stream in self._streams.values():
+            stream.synchronize()
 
 
 def lanes_for(device: torch.device) -> Lanes:

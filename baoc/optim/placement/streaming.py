@@ -13,6 +13,7 @@ When a piece has left, what comes next in the order of travel is sent for at onc
 last of a step these are the first ones of the next step, which so are there before its first gradient is.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any
@@ -24,6 +25,10 @@ from baoc.optim.placement.arena import slab_of
 from baoc.optim.placement.lanes import IN, MAIN, OUT, STEP
 from baoc.optim.placement.ring import Ring
 from baoc.optim.state import LiveBlock, State, views
+
+# A piece costs the host half a millisecond, whatever its size (H200, 16 cores: 98 of them 56 ms, more than backward
+# leaves it), so that where the ring is large there are fewer; so many on their way keep both ways of the link at work.
+NUM_PIECES = 4
 
 
 class _Chunk:
@@ -114,9 +119,11 @@ class Streaming(Ring[Piece]):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        self._chunk_bytes = self._piece_bytes
+        self._piece_bytes = max(self._piece_bytes, self.nbytes // NUM_PIECES)
         self._memory = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
-        for lane in (IN, STEP, OUT):  # when the ring is gone, its memory is no one's before they have come so far
-            self.lanes.keep([self._memory], lane=lane)
+        # When the ring is gone, its memory is no one's before the lanes have come to an end.
+        weakref.finalize(self, self.lanes.finish).atexit = False
         self._given: Any = self.lanes.mark(MAIN)  # who had the memory before is done with it
         self._all: list[Piece] = []
         self._order: Sequence[Piece] = ()  # that is in use
@@ -136,7 +143,7 @@ class Streaming(Ring[Piece]):
         for part in parts:
             if first + sum(live.slab_bytes for live in part) > self.nbytes:
                 first = 0
-            piece = Piece(part, home=self.home, memory=self._memory, first=first, chunk_bytes=self._piece_bytes)
+            piece = Piece(part, home=self.home, memory=self._memory, first=first, chunk_bytes=self._chunk_bytes)
             pieces.append(piece)
             first = pieces[-1].end
         self._all += pieces
