@@ -36,7 +36,6 @@ class _Chunk:
 
     def __init__(self, *, first: int, end: int, runs: list[tuple[Tensor, Tensor]]):
         self.first, self.end = first, end
-        self.rivals: list[_Chunk] = []  # of other pieces, with bytes in the same place
         self.left: tuple[int, Any] = (0, None)  # number and mark of its last copy out
         self._runs = runs  # bytes on the host, bytes in the ring
 
@@ -61,9 +60,7 @@ class Piece:
         """Its place are the bytes of `memory`, which is the ring's, from `first` on."""
         self.blocks = list(blocks)
         self.first, self.end = first, first + sum(live.slab_bytes for live in self.blocks)
-        self.order: Sequence[Piece] = [self]  # of travel
-        self.index = 0  # in that
-        self.rivals: list[Piece] = []  # whose places have bytes of this one's
+        self.order = self.index = 0  # which order of travel, and the place in that
         self.here = False  # its states are in its place, or on their way
         self.wanted = False  # and have not been stepped since they came
         self.ready: Any = None  # mark: a step may begin
@@ -125,8 +122,11 @@ class Streaming(Ring[Piece]):
         # When the ring is gone, its memory is no one's before the lanes have come to an end.
         weakref.finalize(self, self.lanes.finish).atexit = False
         self._given: Any = self.lanes.mark(MAIN)  # who had the memory before is done with it
-        self._all: list[Piece] = []
-        self._order: Sequence[Piece] = ()  # that is in use
+        self._orders: list[list[Piece]] = []
+        self._order: list[Piece] = []  # that is in use
+        # What has bytes of the same place. Here, not with the pieces: they would keep each other, and so the memory.
+        self._rivals: dict[Piece, list[Piece]] = {}
+        self._rival_chunks: dict[_Chunk, list[_Chunk]] = {}
         self._turn: set[int] = set()  # places in it that were stepped in the step in progress
         self._next = 0  # who is sent for next; from the order's length on, for the step after
         self._num_left = 0
@@ -146,13 +146,16 @@ class Streaming(Ring[Piece]):
             piece = Piece(part, home=self.home, memory=self._memory, first=first, chunk_bytes=self._chunk_bytes)
             pieces.append(piece)
             first = pieces[-1].end
-        self._all += pieces
         for index, piece in enumerate(pieces):
-            piece.order, piece.index = pieces, index
-        for piece in self._all:
-            piece.rivals = [p for p in self._all if p is not piece and p.first < piece.end and piece.first < p.end]
+            piece.order, piece.index = len(self._orders), index
+        self._orders.append(pieces)
+        everyone = [piece for order in self._orders for piece in order]
+        for piece in everyone:
+            rivals = [p for p in everyone if p is not piece and p.first < piece.end and piece.first < p.end]
+            self._rivals[piece] = rivals
             for chunk in piece.chunks:
-                chunk.rivals = [other for rival in piece.rivals for other in rival.chunks if other.meets(chunk)]
+                chunks = [other for rival in rivals for other in rival.chunks if other.meets(chunk)]
+                self._rival_chunks[chunk] = chunks
         return pieces
 
     def step(self, piece: Piece, work: Callable[[], object], *, releases: bool = False) -> None:
@@ -181,10 +184,10 @@ class Streaming(Ring[Piece]):
 
     def _take_turn(self, piece: Piece) -> None:
         """One that comes a second time begins the next step."""
-        if piece.order is not self._order:  # which may have the same blocks in other pieces
+        if self._orders[piece.order] is not self._order:  # which may have the same blocks in other pieces
             self.forget()
             self.lanes.wait(IN, self.lanes.mark(OUT))
-            self._order = piece.order
+            self._order = self._orders[piece.order]
             self._turn.clear()
         if piece.index in self._turn:
             self._turn.clear()
@@ -199,7 +202,7 @@ class Streaming(Ring[Piece]):
             stepped = piece.index in self._turn
             if self._next < num if stepped else piece.wanted:
                 pass  # it is not needed again before the step after, or has been sent for
-            elif (self._next >= num and not stepped) or any(rival.wanted for rival in piece.rivals):
+            elif (self._next >= num and not stepped) or any(rival.wanted for rival in self._rivals[piece]):
                 return
             elif piece.here:
                 piece.wanted = True
@@ -213,9 +216,9 @@ class Streaming(Ring[Piece]):
             lanes.wait(IN, self._given)
             self._given = None
         for chunk in piece.chunks:
-            lanes.wait(IN, max((one.left for one in (chunk, *chunk.rivals)), key=itemgetter(0))[1])
+            lanes.wait(IN, max((one.left for one in (chunk, *self._rival_chunks[chunk])), key=itemgetter(0))[1])
             lanes.run(IN, chunk.copy_in)
-        for rival in piece.rivals:
+        for rival in self._rivals[piece]:
             rival.here = rival.wanted = False
         piece.here = piece.wanted = True
         piece.ready = lanes.mark(IN)
@@ -230,6 +233,6 @@ class Streaming(Ring[Piece]):
         self.lanes.wait_here(self.lanes.mark(IN))
 
     def forget(self) -> None:
-        for piece in self._all:
+        for piece in self._rivals:
             piece.here = piece.wanted = False
         self._next = 0
