@@ -52,7 +52,8 @@ SHAPES = [(257, 640), (1024, 512), (512, 4096), (64, 64), (2048, 1536)]  # of th
 
 
 def asked(name: str) -> bool:
-    return not only or any(word in name for word in only)
+    names = {plan.name for plan in PLANS}
+    return not only or any(word == name if word in names else word in name for word in only)
 
 
 def quartiles(times: list[float]) -> tuple[float, float, float]:
@@ -330,7 +331,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", default=list(PARTS), help=f"any of {', '.join(PARTS)}")
     parser.add_argument("--seconds", type=float, default=240, help="no part begins after this time")
-    parser.add_argument("--only", nargs="*", default=[], help="words: plans and checked specs that have one of them")
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="plans by name, or by a part that is no name; checked specs too"
+    )
     args = parser.parse_args()
     only.extend(args.only)
     logging.getLogger("baoc").setLevel(logging.ERROR)  # gradients that are not finite are on purpose

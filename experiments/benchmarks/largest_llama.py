@@ -162,11 +162,13 @@ def main() -> None:
     parser.add_argument("--budgets", nargs="+", type=int, default=[8, 16, 24], help="GiB of device memory")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--train", type=int, metavar="LAYERS", help="train this many, instead of looking for them")
+    parser.add_argument("--folder", type=Path, help="of what is trained; else one that goes")
     args = parser.parse_args()
     if args.train:
         with tempfile.TemporaryDirectory() as folder:
-            budget, method = args.budgets[0], args.methods[0]
-            return train(method, width=args.width, layers=args.train, budget=budget, folder=Path(folder))
+            budget, method, where = args.budgets[0], args.methods[0], args.folder or Path(folder)
+            where.mkdir(parents=True, exist_ok=True)
+            return train(method, width=args.width, layers=args.train, budget=budget, folder=where)
     quieten()
     rows: list[dict[str, object]] = []
     for method in args.methods:
