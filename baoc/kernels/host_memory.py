@@ -91,7 +91,7 @@ class Lock:
         self.on = wanted and _register(memory, device=device)
         self.refused = wanted and not self.on
         if self.on:
-            release = weakref.finalize(self, _unregister, memory)
+            release = weakref.finalize(self, _unregister, memory, device)
             release.atexit = False  # the process gives everything back, in an order of its own
 
 
@@ -116,7 +116,7 @@ def _clear(look: Callable[[], object]) -> None:
         log.debug("locking host memory was refused: %s", error)
 
 
-def _unregister(memory: Tensor) -> None:
+def _unregister(memory: Tensor, device: torch.device) -> None:
     """`memory` lives until here, as the finalizer holds it; copies to and from it may be on their way."""
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(device)
     torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())

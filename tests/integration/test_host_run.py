@@ -10,6 +10,7 @@ from lightning.fabric.utilities import optimizer as lightning_optimizer
 from baoc import BaocStrategy
 from baoc.online import ReallocationSettings, SessionSettings
 from baoc.optim.ahead import Ahead
+from baoc.optim.backends.updated import UpdatedBackend
 from baoc.planner import PlannerSettings
 from tests.integration.test_strategy import QUIET, Classifier, fit, loader, same
 from tests.placing import PLACES, rings
@@ -19,8 +20,9 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-def strategy(spec: str) -> BaocStrategy:
-    settings = SessionSettings(planner=PlannerSettings(specs=(spec,)), reallocation=ReallocationSettings(mode="off"))
+def strategy(spec: str, **more: Any) -> BaocStrategy:
+    off = ReallocationSettings(mode="off")
+    settings = SessionSettings(planner=PlannerSettings(specs=(spec,)), reallocation=off, **more)
     return BaocStrategy("8gb", settings=settings)
 
 
@@ -49,6 +51,20 @@ def test_training_is_that_of_the_device(ahead: list[int], place: str, arguments:
         hosted = fit(strategy(f"adamw@{place}"), steps=5, **arguments)
     assert same(plain, hosted)
     assert ahead[-5:] == [stepped] * 5  # before are trial steps of the probe
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_gradients_are_only_flushed_where_that_is_the_schedule(ahead: list[int], accumulate: int) -> None:
+    """Once a step, and blocks are stepped once backward is over."""
+    with rings(piece_bytes=500), pytest.MonkeyPatch.context() as patch:
+        flush, flushed = UpdatedBackend.flush, []
+        patch.setattr(UpdatedBackend, "flush", lambda self, index: flushed.append(index) or flush(self, index))
+        plain = fit(strategy("adamw"), steps=4, accumulate_grad_batches=accumulate)
+        del ahead[:], flushed[:]
+        hosted = fit(strategy("adamw@updated", flush_only=True), steps=4, accumulate_grad_batches=accumulate)
+        steps, num = len(ahead), len(set(flushed))
+    assert same(plain, hosted)
+    assert num > 1 and len(flushed) == num * ahead.count(6) and steps >= 4 and ahead[-4:] == [6] * 4
 
 
 @pytest.mark.parametrize("owner", ["module", "callback"])
