@@ -188,7 +188,12 @@ class _Shapes:
         accumulation = 2 if sizes[0] < self.config.batch_size else 1
         with FakeTensorMode(allow_non_fake_inputs=True):
             trials = Trials(
-                self.task, batch=self.batch, val_batch=None, device=torch.device("cpu"), precision=precision, warm=False
+                self.task,
+                batch=self.batch,
+                val_batch=None,
+                device=torch.device("cpu"),
+                precision=precision,
+                as_on_cuda=True,
             )
             self.tried = [trials.run(size, accumulation=accumulation, timed=False) for size in sizes[:2]]
             with FlopCounterMode(display=False) as counter:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from baoc.errors import BadInputError
 from baoc.profiling import device as devices
+from baoc.profiling.as_on_cuda import CachingAllocator
 from baoc.profiling.dropping import Dropped, storage_bytes
 from baoc.profiling.timeline import Timeline
 from baoc.profiling.tracker import MemoryTracker, PeakMeter
@@ -50,6 +51,7 @@ def probe_footprint(
     ema_bytes: int = 0,
     released: Sequence[Sequence[Tensor]] = (),
     warm: bool = True,
+    allocator: CachingAllocator | None = None,
 ) -> Footprint:
     """The Footprint of training `source` (a module, or its parameters) on one micro-batch.
 
@@ -60,13 +62,14 @@ def probe_footprint(
     `step_temporary_bytes` takes. `reserve_bytes` defaults to SCALARS_BYTES, on CUDA to LATE_MODULES_BYTES and the share
     FRAGMENTATION of the peak. `released`: the parameters of each block, where an optimizer releases gradients; then
     `resident_bytes` is the most that is alive when a block is stepped, and `gradients_bytes` the most of gradients.
-    Without `warm` it runs once, beside gradients that are made up: for fake tensors, where nothing is lazy.
+    Without `warm` it runs once, beside gradients that are made up: for fake tensors, where nothing is lazy; `allocator`
+    then says what a card would have reserved for them.
     The peak of reserved memory on CUDA includes whatever this process had reserved in use before.
     """
     params = list(source.parameters()) if isinstance(source, nn.Module) else list(source)
     device = next((param.device for param in params), torch.device("cpu"))
     module = source if isinstance(source, nn.Module) else None
-    with _restored(module, params), PeakMeter(device, source) as meter, Dropped(released, meter=meter) as dropped:
+    with _restored(module, params), PeakMeter(device, source, allocator=allocator) as meter, Dropped(released, meter=meter) as dropped:
         weights_bytes = storage_bytes([*params, *(module.buffers() if module is not None else ())])
         named = {} if module is None else {name: p for name, p in module.named_parameters() if p.requires_grad}
         peak, moments, order = _training_peak(

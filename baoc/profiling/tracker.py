@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from baoc.profiling.as_on_cuda import CachingAllocator
+
 
 class MemoryTracker(TorchDispatchMode):
     """Live bytes and their peak, over all storages seen by operators that run inside `with tracker:`.
@@ -19,13 +21,15 @@ class MemoryTracker(TorchDispatchMode):
     it is freed (also outside the `with`); a resize is followed. Nothing is kept alive: a weak reference per storage
     tells of its end, so tensors that autograd saves count for as long as the graph holds them. Tensors that exist
     already are told with `prime`; else they join at their first use. `device` limits the count to one device type, meta
-    included; None counts all. Not seen: workspace that a kernel allocates and frees inside one operator.
+    included; None counts all. Not seen: workspace that a kernel allocates and frees inside one operator. With an
+    `allocator` bytes are those that it would hold for them, and `reserved_bytes` what it would have reserved.
 
     May be entered many times; `peak_bytes` goes on until `reset_peak`. For one thread at a time.
     """
 
-    def __init__(self, *, device: str | torch.device | None = None):
+    def __init__(self, *, device: str | torch.device | None = None, allocator: CachingAllocator | None = None):
         super().__init__()
+        self._allocator = allocator
         self._device = torch.device(device).type if device is not None else None
         self._live: dict[int, tuple[weakref.ref[Any], int]] = {}  # address of the storage -> (its end, its bytes)
         self._composite: dict[Any, bool] = {}
@@ -43,6 +47,11 @@ class MemoryTracker(TorchDispatchMode):
     def peak_bytes(self) -> int:
         """The largest `current_bytes` since the start or the last `reset_peak`."""
         return self._peak
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What the allocator has reserved by now, as it gives nothing back; without one, `peak_bytes`."""
+        return self._peak if self._allocator is None else self._allocator.reserved_bytes
 
     def reset_peak(self) -> None:
         self._peak = self._current
@@ -127,13 +136,21 @@ class MemoryTracker(TorchDispatchMode):
         if known is not None:
             if known[1] != nbytes:
                 self._live[key] = (known[0], nbytes)
-                self._current += nbytes - known[1]
+                self._grow(key, before=known[1], after=nbytes)
             return
         self._live[key] = (weakref.ref(storage, lambda _: self._forget(key)), nbytes)
-        self._current += nbytes
+        self._grow(key, before=0, after=nbytes)
 
     def _forget(self, key: int) -> None:
-        self._current -= self._live.pop(key)[1]
+        self._grow(key, before=self._live.pop(key)[1], after=0)
+
+    def _grow(self, key: int, *, before: int, after: int) -> None:
+        if self._allocator is None:
+            self._current += after - before
+            return
+        self._allocator.free(key)
+        self._allocator.allocate(key, after)
+        self._current = self._allocator.allocated_bytes
 
     # -- entering: UntypedStorage.resize_ is no operator, so it is wrapped meanwhile --------------------------------
 
@@ -163,11 +180,16 @@ class MemoryTracker(TorchDispatchMode):
 
 
 class PeakMeter:
-    """Live and peak bytes on one device, by its own definition: tracked storages, or on CUDA the allocator's."""
+    """Live and peak bytes on one device, by its own definition: tracked storages, or on CUDA the allocator's.
 
-    def __init__(self, device: torch.device, *held: Any):
+    With an `allocator`, tracked storages as if it held them.
+    """
+
+    def __init__(self, device: torch.device, *held: Any, allocator: CachingAllocator | None = None):
         self.device = device
-        self._tracker = None if device.type == "cuda" else MemoryTracker(device=device).prime(*held)
+        self._tracker = None
+        if device.type != "cuda":
+            self._tracker = MemoryTracker(device=device, allocator=allocator).prime(*held)
 
     def __enter__(self) -> "PeakMeter":
         if self._tracker is not None:
@@ -193,9 +215,9 @@ class PeakMeter:
 
     @property
     def peak_bytes(self) -> int:
-        """On CUDA of reserved memory, as that is what other processes lose."""
+        """On CUDA, and with an allocator, of reserved memory, as that is what other processes lose."""
         if self._tracker is not None:
-            return self._tracker.peak_bytes
+            return self._tracker.reserved_bytes
         return torch.cuda.max_memory_reserved(self.device)
 
     @property

@@ -5,8 +5,8 @@ there are too few. Leaves nothing behind but compiled kernels and gradients of N
 """
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from baoc.errors import BadInputError
 from baoc.options import Trial, footprint_at, seconds_at
 from baoc.profiling import clear_cache, probe_footprint
+from baoc.profiling.as_on_cuda import CachingAllocator, CudaAutocast
 from baoc.profiling.latency import series_seconds
 from baoc.strategy.probe import batch_size_of, silent
 from baoc.tasks.ema import EmaWeights
@@ -46,7 +47,8 @@ def resized(batch: Any, micro_batch: int) -> Any:
 class Trials:
     """Micro-batches of `module` on `device`, which it is on already.
 
-    `batch` and `val_batch` are real ones, of any size. Raises BadInputError for a precision whose weights a Trainer
+    `batch` and `val_batch` are real ones, of any size. With `as_on_cuda` all of them are fake tensors of a CPU, and flow
+    as on a card. Raises BadInputError for a precision whose weights a Trainer
     would convert.
     """
 
@@ -58,7 +60,7 @@ class Trials:
         val_batch: Any,
         device: torch.device,
         precision: str,
-        warm: bool = True,
+        as_on_cuda: bool = False,
     ):
         if precision not in PRECISIONS:
             raise BadInputError(
@@ -67,7 +69,7 @@ class Trials:
             )
         self.module, self.device = module, device
         self._batch, self._val_batch = batch, val_batch
-        self._warm = warm
+        self._as_on_cuda = as_on_cuda
         self._mixed = precision == "bf16-mixed"
 
     def run(
@@ -97,7 +99,8 @@ class Trials:
                 micro_batch=micro_batch,
                 accumulation=accumulation,
                 context_bytes=context_bytes,
-                warm=self._warm,
+                warm=not self._as_on_cuda,
+                allocator=CachingAllocator() if self._as_on_cuda else None,
                 released=released,
                 ema_bytes=sum(part.nbytes(self.module) for part in ema),
             )
@@ -148,8 +151,11 @@ class Trials:
         with self._autocast():
             self.module.validation_step(batch, 0)
 
-    def _autocast(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self.device.type, dtype=torch.bfloat16) if self._mixed else nullcontext()
+    @contextmanager
+    def _autocast(self) -> Iterator[None]:
+        with torch.autocast(self.device.type, dtype=torch.bfloat16) if self._mixed else nullcontext():
+            with CudaAutocast() if self._as_on_cuda else nullcontext():
+                yield
 
     def _seeded(self) -> AbstractContextManager[Any]:
         devices = [self.device] if self.device.type == "cuda" else []
