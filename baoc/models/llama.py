@@ -4,7 +4,8 @@ transformers takes seconds to import, so it is imported when a network is built 
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -81,14 +82,16 @@ class CausalLM(nn.Module):
         self.train()  # transformers hands models over in evaluation mode
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.net(input_ids=tokens, use_cache=False).logits
+        with _one_sequence(tokens):
+            return self.net(input_ids=tokens, use_cache=False).logits
 
     def features(self, tokens: Tensor) -> Tensor:
         """The last hidden state (B, T, width); `head` makes logits of it. BadInputError where more lies between."""
         kind = self.net.config.model_type
         if kind not in _PLAIN_HEAD:
             raise BadInputError(f"task.loss_chunk is not known to be right for a model of type {kind}: set it to 0")
-        return self.net.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+        with _one_sequence(tokens):
+            return self.net.base_model(input_ids=tokens, use_cache=False).last_hidden_state
 
     @property
     def head(self) -> nn.Module:
@@ -111,6 +114,26 @@ class CausalLM(nn.Module):
             layer = _LAYER.search(name)
             blocks.setdefault(_block(role, layer=layer.group(1) if layer else None), []).append(name)
         return {block: tuple(names) for block, names in blocks.items()}
+
+
+@contextmanager
+def _one_sequence(tokens: Tensor) -> Iterator[None]:
+    """Lets the library take a fake batch for what a real one is found to be: rows of one sequence each.
+
+    It looks for sequences that are packed into one row by their positions, which here are always 0, 1, 2 and so on.
+    Where it cannot look, as at fake tensors, it makes a mask for each layer, which a real step has not.
+    """
+    if not isinstance(tokens, torch._subclasses.FakeTensor):
+        yield
+        return
+    from transformers import masking_utils
+
+    found = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = found
 
 
 def _block(role: Role, *, layer: str | None) -> str:

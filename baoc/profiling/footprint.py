@@ -69,7 +69,11 @@ def probe_footprint(
     params = list(source.parameters()) if isinstance(source, nn.Module) else list(source)
     device = next((param.device for param in params), torch.device("cpu"))
     module = source if isinstance(source, nn.Module) else None
-    with _restored(module, params), PeakMeter(device, source, allocator=allocator) as meter, Dropped(released, meter=meter) as dropped:
+    with (
+        _restored(module, params),
+        PeakMeter(device, source, allocator=allocator) as meter,
+        Dropped(released, meter=meter) as dropped,
+    ):
         weights_bytes = storage_bytes([*params, *(module.buffers() if module is not None else ())])
         named = {} if module is None else {name: p for name, p in module.named_parameters() if p.requires_grad}
         peak, moments, order = _training_peak(

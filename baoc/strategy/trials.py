@@ -5,8 +5,8 @@ there are too few. Leaves nothing behind but compiled kernels and gradients of N
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -91,7 +91,7 @@ class Trials:
         batch = self._moved(resized(self._batch, micro_batch))
         val_batch = None if self._val_batch is None else self._moved(resized(self._val_batch, micro_batch))
         ema = [part for part in (getattr(self.module, "ema", None),) if isinstance(part, EmaWeights)]
-        with silent(self.module), self._seeded():
+        with silent(self.module), self._seeded(), self._flowing():
             footprint = probe_footprint(
                 self.module,
                 run_micro_batch=lambda: self._loss(batch) / accumulation,
@@ -136,7 +136,7 @@ class Trials:
     def forward(self, micro_batch: int) -> None:
         """A forward without gradients, for whoever counts what it does."""
         batch = self._moved(resized(self._batch, micro_batch))
-        with silent(self.module), self._seeded(), torch.no_grad():
+        with silent(self.module), self._seeded(), self._flowing(), torch.no_grad():
             self._loss(batch)
 
     def _loss(self, batch: Any) -> Tensor:
@@ -151,11 +151,12 @@ class Trials:
         with self._autocast():
             self.module.validation_step(batch, 0)
 
-    @contextmanager
-    def _autocast(self) -> Iterator[None]:
-        with torch.autocast(self.device.type, dtype=torch.bfloat16) if self._mixed else nullcontext():
-            with CudaAutocast() if self._as_on_cuda else nullcontext():
-                yield
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device.type, dtype=torch.bfloat16) if self._mixed else nullcontext()
+
+    def _flowing(self) -> AbstractContextManager[Any]:
+        """Around forward and backward, which computes recomputed activations as the forward did."""
+        return CudaAutocast() if self._as_on_cuda else nullcontext()
 
     def _seeded(self) -> AbstractContextManager[Any]:
         devices = [self.device] if self.device.type == "cuda" else []

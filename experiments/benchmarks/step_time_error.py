@@ -36,7 +36,10 @@ ON_CPU = {
     "llama_nano_limited": ("model=llama", "model.size=nano", "budget.step_time=1.5"),
     "dit_tiny": ("model=dit", "model.size=tiny", "task.num_samples=0"),
 }
+SMALL_LLAMA = ("model=llama", "model.size=130m", "model.vocab_size=32000", "dataset.sequence_length=512")
 ON_CUDA = {
+    "llama_130m_adamw": (*SMALL_LLAMA, "batch_size=4", "micro_batch=4", "allocator=uniform_adamw"),
+    "llama_130m_limited": (*SMALL_LLAMA, "batch_size=4", "micro_batch=4", "budget=state_25", "budget.step_time=1.1"),
     "vit_l16_8gb": ("experiments=vit_l16_8gb",),
     "vit_l16_8gb_adamw": ("experiments=vit_l16_8gb", "allocator=uniform_adamw", "catalogue=default"),
     "vit_l16_8gb_limited": ("experiments=vit_l16_8gb", "budget.step_time=1.05"),
@@ -79,12 +82,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--only", nargs="*", choices=sorted(cases), default=sorted(cases))
     asked = parser.parse_args()
-    rows = [measured(name, cases[name], steps=asked.steps) for name in asked.only]
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    with asked.out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    rows: list[dict[str, object]] = []
+    for name in asked.only:
+        rows.append(measured(name, cases[name], steps=asked.steps))
+        columns = list(dict.fromkeys(key for row in rows for key in row))
+        with asked.out.open("w", newline="") as file:  # again after each case: a machine may be taken away
+            writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
     for row in rows:
         shown = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in row.items()}
         print(" ".join(str(shown.get(key, "-")) for key in ("case", "step_s", "step_error", "peak_error", "why")))
