@@ -5,6 +5,7 @@ Nothing is allocated and nothing computed: shapes flow through forward and backw
 
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from baoc.optim.backends.fused import has_kernel
 from baoc.options import Trial, best, footprint_at, make_option, released
 from baoc.planner import Planner
 from baoc.profiling import describe
+from baoc.profiling.depth import LONG, SHORT, Layers, extended, layers_of
 from baoc.profiling.device import LATE_MODULES_BYTES
 from baoc.profiling.footprint import FRAGMENTATION
 from baoc.recorder import Recorder
@@ -195,11 +197,10 @@ class _Shapes:
                 precision=precision,
                 as_on_cuda=True,
             )
-            self.tried = [trials.run(size, accumulation=accumulation, timed=False) for size in sizes[:2]]
-            with FlopCounterMode(display=False) as counter:
-                trials.forward(sizes[0])
+            layers = layers_of(self.task, parts=getattr(self.task.model, "checkpoint_units", ()))
+            self.tried = [self._tried(trials, size, accumulation=accumulation, layers=layers) for size in sizes[:2]]
             # a backward is two forwards, and one more where activations are computed again
-            self.flops = (4 if checkpointing else 3) * counter.get_total_flops() / sizes[0]
+            self.flops = (4 if checkpointing else 3) * self._forward_flops(trials, sizes[0], layers=layers) / sizes[0]
         if math.isnan(self.reference_s):
             self.reference_s = self._seconds(self.config.batch_size) + self._moving_s(FUSED_BYTES * self.numel)
         ways = axes.ways(batch_size=self.config.batch_size)
@@ -215,6 +216,34 @@ class _Shapes:
             for size, recomputed, release in ways
             if recomputed == checkpointing and (not release or footprint_at(self.tried, micro_batch=size).moments)
         ]
+
+    def _tried(self, trials: Trials, size: int, *, accumulation: int, layers: Layers | None) -> Trial:
+        """A trial of the whole network, made of those of a few of its layers where that comes to the same."""
+        if layers is not None:
+            found: list[Footprint] = []
+            for depth in (SHORT, LONG):
+                with layers.cut(depth):
+                    trial = trials.run(size, accumulation=accumulation, timed=False, thinned=False)
+                found.append(trial.footprint)
+            sizes = {n: p.numel() * p.element_size() for n, p in self.task.named_parameters() if p.requires_grad}
+            footprint = extended(*found, layers=layers, sizes=sizes)
+            if footprint is not None:
+                return Trial(micro_batch=size, footprint=footprint)
+        return trials.run(size, accumulation=accumulation, timed=False)
+
+    def _forward_flops(self, trials: Trials, size: int, *, layers: Layers | None) -> int:
+        """Of a forward pass of `size` samples; each layer does what the one before it did."""
+
+        def count(depth: int | None) -> int:
+            cut = nullcontext() if layers is None or depth is None else layers.cut(depth)
+            with cut, FlopCounterMode(display=False) as counter:
+                trials.forward(size)
+            return counter.get_total_flops()
+
+        if layers is None:
+            return count(None)
+        one, two = count(1), count(2)
+        return one + (layers.depth - 1) * (two - one)
 
     def _seconds(self, samples: int) -> float:
         """Of forward and backward."""

@@ -52,6 +52,7 @@ def probe_footprint(
     released: Sequence[Sequence[Tensor]] = (),
     warm: bool = True,
     allocator: CachingAllocator | None = None,
+    thinned: bool = True,
 ) -> Footprint:
     """The Footprint of training `source` (a module, or its parameters) on one micro-batch.
 
@@ -63,7 +64,8 @@ def probe_footprint(
     FRAGMENTATION of the peak. `released`: the parameters of each block, where an optimizer releases gradients; then
     `resident_bytes` is the most that is alive when a block is stepped, and `gradients_bytes` the most of gradients.
     Without `warm` it runs once, beside gradients that are made up: for fake tensors, where nothing is lazy; `allocator`
-    then says what a card would have reserved for them.
+    then says what a card would have reserved for them. Without `thinned`, `moments` are all stretches of training, named
+    by what ended them.
     The peak of reserved memory on CUDA includes whatever this process had reserved in use before.
     """
     params = list(source.parameters()) if isinstance(source, nn.Module) else list(source)
@@ -77,7 +79,14 @@ def probe_footprint(
         weights_bytes = storage_bytes([*params, *(module.buffers() if module is not None else ())])
         named = {} if module is None else {name: p for name, p in module.named_parameters() if p.requires_grad}
         peak, moments, order = _training_peak(
-            run_micro_batch, params, meter, accumulation=accumulation, named=named, dropped=dropped, warm=warm
+            run_micro_batch,
+            params,
+            meter,
+            accumulation=accumulation,
+            named=named,
+            dropped=dropped,
+            warm=warm,
+            thinned=thinned,
         )
         if all(param.grad is None for param in params) and not dropped.gradients_bytes:
             raise BadInputError(NO_GRADIENT)
@@ -188,6 +197,7 @@ def _training_peak(
     named: Mapping[str, Tensor],
     dropped: Dropped,
     warm: bool,
+    thinned: bool,
 ) -> tuple[int, tuple[Moment, ...], tuple[str, ...]]:
     """Peak of a micro-batch that finds the gradients of the one before, or of one that does not, as in training.
 
@@ -208,8 +218,8 @@ def _training_peak(
         dropped.finish()
     if own_backward and all(gradient() is not None for gradient in gradients):
         return first, (), ()  # the loop around it drops gradients, and does so before the forward
-    moments = line.moments("training")
-    second = max(moment.num_bytes for moment in moments)
+    moments = line.moments("training") if thinned else tuple(line.stretches)
+    second = max(moment.num_bytes for moment in line.stretches) + line.slack_bytes
     if own_backward or not named or dropped.gradients_bytes:
         return max(first, second), (), ()
     if first > second:

@@ -81,11 +81,12 @@ class Trials:
         context_bytes: int = 0,
         released: Sequence[Sequence[Tensor]] = (),
         per_step: int | None = None,
+        thinned: bool = True,
     ) -> Trial:
         """Footprint of a micro-batch, and seconds of its forward and backward where `timed`.
 
         `released`: the parameters of each block, where gradients are to be dropped in backward. `per_step`: so many
-        micro-batches follow each other in a step, where that is not `accumulation`.
+        micro-batches follow each other in a step, where that is not `accumulation`. `thinned`: see `probe_footprint`.
         """
         clear_cache(self.device)  # what other sizes left in the allocator's cache would be in the way of this one
         batch = self._moved(resized(self._batch, micro_batch))
@@ -102,6 +103,7 @@ class Trials:
                 warm=not self._as_on_cuda,
                 allocator=CachingAllocator() if self._as_on_cuda else None,
                 released=released,
+                thinned=thinned,
                 ema_bytes=sum(part.nbytes(self.module) for part in ema),
             )
             seconds = self._seconds(batch, per_step=per_step or accumulation) if timed else math.nan
