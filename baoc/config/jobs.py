@@ -113,6 +113,9 @@ def _prepare(config: DictConfig, *, run_dir: Path) -> RunConfig:
 
 def _train(config: RunConfig, *, run_dir: Path, command: str) -> None:
     from baoc.config.environment import write_environment
+    from baoc.config.light import import_metrics
+
+    import_metrics()
     from baoc.train import run
 
     write_environment(run_dir / "env.json", command=command, argv=SESSION.argv, device=config.device)

@@ -8,6 +8,7 @@ import argparse
 import csv
 import json
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -19,12 +20,16 @@ MIB = 2**20
 QUIET = "trainer.max_steps=8 trainer.enable_progress_bar=false trainer.limit_val_batches=1 checkpoint.export=false"
 
 
-def started(budget: str, *, overrides: list[str], folder: Path) -> dict[str, object]:
+def started(budget: str, *, overrides: list[str], folder: Path, keep: Path | None) -> dict[str, object]:
     began = time.time()
     command = [sys.executable, "run.py", *overrides, f"budget={budget}", *QUIET.split(), f"hydra.run.dir={folder}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     said = next((line for line in done.stderr.splitlines() if "baoc: error" in line), "")
     row: dict[str, object] = {"budget": budget, "exit_code": done.returncode, "said": said}
+    for name in ("footprint.json", "allocation.json", "options.csv"):
+        if keep is not None and (folder / name).is_file():
+            keep.mkdir(parents=True, exist_ok=True)
+            shutil.copy(folder / name, keep / f"{budget}_{name}")
     result = folder / "result.json"
     if result.is_file():
         found = json.loads(result.read_text())
@@ -39,11 +44,12 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--too-little", default="800mb")
     parser.add_argument("--override", nargs="*", default=["model=vit", "model.size=small", "batch_size=32"])
+    parser.add_argument("--keep", type=Path, help="folder for the runs' footprints and options")
     parser.add_argument("--no-auto", action="store_true")
     asked = parser.parse_args()
     rows: list[dict[str, object]] = []
     with TemporaryDirectory() as folder:
-        run = lambda budget: started(budget, overrides=asked.override, folder=Path(folder) / budget)  # noqa: E731
+        run = lambda budget: started(budget, overrides=asked.override, folder=Path(folder) / budget, keep=asked.keep)  # noqa: E731
         rows.append(run(asked.too_little))
         least = re.search(r"(\d+) bytes", str(rows[0]["said"]).partition("the least ")[2])
         assert least, f"no least feasible budget in: {rows[0]['said']}"

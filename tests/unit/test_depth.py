@@ -12,6 +12,7 @@ from baoc.config.from_hydra import from_hydra
 from baoc.config.resolve import resolve
 from baoc.models.switches import enable_checkpointing
 from baoc.planning import fake_, fake_batch
+from baoc.profiling.as_on_cuda import LARGE_PAGE
 from baoc.profiling.depth import LONG, SHORT, extended, layers_of
 from baoc.strategy.trials import Trials
 from baoc.train import build
@@ -68,7 +69,7 @@ def test_a_few_layers_say_what_the_whole_network_needs(name, accumulation, check
         for footprint in (whole, made)
     ]
     assert bare[0] == bare[1]
-    assert made.forward_backward_bytes == pytest.approx(whole.forward_backward_bytes, rel=0.02)
+    assert made.forward_backward_bytes == pytest.approx(whole.forward_backward_bytes, abs=4 * LARGE_PAGE)
     assert len(task.model.checkpoint_units) == layers.depth, "the network is whole again"
 
 
