@@ -15,14 +15,15 @@ from torch.overrides import TorchFunctionMode
 from baoc.units import MIB
 
 # torch/docs/source/amp.md, "CUDA Ops that can autocast to float32": what CPUs leave in bf16 is done in float32 there.
-_FLOAT32 = frozenset(
-    "acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss cosine_similarity cross_entropy dist "
-    "erfinv exp expm1 group_norm hinge_embedding_loss huber_loss interpolate kl_div l1_loss layer_norm log log10 log1p "
-    "log2 logsumexp margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss nll_loss norm normalize pdist "
-    "poisson_nll_loss pow __pow__ __rpow__ reciprocal renorm rsqrt sinh smooth_l1_loss soft_margin_loss softmin softplus "
-    "tan triplet_margin_loss __rdiv__ __rtruediv__".split()
-)
-_FLOAT32_OUT = frozenset("cumprod cumsum log_softmax prod softmax sum".split())  # these take the type of their result
+_FLOAT32 = {
+    *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log1p", "log2", "logsumexp", "pow", "__pow__"),
+    *("__rpow__", "reciprocal", "__rdiv__", "__rtruediv__", "rsqrt", "sinh", "tan", "softplus", "softmin", "norm"),
+    *("normalize", "renorm", "dist", "cdist", "pdist", "layer_norm", "group_norm", "cosine_similarity", "interpolate"),
+    *("binary_cross_entropy_with_logits", "cosine_embedding_loss", "cross_entropy", "hinge_embedding_loss"),
+    *("huber_loss", "kl_div", "l1_loss", "margin_ranking_loss", "mse_loss", "multi_margin_loss", "nll_loss"),
+    *("multilabel_margin_loss", "poisson_nll_loss", "smooth_l1_loss", "soft_margin_loss", "triplet_margin_loss"),
+}
+_FLOAT32_OUT = {"cumprod", "cumsum", "log_softmax", "prod", "softmax", "sum"}  # these take the type of their result
 
 
 class CudaAutocast(TorchFunctionMode):
@@ -33,7 +34,7 @@ class CudaAutocast(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name not in _FLOAT32 and name not in _FLOAT32_OUT or not torch.is_autocast_enabled("cpu"):
+        if not (name in _FLOAT32 or name in _FLOAT32_OUT) or not torch.is_autocast_enabled("cpu"):
             return func(*args, **kwargs)
         with torch.autocast("cpu", enabled=False):
             if name in _FLOAT32_OUT and args and _is_half(args[0]) and kwargs.get("dtype") is None:
@@ -98,7 +99,7 @@ class _Block:
 
 
 class _Pool:
-    """One expandable segment: blocks that lie side by side, and pages that are mapped behind them as they are needed."""
+    """One expandable segment: blocks that lie side by side, and pages that are mapped behind them when needed."""
 
     def __init__(self, *, page: int):
         self.page = page

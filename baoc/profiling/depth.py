@@ -1,4 +1,4 @@
-"""The footprint of a deep network from two shallow ones, where its parts are alike: a Llama 7B from 4 and 5 of 32 layers.
+"""The footprint of a deep network from two shallow ones, where its parts are alike: 32 layers from 4 and from 5.
 
 Bytes at every moment of a pass are linear in the number of layers and in the place of the layer that runs, so two
 depths say all. Where parts differ, or moments do not line up, there is no such footprint and the whole network is run.

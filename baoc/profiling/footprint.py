@@ -64,8 +64,8 @@ def probe_footprint(
     FRAGMENTATION of the peak. `released`: the parameters of each block, where an optimizer releases gradients; then
     `resident_bytes` is the most that is alive when a block is stepped, and `gradients_bytes` the most of gradients.
     Without `warm` it runs once, beside gradients that are made up: for fake tensors, where nothing is lazy; `allocator`
-    then says what a card would have reserved for them. Without `thinned`, `moments` are all stretches of training, named
-    by what ended them.
+    then says what a card would have reserved for them. Without `thinned`, `moments` are all stretches of training,
+    named by what ended them.
     The peak of reserved memory on CUDA includes whatever this process had reserved in use before.
     """
     params = list(source.parameters()) if isinstance(source, nn.Module) else list(source)

@@ -1,6 +1,6 @@
 """What a plan without a device counts, against the device's own probe: bytes of each network, moment by moment.
 
-`python experiments/benchmarks/plan_check.py OUT.csv [--only NAME...] [--details FOLDER]`, on CUDA or a CPU. On a CPU the
+`python experiments/benchmarks/plan_check.py OUT.csv [--only NAME...] [--details FOLDER]`, on CUDA or a CPU. On a CPU
 fake tensors flow in its own types and must agree to the byte; on CUDA columns tell where the rest comes from: bytes
 tracked by operator, what the allocator handed out beyond them (workspaces), and what it reserved beyond that.
 """

@@ -13,7 +13,8 @@ import baoc.train, torch, torchmetrics
 assert (imports.package_available, imports.RequirementCache.__bool__) == before and imports.package_available("scipy")
 metric = torchmetrics.MeanMetric()
 metric.update(torch.tensor([1.0, 3.0]))
-print(sorted({"scipy.signal", "transformers", "wandb", "optuna", "diffusers"} & set(sys.modules)), float(metric.compute()))
+unused = {"scipy.signal", "transformers", "wandb", "optuna", "diffusers"}
+print(sorted(unused & set(sys.modules)), float(metric.compute()))
 """
 
 
