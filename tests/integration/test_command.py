@@ -29,7 +29,7 @@ def test_help_shows_groups_and_values_and_imports_nothing_heavy(run_python):
         "name: 7.5gb",
     ):
         assert text in done.stdout
-    assert "Exit codes: 0 done, 2 bad input" in done.stdout
+    assert "Exit codes: 0 done, 2 bad input" in done.stdout and "BAOC_CACHE" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,49 @@
+"""A plan for which nothing is allocated counts the bytes that a probe of the same network finds: every model."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from baoc.config.compose import compose
+from baoc.config.from_hydra import from_hydra
+from baoc.config.resolve import resolve
+from baoc.models.switches import enable_checkpointing
+from baoc.planning import fake_, fake_batch
+from baoc.profiling.footprint import SCALARS_BYTES
+from baoc.strategy.trials import Trials
+from baoc.train import build
+
+SIZES = {"llama": ("nano", 4), "vit": ("tiny", 8), "dit": ("tiny", 4), "unet": ("tiny", 4)}
+
+
+def footprint(name: str, *, checkpointing: bool, fake: bool, run_dir):
+    size, micro_batch = SIZES[name]
+    resolved = resolve(from_hydra(compose([f"model={name}", f"model.size={size}"])), device="cpu")
+    with torch.device("meta" if fake else "cpu"):
+        task, data = build(resolved, run_dir=run_dir, device="cpu")
+    if checkpointing:
+        enable_checkpointing(task.model, name=name)
+    batch = next(iter(data.make_train_loader(limit=None)))
+
+    def run(batch):
+        device = torch.device("cpu")
+        trials = Trials(task, batch=batch, val_batch=None, device=device, precision="bf16-mixed")
+        return trials.run(micro_batch, accumulation=1, timed=False).footprint
+
+    if not fake:
+        return run(batch)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake_(task)
+        return run(fake_batch(batch))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", SIZES)
+def test_fake_tensors_count_what_real_ones_take(name, checkpointing, tmp_path):
+    fake, real = (footprint(name, checkpointing=checkpointing, fake=f, run_dir=tmp_path) for f in (True, False))
+    assert fake.gradient_order == real.gradient_order
+    assert (fake.weights_bytes, fake.gradients_bytes) == (real.weights_bytes, real.gradients_bytes)
+    assert [m.copies for m in fake.moments] == [m.copies for m in real.moments]
+    for found, measured in zip(fake.moments, real.moments, strict=True):
+        assert abs(found.num_bytes - measured.num_bytes) <= SCALARS_BYTES, "tables of a task, such as of noise levels"
+    assert abs(fake.resident_bytes - real.resident_bytes) <= SCALARS_BYTES
