@@ -77,10 +77,10 @@ def test_a_tracker_counts_as_the_allocator_does():
 
 def test_copies_that_go_end_the_stretch_that_contained_them():
     """As where activations are recomputed: autocast's copies of all layers go at the end of the forward pass."""
-    weights = {name: torch.zeros(64, 64) for name in "ab"}
+    weights = {name: torch.zeros(64, 64, requires_grad=True) for name in "ab"}
     meter = PeakMeter(torch.device("cpu"), list(weights.values()))
     with meter, Timeline(meter, named=weights, held=True) as line:
-        copies = [weight.to(torch.bfloat16) for weight in weights.values()]
+        copies = [weight.detach().to(torch.bfloat16) for weight in weights.values()]
         torch.zeros(256)
         copies.clear()
         torch.zeros(512)
