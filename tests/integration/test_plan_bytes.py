@@ -45,5 +45,6 @@ def test_fake_tensors_count_what_real_ones_take(name, checkpointing, tmp_path):
     assert (fake.weights_bytes, fake.gradients_bytes) == (real.weights_bytes, real.gradients_bytes)
     assert [m.copies for m in fake.moments] == [m.copies for m in real.moments]
     for found, measured in zip(fake.moments, real.moments, strict=True):
-        assert abs(found.num_bytes - measured.num_bytes) <= SCALARS_BYTES, "tables of a task, such as of noise levels"
+        near = max(SCALARS_BYTES, measured.num_bytes / 100)  # tables of a task, such as of noise levels
+        assert abs(found.num_bytes - measured.num_bytes) <= near
     assert abs(fake.resident_bytes - real.resident_bytes) <= SCALARS_BYTES
