@@ -43,7 +43,7 @@ COMMON = ("device=cpu", "checkpoint.export=false", "logger=jsonl")
 # classes; eight bits per byte; predicting no noise at all) and the state of fp32 AdamW are the reference point, chosen
 # before any run.
 TASKS: dict[str, tuple[int, tuple[str, ...], float]] = {
-    "vision": (100, (), math.log(10)),
+    "vision": (60, ("reallocation.warmup_steps=20",), math.log(10)),
     "language": (60, (), 8.0),
     "diffusion": (120, ("task.num_samples=0",), 1.0),
 }
@@ -144,7 +144,7 @@ def volumes(costs: Sequence[tuple[float, float] | None], *, worst: float) -> dic
 
 
 def trial_rows(task: str, *, sampler: str, seed: int, trials: Sequence[FrozenTrial]) -> list[dict[str, Any]]:
-    keys = ("budget", "allocator", "risk", "optim.lr")
+    keys = ("budget", "allocator", "risk", "optim.matching", "optim.lr")
     rows = []
     for trial in trials:
         if not trial.state.is_finished():
