@@ -47,7 +47,7 @@ TASKS: dict[str, tuple[int, tuple[str, ...], float]] = {
     "language": (60, (), 8.0),
     "diffusion": (120, ("task.num_samples=0",), 1.0),
 }
-STARTUP = {"tpe": 3 + 10}  # trials that are as with random draws: the baselines, and TPE's own start
+STARTUP = {"tpe": 6 + 10}  # trials that are as with random draws: the baselines, and TPE's own start
 AFTER = (10, 15, 20, 25, 30, 35, 40, 60)  # trials
 
 
