@@ -44,7 +44,7 @@ def start(
 
 def _child(body: Callable[[], None], log: str, lock: str, arguments: list[str], variables: dict[str, str]) -> None:
     os.setsid()  # a Ctrl-C in the terminal is the study's to pass on
-    _die_with_parent()
+    die_with_parent()
     _die_first()
     _output_to(log)
     held = _hold(lock)
@@ -59,8 +59,8 @@ def _child(body: Callable[[], None], log: str, lock: str, arguments: list[str], 
         os.close(held)
 
 
-def _die_with_parent() -> None:
-    """If the study is killed, its trials are asked to end as well."""
+def die_with_parent() -> None:
+    """If the study is killed, its trials are asked to end as well (SIGTERM). On Linux; elsewhere they end their run."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGTERM)
         if os.getppid() == 1 and os.getpid() != 1:

@@ -30,7 +30,9 @@ from optuna.trial import FrozenTrial, TrialState
 
 from baoc.config.environment import commit
 from baoc.frontier import hypervolume
+from baoc.sweep import children
 from baoc.sweep.early import violated
+from baoc.sweep.sampling import TPE_STARTUP
 from baoc.sweep.storage import ABOUT, open_storage, storage_url
 from baoc.sweep.study import run_study
 from baoc.sweep.study_config import StudyConfig, read_study
@@ -47,7 +49,7 @@ TASKS: dict[str, tuple[int, tuple[str, ...], float]] = {
     "language": (60, (), 8.0),
     "diffusion": (120, ("task.num_samples=0",), 1.0),
 }
-STARTUP = {"tpe": 6 + 10}  # trials that are as with random draws: the baselines, and TPE's own start
+STARTUP = {"tpe": TPE_STARTUP}  # searched trials that are as with random draws; the baselines come on top
 AFTER = (10, 15, 20, 25, 30, 35, 40, 60)  # trials
 
 
@@ -81,6 +83,14 @@ def share(source: Path, folder: Path, *, trials: int) -> None:
         mine, theirs = folder / f"{number:04d}", source / f"{number:04d}"
         if (theirs / "result.json").is_file() and not mine.exists():
             shutil.copytree(theirs, mine)
+
+
+def num_shared(task: str, *, sampler: str, reference: str) -> int:
+    """First trials that are the same with both samplers: the baselines, and a start with random draws."""
+    if sampler == reference:
+        return 0
+    start = STARTUP.get(sampler, 0) if reference == "random" else 0
+    return len(study_config(task, sampler=sampler, seed=0, trials=1).baselines) + start
 
 
 def check(trials: Iterable[FrozenTrial], *, folder: Path) -> None:
@@ -216,7 +226,7 @@ def race(given: argparse.Namespace) -> None:
                 words = [task, sampler, str(seed), "--trials", str(given.trials)]
                 words += ["--steps", str(given.steps)] if given.steps else []
                 folder = (given.folder / task / f"{sampler}_{seed}").absolute()
-                shared = STARTUP.get(sampler, 0) if given.reference == "random" else 0
+                shared = num_shared(task, sampler=sampler, reference=given.reference)
                 source = folder.parent / f"{given.reference}_{seed}"
                 job = pool.submit(start_study, words, folder=folder, end=end, source=source, shared=shared)
                 jobs[job] = f"{task} {sampler} {seed}"
@@ -240,6 +250,7 @@ def main() -> None:
     parser.add_argument("--study", nargs=3, metavar=("TASK", "SAMPLER", "SEED"), help="run this one alone, in FOLDER")
     given = parser.parse_args()
     if given.study:
+        children.die_with_parent()  # a race that is killed leaves no study behind
         task, sampler, seed = given.study
         config = study_config(task, sampler=sampler, seed=int(seed), trials=given.trials, steps=given.steps)
         one_study(config, folder=given.folder)

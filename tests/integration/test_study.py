@@ -171,7 +171,7 @@ def test_a_trial_is_drawn_the_same_whatever_was_killed_before(tmp_path: Path):
 
 def test_fewer_impossible_budgets_are_proposed_later(tmp_path: Path):
     changes = {
-        "n_trials": 20,  # the first ten are drawn at random
+        "n_trials": 20,  # the first five are drawn at random
         "seed": 1,
         "workers": 1,  # so that it proposes the same each time
         "sampler": "tpe",
