@@ -57,10 +57,17 @@ def report(folders: Sequence[Path], *, out: Path, show: bool = True, page: bool 
     if history:
         write_csv(out / "hypervolume.csv", history)
     if page:
-        write_page(runs, path=out / "frontier.html", title=f"Frontier of {', '.join(f.name for f in folders)}")
+        write_page(runs, path=out / "frontier.html", title=title_of(folders))
     if show:
         _show(frontiers, kinds=[kind for kind, _ in kinds], bad=bad)
     return SweepFrontier(frontiers=tuple(frontiers), failed=bad)
+
+
+def title_of(folders: Sequence[Path]) -> str:
+    """Names of up to three folders, and how many more there are."""
+    names = [folder.absolute().name for folder in folders]
+    rest = len(names) - 3
+    return f"Frontier of {', '.join(names if rest < 2 else names[:3])}" + (f" and {rest} more" if rest > 1 else "")
 
 
 def _history_rows(kind: Kind, runs: Sequence[RunFolder]) -> list[dict[str, Any]]:

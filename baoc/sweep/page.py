@@ -3,9 +3,11 @@
 Everything the page shows is computed here and lies in it as JSON; its script only filters and draws.
 """
 
+import csv
 import html
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from math import isfinite
 from pathlib import Path
@@ -25,6 +27,7 @@ from baoc.sweep.kinds import (
     quality_of,
 )
 from baoc.sweep.runs import Kind, RunFolder, result_of
+from baoc.sweep.verdict import Entry, Level, levels, sentence
 from baoc.tracking.files import read_json, read_jsonl, write_text
 from baoc.types import FrontierPoint
 
@@ -67,12 +70,19 @@ def _kind(kind: Kind, runs: Sequence[RunFolder], *, names: Names) -> dict[str, A
         groups.setdefault(names[run.path], []).append(run)
     frontier = frontier_of_kind(runs, names=names)
     families = [family_of(result_of(groups[entry.label][0])["allocator"]) for entry in frontier.points]
+    entries = [_entry(entry, groups[entry.label], family=f) for entry, f in zip(frontier.points, families, strict=True)]
+    whole = max(result_of(run)["state_bytes_adamw"] for run in runs)
+    found = levels(entries, quality=objective, adamw_bytes=whole)
+    short = short_names([entry.label for entry in frontier.points])
     return {
         "name": " / ".join(part for part in (task, model, dataset) if part),
+        "about": _about(runs, points=len(entries)),
+        "verdict": sentence(entries, found, metric=quality, quality=objective, adamw_bytes=whole),
+        "levels": [_level(level, short=short) for level in found],
         "quality": quality,
         "higher": objective.higher_is_better,
         "points": [
-            _point(entry, groups[entry.label], family=family)
+            _point(entry, groups[entry.label], family=family, short=short[entry.label])
             for entry, family in zip(frontier.points, families, strict=True)
         ],
         "volumes": _volumes(frontier.points, families=families, quality=objective),
@@ -82,10 +92,66 @@ def _kind(kind: Kind, runs: Sequence[RunFolder], *, names: Names) -> dict[str, A
     }
 
 
-def _point(entry: FrontierPoint, seeds: Sequence[RunFolder], *, family: str) -> dict[str, Any]:
+def _entry(point: FrontierPoint, seeds: Sequence[RunFolder], *, family: str) -> Entry:
+    result = result_of(seeds[0])
+    budget = result["budget"]
+    limit = int(budget["limit"]) if budget["kind"] == "memory" and budget["limit"] else None
+    return Entry(point=point, family=family, allocator=result["allocator"], memory_limit=limit)
+
+
+def _level(level: Level, *, short: Mapping[str, str]) -> dict[str, Any]:
+    best = {
+        family: {
+            "quality": entry.point.quality,
+            "spread": entry.point.quality_spread,
+            "seeds": entry.point.num_seeds,
+            "name": short[entry.point.label],
+            "of": of,
+        }
+        for family, (entry, of) in level.best.items()
+    }
+    return {"name": level.name, "best": best}
+
+
+def _about(runs: Sequence[RunFolder], *, points: int) -> str:
+    """What the points are, for who did not start them."""
+    results = [result_of(run) for run in runs]
+    steps = sorted({result["num_steps"] for result in results})
+    length = f"{steps[0]}" if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
+    seeds = len({result["seed"] for result in results})
+    return (
+        f"{len(runs)} finished runs of {result_of(runs[0])['num_params']:,} parameters, {length} steps, "
+        f"{seeds} seed{'s' if seeds > 1 else ''}: {points} points, as runs that differ in their seed only are one point."
+    )
+
+
+def short_names(labels: Sequence[str]) -> dict[str, str]:
+    """Label -> what a figure has room for: values without the keys that are plain from them, and of a uniform baseline
+    its name alone. Where two would be alike, both keep the whole label."""
+    told = {label: _short(label) for label in labels}
+    often = Counter(told.values())
+    return {label: name if often[name] == 1 else label for label, name in told.items()}
+
+
+def _short(label: str) -> str:
+    words = dict(word.partition("=")[::2] for word in label.split(" "))
+    allocator = words.get("allocator", "")
+    uniform = allocator.startswith("uniform_")
+    told = [allocator.removeprefix("uniform_")] if allocator else []
+    for key, value in words.items():
+        if key == "allocator" or value in ("None", "") or (uniform and (key == "risk" or value == "unlimited")):
+            continue
+        if key == "reallocation.mode":  # follows from the allocator
+            continue
+        told.append(value if key in ("budget", "risk", "optim.matching") else f"{key.rpartition('.')[2]} {value}")
+    return " ".join(told) or label
+
+
+def _point(entry: FrontierPoint, seeds: Sequence[RunFolder], *, family: str, short: str) -> dict[str, Any]:
     result = result_of(seeds[0])
     return {
         "label": entry.label,
+        "short": short,
         "family": family,
         "allocator": result["allocator"],
         "budget": result["budget"]["name"],
@@ -94,11 +160,13 @@ def _point(entry: FrontierPoint, seeds: Sequence[RunFolder], *, family: str) -> 
         "seeds": entry.num_seeds,
         "peak_mib": entry.peak_bytes / 2**20,
         "state_mib": entry.state_bytes / 2**20,
+        "state_share": 100 * entry.state_bytes / result["state_bytes_adamw"],
         "samples_per_s": _finite(entry.samples_per_s),
         "risk": _finite(result["risk_total"]),
         "dominated": entry.dominated,
         "command": result["command"],
         "choices": _choices(seeds[0]),
+        "kept": _kept(seeds[0]),
         "curves": _curves(seeds[0], keys=("train/loss", result["quality"]["name"])),
     }
 
@@ -120,6 +188,22 @@ def _volumes(points: Sequence[FrontierPoint], *, families: Sequence[str], qualit
 def _choices(run: RunFolder) -> dict[str, str]:
     file = run.path / "allocation.json"
     return dict(read_json(file)["choices"]) if file.is_file() else {}
+
+
+def _kept(run: RunFolder) -> dict[str, float]:
+    """Block -> the share of fp32 AdamW's state that its spec keeps, in percent; without those it is not known of."""
+    file = run.path / "candidates.csv"
+    if not file.is_file():
+        return {}
+    chosen, whole, own = _choices(run), dict[str, float](), dict[str, float]()
+    with file.open(encoding="utf-8", newline="") as rows:
+        for row in csv.DictReader(rows):
+            block = row["block"]
+            if row["spec"] == "adamw":
+                whole[block] = float(row["state_bytes"])
+            if row["spec"] == chosen.get(block):
+                own[block] = float(row["state_bytes"])
+    return {block: 100 * kept / whole[block] for block, kept in own.items() if whole.get(block)}
 
 
 def _curves(run: RunFolder, *, keys: Sequence[str]) -> dict[str, list[list[float]]]:

@@ -180,7 +180,7 @@ def test_fewer_impossible_budgets_are_proposed_later(tmp_path: Path):
     }
     study = run_study(config(**changes), folder=tmp_path, code=STUB)
     low = [trial.params["x"] < 0.5 for trial in study.trials]
-    assert sum(low[10:]) < 0.5 * sum(low[:10])
+    assert sum(low[10:]) <= 2, low  # 5 by chance; at most 2 with any of 12 seeds
 
 
 def test_another_space_or_other_objectives_are_refused_and_the_study_is_untouched(tmp_path: Path):
