@@ -121,7 +121,7 @@ def _about(runs: Sequence[RunFolder], *, points: int) -> str:
     seeds = len({result["seed"] for result in results})
     return (
         f"{len(runs)} finished runs of {result_of(runs[0])['num_params']:,} parameters, {length} steps, "
-        f"{seeds} seed{'s' if seeds > 1 else ''}: {points} points, as runs that differ in their seed only are one point."
+        f"{seeds} seed{'s' * (seeds > 1)}: {points} point{'s' * (points > 1)}, as runs that differ in their seed only are one."
     )
 
 
@@ -139,9 +139,9 @@ def _short(label: str) -> str:
     uniform = allocator.startswith("uniform_")
     told = [allocator.removeprefix("uniform_")] if allocator else []
     for key, value in words.items():
-        if key == "allocator" or value in ("None", "") or (uniform and (key == "risk" or value == "unlimited")):
+        if key in ("allocator", "reallocation.mode") or value in ("None", ""):  # whether blocks move follows
             continue
-        if key == "reallocation.mode":  # follows from the allocator
+        if (key == "risk" and (uniform or allocator == "random")) or (uniform and value == "unlimited"):
             continue
         told.append(value if key in ("budget", "risk", "optim.matching") else f"{key.rpartition('.')[2]} {value}")
     return " ".join(told) or label
