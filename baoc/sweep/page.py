@@ -121,7 +121,8 @@ def _about(runs: Sequence[RunFolder], *, points: int) -> str:
     seeds = len({result["seed"] for result in results})
     return (
         f"{len(runs)} finished runs of {result_of(runs[0])['num_params']:,} parameters, {length} steps, "
-        f"{seeds} seed{'s' * (seeds > 1)}: {points} point{'s' * (points > 1)}, as runs that differ in their seed only are one."
+        f"{seeds} seed{'s' * (seeds > 1)}: {points} point{'s' * (points > 1)}, "
+        "as runs that differ in their seed only are one."
     )
 
 
@@ -134,7 +135,10 @@ def short_names(labels: Sequence[str]) -> dict[str, str]:
 
 
 def _short(label: str) -> str:
-    words = dict(word.partition("=")[::2] for word in label.split(" "))
+    words: dict[str, str] = {}
+    for word in label.split(" "):
+        key, _, value = word.partition("=")
+        words[key] = value
     allocator = words.get("allocator", "")
     uniform = allocator.startswith("uniform_")
     told = [allocator.removeprefix("uniform_")] if allocator else []

@@ -1,7 +1,7 @@
-"""What a page says in words: the best of each family at equal memory, and one sentence for who did not start the sweep.
+"""What a page says in words: the best of each family at equal memory, and a sentence for who did not start the sweep.
 
-A budget is what a reader brings along, so families are compared at most so much memory: shares of fp32 AdamW's state, or
-the sweep's own memory budgets. The best of many points looks better than it is, so each is told with how many there were.
+A budget is what a reader brings along, so families are compared at most so much memory: shares of fp32 AdamW's state,
+or the sweep's own memory budgets. The best of many looks better than it is: each is told with how many there were.
 """
 
 from collections.abc import Mapping, Sequence
