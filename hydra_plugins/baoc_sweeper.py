@@ -23,14 +23,16 @@ class BaocSweeper(Sweeper):
 
     def sweep(self, arguments: list[str]) -> Any:
         from baoc.sweep.launch import launch_workers
-        from baoc.sweep.study import run_study
+        from baoc.sweep.study import refuse_all_failed, run_study
         from baoc.sweep.study_config import read_study
 
         assert self.config is not None and self.hydra_context is not None
         study = read_study(OmegaConf.to_container(self.config.hydra.sweeper, resolve=True))
         folder = self.config.hydra.sweep.dir
         if self.config.hydra.launcher._target_.endswith(".BasicLauncher"):
-            return run_study(study, folder=folder, extra=arguments)
+            done = run_study(study, folder=folder, extra=arguments)
+            refuse_all_failed(done)
+            return done
         return launch_workers(study, config=self.config, context=self.hydra_context, extra=arguments)
 
 

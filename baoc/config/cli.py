@@ -77,7 +77,7 @@ def _show_frontier(sweep_dir: Path) -> None:
 
         print(f"compare them in {planned_frontier(sweep_dir)}")
         return
-    if not any(sweep_dir.glob("*/result.json")):
+    if not any(found for depth in ("*", "*/*") for found in sweep_dir.glob(f"{depth}/result.json")):  # seeds of a trial
         print("no run has finished, so there is no frontier", file=sys.stderr)
         return
     try:

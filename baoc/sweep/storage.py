@@ -25,7 +25,7 @@ from baoc.errors import BadInputError
 from baoc.sweep.sampling import make_sampler, queue
 from baoc.sweep.study_config import StudyConfig
 from baoc.tracking.console import say
-from baoc.tracking.files import LineFile, write_json
+from baoc.tracking.files import LineFile, read_json, write_json
 
 LOCK, ABOUT = "study.lock", "study.json"
 
@@ -38,6 +38,7 @@ def open_study(config: StudyConfig, *, folder: Path) -> optuna.Study:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     url = storage_url(config.storage, folder=folder)
     with setup_lock(folder, url=url):
+        _refuse_other_study(config, folder=folder)
         storage = open_storage(url)
         _check_definition(config, storage)
         study = optuna.create_study(
@@ -113,7 +114,8 @@ def open_storage(url: str) -> BaseStorage:
         raise BadInputError(
             f"the study's storage {without_password(url)} cannot be opened ({str(error).splitlines()[0]}): is the "
             "server up, does the database exist, and is its driver installed (pip install 'psycopg[binary]' for "
-            "postgresql+psycopg://USER@HOST/NAME)?"
+            "postgresql+psycopg://USER@HOST/NAME)? hydra.sweeper.storage is null (a file in the study's folder), "
+            "journal, or such a URL"
         ) from error
 
 
@@ -226,6 +228,16 @@ def without_password(url: str) -> str:
         return url
     host = parts.netloc.rsplit("@", 1)[1]
     return urlunsplit(parts._replace(netloc=f"{parts.username}:***@{host}"))
+
+
+def _refuse_other_study(config: StudyConfig, *, folder: Path) -> None:
+    """Two studies in one folder would take each other's results for their own: trials are known by their numbers."""
+    known = read_json(folder / ABOUT)["name"] if (folder / ABOUT).is_file() else config.name
+    if known != config.name:
+        raise BadInputError(
+            f"{folder} is the folder of study {known}, and study {config.name} was asked for: give it another folder "
+            "(hydra.sweep.dir=FOLDER); they may share a storage"
+        )
 
 
 def _check_definition(config: StudyConfig, storage: BaseStorage) -> None:

@@ -19,7 +19,7 @@ import optuna
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from baoc.budgets import parse_budget
-from baoc.errors import BadInputError
+from baoc.errors import BadInputError, TrainingFailedError
 from baoc.models import MODELS
 from baoc.sweep import children
 from baoc.sweep.answers import Answer, answer_of, infeasible
@@ -36,6 +36,7 @@ from baoc.tracking.files import write_json
 
 POLL_S = 0.2
 LOOK_S = 5.0  # between two looks at other workers' trials
+PATIENCE_S = 120.0  # for the checkpoint and the end of a run that was asked for both; then it is killed
 
 
 def run_study(
@@ -65,6 +66,14 @@ def run_study(
         finally:
             runner.register.end()
     return study
+
+
+def refuse_all_failed(study: optuna.Study) -> None:
+    """Raises TrainingFailedError where trials have ended, and all of them failed: what a command must not call done."""
+    ended = [trial for trial in study.get_trials(deepcopy=False) if trial.state.is_finished()]
+    if ended and all(trial.state is TrialState.FAIL for trial in ended):
+        last = ended[-1].user_attrs.get("text", "failed")
+        raise TrainingFailedError(f"all {len(ended)} ended trials of study {study.study_name} failed; the last {last}")
 
 
 def _refuse_ranks() -> None:
@@ -128,6 +137,8 @@ class _Running:
     watch: Watch
     outcomes: list[Outcome] = field(default_factory=list)
     ended_early: str = ""  # why; then its process has been asked to end
+    stalled: str = ""  # the same, where it hung
+    asked: float = 0.0  # when its process was asked to end
 
 
 class _Runner:
@@ -262,12 +273,24 @@ class _Runner:
             outcome = own.process.poll()
             if outcome is not None:
                 self._ended(own, outcome)
-            elif not own.ended_early:
-                own.ended_early = own.watch.verdict(own.process.folder, part=len(own.outcomes))
-                if own.ended_early:
-                    self.progress.say(f"trial {number} ends early: {own.ended_early}")
-                    own.process.ask_to_end()
+            elif own.ended_early or own.stalled:
+                if time.monotonic() - own.asked > PATIENCE_S:
+                    own.process.kill()
+            else:
+                self._judge(own, number)
         self.progress.refresh()
+
+    def _judge(self, own: _Running, number: int) -> None:
+        """Asks a run to end that another trial beats, or that hangs."""
+        own.ended_early = own.watch.verdict(own.process.folder, part=len(own.outcomes))
+        limit_s = self.config.stall_s
+        if not own.ended_early and limit_s and own.process.silent_s() > limit_s:
+            own.stalled = f"it wrote nothing for {limit_s} s (hydra.sweeper.stall_s)"
+        if own.ended_early or own.stalled:
+            told = f"ends early: {own.ended_early}" if own.ended_early else f"hangs: {own.stalled}"
+            self.progress.say(f"trial {number} {told}")
+            own.asked = time.monotonic()
+            own.process.ask_to_end()
 
     def _ended(self, own: _Running, outcome: Outcome) -> None:
         """One run of the trial ended: the trial goes on, goes into another attempt, or is answered."""
@@ -278,7 +301,7 @@ class _Runner:
             self._tell(own, answer)
             return
         if outcome.killed:
-            self._again(own, outcome)
+            self._again(own, replace(outcome, message=own.stalled or outcome.message))
             return
         own.outcomes.append(outcome)
         if outcome.answered and not infeasible(outcome) and len(own.outcomes) < parts:
@@ -296,7 +319,7 @@ class _Runner:
             self._tell(own, Answer(state=TrialState.FAIL, text=text + outcome.message))
             return
         self.progress.say(f"trial {trial.number} is begun again ({outcome.message}), attempt {attempts + 1}")
-        own.process = self._process(trial.number, own.words, part=len(own.outcomes), card=own.card)
+        own.process, own.stalled = self._process(trial.number, own.words, part=len(own.outcomes), card=own.card), ""
 
     def _tell(self, own: _Running, answer: Answer) -> None:
         trial = Trial(self.study, own.trial._trial_id)

@@ -9,7 +9,7 @@ from baoc.errors import BadInputError, unknown_name
 OBJECTIVES = {"quality": None, "peak_bytes": "minimize", "state_bytes": "minimize", "samples_per_s": "maximize"}
 SAMPLERS = ("tpe", "nsgaii", "gp", "random", "grid")
 _KEYS = ("choices", "low", "high", "log", "step", "format", "when")
-_WHOLE = (("n_trials", 1), ("workers", 1), ("threads", 1), ("retries", 0), ("per_gpu", 1))
+_WHOLE = (("n_trials", 1), ("workers", 1), ("threads", 1), ("retries", 0), ("per_gpu", 1), ("stall_s", 0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,8 @@ class StudyConfig:
 
     `fixed` are overrides of every trial, `baselines` lists of overrides that are tried first. `repeats`: lists of
     overrides; a trial then is one run with each of them, and its values are those of `over_seeds`. `retries`: how often
-    a trial that was killed, or failed through a bug, is begun again. `storage`: null is sqlite in the study's folder,
+    a trial that was killed, failed through a bug, or hung is begun again; a run hangs when it has written neither a
+    metric nor a line for `stall_s` seconds (0: it never does). `storage`: null is sqlite in the study's folder,
     `journal` a journal file there, else a database's URL. `gpus`: `auto`, or indices; `per_gpu` trials share a card
     where their memory budgets fit it together.
     """
@@ -73,6 +74,7 @@ class StudyConfig:
     workers: int = 1
     threads: int = 1  # of torch, per trial
     retries: int = 1
+    stall_s: int = 1800
     early_stop: EarlyStop = field(default_factory=EarlyStop)
     storage: str | None = None
     gpus: str | tuple[str, ...] = "auto"

@@ -1,8 +1,11 @@
 """One run of a trial in a process of its own: how it begins, goes on from its checkpoint, and what it answered."""
 
 import os
+import re
+import shlex
 import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,10 +19,12 @@ from baoc.sweep import children
 from baoc.sweep.memory import num_out_of_memory
 from baoc.sweep.runs import CONFIG, ERROR, RESULT
 from baoc.tracking.files import read_json
+from baoc.tracking.metrics import METRICS_FILE
 
 COMMAND = "import sys; from baoc.config.cli import main; sys.exit(main(sys.argv[1:], single=True))"
 LOCK, LOG = "trial.lock", "trial.log"
 INFEASIBLE, BREACHED = InfeasibleBudgetError.exit_code, BudgetBreachedError.exit_code  # answers, not failures
+_PLAIN = re.compile(r"[A-Za-z0-9_./:+@-]+")  # what Hydra reads without quotes
 _VANISHED = 255  # what multiprocessing says where its server was killed
 
 
@@ -63,6 +68,7 @@ class TrialProcess:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self._out_of_memory = num_out_of_memory()
+        self._sizes, self._wrote = self._written(), time.monotonic()
         self.process: ForkServerProcess = children.start(
             partial(_run, code, list(overrides), str(folder)),
             log=folder / LOG,
@@ -87,9 +93,23 @@ class TrialProcess:
             )
         return outcome_in(self.folder, exit_code=code)
 
+    def silent_s(self) -> float:
+        """Seconds since it last wrote a metric or a line, or began; a machine that sleeps does not count."""
+        sizes = self._written()
+        if sizes != self._sizes:
+            self._sizes, self._wrote = sizes, time.monotonic()
+        return time.monotonic() - self._wrote
+
+    def _written(self) -> list[int]:
+        files = [self.folder / name for name in (METRICS_FILE, LOG)]
+        return [file.stat().st_size if file.is_file() else 0 for file in files]
+
     def ask_to_end(self) -> None:
         """A checkpoint and an end; does not wait."""
         self.process.terminate()
+
+    def kill(self) -> None:
+        self.process.kill()
 
     def stop(self, *, patience_s: float = 30.0) -> None:
         """Waits for the end; kills what does not listen."""
@@ -103,6 +123,7 @@ def _run(code: str, overrides: Sequence[str], folder: str) -> None:
     """In the trial's process: begins, goes on, or finds that an earlier attempt has finished."""
     path = Path(folder)
     if (path / RESULT).is_file():  # the study was killed between this result and its record
+        _refuse_foreign(path, overrides)
         sys.exit(BREACHED if read_json(path / RESULT).get("budget_met") is False else 0)
     checkpoints = any(path.rglob("*.ckpt"))
     status = _execute(code, overrides, path, resume=checkpoints)
@@ -111,10 +132,31 @@ def _run(code: str, overrides: Sequence[str], folder: str) -> None:
     sys.exit(status)
 
 
+def _refuse_foreign(folder: Path, overrides: Sequence[str]) -> None:
+    """Ends with 2 where the folder's result is of other settings: taking it would be wrong, and so would losing it."""
+    told = shlex.split(read_json(folder / RESULT).get("command", ""))
+    missing = [word for word in overrides if told and word not in told]
+    if missing:
+        print(
+            f"{folder} holds the result of other settings (without {' '.join(missing)}), perhaps of another study: move"
+            " it away, or give the study another hydra.sweep.dir"
+        )
+        sys.exit(BadInputError.exit_code)
+
+
+def quoted(value: str) -> str:
+    """A value as Hydra's command line takes it, spaces and all."""
+    if _PLAIN.fullmatch(value):
+        return value
+    # a backslash is one unless it stands before a quote
+    escaped = re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value)
+    return f"'{escaped}'"
+
+
 def _execute(code: str, overrides: Sequence[str], folder: Path, *, resume: bool) -> int:
-    words = [*overrides, f"hydra.run.dir={folder}"]
+    words = [*overrides, f"hydra.run.dir={quoted(str(folder))}"]
     if resume:
-        words.append(f"resume={folder}")
+        words.append(f"resume={quoted(str(folder))}")
     else:
         _clear(folder)
     sys.argv = ["run.py", *words]

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 from optuna.trial import TrialState
 
-from baoc.errors import BadInputError
+from baoc.errors import BadInputError, TrainingFailedError
+from baoc.sweep import study as study_module
 from baoc.sweep import trial
 from baoc.sweep.memory import num_out_of_memory
 from baoc.sweep.storage import open_study
-from baoc.sweep.study import run_study
+from baoc.sweep.study import refuse_all_failed, run_study
+from baoc.tracking.files import read_json, write_json
 from experiments.benchmarks import study_kills
 from tests.conftest import ROOT
 from tests.integration.test_study import STUB, attempts, config
@@ -136,3 +138,65 @@ def test_no_two_workers_draw_the_same_trial(tmp_path: Path):
     command = [sys.executable, "-c", script, str(tmp_path)]
     drawn = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True).stdout.split()
     assert sorted(map(int, drawn)) == list(range(40))
+
+
+def test_a_trial_that_hangs_is_ended_begun_again_and_fails_in_the_end(tmp_path: Path, monkeypatch, capsys):
+    """Once: its second attempt goes on. Always, deaf to SIGTERM even: it fails, and the others finish."""
+    monkeypatch.setattr(study_module, "PATIENCE_S", 1.0)
+    deaf = STUB.replace('mode == "slow"', 'mode == "deaf"').replace(
+        "time.sleep(0.3)", "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"
+    )
+    given = config(n_trials=4, retries=1, stall_s=10, baselines=[["x=0.1", "mode=wait_once"], ["x=0.2", "mode=deaf"]])
+    begun = time.monotonic()
+    study = run_study(given, folder=tmp_path, code=deaf)
+    assert time.monotonic() - begun < 120
+    once, always, *rest = study.trials
+    assert once.state is TrialState.COMPLETE and attempts(tmp_path, 0) == ["new", "new"]
+    assert always.state is TrialState.FAIL and always.user_attrs["text"] == (
+        "failed: it was killed or failed 2 times, at last with -9: it wrote nothing for 10 s (hydra.sweeper.stall_s)"
+    )
+    assert [trial.state for trial in rest] == [TrialState.COMPLETE] * 2
+    assert "trial 1 hangs: it wrote nothing for 10 s" in capsys.readouterr().out
+
+
+def test_a_trial_that_writes_does_not_hang(tmp_path: Path):
+    talks = STUB.replace("time.sleep(0.3)", "[(print('on', flush=True), time.sleep(0.5)) for _ in range(12)]")
+    study = run_study(config(n_trials=1, stall_s=4, fixed=["mode=slow"]), folder=tmp_path, code=talks)
+    assert study.trials[0].state is TrialState.COMPLETE and attempts(tmp_path, 0) == ["new"]
+
+
+@pytest.mark.parametrize("value", ["/a/b-1.2", "/a b/\u00fc", "it's", "a,b={c}", "x\\'y", "tail\\", "a\\b"])
+def test_any_folder_can_be_given_to_hydra(value: str):
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    assert OverridesParser.create().parse_override(f"k={trial.quoted(value)}").value() == value
+
+
+def test_two_studies_in_one_folder_are_refused_and_the_first_is_untouched(tmp_path: Path):
+    run_study(config(n_trials=2), folder=tmp_path, code=STUB)
+    with pytest.raises(BadInputError, match=r"is the folder of study s, and study other was asked for: .*sweep.dir"):
+        run_study(config(name="other", n_trials=3), folder=tmp_path, code=STUB)
+    assert len(open_study(config(n_trials=2), folder=tmp_path).trials) == 2 and not (tmp_path / "0002").exists()
+
+
+def test_a_result_of_other_settings_is_neither_taken_nor_lost(tmp_path: Path):
+    """The storage was removed, the runs were not, and the study draws something else now."""
+    foreign = {"command": "python run.py x=0.9 mode=slow", "quality": {"value": 7.0}, "state_bytes": 1}
+    (tmp_path / "0000").mkdir()
+    write_json(tmp_path / "0000" / "result.json", foreign)
+    study = run_study(config(n_trials=2, workers=1, baselines=[["x=0.1"]]), folder=tmp_path, code=STUB)
+    bad, good = study.trials
+    assert (
+        bad.state is TrialState.FAIL and "holds the result of other settings (without x=0.1)" in bad.user_attrs["text"]
+    )
+    assert read_json(tmp_path / "0000" / "result.json") == foreign
+    assert good.state is TrialState.COMPLETE
+    refuse_all_failed(study)
+
+
+def test_a_study_of_which_everything_failed_is_not_called_done(tmp_path: Path):
+    study = run_study(config(n_trials=2, fixed=["mode=bad"]), folder=tmp_path, code=STUB)
+    with pytest.raises(
+        TrainingFailedError, match="all 2 ended trials of study s failed; the last failed: no such thing"
+    ):
+        refuse_all_failed(study)
