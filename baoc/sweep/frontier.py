@@ -87,7 +87,8 @@ def _runs_in(folders: Sequence[Path]) -> list[RunFolder]:
         if not runs:
             raise BadInputError(f"there is no run in {folder}: give the folder of a run or of a multirun")
         for run in runs:
-            name = run.name if len(folders) == 1 else f"{folder.name}/{run.name}"
+            alone = len(folders) == 1 or run.path == folder
+            name = run.name if alone else f"{folder.name}/{run.name}"
             found.setdefault(run.path.resolve(), replace(run, name=name))
     return list(found.values())
 

@@ -4,7 +4,6 @@ import multiprocessing
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobStatus
@@ -12,7 +11,7 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig
 
 from baoc.errors import BaocError
-from baoc.sweep.study import run_study
+from baoc.sweep.study import run_study, study_folder
 from baoc.sweep.study_config import StudyConfig
 from baoc.sweep.trial import COMMAND
 from baoc.tracking.console import say
@@ -25,8 +24,7 @@ def launch_workers(
 
     A worker that failed is said; its trials are the others', or the next start's. Raises BaocError if all failed.
     """
-    folder = Path(config.hydra.sweep.dir).absolute()
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = study_folder(config.hydra.sweep.dir)
     body = partial(work, study=replace(study, workers=1), folder=str(folder), extra=tuple(extra), code=code)
     launcher = Plugins.instance().instantiate_launcher(hydra_context=context, task_function=body, config=config)
     jobs = [[*extra, f"hydra.sweep.subdir=workers/{number}"] for number in range(study.workers)]

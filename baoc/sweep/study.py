@@ -19,7 +19,7 @@ import optuna
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from baoc.budgets import parse_budget
-from baoc.errors import BadInputError, TrainingFailedError
+from baoc.errors import BadInputError, OutputError, TrainingFailedError
 from baoc.models import MODELS
 from baoc.sweep import children
 from baoc.sweep.answers import Answer, answer_of, infeasible
@@ -28,7 +28,7 @@ from baoc.sweep.memory import Places, cards_here
 from baoc.sweep.progress import Progress
 from baoc.sweep.runs import ERROR
 from baoc.sweep.sampling import suggest
-from baoc.sweep.storage import next_trial, open_study, rest, setup_lock, storage_url, trial_of
+from baoc.sweep.storage import LOCK, next_trial, open_study, rest, setup_lock, storage_url, trial_of
 from baoc.sweep.study_config import StudyConfig
 from baoc.sweep.trial import COMMAND, Outcome, TrialProcess
 from baoc.sweep.workers import Register
@@ -50,8 +50,7 @@ def run_study(
     Raises BadInputError where the storage holds a study of another space or objectives.
     """
     _refuse_ranks()
-    folder = Path(folder).absolute()
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = study_folder(folder)
     config = _with_extra(config, extra)
     study = open_study(config, folder=folder)
     if code == COMMAND:
@@ -66,6 +65,20 @@ def run_study(
         finally:
             runner.register.end()
     return study
+
+
+def study_folder(path: str | Path) -> Path:
+    """Makes it where it is not there. Raises OutputError where it cannot be written."""
+    folder = Path(path).absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / LOCK).open("a"):
+            pass
+    except OSError as error:
+        raise OutputError(
+            f"the study's folder {folder} cannot be written ({error.strerror}): give another one (hydra.sweep.dir=FOLDER)"
+        ) from error
+    return folder
 
 
 def refuse_all_failed(study: optuna.Study) -> None:

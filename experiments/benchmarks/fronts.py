@@ -4,8 +4,9 @@
     python -m baoc.sweep.report FOLDER --out OUT      # the page with the three fronts side by side
 
 One study whose trials are all listed beforehand, seeds first, so that time that runs out costs seeds and not tasks;
-killed, the same command goes on. OUT gets fronts_points.csv (quality by configuration, over seeds), fronts_equal.csv
-(paired differences at equal budgets) and fronts_area.csv (dominated area by family, per seed and paired).
+killed, the same command goes on. With --collect nothing is started: the runs below FOLDER are told, whoever made them.
+OUT gets fronts_points.csv (quality by configuration, over seeds), fronts_equal.csv (paired differences at equal
+budgets) and fronts_area.csv (dominated area by family, per seed and paired).
 """
 
 import argparse
@@ -18,7 +19,6 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from baoc.config.environment import commit
 from baoc.frontier import hypervolume, pareto
 from baoc.sweep.kinds import family_of
 from baoc.sweep.runs import find_runs
@@ -113,6 +113,7 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
                 "state_fraction": result["state_bytes"] / result["state_bytes_adamw"],
                 "peak_bytes": result["peak_bytes"],
                 "steps": result["num_steps"],
+                "commit": result["commit"],
             }
         )
     return rows
@@ -211,13 +212,14 @@ def _cost(row: Mapping[str, Any], axis: str) -> tuple[float, float]:
     return row["quality"], _axis(row["state_fraction"], axis=axis)
 
 
-def write_all(folder: Path, *, out: Path) -> None:
+def write_all(folder: Path, *, out: Path, prefix: str = "fronts") -> None:
     rows = read_results(folder)
-    about = {"device": f"{os.cpu_count()} x86-64 cores, one thread a run", "commit": commit()}
+    commits = " ".join(dict.fromkeys(str(row["commit"])[:7] for row in rows))  # those of the runs
+    about = {"device": f"{os.cpu_count()} x86-64 cores, one thread a run", "commit": commits}
     out.mkdir(parents=True, exist_ok=True)
     for name, told in (("points", points(rows)), ("equal", equal_budgets(rows)), ("area", areas(rows))):
         if told:
-            write_csv(out / f"fronts_{name}.csv", [row | about for row in told])
+            write_csv(out / f"{prefix}_{name}.csv", [row | about for row in told])
             print(f"{name}: {len(told)} rows", flush=True)
 
 
@@ -241,8 +243,18 @@ def main() -> None:
     parser.add_argument("--without", nargs="*", default=[], help="parts of configurations that are left out")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seconds", type=int, default=0, help="0: as long as it takes")
+    parser.add_argument("--collect", action="store_true", help="start nothing: the CSVs of runs that are there already")
+    parser.add_argument("--prefix", default="fronts", help="of the CSVs' names")
     parser.add_argument("--pack", type=Path, help="FILE.tgz with the records of all runs")
     given = parser.parse_args()
+    if not given.collect:
+        run_all(given)
+    write_all(given.folder, out=given.out, prefix=given.prefix)
+    if given.pack:
+        pack(given.folder, into=given.pack)
+
+
+def run_all(given: argparse.Namespace) -> None:
     lists: list[list[str]] = []
     half = given.more_random // 2
     for seed in range(given.seeds):
@@ -256,9 +268,6 @@ def main() -> None:
         signal.alarm(0)
     except KeyboardInterrupt as ended:
         print(f"ended before all runs: {ended}", flush=True)
-    write_all(given.folder, out=given.out)
-    if given.pack:
-        pack(given.folder, into=given.pack)
 
 
 def _over(*_: object) -> None:

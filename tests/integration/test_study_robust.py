@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from optuna.trial import TrialState
 
-from baoc.errors import BadInputError, TrainingFailedError
+from baoc.errors import BadInputError, OutputError, TrainingFailedError
 from baoc.sweep import study as study_module
 from baoc.sweep import trial
 from baoc.sweep.memory import num_out_of_memory
@@ -200,3 +200,12 @@ def test_a_study_of_which_everything_failed_is_not_called_done(tmp_path: Path):
         TrainingFailedError, match="all 2 ended trials of study s failed; the last failed: no such thing"
     ):
         refuse_all_failed(study)
+
+
+def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(
+            OutputError, match=r"the study's folder .*file.* cannot be written \(.*\): give another one"
+        ):
+            run_study(config(n_trials=1), folder=folder, code=STUB)

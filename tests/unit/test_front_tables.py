@@ -1,11 +1,13 @@
 """What the records of fronts and of races say: pairs, equal budgets, areas, hypervolumes, on numbers made by hand."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from baoc.sweep.study_config import StudyConfig
-from experiments.benchmarks import fronts, sampler_race
+from experiments.benchmarks import fronts, risk_weights_check, sampler_race
+from tests.unit.test_sweep_frontier import config, job
 
 
 def row(family: str, *, quality: float, fraction: float, seed: int = 0, **changes: Any) -> dict[str, Any]:
@@ -54,7 +56,7 @@ def test_every_task_of_a_race_is_its_sweep_without_early_stops():
     for task in sampler_race.TASKS:
         config = sampler_race.study_config(task, sampler="tpe", seed=3, trials=12)
         assert isinstance(config, StudyConfig) and config.early_stop.rungs == () and config.workers == 1
-        assert config.fixed[-1] == "seed=3" and len(config.baselines) == 3 and config.n_trials == 12
+        assert config.fixed[-1] == "seed=3" and len(config.baselines) == 6 and config.n_trials == 12
 
 
 def test_hypervolumes_of_a_race_are_shares_of_a_fixed_box():
@@ -64,3 +66,24 @@ def test_hypervolumes_of_a_race_are_shares_of_a_fixed_box():
     first, second = sampler_race.summary(found, reference="random")
     assert (second["sampler"], second["n"], second["better_pairs"]) == ("tpe", 1, 1)
     assert second["difference"] == pytest.approx(0.1) and first["hypervolume"] == pytest.approx(0.3)
+
+
+def test_weights_are_held_against_rivals_on_the_same_seeds(tmp_path: Path):
+    weights = {"drop_m": 3.0, "fold_m": 1.0}
+    for seed, losses in enumerate([(0.1, 0.3, 0.2), (0.2, 0.3, 0.5)]):
+        sets = zip(("winner", "unit", "random"), losses, (3.0, 1.0, 1.0), strict=True)
+        for name, loss, weight in sets:
+            own = config(seed=seed, budget="state_10", allocator="exact", risk={"weights": {"drop_m": weight}})
+            allocator = "random" if name == "random" else "exact"
+            job(tmp_path / f"{name}_{seed}", loss=loss, seed=seed, allocator=allocator, settings=own, budget="state_10")
+    told = {(r["budget"], r["rival"]): r for r in risk_weights_check.rows_of(tmp_path, weights=weights)}
+    assert told["all", "weights of 1"]["n"] == 2
+    assert told["state_10", "weights of 1"]["difference"] == pytest.approx(-0.15)
+    assert told["all", "random"]["difference"] == pytest.approx(-0.2)
+
+
+def test_every_run_of_the_check_is_listed_and_paired():
+    study = risk_weights_check.study_of(["model=vit"], weights={"drop_m": 3.0}, seeds=[4, 5], budgets=["state_10"])
+    assert len(study.baselines) == 6 and study.n_trials == 6
+    assert study.baselines[0] == ("risk.weights.drop_m=3", "budget=state_10", "seed=4")
+    assert study.baselines[2] == ("allocator=random", "budget=state_10", "seed=4")

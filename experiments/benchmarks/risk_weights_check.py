@@ -1,0 +1,93 @@
+"""Do the weights that a risk_weights study picked help on seeds that it did not see? Beside weights of 1, and chance.
+
+    python -m experiments.benchmarks.risk_weights_check STUDY FOLDER OUT.csv --seeds 10 11 12 13 14 --budgets state_10
+
+STUDY is the study's folder, FOLDER that of the new runs, which have the study's own fixed overrides; killed, the same
+command goes on. OUT.csv gets rows per budget and over all: quality of the winner's weights less that of its rivals.
+"""
+
+import argparse
+import math
+from collections.abc import Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from baoc.sweep.calibrate import WEIGHT, winner_of
+from baoc.sweep.runs import find_runs
+from baoc.sweep.status import load
+from baoc.sweep.study import run_study
+from baoc.sweep.study_config import StudyConfig, read_study
+from baoc.tracking.files import write_csv
+from experiments.benchmarks.fronts import paired
+
+RIVALS = ("weights of 1", "random")
+
+
+def study_of(fixed: Sequence[str], *, weights: Mapping[str, float], seeds: Sequence[int], budgets: Sequence[str]):
+    own = [f"{WEIGHT}{term}={value:g}" for term, value in weights.items()]
+    sets = (own, [], ["allocator=random"])
+    lists = [[*words, f"budget={budget}", f"seed={seed}"] for seed, budget, words in product(seeds, budgets, sets)]
+    given: dict[str, Any] = {
+        "name": "risk_weights_check",
+        "objectives": {"quality": "minimize"},
+        "space": {"seed": {"choices": [0]}},  # not searched: all trials are listed
+        "sampler": "random",
+        "fixed": list(fixed),
+        "baselines": lists,
+        "n_trials": len(lists),
+    }
+    config: StudyConfig = read_study(given)
+    return config
+
+
+def rows_of(folder: Path, *, weights: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Per budget, and over all of them (pairs are budgets and seeds)."""
+    found: dict[str, dict[tuple[str, int], float]] = {"winner": {}, **{rival: {} for rival in RIVALS}}
+    commits: dict[str, None] = {}
+    for run in find_runs(folder):
+        if run.result is None or run.result["quality"]["value"] is None:
+            continue
+        tried = any(
+            math.isclose(float(run.settings.get(f"{WEIGHT}{term}", 1.0)), value) and value != 1
+            for term, value in weights.items()
+        )
+        name = "random" if run.result["allocator"] == "random" else "winner" if tried else "weights of 1"
+        found[name][run.result["budget"]["name"], run.result["seed"]] = run.result["quality"]["value"]
+        commits[str(run.result["commit"])[:7]] = None
+    told = []
+    for budget in (*dict.fromkeys(budget for budget, _ in found["winner"]), "all"):
+        for rival in RIVALS:
+            own, theirs = (
+                {key: value for key, value in found[name].items() if budget in ("all", key[0])}
+                for name in ("winner", rival)
+            )
+            numbered = {key: at for at, key in enumerate(sorted(set(own) | set(theirs)))}
+            pairs = paired({numbered[k]: v for k, v in own.items()}, {numbered[k]: v for k, v in theirs.items()})
+            told.append({"budget": budget, "rival": rival, **pairs, "commit": " ".join(commits)})
+    return told
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("study", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(10, 15)))
+    parser.add_argument("--budgets", nargs="+", default=["state_10", "state_3"])
+    given = parser.parse_args()
+    study, _, _ = load(given.study)
+    winner = winner_of(study, folder=given.study)
+    print(
+        f"trial {winner.trial}: {dict(winner.weights)}, in the study {winner.difference:+.4g} (sd {winner.spread:.4g})"
+    )
+    fixed = study.user_attrs["definition"]["fixed"]
+    run_study(study_of(fixed, weights=winner.weights, seeds=given.seeds, budgets=given.budgets), folder=given.folder)
+    rows = rows_of(given.folder, weights=winner.weights)
+    write_csv(given.out, rows)
+    for row in rows:
+        print(row)
+
+
+if __name__ == "__main__":
+    main()
