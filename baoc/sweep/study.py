@@ -76,7 +76,8 @@ def study_folder(path: str | Path) -> Path:
             pass
     except OSError as error:
         raise OutputError(
-            f"the study's folder {folder} cannot be written ({error.strerror}): give another one (hydra.sweep.dir=FOLDER)"
+            f"the study's folder {folder} cannot be written ({error.strerror}): give another one, as "
+            "hydra.sweep.dir=FOLDER"
         ) from error
     return folder
 
