@@ -7,6 +7,7 @@ const TITLES = {state_share: "optimizer state, % of fp32 AdamW's", state_mib: "o
 const CONFIG = {responsive: true, displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d", "toImage"]};
 const NARROW = window.innerWidth < 600;
 const EDGE = NARROW ? 44 : 60;
+const FEW = 12; // points of which each has a column; of more, those on their family's front
 const SHARES = [1, 2, 5, 10, 25, 50, 100];
 const byId = (id) => document.getElementById(id);
 const number = (value, digits = 4) => (value === null || value === undefined ? "n/a" : Number(value).toPrecision(digits));
@@ -93,7 +94,7 @@ function history(kind, families, axis) {
   const lines = kind.histories.filter((line) => line.axis === along && (line.family === "all" || families.includes(line.family)));
   Plotly.react("history", lines.map((line) => ({x: line.runs, y: line.share, name: line.family, mode: "lines", line: {shape: "hv", width: line.family === "all" ? 2.5 : 1.5,
     color: line.family === "all" ? "#1c1e21" : colour(line.family)}, text: line.runs.map((at) => kind.runs[at - 1]), hovertemplate: "%{text}: %{y:.1f} %<extra>" + line.family + "</extra>"})),
-  {margin: {l: EDGE, r: 12, t: 40, b: 48}, xaxis: {title: {text: "run number"}}, yaxis: {title: {text: "dominated area, %"}, rangemode: "tozero"}, legend: {orientation: "h", x: 0, y: 1.12}}, CONFIG);
+  {margin: {l: EDGE, r: 12, t: 40, b: 48}, xaxis: {title: {text: "run number"}, dtick: kind.runs.length <= 20 ? 1 : undefined}, yaxis: {title: {text: "dominated area, %"}, rangemode: "tozero"}, legend: {orientation: "h", x: 0, y: 1.12}}, CONFIG);
 }
 
 function space(kind, shown) {
@@ -115,9 +116,12 @@ function parallel(kind, shown) {
     dimensions: axes.map((key) => ({label: key === "quality" ? kind.quality : TITLES[key], values: usable.map((p) => p[key])}))}], {margin: {l: 70, r: 70, t: 60, b: 30}}, CONFIG);
 }
 
-function heat(shown) {
-  const every = byId("every").checked;
-  const ordered = shown.filter((point) => Object.keys(point.choices).length && (every || !point.dominated)).sort((a, b) => a.state_mib - b.state_mib);
+function heat(kind, shown, axis) {
+  const known = shown.filter((point) => Object.keys(point.choices).length);
+  byId("rest").hidden = known.length <= FEW;
+  const every = byId("every").checked || known.length <= FEW;
+  const fronts = new Set([...new Set(known.map((point) => point.family))].flatMap((family) => front(kind, known.filter((point) => point.family === family), axis)));
+  const ordered = known.filter((point) => every || fronts.has(point)).sort((a, b) => a.state_mib - b.state_mib);
   const blocks = [...new Set(ordered.flatMap((point) => Object.keys(point.choices)))];
   const names = ordered.map((point, at) => `${at + 1}. ${point.short.length > 44 ? point.short.slice(0, 43) + "…" : point.short}`);
   const kept = (point, block) => (block in point.kept ? point.kept[block] : block in point.choices ? 0 : null);
@@ -170,7 +174,7 @@ function draw() {
   history(kind, families, axis);
   space(kind, shown);
   parallel(kind, shown);
-  heat(shown);
+  heat(kind, shown, axis);
   curves(kind, shown);
   table("volumes", ["memory axis", "family", "points", "share, %"], kind.volumes.map((row) => [row.axis === "state_bytes" ? "optimizer state" : "peak memory", row.family,
     row.points, row.share === null ? "n/a" : row.share.toFixed(1)]), [2, 3]);
