@@ -135,7 +135,7 @@ def _run(code: str, overrides: Sequence[str], folder: str) -> None:
 def _refuse_foreign(folder: Path, overrides: Sequence[str]) -> None:
     """Ends with 2 where the folder's result is of other settings: taking it would be wrong, and so would losing it."""
     told = shlex.split(read_json(folder / RESULT).get("command", ""))
-    missing = [word for word in overrides if told and word not in told]
+    missing = [word for word in overrides if told and word not in told and not word.startswith("hydra")]
     if missing:
         print(
             f"{folder} holds the result of other settings (without {' '.join(missing)}), perhaps of another study: move"

@@ -24,9 +24,16 @@ from experiments.benchmarks.fronts import paired
 RIVALS = ("weights of 1", "random")
 
 
-def study_of(fixed: Sequence[str], *, weights: Mapping[str, float], seeds: Sequence[int], budgets: Sequence[str]):
+def study_of(
+    fixed: Sequence[str],
+    *,
+    weights: Mapping[str, float],
+    seeds: Sequence[int],
+    budgets: Sequence[str],
+    rivals: Sequence[str] = RIVALS,
+) -> StudyConfig:
     own = [f"{WEIGHT}{term}={value:g}" for term, value in weights.items()]
-    sets = (own, [], ["allocator=random"])
+    sets = [own, *([] if rival == RIVALS[0] else ["allocator=random"] for rival in rivals)]
     lists = [[*words, f"budget={budget}", f"seed={seed}"] for seed, budget, words in product(seeds, budgets, sets)]
     given: dict[str, Any] = {
         "name": "risk_weights_check",
@@ -37,8 +44,7 @@ def study_of(fixed: Sequence[str], *, weights: Mapping[str, float], seeds: Seque
         "baselines": lists,
         "n_trials": len(lists),
     }
-    config: StudyConfig = read_study(given)
-    return config
+    return read_study(given)
 
 
 def rows_of(folder: Path, *, weights: Mapping[str, float]) -> list[dict[str, Any]]:
@@ -57,7 +63,7 @@ def rows_of(folder: Path, *, weights: Mapping[str, float]) -> list[dict[str, Any
         commits[str(run.result["commit"])[:7]] = None
     told = []
     for budget in (*dict.fromkeys(budget for budget, _ in found["winner"]), "all"):
-        for rival in RIVALS:
+        for rival in (rival for rival in RIVALS if found[rival]):
             own, theirs = (
                 {key: value for key, value in found[name].items() if budget in ("all", key[0])}
                 for name in ("winner", rival)
@@ -75,6 +81,8 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(10, 15)))
     parser.add_argument("--budgets", nargs="+", default=["state_10", "state_3"])
+    parser.add_argument("--rivals", nargs="+", default=list(RIVALS), choices=RIVALS)
+    parser.add_argument("--more", nargs="*", default=[], help="overrides on top of the study's, as other lengths")
     given = parser.parse_args()
     study, _, _ = load(given.study)
     winner = winner_of(study, folder=given.study)
@@ -82,7 +90,8 @@ def main() -> None:
         f"trial {winner.trial}: {dict(winner.weights)}, in the study {winner.difference:+.4g} (sd {winner.spread:.4g})"
     )
     fixed = study.user_attrs["definition"]["fixed"]
-    run_study(study_of(fixed, weights=winner.weights, seeds=given.seeds, budgets=given.budgets), folder=given.folder)
+    chosen = {"seeds": given.seeds, "budgets": given.budgets, "rivals": given.rivals}
+    run_study(study_of([*fixed, *given.more], weights=winner.weights, **chosen), folder=given.folder)
     rows = rows_of(given.folder, weights=winner.weights)
     write_csv(given.out, rows)
     for row in rows:
