@@ -13,6 +13,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from baoc.config import assets
 from baoc.sweep.calibrate import WEIGHT, winner_of
 from baoc.sweep.runs import find_runs
 from baoc.sweep.status import load
@@ -31,8 +34,9 @@ def study_of(
     seeds: Sequence[int],
     budgets: Sequence[str],
     rivals: Sequence[str] = RIVALS,
+    risk: str = "",
 ) -> StudyConfig:
-    own = [f"{WEIGHT}{term}={value:g}" for term, value in weights.items()]
+    own = [f"risk={risk}"] if risk else [f"{WEIGHT}{term}={value:g}" for term, value in weights.items()]
     sets = [own, *([] if rival == RIVALS[0] else ["allocator=random"] for rival in rivals)]
     lists = [[*words, f"budget={budget}", f"seed={seed}"] for seed, budget, words in product(seeds, budgets, sets)]
     given: dict[str, Any] = {
@@ -81,18 +85,20 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(10, 15)))
     parser.add_argument("--budgets", nargs="+", default=["state_10", "state_3"])
+    parser.add_argument("--risk", default="", help="weights of conf/risk/NAME.yaml instead of the winner's")
     parser.add_argument("--rivals", nargs="+", default=list(RIVALS), choices=RIVALS)
     parser.add_argument("--more", nargs="*", default=[], help="overrides on top of the study's, as other lengths")
     given = parser.parse_args()
     study, _, _ = load(given.study)
-    winner = winner_of(study, folder=given.study)
-    print(
-        f"trial {winner.trial}: {dict(winner.weights)}, in the study {winner.difference:+.4g} (sd {winner.spread:.4g})"
-    )
+    if given.risk:
+        weights = yaml.safe_load(assets.options("risk")[given.risk].read_text(encoding="utf-8"))["weights"]
+    else:
+        weights = winner_of(study, folder=given.study).weights
+    print(dict(weights), flush=True)
     fixed = study.user_attrs["definition"]["fixed"]
-    chosen = {"seeds": given.seeds, "budgets": given.budgets, "rivals": given.rivals}
-    run_study(study_of([*fixed, *given.more], weights=winner.weights, **chosen), folder=given.folder)
-    rows = rows_of(given.folder, weights=winner.weights)
+    chosen = {"seeds": given.seeds, "budgets": given.budgets, "rivals": given.rivals, "risk": given.risk}
+    run_study(study_of([*fixed, *given.more], weights=weights, **chosen), folder=given.folder)
+    rows = rows_of(given.folder, weights=weights)
     write_csv(given.out, rows)
     for row in rows:
         print(row)
