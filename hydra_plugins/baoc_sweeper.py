@@ -36,6 +36,26 @@ class BaocSweeper(Sweeper):
         return launch_workers(study, config=self.config, context=self.hydra_context, extra=arguments)
 
 
+# All that a study may be told, so that hydra.sweeper.KEY=VALUE works for each; a test holds it to StudyConfig
+SETTINGS = {
+    "fixed": [],
+    "baselines": [],
+    "repeats": [],
+    "sampler": "tpe",
+    "seed": 0,
+    "n_trials": 20,
+    "workers": 1,
+    "threads": 1,
+    "retries": 1,
+    "stall_s": 1800,
+    "early_stop": {},
+    "storage": None,
+    "gpus": "auto",
+    "per_gpu": 1,
+}
 ConfigStore.instance().store(
-    group="hydra/sweeper", name="baoc", node={"_target_": "hydra_plugins.baoc_sweeper.BaocSweeper"}, provider="baoc"
+    group="hydra/sweeper",
+    name="baoc",
+    node={"_target_": "hydra_plugins.baoc_sweeper.BaocSweeper", **SETTINGS},
+    provider="baoc",
 )

@@ -18,6 +18,7 @@ from baoc.sweep.sampling import make_sampler
 from baoc.sweep.storage import open_study
 from baoc.sweep.study import run_study
 from baoc.sweep.study_config import StudyConfig, read_study
+from hydra_plugins.baoc_sweeper import SETTINGS
 from tests.conftest import ROOT
 
 # A trial in milliseconds: x decides how it ends, and each attempt leaves a line.
@@ -259,3 +260,16 @@ def test_what_a_study_cannot_be(changes: dict[str, object], message: str):
 def test_several_values_beside_a_study_are_refused(tmp_path: Path):
     with pytest.raises(BadInputError, match="several values beside sweeps=s"):
         run_study(config(), folder=tmp_path, extra=["seed=0,1"], code=STUB)
+
+
+def test_every_setting_of_a_study_can_be_given_on_the_command_line():
+    from dataclasses import fields
+
+    needed = {"name", "objectives", "space"}
+    assert set(SETTINGS) == {item.name for item in fields(StudyConfig)} - needed
+    known = config()
+    given = read_study(
+        {**SETTINGS, "name": known.name, "objectives": known.objectives, "space": {"x": {"choices": [1]}}}
+    )
+    plain = read_study({"name": known.name, "objectives": known.objectives, "space": {"x": {"choices": [1]}}})
+    assert given == plain, "the same defaults"
