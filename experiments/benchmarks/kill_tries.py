@@ -5,8 +5,8 @@ checkpoint every second step, reallocations and validations, is killed at a rand
 migration, in the middle of writing) and resumed in its own folder until it ends; then the next one begins. After each
 kill every checkpoint in the folder must be intact, `resume=` must find one as soon as one was written, and
 metrics.jsonl must have every step up to the kill: the run tells its steps through a pipe. A run that was killed often
-must end with the very metrics of the one never killed. kill_tries.csv in $OUT or experiments/results has a
-line per try; the exit code is the number of faults.
+must end with the very metrics of the one never killed. kill_tries.csv in $OUT or experiments/results gets a
+line per try as soon as it is over; the exit code is the number of faults.
 """
 
 import argparse
@@ -17,7 +17,8 @@ import signal
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ import lightning as L  # noqa: E402
 from baoc import assembly  # noqa: E402
 from baoc import train as training  # noqa: E402
 from baoc.budgets import parse_budget  # noqa: E402
+from baoc.config.environment import commit  # noqa: E402
 from baoc.config.schema import (  # noqa: E402
     CheckpointConfig,
     ModelConfig,
@@ -183,7 +185,7 @@ def plain(run_dir: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if k not in CLOCKS} for line in read_metrics(run_dir)]
 
 
-def tries(num: int, *, seed: int, folder: Path) -> list[Try]:
+def tries(num: int, *, seed: int, folder: Path) -> Iterator[Try]:
     """Kills `num` processes, run after run, each run compared at its end with one that was never killed."""
     began = time.monotonic()
     pid, descriptor = start(folder / "whole")
@@ -193,7 +195,7 @@ def tries(num: int, *, seed: int, folder: Path) -> list[Try]:
     pipe.close()
     assert os.waitpid(pid, 0)[1] == 0, "the run does not even end by itself"
     step_s, draw = (time.monotonic() - began) / STEPS, random.Random(seed)
-    run, reached, done = 0, 0, []
+    run, reached = 0, 0
     for number in range(num):
         run_dir = folder / f"run_{run}"
         pid, descriptor = start(run_dir)
@@ -212,20 +214,16 @@ def tries(num: int, *, seed: int, folder: Path) -> list[Try]:
                 else []
             )
         reached = 0 if ended else newest
-        done.append(
-            Try(
-                number=number,
-                seed=seed,
-                after_s=round(after_s, 3),
-                ended=ended,
-                steps_told=steps_told,
-                checkpoint_step=newest,
-                last_metric_step=last,
-                faults="; ".join(found),
-            )
+        yield Try(
+            number=number,
+            seed=seed,
+            after_s=round(after_s, 3),
+            ended=ended,
+            steps_told=steps_told,
+            checkpoint_step=newest,
+            last_metric_step=last,
+            faults="; ".join(found),
         )
-        print(done[-1], flush=True)
-    return done
 
 
 def main() -> int:
@@ -234,14 +232,18 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="folder of kill_tries.csv")
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        done = tries(given.tries, seed=given.seed, folder=Path(folder) / "day")
     out = given.out or Path(os.environ.get("OUT", ROOT / "experiments" / "results"))
     out.mkdir(parents=True, exist_ok=True)
-    with (out / "kill_tries.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*asdict(done[0])], lineterminator="\n")
+    done: list[Try] = []
+    with tempfile.TemporaryDirectory() as folder, (out / "kill_tries.csv").open("w", newline="") as file:
+        about = {"commit": commit(), "moments": "by steps"}
+        writer = csv.DictWriter(file, [*(field.name for field in fields(Try)), *about], lineterminator="\n")
         writer.writeheader()
-        writer.writerows(asdict(one) for one in done)
+        for one in tries(given.tries, seed=given.seed, folder=Path(folder) / "day"):
+            print(one, flush=True)
+            writer.writerow(asdict(one) | about)
+            file.flush()
+            done.append(one)
     bad = [one for one in done if one.faults]
     killed = [one for one in done if not one.ended]
     print(f"{len(done)} tries, {len(killed)} killed in their middle, {len(bad)} with faults")
