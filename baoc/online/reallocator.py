@@ -140,39 +140,22 @@ class Reallocator:
             self.decide(trigger=self.settings.mode)
 
     def decide(self, *, trigger: str) -> Reallocation:
-        """Proposes from the newest profile and moves if that lowers the risk by more than the threshold."""
+        """Proposes from the newest profile and moves if that lowers the risk by more than it costs.
+
+        The first decision puts statistics in the place of priors: the rest of the run has its gain, and young states are
+        all that is lost, so any gain counts, whatever comes later. A later one has to save `min_gain` of the risk and
+        what moving costs until the next.
+        """
         assert self.profiler is not None
         first = self.last_decision == 0
         profile = self.profiler.profile()
-        self.last_decision = self.step
-        self.profile = profile
+        self.last_decision, self.profile = self.step, profile
         self.first_profile = self.first_profile or profile
-        risk = self.planner.settings.risk
         proposal = self.planner.propose(profile=profile)
         before = self.planner.price(self.plan.allocation.choices, risk=proposal.risk_model, profile=profile)
-        after = proposal.allocation.risk
-        paid = 0.0  # where no decision is to follow, the gain has all the rest of the run to pay for the move
-        if self.settings.mode in ("interval", "drift"):
-            paid = migration_risk(
-                self.planner,
-                now=self.plan,
-                then=proposal,
-                profile=profile,
-                horizon=self.settings.interval,
-                left=self.left,
-            )
+        paid = 0.0 if first else self._migration_risk(proposal, profile=profile)
         needed = paid if first else paid + self.settings.min_gain * abs(before)
-        changed = dict(proposal.allocation.choices) != dict(self.plan.allocation.choices)
-        accepted = changed and before - after > needed
-        blocked = self._make_way(proposal, memory=self.planner.budget.memory_bytes) if accepted else ""
-        if not changed:
-            why = f"{risk} risk confirms the allocation in use"
-        elif blocked:
-            accepted, why = False, blocked
-        elif accepted:
-            why = f"{risk} risk {before:.4g} -> {after:.4g}"
-        else:
-            why = f"{risk} risk {before:.4g} -> {after:.4g} saves less than the {needed:.2g} that moving has to"
+        accepted, why = self._judge(proposal, before=before, needed=needed)
         if self.settings.update_rms == "profiled":
             rms = {block: stats.update_rms for block, stats in profile.stats.items()}
             self.optimizer.set_target_rms({block: value for block, value in rms.items() if value > 0})
@@ -181,9 +164,33 @@ class Reallocator:
             self.profiler.settle()
         else:
             self.profiler.release()
-        for listener in self.listeners:
-            listener(event, self.plan, profile)
+        self._tell(event)
         return event
+
+    def _migration_risk(self, proposal: Plan, *, profile: Profile) -> float:
+        return migration_risk(
+            self.planner,
+            now=self.plan,
+            then=proposal,
+            profile=profile,
+            horizon=self.settings.interval,
+            left=self.left,
+        )
+
+    def _judge(self, proposal: Plan, *, before: float, needed: float) -> tuple[bool, str]:
+        """Whether to move to `proposal`, and why (not): it saves more than `needed` of risk, and fits on the way."""
+        risk, after = self.planner.settings.risk, proposal.allocation.risk
+        if dict(proposal.allocation.choices) == dict(self.plan.allocation.choices):
+            return False, f"{risk} risk confirms the allocation in use"
+        change = f"{risk} risk {before:.4g} -> {after:.4g}"
+        if before - after <= needed:
+            return False, f"{change} saves less than the {needed:.2g} that moving has to"
+        blocked = self._make_way(proposal, memory=self.planner.budget.memory_bytes)
+        return not blocked, blocked or change
+
+    def _tell(self, event: Reallocation) -> None:
+        for listener in self.listeners:
+            listener(event, self.plan, self.profile)
 
     def rebudget(self, budget: Budget, *, why: str, footprint: Footprint | None = None) -> Reallocation:
         """Puts another budget (or a footprint that grew) in force and moves to the allocation that meets it.
@@ -245,8 +252,7 @@ class Reallocator:
                 least_feasible_bytes=proposal.least_feasible_bytes,
             )
         event = self._move(proposal, trigger=trigger, accepted=True, why=why, before=before)
-        for listener in self.listeners:
-            listener(event, self.plan, self.profile)
+        self._tell(event)
         return event
 
     def _make_way(self, proposal: Plan, *, memory: int | None) -> str:
@@ -320,8 +326,7 @@ class Reallocator:
             risk_before=self.plan.allocation.risk,
             risk_after=self.plan.allocation.risk,
         )
-        for listener in self.listeners:
-            listener(event, self.plan, self.profile)
+        self._tell(event)
 
     def _settle(self) -> None:
         """The step after a move: how large the moved blocks' updates are beside what they were."""

@@ -181,3 +181,17 @@ def test_later_decisions_need_more_than_the_threshold_and_the_move(
             assert not event["moves"] and saved == 0
     assert json.loads((run_dir / "result.json").read_text())["num_reallocations"] == sum(e["accepted"] for e in told)
     assert training.session_settings(config()).reallocation.min_gain == 0.02
+
+
+@pytest.mark.parametrize("mode", ["interval", "drift"])
+def test_the_first_decision_is_that_of_once_whatever_moving_costs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    monkeypatch.setattr(reallocator, "migration_risk", lambda *_, **__: 1e9)
+    run(tmp_path / "day" / "once", monkeypatch, Watch(), reallocation=ReallocationConfig(mode="once", warmup_steps=4))
+    given = ReallocationConfig(mode=mode, warmup_steps=4, interval=3, drift_threshold=1e-9)
+    run(tmp_path / "day" / mode, monkeypatch, Watch(), reallocation=given)
+    (only,), (first, *later) = events(tmp_path / "day" / "once"), events(tmp_path / "day" / mode)
+    assert first["accepted"] and first["migration_risk"] == 0.0
+    assert first["moves"] == only["moves"] and first["risk_after"] == only["risk_after"]
+    assert later and not any(event["accepted"] for event in later)
