@@ -6,9 +6,10 @@ Whatever asks, the answer is the same: before the next optimizer step the alloca
 
 import os
 import signal
+import stat
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from baoc.callbacks.growth import grown, saved_by_forward
 from baoc.callbacks.memory import MemoryMonitor
 from baoc.callbacks.steps import num_samples
 from baoc.errors import BadInputError, BaocError, InfeasibleBudgetError
-from baoc.online.dial import BudgetChange, BudgetDial
+from baoc.online.dial import BudgetChange, BudgetDial, check_order
 from baoc.online.relaxation import RelaxationSettings
 from baoc.planner import Planner
 from baoc.profiling import free_bytes, recap_device
@@ -31,6 +32,7 @@ from baoc.types import Budget, Footprint, Plan, to_plain
 
 _GROWING = ("micro_batch", "forward_backward_bytes", "resident_bytes")
 ASK, ANSWER = "budget", "budget.json"
+MOST_ASKED = 80  # characters of the file: a budget has a dozen
 _LOWER, _BACK = 1, 2  # SIGRTMIN + 1 takes a notch away, SIGRTMIN + 2 gives one back
 
 
@@ -55,6 +57,7 @@ class BudgetControl(L.Callback):
         memory: MemoryMonitor | None = None,
         tell: Callable[[str], None] = say,
     ):
+        check_order(schedule)
         self.schedule = tuple(schedule)
         self.relaxation = relaxation or RelaxationSettings()
         self.dial = BudgetDial(Budget(name="unlimited"))
@@ -172,6 +175,13 @@ class BudgetControl(L.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._saved = state_dict
 
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Says what the run ends before."""
+        given = {f"budget.schedule, {change.when}": change.step for change in self.schedule}
+        for what, step in {**given, "budget.relaxation.from_step": self.relaxation.from_step}.items():
+            if step is not None and 0 < trainer.max_steps <= step:
+                self.tell(f"{what} never comes: step {trainer.max_steps} is the last (trainer.max_steps)")
+
     # -- between two steps ----------------------------------------------------------------------------------------
 
     def on_train_batch_start(
@@ -226,15 +236,14 @@ class BudgetControl(L.Callback):
             return
         path = self._run_dir / ASK
         try:
-            stat = path.stat()
-            mark, text = (stat.st_mtime_ns, stat.st_size), ""
+            found = path.stat()
+            mark, text = (found.st_mtime_ns, found.st_size), ""
         except OSError:
-            mark, text = None, ""
+            found, mark, text = None, None, ""
         if mark == self._seen:
             return
-        if mark is not None:
-            with suppress(OSError):
-                text = path.read_text(errors="replace")
+        if found is not None:
+            text = _text(path, mode=found.st_mode)
             if not text.strip():  # `echo 6gb > budget` empties the file before it writes: the next look reads it
                 return
         self._seen = mark
@@ -272,6 +281,20 @@ class BudgetControl(L.Callback):
         self._answered["refused"] = refused
         if self._run_dir is not None:
             files.write_json(self._run_dir / ANSWER, self._answered)
+
+
+def _text(path: Path, *, mode: int) -> str:
+    """What is asked for, as it may be shown: its beginning, control characters written out. Nothing but a file is
+    opened, as a pipe would be waited for."""
+    if not stat.S_ISREG(mode):
+        return "(no file)"
+    try:
+        with path.open(errors="replace") as file:
+            text = file.read(MOST_ASKED + 1).strip()
+    except OSError as error:
+        return f"({error.strerror})"
+    shown = text if text.isprintable() else repr(text)
+    return f"{shown[:MOST_ASKED]}..." if len(shown) > MOST_ASKED else shown
 
 
 def _more(one: Budget, other: Budget) -> bool:

@@ -5,6 +5,7 @@ Pure: steps and sizes in, a Budget and its reason out. Who applies it is `callba
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from baoc.budgets import parse_budget, resolve_auto
 from baoc.errors import BadInputError
@@ -33,6 +34,19 @@ class BudgetChange:
     @property
     def when(self) -> str:
         return f"step {self.step}" if self.step is not None else f"batch {self.batch}"
+
+
+def check_order(schedule: Sequence[BudgetChange]) -> None:
+    """Raises BadInputError where an entry does not come after those before it: the last one that has come counts, so it
+    would take back what they say, or never be seen."""
+    for key in ("step", "batch"):
+        values = [value for change in schedule if (value := getattr(change, key)) is not None]
+        for before, after in pairwise(values):
+            if after <= before:
+                raise BadInputError(
+                    f"budget.schedule has {key} {after} after {key} {before}: list its entries in the order in which "
+                    f"they come, each {key} once"
+                )
 
 
 class BudgetDial:

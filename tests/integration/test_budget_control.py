@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -146,6 +147,47 @@ def test_a_file_lowers_the_budget_and_gives_it_back(
     told = " ".join(capsys.readouterr().out.split())
     assert "is not followed: cannot read budget=plenty" in told
     assert told.count("the budget stays state_10: budget 10kb cannot be met") == 1, "said once, not at each step"
+
+
+def test_garbage_in_the_file_changes_nothing_and_is_said_in_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "day" / "run"
+    ask = run_dir / "budget"
+    seen: list[str] = []
+
+    def replaced(make: Callable[[], Any]) -> Hook:
+        def do(_: L.Trainer) -> None:
+            if ask.exists():
+                seen.append(answer(run_dir)["refused"])
+                ask.rmdir() if ask.is_dir() else ask.unlink()
+            make()
+
+        return do
+
+    watch = Watch(
+        step_1=replaced(lambda: ask.write_bytes(b"\x00\x1b[2J" * 10**6)),
+        step_3=replaced(ask.mkdir),
+        step_5=replaced(lambda: os.mkfifo(ask)),  # whoever opens it for reading waits for a writer
+        step_7=replaced(lambda: ask.write_text("state_10\nstate_25")),
+        step_9=replaced(lambda: None),
+    )
+    run(run_dir, monkeypatch, watch, budget=parse_budget("state_50"))
+    assert set(watch.budgets.values()) == {"state_50"}
+    texts = [r"'\\x00\\x1b\[2J.{,80}\.\.\.", r"\(no file\)", r"\(no file\)", r"'state_10\\nstate_25'"]
+    for refused, text in zip(seen, texts, strict=True):
+        assert re.search(f"is not followed: cannot read budget={text}: it takes a preset", refused), refused
+    assert "\x00" not in capsys.readouterr().out
+
+
+def test_what_comes_after_the_last_step_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dynamics = scheduled(ScheduleEntry(budget="state_25", step=4), ScheduleEntry(budget="state_10", step=500))
+    result = run(tmp_path / "day" / "run", monkeypatch, Watch(), dynamics=dynamics)
+    told = " ".join(capsys.readouterr().out.split())
+    assert f"budget.schedule, step 500 never comes: step {result.num_steps} is the last (trainer.max_steps)" in told
+    assert "step 4 never comes" not in told
 
 
 def send(offset: int) -> Hook:

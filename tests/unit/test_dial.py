@@ -8,6 +8,7 @@ from baoc.budgets import parse_budget
 from baoc.callbacks.growth import grown
 from baoc.errors import BadInputError
 from baoc.online import BudgetChange, BudgetDial, RelaxationSettings
+from baoc.online.dial import check_order
 from baoc.online.relaxation import calm_blocks, lowered, offers
 from baoc.types import Candidate, Cost, Footprint, Profile, Risk
 from tests.decision import stats
@@ -78,6 +79,25 @@ def test_a_step_time_limit_goes_on() -> None:
 def test_a_wrong_entry_is_refused(entry: dict[str, int]) -> None:
     with pytest.raises(BadInputError, match=r"budget\.schedule"):
         BudgetChange(budget=parse_budget("8gb"), **entry)
+
+
+@pytest.mark.parametrize(
+    ("entries", "said"),
+    [
+        ([{"step": 8}, {"step": 4}], "step 4 after step 8"),
+        ([{"step": 8}, {"step": 8}], "step 8 after step 8"),
+        ([{"batch": 64}, {"step": 4}, {"batch": 32}], "batch 32 after batch 64"),
+    ],
+)
+def test_entries_that_take_back_what_came_before_are_refused(entries: list[dict[str, int]], said: str) -> None:
+    schedule = [BudgetChange(budget=parse_budget("8gb"), **entry) for entry in entries]
+    with pytest.raises(BadInputError, match=rf"budget\.schedule has {said}: list its entries in the order"):
+        check_order(schedule)
+
+
+def test_steps_and_batches_may_be_mixed_as_they_come() -> None:
+    schedule = [{"step": 90}, {"batch": 32}, {"step": 100}, {"batch": 64}]
+    check_order([BudgetChange(budget=parse_budget("8gb"), **entry) for entry in schedule])
 
 
 # -- relaxation -------------------------------------------------------------------------------------------------------
