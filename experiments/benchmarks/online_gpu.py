@@ -10,11 +10,14 @@ memory by a file in its folder and gets it back later; what the driver says that
 milliseconds. Where the driver does not tell processes apart, it is what torch's allocator holds and CONTEXT_BYTES, as
 others may use the card meanwhile; "by_driver" of the result tells which. `quality`: reallocation off, once, interval
 and drift, and fp32 AdamW, on a network of each task, as many as fit into the time, and how the training loss goes on
-across the first move. Each writes OUT/<name>.json and ends with a table.
+across the first move. Each writes OUT/<name>.json and ends with a table; `quality` has a
+row per run in OUT/quality.csv as well, and with `--seconds 0` runs nothing and tells what OUT holds.
 """
 
 import argparse
+import csv
 import json
+import math
 import os
 import random
 import runpy
@@ -147,8 +150,51 @@ def child(run_dir: Path) -> None:
                 time.sleep(0.002)
 
     threading.Thread(target=read, daemon=True).start()
+    trace_moves(run_dir.parent / "moves.jsonl")
     sys.argv = ["run.py", *LOWERED.split(), f"hydra.run.dir={run_dir}"]
     runpy.run_path("run.py", run_name="__main__")
+
+
+def trace_moves(path: Path) -> None:
+    """Writes a line per migration: what the allocator held before, at the most, and after, and the largest new block.
+
+    The states of the block that moves are there twice, so the peak may pass the larger of both ends by one block, and
+    by what converts its largest tensor.
+    """
+    import torch
+
+    from baoc.optim import BlockwiseOptimizer
+
+    migrate = BlockwiseOptimizer.migrate
+
+    def traced(self: BlockwiseOptimizer, specs: Any, **given: Any) -> Any:
+        held, since = torch.cuda.memory_allocated(0), time.perf_counter()
+        torch.cuda.reset_peak_memory_stats(0)
+        moves = migrate(self, specs, **given)
+        torch.cuda.synchronize()
+        if not moves:
+            return moves
+        blocks, states = [self.roster.live[move.block].block for move in moves], self.block_state_bytes()
+        line = {
+            "moves": len(moves),
+            "seconds": time.perf_counter() - since,
+            "before_bytes": held,
+            "peak_bytes": torch.cuda.max_memory_allocated(0),
+            "after_bytes": torch.cuda.memory_allocated(0),
+            "largest_block_state_bytes": max((states[block.name] for block in blocks), default=0),
+            "largest_tensor_bytes": max((4 * param.numel for block in blocks for param in block.params), default=0),
+        }
+        with path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        return moves
+
+    BlockwiseOptimizer.migrate = traced
+
+
+def least(run_dir: Path) -> str:
+    """A budget 3 % above the least feasible one of a run, in whole MiB."""
+    found = json.loads((run_dir / "allocation.json").read_text())["least_feasible_bytes"]
+    return f"{math.ceil(1.03 * found / 2**20)}mb"
 
 
 def lowered(out: Path, *, ask: str, at: int, back: int) -> dict[str, Any]:
@@ -157,6 +203,7 @@ def lowered(out: Path, *, ask: str, at: int, back: int) -> dict[str, Any]:
     process = subprocess.Popen([sys.executable, __file__, "child", str(run_dir)], cwd=ROOT, stdout=log, stderr=log)
     moments = dict.fromkeys(("asked", "answered", "given_back", "ended"), float("inf"))
     if wait_for(run_dir, process, step=at):
+        ask = least(run_dir) if ask == "least" else ask
         moments["asked"] = time.time()
         (run_dir / "budget").write_text(ask)
     answer = run_dir / "budget.json"
@@ -178,7 +225,7 @@ def lowered(out: Path, *, ask: str, at: int, back: int) -> dict[str, Any]:
         return int(max(held, default=0))
 
     events = [json.loads(line) for line in (run_dir / "reallocations.jsonl").read_text().splitlines()]
-    result = run_dir / "result.json"
+    result, moves = run_dir / "result.json", out / "moves.jsonl"
     return {
         "asked": ask,
         "exit_code": process.returncode,
@@ -194,6 +241,7 @@ def lowered(out: Path, *, ask: str, at: int, back: int) -> dict[str, Any]:
             for e in events
             if e["trigger"] == "budget"
         ],
+        "moves": [json.loads(line) for line in moves.read_text().splitlines()] if moves.is_file() else [],
         "answer": json.loads(answer.read_text()),
         "result": json.loads(result.read_text()) if result.is_file() else None,
     }
@@ -217,9 +265,11 @@ COMMON = (
 ORDER = [("off", "once"), ("adamw",), ("interval", "drift")]
 
 
-def quality(out: Path, *, models: Sequence[str], workers: int, seconds: float) -> list[dict[str, Any]]:
+def quality(
+    out: Path, *, models: Sequence[str], kinds: Sequence[str], workers: int, seconds: float
+) -> list[dict[str, Any]]:
     until = time.monotonic() + seconds
-    jobs = [(m, kind, seed) for kinds in ORDER for m in models for seed in range(3) for kind in kinds]
+    jobs = [(m, kind, seed) for some in ORDER for m in models for seed in range(3) for kind in some if kind in kinds]
 
     def one(job: tuple[str, str, int]) -> None:
         model, kind, seed = job
@@ -235,27 +285,78 @@ def quality(out: Path, *, models: Sequence[str], workers: int, seconds: float) -
 
     with ThreadPoolExecutor(workers) as pool:
         list(pool.map(one, jobs))
-    return [row for m in models for kind in KINDS if (row := summary(out / m / kind, model=m, kind=kind))["n"]]
+    return tabulated(out, models=models)
 
 
-def summary(folder: Path, *, model: str, kind: str) -> dict[str, Any]:
-    runs = [path for path in folder.glob("*") if (path / "result.json").is_file()]
-    results = [json.loads((path / "result.json").read_text()) for path in runs]
-    values = [result["quality"]["value"] for result in results]
-    jumps = [jump(path) for path in runs]
+def result_row(run_dir: Path, *, model: str, kind: str) -> dict[str, Any]:
+    """A finished run as a line of quality.csv; blocks moved and the jump are of the first move."""
+    result = json.loads((run_dir / "result.json").read_text())
+    env = json.loads((run_dir / "env.json").read_text())
+    events = run_dir / "reallocations.jsonl"
+    told = [json.loads(line) for line in events.read_text().splitlines()] if events.is_file() else []
+    decisions = [event for event in told if "accepted" in event]
     return {
         "model": model,
         "kind": kind,
-        "n": len(values),
-        "quality": results[0]["quality"]["name"] if results else "",
-        "mean": round(mean(values), 4) if values else None,
+        "seed": result["seed"],
+        "quality": result["quality"]["name"],
+        "value": result["quality"]["value"],
+        "steps": result["num_steps"],
+        "state_fraction": result["state_bytes"] / result["state_bytes_adamw"],
+        "peak_bytes": result["peak_bytes"],
+        "peak_bytes_predicted": result["peak_bytes_predicted"],
+        "step_ms": result["step_ms"],
+        "decisions": len(decisions),
+        "reallocations": result["num_reallocations"],
+        "blocks_moved": next((len(event["moves"]) for event in decisions if event["accepted"]), 0),
+        "jump_at_40": jump(run_dir),
+        "device": "; ".join(env["device"].get("cuda") or [env["device"]["asked"]]),
+        "python": env["python"],
+        "torch": env["versions"]["torch"],
+        "triton": env["versions"].get("triton", ""),
+        "commit": result["commit"],
+    }
+
+
+def tabulated(out: Path, *, models: Sequence[str]) -> list[dict[str, Any]]:
+    """Writes quality.csv, a row per run, seeds in order; returns a summary per model and kind."""
+    rows = [
+        result_row(path.parent, model=model, kind=kind)
+        for model in models
+        for kind in KINDS
+        for path in sorted((out / model / kind).glob("*/result.json"), key=lambda path: int(path.parent.name))
+    ]
+    with (out / "quality.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]) if rows else [], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    return [
+        summary([row for row in rows if (row["model"], row["kind"]) == key], reference=rows)
+        for key in dict.fromkeys((row["model"], row["kind"]) for row in rows)
+    ]
+
+
+def summary(rows: Sequence[dict[str, Any]], *, reference: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Mean and spread of runs of one model and kind, and of their paired differences to reallocation=off."""
+    model, kind = rows[0]["model"], rows[0]["kind"]
+    off = {row["seed"]: row for row in reference if (row["model"], row["kind"]) == (model, "off")}
+    paired = [row["value"] - off[row["seed"]]["value"] for row in rows if row["seed"] in off]
+    values = [row["value"] for row in rows]
+    return {
+        "model": model,
+        "kind": kind,
+        "n": len(rows),
+        "quality": rows[0]["quality"],
+        "mean": round(mean(values), 4),
         "sd": round(stdev(values), 4) if len(values) > 1 else None,
-        "values": [round(value, 4) for value in values],
-        "state_fraction": round(mean(r["state_bytes"] / r["state_bytes_adamw"] for r in results), 4) if results else 0,
-        "peak_bytes": max((r["peak_bytes"] for r in results), default=0),
-        "step_ms": [round(r["step_ms"], 1) for r in results],
-        "reallocations": [r["num_reallocations"] for r in results],
-        "jump_at_40": [round(value, 4) for value in jumps],
+        "less_off": [round(value, 4) for value in paired],
+        "less_off_mean": round(mean(paired), 4) if paired else None,
+        "less_off_sd": round(stdev(paired), 4) if len(paired) > 1 else None,
+        "state_fraction": round(mean(row["state_fraction"] for row in rows), 4),
+        "peak_bytes": max(row["peak_bytes"] for row in rows),
+        "step_ms": [round(row["step_ms"], 1) for row in rows],
+        "reallocations": [row["reallocations"] for row in rows],
+        "jump_at_40": [round(row["jump_at_40"], 4) for row in rows],
     }
 
 
@@ -271,9 +372,10 @@ def main() -> None:
     parser.add_argument("part", choices=["exact", "lowered", "quality", "child"])
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", nargs="+", default=["vit", "llama", "dit"], choices=list(SIZES))
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS), help="of `quality`")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda", help="of `exact`")
-    parser.add_argument("--ask", default="6gb")
+    parser.add_argument("--ask", default="least", help="of `lowered`: a budget, or 3 %% above the least feasible")
     parser.add_argument("--workers", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=130)
     given = parser.parse_args()
@@ -284,7 +386,7 @@ def main() -> None:
     if given.part == "exact":
         found: Any = exact(out, models=given.model, seed=given.seed, device=given.device)
     elif given.part == "quality":
-        found = quality(out, models=given.model, workers=given.workers, seconds=given.seconds)
+        found = quality(out, models=given.model, kinds=given.kinds, workers=given.workers, seconds=given.seconds)
     else:
         found = lowered(out, ask=given.ask, at=60, back=150)
     for row in found if isinstance(found, list) else [{k: v for k, v in found.items() if k != "result"}]:
