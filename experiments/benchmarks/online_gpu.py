@@ -249,27 +249,31 @@ def lowered(out: Path, *, ask: str, at: int, back: int) -> dict[str, Any]:
 
 # -- reallocation on and off ------------------------------------------------------------------------------------------
 
+LATE = "trainer.val_check_interval=100000"
 TASKS = {
-    "llama": "model=llama model.size=60m dataset.sequence_length=512 batch_size=16 trainer.max_steps=300",
-    "vit": "model=vit model.size=mini batch_size=256 trainer.max_steps=300",
-    "dit": "model=dit model.size=s2 batch_size=256 trainer.max_steps=400",
+    "llama": f"model=llama model.size=60m dataset.sequence_length=512 batch_size=16 trainer.max_steps=300 {LATE}",
+    "vit": f"model=vit model.size=mini batch_size=256 trainer.max_steps=300 {LATE}",
+    "dit": f"model=dit model.size=s2 batch_size=256 trainer.max_steps=400 {LATE}",
+    # the default of a CPU, half way and at its end
+    "nano": (
+        "model=llama model.size=nano trainer.precision=32-true trainer.max_steps=600 trainer.val_check_interval=300"
+    ),
 }
 KINDS = {
     **{mode: f"budget=state_10 reallocation={mode}" for mode in ("off", "once", "interval", "drift")},
     "adamw": "budget=unlimited reallocation=off allocator=uniform_adamw",
 }
-COMMON = (
-    "device=cuda trainer.log_every_n_steps=1 trainer.val_check_interval=100000 checkpoint.export=false "
-    "trainer.enable_progress_bar=false"
-)
+COMMON = "device=cuda trainer.log_every_n_steps=1 checkpoint.export=false trainer.enable_progress_bar=false"
 ORDER = [("off", "once"), ("adamw",), ("interval", "drift")]
 
 
 def quality(
-    out: Path, *, models: Sequence[str], kinds: Sequence[str], workers: int, seconds: float
+    out: Path, *, models: Sequence[str], kinds: Sequence[str], seeds: int, workers: int, seconds: float
 ) -> list[dict[str, Any]]:
     until = time.monotonic() + seconds
-    jobs = [(m, kind, seed) for some in ORDER for m in models for seed in range(3) for kind in some if kind in kinds]
+    jobs = [
+        (m, kind, seed) for some in ORDER for m in models for seed in range(seeds) for kind in some if kind in kinds
+    ]
 
     def one(job: tuple[str, str, int]) -> None:
         model, kind, seed = job
@@ -301,6 +305,7 @@ def result_row(run_dir: Path, *, model: str, kind: str) -> dict[str, Any]:
         "seed": result["seed"],
         "quality": result["quality"]["name"],
         "value": result["quality"]["value"],
+        "half_way": half_way(run_dir, name=result["quality"]["name"]),
         "steps": result["num_steps"],
         "state_fraction": result["state_bytes"] / result["state_bytes_adamw"],
         "peak_bytes": result["peak_bytes"],
@@ -316,6 +321,12 @@ def result_row(run_dir: Path, *, model: str, kind: str) -> dict[str, Any]:
         "triton": env["versions"].get("triton", ""),
         "commit": result["commit"],
     }
+
+
+def half_way(run_dir: Path, *, name: str) -> float | str:
+    """The quality that was found first, where it was looked at more than once."""
+    found = [line[name] for line in lines(run_dir) if name in line]
+    return found[0] if len(found) > 1 else ""
 
 
 def tabulated(out: Path, *, models: Sequence[str]) -> list[dict[str, Any]]:
@@ -371,9 +382,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("part", choices=["exact", "lowered", "quality", "child"])
     parser.add_argument("out", type=Path)
-    parser.add_argument("--model", nargs="+", default=["vit", "llama", "dit"], choices=list(SIZES))
+    parser.add_argument("--model", nargs="+", default=["vit", "llama", "dit"], choices=list(TASKS))
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS), help="of `quality`")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=3, help="of `quality`")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments of `exact`")
     parser.add_argument("--device", default="cuda", help="of `exact`")
     parser.add_argument("--ask", default="least", help="of `lowered`: a budget, or 3 %% above the least feasible")
     parser.add_argument("--workers", type=int, default=6)
@@ -386,7 +398,9 @@ def main() -> None:
     if given.part == "exact":
         found: Any = exact(out, models=given.model, seed=given.seed, device=given.device)
     elif given.part == "quality":
-        found = quality(out, models=given.model, kinds=given.kinds, workers=given.workers, seconds=given.seconds)
+        found = quality(
+            out, models=given.model, kinds=given.kinds, seeds=given.seeds, workers=given.workers, seconds=given.seconds
+        )
     else:
         found = lowered(out, ask=given.ask, at=60, back=150)
     for row in found if isinstance(found, list) else [{k: v for k, v in found.items() if k != "result"}]:
