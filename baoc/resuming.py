@@ -9,6 +9,7 @@ from typing import Any
 from baoc.config.schema import RunConfig
 from baoc.errors import BadInputError, CheckpointError
 from baoc.tracking import console, files, load_checked, resolve_resume
+from baoc.tracking.metrics import METRICS_FILE
 from baoc.types import LatencyTable, Option, latency_from_plain
 
 DECISION = "decision.json"
@@ -16,13 +17,18 @@ LATENCY = "latency.json"
 
 
 def find_checkpoint(config: RunConfig, *, run_dir: Path) -> Path | None:
-    """The checkpoint that `resume` names; `auto` looks into this run's own folder, which a job that is queued again has
-    used before, then beside it and at its neighbours of other days."""
+    """The checkpoint that `resume` names; `auto` looks into this run's own folder, then beside it and at its neighbours
+    of other days.
+
+    A folder in which this run has trained before, as that of a job that is queued again, is not left for a neighbour's:
+    that may be another point of a sweep, or have ended. Where nothing in it is intact, the run starts anew.
+    """
     if config.resume is None:
         return None
     match = {"name": config.name, "seed": config.seed}
     found = resolve_resume("auto", run_root=run_dir, match=match) if config.resume == "auto" else None
-    found = found or resolve_resume(config.resume, run_root=run_dir.parent.parent, match=match)
+    if config.resume != "auto" or (found is None and not (run_dir / METRICS_FILE).is_file()):
+        found = resolve_resume(config.resume, run_root=run_dir.parent.parent, match=match)
     if found is None and config.mode == "eval":
         raise CheckpointError(
             f"resume=auto found no intact checkpoint of name={config.name}, seed={config.seed} under "

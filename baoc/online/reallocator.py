@@ -142,9 +142,9 @@ class Reallocator:
     def decide(self, *, trigger: str) -> Reallocation:
         """Proposes from the newest profile and moves if that lowers the risk by more than it costs.
 
-        The first decision puts statistics in the place of priors: the rest of the run has its gain, and young states are
-        all that is lost, so any gain counts, whatever comes later. A later one has to save `min_gain` of the risk and
-        what moving costs until the next.
+        The first decision puts statistics in the place of priors: the rest of the run has its gain, and all that is
+        lost is young states, so any gain counts, whatever comes later. A later one has to save `min_gain` of the risk
+        and what moving costs until the next.
         """
         assert self.profiler is not None
         first = self.last_decision == 0

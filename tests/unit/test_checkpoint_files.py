@@ -106,6 +106,25 @@ def test_a_run_that_is_queued_again_goes_on_in_its_own_folder(tmp_path: Path) ->
     assert find_checkpoint(config, run_dir=tmp_path / "day" / "job2") == newer
 
 
+def test_a_run_that_was_killed_before_its_first_checkpoint_takes_no_other_run_s(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    about = {"name": "a", "seed": 0}
+    other = save(tmp_path / "day" / "job1" / "checkpoints" / "last.ckpt", baoc=about)
+    mine, config = tmp_path / "day" / "job0", RunConfig(name="a", seed=0, resume="auto")
+    assert find_checkpoint(config, run_dir=mine) == other, (
+        "nothing was trained here: go on with the newest of this name"
+    )
+    mine.mkdir(parents=True)
+    (mine / "metrics.jsonl").write_text('{"schema": 1, "step": 0}\n')
+    assert find_checkpoint(config, run_dir=mine) is None
+    assert "found nothing to resume: starting anew" in capsys.readouterr().out
+    flip_a_byte(save(mine / "checkpoints" / "last.ckpt", baoc=about))
+    assert find_checkpoint(config, run_dir=mine) is None, "nor where all of its own are broken"
+    whole = save(mine / "checkpoints" / "step_00000002.ckpt", baoc=about)
+    assert find_checkpoint(config, run_dir=mine) == whole
+
+
 def test_of_files_written_together_the_last_one_is_taken(tmp_path: Path) -> None:
     save(tmp_path / "best_00000004.ckpt")
     last = save(tmp_path / "last.ckpt")
