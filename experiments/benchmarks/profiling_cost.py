@@ -32,6 +32,7 @@ from baoc.profiling import GradientProfiler  # noqa: E402
 from baoc.profiling.schedule import LARGE_PARAMS, LATER_SHARE, MAX_S, MAX_SHARE  # noqa: E402
 
 VOCABULARY, LENGTH = 256, 64
+SIZES = {"small": (64, 4, 32), "large": (384, 6, 4)}  # width, depth, batch: below and above 10M parameters
 PARTS = ("observe", "profile")  # everything of the profiler that training calls
 
 
@@ -120,12 +121,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--steps", type=int, nargs=2, default=(60, 120), help="before and after the first decision")
+    parser.add_argument("--risk", nargs="+", default=["statistics", "shadow"], choices=["statistics", "shadow"])
+    parser.add_argument("--size", nargs="+", default=list(SIZES), choices=list(SIZES))
     parser.add_argument("--out", type=Path, default=ROOT / "experiments" / "results")
     given = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[dict] = []
-    for width, depth, batch in ((64, 4, 32), (384, 6, 4)):
-        for risk in ("statistics", "shadow"):
+    for width, depth, batch in (SIZES[size] for size in given.size):
+        for risk in given.risk:
             rows += measured(
                 width=width, depth=depth, batch=batch, risk=risk, steps=tuple(given.steps), device=given.device
             )
