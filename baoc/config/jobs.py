@@ -17,6 +17,7 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+from baoc.config.claim import FolderInUseError, claimed
 from baoc.config.failures import INTERRUPTED, Failure, failure_of, report
 from baoc.config.from_hydra import from_hydra, write_config
 from baoc.config.schema import RunConfig
@@ -63,13 +64,16 @@ def run_job(config: DictConfig) -> None:
             raise BadInputError(
                 f"sweeps={study} is a study of many runs: start it with -m, as in python run.py -m sweeps={study}"
             )
-        run_config = _prepare(config, run_dir=run_dir)
-        _train(run_config, run_dir=run_dir, command=command_of(overrides))
+        with claimed(run_dir):
+            run_config = _prepare(config, run_dir=run_dir)
+            _train(run_config, run_dir=run_dir, command=command_of(overrides))
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         failure = failure_of(error)
         if failure.exit_code == 0:
             return
-        _keep(failure, run_dir=run_dir, alone=alone)
+        SESSION.failures.append(failure)
+        if not isinstance(error, FolderInUseError):
+            _keep(failure, run_dir=run_dir, alone=alone)
         if failure.exit_code == INTERRUPTED:
             raise KeyboardInterrupt(_how_to_go_on(run_dir, failure=failure)) from None
         report(failure, where="" if alone else f"run {hydra.job.num}: ")
@@ -124,7 +128,6 @@ def _train(config: RunConfig, *, run_dir: Path, command: str) -> None:
 
 def _keep(failure: Failure, *, run_dir: Path, alone: bool) -> None:
     """`error.json` in the job's folder; a folder that holds nothing else than what Hydra wrote goes again."""
-    SESSION.failures.append(failure)
     try:
         if alone and all(entry.name in _OWN_FILES for entry in run_dir.iterdir()):
             shutil.rmtree(run_dir)

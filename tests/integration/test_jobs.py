@@ -1,9 +1,11 @@
 """What a command leaves in its folders and what it exits with, with a stand-in for the training itself."""
 
 import errno
+import importlib
 import json
 import logging
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -59,6 +61,8 @@ def training(monkeypatch, tmp_path: Path) -> Callable[[Train], list[str]]:
 @pytest.fixture
 def frontiers(monkeypatch) -> list[Path]:
     """Folders that a frontier was asked of."""
+    for name in ("picture", "wandb_frontier"):  # of the package itself: the stand-in has none
+        importlib.import_module(f"baoc.sweep.{name}")
     asked: list[Path] = []
     module = ModuleType("baoc.sweep")
     module.__dict__["frontier_of"] = asked.append
@@ -152,6 +156,37 @@ def test_a_run_is_never_written_over_another(training, tmp_path: Path, capsys):
     assert "mine holds a run already, which is never overwritten: choose another folder" in capsys.readouterr().err
     assert not (tmp_path / "mine" / "error.json").exists() or (tmp_path / "mine" / "result.json").exists()
     assert main(["hydra.run.dir=mine", "resume=mine"]) == 0
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from baoc.config.claim import claimed
+with claimed(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("resume", [[], ["resume=mine"]], ids=["anew", "resumed"])
+def test_two_processes_are_never_in_one_folder(training, tmp_path: Path, capsys, resume: list[str]):
+    commands = training(do_nothing)
+    mine = tmp_path / "mine"
+    (mine / "checkpoints").mkdir(parents=True)
+    command = [sys.executable, "-c", HOLD, str(mine)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        (mine / "config.yaml").write_text("of the other run")
+        assert main(["hydra.run.dir=mine", *resume]) == 2
+        said = capsys.readouterr().err
+        assert f"process {other.pid} on " in said and f"is at work in {mine}: wait for it or end it" in said
+        assert not commands and (mine / "config.yaml").read_text() == "of the other run"
+        assert not (mine / "error.json").exists(), "nothing of the other run's is touched"
+        other.kill()
+    assert (mine / "run.lock").exists(), "as kill -9 leaves it"
+    assert main(["hydra.run.dir=mine", *resume]) == 0
+    assert commands and not (mine / "run.lock").exists()
 
 
 def test_a_folder_that_cannot_be_written_is_named(training, tmp_path: Path, capsys):
