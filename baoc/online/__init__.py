@@ -1,4 +1,9 @@
-"""Reallocation during training: when to think again (triggers) and how to move (reallocator)."""
+"""Reallocation during training. To read it in one sitting: `triggers` (when to think again), `reallocator` (propose,
+judge, move, tell), `moving` (what a move costs, in risk and in bytes), `optim.migration` (what becomes of a state).
+
+`dial` says which budget is in force and `relaxation` what calm blocks give up; `converting` is for resumed runs;
+`assemble`, `timing` and `temporaries` build the first plan.
+"""
 
 from baoc.online.assemble import SessionSettings, assemble
 from baoc.online.dial import BudgetChange, BudgetDial

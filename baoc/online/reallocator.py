@@ -74,6 +74,8 @@ class Reallocator:
         listening = {"listeners": [], "settled_listeners": [], "tracked": nullcontext}
         return {**self.__dict__, "profiler": None, **listening}
 
+    # -- what the training loop calls -----------------------------------------------------------------------------
+
     def attach(self) -> None:
         """Hooks into the optimizer's step: gradients are seen when they are final, decisions come after the update."""
         if self.optimizer.releaser is not None:
@@ -139,6 +141,8 @@ class Reallocator:
         if TRIGGERS[self.settings.mode](self.settings, now):
             self.decide(trigger=self.settings.mode)
 
+    # -- a decision by gradients ----------------------------------------------------------------------------------
+
     def decide(self, *, trigger: str) -> Reallocation:
         """Proposes from the newest profile and moves if that lowers the risk by more than it costs.
 
@@ -152,14 +156,16 @@ class Reallocator:
         self.last_decision, self.profile = self.step, profile
         self.first_profile = self.first_profile or profile
         proposal = self.planner.propose(profile=profile)
-        before = self.planner.price(self.plan.allocation.choices, risk=proposal.risk_model, profile=profile)
-        paid = 0.0 if first else self._migration_risk(proposal, profile=profile)
-        needed = paid if first else paid + self.settings.min_gain * abs(before)
-        accepted, why = self._judge(proposal, before=before, needed=needed)
+        risk_before = self.planner.price(self.plan.allocation.choices, risk=proposal.risk_model, profile=profile)
+        cost = 0.0 if first else self._migration_risk(proposal, profile=profile)
+        needed = cost if first else cost + self.settings.min_gain * abs(risk_before)
+        accepted, why = self._judge(proposal, risk_before=risk_before, needed=needed)
         if self.settings.update_rms == "profiled":
             rms = {block: stats.update_rms for block, stats in profile.stats.items()}
             self.optimizer.set_target_rms({block: value for block, value in rms.items() if value > 0})
-        event = self._move(proposal, trigger=trigger, accepted=accepted, why=why, before=before, paid=paid)
+        event = self._move_or_stay(
+            proposal, trigger=trigger, accepted=accepted, why=why, risk_before=risk_before, cost=cost
+        )
         if self.watching:
             self.profiler.settle()
         else:
@@ -177,20 +183,18 @@ class Reallocator:
             left=self.left,
         )
 
-    def _judge(self, proposal: Plan, *, before: float, needed: float) -> tuple[bool, str]:
+    def _judge(self, proposal: Plan, *, risk_before: float, needed: float) -> tuple[bool, str]:
         """Whether to move to `proposal`, and why (not): it saves more than `needed` of risk, and fits on the way."""
         risk, after = self.planner.settings.risk, proposal.allocation.risk
         if dict(proposal.allocation.choices) == dict(self.plan.allocation.choices):
             return False, f"{risk} risk confirms the allocation in use"
-        change = f"{risk} risk {before:.4g} -> {after:.4g}"
-        if before - after <= needed:
+        change = f"{risk} risk {risk_before:.4g} -> {after:.4g}"
+        if risk_before - after <= needed:
             return False, f"{change} saves less than the {needed:.2g} that moving has to"
         blocked = self._make_way(proposal, memory=self.planner.budget.memory_bytes)
         return not blocked, blocked or change
 
-    def _tell(self, event: Reallocation) -> None:
-        for listener in self.listeners:
-            listener(event, self.plan, self.profile)
+    # -- limits that change ---------------------------------------------------------------------------------------
 
     def rebudget(self, budget: Budget, *, why: str, footprint: Footprint | None = None) -> Reallocation:
         """Puts another budget (or a footprint that grew) in force and moves to the allocation that meets it.
@@ -244,16 +248,18 @@ class Reallocator:
         """
         known = self.profile is not None
         proposal = self.planner.propose(risk=None if known else "prior", profile=self.profile)
-        before = self.planner.price(self.plan.allocation.choices, risk=proposal.risk_model, profile=self.profile)
+        risk_before = self.planner.price(self.plan.allocation.choices, risk=proposal.risk_model, profile=self.profile)
         if blocked := self._make_way(proposal, memory=limit):
             raise InfeasibleBudgetError(
                 f"budget {self.planner.budget.name} would hold, but {blocked}",
                 budget_bytes=self.planner.budget.memory_bytes or 0,
                 least_feasible_bytes=proposal.least_feasible_bytes,
             )
-        event = self._move(proposal, trigger=trigger, accepted=True, why=why, before=before)
+        event = self._move_or_stay(proposal, trigger=trigger, accepted=True, why=why, risk_before=risk_before)
         self._tell(event)
         return event
+
+    # -- the move -------------------------------------------------------------------------------------------------
 
     def _make_way(self, proposal: Plan, *, memory: int | None) -> str:
         """Sees to it that nothing passes `memory` bytes while blocks move; returns why it would, "" if it does not.
@@ -271,29 +277,19 @@ class Reallocator:
             f"{format_bytes(memory)} allowed"
         )
 
-    def _move(
-        self, proposal: Plan, *, trigger: str, accepted: bool, why: str, before: float, paid: float = 0.0
+    def _move_or_stay(
+        self, proposal: Plan, *, trigger: str, accepted: bool, why: str, risk_before: float, cost: float = 0.0
     ) -> Reallocation:
+        """Puts `proposal` in force if it was accepted, else prices the plan in force anew; tells which, as an event."""
         bytes_before = self.optimizer.state_bytes()
-        moves = ()
+        moves = self._migrate(proposal, trigger=trigger) if accepted else ()
         if accepted:
             self.num_accepted += 1
-            changes = moved_specs(self.plan, proposal)
-            self._switch = {
-                "step": self.step,
-                "trigger": trigger,
-                "rms": self.optimizer.update_rms(changes) if self.step else {},
-            }
-            self.left = {block: now for block, (now, _) in changes.items()}
-            texts = {reason.block: reason.text for reason in proposal.reasons}
-            with self.tracked():
-                moments = self.profiler.moments() if self.profiler is not None else {}
-                done = self.optimizer.migrate(proposal.allocation.choices, moments=moments)
-            moves = tuple(replace(move, why=texts.get(move.block, "")) for move in done)
             self.plan = proposal
         else:
-            self.plan = replace(self.plan, risk_model=proposal.risk_model, candidates=proposal.candidates)
-            self.plan = replace(self.plan, allocation=replace(self.plan.allocation, risk=before))
+            allocation = replace(self.plan.allocation, risk=risk_before)
+            risk_model, candidates = proposal.risk_model, proposal.candidates
+            self.plan = replace(self.plan, risk_model=risk_model, candidates=candidates, allocation=allocation)
         return Reallocation(
             step=self.step,
             trigger=trigger,
@@ -302,10 +298,24 @@ class Reallocator:
             moves=moves,
             state_bytes_before=bytes_before,
             state_bytes_after=self.optimizer.state_bytes(),
-            risk_before=before,
+            risk_before=risk_before,
             risk_after=self.plan.allocation.risk,
-            migration_risk=paid,
+            migration_risk=cost,
         )
+
+    def _migrate(self, proposal: Plan, *, trigger: str) -> tuple[BlockMove, ...]:
+        """Moves the optimizer, block by block, and remembers what the next step has to be compared with."""
+        changes = moved_specs(self.plan, proposal)
+        self.left = {block: now for block, (now, _) in changes.items()}
+        rms_before = self.optimizer.update_rms(changes) if self.step else {}
+        self._switch = {"step": self.step, "trigger": trigger, "rms": rms_before}
+        texts = {reason.block: reason.text for reason in proposal.reasons}
+        with self.tracked():
+            moments = self.profiler.moments() if self.profiler is not None else {}
+            done = self.optimizer.migrate(proposal.allocation.choices, moments=moments)
+        return tuple(replace(move, why=texts.get(move.block, "")) for move in done)
+
+    # -- who listens ----------------------------------------------------------------------------------------------
 
     def tell_conversion(self, moves: Sequence[BlockMove], *, notes: Sequence[str]) -> None:
         """After a resume that was no mere continuation: an event that says what changed and what became of each block.
@@ -327,6 +337,10 @@ class Reallocator:
             risk_after=self.plan.allocation.risk,
         )
         self._tell(event)
+
+    def _tell(self, event: Reallocation) -> None:
+        for listener in self.listeners:
+            listener(event, self.plan, self.profile)
 
     def _settle(self) -> None:
         """The step after a move: how large the moved blocks' updates are beside what they were."""
