@@ -139,6 +139,7 @@ def assemble_trainer(
     """
     recorder = Recorder(run_dir)
     memory = MemoryMonitor(config.budget)
+    memory.predicted = lambda: recorder.peak_bytes_predicted
     steps = StepMonitor(leave_out=lambda: memory.tracked, batch_size=config.micro_batch_size)
     checkpoint = make_checkpoint(config, task=task, run_dir=run_dir, memory=memory)
     strategy = make_strategy(config, device=device, recorder=recorder, loggers=loggers, latency=latency)
@@ -189,6 +190,7 @@ def watch_memory(memory: MemoryMonitor, *, task: Task, strategy: BaocStrategy, p
     assert strategy.reallocator is not None
     memory.context_bytes, memory.predicted_bytes = strategy.context_bytes, predicted_bytes
     memory.budget_bytes = strategy.budget.memory_bytes  # budget=auto has a limit only now
+    memory.budget_name = strategy.budget.name  # after a resume it is the one that was in force
     profiler = strategy.reallocator.profiler
     held = [part.buffers for part in (profiler, task.ema) if part is not None]
     memory.held = lambda: [buffers() for buffers in held]

@@ -14,6 +14,7 @@ from baoc.types import LatencyTable, Option, latency_from_plain
 
 DECISION = "decision.json"
 LATENCY = "latency.json"
+RESULT = "result.json"
 
 
 def find_checkpoint(config: RunConfig, *, run_dir: Path) -> Path | None:
@@ -38,11 +39,16 @@ def find_checkpoint(config: RunConfig, *, run_dir: Path) -> Path | None:
     return found
 
 
-def check_resume(config: RunConfig, *, checkpoint: Path) -> None:
-    """Refuses to resume what is finished, and says which settings of the optimizer stay those of the checkpoint."""
+def check_resume(config: RunConfig, *, checkpoint: Path, run_dir: Path) -> None:
+    """Refuses to resume what is finished, and says which settings of the optimizer stay those of the checkpoint.
+
+    A run of this folder that was killed between its last step and its result is not: it only lacks that.
+    """
     content = load_checked(checkpoint)
     step, end = content.get("global_step", 0), config.trainer.max_steps
-    if 0 < end <= step:
+    if 0 < end == step and run_dir.resolve() in checkpoint.resolve().parents and not (run_dir / RESULT).is_file():
+        console.say(f"all {end} steps are done: only the result is still to be made")
+    elif 0 < end <= step:
         raise BadInputError(
             f"{checkpoint} is of step {step} and trainer.max_steps={end}: nothing is left to train. Give a larger "
             "trainer.max_steps, or mode=eval to evaluate it"

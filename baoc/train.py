@@ -76,19 +76,20 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
         if config.mode == "eval":
             return evaluate(parts, task=task, data=data, checkpoint=checkpoint, run_dir=run_dir)
         if checkpoint is not None:
-            check_resume(config, checkpoint=checkpoint)
-        with failures(device), parts.preemption.listening(), parts.control.listening():
-            parts.trainer.fit(task, datamodule=data, ckpt_path=checkpoint, weights_only=True)
-        if config.mode == "plan":
-            leave_planned(config, parts=parts, device=device, run_dir=run_dir)
-            return None
-        if parts.trainer.interrupted:
-            raise KeyboardInterrupt
-        result = measure(config, parts=parts, task=task, metrics=final_metrics(parts, task, data), command=command)
-        if config.checkpoint.export:
-            export(task, parts=parts, folder=run_dir / "model")
-        conclude(result, parts=parts, run_dir=run_dir)
-        return result
+            check_resume(config, checkpoint=checkpoint, run_dir=run_dir)
+        with parts.control.listening():  # to the end: a signal that nobody takes ends a process
+            with failures(device), parts.preemption.listening():
+                parts.trainer.fit(task, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+            if config.mode == "plan":
+                leave_planned(config, parts=parts, device=device, run_dir=run_dir)
+                return None
+            if parts.trainer.interrupted:
+                raise KeyboardInterrupt
+            result = measure(config, parts=parts, task=task, metrics=final_metrics(parts, task, data), command=command)
+            if config.checkpoint.export:
+                export(task, parts=parts, folder=run_dir / "model")
+            conclude(result, parts=parts, run_dir=run_dir)
+            return result
 
 
 def leave_planned(config: RunConfig, *, parts: Parts, device: str, run_dir: Path) -> None:
@@ -236,7 +237,7 @@ def measure(config: RunConfig, *, parts: Parts, task: Task, metrics: dict[str, f
         binding=plan.binding,
         least_feasible_bytes=plan.least_feasible_bytes,
         peak_bytes=peak,
-        peak_bytes_predicted=parts.recorder.peak_bytes_predicted,
+        peak_bytes_predicted=parts.memory.highest_predicted_bytes,
         state_bytes=state,
         state_bytes_predicted=plan.allocation.state_bytes,
         state_bytes_adamw=plan.state_bytes_adamw,

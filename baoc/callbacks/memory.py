@@ -47,7 +47,9 @@ class MemoryMonitor(L.Callback):
         self.enforce = enforce
         self.held: Callable[[], Any] = tuple  # what else is alive all the time: the profiler's buffers
         self.peaks: dict[str, int] = {}
+        self.predicted: Callable[[], int] = lambda: 0  # the largest peak that a plan of this attempt predicted
         self._before = 0  # the peak under earlier budgets
+        self._earlier: dict[str, Any] = {}  # of the attempts that this one goes on from
         self._tracker: MemoryTracker | None = None  # on a CPU only
         self._device = torch.device("cpu")
         self._first_step = 0
@@ -65,10 +67,12 @@ class MemoryMonitor(L.Callback):
 
     @property
     def peak_bytes(self) -> int:
-        """The peak so far; 0 before anything was measured."""
+        """The peak so far under this budget, that of the attempts before a resume included; 0 before anything was
+        measured."""
+        earlier = self._of_earlier("peak")
         if self._device.type == "cuda":
-            return self.context_bytes + torch.cuda.max_memory_reserved(self._device)
-        return max(self.peaks.values(), default=0)
+            return max(self.context_bytes + torch.cuda.max_memory_reserved(self._device), earlier)
+        return max(*self.peaks.values(), earlier, 0)
 
     @contextmanager
     def track(self, label: str) -> Iterator[None]:
@@ -90,8 +94,13 @@ class MemoryMonitor(L.Callback):
 
     @property
     def highest_bytes(self) -> int:
-        """The peak of the whole run, whatever budgets it had."""
-        return max(self._before, self.peak_bytes)
+        """The peak of the whole run, whatever budgets it had, and however often it was resumed."""
+        return max(self._before, self._of_earlier("highest"), self.peak_bytes)
+
+    @property
+    def highest_predicted_bytes(self) -> int:
+        """The largest peak that a plan of the run predicted: each was in force for a while."""
+        return max(self._of_earlier("predicted"), self.predicted())
 
     def restart(self, budget: Budget, *, predicted_bytes: int, step: int) -> None:
         """Another budget is in force after `step` steps: peaks are measured anew, the next steps tracked again."""
@@ -116,13 +125,30 @@ class MemoryMonitor(L.Callback):
             f"{format_bytes(held - self.budget_bytes)} too much: lower micro_batch, or give a larger budget"
         )
 
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "device": self._device.type,
+            "budget": [self.budget_name, self.budget_bytes],
+            "peak": self.peak_bytes,
+            "highest": self.highest_bytes,
+            "predicted": self.highest_predicted_bytes,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._earlier = state_dict
+
+    def _of_earlier(self, key: str) -> int:
+        """What earlier attempts of this run held: on such a device, under this budget. Others are another run's."""
+        same = self._earlier.get("budget") == [self.budget_name, self.budget_bytes]
+        return self._earlier[key] if same and self._earlier["device"] == self._device.type else 0
+
     # -- Lightning ------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._trainer = trainer
         self._device = trainer.strategy.root_device
         self.peaks = {}
-        self._before = 0
+        self._before, self._earlier = 0, {}
         self._seen_validation = set()
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)

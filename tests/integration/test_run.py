@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from baoc.config.schema import (
     RunConfig,
     TrainerConfig,
 )
-from baoc.errors import InfeasibleBudgetError, TrainingFailedError
+from baoc.errors import BadInputError, InfeasibleBudgetError, TrainingFailedError
 from baoc.tracking import read_metrics
 from baoc.types import RunResult
 
@@ -128,6 +129,21 @@ def test_stopped_and_resumed_it_is_the_same_run(whole, tmp_path, stop, monkeypat
     assert resumed.num_reallocations == whole[1].num_reallocations
     events = [json.loads(line) for line in (run_dir / "reallocations.jsonl").read_text().splitlines()]
     assert [event["step"] for event in events] == [6]
+
+
+def test_a_run_that_was_killed_between_its_last_step_and_its_result_only_makes_that(whole, tmp_path, capsys):
+    run_dir = tmp_path / "day" / "late"
+    shutil.copytree(whole[0], run_dir)
+    (run_dir / "result.json").unlink()
+    capsys.readouterr()
+    late = run(run_dir, resume="auto")
+    assert "steps are done: only the result is still to be made" in " ".join(capsys.readouterr().out.split())
+    assert logged(run_dir) == logged(whole[0])
+    for name in ("quality", "num_steps", "peak_bytes", "peak_bytes_predicted", "state_bytes", "budget_met"):
+        assert getattr(late, name) == getattr(whole[1], name), name
+    assert late.peak_bytes > 0, "of the attempt that trained"
+    with pytest.raises(BadInputError, match="nothing is left to train"):
+        run(run_dir, resume="auto")
 
 
 def test_a_memory_budget_that_does_not_bind_is_adamw_throughout(tmp_path):
