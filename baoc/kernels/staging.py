@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from baoc.kernels.kinds import Options, Row
+from baoc.kernels.native.looks import look_at
 from baoc.kernels.table import WIDTH, FusedTable
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)  # of gradients, as kernels read them
@@ -26,9 +27,6 @@ _GRAD: Callable[[Tensor], Any] = attrgetter("grad")
 _DTYPE: Callable[[Any], torch.dtype] = attrgetter("dtype")
 # Of the class: a third faster than looked up in each tensor.
 _DATA_PTR, _IS_CONTIGUOUS = torch._C.TensorBase.data_ptr, torch._C.TensorBase.is_contiguous
-_SAME_POINTERS: Callable[[list[Any], list[int], list[int]], bool] | None = getattr(
-    torch._C, "_tensors_data_ptrs_at_indices_equal", None
-)  # torch has it where it has CUDA
 
 
 def _dtype_or(grad: Tensor | None, known: torch.dtype) -> torch.dtype:
@@ -68,40 +66,35 @@ class Gradients:
         self._owners = [table for table in tables for _ in table.params]
         self._dtypes = [table.grad_dtype for table in self._owners]
         self._wanted = list(self._dtypes)  # the type that the launch of each reads
-        self._seen: list[int] = []
-        self._indices = list(range(len(self.params)))
+        self._seen = array("q")
         self._few = len(self.params) <= _FEW
+        self._look = None if self._few else look_at(self.params)
         self._layouts: dict[bytes, _Layout] = {}
         self._copies: list[Tensor] = []
 
     def refresh(self) -> None:
         """Takes note of where the gradients are. A sparse one has no address: torch raises."""
-        grads = list(map(_GRAD, self.params))
-        if not self._as_seen(grads):
-            try:
-                seen = list(map(_DATA_PTR, grads))
-            except TypeError:  # some have none
-                seen = [-1 if grad is None else grad.data_ptr() for grad in grads]
-            if seen != self._seen or self._few:
-                self._recall_or_notice(seen, grads)
-                self._seen = seen
+        look = self._look
+        seen = self._seen_one_by_one() if look is None or not look.all_seen() else look.seen
+        if seen != self._seen or self._few:
+            seen = seen[:]  # the next look writes to it
+            self._recall_or_notice(seen)
+            self._seen = seen
         if self.copied:
             self._copy()
 
-    def _as_seen(self, grads: list[Tensor | None]) -> bool:
-        """True if all gradients are where they were; False too where torch has no quick way to tell."""
-        if _SAME_POINTERS is None or self._few or not self._seen or -1 in self._seen:
-            return False
+    def _seen_one_by_one(self) -> array:
+        grads = list(map(_GRAD, self.params))
         try:
-            return _SAME_POINTERS(grads, self._seen, self._indices)
-        except (RuntimeError, TypeError):  # some have none now
-            return False
+            return array("q", map(_DATA_PTR, grads))
+        except TypeError:  # some have none
+            return array("q", [-1 if grad is None else grad.data_ptr() for grad in grads])
 
-    def _recall_or_notice(self, seen: list[int], grads: Sequence[Tensor | None]) -> None:
-        key = array("q", seen).tobytes()
+    def _recall_or_notice(self, seen: array) -> None:
+        key = seen.tobytes()
         layout = None if self._few else self._layouts.get(key)
         if layout is None:
-            self._notice(seen, grads)
+            self._notice(seen.tolist(), list(map(_GRAD, self.params)))
             if not self.copied and not self._few:
                 if len(self._layouts) >= _LAYOUTS:
                     self._layouts.clear()

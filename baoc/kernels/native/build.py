@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -101,7 +102,19 @@ def _compiled() -> Path:
         flags = (*flags, "-mprefer-vector-width=512")
     files = sorted(path for path in SOURCES.iterdir() if path.suffix in (".cpp", ".h"))
     parts = [*command, *_FLAGS, *flags, told, platform.platform(), *(path.read_text() for path in files)]
-    name = f"step-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:24]}.so"
+    return _kept("step", parts, lambda path: _compile([*command, *_FLAGS, *flags], target=path))
+
+
+def compiled(source: Path, *, flags: Sequence[str]) -> Path:
+    """Path of the library of one source in C, which takes the compiler a moment. Raises Unavailable or OSError."""
+    command = [*compiler(), *flags, "-x", "c"]
+    parts = [*command, platform.platform(), source.read_text()]
+    return _kept(source.stem, parts, lambda path: _compile(command, target=path, source=source))
+
+
+def _kept(stem: str, parts: Sequence[str], make: Callable[[Path], None]) -> Path:
+    """The library in the cache that was made of `parts`, made now if there is none."""
+    name = f"{stem}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:24]}.so"
     for folder in (cache_folder(), Path(tempfile.gettempdir()) / f"baoc-{_user()}"):
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -109,7 +122,7 @@ def _compiled() -> Path:
                 continue
             path = folder / name
             if not path.exists():
-                _compile([*command, *_FLAGS, *flags], target=path)
+                make(path)
             return path
         except OSError as error:
             log.info("no library is kept in %s: %s", folder, error)
@@ -136,12 +149,12 @@ def _cpu_flags(command: list[str]) -> tuple[tuple[str, ...], str]:
     raise Unavailable(f"{command[0]} does not work: {said.strip()[-500:]}")
 
 
-def _compile(command: list[str], *, target: Path) -> None:
-    log.info("compiling the native optimizer step with %s, once for this machine", command[0])
+def _compile(command: list[str], *, target: Path, source: Path = SOURCES / "step.cpp") -> None:
+    log.info("compiling %s of the native optimizer step with %s, once for this machine", source.name, command[0])
     handle, aside = tempfile.mkstemp(dir=target.parent, prefix=target.stem, suffix=".tmp")
     os.close(handle)
     try:
-        done = _run([*command, str(SOURCES / "step.cpp"), "-o", aside])
+        done = _run([*command, str(source), "-o", aside])
         if done.returncode != 0:
             raise Unavailable(f"{command[0]} cannot compile the native step: {done.stderr.strip()[-1000:]}")
         os.replace(aside, target)
