@@ -2,7 +2,7 @@
 
 import struct
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from itertools import accumulate, pairwise
 
@@ -39,6 +39,7 @@ class Engine:
         self.settings = Settings(self.tables, places=self.places, size=self.size)
         self._needs_thresholds = any(table.needs_thresholds for table in self.tables)
         self._graphs = Graphs(self.device, on=graphs)
+        self._apart = [table for table in self.tables if table.kind.family.allocates]  # no graph launches these
         self._allocate()
         self._lay_out_blocks()
         self._bind()
@@ -185,26 +186,50 @@ class Engine:
                 launch(table, Call(mode="measure", track=True, marked=marked))
             self._match(measure=True)
         if graphs and self._graphs.on:
-            self._graphs.run(
-                (staged, self.gradients.variant, matched, marked),
-                lambda: self._launch(staged=staged, matched=matched, marked=marked),
-                slot=self._upload.slot(),
-            )
+            key, slot = (staged, self.gradients.variant_number, matched, marked), self._upload.slot()
+            parts = self._parts(staged=staged, matched=matched, marked=marked)
+            for number, (launch_part, captured) in enumerate(parts):
+                if captured:
+                    self._graphs.run((number, key), launch_part, slot=slot)
+                else:
+                    launch_part()
         else:
-            self._launch(staged=staged, matched=matched, marked=marked)
+            for launch_part, _ in self._parts(staged=staged, matched=matched, marked=marked):
+                launch_part()
         if staged:
             self._upload.sent()
             self._on_device = self.gradients.version
 
-    def _launch(self, *, staged: bool, matched: bool, marked: bool) -> None:
-        """Kernels alone if it was staged, one after the other: a graph of those takes the least to launch. Streams side
-        by side would fill the gaps between tables, and cost more than that (30 us of a step of 800)."""
-        if staged:
-            self._upload.exchange()
-        matching = [table for table in self.tables if matched and table.matches[0] is not None]
-        for table in self.tables:
-            on = table in matching
+    def _parts(self, *, staged: bool, matched: bool, marked: bool) -> list[tuple[Callable[[], None], bool]]:
+        """What a step launches, in order, and whether a graph may do it. Kernels alone if it was staged, one after the
+        other: a graph of those takes the least to launch. Streams side by side would fill the gaps between tables, and
+        cost more than that (30 us of a step of 800)."""
+        apart = self._apart
+
+        def begin() -> None:
+            if staged:
+                self._upload.exchange()
+            self._step([table for table in self.tables if table not in apart], matched=matched, marked=marked)
+
+        def end() -> None:
+            self._finish(staged=staged, matched=matched, marked=marked)
+
+        def whole() -> None:
+            begin()
+            end()
+
+        if not apart:
+            return [(whole, True)]
+        return [(begin, True), (lambda: self._step(apart, matched=matched, marked=marked), False), (end, True)]
+
+    def _step(self, tables: Iterable[FusedTable], *, matched: bool, marked: bool) -> None:
+        for table in tables:
+            on = matched and table.matches[0] is not None
             launch(table, Call(matched=on, track=on, marked=marked))
+
+    def _finish(self, *, staged: bool, matched: bool, marked: bool) -> None:
+        """Matching, and what comes back."""
+        matching = [table for table in self.tables if matched and table.matches[0] is not None]
         if matching:
             self._match(measure=False)
             for table in matching:

@@ -1,7 +1,7 @@
-"""Families of fused rules that see a matrix: shared v, Adafactor, column norms and FOAM. Needs no Triton.
+"""Families of fused rules that see a matrix: shared v, Adafactor, column norms, Muon and FOAM. Needs no Triton.
 
 Bytes of state per parameter of a (rows, cols) matrix, m in fp32 / bf16 / int8: shared v 4 / 2 / 1.0625 and a vector;
-Adafactor two vectors, and m if it has one; column norms nothing; FOAM of level l 8 / 4 / 2.125 over 2^l.
+Adafactor two vectors, and m if it has one; column norms nothing; Muon m; FOAM of level l 8 / 4 / 2.125 over 2^l.
 """
 
 from collections.abc import Callable
@@ -145,6 +145,22 @@ register(
         sizes=_adafactor_sizes,
         programs=_chunks,
         cut=_cut,
+    )
+)
+
+
+register(
+    Family(
+        module="baoc.kernels.muon",
+        rules={"muon": RuleKind(has_m=True, has_v=False, counts_steps=False, row=sign_row)},
+        m=M_CODECS,
+        v=(),
+        weights=WEIGHTS,
+        columns={"m": 1, "m.scale": 2},
+        sizes=_m_sizes,
+        programs=_chunks,
+        cut=_cut,
+        allocates=True,
     )
 )
 

@@ -33,6 +33,9 @@ def _dtype_or(grad: Tensor | None, known: torch.dtype) -> torch.dtype:
     return known if grad is None else grad.dtype
 
 
+Variant = tuple[tuple[torch.dtype, bool], ...]
+
+
 class _Layout(NamedTuple):
     """What `Gradients` found about gradients at certain addresses."""
 
@@ -40,7 +43,7 @@ class _Layout(NamedTuple):
     active: list[bool]
     dtypes: list[torch.dtype]
     wanted: list[torch.dtype]
-    variant: tuple[tuple[torch.dtype, bool], ...]
+    variant: Variant
 
 
 class Gradients:
@@ -60,7 +63,9 @@ class Gradients:
         self.version = 0  # of the addresses
         self.active = [False] * len(self.params)  # which have a gradient
         self.num_changes = 0  # of that
-        self.variant: tuple[tuple[torch.dtype, bool], ...] = ()  # of each table: gradients' type, and if aligned
+        self.variant: Variant = ()  # of each table: gradients' type, and if aligned
+        self.variant_number = 0  # the same for the same
+        self._variants: dict[Variant, int] = {}
         self.copied: list[int] = []
         self._begins = begins
         self._owners = [table for table in tables for _ in table.params]
@@ -102,8 +107,9 @@ class Gradients:
             return
         self.copied = []
         self._dtypes, self._wanted = layout.dtypes, layout.wanted
-        self.addresses, self.variant = layout.addresses, layout.variant
+        self.addresses = layout.addresses
         self.version += 1
+        self._take_variant(layout.variant)
         self._take_active(layout.active)
         for table, (dtype, aligned) in zip(self.tables, layout.variant, strict=True):
             table.grad_dtype, table.grads_aligned = dtype, aligned
@@ -132,6 +138,9 @@ class Gradients:
             self.active = active
             self.num_changes += 1
 
+    def _take_variant(self, variant: Variant) -> None:
+        self.variant, self.variant_number = variant, self._variants.setdefault(variant, len(self._variants))
+
     def _notice_types(self, grads: Sequence[Tensor | None]) -> None:
         begin = 0
         for table in self.tables:
@@ -152,7 +161,7 @@ class Gradients:
             placed[begin : begin + len(own)] = array("q", own)
             size = table.grad_dtype.itemsize
             table.grads_aligned = all_aligned or all(table.is_aligned(address, size) for address in own)
-        self.variant = tuple((table.grad_dtype, table.grads_aligned) for table in self.tables)
+        self._take_variant(tuple((table.grad_dtype, table.grads_aligned) for table in self.tables))
         if placed != self.addresses or not self.version:
             self.addresses = placed  # another object: layouts keep those that were
             self.version += 1

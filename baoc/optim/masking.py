@@ -81,7 +81,8 @@ class Guard:
         `final`: somebody reads the gradients before the step, so backends mark them too.
         """
         strict = self.policy != "skip_element"
-        unknown = any(param.grad is not None and not self._knows(param) for param in roster.guarded)
+        guarded = roster.guarded
+        unknown = bool(guarded) and any(param.grad is not None and not self._knows(param) for param in guarded)
         unmarked = [backend for backend in roster.marking if not backend.marked] if final or strict else ()
         if unknown or unmarked:
             self._find(roster, step=step, guarded=unknown, marking=unmarked)

@@ -160,7 +160,7 @@ class BlockwiseOptimizer(Optimizer):
 
     step.hooked = True  # pyright: ignore[reportFunctionMemberAccess]
 
-    @torch.no_grad()
+    @step_hooks.without_grad
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:

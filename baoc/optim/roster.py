@@ -184,7 +184,7 @@ class Roster:
         """The backends, for parameters as they are now."""
         if not self.placed:
             self.place()
-        elif any(backend.moved for backend in self._backends or ()):
+        elif any([backend.moved for backend in self._backends or ()]):  # a list is faster than a generator
             self._drop_backends()
         return self.backends
 

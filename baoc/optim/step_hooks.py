@@ -1,4 +1,8 @@
-"""Whether a step has to be wrapped as torch wraps every optimizer's: for step hooks, and for profilers to see it."""
+"""What is wrapped around a step: nothing that torch wraps around every optimizer's, unless somebody looks."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -14,3 +18,18 @@ def wanted(optimizer: Optimizer) -> bool:
         or _global_optimizer_post_hooks
         or torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
     )
+
+
+def without_grad(step: Callable[..., Any]) -> Callable[..., Any]:
+    """As `torch.no_grad()`, which costs a step over a microsecond more, for methods of an optimizer and a closure."""
+
+    @wraps(step)
+    def stepping(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        was_on = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        try:
+            return step(optimizer, closure)
+        finally:
+            torch._C._set_grad_enabled(was_on)
+
+    return stepping

@@ -1,18 +1,16 @@
 """Muon (Jordan et al. 2024; METHODS 5): momentum whose singular values are all made about 1, for hidden matrices.
 
-The polar factor is approached by five Newton-Schulz steps of the quintic that the authors tuned for speed: singular
-values end between .7 and 1.2, not at 1.
+The polar factor is approached by five Newton-Schulz steps, see `baoc.kernels.polar`.
 """
 
 import torch
 from torch import Tensor
 
+from baoc.kernels.polar import STEPS, A, B, C
 from baoc.rules.base import Direction, Rule, RuleContext
 from baoc.rules.matrix import as_matrix, finite_matrix, from_matrix
 from baoc.types import RuleInfo, Scaling, StateDecl, StateKind
 
-_A, _B, _C = 3.4445, -4.7750, 2.0315  # of x (a + b x^2 + c x^4), steep at 0
-_STEPS = 5
 _TINY = 1e-30
 
 
@@ -28,9 +26,9 @@ def orthogonalized(matrices: Tensor, *, dtype: torch.dtype = torch.float32) -> T
     # By the largest element first: squares of gradients far below 1 would be lost.
     x = x / x.abs().amax((-2, -1), keepdim=True).clamp_(min=_TINY)
     x = (x / torch.linalg.matrix_norm(x, keepdim=True).clamp_(min=_TINY)).to(dtype)
-    for _ in range(_STEPS):
+    for _ in range(STEPS):
         gram = x @ x.mT
-        x = _A * x + (_B * gram + _C * (gram @ gram)) @ x
+        x = A * x + (B * gram + C * (gram @ gram)) @ x
     return (x if wide else x.mT).to(torch.float32)
 
 

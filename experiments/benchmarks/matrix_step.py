@@ -29,6 +29,7 @@ from baoc.catalogue import STORAGES  # noqa: E402
 from baoc.codecs import CODEC_IMPLS  # noqa: E402
 from baoc.codecs.grouped import kernel_lanes  # noqa: E402
 from baoc.kernels import Cut, Engine, FusedTable, Kind, Shape  # noqa: E402
+from baoc.kernels.polar import STEPS  # noqa: E402
 from baoc.optim.backends.eager import Options  # noqa: E402
 from baoc.optim.matching import DEFAULT_TARGET  # noqa: E402
 from baoc.rules import RULES  # noqa: E402
@@ -46,7 +47,11 @@ SPECS: list[tuple[str, str, str]] = [
     ("foam_l8", "int8", "split8"), ("foam_l2_out", "fp32", "native"), ("foam_l2_out", "int8", "split8"),
     ("foam_l8_out", "fp32", "native"), ("foam_l2_sq", "int8", "native"), ("adamw", "int4", "native"),
     ("adamw", "int4", "split8"), ("adamw", "int8_root", "native"), ("adamw", "int8_root", "split8"),
+    ("muon", "fp32", "native"), ("muon", "int8", "split8"),
 ]  # fmt: skip
+# A side of embeddings, heads and patches, which Muon leaves to others; its rows have floors of bytes alone, and under
+# `cut` the rate of its products.
+OUTER_SIDES = (1, 3, 1000, 32000)
 WORKERS = 12
 LEAST_PACKED = 4096
 
@@ -63,6 +68,7 @@ def make_engine(spec: tuple[str, str, str], shapes: Sequence[tuple[int, ...]], *
     for param in make_params(list(shapes), FLOAT32 if weights == "native" else BFLOAT16):
         info = ParamInfo(name="w", shape=tuple(param.shape), dtype="float32", role=Role.MLP)
         takes_part = info.matrix_shape is not None or not RULES[rule].info.needs_matrix
+        takes_part = takes_part and not (RULES[rule].info.hidden_only and set(param.shape) & set(OUTER_SIDES))
         small = storage == "int4" and param.numel() < LEAST_PACKED
         scheme = STORAGES["fp32" if small or not takes_part else storage]
         kind = Kind(rule=rule if takes_part else "adamw", m=scheme.m, v=scheme.v, weights=weights)
@@ -105,6 +111,17 @@ def least_bytes(engine: Engine) -> int:
     return total
 
 
+def products(engine: Engine) -> float:
+    """Floating-point operations of Muon's products, 0 of other rules."""
+    total = 0.0
+    for table in engine.tables:
+        if table.kind.rule == "muon":
+            for shape in table.shapes:
+                short, long = sorted((shape.rows, shape.cols))
+                total += STEPS * (4 * short * short * long + 2 * short**3)
+    return total
+
+
 def time_spec(model: str, spec: tuple[str, str, str], *, gbps: float) -> Row:
     engine = make_engine(spec, MODELS[model])
     options, phase = (Options(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1),), iter(range(1, 10_000))
@@ -118,10 +135,11 @@ def time_spec(model: str, spec: tuple[str, str, str], *, gbps: float) -> Row:
     times, alone = events_ms(step), events_ms(lambda: engine.run(matched=matched))
     nbytes, num = least_bytes(engine), sum(map(prod, MODELS[model]))
     extra = sum(table.nbytes for table in engine.tables) / num
+    flops = products(engine)
+    cut = f"{flops / median(alone) / 1e9:.0f}TFLOP/s" if flops else f"+{extra:.3f}B"
     return Row(
-        model=model, optimizer=name_of(spec), cut=f"+{extra:.3f}B", bytes_per_element=round(nbytes / num, 3),
-        ms=median(times), min_ms=min(times), launch_ms=median(alone), host_us=host_us(step),
-        floor_ms=nbytes / gbps / 1e6,
+        model=model, optimizer=name_of(spec), cut=cut, bytes_per_element=round(nbytes / num, 3), ms=median(times),
+        min_ms=min(times), launch_ms=median(alone), host_us=host_us(step), floor_ms=nbytes / gbps / 1e6,
     )  # fmt: skip
 
 

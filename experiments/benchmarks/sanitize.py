@@ -9,8 +9,10 @@ what they say is printed and, if $OUT is set, written to sanitize.txt there.
 
 import argparse
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,12 +22,12 @@ TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SPECS = (
     "adamw", "adamw_bf16", "adamw_int8+split8", "adamw_int8_log", "adamw_int8_root+split16", "adamw_int4",
     "rmsprop_int8", "lion_int8+bf16_sr", "signum_int8", "sign", "adamw_shared_in_int8", "adamw_shared_out_int8+split8",
-    "adafactor", "adafactor_momentum_int8", "foam_l2_int8", "foam_l1_out_int8+split8", "foam_l8_int8",
+    "adafactor", "adafactor_momentum_int8", "foam_l2_int8", "foam_l1_out_int8+split8", "foam_l8_int8", "muon_int8",
 )  # fmt: skip
 SHAPES = ((1,), (33,), (40, 61), (7, 700), (130, 258), (64, 256))
 
 
-def work() -> None:
+def work(specs: Sequence[str]) -> None:
     """What is looked at: three steps of every spec."""
     import torch
     from torch import nn
@@ -35,7 +37,7 @@ def work() -> None:
     from baoc.rules import RULES
 
     torch.manual_seed(0)
-    for spec in SPECS:
+    for spec in specs:
         matrices = RULES[CATALOGUE[spec].rule].info.needs_matrix
         shapes = [shape for shape in SHAPES if len(shape) == 2 or not matrices]
         params = [nn.Parameter(torch.randn(shape, device="cuda")) for shape in shapes]
@@ -56,33 +58,42 @@ def work() -> None:
         print(f"stepped {spec}: {optimizer.num_nonfinite} elements were not finite", flush=True)
 
 
-def run(tool: str) -> tuple[int, str]:
+def found_in(text: str) -> str:
+    """What a tool reported, each kind of report and the kernel it is about once, or the last line it wrote."""
+    marked = [line.removeprefix("=========").strip() for line in text.splitlines() if line.startswith("=========")]
+    told = [re.sub(r"0x[0-9a-f]+|\(\d+,\d+,\d+\)|\d{3,}", "#", line) for line in marked if line]
+    kinds = [
+        line for line in told if re.search(r"[Hh]azard|Error|Invalid|Uninit|Barrier|Race|_kernel|SUMMARY|exist", line)
+    ]
+    return "; ".join(list(dict.fromkeys(kinds))[:12]) or text.strip().splitlines()[-1]
+
+
+def run(tool: str, specs: Sequence[str]) -> tuple[int, str]:
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--print-limit", "20"]
-    if tool == "initcheck":
-        command += ["--track-unused-memory", "no"]
     env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    done = subprocess.run(
-        [*command, sys.executable, __file__, "--work"], env=env, capture_output=True, text=True, check=False
-    )
+    work = [sys.executable, __file__, "--work", "--specs", *specs]
+    done = subprocess.run([*command, *work], env=env, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout + done.stderr
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
+    parser.add_argument("--specs", nargs="+", default=list(SPECS))
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:
-        return work()
-    plain = subprocess.run([sys.executable, __file__, "--work"], check=True, capture_output=True, text=True)  # compiles
+        return work(args.specs)
+    command = [sys.executable, __file__, "--work", "--specs", *args.specs]
+    plain = subprocess.run(command, check=True, capture_output=True, text=True)  # compiles
     failed, texts = 0, [plain.stdout]
     for tool in args.tools:
-        code, text = run(tool)
+        code, text = run(tool, args.specs)
         failed += code != 0
-        texts.append(f"== {tool}: exit code {code}\n{text[-6000:]}")
-        print(f"{tool}: {'clean' if not code else 'FOUND SOMETHING'}; {text.strip().splitlines()[-1]}", flush=True)
-    if os.environ.get("OUT"):
-        (Path(os.environ["OUT"]) / "sanitize.txt").write_text("\n".join(texts))
+        texts.append(f"== {tool}: exit code {code}\n{text[:6000]}\n...\n{text[-3000:]}")
+        print(f"{tool}: {'clean' if not code else 'FOUND SOMETHING'}; {found_in(text)}", flush=True)
+        if os.environ.get("OUT"):
+            (Path(os.environ["OUT"]) / "sanitize.txt").write_text("\n".join(texts))
     sys.exit(failed)
 
 

@@ -120,7 +120,7 @@ class FusedBackend(Backend):
 
     @property
     def moved(self) -> bool:
-        return self._units is not None and any(unit.moved() for unit in self._units)
+        return any([unit.moved() for unit in self._units or ()])
 
     @property
     def nbytes(self) -> int:
@@ -227,12 +227,12 @@ class _Unit:
     def moved(self) -> bool:
         """Looks at the first parameter, which moves when a whole model does, and at some others by turns."""
         params, addresses = self._params, self._addresses
+        begin = self._look
+        end = min(begin + _LOOKED_AT, len(params))
+        self._look = end if end < len(params) else 0
         if params[0].data_ptr() != addresses[0]:
             return True
-        begin = self._look
-        end = begin + _LOOKED_AT
-        self._look = end if end < len(params) else 0
-        return any(params[i].data_ptr() != addresses[i] for i in range(begin, min(end, len(params))))
+        return [param.data_ptr() for param in params[begin:end]] != addresses[begin:end]
 
     def mark(self) -> None:
         try:

@@ -1,0 +1,256 @@
+"""The Muon step: momentum, a batch of matrices orthogonalized in bf16 on tensor cores, and the update, by batches.
+
+Matrices of one shape lie stacked in a room that is taken for the step and given back after it. The eager twin is
+`baoc.rules.muon`. Where updates are matched, the factor is known before weights are touched, because a matrix's whole
+update is: nothing is left to repair.
+"""
+
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportOperatorIssue=false, reportCallIssue=false, reportIndexIssue=false
+# Device code: Triton's compiler gives these names types that Python's annotations do not know.
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baoc.kernels import muon_plan, polar
+from baoc.kernels.device import bf16_bits, tile_of, widened
+from baoc.kernels.elementwise import (
+    CORRECTION_AT,
+    DECAY,
+    DTYPES,
+    M_AT,
+    M_SCALE_AT,
+    MATCH_AT,
+    PARAM_AT,
+    SIZE,
+    W1,
+    WIDTH,
+    average,
+    count_left_out,
+    lerp,
+    load_grad,
+    matched_factor,
+)
+from baoc.kernels.kinds import Call
+from baoc.kernels.storage import lanes_like, load_param, load_scaled_m, store_m, store_param
+
+if TYPE_CHECKING:
+    from baoc.kernels.table import FusedTable
+
+_TINY = tl.constexpr(1e-30)  # as baoc.rules.muon and baoc.optim.matching
+_LANES = 1024
+
+
+@triton.jit
+def _place(owner, first, first_chunk, numels, CHUNK: tl.constexpr):
+    """Of this program: its tensor, its place among the table's programs, and the elements it has."""
+    pid = tl.program_id(0)
+    tensor = tl.load(owner + pid)
+    index = pid - tl.load(first + tensor)
+    start = index.to(tl.int64) * CHUNK
+    left = tl.minimum(tl.load(numels + tensor) - start, CHUNK).to(tl.int32)
+    return tensor, tl.load(first_chunk + tensor) + index, start, left
+
+
+@triton.jit
+def _momentum(tensor, grad_addr, start, left, ptrs, settings, M: tl.constexpr, GRAD: tl.constexpr,
+              MARKED: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr):  # fmt: skip
+    """Nesterov's momentum, 0 where it is left out; the new m, which keeps its value there; what was finite and kept."""
+    tile, groups = tile_of(CHUNK)
+    inside, addrs = tile < left, ptrs + tensor * WIDTH
+    w1 = tl.load(settings + tensor * WIDTH + W1)
+    g, whole, kept = load_grad(grad_addr, start, tile, inside, GRAD, MARKED, VEC, False)
+    m_addr, m_scale_addr = tl.load(addrs + M_AT), tl.load(addrs + M_SCALE_AT)
+    m_old, scale = load_scaled_m(m_addr, m_scale_addr, start, tile, inside, groups, left, M, VEC, False)
+    m = average(m_old, scale, g, w1, M)
+    ahead = tl.where(kept & inside, lerp(g, m, 1.0 - w1), 0.0)
+    return ahead, tl.where(kept, m, m_old * scale), whole, kept
+
+
+@triton.jit
+def scan_kernel(
+    owner,  # int32[programs]: tensor of each
+    first,  # int32[tensors]: its first program in this launch
+    first_chunk,  # int32[tensors + 1]: and in the table
+    numels,  # int64[tensors]
+    ptrs,  # int64[tensors, 8]
+    grad_ptrs,  # int64[tensors]
+    settings,  # fp32[tensors, 8]
+    tops,  # fp32[table's programs]: takes the largest momentum
+    sums,  # fp32[table's programs]: and the sum of squares over its square
+    M: tl.constexpr, GRAD: tl.constexpr, MARKED: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    """What the norms of the batch's matrices are made of."""
+    tensor, place, start, left = _place(owner, first, first_chunk, numels, CHUNK)
+    grad_addr = tl.load(grad_ptrs + tensor)
+    if grad_addr != 0:
+        ahead, _, _, _ = _momentum(tensor, grad_addr, start, left, ptrs, settings, M, GRAD, MARKED, CHUNK, VEC)
+        top = tl.max(tl.abs(ahead))
+        x = ahead * (1.0 / tl.maximum(top, _TINY))
+        tl.store(tops + place, top)
+        tl.store(sums + place, tl.sum(x * x))
+
+
+@triton.jit
+def norm_kernel(members, first_chunk, tops, sums, scales, LANES: tl.constexpr):
+    """scales[tensor] = 1 / largest and 1 / norm after that: squares of gradients far below 1 would be lost."""
+    tensor = tl.load(members + tl.program_id(0))
+    begin, end = tl.load(first_chunk + tensor), tl.load(first_chunk + tensor + 1)
+    lanes = tl.arange(0, LANES)
+    top = tl.zeros([LANES], dtype=tl.float32)
+    for at in range(begin, end, LANES):
+        top = tl.maximum(top, tl.load(tops + at + lanes, mask=at + lanes < end, other=0.0))
+    inverse = 1.0 / tl.maximum(tl.max(top), _TINY)
+    total = tl.zeros([LANES], dtype=tl.float32)
+    for at in range(begin, end, LANES):
+        part = tl.maximum(tl.load(tops + at + lanes, mask=at + lanes < end, other=0.0), _TINY) * inverse
+        total += tl.load(sums + at + lanes, mask=at + lanes < end, other=0.0) * part * part
+    tl.store(scales + 2 * tensor, inverse)
+    tl.store(scales + 2 * tensor + 1, 1.0 / tl.maximum(tl.sqrt(tl.sum(total)), _TINY))
+
+
+@triton.jit
+def gather_kernel(
+    owner, first, first_chunk, numels, ptrs, grad_ptrs, settings, thresholds,
+    slots,  # int32[tensors]: place in the stack
+    scales,  # fp32[tensors, 2]
+    stack,  # int16: bits of bf16 [num, numel], takes the matrices over their norms
+    left_out, bad,
+    M: tl.constexpr, GRAD: tl.constexpr, MODE: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr,
+    MARKED: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    """Stores the momentum, and what is orthogonalized; zeros for a matrix without gradient."""
+    tensor, _, start, left = _place(owner, first, first_chunk, numels, CHUNK)
+    grad_addr, addrs = tl.load(grad_ptrs + tensor), ptrs + tensor * WIDTH
+    tile, groups = tile_of(CHUNK)
+    inside = tile < left
+    target = stack + tl.load(slots + tensor).to(tl.int64) * tl.load(numels + tensor) + start + tile
+    if grad_addr != 0:
+        ahead, m, whole, kept = _momentum(tensor, grad_addr, start, left, ptrs, settings, M, GRAD, MARKED, CHUNK, VEC)
+        x = ahead * tl.load(scales + 2 * tensor) * tl.load(scales + 2 * tensor + 1)
+        tl.store(target, bf16_bits(x), mask=inside)
+        if MODE == "step":
+            m_addr, m_scale_addr = tl.load(addrs + M_AT), tl.load(addrs + M_SCALE_AT)
+            store_m(m_addr, m_scale_addr, m, thresholds, start, tile, inside, groups, left, M, VEC, False)
+        count_left_out(whole, kept, tensor, left_out, bad, TRACK, COUNT)
+    else:
+        tl.store(target, tl.zeros([CHUNK // 32, 32], dtype=tl.int16), mask=inside)
+
+
+@triton.jit
+def _update(tensor, start, tile, inside, numels, slots, sizes, stack):
+    bits = tl.load(
+        stack + tl.load(slots + tensor).to(tl.int64) * tl.load(numels + tensor) + start + tile, mask=inside, other=0
+    )
+    return widened(bits) * tl.load(sizes + tensor)
+
+
+@triton.jit
+def square_kernel(
+    owner, first, first_chunk, numels, grad_ptrs, slots,
+    sizes,  # fp32[tensors]: what the polar factor is multiplied by
+    stack,  # int16: bits of the polar factors
+    partial,  # fp32[table's programs]
+    GRAD: tl.constexpr, MARKED: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    """Sums of squares of the update."""
+    tensor, place, start, left = _place(owner, first, first_chunk, numels, CHUNK)
+    grad_addr = tl.load(grad_ptrs + tensor)
+    square = 0.0
+    if grad_addr != 0:
+        tile, _groups = tile_of(CHUNK)
+        inside = tile < left
+        _g, _whole, kept = load_grad(grad_addr, start, tile, inside, GRAD, MARKED, VEC, False)
+        update = _update(tensor, start, tile, inside, numels, slots, sizes, stack)
+        square = tl.sum(tl.where(kept & inside, update * update, 0.0))
+    tl.store(partial + place, square)
+
+
+@triton.jit
+def factor_kernel(members, first_chunk, numels, ptrs, partial, left_out, factors, LANES: tl.constexpr):
+    """factors[tensor], as `optim.matching.factor` defines it, from the sums of this very step."""
+    tensor = tl.load(members + tl.program_id(0))
+    begin, end = tl.load(first_chunk + tensor), tl.load(first_chunk + tensor + 1)
+    lanes = tl.arange(0, LANES)
+    total = tl.zeros([LANES], dtype=tl.float32)
+    for at in range(begin, end, LANES):
+        total += tl.load(partial + at + lanes, mask=at + lanes < end, other=0.0)
+    num = (tl.load(numels + tensor) - tl.load(left_out + tensor)).to(tl.float32)
+    rms = tl.maximum(tl.sqrt(tl.sum(total) / tl.maximum(num, 1.0)), _TINY)
+    match_addr = tl.load(ptrs + tensor * WIDTH + MATCH_AT)
+    match = match_addr.to(tl.pointer_type(tl.float32))
+    target, own, used = tl.load(match), tl.load(match + 1), matched_factor(match_addr)
+    factor = tl.where(own > _TINY, tl.minimum(used, tl.maximum(target, 1.0) / rms), target / rms)
+    tl.store(factors + tensor, tl.where(rms > _TINY, factor, used))
+
+
+@triton.jit
+def apply_kernel(
+    owner, first, first_chunk, numels, ptrs, grad_ptrs, settings, thresholds, slots, sizes, stack,
+    factors,  # fp32[tensors]
+    WEIGHTS: tl.constexpr, PARAM: tl.constexpr, GRAD: tl.constexpr, MATCHED: tl.constexpr, MARKED: tl.constexpr,
+    CHUNK: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    """Steps the weights."""
+    tensor, _, start, left = _place(owner, first, first_chunk, numels, CHUNK)
+    grad_addr = tl.load(grad_ptrs + tensor)
+    if grad_addr != 0:
+        tile, _groups = tile_of(CHUNK)
+        inside, row, addrs = tile < left, settings + tensor * WIDTH, ptrs + tensor * WIDTH
+        size = tl.load(row + SIZE)
+        if MATCHED:
+            size *= tl.load(factors + tensor)
+        _g, _whole, kept = load_grad(grad_addr, start, tile, inside, GRAD, MARKED, VEC, False)
+        p_addr, correction_addr = tl.load(addrs + PARAM_AT), tl.load(addrs + CORRECTION_AT)
+        p, stored = load_param(p_addr, correction_addr, start, tile, inside, WEIGHTS, PARAM, VEC, False)
+        new = p * tl.load(row + DECAY) - size * _update(tensor, start, tile, inside, numels, slots, sizes, stack)
+        new = tl.where(kept, new, p)
+        store_param(
+            p_addr, correction_addr, new, p, stored, thresholds, lanes_like(tile), start, tile, inside, WEIGHTS, PARAM,
+            VEC, False, False,
+        )  # fmt: skip
+
+
+def launch(table: "FusedTable", call: Call) -> None:
+    """The family's launch, see `kinds.Call`, but that it takes memory for the time that it is at work."""
+    if call.mode == "repair":  # the step used the very factor
+        return
+    plan = muon_plan.plan_of(table)
+    room = torch.empty(plan.room_bytes, dtype=torch.uint8, device=table.device)
+    for batch in plan.batches:
+        _step(table, plan, batch, room, call)
+
+
+def _step(table: "FusedTable", plan: muon_plan.Plan, batch: muon_plan.Batch, room: Tensor, call: Call) -> None:
+    where = (batch.owner, plan.first, table.first_chunk, table.numels)
+    read: dict[str, Any] = {
+        "GRAD": DTYPES[table.grad_dtype], "MARKED": call.marked, "CHUNK": table.cut.chunk, "VEC": table.vector,
+        "num_warps": table.cut.warps,
+    }  # fmt: skip
+    programs, m = (len(batch.owner),), table.kind.m
+    scan_kernel[programs](*where, table.ptrs, table.grad_ptrs, table.settings, plan.tops, plan.sums, M=m, **read)
+    norm_kernel[(batch.num,)](batch.members, table.first_chunk, plan.tops, plan.sums, plan.scales, LANES=_LANES)
+    stack = room.view(torch.int16) if not room.numel() % 2 else room[:-1].view(torch.int16)
+    gather_kernel[programs](
+        *where, table.ptrs, table.grad_ptrs, table.settings, table.thresholds, plan.slots, plan.scales, stack,
+        table.left_out, table.num_bad, M=m, MODE=call.mode, TRACK=call.track,
+        COUNT=call.count and call.mode == "step", **read,
+    )  # fmt: skip
+    update = polar.orthogonalize(room, num=batch.num, lines=batch.lines, length=batch.length).view(torch.int16)
+    if call.track or call.matched:
+        square_kernel[programs](*where, table.grad_ptrs, plan.slots, plan.sizes, update, table.partial, **read)
+    if call.mode == "measure":
+        return
+    if call.matched:
+        factor_kernel[(batch.num,)](
+            batch.members, table.first_chunk, table.numels, table.ptrs, table.partial, table.left_out, plan.factors,
+            LANES=_LANES,
+        )  # fmt: skip
+    apply_kernel[programs](
+        *where, table.ptrs, table.grad_ptrs, table.settings, table.thresholds, plan.slots, plan.sizes, update,
+        plan.factors, WEIGHTS=table.kind.weights, PARAM=DTYPES[table.dtype], MATCHED=call.matched, **read,
+    )  # fmt: skip

@@ -1,0 +1,92 @@
+"""Which matrices of a Muon table are orthogonalized together, and the memory that takes. Needs no Triton."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from baoc.kernels.kinds import Shape
+from baoc.kernels.matrix_kinds import stored
+from baoc.kernels.polar import room_bytes
+from baoc.kernels.table import FusedTable
+
+# Bytes that a batch may take: enough that products of matrices of 768 keep an H100 busy. One matrix may take more.
+ROOM = 128 * 2**20
+
+
+def batches(shapes: Iterable[Shape]) -> Iterator[list[int]]:
+    """Indices of matrices that are orthogonalized together: all of one shape, as many as ROOM holds."""
+    same: dict[tuple[int, int], list[int]] = {}
+    for index, shape in enumerate(shapes):
+        same.setdefault(stored(shape), []).append(index)
+    for sides, members in same.items():
+        most = max(1, ROOM // room_bytes(1, *sides))
+        for begin in range(0, len(members), most):
+            yield members[begin : begin + most]
+
+
+def temporary_bytes(shapes: Iterable[Shape]) -> int:
+    """The most that a step of these matrices holds beside its states."""
+    shapes = list(shapes)
+    return max((room_bytes(len(batch), *stored(shapes[batch[0]])) for batch in batches(shapes)), default=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Matrices that are stepped together, [lines, length] each; `owner` int32 [programs] is the tensor of each program,
+    `members` int32 [num] the tensors, by their place in the batch."""
+
+    num: int
+    lines: int
+    length: int
+    owner: Tensor
+    members: Tensor
+
+
+class Plan:
+    """Batches and small buffers of one table, all of them the table's (`FusedTable.extra`), as its `nbytes` has."""
+
+    def __init__(self, table: FusedTable):
+        device, num = table.device, len(table.params)
+
+        def keep(name: str, tensor: Tensor) -> Tensor:
+            return table.extra(f"muon {name}", lambda: tensor.to(device))
+
+        self.batches: list[Batch] = []
+        first, slots = [0] * num, [0] * num
+        for index, members in enumerate(batches(table.shapes)):
+            owner: list[int] = []
+            for slot, member in enumerate(members):
+                first[member], slots[member] = len(owner), slot
+                owner += [member] * (table.firsts[member + 1] - table.firsts[member])
+            lines, length = stored(table.shapes[members[0]])
+            owners, kept = keep(f"owner {index}", _int32(owner)), keep(f"members {index}", _int32(members))
+            self.batches.append(Batch(num=len(members), lines=lines, length=length, owner=owners, members=kept))
+        self.first = keep("first", _int32(first))  # program of each tensor in its batch's launch
+        self.slots = keep("slots", _int32(slots))
+        # The update is the polar factor times this, as baoc.rules.muon.
+        sizes = [max(1.0, shape.rows / shape.cols) ** 0.5 for shape in table.shapes]
+        self.sizes = keep("sizes", torch.tensor(sizes, dtype=torch.float32, device="cpu"))
+        programs = max(table.num_chunks, 1)
+        self.tops = keep("tops", torch.zeros(programs, dtype=torch.float32, device="cpu"))
+        self.sums = keep("sums", torch.zeros(programs, dtype=torch.float32, device="cpu"))
+        self.scales = keep("scales", torch.zeros(num, 2, dtype=torch.float32, device="cpu"))
+        self.factors = keep("factors", torch.ones(num, dtype=torch.float32, device="cpu"))
+        self.room_bytes = temporary_bytes(table.shapes)
+
+
+def _int32(numbers: list[int]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32, device="cpu")
+
+
+_PLANS: "WeakKeyDictionary[FusedTable, Plan]" = WeakKeyDictionary()
+
+
+def plan_of(table: FusedTable) -> Plan:
+    """The table's plan, made at its first launch."""
+    plan = _PLANS.get(table)
+    if plan is None:
+        plan = _PLANS[table] = Plan(table)
+    return plan

@@ -1,0 +1,167 @@
+"""The fused Muon step against the eager one, by Triton's interpreter on the CPU, where products in bf16 are torch's.
+
+The eager step multiplies in fp32 there, so updates agree as two sets of products of 8 significant bits do; momentum,
+and whatever does not pass through a product, agrees as other fused steps do.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from baoc.kernels import Engine, Shape, muon_plan, polar
+from baoc.rules.muon import orthogonalized
+from tests.numerics.fused_pair import INTERPRETING, Pair, poison, run_interpreted
+from tests.tolerances import MUON_BF16
+
+SHAPES = {"a": (9, 37), "a2": (9, 37), "c": (40, 65), "tall": (70, 20), "line": (4, 33), "d": (6, 5, 7), "bias": (40,)}
+LR = 1e-2
+
+
+def specs(name: str) -> dict[str, str]:
+    plus, weights = name.partition("+")[1:]
+    return {key: name if len(shape) > 1 else f"adamw{plus}{weights}" for key, shape in SHAPES.items()}
+
+
+def agree(found: Tensor, expected: Tensor, *, what: str) -> None:
+    top = expected.double().abs().max().clamp(min=1e-300)
+    found, expected = found.double().flatten() / top, expected.double().flatten() / top
+    error = float((found - expected).square().sum() / expected.square().sum())
+    cosine = float(torch.cosine_similarity(found, expected, dim=0))
+    # Twice, for both sides are rounded where weights are, and a matrix of few lines has few numbers to average.
+    assert error <= 2 * MUON_BF16.nmse and cosine >= MUON_BF16.cosine, f"{what}: NMSE {error:.1e}, cosine {cosine:.5f}"
+
+
+class Steps(Pair):
+    """Compares what each step does to the weights, both starting from the same."""
+
+    def __init__(self, spec: str, **settings: object):
+        super().__init__(specs(spec), SHAPES, lr=LR, weight_decay=0.0, **settings)
+
+    def step_and_check(self) -> None:
+        before = self.fused.export_weights()
+        self.step()
+        after, twins = self.fused.export_weights(), self.eager.export_weights()
+        for name, param in self.params[0].items():
+            if len(SHAPES[name]) > 1 and param.grad is not None:
+                agree(after[name] - before[name], twins[name] - before[name], what=name)
+                agree(self.momentum(0, name), self.momentum(1, name), what=f"m of {name}")
+        self.fused.load_weights(twins)
+        self.eager.load_weights(twins)
+        for block, live in self.fused.roster.live.items():
+            match = self.eager.roster.live[block].match
+            if match is not None:
+                torch.testing.assert_close(live.match, match, rtol=0.05, atol=1e-6)
+                match.copy_(live.match)
+
+    def momentum(self, which: int, name: str) -> Tensor:
+        optimizer = (self.fused, self.eager)[which]
+        (slot,) = optimizer.roster.live[name].slots
+        return slot.kept[0].decode(optimizer.state[slot.param])
+
+
+def test_a_batch_is_its_matrices_whichever_side_is_shorter() -> None:
+    for lines, length in ((12, 20), (20, 12), (1, 9), (8, 8)):
+        random = torch.Generator().manual_seed(0)
+        stack = torch.randn(3, lines, length, generator=random)
+        stack /= torch.linalg.matrix_norm(stack, keepdim=True)
+        room = torch.zeros(polar.room_bytes(3, lines, length), dtype=torch.uint8)
+        room[: 2 * stack.numel()] = stack.to(torch.bfloat16).flatten().view(torch.uint8)
+        out = polar.orthogonalize(room, num=3, lines=lines, length=length)
+        assert out.shape == stack.shape
+        for index in range(3):
+            agree(out[index], orthogonalized(stack[index]), what=f"{lines} x {length}")
+
+
+def test_batches_hold_one_shape_and_no_more_than_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = [Shape(numel=r * c, rows=r, cols=c) for r, c in ((8, 16), (16, 8), (8, 16), (64, 64), (8, 16))]
+    shapes.append(Shape(numel=128, rows=16, cols=8, transposed=True))  # lies as [8, 16]
+    assert list(muon_plan.batches(shapes)) == [[0, 2, 4, 5], [1], [3]]
+    monkeypatch.setattr(muon_plan, "ROOM", 2 * polar.room_bytes(1, 8, 16))
+    found = list(muon_plan.batches(shapes))
+    assert found == [[0, 2], [4, 5], [1], [3]]
+    assert muon_plan.temporary_bytes(shapes) == polar.room_bytes(1, 64, 64)  # one matrix, however large
+    assert muon_plan.temporary_bytes(shapes[:3]) == polar.room_bytes(2, 8, 16)
+    assert muon_plan.temporary_bytes([]) == 0
+
+
+if not INTERPRETING:
+
+    @pytest.mark.timeout(900)  # a whole file in an interpreter, and slower where the machine is busy
+    def test_interpreted() -> None:
+        run_interpreted(__file__)
+
+else:
+
+    @pytest.mark.parametrize("spec", ["muon", "muon_int8", "muon_bf16+split8", "muon+split16"])
+    def test_it_follows_the_eager_step(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(muon_plan, "ROOM", polar.room_bytes(1, 40, 65))  # several batches
+        pair = Steps(spec)
+        for _ in range(4):
+            pair.give()
+            pair.step_and_check()
+        stepped = {choice.backend for choice in pair.fused.roster.choices.values()}
+        assert stepped == {"fused"}
+
+    @pytest.mark.parametrize("matching", [True, False])
+    def test_missing_gradients_and_elements_that_are_not_finite(matching: bool) -> None:
+        pair = Steps("muon", rms_matching=matching)
+        for step in range(5):
+            pair.give()
+            for params in pair.params:
+                if step in (1, 3):
+                    poison(params)
+                    params["tall"].grad = None
+            kept = {name: param.detach().clone() for name, param in pair.params[0].items()}
+            bad = {n: ~p.grad.isfinite() for n, p in pair.params[0].items() if p.grad is not None}
+            if step == 3:
+                pair.fused.mask_nonfinite()
+            params, before = pair.params[0], kept
+            pair.step()
+            for name, where in bad.items():
+                assert torch.equal(params[name].detach()[where], before[name][where])
+            if "tall" not in bad:
+                assert torch.equal(params["tall"], before["tall"])
+            for name in bad:
+                if len(SHAPES[name]) > 1:
+                    agree(params[name].detach() - before[name], pair.params[1][name].detach() - before[name], what=name)
+                params[name].detach().copy_(pair.params[1][name].detach())
+        assert pair.fused.num_nonfinite == pair.eager.num_nonfinite > 0
+
+    def test_a_surge_is_held_to_one_learning_rate_in_the_step_itself() -> None:
+        """A gradient of one direction makes small updates; one of all of them after it would make large ones."""
+        pair = Steps("muon")
+        for step in range(3):
+            pair.give()
+            for params in pair.params:
+                if step == 0:
+                    for param in params.values():
+                        if param.ndim > 1:
+                            flat = torch.zeros(len(param), param.numel() // len(param))
+                            flat[:, 0] = 1.0
+                            param.grad.copy_(flat.view(param.shape))
+            pair.step_and_check()
+
+    @pytest.mark.parametrize("size", [1e-30, 1e-12, 1e20])
+    def test_the_size_of_gradients_does_not_matter(size: float) -> None:
+        pair = Steps("muon", rms_matching=False)
+        pair.give()
+        for params in pair.params:
+            for param in params.values():
+                param.grad *= size
+        pair.step_and_check()
+
+    def test_the_room_is_given_back_and_other_tables_are_captured_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+        pair = Steps("muon")
+        pair.give()
+        pair.step()
+        (unit,) = pair.fused.roster.backends[0].units  # pyright: ignore[reportAttributeAccessIssue]
+        engine: Engine = unit.engine
+        parts = engine._parts(staged=True, matched=True, marked=False)
+        assert [captured for _, captured in parts] == [True, False, True]
+        taken: list[int] = []
+        empty = torch.empty
+        monkeypatch.setattr(torch, "empty", lambda *a, **k: taken.append(a[0]) or empty(*a, **k))
+        pair.give()
+        pair.fused.step()
+        (table,) = engine._apart
+        assert taken == [muon_plan.temporary_bytes(table.shapes)]
