@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from baoc.kernels import Engine  # noqa: E402
+from baoc.kernels.upload import SLOTS  # noqa: E402
 from baoc.optim import BlockwiseOptimizer  # noqa: E402
 from baoc.optim.backends import fused  # noqa: E402
 
@@ -63,6 +64,20 @@ def step_us(optimizer: BlockwiseOptimizer, before: Callable[[int], object], *, w
     return median(times[20:]) * 1e6
 
 
+def replay_us(optimizer: BlockwiseOptimizer) -> float:
+    """Median microseconds of the driver's part: replaying the graph that the last step replayed."""
+    (unit,) = optimizer.roster.backends[0].units  # pyright: ignore[reportAttributeAccessIssue]
+    last = (unit.engine._upload._next - 1) % SLOTS
+    graph = next(graph for (slot, _), graph in unit.engine._graphs._graphs.items() if slot == last)
+    times = []
+    for _ in range(STEPS):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        graph.replay()
+        times.append(time.perf_counter() - begin)
+    return median(times) * 1e6
+
+
 def rows(device: str) -> list[dict[str, object]]:
     wait = torch.cuda.synchronize if device == "cuda" else int
     found = []
@@ -74,6 +89,8 @@ def rows(device: str) -> list[dict[str, object]]:
         params, optimizer = build(device, num_specs=num_specs)
         give(params)
         note("gradients stay where they are", num_specs, step_us(optimizer, lambda _: None, wait=wait))
+        if device == "cuda":
+            note("of that, replaying its graph", num_specs, replay_us(optimizer))
         sets = [[torch.ones_like(param) for param in params] for _ in range(2)]
         kept: list[list[torch.Tensor | None]] = []
 
