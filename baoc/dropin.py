@@ -3,6 +3,7 @@
 The loop stays as it is; the optimizer plans when it is built, watches gradients inside `step()`, and reallocates there.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -94,7 +95,7 @@ class BaocOptimizer(BlockwiseOptimizer):
             release=settings.release,
         )
         self.reallocator = Reallocator(
-            planner=planner, optimizer=self, plan=plan, settings=settings.reallocation, profiler=profiler
+            planner=planner, optimizer=weakref.proxy(self), plan=plan, settings=settings.reallocation, profiler=profiler
         )
         self._settings = settings
         self._first_step: FirstStepMemory | None = None
@@ -105,9 +106,11 @@ class BaocOptimizer(BlockwiseOptimizer):
 
     def _measure_first_step(self, params: Sequence[Tensor], *, device: torch.device) -> None:
         self._first_step = FirstStepMemory(params, context_bytes=context_bytes(device))
+        # If no step ever comes, measuring ends with the optimizer, to which nothing of its own refers but weakly.
+        weakref.finalize(self, self._first_step.stop)
         if self.releaser is not None:
             self.releaser.before_block = self._first_step.note_block
-        self.register_step_post_hook(lambda *_: self._learn_footprint())
+        self.register_step_post_hook(_learn_footprint)
 
     @property
     def plan(self) -> Plan:
@@ -192,7 +195,12 @@ class BaocOptimizer(BlockwiseOptimizer):
         elif profiler is not None:
             profiler.release()
         self.reallocator.profiler = profiler
+        self.reallocator.optimizer = weakref.proxy(self)
         self.reallocator.attach()
+
+
+def _learn_footprint(optimizer: Any, *_: object) -> None:
+    optimizer._learn_footprint()
 
 
 def _probed(

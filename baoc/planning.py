@@ -26,7 +26,7 @@ from baoc.link import hidden_seconds
 from baoc.models.switches import disable_checkpointing, enable_checkpointing
 from baoc.online import SessionSettings, step_temporaries
 from baoc.online.timing import FUSED_BYTES, moved_bytes
-from baoc.optim.backends.fused import has_kernel
+from baoc.optim.backends.fused import has_kernel, temporary_bytes
 from baoc.options import Trial, best, footprint_at, make_option, released
 from baoc.planner import Planner
 from baoc.profiling import describe
@@ -175,10 +175,12 @@ class _Shapes:
             declared=declared_blocks(task, unwrapped(task)),
         )
         self.planner.budget = budget
-        largest = max((p for p in task.parameters() if p.requires_grad), key=lambda param: param.numel())
+        trained = [param for param in task.parameters() if param.requires_grad]
+        largest = max(trained, key=lambda param: param.numel())
         there = [spec for spec in self.planner.specs.values() if spec.placement != Placement.HOST_UPDATED]
         eager = [spec for spec in there if not has_kernel(with_placement(spec, Placement.DEVICE))]
-        self.temporaries = step_temporaries(eager, params=[largest]) if eager else {}
+        self.temporaries = {spec.name: temporary_bytes(spec, params=trained) for spec in there if spec not in eager}
+        self.temporaries |= step_temporaries(eager, params=[largest]) if eager else {}
         self.lines = {spec.name: self._moving_s(moved_bytes(spec)) for spec in device_rows(self.planner.specs.values())}
 
     def options(self, axes: Axes, *, checkpointing: bool) -> list[Option]:

@@ -43,13 +43,3 @@ def keeps_denormals() -> Iterator[None]:
     yield
     if "torch" in sys.modules:
         sys.modules["torch"].set_flush_denormal(False)
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_measured_afterwards() -> Iterator[None]:
-    """A BaocOptimizer without a probe measures until its first step; a test that never takes one leaves that on, and
-    in-place changes do not count in a tensor's version meanwhile."""
-    yield
-    modes = sys.modules.get("torch.utils._python_dispatch")
-    while modes is not None and modes._get_current_dispatch_mode() is not None:
-        modes._pop_mode()

@@ -70,9 +70,10 @@ class Reallocator:
         self._watched = False  # the step in progress, where it comes by parts
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies: without the profiler, whose buffers are views of each other, and without who listens."""
+        """For copies: without the profiler, whose buffers are views of each other, without who listens, and without the
+        optimizer: whoever copies tells it of the copy's."""
         listening = {"listeners": [], "settled_listeners": [], "tracked": nullcontext}
-        return {**self.__dict__, "profiler": None, **listening}
+        return {**self.__dict__, "profiler": None, "optimizer": None, **listening}
 
     # -- what the training loop calls -----------------------------------------------------------------------------
 

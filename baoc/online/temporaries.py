@@ -10,7 +10,7 @@ from baoc.catalogue import device_rows, on_device
 from baoc.kernels import available, fits
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.backends import stand_in
-from baoc.optim.backends.fused import has_kernel
+from baoc.optim.backends.fused import has_kernel, temporary_bytes
 from baoc.profiling import step_temporary_bytes
 from baoc.profiling.footprint import StepProbe
 from baoc.types import OptimizerSpec, Placement
@@ -24,8 +24,8 @@ def step_temporaries(specs: Iterable[OptimizerSpec], *, params: Iterable[torch.T
     Steps go through tensors one by one, so the largest one decides; how many elements there are together says who
     steps them. Rounded up, as the peak may not be above what is predicted. On a GPU nothing is measured there, as that
     would compile every kernel of the catalogue before a plan is made: kernels work in place, with buffers that count as
-    tables do, and what has none is stepped by the same operators on the CPU. Streamed states are stepped as those on
-    the device are, and what the host steps needs nothing there.
+    tables do, or say how much room they take, and what has none is stepped by the same operators on the CPU. Streamed
+    states are stepped as those on the device are, and what the host steps needs nothing there.
     """
     given, params = list(specs), list(params)
     found = _of_rows(device_rows(given), params=params)
@@ -37,7 +37,7 @@ def _of_rows(specs: list[OptimizerSpec], *, params: list[torch.Tensor]) -> dict[
     by_kernel = [param for param in params if param.device.type == "cuda" and available(param.device) and fits(param)]
     if len(by_kernel) == len(params):
         eager = [spec for spec in specs if not has_kernel(spec)]
-        fused = {spec.name: 0 for spec in specs if has_kernel(spec)}
+        fused = {spec.name: temporary_bytes(spec, params=params) for spec in specs if has_kernel(spec)}
         return fused | _measured(eager, params=params)
     return _measured(specs, params=params)
 

@@ -11,7 +11,7 @@ from baoc.cost import bytes_per_parameter
 from baoc.link import hidden_seconds
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.backends import stand_in
-from baoc.optim.backends.fused import has_kernel
+from baoc.optim.backends.fused import bytes_tell_seconds
 from baoc.profiling import measure_latency, measure_link
 from baoc.profiling.latency import MakeStep, machine, read_lines
 from baoc.rules import rule_infos
@@ -69,8 +69,9 @@ def time_specs(
 
 
 def soon_timed(specs: Iterable[OptimizerSpec], *, device: torch.device) -> set[str]:
-    """Names of the specs that can be timed without compiling a kernel for each, which takes seconds on a GPU."""
-    return {spec.name for spec in device_rows(specs) if device.type != "cuda" or not has_kernel(spec)}
+    """Names of the specs to be timed at once: on a GPU those whose seconds bytes do not tell, for others have to be
+    compiled first, which takes seconds for each."""
+    return {spec.name for spec in device_rows(specs) if device.type != "cuda" or not bytes_tell_seconds(spec)}
 
 
 def with_link(table: LatencyTable, *, device: torch.device, accumulation: int, hides: bool) -> LatencyTable:

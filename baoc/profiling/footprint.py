@@ -133,7 +133,7 @@ def step_temporary_bytes(probe: StepProbe, *, device: torch.device | str) -> int
 
 
 class FirstStepMemory:
-    """Measures the first step of a loop that is not ours: from when it is made to `finish`.
+    """Measures the first step of a loop that is not ours: from when it is made to `finish`, or to `stop` if none came.
 
     Forward and backward cannot be told from the step here, and neither can the step's own temporaries: the peak of all
     stands for them, which is no less than it should be.
@@ -153,6 +153,12 @@ class FirstStepMemory:
         gradients = storage_bytes([param.grad for param in self._params if param.grad is not None])
         self._gradients_bytes = max(self._gradients_bytes, gradients)
         self._stepping_bytes = max(self._stepping_bytes, self._meter.current_bytes)
+
+    def stop(self) -> None:
+        """Ends measuring where the loop never came to a step; nothing if it did."""
+        if self._meter is not None:
+            self._meter.leave()
+            self._meter = None
 
     def finish(self, *, state_bytes: int) -> Footprint:
         """The Footprint, `state_bytes` of optimizer state taken off where they were there all the time (CUDA)."""

@@ -9,7 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode,  # pyright: ignore[reportPrivateUsage]
+    _pop_mode,  # pyright: ignore[reportPrivateUsage]
+    _push_mode,  # pyright: ignore[reportPrivateUsage]
+)
 
 from baoc.profiling.as_on_cuda import CachingAllocator
 
@@ -168,6 +173,16 @@ class MemoryTracker(TorchDispatchMode):
         if self._depth == 0:
             torch.UntypedStorage.resize_ = self._resize  # pyright: ignore[reportAttributeAccessIssue]
 
+    def leave(self) -> None:
+        """As the end of `with`, whenever it comes: modes that were entered after this one stay. Of this thread."""
+        above = []
+        while (mode := _get_current_dispatch_mode()) is not None and mode is not self:
+            above.append(_pop_mode())
+        if mode is self:
+            self.__exit__(None, None, None)
+        for other in reversed(above):
+            _push_mode(other)
+
     def _resizing(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             out = original(storage, size)
@@ -202,6 +217,11 @@ class PeakMeter:
     def __exit__(self, *exc: Any) -> None:
         if self._tracker is not None:
             self._tracker.__exit__(*exc)
+
+    def leave(self) -> None:
+        """As the end of `with`, also where modes were entered after it that are still on."""
+        if self._tracker is not None:
+            self._tracker.leave()
 
     def reset_peak(self) -> None:
         if self._tracker is not None:

@@ -1,17 +1,19 @@
 """BaocOptimizer in loops that know nothing of budgets."""
 
+import gc
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from baoc import BaocOptimizer
 from baoc.dropin import name_parameters
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.online import ReallocationSettings, SessionSettings
 from baoc.planner import PlannerSettings
-from baoc.profiling.tracker import PeakMeter
+from baoc.profiling.tracker import MemoryTracker, PeakMeter
 
 cross_entropy = nn.functional.cross_entropy
 
@@ -99,6 +101,25 @@ def test_without_a_probe_the_first_step_measures_itself():
     train(optimizer, loss, steps=1)
     assert set(optimizer.specs.values()) == {"adamw"}
     assert optimizer.plan.budget.name == "300mb" and not optimizer.plan.binding
+
+
+@pytest.mark.parametrize("release", [False, True])
+def test_a_first_step_that_never_comes_is_measured_no_longer_than_the_optimizer_lives(release: bool):
+    """Without waiting for Python's collector, and though somebody entered a mode of his own after it."""
+    assert _get_current_dispatch_mode() is None
+    gc.disable()
+    try:
+        optimizer = BaocOptimizer(make()[0], budget="300mb", lr=1e-2, release=release)
+        assert _get_current_dispatch_mode() is not None
+        with MemoryTracker() as above:
+            del optimizer
+            assert _get_current_dispatch_mode() is above
+        assert _get_current_dispatch_mode() is None
+    finally:
+        gc.enable()
+    weight = torch.zeros(3)
+    weight.add_(1)
+    assert weight._version == 1
 
 
 def test_an_impossible_budget_is_told_at_once_with_a_probe_and_by_the_first_step_without():

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from baoc.catalogue import SPECS
 from baoc.kernels import Engine, Shape, muon_plan, polar
+from baoc.optim.backends import fused
 from baoc.rules.muon import orthogonalized
 from tests.numerics.fused_pair import INTERPRETING, Pair, poison, run_interpreted
 from tests.tolerances import MUON_BF16
@@ -82,6 +84,14 @@ def test_batches_hold_one_shape_and_no_more_than_there_is_room(monkeypatch: pyte
     assert muon_plan.temporary_bytes(shapes) == polar.room_bytes(1, 64, 64)  # one matrix, however large
     assert muon_plan.temporary_bytes(shapes[:3]) == polar.room_bytes(2, 8, 16)
     assert muon_plan.temporary_bytes([]) == 0
+
+
+def test_a_plan_is_told_of_the_room_and_that_bytes_do_not_tell_its_seconds() -> None:
+    params = [torch.empty(64, 3, 8, 8), torch.empty(192, 64), torch.empty(64)]
+    assert fused.temporary_bytes(SPECS["muon_int8"], params=params) == polar.room_bytes(1, 192, 64)
+    assert fused.temporary_bytes(SPECS["muon"], params=[*params, *params]) == polar.room_bytes(2, 192, 64)
+    assert fused.temporary_bytes(SPECS["adamw_int8"], params=params) == 0
+    assert fused.bytes_tell_seconds(SPECS["lion"]) and not fused.bytes_tell_seconds(SPECS["muon"])
 
 
 if not INTERPRETING:

@@ -3,7 +3,7 @@
 import pytest
 
 from baoc.budgets import parse_budget
-from baoc.catalogue import NATIVE, SPECS
+from baoc.catalogue import SPECS
 from baoc.online import SessionSettings
 from baoc.optim.backends.fused import has_kernel
 from baoc.planner import PlannerSettings
@@ -31,4 +31,4 @@ def test_split_weights_are_offered_where_a_memory_budget_on_cuda_can_use_them(
 
 def test_specs_with_a_kernel_are_told_without_compiling_any():
     assert has_kernel(SPECS["adamw_int8+split8"]) and has_kernel(SPECS["lion"]) and has_kernel(SPECS["foam_l2"])
-    assert not has_kernel(NATIVE["muon"])
+    assert has_kernel(SPECS["muon_int8"]) and not has_kernel(SPECS["adamw@updated"])

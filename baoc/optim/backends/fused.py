@@ -5,7 +5,7 @@ blocks. It therefore takes addresses of parameters, states and matches once: who
 `Roster.refresh`. A parameter that was moved behind its back is noticed by looking at a few of them in each step.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +17,7 @@ from torch.utils.weak import TensorWeakRef
 from baoc.catalogue import NEAREST, STORAGES
 from baoc.codecs.grouped import kernel_lanes
 from baoc.errors import BadInputError
-from baoc.kernels import Engine, FusedTable, Kind, Shape, available, fits
+from baoc.kernels import FAMILIES, Engine, FusedTable, Kind, Shape, available, fits, muon_plan
 from baoc.optim.backends.base import Backend, StepInputs
 from baoc.optim.state import Bucket, LiveBlock, Slot, State
 from baoc.optim.weights import seed_of
@@ -49,6 +49,21 @@ def has_kernel(spec: OptimizerSpec) -> bool:
     except ValueError:
         return False
     return spec.placement != Placement.HOST_UPDATED
+
+
+def bytes_tell_seconds(spec: OptimizerSpec) -> bool:
+    """Whether a kernel steps the spec whose time is that of the bytes it moves."""
+    return has_kernel(spec) and not FAMILIES[spec.rule].allocates
+
+
+def temporary_bytes(spec: OptimizerSpec, *, params: Iterable[Tensor]) -> int:
+    """The most that a fused step of the spec takes beside states, tables and buffers, if all of `params` run it."""
+    if not FAMILIES[spec.rule].allocates:
+        return 0
+    matrices = [param for param in params if param.ndim > 1 and param.numel()]
+    return muon_plan.temporary_bytes(
+        Shape(numel=param.numel(), rows=len(param), cols=param.numel() // len(param)) for param in matrices
+    )
 
 
 class FusedBackend(Backend):
