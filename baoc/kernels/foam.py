@@ -43,25 +43,27 @@ _WIDEST = tl.constexpr(2**20)  # columns up to which offsets in a program fit 32
 
 
 @triton.jit
-def _is_plain(g, folded, p, new, WEIGHTS: tl.constexpr, MARKED: tl.constexpr):
+def _is_plain(g, folded, p, new, inside, WEIGHTS: tl.constexpr, MARKED: tl.constexpr):
     """Whether all elements are stepped (else their sums were no numbers) and every split weight is another."""
     plain = tl.min(tl.where(tl.abs(folded) < float("inf"), 1, 0))
     if MARKED:
         plain = tl.minimum(plain, tl.min(tl.where(g.to(tl.int32, bitcast=True) != -2147483648, 1, 0)))
     if WEIGHTS == "split8":
-        plain = tl.minimum(plain, tl.min(tl.where((new < p) | (new > p), 1, 0)))
+        plain = tl.minimum(plain, tl.min(tl.where((new < p) | (new > p) | ~inside, 1, 0)))
     return plain != 0
 
 
 @triton.jit
 def _step_whole(
-    tensor, grad_addr, first, left, start, tile, lane, ptrs, settings, thresholds, repair,
+    tensor, grad_addr, first, left, start, tile, lane, inside, ptrs, settings, thresholds, repair,
     M: tl.constexpr, V: tl.constexpr, SQUARES: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
     GRAD: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, MARKED: tl.constexpr, ENTRIES: tl.constexpr,
-    FOLD: tl.constexpr, ACROSS: tl.constexpr, VEC: tl.constexpr,
+    FOLD: tl.constexpr, ACROSS: tl.constexpr, VEC: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     """Steps whole folds of plain elements, see `_step_folds`; does nothing where elements need care. Returns whether it
-    is done, and the update's sum of squares."""
+    is done, and the update's sum of squares. RAGGED folds begin anywhere, and what is not `inside` pads them: it counts as
+    zero."""
+    FULL: tl.constexpr = not RAGGED
     addrs, row = ptrs + tensor * WIDTH, settings + tensor * WIDTH
     # As many of a thread's folded numbers follow each other as its elements' folds do: no exchange between threads.
     KEPT: tl.constexpr = VEC if ACROSS else 1
@@ -70,8 +72,8 @@ def _step_whole(
     p_addr, correction_addr = tl.load(addrs + PARAM_AT), tl.load(addrs + CORRECTION_AT)
     m_addr, m_scale_addr = tl.load(addrs + M_AT), tl.load(addrs + M_SCALE_AT)
     v_addr, v_scale_addr = tl.load(addrs + V_AT), tl.load(addrs + V_SCALE_AT)
-    g = load_numbers(grad_addr, start, tile, there, GRAD, VEC, True)
-    p, stored = load_param(p_addr, correction_addr, start, tile, there, WEIGHTS, PARAM, VEC, True)
+    g = load_numbers(grad_addr, start, tile, inside, GRAD, VEC, FULL)
+    p, stored = load_param(p_addr, correction_addr, start, tile, inside, WEIGHTS, PARAM, VEC, FULL)
     m = load_m(m_addr, m_scale_addr, first, entry, there, groups, left, M, KEPT, True)
     v, scale_old = load_v(v_addr, v_scale_addr, first, entry, there, groups, left, V, KEPT, True)
     folded = fold_sum(g, ACROSS) * (1.0 / FOLD)
@@ -79,25 +81,29 @@ def _step_whole(
     m = lerp(m, folded, tl.load(row + W1))
     v = lerp(v, new_v, tl.load(row + W2))
     new, update = stepped(tensor, g, True, p, folded, m, v, addrs, row, repair, "step", MATCHED, ACROSS)
-    done = _is_plain(g, folded, p, new, WEIGHTS, MARKED)
+    done = _is_plain(g, folded, p, new, inside, WEIGHTS, MARKED)
     if done:
         store_m(m_addr, m_scale_addr, m, thresholds, first, entry, there, groups, left, M, KEPT, True)
         store_v(v_addr, v_scale_addr, v, tl.sqrt(v), scale_old, thresholds, first, entry, there, groups, left, V, KEPT,
                 True)  # fmt: skip
-        store_param(p_addr, correction_addr, new, p, stored, thresholds, lane, start, tile, there, WEIGHTS, PARAM, VEC,
-                    True, True)  # fmt: skip
-    return done, tl.where(done, tl.sum(update * update), 0.0) if TRACK else 0.0
+        store_param(p_addr, correction_addr, new, p, stored, thresholds, lane, start, tile, inside, WEIGHTS, PARAM, VEC,
+                    FULL, True)  # fmt: skip
+    square = 0.0
+    if TRACK:
+        square = tl.where(done, tl.sum(tl.where(inside, update * update, 0.0)), 0.0)
+    return done, square
 
 
 @triton.jit
 def _step_whole_long(
-    tensor, grad_addr, first, left, start, base, units, ptrs, settings, thresholds, repair,
+    tensor, grad_addr, first, left, start, base, units, limit, ptrs, settings, thresholds, repair,
     M: tl.constexpr, V: tl.constexpr, SQUARES: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
     GRAD: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, MARKED: tl.constexpr, ENTRIES: tl.constexpr,
-    FOLD: tl.constexpr, ACROSS: tl.constexpr, VEC: tl.constexpr,
+    FOLD: tl.constexpr, ACROSS: tl.constexpr, VEC: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     """As `_step_whole` of long folds, piece by piece: gradients are read twice, the second time from a cache, which
-    takes registers enough for several programs to share a multiprocessor."""
+    takes registers enough for several programs to share a multiprocessor. RAGGED folds end after `limit` elements."""
+    FULL: tl.constexpr = not RAGGED
     addrs, row = ptrs + tensor * WIDTH, settings + tensor * WIDTH
     KEPT: tl.constexpr = VEC if ACROSS else 1
     entry, groups = tile_of(ENTRIES)
@@ -111,7 +117,8 @@ def _step_whole_long(
     squares = sums
     marks = sums
     for more in range(0, FOLD, _PIECE):
-        g = load_numbers(grad_addr, start, _piece(base, units, more, ACROSS), there, GRAD, VEC, True)
+        inside = _is_inside(limit, more, there, ACROSS, RAGGED)
+        g = load_numbers(grad_addr, start, _piece(base, units, more, ACROSS), inside, GRAD, VEC, FULL)
         sums += g
         if SQUARES:
             squares += g * g
@@ -131,14 +138,23 @@ def _step_whole_long(
                 True)  # fmt: skip
         for more in range(0, FOLD, _PIECE):
             tile = _piece(base, units, more, ACROSS)
-            lane = (tile & 31).to(tl.int32)
-            g = load_numbers(grad_addr, start, tile, there, GRAD, VEC, True)
-            p, stored = load_param(p_addr, correction_addr, start, tile, there, WEIGHTS, PARAM, VEC, True)
+            lane, inside = (tile & 31).to(tl.int32), _is_inside(limit, more, there, ACROSS, RAGGED)
+            g = load_numbers(grad_addr, start, tile, inside, GRAD, VEC, FULL)
+            p, stored = load_param(p_addr, correction_addr, start, tile, inside, WEIGHTS, PARAM, VEC, FULL)
             new, update = stepped(tensor, g, True, p, folded, m, v, addrs, row, repair, "step", MATCHED, ACROSS)
-            store_param(p_addr, correction_addr, new, p, stored, thresholds, lane, start, tile, there, WEIGHTS, PARAM,
-                        VEC, True, False)  # fmt: skip
-            total += update * update
+            store_param(p_addr, correction_addr, new, p, stored, thresholds, lane, start, tile, inside, WEIGHTS, PARAM,
+                        VEC, FULL, False)  # fmt: skip
+            total += tl.where(inside, update * update, 0.0) if RAGGED else update * update
     return plain, tl.sum(total) if TRACK else 0.0
+
+
+@triton.jit
+def _is_inside(limit, more, there, ACROSS: tl.constexpr, RAGGED: tl.constexpr):
+    """Which of the elements `_piece` finds a fold has."""
+    inside = there
+    if RAGGED:
+        inside = tl.arange(0, _PIECE)[None, None, :] + more < limit
+    return inside
 
 
 @triton.jit
@@ -150,6 +166,38 @@ def _piece(base, units, more, ACROSS: tl.constexpr):
     else:
         tile = base + (tl.arange(0, _PIECE)[None, None, :] + more)
     return tile
+
+
+@triton.jit
+def _step_ragged(
+    tensor, grad_addr, first, left, cols, width, entry, k, ptrs, settings, thresholds, repair,
+    M: tl.constexpr, V: tl.constexpr, SQUARES: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
+    GRAD: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, MARKED: tl.constexpr, ENTRIES: tl.constexpr,
+    FOLD: tl.constexpr,
+):  # fmt: skip
+    """As `_step_whole`, of lines that folds do not divide: the last fold of each is shorter, and none is aligned. Short
+    folds must be as many in a line as the program has, so that it sees two lines at most and does not divide."""
+    above = first // width
+    rest = first - above * width
+    over = (rest + entry) // width if FOLD > 32 else tl.where(rest + entry >= width, 1, 0)
+    low = rest + entry - over * width
+    base = spread((above + over) * cols + low * FOLD, False)
+    size = tl.minimum(cols - low * FOLD, FOLD)
+    start = first.to(tl.int64) * 0
+    if FOLD > 32:
+        done, square = _step_whole_long(
+            tensor, grad_addr, first.to(tl.int64), left, start, base, 1, spread(size, False), ptrs, settings,
+            thresholds, repair, M, V, SQUARES, WEIGHTS, PARAM, GRAD, MATCHED, TRACK, MARKED, ENTRIES, FOLD, False, 1,
+            True,
+        )  # fmt: skip
+    else:
+        tile, inside = base + k, k < spread(size, False)
+        done, square = _step_whole(
+            tensor, grad_addr, first.to(tl.int64), left, start, tile, (tile & 31).to(tl.int32), inside, ptrs,
+            settings, thresholds, repair, M, V, SQUARES, WEIGHTS, PARAM, GRAD, MATCHED, TRACK, MARKED, ENTRIES, FOLD,
+            False, 1, True,
+        )  # fmt: skip
+    return done, square
 
 
 @triton.jit
@@ -199,13 +247,21 @@ def _program(
                 start, tile = first.to(tl.int64) * FOLD, base + k
             if FOLD > 32:
                 done, square = _step_whole_long(
-                    tensor, grad_addr, first.to(tl.int64), left, start, base, units, ptrs, settings, thresholds, repair,
-                    M, V, SQUARES, WEIGHTS, PARAM, GRAD, MATCHED, TRACK, MARKED, ENTRIES, FOLD, ACROSS, VEC,
+                    tensor, grad_addr, first.to(tl.int64), left, start, base, units, FOLD, ptrs, settings,
+                    thresholds, repair, M, V, SQUARES, WEIGHTS, PARAM, GRAD, MATCHED, TRACK, MARKED, ENTRIES, FOLD,
+                    ACROSS, VEC, False,
                 )  # fmt: skip
             else:
                 done, square = _step_whole(
-                    tensor, grad_addr, first.to(tl.int64), left, start, tile, lane, ptrs, settings, thresholds, repair,
-                    M, V, SQUARES, WEIGHTS, PARAM, GRAD, MATCHED, TRACK, MARKED, ENTRIES, FOLD, ACROSS, VEC,
+                    tensor, grad_addr, first.to(tl.int64), left, start, tile, lane, tile >= 0, ptrs,
+                    settings, thresholds, repair, M, V, SQUARES, WEIGHTS, PARAM, GRAD, MATCHED, TRACK, MARKED, ENTRIES,
+                    FOLD, ACROSS, VEC, False,
+                )  # fmt: skip
+        elif not ACROSS:  # noqa: SIM102 (of the compiler, the other of the device)
+            if (left == ENTRIES) & (not transposed) & ((FOLD > 32) | (width >= ENTRIES)):
+                done, square = _step_ragged(
+                    tensor, grad_addr, first, left, cols, width, entry, k, ptrs, settings, thresholds, repair, M, V,
+                    SQUARES, WEIGHTS, PARAM, GRAD, MATCHED, TRACK, MARKED, ENTRIES, FOLD,
                 )  # fmt: skip
     if not done:
         square = step_anywhere(

@@ -401,7 +401,7 @@ def _average(table: "FusedTable", plan: means_plan.Plan, call: Call) -> None:
         lines_kernel[(programs.count,)](
             programs.owner, programs.first, *places, *sums, plan.tiles, plan.lines_per_program, M=m, **grads, MODE=mode,
             WIDEST=width, LINES=max(means_plan.TILE // width, 1), VEC=table.vector if aligned else 1,
-            num_warps=max(width // 512, 4),
+            num_warps=max(width // means_plan.PER_WARP, 4),
         )  # fmt: skip
     if plan.line_sums.count:
         line_sums_kernel[(plan.line_sums.count,)](

@@ -21,6 +21,7 @@ LINES, PIECE = 32, 2048  # lines and elements of each that a program sums
 ROWS, COLUMNS = 512, 128  # lines that it sums over, and columns
 JOB_LENGTH = 256  # means that a program finishes
 TILE, LONGEST = 2048, 8192  # elements that a program of whole lines holds, but at least a line; its longest line
+PER_WARP = 512  # elements of it by warp
 _LARGE = 2**27  # elements from which on its sums are over more lines, so that they need little memory
 _PAD = 32  # vectors and sums begin at multiples of it
 

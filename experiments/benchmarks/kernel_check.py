@@ -1,6 +1,7 @@
 """Every fused kernel against its eager twin on the GPU, over several processes because each variant has to be compiled.
 
-`python experiments/benchmarks/kernel_check.py`, about a minute; optimizer_step.py runs it first.
+`python experiments/benchmarks/kernel_check.py`, about a minute; optimizer_step.py runs it first. `kernel_check.py matrices
+foam_l2 foam_l8` checks the rules that see a matrix whose names begin so.
 """
 
 import subprocess
@@ -60,9 +61,10 @@ def check(part: int, parts: int) -> None:
         check_graph()
 
 
-def check_matrices(part: int, parts: int) -> None:
+def check_matrices(part: int, parts: int, *, only: tuple[str, ...] = ("",)) -> None:
     """The same for rules that see a matrix; long lines and many, and sizes that nothing divides."""
-    for case in matrix_cases(DEVICE, shapes=MATRICES)[part::parts]:
+    cases = [case for case in matrix_cases(DEVICE, shapes=MATRICES) if case.name.startswith(only)]
+    for case in cases[part::parts]:
         twin, odd = MatrixTwin(case), []
         for idle in ((), (3,), ()):
             twin.new_gradients(idle=idle)
@@ -92,10 +94,12 @@ def check_graph() -> None:
     print("equal CUDA graph replay", flush=True)
 
 
-def check_in_parallel() -> None:
+def check_in_parallel(*only: str) -> None:
     command = [sys.executable, __file__]
     running = [
-        subprocess.Popen([*command, f"{part}/{WORKERS}"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        subprocess.Popen(
+            [*command, f"{part}/{WORKERS}", *only], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
         for part in range(WORKERS)
     ]
     outputs = [(process.communicate()[0], process.returncode) for process in running]
@@ -112,7 +116,11 @@ def check_in_parallel() -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
+    if sys.argv[1:2] == ["matrices"]:
+        check_in_parallel(*sys.argv[2:])
+    elif len(sys.argv) > 2:
+        check_matrices(*map(int, sys.argv[1].split("/")), only=tuple(sys.argv[2:]))
+    elif len(sys.argv) > 1:
         check(*map(int, sys.argv[1].split("/")))
     else:
         check_in_parallel()

@@ -1,9 +1,9 @@
-"""Where the milliseconds of a step of the matrix rules go: each kernel's time at Llama 1.3B, for several cuts.
+"""Launch times of the matrix rules at Llama 1.3B by how their launches are cut, beside what they are compared with.
 
-`python experiments/benchmarks/kernel_profile.py` on a machine with an NVIDIA GPU takes about a minute, most of it
-compiling, in parallel. Times are torch's profiler's, means of 5 steps launched plainly. Rows go to kernel_profile.csv
-in $OUT or experiments/results. `whole` is the sum of a step's kernels, `odd` that with the matrices alone that have a
-side of 5,461, which is no multiple of anything.
+`python experiments/benchmarks/kernel_profile.py --warm` compiles, in parallel, and times nothing, so it may run beside
+others; without it about 30 s on a machine with an NVIDIA GPU. Medians of 7 between CUDA events, kernels alone. A cut is
+elements per program, warps, elements that a thread loads at once, registers; after a colon stand the elements by warp
+of Adafactor's sums. Rows go to kernel_profile.csv in $OUT or experiments/results.
 """
 
 import argparse
@@ -11,108 +11,111 @@ import csv
 import os
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import median
 
 import torch
-from torch.profiler import ProfilerActivity, profile
-
-sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).parent)]
-
-from matrix_step import SPECS, make_engine, name_of  # noqa: E402
-from optimizer_step import MODELS, clean  # noqa: E402
-
-from baoc.codecs.grouped import kernel_lanes  # noqa: E402
-from baoc.kernels import Cut  # noqa: E402
-from baoc.optim.backends.eager import Options  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS, WORKERS = 5, 15
-# spec -> cuts to try beside its own: elements, warps, vector, registers
-TRIED: dict[str, tuple[tuple[int, int, int, int], ...]] = {
-    "adafactor_momentum_int8": ((512, 4, 4, 0), (256, 2, 4, 0)),
-    "adafactor+split8": ((512, 2, 8, 0), (1024, 4, 8, 0)),
-    "adamw_shared_out_int8+split8": ((512, 2, 8, 0), (1024, 4, 8, 0)),
-    "adamw_shared_out_int8": ((512, 4, 4, 0), (256, 2, 4, 0)),
-    "foam_l2_int8": ((512, 4, 4, 0), (256, 2, 4, 0), (1024, 8, 4, 0)),
-    "foam_l2_int8+split8": ((512, 4, 4, 0), (256, 2, 4, 0), (512, 4, 8, 0)),
-    "foam_l8_int8+split8": ((8192, 4, 4, 0), (8192, 8, 8, 0), (8192, 16, 4, 0)),
-    "foam_l8": ((8192, 4, 4, 0), (8192, 16, 4, 0)),
-    "foam_l2_out_int8+split8": ((512, 4, 1, 0), (256, 2, 1, 0), (512, 4, 4, 0)),
-    "adamw_int4+split8": ((512, 2, 8, 0), (512, 4, 4, 0)),
-    "adamw_int4": ((512, 2, 4, 0), (256, 2, 4, 0)),
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+
+from matrix_step import SPECS, least_bytes, make_engine, name_of  # noqa: E402
+from optimizer_step import MODELS, clean, copy_gbps, events_ms  # noqa: E402
+
+from baoc.codecs.grouped import kernel_lanes  # noqa: E402
+from baoc.kernels import Cut, Engine, means_plan  # noqa: E402
+from baoc.optim.backends.eager import Options  # noqa: E402
+
+STEPS, WORKERS = 7, 15
+# The spec's own cut comes first.
+TRIED: dict[str, tuple[str, ...]] = {
+    "adafactor": ("", ":256"),
+    "adafactor+split8": ("", ":256", "512/2/8/0", "512/2/8/64"),
+    "adafactor_momentum": ("", ":256"),
+    "adafactor_momentum_int8": ("", ":256", "512/4/4/0:256", "256/2/4/0:256"),
+    "adamw_shared_in_int8": ("", "512/4/4/0", "256/2/4/0"),
+    "adamw_shared_out_int8": ("", "512/4/4/0", "256/2/4/0"),
+    "adamw_shared_out_int8+split8": ("", "256/1/8/64", "512/2/8/64"),
+    "adamw_int4": ("", "512/2/4/0", "256/2/4/0"),
+    "adamw_int4+split8": ("", "256/1/8/64", "512/4/4/0"),
+    "foam_l2_int8": ("", "512/4/4/0", "256/2/4/0", "512/4/4/64"),
+    "foam_l2_int8+split8": ("", "512/4/4/0", "256/2/4/0", "512/4/4/64", "512/2/8/128"),
+    "foam_l2_out_int8+split8": ("", "512/4/1/0", "512/4/1/64", "256/2/1/64"),
+    "foam_l8": ("", "8192/4/4/128", "8192/8/4/64"),
+    "foam_l8_int8+split8": ("", "8192/4/4/128", "8192/8/8/128", "8192/8/4/64"),
+    "foam_l8_out": ("", "8192/8/4/64"),
 }
 
 
-def steps_of(spec: str, cut: Cut | None, shapes: list[tuple[int, ...]], *, num: int) -> None:
-    engine = make_engine(next(s for s in SPECS if name_of(s) == spec), shapes, cut=cut)
+def engine_of(spec: str, cut: str, shapes: list[tuple[int, ...]]) -> tuple[Engine, bool]:
+    sizes, _, per_warp = cut.partition(":")
+    means_plan.PER_WARP = int(per_warp or 512)
+    given = None
+    if sizes:
+        chunk, warps, vector, registers = map(int, sizes.split("/"))
+        given = Cut(chunk=chunk, warps=warps, vector=vector, registers=registers)
+    engine = make_engine(next(row for row in SPECS if name_of(row) == spec), shapes, cut=given)
     options = (Options(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1),)
-    matched = any(table.matches[0] is not None for table in engine.tables)
-    for phase in range(1, num + 1):
-        engine.stage(options, thresholds=kernel_lanes(phase), phase=phase)
-        engine.run(matched=matched, graphs=False)
-    torch.cuda.synchronize()
+    engine.stage(options, thresholds=kernel_lanes(1), phase=1)
+    return engine, any(table.matches[0] is not None for table in engine.tables)
 
 
-def time_kernels(spec: str, cut: Cut | None, shapes: list[tuple[int, ...]]) -> dict[str, float]:
-    """Milliseconds of each kernel in a step."""
-    steps_of(spec, cut, shapes, num=1)
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
-        steps_of(spec, cut, shapes, num=STEPS)
-    found = {}
-    for event in seen.key_averages():
-        if event.key.endswith("_kernel") and event.self_device_time_total:
-            found[event.key] = event.self_device_time_total / STEPS / 1e3
-    return found
-
-
-def warm(spec: str, cut: str) -> None:
-    command = [sys.executable, __file__, "--warm", spec, cut]
+def compile_(spec: str, cut: str) -> None:
+    command = [sys.executable, __file__, "--one", spec, cut]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        print(f"FAILED to compile {spec} {cut}: {done.stderr[-400:]}", flush=True)
+        print(f"FAILED {spec} {cut}: {done.stderr.strip()[-300:]}", flush=True)
 
 
-def parsed(cut: str) -> Cut | None:
-    if not cut:
-        return None
-    chunk, warps, vector, registers = map(int, cut.split("/"))
-    return Cut(chunk=chunk, warps=warps, vector=vector, registers=registers)
+def one(spec: str, cut: str) -> None:
+    shapes = list(dict.fromkeys(shape for shape in MODELS["llama_1b"] if shape[0] != 32000))
+    engine, matched = engine_of(spec, cut, shapes)
+    engine.run(matched=matched)
+    torch.cuda.synchronize()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--specs", nargs="+", choices=TRIED, default=list(TRIED))
     parser.add_argument("--own", action="store_true", help="their own cuts alone")
-    parser.add_argument("--warm", nargs=2, default=(), help=argparse.SUPPRESS)
+    parser.add_argument("--warm", action="store_true")
+    parser.add_argument("--limit-s", type=float, default=600.0, help="begin no timing after so many seconds")
+    parser.add_argument("--one", nargs=2, default=(), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    shapes = MODELS["llama_1b"]
+    if args.one:
+        return one(*args.one)
+    tried = [(spec, cut) for spec in args.specs for cut in TRIED[spec][: 1 if args.own else None]]
     if args.warm:
-        return steps_of(args.warm[0], parsed(args.warm[1]), list(dict.fromkeys(shapes[1:])), num=1)
-    tried = [(s, "/".join(map(str, c)) if c else "") for s in args.specs for c in ((), *(() if args.own else TRIED[s]))]
-    with ThreadPoolExecutor(WORKERS) as pool:
-        list(pool.map(lambda job: warm(*job), tried))
+        with ThreadPoolExecutor(WORKERS) as pool:
+            list(pool.map(lambda job: compile_(*job), tried))
+        return
+    begin, gbps = time.monotonic(), copy_gbps()
     folder = Path(os.environ.get("OUT") or ROOT / "experiments" / "results")
     folder.mkdir(parents=True, exist_ok=True)
-    common = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    common = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "copy_gbps": f"{gbps:.0f}"}
     with (folder / "kernel_profile.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, ["spec", "cut", "part", "kernel", "ms", *common])
+        writer = csv.DictWriter(file, ["spec", "cut", "launch_ms", "min_ms", "floor_ms", *common])
         writer.writeheader()
         for spec, cut in tried:
-            for part, own in (("whole", shapes), ("odd", [s for s in shapes if 5461 in s])):
-                try:
-                    found = time_kernels(spec, parsed(cut), own)
-                except Exception as error:
-                    print(f"FAILED {spec} {cut}: {type(error).__name__}: {str(error)[:300]}", flush=True)
-                    found = {}
-                for kernel, ms in {**found, "all": sum(found.values())}.items():
-                    row = {"spec": spec, "cut": cut or "own", "part": part, "kernel": kernel, "ms": f"{ms:.4f}"}
-                    writer.writerow(row | common)
-                file.flush()
-                most = sorted(found.items(), key=lambda item: -item[1])[:4]
-                told = ", ".join(f"{name.removesuffix('_kernel')} {ms:.2f}" for name, ms in most)
-                print(f"{spec:30s} {cut or 'own':14s} {part:6s} {sum(found.values()):7.2f} ms: {told}", flush=True)
-                clean()
+            if time.monotonic() - begin > args.limit_s:
+                print(f"no time for {spec} {cut}", flush=True)
+                continue
+            try:
+                engine, matched = engine_of(spec, cut, MODELS["llama_1b"])
+                times = events_ms(lambda e=engine, m=matched: e.run(matched=m), steps=STEPS)
+            except Exception as error:
+                print(f"FAILED {spec} {cut}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+                continue
+            floor = least_bytes(engine) / gbps / 1e6
+            numbers = {"launch_ms": f"{median(times):.3f}", "min_ms": f"{min(times):.3f}", "floor_ms": f"{floor:.3f}"}
+            writer.writerow({"spec": spec, "cut": cut or "own", **numbers, **common})
+            file.flush()
+            share = floor / median(times)
+            print(f"{spec:29s} {cut or 'own':14s} {median(times):7.3f} ms, floor {floor:6.3f}, {share:.2f}", flush=True)
+            del engine
+            clean()
 
 
 if __name__ == "__main__":

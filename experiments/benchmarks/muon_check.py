@@ -6,6 +6,7 @@ matrices run Muon, other tensors AdamW. Rows go to muon_step.csv in $OUT or expe
 between CUDA events, the memory that a step takes beside what lives before it, and how long the host is busy.
 """
 
+import argparse
 import csv
 import os
 import sys
@@ -97,8 +98,17 @@ def time_step(model: str, spec: str, *, backend: str) -> dict[str, object]:
 
 
 def main() -> None:
-    for spec in SPECS:
-        print(f"equal {spec}: NMSE at most {check(spec):.1e} of {2 * MUON_BF16.nmse:.1e}", flush=True)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", choices=("check", "time"), help="the other is left out")
+    only = parser.parse_args().only
+    if only != "time":
+        for spec in SPECS:
+            print(f"equal {spec}: NMSE at most {check(spec):.1e} of {2 * MUON_BF16.nmse:.1e}", flush=True)
+    if only != "check":
+        time_all()
+
+
+def time_all() -> None:
     rows = []
     for model in ("vit_b", "llama_130m", "llama_1b"):
         for spec, backend in (("muon", "fused"), ("muon_int8+split8", "fused"), ("muon", "eager")):
