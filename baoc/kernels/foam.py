@@ -61,8 +61,8 @@ def _step_whole(
     FOLD: tl.constexpr, ACROSS: tl.constexpr, VEC: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     """Steps whole folds of plain elements, see `_step_folds`; does nothing where elements need care. Returns whether it
-    is done, and the update's sum of squares. RAGGED folds begin anywhere, and what is not `inside` pads them: it counts as
-    zero."""
+    is done, and the update's sum of squares. RAGGED folds begin anywhere, padded by what is not `inside`,
+    which counts as zero."""
     FULL: tl.constexpr = not RAGGED
     addrs, row = ptrs + tensor * WIDTH, settings + tensor * WIDTH
     # As many of a thread's folded numbers follow each other as its elements' folds do: no exchange between threads.
