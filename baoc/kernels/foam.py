@@ -43,13 +43,16 @@ _WIDEST = tl.constexpr(2**20)  # columns up to which offsets in a program fit 32
 
 
 @triton.jit
-def _is_plain(g, folded, p, new, inside, WEIGHTS: tl.constexpr, MARKED: tl.constexpr):
+def _is_plain(g, folded, p, new, inside, WEIGHTS: tl.constexpr, MARKED: tl.constexpr, RAGGED: tl.constexpr):
     """Whether all elements are stepped (else their sums were no numbers) and every split weight is another."""
     plain = tl.min(tl.where(tl.abs(folded) < float("inf"), 1, 0))
     if MARKED:
         plain = tl.minimum(plain, tl.min(tl.where(g.to(tl.int32, bitcast=True) != -2147483648, 1, 0)))
     if WEIGHTS == "split8":
-        plain = tl.minimum(plain, tl.min(tl.where((new < p) | (new > p) | ~inside, 1, 0)))
+        moved = (new < p) | (new > p)
+        if RAGGED:
+            moved = moved | ~inside
+        plain = tl.minimum(plain, tl.min(tl.where(moved, 1, 0)))
     return plain != 0
 
 
@@ -81,7 +84,7 @@ def _step_whole(
     m = lerp(m, folded, tl.load(row + W1))
     v = lerp(v, new_v, tl.load(row + W2))
     new, update = stepped(tensor, g, True, p, folded, m, v, addrs, row, repair, "step", MATCHED, ACROSS)
-    done = _is_plain(g, folded, p, new, inside, WEIGHTS, MARKED)
+    done = _is_plain(g, folded, p, new, inside, WEIGHTS, MARKED, RAGGED)
     if done:
         store_m(m_addr, m_scale_addr, m, thresholds, first, entry, there, groups, left, M, KEPT, True)
         store_v(v_addr, v_scale_addr, v, tl.sqrt(v), scale_old, thresholds, first, entry, there, groups, left, V, KEPT,
@@ -90,7 +93,8 @@ def _step_whole(
                     FULL, True)  # fmt: skip
     square = 0.0
     if TRACK:
-        square = tl.where(done, tl.sum(tl.where(inside, update * update, 0.0)), 0.0)
+        of_each = tl.where(inside, update * update, 0.0) if RAGGED else update * update
+        square = tl.where(done, tl.sum(of_each), 0.0)
     return done, square
 
 
@@ -169,6 +173,42 @@ def _piece(base, units, more, ACROSS: tl.constexpr):
 
 
 @triton.jit
+def _step_aligned(
+    tensor, grad_addr, first, left, cols, width, entry, groups, k, ptrs, settings, thresholds, repair,
+    M: tl.constexpr, V: tl.constexpr, SQUARES: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
+    GRAD: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, MARKED: tl.constexpr, ENTRIES: tl.constexpr,
+    FOLD: tl.constexpr, ACROSS: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    """`_step_whole`, or of long folds `_step_whole_long`, where folds are whole and their elements aligned."""
+    if ACROSS:
+        units = (cols // 32).to(tl.int32)  # a group lies in one row of folds
+        high = first // width
+        begin = ((first - high * width) // 32).to(tl.int32)
+        line = (begin + groups) // units
+        base = spread(line * (FOLD - 1) * units + begin + groups, ACROSS)
+        start, tile, lane = high.to(tl.int64) * FOLD * cols, base + k * units, tl.arange(0, 32)[None, None, :]
+        tile = tile * 32 + lane
+    else:
+        units = 1
+        lane = k & 31 if FOLD >= 32 else (tl.arange(0, 32)[None, :, None] * FOLD + k) & 31
+        base = spread(entry * FOLD, ACROSS)
+        start, tile = first.to(tl.int64) * FOLD, base + k
+    if FOLD > 32:
+        done, square = _step_whole_long(
+            tensor, grad_addr, first.to(tl.int64), left, start, base, units, FOLD, ptrs, settings,
+            thresholds, repair, M, V, SQUARES, WEIGHTS, PARAM, GRAD, MATCHED, TRACK, MARKED, ENTRIES, FOLD,
+            ACROSS, VEC, False,
+        )  # fmt: skip
+    else:
+        done, square = _step_whole(
+            tensor, grad_addr, first.to(tl.int64), left, start, tile, lane, tile >= 0, ptrs,
+            settings, thresholds, repair, M, V, SQUARES, WEIGHTS, PARAM, GRAD, MATCHED, TRACK, MARKED, ENTRIES,
+            FOLD, ACROSS, VEC, False,
+        )  # fmt: skip
+    return done, square
+
+
+@triton.jit
 def _step_ragged(
     tensor, grad_addr, first, left, cols, width, entry, k, ptrs, settings, thresholds, repair,
     M: tl.constexpr, V: tl.constexpr, SQUARES: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
@@ -232,31 +272,10 @@ def _program(
     if MODE == "step":
         plain = whole & (first >= 0)
         if plain:
-            if ACROSS:
-                units = (cols // 32).to(tl.int32)  # a group lies in one row of folds
-                high = first // width
-                begin = ((first - high * width) // 32).to(tl.int32)
-                line = (begin + groups) // units
-                base = spread(line * (FOLD - 1) * units + begin + groups, ACROSS)
-                start, tile, lane = high.to(tl.int64) * FOLD * cols, base + k * units, tl.arange(0, 32)[None, None, :]
-                tile = tile * 32 + lane
-            else:
-                units = 1
-                lane = k & 31 if FOLD >= 32 else (tl.arange(0, 32)[None, :, None] * FOLD + k) & 31
-                base = spread(entry * FOLD, ACROSS)
-                start, tile = first.to(tl.int64) * FOLD, base + k
-            if FOLD > 32:
-                done, square = _step_whole_long(
-                    tensor, grad_addr, first.to(tl.int64), left, start, base, units, FOLD, ptrs, settings,
-                    thresholds, repair, M, V, SQUARES, WEIGHTS, PARAM, GRAD, MATCHED, TRACK, MARKED, ENTRIES, FOLD,
-                    ACROSS, VEC, False,
-                )  # fmt: skip
-            else:
-                done, square = _step_whole(
-                    tensor, grad_addr, first.to(tl.int64), left, start, tile, lane, tile >= 0, ptrs,
-                    settings, thresholds, repair, M, V, SQUARES, WEIGHTS, PARAM, GRAD, MATCHED, TRACK, MARKED, ENTRIES,
-                    FOLD, ACROSS, VEC, False,
-                )  # fmt: skip
+            done, square = _step_aligned(
+                tensor, grad_addr, first, left, cols, width, entry, groups, k, ptrs, settings, thresholds, repair, M, V,
+                SQUARES, WEIGHTS, PARAM, GRAD, MATCHED, TRACK, MARKED, ENTRIES, FOLD, ACROSS, VEC,
+            )  # fmt: skip
         elif not ACROSS:  # noqa: SIM102 (of the compiler, the other of the device)
             if (left == ENTRIES) & (not transposed) & ((FOLD > 32) | (width >= ENTRIES)):
                 done, square = _step_ragged(

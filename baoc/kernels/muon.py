@@ -57,6 +57,18 @@ def _place(owner, first, first_chunk, numels, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def _spot(tensor, start, tile, slots, lines, length, own_length, PADDED: tl.constexpr, WIDE: tl.constexpr):
+    """Places of the elements in the stack, where a matrix may have longer lines, and more of them."""
+    at = start + tile
+    if PADDED:
+        if not WIDE:  # dividing is slow in 64 bits
+            at = at.to(tl.int32)
+        line = at // own_length
+        at = line.to(tl.int64) * length + (at - line * own_length)
+    return tl.load(slots + tensor).to(tl.int64) * lines * length + at
+
+
+@triton.jit
 def _momentum(tensor, grad_addr, start, left, ptrs, settings, M: tl.constexpr, GRAD: tl.constexpr,
               MARKED: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr):  # fmt: skip
     """Nesterov's momentum, 0 where it is left out; the new m, which keeps its value there; what was finite and kept."""
@@ -118,17 +130,17 @@ def gather_kernel(
     owner, first, first_chunk, numels, ptrs, grad_ptrs, settings, thresholds,
     slots,  # int32[tensors]: place in the stack
     scales,  # fp32[tensors, 2]
-    stack,  # int16: bits of bf16 [num, numel], takes the matrices over their norms
-    left_out, bad,
+    stack,  # int16: bits of bf16 [num, lines, length], takes the matrices over their norms
+    left_out, bad, lines, length, own_length,
     M: tl.constexpr, GRAD: tl.constexpr, MODE: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr,
-    MARKED: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr,
+    MARKED: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Stores the momentum, and what is orthogonalized; zeros for a matrix without gradient."""
     tensor, _, start, left = _place(owner, first, first_chunk, numels, CHUNK)
     grad_addr, addrs = tl.load(grad_ptrs + tensor), ptrs + tensor * WIDTH
     tile, groups = tile_of(CHUNK)
     inside = tile < left
-    target = stack + tl.load(slots + tensor).to(tl.int64) * tl.load(numels + tensor) + start + tile
+    target = stack + _spot(tensor, start, tile, slots, lines, length, own_length, PADDED, WIDE)
     if grad_addr != 0:
         ahead, m, whole, kept = _momentum(tensor, grad_addr, start, left, ptrs, settings, M, GRAD, MARKED, CHUNK, VEC)
         x = ahead * tl.load(scales + 2 * tensor) * tl.load(scales + 2 * tensor + 1)
@@ -142,11 +154,10 @@ def gather_kernel(
 
 
 @triton.jit
-def _update(tensor, start, tile, inside, numels, slots, sizes, stack):
-    bits = tl.load(
-        stack + tl.load(slots + tensor).to(tl.int64) * tl.load(numels + tensor) + start + tile, mask=inside, other=0
-    )
-    return widened(bits) * tl.load(sizes + tensor)
+def _update(tensor, start, tile, inside, slots, sizes, stack, lines, length, own_length, PADDED: tl.constexpr,
+            WIDE: tl.constexpr):  # fmt: skip
+    spot = _spot(tensor, start, tile, slots, lines, length, own_length, PADDED, WIDE)
+    return widened(tl.load(stack + spot, mask=inside, other=0)) * tl.load(sizes + tensor)
 
 
 @triton.jit
@@ -155,7 +166,9 @@ def square_kernel(
     sizes,  # fp32[tensors]: what the polar factor is multiplied by
     stack,  # int16: bits of the polar factors
     partial,  # fp32[table's programs]
-    GRAD: tl.constexpr, MARKED: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr,
+    lines, length, own_length,
+    GRAD: tl.constexpr, MARKED: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr, PADDED: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """Sums of squares of the update."""
     tensor, place, start, left = _place(owner, first, first_chunk, numels, CHUNK)
@@ -165,7 +178,7 @@ def square_kernel(
         tile, _groups = tile_of(CHUNK)
         inside = tile < left
         _g, _whole, kept = load_grad(grad_addr, start, tile, inside, GRAD, MARKED, VEC, False)
-        update = _update(tensor, start, tile, inside, numels, slots, sizes, stack)
+        update = _update(tensor, start, tile, inside, slots, sizes, stack, lines, length, own_length, PADDED, WIDE)
         square = tl.sum(tl.where(kept & inside, update * update, 0.0))
     tl.store(partial + place, square)
 
@@ -192,8 +205,9 @@ def factor_kernel(members, first_chunk, numels, ptrs, partial, left_out, factors
 def apply_kernel(
     owner, first, first_chunk, numels, ptrs, grad_ptrs, settings, thresholds, slots, sizes, stack,
     factors,  # fp32[tensors]
+    lines, length, own_length,
     WEIGHTS: tl.constexpr, PARAM: tl.constexpr, GRAD: tl.constexpr, MATCHED: tl.constexpr, MARKED: tl.constexpr,
-    CHUNK: tl.constexpr, VEC: tl.constexpr,
+    CHUNK: tl.constexpr, VEC: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Steps the weights."""
     tensor, _, start, left = _place(owner, first, first_chunk, numels, CHUNK)
@@ -207,7 +221,8 @@ def apply_kernel(
         _g, _whole, kept = load_grad(grad_addr, start, tile, inside, GRAD, MARKED, VEC, False)
         p_addr, correction_addr = tl.load(addrs + PARAM_AT), tl.load(addrs + CORRECTION_AT)
         p, stored = load_param(p_addr, correction_addr, start, tile, inside, WEIGHTS, PARAM, VEC, False)
-        new = p * tl.load(row + DECAY) - size * _update(tensor, start, tile, inside, numels, slots, sizes, stack)
+        update = _update(tensor, start, tile, inside, slots, sizes, stack, lines, length, own_length, PADDED, WIDE)
+        new = p * tl.load(row + DECAY) - size * update
         new = tl.where(kept, new, p)
         store_param(
             p_addr, correction_addr, new, p, stored, thresholds, lanes_like(tile), start, tile, inside, WEIGHTS, PARAM,
@@ -231,18 +246,25 @@ def _step(table: "FusedTable", plan: muon_plan.Plan, batch: muon_plan.Batch, roo
         "GRAD": DTYPES[table.grad_dtype], "MARKED": call.marked, "CHUNK": table.cut.chunk, "VEC": table.vector,
         "num_warps": table.cut.warps,
     }  # fmt: skip
+    lies: dict[str, Any] = {
+        "lines": batch.lines, "length": batch.length, "own_length": batch.own_length,
+        "PADDED": (batch.lines, batch.length) != (batch.own_lines, batch.own_length),
+        "WIDE": batch.own_lines * batch.own_length >= 2**31,
+    }  # fmt: skip
     programs, m = (len(batch.owner),), table.kind.m
     scan_kernel[programs](*where, table.ptrs, table.grad_ptrs, table.settings, plan.tops, plan.sums, M=m, **read)
     norm_kernel[(batch.num,)](batch.members, table.first_chunk, plan.tops, plan.sums, plan.scales, LANES=_LANES)
-    stack = room.view(torch.int16) if not room.numel() % 2 else room[:-1].view(torch.int16)
+    stack = room.view(torch.int16)
+    if lies["PADDED"]:
+        stack[: batch.num * batch.lines * batch.length].zero_()
     gather_kernel[programs](
         *where, table.ptrs, table.grad_ptrs, table.settings, table.thresholds, plan.slots, plan.scales, stack,
         table.left_out, table.num_bad, M=m, MODE=call.mode, TRACK=call.track,
-        COUNT=call.count and call.mode == "step", **read,
+        COUNT=call.count and call.mode == "step", **read, **lies,
     )  # fmt: skip
     update = polar.orthogonalize(room, num=batch.num, lines=batch.lines, length=batch.length).view(torch.int16)
     if call.track or call.matched:
-        square_kernel[programs](*where, table.grad_ptrs, plan.slots, plan.sizes, update, table.partial, **read)
+        square_kernel[programs](*where, table.grad_ptrs, plan.slots, plan.sizes, update, table.partial, **read, **lies)
     if call.mode == "measure":
         return
     if call.matched:
@@ -252,5 +274,5 @@ def _step(table: "FusedTable", plan: muon_plan.Plan, batch: muon_plan.Batch, roo
         )  # fmt: skip
     apply_kernel[programs](
         *where, table.ptrs, table.grad_ptrs, table.settings, table.thresholds, plan.slots, plan.sizes, update,
-        plan.factors, WEIGHTS=table.kind.weights, PARAM=DTYPES[table.dtype], MATCHED=call.matched, **read,
+        plan.factors, WEIGHTS=table.kind.weights, PARAM=DTYPES[table.dtype], MATCHED=call.matched, **read, **lies,
     )  # fmt: skip

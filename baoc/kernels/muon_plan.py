@@ -9,7 +9,7 @@ from torch import Tensor
 
 from baoc.kernels.kinds import Shape
 from baoc.kernels.matrix_kinds import stored
-from baoc.kernels.polar import room_bytes
+from baoc.kernels.polar import padded, room_bytes
 from baoc.kernels.table import FusedTable
 
 # Bytes that a batch may take: enough that products of matrices of 768 keep an H100 busy. One matrix may take more.
@@ -22,7 +22,7 @@ def batches(shapes: Iterable[Shape]) -> Iterator[list[int]]:
     for index, shape in enumerate(shapes):
         same.setdefault(stored(shape), []).append(index)
     for sides, members in same.items():
-        most = max(1, ROOM // room_bytes(1, *sides))
+        most = max(1, ROOM // room_bytes(1, *map(padded, sides)))
         for begin in range(0, len(members), most):
             yield members[begin : begin + most]
 
@@ -30,17 +30,21 @@ def batches(shapes: Iterable[Shape]) -> Iterator[list[int]]:
 def temporary_bytes(shapes: Iterable[Shape]) -> int:
     """The most that a step of these matrices holds beside its states."""
     shapes = list(shapes)
-    return max((room_bytes(len(batch), *stored(shapes[batch[0]])) for batch in batches(shapes)), default=0)
+    return max((room_bytes(len(b), *map(padded, stored(shapes[b[0]]))) for b in batches(shapes)), default=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Matrices that are stepped together, [lines, length] each; `owner` int32 [programs] is the tensor of each program,
-    `members` int32 [num] the tensors, by their place in the batch."""
+    """Matrices of [own_lines, own_length] that are stepped together, [lines, length] with what pads them.
+
+    `owner` int32 [programs] is the tensor of each program, `members` int32 [num] the tensors, by place in the batch.
+    """
 
     num: int
     lines: int
     length: int
+    own_lines: int
+    own_length: int
     owner: Tensor
     members: Tensor
 
@@ -61,9 +65,19 @@ class Plan:
             for slot, member in enumerate(members):
                 first[member], slots[member] = len(owner), slot
                 owner += [member] * (table.firsts[member + 1] - table.firsts[member])
-            lines, length = stored(table.shapes[members[0]])
+            own_lines, own_length = stored(table.shapes[members[0]])
             owners, kept = keep(f"owner {index}", _int32(owner)), keep(f"members {index}", _int32(members))
-            self.batches.append(Batch(num=len(members), lines=lines, length=length, owner=owners, members=kept))
+            self.batches.append(
+                Batch(
+                    num=len(members),
+                    lines=padded(own_lines),
+                    length=padded(own_length),
+                    own_lines=own_lines,
+                    own_length=own_length,
+                    owner=owners,
+                    members=kept,
+                )
+            )
         self.first = keep("first", _int32(first))  # program of each tensor in its batch's launch
         self.slots = keep("slots", _int32(slots))
         # The update is the polar factor times this, as baoc.rules.muon.

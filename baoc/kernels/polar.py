@@ -9,6 +9,15 @@ from torch import Tensor
 A, B, C = 3.4445, -4.7750, 2.0315  # of x (a + b x^2 + c x^4), steep at 0
 STEPS = 5
 _ALIGNED = 256  # bytes: parts of the room begin at multiples of it
+_UNIT, _LONG_UNIT, _LONG = 8, 64, 1024  # sides are multiples of these, of the second from the third on
+
+
+def padded(side: int) -> int:
+    """A side of a matrix as products are fast with: lines of odd lengths would be read two bytes at a time. What pads
+    it is zero, before and after each step.
+    """
+    unit = _LONG_UNIT if side >= _LONG else _UNIT
+    return -(-side // unit) * unit
 
 
 def room_bytes(num: int, lines: int, length: int) -> int:
