@@ -84,6 +84,7 @@ def rows(device: str) -> list[dict[str, object]]:
 
     def note(what: str, specs: int, value: float) -> None:
         found.append({"case": what, "specs": specs, "tensors": NUM_TENSORS, "host_us": f"{value:.1f}"})
+        print(f"{value:8.1f} us  {specs} spec(s)  {what}", flush=True)  # at once: what is cut short leaves the others
 
     for num_specs in (1, 8):
         params, optimizer = build(device, num_specs=num_specs)
@@ -145,8 +146,6 @@ def main() -> None:
             writer.writeheader()
             writer.writerows({**row, "device": where, "torch": torch.__version__} for row in found)
     print(f"{where}, torch {torch.__version__}, Python {sys.version.split()[0]}; median of {STEPS} steps")
-    for row in found:
-        print(f"{row['host_us']:>8} us  {row['specs']} spec(s)  {row['case']}")
 
 
 if __name__ == "__main__":
