@@ -203,11 +203,7 @@ def _foam_cut(kind: Kind, fp32_params: bool) -> Cut:
     would leave a fold's elements to several threads."""
     fold, out, _ = FOLDS[kind.rule]
     if fold > FOLD_TILE:
-        if out:
-            return Cut(chunk=FOLD_TILE * fold, warps=8, registers=128)
-        return Cut(
-            chunk=FOLD_TILE * fold, warps=8, vector=4 if fp32_params else 8, registers=64 if fp32_params else 128
-        )
+        return Cut(chunk=FOLD_TILE * fold, warps=8, vector=4 if fp32_params or out else 8, registers=128)
     if fold == 4 and fp32_params and not out and kind.m not in ("fp32", "bf16"):
         return Cut(chunk=256, warps=2, vector=4)
     return Cut(chunk=512, warps=2, vector=1 if out else 4, registers=128)

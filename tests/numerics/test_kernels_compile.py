@@ -17,7 +17,8 @@ VARIANTS = [
     ("adamw", "int8", "split8"), ("adamw", "int4", "native"), ("lion", "int8_root", "bf16_sr"),
     ("adamw_shared_in", "int8", "native"), ("adamw_shared_out", "fp32", "split16"), ("adafactor", "fp32", "native"),
     ("adafactor_momentum", "int4", "native"), ("foam_l2", "int8_log", "native"), ("foam_l8", "bf16", "native"),
-    ("foam_l1_out", "int8", "split8"), ("foam_l1_sq", "int8_root", "native"),
+    ("foam_l1_out", "int8", "split8"), ("foam_l1_sq", "int8_root", "native"), ("foam_l2", "int8", "native"),
+    ("foam_l8", "int8", "split8"), ("muon", "int8", "split8"),
 ]  # fmt: skip
 STEPPING = ("step_kernel", "apply_kernel", "foam_kernel")
 MOST_SPILLED = 80  # bytes of a thread's stack, mostly of what chunks with odd elements take
@@ -28,7 +29,7 @@ if not interpreting():  # compiling and interpreting exclude each other in a pro
     @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
     @pytest.mark.parametrize(("rule", "storage", "weights"), VARIANTS)
     def test_it_compiles(rule: str, storage: str, weights: str):
-        from baoc.kernels import elementwise, foam, matrix
+        from baoc.kernels import elementwise, foam, matrix, muon
         from tests.numerics.kernel_compiling import recording
 
         dtype = FLOAT32 if weights == "native" else BFLOAT16
@@ -37,7 +38,7 @@ if not interpreting():  # compiling and interpreting exclude each other in a pro
         twin = Twin(Case(**given)) if elementary else MatrixTwin(MatrixCase(**given, shapes=SHAPES))
         twin.new_gradients()
         twin.engine.gradients.refresh()
-        with recording([elementwise, foam, matrix]) as found:
+        with recording([elementwise, foam, matrix, muon]) as found:
             engine.launch(twin.table, Call(matched=True, track=True))
             if rule in ("foam_l2", "adamw_shared_in"):
                 engine.launch(twin.table, Call(mode="repair", matched=True))
