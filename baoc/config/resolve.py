@@ -6,6 +6,7 @@
 from dataclasses import dataclass, replace
 
 from baoc.config.schema import RunConfig
+from baoc.errors import BadInputError
 from baoc.models import ModelSize, choose_size
 
 
@@ -55,9 +56,15 @@ def resolve(config: RunConfig, *, device: str) -> Resolved:
     if optim.lr is None:
         optim = replace(optim, lr=size.lr)
         reasons.append(f"optim.lr={size.lr:g} suits {config.model.name} {size.name}")
+    small = config.model.activations == "bf16"
     if trainer.precision == "auto":
-        trainer = replace(trainer, precision="bf16-mixed" if device == "cuda" else "32-true")
-        reasons.append(f"trainer.precision={trainer.precision} on {device}")
+        trainer = replace(trainer, precision="bf16-mixed" if device == "cuda" or small else "32-true")
+        reasons.append(f"trainer.precision={trainer.precision} " + ("for model.activations=bf16" if small else f"on {device}"))
+    if small and trainer.precision not in ("bf16-mixed", "bf16-true", "bf16"):
+        raise BadInputError(
+            f"model.activations=bf16 needs layers that take bf16, but trainer.precision={trainer.precision} runs them in "
+            "their weights' own type: set trainer.precision=bf16-mixed, or model.activations=null"
+        )
     undecided = is_open(config, device=device)
     if undecided and not isinstance(micro_batch, int):
         return Resolved(

@@ -53,6 +53,7 @@ class ModelConfig:
     `pretrained`: a folder or safetensors file to start from; null is a random start. `new_head` leaves out its head,
     for other classes. `freeze`: patterns of parameter names that are not trained. `checkpointing` recomputes
     activations in the backward pass; null leaves it to the decision over micro-batches, and is off where none is taken.
+    `activations`: bf16 keeps norms and the residual stream in bf16 too, where bf16-mixed alone makes them float32.
     `compile` is torch.compile.
     """
 
@@ -62,6 +63,7 @@ class ModelConfig:
     new_head: bool = False
     freeze: tuple[str, ...] = ()
     lora: LoraConfig = field(default_factory=LoraConfig)
+    activations: Literal["bf16"] | None = None
     checkpointing: bool | None = None
     compile: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)

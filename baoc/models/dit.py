@@ -8,6 +8,7 @@ outputs) and the fixed positions, which are a buffer here and no parameter.
 import math
 import re
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -175,8 +176,9 @@ class FinalLayer(nn.Module):
 
 def modulated_norm(tokens: Tensor, *, shift: Tensor, scale: Tensor) -> Tensor:
     """LayerNorm without weights, then scale and shift. Under autocast the norm gives float32; what is kept of it for
-    the backward pass takes the dtype of the matmul that follows, half the bytes."""
-    normed = F.layer_norm(tokens, tokens.shape[-1:], eps=1e-6).to(scale.dtype)
+    the backward pass takes the dtype of the matmul that follows, half the bytes. Tokens of 16 bits stay so."""
+    with torch.autocast(tokens.device.type, enabled=False) if tokens.dtype is torch.bfloat16 else nullcontext():
+        normed = F.layer_norm(tokens, tokens.shape[-1:], eps=1e-6).to(scale.dtype)
     return torch.addcmul(shift, normed, 1 + scale)
 
 

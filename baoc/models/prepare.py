@@ -7,7 +7,7 @@ from torch import nn
 
 from baoc.models.adapters import add_lora, freeze
 from baoc.models.pretrained import head_names, load_pretrained
-from baoc.models.switches import enable_checkpointing, enable_compile
+from baoc.models.switches import enable_bf16_activations, enable_checkpointing, enable_compile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +20,7 @@ class Preparation:
     lora_rank: int | None = None
     lora_alpha: float | None = None
     lora_targets: Sequence[str] = ()
+    activations: str | None = None
     checkpointing: bool = False
     compile: bool = False
 
@@ -37,6 +38,9 @@ def prepare(model: nn.Module, asked: Preparation, *, name: str, seed: int | None
         done.append(f"adapters of rank {asked.lora_rank} on {num} layers")
     if asked.freeze:
         done.append(f"{freeze(model, asked.freeze):,} parameters frozen")
+    if asked.activations == "bf16":
+        enable_bf16_activations(model, name=name)
+        done.append("bf16 between layers, norms included")
     if asked.checkpointing:
         done.append(f"activations of {enable_checkpointing(model, name=name)} parts are recomputed")
     if asked.compile:

@@ -1,8 +1,14 @@
-"""Switches that every network has: recomputed activations and torch.compile. Neither changes a parameter's name."""
+"""Switches that every network has: recomputed activations, activations of 16 bits, and torch.compile.
 
+None of them changes a parameter's name, type or value.
+"""
+
+from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from baoc.errors import BadInputError
@@ -51,6 +57,90 @@ def _recomputing(cls: type[nn.Module]) -> type[nn.Module]:
         names = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
         _classes[cls] = type(cls.__name__, (cls,), names)
     return _classes[cls]
+
+
+# -- activations of 16 bits -------------------------------------------------------------------------------------------
+
+
+def enable_bf16_activations(model: nn.Module, *, name: str) -> int:
+    """All that flows between the network's layers is bf16 under bf16 autocast, forward and backward; gives the number
+    of modules that were changed for it. BadInputError for a network that names no `checkpoint_units`.
+
+    Autocast alone runs matrix products in bf16 and norms in float32, whose outputs keep the residual stream in float32:
+    twice the bytes to keep for the backward pass and to move. Here norms take and give bf16 (their kernels sum in
+    float32 all the same), embeddings give bf16, and what goes into a unit is cast. Parameters stay as they are stored
+    and are cast where they are used, so their gradients come in their own type; losses are the task's and stay in
+    float32.
+    """
+    units: list[nn.Module] = list(getattr(model, "checkpoint_units", ()))
+    if not units:
+        raise BadInputError(
+            f"model {name} names no parts between which activations could be bf16: set model.activations=null"
+        )
+    for unit in units:
+        unit.register_forward_pre_hook(_in_bf16, with_kwargs=True)
+    changed = 0
+    for module in model.modules():
+        forward = _bf16_forward(module)
+        if forward is not None:
+            module.__class__ = _computing_in_bf16(type(module), forward)
+            changed += 1
+    return changed
+
+
+_bf16_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _computing_in_bf16(cls: type[nn.Module], forward: Callable[..., Tensor]) -> type[nn.Module]:
+    """A subclass of the same name with another forward pass."""
+    if cls not in _bf16_classes:
+        names = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        _bf16_classes[cls] = type(cls.__name__, (cls,), names)
+    return _bf16_classes[cls]
+
+
+def _bf16_forward(module: nn.Module) -> Callable[..., Tensor] | None:
+    """What takes the place of a module's forward pass; None where autocast alone gives bf16."""
+    if type(module) in _bf16_classes.values():
+        return None
+    if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):  # transformers', of T5's kind
+        return _library_rms_norm
+    rows = {nn.LayerNorm: _layer_norm, nn.GroupNorm: _group_norm, nn.RMSNorm: _rms_norm, nn.Embedding: _embedding}
+    return rows.get(type(module))
+
+
+def _in_bf16(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional inputs of float32 as bf16; those by name (masks, positions) have types that their users mean."""
+    return tuple(_low(value) for value in args), kwargs
+
+
+def _low(value: Any) -> Any:
+    return value.to(torch.bfloat16) if isinstance(value, Tensor) and value.dtype is torch.float32 else value
+
+
+def _layer_norm(self: Any, tokens: Tensor) -> Tensor:
+    with torch.autocast(tokens.device.type, enabled=False):
+        return F.layer_norm(_low(tokens), self.normalized_shape, _low(self.weight), _low(self.bias), self.eps)
+
+
+def _group_norm(self: Any, images: Tensor) -> Tensor:
+    with torch.autocast(images.device.type, enabled=False):
+        return F.group_norm(_low(images), self.num_groups, _low(self.weight), _low(self.bias), self.eps)
+
+
+def _rms_norm(self: Any, tokens: Tensor) -> Tensor:
+    with torch.autocast(tokens.device.type, enabled=False):
+        return F.rms_norm(_low(tokens), self.normalized_shape, _low(self.weight), self.eps)
+
+
+def _library_rms_norm(self: Any, tokens: Tensor) -> Tensor:
+    """In one kernel where torch has one, which keeps its input alone for the backward pass."""
+    with torch.autocast(tokens.device.type, enabled=False):
+        return F.rms_norm(_low(tokens), tokens.shape[-1:], _low(self.weight), self.variance_epsilon)
+
+
+def _embedding(self: Any, tokens: Tensor) -> Tensor:
+    return _low(nn.Embedding.forward(self, tokens))
 
 
 def enable_compile(model: nn.Module) -> None:
