@@ -175,7 +175,10 @@ def build(resolved: Resolved, *, run_dir: Path, device: str) -> tuple[Task, Data
 
 def preparation(config: ModelConfig) -> Preparation:
     lora = {f"lora_{key}": value for key, value in asdict(config.lora).items()}
-    own = {key: getattr(config, key) for key in ("pretrained", "new_head", "freeze", "activations", "checkpointing", "compile")}
+    own = {
+        key: getattr(config, key)
+        for key in ("pretrained", "new_head", "freeze", "activations", "checkpointing", "compile")
+    }
     return Preparation(**{**own, "checkpointing": bool(config.checkpointing)}, **lora)
 
 

@@ -59,7 +59,9 @@ def resolve(config: RunConfig, *, device: str) -> Resolved:
     small = config.model.activations == "bf16"
     if trainer.precision == "auto":
         trainer = replace(trainer, precision="bf16-mixed" if device == "cuda" or small else "32-true")
-        reasons.append(f"trainer.precision={trainer.precision} " + ("for model.activations=bf16" if small else f"on {device}"))
+        reasons.append(
+            f"trainer.precision={trainer.precision} " + ("for model.activations=bf16" if small else f"on {device}")
+        )
     if small and trainer.precision not in ("bf16-mixed", "bf16-true", "bf16"):
         raise BadInputError(
             f"model.activations=bf16 needs layers that take bf16, but trainer.precision={trainer.precision} runs them in "
