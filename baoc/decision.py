@@ -16,17 +16,17 @@ import torch
 
 from baoc.budgets import resolve_auto
 from baoc.callbacks.resume import capture_rng, restore_rng
-from baoc.catalogue import select
 from baoc.config.schema import RunConfig
 from baoc.data.base import DataModule
 from baoc.data.token_cache import cache_folder
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.models.switches import disable_checkpointing, enable_checkpointing
 from baoc.online import SessionSettings, soon_timed, step_temporaries, time_specs
-from baoc.online.assemble import make_profiler
+from baoc.online.assemble import make_profiler, narrow_params
 from baoc.options import Trial, best, divisors, footprint_at, make_option, option_rows, released, seconds_at
 from baoc.planner import Planner
 from baoc.profiling import cap_device, clear_cache, context_bytes, describe, free_bytes, uncapped
+from baoc.profiling.lowered import narrowed, narrowed_bytes
 from baoc.resuming import choice_of, keep, settled
 from baoc.strategy.probe import unwrapped, upkeep_bytes
 from baoc.strategy.strategy import declared_blocks, widened
@@ -159,20 +159,23 @@ class _Decision:
             precision=precision,
         )
         settings = widened(settings, device=device, budget=self.budget, precision=precision)
-        self.split = any(spec.weights != "native" for spec in select(settings.planner.specs).values())
+        infos, declared = describe(task, optimizer_groups=task._groups()), declared_blocks(task, unwrapped(task))
+        self.params = {name: param for name, param in task.named_parameters() if param.requires_grad}
+        self.narrow = narrow_params(infos, params=self.params, settings=settings, declared=declared)
+        self.less = narrowed_bytes(self.narrow)
+        self.narrowed: set[bool] = set()  # checkpointing whose trials have such weights in 16 bits, to stay in the cap
         self.no_room: set[tuple[int, bool, bool]] = set()  # options that ran out of memory when they were tried
         self.tried = {checkpointing: self._try(checkpointing) for checkpointing in self.axes.checkpointing}
         self.released: dict[bool, Trial] = {}  # of the whole batch, by checkpointing
         if settings.planner.allocator == "exact":  # by prices, in milliseconds: the run itself is planned exactly
             settings = replace(settings, planner=replace(settings.planner, allocator="lagrangian"))
         self.planner = Planner(
-            describe(task, optimizer_groups=task._groups()),
+            infos,
             budget=self.budget,
             settings=settings.planner,
-            declared=declared_blocks(task, unwrapped(task)),
+            declared=declared,
             footprint=next(iter(self.tried.values()))[0].footprint,
         )
-        self.params = {name: param for name, param in task.named_parameters() if param.requires_grad}
         self.constant = {
             release: _constant(
                 self.planner, self.params, settings=replace(settings, release=release), config=self.config
@@ -215,33 +218,53 @@ class _Decision:
             enable_checkpointing(self.task.model, name=self.config.model.name)
 
     def _try(self, checkpointing: bool) -> list[Trial]:
+        """Trials of several micro-batches within the budget's cap: with weights in full, and where that is too little,
+        all of them with weights of 16 bits where a plan may keep such. Where not even one sample has room, its bytes
+        are looked at outside of the cap, for a refusal to name what would fit; then it is no option."""
         self.switch(checkpointing)
-        sizes = list(self.axes.micro_batches)
-        accumulation = 2 if sizes[0] < self.config.batch_size else 1
-        run = partial(self.trials.run, accumulation=accumulation, context_bytes=context_bytes(self.where))
-        return grow(
-            lambda size: self._looked(lambda: run(size, per_step=self.config.batch_size // size)),
-            sizes=sizes,
+        grown = partial(
+            grow,
+            partial(self._look, checkpointing),
+            sizes=list(self.axes.micro_batches),
             max_s=TRIALS_S,
             fits=self._may_fit,
         )
+        with suppress(_TooTight, torch.OutOfMemoryError):
+            return grown()
+        clear_cache(self.where)
+        self.narrowed.add(checkpointing)
+        with narrowed(self.narrow):
+            with suppress(torch.OutOfMemoryError):
+                return grown()
+            clear_cache(self.where)
+            least = self.axes.micro_batches[0]
+            self.no_room |= {(least, checkpointing, release) for release in self.axes.release}
+            with uncapped(self.where, budget=self.budget):
+                return [self._look(checkpointing, least)]
+
+    def _look(self, checkpointing: bool, size: int) -> Trial:
+        """One trial. Raises _TooTight where it ran out of memory with weights in full, else torch.OutOfMemoryError."""
+        run = partial(
+            self.trials.run,
+            size,
+            accumulation=2 if self.axes.micro_batches[0] < self.config.batch_size else 1,
+            context_bytes=context_bytes(self.where),
+            per_step=self.config.batch_size // size,
+        )
+        if checkpointing in self.narrowed or not self.narrow:
+            return run(narrowed=self.less)
+        with suppress(torch.OutOfMemoryError):
+            return run()
+        clear_cache(self.where)
+        raise _TooTight
 
     def _may_fit(self, footprint: Footprint) -> bool:
         """Whether some allocation might hold the budget: one without states, with weights of 16 bits where there are
         such."""
         if self.budget.memory_bytes is None:
             return True
-        saved = (footprint.weights_bytes + footprint.gradients_bytes) // 2 if self.split else 0
+        saved = (footprint.weights_bytes + footprint.gradients_bytes) // 2 if self.narrow else 0
         return footprint.peak_bytes(state_bytes=0) - saved <= self.budget.memory_bytes
-
-    def _looked(self, run: Callable[[], Trial]) -> Trial:
-        """A trial within the budget's cap; where that is too little, as weights are whole in a trial and there is none
-        of what a plan saves, one more look without it. The cap is back before anything is trained."""
-        with suppress(torch.OutOfMemoryError):
-            return run()
-        clear_cache(self.where)
-        with uncapped(self.where, budget=self.budget):
-            return run()
 
     def options(self) -> list[Option]:
         made = [self._option(way) for way in self.axes.ways(batch_size=self.config.batch_size)]
@@ -286,9 +309,8 @@ class _Decision:
             context_bytes=context_bytes(self.where),
             released=blocks if chosen.release else (),
         )
-        try:
-            trial = self._looked(run)
-        except torch.OutOfMemoryError:
+        trial = self._tried(run, narrow=chosen.checkpointing in self.narrowed)
+        if trial is None:
             self.no_room.add(chosen.way)
         else:
             if chosen.release:
@@ -297,6 +319,23 @@ class _Decision:
                 known = [t for t in self.tried[chosen.checkpointing] if t.micro_batch != chosen.micro_batch]
                 self.tried[chosen.checkpointing] = [*known, trial]
         return self.options()
+
+    def _tried(self, run: Callable[..., Trial], *, narrow: bool) -> Trial | None:
+        """A trial within the cap, weights in full unless `narrow`, else in 16 bits; None where it has no room so."""
+        if not narrow:
+            with suppress(torch.OutOfMemoryError):
+                return run()
+            clear_cache(self.where)
+        if not self.narrow:
+            return None
+        with suppress(torch.OutOfMemoryError), narrowed(self.narrow):
+            return run(narrowed=self.less)
+        clear_cache(self.where)
+        return None
+
+
+class _TooTight(Exception):
+    """Weights in full, with what a trial needs beside them, are more than the budget."""
 
 
 def choose(

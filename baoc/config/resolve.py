@@ -64,8 +64,8 @@ def resolve(config: RunConfig, *, device: str) -> Resolved:
         )
     if small and trainer.precision not in ("bf16-mixed", "bf16-true", "bf16"):
         raise BadInputError(
-            f"model.activations=bf16 needs layers that take bf16, but trainer.precision={trainer.precision} runs them in "
-            "their weights' own type: set trainer.precision=bf16-mixed, or model.activations=null"
+            f"model.activations=bf16 needs layers that take bf16, but trainer.precision={trainer.precision} runs them "
+            "in their weights' own type: set trainer.precision=bf16-mixed, or model.activations=null"
         )
     undecided = is_open(config, device=device)
     if undecided and not isinstance(micro_batch, int):

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from baoc.allocation import ALLOCATORS
 from baoc.blocks import partition
-from baoc.catalogue import on_device
+from baoc.candidates import applies
+from baoc.catalogue import on_device, select
 from baoc.online.reallocator import Reallocator
 from baoc.online.triggers import ReallocationSettings
 from baoc.optim import BlockwiseOptimizer, GradientRelease
@@ -16,6 +18,7 @@ from baoc.optim.matching import Matching
 from baoc.planner import Planner, PlannerSettings
 from baoc.profiling import GradientProfiler
 from baoc.risk import RISKS
+from baoc.rules import rule_infos
 from baoc.types import Budget, Footprint, LatencyTable, ParamInfo
 
 MOST_RETIMED = 4  # plans whose specs are timed before one is taken
@@ -71,6 +74,30 @@ def released_blocks(
     planner = settings.planner
     blocks = partition(infos, declared=declared, patterns=planner.patterns, by=planner.blocks_by)
     return [[params[param.name] for param in block.params] for block in blocks]
+
+
+def narrow_params(
+    infos: Sequence[ParamInfo],
+    *,
+    params: Mapping[str, Tensor],
+    settings: SessionSettings,
+    declared: Mapping[str, Sequence[str]] | None,
+) -> dict[str, Tensor]:
+    """The parameters that some plan of these settings would keep in 16 bits, though they come in more."""
+    planner = settings.planner
+    only = getattr(ALLOCATORS[planner.allocator], "spec", None)  # of an allocator that leaves no choice
+    specs = [spec for spec in select(planner.specs).values() if spec.weights != "native" and only in (None, spec.name)]
+    rules = rule_infos()
+    found = {
+        param.name: params[param.name]
+        for block in partition(infos, declared=declared, patterns=planner.patterns, by=planner.blocks_by)
+        if any(
+            applies(block, spec=spec, rule=rules[spec.rule], keep_fp32_roles=planner.keep_fp32_roles) is None
+            for spec in specs
+        )
+        for param in block.params
+    }
+    return {name: param for name, param in found.items() if param.element_size() > torch.bfloat16.itemsize}
 
 
 def assemble(

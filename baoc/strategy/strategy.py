@@ -4,10 +4,10 @@ Lightning calls `setup_optimizers` when the module is on its device and the data
 decision happens there. Later decisions hang on the optimizer's own step, so no callback of the user's is needed.
 """
 
-import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -20,11 +20,12 @@ from baoc.budgets import parse_budget, resolve_auto
 from baoc.catalogue import select
 from baoc.errors import BadInputError
 from baoc.online import Reallocator, SessionSettings, assemble, soon_timed, with_link
-from baoc.online.assemble import released_blocks
+from baoc.online.assemble import narrow_params, released_blocks
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.release import take_from_others
 from baoc.planner import Planner, may_place
-from baoc.profiling import cap_device, context_bytes, describe, free_bytes, uncapped
+from baoc.profiling import cap_device, clear_cache, context_bytes, describe, free_bytes, uncapped
+from baoc.profiling.lowered import as_native, narrowed, narrowed_bytes
 from baoc.strategy.probe import Probe, silent, unwrapped
 from baoc.strategy.released import leave_clipping, leaves_gradients, released_clipping, take_clipping_back
 from baoc.strategy.takeover import count_steps_for_schedulers, hyperparameters, named_groups, rebind_schedulers
@@ -146,8 +147,10 @@ class BaocStrategy(SingleDeviceStrategy):
         declared = declared_blocks(module, unwrapped(module))
         infos, params = describe(module, optimizer_groups=theirs.param_groups), dict(module.named_parameters())
         released = released_blocks(infos, params=params, settings=settings, declared=declared)
-        footprint = self._probe_footprint(probe, specs, released=released)
-        timing = self._timing(probe, specs, trainer)
+        narrow = narrow_params(infos, params=params, settings=settings, declared=declared)
+        footprint, tight = self._probe_footprint(probe, specs, released=released, narrow=narrow)
+        with narrowed(narrow if tight else {}):
+            timing = self._timing(probe, specs, trainer)
         self.reallocator = reallocator = assemble(
             infos,
             params=params,
@@ -177,19 +180,31 @@ class BaocStrategy(SingleDeviceStrategy):
             trainer.limit_train_batches = 0  # Lightning then leaves `fit` before the first batch
 
     def _probe_footprint(
-        self, probe: Probe, specs: Sequence[OptimizerSpec], *, released: Sequence[Sequence[torch.Tensor]]
-    ) -> Footprint:
-        """The footprint, measured under the budget's cap; where that is too little for the network alone, without it.
+        self,
+        probe: Probe,
+        specs: Sequence[OptimizerSpec],
+        *,
+        released: Sequence[Sequence[torch.Tensor]],
+        narrow: Mapping[str, torch.Tensor],
+    ) -> tuple[Footprint, bool]:
+        """The footprint, measured under the budget's cap: with weights in full, and where that is too little, with
+        weights of 16 bits where a plan may keep such, so that a plan which holds the budget by them is found within it;
+        and whether that was so.
 
-        The second look is there for plans that hold the budget by what they save on weights, and for the refusal to
-        name what would fit. It comes after the error and the activations that its traceback held are gone, and the cap
-        is back before anything is trained.
+        A third look, outside of the cap, is there for the refusal to name what would fit. Each comes after the error
+        and the activations that its traceback held are gone, and the cap is back before anything is trained.
         """
+        look = partial(probe.footprint, specs, context_bytes=self.context_bytes, released=released)
+        less = narrowed_bytes(narrow)
         with suppress(torch.OutOfMemoryError):
-            return probe.footprint(specs, context_bytes=self.context_bytes, released=released)
-        gc.collect()
-        with uncapped(self.root_device, budget=self.budget):
-            return probe.footprint(specs, context_bytes=self.context_bytes, released=released)
+            return look(), False
+        clear_cache(self.root_device)
+        with narrowed(narrow):
+            with suppress(torch.OutOfMemoryError):
+                return as_native(look(), less=less), True
+            clear_cache(self.root_device)
+            with uncapped(self.root_device, budget=self.budget):
+                return as_native(look(), less=less), True
 
     def _timing(self, probe: Probe, specs: Sequence[OptimizerSpec], trainer: L.Trainer) -> "_Timing | None":
         """The latency table to plan with or to record; None where nobody asks for one."""

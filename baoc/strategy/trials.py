@@ -5,7 +5,7 @@ there are too few. Leaves nothing behind but compiled kernels and gradients of N
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
@@ -19,6 +19,7 @@ from baoc.options import Trial, footprint_at, seconds_at
 from baoc.profiling import clear_cache, probe_footprint
 from baoc.profiling.as_on_cuda import CachingAllocator, CudaAutocast
 from baoc.profiling.latency import series_seconds
+from baoc.profiling.lowered import as_native
 from baoc.strategy.probe import batch_size_of, silent
 from baoc.tasks.ema import EmaWeights
 from baoc.types import Footprint
@@ -82,11 +83,14 @@ class Trials:
         released: Sequence[Sequence[Tensor]] = (),
         per_step: int | None = None,
         thinned: bool = True,
+        narrowed: Mapping[str, int] | None = None,
     ) -> Trial:
         """Footprint of a micro-batch, and seconds of its forward and backward where `timed`.
 
         `released`: the parameters of each block, where gradients are to be dropped in backward. `per_step`: so many
         micro-batches follow each other in a step, where that is not `accumulation`. `thinned`: see `probe_footprint`.
+        `narrowed`: what parameters have less than native ones where the caller holds them in 16 bits; the footprint is
+        told as that of native ones.
         """
         clear_cache(self.device)  # what other sizes left in the allocator's cache would be in the way of this one
         batch = self._moved(resized(self._batch, micro_batch))
@@ -114,6 +118,8 @@ class Trials:
                 replace(m, num_bytes=m.num_bytes + extra) if m.name == "validation" else m for m in footprint.moments
             )
             footprint = replace(footprint, moments=moments)
+        if narrowed:
+            footprint = as_native(footprint, less=narrowed)
         return Trial(micro_batch=micro_batch, footprint=footprint, seconds=seconds)
 
     def _seconds(self, batch: Any, *, per_step: int) -> float:

@@ -138,13 +138,14 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=list(CASES), default=list(CASES))
     asked = parser.parse_args()
     end = time.monotonic() + asked.seconds
+    import transformers.models.llama.modeling_llama
+    import transformers.models.vit.modeling_vit  # noqa: F401
+
     import baoc.models.dit
     import baoc.sweep.preload
     import baoc.tasks.diffusion
     import baoc.tasks.language
     import baoc.tasks.vision  # noqa: F401
-    import transformers.models.llama.modeling_llama
-    import transformers.models.vit.modeling_vit  # noqa: F401
 
     print(f"imports took {asked.seconds - (end - time.monotonic()):.1f} s", flush=True)
     rows: list[dict[str, object]] = []

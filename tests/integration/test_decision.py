@@ -17,7 +17,7 @@ from baoc.config.schema import ModelConfig, OptimConfig, ReallocationConfig
 from baoc.decision import axes_of, choose
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.options import Trial
-from baoc.strategy.trials import grow
+from baoc.strategy.trials import Trials, grow
 from baoc.tasks.base import Task
 from baoc.types import Option, RunResult
 from tests.integration.test_run import config
@@ -249,3 +249,23 @@ def test_a_plan_on_this_device_tells_what_was_decided(tmp_path: Path):
     assert (str(plan["micro_batch"]), str(plan["checkpointing"])) == (row["micro_batch"], row["checkpointing"])
     assert plan["release"] is False
     assert plan["samples_per_s"] > 0 and plan["footprint"] == "probe"
+
+
+def test_weights_in_full_that_pass_the_cap_are_tried_in_16_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A stand-in for CUDA's cap: with weights in full a trial has no room, so none is run but with 16 bits."""
+    seen: list[bool] = []
+
+    def capped(trials: Trials, micro_batch: int, **arguments: Any) -> Trial:
+        narrow = {param.dtype for param in trials.module.parameters()} != {torch.float32}
+        seen.append(narrow)
+        if not narrow:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return run_trial(trials, micro_batch, **arguments)
+
+    run_trial = Trials.run
+    monkeypatch.setattr(Trials, "run", capped)
+    given = replace(config().trainer, max_steps=4, precision="bf16-mixed")
+    wide = replace(config().catalogue, specs=("*", "*+split8"))
+    result = run(tmp_path / "day" / "narrow", trainer=given, catalogue=wide, budget=parse_budget("3.3mb"))
+    assert result.budget_met and seen.count(False) <= 4 and seen[-1]
+    assert chosen(tmp_path / "day" / "narrow")["weights"] == "native split8"

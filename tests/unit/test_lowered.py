@@ -1,0 +1,90 @@
+"""A probe with weights of 16 bits: it leaves them as they were, and savings of a plan give back what it measured."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from baoc.online import SessionSettings
+from baoc.online.assemble import narrow_params
+from baoc.planner import PlannerSettings
+from baoc.profiling import describe, probe_footprint
+from baoc.profiling.lowered import as_native, narrowed, narrowed_bytes
+from baoc.types import Footprint
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(256, 512), nn.LayerNorm(512), nn.GELU(), nn.Linear(512, 512), nn.Linear(512, 10))
+
+
+def matrices(net: nn.Module) -> dict[str, Tensor]:
+    return {name: param for name, param in net.named_parameters() if name in ("0.weight", "3.weight")}
+
+
+def probed(net: nn.Module, *, released: bool = False, accumulation: int = 1) -> Footprint:
+    batch = torch.ones(4, 256)
+
+    def micro_batch() -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return net(batch).float().square().mean()
+
+    def validation() -> None:
+        micro_batch()
+
+    return probe_footprint(
+        net,
+        run_micro_batch=micro_batch,
+        run_validation_batch=validation,
+        accumulation=accumulation,
+        released=[[param] for param in net.parameters()] if released else (),
+    )
+
+
+def test_weights_are_bf16_inside_and_as_before_afterwards():
+    net = network()
+    turned = net[3].weight.data = net[3].weight.data.t().contiguous().t()
+    before = {name: param.detach().clone() for name, param in net.named_parameters()}
+    with pytest.raises(KeyError), narrowed(matrices(net)):
+        assert {p.dtype for p in matrices(net).values()} == {torch.bfloat16}
+        assert net[1].weight.dtype is torch.float32 and net[3].weight.stride() == turned.stride()
+        net[0].weight.grad = torch.ones_like(net[0].weight)
+        raise KeyError  # a trial that runs out of memory
+    assert all(torch.equal(param, before[name]) for name, param in net.named_parameters())
+    assert net[3].weight.stride() == turned.stride() and net[0].weight.grad is None
+
+
+@pytest.mark.parametrize(("released", "accumulation"), [(False, 1), (False, 2), (True, 1)])
+def test_savings_give_back_what_was_measured(released: bool, accumulation: int):
+    net = network()
+    native = probed(net, released=released, accumulation=accumulation)
+    less = narrowed_bytes(matrices(net))
+    assert less == {"0.weight": 2 * 256 * 512, "3.weight": 2 * 512 * 512}
+    with narrowed(matrices(net)):
+        found = probed(net, released=released, accumulation=accumulation)
+    told = as_native(found, less=less)
+    for state_bytes in (0, 10_000):
+        assert told.peak_bytes(state_bytes=state_bytes, saved=less) == found.peak_bytes(state_bytes=state_bytes)
+        assert told.peak_bytes(state_bytes=state_bytes) >= native.peak_bytes(state_bytes=state_bytes)
+    assert told.weights_bytes == native.weights_bytes and told.gradients_bytes >= native.gradients_bytes
+    assert released or told.resident_bytes == native.resident_bytes
+    assert found.peak_bytes(state_bytes=0) < native.peak_bytes(state_bytes=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"specs": ("*", "*+split8")}, {"0.weight", "3.weight", "4.weight"}),
+        ({"specs": ("*", "*+split8"), "keep_fp32_roles": ()}, None),
+        ({"specs": ("*",)}, set()),
+        ({"specs": ("*", "*+split8"), "allocator": "uniform_adamw"}, set()),
+    ],
+    ids=["roles", "all", "native", "uniform"],
+)
+def test_only_what_a_plan_may_keep_so_is_narrowed(changes: dict[str, Any], names: set[str] | None):
+    net = network()
+    params = dict(net.named_parameters())
+    settings = SessionSettings(planner=PlannerSettings(**changes, blocks_by="tensor"))
+    found = narrow_params(describe(net), params=params, settings=settings, declared=None)
+    assert found.keys() == (params.keys() if names is None else names)
