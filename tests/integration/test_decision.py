@@ -266,6 +266,7 @@ def test_weights_in_full_that_pass_the_cap_are_tried_in_16_bits(tmp_path: Path, 
     monkeypatch.setattr(Trials, "run", capped)
     given = replace(config().trainer, max_steps=4, precision="bf16-mixed")
     wide = replace(config().catalogue, specs=("*", "*+split8"))
-    result = run(tmp_path / "day" / "narrow", trainer=given, catalogue=wide, budget=parse_budget("3.3mb"))
+    asked: dict[str, Any] = {"objective": "throughput", "budget": parse_budget("3.3mb")}
+    result = run(tmp_path / "day" / "narrow", trainer=given, catalogue=wide, **asked)
     assert result.budget_met and seen.count(False) <= 4 and seen[-1]
     assert chosen(tmp_path / "day" / "narrow")["weights"] == "native split8"
