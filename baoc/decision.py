@@ -4,7 +4,6 @@ A few small micro-batches are tried, the rest follows on lines; every way to run
 budget, the best one by `objective` is tried itself, and the table of all of them is printed and left as options.csv.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -19,11 +18,23 @@ from baoc.callbacks.resume import capture_rng, restore_rng
 from baoc.config.schema import RunConfig
 from baoc.data.base import DataModule
 from baoc.data.token_cache import cache_folder
-from baoc.errors import BadInputError, InfeasibleBudgetError
+from baoc.errors import BadInputError
 from baoc.models.switches import disable_checkpointing, enable_checkpointing
 from baoc.online import SessionSettings, soon_timed, step_temporaries, time_specs
 from baoc.online.assemble import make_profiler, narrow_params
-from baoc.options import Trial, best, divisors, footprint_at, make_option, option_rows, released, seconds_at
+from baoc.options import (
+    Axes,
+    Trial,
+    best,
+    divisors,
+    footprint_at,
+    make_option,
+    none_fits,
+    option_rows,
+    released,
+    seconds_at,
+    spared_at,
+)
 from baoc.planner import Planner
 from baoc.profiling import cap_device, clear_cache, context_bytes, describe, free_bytes, uncapped
 from baoc.profiling.lowered import narrowed, narrowed_bytes
@@ -33,36 +44,12 @@ from baoc.strategy.strategy import declared_blocks, widened
 from baoc.strategy.trials import Trials, grow
 from baoc.tasks.base import Task
 from baoc.tracking import console, files
-from baoc.types import Budget, Footprint, LatencyTable, Option
-from baoc.units import format_bytes
+from baoc.types import Footprint, LatencyTable, Option
 
 TRIALS_S = 6.0  # about what trials of one kind may take
 LIMITED_S = 5.0  # what a latency table may take where a step_time limit needs it
 FUSED_S = 0.5  # and where only fused AdamW is timed, by the byte of which all specs are taken to be as fast
 VERIFIED = 6  # options that are tried themselves at most
-STATE_ADVICE = "more catalogue.specs, such as '*', or fewer roles in catalogue.keep_fp32_roles"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Axes:
-    """What is left open: micro-batches in question, whether activations may be recomputed, and gradients released.
-
-    Gradients are released only where the whole batch is one micro-batch.
-    """
-
-    micro_batches: tuple[int, ...]
-    checkpointing: tuple[bool, ...]
-    release: tuple[bool, ...] = (False,)
-
-    def ways(self, *, batch_size: int) -> list[tuple[int, bool, bool]]:
-        """Every combination that there is, see `Option.way`."""
-        return [
-            (size, checkpointing, release)
-            for checkpointing in self.checkpointing
-            for size in self.micro_batches
-            for release in self.release
-            if not release or size == batch_size
-        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +108,7 @@ def decide(
     data.batch_size, data.accumulate = chosen.micro_batch, chosen.accumulation
     return Decided(
         config=replace(settled(config, choice=choice), budget=decision.budget),
-        latency=decision.latency(chosen.way),
+        latency=decision.latency(chosen.way, spared_s=chosen.spared_s),
         option=chosen,
     )
 
@@ -204,13 +191,17 @@ class _Decision:
         fastest = min(trial.seconds / trial.micro_batch for trial in trials)
         return replace(table, reference_step_s=table.reference_step_s + self.config.batch_size * fastest)
 
-    def latency(self, way: tuple[int, bool, bool]) -> LatencyTable:
-        """The table with all but the optimizer's part of a step of this option."""
-        size, checkpointing, release = way
-        trials = [self.released[checkpointing]] if release and checkpointing in self.released else None
-        seconds = seconds_at(trials or self.tried[checkpointing], micro_batch=size)
-        base_s = self.table.base_step_s + self.config.batch_size // size * seconds
-        return replace(self.table, base_step_s=base_s)
+    def latency(self, way: tuple[int, bool, bool], *, spared_s: float = 0.0) -> LatencyTable:
+        """The table with all but the optimizer's part of a step of this option, less what its plan's weights spare."""
+        seconds = seconds_at(self._trials(way), micro_batch=way[0])
+        base_s = self.table.base_step_s + self.config.batch_size // way[0] * seconds
+        return replace(self.table, base_step_s=base_s - spared_s)
+
+    def _trials(self, way: tuple[int, bool, bool]) -> list[Trial]:
+        """What is known of options like this one."""
+        _, checkpointing, release = way
+        known = self.released.get(checkpointing) if release else None
+        return [known] if known is not None else self.tried[checkpointing]
 
     def switch(self, checkpointing: bool) -> None:
         disable_checkpointing(self.task.model)
@@ -230,7 +221,7 @@ class _Decision:
             fits=self._may_fit,
         )
         with suppress(_TooTight, torch.OutOfMemoryError):
-            return grown()
+            return self._timed_narrow(grown())
         clear_cache(self.where)
         self.narrowed.add(checkpointing)
         with narrowed(self.narrow):
@@ -258,6 +249,18 @@ class _Decision:
         clear_cache(self.where)
         raise _TooTight
 
+    def _timed_narrow(self, trials: list[Trial]) -> list[Trial]:
+        """The trials, of which the largest two are timed again with weights of 16 bits where a plan may keep such."""
+        if not self.narrow:
+            return trials
+        with narrowed(self.narrow):
+            for at in sorted(range(len(trials)), key=lambda at: trials[at].micro_batch)[-2:]:
+                size = trials[at].micro_batch
+                with suppress(torch.OutOfMemoryError):
+                    seconds = self.trials.timed(size, per_step=self.config.batch_size // size)
+                    trials[at] = replace(trials[at], narrow_s=seconds)
+        return trials
+
     def _may_fit(self, footprint: Footprint) -> bool:
         """Whether some allocation might hold the budget: one without states, with weights of 16 bits where there are
         such."""
@@ -283,6 +286,8 @@ class _Decision:
             checkpointing=checkpointing,
             latency=self.latency(way),
             release=release,
+            spared_s=self.config.batch_size // size * spared_at(self._trials(way), micro_batch=size),
+            spared_bytes=sum(self.less.values()),
         )
         known = self.released.get(checkpointing) if release else None
         sizes = [trial.micro_batch for trial in self.tried[checkpointing]]
@@ -324,7 +329,7 @@ class _Decision:
         """A trial within the cap, weights in full unless `narrow`, else in 16 bits; None where it has no room so."""
         if not narrow:
             with suppress(torch.OutOfMemoryError):
-                return run()
+                return self._timed_narrow([run()])[0]
             clear_cache(self.where)
         if not self.narrow:
             return None
@@ -362,62 +367,6 @@ def leave(options: Sequence[Option], *, run_dir: Path, objective: str) -> None:
     """The table on the terminal and options.csv in the run folder."""
     files.write_csv(run_dir / "options.csv", option_rows(options))
     console.print_options(options, objective=objective)
-
-
-def none_fits(options: Sequence[Option], *, budget: Budget, axes: Axes) -> InfeasibleBudgetError:
-    """The refusal where no option fits; it names the least budget, and what is pinned that could lower it."""
-    slow = [option for option in options if not math.isnan(option.fastest_s)]
-    if slow:
-        return _none_is_fast(slow, options=options, budget=budget)
-    least = min(options, key=lambda option: option.peak_bytes)
-    if budget.memory_bytes is None:  # of states alone, which no micro-batch makes smaller
-        return InfeasibleBudgetError(
-            f"budget {budget.name} cannot be met by any of {len(options)} options: the least state takes "
-            f"{least.peak_bytes} bytes, whatever the micro-batch. What would lower it: {STATE_ADVICE}",
-            budget_bytes=0,
-            least_feasible_bytes=least.peak_bytes,
-            advice=(STATE_ADVICE,),
-        )
-    advice = [*_pins(axes), "a smaller model.size"]
-    advice.append("more catalogue.specs, such as '*+split8', or fewer roles in catalogue.keep_fp32_roles")
-    return InfeasibleBudgetError(
-        f"budget {budget.name} cannot be met by any of {len(options)} options: it allows "
-        f"{format_bytes(budget.memory_bytes or 0)} ({budget.memory_bytes} bytes), and the least that one takes is "
-        f"{format_bytes(least.peak_bytes)}, {least.peak_bytes} bytes ({least.name}). What would lower it: "
-        f"{'; '.join(advice)}",
-        budget_bytes=budget.memory_bytes or 0,
-        least_feasible_bytes=least.peak_bytes,
-        advice=tuple(advice),
-    )
-
-
-def _none_is_fast(slow: Sequence[Option], *, options: Sequence[Option], budget: Budget) -> InfeasibleBudgetError:
-    """Some options hold the memory, but none of them the time."""
-    fastest = min(slow, key=lambda option: option.fastest_s)
-    ratio = fastest.fastest_s / fastest.reference_s
-    advice = (f"budget.step_time={math.ceil(ratio * 100) / 100:.2f} or more", "more memory")
-    return InfeasibleBudgetError(
-        f"budget {budget.name} with step_time={budget.step_time:g} cannot be met by any of {len(options)} options: of "
-        f"those that hold the memory the fastest, {fastest.name}, takes {fastest.fastest_s * 1e3:.3g} ms a step, "
-        f"{ratio:.3f} times the {fastest.reference_s * 1e3:.3g} ms of fused AdamW with the fastest micro-batch that "
-        f"was tried. Give {' or '.join(advice)}",
-        budget_bytes=budget.memory_bytes or 0,
-        least_feasible_bytes=fastest.peak_bytes,
-        advice=advice,
-        least_step_s=fastest.fastest_s,
-    )
-
-
-def _pins(axes: Axes) -> list[str]:
-    """What was asked for that stands in the way of fewer bytes."""
-    found = []
-    if axes.checkpointing == (False,):
-        found.append("model.checkpointing=null, where the model can recompute activations")
-    if axes.release == (True,):
-        found.append("optim.release_gradients=null, which lets the batch be cut into micro-batches")
-    elif len(axes.micro_batches) == 1 and axes.micro_batches[0] > 1:
-        found.append(f"a smaller micro_batch than the {axes.micro_batches[0]} that was asked for, or micro_batch=auto")
-    return found
 
 
 def _constant(

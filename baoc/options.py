@@ -8,23 +8,52 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 
+from baoc.charges import saved_by
 from baoc.cost import native_bytes
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.planner import Planner
-from baoc.types import Block, Footprint, LatencyTable, Moment, Option
+from baoc.types import Block, Budget, Footprint, LatencyTable, Moment, Option
+from baoc.units import format_bytes
 
+STATE_ADVICE = "more catalogue.specs, such as '*', or fewer roles in catalogue.keep_fp32_roles"
 OBJECTIVES = ("quality", "throughput", "balanced")
 ALIKE = 0.02  # rates that differ by less are one: so well are steps predicted at best
 _LINES = ("forward_backward_bytes", "validation_bytes", "resident_bytes", "context_bytes", "reserve_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Axes:
+    """What is left open: micro-batches in question, whether activations may be recomputed, and gradients released.
+
+    Gradients are released only where the whole batch is one micro-batch.
+    """
+
+    micro_batches: tuple[int, ...]
+    checkpointing: tuple[bool, ...]
+    release: tuple[bool, ...] = (False,)
+
+    def ways(self, *, batch_size: int) -> list[tuple[int, bool, bool]]:
+        """Every combination that there is, see `Option.way`."""
+        return [
+            (size, checkpointing, release)
+            for checkpointing in self.checkpointing
+            for size in self.micro_batches
+            for release in self.release
+            if not release or size == batch_size
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """What a micro-batch was measured to need; `seconds` of its forward and backward, NaN where not timed."""
+    """What a micro-batch was measured to need; `seconds` of its forward and backward, NaN where not timed.
+
+    `narrow_s`: the same where every weight that a plan may keep in 16 bits is kept so; autocast then casts none.
+    """
 
     micro_batch: int
     footprint: Footprint
     seconds: float = math.nan
+    narrow_s: float = math.nan
 
 
 def divisors(batch_size: int) -> list[int]:
@@ -127,6 +156,15 @@ def seconds_at(trials: Sequence[Trial], *, micro_batch: int) -> float:
     return max(low.seconds + slope * (micro_batch - low.micro_batch), 0.0) or timed[0].seconds
 
 
+def spared_at(trials: Sequence[Trial], *, micro_batch: int) -> float:
+    """Seconds that one micro-batch takes less where every weight that may be is of 16 bits; 0 where it is not known."""
+    both = [trial for trial in trials if not math.isnan(trial.seconds) and not math.isnan(trial.narrow_s)]
+    if not both:
+        return 0.0
+    narrow = [replace(trial, seconds=trial.narrow_s) for trial in both]
+    return seconds_at(both, micro_batch=micro_batch) - seconds_at(narrow, micro_batch=micro_batch)
+
+
 def make_option(
     planner: Planner,
     *,
@@ -135,10 +173,14 @@ def make_option(
     checkpointing: bool,
     latency: LatencyTable,
     release: bool = False,
+    spared_s: float = 0.0,
+    spared_bytes: int = 0,
 ) -> Option:
     """The best allocation of `planner` with this footprint, as an option; one that does not fit says why not.
 
     `latency.base_step_s` is all of a step but the optimizer's part, `reference_step_s` what step_time is a ratio to.
+    `spared_s`: what it is less where weights have `spared_bytes` less than native ones; an allocation that saves a part
+    of these bytes takes as large a part of these seconds less.
     """
     micro_batch = footprint.micro_batch
     planner.footprint, planner.latency = footprint, latency
@@ -163,8 +205,11 @@ def make_option(
         allowed_s = (planner.budget.step_time or 0.0) * latency.reference_step_s
         why = f"too slow: {error.least_step_s * 1e3:.3g} ms, {allowed_s * 1e3:.3g} ms allowed"
         return replace(option, peak_bytes=error.least_feasible_bytes, fastest_s=error.least_step_s, why=why)
-    step_s = planner.step_seconds(plan.allocation.choices)
-    formats = sorted({planner.specs[spec].weights for spec in plan.allocation.choices.values()})
+    choices = plan.allocation.choices
+    saved = sum(saved_by(choices, blocks=planner.blocks, specs=planner.specs).values())
+    spared_s *= saved / spared_bytes if spared_bytes else 0.0
+    step_s = planner.step_seconds(choices) - spared_s
+    formats = sorted({planner.specs[spec].weights for spec in choices.values()})
     return replace(
         option,
         weights=" ".join(formats),
@@ -172,6 +217,7 @@ def make_option(
         state_bytes=plan.allocation.state_bytes,
         samples_per_s=batch_size / step_s if step_s > 0 else math.nan,
         step_s=step_s,
+        spared_s=spared_s,
         risk=plan.allocation.risk,
     )
 
@@ -214,3 +260,59 @@ def best(options: Sequence[Option], *, objective: str) -> Option | None:
 def option_rows(options: Sequence[Option]) -> list[dict[str, object]]:
     """Rows for options.csv."""
     return [{"option": option.name, **{f.name: getattr(option, f.name) for f in fields(option)}} for option in options]
+
+
+def none_fits(options: Sequence[Option], *, budget: Budget, axes: Axes) -> InfeasibleBudgetError:
+    """The refusal where no option fits; it names the least budget, and what is pinned that could lower it."""
+    slow = [option for option in options if not math.isnan(option.fastest_s)]
+    if slow:
+        return _none_is_fast(slow, options=options, budget=budget)
+    least = min(options, key=lambda option: option.peak_bytes)
+    if budget.memory_bytes is None:  # of states alone, which no micro-batch makes smaller
+        return InfeasibleBudgetError(
+            f"budget {budget.name} cannot be met by any of {len(options)} options: the least state takes "
+            f"{least.peak_bytes} bytes, whatever the micro-batch. What would lower it: {STATE_ADVICE}",
+            budget_bytes=0,
+            least_feasible_bytes=least.peak_bytes,
+            advice=(STATE_ADVICE,),
+        )
+    advice = [*_pins(axes), "a smaller model.size"]
+    advice.append("more catalogue.specs, such as '*+split8', or fewer roles in catalogue.keep_fp32_roles")
+    return InfeasibleBudgetError(
+        f"budget {budget.name} cannot be met by any of {len(options)} options: it allows "
+        f"{format_bytes(budget.memory_bytes or 0)} ({budget.memory_bytes} bytes), and the least that one takes is "
+        f"{format_bytes(least.peak_bytes)}, {least.peak_bytes} bytes ({least.name}). What would lower it: "
+        f"{'; '.join(advice)}",
+        budget_bytes=budget.memory_bytes or 0,
+        least_feasible_bytes=least.peak_bytes,
+        advice=tuple(advice),
+    )
+
+
+def _none_is_fast(slow: Sequence[Option], *, options: Sequence[Option], budget: Budget) -> InfeasibleBudgetError:
+    """Some options hold the memory, but none of them the time."""
+    fastest = min(slow, key=lambda option: option.fastest_s)
+    ratio = fastest.fastest_s / fastest.reference_s
+    advice = (f"budget.step_time={math.ceil(ratio * 100) / 100:.2f} or more", "more memory")
+    return InfeasibleBudgetError(
+        f"budget {budget.name} with step_time={budget.step_time:g} cannot be met by any of {len(options)} options: of "
+        f"those that hold the memory the fastest, {fastest.name}, takes {fastest.fastest_s * 1e3:.3g} ms a step, "
+        f"{ratio:.3f} times the {fastest.reference_s * 1e3:.3g} ms of fused AdamW with the fastest micro-batch that "
+        f"was tried. Give {' or '.join(advice)}",
+        budget_bytes=budget.memory_bytes or 0,
+        least_feasible_bytes=fastest.peak_bytes,
+        advice=advice,
+        least_step_s=fastest.fastest_s,
+    )
+
+
+def _pins(axes: Axes) -> list[str]:
+    """What was asked for that stands in the way of fewer bytes."""
+    found = []
+    if axes.checkpointing == (False,):
+        found.append("model.checkpointing=null, where the model can recompute activations")
+    if axes.release == (True,):
+        found.append("optim.release_gradients=null, which lets the batch be cut into micro-batches")
+    elif len(axes.micro_batches) == 1 and axes.micro_batches[0] > 1:
+        found.append(f"a smaller micro_batch than the {axes.micro_batches[0]} that was asked for, or micro_batch=auto")
+    return found

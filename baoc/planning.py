@@ -19,7 +19,7 @@ from baoc.budgets import resolve_auto
 from baoc.catalogue import device_rows, with_placement
 from baoc.config.schema import RunConfig
 from baoc.data.base import DataModule
-from baoc.decision import Axes, axes_of, leave, none_fits
+from baoc.decision import axes_of, leave
 from baoc.devices import CARDS, Card
 from baoc.errors import BadInputError
 from baoc.link import hidden_seconds
@@ -27,7 +27,7 @@ from baoc.models.switches import disable_checkpointing, enable_checkpointing
 from baoc.online import SessionSettings, step_temporaries
 from baoc.online.timing import FUSED_BYTES, moved_bytes
 from baoc.optim.backends.fused import has_kernel, temporary_bytes
-from baoc.options import Trial, best, footprint_at, make_option, released
+from baoc.options import Axes, Trial, best, footprint_at, make_option, none_fits, released
 from baoc.planner import Planner
 from baoc.profiling import describe
 from baoc.profiling.depth import LONG, SHORT, Layers, extended, layers_of

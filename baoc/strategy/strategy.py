@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from baoc.budgets import parse_budget, resolve_auto
 from baoc.catalogue import select
-from baoc.errors import BadInputError
+from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.online import Reallocator, SessionSettings, assemble, soon_timed, with_link
 from baoc.online.assemble import narrow_params, released_blocks
 from baoc.optim import BlockwiseOptimizer
@@ -136,22 +136,19 @@ class BaocStrategy(SingleDeviceStrategy):
         settings = self._settings_for(trainer)
         take_from_others(list(module.parameters()))  # whose hooks would step in the probe
         super().setup_optimizers(trainer)
-        if len(self.optimizers) != 1:
-            raise BadInputError(
-                f"configure_optimizers returned {len(self.optimizers)} optimizers: BAOC trains with one for now; put "
-                "all parameters into one AdamW with parameter groups"
-            )
-        theirs = self.optimizers[0]
+        theirs = self._only_optimizer()
         probe = Probe(trainer, self)
         specs = list(select(self.settings.planner.specs).values())
         declared = declared_blocks(module, unwrapped(module))
         infos, params = describe(module, optimizer_groups=theirs.param_groups), dict(module.named_parameters())
         released = released_blocks(infos, params=params, settings=settings, declared=declared)
         narrow = narrow_params(infos, params=params, settings=settings, declared=declared)
-        footprint, tight = self._probe_footprint(probe, specs, released=released, narrow=narrow)
+        look = partial(probe.footprint, specs, context_bytes=self.context_bytes, released=released)
+        footprint, tight = self._probe_footprint(look, narrow=narrow)
         with narrowed(narrow if tight else {}):
             timing = self._timing(probe, specs, trainer)
-        self.reallocator = reallocator = assemble(
+        assembled = partial(
+            assemble,
             infos,
             params=params,
             groups=named_groups(theirs, module),
@@ -159,10 +156,16 @@ class BaocStrategy(SingleDeviceStrategy):
             budget=self.budget,
             settings=settings,
             declared=declared,
-            footprint=footprint,
             latency=timing.table if timing is not None else None,
             retime=timing.retime if timing is not None else None,
         )
+        try:
+            self.reallocator = reallocator = assembled(footprint=footprint)
+        except InfeasibleBudgetError:
+            if tight or not narrow:
+                raise
+            footprint, _ = self._probe_footprint(look, narrow=narrow, whole=False)
+            self.reallocator = reallocator = assembled(footprint=footprint)
         reallocator.listeners.extend(self.reallocation_listeners)
         reallocator.settled_listeners.extend(self.settled_listeners)
         rebind_schedulers([c.scheduler for c in self.lr_scheduler_configs], old=theirs, new=reallocator.optimizer)
@@ -179,26 +182,29 @@ class BaocStrategy(SingleDeviceStrategy):
         if self.plan_only:
             trainer.limit_train_batches = 0  # Lightning then leaves `fit` before the first batch
 
+    def _only_optimizer(self) -> Optimizer:
+        if len(self.optimizers) != 1:
+            raise BadInputError(
+                f"configure_optimizers returned {len(self.optimizers)} optimizers: BAOC trains with one for now; put "
+                "all parameters into one AdamW with parameter groups"
+            )
+        return self.optimizers[0]
+
     def _probe_footprint(
-        self,
-        probe: Probe,
-        specs: Sequence[OptimizerSpec],
-        *,
-        released: Sequence[Sequence[torch.Tensor]],
-        narrow: Mapping[str, torch.Tensor],
+        self, look: Callable[[], Footprint], *, narrow: Mapping[str, torch.Tensor], whole: bool = True
     ) -> tuple[Footprint, bool]:
-        """The footprint, measured under the budget's cap: with weights in full, and where that is too little, with
-        weights of 16 bits where a plan may keep such, so that a plan which holds the budget by them is found within it;
-        and whether that was so.
+        """The footprint, measured under the budget's cap: with weights in full, and where that is too little (or not
+        `whole`), with weights of 16 bits where a plan may keep such, so that a plan which holds the budget by them is
+        found within it; and whether that was so.
 
         A third look, outside of the cap, is there for the refusal to name what would fit. Each comes after the error
         and the activations that its traceback held are gone, and the cap is back before anything is trained.
         """
-        look = partial(probe.footprint, specs, context_bytes=self.context_bytes, released=released)
         less = narrowed_bytes(narrow)
-        with suppress(torch.OutOfMemoryError):
-            return look(), False
-        clear_cache(self.root_device)
+        if whole:
+            with suppress(torch.OutOfMemoryError):
+                return look(), False
+            clear_cache(self.root_device)
         with narrowed(narrow):
             with suppress(torch.OutOfMemoryError):
                 return as_native(look(), less=less), True

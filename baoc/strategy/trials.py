@@ -122,6 +122,12 @@ class Trials:
             footprint = as_native(footprint, less=narrowed)
         return Trial(micro_batch=micro_batch, footprint=footprint, seconds=seconds)
 
+    def timed(self, micro_batch: int, *, per_step: int) -> float:
+        """Seconds of forward and backward alone, as `run` takes them."""
+        clear_cache(self.device)
+        with silent(self.module), self._seeded():
+            return self._seconds(self._moved(resized(self._batch, micro_batch)), per_step=per_step)
+
     def _seconds(self, batch: Any, *, per_step: int) -> float:
         """As in training, where the allocator has all that it needs: a series in which it asked for more counts only
         if there is no other."""

@@ -9,10 +9,10 @@ class Option:
     """`peak_bytes`, `samples_per_s` and `step_s` (of a whole step) are predicted; NaN where nothing was timed or fits.
 
     `risk`: of the best allocation within the budget (`prior`); None where none fits, and `why` says so. `release`:
-    gradients are dropped in backward. `weights`: formats that the allocation keeps weights in. `fastest_s`: where only
-    seconds are missing, those of its fastest allocation; `reference_s`: of a step with fused AdamW, to which step_time
-    is a ratio. `tried`: its own micro-batch was run, else it follows from
-    smaller ones. `chosen` marks the row that is run.
+    gradients are dropped in backward. `weights`: formats that the allocation keeps weights in; `spared_s`: what those
+    of 16 bits take off `step_s`. `fastest_s`: where only seconds are missing, those of its fastest allocation;
+    `reference_s`: of a step with fused AdamW, to which step_time is a ratio. `tried`: its own micro-batch was run, else
+    it follows from smaller ones. `chosen` marks the row that is run.
     """
 
     micro_batch: int
@@ -25,6 +25,7 @@ class Option:
     samples_per_s: float
     risk: float | None
     step_s: float = math.nan
+    spared_s: float = 0.0
     fastest_s: float = math.nan
     reference_s: float = math.nan
     why: str = ""

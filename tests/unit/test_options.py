@@ -17,6 +17,7 @@ from baoc.options import (
     option_rows,
     released,
     seconds_at,
+    spared_at,
 )
 from baoc.planner import Planner, PlannerSettings
 from baoc.types import Block, Budget, Footprint, LatencyTable, Moment, Option, ParamInfo, Role
@@ -177,6 +178,23 @@ def table(base_s: float) -> LatencyTable:
     return LatencyTable(
         device="m", fixed_s=free, per_element_s=free, step_s=1.0, base_step_s=base_s, reference_step_s=20.0
     )
+
+
+def test_weights_of_16_bits_spare_a_step_their_casts_as_far_as_a_plan_has_them():
+    timed = [replace(trial(4, 2.0), narrow_s=1.5), replace(trial(8, 4.0), narrow_s=3.0), trial(16, 6.0)]
+    assert spared_at(timed, micro_batch=8) == 1.0 and spared_at(timed, micro_batch=16) == pytest.approx(2.0)
+    assert spared_at([trial(4, 2.0)], micro_batch=4) == 0.0, "not known"
+    room = Budget(name="m", memory_bytes=4 * MIB + 8 * MIB + ADAMW)
+    none = Budget(name="t", memory_bytes=12 * MIB - ADAMW // 16)
+    settings = PlannerSettings(specs=("*", "*+split8"), keep_fp32_roles=())
+    found = {}
+    for budget in (room, none):
+        planner = Planner(PARAMS, budget=budget, settings=settings, footprint=footprint(8))
+        whole = sum(2 * param.numel for param in PARAMS)
+        given = {"footprint": footprint(8), "batch_size": 240, "checkpointing": False, "latency": table(240 * 0.1)}
+        found[budget.name] = make_option(planner, **given, spared_s=6.0, spared_bytes=whole)
+    assert found["m"].spared_s == 0.0 and found["m"].step_s == pytest.approx(25.0), "weights in full"
+    assert 0 < found["t"].spared_s <= 6.0 and found["t"].step_s == pytest.approx(25.0 - found["t"].spared_s)
 
 
 def test_a_limit_on_time_rules_options_out_and_says_what_they_take():

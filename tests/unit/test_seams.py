@@ -11,11 +11,12 @@ from torch import nn
 
 from baoc.budgets import parse_budget
 from baoc.callbacks.budget_control import BudgetControl
-from baoc.decision import Axes, choose, none_fits
+from baoc.decision import choose
 from baoc.online.converting import usable
 from baoc.online.dial import BudgetChange, BudgetDial
 from baoc.online.moving import transit
 from baoc.online.relaxation import offers
+from baoc.options import Axes, none_fits
 from baoc.planner import Planner, PlannerSettings
 from baoc.strategy.probe import Probe
 from baoc.types import Candidate, Cost, Footprint, Moment, Option, Profile, Risk, to_plain
