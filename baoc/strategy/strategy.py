@@ -207,7 +207,8 @@ class BaocStrategy(SingleDeviceStrategy):
             clear_cache(self.root_device)
         with narrowed(narrow):
             with suppress(torch.OutOfMemoryError):
-                return as_native(look(), less=less), True
+                if narrow:
+                    return as_native(look(), less=less), True
             clear_cache(self.root_device)
             with uncapped(self.root_device, budget=self.budget):
                 return as_native(look(), less=less), True

@@ -264,14 +264,19 @@ def test_with_accumulation_noise_comes_from_the_two_halves_of_a_step():
     assert alone.reallocator.profiler.state_dict()["count"]["halves"] == 0
 
 
-def test_the_cap_is_back_after_a_look_without_it(monkeypatch):
-    """The first look runs out of memory, the second one fits: training must not go on without its cap."""
+@pytest.mark.parametrize("narrow", [False, True])
+def test_the_cap_is_back_after_a_look_without_it(monkeypatch, narrow):
+    """The first look runs out of memory, the second one fits: training must not go on without its cap.
+
+    Where a plan may keep weights in 16 bits, the second look has them so, and needs no more than the cap.
+    """
     calls: list[str] = []
     look = Probe.footprint
 
     def footprint(probe: Probe, *args: Any, **kwargs: Any) -> Any:
-        calls.append("look")
-        if calls.count("look") == 1:
+        types = {param.dtype for param in probe.module.parameters()}
+        calls.append("narrow look" if torch.bfloat16 in types else "look")
+        if len([call for call in calls if "look" in call]) == 1:
             raise torch.OutOfMemoryError("no memory")
         return look(probe, *args, **kwargs)
 
@@ -279,5 +284,7 @@ def test_the_cap_is_back_after_a_look_without_it(monkeypatch):
     for module in (strategy_module, device_module):
         monkeypatch.setattr(module, "cap_device", lambda device, *, budget: calls.append("cap"))
     monkeypatch.setattr(device_module, "uncap_device", lambda device: calls.append("uncap"))
-    fit(BaocStrategy("8gb"), steps=2)
-    assert calls == ["cap", "look", "uncap", "look", "cap"]
+    planner = PlannerSettings(specs=("*", "*+split8") if narrow else ("*",))
+    plan = BaocStrategy("8gb", settings=SessionSettings(planner=planner))
+    fit(plan, steps=2, **({"precision": "bf16-mixed"} if narrow else {}))
+    assert calls == ["cap", "look", "narrow look"] if narrow else ["cap", "look", "uncap", "look", "cap"]
