@@ -196,6 +196,18 @@ def test_what_the_user_set_is_not_decided_again():
     assert (run.optim.lr, run.micro_batch, run.trainer.precision) == (0.1, 32, "bf16-true")
 
 
+def test_activations_of_16_bits_bring_their_precision_and_refuse_another():
+    resolved = resolve(run_of("model.activations=bf16"), device="cpu")
+    assert resolved.config.trainer.precision == "bf16-mixed"
+    assert "trainer.precision=bf16-mixed for model.activations=bf16" in resolved.reasons
+    with pytest.raises(
+        BadInputError, match=r"model\.activations=bf16 needs layers that take bf16, but trainer\.precision=32"
+    ):
+        resolve(run_of("model.activations=bf16", "trainer.precision=32-true"), device="cpu")
+    with pytest.raises(BadInputError, match=r"model\.activations"):
+        run_of("model.activations=fp8")
+
+
 def test_a_suitable_micro_batch_divides_the_batch():
     assert resolve(run_of("batch_size=60", "budget=state_25"), device="cuda").config.micro_batch == 15
     assert resolve(run_of("batch_size=8", "budget=state_25"), device="cuda").config.micro_batch == 8
