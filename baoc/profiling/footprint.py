@@ -59,43 +59,29 @@ def probe_footprint(
     `run_micro_batch` either returns a loss, whose backward is then called in Lightning's order (forward with the
     gradients of the step before alive, gradients dropped, backward), or runs backward itself; then gradients are taken
     to be dropped before it, unless it drops them itself. It runs twice, so that the gradients of the step before exist.
-    `run_validation_batch` runs in evaluation and inference mode. `step_probes` maps a spec to what
-    `step_temporary_bytes` takes. `reserve_bytes` defaults to SCALARS_BYTES, on CUDA to LATE_MODULES_BYTES and the share
-    FRAGMENTATION of the peak. `released`: the parameters of each block, where an optimizer releases gradients; then
-    `resident_bytes` is the most that is alive when a block is stepped, and `gradients_bytes` the most of gradients.
-    Without `warm` it runs once, beside gradients that are made up: for fake tensors, where nothing is lazy; `allocator`
-    then says what a card would have reserved for them. Without `thinned`, `moments` are all stretches of training,
-    named by what ended them.
-    The peak of reserved memory on CUDA includes whatever this process had reserved in use before.
+    `run_validation_batch` runs in evaluation and inference mode. `step_probes`: see `step_temporary_bytes`, by spec.
+    `reserve_bytes` defaults to SCALARS_BYTES, on CUDA to LATE_MODULES_BYTES and the share FRAGMENTATION of the peak.
+    `released`: the parameters of each block, where an optimizer releases gradients; then `resident_bytes` is the most
+    that is alive when a block is stepped, and `gradients_bytes` the most of gradients. Without `warm` it runs once,
+    beside made-up gradients, for fake tensors; `allocator` tells what a card would reserve. Without `thinned`,
+    `moments` are all stretches, named by what ended them. On CUDA the peak of reserved memory includes whatever this
+    process had reserved in use before.
     """
     params = list(source.parameters()) if isinstance(source, nn.Module) else list(source)
     device = next((param.device for param in params), torch.device("cpu"))
     module = source if isinstance(source, nn.Module) else None
     with (
-        _restored(module, params),
+        _restored(module, params),  # first, as what is there is counted when the meter is made
         PeakMeter(device, source, allocator=allocator) as meter,
         Dropped(released, meter=meter) as dropped,
     ):
-        weights_bytes = storage_bytes([*params, *(module.buffers() if module is not None else ())])
+        weights_bytes = storage_bytes([*params, *(module.buffers() if module else ())])
         named = {} if module is None else {name: p for name, p in module.named_parameters() if p.requires_grad}
         peak, moments, order = _training_peak(
-            run_micro_batch,
-            params,
-            meter,
-            accumulation=accumulation,
-            named=named,
-            dropped=dropped,
-            warm=warm,
-            thinned=thinned,
+            run_micro_batch, params, meter, dropped, accumulation=accumulation, named=named, warm=warm, thinned=thinned
         )
-        if all(param.grad is None for param in params) and not dropped.gradients_bytes:
-            raise BadInputError(NO_GRADIENT)
-        gradients_bytes = storage_bytes([param.grad for param in params if param.grad is not None])
-        resident_bytes = meter.current_bytes
-        if released:
-            gradients_bytes, resident_bytes = dropped.gradients_bytes, dropped.stepping_bytes
+        gradients_bytes, resident_bytes = _left(params, meter, dropped, released=bool(released))
         validation = _validation(run_validation_batch, module, meter, named=named)
-    temporaries = {spec: step_temporary_bytes(probe, device=device) for spec, probe in (step_probes or {}).items()}
     return Footprint(
         device=str(device),
         micro_batch=micro_batch,
@@ -107,11 +93,24 @@ def probe_footprint(
         ema_bytes=ema_bytes,
         context_bytes=_context_again(device, context_bytes),
         reserve_bytes=_reserve(device, peak=peak) if reserve_bytes is None else reserve_bytes,
-        step_temporary_bytes=temporaries,
+        step_temporary_bytes=_temporaries(step_probes or {}, device=device),
         released=bool(released),
         moments=(*moments, *validation) if moments else (),
         gradient_order=order,
     )
+
+
+def _left(params: Sequence[Tensor], meter: PeakMeter, dropped: Dropped, *, released: bool) -> tuple[int, int]:
+    """Bytes of gradients, and of all that is there, when an optimizer steps. BadInputError where no gradient came."""
+    if all(param.grad is None for param in params) and not dropped.gradients_bytes:
+        raise BadInputError(NO_GRADIENT)
+    if released:
+        return dropped.gradients_bytes, dropped.stepping_bytes
+    return storage_bytes([param.grad for param in params if param.grad is not None]), meter.current_bytes
+
+
+def _temporaries(probes: Mapping[str, StepProbe], *, device: torch.device) -> dict[str, int]:
+    return {spec: step_temporary_bytes(probe, device=device) for spec, probe in probes.items()}
 
 
 def step_temporary_bytes(probe: StepProbe, *, device: torch.device | str) -> int:
@@ -198,10 +197,10 @@ def _training_peak(
     run: Callable[[], object],
     params: Sequence[Tensor],
     meter: PeakMeter,
+    dropped: Dropped,
     *,
     accumulation: int,
     named: Mapping[str, Tensor],
-    dropped: Dropped,
     warm: bool,
     thinned: bool,
 ) -> tuple[int, tuple[Moment, ...], tuple[str, ...]]:
