@@ -61,10 +61,10 @@ RULES: dict[str, RuleInfo] = {
     for info in (
         rule("adamw", M, V, matched=False),
         rule("rmsprop", V),
-        rule("adamw_shared_in", M, V_ROW),
-        rule("adamw_shared_out", M, V_COLUMN),
+        rule("adamw_shared_in", M, V_ROW, matched=False),
+        rule("adamw_shared_out", M, V_COLUMN, matched=False),
         rule("adafactor", V_ROW, V_COLUMN),
-        rule("adafactor_momentum", M, V_ROW, V_COLUMN),
+        rule("adafactor_momentum", M, V_ROW, V_COLUMN, matched=False),
         rule("lion", M, counts_steps=False),
         rule("signum", M, counts_steps=False),
         rule("muon", M, counts_steps=False, hidden_only=True, scaling=Scaling.SPECTRAL),

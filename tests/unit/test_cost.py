@@ -23,8 +23,8 @@ def held(spec: str, block: Block = MATRIX) -> int:
         ("adamw_bf16", 2 * 400 * 2 + 4),
         ("adamw_int8", 2 * (400 + 32) + 4),  # 13 scales of 2 bytes, up to the next multiple of 16
         ("rmsprop", 400 * 4 + 4 + 8),
-        ("adamw_shared_in_int8", 400 + 32 + 48 + 4 + 8),  # one v per row, never quantised
-        ("adamw_shared_out", 400 * 4 + 40 * 4 + 4 + 8),
+        ("adamw_shared_in_int8", 400 + 32 + 48 + 4),  # one v per row, never quantised
+        ("adamw_shared_out", 400 * 4 + 40 * 4 + 4),
         ("adafactor", 48 + 160 + 4 + 8),
         ("lion_bf16", 400 * 2 + 8),  # counts no steps
         ("foam_l3", 2 * 208 + 4 + 8),  # 10 x 5 numbers

@@ -135,4 +135,5 @@ def test_the_probe_sees_copies_and_the_order_of_gradients():
     forward = [moment for moment in found.moments if moment.gradients is None]
     assert forward[0].copies == {} and forward[-1].copies == {"2.weight": 2 * 64 * 64}  # no gradient of the input
     assert max(moment.num_bytes for moment in found.moments) == found.forward_backward_bytes
-    assert [moment.gradients for moment in found.moments if moment.gradients is not None] == [0, 1, 2]
+    counts = [moment.gradients for moment in found.moments if moment.gradients is not None]
+    assert counts == [0, 0, 1, 2]  # the copy goes when it was used, which ends a moment before the first gradient comes
