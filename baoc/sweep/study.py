@@ -37,6 +37,7 @@ from baoc.tracking.files import write_json
 POLL_S = 0.2
 LOOK_S = 5.0  # between two looks at other workers' trials
 PATIENCE_S = 120.0  # for the checkpoint and the end of a run that was asked for both; then it is killed
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 
 
 def run_study(
@@ -137,6 +138,23 @@ def _sigterm_as_interrupt() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C and SIGTERM wait until what is inside is over: a process that nobody knows would not be asked to end."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = {which: signal.signal(which, lambda number, _: came.append(number)) for which in INTERRUPTS}
+    try:
+        yield
+    finally:
+        for which, handler in before.items():
+            signal.signal(which, handler)
+    if came:
+        raise KeyboardInterrupt(f"interrupted ({signal.Signals(came[0]).name})")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -263,10 +281,11 @@ class _Runner:
             return False
         baseline = "overrides" in frozen.user_attrs
         watch = Watch(self.study, frozen, config=self.config, exempt=baseline)
-        process = self._process(frozen.number, words, part=0, card=card)
-        self.running[frozen.number] = _Running(
-            trial=frozen, words=words, card=card, budget_bytes=budget_bytes, process=process, watch=watch
-        )
+        with _uninterrupted():
+            process = self._process(frozen.number, words, part=0, card=card)
+            self.running[frozen.number] = _Running(
+                trial=frozen, words=words, card=card, budget_bytes=budget_bytes, process=process, watch=watch
+            )
         return True
 
     def _process(self, number: int, words: Sequence[str], *, part: int, card: str | None) -> TrialProcess:
@@ -319,7 +338,8 @@ class _Runner:
             return
         own.outcomes.append(outcome)
         if outcome.answered and not infeasible(outcome) and len(own.outcomes) < parts:
-            own.process = self._process(number, own.words, part=len(own.outcomes), card=own.card)
+            with _uninterrupted():
+                own.process = self._process(number, own.words, part=len(own.outcomes), card=own.card)
             return
         self._tell(own, answer_of(own.outcomes, objectives=self.config.objectives))
 
@@ -333,7 +353,9 @@ class _Runner:
             self._tell(own, Answer(state=TrialState.FAIL, text=text + outcome.message))
             return
         self.progress.say(f"trial {trial.number} is begun again ({outcome.message}), attempt {attempts + 1}")
-        own.process, own.stalled = self._process(trial.number, own.words, part=len(own.outcomes), card=own.card), ""
+        with _uninterrupted():
+            own.process = self._process(trial.number, own.words, part=len(own.outcomes), card=own.card)
+        own.stalled = ""
 
     def _tell(self, own: _Running, answer: Answer) -> None:
         trial = Trial(self.study, own.trial._trial_id)

@@ -55,6 +55,23 @@ def test_ctrl_c_ends_all_trials_and_the_same_command_goes_on(tmp_path: Path):
     assert attempts(tmp_path, 0) == ["new", "new"] and len(list(tmp_path.glob("0*"))) == 4
 
 
+@pytest.mark.parametrize("which", study_module.INTERRUPTS)
+def test_an_interrupt_while_a_trial_begins_ends_that_trial_too(which: signal.Signals, tmp_path: Path, monkeypatch):
+    begun = []
+    start = study_module.TrialProcess
+
+    def interrupted(*args, **options):
+        begun.append(start(*args, **options))
+        signal.raise_signal(which)
+        return begun[-1]
+
+    monkeypatch.setattr(study_module, "TrialProcess", interrupted)
+    given = config(n_trials=2, workers=1, retries=0, fixed=["mode=wait_once"])
+    with pytest.raises(KeyboardInterrupt):
+        run_study(given, folder=tmp_path, code=STUB)
+    assert len(begun) == 1 and begun[0].process.exitcode is not None
+
+
 def test_a_trial_that_the_kernel_kills_for_memory_is_a_violated_constraint(tmp_path: Path, monkeypatch):
     counts = iter([3, 4, 4, 4, 4, 4])
     monkeypatch.setattr(trial, "num_out_of_memory", lambda: next(counts))
