@@ -57,9 +57,9 @@ def run_study(
     if code == COMMAND:
         children.preload(children.PRELOAD, *_modules_of(config))
     runner = _Runner(study, config=config, folder=folder, code=code, stay=stay)
-    with _sigterm_as_interrupt():
+    with _interrupts() as came:
         try:
-            runner.run()
+            runner.run(came)
         except BaseException:
             runner.stop()
             raise
@@ -124,20 +124,28 @@ def _modules_of(config: StudyConfig) -> list[str]:
 
 
 @contextmanager
-def _sigterm_as_interrupt() -> Iterator[None]:
-    """A cluster ends a job with SIGTERM: trials then write their checkpoints, as with Ctrl-C."""
+def _interrupts() -> Iterator[list[int]]:
+    """Signals that came: Ctrl-C, and SIGTERM, with which a cluster ends a job; trials then write their checkpoints.
+
+    Each is raised as KeyboardInterrupt where it comes. A callback that may not raise swallows it, so whoever loops
+    looks at what came as well. An ignored Ctrl-C (a job in the background of a script) stays ignored.
+    """
+    came: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield came
         return
 
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt("terminated (SIGTERM)")
+    def interrupt(number: int, _: object) -> None:
+        came.append(number)
+        raise KeyboardInterrupt(f"interrupted ({signal.Signals(number).name})")
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    wanted = [which for which in INTERRUPTS if signal.getsignal(which) is not signal.SIG_IGN]
+    before = {which: signal.signal(which, interrupt) for which in wanted}
     try:
-        yield
+        yield came
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for which, handler in before.items():
+            signal.signal(which, handler)
 
 
 @contextmanager
@@ -147,7 +155,8 @@ def _uninterrupted() -> Iterator[None]:
         yield
         return
     came: list[int] = []
-    before = {which: signal.signal(which, lambda number, _: came.append(number)) for which in INTERRUPTS}
+    wanted = [which for which in INTERRUPTS if signal.getsignal(which) is not signal.SIG_IGN]
+    before = {which: signal.signal(which, lambda number, _: came.append(number)) for which in wanted}
     try:
         yield
     finally:
@@ -188,11 +197,14 @@ class _Runner:
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 
-    def run(self) -> None:
+    def run(self, interrupts: Sequence[int]) -> None:
+        """Until nothing is left. `interrupts`: the signals that came so far, raised here where they were swallowed."""
         with self.progress:
             self.register.beat(running=0)
             while True:
                 self._fill()
+                if interrupts:
+                    raise KeyboardInterrupt(f"interrupted ({signal.Signals(interrupts[0]).name})")
                 if not self.running and self.held is None and not self._others_work():
                     break
                 rest(self.study._storage)

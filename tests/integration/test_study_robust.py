@@ -32,7 +32,9 @@ def test_random_kills_of_workers_and_trials_lose_and_repeat_nothing(tmp_path: Pa
 
 def test_ctrl_c_ends_all_trials_and_the_same_command_goes_on(tmp_path: Path):
     script = (
-        "import sys\nfrom tests.integration.test_study import STUB, config\nfrom baoc.sweep.study import run_study\n"
+        "import signal, sys\nfrom tests.integration.test_study import STUB, config\n"
+        "from baoc.sweep.study import run_study\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's jobs in the background ignore it
         "run_study(config(n_trials=4, retries=0, fixed=['mode=wait_once']), folder=sys.argv[1], code=STUB)"
     )
     process = subprocess.Popen(
@@ -67,8 +69,12 @@ def test_an_interrupt_while_a_trial_begins_ends_that_trial_too(which: signal.Sig
 
     monkeypatch.setattr(study_module, "TrialProcess", interrupted)
     given = config(n_trials=2, workers=1, retries=0, fixed=["mode=wait_once"])
-    with pytest.raises(KeyboardInterrupt):
-        run_study(given, folder=tmp_path, code=STUB)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's jobs in the background ignore it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_study(given, folder=tmp_path, code=STUB)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert len(begun) == 1 and begun[0].process.exitcode is not None
 
 
