@@ -6,14 +6,13 @@ its own, and a job adds them up in order, so that results never depend on which 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from baoc.kernels.kinds import Shape
 from baoc.kernels.matrix_kinds import shares_lines, stored, whole_lines
-from baoc.kernels.table import FusedTable
+from baoc.kernels.table import FusedTable, kept_by_table
 
 PLACES = 8  # columns of `places`
 NONE, WHOLE = -1, -2  # in place of a vector: there is none; a program steps whole lines and needs none
@@ -166,12 +165,4 @@ class Plan:
         self.scales = self._zeros(len(self._places))  # factor of a tensor's update, clipping included
 
 
-_PLANS: "WeakKeyDictionary[FusedTable, Plan]" = WeakKeyDictionary()
-
-
-def plan_of(table: FusedTable) -> Plan:
-    """The table's plan, made at its first launch."""
-    plan = _PLANS.get(table)
-    if plan is None:
-        plan = _PLANS[table] = Plan(table)
-    return plan
+plan_of = kept_by_table(Plan)

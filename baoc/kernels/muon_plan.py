@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -10,7 +9,7 @@ from torch import Tensor
 from baoc.kernels.kinds import Shape
 from baoc.kernels.matrix_kinds import stored
 from baoc.kernels.polar import padded, room_bytes
-from baoc.kernels.table import FusedTable
+from baoc.kernels.table import FusedTable, kept_by_table
 
 # Bytes that a batch may take: enough that products of matrices of 768 keep an H100 busy. One matrix may take more.
 ROOM = 128 * 2**20
@@ -95,12 +94,4 @@ def _int32(numbers: list[int]) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int32, device="cpu")
 
 
-_PLANS: "WeakKeyDictionary[FusedTable, Plan]" = WeakKeyDictionary()
-
-
-def plan_of(table: FusedTable) -> Plan:
-    """The table's plan, made at its first launch."""
-    plan = _PLANS.get(table)
-    if plan is None:
-        plan = _PLANS[table] = Plan(table)
-    return plan
+plan_of = kept_by_table(Plan)

@@ -6,7 +6,7 @@ it, see `baoc.kernels.engine`.
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 WIDTH = 8  # columns of addresses and of settings
 PARAM_AT, CORRECTION_AT, MATCH_AT = 0, 5, 6
 _DTYPES = (torch.float32, torch.bfloat16)
+T = TypeVar("T")
 
 
 def fits(param: Tensor) -> bool:
@@ -161,3 +162,16 @@ class FusedTable:
         """Device bytes of the table's own, beyond the optimizer's state and the engine's buffers."""
         own = (self.chunk_tensor, self.first_chunk, *self._extra.values())
         return sum(t.numel() * t.element_size() for t in own)
+
+
+def kept_by_table(make: Callable[[FusedTable], T]) -> Callable[[FusedTable], T]:
+    """`make`, called at a table's first launch alone; what it made goes with the table."""
+    made: weakref.WeakKeyDictionary[FusedTable, T] = weakref.WeakKeyDictionary()
+
+    def of(table: FusedTable) -> T:
+        found = made.get(table)
+        if found is None:
+            found = made[table] = make(table)
+        return found
+
+    return of

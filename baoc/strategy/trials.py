@@ -49,8 +49,7 @@ class Trials:
     """Micro-batches of `module` on `device`, which it is on already.
 
     `batch` and `val_batch` are real ones, of any size. With `as_on_cuda` all of them are fake tensors of a CPU, and
-    flow as on a card. Raises BadInputError for a precision whose weights a Trainer
-    would convert.
+    flow as on a card. Raises BadInputError for a precision whose weights a Trainer would convert.
     """
 
     def __init__(

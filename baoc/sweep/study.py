@@ -57,9 +57,9 @@ def run_study(
     if code == COMMAND:
         children.preload(children.PRELOAD, *_modules_of(config))
     runner = _Runner(study, config=config, folder=folder, code=code, stay=stay)
-    with _interrupts() as came:
+    with runner.interrupts.taken():
         try:
-            runner.run(came)
+            runner.run()
         except BaseException:
             runner.stop()
             raise
@@ -123,47 +123,47 @@ def _modules_of(config: StudyConfig) -> list[str]:
     return [module for family in families for module in (family.module, *family.imports)]
 
 
-@contextmanager
-def _interrupts() -> Iterator[list[int]]:
-    """Signals that came: Ctrl-C, and SIGTERM, with which a cluster ends a job; trials then write their checkpoints.
+class _Interrupts:
+    """Ctrl-C, and SIGTERM, with which a cluster ends a job: KeyboardInterrupt in either case, for trials to be ended.
 
-    Each is raised as KeyboardInterrupt where it comes. A callback that may not raise swallows it, so whoever loops
-    looks at what came as well. An ignored Ctrl-C (a job in the background of a script) stays ignored.
+    A callback that may not raise swallows one, so whoever loops asks for what came with `check`.
     """
-    came: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield came
-        return
 
-    def interrupt(number: int, _: object) -> None:
-        came.append(number)
-        raise KeyboardInterrupt(f"interrupted ({signal.Signals(number).name})")
+    def __init__(self) -> None:
+        self._came: list[int] = []
+        self._waiting = False
 
-    wanted = [which for which in INTERRUPTS if signal.getsignal(which) is not signal.SIG_IGN]
-    before = {which: signal.signal(which, interrupt) for which in wanted}
-    try:
-        yield came
-    finally:
-        for which, handler in before.items():
-            signal.signal(which, handler)
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Takes the signals, in the main thread. An ignored Ctrl-C (a job in the background of a script) stays so."""
+        main = threading.current_thread() is threading.main_thread()
+        wanted = [which for which in INTERRUPTS if main and signal.getsignal(which) is not signal.SIG_IGN]
+        before = {which: signal.signal(which, self._take) for which in wanted}
+        try:
+            yield
+        finally:
+            for which, handler in before.items():
+                signal.signal(which, handler)
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """They wait until what is inside is over: a process that nobody knows would not be asked to end."""
+        self._waiting = True
+        try:
+            yield
+        finally:
+            self._waiting = False
+        self.check()
 
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C and SIGTERM wait until what is inside is over: a process that nobody knows would not be asked to end."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[int] = []
-    wanted = [which for which in INTERRUPTS if signal.getsignal(which) is not signal.SIG_IGN]
-    before = {which: signal.signal(which, lambda number, _: came.append(number)) for which in wanted}
-    try:
-        yield
-    finally:
-        for which, handler in before.items():
-            signal.signal(which, handler)
-    if came:
-        raise KeyboardInterrupt(f"interrupted ({signal.Signals(came[0]).name})")
+    def check(self) -> None:
+        """Raises KeyboardInterrupt if a signal came."""
+        if self._came:
+            raise KeyboardInterrupt(f"interrupted ({signal.Signals(self._came[0]).name})")
+
+    def _take(self, number: int, _: object) -> None:
+        self._came.append(number)
+        if not self._waiting:
+            self.check()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -189,6 +189,7 @@ class _Runner:
         self.study, self.config, self.folder, self.code, self.stay = study, config, folder, code, stay
         self.running: dict[int, _Running] = {}
         self.register = Register(study)
+        self.interrupts = _Interrupts()
         self.progress = Progress(study, config=config)
         cards = cards_here(config.gpus) if code == COMMAND or config.gpus != "auto" else ()
         self.places = Places(cards=cards, per_card=config.per_gpu)
@@ -197,14 +198,12 @@ class _Runner:
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 
-    def run(self, interrupts: Sequence[int]) -> None:
-        """Until nothing is left. `interrupts`: the signals that came so far, raised here where they were swallowed."""
+    def run(self) -> None:
         with self.progress:
             self.register.beat(running=0)
             while True:
                 self._fill()
-                if interrupts:
-                    raise KeyboardInterrupt(f"interrupted ({signal.Signals(interrupts[0]).name})")
+                self.interrupts.check()
                 if not self.running and self.held is None and not self._others_work():
                     break
                 rest(self.study._storage)
@@ -293,7 +292,7 @@ class _Runner:
             return False
         baseline = "overrides" in frozen.user_attrs
         watch = Watch(self.study, frozen, config=self.config, exempt=baseline)
-        with _uninterrupted():
+        with self.interrupts.waiting():
             process = self._process(frozen.number, words, part=0, card=card)
             self.running[frozen.number] = _Running(
                 trial=frozen, words=words, card=card, budget_bytes=budget_bytes, process=process, watch=watch
@@ -350,7 +349,7 @@ class _Runner:
             return
         own.outcomes.append(outcome)
         if outcome.answered and not infeasible(outcome) and len(own.outcomes) < parts:
-            with _uninterrupted():
+            with self.interrupts.waiting():
                 own.process = self._process(number, own.words, part=len(own.outcomes), card=own.card)
             return
         self._tell(own, answer_of(own.outcomes, objectives=self.config.objectives))
@@ -365,7 +364,7 @@ class _Runner:
             self._tell(own, Answer(state=TrialState.FAIL, text=text + outcome.message))
             return
         self.progress.say(f"trial {trial.number} is begun again ({outcome.message}), attempt {attempts + 1}")
-        with _uninterrupted():
+        with self.interrupts.waiting():
             own.process = self._process(trial.number, own.words, part=len(own.outcomes), card=own.card)
         own.stalled = ""
 
