@@ -32,6 +32,8 @@ CASES: dict[str, tuple[str, ...]] = {
     "vit_l16_8gb_adamw_kept": (VIT, *KEPT),
     "vit_l16_8gb_adamw_autocast": (VIT, *AUTOCAST),
     "vit_l16_8gb_adamw_recomputed": (VIT, *ADAMW, *RECOMPUTED),
+    "vit_l16_6gb": (VIT, "budget=6gb"),
+    "vit_l16_6gb_adamw": (VIT, "budget=6gb", *ADAMW),
     "vit_l16_8gb_kept": (VIT, "micro_batch=32", "model.checkpointing=false"),
     "dit_xl2_16gb": (DIT,),
     "dit_xl2_16gb_adamw": (DIT, *ADAMW),
