@@ -3,9 +3,9 @@
     python -m experiments.benchmarks.sampler_race FOLDER OUT --tasks vision --seeds 0 1 2 3 4 --trials 40 --seconds 400
 
 Every study is sweeps/frontier_TASK.yaml as it stands (space, baselines), without early stops, with fewer steps and with
-one worker. A study's seed is that of its draws and of its runs, so that samplers are paired. Killed or out of time, the
-same command goes on. Written at every end of a study: OUT/sampler_race_trials.csv (every trial), OUT/sampler_race.csv
-(hypervolume after k trials, and its paired difference to random's).
+one worker unless told otherwise. A study's seed is that of its draws and of its runs, so that samplers are paired.
+Killed or out of time, the same command goes on. Written at every end of a study: OUT/sampler_race_trials.csv (every
+trial), OUT/sampler_race.csv (hypervolume after k trials, and its paired difference to random's).
 """
 
 import argparse
@@ -53,7 +53,9 @@ STARTUP = {"tpe": TPE_STARTUP}  # searched trials that are as with random draws;
 AFTER = (10, 15, 20, 25, 30, 35, 40, 60)  # trials
 
 
-def study_config(task: str, *, sampler: str, seed: int, trials: int, steps: int | None = None) -> StudyConfig:
+def study_config(
+    task: str, *, sampler: str, seed: int, trials: int, steps: int | None = None, workers: int = 1
+) -> StudyConfig:
     told = yaml.safe_load((ROOT / "sweeps" / f"frontier_{task}.yaml").read_text())["hydra"]["sweeper"]
     short, more, _ = TASKS[task]
     length = [f"trainer.max_steps={steps or short}", f"trainer.val_check_interval={steps or short}", f"seed={seed}"]
@@ -62,7 +64,7 @@ def study_config(task: str, *, sampler: str, seed: int, trials: int, steps: int 
         "sampler": sampler,
         "seed": seed,
         "n_trials": trials,
-        "workers": 1,
+        "workers": workers,
         "early_stop": {},
         "fixed": [*told["fixed"], *COMMON, *more, *length],
     }
@@ -140,7 +142,7 @@ def costs_of(trials: Iterable[FrozenTrial], *, whole_bytes: float) -> list[tuple
     found: list[tuple[float, float] | None] = []
     for trial in trials:
         if not trial.state.is_finished():
-            break  # one worker goes by number: behind it nothing has ended
+            break  # workers go by number: behind it is no more than they have begun
         good = trial.state is TrialState.COMPLETE and not violated(trial)
         found.append((trial.values[0], trial.values[1] / whole_bytes) if good else None)
     return found
@@ -224,6 +226,7 @@ def race(given: argparse.Namespace) -> None:
         for task, seeds in product(given.tasks, groups):
             for sampler, seed in product(first, seeds):
                 words = [task, sampler, str(seed), "--trials", str(given.trials)]
+                words += ["--study-workers", str(given.study_workers)]
                 words += ["--steps", str(given.steps)] if given.steps else []
                 folder = (given.folder / task / f"{sampler}_{seed}").absolute()
                 shared = num_shared(task, sampler=sampler, reference=given.reference)
@@ -236,7 +239,7 @@ def race(given: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path, help="of the studies")
     parser.add_argument("out", type=Path, help="of the CSVs")
     parser.add_argument("--tasks", nargs="+", default=["vision"], choices=list(TASKS))
@@ -246,13 +249,15 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=40)
     parser.add_argument("--steps", type=int, help="of a run; by task if not given")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="studies at a time")
+    parser.add_argument("--study-workers", type=int, default=1, help="trials at a time of each study")
     parser.add_argument("--seconds", type=float, default=math.inf)
     parser.add_argument("--study", nargs=3, metavar=("TASK", "SAMPLER", "SEED"), help="run this one alone, in FOLDER")
     given = parser.parse_args()
     if given.study:
         children.die_with_parent()  # a race that is killed leaves no study behind
         task, sampler, seed = given.study
-        config = study_config(task, sampler=sampler, seed=int(seed), trials=given.trials, steps=given.steps)
+        length = {"trials": given.trials, "steps": given.steps, "workers": given.study_workers}
+        config = study_config(task, sampler=sampler, seed=int(seed), **length)
         one_study(config, folder=given.folder)
         return
     race(given)
