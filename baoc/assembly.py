@@ -58,6 +58,7 @@ class Parts:
 
 def session_settings(config: RunConfig) -> SessionSettings:
     """What planning and reallocation need, in the words of `baoc.online`."""
+    allocator = ALLOCATORS[config.allocator.name]
     planner = PlannerSettings(
         specs=config.catalogue.specs,
         keep_fp32_roles=tuple(Role(role) for role in config.catalogue.keep_fp32_roles),
@@ -68,6 +69,7 @@ def session_settings(config: RunConfig) -> SessionSettings:
         risk_weights=config.risk.weights,
         allocator=config.allocator.name,
         every=config.allocator.every,
+        flush_only=getattr(allocator, "flush_only", False) and not config.trainer.gradient_clip_val,
         seed=config.seed,
     )
     return SessionSettings(
@@ -76,9 +78,8 @@ def session_settings(config: RunConfig) -> SessionSettings:
         backend=config.optim.backend,
         nonfinite=config.optim.nonfinite,
         release=bool(config.optim.release_gradients),
-        ahead=getattr(ALLOCATORS[config.allocator.name], "ahead", True),
-        flush_only=getattr(ALLOCATORS[config.allocator.name], "flush_only", False),
-        rms_matching=config.optim.matching if getattr(ALLOCATORS[config.allocator.name], "matching", True) else False,
+        ahead=getattr(allocator, "ahead", True),
+        rms_matching=config.optim.matching if getattr(allocator, "matching", True) else False,
     )
 
 

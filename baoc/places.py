@@ -2,7 +2,8 @@
 
 Streamed states pass through device buffers as large as the largest piece (`baoc.staging`), which is no sum over blocks:
 so the planner tries ways of going less or more far, each with the room that is enough for it, as it does with the
-temporaries of a step. Weights and gradients of blocks that the host updates pass through buffers of its own.
+temporaries of a step. Weights and gradients of blocks that the host updates pass through buffers of its own,
+unless gradients are flushed: these wait on the host, all at once.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -74,8 +75,12 @@ def staging_bytes(
     blocks: Collection[Block],
     specs: Mapping[str, OptimizerSpec],
     rules: Mapping[str, RuleInfo],
+    flushed: bool = False,
 ) -> tuple[int, int]:
-    """Bytes of the buffers that an allocation needs on the device and on the host."""
+    """Bytes of the buffers that an allocation needs on the device and on the host.
+
+    `flushed`: gradients of updated blocks wait on the host until they are stepped, all of them at once.
+    """
     slabs: list[int] = []
     passing: list[int] = []
     for block in blocks:
@@ -86,7 +91,12 @@ def staging_bytes(
             passing.append(passing_bytes(block, spec=spec))
         else:
             slabs.append(slab_bytes(block, spec=spec, rule=rules[spec.rule]))
-    return buffer_bytes(slabs), buffer_bytes(passing)
+    return buffer_bytes(slabs), _updating_bytes(passing, flushed=flushed)
+
+
+def _updating_bytes(passing: Sequence[int], *, flushed: bool) -> int:
+    """Host bytes of updated blocks beside their states; half of what passes are gradients."""
+    return buffer_bytes(passing) + (sum(passing) // 2 if flushed else 0)
 
 
 def ways(
@@ -95,6 +105,7 @@ def ways(
     blocks: Collection[Block],
     specs: Mapping[str, OptimizerSpec],
     host_counts: bool,
+    flushed: bool = False,
 ) -> list[Way]:
     """From nothing placed on the host to everything that may be. `host_counts`: staging there is charged, too."""
     if not any(map(placed, specs.values())):
@@ -111,7 +122,7 @@ def ways(
         largest = [max((size for size in sizes if size <= cap), default=0) for sizes in slabs.values()]
         room = buffer_bytes([size for size in largest if size])
         for updated in (False, True) if passing and (host_counts or not cap) else (bool(passing),):
-            host = buffer_bytes(passing) if updated else 0
+            host = _updating_bytes(passing, flushed=flushed) if updated else 0
             found.append(Way(slab_bytes=cap, updated=updated, device_bytes=room, host_bytes=host))
     return found
 

@@ -59,6 +59,7 @@ class PlannerSettings:
     risk_weights: Mapping[str, float] = field(default_factory=dict)
     allocator: str = "exact"
     every: int | None = None  # of allocator=host_every_kth
+    flush_only: bool = False  # updated blocks' gradients come to the host in backward, and wait there
     seed: int = 0
 
 
@@ -199,13 +200,16 @@ class Planner:
 
     def staging_bytes(self, choices: Mapping[str, str]) -> int:
         """Bytes of the device's buffers, through which states pass that are kept on the host."""
-        device, host = staging_bytes(choices, blocks=self.blocks, specs=self.specs, rules=self.rules)
+        device, host = self._staging(choices)
         return device + host if self.host_counts else device
+
+    def _staging(self, choices: Mapping[str, str]) -> tuple[int, int]:
+        flushed = self.settings.flush_only
+        return staging_bytes(choices, blocks=self.blocks, specs=self.specs, rules=self.rules, flushed=flushed)
 
     def host_bytes(self, allocation: Allocation) -> int:
         """Pinned host memory of an allocation: its states there, and buffers of blocks that are updated there."""
-        _, host = staging_bytes(allocation.choices, blocks=self.blocks, specs=self.specs, rules=self.rules)
-        return pinned_bytes(allocation.host_bytes + host)
+        return pinned_bytes(allocation.host_bytes + self._staging(allocation.choices)[1])
 
     def taken(self, chosen: Collection[Candidate]) -> int:
         """What one candidate per block takes in the budget's own measure."""

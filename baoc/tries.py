@@ -40,12 +40,18 @@ def least_of(planner: "Planner", tries: Iterable[Try]) -> list[Candidate]:
 
 
 def _ways(planner: "Planner", *, risk: str, profile: Profile | None) -> list[Way]:
-    """How far host placement may go; where its staging is charged to nothing, as far as it likes."""
+    """How far host placement may go; where its staging is charged to nothing, as far as it likes.
+
+    An allocator that has rows of its own goes as far as these do.
+    """
     if not planner.places:
         return [Way()]
     memory, host = planner.budget.memory_bytes is not None, planner.budget.host_memory_bytes is not None
     counted = host or (memory and planner.host_counts)
     pool = planner.candidates(risk=risk, profile=profile, count="none")
-    found = ways(pool, blocks=planner.blocks, specs=planner.specs, host_counts=counted)
-    free = not getattr(planner.allocator, "rows", ())  # one that has rows of its own goes as far as there is
-    return found if free and (memory or counted) else found[-1:]
+    rows = getattr(planner.allocator, "rows", ())
+    if rows:
+        pool = {block: [c for c in options if c.spec in rows] for block, options in pool.items()}
+    flushed = planner.settings.flush_only
+    found = ways(pool, blocks=planner.blocks, specs=planner.specs, host_counts=counted, flushed=flushed)
+    return found if not rows and (memory or counted) else found[-1:]

@@ -49,12 +49,16 @@ class HostedAllocator:
 
 HOSTED: tuple[HostedAllocator, ...] = (
     HostedAllocator(
-        name="host_adamw", description="adamw kept and stepped on the host, once backward is over", ahead=False
+        name="host_adamw",
+        description="adamw kept and stepped on the host, once backward is over",
+        ahead=False,
+        rows=(UPDATED,),
     ),
     HostedAllocator(
         name="host_adamw_flush",
         description="adamw kept and stepped on the host once backward is over, gradients flushed there within it",
         flush_only=True,
+        rows=(UPDATED,),
     ),
     HostedAllocator(
         name="host_every_kth",

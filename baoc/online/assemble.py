@@ -29,7 +29,7 @@ class SessionSettings:
     """Everything a budgeted optimizer needs to know beside its parameters and its budget.
 
     `ahead`: blocks whose states are on the host are stepped in backward, where nothing is to change their gradients;
-    with `flush_only` the host only gets their gradients then, see `BlockwiseOptimizer.last_backward`.
+    with `planner.flush_only` the host only gets their gradients then, see `BlockwiseOptimizer.last_backward`.
     """
 
     planner: PlannerSettings = field(default_factory=PlannerSettings)
@@ -39,7 +39,6 @@ class SessionSettings:
     rms_matching: bool | Matching = True
     release: bool | GradientRelease = False
     ahead: bool = True
-    flush_only: bool = False
 
 
 def make_profiler(

@@ -222,7 +222,7 @@ class BaocStrategy(SingleDeviceStrategy):
         needed = soon_timed(specs, device=self.root_device) if limited else set[str]()
         table = self.latency or probe.latency(specs, needed=needed, max_s=max_s)
         if limited and self.latency is None and may_place(self.settings.planner, budget=self.budget):
-            hides = self.settings.ahead and not self.settings.flush_only and leaves_gradients(trainer)
+            hides = self.settings.ahead and not self.settings.planner.flush_only and leaves_gradients(trainer)
             table = with_link(table, device=self.root_device, accumulation=probe.accumulation, hides=hides)
         return _Timing(probe=probe, specs=specs, table=table, max_s=max_s)
 
@@ -296,7 +296,7 @@ class BaocStrategy(SingleDeviceStrategy):
         final = ahead and module is not None and leaves_gradients(module.trainer)
         last = nullcontext()
         if final and isinstance(optimizer, BlockwiseOptimizer):
-            last = optimizer.last_backward(flush_only=self.settings.flush_only)
+            last = optimizer.last_backward(flush_only=self.settings.planner.flush_only)
         with last:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 

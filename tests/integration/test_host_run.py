@@ -11,6 +11,7 @@ from baoc import BaocStrategy
 from baoc.online import ReallocationSettings, SessionSettings
 from baoc.optim.ahead import Ahead
 from baoc.optim.backends.updated import UpdatedBackend
+from baoc.places import staging_bytes
 from baoc.planner import PlannerSettings
 from tests.integration.test_strategy import QUIET, Classifier, fit, loader, same
 from tests.placing import PLACES, rings
@@ -20,9 +21,9 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-def strategy(spec: str, **more: Any) -> BaocStrategy:
+def strategy(spec: str, *, flush_only: bool = False) -> BaocStrategy:
     off = ReallocationSettings(mode="off")
-    settings = SessionSettings(planner=PlannerSettings(specs=(spec,)), reallocation=off, **more)
+    settings = SessionSettings(planner=PlannerSettings(specs=(spec,), flush_only=flush_only), reallocation=off)
     return BaocStrategy("8gb", settings=settings)
 
 
@@ -55,15 +56,28 @@ def test_training_is_that_of_the_device(ahead: list[int], place: str, arguments:
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_gradients_are_only_flushed_where_that_is_the_schedule(ahead: list[int], accumulate: int) -> None:
-    """Once a step, and blocks are stepped once backward is over."""
+    """Once a step, and blocks are stepped once backward is over. What they wait in is planned."""
+    flush, flushed, waiting = UpdatedBackend.flush, [], {}
+
+    def noting(self: Any, index: int) -> bool:
+        done = flush(self, index)
+        flushed.append(index)
+        waiting[index] = self.pieces[index]._lot.memory.numel()
+        return done
+
     with rings(piece_bytes=500), pytest.MonkeyPatch.context() as patch:
-        flush, flushed = UpdatedBackend.flush, []
-        patch.setattr(UpdatedBackend, "flush", lambda self, index: flushed.append(index) or flush(self, index))
+        patch.setattr(UpdatedBackend, "flush", noting)
         plain = fit(strategy("adamw"), steps=4, accumulate_grad_batches=accumulate)
         del ahead[:], flushed[:]
-        hosted = fit(strategy("adamw@updated", flush_only=True), steps=4, accumulate_grad_batches=accumulate)
+        ours = strategy("adamw@updated", flush_only=True)
+        hosted = fit(ours, steps=4, accumulate_grad_batches=accumulate)
         steps, num = len(ahead), len(set(flushed))
     assert same(plain, hosted)
+    assert ours.reallocator is not None
+    planner, choices = ours.reallocator.planner, ours.reallocator.plan.allocation.choices
+    at_once = staging_bytes(choices, blocks=planner.blocks, specs=planner.specs, rules=planner.rules)[1]
+    assert planner.staging_bytes(choices) - at_once == sum(waiting.values())
+    assert sum(waiting.values()) >= sum(param.nbytes for param in hosted.parameters())
     assert num > 1 and len(flushed) == num * ahead.count(6) and steps >= 4 and ahead[-4:] == [6] * 4
 
 

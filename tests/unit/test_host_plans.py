@@ -190,6 +190,20 @@ def test_the_host_may_step_blocks_while_others_are_streamed():
     assert found == {"slow": 0, "quick": 8}
 
 
+def test_gradients_that_wait_on_the_host_are_part_of_its_memory():
+    """A layer passes in three buffers of weight and gradient; flushed gradients of all eight wait beside them."""
+    needed = {}
+    for flush_only in (False, True):
+        settings = PlannerSettings(specs=("adamw",), allocator="host_adamw", flush_only=flush_only)
+        with pytest.raises(InfeasibleBudgetError, match=r"budget.host_memory=1.00 MiB .* cannot be met") as caught:
+            Planner(PARAMS, budget=memory(BASE, host=MIB), settings=settings, footprint=FOOTPRINT).propose()
+        needed[flush_only] = caught.value.least_host_bytes or 0
+        enough = memory(BASE, host=needed[flush_only])
+        plan = Planner(PARAMS, budget=enough, settings=settings, footprint=FOOTPRINT).propose()
+        assert plan.host_bytes <= needed[flush_only]
+    assert needed[True] - needed[False] == 8 * 4 * NUMEL
+
+
 def test_a_rule_that_takes_a_gpu_is_not_updated_on_the_host():
     with pytest.raises(BadInputError, match=r"names muon@updated: muon multiplies .* Name muon@streamed or muon"):
         planner(memory(BASE, host=None), specs=("adamw", "muon@updated"))
