@@ -14,6 +14,7 @@ from baoc.optim.roster import Alone, Roster
 
 log = logging.getLogger(__name__)
 POLICIES = ("skip_element", "skip_step", "raise")
+MOST_NAMED = 8  # tensors that a message lists, worst first; after a loss of NaN it is all of them
 
 
 class Guard:
@@ -114,7 +115,9 @@ class Guard:
         # Blocks that are stepped one by one report one by one.
         self.last_nonfinite = {**(self.last_nonfinite if when == self._when else {}), **counts}
         self._when = when
-        names = ", ".join(f"{name} ({count})" for name, count in counts.items())
+        most = sorted(counts.items(), key=lambda entry: (-entry[1], entry[0]))[:MOST_NAMED]
+        names = ", ".join(f"{name} ({count})" for name, count in most)
+        names += f" and {len(counts) - MOST_NAMED} more" if len(counts) > MOST_NAMED else ""
         text = f"{sum(counts.values())} gradient element(s) are NaN or infinite {when}: {names}"
         if self.policy == "raise":
             self.forget(roster)

@@ -22,6 +22,7 @@ from baoc.types import to_plain
 
 INIT_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 3.0
+LET_GO_TIMEOUT_S = 5.0
 FINISH_TIMEOUT_S = 60.0  # what is not uploaded by then stays in the run folder for `wandb sync`
 PUBLIC_HOST = "api.wandb.ai"
 MODES = ("auto", "online", "offline", "disabled")
@@ -49,20 +50,24 @@ class WandbRunLogger(WandbLogger):
         super().__init__(experiment=run, project=project, save_dir=run_dir)
         self.closed = False
         self._say = say
-        run.define_metric("trainer/global_step", hidden=True)
-        run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
+        self._bear(lambda: run.define_metric("trainer/global_step", hidden=True))
+        self._bear(lambda: run.define_metric("*", step_metric="trainer/global_step", step_sync=True))
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        log = super().log_hyperparams
+        self._bear(lambda: log(*args, **kwargs))
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         log = super().log_metrics
         self._bear(lambda: log(metrics, step))  # the last words of a failed fit come after `finalize`
 
-    def log_table(self, *args: Any, **kwargs: Any) -> None:
+    def log_table(self, key: str, *args: Any, **kwargs: Any) -> None:
         log = super().log_table
-        self._bear(lambda: log(*args, **kwargs))
+        self._bear(lambda: self._may_lack(key, lambda: log(key, *args, **kwargs)))
 
-    def log_image(self, *args: Any, **kwargs: Any) -> None:
+    def log_image(self, key: str, *args: Any, **kwargs: Any) -> None:
         log = super().log_image
-        self._bear(lambda: log(*args, **kwargs))
+        self._bear(lambda: self._may_lack(key, lambda: log(key, *args, **kwargs)))
 
     def log_summary(self, values: Mapping[str, Any]) -> None:
         self._bear(lambda: self.experiment.summary.update(values))
@@ -79,6 +84,13 @@ class WandbRunLogger(WandbLogger):
         self._bear(lambda: self.experiment.finish(exit_code=exit_code))
         self.closed = True
 
+    def _may_lack(self, key: str, call: Callable[[], Any]) -> None:
+        """Does without a table or a picture that is refused: it takes more of a server than numbers do."""
+        try:
+            call()
+        except Exception as error:
+            self._say(f"W&B: {key} is left out ({_why(error)})")
+
     def _bear(self, call: Callable[[], Any]) -> None:
         """What wandb raises ends its part in the run, not the run. Nothing is done once that part has ended."""
         if self.closed:
@@ -87,8 +99,32 @@ class WandbRunLogger(WandbLogger):
             call()
         except Exception as error:
             self.closed = True
-            why = f"{type(error).__name__}: {str(error).splitlines()[0][:100] if str(error) else 'no reason given'}"
-            self._say(f"W&B: lost ({why}); the run goes on without it, metrics.jsonl holds every step")
+            self._say(f"W&B: lost ({_why(error)}); the run goes on without it, metrics.jsonl holds every step")
+            let_go(self.experiment)
+
+
+def _why(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0][:100] if str(error) else 'no reason given'}"
+
+
+def let_go(run: Any = None, *, timeout_s: float = LET_GO_TIMEOUT_S) -> None:
+    """Ends `run` and wandb's own process, or what is left of them, which would else end with a traceback.
+
+    In a thread, because it waits for uploads.
+    """
+
+    def end() -> None:
+        import wandb
+
+        with suppress(Exception):
+            if run is not None:
+                run.finish(exit_code=1)
+        with suppress(Exception):
+            wandb.teardown(exit_code=1)
+
+    thread = threading.Thread(target=end, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
 
 
 def open_run(
@@ -130,14 +166,17 @@ def open_run(
             with redirect_stderr(io.StringIO()):  # it would say where it found the key
                 run = wandb.init(**options, mode="online", settings=quiet)
         except Exception as error:  # a bad key, no network, a server that fails: none of them may stop a training run
-            why = f"{type(error).__name__}: {str(error).splitlines()[0][:100] if str(error) else 'no reason given'}"
+            why = _why(error)
     if run is None:
         try:
             run = wandb.init(**options, mode="offline", settings=quiet)
         except Exception:  # its process, which jobs share, died in an earlier one
-            with suppress(Exception):
-                wandb.teardown()
-            run = wandb.init(**options, mode="offline", settings=quiet)
+            let_go()
+            try:
+                run = wandb.init(**options, mode="offline", settings=quiet)
+            except Exception as error:
+                say(f"W&B: left out ({_why(error)}); metrics.jsonl holds every step")
+                return None
         say(f"W&B: offline ({why}); upload it later with: wandb sync {Path(run.dir).parent}")
     else:
         say(f"W&B: online, {run.url}")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import wandb
+from lightning.pytorch.loggers import WandbLogger
 
 from baoc.errors import BadInputError, BudgetBreachedError
 from baoc.tracking import wandb_run
@@ -217,6 +218,61 @@ def test_a_job_that_ends_well_closes_its_run_once(tmp_path: Path, inits: list[Fa
         loggers[1].finalize("success")  # Lightning says this after each fit and each validation
         assert inits[0].exit_codes == []
     assert inits[0].exit_codes == [0]
+
+
+LOST = "W&B: lost (ConnectionResetError: gone); the run goes on without it, metrics.jsonl holds every step"
+
+
+def gone(*_: Any, **__: Any) -> None:
+    raise ConnectionResetError("gone")
+
+
+@pytest.mark.parametrize("moment", ["define_metric", "log_hyperparams", "log", "summary"])
+def test_wandb_is_given_up_wherever_it_fails(
+    tmp_path: Path, inits: list[FakeRun], monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Once, with what is left of it ended: its process would end with a traceback of its own when Python does."""
+    ended: list[str] = []
+    monkeypatch.setattr(wandb, "teardown", lambda exit_code: ended.append("service"))
+    monkeypatch.setattr(FakeRun, "log", gone, raising=False)
+    if moment == "define_metric":
+        monkeypatch.setattr(FakeRun, "define_metric", gone)
+    loggers, said = make(tmp_path)
+    logger, (run,) = loggers[1], inits
+    run.config, run.summary = SimpleNamespace(update=gone), SimpleNamespace(update=gone)  # pyright: ignore
+    calls = {
+        "define_metric": lambda: None,
+        "log_hyperparams": lambda: logger.log_hyperparams({"lr": 0.1}),
+        "log": lambda: logger.log_metrics({"a": 1.0}, step=0),
+        "summary": lambda: logger.log_summary({"quality": 1.0}),
+    }
+    calls[moment]()
+    logger.log_metrics({"a": 1.0}, step=1)
+    logger.finish(exit_code=0)
+    assert said[1:] == [LOST]
+    assert (run.exit_codes, ended) == ([1], ["service"])
+
+
+def test_a_table_that_is_refused_costs_the_table_alone(
+    tmp_path: Path, inits: list[FakeRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged: list[Any] = []
+    monkeypatch.setattr(FakeRun, "log", lambda self, values: logged.append(values), raising=False)
+    monkeypatch.setattr(WandbLogger, "log_table", gone)
+    loggers, said = make(tmp_path)
+    loggers[1].log_table("allocation", columns=["a"], data=[[1]])
+    loggers[1].log_metrics({"a": 1.0}, step=0)
+    assert said[1:] == ["W&B: allocation is left out (ConnectionResetError: gone)"] and logged[0]["a"] == 1.0
+
+
+def test_a_run_that_cannot_be_opened_is_left_out(
+    tmp_path: Path, inits: list[FakeRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wandb, "init", gone)
+    monkeypatch.setattr(wandb, "teardown", lambda exit_code: None)
+    loggers, said = make(tmp_path)
+    assert len(loggers) == 1
+    assert said == ["W&B: left out (ConnectionResetError: gone); metrics.jsonl holds every step"]
 
 
 def test_names_are_null_safe(tmp_path: Path) -> None:

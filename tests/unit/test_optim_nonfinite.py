@@ -260,6 +260,15 @@ class TestPolicies:
         assert "3 gradient element(s) are NaN or infinite in step 6: bad (3); policy: skip_element" in caplog.text
         assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
 
+    def test_of_many_tensors_the_worst_are_named(self, caplog: pytest.LogCaptureFixture) -> None:
+        params, optimizer, gradients = trained("adamw", {f"w{i}": (2, 3) for i in range(10)})
+        gradients.give(params)
+        poison(params, value=torch.nan)
+        params["w9"].grad.fill_(torch.nan)  # pyright: ignore
+        optimizer.step()
+        assert len(optimizer.last_nonfinite) == 10
+        assert ": w9 (6), w0 (1)," in caplog.text and "w6 (1) and 2 more; policy" in caplog.text
+
     def test_skip_step_leaves_all_as_it_is(self) -> None:
         params = make_params(MATRICES)
         optimizer = build(params, "adamw_int8", nonfinite="skip_step")
