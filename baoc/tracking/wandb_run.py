@@ -48,7 +48,7 @@ class WandbRunLogger(WandbLogger):
 
     def __init__(self, run: Any, *, project: str, run_dir: Path, say: Callable[[str], None] = print):
         super().__init__(experiment=run, project=project, save_dir=run_dir)
-        self.closed = False
+        self.closed = self._bearing = False
         self._say = say
         self._bear(lambda: run.define_metric("trainer/global_step", hidden=True))
         self._bear(lambda: run.define_metric("*", step_metric="trainer/global_step", step_sync=True))
@@ -63,11 +63,11 @@ class WandbRunLogger(WandbLogger):
 
     def log_table(self, key: str, *args: Any, **kwargs: Any) -> None:
         log = super().log_table
-        self._bear(lambda: self._may_lack(key, lambda: log(key, *args, **kwargs)))
+        self._bear(lambda: log(key, *args, **kwargs), lacks=key)
 
     def log_image(self, key: str, *args: Any, **kwargs: Any) -> None:
         log = super().log_image
-        self._bear(lambda: self._may_lack(key, lambda: log(key, *args, **kwargs)))
+        self._bear(lambda: log(key, *args, **kwargs), lacks=key)
 
     def log_summary(self, values: Mapping[str, Any]) -> None:
         self._bear(lambda: self.experiment.summary.update(values))
@@ -84,23 +84,28 @@ class WandbRunLogger(WandbLogger):
         self._bear(lambda: self.experiment.finish(exit_code=exit_code))
         self.closed = True
 
-    def _may_lack(self, key: str, call: Callable[[], Any]) -> None:
-        """Does without a table or a picture that is refused: it takes more of a server than numbers do."""
-        try:
-            call()
-        except Exception as error:
-            self._say(f"W&B: {key} is left out ({_why(error)})")
+    def _bear(self, call: Callable[[], Any], *, lacks: str | None = None) -> None:
+        """What wandb raises ends its part in the run, not the run. Nothing is done once that part has ended.
 
-    def _bear(self, call: Callable[[], Any]) -> None:
-        """What wandb raises ends its part in the run, not the run. Nothing is done once that part has ended."""
+        A table or a picture (`lacks`) that is refused costs itself alone: it takes more of a server than numbers do.
+        """
         if self.closed:
             return
+        if self._bearing:  # a table is logged as a metric
+            call()
+            return
+        self._bearing = True
         try:
             call()
         except Exception as error:
+            if lacks is not None:
+                self._say(f"W&B: {lacks} is left out ({_why(error)})")
+                return
             self.closed = True
             self._say(f"W&B: lost ({_why(error)}); the run goes on without it, metrics.jsonl holds every step")
             let_go(self.experiment)
+        finally:
+            self._bearing = False
 
 
 def _why(error: Exception) -> str:
