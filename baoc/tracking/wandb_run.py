@@ -48,7 +48,7 @@ class WandbRunLogger(WandbLogger):
 
     def __init__(self, run: Any, *, project: str, run_dir: Path, say: Callable[[str], None] = print):
         super().__init__(experiment=run, project=project, save_dir=run_dir)
-        self.closed = self._bearing = False
+        self.closed = self._bearing = self._plain = False
         self._say = say
         self._bear(lambda: run.define_metric("trainer/global_step", hidden=True))
         self._bear(lambda: run.define_metric("*", step_metric="trainer/global_step", step_sync=True))
@@ -87,9 +87,10 @@ class WandbRunLogger(WandbLogger):
     def _bear(self, call: Callable[[], Any], *, lacks: str | None = None) -> None:
         """What wandb raises ends its part in the run, not the run. Nothing is done once that part has ended.
 
-        A table or a picture (`lacks`) that is refused costs itself alone: it takes more of a server than numbers do.
+        A table or a picture (`lacks`) that is refused costs those alone: they take more of a server than numbers do, and
+        one that does not answer makes each of them wait.
         """
-        if self.closed:
+        if self.closed or (lacks is not None and self._plain):
             return
         if self._bearing:  # a table is logged as a metric
             call()
@@ -99,7 +100,8 @@ class WandbRunLogger(WandbLogger):
             call()
         except Exception as error:
             if lacks is not None:
-                self._say(f"W&B: {lacks} is left out ({_why(error)})")
+                self._plain = True
+                self._say(f"W&B: {lacks}, and tables and pictures after it, are left out ({_why(error)})")
                 return
             self.closed = True
             self._say(f"W&B: lost ({_why(error)}); the run goes on without it, metrics.jsonl holds every step")
