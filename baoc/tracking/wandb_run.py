@@ -87,8 +87,8 @@ class WandbRunLogger(WandbLogger):
     def _bear(self, call: Callable[[], Any], *, lacks: str | None = None) -> None:
         """What wandb raises ends its part in the run, not the run. Nothing is done once that part has ended.
 
-        A table or a picture (`lacks`) that is refused costs those alone: they take more of a server than numbers do, and
-        one that does not answer makes each of them wait.
+        A table or a picture (`lacks`) that is refused costs those alone: they take more of a server than numbers do,
+        and each of them waits for one that does not answer.
         """
         if self.closed or (lacks is not None and self._plain):
             return
