@@ -33,12 +33,10 @@ TASKS: dict[str, tuple[int, tuple[str, ...]]] = {
     "llama": (100, ()),
 }
 BUDGETS = ("state_2", "state_5", "state_10", "state_25")
-# BAOC with its default risk and with role priors, and random allocations; both ways of matching updates
+# BAOC with its default risk and with role priors, and random allocations
 CHOSEN = (
     "allocator=exact risk=statistics",
     "allocator=random risk=statistics",
-    "allocator=exact risk=statistics optim.matching=displacement",
-    "allocator=random risk=statistics optim.matching=displacement",
     "allocator=exact risk=prior",
 )
 UNIFORM = (
@@ -232,7 +230,7 @@ def pack(folder: Path, *, into: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path, help="of the runs")
     parser.add_argument("out", type=Path, help="of the CSVs")
     parser.add_argument("--models", nargs="+", default=list(TASKS), choices=list(TASKS))
@@ -261,10 +259,15 @@ def run_all(given: argparse.Namespace) -> None:
         lists += [words for model in given.models for words in runs_of(model, seed=seed, given=given)]
         seeds = {0: range(half), 1: range(half, given.more_random)}.get(seed, ())
         lists += more_random(given.models[0], seeds=[100 + own for own in seeds], given=given)
+    run_until(study_of(lists, workers=given.workers), folder=given.folder, seconds=given.seconds)
+
+
+def run_until(config: StudyConfig, *, folder: Path, seconds: int) -> None:
+    """Ended with what it has after `seconds`; 0 is never."""
     try:
         signal.signal(signal.SIGALRM, _over)
-        signal.alarm(given.seconds)
-        run_study(study_of(lists, workers=given.workers), folder=given.folder)
+        signal.alarm(seconds)
+        run_study(config, folder=folder)
         signal.alarm(0)
     except KeyboardInterrupt as ended:
         print(f"ended before all runs: {ended}", flush=True)
