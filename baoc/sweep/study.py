@@ -151,6 +151,11 @@ class _Interrupts:
         self._waiting = True
         try:
             yield
+        except (EOFError, OSError):
+            # sent to a whole job (timeout, scancel), it ended the server of forks, perhaps before it came here
+            time.sleep(POLL_S)
+            self.check()
+            raise
         finally:
             self._waiting = False
         self.check()

@@ -57,14 +57,19 @@ def test_ctrl_c_ends_all_trials_and_the_same_command_goes_on(tmp_path: Path):
     assert attempts(tmp_path, 0) == ["new", "new"] and len(list(tmp_path.glob("0*"))) == 4
 
 
-@pytest.mark.parametrize("which", study_module.INTERRUPTS)
-def test_an_interrupt_while_a_trial_begins_ends_that_trial_too(which: signal.Signals, tmp_path: Path, monkeypatch):
+@pytest.mark.parametrize(
+    ("which", "server_gone"), [(signal.SIGINT, False), (signal.SIGTERM, False), (signal.SIGTERM, True)]
+)
+def test_an_interrupt_while_a_trial_begins_ends_that_trial_too(which, server_gone, tmp_path: Path, monkeypatch):
     begun = []
     start = study_module.TrialProcess
 
     def interrupted(*args, **options):
-        begun.append(start(*args, **options))
+        if not server_gone:
+            begun.append(start(*args, **options))
         signal.raise_signal(which)
+        if server_gone:  # a signal to all processes of a job ends the server of forks as well
+            raise EOFError
         return begun[-1]
 
     monkeypatch.setattr(study_module, "TrialProcess", interrupted)
@@ -75,7 +80,7 @@ def test_an_interrupt_while_a_trial_begins_ends_that_trial_too(which: signal.Sig
             run_study(given, folder=tmp_path, code=STUB)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert len(begun) == 1 and begun[0].process.exitcode is not None
+    assert len(begun) == (not server_gone) and all(own.process.exitcode is not None for own in begun)
 
 
 def test_a_trial_that_the_kernel_kills_for_memory_is_a_violated_constraint(tmp_path: Path, monkeypatch):
