@@ -64,7 +64,9 @@ def _close(code: int) -> int:
     study = sweep_dir is not None and (sweep_dir / "study.lock").exists()  # it has told its failures itself
     failures = jobs.SESSION.failures if sweep_dir is None else [] if study else jobs.failed_jobs(sweep_dir)
     if sweep_dir is not None and sweep_dir.is_dir():
-        if study or any(entry.is_dir() for entry in sweep_dir.iterdir()):
+        if study and code == BadInputError.exit_code:
+            pass  # refused; what is there already would hide why
+        elif study or any(entry.is_dir() for entry in sweep_dir.iterdir()):
             _show_frontier(sweep_dir)
         else:  # refused before its first job
             shutil.rmtree(sweep_dir)

@@ -143,7 +143,7 @@ def _short(label: str) -> str:
     uniform = allocator.startswith("uniform_")
     told = [allocator.removeprefix("uniform_")] if allocator else []
     for key, value in words.items():
-        if key in ("allocator", "reallocation.mode") or value in ("None", ""):  # whether blocks move follows
+        if key in ("allocator", "reallocation.mode") or value in ("null", ""):  # whether blocks move follows
             continue
         if (key == "risk" and (uniform or allocator == "random")) or (uniform and value == "unlimited"):
             continue

@@ -75,9 +75,14 @@ def _labels_of_kind(runs: Sequence[RunFolder]) -> list[str]:
     varying = [key for key in keys if len({str(settings.get(key)) for settings in known}) > 1]
     shown = varying or ["budget"]
     return [
-        " ".join(f"{key.removesuffix('.name')}={settings[key]}" for key in shown if key in settings) or run.name
+        " ".join(f"{key.removesuffix('.name')}={_word(settings[key])}" for key in shown if key in settings) or run.name
         for settings, run in zip(told, runs, strict=True)
     ]
+
+
+def _word(value: Any) -> str:
+    """As a command line has it."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def point(run: RunFolder, *, label: str) -> FrontierPoint:

@@ -243,10 +243,29 @@ def _refuse_other_study(config: StudyConfig, *, folder: Path) -> None:
 def _check_definition(config: StudyConfig, storage: BaseStorage) -> None:
     """Raises BadInputError if the storage has a study of this name with another space or other objectives."""
     known = {study.study_name: study.user_attrs.get("definition") for study in optuna.get_all_study_summaries(storage)}
-    kept, asked = known.get(config.name) or {}, config.definition()
-    for key in kept | asked:
-        if kept and kept.get(key) != asked.get(key):
-            raise BadInputError(
-                f"study {config.name} has {key} {kept.get(key)} and was asked for {asked.get(key)}: trials of both "
-                "cannot be compared. Give it another hydra.sweeper.name, or the settings it has"
-            )
+    kept, asked = known.get(config.name), config.definition()
+    changes = _changes(kept, asked) if kept else []
+    if changes:
+        told = "; ".join(f"{path} {_told(old)} and was asked for {_told(new)}" for path, old, new in changes)
+        raise BadInputError(
+            f"study {config.name} has {told}: trials of both cannot be compared. Give it another hydra.sweeper.name, "
+            "or the settings it has"
+        )
+
+
+def _changes(old: Any, new: Any, *, path: str = "") -> list[tuple[str, Any, Any]]:
+    """(dotted path, old, new) of what differs; what one side lacks is None there."""
+    if old == new:
+        return []
+    if isinstance(old, dict) and isinstance(new, dict):
+        keys = dict.fromkeys((*old, *new))
+        return [
+            found for key in keys for found in _changes(old.get(key), new.get(key), path=f"{path}.{key}".strip("."))
+        ]
+    return [(path, old, new)]
+
+
+def _told(value: Any) -> str:
+    if isinstance(value, dict):  # a setting that only one of them searches, without what it leaves open
+        return "{" + ", ".join(f"{key}: {v}" for key, v in value.items() if v not in (None, [], {}, 0.0, False)) + "}"
+    return "none" if value is None else str(value)

@@ -227,6 +227,17 @@ def test_a_multirun_without_a_finished_run_has_no_frontier(training, frontiers, 
     assert frontiers == []
 
 
+def test_a_refused_study_says_why_and_shows_no_frontier_after_it(tmp_path: Path, capsys):
+    folder = tmp_path / "study"
+    (folder / "0000").mkdir(parents=True)
+    for name in ("0000/result.json", "study.lock"):
+        (folder / name).write_text("{}")
+    assert main(["-m", "sweeps=frontier_vision", "hydra.sweeper.workers=0", f"hydra.sweep.dir={folder}"]) == 2
+    shown = capsys.readouterr()
+    assert "hydra.sweeper.workers=0: give a whole number" in shown.err
+    assert "frontier" not in shown.out + shown.err.replace(str(folder), "")
+
+
 def test_an_interrupt_ends_a_multirun_and_shows_what_is_done(training, frontiers, tmp_path: Path, capsys):
     def interrupt_second(config: RunConfig, run_dir: Path, command: str) -> None:
         if config.seed == 1:

@@ -78,7 +78,7 @@ def test_one_seed_tells_nothing_from_chance_and_higher_may_be_better():
 
 def test_short_names_leave_out_what_is_plain_and_stay_different():
     labels = [
-        "budget=unlimited risk=statistics allocator=uniform_adamw optim.lr=None",
+        "budget=unlimited risk=statistics allocator=uniform_adamw optim.lr=null",
         "budget=state_10 risk=prior allocator=exact optim.lr=0.003 reallocation.mode=once",
         "budget=state_10 risk=statistics allocator=random",
         "budget=state_10 risk=prior allocator=random",
