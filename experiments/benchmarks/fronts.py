@@ -1,15 +1,17 @@
 """Fronts of BAOC, of uniform specs and of random feasible allocations over the same budgets, for all three tasks.
 
-    python -m experiments.benchmarks.fronts FOLDER OUT --seeds 3 --seconds 450
+    python -m experiments.benchmarks.fronts FOLDER OUT --seeds 0 1 2 --seconds 450
     python -m baoc.sweep.report FOLDER --out OUT      # the page with the three fronts side by side
 
-One study whose trials are all listed beforehand, seeds first, so that time that runs out costs seeds and not tasks;
-killed, the same command goes on. With --collect nothing is started: the runs below FOLDER are told, whoever made them.
-OUT gets fronts_points.csv (quality by configuration, over seeds), fronts_equal.csv (paired differences at equal
-budgets) and fronts_area.csv (dominated area by family, per seed and paired).
+One study whose trials are all listed beforehand, seeds first, so that time that runs out costs seeds and not tasks
+(--models dit,llama vit: vit's seeds come after all of the others'); killed, the same command goes on. With --collect
+nothing is started: the runs below FOLDER are told, whoever made them. OUT gets fronts_points.csv (quality by
+configuration, over seeds), fronts_equal.csv (paired differences at equal budgets) and fronts_area.csv (dominated area
+by family, per seed and paired).
 """
 
 import argparse
+import io
 import math
 import os
 import signal
@@ -24,7 +26,7 @@ from baoc.sweep.kinds import family_of
 from baoc.sweep.runs import find_runs
 from baoc.sweep.study import run_study
 from baoc.sweep.study_config import StudyConfig, read_study
-from baoc.tracking.files import write_csv
+from baoc.tracking.files import read_json, write_csv
 
 # model -> (steps, what else): short enough for three tasks within minutes, validated at the end only
 TASKS: dict[str, tuple[int, tuple[str, ...]]] = {
@@ -50,17 +52,18 @@ UNIFORM = (
     "uniform_sign_matched",
     "uniform_sign",
 )
-KEPT = ("result.json", "error.json", "candidates.csv", "allocation.json", "config.yaml", "metrics.jsonl", "blocks.json")
-KEPT_TOO = ("profile.json", "reallocations.jsonl")
+KEPT = ("result.json", "error.json", "candidates.csv", "allocation.json", "config.yaml", "metrics.jsonl")
 
 
-def base(model: str, *, steps: int | None) -> list[str]:
+def base(model: str, *, given: argparse.Namespace) -> list[str]:
     own, more = TASKS[model]
-    return [f"model={model}", f"trainer.max_steps={steps or own}", f"trainer.val_check_interval={steps or own}", *more]
+    told = dict(word.split("=") for word in given.steps)
+    steps = told.get(model, own)
+    return [f"model={model}", f"trainer.max_steps={steps}", f"trainer.val_check_interval={steps}", *more]
 
 
 def runs_of(model: str, *, seed: int, given: argparse.Namespace) -> list[list[str]]:
-    own = [*base(model, steps=given.steps), f"seed={seed}"]
+    own = [*base(model, given=given), f"seed={seed}"]
     chosen = [words for words in CHOSEN if not any(part in words for part in given.without)]
     uniform = [name for name in UNIFORM if not any(part in name for part in given.without)]
     told = [[*own, f"budget={budget}", *words.split()] for budget in given.budgets for words in chosen]
@@ -69,7 +72,7 @@ def runs_of(model: str, *, seed: int, given: argparse.Namespace) -> list[list[st
 
 def more_random(model: str, *, seeds: Iterable[int], given: argparse.Namespace) -> list[list[str]]:
     """Further random allocations at equal budgets: what a risk is calibrated on (python -m baoc.sweep.calibrate)."""
-    words = [*base(model, steps=given.steps), "allocator=random", "risk=statistics"]
+    words = [*base(model, given=given), "allocator=random", "risk=statistics"]
     return [[*words, f"seed={seed}", f"budget={budget}"] for seed in seeds for budget in given.budgets]
 
 
@@ -222,21 +225,35 @@ def write_all(folder: Path, *, out: Path, prefix: str = "fronts") -> None:
 
 
 def pack(folder: Path, *, into: Path) -> None:
-    """What a frontier, a page and a calibration need of every run, in one file."""
-    with tarfile.open(into, "w:gz") as archive:
-        for name in (*KEPT, *KEPT_TOO, "study.db", "study.json"):
+    """What a frontier, a page and a calibration need of every run, in one file (about 3 kB a run)."""
+    with tarfile.open(into, "w:xz") as archive:
+        for name in (*KEPT, "study.db", "study.json"):
             for file in sorted(folder.rglob(name)):
-                archive.add(file, arcname=str(file.relative_to(folder)))
+                text = _chosen_rows(file) if name == "candidates.csv" else file.read_bytes()
+                entry = tarfile.TarInfo(str(file.relative_to(folder)))
+                entry.size = len(text)
+                archive.addfile(entry, io.BytesIO(text))
+
+
+def _chosen_rows(candidates: Path) -> bytes:
+    """Of a run's candidates those that it chose, and AdamW's, which their bytes are compared with."""
+    allocation = candidates.parent / "allocation.json"
+    chosen = read_json(allocation)["choices"] if allocation.is_file() else {}
+    head, *lines = candidates.read_text(encoding="utf-8").splitlines(keepends=True)
+    at = [head.strip().split(",").index(key) for key in ("block", "spec")]
+    named = ((line, [line.split(",")[place] for place in at]) for line in lines)
+    kept = [line for line, (block, spec) in named if spec in ("adamw", chosen.get(block))]
+    return "".join([head, *kept]).encode()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path, help="of the runs")
     parser.add_argument("out", type=Path, help="of the CSVs")
-    parser.add_argument("--models", nargs="+", default=list(TASKS), choices=list(TASKS))
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--models", nargs="+", default=[",".join(TASKS)], help=f"groups of {', '.join(TASKS)}")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--more-random", type=int, default=0, help="further seeds of random ones, of the first model")
-    parser.add_argument("--steps", type=int, help="of every run; by task if not given")
+    parser.add_argument("--steps", nargs="*", default=[], metavar="MODEL=STEPS", help="other lengths than by task")
     parser.add_argument("--budgets", nargs="+", default=list(BUDGETS))
     parser.add_argument("--without", nargs="*", default=[], help="parts of configurations that are left out")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
@@ -254,11 +271,11 @@ def main() -> None:
 
 def run_all(given: argparse.Namespace) -> None:
     lists: list[list[str]] = []
-    half = given.more_random // 2
-    for seed in range(given.seeds):
-        lists += [words for model in given.models for words in runs_of(model, seed=seed, given=given)]
-        seeds = {0: range(half), 1: range(half, given.more_random)}.get(seed, ())
-        lists += more_random(given.models[0], seeds=[100 + own for own in seeds], given=given)
+    groups = [group.split(",") for group in given.models]
+    for group in groups:
+        for seed in given.seeds:
+            lists += [words for model in group for words in runs_of(model, seed=seed, given=given)]
+    lists += more_random(groups[0][0], seeds=range(100, 100 + given.more_random), given=given)
     run_until(study_of(lists, workers=given.workers), folder=given.folder, seconds=given.seconds)
 
 
