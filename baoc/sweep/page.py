@@ -77,7 +77,7 @@ def _kind(kind: Kind, runs: Sequence[RunFolder], *, names: Names) -> dict[str, A
     return {
         "name": " / ".join(part for part in (task, model, dataset) if part),
         "about": _about(runs, points=len(entries)),
-        "verdict": sentence(entries, found, metric=quality, quality=objective, adamw_bytes=whole),
+        "verdict": _warning(runs) + sentence(entries, found, metric=quality, quality=objective, adamw_bytes=whole),
         "levels": [_level(level, short=short) for level in found],
         "quality": quality,
         "higher": objective.higher_is_better,
@@ -115,15 +115,23 @@ def _level(level: Level, *, short: Mapping[str, str]) -> dict[str, Any]:
 
 def _about(runs: Sequence[RunFolder], *, points: int) -> str:
     """What the points are, for who did not start them."""
-    results = [result_of(run) for run in runs]
-    steps = sorted({result["num_steps"] for result in results})
-    length = f"{steps[0]}" if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
-    seeds = len({result["seed"] for result in results})
+    seeds = len({result_of(run)["seed"] for run in runs})
     return (
-        f"{len(runs)} finished runs of {result_of(runs[0])['num_params']:,} parameters, {length} steps, "
+        f"{len(runs)} finished runs of {result_of(runs[0])['num_params']:,} parameters, {_steps(runs)} steps, "
         f"{seeds} seed{'s' * (seeds > 1)}: {points} point{'s' * (points > 1)}, "
         "as runs that differ in their seed only are one."
     )
+
+
+def _steps(runs: Sequence[RunFolder]) -> str:
+    steps = sorted({result_of(run)["num_steps"] for run in runs})
+    return f"{steps[0]}" if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
+
+
+def _warning(runs: Sequence[RunFolder]) -> str:
+    """Before a verdict on runs of which some trained for longer, which is no merit of theirs."""
+    steps = _steps(runs)
+    return "" if steps.isdigit() else f"Unlike runs: they trained for {steps} steps; give runs of one length. "
 
 
 def short_names(labels: Sequence[str]) -> dict[str, str]:

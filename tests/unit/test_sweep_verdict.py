@@ -101,6 +101,13 @@ def test_the_page_tells_what_its_points_are_and_how_much_state_each_block_keeps(
     (kind,) = page_data(find_runs(tmp_path), title="t")["kinds"]
     (point,) = kind["points"]
     assert kind["about"].startswith("2 finished runs of 200,000 parameters,") and "2 seeds: 1 point," in kind["about"]
+    assert kind["verdict"].startswith("Within ")
+    result = json.loads((tmp_path / "1" / "result.json").read_text())
+    (tmp_path / "1" / "result.json").write_text(json.dumps(result | {"num_steps": 7 * result["num_steps"]}))
+    verdict = page_data(find_runs(tmp_path), title="t")["kinds"][0]["verdict"]
+    assert verdict.startswith(
+        f"Unlike runs: they trained for {result['num_steps']} to {7 * result['num_steps']} steps;"
+    )
     assert point["kept"] == {"head": 25.0}, "of the body AdamW's bytes are not known"
     assert point["state_share"] == pytest.approx(100 * 100 / 2**22)
     assert kind["levels"][0]["best"]["BAOC"] == {
