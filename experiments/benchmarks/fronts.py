@@ -22,8 +22,9 @@ from statistics import mean, stdev
 from typing import Any
 
 from baoc.frontier import hypervolume, pareto
+from baoc.sweep.calibrate import WEIGHT
 from baoc.sweep.kinds import family_of
-from baoc.sweep.runs import find_runs
+from baoc.sweep.runs import RunFolder, find_runs
 from baoc.sweep.study import run_study
 from baoc.sweep.study_config import StudyConfig, read_study
 from baoc.tracking.files import read_json, write_csv
@@ -35,9 +36,10 @@ TASKS: dict[str, tuple[int, tuple[str, ...]]] = {
     "llama": (100, ()),
 }
 BUDGETS = ("state_2", "state_5", "state_10", "state_25")
-# BAOC with its default risk and with role priors, and random allocations
+# BAOC with its default risk, with a dropped momentum weighted up and with role priors; random allocations
 CHOSEN = (
     "allocator=exact risk=statistics",
+    "allocator=exact risk=statistics risk.weights.drop_m=5",
     "allocator=random risk=statistics",
     "allocator=exact risk=prior",
 )
@@ -98,13 +100,14 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
         if result is None or result["quality"]["value"] is None:
             continue
         family = family_of(result["allocator"])
-        if run.settings.get("optim.matching") == "displacement":
-            family = f"{family}, displacement"
+        risk = _risk_of(run)
+        if family == "BAOC" and risk != "statistics":
+            family = f"BAOC, {risk}"
         rows.append(
             {
                 "model": result["model"],
                 "allocator": result["allocator"],
-                "risk": result["risk"] if family.startswith("BAOC") else "",
+                "risk": risk if family.startswith("BAOC") else "",
                 "budget": result["budget"]["name"],
                 "seed": result["seed"],
                 "family": family,
@@ -118,6 +121,13 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def _risk_of(run: RunFolder) -> str:
+    """Its name, and the weights that are not 1."""
+    weights = {key: value for key, value in run.settings.items() if key.startswith(WEIGHT) and float(value) != 1}
+    told = [f"{key.removeprefix(WEIGHT)} {float(value):g}" for key, value in weights.items()]
+    return " ".join([str(run.settings.get("risk.name", "")), *told])
 
 
 def points(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -150,9 +160,8 @@ def equal_budgets(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         for row in mine:
             if row["family"] == "uniform":
                 uniform.setdefault(row["allocator"], {})[row["seed"]] = row
-        cases = [(r["budget"], r["family"].partition(", ")[2]) for r in mine if r["family"].startswith("BAOC")]
-        for budget, way in dict.fromkeys(cases):
-            own = [r for r in mine if r["budget"] == budget and r["family"].partition(", ")[2] == way]
+        for budget in dict.fromkeys(r["budget"] for r in mine if r["family"].startswith("BAOC")):
+            own = [r for r in mine if r["budget"] == budget]
             limit = max(row["state_fraction"] for row in own if row["family"] != "uniform")
             chance = {row["seed"]: row["quality"] for row in own if row["allocator"] == "random"}
             fits = {n: r for n, r in uniform.items() if max(x["state_fraction"] for x in r.values()) <= limit * 1.001}
@@ -160,9 +169,11 @@ def equal_budgets(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             rivals = {"random": chance, best: {s: r["quality"] for s, r in fits.get(best, {}).items()}}
             for risk in dict.fromkeys(row["risk"] for row in own if row["risk"]):
                 chosen = {row["seed"]: row["quality"] for row in own if row["risk"] == risk}
-                for rival, theirs in rivals.items():
-                    about = {"model": model, "budget": budget, "risk": risk, "matching": way or "rms", "rival": rival}
-                    told.append(about | paired(chosen, theirs))
+                told += [
+                    {"model": model, "budget": budget, "risk": risk, "rival": r} | paired(chosen, t)
+                    for r, t in rivals.items()
+                ]
+                rivals.setdefault(f"BAOC, {risk}", chosen)  # of the risks that come after it
     return [row for row in told if row["n"]]
 
 
