@@ -123,12 +123,30 @@ def load(folder: Path, *, storage: str | None = None) -> tuple[optuna.Study, Map
     if not (folder / ABOUT).is_file():
         raise BadInputError(f"there is no {ABOUT} in {folder}: give the folder of a study (outputs/studies/NAME)")
     about = read_json(folder / ABOUT)
-    url = storage or about["storage"]
+    url = storage or _where(about["storage"], folder=folder)
     if ":***@" in url:
         raise BadInputError(f"the study is kept in {url}: give its URL with the password as --storage URL")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.load_study(study_name=about["name"], storage=open_storage(url))
     return study, about["objectives"], int(about["n_trials"])
+
+
+def _where(url: str, *, folder: Path) -> str:
+    """The storage that a folder names; its own file where the folder was moved or copied since.
+
+    Raises BadInputError where it is a file that is gone, which opening it would make anew.
+    """
+    kind, slashes, path = url.partition(":///")
+    if kind not in ("sqlite", "journal") or not slashes:
+        return url
+    own = folder.absolute() / Path(path).name
+    if own.is_file():
+        return f"{kind}:///{own}"
+    if not Path(path).is_file():
+        raise BadInputError(
+            f"the study's storage {path} is gone, and {own} is not there: give its URL as --storage URL"
+        )
+    return url
 
 
 def show(study: optuna.Study, *, objectives: Mapping[str, str], total: int) -> None:

@@ -76,8 +76,9 @@ def test_one_that_has_fewer_bytes_and_one_within_the_margin_go_on(tmp_path: Path
 
 
 def test_the_status_of_a_study_is_read_from_its_folder_alone(tmp_path: Path, capsys):
-    run_study(config(fixed=[], n_trials=1, storage="journal"), folder=tmp_path, code=STUB)
-    study, objectives, total = load(tmp_path)
+    run_study(config(fixed=[], n_trials=1, storage="journal"), folder=tmp_path / "study", code=STUB)
+    moved = (tmp_path / "study").rename(tmp_path / "moved")  # study.json names the storage by its path
+    study, objectives, total = load(moved)
     status = status_of(study.trials, total=total, objectives=objectives)
     assert (status.done, status.waiting, status.on_front) == (1, 0, 1)
     assert [(best.objective, best.value, best.number) for best in status.best] == [
@@ -86,3 +87,6 @@ def test_the_status_of_a_study_is_read_from_its_folder_alone(tmp_path: Path, cap
     ]
     assert main([str(tmp_path / "elsewhere")]) == 2
     assert "there is no study.json" in capsys.readouterr().err
+    (moved / "study.journal").unlink()
+    assert main([str(moved)]) == 2
+    assert f"study/study.journal is gone, and {moved / 'study.journal'} is not there" in capsys.readouterr().err
