@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
+from baoc.sweep.damage import Damage
 from baoc.sweep.study_config import StudyConfig
-from experiments.benchmarks import fronts, risk_weights_check, sampler_race
+from baoc.tracking.files import write_csv
+from experiments.benchmarks import fronts, listed_runs, risk_table, risk_weights_check, sampler_race
 from tests.unit.test_sweep_frontier import config, job
 
 
@@ -88,3 +90,22 @@ def test_every_run_of_the_check_is_listed_and_paired():
     assert len(study.baselines) == 6 and study.n_trials == 6
     assert study.baselines[0] == ("risk.weights.drop_m=3", "budget=state_10", "seed=4")
     assert study.baselines[2] == ("allocator=random", "budget=state_10", "seed=4")
+
+
+def test_a_list_is_held_against_the_first_of_its_group():
+    lines = [("g", "now", ()), ("g", "other", ()), ("h", "alone", ())]
+    found = {(0, 0): 1.0, (0, 1): 3.0, (1, 1): 2.0, (2, 0): 9.0}
+    rows = {r["label"]: r for r in listed_runs.rows_of(found, lines=lines)}
+    assert (rows["other"]["rival"], rows["other"]["pairs"], rows["other"]["difference"]) == ("now", 1, -1.0)
+    assert (rows["other"]["n"], rows["other"]["better_pairs"], rows["alone"]["rival"]) == (1, 1, "alone")
+    words = listed_runs.lists_of([("g", "a", ("x=1",)), ("g", "b", ("x=2",))], seeds=[7, 8])
+    assert words[2] == ["x=1", "seed=8"], "run k is of line k modulo the lines"
+
+
+def test_a_table_of_damage_is_read_as_it_was_written(tmp_path: Path):
+    some = {"state_bytes": 9, "risk_model": "statistics", "budget": "state_10"}
+    runs = [Damage(run=f"r{k}", terms={"drop_m": 0.1 * k}, damage=k % 3, seed=k % 2, **some) for k in range(6)]
+    write_csv(tmp_path / "t.csv", risk_table.rows_of(runs))
+    assert risk_table.read_table(tmp_path / "t.csv") == runs
+    told = {row["budget"] for row in risk_table.rank_rows(runs)}
+    assert told == {"all", "state_10"} and not risk_table.rank_rows(runs[:4]), "too few to rank"
