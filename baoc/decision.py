@@ -163,12 +163,14 @@ class _Decision:
             declared=declared,
             footprint=next(iter(self.tried.values()))[0].footprint,
         )
+        self.blocks = [[self.params[param.name] for param in block.params] for block in self.planner.blocks]
         self.constant = {
             release: _constant(
                 self.planner, self.params, settings=replace(settings, release=release), config=self.config
             )
             for release in self.axes.release
         }
+        self.rehearsed: dict[tuple[int, bool, bool], float] = {}  # seconds of a step but for the optimizer's part
         self.table = self._table()
 
     def _table(self) -> LatencyTable:
@@ -180,22 +182,37 @@ class _Decision:
             device=self.where,
             num_elements=sum(param.numel() for param in self.params.values()),
             num_tensors=len(self.params),
-            upkeep_bytes=upkeep_bytes(
-                clips=bool(self.config.trainer.gradient_clip_val), averages=self.task.ema is not None
-            ),
+            upkeep_bytes=upkeep_bytes(clips=False, averages=self.task.ema is not None),
             needed=soon_timed(specs, device=self.where) if limited else (),
             max_s=LIMITED_S if limited else FUSED_S,
             cache_dir=cache_folder(),
         )
-        trials = [trial for trials in self.tried.values() for trial in trials]
-        fastest = min(trial.seconds / trial.micro_batch for trial in trials)
-        return replace(table, reference_step_s=table.reference_step_s + self.config.batch_size * fastest)
+        known = [(trial, checkpointing) for checkpointing, trials in self.tried.items() for trial in trials]
+        trial, checkpointing = min(known, key=lambda pair: pair[0].seconds / pair[0].micro_batch)
+        way = trial.micro_batch, checkpointing, False
+        seconds = self.config.batch_size // trial.micro_batch * trial.seconds
+        if limited and way not in self.no_room:  # options are held against it, so it is timed as they are
+            self.switch(checkpointing)
+            with suppress(torch.OutOfMemoryError), narrowed(self.narrow if checkpointing in self.narrowed else {}):
+                seconds = self.rehearsed[way] = self._rehearse(way)
+        return replace(table, reference_step_s=table.reference_step_s + seconds)
 
     def latency(self, way: tuple[int, bool, bool], *, spared_s: float = 0.0) -> LatencyTable:
         """The table with all but the optimizer's part of a step of this option, less what its plan's weights spare."""
-        seconds = seconds_at(self._trials(way), micro_batch=way[0])
-        base_s = self.table.base_step_s + self.config.batch_size // way[0] * seconds
-        return replace(self.table, base_step_s=base_s - spared_s)
+        count = self.config.batch_size // way[0]
+        seconds = self.rehearsed.get(way, count * seconds_at(self._trials(way), micro_batch=way[0]))
+        return replace(self.table, base_step_s=self.table.base_step_s + seconds - spared_s)
+
+    def _rehearse(self, way: tuple[int, bool, bool]) -> float:
+        """Seconds of a step of this option, all but the optimizer's part, as training will take them."""
+        given = self.config.trainer
+        clip = (None, None) if way[2] else (given.gradient_clip_val, given.gradient_clip_algorithm)
+        return self.trials.rehearsed(
+            way[0],
+            per_step=self.config.batch_size // way[0],
+            clip=clip,
+            released=self.blocks if way[2] else (),
+        )
 
     def _trials(self, way: tuple[int, bool, bool]) -> list[Trial]:
         """What is known of options like this one."""
@@ -289,9 +306,7 @@ class _Decision:
             spared_s=self.config.batch_size // size * spared_at(self._trials(way), micro_batch=size),
             spared_bytes=sum(self.less.values()),
         )
-        known = self.released.get(checkpointing) if release else None
-        sizes = [trial.micro_batch for trial in self.tried[checkpointing]]
-        option = replace(option, tried=known is not None if release else size in sizes)
+        option = replace(option, tried=way in self.rehearsed and self._footprint_known(way))
         if way in self.no_room:
             return replace(option, risk=None, why="does not fit: out of memory when it was tried")
         return option
@@ -303,38 +318,54 @@ class _Decision:
         found = footprint_at(self.tried[checkpointing], micro_batch=size)
         return released(found, blocks=self.planner.blocks) if release else found
 
+    def _footprint_known(self, way: tuple[int, bool, bool]) -> bool:
+        size, checkpointing, release = way
+        if release:
+            return checkpointing in self.released
+        return size in [trial.micro_batch for trial in self.tried[checkpointing]]
+
     def options_after(self, chosen: Option) -> list[Option]:
         """All options again, `chosen` having been tried as it would be run, for bytes and for seconds."""
+        way = chosen.way
         self.switch(chosen.checkpointing)
-        blocks = [[self.params[param.name] for param in block.params] for block in self.planner.blocks]
         run = partial(
             self.trials.run,
             chosen.micro_batch,
             accumulation=chosen.accumulation,
             context_bytes=context_bytes(self.where),
-            released=blocks if chosen.release else (),
+            released=self.blocks if chosen.release else (),
         )
-        trial = self._tried(run, narrow=chosen.checkpointing in self.narrowed)
+        trial = self._tried(run, way=way)
         if trial is None:
-            self.no_room.add(chosen.way)
+            self.no_room.add(way)
+        elif chosen.release:
+            self.released[chosen.checkpointing] = trial
         else:
-            if chosen.release:
-                self.released[chosen.checkpointing] = trial
-            else:
-                known = [t for t in self.tried[chosen.checkpointing] if t.micro_batch != chosen.micro_batch]
-                self.tried[chosen.checkpointing] = [*known, trial]
+            known = [t for t in self.tried[chosen.checkpointing] if t.micro_batch != chosen.micro_batch]
+            self.tried[chosen.checkpointing] = [*known, trial]
         return self.options()
 
-    def _tried(self, run: Callable[..., Trial], *, narrow: bool) -> Trial | None:
-        """A trial within the cap, weights in full unless `narrow`, else in 16 bits; None where it has no room so."""
+    def _tried(self, run: Callable[..., Trial], *, way: tuple[int, bool, bool]) -> Trial | None:
+        """A trial and a rehearsal within the cap, weights in full unless those of its kind are not, else in 16 bits;
+        None where there is no room so."""
+        narrow = way[1] in self.narrowed
+        known = (
+            next((t for t in self._trials(way) if t.micro_batch == way[0]), None)
+            if self._footprint_known(way)
+            else None
+        )
         if not narrow:
             with suppress(torch.OutOfMemoryError):
-                return self._timed_narrow([run()])[0]
+                trial = known or self._timed_narrow([run()])[0]
+                self.rehearsed[way] = self._rehearse(way)
+                return trial
             clear_cache(self.where)
         if not self.narrow:
             return None
         with suppress(torch.OutOfMemoryError), narrowed(self.narrow):
-            return run(narrowed=self.less)
+            trial = (known if narrow else None) or run(narrowed=self.less)
+            self.rehearsed[way] = self._rehearse(way)
+            return trial
         clear_cache(self.where)
         return None
 

@@ -28,8 +28,7 @@ def time_specs(
     device: torch.device,
     num_elements: int,
     num_tensors: int = 1,
-    base_step: Callable[[], None] | None = None,
-    accumulation: int = 1,
+    rest_s: float = 0.0,
     upkeep_bytes: int = 0,
     needed: Collection[str],
     max_s: float = 5.0,
@@ -37,9 +36,9 @@ def time_specs(
 ) -> LatencyTable:
     """The latency table of `specs` on `device` in at most about `max_s` seconds, compiling apart.
 
-    `base_step` runs forward and backward of one micro-batch; the reference step is `accumulation` of them and torch's
-    fused AdamW on `num_elements` elements in `num_tensors` tensors, by its own line. `upkeep_bytes`: what the rest of
-    a step moves per element (clipping, averages of the weights), taken to be as fast by the byte as fused AdamW.
+    `rest_s`: of a step, all but the optimizer's part; the reference step has the same, and torch's fused AdamW on
+    `num_elements` elements in `num_tensors` tensors, by its own line. `upkeep_bytes`: what a step moves per element
+    beside both (averages of the weights), taken to be as fast by the byte as fused AdamW.
 
     Timed are the specs that are `needed` (names), and those that `cache_dir` knows already; the others are assumed to
     be as fast by the byte as fused AdamW.
@@ -50,13 +49,13 @@ def time_specs(
     for spec in specs:
         if spec.name in needed or spec.name in known:
             steps[spec.name] = _maker(spec, device=device, num_elements=num_elements)
-    table = measure_latency(steps, device=device, base_step=base_step, max_s=max_s, cache_dir=cache_dir)
+    table = measure_latency(steps, device=device, max_s=max_s, cache_dir=cache_dir)
     fixed, slope = dict(table.fixed_s), dict(table.per_element_s)
     tensor_s, element_s = fixed.pop(FUSED), slope.pop(FUSED)
     assumed = [spec for spec in specs if spec.name not in fixed]
     for spec in assumed:
         fixed[spec.name], slope[spec.name] = tensor_s, element_s * moved_bytes(spec) / FUSED_BYTES
-    base_s = table.base_step_s * accumulation + element_s * num_elements * upkeep_bytes / FUSED_BYTES
+    base_s = rest_s + element_s * num_elements * upkeep_bytes / FUSED_BYTES
     fused_s = table.step_s + tensor_s * num_tensors + element_s * num_elements
     return replace(
         table,

@@ -47,23 +47,21 @@ def measure_latency(
     *,
     device: torch.device | str = "cpu",
     max_s: float = MAX_S,
-    base_step: Callable[[], None] | None = None,
     cache_dir: Path | str | None = None,
     clock: Callable[[], float] = perf_counter,
 ) -> LatencyTable:
     """The line of every one of `steps`, from medians of three steps: a small tensor, many of them, a large one.
 
     `steps` maps a spec to a callable that, given the elements of a tensor and a number of tensors, sets these up and
-    returns their step. `base_step` runs forward and backward and is timed where given. All of it takes about `max_s` at
-    most (every step runs twice at least), set-up included. With `cache_dir`, specs that were timed before on this
-    device, by these versions and thread count, are read back; a file that cannot be read is measured again, and one
-    that cannot be written is done without.
+    returns their step. All of it takes about `max_s` at most (every step runs twice at least), set-up included. With
+    `cache_dir`, specs that were timed before on this device, by these versions and thread count, are read back; a file
+    that cannot be read is measured again, and one that cannot be written is done without.
     """
     device = torch.device(device)
     key = machine(device)
     known = read_lines(cache_dir, key=key)
     missing = [spec for spec in steps if spec not in known]
-    share = max_s / max(1, len(missing) * 3 + (base_step is not None))
+    share = max_s / max(1, len(missing) * 3)
     for spec in missing:
         known[spec] = _line(steps[spec], device=device, share=share, clock=clock)
     if missing:
@@ -73,7 +71,6 @@ def measure_latency(
         step_s=median(known[spec].step_s for spec in steps) if steps else 0.0,
         fixed_s={spec: known[spec].tensor_s for spec in steps},
         per_element_s={spec: known[spec].element_s for spec in steps},
-        base_step_s=series_seconds(base_step, device=device, max_s=share, clock=clock) if base_step else 0.0,
     )
 
 

@@ -18,8 +18,11 @@ from baoc.data.token_cache import cache_folder
 from baoc.errors import BadInputError
 from baoc.online import step_temporaries, time_specs
 from baoc.profiling import probe_footprint
+from baoc.strategy.rehearsal import rehearse
 from baoc.tasks.ema import EmaWeights
 from baoc.types import Footprint, LatencyTable, OptimizerSpec
+
+CLIP_BYTES = 12  # per element, of clipping by norm
 
 
 def first_batch(source: Any) -> Any:
@@ -76,9 +79,11 @@ class Probe:
         callbacks: list[L.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         self._ema = [callback for callback in callbacks if isinstance(callback, EmaWeights)]
         self.accumulation = trainer.accumulate_grad_batches
-        self._clip = trainer.gradient_clip_val
+        self._clip = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
         self._micro_batch = batch_size_of(batch)
-        self._train = _training(strategy, batch)
+        self._batch = batch
+        self._move = lambda: strategy.batch_to_device(strategy.precision_plugin.convert_input(batch))
+        self._loss = _training(strategy)
         self._validate = None if val_batch is None else _validation(strategy, val_batch)
 
     def footprint(
@@ -92,7 +97,7 @@ class Probe:
         with silent(self.module):
             footprint = probe_footprint(
                 self.module,
-                run_micro_batch=self._train,
+                run_micro_batch=lambda: self._loss(self._move()),
                 run_validation_batch=self._validate,
                 micro_batch=self._micro_batch,
                 accumulation=self.accumulation,
@@ -117,34 +122,43 @@ class Probe:
         max_s: float,
         needed: Collection[str],
         given: LatencyTable | None = None,
+        released: Sequence[Sequence[Tensor]] = (),
     ) -> LatencyTable:
-        """Seconds of forward and backward, and of the optimizer step of `specs`; gradients are None afterwards.
+        """Seconds of the optimizer step of `specs`, and of the rest of a step as it will be trained; gradients are None
+        afterwards.
 
         Of the specs those that are `needed` are timed, see `time_specs`. With a `given` table only these, the rest of a
-        step and the reference being known from it.
+        step and the reference being known from it. `released`: as in `footprint`.
         """
         params = [param for param in self.module.parameters() if param.requires_grad]
-        devices = sorted({param.device.index for param in params if param.device.type == "cuda"})
-
-        def step() -> None:
-            self._train().backward()
-            if self.accumulation == 1:
-                self.module.zero_grad(set_to_none=True)
-
-        with silent(self.module), torch.random.fork_rng(devices=devices, device_type="cuda"):
-            table = time_specs(
-                specs,
-                device=params[0].device,
-                num_elements=sum(param.numel() for param in params),
-                num_tensors=len(params),
-                base_step=step if given is None else None,
-                accumulation=self.accumulation,
-                upkeep_bytes=upkeep_bytes(clips=bool(self._clip), averages=bool(self._ema)),
-                needed=needed,
-                max_s=max_s,
-                cache_dir=cache_folder(),
-            )
-        self.module.zero_grad(set_to_none=True)
+        device = params[0].device
+        devices = [device.index] if device.type == "cuda" else []
+        rest_s = 0.0
+        if given is None:
+            with silent(self.module), torch.random.fork_rng(devices=devices, device_type="cuda"):
+                rest_s = rehearse(
+                    self._loss,
+                    batch=self._move(),
+                    module=self.module,
+                    params=params,
+                    device=device,
+                    accumulation=self.accumulation,
+                    clip=(None, None) if released else self._clip,
+                    released=released,
+                    max_s=max_s,
+                )
+        clips = bool(self._clip[0]) and bool(released)
+        table = time_specs(
+            specs,
+            device=device,
+            num_elements=sum(param.numel() for param in params),
+            num_tensors=len(params),
+            rest_s=rest_s,
+            upkeep_bytes=upkeep_bytes(clips=clips, averages=bool(self._ema)),
+            needed=needed,
+            max_s=max_s,
+            cache_dir=cache_folder(),
+        )
         if given is None:
             return table
         return replace(table, base_step_s=given.base_step_s, reference_step_s=given.reference_step_s)
@@ -153,14 +167,13 @@ class Probe:
 def upkeep_bytes(*, clips: bool, averages: bool) -> int:
     """Bytes per element that a step moves beside forward, backward and the optimizer's own: non-finite elements are
     looked for, norms are taken and gradients scaled, weights averaged; all of it in float32."""
-    return 4 + (12 if clips else 0) + (12 if averages else 0)
+    return 4 + (CLIP_BYTES if clips else 0) + (12 if averages else 0)
 
 
-def _training(strategy: Any, batch: Any) -> Callable[[], Tensor]:
-    """A callable: batch to device, training_step under the precision plugin's context; returns the loss."""
+def _training(strategy: Any) -> Callable[[Any], Tensor]:
+    """A callable: training_step under the precision plugin's context on a batch that was moved; returns the loss."""
 
-    def run() -> Tensor:
-        moved = strategy.batch_to_device(strategy.precision_plugin.convert_input(batch))
+    def run(moved: Any) -> Tensor:
         out = strategy.training_step(moved, 0)
         loss = out["loss"] if isinstance(out, dict) else out
         if not isinstance(loss, Tensor):

@@ -146,7 +146,7 @@ class BaocStrategy(SingleDeviceStrategy):
         look = partial(probe.footprint, specs, context_bytes=self.context_bytes, released=released)
         footprint, tight = self._probe_footprint(look, narrow=narrow)
         with narrowed(narrow if tight else {}):
-            timing = self._timing(probe, specs, trainer)
+            timing = self._timing(probe, specs, trainer, released=released)
         assembled = partial(
             assemble,
             infos,
@@ -213,14 +213,21 @@ class BaocStrategy(SingleDeviceStrategy):
             with uncapped(self.root_device, budget=self.budget):
                 return as_native(look(), less=less), True
 
-    def _timing(self, probe: Probe, specs: Sequence[OptimizerSpec], trainer: L.Trainer) -> "_Timing | None":
+    def _timing(
+        self,
+        probe: Probe,
+        specs: Sequence[OptimizerSpec],
+        trainer: L.Trainer,
+        *,
+        released: Sequence[Sequence[torch.Tensor]],
+    ) -> "_Timing | None":
         """The latency table to plan with or to record; None where nobody asks for one."""
         limited = self.budget.step_time is not None
         if self.latency is None and not limited and not self.record_latency:
             return None
         max_s = TIMING_S if limited else RECORDING_S
         needed = soon_timed(specs, device=self.root_device) if limited else set[str]()
-        table = self.latency or probe.latency(specs, needed=needed, max_s=max_s)
+        table = self.latency or probe.latency(specs, needed=needed, max_s=max_s, released=released)
         if limited and self.latency is None and may_place(self.settings.planner, budget=self.budget):
             hides = self.settings.ahead and not self.settings.planner.flush_only and leaves_gradients(trainer)
             table = with_link(table, device=self.root_device, accumulation=probe.accumulation, hides=hides)

@@ -21,11 +21,13 @@ from baoc.profiling.as_on_cuda import CachingAllocator, CudaAutocast
 from baoc.profiling.latency import series_seconds
 from baoc.profiling.lowered import as_native
 from baoc.strategy.probe import batch_size_of, silent
+from baoc.strategy.rehearsal import rehearse
 from baoc.tasks.ema import EmaWeights
 from baoc.types import Footprint
 
 MOST_TRIALS = 4  # of one kind
 PRECISIONS = ("32-true", "bf16-mixed")
+REHEARSED_S = 1.0  # about what steps in Lightning's loop may take, after warm ones
 TIMED_S = 0.5  # about what repeats of a micro-batch may take
 SERIES = 3  # of repeats at most, where the allocator was at work in the one before
 RUNS = 6  # of a micro-batch that a trial takes about: two for its bytes, one warm, some timed
@@ -126,6 +128,29 @@ class Trials:
         clear_cache(self.device)
         with silent(self.module), self._seeded():
             return self._seconds(self._moved(resized(self._batch, micro_batch)), per_step=per_step)
+
+    def rehearsed(
+        self,
+        micro_batch: int,
+        *,
+        per_step: int,
+        clip: tuple[float | None, str | None],
+        released: Sequence[Sequence[Tensor]] = (),
+    ) -> float:
+        """Seconds of a whole step but for the optimizer's part, see `rehearse`."""
+        clear_cache(self.device)
+        with silent(self.module), self._seeded():
+            return rehearse(
+                self._loss,
+                batch=self._moved(resized(self._batch, micro_batch)),
+                module=self.module,
+                params=[param for param in self.module.parameters() if param.requires_grad],
+                device=self.device,
+                accumulation=per_step,
+                clip=clip,
+                released=released,
+                max_s=REHEARSED_S,
+            )
 
     def _seconds(self, batch: Any, *, per_step: int) -> float:
         """As in training, where the allocator has all that it needs: a series in which it asked for more counts only

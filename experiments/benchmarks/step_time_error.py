@@ -2,14 +2,21 @@
 
 `python experiments/benchmarks/step_time_error.py OUT.csv [--steps 20] [--only NAME...]`, on whatever device is there.
 Each case is a run in this process; one that fails is a row with its reason. Seconds of a busy machine are no measure.
+The columns after `seconds` say where a step goes, per step, medians in milliseconds: `host_*` until the call returned,
+`device_*` between events; `optimizer_step` contains the last micro-batch. `host_from_step_to_step` is all there is, with
+the loader and what else lies between two steps, which neither number counts.
 """
 
 import argparse
 import csv
+import json
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import torch
 
@@ -21,6 +28,8 @@ from baoc.config.compose import compose  # noqa: E402
 from baoc.config.environment import commit  # noqa: E402
 from baoc.config.from_hydra import from_hydra  # noqa: E402
 from baoc.errors import BaocError  # noqa: E402
+from baoc.optim import BlockwiseOptimizer  # noqa: E402
+from baoc.strategy import BaocStrategy  # noqa: E402
 
 QUIET = (
     "trainer.enable_progress_bar=false",
@@ -47,7 +56,74 @@ ON_CUDA = {
     "llama_350m_8gb": ("experiments=llama_350m_8gb",),
     "dit_b2_8gb": ("experiments=dit_b2_8gb", "task.num_samples=0"),
     "dit_xl2_16gb": ("experiments=dit_xl2_16gb", "task.num_samples=0"),
+    "vit_l16_8gb_kept": (
+        "experiments=vit_l16_8gb",
+        "allocator=uniform_adamw",
+        "model.checkpointing=false",
+        "model.activations=null",
+    ),
+    "llama_350m_4gb": ("experiments=llama_350m_8gb", "budget=4gb"),
 }
+
+
+class Parts:
+    """Milliseconds of each part of the steps of a run, by wrapping what Lightning calls; entered around it."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[type, str, Any]] = []
+        self._spans: list[tuple[str, float, float, Any, Any]] = []
+        self._steps: list[list[tuple[str, float, float, Any, Any]]] = []
+        self._depth = 0
+
+    def __enter__(self) -> "Parts":
+        for owner, name in (
+            (BaocStrategy, "training_step"),
+            (BaocStrategy, "backward"),
+            (BaocStrategy, "optimizer_step"),
+            (BlockwiseOptimizer, "mask_nonfinite"),
+            (torch.optim.Optimizer, "zero_grad"),
+        ):
+            self._wrap(owner, name, ends=name == "optimizer_step")
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for owner, name, original in self._before:
+            setattr(owner, name, original)
+
+    def _wrap(self, owner: type, name: str, *, ends: bool) -> None:
+        original = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start, event = time.perf_counter(), self._event()
+            out = original(*args, **kwargs)
+            self._spans.append((name, start, time.perf_counter(), event, self._event()))
+            if ends:
+                self._steps.append(self._spans)
+                self._spans = []
+            return out
+
+        self._before.append((owner, name, original))
+        setattr(owner, name, timed)
+
+    def _event(self) -> Any:
+        if not torch.cuda.is_available():
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def row(self, *, skip: int = 5) -> dict[str, float]:
+        found: dict[str, list[float]] = {}
+        for before, spans in pairwise(self._steps[skip:]):
+            sums: dict[str, float] = {}
+            for name, start, end, *events in spans:
+                sums[f"host_{name}"] = sums.get(f"host_{name}", 0.0) + (end - start) * 1e3
+                if events[0] is not None:
+                    sums[f"device_{name}"] = sums.get(f"device_{name}", 0.0) + events[0].elapsed_time(events[1])
+            sums["host_from_step_to_step"] = (spans[-1][2] - before[-1][2]) * 1e3
+            for name, value in sums.items():
+                found.setdefault(name, []).append(value)
+        return {name: median(values) for name, values in found.items()}
 
 
 def measured(name: str, overrides: tuple[str, ...], *, steps: int) -> dict[str, object]:
@@ -57,8 +133,9 @@ def measured(name: str, overrides: tuple[str, ...], *, steps: int) -> dict[str, 
     began = time.time()
     try:
         config = from_hydra(compose([*overrides, f"trainer.max_steps={steps}", *QUIET]))
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, Parts() as parts:
             result = training.run(config, run_dir=Path(folder), command=" ".join(overrides))
+            row |= known(Path(folder))
     except BaocError as error:
         return row | {"why": str(error).splitlines()[0], "seconds": round(time.time() - began, 1)}
     assert result is not None
@@ -72,7 +149,20 @@ def measured(name: str, overrides: tuple[str, ...], *, steps: int) -> dict[str, 
         "peak_error": result.peak_bytes_predicted / result.peak_bytes - 1,
         "samples_per_s": result.samples_per_s,
         "seconds": round(time.time() - began, 1),
+        **parts.row(),
     }
+
+
+def known(run_dir: Path) -> dict[str, object]:
+    """What was decided, and the predicted seconds but for the optimizer's part."""
+    found: dict[str, object] = {}
+    if (run_dir / "options.csv").is_file():
+        with (run_dir / "options.csv").open(newline="") as file:
+            chosen = [row for row in csv.DictReader(file) if row["chosen"] == "True"]
+        found["option"] = chosen[0]["option"] if chosen else ""
+    if (run_dir / "latency.json").is_file():
+        found["rest_s_predicted"] = json.loads((run_dir / "latency.json").read_text())["base_step_s"]
+    return found
 
 
 def main() -> None:
@@ -85,14 +175,21 @@ def main() -> None:
     rows: list[dict[str, object]] = []
     for name in asked.only:
         rows.append(measured(name, cases[name], steps=asked.steps))
+        print(told(rows[-1], wide=True), flush=True)
         columns = list(dict.fromkeys(key for row in rows for key in row))
         with asked.out.open("w", newline="") as file:  # again after each case: a machine may be taken away
             writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
     for row in rows:
-        shown = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in row.items()}
-        print(" ".join(str(shown.get(key, "-")) for key in ("case", "step_s", "step_error", "peak_error", "why")))
+        print(told(row))
+
+
+def told(row: dict[str, object], *, wide: bool = False) -> str:
+    shown = {key: f"{value:.4g}" if isinstance(value, float) else str(value) for key, value in row.items()}
+    if wide:
+        return " ".join(f"{key}={value}" for key, value in shown.items() if key not in ("commit", "torch", "device"))
+    return " ".join(shown.get(key, "-") for key in ("case", "step_s", "step_error", "peak_error", "why"))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,185 @@
+"""Times a few steps of Lightning's own loop before training, with an optimizer that leaves everything as it is.
+
+A loop costs what its forward and backward do not show: hooks, logged values, clipping, a look at the loss that waits
+for the device. Where launching limits a step, that is a tenth of it. The same monitor times it as later times the run.
+"""
+
+import logging
+import signal
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import repeat
+from time import perf_counter
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from baoc.callbacks.loss_guard import LossGuard
+from baoc.callbacks.steps import StepMonitor
+from baoc.callbacks.trainer_state import accumulating
+
+WARM = 2  # steps that are not counted: memory is taken, kernels are chosen
+MOST = 12  # that are
+BYSTANDERS = 6  # callbacks of a run that do little, and are asked at every hook
+
+
+def rehearse(
+    loss: Callable[[Any], Tensor],
+    *,
+    batch: Any,
+    module: L.LightningModule,
+    params: Sequence[Tensor],
+    device: torch.device,
+    accumulation: int,
+    clip: tuple[float | None, str | None] = (None, None),
+    released: Sequence[Sequence[Tensor]] = (),
+    max_s: float,
+) -> float:
+    """Seconds of a step as training will take it, all but the optimizer's own part.
+
+    The median of as many steps of `accumulation` micro-batches as begin within `max_s` seconds after WARM ones, MOST at
+    most; of steps longer than that one is warm. `loss` runs a forward of `module` on `batch`, which is on the device,
+    and `log` logs meanwhile as it does in training. `clip`: value and algorithm of Lightning's clipping. `released`:
+    parameters of each block whose gradients go when all have come. Gradients are None afterwards, weights as they were.
+    Raises torch.OutOfMemoryError where there is no room.
+    """
+    stand_in = _StandIn(loss, params)
+    clock = _Clock(max_s=max_s)
+    cuda = device.type == "cuda"
+    with _quiet(), _logging_to(stand_in, module=module), _releasing(released), _interruptible():
+        trainer = L.Trainer(
+            accelerator="cuda" if cuda else "cpu",
+            devices=[device.index or 0] if cuda else 1,
+            max_steps=WARM + MOST,
+            accumulate_grad_batches=accumulation,
+            gradient_clip_val=clip[0],
+            gradient_clip_algorithm=clip[1],
+            callbacks=[*(L.Callback() for _ in range(BYSTANDERS)), LossGuard(), clock],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(stand_in, train_dataloaders=_Batches(batch, count=(WARM + MOST) * accumulation))
+    for param in params:
+        param.grad = None
+    return clock.step_ms / 1e3
+
+
+class _Batches:
+    """One batch, so many times."""
+
+    def __init__(self, batch: Any, *, count: int):
+        self._batch, self._count = batch, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Any]:
+        return repeat(self._batch, self._count)
+
+
+class _StandIn(L.LightningModule):
+    """Has no parameters of its own, so nothing is moved or converted, and `params` for an optimizer to hold."""
+
+    def __init__(self, loss: Callable[[Any], Tensor], params: Sequence[Tensor]):
+        super().__init__()
+        self._loss, self._params = loss, list(params)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self._loss(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return _Still(self._params, {})
+
+
+class _Still(torch.optim.Optimizer):
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None if closure is None else torch.enable_grad()(closure)()
+
+
+class _Clock(StepMonitor):
+    """Ends the loop when the time is up, long steps after fewer warm ones."""
+
+    def __init__(self, *, max_s: float):
+        super().__init__(warmup_steps=WARM, batch_size=1)
+        self._max_s = max_s
+        self._began = perf_counter()
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._began = perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if accumulating(trainer):
+            return
+        late = perf_counter() - self._began > self._max_s
+        if self._num_seen > self.warmup_steps:
+            trainer.should_stop = late
+        elif late or self._num_seen == self.warmup_steps:
+            self.warmup_steps, self._began = self._num_seen, perf_counter()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Lightning's remarks on a Trainer, of which the user knows nothing, stay off the terminal."""
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextmanager
+def _logging_to(stand_in: L.LightningModule, *, module: L.LightningModule) -> Iterator[None]:
+    """`module` logs through the stand-in, which is in a loop; afterwards as before."""
+    before = {name: module.__dict__[name] for name in ("log", "log_dict") if name in module.__dict__}
+    module.__dict__["log"], module.__dict__["log_dict"] = stand_in.log, stand_in.log_dict
+    try:
+        yield
+    finally:
+        for name in ("log", "log_dict"):
+            del module.__dict__[name]
+        module.__dict__.update(before)
+
+
+@contextmanager
+def _releasing(blocks: Sequence[Sequence[Tensor]]) -> Iterator[None]:
+    """Inside, the gradients of a block go when the last of them has come."""
+    block_of = {param: [p for p in block if p.requires_grad] for block in blocks for param in block}
+
+    def come(param: Tensor) -> None:
+        block = block_of[param]
+        if all(other.grad is not None for other in block):
+            for other in block:
+                other.grad = None
+
+    handles = [param.register_post_accumulate_grad_hook(come) for param in block_of if param.requires_grad]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C inside is KeyboardInterrupt: Lightning would end the process and leave the signal ignored."""
+    try:
+        handler = signal.getsignal(signal.SIGINT)
+        yield
+    except SystemExit as end:
+        if isinstance(end.__context__, KeyboardInterrupt):
+            signal.signal(signal.SIGINT, handler)
+            raise KeyboardInterrupt from None
+        raise
