@@ -175,8 +175,8 @@ def _releasing(blocks: Sequence[Sequence[Tensor]]) -> Iterator[None]:
 @contextmanager
 def _interruptible() -> Iterator[None]:
     """Ctrl-C inside is KeyboardInterrupt: Lightning would end the process and leave the signal ignored."""
+    handler = signal.getsignal(signal.SIGINT)
     try:
-        handler = signal.getsignal(signal.SIGINT)
         yield
     except SystemExit as end:
         if isinstance(end.__context__, KeyboardInterrupt):

@@ -3,8 +3,8 @@
 `python experiments/benchmarks/step_time_error.py OUT.csv [--steps 20] [--only NAME...]`, on whatever device is there.
 Each case is a run in this process; one that fails is a row with its reason. Seconds of a busy machine are no measure.
 The columns after `seconds` say where a step goes, per step, medians in milliseconds: `host_*` until the call returned,
-`device_*` between events; `optimizer_step` contains the last micro-batch. `host_from_step_to_step` is all there is, with
-the loader and what else lies between two steps, which neither number counts.
+`device_*` between events; `optimizer_step` contains the last micro-batch. `host_from_step_to_step` is all there is,
+with the loader and what else lies between two steps, which neither number counts.
 """
 
 import argparse

@@ -75,11 +75,10 @@ def test_the_median_forgets_outliers_and_the_first_run():
     assert table.fixed_s["noisy"] == pytest.approx(1e-3)
 
 
-def test_forward_and_backward_are_timed_where_given():
+def test_a_series_forgets_what_came_once():
     machine = Machine()
     base = machine.step("base", once=0.02, noise=(0.0, 0.0, 0.0, 9.0))
-    table = measure_latency({}, clock=machine.clock, base_step=base(0, 0))
-    assert table.base_step_s == pytest.approx(0.02) and machine.runs["base"] >= 4
+    assert series_seconds(base(0, 0), device=torch.device("cpu"), max_s=1, clock=machine.clock) == pytest.approx(0.02)
     few = series_seconds(machine.step("few", once=5.0)(0, 0), device=torch.device("cpu"), max_s=1, clock=machine.clock)
     assert few == pytest.approx(5.0) and machine.runs["few"] == 3
 
@@ -170,7 +169,7 @@ def test_kernels_that_are_not_needed_are_assumed_as_fast_by_the_byte_as_fused_ad
     """On CUDA each kernel that is timed has to be compiled first; what has no kernel needs none."""
     timed: list[str] = []
 
-    def fake(steps, *, device, base_step, max_s, cache_dir):
+    def fake(steps, *, device, max_s, cache_dir):
         timed.extend(steps)
         lines = {name: 2e-12 if name == timing.FUSED else 5e-12 for name in steps}
         return latency.LatencyTable(device="card", fixed_s=dict.fromkeys(steps, 1e-6), per_element_s=lines, step_s=1e-5)
@@ -179,10 +178,12 @@ def test_kernels_that_are_not_needed_are_assumed_as_fast_by_the_byte_as_fused_ad
     monkeypatch.setattr(timing, "machine", lambda device: {})
     specs, cuda = [SPECS[name] for name in ("adamw", "adamw_int8", "sign", "muon")], torch.device("cuda")
     needed = soon_timed(specs, device=cuda) | {"adamw_int8"}
-    table = time_specs(specs, device=cuda, num_elements=10**9, num_tensors=100, needed=needed, upkeep_bytes=14)
+    table = time_specs(
+        specs, device=cuda, num_elements=10**9, num_tensors=100, needed=needed, upkeep_bytes=14, rest_s=0.2
+    )
     assert timed == [timing.FUSED, "adamw_int8", "muon"] and table.assumed == ("adamw", "sign")
     assert table.per_element_s["adamw"] == pytest.approx(2e-12, rel=1e-3)
     assert table.per_element_s["sign"] == pytest.approx(2e-12 * 12 / 28, rel=1e-3)  # weight twice and gradient
     assert table.per_element_s["adamw_int8"] == 5e-12
-    assert table.base_step_s == pytest.approx(1e-3)
-    assert table.reference_step_s == pytest.approx(1e-3 + 1e-5 + 100 * 1e-6 + 2e-3)
+    assert table.base_step_s == pytest.approx(0.2 + 1e-3)
+    assert table.reference_step_s == pytest.approx(0.2 + 1e-3 + 1e-5 + 100 * 1e-6 + 2e-3)

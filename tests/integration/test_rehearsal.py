@@ -1,0 +1,75 @@
+"""Steps that are rehearsed before training: what they contain, and that nothing is left of them."""
+
+import signal
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from baoc.strategy.rehearsal import MOST, WARM, rehearse
+from tests.tiny import LIGHTNING_NOISE
+
+pytestmark = LIGHTNING_NOISE
+
+
+class Net(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        self.logged: list[bool] = []
+        self.gradients: list[int] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.gradients.append(sum(p.grad is not None for p in self.parameters()))
+        loss = self.layers(batch).square().mean()
+        self.log("train/loss", loss.detach())
+        self.logged.append("log" in self.__dict__)
+        return loss
+
+
+def rehearsed(net: Net, **changes: Any) -> float:
+    given = {"accumulation": 1, "max_s": 60.0, "clip": (1.0, "norm")} | changes
+    loss = given.pop("loss", lambda batch: net.training_step(batch, 0))
+    params = list(net.parameters())
+    return rehearse(loss, batch=torch.ones(2, 4), module=net, params=params, device=torch.device("cpu"), **given)
+
+
+def test_a_rehearsal_runs_whole_steps_and_leaves_nothing(capfd: pytest.CaptureFixture[str]):
+    net = Net()
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    assert rehearsed(net, accumulation=3) > 0
+    assert len(net.logged) == 3 * (WARM + MOST) and all(net.logged), "logged through the loop that was there"
+    assert net.gradients[:6] == [0, 4, 4, 4, 4, 4], "gradients of a step are there while the next one's forward runs"
+    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
+    assert all(p.grad is None for p in net.parameters()) and "log" not in net.__dict__
+    assert torch.are_deterministic_algorithms_enabled() == deterministic
+    told = capfd.readouterr()
+    assert told.out + told.err == ""
+
+
+def test_long_steps_are_few_and_released_gradients_are_gone():
+    net = Net()
+    rehearsed(net, max_s=0.0, released=[list(net.layers[0].parameters()), list(net.layers[1].parameters())])
+    assert len(net.logged) == 2, "one that is warm, one that counts"
+    assert net.gradients == [0, 0]
+
+
+def test_an_interrupt_and_an_error_go_on_as_what_they_are():
+    net = Net()
+    handler = signal.getsignal(signal.SIGINT)
+
+    def interrupted(_: Tensor) -> Tensor:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        rehearsed(net, loss=interrupted)
+    assert signal.getsignal(signal.SIGINT) == handler and "log" not in net.__dict__
+
+    def full(_: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("full")
+
+    with pytest.raises(torch.OutOfMemoryError, match="full"):
+        rehearsed(net, loss=full)
