@@ -1,12 +1,15 @@
 """The probe predicts what a tracked training loop then holds, to the byte, and leaves nothing behind."""
 
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from baoc.catalogue import SPECS
+from baoc.optim import BlockwiseOptimizer
 from baoc.profiling import FirstStepMemory, MemoryTracker, probe_footprint, step_temporary_bytes
 from baoc.profiling.footprint import SCALARS_BYTES
 
@@ -187,6 +190,20 @@ def test_temporaries_of_a_step_are_beyond_its_state():
     footprint = probe_footprint(net, run_micro_batch=lambda: net(torch.ones(1, 4)).sum(), step_probes=probes)
     assert footprint.step_temporary_bytes == {"adamw": 8000}
     assert footprint.peak_bytes(state_bytes=0, specs=("adamw",)) == footprint.resident_bytes + 8000 + SCALARS_BYTES
+
+
+@pytest.mark.parametrize("spec", ["adamw_bf16", "rmsprop_bf16", "signum_int8", "adafactor_momentum_int8"])
+def test_temporaries_of_one_tensor_are_gone_when_the_next_is_stepped(spec: str):
+    """A plan counts those of the largest tensor alone; the matched rules among these step in code of their own."""
+
+    def make(tensors: int) -> Callable[[], None]:
+        params = [nn.Parameter(torch.ones(64, 64)) for _ in range(tensors)]
+        for param in params:
+            param.grad = torch.linspace(-1, 1, param.numel()).view_as(param)
+        return BlockwiseOptimizer(params, SPECS[spec], backend="eager").step
+
+    one, three = (step_temporary_bytes(lambda n=n: make(n), device="cpu") for n in (1, 3))
+    assert abs(three - one) <= 1024, "beside scalars"
 
 
 def test_the_first_step_of_a_plain_loop_bounds_its_peak():

@@ -36,9 +36,14 @@ def step_bucket(bucket: Bucket, inputs: StepInputs) -> None:
         else:
             for slot in block.slots:
                 if slot.param.grad is not None and slot.param.numel():
-                    options, finite = inputs.options[slot.group], inputs.masks.get(slot.param)
-                    direction = advance(slot, inputs, finite=finite)
-                    apply_(slot, direction, inputs=inputs, options=options, finite=finite)
+                    _step_plain(slot, inputs)
+
+
+def _step_plain(slot: Slot, inputs: StepInputs) -> None:
+    """A function, so that nothing of one tensor's step is there in that of the next: a plan counts one of them."""
+    options, finite = inputs.options[slot.group], inputs.masks.get(slot.param)
+    direction = advance(slot, inputs, finite=finite)
+    apply_(slot, direction, inputs=inputs, options=options, finite=finite)
 
 
 def _step_matched(block: LiveBlock, inputs: StepInputs) -> None:
@@ -52,30 +57,36 @@ def _step_matched(block: LiveBlock, inputs: StepInputs) -> None:
         block.fresh = False
     measure = matching.Measure()
     for slot in slots:
-        finite = inputs.masks.get(slot.param)
-        direction = advance(slot, inputs, finite=finite)
-        update = direction.update()
-        norm, count = matching.update_norm(update, divisor=direction.divisor, finite=finite, on_cpu=slot.on_cpu)
-        factor = matching.factor(match, norm=norm, count=count)
-        measure.add(norm, factor=factor, count=count)
-        matched = Direction(numerator=update, divisor=direction.divisor)
-        options = inputs.options[slot.group]
-        apply_(slot, matched, inputs=inputs, options=options, finite=finite, factor=factor)
+        _step_scaled(slot, inputs, match=match, measure=measure)
     own, block.applied = measure.rms()
     match[1] = own
+
+
+def _step_scaled(slot: Slot, inputs: StepInputs, *, match: Tensor, measure: matching.Measure) -> None:
+    finite = inputs.masks.get(slot.param)
+    direction = advance(slot, inputs, finite=finite)
+    update = direction.update()
+    norm, count = matching.update_norm(update, divisor=direction.divisor, finite=finite, on_cpu=slot.on_cpu)
+    factor = matching.factor(match, norm=norm, count=count)
+    measure.add(norm, factor=factor, count=count)
+    matched = Direction(numerator=update, divisor=direction.divisor)
+    options = inputs.options[slot.group]
+    apply_(slot, matched, inputs=inputs, options=options, finite=finite, factor=factor)
 
 
 def _measure(slots: Sequence[Slot], inputs: StepInputs) -> float | Tensor:
     """Own RMS that the coming step will have, found by running it on copies of the states."""
     measure = matching.Measure()
     for slot in slots:
-        finite = inputs.masks.get(slot.param)
-        direction = advance(slot, inputs, finite=finite, store=False)
-        norm, count = matching.update_norm(
-            direction.update(), divisor=direction.divisor, finite=finite, on_cpu=slot.on_cpu
-        )
+        norm, count = _own_norm(slot, inputs)
         measure.add(norm, factor=1.0, count=count)
     return measure.rms()[0]
+
+
+def _own_norm(slot: Slot, inputs: StepInputs) -> tuple[float | Tensor, int]:
+    finite = inputs.masks.get(slot.param)
+    direction = advance(slot, inputs, finite=finite, store=False)
+    return matching.update_norm(direction.update(), divisor=direction.divisor, finite=finite, on_cpu=slot.on_cpu)
 
 
 def advance(slot: Slot, inputs: StepInputs, *, finite: Tensor | None, store: bool = True) -> Direction:
