@@ -45,15 +45,11 @@ class Axes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """What a micro-batch was measured to need; `seconds` of its forward and backward, NaN where not timed.
-
-    `narrow_s`: the same where every weight that a plan may keep in 16 bits is kept so; autocast then casts none.
-    """
+    """What a micro-batch was measured to need; `seconds` of its forward and backward, NaN where not timed."""
 
     micro_batch: int
     footprint: Footprint
     seconds: float = math.nan
-    narrow_s: float = math.nan
 
 
 def divisors(batch_size: int) -> list[int]:
@@ -154,15 +150,6 @@ def seconds_at(trials: Sequence[Trial], *, micro_batch: int) -> float:
     low, high = timed[above - 1], timed[above]
     slope = max(0.0, (high.seconds - low.seconds) / (high.micro_batch - low.micro_batch))
     return max(low.seconds + slope * (micro_batch - low.micro_batch), 0.0) or timed[0].seconds
-
-
-def spared_at(trials: Sequence[Trial], *, micro_batch: int) -> float:
-    """Seconds that one micro-batch takes less where every weight that may be is of 16 bits; 0 where it is not known."""
-    both = [trial for trial in trials if not math.isnan(trial.seconds) and not math.isnan(trial.narrow_s)]
-    if not both:
-        return 0.0
-    narrow = [replace(trial, seconds=trial.narrow_s) for trial in both]
-    return seconds_at(both, micro_batch=micro_batch) - seconds_at(narrow, micro_batch=micro_batch)
 
 
 def make_option(

@@ -20,6 +20,7 @@ from baoc.units import MIB, format_bytes
 LATE_MODULES_BYTES = 64 * MIB  # kept free for kernels that load after the context was measured
 
 _free_at_start: dict[int, int] = {}  # device index -> bytes that were free before this process used it
+_fractions: dict[int, float] = {}  # device index -> the cap that is in force, of the card's memory
 
 
 def free_bytes(device: torch.device | str) -> int:
@@ -87,7 +88,12 @@ def cap_device(device: torch.device | str, *, budget: Budget) -> None:
             f"budget {budget.name} is {format_bytes(budget.memory_bytes)}, of which the CUDA context alone takes "
             f"{format_bytes(budget.memory_bytes - left)}: give a larger one"
         )
-    torch.cuda.set_per_process_memory_fraction(min(1.0, left / total), device)
+    _set_fraction(device, min(1.0, left / total))
+
+
+def _set_fraction(device: torch.device, fraction: float) -> None:
+    _fractions[_index(device)] = fraction
+    torch.cuda.set_per_process_memory_fraction(fraction, device)
 
 
 def recap_device(device: torch.device | str, *, budget: Budget) -> None:
@@ -102,7 +108,7 @@ def uncap_device(device: torch.device | str) -> None:
     """Takes the cap away again and gives cached memory back."""
     device = torch.device(device)
     if device.type == "cuda":
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        _set_fraction(device, 1.0)
         torch.cuda.empty_cache()
 
 
@@ -122,10 +128,26 @@ def uncapped(device: torch.device | str, *, budget: Budget) -> Iterator[None]:
         cap_device(device, budget=budget)
 
 
+@contextmanager
+def lifted(device: torch.device | str) -> Iterator[None]:
+    """Inside, the cap is away, and afterwards as it was: to put back what was there before."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        yield
+        return
+    before = _fractions.get(_index(device), 1.0)
+    torch.cuda.set_per_process_memory_fraction(1.0, device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(before, device)
+
+
 def clear_cache(device: torch.device | str) -> None:
-    """Gives back what nobody holds any more, cycles included; does nothing off CUDA."""
+    """Gives back what nobody holds any more, cycles and cuBLAS workspaces included; does nothing off CUDA."""
     if torch.device(device).type == "cuda":
         gc.collect()
+        getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
         torch.cuda.empty_cache()
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from baoc import __version__
+from baoc.profiling.device import clear_cache
 from baoc.types import LatencyTable
 
 MakeStep = Callable[[int, int], Callable[[], None]]
@@ -62,10 +63,14 @@ def measure_latency(
     known = read_lines(cache_dir, key=key)
     missing = [spec for spec in steps if spec not in known]
     share = max_s / max(1, len(missing) * 3)
+    whole: dict[str, Line] = {}  # timed on tensors large enough to be of use to other runs
     for spec in missing:
-        known[spec] = _line(steps[spec], device=device, share=share, clock=clock)
-    if missing:
-        _write(cache_dir, key=key, lines=known)
+        line, large = _line(steps[spec], device=device, share=share, clock=clock)
+        known[spec] = line
+        if large >= LARGE.get(device.type, LARGE["cpu"]):
+            whole[spec] = line
+    if whole:
+        _write(cache_dir, key=key, lines=read_lines(cache_dir, key=key) | whole)
     return LatencyTable(
         device=key["device"],
         step_s=median(known[spec].step_s for spec in steps) if steps else 0.0,
@@ -84,14 +89,24 @@ def fit_line(*, small_s: float, many_s: float, large_s: float, large: int) -> Li
     return Line(step_s=max(0.0, small_s - tensor_s - element_s * SMALL), tensor_s=tensor_s, element_s=element_s)
 
 
-def _line(make: MakeStep, *, device: torch.device, share: float, clock: Callable[[], float]) -> Line:
-    large = LARGE.get(device.type, LARGE["cpu"])
-    seconds: list[float] = []
-    for numel, tensors in ((SMALL, 1), (SMALL, MANY), (large, 1)):
+def _line(make: MakeStep, *, device: torch.device, share: float, clock: Callable[[], float]) -> tuple[Line, int]:
+    """The line of a spec, and how large its largest tensor was: less than LARGE where memory has no room for more."""
+
+    def timed(numel: int, tensors: int) -> float:
         began = clock()
         step = make(numel, tensors)
-        seconds.append(_timed(step, device=device, limit=share - (clock() - began), clock=clock))
-    return fit_line(small_s=seconds[0], many_s=seconds[1], large_s=seconds[2], large=large)
+        return _timed(step, device=device, limit=share - (clock() - began), clock=clock)
+
+    small_s, many_s = timed(SMALL, 1), timed(SMALL, MANY)
+    large = LARGE.get(device.type, LARGE["cpu"])
+    while True:
+        try:
+            return fit_line(small_s=small_s, many_s=many_s, large_s=timed(large, 1), large=large), large
+        except torch.OutOfMemoryError:
+            if large <= 4 * SMALL:
+                raise
+        clear_cache(device)
+        large //= 4
 
 
 def _timed(step: Callable[[], object], *, device: torch.device, limit: float, clock: Callable[[], float]) -> float:

@@ -12,6 +12,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from baoc.profiling.device import clear_cache, lifted
 from baoc.types import Footprint, Moment
 
 NARROW = torch.bfloat16
@@ -28,6 +29,7 @@ def narrowed(params: Mapping[str, Tensor]) -> Iterator[None]:
     """Inside, `params` hold bf16, their exact numbers waiting on the host; afterwards all is as before, gradients None.
 
     Numbers that are looked at inside are those of the rounded weights: good for bytes and seconds, not for losses.
+    Where a cap that came meanwhile has no room for the whole ones, they pass it: they were there before.
     """
     exact: dict[str, tuple[Tensor, torch.Size, tuple[int, ...]]] = {}
     try:
@@ -38,11 +40,23 @@ def narrowed(params: Mapping[str, Tensor]) -> Iterator[None]:
             param.data = whole.to(NARROW, memory_format=torch.preserve_format)
         yield
     finally:
-        for name, (values, shape, stride) in exact.items():
-            param = params[name]
-            param.grad = None
-            device = param.device
-            param.data = torch.empty_strided(shape, stride, dtype=values.dtype, device=device).copy_(values)
+        for name in exact:
+            params[name].grad = None
+        try:
+            _put_back(params, exact)
+        except torch.OutOfMemoryError:
+            device = params[next(iter(exact))].device
+            clear_cache(device)
+            with lifted(device):
+                _put_back(params, exact)
+
+
+def _put_back(params: Mapping[str, Tensor], exact: Mapping[str, tuple[Tensor, torch.Size, tuple[int, ...]]]) -> None:
+    for name, (values, shape, stride) in exact.items():
+        param = params[name]
+        if param.dtype != values.dtype:
+            whole = torch.empty_strided(shape, stride, dtype=values.dtype, device=param.device)
+            param.data = whole.copy_(values)
 
 
 def as_native(found: Footprint, *, less: Mapping[str, int]) -> Footprint:

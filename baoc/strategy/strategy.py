@@ -146,14 +146,14 @@ class BaocStrategy(SingleDeviceStrategy):
         look = partial(probe.footprint, specs, context_bytes=self.context_bytes, released=released)
         footprint, tight = self._probe_footprint(look, narrow=narrow)
         with narrowed(narrow if tight else {}):
-            timing = self._timing(probe, specs, trainer, released=released)
+            timing, full = self._timing(probe, specs, trainer, released=released)
         assembled = partial(
             assemble,
             infos,
             params=params,
             groups=named_groups(theirs, module),
             defaults=hyperparameters(theirs),
-            budget=self.budget,
+            budget=self.budget if full is None else replace(self.budget, step_time=None),
             settings=settings,
             declared=declared,
             latency=timing.table if timing is not None else None,
@@ -166,6 +166,8 @@ class BaocStrategy(SingleDeviceStrategy):
                 raise
             footprint, _ = self._probe_footprint(look, narrow=narrow, whole=False)
             self.reallocator = reallocator = assembled(footprint=footprint)
+        if full is not None and self.budget.step_time is not None:
+            raise full
         reallocator.listeners.extend(self.reallocation_listeners)
         reallocator.settled_listeners.extend(self.settled_listeners)
         rebind_schedulers([c.scheduler for c in self.lr_scheduler_configs], old=theirs, new=reallocator.optimizer)
@@ -205,13 +207,12 @@ class BaocStrategy(SingleDeviceStrategy):
             with suppress(torch.OutOfMemoryError):
                 return look(), False
             clear_cache(self.root_device)
-        with narrowed(narrow):
-            with suppress(torch.OutOfMemoryError):
-                if narrow:
-                    return as_native(look(), less=less), True
-            clear_cache(self.root_device)
-            with uncapped(self.root_device, budget=self.budget):
+        if narrow:
+            with suppress(torch.OutOfMemoryError), narrowed(narrow):
                 return as_native(look(), less=less), True
+            clear_cache(self.root_device)
+        with uncapped(self.root_device, budget=self.budget), narrowed(narrow):
+            return as_native(look(), less=less), True
 
     def _timing(
         self,
@@ -220,18 +221,23 @@ class BaocStrategy(SingleDeviceStrategy):
         trainer: L.Trainer,
         *,
         released: Sequence[Sequence[torch.Tensor]],
-    ) -> "_Timing | None":
-        """The latency table to plan with or to record; None where nobody asks for one."""
+    ) -> "tuple[_Timing | None, torch.OutOfMemoryError | None]":
+        """The latency table to plan with or to record, None where nobody asks for one; or that there was no room to
+        time a step, where mostly no plan fits either, and the refusal says what would."""
         limited = self.budget.step_time is not None
         if self.latency is None and not limited and not self.record_latency:
-            return None
+            return None, None
         max_s = TIMING_S if limited else RECORDING_S
         needed = soon_timed(specs, device=self.root_device) if limited else set[str]()
-        table = self.latency or probe.latency(specs, needed=needed, max_s=max_s, released=released)
+        try:
+            table = self.latency or probe.latency(specs, needed=needed, max_s=max_s, released=released)
+        except torch.OutOfMemoryError as error:
+            clear_cache(self.root_device)
+            return None, error.with_traceback(None)  # whose frames hold activations
         if limited and self.latency is None and may_place(self.settings.planner, budget=self.budget):
             hides = self.settings.ahead and not self.settings.planner.flush_only and leaves_gradients(trainer)
             table = with_link(table, device=self.root_device, accumulation=probe.accumulation, hides=hides)
-        return _Timing(probe=probe, specs=specs, table=table, max_s=max_s)
+        return _Timing(probe=probe, specs=specs, table=table, max_s=max_s), None
 
     def _refuse_unsupported(self, trainer: L.Trainer) -> None:
         module = self.lightning_module

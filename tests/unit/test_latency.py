@@ -1,6 +1,7 @@
 """Lines through timings, with a clock of our own: fit, medians, time limit, cache; and the table that specs get."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,23 @@ def test_a_second_plan_reads_what_the_first_has_timed(tmp_path: Path):
     assert both.fixed_s["a"] == first.fixed_s["a"]
     (path,) = tmp_path.iterdir()
     assert set(json.loads(path.read_text())["lines"]) == {"a", "b"}, "one file, and no draft beside it"
+
+
+def test_a_line_is_told_by_smaller_tensors_where_memory_is_short_and_is_of_no_use_to_others(tmp_path: Path):
+    machine, asked = Machine(), []
+    plain = machine.step("a", once=1e-4, per_element=1e-9)
+
+    def short(numel: int, tensors: int) -> Callable[[], None]:
+        asked.append(numel)
+        if numel >= LARGE:
+            raise torch.OutOfMemoryError("full")
+        return plain(numel, tensors)
+
+    table = measure_latency({"a": short, "b": plain}, clock=machine.clock, cache_dir=tmp_path)
+    assert asked == [SMALL, SMALL, LARGE, LARGE // 4]
+    assert table.per_element_s["a"] == pytest.approx(1e-9)
+    (path,) = tmp_path.iterdir()
+    assert set(json.loads(path.read_text())["lines"]) == {"b"}
 
 
 @pytest.mark.parametrize("broken", ['{"key": ', "[]", '{"key": 1}', "NaN"])

@@ -1,5 +1,6 @@
 """A probe with weights of 16 bits: it leaves them as they were, and savings of a plan give back what it measured."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from baoc.online import SessionSettings
 from baoc.online.assemble import narrow_params
 from baoc.planner import PlannerSettings
-from baoc.profiling import describe, probe_footprint
+from baoc.profiling import describe, lowered, probe_footprint
 from baoc.profiling.lowered import as_native, narrowed, narrowed_bytes
 from baoc.types import Footprint
 
@@ -53,6 +54,25 @@ def test_weights_are_bf16_inside_and_as_before_afterwards():
         raise KeyError  # a trial that runs out of memory
     assert all(torch.equal(param, before[name]) for name, param in net.named_parameters())
     assert net[3].weight.stride() == turned.stride() and net[0].weight.grad is None
+
+
+def test_weights_come_back_where_the_cap_has_no_room_for_them(monkeypatch: pytest.MonkeyPatch):
+    """A refusal that left half of a network in 16 bits would be worse than a cap that is passed by what was there."""
+    net = network()
+    before = {name: param.detach().clone() for name, param in net.named_parameters()}
+    empty, asked, caps = torch.empty_strided, [], []
+
+    def full(*args: Any, **kwargs: Any) -> Tensor:
+        asked.append(args)
+        if len(asked) == 2:
+            raise torch.OutOfMemoryError("over the cap")
+        return empty(*args, **kwargs)
+
+    monkeypatch.setattr(lowered, "lifted", lambda device: nullcontext(caps.append(device)))
+    with narrowed(matrices(net)):
+        monkeypatch.setattr(torch, "empty_strided", full)
+    assert len(asked) == 3 and caps == [torch.device("cpu")], "the first weight was back already"
+    assert all(torch.equal(param, before[name]) for name, param in net.named_parameters())
 
 
 @pytest.mark.parametrize(("released", "accumulation"), [(False, 1), (False, 2), (True, 1)])

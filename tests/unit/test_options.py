@@ -17,7 +17,6 @@ from baoc.options import (
     option_rows,
     released,
     seconds_at,
-    spared_at,
 )
 from baoc.planner import Planner, PlannerSettings
 from baoc.types import Block, Budget, Footprint, LatencyTable, Moment, Option, ParamInfo, Role
@@ -181,9 +180,6 @@ def table(base_s: float) -> LatencyTable:
 
 
 def test_weights_of_16_bits_spare_a_step_their_casts_as_far_as_a_plan_has_them():
-    timed = [replace(trial(4, 2.0), narrow_s=1.5), replace(trial(8, 4.0), narrow_s=3.0), trial(16, 6.0)]
-    assert spared_at(timed, micro_batch=8) == 1.0 and spared_at(timed, micro_batch=16) == pytest.approx(2.0)
-    assert spared_at([trial(4, 2.0)], micro_batch=4) == 0.0, "not known"
     room = Budget(name="m", memory_bytes=4 * MIB + 8 * MIB + ADAMW)
     none = Budget(name="t", memory_bytes=12 * MIB - ADAMW // 16)
     settings = PlannerSettings(specs=("*", "*+split8"), keep_fp32_roles=())

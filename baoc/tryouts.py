@@ -1,0 +1,207 @@
+"""What the ways to run a global batch were measured to need: bytes and seconds, within the budget's cap.
+
+A way is (micro-batch, recomputed activations, released gradients). A few are tried in small, the rest follows on lines;
+those that may be chosen are tried as they would be run.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from baoc.config.schema import RunConfig
+from baoc.models.switches import disable_checkpointing, enable_checkpointing
+from baoc.options import Axes, Trial, footprint_at, released, seconds_at
+from baoc.profiling import clear_cache, context_bytes, uncapped
+from baoc.profiling.lowered import narrowed, narrowed_bytes
+from baoc.strategy.trials import Trials, grow
+from baoc.tasks.base import Task
+from baoc.types import Block, Budget, Footprint
+
+TRIALS_S = 6.0  # about what trials of one kind may take
+Way = tuple[int, bool, bool]
+
+
+class Tryouts:
+    """Trials of one run's network. `narrow`: the parameters that a plan may keep in 16 bits, by name.
+
+    What is tried has weights in full, or where that is too little, with weights of 16 bits where a plan may keep such;
+    then the network's own numbers wait on the host, and are back afterwards.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        task: Task,
+        trials: Trials,
+        where: torch.device,
+        budget: Budget,
+        axes: Axes,
+        narrow: Mapping[str, Tensor],
+    ):
+        self.config, self.task, self.trials = config, task, trials
+        self.where, self.budget, self.axes, self.narrow = where, budget, axes, narrow
+        self.less = narrowed_bytes(narrow)
+        self.narrowed: set[bool] = set()  # checkpointing whose trials have such weights in 16 bits, to stay in the cap
+        self.no_room: set[Way] = set()  # those that ran out of memory when they were tried
+        self.tried: dict[bool, list[Trial]] = {}  # by checkpointing
+        self.released: dict[bool, Trial] = {}  # of the whole batch, by checkpointing
+        self.rehearsed: dict[Way, float] = {}  # seconds of a step but for the optimizer's part
+        self.spared: dict[bool, float] = {}  # seconds of a micro-batch that weights of 16 bits spare, by checkpointing
+
+    def switch(self, checkpointing: bool) -> None:
+        disable_checkpointing(self.task.model)
+        if checkpointing:
+            enable_checkpointing(self.task.model, name=self.config.model.name)
+
+    # -- what is known --------------------------------------------------------------------------------------------
+
+    def knows(self, way: Way) -> bool:
+        """Whether its bytes were measured, not told by a line."""
+        size, checkpointing, release = way
+        if release:
+            return checkpointing in self.released
+        return size in [trial.micro_batch for trial in self.tried[checkpointing]]
+
+    def like(self, way: Way) -> list[Trial]:
+        """What is known of ways like this one."""
+        _, checkpointing, release = way
+        known = self.released.get(checkpointing) if release else None
+        return [known] if known is not None else self.tried[checkpointing]
+
+    def footprint(self, way: Way, *, blocks: Sequence[Block]) -> Footprint | None:
+        """None where it is not known what released gradients would leave."""
+        size, checkpointing, release = way
+        if release and checkpointing in self.released:
+            return self.released[checkpointing].footprint
+        found = footprint_at(self.tried[checkpointing], micro_batch=size)
+        return released(found, blocks=blocks) if release else found
+
+    def seconds(self, way: Way) -> float:
+        """Of a step but for the optimizer's part: as it was rehearsed, else on the line through trials."""
+        count = self.config.batch_size // way[0]
+        return self.rehearsed.get(way, count * seconds_at(self.like(way), micro_batch=way[0]))
+
+    def spared_s(self, way: Way) -> float:
+        """Seconds of a step that it takes less where every weight that may be is of 16 bits; 0 where not known."""
+        return self.config.batch_size // way[0] * self.spared.get(way[1], 0.0)
+
+    @property
+    def any_room(self) -> bool:
+        """Whether anything was tried within the cap."""
+        ways = ((trial.micro_batch, kind, False) for kind, trials in self.tried.items() for trial in trials)
+        return any(way not in self.no_room for way in ways)
+
+    # -- trying ---------------------------------------------------------------------------------------------------
+
+    def explore(self, checkpointing: bool) -> None:
+        """Trials of several micro-batches. Where not even one sample has room, its bytes are looked at outside of the
+        cap, for a refusal to name what would fit; then it is no option."""
+        self.switch(checkpointing)
+        sizes = self.axes.micro_batches
+        look = partial(self._look, checkpointing)
+        grown = partial(grow, look, sizes=list(sizes), max_s=TRIALS_S, fits=self._may_fit)
+        with suppress(_TooTight, torch.OutOfMemoryError):
+            self.tried[checkpointing] = grown()
+            return
+        clear_cache(self.where)
+        self.narrowed.add(checkpointing)
+        with suppress(torch.OutOfMemoryError), narrowed(self.narrow):
+            self.tried[checkpointing] = grown()
+            return
+        clear_cache(self.where)
+        self.no_room |= {(size, checkpointing, release) for size in sizes for release in self.axes.release}
+        with uncapped(self.where, budget=self.budget), narrowed(self.narrow):
+            self.tried[checkpointing] = [look(sizes[0])]
+
+    def _look(self, checkpointing: bool, size: int) -> Trial:
+        """One trial. Raises _TooTight where it ran out of memory with weights in full, else torch.OutOfMemoryError."""
+        run = partial(
+            self.trials.run,
+            size,
+            accumulation=2 if self.axes.micro_batches[0] < self.config.batch_size else 1,
+            context_bytes=context_bytes(self.where),
+            per_step=self.config.batch_size // size,
+        )
+        if checkpointing in self.narrowed or not self.narrow:
+            return run(narrowed=self.less)
+        with suppress(torch.OutOfMemoryError):
+            return run()
+        clear_cache(self.where)
+        raise _TooTight
+
+    def _may_fit(self, footprint: Footprint) -> bool:
+        """Whether some allocation might hold the budget: one without states, with weights of 16 bits where there are
+        such."""
+        if self.budget.memory_bytes is None:
+            return True
+        saved = (footprint.weights_bytes + footprint.gradients_bytes) // 2 if self.narrow else 0
+        return footprint.peak_bytes(state_bytes=0) - saved <= self.budget.memory_bytes
+
+    def time_narrow(self, checkpointing: bool) -> None:
+        """Learns what weights of 16 bits spare, which autocast need not cast: as much for a micro-batch of any size."""
+        self.spared[checkpointing] = 0.0
+        if checkpointing in self.narrowed or not self.narrow:
+            return
+        self.switch(checkpointing)
+        trial = min(self.tried[checkpointing], key=lambda trial: trial.micro_batch)
+        size = trial.micro_batch
+        with suppress(torch.OutOfMemoryError), narrowed(self.narrow):
+            seconds = self.trials.timed(size, per_step=self.config.batch_size // size)
+            self.spared[checkpointing] = max(0.0, trial.seconds - seconds)
+
+    def rehearse(self, way: Way, *, blocks: Sequence[Sequence[Tensor]]) -> None:
+        """Learns the seconds of a step of this way, as training will take them. Raises torch.OutOfMemoryError."""
+        given = self.config.trainer
+        self.rehearsed[way] = self.trials.rehearsed(
+            way[0],
+            per_step=self.config.batch_size // way[0],
+            clip=(None, None) if way[2] else (given.gradient_clip_val, given.gradient_clip_algorithm),
+            released=blocks if way[2] else (),
+        )
+
+    def try_out(self, way: Way, *, blocks: Sequence[Sequence[Tensor]]) -> None:
+        """Bytes and seconds of this way as it would be run, or that it has no room. `blocks`: parameters of each."""
+        size, checkpointing, _ = way
+        self.switch(checkpointing)
+        for narrow in (False, True) if checkpointing not in self.narrowed else (True,):
+            if narrow and not self.narrow:
+                break
+            with suppress(torch.OutOfMemoryError), narrowed(self.narrow) if narrow else nullcontext():
+                trial = self._run(way, blocks=blocks, narrow=narrow)
+                self.rehearse(way, blocks=blocks)
+                seconds = self.rehearsed[way] * size / self.config.batch_size
+                self._keep(way, replace(trial, seconds=seconds))
+                return
+            clear_cache(self.where)
+        self.no_room.add(way)
+
+    def _run(self, way: Way, *, blocks: Sequence[Sequence[Tensor]], narrow: bool) -> Trial:
+        """The trial of a way, that of before where it was measured with weights as they are now."""
+        size, checkpointing, release = way
+        if self.knows(way) and narrow is (checkpointing in self.narrowed):
+            return next(trial for trial in self.like(way) if trial.micro_batch == size)
+        return self.trials.run(
+            size,
+            accumulation=self.config.batch_size // size,
+            context_bytes=context_bytes(self.where),
+            released=blocks if release else (),
+            timed=False,
+            narrowed=self.less if narrow else None,
+        )
+
+    def _keep(self, way: Way, trial: Trial) -> None:
+        size, checkpointing, release = way
+        if release:
+            self.released[checkpointing] = trial
+        else:
+            known = [other for other in self.tried[checkpointing] if other.micro_batch != size]
+            self.tried[checkpointing] = [*known, trial]
+
+
+class _TooTight(Exception):
+    """Weights in full, with what a trial needs beside them, are more than the budget."""
