@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from baoc.link import STORED, slower
 from baoc.types import LinkRates
-from baoc.units import GIB
+from baoc.units import GIB, MIB
 
 UTILISATION = 0.4  # of the peak arithmetic rate that training is taken to reach: a guess, as models differ
 BANDWIDTH_SHARE = 0.8  # of the memory's rate that a fused optimizer step is taken to reach
@@ -15,7 +15,8 @@ class Card:
     """`flops`: dense bf16 per second by the data sheet; `bandwidth`: bytes per second of memory.
 
     `link`: to the host, as measured on an H100; PCIe 4 is taken to carry half of it. `context_bytes`: of the CUDA
-    context with loaded kernels; measured on an H100 (0.70 GiB), taken over for others.
+    context with loaded kernels; measured on an H100 (0.70 GiB), taken over for others. `workspace_bytes`: what cuBLAS
+    keeps in torch's allocator for forward and backward; measured on an H200, by torch's defaults elsewhere.
     """
 
     name: str
@@ -25,6 +26,7 @@ class Card:
     bandwidth: float
     context_bytes: int = int(0.70 * GIB)
     link: LinkRates = STORED
+    workspace_bytes: int = 64 * MIB
 
     def step_seconds(self, *, flops: float, moved_bytes: float) -> float:
         """Seconds of so much arithmetic, and of an optimizer step that moves so many bytes."""
@@ -32,6 +34,7 @@ class Card:
 
 
 _PCIE_4 = slower(STORED, factor=2)
+_WORKSPACES_BEFORE_HOPPER = 17 * MIB
 CARDS: dict[str, Card] = {
     card.name: card
     for card in (
@@ -44,6 +47,7 @@ CARDS: dict[str, Card] = {
             flops=312e12,
             bandwidth=2.0e12,
             link=_PCIE_4,
+            workspace_bytes=_WORKSPACES_BEFORE_HOPPER,
         ),
         Card(
             name="rtx4090",
@@ -52,6 +56,7 @@ CARDS: dict[str, Card] = {
             flops=165e12,
             bandwidth=1.0e12,
             link=_PCIE_4,
+            workspace_bytes=_WORKSPACES_BEFORE_HOPPER,
         ),
     )
 }

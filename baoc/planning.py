@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,17 +113,17 @@ def plan_for(
         fake_(task)
         batch = fake_batch(real)
     options: list[Option] = []
-    chosen, made, reference_s = None, None, math.nan
+    chosen, made = None, _Shapes(card, config, task=task, batch=batch, settings=settings, budget=budget)
     for checkpointing in axes.checkpointing:
-        made = _Shapes(card, config, task=task, batch=batch, settings=settings, budget=budget)
-        made.reference_s = reference_s
         options += made.options(axes, checkpointing=checkpointing)
-        reference_s = made.reference_s
         chosen = best(options, objective=config.objective)
         if chosen is not None:
             break
+    if chosen is None:  # a refusal names the least of all options
+        options = [o for kind in axes.checkpointing for o in made.options(axes, checkpointing=kind, hopeless=True)]
+        chosen = best(options, objective=config.objective)
     leave([replace(option, chosen=option is chosen) for option in options], run_dir=run_dir, objective=config.objective)
-    if chosen is None or made is None:
+    if chosen is None:
         raise none_fits(options, budget=budget, axes=axes)
     made.planner.footprint = made.footprint(chosen.micro_batch, release=chosen.release)
     made.planner.latency = made.latency(chosen.micro_batch)
@@ -166,7 +167,8 @@ class _Shapes:
         infos = describe(task, optimizer_groups=task._groups())
         self.numel = sum(info.numel for info in infos)
         self.tried: list[Trial] = []
-        self.flops = math.nan  # of one sample, forward and backward
+        self.forward_flops = math.nan  # of one sample
+        self.passes = 3  # forwards that a forward and backward takes the time of
         self.reference_s = math.nan  # of a step with fused AdamW
         self.planner = Planner(
             infos,
@@ -183,7 +185,8 @@ class _Shapes:
         self.temporaries |= step_temporaries(eager, params=[largest]) if eager else {}
         self.lines = {spec.name: self._moving_s(moved_bytes(spec)) for spec in device_rows(self.planner.specs.values())}
 
-    def options(self, axes: Axes, *, checkpointing: bool) -> list[Option]:
+    def options(self, axes: Axes, *, checkpointing: bool, hopeless: bool = False) -> list[Option]:
+        """The options of one kind; those of larger micro-batches only where the smallest one fits, or `hopeless`."""
         sizes = axes.micro_batches
         disable_checkpointing(self.task.model)
         if checkpointing:
@@ -200,24 +203,35 @@ class _Shapes:
                 as_on_cuda=True,
             )
             layers = layers_of(self.task, parts=getattr(self.task.model, "checkpoint_units", ()))
-            self.tried = [self._tried(trials, size, accumulation=accumulation, layers=layers) for size in sizes[:2]]
+            tried = partial(self._tried, trials, accumulation=accumulation, layers=layers)
+            self.tried = [tried(sizes[0])]
+            if math.isnan(self.forward_flops):
+                self.forward_flops = self._forward_flops(trials, sizes[0], layers=layers) / sizes[0]
             # a backward is two forwards, and one more where activations are computed again
-            self.flops = (4 if checkpointing else 3) * self._forward_flops(trials, sizes[0], layers=layers) / sizes[0]
-        if math.isnan(self.reference_s):
-            self.reference_s = self._seconds(self.config.batch_size) + self._moving_s(FUSED_BYTES * self.numel)
-        ways = axes.ways(batch_size=self.config.batch_size)
-        return [
-            make_option(
-                self.planner,
-                footprint=self.footprint(size, release=release),
-                batch_size=self.config.batch_size,
-                checkpointing=checkpointing,
-                latency=self.latency(size),
-                release=release,
-            )
-            for size, recomputed, release in ways
-            if recomputed == checkpointing and (not release or footprint_at(self.tried, micro_batch=size).moments)
-        ]
+            self.passes = 4 if checkpointing else 3
+            if math.isnan(self.reference_s):
+                self.reference_s = self._seconds(self.config.batch_size) + self._moving_s(FUSED_BYTES * self.numel)
+            least = [] if hopeless else [self._option((sizes[0], checkpointing, release)) for release in axes.release]
+            if not hopeless and not any(option is not None and option.fits for option in least):
+                sizes = sizes[:1]  # more samples at once never need less, with gradients or without
+            self.tried += [tried(size) for size in sizes[1:2]]
+        ways = [way for way in axes.ways(batch_size=self.config.batch_size) if way[1] is checkpointing]
+        options = [self._option(way) for way in ways if way[0] in sizes]
+        return [option for option in options if option is not None]
+
+    def _option(self, way: tuple[int, bool, bool]) -> Option | None:
+        """None where it is not known what released gradients would leave."""
+        size, checkpointing, release = way
+        if release and not footprint_at(self.tried, micro_batch=size).moments:
+            return None
+        return make_option(
+            self.planner,
+            footprint=self.footprint(size, release=release),
+            batch_size=self.config.batch_size,
+            checkpointing=checkpointing,
+            latency=self.latency(size),
+            release=release,
+        )
 
     def _tried(self, trials: Trials, size: int, *, accumulation: int, layers: Layers | None) -> Trial:
         """A trial of the whole network, made of those of a few of its layers where that comes to the same."""
@@ -249,7 +263,7 @@ class _Shapes:
 
     def _seconds(self, samples: int) -> float:
         """Of forward and backward."""
-        return self.card.step_seconds(flops=self.flops * samples, moved_bytes=0)
+        return self.card.step_seconds(flops=self.passes * self.forward_flops * samples, moved_bytes=0)
 
     def _moving_s(self, num_bytes: float) -> float:
         return self.card.step_seconds(flops=0, moved_bytes=num_bytes)
@@ -280,7 +294,9 @@ class _Shapes:
             device=self.card.name,
             micro_batch=micro_batch,
             context_bytes=self.card.context_bytes,
-            reserve_bytes=LATE_MODULES_BYTES + int(FRAGMENTATION * found.forward_backward_bytes),
+            reserve_bytes=LATE_MODULES_BYTES
+            + self.card.workspace_bytes
+            + int(FRAGMENTATION * found.forward_backward_bytes),
             profile_bytes=int(PROFILE_BYTES * self.numel),
             profile_temporary_bytes=int(PROFILE_BYTES * self.numel),
             step_temporary_bytes=self.temporaries,

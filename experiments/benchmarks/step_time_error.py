@@ -70,10 +70,10 @@ class Parts:
     """Milliseconds of each part of the steps of a run, by wrapping what Lightning calls; entered around it."""
 
     def __init__(self) -> None:
-        self._before: list[tuple[type, str, Any]] = []
+        self._before: list[tuple[Any, str, Any]] = []
         self._spans: list[tuple[str, float, float, Any, Any]] = []
         self._steps: list[list[tuple[str, float, float, Any, Any]]] = []
-        self._depth = 0
+        self.decide_s = 0.0
 
     def __enter__(self) -> "Parts":
         for owner, name in (
@@ -84,7 +84,16 @@ class Parts:
             (torch.optim.Optimizer, "zero_grad"),
         ):
             self._wrap(owner, name, ends=name == "optimizer_step")
+        self._before.append((training, "decide", training.decide))
+        training.decide = self._decide
         return self
+
+    def _decide(self, *args: Any, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return self._before[-1][2](*args, **kwargs)
+        finally:
+            self.decide_s = time.perf_counter() - began
 
     def __exit__(self, *exc: object) -> None:
         for owner, name, original in self._before:
@@ -135,7 +144,7 @@ def measured(name: str, overrides: tuple[str, ...], *, steps: int) -> dict[str, 
         config = from_hydra(compose([*overrides, f"trainer.max_steps={steps}", *QUIET]))
         with tempfile.TemporaryDirectory() as folder, Parts() as parts:
             result = training.run(config, run_dir=Path(folder), command=" ".join(overrides))
-            row |= known(Path(folder))
+            row |= known(Path(folder)) | {"decide_s": round(parts.decide_s, 1)}
     except BaocError as error:
         return row | {"why": str(error).splitlines()[0], "seconds": round(time.time() - began, 1)}
     assert result is not None
