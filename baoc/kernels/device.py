@@ -49,6 +49,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":  # it knows no inline PTX, and cut
         return tl.ceil(x) + ROUND
 
     @triton.jit
+    def round_down(x):
+        return tl.floor(x) + ROUND
+
+    @triton.jit
     def floor_bytes(x, per, base):
         return tl.floor(x * per + (base - FINE)).to(tl.int32).to(tl.int8)
 
@@ -123,6 +127,13 @@ else:
         """ROUND + ceil(x)."""
         return tl.inline_asm_elementwise(
             "add.rp.f32 $0, $1, 0f4B400000;", "=f,f", [x], tl.float32, is_pure=True, pack=1
+        )
+
+    @triton.jit
+    def round_down(x):
+        """ROUND + floor(x)."""
+        return tl.inline_asm_elementwise(
+            "add.rm.f32 $0, $1, 0f4B400000;", "=f,f", [x], tl.float32, is_pure=True, pack=1
         )
 
     @triton.jit

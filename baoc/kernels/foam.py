@@ -14,23 +14,14 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from baoc.kernels.device import load_numbers, tile_of
+from baoc.kernels.device import differ, load_numbers, tile_of
 from baoc.kernels.elementwise import (
-    CORRECTION_AT,
-    M_AT,
-    M_SCALE_AT,
-    PARAM_AT,
     REPAIRERS,
-    V_AT,
-    V_SCALE_AT,
-    W1,
-    W2,
-    WIDTH,
     constants,
     grid,
     lerp,
 )
-from baoc.kernels.foam_anywhere import fold_sum, spread, step_anywhere, stepped
+from baoc.kernels.foam_anywhere import facts, fold_sum, step_anywhere, stepped
 from baoc.kernels.kinds import Call
 from baoc.kernels.matrix_kinds import FOLDS, entries
 from baoc.kernels.storage import load_m, load_param, load_v, store_m, store_param, store_v
@@ -38,7 +29,6 @@ from baoc.kernels.storage import load_m, load_param, load_v, store_m, store_para
 if TYPE_CHECKING:
     from baoc.kernels.table import FusedTable
 
-_PIECE = tl.constexpr(64)  # elements of a long fold that are held at once
 _WIDEST = tl.constexpr(2**20)  # columns up to which offsets in a program fit 32 bits
 
 
@@ -49,200 +39,136 @@ def _is_plain(g, folded, p, new, inside, WEIGHTS: tl.constexpr, MARKED: tl.const
     if MARKED:
         plain = tl.minimum(plain, tl.min(tl.where(g.to(tl.int32, bitcast=True) != -2147483648, 1, 0)))
     if WEIGHTS == "split8":
-        moved = (new < p) | (new > p)
+        moved = differ(new, p)
         if RAGGED:
-            moved = moved | ~inside
-        plain = tl.minimum(plain, tl.min(tl.where(moved, 1, 0)))
+            moved = tl.where(inside, moved, 1)
+        plain = tl.minimum(plain, tl.min(moved))
     return plain != 0
 
 
 @triton.jit
+def _by_fold(x, ENTRIES: tl.constexpr, FOLD: tl.constexpr, ACROSS: tl.constexpr):
+    """What is in the order of `_element`, as `spread` has it."""
+    GROUPS: tl.constexpr = ENTRIES // 32
+    return tl.reshape(x, [FOLD, GROUPS, 32]) if ACROSS else tl.reshape(x, [GROUPS, 32, FOLD])
+
+
+@triton.jit
 def _step_whole(
-    tensor, grad_addr, first, left, start, tile, lane, inside, ptrs, settings, thresholds, repair,
+    tensor, grad_addr, first, left, start, tile, lane, inside, at, row, thresholds, repair,
     M: tl.constexpr, V: tl.constexpr, SQUARES: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
     GRAD: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, MARKED: tl.constexpr, ENTRIES: tl.constexpr,
     FOLD: tl.constexpr, ACROSS: tl.constexpr, VEC: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     """Steps whole folds of plain elements, see `_step_folds`; does nothing where elements need care. Returns whether it
     is done, and the update's sum of squares. RAGGED folds begin anywhere, padded by what is not `inside`,
-    which counts as zero."""
+    which counts as zero. `tile`, `lane` and `inside` are in the order of `_element`."""
     FULL: tl.constexpr = not RAGGED
-    addrs, row = ptrs + tensor * WIDTH, settings + tensor * WIDTH
     # As many of a thread's folded numbers follow each other as its elements' folds do: no exchange between threads.
-    KEPT: tl.constexpr = VEC if ACROSS else 1
+    KEPT: tl.constexpr = VEC if ACROSS else max(VEC // FOLD, 1)
     entry, groups = tile_of(ENTRIES)
     there = entry >= 0
-    p_addr, correction_addr = tl.load(addrs + PARAM_AT), tl.load(addrs + CORRECTION_AT)
-    m_addr, m_scale_addr = tl.load(addrs + M_AT), tl.load(addrs + M_SCALE_AT)
-    v_addr, v_scale_addr = tl.load(addrs + V_AT), tl.load(addrs + V_SCALE_AT)
-    g = load_numbers(grad_addr, start, tile, inside, GRAD, VEC, FULL)
+    p_addr, correction_addr, m_addr, m_scale_addr, v_addr, v_scale_addr, _match = at
+    _, _, w1, w2, _ = row
+    g = _by_fold(load_numbers(grad_addr, start, tile, inside, GRAD, VEC, FULL), ENTRIES, FOLD, ACROSS)
     p, stored = load_param(p_addr, correction_addr, start, tile, inside, WEIGHTS, PARAM, VEC, FULL)
+    p = _by_fold(p, ENTRIES, FOLD, ACROSS)
     m = load_m(m_addr, m_scale_addr, first, entry, there, groups, left, M, KEPT, True)
     v, scale_old = load_v(v_addr, v_scale_addr, first, entry, there, groups, left, V, KEPT, True)
     folded = fold_sum(g, ACROSS) * (1.0 / FOLD)
     new_v = fold_sum(g * g, ACROSS) * (1.0 / FOLD) if SQUARES else folded * folded
-    m = lerp(m, folded, tl.load(row + W1))
-    v = lerp(v, new_v, tl.load(row + W2))
-    new, update = stepped(tensor, g, True, p, folded, m, v, addrs, row, repair, "step", MATCHED, ACROSS)
-    done = _is_plain(g, folded, p, new, inside, WEIGHTS, MARKED, RAGGED)
+    m = lerp(m, folded, w1)
+    v = lerp(v, new_v, w2)
+    new, update = stepped(tensor, g, True, p, folded, m, v, at, row, repair, "step", MATCHED, ACROSS)
+    inside_folds = _by_fold(inside, ENTRIES, FOLD, ACROSS)
+    done = _is_plain(g, folded, p, new, inside_folds, WEIGHTS, MARKED, RAGGED)
     if done:
         store_m(m_addr, m_scale_addr, m, thresholds, first, entry, there, groups, left, M, KEPT, True)
         store_v(v_addr, v_scale_addr, v, tl.sqrt(v), scale_old, thresholds, first, entry, there, groups, left, V, KEPT,
                 True)  # fmt: skip
-        store_param(p_addr, correction_addr, new, p, stored, thresholds, lane, start, tile, inside, WEIGHTS, PARAM, VEC,
-                    FULL, True)  # fmt: skip
+        out = tl.reshape(new, tile.shape)
+        store_param(p_addr, correction_addr, out, out, stored, thresholds, lane, start, tile, inside, WEIGHTS, PARAM,
+                    VEC, FULL, True)  # fmt: skip
     square = 0.0
     if TRACK:
-        of_each = tl.where(inside, update * update, 0.0) if RAGGED else update * update
+        of_each = tl.where(inside_folds, update * update, 0.0) if RAGGED else update * update
         square = tl.where(done, tl.sum(of_each), 0.0)
     return done, square
 
 
 @triton.jit
-def _step_whole_long(
-    tensor, grad_addr, first, left, start, base, units, limit, ptrs, settings, thresholds, repair,
-    M: tl.constexpr, V: tl.constexpr, SQUARES: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
-    GRAD: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, MARKED: tl.constexpr, ENTRIES: tl.constexpr,
-    FOLD: tl.constexpr, ACROSS: tl.constexpr, VEC: tl.constexpr, RAGGED: tl.constexpr,
-):  # fmt: skip
-    """As `_step_whole` of long folds, piece by piece: gradients are read twice, the second time from a cache, which
-    takes registers enough for several programs to share a multiprocessor. RAGGED folds end after `limit` elements."""
-    FULL: tl.constexpr = not RAGGED
-    addrs, row = ptrs + tensor * WIDTH, settings + tensor * WIDTH
-    KEPT: tl.constexpr = VEC if ACROSS else 1
-    entry, groups = tile_of(ENTRIES)
-    there = entry >= 0
-    p_addr, correction_addr = tl.load(addrs + PARAM_AT), tl.load(addrs + CORRECTION_AT)
-    m_addr, m_scale_addr = tl.load(addrs + M_AT), tl.load(addrs + M_SCALE_AT)
-    v_addr, v_scale_addr = tl.load(addrs + V_AT), tl.load(addrs + V_SCALE_AT)
-    m = load_m(m_addr, m_scale_addr, first, entry, there, groups, left, M, KEPT, True)
-    v, scale_old = load_v(v_addr, v_scale_addr, first, entry, there, groups, left, V, KEPT, True)
-    sums = (_piece(base, units, 0, ACROSS) * 0).to(tl.float32)
-    squares = sums
-    marks = sums
-    for more in range(0, FOLD, _PIECE):
-        inside = _is_inside(limit, more, there, ACROSS, RAGGED)
-        g = load_numbers(grad_addr, start, _piece(base, units, more, ACROSS), inside, GRAD, VEC, FULL)
-        sums += g
-        if SQUARES:
-            squares += g * g
-        if MARKED:
-            marks += tl.where(g.to(tl.int32, bitcast=True) == -2147483648, 1.0, 0.0)
-    folded = fold_sum(sums, ACROSS) * (1.0 / FOLD)
-    new_v = fold_sum(squares, ACROSS) * (1.0 / FOLD) if SQUARES else folded * folded
-    plain = tl.min(tl.where(tl.abs(folded) < float("inf"), 1, 0)) != 0
-    if MARKED:
-        plain = plain & (tl.sum(marks) == 0.0)
-    total = sums * 0.0
-    if plain:
-        m = lerp(m, folded, tl.load(row + W1))
-        v = lerp(v, new_v, tl.load(row + W2))
-        store_m(m_addr, m_scale_addr, m, thresholds, first, entry, there, groups, left, M, KEPT, True)
-        store_v(v_addr, v_scale_addr, v, tl.sqrt(v), scale_old, thresholds, first, entry, there, groups, left, V, KEPT,
-                True)  # fmt: skip
-        for more in range(0, FOLD, _PIECE):
-            tile = _piece(base, units, more, ACROSS)
-            lane, inside = (tile & 31).to(tl.int32), _is_inside(limit, more, there, ACROSS, RAGGED)
-            g = load_numbers(grad_addr, start, tile, inside, GRAD, VEC, FULL)
-            p, stored = load_param(p_addr, correction_addr, start, tile, inside, WEIGHTS, PARAM, VEC, FULL)
-            new, update = stepped(tensor, g, True, p, folded, m, v, addrs, row, repair, "step", MATCHED, ACROSS)
-            store_param(p_addr, correction_addr, new, p, stored, thresholds, lane, start, tile, inside, WEIGHTS, PARAM,
-                        VEC, FULL, False)  # fmt: skip
-            total += tl.where(inside, update * update, 0.0) if RAGGED else update * update
-    return plain, tl.sum(total) if TRACK else 0.0
-
-
-@triton.jit
-def _is_inside(limit, more, there, ACROSS: tl.constexpr, RAGGED: tl.constexpr):
-    """Which of the elements `_piece` finds a fold has."""
-    inside = there
-    if RAGGED:
-        inside = tl.arange(0, _PIECE)[None, None, :] + more < limit
-    return inside
-
-
-@triton.jit
-def _piece(base, units, more, ACROSS: tl.constexpr):
-    """Places of the elements `more` ... `more + _PIECE - 1` of each fold."""
+def _element(ENTRIES: tl.constexpr, FOLD: tl.constexpr, ACROSS: tl.constexpr):
+    """Which folded number each element of a program belongs to, and its place in that fold, in an order in which
+    elements that follow each other in memory do: flat along a row, else [FOLD * groups, 32]."""
+    GROUPS: tl.constexpr = ENTRIES // 32
     if ACROSS:
-        k = tl.arange(0, _PIECE)[:, None, None] + more
-        tile = (base + k * units) * 32 + tl.arange(0, 32)[None, None, :]
+        part = tl.arange(0, FOLD * GROUPS)[:, None]
+        entry, k = (part % GROUPS) * 32 + tl.arange(0, 32)[None, :], part // GROUPS
     else:
-        tile = base + (tl.arange(0, _PIECE)[None, None, :] + more)
-    return tile
+        flat = tl.arange(0, ENTRIES * FOLD)
+        entry, k = flat // FOLD, flat % FOLD
+    return entry, k
 
 
 @triton.jit
 def _step_aligned(
-    tensor, grad_addr, first, left, cols, width, entry, groups, k, ptrs, settings, thresholds, repair,
+    tensor, grad_addr, first, left, cols, width, at, row, thresholds, repair,
     M: tl.constexpr, V: tl.constexpr, SQUARES: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
     GRAD: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, MARKED: tl.constexpr, ENTRIES: tl.constexpr,
     FOLD: tl.constexpr, ACROSS: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """`_step_whole`, or of long folds `_step_whole_long`, where folds are whole and their elements aligned."""
+    """`_step_whole` where folds are whole and their elements aligned."""
     if ACROSS:
-        units = (cols // 32).to(tl.int32)  # a group lies in one row of folds
+        GROUPS: tl.constexpr = ENTRIES // 32
+        units = (cols // 32).to(tl.int32)  # a group lies in one row of folds, of which the program sees two at most
         high = first // width
         begin = ((first - high * width) // 32).to(tl.int32)
-        line = (begin + groups) // units
-        base = spread(line * (FOLD - 1) * units + begin + groups, ACROSS)
-        start, tile, lane = high.to(tl.int64) * FOLD * cols, base + k * units, tl.arange(0, 32)[None, None, :]
-        tile = tile * 32 + lane
+        part, lane = tl.arange(0, FOLD * GROUPS)[:, None], tl.arange(0, 32)[None, :]
+        unit = begin + part % GROUPS
+        unit += tl.where(unit >= units, (FOLD - 1) * units, 0) + (part // GROUPS) * units
+        start, tile = high.to(tl.int64) * FOLD * cols, unit * 32 + lane
+        lane = tl.broadcast_to(lane, tile.shape)
     else:
-        units = 1
-        lane = k & 31 if FOLD >= 32 else (tl.arange(0, 32)[None, :, None] * FOLD + k) & 31
-        base = spread(entry * FOLD, ACROSS)
-        start, tile = first.to(tl.int64) * FOLD, base + k
-    if FOLD > 32:
-        done, square = _step_whole_long(
-            tensor, grad_addr, first.to(tl.int64), left, start, base, units, FOLD, ptrs, settings,
-            thresholds, repair, M, V, SQUARES, WEIGHTS, PARAM, GRAD, MATCHED, TRACK, MARKED, ENTRIES, FOLD,
-            ACROSS, VEC, False,
-        )  # fmt: skip
-    else:
-        done, square = _step_whole(
-            tensor, grad_addr, first.to(tl.int64), left, start, tile, lane, tile >= 0, ptrs,
-            settings, thresholds, repair, M, V, SQUARES, WEIGHTS, PARAM, GRAD, MATCHED, TRACK, MARKED, ENTRIES,
-            FOLD, ACROSS, VEC, False,
-        )  # fmt: skip
+        start, tile = first.to(tl.int64) * FOLD, tl.arange(0, ENTRIES * FOLD)
+        lane = tile & 31
+    done, square = _step_whole(
+        tensor, grad_addr, first.to(tl.int64), left, start, tile, lane, tile >= 0, at, row, thresholds, repair,
+        M, V, SQUARES, WEIGHTS, PARAM, GRAD, MATCHED, TRACK, MARKED, ENTRIES, FOLD, ACROSS, VEC, False,
+    )  # fmt: skip
     return done, square
 
 
 @triton.jit
 def _step_ragged(
-    tensor, grad_addr, first, left, cols, width, entry, k, ptrs, settings, thresholds, repair,
+    tensor, grad_addr, first, left, rows, cols, width, at, row, thresholds, repair,
     M: tl.constexpr, V: tl.constexpr, SQUARES: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
     GRAD: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, MARKED: tl.constexpr, ENTRIES: tl.constexpr,
-    FOLD: tl.constexpr,
+    FOLD: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
-    """As `_step_whole`, of lines that folds do not divide: the last fold of each is shorter, and none is aligned. Short
-    folds must be as many in a line as the program has, so that it sees two lines at most and does not divide."""
+    """As `_step_whole`, of matrices whose sides folds or groups do not divide: folds at an end are shorter, and none is
+    aligned. Short folds must be as many in a line as the program has, so that it sees two lines at most and does not
+    divide."""
     above = first // width
     rest = first - above * width
-    over = (rest + entry) // width if FOLD > 32 else tl.where(rest + entry >= width, 1, 0)
-    low = rest + entry - over * width
-    base = spread((above + over) * cols + low * FOLD, False)
-    size = tl.minimum(cols - low * FOLD, FOLD)
-    start = first.to(tl.int64) * 0
-    if FOLD > 32:
-        done, square = _step_whole_long(
-            tensor, grad_addr, first.to(tl.int64), left, start, base, 1, spread(size, False), ptrs, settings,
-            thresholds, repair, M, V, SQUARES, WEIGHTS, PARAM, GRAD, MATCHED, TRACK, MARKED, ENTRIES, FOLD, False, 1,
-            True,
-        )  # fmt: skip
+    entry, k = _element(ENTRIES, FOLD, ACROSS)
+    over = (rest + entry) // width if FOLD > 32 and not ACROSS else tl.where(rest + entry >= width, 1, 0)
+    line, low = above + over, rest + entry - over * width
+    if ACROSS:
+        tile, inside = (line * FOLD + k) * cols + low, line * FOLD + k < rows
+        tile = tl.max_contiguous(tile, [1, 32])  # but for the ends of lines: lanes beside each other
     else:
-        tile, inside = base + k, k < spread(size, False)
-        done, square = _step_whole(
-            tensor, grad_addr, first.to(tl.int64), left, start, tile, (tile & 31).to(tl.int32), inside, ptrs,
-            settings, thresholds, repair, M, V, SQUARES, WEIGHTS, PARAM, GRAD, MATCHED, TRACK, MARKED, ENTRIES, FOLD,
-            False, 1, True,
-        )  # fmt: skip
+        tile, inside = line * cols + low * FOLD + k, low * FOLD + k < cols
+    done, square = _step_whole(
+        tensor, grad_addr, first.to(tl.int64), left, first.to(tl.int64) * 0, tile, (tile & 31).to(tl.int32), inside,
+        at, row, thresholds, repair, M, V, SQUARES, WEIGHTS, PARAM, GRAD, MATCHED, TRACK, MARKED, ENTRIES, FOLD,
+        ACROSS, 1, True,
+    )  # fmt: skip
     return done, square
 
 
 @triton.jit
 def _program(
-    tensor, index, grad_addr, shapes, ptrs, settings, thresholds, repair, left_out, bad,
+    tensor, index, grad_addr, rows, cols, transposed, at, row, thresholds, repair, left_out, bad,
     M: tl.constexpr, V: tl.constexpr, SQUARES: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
     GRAD: tl.constexpr, MODE: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr,
     MARKED: tl.constexpr, ENTRIES: tl.constexpr, FOLD: tl.constexpr, ACROSS: tl.constexpr, WIDE: tl.constexpr,
@@ -253,41 +179,45 @@ def _program(
     WIDE: places may need 64 bits, in which dividing is slow.
     """
     PLACE: tl.constexpr = tl.int64 if WIDE else tl.int32
-    rows, cols = tl.load(shapes + tensor * 4 + 1).to(PLACE), tl.load(shapes + tensor * 4 + 2).to(PLACE)
-    transposed = tl.load(shapes + tensor * 4 + 3) != 0
+    rows, cols = rows.to(PLACE), cols.to(PLACE)
     # A folded number's place is (high, low) with `width` of them to a high one.
     width = cols if ACROSS else (cols + FOLD - 1) // FOLD
     total = ((rows + FOLD - 1) // FOLD) * cols if ACROSS else rows * width
     first = index.to(PLACE) * ENTRIES
     left = tl.minimum(total - first, ENTRIES).to(tl.int32)
-    entry, groups = tile_of(ENTRIES)
-    k = tl.arange(0, FOLD)[:, None, None] if ACROSS else tl.arange(0, FOLD)[None, None, :]
-    whole = (left == ENTRIES) & (not transposed)
+    regular = (left == ENTRIES) & (not transposed)
     if ACROSS:
         last = (first + ENTRIES - 1) // width  # no fold of the program is padded
-        whole = whole & (cols % 32 == 0) & (cols <= _WIDEST) & ((last + 1) * FOLD <= rows)
+        regular = regular & (width >= ENTRIES)
+        whole = regular & (cols % 32 == 0) & (cols <= _WIDEST) & ((last + 1) * FOLD <= rows)
     else:
-        whole = whole & (cols % FOLD == 0)
-    done, square = False, tl.sum(tl.zeros([ENTRIES], dtype=tl.float32))
+        whole = regular & (cols % FOLD == 0)
+        regular = regular & ((FOLD > 32) | (width >= ENTRIES))
+    done, square = False, tl.full([], 0.0, tl.float32)
     if MODE == "step":
         plain = whole & (first >= 0)
         if plain:
             done, square = _step_aligned(
-                tensor, grad_addr, first, left, cols, width, entry, groups, k, ptrs, settings, thresholds, repair, M, V,
-                SQUARES, WEIGHTS, PARAM, GRAD, MATCHED, TRACK, MARKED, ENTRIES, FOLD, ACROSS, VEC,
+                tensor, grad_addr, first, left, cols, width, at, row, thresholds, repair, M, V, SQUARES, WEIGHTS,
+                PARAM, GRAD, MATCHED, TRACK, MARKED, ENTRIES, FOLD, ACROSS, VEC,
             )  # fmt: skip
-        elif not ACROSS:  # noqa: SIM102 (of the compiler, the other of the device)
-            if (left == ENTRIES) & (not transposed) & ((FOLD > 32) | (width >= ENTRIES)):
-                done, square = _step_ragged(
-                    tensor, grad_addr, first, left, cols, width, entry, k, ptrs, settings, thresholds, repair, M, V,
-                    SQUARES, WEIGHTS, PARAM, GRAD, MATCHED, TRACK, MARKED, ENTRIES, FOLD,
-                )  # fmt: skip
+        elif regular:
+            done, square = _step_ragged(
+                tensor, grad_addr, first, left, rows, cols, width, at, row, thresholds, repair, M, V, SQUARES,
+                WEIGHTS, PARAM, GRAD, MATCHED, TRACK, MARKED, ENTRIES, FOLD, ACROSS,
+            )  # fmt: skip
     if not done:
         square = step_anywhere(
-            tensor, grad_addr, first, left, rows, cols, width, transposed, ptrs, settings, thresholds, repair, left_out,
+            tensor, grad_addr, first, left, rows, cols, width, transposed, at, row, thresholds, repair, left_out,
             bad, M, V, SQUARES, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, ENTRIES, FOLD, ACROSS,
         )  # fmt: skip
     return square
+
+
+@triton.jit
+def _sides(shapes, tensor):
+    shape = shapes + tensor * 4
+    return tl.load(shape + 1), tl.load(shape + 2), tl.load(shape + 3) != 0
 
 
 @triton.jit
@@ -312,11 +242,13 @@ def foam_kernel(
     pid = tl.program_id(0)
     tensor = tl.load(chunk_tensor + pid)
     grad_addr = tl.load(grad_ptrs + tensor)
+    index = (pid - tl.load(first_chunk + tensor)).to(tl.int64)
+    rows, cols, transposed = _sides(shapes, tensor)
+    at, row = facts(tensor, ptrs, settings)
     if grad_addr != 0:
-        index = (pid - tl.load(first_chunk + tensor)).to(tl.int64)
         square = _program(
-            tensor, index, grad_addr, shapes, ptrs, settings, thresholds, repair, left_out, bad, M, V, SQUARES, WEIGHTS,
-            PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, ENTRIES, FOLD, ACROSS, WIDE, VEC,
+            tensor, index, grad_addr, rows, cols, transposed, at, row, thresholds, repair, left_out, bad, M, V, SQUARES,
+            WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, ENTRIES, FOLD, ACROSS, WIDE, VEC,
         )  # fmt: skip
         if TRACK:
             tl.store(partial + pid, square)
@@ -337,11 +269,13 @@ def repair_kernel(
     grad_addr = tl.load(grad_ptrs + tensor)
     if (tl.load(repair + tensor) != 0.0) & (grad_addr != 0):
         programs = tl.load(first_chunk + tensor + 1) - tl.load(first_chunk + tensor)
+        rows, cols, transposed = _sides(shapes, tensor)
+        at, row = facts(tensor, ptrs, settings)
         for index in range(tl.program_id(1), programs, REPAIRERS):
             _program(
-                tensor, grad_addr * 0 + index, grad_addr, shapes, ptrs, settings, thresholds, repair, left_out, bad, M,
-                V, SQUARES, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, ENTRIES, FOLD, ACROSS, WIDE,
-                VEC,
+                tensor, grad_addr * 0 + index, grad_addr, rows, cols, transposed, at, row, thresholds, repair, left_out,
+                bad, M, V, SQUARES, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, ENTRIES, FOLD, ACROSS,
+                WIDE, VEC,
             )  # fmt: skip
 
 

@@ -33,6 +33,19 @@ from baoc.kernels.storage import load_m, load_param, load_v, store_m, store_para
 
 
 @triton.jit
+def facts(tensor, ptrs, settings):
+    """Addresses and settings of a tensor, asked for all at once before anything depends on them: a program lives as
+    long as its chain of reads."""
+    addrs, row = ptrs + tensor * WIDTH, settings + tensor * WIDTH
+    at = (
+        tl.load(addrs + PARAM_AT), tl.load(addrs + CORRECTION_AT), tl.load(addrs + M_AT), tl.load(addrs + M_SCALE_AT),
+        tl.load(addrs + V_AT), tl.load(addrs + V_SCALE_AT), tl.load(addrs + MATCH_AT),
+    )  # fmt: skip
+    numbers = (tl.load(row + DECAY), tl.load(row + SIZE), tl.load(row + W1), tl.load(row + W2), tl.load(row + EPS))
+    return at, numbers
+
+
+@triton.jit
 def spread(x, ACROSS: tl.constexpr):
     """Folded numbers [groups, 32] beside their elements: [groups, 32, 1], or [1, groups, 32] where folds cross rows."""
     return x[None, :, :] if ACROSS else x[:, :, None]
@@ -45,27 +58,28 @@ def fold_sum(x, ACROSS: tl.constexpr):
 
 @triton.jit
 def _averages(
-    m, v, count, folded, square, settings, MODE: tl.constexpr, SQUARES: tl.constexpr,
+    m, v, count, folded, square, row, MODE: tl.constexpr, SQUARES: tl.constexpr,
 ):  # fmt: skip
     """New m and v from sums over the folds, and the folded gradient. A fold of nothing keeps its averages."""
+    _, _, w1, w2, _ = row
     num = tl.maximum(count, 1).to(tl.float32)
     folded = folded / num
     if MODE != "repair":
-        m = tl.where(count > 0, lerp(m, folded, tl.load(settings + W1)), m)
+        m = tl.where(count > 0, lerp(m, folded, w1), m)
         new = square / num if SQUARES else folded * folded
-        v = tl.where(count > 0, lerp(v, new, tl.load(settings + W2)), v)
+        v = tl.where(count > 0, lerp(v, new, w2), v)
     return m, v, folded
 
 
 @triton.jit
 def stepped(
-    tensor, g, kept, p, folded, m, v, addrs, settings, repair,
+    tensor, g, kept, p, folded, m, v, at, row, repair,
     MODE: tl.constexpr, MATCHED: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
     """Weights after the step, and the update."""
-    decay, size, eps = tl.load(settings + DECAY), tl.load(settings + SIZE), tl.load(settings + EPS)
+    decay, size, _, _, eps = row
     if MATCHED and MODE == "step":
-        size *= matched_factor(tl.load(addrs + MATCH_AT))
+        size *= matched_factor(at[6])
     residual = g - spread(folded, ACROSS)
     root = tl.sqrt(residual * residual + spread(v, ACROSS))
     update = (residual + spread(m, ACROSS)) * reciprocal(root + eps)
@@ -81,7 +95,7 @@ def stepped(
 
 @triton.jit
 def _step_folds(
-    tensor, grad_addr, first, left, start, tile, inside, lane, ptrs, settings, thresholds, repair, left_out, bad,
+    tensor, grad_addr, first, left, start, tile, inside, lane, at, row, thresholds, repair, left_out, bad,
     M: tl.constexpr, V: tl.constexpr, SQUARES: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
     GRAD: tl.constexpr, MODE: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr,
     MARKED: tl.constexpr, ENTRIES: tl.constexpr, ACROSS: tl.constexpr,
@@ -90,11 +104,8 @@ def _step_folds(
 
     What is outside pads a fold and counts as zero. Returns the update's sum of squares.
     """
-    addrs = ptrs + tensor * WIDTH
     entry, groups = tile_of(ENTRIES)
-    p_addr, correction_addr = tl.load(addrs + PARAM_AT), tl.load(addrs + CORRECTION_AT)
-    m_addr, m_scale_addr = tl.load(addrs + M_AT), tl.load(addrs + M_SCALE_AT)
-    v_addr, v_scale_addr = tl.load(addrs + V_AT), tl.load(addrs + V_SCALE_AT)
+    p_addr, correction_addr, m_addr, m_scale_addr, v_addr, v_scale_addr, _match = at
     # All reads come first: a store in between would keep the compiler from moving them up.
     g, finite, kept = load_grad(grad_addr, start, tile, inside, GRAD, MARKED, 1, False)
     p, stored = g, 0
@@ -102,11 +113,10 @@ def _step_folds(
         p, stored = load_param(p_addr, correction_addr, start, tile, inside, WEIGHTS, PARAM, 1, False)
     m = load_m(m_addr, m_scale_addr, first, entry, entry < left, groups, left, M, 1, False)
     v, scale_old = load_v(v_addr, v_scale_addr, first, entry, entry < left, groups, left, V, 1, False)
-    row = settings + tensor * WIDTH
     folded = fold_sum(g, ACROSS)
     square = fold_sum(g * g, ACROSS) if SQUARES else folded
     m, v, folded = _averages(m, v, fold_sum(tl.where(kept, 1, 0), ACROSS), folded, square, row, MODE, SQUARES)
-    new, update = stepped(tensor, g, kept, p, folded, m, v, addrs, row, repair, MODE, MATCHED, ACROSS)
+    new, update = stepped(tensor, g, kept, p, folded, m, v, at, row, repair, MODE, MATCHED, ACROSS)
     if MODE == "step":
         store_m(m_addr, m_scale_addr, m, thresholds, first, entry, entry < left, groups, left, M, 1, False)
         store_v(v_addr, v_scale_addr, v, tl.sqrt(v), scale_old, thresholds, first, entry, entry < left, groups, left, V,
@@ -121,7 +131,7 @@ def _step_folds(
 
 @triton.jit
 def _step_long_folds(
-    tensor, grad_addr, first, left, base, step, begin, size, ptrs, settings, thresholds, repair, left_out, bad,
+    tensor, grad_addr, first, left, base, step, begin, size, at, row, thresholds, repair, left_out, bad,
     M: tl.constexpr, V: tl.constexpr, SQUARES: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
     GRAD: tl.constexpr, MODE: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr,
     MARKED: tl.constexpr, ENTRIES: tl.constexpr, FOLD: tl.constexpr, ACROSS: tl.constexpr,
@@ -129,13 +139,10 @@ def _step_long_folds(
     """The same piece by piece, where places of elements take registers; they are read twice, the second time from a
     cache. Elements of a fold are at `base + k * step` as long as `begin + k < size`."""
     PIECE: tl.constexpr = 64
-    row, addrs = settings + tensor * WIDTH, ptrs + tensor * WIDTH
     entry, groups = tile_of(ENTRIES)
     there = spread(entry < left, ACROSS)
     k = tl.arange(0, PIECE)[:, None, None] if ACROSS else tl.arange(0, PIECE)[None, None, :]
-    p_addr, correction_addr = tl.load(addrs + PARAM_AT), tl.load(addrs + CORRECTION_AT)
-    m_addr, m_scale_addr = tl.load(addrs + M_AT), tl.load(addrs + M_SCALE_AT)
-    v_addr, v_scale_addr = tl.load(addrs + V_AT), tl.load(addrs + V_SCALE_AT)
+    p_addr, correction_addr, m_addr, m_scale_addr, v_addr, v_scale_addr, _match = at
     m = load_m(m_addr, m_scale_addr, first, entry, entry < left, groups, left, M, 1, False)
     v, scale_old = load_v(v_addr, v_scale_addr, first, entry, entry < left, groups, left, V, 1, False)
     sums = (base + k) * 0.0
@@ -162,7 +169,7 @@ def _step_long_folds(
         p, stored = g, 0
         if MODE != "measure":
             p, stored = load_param(p_addr, correction_addr, first * 0, tile, inside, WEIGHTS, PARAM, 1, False)
-        new, update = stepped(tensor, g, kept, p, folded, m, v, addrs, row, repair, MODE, MATCHED, ACROSS)
+        new, update = stepped(tensor, g, kept, p, folded, m, v, at, row, repair, MODE, MATCHED, ACROSS)
         if MODE != "measure":
             store_param(p_addr, correction_addr, new, p, stored, thresholds, (tile & 31).to(tl.int32), first * 0, tile,
                         inside, WEIGHTS, PARAM, 1, False, False)  # fmt: skip
@@ -174,7 +181,7 @@ def _step_long_folds(
 
 @triton.jit
 def step_anywhere(
-    tensor, grad_addr, first, left, rows, cols, width, transposed, ptrs, settings, thresholds, repair, left_out, bad,
+    tensor, grad_addr, first, left, rows, cols, width, transposed, at, row, thresholds, repair, left_out, bad,
     M: tl.constexpr, V: tl.constexpr, SQUARES: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
     GRAD: tl.constexpr, MODE: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr,
     MARKED: tl.constexpr, ENTRIES: tl.constexpr, FOLD: tl.constexpr, ACROSS: tl.constexpr,
@@ -186,24 +193,24 @@ def step_anywhere(
     over = (rest + entry) // width
     low = rest + entry - over * width
     if ACROSS:
-        at = (above + over) * tl.where(transposed, FOLD, FOLD * cols) + low * tl.where(transposed, rows, 1)
+        begins = (above + over) * tl.where(transposed, FOLD, FOLD * cols) + low * tl.where(transposed, rows, 1)
         step, size, begin = tl.where(transposed, 1, cols), rows, (above + over) * FOLD
     else:
-        at = (above + over) * tl.where(transposed, 1, cols) + low * tl.where(transposed, FOLD * rows, FOLD)
+        begins = (above + over) * tl.where(transposed, 1, cols) + low * tl.where(transposed, FOLD * rows, FOLD)
         step, size, begin = tl.where(transposed, rows, 1), cols, low * FOLD
-    base, from_, place = spread(at, ACROSS), spread(begin, ACROSS), first.to(tl.int64)
+    base, from_, place = spread(begins, ACROSS), spread(begin, ACROSS), first.to(tl.int64)
     if FOLD <= 32:
         k = tl.arange(0, FOLD)[:, None, None] if ACROSS else tl.arange(0, FOLD)[None, None, :]
         inside = spread(entry < left, ACROSS) & (from_ + k < size)
         tile = base + k * step
         square = _step_folds(
-            tensor, grad_addr, place, left, place * 0, tile, inside, (tile & 31).to(tl.int32), ptrs, settings,
+            tensor, grad_addr, place, left, place * 0, tile, inside, (tile & 31).to(tl.int32), at, row,
             thresholds, repair, left_out, bad, M, V, SQUARES, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED,
             ENTRIES, ACROSS,
         )  # fmt: skip
     else:
         square = _step_long_folds(
-            tensor, grad_addr, place, left, base, step, from_, size, ptrs, settings, thresholds, repair, left_out, bad,
+            tensor, grad_addr, place, left, base, step, from_, size, at, row, thresholds, repair, left_out, bad,
             M, V, SQUARES, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, ENTRIES, FOLD, ACROSS,
         )  # fmt: skip
     return square

@@ -199,14 +199,16 @@ def _foam_sizes(kind: Kind, shape: Shape) -> dict[str, int]:
 
 
 def _foam_cut(kind: Kind, fp32_params: bool) -> Cut:
-    """Likewise; folds of 256, and of 4 with 8-bit states, on an H200. Where short folds cross rows, vectors along a row
-    would leave a fold's elements to several threads."""
+    """Likewise, on an H200. One warp holds whole groups of folds, so that nothing is exchanged between warps."""
     fold, out, _ = FOLDS[kind.rule]
     if fold > FOLD_TILE:
-        return Cut(chunk=FOLD_TILE * fold, warps=8, vector=4 if fp32_params or out else 8, registers=128)
-    if fold == 4 and fp32_params and not out and kind.m not in ("fp32", "bf16"):
-        return Cut(chunk=256, warps=2, vector=4)
-    return Cut(chunk=512, warps=2, vector=1 if out else 4, registers=128)
+        return Cut(chunk=FOLD_TILE * fold, warps=16, vector=4 if fp32_params or out else 8, registers=64)
+    if out:  # a warp's threads, beside each other in memory, have whole folds
+        vector = 4 if fold < 8 else 2
+        return Cut(chunk=32 * vector * fold, warps=1, vector=vector, registers=128)
+    if not fp32_params:
+        return Cut(chunk=256, warps=1, vector=8, registers=96)
+    return Cut(chunk=256, warps=1, vector=4, registers=80 if fold == 2 else 64)
 
 
 def _register_foam(rule: str) -> None:

@@ -11,9 +11,9 @@ takes the reciprocals of roots from `vectors`; states are written here, in mode 
 import triton
 import triton.language as tl
 
-from baoc.kernels.device import load_tile, reciprocal
+from baoc.kernels.device import load_tile, reciprocal, signed_numbers
 from baoc.kernels.elementwise import EPS, INV_BC2, M_AT, M_SCALE_AT, W1, W2, WIDTH, keep_finite, lerp, load_grad
-from baoc.kernels.storage import load_m_codes, restore_m
+from baoc.kernels.storage import expand_m, load_m_codes, restore_m
 
 LINE_VECTOR, COLUMN_VECTOR, LINE_SUMS, COLUMN_SUMS = (tl.constexpr(i) for i in range(4))
 LINE_TILE, LINE_TILES, COLUMN_TILE, COLUMN_TILES = (tl.constexpr(i) for i in range(4, 8))
@@ -158,17 +158,35 @@ def column_sums_kernel(
 
 
 @triton.jit
-def _read_lines(grad_addr, m_addr, m_scale_addr, start, part, num, stride, M: tl.constexpr, GRAD: tl.constexpr,
-                WIDEST: tl.constexpr, VEC: tl.constexpr):  # fmt: skip
-    """Gradients and m as they are stored, of lines `part` out of `num`; where they are."""
+def _read_lines(grad_addr, m_addr, m_scale_addr, state, start, part, num, stride, M: tl.constexpr, GRAD: tl.constexpr,
+                WIDEST: tl.constexpr, GROUPED: tl.constexpr, VEC: tl.constexpr):  # fmt: skip
+    """Gradients, m as it is stored and averages of lines `part` out of `num`. GROUPED lines are whole groups of 32."""
     columns = tl.arange(0, WIDEST)[None, :]
     tile = (part[:, None] * stride) * VEC + columns
     inside = (part[:, None] < num) & (columns < stride * VEC)
     raw = load_tile(grad_addr, start, tile, inside, GRAD, VEC, False)
     code, bits = raw, 0
-    if M != "none":
+    if GROUPED:
+        code = load_tile(m_addr, start, tile, inside, tl.int8, VEC, False)
+        group, groups = tl.arange(0, WIDEST // 32)[None, :], stride * VEC // 32
+        pointer = (m_scale_addr + start // 16).to(tl.pointer_type(tl.int16)) + (part[:, None] * groups + group)
+        bits = tl.load(pointer, mask=(part[:, None] < num) & (group < groups), other=0)
+    elif M != "none":
         code, bits = load_m_codes(m_addr, m_scale_addr, start, tile, inside, M, VEC)
-    return raw, code, bits, inside
+    return raw, code, bits, tl.load(state + part, mask=part < num, other=0.0)
+
+
+@triton.jit
+def _restored(code, bits, M: tl.constexpr, GROUPED: tl.constexpr):
+    """m of what `_read_lines` read."""
+    if GROUPED:
+        LINES: tl.constexpr = code.shape[0]
+        GROUPS: tl.constexpr = code.shape[1] // 32
+        scale = tl.reshape((bits.to(tl.int32) << 16).to(tl.float32, bitcast=True), [LINES, GROUPS, 1])
+        m = tl.reshape(tl.reshape(expand_m(signed_numbers(code), M), [LINES, GROUPS, 32]) * scale, code.shape)
+    else:
+        m = restore_m(code, bits, M)
+    return m
 
 
 @triton.jit
@@ -188,42 +206,50 @@ def _count_columns(grad_addr, start, num, stride, GRAD: tl.constexpr, MARKED: tl
 @triton.jit
 def _sum_lines(
     grad_addr, m_addr, m_scale_addr, state, factors, start, num, length, w1, w2, M: tl.constexpr, GRAD: tl.constexpr,
-    MODE: tl.constexpr, MARKED: tl.constexpr, WIDEST: tl.constexpr, LINES: tl.constexpr, VEC: tl.constexpr,
+    MODE: tl.constexpr, MARKED: tl.constexpr, WIDEST: tl.constexpr, LINES: tl.constexpr, GROUPED: tl.constexpr,
+    VEC: tl.constexpr,
 ):  # fmt: skip
     """Sums over `num` lines, LINES at a time: by column of g^2 and of squared updates, and of the lines' new means, and
-    how many elements are left out. `state` and `factors` are of the first line; both take what is new."""
+    how many elements are left out, which are looked for only if there are. `state` and `factors` are of the first line;
+    both take what is new."""
     stride = (length // VEC).to(tl.int32)
     total = tl.zeros([WIDEST], dtype=tl.float32)
     square = tl.zeros([WIDEST], dtype=tl.float32)
     of_lines = tl.zeros([LINES], dtype=tl.float32)
     any_out = tl.zeros([LINES], dtype=tl.int32)
     part = tl.arange(0, LINES)
-    raw, code, bits, inside = _read_lines(
-        grad_addr, m_addr, m_scale_addr, start, part, num, stride, M, GRAD, WIDEST, VEC
+    raw, code, bits, v = _read_lines(
+        grad_addr, m_addr, m_scale_addr, state, start, part, num, stride, M, GRAD, WIDEST, GROUPED, VEC
     )
     for begin in range(0, num, LINES):
-        g, _, kept = keep_finite(raw, MARKED)
-        x = g
+        now, m, v_old = raw.to(tl.float32), raw.to(tl.float32), v
         if M != "none":
-            x = lerp(restore_m(code, bits, M), g, w1)
-        stepped = kept & inside
+            m = _restored(code, bits, M, GROUPED)
         # The next lines are read before the sums over these make all warps wait.
-        raw, code, bits, inside = _read_lines(
-            grad_addr, m_addr, m_scale_addr, start, begin + LINES + part, num, stride, M, GRAD, WIDEST, VEC
-        )
+        raw, code, bits, v = _read_lines(
+            grad_addr, m_addr, m_scale_addr, state, start, begin + LINES + part, num, stride, M, GRAD, WIDEST, GROUPED,
+            VEC,
+        )  # fmt: skip
+        g2 = now * now
+        x = now if M == "none" else lerp(m, now, w1)
+        of_line = tl.sum(g2, axis=1)
+        num_out = tl.zeros([LINES], dtype=tl.int32)
+        out = tl.max(tl.where(of_line < float("inf"), 0, 1)) > 0
+        if MARKED or out:
+            g, _, kept = keep_finite(now, MARKED)
+            g2 = g * g
+            x = tl.where(kept, g if M == "none" else lerp(m, g, w1), 0.0)
+            of_line, num_out = tl.sum(g2, axis=1), tl.sum(tl.where(kept, 0, 1), axis=1)
         there = begin + part < num
-        g2 = g * g
-        num_out = tl.sum(tl.where(kept, 0, 1), axis=1)
         count = length - num_out
-        mean = tl.sum(g2, axis=1) / tl.maximum(count, 1).to(tl.float32) + _FLOOR
-        v = tl.load(state + begin + part, mask=there, other=0.0)
-        v = tl.where(count > 0, lerp(v, mean, w2), v)
-        factor = inverse_root(v)
+        mean = of_line * reciprocal(tl.maximum(count, 1).to(tl.float32)) + _FLOOR
+        v_new = tl.where(count > 0, lerp(v_old, mean, w2), v_old)
+        factor = inverse_root(v_new)
         if MODE == "step":
-            tl.store(state + begin + part, v, mask=there)
+            tl.store(state + begin + part, v_new, mask=there)
         tl.store(factors + begin + part, factor, mask=there)
-        of_lines += tl.where(there, v, 0.0)
-        y = tl.where(stepped, x * factor[:, None], 0.0)
+        of_lines += tl.where(there, v_new, 0.0)
+        y = x * factor[:, None]
         total += tl.sum(g2, axis=0)
         square += tl.sum(y * y, axis=0)
         any_out += num_out
@@ -245,7 +271,7 @@ def lines_kernel(
     tiles,  # fp32[tiles, 3]: takes the sum of the program's line means
     per_program,  # lines
     M: tl.constexpr, GRAD: tl.constexpr, MODE: tl.constexpr, MARKED: tl.constexpr, WIDEST: tl.constexpr,
-    LINES: tl.constexpr, VEC: tl.constexpr,
+    LINES: tl.constexpr, GROUPED: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     """Adafactor's sums over whole lines of at most WIDEST elements, LINES at a time, which are read once: a line's new
     mean is known before its share of the columns' sums of squared updates is added up."""
@@ -266,7 +292,7 @@ def lines_kernel(
         start = first * length
         total, square, of_lines, any_out = _sum_lines(
             grad_addr, m_addr, m_scale_addr, state + first, factors + first, start, num, length, w1, w2, M, GRAD, MODE,
-            MARKED, WIDEST, LINES, VEC,
+            MARKED, WIDEST, LINES, GROUPED, VEC,
         )  # fmt: skip
         column = tl.arange(0, WIDEST)
         at = tl.load(place + COLUMN_SUMS) + block * length

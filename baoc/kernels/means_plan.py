@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from baoc.kernels.kinds import Shape
+from baoc.kernels.kinds import GROUP, PACKED, Shape
 from baoc.kernels.matrix_kinds import shares_lines, stored, whole_lines
 from baoc.kernels.table import FusedTable, kept_by_table
 
@@ -21,8 +21,14 @@ ROWS, COLUMNS = 512, 128  # lines that it sums over, and columns
 JOB_LENGTH = 256  # means that a program finishes
 TILE, LONGEST = 2048, 8192  # elements that a program of whole lines holds, but at least a line; its longest line
 PER_WARP = 512  # elements of it by warp
+LARGE_LINES, SMALL_LINES = 512, 128  # lines of a program that holds as many elements as TILE
 _LARGE = 2**27  # elements from which on its sums are over more lines, so that they need little memory
 _PAD = 32  # vectors and sums begin at multiples of it
+
+
+def _width(shape: Shape) -> int:
+    """A line's elements, up to the next power of two."""
+    return max(64, 1 << (stored(shape)[1] - 1).bit_length())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +58,15 @@ class Plan:
     def __init__(self, table: FusedTable):
         self._table, self._rule, self._device = table, table.kind.rule, table.device
         self.adafactor, self.norm = self._rule.startswith("adafactor"), self._rule == "column_norm"
-        self.lines_per_program = 512 if sum(shape.numel for shape in table.shapes) >= _LARGE else 128
+        self._is_large = sum(shape.numel for shape in table.shapes) >= _LARGE
         self._vectors = self._sums = self._tiles = 0
         self._places = [[NONE, NONE, 0, 0, 0, 0, 0, 0] for _ in table.shapes]
         line_jobs: list[list[int]] = []
         column_jobs: list[list[int]] = []
         for index, shape in enumerate(table.shapes):
             self._add(index, shape, line_jobs, column_jobs)
+        whole = {place[0] == WHOLE for place in self._places}
+        self.kinds = "both" if len(whole) > 1 else "lines" if True in whole else "parts"  # of programs that step
         self.line_sums = self._programs([self._line_programs(s) for s in table.shapes])
         self.column_sums = self._programs([self._column_programs(s) for s in table.shapes])
         self.whole = self._whole_programs() if self.adafactor else {}
@@ -78,6 +86,11 @@ class Plan:
     def _at_once(self, shape: Shape) -> bool:
         """True if Adafactor sums lines and columns in one go."""
         return self.adafactor and stored(shape)[1] <= LONGEST
+
+    def lines_per_program(self, width: int) -> int:
+        """Lines of (up to) `width` elements that a program sums at once: few of long ones, for there are fewer."""
+        lines = LARGE_LINES if self._is_large else SMALL_LINES
+        return max(lines * TILE // max(width, TILE), 8)
 
     def _line_programs(self, shape: Shape) -> int:
         if not self._needs(shape)[0] or self._at_once(shape) or whole_lines(self._rule, shape):
@@ -100,12 +113,12 @@ class Plan:
             place[0] = WHOLE
         elif by_line:
             parts = 0 if self._at_once(shape) else -(-length // PIECE)
-            tiles = -(-lines // (self.lines_per_program if self._at_once(shape) else JOB_LENGTH))
+            tiles = -(-lines // (self.lines_per_program(_width(shape)) if self._at_once(shape) else JOB_LENGTH))
             place[0], place[2], place[4], place[5] = self._take(lines, parts, tiles)
             if parts:
                 line_jobs.append([index, place[2], parts, lines, place[0], length, line_column, place[4]])
         if by_column:
-            parts = -(-lines // (self.lines_per_program if self._at_once(shape) else ROWS))
+            parts = -(-lines // (self.lines_per_program(_width(shape)) if self._at_once(shape) else ROWS))
             tiles = -(-length // JOB_LENGTH)
             place[1], place[3], place[6], place[7] = self._take(length, parts, tiles)
             column_jobs.append([index, place[3], parts, length, place[1], lines, column_column, place[6]])
@@ -126,14 +139,16 @@ class Plan:
         owner = torch.repeat_interleave(torch.arange(len(wanted), dtype=torch.int32, device="cpu"), wanted)
         return Programs(owner=self._keep(owner), first=self._keep(first.to(torch.int32)), count=len(owner))
 
-    def _whole_programs(self) -> dict[tuple[int, bool], Programs]:
-        """Programs that sum lines and columns at once, by the width they are compiled for, and if it is aligned."""
-        shapes, vector = self._table.shapes, self._table.cut.vector
+    def _whole_programs(self) -> dict[tuple[int, bool, bool], Programs]:
+        """Programs that sum lines and columns at once, by the width they are compiled for, if it is aligned, and if
+        lines are whole groups of an 8-bit m."""
+        shapes, vector, kind = self._table.shapes, self._table.cut.vector, self._table.kind
+        grouped = kind.traits.has_m and kind.m not in ("fp32", "bf16", *PACKED)
         keys = [
-            (max(64, 1 << (stored(s)[1] - 1).bit_length()), stored(s)[1] % vector == 0) if self._at_once(s) else None
-            for s in shapes
+            (_width(shape), length % vector == 0, grouped and length % GROUP == 0) if self._at_once(shape) else None
+            for shape, length in ((shape, stored(shape)[1]) for shape in shapes)
         ]
-        counts = [-(-stored(shape)[0] // self.lines_per_program) for shape in shapes]
+        counts = [-(-stored(shape)[0] // self.lines_per_program(_width(shape))) for shape in shapes]
         return {
             key: self._programs([count if own == key else 0 for own, count in zip(keys, counts, strict=True)])
             for key in dict.fromkeys(keys)

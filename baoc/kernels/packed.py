@@ -10,10 +10,16 @@ A chunk's tile is [groups of 32, 32]; here it is [groups, 64] in the same order,
 import triton
 import triton.language as tl
 
-from baoc.kernels.device import BF16_MAX, TINY, exp2, log2, reciprocal, round_up
+from baoc.kernels.device import BF16_MAX, ROUND, TINY, exp2, log2, reciprocal, root, round_down, round_up, with_sign
 
 _LARGEST_ROOT = tl.constexpr(2.0**63)  # of v
 _LIMIT, _LIMIT_FINER = tl.constexpr(18.0), tl.constexpr(16.0)
+
+
+@triton.jit
+def _number(code):
+    """0 ... 15 as fp32, by bits of 2^23: without the slow unit that converts."""
+    return (code | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
 
 
 @triton.jit
@@ -27,11 +33,11 @@ def _load_codes(addr, start, left, CHUNK: tl.constexpr, VEC: tl.constexpr, FULL:
 
 @triton.jit
 def _store_codes(addr, codes, start, left, CHUNK: tl.constexpr, VEC: tl.constexpr, FULL: tl.constexpr):
-    """The inverse; `codes` are fp32."""
-    low, high = tl.split(tl.reshape(codes.to(tl.int32), [CHUNK // 64, 32, 2]))
+    """The inverse; `codes` are fp32, -8 ... 15, with ROUND added."""
+    low, high = tl.split(tl.reshape(codes.to(tl.int32, bitcast=True), [CHUNK // 64, 32, 2]))
     at = tl.arange(0, CHUNK // 64)[:, None] * 32 + tl.arange(0, 32)[None, :]
     pointer = tl.multiple_of((addr + start // 2).to(tl.pointer_type(tl.uint8)), (VEC + 1) // 2) + at
-    byte = (low | (high << 4)).to(tl.uint8)
+    byte = ((low & 15) | (high << 4)).to(tl.uint8)
     if FULL:
         tl.store(pointer, byte)
     else:
@@ -57,14 +63,17 @@ def _store_word(addr, word, start, left, CHUNK: tl.constexpr, FULL: tl.constexpr
 
 
 @triton.jit
-def _lanes(thresholds):
-    return tl.load(thresholds + (tl.arange(0, 64) & 31))[None, :]
+def _lanes(thresholds, SHAPE: tl.constexpr):
+    """The lanes of a tile [groups, 64], read as the other tiles are, which keeps its layout."""
+    GROUPS: tl.constexpr = SHAPE[0]
+    at = tl.broadcast_to(tl.arange(0, 32)[None, :], [2 * GROUPS, 32])
+    return tl.reshape(tl.load(thresholds + at), [GROUPS, 64])
 
 
 @triton.jit
 def _restore_root(code, word):
-    signed = tl.where(code > 7, code - 16, code).to(tl.float32)
-    return signed * tl.abs(signed) * (1.0 / 49) * (word << 16).to(tl.float32, bitcast=True)
+    signed = _number(code ^ 8) - 8.0
+    return signed * tl.abs(signed) * ((1.0 / 49) * (word << 16).to(tl.float32, bitcast=True))
 
 
 @triton.jit
@@ -98,20 +107,21 @@ def store_m4(addr, scale_addr, m, thresholds, start, left, CHUNK: tl.constexpr, 
     scale = round_up(tl.minimum(tl.max(tl.abs(m), axis=1, keep_dims=True), BF16_MAX))
     _store_word(scale_addr, scale.to(tl.int32, bitcast=True) >> 16, start, left, CHUNK, FULL)
     y = tl.minimum(tl.abs(m) * reciprocal(tl.maximum(scale, TINY)), 1.0) * 49.0
-    low = tl.minimum(tl.floor(tl.sqrt(y)), 6.0)
-    code = low + tl.where(y >= low * low + (2.0 * low + 1.0) * _lanes(thresholds), 1.0, 0.0)
+    low = tl.minimum(round_down(root(y)), ROUND + 6.0) - ROUND
+    code = low + tl.where(y >= low * low + (2.0 * low + 1.0) * _lanes(thresholds, m.shape), 1.0, 0.0)
     code = tl.where(y >= 0.5, code, 0.0)
-    code = tl.where((m < 0.0) & (code > 0.0), 16.0 - code, code)
-    _store_codes(addr, code, start, left, CHUNK, VEC, FULL)
+    _store_codes(addr, with_sign(code, m) + ROUND, start, left, CHUNK, VEC, FULL)
 
 
 @triton.jit
 def load_v4(addr, scale_addr, start, left, CHUNK: tl.constexpr, VEC: tl.constexpr, FULL: tl.constexpr):
     """v of lattice4 as fp32 [CHUNK / 32, 32], and the groups' words, int32 [CHUNK / 64, 1]."""
-    code = _load_codes(addr, start, left, CHUNK, VEC, FULL).to(tl.float32)
+    code = _number(_load_codes(addr, start, left, CHUNK, VEC, FULL))
     word = _load_word(scale_addr, start, left, CHUNK, FULL)
-    exponent = (code - 15.0) * (8 >> (word & 3)).to(tl.float32) + (word >> 2).to(tl.float32)
-    v = tl.where(code > 0.0, tl.maximum(exp2(exponent * 0.25), TINY), 0.0)
+    octaves = (8 >> (word & 3)).to(tl.float32) * 0.25  # of v by code; what is exact needs no order
+    v = tl.where(
+        code > 0.0, tl.maximum(exp2(code * octaves + ((word >> 2).to(tl.float32) * 0.25 - 15.0 * octaves)), TINY), 0.0
+    )
     return tl.reshape(v, [CHUNK // 32, 32]), word
 
 
@@ -139,10 +149,9 @@ def store_v4(addr, scale_addr, s, word, thresholds, start, left, CHUNK: tl.const
     k, top = _finer(k, top, high, low, kept, 2)
     k, top = _finer(k, top, high, low, kept, 1)
     _store_word(scale_addr, tl.where(some, top.to(tl.int32) * 4 + k, 0), start, left, CHUNK, FULL)
-    unit = (8 >> k).to(tl.float32)
-    per_unit = 1.0 / unit
+    per_unit = (1 << k).to(tl.float32) * 0.125
     # The share of the way between two codes' v that the threshold stands for, on their logarithm.
-    up = log2(1.0 + _lanes(thresholds) * (exp2(unit * 0.25) - 1.0)) * (4.0 * per_unit)
-    code = tl.floor((exponent - top) * per_unit + 16.0 - up)
-    code = tl.where(positive, tl.minimum(tl.maximum(code, 1.0), 15.0), 0.0)
+    up = log2(1.0 + _lanes(thresholds, s.shape) * (exp2((8 >> k).to(tl.float32) * 0.25) - 1.0))
+    code = round_down(exponent * per_unit + (16.0 - top * per_unit) - up * (4.0 * per_unit))
+    code = tl.where(positive, tl.minimum(tl.maximum(code, ROUND + 1.0), ROUND + 15.0), ROUND)
     _store_codes(addr, code, start, left, CHUNK, VEC, FULL)

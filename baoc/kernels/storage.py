@@ -48,7 +48,7 @@ _M_ZERO = tl.constexpr(2.0**-17)  # log8m: what is smaller becomes 0
 
 
 @triton.jit
-def _expand_m(code, CODEC: tl.constexpr):
+def expand_m(code, CODEC: tl.constexpr):
     """Codes of m -> m over its scale."""
     if CODEC == "softsign8":
         m = code * reciprocal(254.0 - tl.abs(code))
@@ -86,7 +86,7 @@ def restore_m(code, bits, CODEC: tl.constexpr):
     elif CODEC == "root4":
         m = restore_m4(code, bits)
     else:
-        m = _expand_m(code.to(tl.float32), CODEC) * (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+        m = expand_m(code.to(tl.float32), CODEC) * (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     return m
 
 
@@ -102,7 +102,7 @@ def load_scaled_m(addr, scale_addr, start, tile, inside, groups, left, CODEC: tl
     elif CODEC == "root4":
         m = load_m4(addr, scale_addr, start, left, tile.shape[0] * 32, VEC, FULL)
     else:
-        m = _expand_m(signed_numbers(load_tile(addr, start, tile, inside, tl.int8, VEC, FULL)), CODEC)
+        m = expand_m(signed_numbers(load_tile(addr, start, tile, inside, tl.int8, VEC, FULL)), CODEC)
         scale = load_scale(scale_addr, start, groups, left, FULL)
     return m, scale
 

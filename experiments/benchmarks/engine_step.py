@@ -32,6 +32,7 @@ from optimizer_step import MODELS, clean, copy_gbps, events_ms, host_us  # noqa:
 from baoc.catalogue import SPECS  # noqa: E402
 from baoc.optim import BlockwiseOptimizer  # noqa: E402
 from baoc.rules import RULES  # noqa: E402
+from baoc.types import ParamInfo, Role  # noqa: E402
 
 DEVICE = "cuda"
 TIMED = (
@@ -76,12 +77,13 @@ def give(params: Sequence[nn.Parameter]) -> None:
 
 
 def specs_for(spec: str, shapes: Sequence[tuple[int, ...]]) -> dict[str, str]:
-    """The spec for every block that it applies to; AdamW in the same storage and weights for vectors elsewhere."""
+    """The spec for every block that it applies to; AdamW in the same storage and weights for what is no matrix."""
     _, plus, weights = spec.partition("+")
     needs_matrix = RULES[SPECS[spec].rule].info.needs_matrix
     storage = SPECS[spec].storage
     other = ("adamw" if storage == "fp32" else f"adamw_{storage}") + plus + weights
-    return {f"p{i}": other if needs_matrix and len(shape) < 2 else spec for i, shape in enumerate(shapes)}
+    infos = [ParamInfo(name=f"p{i}", shape=s, dtype="float32", role=Role.MLP) for i, s in enumerate(shapes)]
+    return {info.name: other if needs_matrix and info.matrix_shape is None else spec for info in infos}
 
 
 def mixed(shapes: Sequence[tuple[int, ...]]) -> dict[str, str]:

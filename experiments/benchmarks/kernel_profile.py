@@ -1,9 +1,10 @@
 """Launch times of the matrix rules at Llama 1.3B by how their launches are cut, beside what they are compared with.
 
 `python experiments/benchmarks/kernel_profile.py --warm` compiles, in parallel, and times nothing, so it may run beside
-others; without it about 30 s on a machine with an NVIDIA GPU. Medians of 7 between CUDA events, kernels alone. A cut is
-elements per program, warps, elements that a thread loads at once, registers; after a colon stand the elements by warp
-of Adafactor's sums. Rows go to kernel_profile.csv in $OUT or experiments/results.
+others; without it about 2 minutes on a machine with an NVIDIA GPU. Medians of 7 between CUDA events, kernels alone. A
+cut is elements per program, warps, elements that a thread loads at once, registers; after a colon stand the elements by
+warp of Adafactor's sums, after another the lines of a program of theirs. Then each spec's best cut by kernel and by
+shape, the slowest spec first. Rows go to kernel_profile.csv in $OUT or experiments/results.
 """
 
 import argparse
@@ -31,25 +32,40 @@ from baoc.optim.backends.eager import Options  # noqa: E402
 STEPS, WORKERS = 7, 15
 # An empty one is the spec's own.
 TRIED: dict[str, tuple[str, ...]] = {
-    "foam_l8_int8+split8": ("", "8192/8/8/128", "8192/8/4/64"),
-    "foam_l2_int8": ("", "512/4/4/0", "256/2/4/0"),
-    "foam_l2_int8+split8": ("", "512/4/4/0", "512/2/8/128"),
-    "foam_l8": ("", "8192/8/4/64"),
-    "adafactor_momentum_int8": (":256", "512/4/4/0:256", "256/2/4/0:256"),
-    "adafactor": (":256",),
-    "adafactor+split8": (":256",),
-    "adamw_shared_out_int8": ("512/4/4/0", "256/2/4/0"),
-    "foam_l2_out_int8+split8": ("512/4/1/0", "256/2/1/64"),
-    "adamw_shared_in_int8": ("512/4/4/0",),
-    "adamw_shared_out_int8+split8": ("512/2/8/64",),
-    "adamw_int4": ("256/2/4/0",),
-    "adamw_int4+split8": ("512/4/4/0",),
-}
+    "adafactor_momentum_int8": (
+        "256/1/4/0", "256/1/4/64", "512/2/4/0", "1024/4/4/0", "256/1/4/0:256", "256/1/4/0:1024", "256/1/4/0:512:256",
+    ),
+    "adafactor+split8": (
+        "256/1/8/0", "256/1/8/64", "512/1/8/0", "256/1/8/0:256", "256/1/8/0:1024", "256/1/8/0:512:256",
+    ),
+    "adafactor": (
+        "256/1/4/0", "512/1/4/0", "512/2/4/0", "1024/4/4/0", "256/1/4/0:256", "256/1/4/0:1024", "256/1/4/0:512:256",
+    ),
+    "adafactor_momentum": ("512/4/4/0", "256/1/4/0", "512/2/4/0", "256/1/4/0:256"),
+    "foam_l2_int8+split8": ("256/1/8/96", "256/1/8/80", "256/1/8/64", "256/1/8/0", "512/1/8/0"),
+    "foam_l2_int8": ("256/1/4/64", "256/1/4/80", "256/1/4/0", "512/2/4/0"),
+    "foam_l8_int8+split8": ("8192/16/8/64", "8192/8/8/128", "8192/16/4/64", "8192/8/8/0"),
+    "foam_l8_out": ("8192/16/4/64", "8192/8/4/128", "8192/16/2/64"),
+    "foam_l2_out_int8+split8": ("512/1/4/128", "512/1/4/168", "256/1/4/96", "256/1/4/128", "512/2/2/96"),
+    "foam_l2_out": ("512/1/4/128", "512/1/4/0", "256/1/4/96", "512/2/2/96"),
+    "adamw_int4+split8": ("256/1/8/0", "256/1/8/96", "256/1/8/80", "256/1/8/64"),
+    "adamw_int4": ("512/4/4/0", "256/2/4/0", "256/1/4/0", "256/1/4/96", "256/1/4/80"),
+    "adamw_shared_out_int8+split8": ("256/1/8/0", "256/1/8/80", "256/1/8/64", "512/1/8/0"),
+    "adamw_shared_out_int8": ("256/1/4/0", "256/1/4/64", "512/2/4/0", "1024/4/4/0"),
+    "adamw_shared_out": ("512/4/4/0", "256/1/4/0", "512/2/4/0"),
+    "foam_l2_sq_int8": ("256/1/4/64", "256/1/4/80"),
+    "foam_l8": ("8192/16/4/64", "8192/8/4/128"),
+    "foam_l2": ("256/1/4/64", "256/1/4/0", "512/2/4/128"),
+    "foam_l1": ("256/1/4/64", "256/1/4/0", "512/2/4/128"),
+    "foam_l3_int8": ("256/1/4/64", "256/1/4/80"),
+    "adamw_shared_in_int8": ("1024/4/4/0", "512/4/4/0", "256/1/4/0"),
+    "adamw_shared_in_int8+split8": ("256/1/8/0", "256/1/8/64"),
+}  # fmt: skip
 
 
 def engine_of(spec: str, cut: str, shapes: list[tuple[int, ...]]) -> tuple[Engine, bool]:
-    sizes, _, per_warp = cut.partition(":")
-    means_plan.PER_WARP = int(per_warp or 512)
+    sizes, per_warp, lines = [*cut.split(":"), "", ""][:3]
+    means_plan.PER_WARP, means_plan.LARGE_LINES = int(per_warp or 512), int(lines or 512)
     given = None
     if sizes:
         chunk, warps, vector, registers = map(int, sizes.split("/"))
@@ -60,6 +76,31 @@ def engine_of(spec: str, cut: str, shapes: list[tuple[int, ...]]) -> tuple[Engin
     return engine, any(table.matches[0] is not None for table in engine.tables)
 
 
+def kernels_of(engine: Engine, matched: bool) -> str:
+    """Milliseconds of each kernel of a step, the largest first."""
+    engine.run(matched=matched, graphs=False)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        engine.run(matched=matched, graphs=False)
+        torch.cuda.synchronize()
+    times: dict[str, float] = {}
+    for event in profile.events() or ():
+        times[event.name] = times.get(event.name, 0.0) + event.time_range.elapsed_us() / 1e3
+    largest = sorted(times.items(), key=lambda item: -item[1])[:5]
+    return ", ".join(f"{name[:24]} {ms:.3f}" for name, ms in largest if ms > 0.02)
+
+
+def by_shape(spec: str, cut: str, *, gbps: float) -> str:
+    """Share of the floor, on matrices of each shape alone."""
+    shares = []
+    for shape in dict.fromkeys(shape for shape in MODELS["llama_1b"] if len(shape) == 2 and shape[0] != 32000):
+        engine, matched = engine_of(spec, cut, [shape] * 40)
+        times = events_ms(lambda e=engine, m=matched: e.run(matched=m), steps=5)
+        shares.append(f"{shape[0]}x{shape[1]} {least_bytes(engine) / gbps / 1e6 / median(times):.2f}")
+        del engine
+        clean()
+    return ", ".join(shares)
+
+
 def compile_(spec: str, cut: str) -> None:
     command = [sys.executable, __file__, "--one", spec, cut]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -68,7 +109,9 @@ def compile_(spec: str, cut: str) -> None:
 
 
 def one(spec: str, cut: str) -> None:
-    shapes = list(dict.fromkeys(shape for shape in MODELS["llama_1b"] if shape[0] != 32000))
+    shapes = (
+        list(dict.fromkeys(shape for shape in MODELS["llama_1b"] if shape[0] != 32000)) * 16
+    )  # as many as are large
     engine, matched = engine_of(spec, cut, shapes)
     engine.run(matched=matched)
     torch.cuda.synchronize()
@@ -83,7 +126,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.one:
         return one(*args.one)
-    tried = [(spec, cut) for spec in args.specs for cut in TRIED[spec]]
+    tried, best = [(spec, cut) for spec in args.specs for cut in TRIED[spec]], {}
     if args.warm:
         with ThreadPoolExecutor(WORKERS) as pool:
             list(pool.map(lambda job: compile_(*job), tried))
@@ -110,9 +153,22 @@ def main() -> None:
             writer.writerow({"spec": spec, "cut": cut or "own", **numbers, **common})
             file.flush()
             share = floor / median(times)
+            best[spec] = max(best.get(spec, (0.0, "")), (share, cut))
             print(f"{spec:29s} {cut or 'own':14s} {median(times):7.3f} ms, floor {floor:6.3f}, {share:.2f}", flush=True)
             del engine
             clean()
+    show_parts(best, gbps=gbps, until=begin + args.limit_s)
+
+
+def show_parts(best: dict[str, tuple[float, str]], *, gbps: float, until: float) -> None:
+    """Each spec's best cut, by kernel and by shape, the slowest first."""
+    for spec, (share, cut) in sorted(best.items(), key=lambda item: item[1]):
+        if time.monotonic() < until:
+            engine, matched = engine_of(spec, cut, MODELS["llama_1b"])
+            kernels = kernels_of(engine, matched)
+            del engine
+            clean()
+            print(f"{spec} {cut} {share:.2f}: {by_shape(spec, cut, gbps=gbps)}; {kernels}", flush=True)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ SHAPES = (
     (70, 1, False),
     (40, 33, True),
     (160, 5, True),
-    (96, 64, False),
+    (48, 128, False),
     (2, 2, False),
     (2, 1100, False),
 )
