@@ -174,17 +174,17 @@ def test_a_trial_that_hangs_is_ended_begun_again_and_fails_in_the_end(tmp_path: 
     deaf = STUB.replace('mode == "slow"', 'mode == "deaf"').replace(
         "time.sleep(0.3)", "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"
     )
-    given = config(n_trials=4, retries=1, stall_s=10, baselines=[["x=0.1", "mode=wait_once"], ["x=0.2", "mode=deaf"]])
+    given = config(n_trials=4, retries=1, stall_s=7, baselines=[["x=0.1", "mode=wait_once"], ["x=0.2", "mode=deaf"]])
     begun = time.monotonic()
     study = run_study(given, folder=tmp_path, code=deaf)
     assert time.monotonic() - begun < 120
     once, always, *rest = study.trials
     assert once.state is TrialState.COMPLETE and attempts(tmp_path, 0) == ["new", "new"]
     assert always.state is TrialState.FAIL and always.user_attrs["text"] == (
-        "failed: it was killed or failed 2 times, at last with -9: it wrote nothing for 10 s (hydra.sweeper.stall_s)"
+        "failed: it was killed or failed 2 times, at last with -9: it wrote nothing for 7 s (hydra.sweeper.stall_s)"
     )
     assert [trial.state for trial in rest] == [TrialState.COMPLETE] * 2
-    assert "trial 1 hangs: it wrote nothing for 10 s" in capsys.readouterr().out
+    assert "trial 1 hangs: it wrote nothing for 7 s" in capsys.readouterr().out
 
 
 def test_a_trial_that_writes_does_not_hang(tmp_path: Path):

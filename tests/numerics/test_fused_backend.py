@@ -43,7 +43,7 @@ else:
     @pytest.mark.parametrize("spec", ELEMENTWISE)
     def test_every_spec_follows_the_eager_backend(spec: str) -> None:
         pair = Pair(spec)
-        pair.run(12)
+        pair.run(6)
         pair.check()
         assert {choice.backend for choice in pair.fused.roster.choices.values()} == {"fused"}
 

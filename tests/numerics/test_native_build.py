@@ -92,10 +92,10 @@ def test_processes_that_start_at_once_share_one_cache(tmp_path: Path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), build.CACHE: str(tmp_path / "cache")}
     started = [
         subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for _ in range(3)
+        for _ in range(2)
     ]
     said = [process.communicate(timeout=150) for process in started]
-    assert [out for out, _ in said] == ["['native'] 0.5000\n"] * 3, said
+    assert [out for out, _ in said] == ["['native'] 0.5000\n"] * 2, said
     (kept,) = (tmp_path / "cache").iterdir()
     assert kept.suffix == ".so" and kept.stat().st_size > 10_000
 

@@ -7,7 +7,7 @@ from baoc.optim import BlockwiseOptimizer
 from tests.numerics.native_cases import LR, SETTINGS, Pair, shapes_of, stepped
 from tests.optimizing import MATRICES, Gradients, build, info, make_params, one_block, run_steps, through_file, twin_of
 
-STEPS = 20
+STEPS = 8
 OTHER_WEIGHTS = [
     f"{spec}+{weights}"
     for spec in ("adamw", "adamw_int8", "adamw_int4", "lion_int8", "foam_l2_int8", "adamw_shared_out_int8")
