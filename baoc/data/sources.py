@@ -5,6 +5,9 @@ workers changes nothing but speed.
 """
 
 import logging
+import multiprocessing
+import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -105,6 +108,7 @@ class WorkerPool:
             persistent_workers=True,
             pin_memory=torch.cuda.is_available(),
             multiprocessing_context="forkserver",
+            worker_init_fn=_end_with_the_run,
             generator=Generator(),  # the DataLoader draws from it; the global random state is the model's
         )
 
@@ -150,6 +154,18 @@ class WorkerPool:
         self._orders[:] = orders
         self._pass += 1
         return self._pass
+
+
+def _end_with_the_run(_: int) -> None:
+    """In a worker: a run that is killed would leave it to the server process, in which it would wait for ever."""
+    run = multiprocessing.parent_process()  # the run, not the server that has forked this process
+    assert run is not None
+
+    def follow() -> None:
+        run.join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
 
 
 class _Orders:

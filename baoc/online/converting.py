@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from baoc.catalogue import base_name
+from baoc.catalogue import base_name, on_device
 from baoc.planner import Planner
 from baoc.risk import RISKS
 from baoc.types import Plan, Profile, to_plain
@@ -25,6 +25,10 @@ def usable(profile: Profile | None, *, planner: Planner, risk: str) -> bool:
     return all(base_name(c.spec) in profile.shadow.get(name, {}) for name in names for c in options[name])
 
 
+def _same_elsewhere(before: str, now: str) -> bool:
+    return before != now and on_device(before) == on_device(now)
+
+
 def adopted(planner: Planner, state: Mapping[str, Any], *, profile: Profile | None) -> tuple[Plan, list[str]]:
     """The plan to go on with, and what to say of it: the saved allocation where nothing changed, else a new one.
 
@@ -44,6 +48,13 @@ def adopted(planner: Planner, state: Mapping[str, Any], *, profile: Profile | No
     lacking = sorted({spec for spec in choices.values() if spec not in planner.specs})
     if set(choices) != names:
         notes.append(f"parameters were cut into {len(choices)} blocks, are into {len(names)}")
+    elsewhere = [b for b in names & set(choices) if _same_elsewhere(choices[b], plan.allocation.choices[b])]
+    if elsewhere:
+        first = min(elsewhere)
+        notes.append(
+            f"{len(elsewhere)} blocks keep the same states in another place, such as {first}: {choices[first]} -> "
+            f"{plan.allocation.choices[first]}"
+        )
     if lacking:
         notes.append(f"the catalogue no longer has {', '.join(lacking)}")
     if not notes and dict(plan.allocation.choices) != dict(choices):

@@ -64,6 +64,7 @@ class Reallocator:
         self.settled_listeners: list[Callable[[int, str, dict[str, float]], None]] = []
         self._switch: dict[str, Any] = {}  # of a move whose first update is still to come
         self.tracked: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self._saved_bytes: int | None = None  # of states in the checkpoint that was loaded
         self.step = 0
         self.last_decision = 0
         self.num_accepted = 0
@@ -326,13 +327,14 @@ class Reallocator:
         if not moves and not notes:
             return
         held = self.optimizer.state_bytes()
+        before = self._saved_bytes if self._saved_bytes is not None else held
         event = Reallocation(
             step=self.step,
             trigger="resume",
             accepted=bool(moves),
             why="; ".join(notes) or "the checkpoint was made for another plan",
             moves=tuple(moves),
-            state_bytes_before=held,
+            state_bytes_before=before,
             state_bytes_after=held,
             risk_before=self.plan.allocation.risk,
             risk_after=self.plan.allocation.risk,
@@ -368,6 +370,7 @@ class Reallocator:
             "budget": to_plain(self.planner.budget),
             "left": dict(self.left),
             "switch": dict(self._switch),
+            "state_bytes": self.optimizer.state_bytes(),
             "profiler": self.profiler.state_dict() if self.profiler is not None and self.watching else {},
         }
 
@@ -392,6 +395,7 @@ class Reallocator:
         if self.profiler is not None:
             temporary = self.planner.footprint.profile_temporary_bytes if self.planner.footprint is not None else 0
             self.planner.count_profile(self.profiler.nbytes, temporary_bytes=temporary if self.profiler.nbytes else 0)
+        self._saved_bytes = state.get("state_bytes")
         notes: list[str] = []
         if converting:
             known = self.profile is not None

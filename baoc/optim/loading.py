@@ -16,7 +16,7 @@ from baoc.optim.checkpoint import Saved, alike
 from baoc.optim.migration import Fates
 from baoc.optim.roster import Roster
 from baoc.optim.state import LiveBlock, Slot, State, allocate, make_slot, new_match
-from baoc.types import BlockMove
+from baoc.types import BlockMove, Placement
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ def _load_block(
     groups: list[dict[str, Any]],
 ) -> BlockMove | None:
     """Fills one block; returns what was converted, if anything."""
-    fates, rms, origins = Fates(), [], set()
+    fates, rms, origins, held = Fates(), [], set(), 0
     live.unseeded.clear()
     for slot in live.slots:
         state = roster.state[slot.param]
@@ -150,6 +150,8 @@ def _load_block(
             continue
         source, spec, given = sources[slot.name], saved.specs[slot.name], saved.states[slot.name]
         unseeded = slot.name in saved.unseeded
+        if spec.placement == Placement.DEVICE:
+            held += source.slab_bytes + sum(given[key].nbytes for key in ("step",) if key in given)
         if not alike(spec, live.spec):
             origins.add(spec.name)
         if (spec.rule, spec.storage) == (live.spec.rule, live.spec.storage):
@@ -179,6 +181,7 @@ def _load_block(
         target=live.spec.name,
         kept=fates.how,
         conversion_error=fates.relative_errors(),
+        bytes_before=held,
         bytes_after=roster.block_bytes(live),
         why="the checkpoint was saved under another plan",
     )

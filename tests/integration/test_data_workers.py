@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,33 @@ def test_workers_that_always_die_end_the_run(tmp_path: Path) -> None:
     with pytest.raises(TrainingFailedError, match=r"data workers died 3 times in a row .*dataset.workers=0") as error:
         batches(tmp_path / "always", lives=99)
     assert error.value.exit_code == 5
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from baoc.data.loader import ShuffledLoader
+from tests.integration.test_data_workers import Rows
+
+if __name__ == "__main__":
+    batches = iter(ShuffledLoader(Rows(Path(sys.argv[1]), lives=0), batch_size=2, seed=3, workers=1))
+    next(batches)
+    (worker,) = batches.gi_frame.f_locals["self"]._pool._loader._iterator._workers
+    print(worker.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_workers_end_with_a_run_that_was_killed(tmp_path: Path, run_python) -> None:
+    """They are children of a server process, which does not see it either while they live."""
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    done = run_python(str(script), str(tmp_path))
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    until = time.monotonic() + 30
+    while time.monotonic() < until and Path(f"/proc/{int(done.stdout)}").exists():
+        time.sleep(0.02)
+    assert not Path(f"/proc/{int(done.stdout)}").exists()
 
 
 def test_an_error_of_the_data_is_not_taken_for_a_death(tmp_path: Path) -> None:

@@ -39,8 +39,15 @@ def test_nothing_is_said_where_nothing_changed(done: Path, tmp_path: Path) -> No
     assert go_on(done, tmp_path / "day" / "on", step=7)[1] is None
 
 
-@pytest.mark.parametrize("step", [3, 6, 10])
-@pytest.mark.parametrize(("budget", "share"), [("state_10", (0.0, 0.1)), ("state_50", (0.4, 0.5))])
+@pytest.mark.parametrize(
+    ("step", "budget", "share"),
+    [
+        (3, "state_10", (0.0, 0.1)),
+        (6, "state_50", (0.4, 0.5)),
+        (10, "state_10", (0.0, 0.1)),
+        (10, "state_50", (0.4, 0.5)),
+    ],
+)
 def test_another_budget(
     done: Path, tmp_path: Path, step: int, budget: str, share: tuple[float, float], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -50,6 +57,9 @@ def test_another_budget(
     assert event is not None and (event["step"], event["accepted"]) == (step, True)
     assert event["why"] == f"the budget was state_25, is {budget}"
     assert event["moves"] and all(move["kept"] for move in event["moves"])
+    assert 0.2 < event["state_bytes_before"] / result.state_bytes_adamw <= 0.25, "what the checkpoint held"
+    change = sum(move["bytes_after"] - move["bytes_before"] for move in event["moves"])
+    assert event["state_bytes_after"] - event["state_bytes_before"] == pytest.approx(change, abs=64)
     told = " ".join(capsys.readouterr().out.split())
     assert f"step {step}, reallocation (resume): {len(event['moves'])} blocks moved; the budget was state_25" in told
     assert result.num_steps == 14 and result.quality.value < 2.6
@@ -64,6 +74,14 @@ def test_another_catalogue(done: Path, tmp_path: Path) -> None:
     assert event is not None and f"the catalogue no longer has {gone}" in event["why"]
     assert {move["source"] for move in event["moves"]} >= {gone}
     assert result.num_steps == 14
+
+
+def test_another_place_is_said(done: Path, tmp_path: Path) -> None:
+    saved = load_checked(done / "step_00000009.ckpt")["optimizer_states"][0]["online"]["choices"]
+    specs = tuple(sorted({f"{spec}@streamed" for spec in saved.values()}))
+    result, event = go_on(done, tmp_path / "day" / "on", step=9, catalogue=CatalogueConfig(specs=specs))
+    assert event is not None and event["why"].startswith(f"{len(saved)} blocks keep the same states in another place")
+    assert event["state_bytes_after"] == result.state_bytes < event["state_bytes_before"]
 
 
 @pytest.mark.parametrize("step", [4, 9])
