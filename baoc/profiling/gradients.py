@@ -123,7 +123,7 @@ class GradientProfiler:
         if turn is Turn.SKIP:
             self._fraction = None
             return False
-        self._take(turn, self._gradients(), shadow=self._shadow_turn(turn))
+        self._take(turn, None, shadow=self._shadow_turn(turn))
         return turn is Turn.SAMPLE
 
     def _next_turn(self, step: int | None) -> Turn:
@@ -138,8 +138,10 @@ class GradientProfiler:
     def _shadow_turn(self, turn: Turn) -> bool:
         return turn is Turn.SAMPLE and self._shadow is not None and self._schedule.shadow_turn()
 
-    def _take(self, turn: Turn, grads: Mapping[str, Tensor | None], *, shadow: bool) -> None:
+    def _take(self, turn: Turn, given: Mapping[str, Tensor | None] | None, *, shadow: bool) -> None:
+        """Of the gradients that are there, or `given` in their place."""
         with self._schedule.running(turn):
+            grads = self._gradients() if given is None else given
             if self._fraction is not None:  # the caller told of the first part only
                 self._second_part()
             self._swap()
@@ -279,9 +281,10 @@ class GradientProfiler:
     def profile(self) -> Profile:
         """The statistics so far; none before two samples. Costs a pass over the slices after each new sample."""
         assert not self._released, "a released profiler has nothing to tell"
-        with self._schedule.running("profile"):
-            if self._stats is None:
+        if self._stats is None:  # a look at what is known already tells nothing of what a profile takes
+            with self._schedule.running("profile"):
                 self._stats = self._averages.statistics(lr=self._lr)
+        with self._schedule.running("shadow terms"):
             shadow = self._shadow.terms() if self._shadow is not None else {}
         return Profile(
             stats=self._stats,

@@ -10,6 +10,7 @@ LARGE_PARAMS = 10_000_000  # from here on limits are shares of time and size; be
 MAX_S = 3.0
 MAX_SHARE = 0.05  # of the time until the first decision
 LATER_SHARE = 0.01  # of the time since, where sampling goes on
+FADING = 0.9  # of what the dearest sample took, with each that is taken
 OCTAVE = 64  # steps at full rate, then as many at half of it, twice as many at a quarter, and so on
 
 
@@ -40,7 +41,8 @@ class Schedule:
         self._portion = 1.0 if shadow_every is None else 0.5
         self._settled: dict[str, float] | None = None  # seconds elapsed and spent when the first decision fell
         self._spent = {"sample": 0.0, "shadow": 0.0}
-        self._cost = {"gather": 0.0, "sample": 0.0, "shadow": 0.0, "profile": 0.0}  # seconds of the newest one
+        self._newest = {"gather": 0.0, "sample": 0.0, "shadow": 0.0, "profile": 0.0}  # seconds
+        self._dearest = dict(self._newest)  # of those before, which fade: costs scatter by half, and a share is a limit
         self._seen = 0
         self._sampled = 0
         self._armed = False
@@ -72,7 +74,7 @@ class Schedule:
             if self._armed:
                 return Turn.SAMPLE
             due = self._seen % self._sample_every == 0
-            return Turn.GATHER if due and self._affords("sample", self._cost["gather"]) else Turn.SKIP
+            return Turn.GATHER if due and self._affords("sample", self._cost("gather")) else Turn.SKIP
         if self._processor_s > MAX_S:
             return Turn.SKIP
         stride = self._sample_every * thinning(self._seen // self._sample_every, full_rate=OCTAVE)
@@ -97,9 +99,13 @@ class Schedule:
         since, share = self._settled or {"elapsed": 0.0, kind: 0.0}, self._share
         if self._settled is not None:
             share = min(share, LATER_SHARE)
-            more_s += self._cost["profile"] if kind == "sample" else 0.0  # which the next decision needs
-        spent = self._spent[kind] - since[kind] + self._cost[kind] + more_s
+            more_s += self._cost("profile") if kind == "sample" else 0.0  # which the next decision needs
+        spent = self._spent[kind] - since[kind] + self._cost(kind) + more_s
         return spent <= share * self._portion * (self.elapsed_s - since["elapsed"])
+
+    def _cost(self, kind: str) -> float:
+        """Seconds that the next one may take."""
+        return max(self._newest[kind], self._dearest[kind])
 
     @contextmanager
     def running(self, kind: str, *, more: bool = False) -> Iterator[None]:
@@ -114,8 +120,11 @@ class Schedule:
             seconds = perf_counter() - began
             self._processor_s += thread_time() - busy
             self._spent["shadow" if kind == "shadow" else "sample"] += seconds
-            if kind in self._cost:
-                self._cost[kind] = seconds + (self._cost[kind] if more else 0.0)
+            if kind in self._newest and more:
+                self._newest[kind] += seconds
+            elif kind in self._newest:
+                self._dearest[kind] = FADING * self._cost(kind)
+                self._newest[kind] = seconds
 
     def forget(self) -> None:
         """Takes what ran so far as a rehearsal: it tells what things cost, and was not spent."""

@@ -200,6 +200,26 @@ def test_from_ten_million_up_the_share_of_time_is_kept_and_samples_come_in_pairs
         assert stream.profile().shadow["w"], "shadows have a share of their own"
 
 
+def test_a_share_of_time_is_kept_where_costs_scatter(monkeypatch):
+    """Every third sample takes four times as long as the others, and the one before it says nothing of that."""
+    clock = {"now": 0.0}
+    monkeypatch.setattr(schedule, "perf_counter", lambda: clock["now"])
+    late = schedule.Schedule(num_params=schedule.LARGE_PARAMS)
+    late.start()
+    late.settle()
+    worst, taken = 0.0, 0
+    for _ in range(4000):
+        clock["now"] += 0.5
+        turn = late.turn()
+        if turn is not schedule.Turn.SKIP:
+            taken += turn is schedule.Turn.SAMPLE
+            with late.running(turn):
+                clock["now"] += 0.04 if taken % 3 == 0 else 0.01
+        late.advance(turn)
+        worst = max(worst, late.spent_s / late.elapsed_s if taken > 9 else 0.0)
+    assert taken > 100 and worst <= schedule.LATER_SHARE
+
+
 def test_after_the_first_decision_samples_cost_a_hundredth_of_the_time(monkeypatch):
     now = Clock(monkeypatch)
     stream = Stream([make_block("w", (64, 64))], max_bytes=400_000)
