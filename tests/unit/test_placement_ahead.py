@@ -1,6 +1,7 @@
 """Host-placed blocks that are stepped in backward, and beside the caller: what then waits, and what is refused."""
 
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -216,6 +217,26 @@ def test_the_host_may_be_late() -> None:
         run_late(pair)
         pair.check()
         assert pair.host.num_nonfinite == 1
+
+
+@pytest.mark.usefixtures("late_host")
+def test_a_late_host_does_not_gather_gradients_that_are_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device needs their memory for those of the next block, whatever the host takes for its step."""
+    held, step = [], updating.Updating.step
+
+    def noting(ring: updating.Updating, piece: updating.Piece, work: Any, **given: Any) -> None:
+        step(ring, piece, work, **given)
+        held.append((len(ring._queue), sum(len(task.piece._grads) for task in ring._queue)))
+
+    monkeypatch.setattr(updating.Updating, "step", noting)
+    with rings(piece_bytes=1500):
+        released = Twins("adamw_int8", "updated", release=True)
+        grads = released.gradients.next()
+        for optimizer, params in ((released.device, released.params), (released.host, released.twins)):
+            backward(params, grads)
+            optimizer.step()
+        assert_same(values(released.params), values(released.twins))
+    assert held == [(1, 0)] * len(SHAPES), "the newest waits to be stepped, and its gradient has been sent for"
 
 
 @pytest.mark.usefixtures("late_host")

@@ -130,4 +130,4 @@ def _hosted(
 ) -> HostedBackend:
     if isinstance(ring, Streaming):
         return StreamedBackend(pieces, streaming=ring, build=build, state=state, releases=releases)
-    return UpdatedBackend(pieces, updating=ring, build=build, state=state)
+    return UpdatedBackend(pieces, updating=ring, build=build, state=state, releases=releases)

@@ -13,16 +13,22 @@ from baoc.optim.state import State, to_buckets
 
 
 class UpdatedBackend(HostedBackend):
-    """`build` is the backend that steps the host's twins of the blocks."""
+    """`build` is the backend that steps the host's twins of the blocks. `releases`: see `Updating.step`."""
 
     looks_ahead = True
 
     def __init__(
-        self, pieces: Sequence[Piece], *, updating: Updating, build: type[Backend], state: Mapping[Tensor, State]
+        self,
+        pieces: Sequence[Piece],
+        *,
+        updating: Updating,
+        build: type[Backend],
+        state: Mapping[Tensor, State],
+        releases: bool = False,
     ):
         super().__init__(pieces, state=state)
         self.name = f"updated {build.name}"
-        self._updating = updating
+        self._updating, self._releases = updating, releases
         self._inner = [build(to_buckets(piece.twins), state=piece.state) for piece in pieces]
 
     def step(self, index: int, inputs: StepInputs, *, ahead: bool = False) -> None:
@@ -33,7 +39,7 @@ class UpdatedBackend(HostedBackend):
         found = {} if looks else inputs.masks
         masks = {weight: found[p].cpu() for p, weight in piece.twin_of().items() if p in found}
         given = replace(inputs, state=piece.state, masks=masks)
-        self._updating.step(piece, lambda: self._run(index, given, looks=looks))
+        self._updating.step(piece, lambda: self._run(index, given, looks=looks), releases=self._releases)
 
     def flush(self, index: int) -> bool:
         if self.pieces[index].has_gradients:

@@ -178,10 +178,20 @@ class Updating(Ring[Piece]):
             for index, part in enumerate(parts)
         ]
 
-    def step(self, piece: Piece, work: Callable[[], object]) -> None:
-        """Does `work`, which steps the piece's twins; on a GPU beside the caller."""
+    def step(self, piece: Piece, work: Callable[[], object], *, releases: bool = False) -> None:
+        """Does `work`, which steps the piece's twins; on a GPU beside the caller.
+
+        `releases`: the caller drops the gradients when this returns. They are then sent for at once, which waits for the
+        piece before: else those of a whole backward would gather on the device, which is faster than the host.
+        """
+        if releases:
+            self.settle()
         piece.take_gradients()
-        self._queue.append(_Task(piece=piece, work=work, given=self.lanes.mark(MAIN)))
+        task = _Task(piece=piece, work=work, given=self.lanes.mark(MAIN))
+        if releases:
+            with torch.no_grad():
+                self._fetch(task)
+        self._queue.append(task)
         if self._host is None:
             self._do_next()
         else:
