@@ -181,8 +181,8 @@ class Updating(Ring[Piece]):
     def step(self, piece: Piece, work: Callable[[], object], *, releases: bool = False) -> None:
         """Does `work`, which steps the piece's twins; on a GPU beside the caller.
 
-        `releases`: the caller drops the gradients when this returns. They are then sent for at once, which waits for the
-        piece before: else those of a whole backward would gather on the device, which is faster than the host.
+        `releases`: the caller drops the gradients when this returns. They are then sent for at once, which waits for
+        the piece before: else those of a whole backward would gather on the device, which is faster than the host.
         """
         if releases:
             self.settle()
