@@ -1,8 +1,9 @@
 """The deepest Llama whose training step fits a device budget, by where and how its optimizer states are kept.
 
 `python experiments/benchmarks/largest_llama.py` needs no GPU: peaks are those of mode=plan for a card that is not here
-(shapes counted, bf16-mixed, micro-batch 1, recomputed activations, released gradients), and the least that any allocation takes. Layers are
-those of the 1.3B network (width 2,048), or with --width 4096 of the 7B one. A depth is tried before it is told of.
+(shapes counted, bf16-mixed, micro-batch 1, recomputed activations, released gradients), and the least that any
+allocation takes. Layers are those of the 1.3B network (width 2,048), or with --width 4096 of the 7B one. A depth is
+tried before it is told of.
 Rows go to largest_llama.csv in $OUT or experiments/results. With `--train LAYERS` one method (--methods) trains 3 steps
 of so many layers within one of --budgets on the GPU that is here, by `python run.py`, and its peak is told.
 """
