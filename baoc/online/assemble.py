@@ -11,6 +11,7 @@ from baoc.allocation import ALLOCATORS
 from baoc.blocks import partition
 from baoc.candidates import applies
 from baoc.catalogue import on_device, select
+from baoc.kernels.host_memory import check_host_memory
 from baoc.online.reallocator import Reallocator
 from baoc.online.triggers import ReallocationSettings
 from baoc.optim import BlockwiseOptimizer, GradientRelease
@@ -117,7 +118,8 @@ def assemble(
     The Reallocator holds planner, plan and optimizer. `groups` are the user's, with (name, parameter) pairs; `defaults`
     are lr, betas, eps and weight_decay. `retime` gives a latency table in which the specs that it is told (names) are
     timed: what a plan rests on is not left to assumptions, and a limit on time is planned for again then. Raises
-    InfeasibleBudgetError before anything is allocated for the optimizer.
+    InfeasibleBudgetError, or BadInputError where the host lacks the memory, before anything is allocated for the
+    optimizer.
     """
     planner = Planner(
         infos, budget=budget, settings=settings.planner, declared=declared, footprint=footprint, latency=latency
@@ -133,6 +135,8 @@ def assemble(
         assert retime is not None
         planner.latency = retime(assumed)
         plan = planner.propose(risk="prior") if budget.step_time is not None else plan
+    if plan.host_bytes:
+        check_host_memory(plan.host_bytes, what="states on the host, and what passes there,")
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()  # states get memory of their own, not gaps in what the probe's activations have left
     optimizer = BlockwiseOptimizer(

@@ -8,6 +8,8 @@ import pytest
 from lightning.fabric.utilities import optimizer as lightning_optimizer
 
 from baoc import BaocStrategy
+from baoc.errors import BadInputError
+from baoc.kernels import host_memory
 from baoc.online import ReallocationSettings, SessionSettings
 from baoc.optim.ahead import Ahead
 from baoc.optim.backends.updated import UpdatedBackend
@@ -55,8 +57,10 @@ def test_training_is_that_of_the_device(ahead: list[int], place: str, arguments:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_gradients_are_only_flushed_where_that_is_the_schedule(ahead: list[int], accumulate: int) -> None:
-    """Once a step, and blocks are stepped once backward is over. What they wait in is planned."""
+def test_gradients_are_only_flushed_where_that_is_the_schedule(
+    ahead: list[int], accumulate: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once a step, and blocks are stepped once backward is over. What they wait in is planned, or refused."""
     flush, flushed, waiting = UpdatedBackend.flush, [], {}
 
     def noting(self: Any, index: int) -> bool:
@@ -73,12 +77,16 @@ def test_gradients_are_only_flushed_where_that_is_the_schedule(ahead: list[int],
         hosted = fit(ours, steps=4, accumulate_grad_batches=accumulate)
         steps, num = len(ahead), len(set(flushed))
     assert same(plain, hosted)
+    assert num > 1 and len(flushed) == num * ahead.count(6) and steps >= 4 and ahead[-4:] == [6] * 4
     assert ours.reallocator is not None
     planner, choices = ours.reallocator.planner, ours.reallocator.plan.allocation.choices
     at_once = staging_bytes(choices, blocks=planner.blocks, specs=planner.specs, rules=planner.rules)[1]
     assert planner.staging_bytes(choices) - at_once == sum(waiting.values())
     assert sum(waiting.values()) >= sum(param.nbytes for param in hosted.parameters())
-    assert num > 1 and len(flushed) == num * ahead.count(6) and steps >= 4 and ahead[-4:] == [6] * 4
+    short = ours.reallocator.plan.host_bytes - 1
+    monkeypatch.setattr(host_memory, "available_host_bytes", lambda: short)
+    with pytest.raises(BadInputError, match=r"states on the host, and what passes there, need .* are available"):
+        fit(strategy("adamw@updated", flush_only=True), steps=1, accumulate_grad_batches=accumulate)
 
 
 @pytest.mark.parametrize("owner", ["module", "callback"])
