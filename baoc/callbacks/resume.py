@@ -1,5 +1,6 @@
 """What an exact resume needs beyond Lightning's checkpoint: random number generators, and logs cut where it goes on."""
 
+import logging
 import random
 from typing import Any
 
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from baoc.tracking.jsonl import JsonlLogger
 
+log = logging.getLogger(__name__)
+
 
 class RngState(L.Callback):
     """Keeps Python's, NumPy's and torch's (CPU, and CUDA of the run's device) generators in the checkpoint.
@@ -17,7 +20,7 @@ class RngState(L.Callback):
     They are put back when the first training batch starts, not when the checkpoint is loaded: Lightning restores
     before loaders and sanity checks, which draw numbers too. Place it first among the callbacks, so that whatever
     another callback draws at the start of a batch is drawn after. Loggers that can (`metrics.jsonl`) are told where the
-    run goes on, so that steps of a lost attempt are not counted twice.
+    run goes on, so that steps of a lost attempt are not counted twice. Going on on another type of device is said.
     """
 
     def __init__(self) -> None:
@@ -28,6 +31,14 @@ class RngState(L.Callback):
         self._device = trainer.strategy.root_device
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        then = "cuda" if "cuda" in (self._pending or {}) else "cpu"
+        if self._pending is not None and then != self._device.type:
+            log.warning(
+                "the checkpoint was written on %s, this run is on %s: weights and states are taken over; what is drawn on "
+                "the device from here on, such as dropout, is not what it would have been there",
+                then,
+                self._device.type,
+            )
         for logger in trainer.loggers:
             if isinstance(logger, JsonlLogger):
                 logger.resume_from(step=trainer.global_step)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from baoc.callbacks import RngState, SafeCheckpoint
+from baoc.callbacks import resume as resume_callbacks
 from baoc.callbacks.resume import capture_rng, restore_rng
 from baoc.tracking import load_checked, read_metrics, resolve_resume
 from baoc.tracking.jsonl import JsonlLogger
@@ -130,6 +131,25 @@ def test_a_finished_run_goes_on_to_more_steps(tmp_path: Path) -> None:
     fit(tmp_path / "cut", max_steps=8)
     resumed = fit(tmp_path / "cut", resume="auto")
     assert_same_run(tmp_path / "whole", tmp_path / "cut", (whole, resumed))
+
+
+def test_a_checkpoint_of_a_gpu_goes_on_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its tensors say that they lie on cuda:0, and it has that device's generator; that they do no more is said."""
+    whole = fit(tmp_path / "whole")
+    with monkeypatch.context() as on_a_gpu:
+        on_a_gpu.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
+        device = {"cuda": torch.zeros(16, dtype=torch.uint8), "cuda_device": 0}
+        on_a_gpu.setattr(resume_callbacks, "capture_rng", lambda _: {**capture_rng(), **device})
+        with pytest.raises(Killed):
+            fit(tmp_path / "cut", kill_after=7)
+    if not torch.cuda.is_available():
+        with pytest.raises(RuntimeError, match="on a CUDA device"):
+            torch.load(tmp_path / "cut" / "checkpoints" / "last.ckpt", weights_only=True)
+    resumed = fit(tmp_path / "cut", resume="auto")
+    assert_same_run(tmp_path / "whole", tmp_path / "cut", (whole, resumed))
+    assert "the checkpoint was written on cuda, this run is on cpu: weights and states are taken over" in caplog.text
 
 
 def test_without_the_generators_the_runs_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
