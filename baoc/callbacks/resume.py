@@ -34,8 +34,8 @@ class RngState(L.Callback):
         then = "cuda" if "cuda" in (self._pending or {}) else "cpu"
         if self._pending is not None and then != self._device.type:
             log.warning(
-                "the checkpoint was written on %s, this run is on %s: weights and states are taken over; what is drawn on "
-                "the device from here on, such as dropout, is not what it would have been there",
+                "the checkpoint was written on %s, this run is on %s: weights and states are taken over; what is drawn "
+                "on the device from here on, such as dropout, is not what it would have been there",
                 then,
                 self._device.type,
             )
