@@ -5,6 +5,7 @@ things differ there: which functions autocast runs in float32, and that memory i
 """
 
 from bisect import bisect_left, insort
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +51,7 @@ def _whole(value: Any) -> Any:
     return value.float() if _is_half(value) else value
 
 
+FREED, ARRIVED = -1, -2  # in what an allocator has recorded, where else bytes stand
 SMALLEST, SMALL = 512, MIB  # bytes: what sizes are rounded up to, and what still is of the small pool
 SMALL_PAGE, LARGE_PAGE = 2 * MIB, 20 * MIB
 
@@ -62,14 +64,17 @@ class CachingAllocator:
 
     def __init__(self) -> None:
         self._pools = (_Pool(page=SMALL_PAGE), _Pool(page=LARGE_PAGE))
-        self._held: dict[int, tuple[_Pool, _Block]] = {}
+        self._held: dict[Any, tuple[_Pool, _Block]] = {}
+        self._log: list[tuple[int, int]] | None = None
         self.allocated_bytes = 0
 
     @property
     def reserved_bytes(self) -> int:
         return sum(pool.mapped for pool in self._pools)
 
-    def allocate(self, key: int, nbytes: int) -> None:
+    def allocate(self, key: Any, nbytes: int) -> None:
+        if self._log is not None:
+            self._log.append((key, nbytes))
         if nbytes <= 0:
             return
         size = -(-nbytes // SMALLEST) * SMALLEST
@@ -77,11 +82,58 @@ class CachingAllocator:
         self._held[key] = pool, pool.take(size)
         self.allocated_bytes += size
 
-    def free(self, key: int) -> None:
+    def free(self, key: Any) -> None:
+        if self._log is not None:
+            self._log.append((key, FREED))
         pool, block = self._held.pop(key, (None, None))
         if pool is not None and block is not None:
             self.allocated_bytes -= block.size
             pool.give(block)
+
+    def record(self) -> None:
+        """From here on what is asked for is written down, for `reserved_again`."""
+        self._log = []
+        self._start = {key: block.size for key, (_, block) in self._held.items()}
+
+    def arrived(self, gradient: int) -> None:
+        """The gradient that lies in this storage has come, or had something added."""
+        if self._log is not None:
+            self._log.append((gradient, ARRIVED))
+
+    def reserved_again(self, gradients: Mapping[int, int]) -> int:
+        """What would be reserved after a pass without gradients in the beginning and one beside those of the first.
+
+        `gradients`: storage -> bytes of stand-ins that were there from the start of what was recorded, in their place.
+        Those of a first pass come to lie among its activations, and the second one's find no room between them.
+        """
+        assert self._log is not None, "nothing was recorded"
+        log, self._log = self._log, None
+        again = CachingAllocator()
+        for key, nbytes in self._start.items():
+            if key not in gradients:
+                again.allocate(key, nbytes)
+        dropped = any(what == FREED and key in gradients for key, what in log)
+        for turn in (1, 2):
+            again._replay(log, turn, gradients=gradients, dropped=dropped)
+        return again.reserved_bytes
+
+    def _replay(
+        self, log: Sequence[tuple[int, int]], turn: int, *, gradients: Mapping[int, int], dropped: bool
+    ) -> None:
+        before = [key for key in self._held if isinstance(key, tuple)]  # what the turn before left
+        for key, what in log:
+            if what == ARRIVED:
+                if turn == 1 and not dropped and key in gradients:
+                    self.allocate((0, key), gradients[key])
+            elif what == FREED:
+                if (turn, key) not in self._held and key in gradients:
+                    for left in before:
+                        self.free(left)
+                    before = []
+                else:
+                    self.free((turn, key))
+            else:
+                self.allocate((turn, key), what)
 
 
 @dataclass(slots=True, eq=False)

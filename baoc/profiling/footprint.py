@@ -63,9 +63,9 @@ def probe_footprint(
     `reserve_bytes` defaults to SCALARS_BYTES, on CUDA to LATE_MODULES_BYTES and the share FRAGMENTATION of the peak.
     `released`: the parameters of each block, where an optimizer releases gradients; then `resident_bytes` is the most
     that is alive when a block is stepped, and `gradients_bytes` the most of gradients. Without `warm` it runs once,
-    beside made-up gradients, for fake tensors; `allocator` tells what a card would reserve. Without `thinned`,
-    `moments` are all stretches, named by what ended them. On CUDA the peak of reserved memory includes whatever this
-    process had reserved in use before.
+    beside made-up gradients, for fake tensors; `allocator` tells what a card would have reserved after two passes.
+    Without `thinned`, `moments` are all stretches, named by what ended them. On CUDA the peak of reserved memory
+    includes whatever this process had reserved in use before.
     """
     params = list(source.parameters()) if isinstance(source, nn.Module) else list(source)
     device = next((param.device for param in params), torch.device("cpu"))
@@ -215,12 +215,16 @@ def _training_peak(
     else:
         for param in params:
             param.grad = torch.zeros_like(param) if param.requires_grad else None
+        meter.record()
     first = meter.peak_bytes
+    stand_ins = {s._cdata: s.nbytes() for s in (p.grad.untyped_storage() for p in params if p.grad is not None)}
     # Only weak references, and to storages: a gradient that was held here would not be freed where training frees it.
     gradients = [weakref.ref(param.grad.untyped_storage()) for param in params if param.grad is not None]
     with Timeline(meter, named=named, held=True) as line:
         own_backward = _one_micro_batch(run, params, drop=line.dropped if accumulation == 1 else None)
         dropped.finish()
+    if not warm:
+        line.reserve(meter.reserved_again(stand_ins))
     if own_backward and all(gradient() is not None for gradient in gradients):
         return first, (), ()  # the loop around it drops gradients, and does so before the forward
     moments = line.moments("training") if thinned else tuple(line.stretches)

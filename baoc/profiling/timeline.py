@@ -75,6 +75,10 @@ class Timeline(TorchDispatchMode):
         self._close(DROPPED)
         self._gradients = 0
 
+    def reserve(self, num_bytes: int) -> None:
+        """So much is reserved, for reasons that the meter has not seen."""
+        self._reserved = max(self._reserved, num_bytes)
+
     @property
     def slack_bytes(self) -> int:
         """What was reserved beyond the largest stretch."""
@@ -105,6 +109,7 @@ class Timeline(TorchDispatchMode):
 
     def _arrived(self, name: str) -> None:
         self._close(ARRIVED + name)
+        self._meter.arrived(self._named[name])
         if self._gradients is not None and name not in self.order:
             self.order.append(name)
             self._gradients = len(self.order)

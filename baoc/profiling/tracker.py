@@ -203,6 +203,7 @@ class PeakMeter:
     def __init__(self, device: torch.device, *held: Any, allocator: CachingAllocator | None = None):
         self.device = device
         self._tracker = None
+        self._allocator = allocator
         if device.type != "cuda":
             self._tracker = MemoryTracker(device=device, allocator=allocator).prime(*held)
 
@@ -217,6 +218,20 @@ class PeakMeter:
     def __exit__(self, *exc: Any) -> None:
         if self._tracker is not None:
             self._tracker.__exit__(*exc)
+
+    def record(self) -> None:
+        """From here on the allocator, if it is imitated, writes down what it is asked for."""
+        if self._allocator is not None:
+            self._allocator.record()
+
+    def reserved_again(self, gradients: Mapping[int, int]) -> int:
+        """See `CachingAllocator.reserved_again`; 0 without one."""
+        return 0 if self._allocator is None else self._allocator.reserved_again(gradients)
+
+    def arrived(self, param: Tensor) -> None:
+        """`param` has its gradient."""
+        if self._allocator is not None and param.grad is not None:
+            self._allocator.arrived(param.grad.untyped_storage()._cdata)
 
     def leave(self) -> None:
         """As the end of `with`, also where modes were entered after it that are still on."""

@@ -105,6 +105,7 @@ class Trials:
                 micro_batch=micro_batch,
                 accumulation=accumulation,
                 context_bytes=context_bytes,
+                warm=not self._as_on_cuda,
                 allocator=CachingAllocator() if self._as_on_cuda else None,
                 released=released,
                 thinned=thinned,

@@ -3,6 +3,7 @@
 import csv
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,29 @@ def test_fake_tensors_are_probed_as_real_ones_are():
     assert fake == real
     assert cold.forward_backward_bytes == real.forward_backward_bytes and cold.resident_bytes == real.resident_bytes
     assert cold.moments[2:] == real.moments[2:]  # the batch is first seen in the second
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_one_recorded_pass_tells_what_an_allocator_holds_after_two(accumulation: int):
+    """Gradients of a first pass lie among its activations: what is reserved is more than what is ever held."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from baoc.planning import fake_
+    from baoc.profiling.as_on_cuda import LARGE_PAGE, CachingAllocator
+
+    net = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048) for _ in range(3)], torch.nn.Linear(2048, 20_000))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake_(net)
+        batch = torch.empty(1024, 2048)
+
+        def loss() -> torch.Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return torch.log_softmax(net(batch).float(), dim=-1).square().mean()
+
+        probe = partial(probe_footprint, net, run_micro_batch=loss, accumulation=accumulation)
+        twice, once = (probe(warm=warm, allocator=CachingAllocator()).forward_backward_bytes for warm in (True, False))
+        held = probe(warm=False).forward_backward_bytes
+    assert abs(once - twice) <= LARGE_PAGE and once > held + 3 * LARGE_PAGE
 
 
 def test_a_stored_profile_decides_in_the_place_of_priors(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
