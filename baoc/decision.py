@@ -33,7 +33,7 @@ from baoc.tracking import console, files
 from baoc.tryouts import Tryouts, Way
 from baoc.types import Footprint, LatencyTable, Option
 
-DECIDING_S = 30.0  # after which no more options are tried, once one has found room
+DECIDING_S = 12.0  # after which no more options are tried, once one has found room
 LIMITED_S = 5.0  # what a latency table may take where a step_time limit needs it
 FUSED_S = 0.5  # and where only fused AdamW is timed, by the byte of which all specs are taken to be as fast
 VERIFIED = 6  # options that are tried themselves at most
@@ -127,8 +127,12 @@ class _Decision:
         self.config, self.task = config, task
         self.where = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
         self.budget = resolve_auto(config.budget, free_bytes=free_bytes(self.where))
-        cap_device(self.where, budget=self.budget)
+        capped = True
         try:
+            cap_device(self.where, budget=self.budget)
+            task.to(self.where)
+        except BadInputError:  # the context alone takes the budget
+            capped = False
             task.to(self.where)
         except torch.OutOfMemoryError:  # not even the weights fit; what would is told from a look outside of the cap
             with uncapped(self.where, budget=self.budget):
@@ -152,6 +156,7 @@ class _Decision:
             budget=self.budget,
             axes=self.axes,
             narrow=narrow_params(infos, params=self.params, settings=settings, declared=declared),
+            capped=capped,
         )
         for checkpointing in self.axes.checkpointing:
             if not (checkpointing and self._roomy()):
@@ -166,7 +171,8 @@ class _Decision:
             footprint=next(iter(self.tryouts.tried.values()))[0].footprint,
         )
         self.blocks = [[self.params[param.name] for param in block.params] for block in self.planner.blocks]
-        with nullcontext() if self.tryouts.any_room else uncapped(self.where, budget=self.budget):
+        beyond = capped and not self.tryouts.any_room
+        with uncapped(self.where, budget=self.budget) if beyond else nullcontext():
             self.constant = {
                 release: _constant(
                     self.planner, self.params, settings=replace(settings, release=release), config=self.config

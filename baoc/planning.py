@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from baoc.budgets import resolve_auto
 from baoc.catalogue import device_rows, with_placement
+from baoc.config.resolve import is_open
 from baoc.config.schema import RunConfig
 from baoc.data.base import DataModule
 from baoc.decision import axes_of, leave
@@ -107,7 +108,7 @@ def plan_for(
             f"{format_bytes(card.context_bytes)} on {card.name}: give a larger one"
         )
     settings = widened(settings, device="cuda", budget=budget, precision=str(config.trainer.precision or "32-true"))
-    axes = axes_of(config, task=task)
+    axes = planned_axes(config, task=task)
     real = next(iter(data.make_train_loader(limit=None)))
     with FakeTensorMode(allow_non_fake_inputs=True):
         fake_(task)
@@ -136,6 +137,15 @@ def plan_for(
     )
     config = settled(config, choice=choice_of(chosen))
     leave_plan(plan, config=config, device=card.name, rate=chosen.samples_per_s, source="prior", run_dir=run_dir)
+
+
+def planned_axes(config: RunConfig, *, task: Task) -> Axes:
+    """What is left open, as it would be in a run on a card: where that decides nothing, neither does its plan."""
+    axes = axes_of(config, task=task)
+    if is_open(config, device="cuda"):
+        return axes
+    given = bool(config.model.checkpointing), bool(config.optim.release_gradients)
+    return replace(axes, checkpointing=given[:1], release=given[1:])
 
 
 def stored_profile(config: RunConfig, *, planner: Planner) -> tuple[Profile | None, str]:

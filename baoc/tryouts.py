@@ -21,12 +21,13 @@ from baoc.strategy.trials import Trials, grow
 from baoc.tasks.base import Task
 from baoc.types import Block, Budget, Footprint
 
-TRIALS_S = 6.0  # about what trials of one kind may take
+TRIALS_S = 3.0  # about what trials of one kind may take
 Way = tuple[int, bool, bool]
 
 
 class Tryouts:
-    """Trials of one run's network. `narrow`: the parameters that a plan may keep in 16 bits, by name.
+    """Trials of one run's network. `narrow`: the parameters that a plan may keep in 16 bits, by name. Not `capped` is a
+    budget of which the context alone leaves nothing: nothing has room, and what would is looked at.
 
     What is tried has weights in full, or where that is too little, with weights of 16 bits where a plan may keep such;
     then the network's own numbers wait on the host, and are back afterwards.
@@ -42,9 +43,11 @@ class Tryouts:
         budget: Budget,
         axes: Axes,
         narrow: Mapping[str, Tensor],
+        capped: bool = True,
     ):
         self.config, self.task, self.trials = config, task, trials
         self.where, self.budget, self.axes, self.narrow = where, budget, axes, narrow
+        self.capped = capped
         self.less = narrowed_bytes(narrow)
         self.narrowed: set[bool] = set()  # checkpointing whose trials have such weights in 16 bits, to stay in the cap
         self.no_room: set[Way] = set()  # those that ran out of memory when they were tried
@@ -104,6 +107,10 @@ class Tryouts:
         self.switch(checkpointing)
         sizes = self.axes.micro_batches
         look = partial(self._look, checkpointing)
+        if not self.capped:
+            self.no_room |= {(size, checkpointing, release) for size in sizes for release in self.axes.release}
+            self.tried[checkpointing] = [look(sizes[0])]
+            return
         grown = partial(grow, look, sizes=list(sizes), max_s=TRIALS_S, fits=self._may_fit)
         with suppress(_TooTight, torch.OutOfMemoryError):
             self.tried[checkpointing] = grown()

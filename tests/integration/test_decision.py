@@ -2,6 +2,8 @@
 
 import csv
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -97,6 +99,39 @@ def test_no_option_fits_says_the_least_and_which_pin_is_in_the_way(tmp_path: Pat
     assert caught.value.least_feasible_bytes > 2**20
     with pytest.raises(InfeasibleBudgetError, match="a smaller micro_batch than the 32 that was asked for"):
         run(tmp_path / "day" / "large", budget=parse_budget("3mb"), micro_batch=32, objective="throughput")
+
+
+@pytest.mark.parametrize("context", [False, True])
+def test_where_not_even_a_trial_has_room_the_refusal_names_what_would_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, context: bool
+):
+    """A stand-in for CUDA's cap, within which nothing runs; or that the context alone takes the budget."""
+    inside = [True]
+
+    @contextmanager
+    def uncapped(*_: Any, **__: Any) -> Iterator[None]:
+        inside[0] = False
+        yield
+        inside[0] = True
+
+    def capped(trials: Trials, micro_batch: int, **arguments: Any) -> Trial:
+        if inside[0] and not context:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return run_trial(trials, micro_batch, **arguments)
+
+    def cap(*_: Any, **__: Any) -> None:
+        if context:
+            raise BadInputError("of which the CUDA context alone takes 822 MiB")
+
+    run_trial = Trials.run
+    monkeypatch.setattr(Trials, "run", capped)
+    monkeypatch.setattr("baoc.tryouts.uncapped", uncapped)
+    monkeypatch.setattr("baoc.decision.uncapped", uncapped)
+    monkeypatch.setattr("baoc.decision.cap_device", cap)
+    monkeypatch.setattr("baoc.decision.time_specs", None)  # there is no room to time anything
+    with pytest.raises(InfeasibleBudgetError, match=r"cannot be met by any of 14 options.*least that one takes is"):
+        run(tmp_path / "day" / "none", budget=parse_budget("1mb"))
+    assert all(row["tried"] == "False" for row in rows(tmp_path / "day" / "none"))
 
 
 def test_a_network_without_parts_to_recompute_says_so():

@@ -5,18 +5,29 @@ import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
 from baoc import train as training
 from baoc.budgets import parse_budget
-from baoc.config.schema import CheckpointConfig, DatasetConfig, ModelConfig, RiskConfig, RunConfig, TaskConfig
+from baoc.config.schema import (
+    CheckpointConfig,
+    DatasetConfig,
+    ModelConfig,
+    OptimConfig,
+    RiskConfig,
+    RunConfig,
+    TaskConfig,
+)
 from baoc.devices import CARDS
 from baoc.errors import BadInputError, InfeasibleBudgetError
-from baoc.planning import card_of
+from baoc.planning import card_of, planned_axes
 from baoc.profiling import probe_footprint
 from baoc.sweep.planned import planned_frontier, plans_of
+from baoc.tasks.base import Task
 from tests.integration.test_run import config
 
 GIB = 2**30
@@ -126,6 +137,22 @@ def test_fake_tensors_are_probed_as_real_ones_are():
     assert fake == real
     assert cold.forward_backward_bytes == real.forward_backward_bytes and cold.resident_bytes == real.resident_bytes
     assert cold.moments[2:] == real.moments[2:]  # the batch is first seen in the second
+
+
+def test_a_plan_leaves_open_what_a_run_of_it_would_decide():
+    """Else the least budget of a plan were that of an option which no run of the same command takes."""
+    layers = SimpleNamespace(checkpoint_units=[torch.nn.Linear(2, 2)], parameters=lambda: ())
+    task = cast(Task, SimpleNamespace(model=layers))
+    asked_for = partial(config, mode="plan", device="h100", budget=parse_budget("8gb"))
+    decided = planned_axes(asked_for(), task=task)
+    assert decided.checkpointing == (False, True) and decided.release == (False, True)
+    pinned = planned_axes(asked_for(micro_batch=32), task=task)
+    assert (pinned.micro_batches, pinned.checkpointing, pinned.release) == ((32,), (False,), (False,))
+    wanted = asked_for(micro_batch=32, optim=OptimConfig(release_gradients=True), model=ModelConfig(checkpointing=True))
+    assert (planned_axes(wanted, task=task).checkpointing, planned_axes(wanted, task=task).release) == (
+        (True,),
+        (True,),
+    )
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
