@@ -33,10 +33,10 @@ from baoc.tracking import console, files
 from baoc.tryouts import Tryouts, Way
 from baoc.types import Footprint, LatencyTable, Option
 
-DECIDING_S = 12.0  # after which no more options are tried, once one has found room
+DECIDING_S = 12.0  # after which it is late
 LIMITED_S = 5.0  # what a latency table may take where a step_time limit needs it
 FUSED_S = 0.5  # and where only fused AdamW is timed, by the byte of which all specs are taken to be as fast
-VERIFIED = 6  # options that are tried themselves at most
+VERIFIED, LATE = 6, 2  # options that are tried themselves at most, and when it is late
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,7 +269,7 @@ def choose(
 
     Small micro-batches leave a GPU idle, so lines through them promise too many samples per second: the best option is
     `tried`, which may make it less than the best, until the best one was, or VERIFIED more were that found room (one
-    that did not is no answer yet), or one was and it is `late`.
+    that did not is no answer yet), or LATE were and it is `late`.
     """
     options, found_room = list(options), 0
     while (

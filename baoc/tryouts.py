@@ -54,7 +54,7 @@ class Tryouts:
         self.tried: dict[bool, list[Trial]] = {}  # by checkpointing
         self.released: dict[bool, Trial] = {}  # of the whole batch, by checkpointing
         self.rehearsed: dict[Way, float] = {}  # seconds of a step but for the optimizer's part
-        self.spared: dict[bool, float] = {}  # seconds of a micro-batch that weights of 16 bits spare, by checkpointing
+        self.spared: dict[bool, dict[int, float]] = {}  # by size, seconds that 16-bit weights spare a micro-batch
 
     def switch(self, checkpointing: bool) -> None:
         disable_checkpointing(self.task.model)
@@ -91,7 +91,12 @@ class Tryouts:
 
     def spared_s(self, way: Way) -> float:
         """Seconds of a step that it takes less where every weight that may be is of 16 bits; 0 where not known."""
-        return self.config.batch_size // way[0] * self.spared.get(way[1], 0.0)
+        known = sorted(self.spared.get(way[1], {}).items())
+        if not known:
+            return 0.0
+        (low, at_low), (high, at_high) = known[0], known[-1]
+        share = 1.0 if high == low else min(1.0, (way[0] - low) / (high - low))
+        return self.config.batch_size // way[0] * (at_low + share * (at_high - at_low))
 
     @property
     def any_room(self) -> bool:
@@ -150,16 +155,18 @@ class Tryouts:
         return footprint.peak_bytes(state_bytes=0) - saved <= self.budget.memory_bytes
 
     def time_narrow(self, checkpointing: bool) -> None:
-        """Learns what weights of 16 bits spare, which autocast need not cast: as much for a micro-batch of any size."""
-        self.spared[checkpointing] = 0.0
+        """Learns what weights of 16 bits spare, which autocast need not cast: for the smallest micro-batch, where
+        launches count, and for the largest that was tried."""
+        self.spared[checkpointing] = {}
         if checkpointing in self.narrowed or not self.narrow:
             return
         self.switch(checkpointing)
-        trial = min(self.tried[checkpointing], key=lambda trial: trial.micro_batch)
-        size = trial.micro_batch
+        known = sorted(self.tried[checkpointing], key=lambda trial: trial.micro_batch)
         with suppress(torch.OutOfMemoryError), narrowed(self.narrow):
-            seconds = self.trials.timed(size, per_step=self.config.batch_size // size)
-            self.spared[checkpointing] = max(0.0, trial.seconds - seconds)
+            for trial in {trial.micro_batch: trial for trial in (known[0], known[-1])}.values():
+                per_step = self.config.batch_size // trial.micro_batch
+                seconds = self.trials.timed(trial.micro_batch, per_step=per_step)
+                self.spared[checkpointing][trial.micro_batch] = max(0.0, trial.seconds - seconds)
 
     def rehearse(self, way: Way, *, blocks: Sequence[Sequence[Tensor]]) -> None:
         """Learns the seconds of a step of this way, as training will take them. Raises torch.OutOfMemoryError."""

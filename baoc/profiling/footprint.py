@@ -244,6 +244,7 @@ def _validation(
         return ()
     if module is not None:
         module.eval()
+    meter.forget()
     with torch.inference_mode(), Timeline(meter, named=named, held=True) as line:
         run()
     return line.moments("validation")

@@ -219,6 +219,11 @@ class PeakMeter:
         if self._tracker is not None:
             self._tracker.__exit__(*exc)
 
+    def forget(self) -> None:
+        """Gives back what is reserved and not in use, which would count as the peak of what comes next."""
+        if self._tracker is None:
+            torch.cuda.empty_cache()
+
     def record(self) -> None:
         """From here on the allocator, if it is imitated, writes down what it is asked for."""
         if self._allocator is not None:

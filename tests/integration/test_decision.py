@@ -18,9 +18,10 @@ from baoc.budgets import parse_budget
 from baoc.config.schema import ModelConfig, OptimConfig, ReallocationConfig
 from baoc.decision import axes_of, choose
 from baoc.errors import BadInputError, InfeasibleBudgetError
-from baoc.options import Trial
+from baoc.options import Axes, Trial
 from baoc.strategy.trials import Trials, grow
 from baoc.tasks.base import Task
+from baoc.tryouts import Tryouts
 from baoc.types import Option, RunResult
 from tests.integration.test_run import config
 from tests.tiny import LIGHTNING_NOISE
@@ -179,9 +180,21 @@ def test_an_option_that_is_slower_than_its_line_promised_gives_way(monkeypatch: 
     known.append(8)  # as one of those that lines were made of
     assert getattr(choose(options(), objective="throughput", tried=tried)[1], "micro_batch", None) == 8
     assert known == [8, 64]
-    monkeypatch.setattr("baoc.decision.VERIFIED", 1)
-    known.clear()
-    assert getattr(choose(options(), objective="throughput", tried=tried)[1], "micro_batch", None) == 64
+    monkeypatch.setattr("baoc.decision.LATE", 1)
+    for late, expected in ((False, 8), (True, 64)):
+        known.clear()
+        found = choose(options(), objective="throughput", tried=tried, late=lambda late=late: late)[1]
+        assert getattr(found, "micro_batch", None) == expected
+
+
+def test_what_16_bit_weights_spare_lies_between_the_smallest_and_the_largest_that_was_timed():
+    given: dict[str, Any] = {"task": None, "trials": None, "budget": parse_budget("8gb"), "narrow": {}}
+    axes = Axes(micro_batches=(1, 4, 16, 32), checkpointing=(False,))
+    tryouts = Tryouts(config(), where=torch.device("cpu"), axes=axes, **given)
+    assert tryouts.spared_s((4, False, False)) == 0.0, "not known"
+    tryouts.spared = {False: {1: 0.4, 16: 0.1}}
+    found = [tryouts.spared_s((size, False, False)) for size in axes.micro_batches]
+    assert found == pytest.approx([32 * 0.4, 8 * 0.34, 2 * 0.1, 0.1])
 
 
 class Card:
