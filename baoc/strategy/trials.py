@@ -27,7 +27,7 @@ from baoc.types import Footprint
 
 MOST_TRIALS = 4  # of one kind
 PRECISIONS = ("32-true", "bf16-mixed")
-REHEARSED_S = 1.0  # about what steps in Lightning's loop may take, after warm ones
+REHEARSED_S = {"cpu": 0.25, "cuda": 1.0}  # about what steps in Lightning's loop may take, after warm ones
 TIMED_S = 0.25  # about what repeats of a micro-batch may take
 SERIES = 2  # of repeats at most, where the allocator was at work in the one before
 RUNS = 6  # of a micro-batch that a trial takes about: two for its bytes, one warm, some timed
@@ -149,7 +149,7 @@ class Trials:
                 accumulation=per_step,
                 clip=clip,
                 released=released,
-                max_s=REHEARSED_S,
+                max_s=REHEARSED_S[self.device.type],
             )
 
     def _seconds(self, batch: Any, *, per_step: int) -> float:
