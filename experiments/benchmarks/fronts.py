@@ -29,11 +29,12 @@ from baoc.sweep.study import run_study
 from baoc.sweep.study_config import StudyConfig, read_study
 from baoc.tracking.files import read_json, write_csv
 
-# model -> (steps, what else): short enough for three tasks within minutes, validated at the end only
+# model -> (steps, what else): short enough for three tasks within minutes, validated at the end only; sizes are those
+# that `auto` takes on a CPU, on a GPU as well
 TASKS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "vit": (200, ()),
-    "dit": (200, ("task.num_samples=0",)),
-    "llama": (100, ()),
+    "vit": (200, ("model.size=tiny",)),
+    "dit": (200, ("model.size=tiny", "task.num_samples=0")),
+    "llama": (100, ("model.size=nano",)),
 }
 BUDGETS = ("state_2", "state_5", "state_10", "state_25")
 # BAOC with its default risk, with a dropped momentum weighted up and with role priors; random allocations
@@ -54,7 +55,7 @@ UNIFORM = (
     "uniform_sign_matched",
     "uniform_sign",
 )
-KEPT = ("result.json", "error.json", "candidates.csv", "allocation.json", "config.yaml", "metrics.jsonl")
+KEPT = ("result.json", "error.json", "candidates.csv", "allocation.json", "config.yaml", "metrics.jsonl", "env.json")
 
 
 def base(model: str, *, given: argparse.Namespace) -> list[str]:
@@ -78,13 +79,15 @@ def more_random(model: str, *, seeds: Iterable[int], given: argparse.Namespace) 
     return [[*words, f"seed={seed}", f"budget={budget}"] for seed in seeds for budget in given.budgets]
 
 
-def study_of(lists: Sequence[Sequence[str]], *, workers: int) -> StudyConfig:
+def study_of(lists: Sequence[Sequence[str]], *, workers: int, device: str = "cpu") -> StudyConfig:
+    """On a GPU all of its trials share the card that CUDA_VISIBLE_DEVICES names: small networks leave it room."""
     given: dict[str, Any] = {
         "name": "fronts",
         "objectives": {"quality": "minimize", "state_bytes": "minimize"},
         "space": {"seed": {"choices": [0]}},  # not searched: all trials are listed
         "sampler": "random",
-        "fixed": ["device=cpu", "checkpoint.export=false", "logger=jsonl"],
+        "fixed": [f"device={device}", "checkpoint.export=false", "logger=jsonl"],
+        "gpus": [],
         "baselines": [list(words) for words in lists],
         "n_trials": len(lists),
         "workers": workers,
@@ -118,6 +121,7 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
                 "peak_bytes": result["peak_bytes"],
                 "steps": result["num_steps"],
                 "commit": result["commit"],
+                "device": _device(run),
             }
         )
     return rows
@@ -128,6 +132,14 @@ def _risk_of(run: RunFolder) -> str:
     weights = {key: value for key, value in run.settings.items() if key.startswith(WEIGHT) and float(value) != 1}
     told = [f"{key.removeprefix(WEIGHT)} {float(value):g}" for key, value in weights.items()]
     return " ".join([str(run.settings.get("risk.name", "")), *told])
+
+
+def _device(run: RunFolder) -> str:
+    told = read_json(run.path / "env.json")["device"]
+    cards = dict.fromkeys(map(str, told["cuda"])) if run.settings.get("device") != "cpu" else {}
+    return (
+        f"{', '.join(cards)}, several runs a card" if cards else f"{told['cpu_count']} x86-64 cores, one thread a run"
+    )
 
 
 def points(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -227,11 +239,12 @@ def _cost(row: Mapping[str, Any], axis: str) -> tuple[float, float]:
 def write_all(folder: Path, *, out: Path, prefix: str = "fronts") -> None:
     rows = read_results(folder)
     commits = " ".join(dict.fromkeys(str(row["commit"])[:7] for row in rows))  # those of the runs
-    about = {"device": f"{os.cpu_count()} x86-64 cores, one thread a run", "commit": commits}
+    devices = {row["model"]: row["device"] for row in rows}
     out.mkdir(parents=True, exist_ok=True)
     for name, told in (("points", points(rows)), ("equal", equal_budgets(rows)), ("area", areas(rows))):
         if told:
-            write_csv(out / f"{prefix}_{name}.csv", [row | about for row in told])
+            told = [row | {"device": devices[row["model"]], "commit": commits} for row in told]
+            write_csv(out / f"{prefix}_{name}.csv", told)
             print(f"{name}: {len(told)} rows", flush=True)
 
 
@@ -268,6 +281,9 @@ def main() -> None:
     parser.add_argument("--budgets", nargs="+", default=list(BUDGETS))
     parser.add_argument("--without", nargs="*", default=[], help="parts of configurations that are left out")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument(
+        "--device", default="cpu", choices=["cpu", "cuda"], help="cuda: one process per card, one FOLDER"
+    )
     parser.add_argument("--seconds", type=int, default=0, help="0: as long as it takes")
     parser.add_argument("--collect", action="store_true", help="start nothing: the CSVs of runs that are there already")
     parser.add_argument("--prefix", default="fronts", help="of the CSVs' names")
@@ -287,7 +303,7 @@ def run_all(given: argparse.Namespace) -> None:
         for seed in given.seeds:
             lists += [words for model in group for words in runs_of(model, seed=seed, given=given)]
     lists += more_random(groups[0][0], seeds=range(100, 100 + given.more_random), given=given)
-    run_until(study_of(lists, workers=given.workers), folder=given.folder, seconds=given.seconds)
+    run_until(study_of(lists, workers=given.workers, device=given.device), folder=given.folder, seconds=given.seconds)
 
 
 def run_until(config: StudyConfig, *, folder: Path, seconds: int) -> None:
