@@ -59,7 +59,7 @@ def test_every_task_of_a_race_is_its_sweep_without_early_stops():
     for task in sampler_race.TASKS:
         config = sampler_race.study_config(task, sampler="tpe", seed=3, trials=12)
         assert isinstance(config, StudyConfig) and config.early_stop.rungs == () and config.workers == 1
-        assert config.fixed[-1] == "seed=3" and len(config.baselines) == 6 and config.n_trials == 12
+        assert config.fixed[-1] == "seed=3" and len(config.baselines) == 9 and config.n_trials == 12
 
 
 def test_hypervolumes_of_a_race_are_shares_of_a_fixed_box():
