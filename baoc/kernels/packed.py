@@ -12,7 +12,7 @@ import triton.language as tl
 
 from baoc.kernels.device import BF16_MAX, ROUND, TINY, exp2, log2, reciprocal, root, round_down, round_up, with_sign
 
-_LARGEST_ROOT = tl.constexpr(2.0**63)  # of v
+_LARGEST, _ZERO = tl.constexpr(8.0 * 63), tl.constexpr(-100.0)  # eighths of an octave of v's root; below all octaves
 _LIMIT, _LIMIT_FINER = tl.constexpr(18.0), tl.constexpr(16.0)
 
 
@@ -106,9 +106,9 @@ def store_m4(addr, scale_addr, m, thresholds, start, left, CHUNK: tl.constexpr, 
     m = tl.reshape(m, [CHUNK // 64, 64])
     scale = round_up(tl.minimum(tl.max(tl.abs(m), axis=1, keep_dims=True), BF16_MAX))
     _store_word(scale_addr, scale.to(tl.int32, bitcast=True) >> 16, start, left, CHUNK, FULL)
-    y = tl.minimum(tl.abs(m) * reciprocal(tl.maximum(scale, TINY)), 1.0) * 49.0
-    low = tl.minimum(round_down(root(y)), ROUND + 6.0) - ROUND
-    code = low + tl.where(y >= low * low + (2.0 * low + 1.0) * _lanes(thresholds, m.shape), 1.0, 0.0)
+    y = tl.abs(m) * reciprocal(tl.maximum(scale, TINY)) * 49.0
+    low, lanes = tl.minimum(round_down(root(y)), ROUND + 6.0) - ROUND, _lanes(thresholds, m.shape)
+    code = low + tl.where(y >= low * (low + 2.0 * lanes) + lanes, 1.0, 0.0)
     code = tl.where(y >= 0.5, code, 0.0)
     _store_codes(addr, with_sign(code, m) + ROUND, start, left, CHUNK, VEC, FULL)
 
@@ -139,19 +139,18 @@ def store_v4(addr, scale_addr, s, word, thresholds, start, left, CHUNK: tl.const
              FULL: tl.constexpr):  # fmt: skip
     """Stores v, whose root is s; `word` is what `load_v4` gave."""
     s = tl.reshape(s, [CHUNK // 64, 64])
-    positive = s > 0.0
-    exponent = log2(tl.minimum(tl.maximum(s, TINY), _LARGEST_ROOT)) * 8.0
-    high = tl.max(tl.where(positive, exponent, -2000.0), axis=1, keep_dims=True)
-    low = tl.min(tl.where(positive, exponent, 2000.0), axis=1, keep_dims=True)
-    some = high > -2000.0
+    exponent = log2(tl.maximum(s, TINY))  # of a positive root it is at least -75
+    high = tl.minimum(tl.max(exponent, axis=1, keep_dims=True) * 8.0, _LARGEST)
+    low = tl.minimum(tl.min(tl.where(exponent > _ZERO, exponent, 250.0), axis=1, keep_dims=True) * 8.0, _LARGEST)
     kept = word & 3
     k, top = _finer(kept * 0, tl.ceil(high * 0.125) * 8.0, high, low, kept, 3)
     k, top = _finer(k, top, high, low, kept, 2)
     k, top = _finer(k, top, high, low, kept, 1)
+    some = high > _ZERO * 8.0
     _store_word(scale_addr, tl.where(some, top.to(tl.int32) * 4 + k, 0), start, left, CHUNK, FULL)
     per_unit = (1 << k).to(tl.float32) * 0.125
     # The share of the way between two codes' v that the threshold stands for, on their logarithm.
     up = log2(1.0 + _lanes(thresholds, s.shape) * (exp2((8 >> k).to(tl.float32) * 0.25) - 1.0))
-    code = round_down(exponent * per_unit + (16.0 - top * per_unit) - up * (4.0 * per_unit))
-    code = tl.where(positive, tl.minimum(tl.maximum(code, ROUND + 1.0), ROUND + 15.0), ROUND)
-    _store_codes(addr, code, start, left, CHUNK, VEC, FULL)
+    code = round_down(exponent * (8.0 * per_unit) + (16.0 - top * per_unit) - up * (4.0 * per_unit))
+    code = tl.minimum(tl.maximum(code, ROUND + 1.0), ROUND + 15.0)
+    _store_codes(addr, tl.where(exponent > _ZERO, code, ROUND), start, left, CHUNK, VEC, FULL)
