@@ -206,7 +206,7 @@ def _program(
                 tensor, grad_addr, first, left, rows, cols, width, at, row, thresholds, repair, M, V, SQUARES,
                 WEIGHTS, PARAM, GRAD, MATCHED, TRACK, MARKED, ENTRIES, FOLD, ACROSS,
             )  # fmt: skip
-    if not done:
+    if (left > 0) & (not done):
         square = step_anywhere(
             tensor, grad_addr, first, left, rows, cols, width, transposed, at, row, thresholds, repair, left_out,
             bad, M, V, SQUARES, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, ENTRIES, FOLD, ACROSS,
@@ -236,7 +236,7 @@ def foam_kernel(
     M: tl.constexpr, V: tl.constexpr, SQUARES: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
     GRAD: tl.constexpr, MODE: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr,
     MARKED: tl.constexpr, ENTRIES: tl.constexpr, FOLD: tl.constexpr, ACROSS: tl.constexpr, WIDE: tl.constexpr,
-    VEC: tl.constexpr,
+    REPEAT: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     """One program per ENTRIES folded numbers."""
     pid = tl.program_id(0)
@@ -246,10 +246,13 @@ def foam_kernel(
     rows, cols, transposed = _sides(shapes, tensor)
     at, row = facts(tensor, ptrs, settings)
     if grad_addr != 0:
-        square = _program(
-            tensor, index, grad_addr, rows, cols, transposed, at, row, thresholds, repair, left_out, bad, M, V, SQUARES,
-            WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, ENTRIES, FOLD, ACROSS, WIDE, VEC,
-        )  # fmt: skip
+        square = tl.full([], 0.0, tl.float32)
+        for part in range(REPEAT):
+            square += _program(
+                tensor, index * REPEAT + part, grad_addr, rows, cols, transposed, at, row, thresholds, repair, left_out,
+                bad, M, V, SQUARES, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, ENTRIES, FOLD, ACROSS,
+                WIDE, VEC,
+            )  # fmt: skip
         if TRACK:
             tl.store(partial + pid, square)
     elif TRACK:
@@ -262,7 +265,7 @@ def repair_kernel(
     M: tl.constexpr, V: tl.constexpr, SQUARES: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
     GRAD: tl.constexpr, MODE: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr,
     MARKED: tl.constexpr, ENTRIES: tl.constexpr, FOLD: tl.constexpr, ACROSS: tl.constexpr, WIDE: tl.constexpr,
-    VEC: tl.constexpr,
+    REPEAT: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     """As `foam_kernel`, but REPAIRERS programs share a tensor, so that one with nothing to repair costs little."""
     tensor = tl.program_id(0)
@@ -271,7 +274,7 @@ def repair_kernel(
         programs = tl.load(first_chunk + tensor + 1) - tl.load(first_chunk + tensor)
         rows, cols, transposed = _sides(shapes, tensor)
         at, row = facts(tensor, ptrs, settings)
-        for index in range(tl.program_id(1), programs, REPAIRERS):
+        for index in range(tl.program_id(1), programs * REPEAT, REPAIRERS):
             _program(
                 tensor, grad_addr * 0 + index, grad_addr, rows, cols, transposed, at, row, thresholds, repair, left_out,
                 bad, M, V, SQUARES, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, ENTRIES, FOLD, ACROSS,
@@ -303,5 +306,6 @@ def launch(table: "FusedTable", call: Call) -> None:
         FOLD=fold,
         ACROSS=across,
         WIDE=any(shape.numel >= 2**31 for shape in table.shapes),
+        REPEAT=table.cut.repeat,
         **constants(table, call),
     )

@@ -137,8 +137,9 @@ class Kind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """How a launch is cut: elements per program, warps per program, elements that a thread loads at once, and how many
-    registers it may have (0: as many as it likes).
+    """How a launch is cut: elements that a program steps at once, its warps, elements that a thread loads at once, how
+    many registers it may have (0: as many as it likes), and how often a program goes on with the next elements, which
+    spares it the tensor's addresses and settings (rules that see a matrix alone).
 
     `vector` 4 keeps fp32, bf16 and int8 accesses in one layout, so that nothing passes through shared memory; 8 suits
     launches without any fp32 tensor.
@@ -148,6 +149,7 @@ class Cut:
     warps: int = 4
     vector: int = 4
     registers: int = 0
+    repeat: int = 1
 
     def __post_init__(self) -> None:
         if self.chunk % (GROUP * self.vector) or self.chunk & (self.chunk - 1):

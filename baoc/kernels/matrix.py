@@ -300,19 +300,23 @@ def _program(
     bad,
     ADAFACTOR: tl.constexpr, NORM: tl.constexpr, M: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
     GRAD: tl.constexpr, MODE: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr,
-    MARKED: tl.constexpr, WIDE: tl.constexpr, KINDS: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr,
+    MARKED: tl.constexpr, WIDE: tl.constexpr, KINDS: tl.constexpr, GUARDED: tl.constexpr, CHUNK: tl.constexpr,
+    VEC: tl.constexpr,
 ):  # fmt: skip
-    """Steps a whole line, or a chunk of any; KINDS says which there are. Returns the sum of squares of the update."""
+    """Steps a whole line, or a chunk of any, if (GUARDED) there is one of that index; KINDS says which there are.
+    Returns the sum of squares of the update."""
     square = tl.full([], 0.0, tl.float32)
-    is_line = line_at == _WHOLE
-    if KINDS != "parts":  # noqa: SIM102 (of the compiler, the other of the device)
-        if is_line:
+    there = grad_addr != 0  # known, so that what need not be looked at takes no branch
+    if KINDS != "parts":
+        is_line = line_at == _WHOLE if KINDS == "both" else there
+        if is_line & (index < lines if GUARDED else there):
             square = _step_line(
                 tensor, index, grad_addr, length.to(tl.int32), at, row, thresholds, repair, left_out, bad, NORM, M,
                 WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, CHUNK, VEC,
             )  # fmt: skip
-    if KINDS != "lines":  # noqa: SIM102
-        if not is_line:
+    if KINDS != "lines":
+        is_part = line_at != _WHOLE if KINDS == "both" else there
+        if is_part & (index * CHUNK < lines * length if GUARDED else there):
             square = _step_part(
                 tensor, index, grad_addr, lines, length, line_at, column_at, scale, vectors, at, row, thresholds,
                 repair, left_out, bad, ADAFACTOR, M, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, WIDE,
@@ -339,7 +343,8 @@ def apply_kernel(
     bad,  # int64[tensors]
     ADAFACTOR: tl.constexpr, NORM: tl.constexpr, M: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
     GRAD: tl.constexpr, MODE: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr,
-    MARKED: tl.constexpr, WIDE: tl.constexpr, KINDS: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr,
+    MARKED: tl.constexpr, WIDE: tl.constexpr, KINDS: tl.constexpr, REPEAT: tl.constexpr, CHUNK: tl.constexpr,
+    VEC: tl.constexpr,
 ):  # fmt: skip
     """One program per whole line or chunk."""
     pid = tl.program_id(0)
@@ -351,11 +356,13 @@ def apply_kernel(
     column_at = tl.load(places + tensor * PLACES + COLUMN_VECTOR)
     at, row, scale = _facts(tensor, ptrs, settings, scales, ADAFACTOR)
     if grad_addr != 0:
-        square = _program(
-            tensor, index, grad_addr, lines, length, line_at, column_at, at, row, scale, vectors, thresholds, repair,
-            left_out, bad, ADAFACTOR, NORM, M, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, WIDE, KINDS,
-            CHUNK, VEC,
-        )  # fmt: skip
+        square = tl.full([], 0.0, tl.float32)
+        for part in range(REPEAT):
+            square += _program(
+                tensor, index * REPEAT + part, grad_addr, lines, length, line_at, column_at, at, row, scale, vectors,
+                thresholds, repair, left_out, bad, ADAFACTOR, NORM, M, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK,
+                COUNT, MARKED, WIDE, KINDS, REPEAT > 1, CHUNK, VEC,
+            )  # fmt: skip
         if TRACK:
             tl.store(partial + pid, square)
     elif TRACK:
@@ -368,7 +375,8 @@ def repair_kernel(
     left_out, bad,
     ADAFACTOR: tl.constexpr, NORM: tl.constexpr, M: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
     GRAD: tl.constexpr, MODE: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr,
-    MARKED: tl.constexpr, WIDE: tl.constexpr, KINDS: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr,
+    MARKED: tl.constexpr, WIDE: tl.constexpr, KINDS: tl.constexpr, REPEAT: tl.constexpr, CHUNK: tl.constexpr,
+    VEC: tl.constexpr,
 ):  # fmt: skip
     """As `apply_kernel`, but REPAIRERS programs share a tensor, so that one with nothing to repair costs little."""
     tensor = tl.program_id(0)
@@ -379,11 +387,11 @@ def repair_kernel(
         line_at = tl.load(places + tensor * PLACES + LINE_VECTOR)
         column_at = tl.load(places + tensor * PLACES + COLUMN_VECTOR)
         at, row, scale = _facts(tensor, ptrs, settings, scales, ADAFACTOR)
-        for index in range(tl.program_id(1), programs, REPAIRERS):
+        for index in range(tl.program_id(1), programs * REPEAT, REPAIRERS):
             _program(
                 tensor, grad_addr * 0 + index, grad_addr, lines, length, line_at, column_at, at, row, scale, vectors,
                 thresholds, repair, left_out, bad, ADAFACTOR, NORM, M, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK,
-                COUNT, MARKED, WIDE, KINDS, CHUNK, VEC,
+                COUNT, MARKED, WIDE, KINDS, REPEAT > 1, CHUNK, VEC,
             )  # fmt: skip
 
 
@@ -414,6 +422,7 @@ def launch(table: "FusedTable", call: Call) -> None:
         M=kind.m if kind.traits.has_m else "none",
         WIDE=any(shape.numel >= 2**31 for shape in table.shapes),
         KINDS=plan.kinds,
+        REPEAT=table.cut.repeat,
         CHUNK=table.cut.chunk,
         **constants(table, call),
     )

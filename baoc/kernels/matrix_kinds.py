@@ -87,7 +87,7 @@ def _cut(kind: Kind, fp32_params: bool) -> Cut:
 
 
 def _chunks(shape: Shape, cut: Cut) -> int:
-    return -(-shape.numel // cut.chunk)
+    return -(-shape.numel // (cut.chunk * cut.repeat))
 
 
 def _no_sizes(kind: Kind, shape: Shape) -> dict[str, int]:
@@ -95,7 +95,7 @@ def _no_sizes(kind: Kind, shape: Shape) -> dict[str, int]:
 
 
 def _programs(rule: str) -> Callable[[Shape, Cut], int]:
-    return lambda shape, cut: stored(shape)[0] if whole_lines(rule, shape) else _chunks(shape, cut)
+    return lambda shape, cut: -(-stored(shape)[0] // cut.repeat) if whole_lines(rule, shape) else _chunks(shape, cut)
 
 
 def _register_shared(rule: str) -> None:
@@ -214,7 +214,7 @@ def _foam_cut(kind: Kind, fp32_params: bool) -> Cut:
 def _register_foam(rule: str) -> None:
     def programs(shape: Shape, cut: Cut) -> int:
         rows, cols = folded(rule, shape)
-        return -(-rows * cols // entries(rule, cut))
+        return -(-rows * cols // (entries(rule, cut) * cut.repeat))
 
     register(
         Family(

@@ -116,7 +116,7 @@ else:
     def test_cuts_agree_bit_for_bit():
         for rule in ("adamw_shared_in", "adamw_shared_out", "foam_l1"):
             results = []
-            for cut in (Cut(chunk=256, warps=1), Cut(chunk=512, warps=2, vector=8)):
+            for cut in (Cut(chunk=256, warps=1, repeat=3), Cut(chunk=512, warps=2, vector=8)):
                 shapes = ((5, 320, False), (9, 7, False))
                 twin = MatrixTwin(MatrixCase(rule=rule, storage="int8", shapes=shapes, cut=cut))
                 twin.new_gradients()
