@@ -4,7 +4,8 @@
 others; without it about 2 minutes on a machine with an NVIDIA GPU. Medians of 7 between CUDA events, kernels alone. A
 cut is elements per program, warps, elements that a thread loads at once, registers; after a colon stand the elements by
 warp of Adafactor's sums, after another the lines of a program of theirs. Then each spec's best cut by kernel and by
-shape, the slowest spec first. Rows go to kernel_profile.csv in $OUT or experiments/results.
+shape, the slowest spec first. `floor_ms` moves gradients once, weights and states both ways at the speed of a device
+copy, `twice_ms` also what has to be read before the step. Rows go to kernel_profile.csv in $OUT or experiments/results.
 """
 
 import argparse
@@ -27,6 +28,8 @@ from optimizer_step import MODELS, clean, copy_gbps, events_ms  # noqa: E402
 
 from baoc.codecs.grouped import kernel_lanes  # noqa: E402
 from baoc.kernels import Cut, Engine, means_plan  # noqa: E402
+from baoc.kernels.kinds import codec_bytes  # noqa: E402
+from baoc.kernels.matrix_kinds import whole_lines  # noqa: E402
 from baoc.optim.backends.eager import Options  # noqa: E402
 
 STEPS, WORKERS = 7, 15
@@ -102,6 +105,20 @@ def by_shape(spec: str, cut: str, *, gbps: float) -> str:
     return ", ".join(shares)
 
 
+def read_twice(engine: Engine) -> int:
+    """Bytes of gradients and m that are read before the step as well, for what it divides by is a mean of them."""
+    total = 0
+    for table in engine.tables:
+        kind, adafactor = table.kind, table.kind.rule.startswith("adafactor")
+        for param, shape in zip(table.params, table.shapes, strict=True):
+            shared = kind.rule.startswith("adamw_shared") and not whole_lines(kind.rule, shape)
+            if adafactor or shared:
+                total += param.numel() * param.element_size()
+            if adafactor and kind.traits.has_m:
+                total += sum(codec_bytes(kind.m, shape.numel, name="m").values())
+    return total
+
+
 def compile_(spec: str, cut: str) -> None:
     command = [sys.executable, __file__, "--one", spec, cut]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -137,7 +154,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     common = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "copy_gbps": f"{gbps:.0f}"}
     with (folder / "kernel_profile.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, ["spec", "cut", "launch_ms", "min_ms", "floor_ms", *common])
+        writer = csv.DictWriter(file, ["spec", "cut", "launch_ms", "min_ms", "floor_ms", "twice_ms", *common])
         writer.writeheader()
         for spec, cut in tried:
             if time.monotonic() - begin > args.limit_s:
@@ -150,8 +167,10 @@ def main() -> None:
                 print(f"FAILED {spec} {cut}: {type(error).__name__}: {str(error)[:300]}", flush=True)
                 continue
             floor = least_bytes(engine) / gbps / 1e6
-            numbers = {"launch_ms": f"{median(times):.3f}", "min_ms": f"{min(times):.3f}", "floor_ms": f"{floor:.3f}"}
-            writer.writerow({"spec": spec, "cut": cut or "own", **numbers, **common})
+            twice = floor + read_twice(engine) / gbps / 1e6
+            numbers = {"launch_ms": median(times), "min_ms": min(times), "floor_ms": floor, "twice_ms": twice}
+            rounded = {name: f"{number:.3f}" for name, number in numbers.items()}
+            writer.writerow({"spec": spec, "cut": cut or "own", **rounded, **common})
             file.flush()
             share = floor / median(times)
             best[spec] = max(best.get(spec, (0.0, "")), (share, cut))
