@@ -1,6 +1,7 @@
 """Gradient release: each block is stepped in the backward pass, as soon as its gradients are final, and drops them.
 
-So no more gradients are alive at once than those of the blocks that are not final yet, instead of all. What a step is
+So no more gradients are alive at once than those of the blocks that are not final yet, instead of all, and on a GPU
+some megabytes of small blocks that are stepped together. What a step is
 stays the same: mask, clip, observe, update, block by block; `Optimizer.step` then only finishes it. What has to know
 all gradients before the first update cannot be had: accumulation, skipping a step, GradScaler, averaging over
 processes, and the norm of this step to clip by.
@@ -25,6 +26,7 @@ from baoc.optim import seeding
 from baoc.optim.backends import Options
 from baoc.optim.release_settings import GradientRelease, PartObserver, check_processes
 from baoc.optim.state import LiveBlock
+from baoc.types.decision import RELEASED_TOGETHER_BYTES
 
 if TYPE_CHECKING:
     from baoc.optim.optimizer import BlockwiseOptimizer
@@ -79,6 +81,8 @@ class Releaser:
         self._owner = weakref.ref(owner)
         self._lock = threading.RLock()
         self._handles: dict[Tensor, RemovableHandle] = {}
+        on_gpu = any(param.is_cuda for param in owner.roster.names)
+        self.together_bytes = RELEASED_TOGETHER_BYTES if on_gpu else 0
         self.attach()
 
     def _reset(self) -> None:
@@ -86,6 +90,10 @@ class Releaser:
         self._got: set[Tensor] = set()  # parameters that had their gradient in it
         self._left: dict[str, int] = {}  # block -> parameters that still have none
         self._stepped: set[str] = set()
+        self._waiting: list[LiveBlock] = []  # whole, but for others to be stepped with
+        self._waiting_bytes = 0
+        self._whole: dict[tuple[str, ...], int] = {}  # group -> blocks of it that are whole
+        self._factor: Tensor | None = None  # of all gradients, by the norm of the step before
         self._norms: dict[Tensor, Tensor] = {}
         self._num_bad = 0  # non-finite elements known before it
 
@@ -142,8 +150,8 @@ class Releaser:
 
     @property
     def mid_step(self) -> bool:
-        """True if some block was stepped and `step` was not called since."""
-        return bool(self._stepped)
+        """True if some block was stepped, or is to be, and `step` was not called since."""
+        return bool(self._stepped or self._waiting or self._whole)
 
     @property
     def num_nonfinite(self) -> int:
@@ -172,7 +180,33 @@ class Releaser:
                 self._left[name] = sum(slot.param.requires_grad for slot in live.slots)
             self._left[name] -= 1
             if self._left[name] == 0:
-                self._step(live)
+                self._is_whole(live)
+
+    def _is_whole(self, live: LiveBlock) -> None:
+        """A block has its gradients: it is stepped, or waits for those that are stepped with it. Who they are is found
+        in the first step, from what is whole one after the other."""
+        roster = self._live_owner().roster
+        group = roster.groups.get(live.block.name)
+        if group is not None:
+            self._whole[group] = self._whole.get(group, 0) + 1
+            if self._whole[group] == len(group):
+                self._step([roster.live[name] for name in group])
+            return
+        self._waiting.append(live)
+        self._waiting_bytes += sum(slot.param.grad.nbytes for slot in live.slots if slot.param.grad is not None)
+        if self._waiting_bytes >= self.together_bytes or not roster.may_wait(live):
+            self._close()
+
+    def _close(self) -> None:
+        """Steps what waits; those that can be together are so from now on."""
+        roster = self._live_owner().roster
+        waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
+        together = [live for live in waiting if roster.may_wait(live)]
+        for lives in (together, *([live] for live in waiting if live not in together)):
+            if lives:
+                names = tuple(live.block.name for live in lives)
+                roster.groups |= dict.fromkeys(names, names)
+                self._step(lives)
 
     def _refuse_second(self, param: Tensor) -> None:
         name = self._live_owner().roster.names[param]
@@ -201,23 +235,25 @@ class Releaser:
                 "train without release"
             )
 
-    def _step(self, live: LiveBlock) -> None:
-        """One step of a block with the gradients that its parameters have, which are then dropped."""
+    def _step(self, lives: list[LiveBlock]) -> None:
+        """One step of some blocks with the gradients that their parameters have, which are then dropped."""
         owner = self._live_owner()
         assert self._options is not None
         if self.before_block is not None:
             self.before_block()
-        unit = owner.roster.alone(live.block.name)
+        unit = owner.roster.alone(tuple(live.block.name for live in lives))
         looks = self.observer is not None or self.settings != GradientRelease()
         masks = owner._guard.take(unit, step=owner._num_steps + 1, final=looks)
         assert masks is not None, "skip_step is refused when the optimizer is built"
-        self._stepped.add(live.block.name)
-        slots = [slot for slot in live.slots if slot.param.grad is not None]
-        self._clip([slot.param for slot in slots])
+        self._stepped.update(live.block.name for live in lives)
+        slots = [slot for live in lives for slot in live.slots if slot.param.grad is not None]
+        for live in lives:
+            self._clip([slot.param for slot in live.slots if slot.param.grad is not None])
         if self.observer is not None:
             self.observer.see_part({slot.name: slot.param.grad for slot in slots})  # pyright: ignore
-        if live.unseeded:
-            seeding.seed([live], roster=owner.roster, param_groups=owner.param_groups)
+        unseeded = [live for live in lives if live.unseeded]
+        if unseeded:
+            seeding.seed(unseeded, roster=owner.roster, param_groups=owner.param_groups)
         with torch.autocast(slots[0].param.device.type, enabled=False):  # the backward may be inside of one
             unit.backend(owner.inputs(masks, options=self._options, phase=owner._num_steps + 1))
         # Kernels write where autograd does not see it: a backward that still needs the old weights is told.
@@ -227,7 +263,7 @@ class Releaser:
 
     def _clip(self, params: list[Tensor]) -> None:
         grads = [param.grad for param in params if param.grad is not None]
-        if self.settings.clip_norm is not None:
+        if self.settings.clip_norm is not None and grads:
             for param, grad in zip(params, grads, strict=True):
                 wide = torch.float64 if grad.dtype is torch.float64 else torch.float32
                 self._norms[param] = torch.linalg.vector_norm(grad, dtype=wide)
@@ -240,23 +276,29 @@ class Releaser:
 
     def _norm_factor(self, limit: float, *, params: list[Tensor]) -> Tensor:
         """What to multiply the gradients of a block by; no number is waited for."""
-        norm = self.norm
-        if norm is None:
-            numel = max(sum(param.numel() for param in self._block_of), 1)
-            share = sum(param.numel() for param in params) / numel
-            limit, norm = limit * share**0.5, _total([self._norms[param] for param in params])
-        return (limit / (norm + 1e-6)).clamp(max=1.0)
+        if self.norm is not None:
+            if self._factor is None:
+                self._factor = (limit / (self.norm + 1e-6)).clamp(max=1.0)
+            return self._factor
+        numel = max(sum(param.numel() for param in self._block_of), 1)
+        share = sum(param.numel() for param in params) / numel
+        norm = _total([self._norms[param] for param in params])
+        return (limit * share**0.5 / (norm + 1e-6)).clamp(max=1.0)
 
     def flush(self) -> None:
-        """Steps the blocks that wait for gradients which this step does not bring."""
-        owner = self._live_owner()
-        waiting = [live for live in owner.roster.live.values() if _has_gradient(live)]
-        if waiting and self._options is None:
+        """Steps the blocks that wait for gradients that this step does not bring, and for others to be stepped with."""
+        roster = self._live_owner().roster
+        left = [live for live in roster.live.values() if _has_gradient(live)]
+        if left and self._options is None:
             self.begin()
-        for live in waiting:
+        for live in left:
             if live.block.name in self._stepped:
                 self._refuse_second(next(slot.param for slot in live.slots if slot.param.grad is not None))
-            self._step(live)
+        if self._waiting:
+            self._close()
+        for group in dict.fromkeys(roster.groups.get(live.block.name, (live.block.name,)) for live in left):
+            if not self._stepped.issuperset(group):
+                self._step([roster.live[name] for name in group])
 
     def finish(self) -> None:
         """Ends the step: what is left is stepped, and the norm of all gradients is that of the previous step now."""

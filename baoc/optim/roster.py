@@ -12,7 +12,7 @@ from baoc.cost import aligned, passing_bytes
 from baoc.errors import BadInputError
 from baoc.kernels.host_memory import check_host_memory
 from baoc.optim import groups, matching, weights
-from baoc.optim.backends import Backend, Choice, build_alone, build_backends
+from baoc.optim.backends import Backend, Choice, FusedBackend, build_alone, build_backends
 from baoc.optim.placement import HostArena, Rings, order_of_travel
 from baoc.optim.state import LiveBlock, Slot, State, allocate, make_slot, new_match, packed, tensor_bytes
 from baoc.rules import RULES
@@ -74,7 +74,8 @@ class Roster:
         self._backends: list[Backend] | None = None
         self._rings: Rings | None = None
         self._finals: dict[Tensor, int] = {}  # parameter -> when its gradient is final in backward, among others
-        self._alone: dict[str, Alone] = {}
+        self._alone: dict[tuple[str, ...], Alone] = {}
+        self.groups: dict[str, tuple[str, ...]] = {}  # block -> those that are stepped with it in backward
         self._choices: dict[str, Choice] = {}
         self._guarded: dict[Tensor, str] = {}
         self._unread: dict[str, int] = {}  # what backends that are gone found in gradients
@@ -172,7 +173,7 @@ class Roster:
     def _drop_backends(self) -> None:
         self.settle()
         self._unread = self.new_bad(wait=True)
-        self._backends, self._alone, self._rings = None, {}, None
+        self._backends, self._alone, self.groups, self._rings = None, {}, {}, None
 
     def _gather(self) -> None:
         """Host-placed states into the arena, in the order in which they pass."""
@@ -198,18 +199,24 @@ class Roster:
             self._guarded = {slot.param: self.names[slot.param] for live in looking for slot in live.slots}
         return self._backends
 
-    def alone(self, name: str) -> Alone:
-        """What steps one block by itself, on the backend that steps it among all others too."""
-        unit = self._alone.get(name)
+    def alone(self, names: tuple[str, ...]) -> Alone:
+        """What steps some blocks by themselves, on the backend that steps them among all others too, one for all."""
+        unit = self._alone.get(names)
         if unit is not None and not unit.backend.moved:
             return unit
         if unit is not None:
             self._unread = self.new_bad(wait=True)
-        live = self.live[name]
-        backend = build_alone(live, state=self.state, backend=self.choices[name].backend, rings=self.rings)
-        guarded = {} if backend.excludes_nonfinite else {slot.param: self.names[slot.param] for slot in live.slots}
-        self._alone[name] = unit = Alone(backend=backend, guarded=guarded)
+        lives = [self.live[name] for name in names]
+        backend = build_alone(lives, state=self.state, backend=self.choices[names[0]].backend, rings=self.rings)
+        slots = () if backend.excludes_nonfinite else [slot for live in lives for slot in live.slots]
+        self._alone[names] = unit = Alone(
+            backend=backend, guarded={slot.param: self.names[slot.param] for slot in slots}
+        )
         return unit
+
+    def may_wait(self, live: LiveBlock) -> bool:
+        """Whether the block can be stepped with others: a launch steps as many as there are."""
+        return self.choices[live.block.name].backend == FusedBackend.name and self.rings.of(live) is None
 
     # -- states on the host ---------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ there: on the device where they are streamed, on the host where they are updated
 """
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,17 +107,19 @@ def build_backends(
     return backends, choices
 
 
-def build_alone(block: LiveBlock, *, state: Mapping[Tensor, State], backend: str, rings: Rings) -> Backend:
-    """A backend for one block by itself, stepped in the middle of a backward pass, which then drops its gradients.
+def build_alone(blocks: Sequence[LiveBlock], *, state: Mapping[Tensor, State], backend: str, rings: Rings) -> Backend:
+    """A backend for some blocks by themselves, stepped in the middle of a backward pass, which then drops their
+    gradients. On the host there is one of them.
 
     Its kernels are launched plainly: nothing is captured there.
     """
+    block = blocks[0]
     ring = rings.of(block)
     if ring is not None:
         return _hosted(ring, [ring.single(block.block.name)], build=BACKENDS[backend], state=state, releases=True)
     if backend == FusedBackend.name:
-        return FusedBackend(to_buckets([block]), state=state, graphs=False)
-    return BACKENDS[backend](to_buckets([block]), state=state)
+        return FusedBackend(to_buckets(blocks), state=state, graphs=False)
+    return BACKENDS[backend](to_buckets(blocks), state=state)
 
 
 def _hosted(
