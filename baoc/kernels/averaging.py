@@ -23,7 +23,7 @@ def bring_up_to_date(table: "FusedTable", plan: means_plan.Plan, call: Call) -> 
             programs.owner, programs.first, *places, *sums, plan.tiles, plan.lines_per_program(width), M=m, **grads,
             MODE=mode, WIDEST=width, LINES=max(means_plan.TILE // width, 1), GROUPED=grouped,
             VEC=table.vector if aligned else 1,
-            num_warps=min(max(width, means_plan.TILE) // means_plan.PER_WARP, 32),
+            num_warps=min(max(width, means_plan.TILE) // plan.per_warp, 32),
         )  # fmt: skip
     if plan.line_sums.count:
         line_sums_kernel[(plan.line_sums.count,)](

@@ -86,6 +86,15 @@ def _cut(kind: Kind, fp32_params: bool) -> Cut:
     return Cut(chunk=1024, warps=4, vector=4) if fp32_params else Cut(chunk=256, warps=1, vector=8)
 
 
+def _parts_cut(kind: Kind, fp32_params: bool) -> Cut:
+    """Likewise on an H200, of matrices that are stepped in parts: one warp, as warps that wait for each other cost more
+    than they share, and so few registers that many fit."""
+    if fp32_params or (kind.traits.has_m and kind.m == "fp32"):
+        packed = kind.traits.has_m and kind.m == "root4"
+        return Cut(chunk=256, warps=1, vector=4, registers=80 if packed else 64)
+    return Cut(chunk=256, warps=1, vector=8, registers=64)
+
+
 def _chunks(shape: Shape, cut: Cut) -> int:
     return -(-shape.numel // (cut.chunk * cut.repeat))
 
@@ -109,7 +118,7 @@ def _register_shared(rule: str) -> None:
             columns={"m": 1, "m.scale": 2, "v": 3},
             sizes=_shared_sizes,
             programs=_programs(rule),
-            cut=_cut,
+            cut=_cut if rule == "adamw_shared_in" else _parts_cut,
         )
     )
 
@@ -144,7 +153,7 @@ register(
         columns={"m": 1, "m.scale": 2, "v_row": 3, "v_col": 4},
         sizes=_adafactor_sizes,
         programs=_chunks,
-        cut=_cut,
+        cut=_parts_cut,
     )
 )
 
@@ -202,12 +211,14 @@ def _foam_cut(kind: Kind, fp32_params: bool) -> Cut:
     """Likewise, on an H200. One warp holds whole groups of folds, so that nothing is exchanged between warps."""
     fold, out, _ = FOLDS[kind.rule]
     if fold > FOLD_TILE:
-        return Cut(chunk=FOLD_TILE * fold, warps=16, vector=4 if fp32_params or out else 8, registers=64)
+        if out:
+            return Cut(chunk=FOLD_TILE * fold, warps=8, vector=4, registers=128)
+        return Cut(chunk=FOLD_TILE * fold, warps=16, vector=4 if fp32_params else 8, registers=64)
     if out:  # a warp's threads, beside each other in memory, have whole folds
         vector = 4 if fold < 8 else 2
         return Cut(chunk=32 * vector * fold, warps=1, vector=vector, registers=128)
     if not fp32_params:
-        return Cut(chunk=256, warps=1, vector=8, registers=96)
+        return Cut(chunk=256, warps=1, vector=8, registers=64)
     return Cut(chunk=256, warps=1, vector=4, registers=80 if fold == 2 else 64)
 
 

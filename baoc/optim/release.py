@@ -247,6 +247,8 @@ class Releaser:
         assert masks is not None, "skip_step is refused when the optimizer is built"
         self._stepped.update(live.block.name for live in lives)
         slots = [slot for live in lives for slot in live.slots if slot.param.grad is not None]
+        if self.settings.clip_norm is not None and self.norm is not None and slots[0].param.is_cuda:
+            self._clip_together([slot.param for slot in slots])
         for live in lives:
             self._clip([slot.param for slot in live.slots if slot.param.grad is not None])
         if self.observer is not None:
@@ -263,7 +265,7 @@ class Releaser:
 
     def _clip(self, params: list[Tensor]) -> None:
         grads = [param.grad for param in params if param.grad is not None]
-        if self.settings.clip_norm is not None and grads:
+        if self.settings.clip_norm is not None and grads and params[0] not in self._norms:
             for param, grad in zip(params, grads, strict=True):
                 wide = torch.float64 if grad.dtype is torch.float64 else torch.float32
                 self._norms[param] = torch.linalg.vector_norm(grad, dtype=wide)
@@ -273,6 +275,14 @@ class Releaser:
         if self.settings.clip_value is not None:
             for grad in grads:
                 grad.clamp_(-self.settings.clip_value, self.settings.clip_value)
+
+    def _clip_together(self, params: list[Tensor]) -> None:
+        """By norm as `_clip` does, in few launches, where the norm to go by is known."""
+        assert self.settings.clip_norm is not None
+        grads = [param.grad for param in params if param.grad is not None]
+        wide = torch.float64 if any(grad.dtype is torch.float64 for grad in grads) else torch.float32
+        self._norms |= zip(params, torch._foreach_norm(grads, dtype=wide), strict=True)
+        torch._foreach_mul_(grads, self._norm_factor(self.settings.clip_norm, params=params))
 
     def _norm_factor(self, limit: float, *, params: list[Tensor]) -> Tensor:
         """What to multiply the gradients of a block by; no number is waited for."""

@@ -70,6 +70,7 @@ TRIED: dict[str, tuple[str, ...]] = {
 def engine_of(spec: str, cut: str, shapes: list[tuple[int, ...]]) -> tuple[Engine, bool]:
     sizes, per_warp, lines = [*cut.split(":"), "", ""][:3]
     means_plan.PER_WARP, means_plan.LARGE_LINES = int(per_warp or 512), int(lines or 512)
+    means_plan.PER_WARP_CODED = int(per_warp or 256)
     given = None
     if sizes:
         chunk, warps, vector, registers, repeat = map(int, [*sizes.split("/"), 1][:5])

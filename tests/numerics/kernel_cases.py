@@ -268,16 +268,20 @@ def _compare_numbers(a: Tensor, b: Tensor, *, rtol: float, atol: float, loose: f
 
 
 def _moved_scales(state: dict[str, Tensor], expected: dict[str, Tensor], *, key: str, codec: str) -> Tensor:
-    """Which codes (bytes of two, in 4 bits) belong to a scale that is the next one; False where there are no scales.
+    """By how much more than rounding makes it codes (bytes of two, in 4 bits) may differ because of their scale.
 
     A number on the boundary between two scales may take either. They are 1/256 of each other apart, and so are codes
-    that are proportional to the number, as those of sqrt8: near 255 by one more than rounding makes them.
+    that are proportional to the number, as those of sqrt8: near 255 by one. A group of lattice4 on the boundary between
+    two lattices may take either too, whose codes have nothing in common; few groups are (`ODD_CODES`).
     """
     scale = state.get(f"{key}.scale")
     if scale is None:
-        return torch.zeros((), dtype=torch.bool)
+        return torch.zeros((), dtype=torch.int16)
     codes = state[key]
-    moved = scale.view(torch.int16) != expected[f"{key}.scale"].view(torch.int16)
+    own, other = scale.view(torch.int16), expected[f"{key}.scale"].view(torch.int16)
+    moved = (own != other).to(torch.int16)
+    if codec == "lattice4":
+        moved = torch.where((own & 3) != (other & 3), 14, moved)
     moved = moved.reshape(-1).repeat_interleave(GROUP)[: codes.numel()]
     return moved if codec in PACKED else moved.view(codes.shape)
 
@@ -302,7 +306,8 @@ def _compare(
     gap = (codes - expected).abs()
     if scales_of == "lattice4":  # four times an exponent, in steps of its lattice, and which of four lattices that is
         step = torch.where((codes & 3) == (expected & 3), 4 * (8 >> (codes & 3)), 1)
-        gap = torch.where(gap == step, 1, gap)
+        neighbours = ((codes & 3) - (expected & 3)).abs() == 1
+        gap = torch.where((gap == step) | neighbours, 1, gap)
     if a.dtype is torch.bfloat16 and b.numel():  # what nearly cancelled is known to a part of the largest
         distance = (a.to(torch.float32) - b.to(torch.float32)).abs()
         gap = torch.where(distance <= rtol * 0.1 * float(b.abs().max()), gap.clamp(max=1), gap)
