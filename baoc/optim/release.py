@@ -192,21 +192,19 @@ class Releaser:
             if self._whole[group] == len(group):
                 self._step([roster.live[name] for name in group])
             return
+        if self._waiting and not roster.can_join(live, others=self._waiting):
+            self._close()
         self._waiting.append(live)
         self._waiting_bytes += sum(slot.param.grad.nbytes for slot in live.slots if slot.param.grad is not None)
-        if self._waiting_bytes >= self.together_bytes or not roster.may_wait(live):
+        if self._waiting_bytes >= self.together_bytes:
             self._close()
 
     def _close(self) -> None:
-        """Steps what waits; those that can be together are so from now on."""
-        roster = self._live_owner().roster
-        waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
-        together = [live for live in waiting if roster.may_wait(live)]
-        for lives in (together, *([live] for live in waiting if live not in together)):
-            if lives:
-                names = tuple(live.block.name for live in lives)
-                roster.groups |= dict.fromkeys(names, names)
-                self._step(lives)
+        """Steps what waits together, as it is from now on."""
+        lives, self._waiting, self._waiting_bytes = self._waiting, [], 0
+        names = tuple(live.block.name for live in lives)
+        self._live_owner().roster.groups |= dict.fromkeys(names, names)
+        self._step(lives)
 
     def _refuse_second(self, param: Tensor) -> None:
         name = self._live_owner().roster.names[param]
@@ -281,8 +279,10 @@ class Releaser:
         assert self.settings.clip_norm is not None
         grads = [param.grad for param in params if param.grad is not None]
         wide = torch.float64 if any(grad.dtype is torch.float64 for grad in grads) else torch.float32
-        self._norms |= zip(params, torch._foreach_norm(grads, dtype=wide), strict=True)
-        torch._foreach_mul_(grads, self._norm_factor(self.settings.clip_norm, params=params))
+        norms = torch._foreach_norm(grads, dtype=wide)  # pyright: ignore[reportPrivateImportUsage]
+        self._norms |= zip(params, norms, strict=True)
+        factor = self._norm_factor(self.settings.clip_norm, params=params)
+        torch._foreach_mul_(grads, factor)  # pyright: ignore[reportPrivateImportUsage]
 
     def _norm_factor(self, limit: float, *, params: list[Tensor]) -> Tensor:
         """What to multiply the gradients of a block by; no number is waited for."""

@@ -12,7 +12,7 @@ from baoc.cost import aligned, passing_bytes
 from baoc.errors import BadInputError
 from baoc.kernels.host_memory import check_host_memory
 from baoc.optim import groups, matching, weights
-from baoc.optim.backends import Backend, Choice, FusedBackend, build_alone, build_backends
+from baoc.optim.backends import Backend, Choice, build_alone, build_backends
 from baoc.optim.placement import HostArena, Rings, order_of_travel
 from baoc.optim.state import LiveBlock, Slot, State, allocate, make_slot, new_match, packed, tensor_bytes
 from baoc.rules import RULES
@@ -214,9 +214,10 @@ class Roster:
         )
         return unit
 
-    def may_wait(self, live: LiveBlock) -> bool:
-        """Whether the block can be stepped with others: a launch steps as many as there are."""
-        return self.choices[live.block.name].backend == FusedBackend.name and self.rings.of(live) is None
+    def can_join(self, live: LiveBlock, *, others: Sequence[LiveBlock]) -> bool:
+        """Whether the block can be stepped with `others`: the same backend steps all, and none comes from the host."""
+        backends = {self.choices[one.block.name].backend for one in (live, *others)}
+        return len(backends) == 1 and all(self.rings.of(one) is None for one in (live, *others))
 
     # -- states on the host ---------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from baoc.catalogue import NATIVE
-from baoc.errors import TrainingFailedError
+from baoc.errors import BadInputError, TrainingFailedError
 from baoc.optim import BlockwiseOptimizer, GradientRelease
 from baoc.profiling.tracker import MemoryTracker
 from tests.optimizing import MATRICES, info, one_block, shapes_for
@@ -58,17 +58,27 @@ def same(nets: list[Net], optimizers: list[BlockwiseOptimizer]) -> None:
     assert_equal(optimizers[0], dict(nets[0].named_parameters()), optimizers[1], dict(nets[1].named_parameters()))
 
 
-def test_a_network_with_tied_and_idle_parameters_trains_alike_and_its_tied_one_is_stepped_once() -> None:
+@pytest.mark.parametrize(("together", "largest"), [(0, 1), (300, 4), (10**6, 5)])
+def test_a_network_with_tied_and_idle_parameters_trains_alike_and_its_tied_one_is_stepped_once(
+    together: int, largest: int
+) -> None:
+    """Alone, or blocks together until there are so many bytes of gradients, as on a GPU; a block may stay away."""
     nets, optimizers = pair_of_nets(lr=1e-2)
+    assert optimizers[1].releaser is not None and optimizers[1].releaser.together_bytes == 0
+    optimizers[1].releaser.together_bytes = together
     for step in range(6):
         for net, optimizer in zip(nets, optimizers, strict=True):
             optimizer.zero_grad()
             net(TOKENS, second=step in (2, 3)).backward()
+            if net is nets[1]:
+                with pytest.raises(BadInputError, match=r"zero_grad\(\) was called between"):
+                    optimizer.zero_grad()
             optimizer.step()
             assert net is nets[0] or all(p.grad is None for p in net.parameters())
     same(nets, optimizers)
     steps = {name: optimizers[1].state[param]["step"].item() for name, param in nets[1].named_parameters()}
     assert steps["embed.weight"] == 6 and steps["second.weight"] == 2 and steps["unused"] == 0
+    assert max(map(len, optimizers[1].roster.groups.values())) == largest
 
 
 @pytest.mark.parametrize("spec", ["adamw", "lion_int8", "foam_l2", "adafactor"])
