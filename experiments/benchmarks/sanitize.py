@@ -3,7 +3,9 @@
 `python experiments/benchmarks/sanitize.py` on a machine with an NVIDIA GPU and CUDA tools. Specs that use every kernel
 and every codec step tensors whose sizes are no multiple of anything, with missing and non-finite gradients, marked and
 not. Each tensor is an allocation of its own (torch's cache is off), so that a step past its end is seen. Steps are
-launched plainly, for a graph's allocator is torch's cache. The exit code is the number of tools that found something;
+launched plainly, for a graph's allocator is torch's cache. `--specs control` looks at a plain Triton kernel that sums a
+tile along both sides: what a tool reports of it comes of how Triton exchanges values, such as several threads that
+write one value to one place. The exit code is the number of tools that found something;
 what they say is printed and, if $OUT is set, written to sanitize.txt there.
 """
 
@@ -16,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SPECS = (
@@ -29,6 +31,10 @@ SHAPES = ((1,), (33,), (40, 61), (7, 700), (130, 258), (64, 256))
 
 def work(specs: Sequence[str]) -> None:
     """What is looked at: three steps of every spec."""
+    if list(specs) == ["control"]:
+        from sanitize_control import sum_both_ways
+
+        return sum_both_ways()
     import torch
     from torch import nn
 
