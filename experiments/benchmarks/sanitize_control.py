@@ -1,4 +1,4 @@
-"""A plain Triton kernel, for `sanitize.py --specs control`: what a tool reports of it is Triton's own way, no kernel's."""
+"""A plain Triton kernel, for `sanitize.py --specs control`: what a tool reports of it is Triton's own way."""
 
 import torch
 import triton
