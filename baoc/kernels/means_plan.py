@@ -92,7 +92,7 @@ class Plan:
     def lines_per_program(self, width: int) -> int:
         """Lines of (up to) `width` elements that a program sums at once: few of long ones, for there are fewer."""
         lines = LARGE_LINES if self._is_large else SMALL_LINES
-        return max(lines * TILE // max(width, TILE), 8)
+        return max(lines * TILE // max(width, TILE), 64)
 
     def _line_programs(self, shape: Shape) -> int:
         if not self._needs(shape)[0] or self._at_once(shape) or whole_lines(self._rule, shape):
