@@ -203,11 +203,12 @@ def tries(num: int, *, seed: int, folder: Path) -> Iterator[Try]:
         after_s = kill(pid, pipe, draw=draw, setup_s=setup_s, step_s=step_s, done=reached)
         status = os.waitpid(pid, 0)[1]
         steps_told = pipe.close()
-        ended = os.WIFEXITED(status)
+        exited = os.WIFEXITED(status)
+        ended = exited or (run_dir / "result.json").is_file()  # asked to go on, it would say that nothing is left
         found, newest, last = faults_in(run_dir, steps_told=steps_told)
         if ended:
             run += 1
-            found += [f"exit code {os.WEXITSTATUS(status)}"] if os.WEXITSTATUS(status) else []
+            found += [f"exit code {os.WEXITSTATUS(status)}"] if exited and os.WEXITSTATUS(status) else []
             found += (
                 ["not the metrics of the run that was never killed"]
                 if plain(run_dir) != plain(folder / "whole")
