@@ -25,11 +25,13 @@ from baoc.optim import BlockwiseOptimizer
 from baoc.optim.release import take_from_others
 from baoc.planner import Planner, may_place
 from baoc.profiling import cap_device, clear_cache, context_bytes, describe, free_bytes, uncapped
+from baoc.profiling.device import LATE_MODULES_BYTES
 from baoc.profiling.lowered import as_native, narrowed, narrowed_bytes
 from baoc.strategy.probe import Probe, silent, unwrapped
 from baoc.strategy.released import leave_clipping, leaves_gradients, released_clipping, take_clipping_back
 from baoc.strategy.takeover import count_steps_for_schedulers, hyperparameters, named_groups, rebind_schedulers
 from baoc.types import Budget, Footprint, LatencyTable, OptimizerSpec, Plan, Profile, Reallocation
+from baoc.units import format_bytes
 
 TIMING_S = 5.0  # what a latency table may take where a step_time limit needs it
 SPLIT_ROWS = "*+split8"
@@ -123,6 +125,28 @@ class BaocStrategy(SingleDeviceStrategy):
         super().setup_environment()
         self.context_bytes = context_bytes(self.root_device)
         cap_device(self.root_device, budget=self.budget)
+
+    def model_to_device(self) -> None:
+        """As Lightning's: weights come as they are, in full, before a plan keeps some of them in 16 bits.
+
+        Raises InfeasibleBudgetError where the budget does not hold them.
+        """
+        module, memory = self.lightning_module, self.budget.memory_bytes
+        if module is not None and memory is not None and self.root_device.type == "cuda":
+            weights = sum(value.nbytes for value in {*module.parameters(), *module.buffers()})
+            needed = weights + self.context_bytes + LATE_MODULES_BYTES
+            if needed > memory:
+                advice = ("a smaller model.size", "weights of fewer bits to begin with (trainer.precision=bf16-true)")
+                raise InfeasibleBudgetError(
+                    f"budget {self.budget.name} cannot be met: it allows {format_bytes(memory)} of device memory "
+                    f"({memory} bytes), and the weights in full, as they come to the device before any plan narrows "
+                    f"them, take {format_bytes(needed)} ({needed} bytes) with the CUDA context. What would lower it: "
+                    f"{'; '.join(advice)}",
+                    budget_bytes=memory,
+                    least_feasible_bytes=needed,
+                    advice=advice,
+                )
+        super().model_to_device()
 
     def setup_optimizers(self, trainer: L.Trainer) -> None:
         """Plans, and puts a BlockwiseOptimizer in the place of the user's; its groups and schedulers stay."""
