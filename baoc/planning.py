@@ -102,6 +102,11 @@ def plan_for(
     where no option fits.
     """
     budget = resolve_auto(config.budget, free_bytes=card.memory_bytes)
+    if budget.memory_bytes is not None and budget.memory_bytes > card.memory_bytes:
+        console.say(
+            f"budget {budget.name} is more than {card.name} has: planned for its {format_bytes(card.memory_bytes)}"
+        )
+        budget = replace(budget, memory_bytes=card.memory_bytes)
     if budget.memory_bytes is not None and budget.memory_bytes <= card.context_bytes:
         raise BadInputError(
             f"budget {budget.name} is {format_bytes(budget.memory_bytes)}, of which the CUDA context alone takes "

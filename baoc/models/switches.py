@@ -4,11 +4,16 @@ None of them changes a parameter's name, type or value.
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import (
+    _get_current_function_mode_stack,  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+)
 from torch.utils.checkpoint import checkpoint
 
 from baoc.errors import BadInputError
@@ -52,11 +57,23 @@ def _recomputing(cls: type[nn.Module]) -> type[nn.Module]:
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if not self.training:
                 return cls.forward(self, *args, **kwargs)
-            return checkpoint(cls.forward, self, *args, use_reentrant=False, **kwargs)
+            run = cls.forward
+            if not torch.compiler.is_compiling() and (modes := _get_current_function_mode_stack()):
+                run = partial(_under, modes, cls.forward)
+            return checkpoint(run, self, *args, use_reentrant=False, **kwargs)
 
         names = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
         _classes[cls] = type(cls.__name__, (cls,), names)
     return _classes[cls]
+
+
+def _under(modes: list[Any], forward: Any, *args: Any, **kwargs: Any) -> Any:
+    """Runs under the function modes of the first pass (a plan's types), which a backward pass leaves behind."""
+    with ExitStack() as stack:
+        if not _get_current_function_mode_stack():
+            for mode in modes:
+                stack.enter_context(mode)
+        return forward(*args, **kwargs)
 
 
 # -- activations of 16 bits -------------------------------------------------------------------------------------------

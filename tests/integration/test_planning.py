@@ -55,9 +55,10 @@ def plan(run_dir: Path, settings: RunConfig) -> dict[str, object]:
     return json.loads((run_dir / "plan.json").read_text())
 
 
-def test_a_plan_for_a_card_is_made_without_weights(tmp_path: Path):
+def test_a_plan_for_a_card_is_made_without_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """22M parameters: weights and gradients of 0.17 GiB, a context of 0.7 GiB, and activations by micro-batch."""
-    found = plan(tmp_path / "all", asked("16gb"))
+    found = plan(tmp_path / "all", asked("200gb"))
+    assert "budget 200gb is more than h100 has: planned for its 79.00 GiB" in " ".join(capsys.readouterr().out.split())
     assert (found["device"], found["footprint"], found["binding"]) == ("h100", "prior", False)
     assert found["risk"] == 0 and found["micro_batch"] == 64
     assert 1.0 * GIB < found["peak_bytes"] < 8 * GIB and found["samples_per_s"] > 0

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from baoc.models.switches import enable_checkpointing
 from baoc.profiling.as_on_cuda import LARGE_PAGE, SMALL_PAGE, SMALLEST, CachingAllocator, CudaAutocast
 from baoc.profiling.timeline import Timeline
 from baoc.profiling.tracker import MemoryTracker, PeakMeter
@@ -31,6 +32,20 @@ def test_what_cuda_does_in_float32_is_done_so(run):
         assert F.gelu(y).dtype == torch.bfloat16, "and nothing else"
     with CudaAutocast():
         assert run(y).dtype in (torch.bfloat16, run(y.detach()).dtype), "outside of autocast types are the tensors' own"
+
+
+def test_recomputed_activations_take_the_types_of_those_that_were_dropped():
+    """A backward pass leaves the mode behind; torch refuses a recomputation whose types are other ones."""
+    net = torch.nn.Sequential(torch.nn.Conv1d(4, 8, 1), torch.nn.GroupNorm(2, 8))
+    unit = torch.nn.Sequential(net)
+    model = torch.nn.Sequential(unit)
+    model.checkpoint_units = [unit]  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+    enable_checkpointing(model, name="small")
+    with CudaAutocast():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(torch.ones(2, 4, 4, requires_grad=True)).square().sum()
+        loss.backward()
+    assert all(param.grad is not None for param in model.parameters())
 
 
 def test_pages_and_gaps_are_those_of_the_caching_allocator():
