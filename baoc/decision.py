@@ -23,7 +23,7 @@ from baoc.online import SessionSettings, soon_timed, step_temporaries, time_spec
 from baoc.online.assemble import make_profiler, narrow_params
 from baoc.options import Axes, best, divisors, footprint_at, make_option, none_fits, option_rows
 from baoc.planner import Planner
-from baoc.profiling import cap_device, describe, free_bytes, uncapped
+from baoc.profiling import cap_device, context_bytes, describe, free_bytes, uncapped
 from baoc.resuming import choice_of, keep, settled
 from baoc.strategy.probe import unwrapped, upkeep_bytes
 from baoc.strategy.strategy import declared_blocks, widened
@@ -229,6 +229,7 @@ class _Decision:
         return options or self._made()
 
     def _made(self) -> list[Option]:
+        self.context = context_bytes(self.where)  # has grown by the kernels of what was tried since
         ways = [way for way in self.axes.ways(batch_size=self.config.batch_size) if way[1] in self.tryouts.tried]
         return [option for option in map(self._option, ways) if option is not None]
 
@@ -239,7 +240,9 @@ class _Decision:
             return None
         option = make_option(
             self.planner,
-            footprint=self.constant[way[2]](footprint),
+            footprint=replace(
+                self.constant[way[2]](footprint), context_bytes=max(footprint.context_bytes, self.context)
+            ),
             batch_size=self.config.batch_size,
             checkpointing=way[1],
             latency=self.latency(way),

@@ -171,6 +171,7 @@ class BaocStrategy(SingleDeviceStrategy):
         footprint, tight = self._probe_footprint(look, narrow=narrow)
         with narrowed(narrow if tight else {}):
             timing, full = self._timing(probe, specs, trainer, released=released)
+        footprint = self._with_context(footprint)
         assembled = partial(
             assemble,
             infos,
@@ -207,6 +208,14 @@ class BaocStrategy(SingleDeviceStrategy):
             listener(reallocator.planner, reallocator.plan)
         if self.plan_only:
             trainer.limit_train_batches = 0  # Lightning then leaves `fit` before the first batch
+
+    def _with_context(self, footprint: Footprint) -> Footprint:
+        """The footprint with the context as it is now, which kernels have made larger, and the cap smaller for it."""
+        now = context_bytes(self.root_device)
+        if now > footprint.context_bytes:
+            self.context_bytes = now
+            cap_device(self.root_device, budget=self.budget)
+        return replace(footprint, context_bytes=max(footprint.context_bytes, now))
 
     def _only_optimizer(self) -> Optimizer:
         if len(self.optimizers) != 1:
