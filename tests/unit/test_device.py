@@ -137,7 +137,7 @@ def test_a_budget_that_does_not_limit_memory_takes_the_cap_of_the_one_before_awa
 
 def test_a_budget_below_the_context_is_refused(monkeypatch):
     Card(monkeypatch)
-    with pytest.raises(BadInputError, match=r"300mb is 300 MiB, of which the CUDA context alone takes 576 MiB"):
+    with pytest.raises(BadInputError, match=r"300mb is 300 MiB, of which the CUDA context alone takes 592 MiB"):
         cap_device("cuda:0", budget=Budget(name="300mb", memory_bytes=300 * MIB))
 
 
