@@ -1,5 +1,7 @@
 """Where a catalogue that was left open offers weights of 16 bits, and what is measured for that on a GPU."""
 
+from dataclasses import replace
+
 import pytest
 
 from baoc.budgets import parse_budget
@@ -7,7 +9,9 @@ from baoc.catalogue import SPECS
 from baoc.online import SessionSettings
 from baoc.optim.backends.fused import has_kernel
 from baoc.planner import PlannerSettings
-from baoc.strategy.strategy import widened
+from baoc.strategy.strategy import BaocStrategy, widened
+from baoc.types import Budget
+from tests.unit.test_options import footprint
 
 
 @pytest.mark.parametrize(
@@ -32,3 +36,14 @@ def test_split_weights_are_offered_where_a_memory_budget_on_cuda_can_use_them(
 def test_specs_with_a_kernel_are_told_without_compiling_any():
     assert has_kernel(SPECS["adamw_int8+split8"]) and has_kernel(SPECS["lion"]) and has_kernel(SPECS["foam_l2"])
     assert has_kernel(SPECS["muon_int8"]) and not has_kernel(SPECS["adamw@updated"])
+
+
+def test_a_context_that_has_grown_is_counted_and_lowers_the_cap(monkeypatch: pytest.MonkeyPatch):
+    """Kernels load while steps are rehearsed; a run at its least budget would else hold them beyond it."""
+    caps: list[Budget] = []
+    monkeypatch.setattr("baoc.strategy.strategy.cap_device", lambda device, budget: caps.append(budget))
+    monkeypatch.setattr("baoc.strategy.strategy.context_bytes", lambda device: 100)
+    run = BaocStrategy("8gb", device="cpu")
+    before = replace(footprint(8), context_bytes=60)
+    assert run._with_context(before).context_bytes == run.context_bytes == 100 and caps == [run.budget]
+    assert run._with_context(replace(before, context_bytes=110)).context_bytes == 110 and len(caps) == 1
