@@ -302,7 +302,8 @@ def store_param(addr, correction_addr, p, old, stored, thresholds, lane, start, 
         # has no 2^e has no correction either. To nearest, a step of less than half a code would be lost every time; by
         # thresholds the mean over steps is exact.
         rest = (p - near) * twice_inverse_power(near)
-        code = floor_bytes(rest, tl.full(p.shape, 2.0**7 * 127, tl.float32), tl.load(thresholds + _FINE + lane))
+        fine = tl.load(tl.multiple_of(thresholds + _FINE, 4 * VEC) + lane)  # no wider than the rest
+        code = floor_bytes(rest, tl.full(p.shape, 2.0**7 * 127, tl.float32), fine)
         if not MOVED:
             # A weight that did not change stays as it is: merging has rounded, and some numbers can be split in two
             # ways.

@@ -35,7 +35,7 @@ from baoc.optim.backends.eager import Options  # noqa: E402
 STEPS, WORKERS = 7, 15
 # An empty one is the spec's own.
 TRIED: dict[str, tuple[str, ...]] = {
-    "foam_l2_out_int8+split8": ("", "256/1/4/64", "512/1/4/96", "512/1/4/128/4"),
+    "foam_l2_out_int8+split8": ("", "256/1/2/64", "256/1/2/64/4", "256/1/4/64"),
     "foam_l8_int8+split8": ("", "8192/16/8/56", "8192/16/8/64/2"),
     "adafactor_momentum_int8": ("", "256/1/4/64:128", "256/1/4/64/4:256", "256/1/4/56:256"),
     "adafactor+split8": ("", "256/1/8/56", "256/1/8/64/4"),
@@ -50,7 +50,7 @@ TRIED: dict[str, tuple[str, ...]] = {
     "adamw_shared_in_int8": ("", "256/1/4/64"),
     "adamw_shared_in_int8+split8": ("", "256/1/8/64"),
     "adamw_shared_out_int8+split8": ("", "256/1/8/64/4"),
-    "foam_l2_sq_int8": ("",), "foam_l3_int8": ("",), "foam_l8_out": ("",), "foam_l2_out": ("",),
+    "foam_l2_sq_int8": ("",), "foam_l3_int8": ("",), "foam_l8_out": ("",), "foam_l2_out": ("", "256/1/2/64"),
     "adafactor_momentum": ("",), "adamw_shared_out_int8": ("",), "adamw_shared_out": ("",), "adamw_shared_in": ("",),
     "adamw_int8_root": ("",), "adamw_int8_root+split8": ("",),
 }  # fmt: skip
