@@ -243,7 +243,7 @@ def _cut(kind: Kind, fp32_params: bool) -> Cut:
     states = [kind.m] * kind.traits.has_m + [kind.v] * kind.traits.has_v
     if any(state in PACKED for state in states):  # on an H200
         if fp32_params or "fp32" in states:
-            return Cut(chunk=256, warps=1, vector=4, registers=80)
+            return Cut(chunk=256, warps=1, vector=4, registers=64)
         return Cut(chunk=256, warps=1, vector=8, registers=64)
     if fp32_params or "fp32" in states:
         return Cut(chunk=512, warps=2) if len(states) == 1 else Cut(chunk=256, warps=2)

@@ -88,11 +88,18 @@ def _cut(kind: Kind, fp32_params: bool) -> Cut:
 
 def _parts_cut(kind: Kind, fp32_params: bool) -> Cut:
     """Likewise on an H200, of matrices that are stepped in parts: one warp, as warps that wait for each other cost more
-    than they share, and so few registers that many fit."""
+    than they share, so few registers that many fit, and four parts, which share what is asked of a tensor."""
     if fp32_params or (kind.traits.has_m and kind.m == "fp32"):
         packed = kind.traits.has_m and kind.m == "root4"
-        return Cut(chunk=256, warps=1, vector=4, registers=80 if packed else 64)
-    return Cut(chunk=256, warps=1, vector=8, registers=64)
+        return Cut(chunk=256, warps=1, vector=4, registers=80 if packed else 64, repeat=4)
+    return Cut(chunk=256, warps=1, vector=8, registers=64, repeat=4)
+
+
+def _lines_cut(kind: Kind, fp32_params: bool) -> Cut:
+    """Likewise, of matrices that are mostly stepped by whole lines."""
+    if not fp32_params and not (kind.traits.has_m and kind.m in ("fp32", "root4")):
+        return Cut(chunk=256, warps=1, vector=8, registers=64)
+    return _cut(kind, fp32_params)
 
 
 def _chunks(shape: Shape, cut: Cut) -> int:
@@ -118,7 +125,7 @@ def _register_shared(rule: str) -> None:
             columns={"m": 1, "m.scale": 2, "v": 3},
             sizes=_shared_sizes,
             programs=_programs(rule),
-            cut=_cut if rule == "adamw_shared_in" else _parts_cut,
+            cut=_lines_cut if rule == "adamw_shared_in" else _parts_cut,
         )
     )
 
@@ -216,10 +223,12 @@ def _foam_cut(kind: Kind, fp32_params: bool) -> Cut:
         return Cut(chunk=FOLD_TILE * fold, warps=16, vector=4 if fp32_params else 8, registers=64)
     if out:  # a warp's threads, beside each other in memory, have whole folds
         vector = 4 if fold < 8 else 2
-        return Cut(chunk=32 * vector * fold, warps=1, vector=vector, registers=128)
+        return Cut(chunk=32 * vector * fold, warps=1, vector=vector, registers=128 if fp32_params else 96)
     if not fp32_params:
         return Cut(chunk=256, warps=1, vector=8, registers=64)
-    return Cut(chunk=256, warps=1, vector=4, registers=80 if fold == 2 else 64)
+    if kind.m in ("fp32", "bf16"):
+        return Cut(chunk=256, warps=1, vector=4, registers=64)
+    return Cut(chunk=256, warps=1, vector=4, registers=80 if fold == 2 else 64, repeat=1 if fold == 2 else 4)
 
 
 def _register_foam(rule: str) -> None:

@@ -1,7 +1,7 @@
 """Gradient release: each block is stepped in the backward pass, as soon as its gradients are final, and drops them.
 
-So no more gradients are alive at once than those of the blocks that are not final yet, instead of all, and on a GPU
-some megabytes of small blocks that are stepped together. What a step is
+So no more gradients are alive at once than those of the blocks that are not final yet, instead of all. On a GPU small
+blocks are stepped together from the second step on, as far as that takes no more memory. What a step is
 stays the same: mask, clip, observe, update, block by block; `Optimizer.step` then only finishes it. What has to know
 all gradients before the first update cannot be had: accumulation, skipping a step, GradScaler, averaging over
 processes, and the norm of this step to clip by.
@@ -11,7 +11,7 @@ import logging
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -26,13 +26,13 @@ from baoc.optim import seeding
 from baoc.optim.backends import Options
 from baoc.optim.release_settings import GradientRelease, PartObserver, check_processes
 from baoc.optim.state import LiveBlock
-from baoc.types.decision import RELEASED_TOGETHER_BYTES
 
 if TYPE_CHECKING:
     from baoc.optim.optimizer import BlockwiseOptimizer
 
 log = logging.getLogger(__name__)
 _OWNERS = WeakTensorKeyDictionary()  # parameter -> weak reference to the Releaser that steps it
+_TOGETHER_BYTES = 16 * 2**20  # of gradients whose blocks are stepped together: a launch costs as much for one tensor
 _ADVICE = (
     "With gradient release every backward is a step: call step() after each, with no accumulation, or build the "
     "optimizer without release"
@@ -82,7 +82,7 @@ class Releaser:
         self._lock = threading.RLock()
         self._handles: dict[Tensor, RemovableHandle] = {}
         on_gpu = any(param.is_cuda for param in owner.roster.names)
-        self.together_bytes = RELEASED_TOGETHER_BYTES if on_gpu else 0
+        self.together_bytes = _TOGETHER_BYTES if on_gpu else 0
         self.attach()
 
     def _reset(self) -> None:
@@ -90,8 +90,7 @@ class Releaser:
         self._got: set[Tensor] = set()  # parameters that had their gradient in it
         self._left: dict[str, int] = {}  # block -> parameters that still have none
         self._stepped: set[str] = set()
-        self._waiting: list[LiveBlock] = []  # whole, but for others to be stepped with
-        self._waiting_bytes = 0
+        self._order: list[tuple[str, int]] = []  # block and bytes of each gradient as it came, until groups are known
         self._whole: dict[tuple[str, ...], int] = {}  # group -> blocks of it that are whole
         self._factor: Tensor | None = None  # of all gradients, by the norm of the step before
         self._norms: dict[Tensor, Tensor] = {}
@@ -151,7 +150,7 @@ class Releaser:
     @property
     def mid_step(self) -> bool:
         """True if some block was stepped, or is to be, and `step` was not called since."""
-        return bool(self._stepped or self._waiting or self._whole)
+        return bool(self._stepped or self._whole)
 
     @property
     def num_nonfinite(self) -> int:
@@ -175,6 +174,8 @@ class Releaser:
             if self._options is None:
                 self.begin()
             self._got.add(param)
+            if self.together_bytes and not self._live_owner().roster.groups and param.grad is not None:
+                self._order.append((name, param.grad.nbytes))
             live = self._live_owner().roster.live[name]
             if name not in self._left:
                 self._left[name] = sum(slot.param.requires_grad for slot in live.slots)
@@ -183,28 +184,24 @@ class Releaser:
                 self._is_whole(live)
 
     def _is_whole(self, live: LiveBlock) -> None:
-        """A block has its gradients: it is stepped, or waits for those that are stepped with it. Who they are is found
-        in the first step, from what is whole one after the other."""
+        """A block has its gradients: it is stepped, with its group when that has all of them."""
         roster = self._live_owner().roster
-        group = roster.groups.get(live.block.name)
-        if group is not None:
-            self._whole[group] = self._whole.get(group, 0) + 1
-            if self._whole[group] == len(group):
-                self._step([roster.live[name] for name in group])
-            return
-        if self._waiting and not roster.can_join(live, others=self._waiting):
-            self._close()
-        self._waiting.append(live)
-        self._waiting_bytes += sum(slot.param.grad.nbytes for slot in live.slots if slot.param.grad is not None)
-        if self._waiting_bytes >= self.together_bytes:
-            self._close()
+        group = roster.groups.get(live.block.name, (live.block.name,))
+        self._whole[group] = self._whole.get(group, 0) + 1
+        if self._whole[group] == len(group):
+            self._step([roster.live[name] for name in group])
 
-    def _close(self) -> None:
-        """Steps what waits together, as it is from now on."""
-        lives, self._waiting, self._waiting_bytes = self._waiting, [], 0
-        names = tuple(live.block.name for live in lives)
-        self._live_owner().roster.groups |= dict.fromkeys(names, names)
-        self._step(lives)
+    def _group(self) -> None:
+        """Who is stepped with whom from now on, by the order in which gradients came."""
+        roster = self._live_owner().roster
+        names = dict.fromkeys(name for name, _ in self._order)
+        groups = together(
+            self._order,
+            left={name: sum(slot.param.requires_grad for slot in roster.live[name].slots) for name in names},
+            limit=self.together_bytes,
+            joins=lambda a, b: roster.can_join(roster.live[a], others=[roster.live[b]]),
+        )
+        roster.regroup(groups)
 
     def _refuse_second(self, param: Tensor) -> None:
         name = self._live_owner().roster.names[param]
@@ -296,7 +293,7 @@ class Releaser:
         return (limit * share**0.5 / (norm + 1e-6)).clamp(max=1.0)
 
     def flush(self) -> None:
-        """Steps the blocks that wait for gradients that this step does not bring, and for others to be stepped with."""
+        """Steps the blocks that wait for gradients which this step does not bring, or for others to be stepped with."""
         roster = self._live_owner().roster
         left = [live for live in roster.live.values() if _has_gradient(live)]
         if left and self._options is None:
@@ -304,8 +301,6 @@ class Releaser:
         for live in left:
             if live.block.name in self._stepped:
                 self._refuse_second(next(slot.param for slot in live.slots if slot.param.grad is not None))
-        if self._waiting:
-            self._close()
         for group in dict.fromkeys(roster.groups.get(live.block.name, (live.block.name,)) for live in left):
             if not self._stepped.issuperset(group):
                 self._step([roster.live[name] for name in group])
@@ -337,6 +332,8 @@ class Releaser:
                 stacklevel=3,
             )
         self._take_norm()
+        if self._order:
+            self._group()
         self._reset()
 
     def _take_norm(self) -> None:
@@ -384,6 +381,42 @@ class Releaser:
             raise CheckpointError("'release' of the optimizer checkpoint has a norm that is no number: it is damaged")
         self._reset()
         self.norm = None if norm is None else norm.detach().clone()
+
+
+def together(
+    order: Sequence[tuple[str, int]],
+    *,
+    left: Mapping[str, int],
+    limit: int,
+    joins: Callable[[str, str], bool],
+) -> list[tuple[str, ...]]:
+    """Blocks that are stepped together, where gradients come in `order` (block, bytes) and a block has `left` of them:
+    one after the other, up to `limit` bytes, and so that never more is there than where each is stepped alone."""
+    most = _held(order, left=left)
+    groups: list[tuple[str, ...]] = []
+    waiting: list[str] = []
+    missing, sizes = dict(left), dict.fromkeys(left, 0)
+    held = waits = 0
+    for name, num_bytes in order:
+        if waiting and held + num_bytes > most:
+            groups, waiting, held, waits = [*groups, tuple(waiting)], [], held - waits, 0
+        held, missing[name], sizes[name] = held + num_bytes, missing[name] - 1, sizes[name] + num_bytes
+        if missing[name]:
+            continue
+        if waiting and (waits + sizes[name] > limit or not joins(waiting[0], name)):
+            groups, waiting, held, waits = [*groups, tuple(waiting)], [], held - waits, 0
+        waiting, waits = [*waiting, name], waits + sizes[name]
+    return [*groups, tuple(waiting)] if waiting else groups
+
+
+def _held(order: Sequence[tuple[str, int]], *, left: Mapping[str, int]) -> int:
+    """The most bytes of gradients at once, where a block's go when it has the last of them."""
+    missing, sizes, held, most = dict(left), dict.fromkeys(left, 0), 0, 0
+    for name, num_bytes in order:
+        held, missing[name], sizes[name] = held + num_bytes, missing[name] - 1, sizes[name] + num_bytes
+        most = max(most, held)
+        held -= 0 if missing[name] else sizes[name]
+    return most
 
 
 def _total(norms: list[Tensor]) -> Tensor:

@@ -214,6 +214,12 @@ class Roster:
         )
         return unit
 
+    def regroup(self, groups: Sequence[tuple[str, ...]]) -> None:
+        """Blocks of a group are stepped together in backward from now on. What stepped them goes, for step counts are
+        views of the newest."""
+        self._unread, self._alone = self.new_bad(wait=True), {}
+        self.groups = {name: group for group in groups for name in group}
+
     def can_join(self, live: LiveBlock, *, others: Sequence[LiveBlock]) -> bool:
         """Whether the block can be stepped with `others`: the same backend steps all, and none comes from the host."""
         backends = {self.choices[one.block.name].backend for one in (live, *others)}

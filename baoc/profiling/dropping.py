@@ -6,12 +6,10 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from baoc.profiling.tracker import PeakMeter
-from baoc.types.decision import RELEASED_TOGETHER_BYTES
 
 
 class Dropped:
-    """Inside of `with`, a block's gradients go as soon as all of its parameters have theirs, on a GPU those of small
-    blocks together; without blocks, nothing.
+    """Inside of `with`, a block's gradients go as soon as all of its parameters have theirs; without blocks, nothing.
 
     `gradients_bytes`: the most that gradients took at once. `stepping_bytes`: the most that was alive, all in all, at
     the moments when a block would be stepped.
@@ -24,7 +22,6 @@ class Dropped:
         self._meter = meter
         self._block_of = {param: block for block in self._blocks for param in block}
         self._handles: list[RemovableHandle] = []
-        self._waiting: list[Tensor] = []
 
     def __enter__(self) -> "Dropped":
         self._handles = [param.register_post_accumulate_grad_hook(self._ready) for param in self._block_of]
@@ -39,11 +36,7 @@ class Dropped:
         self.gradients_bytes = max(self.gradients_bytes, storage_bytes(alive))
         block = self._block_of[param]
         if all(other.grad is not None for other in block):
-            self._waiting += block
-            grads = [other.grad for other in self._waiting if other.grad is not None]
-            if not param.is_cuda or storage_bytes(grads) >= RELEASED_TOGETHER_BYTES:
-                self._drop(self._waiting)
-                self._waiting = []
+            self._drop(block)
 
     def _drop(self, block: Sequence[Tensor]) -> None:
         self.stepping_bytes = max(self.stepping_bytes, self._meter.current_bytes)
@@ -52,7 +45,6 @@ class Dropped:
 
     def finish(self) -> None:
         """Ends a backward: blocks of which some parameters had no gradient are stepped now."""
-        self._waiting = []
         for block in self._blocks:
             if any(param.grad is not None for param in block):
                 self._drop(block)

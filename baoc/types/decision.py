@@ -7,10 +7,6 @@ from typing import Any
 
 from baoc.types.network import Block, Role
 
-# Bytes of gradients that gather on a GPU before the blocks that they are of are stepped together, where gradients are
-# released: a launch costs the host as much for one tensor as for many.
-RELEASED_TOGETHER_BYTES = 16 * 2**20
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientStats:

@@ -6,21 +6,27 @@ import triton.language as tl
 
 
 @triton.jit
-def sums_kernel(source, lines, columns, NUM: tl.constexpr):
-    """Sums along both sides of tiles of 32 x 64; each of the warps has all columns' sums, and stores them."""
-    total = tl.zeros([64], dtype=tl.float32)
-    row, column = tl.arange(0, 32), tl.arange(0, 64)
-    for begin in range(0, NUM, 32):
-        tile = tl.load(source + (begin + row)[:, None] * 64 + column[None, :])
-        tl.store(lines + begin + row, tl.sum(tile * tile, axis=1))
+def sums_kernel(source, lines, columns, whole, NUM: tl.constexpr):
+    """Sums along both sides of tiles of 8 x 256, of which two warps have a line each, and the sum of the lines' sums:
+    both warps have these, and write the same number to the same place when all warps' are added up."""
+    total = tl.zeros([256], dtype=tl.float32)
+    of_lines = tl.zeros([8], dtype=tl.float32)
+    row, column = tl.arange(0, 8), tl.arange(0, 256)
+    for begin in range(0, NUM, 8):
+        tile = tl.load(source + (begin + row)[:, None] * 256 + column[None, :])
+        squares = tl.sum(tile * tile, axis=1)
+        tl.store(lines + begin + row, squares)
+        of_lines += squares
         total += tl.sum(tile, axis=0)
     tl.store(columns + column, total)
+    tl.store(whole, tl.sum(of_lines))
 
 
 def sum_both_ways(device: str = "cuda") -> None:
-    source = torch.randn(128, 64, device=device)
-    lines, columns = torch.empty(128, device=device), torch.empty(64, device=device)
-    sums_kernel[(1,)](source, lines, columns, NUM=128, num_warps=4)  # pyright: ignore[reportArgumentType]
+    source = torch.randn(128, 256, device=device)
+    lines, columns, whole = (torch.empty(size, device=device) for size in (128, 256, 1))
+    sums_kernel[(1,)](source, lines, columns, whole, NUM=128, num_warps=8)  # pyright: ignore
+    torch.testing.assert_close(whole[0], source.square().sum(), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(columns, source.sum(0), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(lines, source.square().sum(1), rtol=1e-4, atol=1e-4)
     print("control: the sums are right", flush=True)

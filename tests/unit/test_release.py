@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from baoc.catalogue import NATIVE
 from baoc.errors import BadInputError, TrainingFailedError
 from baoc.optim import BlockwiseOptimizer, GradientRelease
+from baoc.optim.release import together
 from baoc.profiling.tracker import MemoryTracker
 from tests.optimizing import MATRICES, info, one_block, shapes_for
 from tests.releasing import Pair, assert_equal, backward
@@ -58,14 +59,30 @@ def same(nets: list[Net], optimizers: list[BlockwiseOptimizer]) -> None:
     assert_equal(optimizers[0], dict(nets[0].named_parameters()), optimizers[1], dict(nets[1].named_parameters()))
 
 
-@pytest.mark.parametrize(("together", "largest"), [(0, 1), (300, 4), (10**6, 5)])
+def test_blocks_are_put_together_as_far_as_no_more_gradients_are_there():
+    order = [("a", 10), ("b", 4), ("c", 4), ("d", 10), ("e", 2), ("f", 2)]
+    left = dict.fromkeys("abcdef", 1)
+
+    def groups(limit: int, *, apart: str = "") -> list[str]:
+        found = together(order, left=left, limit=limit, joins=lambda a, b: not {a, b} & set(apart))
+        return ["".join(group) for group in found]
+
+    assert groups(100) == ["a", "bc", "d", "ef"]
+    assert groups(4) == ["a", "b", "c", "d", "ef"]
+    assert groups(100, apart="e") == ["a", "bc", "d", "e", "f"]
+    assert together([("a", 5), ("b", 3), ("a", 5)], left={"a": 2, "b": 1}, limit=100, joins=lambda a, b: True) == [
+        ("b",), ("a",)
+    ], "b would be there beside all of a"  # fmt: skip
+
+
+@pytest.mark.parametrize(("limit", "largest"), [(0, 1), (300, 3), (10**6, 4)])
 def test_a_network_with_tied_and_idle_parameters_trains_alike_and_its_tied_one_is_stepped_once(
-    together: int, largest: int
+    limit: int, largest: int
 ) -> None:
-    """Alone, or blocks together until there are so many bytes of gradients, as on a GPU; a block may stay away."""
+    """Alone, or blocks together up to so many bytes of gradients, as on a GPU; a block may stay away."""
     nets, optimizers = pair_of_nets(lr=1e-2)
     assert optimizers[1].releaser is not None and optimizers[1].releaser.together_bytes == 0
-    optimizers[1].releaser.together_bytes = together
+    optimizers[1].releaser.together_bytes = limit
     for step in range(6):
         for net, optimizer in zip(nets, optimizers, strict=True):
             optimizer.zero_grad()
@@ -78,7 +95,7 @@ def test_a_network_with_tied_and_idle_parameters_trains_alike_and_its_tied_one_i
     same(nets, optimizers)
     steps = {name: optimizers[1].state[param]["step"].item() for name, param in nets[1].named_parameters()}
     assert steps["embed.weight"] == 6 and steps["second.weight"] == 2 and steps["unused"] == 0
-    assert max(map(len, optimizers[1].roster.groups.values())) == largest
+    assert max(map(len, optimizers[1].roster.groups.values()), default=1) == largest
 
 
 @pytest.mark.parametrize("spec", ["adamw", "lion_int8", "foam_l2", "adafactor"])
