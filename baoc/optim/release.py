@@ -11,7 +11,7 @@ import logging
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,9 @@ from baoc.errors import BadInputError, CheckpointError
 from baoc.kernels import capturing
 from baoc.optim import seeding
 from baoc.optim.backends import Options
+from baoc.optim.release_groups import together
 from baoc.optim.release_settings import GradientRelease, PartObserver, check_processes
+from baoc.optim.roster import Alone
 from baoc.optim.state import LiveBlock
 
 if TYPE_CHECKING:
@@ -92,6 +94,7 @@ class Releaser:
         self._stepped: set[str] = set()
         self._order: list[tuple[str, int]] = []  # block and bytes of each gradient as it came, until groups are known
         self._whole: dict[tuple[str, ...], int] = {}  # group -> blocks of it that are whole
+        self._waiting: list[LiveBlock] = []  # whole blocks of one group, to be stepped together
         self._factor: Tensor | None = None  # of all gradients, by the norm of the step before
         self._norms: dict[Tensor, Tensor] = {}
         self._num_bad = 0  # non-finite elements known before it
@@ -184,12 +187,29 @@ class Releaser:
                 self._is_whole(live)
 
     def _is_whole(self, live: LiveBlock) -> None:
-        """A block has its gradients: it is stepped, with its group when that has all of them."""
-        roster = self._live_owner().roster
-        group = roster.groups.get(live.block.name, (live.block.name,))
+        """A block has its gradients: it is stepped, with its group when that has all of them.
+
+        A group that another one overtakes is not waited for: what it misses may not come in this step, and groups that
+        wait for a frozen or skipped block each would keep the gradients of a whole backward.
+        """
+        group = self._group_of(live)
+        if self._waiting and self._group_of(self._waiting[0]) != group:
+            self._step_waiting()
+        self._waiting.append(live)
         self._whole[group] = self._whole.get(group, 0) + 1
         if self._whole[group] == len(group):
-            self._step([roster.live[name] for name in group])
+            self._step_waiting()
+
+    def _group_of(self, live: LiveBlock) -> tuple[str, ...]:
+        return self._live_owner().roster.groups.get(live.block.name, (live.block.name,))
+
+    def _step_waiting(self) -> None:
+        lives, self._waiting = self._waiting, []
+        by_group: dict[tuple[str, ...], list[LiveBlock]] = {}
+        for live in lives:
+            by_group.setdefault(self._group_of(live), []).append(live)
+        for group, members in by_group.items():
+            self._step(members, group=group)
 
     def _group(self) -> None:
         """Who is stepped with whom from now on, by the order in which gradients came."""
@@ -230,13 +250,18 @@ class Releaser:
                 "train without release"
             )
 
-    def _step(self, lives: list[LiveBlock]) -> None:
-        """One step of some blocks with the gradients that their parameters have, which are then dropped."""
+    def _step(self, lives: list[LiveBlock], *, group: tuple[str, ...]) -> None:
+        """One step of some blocks of a group with the gradients that their parameters have, which are then dropped."""
+        owner = self._live_owner()
+        others = [owner.roster.live[name] for name in group if len(lives) < len(group)]
+        with _set_aside([slot.param for live in others if live not in lives for slot in live.slots]):
+            self._step_with(lives, unit=owner.roster.alone(group))
+
+    def _step_with(self, lives: list[LiveBlock], *, unit: Alone) -> None:
         owner = self._live_owner()
         assert self._options is not None
         if self.before_block is not None:
             self.before_block()
-        unit = owner.roster.alone(tuple(live.block.name for live in lives))
         looks = self.observer is not None or self.settings != GradientRelease()
         masks = owner._guard.take(unit, step=owner._num_steps + 1, final=looks)
         assert masks is not None, "skip_step is refused when the optimizer is built"
@@ -285,7 +310,8 @@ class Releaser:
         """What to multiply the gradients of a block by; no number is waited for."""
         if self.norm is not None:
             if self._factor is None:
-                self._factor = (limit / (self.norm + 1e-6)).clamp(max=1.0)
+                norm = self.norm.to(params[0].device)  # a checkpoint's may be elsewhere, where other roundings are
+                self._factor = (limit / (norm + 1e-6)).clamp(max=1.0)
             return self._factor
         numel = max(sum(param.numel() for param in self._block_of), 1)
         share = sum(param.numel() for param in params) / numel
@@ -301,9 +327,8 @@ class Releaser:
         for live in left:
             if live.block.name in self._stepped:
                 self._refuse_second(next(slot.param for slot in live.slots if slot.param.grad is not None))
-        for group in dict.fromkeys(roster.groups.get(live.block.name, (live.block.name,)) for live in left):
-            if not self._stepped.issuperset(group):
-                self._step([roster.live[name] for name in group])
+        self._waiting = left
+        self._step_waiting()
 
     def finish(self) -> None:
         """Ends the step: what is left is stepped, and the norm of all gradients is that of the previous step now."""
@@ -383,45 +408,22 @@ class Releaser:
         self.norm = None if norm is None else norm.detach().clone()
 
 
-def together(
-    order: Sequence[tuple[str, int]],
-    *,
-    left: Mapping[str, int],
-    limit: int,
-    joins: Callable[[str, str], bool],
-) -> list[tuple[str, ...]]:
-    """Blocks that are stepped together, where gradients come in `order` (block, bytes) and a block has `left` of them:
-    one after the other, up to `limit` bytes, and so that never more is there than where each is stepped alone."""
-    most = _held(order, left=left)
-    groups: list[tuple[str, ...]] = []
-    waiting: list[str] = []
-    missing, sizes = dict(left), dict.fromkeys(left, 0)
-    held = waits = 0
-    for name, num_bytes in order:
-        if waiting and held + num_bytes > most:
-            groups, waiting, held, waits = [*groups, tuple(waiting)], [], held - waits, 0
-        held, missing[name], sizes[name] = held + num_bytes, missing[name] - 1, sizes[name] + num_bytes
-        if missing[name]:
-            continue
-        if waiting and (waits + sizes[name] > limit or not joins(waiting[0], name)):
-            groups, waiting, held, waits = [*groups, tuple(waiting)], [], held - waits, 0
-        waiting, waits = [*waiting, name], waits + sizes[name]
-    return [*groups, tuple(waiting)] if waiting else groups
-
-
-def _held(order: Sequence[tuple[str, int]], *, left: Mapping[str, int]) -> int:
-    """The most bytes of gradients at once, where a block's go when it has the last of them."""
-    missing, sizes, held, most = dict(left), dict.fromkeys(left, 0), 0, 0
-    for name, num_bytes in order:
-        held, missing[name], sizes[name] = held + num_bytes, missing[name] - 1, sizes[name] + num_bytes
-        most = max(most, held)
-        held -= 0 if missing[name] else sizes[name]
-    return most
-
-
 def _total(norms: list[Tensor]) -> Tensor:
     """Norm of all, from those of the parts."""
     return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].dtype) for norm in norms]))
+
+
+@contextmanager
+def _set_aside(params: list[Tensor]) -> Iterator[None]:
+    """Inside, `params` have no gradients."""
+    grads = [(param, param.grad) for param in params if param.grad is not None]
+    for param, _ in grads:
+        param.grad = None
+    try:
+        yield
+    finally:
+        for param, grad in grads:
+            param.grad = grad
 
 
 def _has_gradient(live: LiveBlock) -> bool:

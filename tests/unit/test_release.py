@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from baoc.catalogue import NATIVE
 from baoc.errors import BadInputError, TrainingFailedError
 from baoc.optim import BlockwiseOptimizer, GradientRelease
-from baoc.optim.release import together
+from baoc.optim.release_groups import together
 from baoc.profiling.tracker import MemoryTracker
 from tests.optimizing import MATRICES, info, one_block, shapes_for
 from tests.releasing import Pair, assert_equal, backward
@@ -96,6 +96,37 @@ def test_a_network_with_tied_and_idle_parameters_trains_alike_and_its_tied_one_i
     steps = {name: optimizers[1].state[param]["step"].item() for name, param in nets[1].named_parameters()}
     assert steps["embed.weight"] == 6 and steps["second.weight"] == 2 and steps["unused"] == 0
     assert max(map(len, optimizers[1].roster.groups.values()), default=1) == largest
+
+
+@pytest.mark.parametrize("spec", ["adamw", "lion_int8", "foam_l2", "adafactor"])
+@pytest.mark.parametrize("half", [False, True])
+def test_groups_do_not_gather_gradients_while_they_wait_for_what_does_not_come(spec: str, half: bool) -> None:
+    """Every group misses a block from the third step on (or half of its parameters), as of skipped or frozen layers;
+    the last step brings all in another order, so that groups are stepped in two parts."""
+    shapes = {"z": (64, 64), **{f"{part}{i}": (8, 8) for i in range(6) for part in "abc"}}
+    blocks = [one_block("z", [info("z", shapes["z"])])]
+    for i in range(6):
+        blocks.append(one_block(f"a{i}", [info(f"a{i}", (8, 8))]))
+        blocks.append(one_block(f"bc{i}", [info(f"b{i}", (8, 8)), info(f"c{i}", (8, 8))]))
+    pair = Pair(spec, shapes, blocks=blocks, lr=1e-2)
+    releaser = pair.released.releaser
+    assert releaser is not None
+    releaser.together_bytes, held = 3 * 8 * 8 * 4, [0]
+
+    def note(_: Tensor) -> None:
+        held.append(sum(p.grad.nbytes for n, p in pair.twins.items() if p.grad is not None and n[0] in "ac"))
+
+    for param in pair.twins.values():
+        param.register_post_accumulate_grad_hook(note)
+    for step in range(6):
+        grads = pair.gradients.next()
+        missing = ("b" if half else "bc") if 1 < step < 5 else ""
+        kept = [name for name in grads if name[0] not in missing]
+        pair.step({name: grads[name] for name in (sorted(kept) if step == 5 else kept)})
+        assert step or all(len(group) == 2 for name, group in pair.released.roster.groups.items() if name != "z")
+        if not half and step < 5:
+            assert max(held) <= 3 * 8 * 8 * 4, f"step {step}"
+    pair.check()
 
 
 @pytest.mark.parametrize("spec", ["adamw", "lion_int8", "foam_l2", "adafactor"])
@@ -275,6 +306,15 @@ def test_the_norm_of_the_step_before_clips_and_that_is_said(limit: float, caplog
         backward(pair.twins, grads)
         pair.released.step()
     pair.check()
+
+
+def test_a_norm_from_a_checkpoint_goes_to_where_gradients_are() -> None:
+    """A 16-bit gradient takes a factor of another device in full and rounds one of its own."""
+    pair = Pair("adamw", {"a": (8, 64)}, release=GradientRelease(clip_norm=1.0))
+    releaser = pair.released.releaser
+    assert releaser is not None
+    releaser.load_state_dict({"norm": torch.tensor(2.0)})
+    assert releaser._norm_factor(1.0, params=[torch.empty(3, device="meta")]).device.type == "meta"
 
 
 def test_values_are_clipped_in_the_same_step() -> None:
