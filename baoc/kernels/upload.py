@@ -6,7 +6,6 @@ say, and tells the host that everything before it was read: that costs a look at
 
 import ctypes
 import time
-from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -46,9 +45,11 @@ class Upload:
     def __del__(self) -> None:
         """The device may still have to read a slot or to write what comes back, of which torch, who takes pinned memory
         back and hands it to others, knows nothing."""
-        with suppress(Exception):  # the interpreter may be on its way out
+        try:
             if self._on_cuda and self._arrived[0] < self._number:
                 torch.cuda.synchronize(self.device.device)
+        except Exception:  # names of modules are None where the interpreter is on its way out: no `suppress` either
+            pass
 
     @property
     def nbytes(self) -> int:

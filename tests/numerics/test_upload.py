@@ -102,3 +102,14 @@ def test_parts_begin_at_multiples_of_sixteen_bytes() -> None:
     buffer = make()
     assert (buffer.device.data_ptr() - buffer.back.data_ptr()) % 16 == 0
     assert memory_of(torch.zeros(0)).nbytes == 0
+
+
+def test_nothing_is_said_of_an_upload_that_goes_when_the_interpreter_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of a module are None by then, and what a `__del__` raises is printed at the end of a user's script."""
+    held = object.__new__(upload.Upload)
+    held._on_cuda, held._arrived, held._number = True, memoryview(bytes(8)).cast("q"), 1
+    with monkeypatch.context() as late:
+        for name in [name for name in vars(upload) if not name.startswith("__")]:
+            late.setitem(vars(upload), name, None)
+        held.__del__()
+        held._number = 0
