@@ -71,7 +71,7 @@ def probe_footprint(
     device = next((param.device for param in params), torch.device("cpu"))
     module = source if isinstance(source, nn.Module) else None
     with (
-        _restored(module, params),  # first, as what is there is counted when the meter is made
+        restored(module, params),  # first, as what is there is counted when the meter is made
         PeakMeter(device, source, allocator=allocator) as meter,
         Dropped(released, meter=meter) as dropped,
     ):
@@ -268,7 +268,7 @@ def _drop_gradients(params: Sequence[Tensor]) -> None:
 
 
 @contextmanager
-def _restored(module: nn.Module | None, params: Sequence[Tensor]) -> Iterator[None]:
+def restored(module: nn.Module | None, params: Sequence[Tensor]) -> Iterator[None]:
     """Puts RNG states, training modes and buffers back; gradients are None inside at first, and afterwards."""
     _drop_gradients(params)
     random_state, numpy_state = random.getstate(), _numpy_random()

@@ -15,11 +15,14 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor
+from torchmetrics import Metric
 
 from baoc.callbacks.loss_guard import LossGuard
 from baoc.callbacks.steps import StepMonitor
 from baoc.callbacks.trainer_state import accumulating
+from baoc.profiling.footprint import restored
 
 WARM = 2  # steps that are not counted: memory is taken, kernels are chosen
 MOST = 12  # that are
@@ -43,13 +46,20 @@ def rehearse(
     The median of as many steps of `accumulation` micro-batches as begin within `max_s` seconds after WARM ones, MOST at
     most; of steps longer than that one is warm. `loss` runs a forward of `module` on `batch`, which is on the device,
     and `log` logs meanwhile as it does in training. `clip`: value and algorithm of Lightning's clipping. `released`:
-    parameters of each block whose gradients go when all have come. Gradients are None afterwards, weights as they were.
-    Raises torch.OutOfMemoryError where there is no room.
+    parameters of each block whose gradients go when all have come. Gradients are None afterwards, however it ends;
+    weights, buffers and generators are as they were. Raises torch.OutOfMemoryError where there is no room.
     """
     stand_in = _StandIn(loss, params)
-    clock = _Clock(max_s=max_s)
+    clock, guard = _Clock(max_s=max_s), LossGuard()
+    guard.tell = lambda _: None  # these are no steps of the run
     cuda = device.type == "cuda"
-    with _quiet(), _logging_to(stand_in, module=module), _releasing(released), _interruptible():
+    with (
+        restored(module, params),
+        _quiet(),
+        _logging_to(stand_in, module=module),
+        _releasing(released),
+        _interruptible(),
+    ):
         trainer = L.Trainer(
             accelerator="cuda" if cuda else "cpu",
             devices=[device.index or 0] if cuda else 1,
@@ -57,15 +67,16 @@ def rehearse(
             accumulate_grad_batches=accumulation,
             gradient_clip_val=clip[0],
             gradient_clip_algorithm=clip[1],
-            callbacks=[*(L.Callback() for _ in range(BYSTANDERS)), LossGuard(), clock],
+            callbacks=[*(L.Callback() for _ in range(BYSTANDERS)), guard, clock],
+            plugins=[LightningEnvironment()],  # whatever job of a cluster this process is
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
         )
+        # Those that are there go on: Lightning's would end the run without a checkpoint.
+        trainer._signal_connector.register_signal_handlers = lambda: None
         trainer.fit(stand_in, train_dataloaders=_Batches(batch, count=(WARM + MOST) * accumulation))
-    for param in params:
-        param.grad = None
     return clock.step_ms / 1e3
 
 
@@ -142,7 +153,9 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _logging_to(stand_in: L.LightningModule, *, module: L.LightningModule) -> Iterator[None]:
-    """`module` logs through the stand-in, which is in a loop; afterwards as before."""
+    """`module` logs through the stand-in, which is in a loop; afterwards as before. Metrics are found by their names in
+    `module`."""
+    stand_in._metric_attributes = {id(part): name for name, part in module.named_modules() if isinstance(part, Metric)}
     before = {name: module.__dict__[name] for name in ("log", "log_dict") if name in module.__dict__}
     module.__dict__["log"], module.__dict__["log_dict"] = stand_in.log, stand_in.log_dict
     try:

@@ -1,12 +1,17 @@
 """Steps that are rehearsed before training: what they contain, and that nothing is left of them."""
 
+import os
+import random
 import signal
+from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torchmetrics.aggregation import MeanMetric
 
 from baoc.strategy.rehearsal import MOST, WARM, rehearse
 from tests.tiny import LIGHTNING_NOISE
@@ -73,3 +78,75 @@ def test_an_interrupt_and_an_error_go_on_as_what_they_are():
 
     with pytest.raises(torch.OutOfMemoryError, match="full"):
         rehearsed(net, loss=full)
+
+
+class Busy(Net):
+    """Draws, counts, keeps buffers and logs a metric as an object, as modules of other people do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
+        self.mean = MeanMetric()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch * random.random() * np.random.rand(), batch_idx)
+        self.mean(loss.detach())
+        self.log("train/mean", self.mean, on_step=False, on_epoch=True)
+        return loss
+
+
+def drawn() -> tuple[float, float, float]:
+    return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+def test_buffers_generators_and_metrics_are_as_before():
+    L.seed_everything(0, verbose=False)
+    expected = drawn()
+    net = Busy()
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    L.seed_everything(0, verbose=False)
+    rehearsed(net, max_s=0.0)
+    assert drawn() == expected
+    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
+
+
+def test_gradients_are_gone_where_memory_ended():
+    net = Net()
+
+    def full(batch: Tensor) -> Tensor:
+        if len(net.logged) == 2:
+            raise torch.OutOfMemoryError("full")
+        return net.training_step(batch, 0)
+
+    with pytest.raises(torch.OutOfMemoryError, match="full"):
+        rehearsed(net, loss=full, accumulation=4)
+    assert all(param.grad is None for param in net.parameters()), "they would lie beside what is tried next"
+
+
+def test_a_loss_of_nan_is_told_by_the_run_alone(capfd: pytest.CaptureFixture[str]):
+    net = Net()
+    rehearsed(net, max_s=0.0, loss=lambda batch: net.training_step(batch, 0) * torch.nan)
+    told = capfd.readouterr()
+    assert told.out + told.err == ""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_signal_is_for_those_who_listen(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Lightning's own handlers would end the run, or queue a Slurm job again and leave the stand-in's checkpoint."""
+    for key, value in {"NTASKS": "1", "JOB_NAME": "job", "JOB_ID": "7", "PROCID": "0", "LOCALID": "0"}.items():
+        monkeypatch.setenv(f"SLURM_{key}", value)
+    monkeypatch.chdir(tmp_path)
+    net, noted = Net(), []
+    number = signal.Signals[name]
+    before = signal.signal(number, lambda *_: noted.append(name))
+
+    def asked(batch: Tensor) -> Tensor:
+        if len(net.logged) == 3:
+            os.kill(os.getpid(), number)
+        return net.training_step(batch, 0)
+
+    try:
+        assert rehearsed(net, loss=asked) > 0
+    finally:
+        signal.signal(number, before)
+    assert noted == [name] and not list(tmp_path.iterdir())
