@@ -50,6 +50,9 @@ def silent(module: L.LightningModule) -> Iterator[None]:
     """Inside, `self.log` does nothing and metrics keep what they had: the probe is no step of the run."""
     metrics = [child for child in module.modules() if isinstance(child, Metric)]
     states = [(metric, metric.metric_state.copy(), metric._update_count) for metric in metrics]
+    for metric, state, _ in states:  # what is added in place, or cleared, is added to copies
+        for name, value in state.items():
+            setattr(metric, name, value.clone() if isinstance(value, Tensor) else list(value))
     module.__dict__["log"] = module.__dict__["log_dict"] = lambda *_, **__: None
     try:
         yield
@@ -58,7 +61,7 @@ def silent(module: L.LightningModule) -> Iterator[None]:
         for metric, state, count in states:
             for name, value in state.items():
                 setattr(metric, name, value)
-            metric._update_count = count
+            metric._update_count, metric._computed = count, None
 
 
 class Probe:

@@ -3,7 +3,6 @@
 import os
 import random
 import signal
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -11,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torchmetrics import Metric
 from torchmetrics.aggregation import MeanMetric
 
+from baoc.strategy.probe import silent
 from baoc.strategy.rehearsal import MOST, WARM, rehearse
 from tests.tiny import LIGHTNING_NOISE
 
@@ -130,23 +131,50 @@ def test_a_loss_of_nan_is_told_by_the_run_alone(capfd: pytest.CaptureFixture[str
     assert told.out + told.err == ""
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
-def test_a_signal_is_for_those_who_listen(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_signals_are_for_those_who_listen(monkeypatch: pytest.MonkeyPatch):
     """Lightning's own handlers would end the run, or queue a Slurm job again and leave the stand-in's checkpoint."""
     for key, value in {"NTASKS": "1", "JOB_NAME": "job", "JOB_ID": "7", "PROCID": "0", "LOCALID": "0"}.items():
         monkeypatch.setenv(f"SLURM_{key}", value)
-    monkeypatch.chdir(tmp_path)
     net, noted = Net(), []
-    number = signal.Signals[name]
-    before = signal.signal(number, lambda *_: noted.append(name))
+    before = signal.signal(signal.SIGTERM, lambda *_: noted.append("SIGTERM"))
 
     def asked(batch: Tensor) -> Tensor:
+        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
         if len(net.logged) == 3:
-            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), signal.SIGTERM)
         return net.training_step(batch, 0)
 
     try:
         assert rehearsed(net, loss=asked) > 0
     finally:
-        signal.signal(number, before)
-    assert noted == [name] and not list(tmp_path.iterdir())
+        signal.signal(signal.SIGTERM, before)
+    assert noted == ["SIGTERM"]
+
+
+class InPlace(Metric):
+    """Adds to its states in place, as the documentation of torchmetrics does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
+        self.add_state("seen", [], dist_reduce_fx="cat")
+
+    def update(self, value: Tensor) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self.total += value
+        self.seen.append(value)
+
+    def compute(self) -> Tensor:
+        return self.total
+
+
+def test_metrics_keep_what_they_had_whatever_a_probe_does_to_them():
+    net = Net()
+    net.metric = metric = InPlace()
+    metric.update(torch.tensor(1.0))
+    total, seen = metric.total, metric.seen
+    with silent(net):
+        metric.update(torch.tensor(5.0))
+        assert metric.compute() == 6
+        metric.reset()
+    assert metric.total is total and metric.seen is seen
+    assert metric.compute() == 1 and len(seen) == 1 and metric._update_count == 1
