@@ -137,11 +137,12 @@ def _where(url: str, *, folder: Path) -> str:
     Raises BadInputError where it is a file that is gone, which opening it would make anew.
     """
     kind, slashes, path = url.partition(":///")
+    path, mark, settings = path.partition("?")  # such as timeout=60
     if kind not in ("sqlite", "journal") or not slashes:
         return url
     own = folder.absolute() / Path(path).name
     if own.is_file():
-        return f"{kind}:///{own}"
+        return f"{kind}:///{own}{mark}{settings}"
     if not Path(path).is_file():
         raise BadInputError(
             f"the study's storage {path} is gone, and {own} is not there: give its URL as --storage URL"

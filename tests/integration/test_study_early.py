@@ -90,3 +90,9 @@ def test_the_status_of_a_study_is_read_from_its_folder_alone(tmp_path: Path, cap
     (moved / "study.journal").unlink()
     assert main([str(moved)]) == 2
     assert f"study/study.journal is gone, and {moved / 'study.journal'} is not there" in capsys.readouterr().err
+
+
+def test_a_storage_with_settings_in_its_url_is_found(tmp_path: Path):
+    url = f"sqlite:///{tmp_path / 'all.db'}?timeout=30"
+    run_study(config(fixed=[], n_trials=1, storage=url), folder=tmp_path / "study", code=STUB)
+    assert len(load(tmp_path / "study")[0].trials) == 1
