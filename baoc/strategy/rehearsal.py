@@ -15,7 +15,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from torch import Tensor
 from torchmetrics import Metric
 

@@ -154,6 +154,9 @@ def test_signals_are_for_those_who_listen(monkeypatch: pytest.MonkeyPatch):
 class InPlace(Metric):
     """Adds to its states in place, as the documentation of torchmetrics does."""
 
+    total: Tensor
+    seen: list[Tensor]
+
     def __init__(self) -> None:
         super().__init__()
         self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
