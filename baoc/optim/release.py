@@ -1,7 +1,7 @@
 """Gradient release: each block is stepped in the backward pass, as soon as its gradients are final, and drops them.
 
 So no more gradients are alive at once than those of the blocks that are not final yet, instead of all. On a GPU small
-blocks are stepped together from the second step on, as far as that takes no more memory. What a step is
+blocks are stepped together from the second step on, as far as that takes at most 1 MiB more. What a step is
 stays the same: mask, clip, observe, update, block by block; `Optimizer.step` then only finishes it. What has to know
 all gradients before the first update cannot be had: accumulation, skipping a step, GradScaler, averaging over
 processes, and the norm of this step to clip by.

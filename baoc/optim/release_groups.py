@@ -11,29 +11,25 @@ def together(
     joins: Callable[[str, str], bool],
 ) -> list[tuple[str, ...]]:
     """Blocks that are stepped together, where gradients come in `order` (block, bytes) and a block has `left` of them:
-    one after the other, up to `limit` bytes, and so that never more is there than where each is stepped alone."""
-    most = _held(order, left=left)
+    one after the other, up to `limit` bytes, and so that never more is there than was by then where each is stepped
+    alone. By then, and not in all: activations go as backward goes on, so that a peak of gradients at its end, as of
+    an embedding, costs less than the same bytes at its beginning. A sixteenth of `limit` may be there at any time, so
+    that biases and norms before the first matrix need no launch each."""
     groups: list[tuple[str, ...]] = []
     waiting: list[str] = []
     missing, sizes = dict(left), dict.fromkeys(left, 0)
-    held = waits = 0
+    held = waits = alone = 0
+    most = limit // 16
     for name, num_bytes in order:
+        alone += num_bytes
+        most = max(most, alone)
         if waiting and held + num_bytes > most:
             groups, waiting, held, waits = [*groups, tuple(waiting)], [], held - waits, 0
         held, missing[name], sizes[name] = held + num_bytes, missing[name] - 1, sizes[name] + num_bytes
         if missing[name]:
             continue
+        alone -= sizes[name]
         if waiting and (waits + sizes[name] > limit or not joins(waiting[0], name)):
             groups, waiting, held, waits = [*groups, tuple(waiting)], [], held - waits, 0
         waiting, waits = [*waiting, name], waits + sizes[name]
     return [*groups, tuple(waiting)] if waiting else groups
-
-
-def _held(order: Sequence[tuple[str, int]], *, left: Mapping[str, int]) -> int:
-    """The most bytes of gradients at once, where a block's go when it has the last of them."""
-    missing, sizes, held, most = dict(left), dict.fromkeys(left, 0), 0, 0
-    for name, num_bytes in order:
-        held, missing[name], sizes[name] = held + num_bytes, missing[name] - 1, sizes[name] + num_bytes
-        most = max(most, held)
-        held -= 0 if missing[name] else sizes[name]
-    return most

@@ -70,12 +70,15 @@ def test_blocks_are_put_together_as_far_as_no_more_gradients_are_there():
     assert groups(100) == ["a", "bc", "d", "ef"]
     assert groups(4) == ["a", "b", "c", "d", "ef"]
     assert groups(100, apart="e") == ["a", "bc", "d", "e", "f"]
+    late = [("e", 7), ("f", 7), ("a", 30), ("b", 10), ("c", 10)]
+    found = together(late, left=left, limit=100, joins=lambda a, b: True)
+    assert found == [("e",), ("f",), ("a",), ("b", "c")], "what comes late is no room for what comes early"
     assert together([("a", 5), ("b", 3), ("a", 5)], left={"a": 2, "b": 1}, limit=100, joins=lambda a, b: True) == [
         ("b",), ("a",)
     ], "b would be there beside all of a"  # fmt: skip
 
 
-@pytest.mark.parametrize(("limit", "largest"), [(0, 1), (300, 3), (10**6, 4)])
+@pytest.mark.parametrize(("limit", "largest"), [(0, 1), (16 * 300, 3), (10**6, 5)])
 def test_a_network_with_tied_and_idle_parameters_trains_alike_and_its_tied_one_is_stepped_once(
     limit: int, largest: int
 ) -> None:
@@ -103,7 +106,7 @@ def test_a_network_with_tied_and_idle_parameters_trains_alike_and_its_tied_one_i
 def test_groups_do_not_gather_gradients_while_they_wait_for_what_does_not_come(spec: str, half: bool) -> None:
     """Every group misses a block from the third step on (or half of its parameters), as of skipped or frozen layers;
     the last step brings all in another order, so that groups are stepped in two parts."""
-    shapes = {"z": (64, 64), **{f"{part}{i}": (8, 8) for i in range(6) for part in "abc"}}
+    shapes = {**{f"{part}{i}": (8, 8) for i in range(6) for part in "abc"}, "z": (64, 64)}
     blocks = [one_block("z", [info("z", shapes["z"])])]
     for i in range(6):
         blocks.append(one_block(f"a{i}", [info(f"a{i}", (8, 8))]))
