@@ -16,14 +16,15 @@ from baoc.optim.state import State, to_buckets
 class HostedBackend(Backend):
     """Steps pieces of host-placed blocks, in backward or all that are left when it is called.
 
-    What runs beside the caller then is waited for by `Roster.join`.
+    What runs beside the caller then is waited for by `Roster.join`. `releases`: gradients are dropped as soon as a step
+    returns, which `Streaming.step` and `Updating.step` have to know.
     """
 
     looks_ahead = False  # True if it looks for non-finite gradients itself where it steps ahead
 
-    def __init__(self, pieces: Sequence[Any], *, state: Mapping[Tensor, State]):
+    def __init__(self, pieces: Sequence[Any], *, state: Mapping[Tensor, State], releases: bool = False):
         super().__init__(to_buckets([live for piece in pieces for live in piece.blocks]), state=state)
-        self.pieces = pieces
+        self.pieces, self._releases = pieces, releases
         self.done: set[int] = set()  # pieces, by their number, that were stepped in backward
 
     def __call__(self, inputs: StepInputs) -> None:
@@ -49,7 +50,7 @@ class HostedBackend(Backend):
 
 
 class StreamedBackend(HostedBackend):
-    """`build` is the backend that steps them. `releases`: gradients are dropped as soon as a call returns."""
+    """`build` is the backend that steps them."""
 
     def __init__(
         self,
@@ -60,10 +61,10 @@ class StreamedBackend(HostedBackend):
         state: Mapping[Tensor, State],
         releases: bool = False,
     ):
-        super().__init__(pieces, state=state)
+        super().__init__(pieces, state=state, releases=releases)
         self.name = f"streamed {build.name}"
         self.excludes_nonfinite = build.excludes_nonfinite
-        self._streaming, self._releases = streaming, releases
+        self._streaming = streaming
         extra = {"graphs": False} if build is FusedBackend else {}  # a graph for each piece would cost memory
         self.inner = [build(to_buckets(piece.blocks), state=piece.staged, **extra) for piece in pieces]
         self._shared: set[int] = set()

@@ -13,7 +13,7 @@ from baoc.optim.state import State, to_buckets
 
 
 class UpdatedBackend(HostedBackend):
-    """`build` is the backend that steps the host's twins of the blocks. `releases`: see `Updating.step`."""
+    """`build` is the backend that steps the host's twins of the blocks."""
 
     looks_ahead = True
 
@@ -26,9 +26,9 @@ class UpdatedBackend(HostedBackend):
         state: Mapping[Tensor, State],
         releases: bool = False,
     ):
-        super().__init__(pieces, state=state)
+        super().__init__(pieces, state=state, releases=releases)
         self.name = f"updated {build.name}"
-        self._updating, self._releases = updating, releases
+        self._updating = updating
         self._inner = [build(to_buckets(piece.twins), state=piece.state) for piece in pieces]
 
     def step(self, index: int, inputs: StepInputs, *, ahead: bool = False) -> None:
