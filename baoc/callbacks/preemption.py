@@ -50,7 +50,8 @@ class Preemption(L.Callback):
                 signal.signal(number, handler)
 
     def _note(self, number: int, frame: Any) -> None:
-        self.received = signal.Signals(number).name
+        # the first one is why the run ends: after USR1 Slurm sends SIGTERM too, to a job that it has queued again
+        self.received = self.received or signal.Signals(number).name
 
     # -- Lightning ------------------------------------------------------------------------------------------------
 

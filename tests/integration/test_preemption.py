@@ -97,18 +97,18 @@ def test_a_signal_in_the_last_step_changes_nothing(tmp_path: Path) -> None:
 # -- Slurm ------------------------------------------------------------------------------------------------------------
 
 
-def scontrol(folder: Path, *, exit_code: int = 0) -> Path:
-    """A stand-in for Slurm's command that writes down what it was asked."""
+def scontrol(folder: Path, *, exit_code: int = 0, ends: str = "") -> Path:
+    """A stand-in for Slurm's command that writes down what it was asked, and first does what `ends` says."""
     folder.mkdir(parents=True, exist_ok=True)
     script = folder / "scontrol"
-    script.write_text(f'#!/bin/sh\necho "$@" >> {folder}/asked\necho "no such job" >&2\nexit {exit_code}\n')
+    script.write_text(f'#!/bin/sh\n{ends}\necho "$@" >> {folder}/asked\necho "no such job" >&2\nexit {exit_code}\n')
     script.chmod(script.stat().st_mode | stat.S_IXUSR)
     return folder / "asked"
 
 
 def test_slurm_is_asked_to_run_the_job_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = scontrol(tmp_path / "bin")
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))  # alone: a machine of a cluster has the real one
     assert requeue({}) == ""
     assert requeue({"SLURM_JOB_ID": "7"}) == "; Slurm queued job 7 again"
     array = {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "8", "SLURM_ARRAY_TASK_ID": "3"}
@@ -134,7 +134,7 @@ def wait_until(done: Callable[[], bool], *, seconds: float = 120) -> None:
 
 
 def test_a_preempted_command_is_queued_again(tmp_path: Path) -> None:
-    asked = scontrol(tmp_path / "bin")
+    asked = scontrol(tmp_path / "bin", ends="kill -TERM $PPID")  # as Slurm 22.05 does with a job that it queues again
     environment = in_slurm(tmp_path / "bin")
     run_dir = tmp_path / "day" / "run"
     command = [sys.executable, "run.py", "trainer.max_steps=4000", "budget=state_25", f"hydra.run.dir={run_dir}"]
