@@ -5,6 +5,7 @@ handler, which may be in the middle of a step.
 """
 
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -20,7 +21,7 @@ from baoc.errors import PreemptedError
 
 # USR1 and USR2 come from `#SBATCH --signal=USR1@90`; Windows has neither.
 NAMES = ("SIGTERM", "SIGUSR1", "SIGUSR2")
-REQUEUING = ("SIGUSR1", "SIGUSR2")  # after SIGTERM Slurm queues a preempted job again by itself, or it was cancelled
+REQUEUING = ("SIGUSR1", "SIGUSR2")
 
 
 class Preemption(L.Callback):
@@ -28,7 +29,8 @@ class Preemption(L.Callback):
 
     The optimizer step in progress is finished, with all its micro-batches, and so is a validation in progress. Inside
     `listening` signals are only noted, so one that comes while a run is still setting up counts as well. In a Slurm job
-    a signal of REQUEUING also queues the job again; let its script use `resume=auto`.
+    a signal of REQUEUING also queues the job again, as does SIGTERM where Slurm says that it preempts the job: one that
+    ends within its GraceTime counts as done. Let its script use `resume=auto`.
     """
 
     def __init__(self, checkpoint: SafeCheckpoint):
@@ -69,7 +71,7 @@ class Preemption(L.Callback):
         """The step that was in progress is logged and in the checkpoint by now, and a validation after it is done."""
         if self.received is None or not self._checkpoint.holds(trainer.global_step):
             return
-        queued = requeue(os.environ) if self.received in REQUEUING else ""
+        queued = requeue(os.environ) if self.received in REQUEUING or is_preempted(os.environ) else ""
         raise PreemptedError(
             f"{self.received} ended the run after step {trainer.global_step}, whose checkpoint is "
             f"{self._checkpoint.last_path}{queued}"
@@ -78,19 +80,39 @@ class Preemption(L.Callback):
 
 def requeue(environment: Mapping[str, str]) -> str:
     """Asks Slurm to run this job again; returns what to say of it, "" outside of a Slurm job."""
-    job = environment.get("SLURM_JOB_ID")
+    job = _job(environment)
     if job is None:
         return ""
-    array = environment.get("SLURM_ARRAY_JOB_ID")
-    if array is not None:
-        job = f"{array}_{environment.get('SLURM_ARRAY_TASK_ID', '0')}"
     try:
-        done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=30)
+        done = _scontrol("requeue", job)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"; job {job} is not queued again ({error}): submit it again"
     if done.returncode:
         return f"; Slurm did not queue job {job} again ({done.stderr.strip() or done.returncode}): submit it again"
     return f"; Slurm queued job {job} again"
+
+
+def is_preempted(environment: Mapping[str, str]) -> bool:
+    """Whether Slurm takes this job's place away, rather than that it was cancelled or is out of time."""
+    job = _job(environment)
+    if job is None:
+        return False
+    try:
+        told = _scontrol("show", "job", "-o", job).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return re.search(r"\bPreemptTime=\d", told) is not None
+
+
+def _job(environment: Mapping[str, str]) -> str | None:
+    array = environment.get("SLURM_ARRAY_JOB_ID")
+    if array is not None:
+        return f"{array}_{environment.get('SLURM_ARRAY_TASK_ID', '0')}"
+    return environment.get("SLURM_JOB_ID")
+
+
+def _scontrol(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["scontrol", *words], capture_output=True, text=True, timeout=30)
 
 
 def _numbers() -> list[signal.Signals]:

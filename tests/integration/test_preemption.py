@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from baoc.callbacks import Preemption, RngState, SafeCheckpoint
-from baoc.callbacks.preemption import requeue
+from baoc.callbacks.preemption import is_preempted, requeue
 from baoc.errors import PreemptedError
 from baoc.tracking import load_checked, read_metrics, resolve_resume
 from baoc.tracking.jsonl import JsonlLogger
@@ -118,6 +118,20 @@ def test_slurm_is_asked_to_run_the_job_again(tmp_path: Path, monkeypatch: pytest
     assert requeue({"SLURM_JOB_ID": "7"}) == "; Slurm did not queue job 7 again (no such job): submit it again"
     (tmp_path / "bin" / "scontrol").unlink()
     assert "job 7 is not queued again" in requeue({"SLURM_JOB_ID": "7"})
+
+
+@pytest.mark.parametrize(("when", "expected"), [("2026-11-28T22:06:16", True), ("None", False)])
+def test_slurm_is_asked_whether_it_preempts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str, expected: bool
+) -> None:
+    """What Slurm 22.05 says of a job within its GraceTime, and of one that was cancelled."""
+    asked = scontrol(tmp_path / "bin", ends=f"echo JobId=7 PreemptEligibleTime=2026-11-28T22:06:12 PreemptTime={when}")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    assert is_preempted({"SLURM_JOB_ID": "7"}) is expected
+    assert asked.read_text() == "show job -o 7\n"
+    assert not is_preempted({})
+    (tmp_path / "bin" / "scontrol").unlink()
+    assert not is_preempted({"SLURM_JOB_ID": "7"})
 
 
 def in_slurm(folder: Path) -> dict[str, str]:
