@@ -5,8 +5,10 @@ Everything that cannot train correctly is refused here, before any state is allo
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from math import isinf
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -22,9 +24,11 @@ _ALLOWED = "pass a module, named or plain parameters, or parameter groups"
 
 
 def plain(value: Any) -> Any:
-    """Containers of any library (such as ListConfig) as tuples and dicts, so that groups survive a checkpoint."""
+    """Containers and numbers of any library (ListConfig, NumPy) as Python's own, so that groups survive a checkpoint."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
@@ -181,8 +185,12 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     """Raises BadInputError for hyperparameters out of range, and for switches of torch's AdamW that no rule has."""
     for key, least in (("lr", 0.0), ("eps", 0.0), ("weight_decay", 0.0)):
         value = settings[key]
-        if not isinstance(value, int | float) or not value >= least:
-            raise BadInputError(f"{key} is {value!r}: give a number of at least {least:g}")
+        if not isinstance(value, int | float) or not value >= least or isinf(value):
+            raise BadInputError(f"{key} is {value!r}: give a finite number of at least {least:g}")
+    if settings["eps"] == 0:
+        raise BadInputError(
+            "eps is 0, so weights whose gradient has always been 0 would become 0/0: give a small number, such as 1e-8"
+        )
     betas = settings["betas"]
     pair = isinstance(betas, Sequence) and len(betas) == 2
     if not pair or not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in betas):

@@ -1,7 +1,9 @@
 """What a user may pass, and what each wrong input is told."""
 
+from io import BytesIO
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -55,6 +57,16 @@ def test_keys_of_the_users_groups_are_kept_as_plain_types() -> None:
     assert kept["extra"] == {"layers": (1, 2)} and type(kept["extra"]) is dict
     assert type(optimizer.defaults["betas"]) is tuple and kept["lr"] == 0.1
     run_steps(optimizer, params, gradients=Gradients(params), steps=1)
+
+
+def test_numbers_of_numpy_are_pythons_own_in_a_checkpoint() -> None:
+    """As a schedule that computes with NumPy leaves them."""
+    params = make_params(SHAPES)
+    optimizer = BlockwiseOptimizer([{"params": list(params.items()), "extra": np.arange(2)}], lr=np.float32(0.5))
+    optimizer.param_groups[0]["lr"] = np.float64(0.25)
+    torch.save(optimizer.state_dict(), file := BytesIO())
+    saved = torch.load(BytesIO(file.getvalue()), weights_only=True)["param_groups"][0]
+    assert saved["lr"] == 0.25 and saved["extra"] == [0, 1] and type(optimizer.defaults["lr"]) is float
 
 
 def test_a_tied_parameter_is_updated_once() -> None:

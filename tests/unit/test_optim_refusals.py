@@ -52,9 +52,11 @@ def test_two_parameters_of_one_name() -> None:
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"lr": -1.0}, "lr is -1.0: give a number of at least 0"),
+        ({"lr": -1.0}, "lr is -1.0: give a finite number of at least 0"),
         ({"betas": (0.9, 1.0)}, r"betas are \(0.9, 1.0\): give two numbers in \[0, 1\)"),
         ({"eps": -1e-8}, "eps is -1e-08"),
+        ({"eps": 0.0}, "eps is 0, so weights whose gradient has always been 0 would become 0/0.*such as 1e-8"),
+        ({"lr": float("inf")}, "lr is inf: give a finite number"),
         ({"weight_decay": float("nan")}, "weight_decay is nan"),
         ({"nonfinite": "ignore"}, "policy for non-finite gradients 'ignore'.*skip_element, skip_step, raise"),
         ({"backend": "magic"}, "optimizer backend 'magic'.*auto, eager"),
