@@ -24,7 +24,7 @@ _ALLOWED = "pass a module, named or plain parameters, or parameter groups"
 
 
 def plain(value: Any) -> Any:
-    """Containers and numbers of any library (ListConfig, NumPy) as Python's own, so that groups survive a checkpoint."""
+    """Containers and numbers of any library (ListConfig, NumPy) as Python's own, so that a checkpoint can hold them."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, np.generic | np.ndarray):

@@ -16,6 +16,7 @@ from torch import Tensor
 from baoc.catalogue import STORAGES
 from baoc.codecs import CODEC_IMPLS, Codec
 from baoc.cost import aligned
+from baoc.errors import BadInputError
 from baoc.optim.weights import CORRECTION, CORRECTIONS
 from baoc.rules import RULES, RuleContext, UpdateRule
 from baoc.types import Block, OptimizerSpec, ParamInfo, Placement, StateDecl, StateKind, StateLayout
@@ -190,6 +191,28 @@ def make_slot(name: str, param: Tensor, *, info: ParamInfo, group: int, spec: Op
         on_cpu=param.device.type == "cpu",
         placement=spec.placement,
     )
+
+
+def check_as_built(slot: Slot) -> None:
+    """Raises BadInputError where a parameter is no longer what its states and its kind of weights were made for."""
+    if not changed(slot):
+        return
+    shape, dtype = tuple(slot.param.shape), slot.param.dtype
+    if shape != slot.info.shape:
+        raise BadInputError(
+            f"{slot.name} has shape {shape} now, and its states are of shape {slot.info.shape}: resize a model before "
+            "its optimizer is built"
+        )
+    raise BadInputError(
+        f"{slot.name} is {dtype} now, and its block keeps {slot.weights} weights, which are torch.bfloat16: cast a "
+        "model before its optimizer is built, and run this one under bf16 autocast"
+    )
+
+
+def changed(slot: Slot) -> bool:
+    """True if `check_as_built` refuses the parameter; asked in each step."""
+    param = slot.param
+    return (slot.weights != "native" and param.dtype is not torch.bfloat16) or param.shape != slot.info.shape
 
 
 def _part(key: str, tensor: Tensor) -> Part:

@@ -91,6 +91,35 @@ class TestAdoption:
             build(make_params({"w": (4,)}, dtype=torch.float64), "adamw+split8")
 
 
+@pytest.mark.parametrize("backend", ["eager", "native"])
+class TestWhatIsNoLongerAsItWas:
+    """Addresses and codes that were taken of a parameter are not read as something else."""
+
+    @pytest.mark.parametrize(("kind", "dtype"), [("split8", torch.float32), ("bf16_sr", torch.float16)])
+    def test_a_model_that_is_cast_later(self, kind: str, dtype: torch.dtype, backend: str) -> None:
+        params = make_params(SHAPES)
+        optimizer = build(params, spec_of("adamw_int8", kind), backend=backend)
+        run_steps(optimizer, params, gradients=Gradients(params), steps=1)
+        before = masters(optimizer)
+        for param in params.values():
+            param.data, param.grad = param.data.to(dtype), torch.ones_like(param, dtype=dtype)
+        with pytest.raises(BadInputError, match=f"linear is {dtype} now, and its block keeps {kind} .*before its opt"):
+            optimizer.step()
+        for param in params.values():
+            param.data = param.data.to(torch.bfloat16)
+        assert_same(masters(optimizer), before)
+
+    def test_a_layer_that_is_resized_later(self, backend: str) -> None:
+        params = make_params(SHAPES)
+        optimizer = build(params, "adamw_int8", backend=backend)
+        run_steps(optimizer, params, gradients=Gradients(params), steps=1)
+        params["bias"].grad = None
+        params["bias"].data = torch.zeros(900)
+        params["bias"].grad = torch.ones(900)
+        with pytest.raises(BadInputError, match=r"bias has shape \(900,\) now, .* of shape \(7,\): resize a model be"):
+            optimizer.step()
+
+
 def three_hundred_steps(spec: str) -> Tensor:
     params: dict[str, Tensor] = {"w": nn.Parameter(torch.full((64, 64), 0.9))}
     optimizer = build(params, spec, lr=1e-4, weight_decay=0.0, rms_matching=False)

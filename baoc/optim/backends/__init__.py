@@ -20,7 +20,7 @@ from baoc.optim.backends.native_kinds import refusal as native_refusal
 from baoc.optim.backends.streamed import HostedBackend, StreamedBackend
 from baoc.optim.backends.updated import UpdatedBackend
 from baoc.optim.placement import Rings, Streaming, Updating, on_host
-from baoc.optim.state import LiveBlock, State, to_buckets
+from baoc.optim.state import LiveBlock, State, check_as_built, to_buckets
 from baoc.types import OptimizerSpec, Placement
 
 __all__ = [
@@ -89,6 +89,7 @@ def build_backends(
 ) -> tuple[list[Backend], dict[str, Choice]]:
     """The backends that are needed, those that work beside the others first, and who steps each block."""
     blocks = list(blocks)
+    _check_as_built(blocks)
     if name != "auto":
         BACKENDS[name].require()
     numel = sum(live.block.numel for live in blocks)
@@ -113,6 +114,7 @@ def build_alone(blocks: Sequence[LiveBlock], *, state: Mapping[Tensor, State], b
 
     Its kernels are launched plainly: nothing is captured there.
     """
+    _check_as_built(blocks)
     block = blocks[0]
     ring = rings.of(block)
     if ring is not None:
@@ -120,6 +122,12 @@ def build_alone(blocks: Sequence[LiveBlock], *, state: Mapping[Tensor, State], b
     if backend == FusedBackend.name:
         return FusedBackend(to_buckets(blocks), state=state, graphs=False)
     return BACKENDS[backend](to_buckets(blocks), state=state)
+
+
+def _check_as_built(blocks: Iterable[LiveBlock]) -> None:
+    for live in blocks:
+        for slot in live.slots:
+            check_as_built(slot)
 
 
 def _hosted(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from baoc.optim import matching, weights
 from baoc.optim.backends.base import Backend, Options, StepInputs
-from baoc.optim.state import Bucket, LiveBlock, Slot
+from baoc.optim.state import Bucket, LiveBlock, Slot, changed
 from baoc.rules import Direction
 
 
@@ -26,6 +26,10 @@ class EagerBackend(Backend):
     def __call__(self, inputs: StepInputs) -> None:
         for bucket in self.buckets:
             step_bucket(bucket, inputs)
+
+    @property
+    def moved(self) -> bool:
+        return any(changed(slot) for bucket in self.buckets for block in bucket.blocks for slot in block.slots)
 
 
 def step_bucket(bucket: Bucket, inputs: StepInputs) -> None:
