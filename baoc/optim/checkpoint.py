@@ -17,7 +17,7 @@ from baoc.errors import BadInputError, CheckpointError
 from baoc.optim import groups, migration
 from baoc.optim.migration import Fates
 from baoc.optim.roster import Roster
-from baoc.optim.state import LiveBlock, State, allocate, alone, make_slot
+from baoc.optim.state import LiveBlock, State, allocate, alone, make_slot, new_step
 from baoc.types import OptimizerSpec
 
 SCHEMA = 1
@@ -46,7 +46,7 @@ class Saved:
             states={own(name): state for name, state in self.states.items()},
             specs={own(name): spec for name, spec in self.specs.items()},
             groups=[(tuple(map(own, names)), settings) for names, settings in self.groups],
-            matches={block: (tuple(map(own, names)), match) for block, (names, match) in self.matches.items()},
+            matches={own(block): (tuple(map(own, names)), match) for block, (names, match) in self.matches.items()},
             unseeded=frozenset(map(own, self.unseeded)),
         )
 
@@ -98,6 +98,11 @@ def _free(name: str, *, taken: Collection[str]) -> str:
     while name in taken:
         name += "_waiting"
     return name
+
+
+def unwrapped(name: str) -> str:
+    """A parameter's name without what torch.compile and wrappers such as DistributedDataParallel put into it."""
+    return name.replace("_orig_mod.", "").removeprefix("module.")
 
 
 def alike(a: OptimizerSpec, b: OptimizerSpec) -> bool:
@@ -197,6 +202,11 @@ def _read_torch(checkpoint: Mapping[str, Any], *, names: Sequence[str]) -> Saved
     by_index: dict[int, str] = {}
     saved_groups = []
     for group in checkpoint["param_groups"]:
+        if not {"betas", "eps"} <= set(group):  # SGD's, whose states may be none
+            raise CheckpointError(
+                f"a parameter group of the checkpoint has {', '.join(map(str, group))}: it is that of another "
+                "optimizer than torch.optim.AdamW. Start afresh, or load AdamW's"
+            )
         own = group.get("param_names") or [names[len(by_index) + i] for i in range(len(group["params"]))]
         by_index |= dict(zip(group["params"], own, strict=True))
         saved_groups.append(_saved_group(group, names=own))
@@ -209,6 +219,7 @@ def _read_torch(checkpoint: Mapping[str, Any], *, names: Sequence[str]) -> Saved
                 "and torch.optim.AdamW's without amsgrad (step, exp_avg, exp_avg_sq)"
             )
         states[name] = {own: entry[theirs] for own, theirs in _TORCH_KEYS.items()}
+        states[name]["step"] = new_step(int(entry["step"]))  # old checkpoints have a plain number
     steps = [int(state["step"]) for state in states.values()]
     adamw = dict.fromkeys(by_index.values(), SPECS["adamw"])
     return Saved(states=states, specs=adamw, groups=saved_groups, num_steps=max(steps, default=0))

@@ -1,7 +1,7 @@
 """Filling a live optimizer from a checkpoint: by name, bit for bit where specs agree, converted where they do not."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from baoc.catalogue import SPECS
 from baoc.errors import CheckpointError
 from baoc.kernels.weights import merge_weights
 from baoc.optim import groups, migration, weights
-from baoc.optim.checkpoint import Saved, alike
+from baoc.optim.checkpoint import Saved, alike, unwrapped
 from baoc.optim.migration import Fates
 from baoc.optim.roster import Roster
 from baoc.optim.state import LiveBlock, Slot, State, allocate, make_slot, new_match
@@ -41,6 +41,8 @@ def load(
     """
     aliases = {alias: p.name for live in roster.live.values() for p in live.block.params for alias in p.aliases}
     saved = saved.renamed(aliases)
+    here = {name for group in param_groups for name in group["param_names"]}
+    saved = saved.renamed(_rewrapped(saved.states, here=here))
     slots = [slot for live in roster.live.values() for slot in live.slots if slot.name in saved.states]
     sources = {slot.name: _check(slot, saved=saved) for slot in slots}
     settings = _match_groups(saved, param_groups=param_groups)
@@ -55,7 +57,6 @@ def load(
             moves.append(move)
     left = [name for name in saved.states if name not in sources]
     roster.waiting = saved.of([name for name in left if name in saved.specs])
-    here = {name for group in param_groups for name in group["param_names"]}
     report = LoadReport(
         moves=tuple(moves),
         new_names=tuple(name for name in roster.names.values() if name not in sources),
@@ -65,6 +66,12 @@ def load(
     )
     _log(report)
     return report
+
+
+def _rewrapped(saved: Collection[str], *, here: Collection[str]) -> dict[str, str]:
+    """Saved name -> name here, of parameters that only a wrapper of the model calls otherwise."""
+    bare = {unwrapped(name): name for name in here if name not in saved}
+    return {name: bare[unwrapped(name)] for name in saved if name not in here and unwrapped(name) in bare}
 
 
 def load_late(roster: Roster, *, param_groups: list[dict[str, Any]]) -> None:

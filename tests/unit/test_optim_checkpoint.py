@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from baoc.catalogue import NATIVE
 from baoc.errors import CheckpointError
 from baoc.optim import BlockwiseOptimizer
+from baoc.optim.loading import LoadReport
 from baoc.profiling.tracker import MemoryTracker
 from baoc.types import OptimizerSpec
 from tests.optimizing import (
@@ -271,6 +272,21 @@ class TestNames:
             saved.step()
             resumed.step()
         assert_same(values(params), {name: values(other)[name] for name in params})
+
+    @pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod."])
+    def test_names_that_a_wrapper_gave_are_those_of_the_model(self, prefix: str) -> None:
+        params = make_params({"a": (4, 8), "b": (6, 3)})
+        saved = build({prefix + name: param for name, param in params.items()}, "rmsprop")
+        run_steps(saved, params, gradients=Gradients(params), steps=3)
+        resumed = build(other := twin_of(params), "rmsprop")
+        resumed.load_state_dict(saved.state_dict())
+        assert resumed.load_report == LoadReport(whole_names=("a", "b"))
+        gradients = Gradients(params)
+        for _ in range(2):
+            gradients.give(params, other)
+            saved.step()
+            resumed.step()
+        assert_same(values(params), values(other))
 
     def test_blocks_cut_otherwise_keep_their_states_and_targets(self) -> None:
         params = make_params({"a": (4, 8), "b": (4, 8)})
