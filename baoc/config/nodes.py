@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
@@ -87,7 +87,7 @@ def job_folder(num: int, summary: str) -> str:
 
 def _values(override: Override) -> list[str]:
     if override.is_sweep_override():
-        if not override.is_discrete_sweep():
+        if not override.is_discrete_sweep() or isinstance(override.value(), Glob):  # which matches files only
             return []
         sweep = override.sweep_string_iterator()
         return [_unquoted(value) for value in sweep]

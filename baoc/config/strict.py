@@ -9,6 +9,7 @@ import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
+from math import isfinite
 from typing import Any, Literal, TypeVar, Union, cast
 
 from baoc.errors import BadInputError
@@ -85,6 +86,8 @@ def convert(value: Any, hint: Any, *, key: str, complete: bool = False) -> Any:
         return value
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if hint is float and isinstance(value, float) and not isfinite(value):
+        raise BadInputError(f"{key}={value} is not allowed: it must be a finite number")
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         raise _wrong_type(value, hint, key=key)
     return value

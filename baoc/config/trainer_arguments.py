@@ -1,5 +1,6 @@
 """Lightning's Trainer arguments as conf/trainer has them: which are passed through, and which BAOC decides itself."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -70,6 +71,17 @@ class TrainerConfig:
         if self.gradient_clip_val is not None:
             clip = self.gradient_clip_val
             require(clip >= 0, "trainer.gradient_clip_val", clip, "zero or more, or null for no clipping")
+        for key in ("max_epochs", "val_check_interval", "limit_train_batches", "check_val_every_n_epoch"):
+            value = getattr(self, key)
+            some = value is None or value > 0 or (key, value) == ("max_epochs", -1)
+            require(some, f"trainer.{key}", value, "more than 0, for else nothing is trained or validated")
+        for key in ("val_check_interval", "limit_train_batches", "limit_val_batches", "overfit_batches"):
+            value = getattr(self, key)
+            share = not isinstance(value, float) or 0 <= value <= 1
+            require(share, f"trainer.{key}", value, "a whole number of batches, or a share from 0.0 to 1.0")
+        if self.max_time is not None:
+            days = re.fullmatch(r"\d+:\d\d:\d\d:\d\d", self.max_time) is not None
+            require(days, "trainer.max_time", self.max_time, "days:hours:minutes:seconds, as in '00:12:00:00'")
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments for `lightning.Trainer`."""

@@ -11,7 +11,7 @@ from baoc.budgets import PRESETS, parse_budget
 from baoc.config import assets
 from baoc.config.compose import compose
 from baoc.config.from_hydra import from_hydra
-from baoc.config.nodes import job_folder
+from baoc.config.nodes import budget_values, job_folder
 from baoc.config.options import own_keys, registry_of
 from baoc.config.resolve import resolve
 from baoc.config.schema import RunConfig
@@ -236,6 +236,10 @@ def test_conf_offers_every_trainer_argument():
 @pytest.mark.parametrize("text", ["7.5gb", "300mb", "state_33", "1tb"])
 def test_any_size_is_an_option_of_budget(text: str):
     assert run_of(f"budget={text}").budget == parse_budget(text)
+
+
+def test_options_that_a_pattern_asks_for_are_those_of_conf():
+    assert budget_values(["budget=glob(state_*)"]) == []
 
 
 def test_limits_stand_beside_a_preset():

@@ -3,6 +3,7 @@
 import errno
 
 import pytest
+from omegaconf.errors import InterpolationKeyError
 
 from baoc.config.failures import failure_of, report
 from baoc.errors import (
@@ -17,6 +18,10 @@ from baoc.errors import (
 
 class OutOfMemoryError(RuntimeError):
     """Stands in for torch.OutOfMemoryError, which is known by its name so that torch need not be imported."""
+
+
+class MisconfigurationException(Exception):
+    """Stands in for Lightning's, for the same reason."""
 
 
 INFEASIBLE = InfeasibleBudgetError("needs 1 GiB", budget_bytes=1, least_feasible_bytes=2)
@@ -44,6 +49,12 @@ INFEASIBLE = InfeasibleBudgetError("needs 1 GiB", budget_bytes=1, least_feasible
             "no space left on the device /x/y: free",
         ),
         (PermissionError(errno.EACCES, "Permission denied", "/x"), 2, "cannot open or write /x: Permission denied"),
+        (
+            InterpolationKeyError("Interpolation key 'model.name' not found\nmore"),
+            2,
+            "refers to what is not there: Inter",
+        ),
+        (MisconfigurationException("no profiler foo"), 2, "Lightning refuses what `trainer` has: no profiler foo"),
         (KeyboardInterrupt(), 130, "interrupted"),
         (SystemExit(2), 2, ""),
         (SystemExit(None), 0, ""),
