@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from time import monotonic
+from time import monotonic, time
 from typing import IO, Any, cast
 
 import lightning as L
@@ -30,7 +30,9 @@ from baoc.tracking.checkpoints import (
     SCHEMA_KEY,
     SEALED_KEY,
     SUFFIX,
+    WRITTEN_KEY,
     load_checked,
+    newest_first,
 )
 from baoc.tracking.files import FULL, written_aside
 from baoc.tracking.seal import SealingFile
@@ -106,6 +108,7 @@ class SafeCheckpoint(Checkpoint):
         self._last_step = 0  # of the newest last.ckpt
         self._written: tuple[int, Path] | None = None  # step and path of the newest file of any kind
         self._warned = False
+        self._written_s = 0.0  # of the newest one, or of that from which the run goes on
 
     @property
     def last_path(self) -> Path:
@@ -155,7 +158,8 @@ class SafeCheckpoint(Checkpoint):
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint[SCHEMA_KEY] = CHECKPOINT_SCHEMA
-        checkpoint[META_KEY] = dict(self.meta)
+        self._written_s = max(time(), self._written_s + 1e-3)  # a machine's clock may be behind the one before
+        checkpoint[META_KEY] = {**self.meta, WRITTEN_KEY: self._written_s}
         if not self._warned and (strange := unplain(checkpoint)):
             self._warned = True
             log.warning(
@@ -163,6 +167,9 @@ class SafeCheckpoint(Checkpoint):
                 "hyperparameters and states, or the run cannot be resumed from it",
                 ", ".join(strange[:3]),
             )
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._written_s = checkpoint.get(META_KEY, {}).get(WRITTEN_KEY, 0.0)
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": dict(self.best)}
@@ -209,8 +216,7 @@ class SafeCheckpoint(Checkpoint):
 
     def _prune(self, keep: int) -> None:
         """Of the older ones the `keep` newest stay: by age, as an attempt that was given up may have gone further."""
-        older = self.folder.glob(f"step_*{SUFFIX}")
-        for path in sorted(older, key=lambda path: (path.stat().st_mtime_ns, path.name))[:-keep]:
+        for path in newest_first(self.folder.glob(f"step_*{SUFFIX}"))[keep:]:
             path.unlink(missing_ok=True)
 
     def _save_best(self, trainer: L.Trainer) -> None:

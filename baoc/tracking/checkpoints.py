@@ -8,7 +8,8 @@ import os
 import pickle
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ log = logging.getLogger(__name__)
 CHECKPOINT_SCHEMA = 1
 SCHEMA_KEY = "baoc_schema"
 META_KEY = "baoc"
+WRITTEN_KEY = "written_s"  # in what META_KEY holds: seconds since 1970, as a copied file has a time of its own
 SEALED_KEY = "baoc_sealed"  # in a checkpoint that was written with a seal, so that a lost one is noticed
 FOLDER = "checkpoints"
 SUFFIX = ".ckpt"
@@ -87,9 +89,7 @@ def resolve_resume(
 def _newest(folder: Path, *, match: Mapping[str, Any] | None) -> Path | None:
     if not folder.is_dir():
         return None
-    found = [path for path in folder.rglob(f"*{SUFFIX}") if path.is_file() and not path.name.startswith(".")]
-    # Of files written together the last one is the plain choice.
-    for path in sorted(found, key=lambda p: (p.stat().st_mtime_ns, p.name == LAST), reverse=True):
+    for path in newest_first(path for path in folder.rglob(f"*{SUFFIX}") if path.is_file() and path.name[0] != "."):
         try:
             about = load_checked(path).get(META_KEY, {})
         except CheckpointError as error:
@@ -98,6 +98,18 @@ def _newest(folder: Path, *, match: Mapping[str, Any] | None) -> Path | None:
         if all(about.get(key) == value for key, value in (match or {}).items()):
             return path
     return None
+
+
+def newest_first(paths: Iterable[Path]) -> list[Path]:
+    """Checkpoints by when they were written; of files written together the last one is the plain choice."""
+    return sorted(paths, key=lambda path: (_written_s(path), path.name == LAST, path.name), reverse=True)
+
+
+def _written_s(path: Path) -> float:
+    """By the checkpoint itself, else (of an earlier version, or damaged) by the file system. Tensors are not read."""
+    with suppress(Exception):
+        return float(torch.load(path, map_location="cpu", weights_only=True, mmap=True)[META_KEY][WRITTEN_KEY])
+    return path.stat().st_mtime
 
 
 def _check_archive(path: Path) -> bool:

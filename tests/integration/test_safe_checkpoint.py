@@ -44,7 +44,7 @@ def test_the_last_step_is_always_kept(tmp_path: Path) -> None:
     fit(SafeCheckpoint(tmp_path, meta={"name": "a"}), max_steps=7)
     assert names(tmp_path) == ["last.ckpt"]
     content = load_checked(tmp_path / "checkpoints" / "last.ckpt")
-    assert (content["baoc_schema"], content["baoc"], content["global_step"]) == (1, {"name": "a"}, 7)
+    assert (content["baoc_schema"], content["baoc"]["name"], content["global_step"]) == (1, "a", 7)
 
 
 def test_minutes_count_from_the_newest_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

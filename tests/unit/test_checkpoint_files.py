@@ -132,6 +132,16 @@ def test_of_files_written_together_the_last_one_is_taken(tmp_path: Path) -> None
     assert resolve_resume("auto", run_root=tmp_path) == last
 
 
+def test_a_copied_folder_is_ordered_by_what_its_files_say(tmp_path: Path) -> None:
+    """`cp -r` gives files new times, in any order."""
+    last = save(tmp_path / "last.ckpt", baoc={"written_s": 30.0}, age_s=9)
+    save(tmp_path / "step_00000002.ckpt", baoc={"written_s": 10.0}, age_s=0)
+    save(tmp_path / "best_00000004.ckpt", baoc={"written_s": 20.0}, age_s=3)
+    assert resolve_resume("auto", run_root=tmp_path) == last
+    flip_a_byte(last)
+    assert resolve_resume("auto", run_root=tmp_path) == tmp_path / "best_00000004.ckpt"
+
+
 def test_a_path_may_be_a_file_or_a_run_folder(tmp_path: Path) -> None:
     path = save(tmp_path / "run" / "checkpoints" / "last.ckpt")
     assert resolve_resume(path, run_root="unused") == path
