@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch
@@ -29,8 +30,8 @@ from baoc.planner import PlannerSettings
 from baoc.recorder import Recorder
 from baoc.strategy import BaocStrategy
 from baoc.tasks.base import Task
-from baoc.tracking import log_plan
-from baoc.types import LatencyTable, Role
+from baoc.tracking import log_plan, log_reallocations
+from baoc.types import LatencyTable, Plan, Reallocation, Role
 
 
 class ValidatedAt(L.Callback):
@@ -110,6 +111,12 @@ def make_strategy(
     config: RunConfig, *, device: str, recorder: Recorder, loggers: list[Logger], latency: LatencyTable | None
 ) -> BaocStrategy:
     """The strategy, with the recorder and the loggers as its listeners."""
+
+    def moved(event: Reallocation, plan: Plan, _: Any) -> None:
+        log_plan(loggers, plan=plan)
+        if event.accepted:  # the whole table each time: decisions to stay wait for the next one
+            log_reallocations(loggers, run_dir=recorder.run_dir)
+
     strategy = BaocStrategy(
         config.budget,
         device=device,
@@ -118,10 +125,10 @@ def make_strategy(
         plan_only=config.mode == "plan",
         record_latency=True,
         plan_listeners=[recorder.planned, lambda _, plan: log_plan(loggers, plan=plan)],
-        reallocation_listeners=[recorder.reallocated, lambda _, plan, __: log_plan(loggers, plan=plan)],
+        reallocation_listeners=[recorder.reallocated, moved],
     )
     strategy.resume_listeners.append(recorder.resumed)
-    strategy.settled_listeners.append(recorder.settled)
+    strategy.settled_listeners += [recorder.settled, lambda *_: log_reallocations(loggers, run_dir=recorder.run_dir)]
     return strategy
 
 

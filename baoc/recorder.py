@@ -52,19 +52,19 @@ class Recorder:
     def resumed(self, step: int, plan: Plan) -> None:
         """The run goes on after `step` with `plan`: decisions of an attempt that went further are set aside.
 
-        A budget is changed when the next batch begins, which is after the checkpoint of `step`; other decisions of
-        `step` are in it.
+        A budget is changed when the next batch begins, and states of another plan are converted as it is loaded, both
+        after the checkpoint of `step`; other decisions of `step` are in it.
         """
         self._peaks = [plan.peak_bytes]
         supersede(
-            self.run_dir / "reallocations.jsonl",
+            self.run_dir / files.REALLOCATIONS_FILE,
             from_step=step + 1,
-            also=lambda event: event["step"] == step and event["trigger"] == "budget",
+            also=lambda event: event["step"] == step and event["trigger"] in ("budget", "resume"),
         )
 
     def reallocated(self, event: Reallocation, plan: Plan, profile: Profile | None) -> None:
         """A decision: one line in reallocations.jsonl, the newest plan in the other files, its table if it moved."""
-        files.append_jsonl(self.run_dir / "reallocations.jsonl", event)
+        files.append_jsonl(self.run_dir / files.REALLOCATIONS_FILE, event)
         if profile is not None:
             files.write_json(self.run_dir / "profile.json", profile)
         self._write_plan(plan, profile=profile, step=event.step)
@@ -74,7 +74,8 @@ class Recorder:
 
     def settled(self, step: int, trigger: str, ratios: dict[str, float]) -> None:
         """One step after a move: how its blocks' updates changed in size goes into the move's own line."""
-        path = self.run_dir / "reallocations.jsonl"
+        console.print_settled(step, ratios=ratios)
+        path = self.run_dir / files.REALLOCATIONS_FILE
         if not ratios or not path.is_file():
             return
         lines = files.read_jsonl(path)

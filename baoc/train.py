@@ -29,7 +29,7 @@ from baoc.resuming import check_resume, find_checkpoint, keep, kept, kept_latenc
 from baoc.tasks import OptimizerSettings, build_task
 from baoc.tasks.base import Task
 from baoc.tasks.cpu import prepare_cpu
-from baoc.tracking import console, files, log_summary, make_loggers
+from baoc.tracking import console, files, log_reallocations, log_summary, make_loggers
 from baoc.tracking.loggers import finishing
 from baoc.types import RESULT_SCHEMA, Quality, RunResult, to_plain
 
@@ -280,6 +280,7 @@ def conclude(result: RunResult, *, parts: Parts, run_dir: Path) -> None:
     from baoc.sweep import frontier_of
 
     frontier_of(run_dir, show=False, page=False)
+    log_reallocations(parts.loggers, run_dir=run_dir)
     log_summary(parts.loggers, result=result)
     console.print_result(result, run_dir=run_dir)
     if result.budget_met is False:

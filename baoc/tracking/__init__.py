@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from baoc.tracking.checkpoints import load_checked, resolve_resume
-    from baoc.tracking.loggers import finish_loggers, log_plan, log_summary, make_loggers
+    from baoc.tracking.loggers import finish_loggers, log_plan, log_reallocations, log_summary, make_loggers
     from baoc.tracking.metrics import read_metrics
 
 __all__ = [
     "finish_loggers",
     "load_checked",
     "log_plan",
+    "log_reallocations",
     "log_summary",
     "make_loggers",
     "read_metrics",
@@ -26,6 +27,7 @@ _LAZY = {
     "finish_loggers": "baoc.tracking.loggers",
     "load_checked": "baoc.tracking.checkpoints",
     "log_plan": "baoc.tracking.loggers",
+    "log_reallocations": "baoc.tracking.loggers",
     "log_summary": "baoc.tracking.loggers",
     "make_loggers": "baoc.tracking.loggers",
     "read_metrics": "baoc.tracking.metrics",

@@ -31,6 +31,7 @@ __all__ = [
     "print_planned",
     "print_reallocation",
     "print_result",
+    "print_settled",
     "print_startup",
     "say",
 ]
@@ -254,6 +255,16 @@ def print_reallocation(event: Reallocation) -> None:
         console.print(f"  {move.block}: {move.source} -> {move.target} ({kept})", markup=False, soft_wrap=True)
     if len(event.moves) > 24:
         console.print(f"  and {len(event.moves) - 24} more, in reallocations.jsonl", markup=False)
+
+
+def print_settled(step: int, *, ratios: Mapping[str, float]) -> None:
+    """One line, one step after a move: how large updates are now beside what they were (24 blocks at most)."""
+    if not ratios:
+        return
+    told = ", ".join(f"{block} {ratio:.3g}" for block, ratio in list(ratios.items())[:24])
+    more = f" and {len(ratios) - 24} more, in reallocations.jsonl" if len(ratios) > 24 else ""
+    text = f"step {step + 1}, RMS of updates over that before the move: {told}{more}"
+    make_console().print(text, markup=False, soft_wrap=True)
 
 
 def print_result(result: RunResult, *, run_dir: str | Path) -> None:

@@ -23,6 +23,7 @@ from baoc.types import to_plain
 log = logging.getLogger(__name__)
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
+REALLOCATIONS_FILE = "reallocations.jsonl"
 
 
 @contextmanager

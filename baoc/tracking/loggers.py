@@ -14,12 +14,17 @@ from lightning.pytorch.loggers import Logger
 
 from baoc.errors import unknown_name
 from baoc.tracking.console import plan_rows, say
+from baoc.tracking.files import REALLOCATIONS_FILE, read_jsonl
 from baoc.tracking.jsonl import CsvLogger, JsonlLogger
 from baoc.tracking.wandb_run import WandbRunLogger, WandbSettings, open_run
 from baoc.types import Plan, RunResult
 from baoc.units import gib
 
 NAMES = ("jsonl", "csv", "wandb")
+REALLOCATION_COLUMNS = (
+    *("step", "trigger", "risk_before", "risk_after", "block", "from", "to", "states"),
+    *("bytes_before", "bytes_after", "update_rms_ratio", "why"),
+)
 
 
 class LoggerSettings(Protocol):
@@ -76,6 +81,43 @@ def log_plan(loggers: Sequence[Logger], *, plan: Plan, key: str = "allocation") 
     data = [[row.block, row.role, row.num_params, row.spec, row.state_bytes, row.risk, row.why] for row in rows]
     for logger in _wandb(loggers):
         logger.log_table(key, columns=columns, data=data)
+
+
+def log_reallocations(loggers: Sequence[Logger], *, run_dir: Path) -> None:
+    """The decisions so far as a W&B table, from reallocations.jsonl: a row per moved block, or per decision to stay."""
+    path, open_runs = run_dir / REALLOCATIONS_FILE, _wandb(loggers)
+    if not open_runs or not path.is_file():
+        return
+    data = [row for event in read_jsonl(path) for row in _event_rows(event)]
+    for logger in open_runs:
+        logger.log_table("reallocations", columns=list(REALLOCATION_COLUMNS), data=data)
+
+
+def _event_rows(event: Mapping[str, Any]) -> list[list[Any]]:
+    of_event = [event["step"], event["trigger"], event["risk_before"], event["risk_after"]]
+    if not event["moves"]:
+        return [
+            [
+                *of_event,
+                None,
+                None,
+                None,
+                None,
+                event["state_bytes_before"],
+                event["state_bytes_after"],
+                None,
+                event["why"],
+            ]
+        ]
+    ratios = event["update_rms_ratio"]
+    rows = []
+    for move in event["moves"]:
+        states = ", ".join(f"{state} {fate}" for state, fate in move["kept"].items())
+        size = [move["bytes_before"], move["bytes_after"], ratios.get(move["block"])]
+        rows.append(
+            [*of_event, move["block"], move["source"], move["target"], states, *size, f"{event['why']}; {move['why']}"]
+        )
+    return rows
 
 
 def log_picture(loggers: Sequence[Logger], *, key: str, path: Path) -> None:

@@ -9,9 +9,12 @@ import pytest
 
 from baoc.config.schema import ModelConfig, OptimConfig, RunConfig
 from baoc.errors import CheckpointError
+from baoc.recorder import Recorder
 from baoc.resuming import choice_of, contradicted, keep, kept, kept_latency, settled
+from baoc.tracking.files import append_jsonl, read_jsonl
 from baoc.types import Budget, LatencyTable, to_plain
 from tests.unit.test_options import option
+from tests.values import make_plan
 
 CHOICE = {"micro_batch": 16, "checkpointing": True, "release": False}
 TABLE = LatencyTable(
@@ -79,3 +82,12 @@ def test_a_limit_on_time_rests_on_the_seconds_of_the_run_before(tmp_path: Path):
         (tmp_path / "latency.json").write_text(broken)
         with pytest.raises(CheckpointError, match=r"on which budget.step_time=1.1 rests, cannot be read .*remove it"):
             kept_latency(limited, checkpoint=checkpoint)
+
+
+def test_decisions_after_the_checkpoint_are_set_aside(tmp_path: Path) -> None:
+    """A budget's change and a conversion at its step come after it; whoever goes on makes them again."""
+    path = tmp_path / "reallocations.jsonl"
+    for step, trigger in ((5, "resume"), (6, "interval"), (6, "budget"), (6, "resume"), (7, "interval")):
+        append_jsonl(path, {"step": step, "trigger": trigger})
+    Recorder(tmp_path).resumed(6, make_plan())
+    assert [(event["step"], event["trigger"]) for event in read_jsonl(path)] == [(5, "resume"), (6, "interval")]
