@@ -22,7 +22,7 @@ from baoc.callbacks.growth import grown, saved_by_forward
 from baoc.callbacks.memory import MemoryMonitor
 from baoc.callbacks.steps import num_samples
 from baoc.errors import BadInputError, BaocError, InfeasibleBudgetError
-from baoc.online.dial import BudgetChange, BudgetDial, check_order
+from baoc.online.dial import MOST_NOTCHES, BudgetChange, BudgetDial, check_order
 from baoc.online.relaxation import RelaxationSettings
 from baoc.planner import Planner
 from baoc.profiling import free_bytes, recap_device
@@ -89,7 +89,7 @@ class BudgetControl(L.Callback):
                 signal.signal(number, handler)
 
     def _notch(self, change: int) -> None:
-        self._signals = max(0, self._signals + change)
+        self._signals = min(max(0, self._signals + change), MOST_NOTCHES)  # more would take nothing away
 
     # -- set-up and resume ----------------------------------------------------------------------------------------
 
@@ -217,7 +217,7 @@ class BudgetControl(L.Callback):
             self._refused = (budget, footprint)
             if wider:
                 recap_device(self._strategy.root_device, budget=planner.budget)
-            self._answer(step=step, budget=planner.budget, why=why, plan=reallocator.plan, refused=str(error))
+            self._write(refused=str(error))
             self.tell(f"step {step}: the budget stays {planner.budget.name}: {error}")
             return
         self._refused = None

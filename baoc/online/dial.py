@@ -12,6 +12,7 @@ from baoc.errors import BadInputError
 from baoc.types import Budget
 
 NOTCH = 0.1  # share of the budget that one signal takes away or gives back
+MOST_NOTCHES = 9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +79,7 @@ class BudgetDial:
         elif self.ceiling is not None and _below(self.ceiling, budget):
             budget, why = self.ceiling, "blocks that calmed down gave it up"
         if self.notches:
-            budget = _scaled(budget, share=max(1 - NOTCH * self.notches, NOTCH))
+            budget = _scaled(budget, share=round(1 - NOTCH * min(self.notches, MOST_NOTCHES), 6))
             why = f"{self.notches} notch{'es' if self.notches > 1 else ''} of {NOTCH:.0%} by signal"
         return budget, why
 

@@ -15,13 +15,13 @@ import pytest
 from baoc import assembly
 from baoc import train as training
 from baoc.budgets import parse_budget
-from baoc.callbacks import budget_control
+from baoc.callbacks import BudgetControl, budget_control
 from baoc.config.dynamics import DynamicsConfig, RelaxationConfig, ScheduleEntry
 from baoc.config.schema import ReallocationConfig
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.strategy import strategy as strategy_module
 from baoc.tracking import load_checked
-from baoc.types import RunResult
+from baoc.types import Budget, RunResult
 from baoc.units import GIB
 from tests.integration.test_run import config, logged
 
@@ -143,7 +143,9 @@ def test_a_file_lowers_the_budget_and_gives_it_back(
     assert seen[0]["why"] == "the budget file asks for it" and seen[0]["refused"] is None
     assert "budget is not followed: cannot read budget=plenty" in seen[1]["refused"]
     assert seen[2]["budget"]["name"] == "state_10" and "10kb cannot be met" in seen[2]["refused"]
+    assert (seen[2]["step"], seen[2]["why"]) == (seen[0]["step"], seen[0]["why"]), "since when state_10 is in force"
     assert answer(run_dir)["refused"] is None, "nothing is asked for any more"
+    assert answer(run_dir)["why"] == "the budget of the run"
     told = " ".join(capsys.readouterr().out.split())
     assert "is not followed: cannot read budget=plenty" in told
     assert told.count("the budget stays state_10: budget 10kb cannot be met") == 1, "said once, not at each step"
@@ -203,6 +205,16 @@ def test_signals_take_a_notch_and_give_it_back(tmp_path: Path, monkeypatch: pyte
     for step, limit in limits.items():
         assert watch.state_bytes[step] <= limit * result.state_bytes_adamw, step
     assert watch.state_bytes[9] > 0.27 * result.state_bytes_adamw
+
+
+def test_a_notch_that_takes_nothing_away_need_not_be_given_back() -> None:
+    control = BudgetControl()
+    with control.listening():
+        for _ in range(12):
+            os.kill(os.getpid(), signal.SIGRTMIN + 1)
+        os.kill(os.getpid(), signal.SIGRTMIN + 2)
+    control.dial.base, control.dial.notches = Budget(name="b", memory_bytes=100), control._signals
+    assert control.dial.wish(step=1, batch=1)[0].memory_bytes == 20, "a tenth stays, and one signal gives a tenth back"
 
 
 def test_notches_and_the_largest_batch_outlive_a_kill_under_a_budget_that_is_found_anew(
