@@ -21,7 +21,9 @@ from baoc.kernels.elementwise import (
     grid,
     lerp,
 )
-from baoc.kernels.foam_anywhere import facts, fold_sum, step_anywhere, stepped
+from baoc.kernels.foam_across import step_across
+from baoc.kernels.foam_anywhere import facts, fold_sum, spread, step_anywhere, stepped
+from baoc.kernels.foam_long import step_long
 from baoc.kernels.kinds import Call
 from baoc.kernels.matrix_kinds import FOLDS, entries
 from baoc.kernels.storage import load_m, load_param, load_v, store_m, store_param, store_v
@@ -79,7 +81,10 @@ def _step_whole(
     new_v = fold_sum(g * g, ACROSS) * (1.0 / FOLD) if SQUARES else folded * folded
     m = lerp(m, folded, w1)
     v = lerp(v, new_v, w2)
-    new, update = stepped(tensor, g, True, p, folded, m, v, at, row, repair, "step", MATCHED, ACROSS)
+    new, update = stepped(
+        tensor, g, True, p, spread(folded, ACROSS), spread(m, ACROSS), spread(v, ACROSS), at, row, repair, "step",
+        MATCHED,
+    )  # fmt: skip
     inside_folds = _by_fold(inside, ENTRIES, FOLD, ACROSS)
     done = _is_plain(g, folded, p, new, inside_folds, WEIGHTS, MARKED, RAGGED)
     if done:
@@ -146,12 +151,11 @@ def _step_ragged(
     FOLD: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
     """As `_step_whole`, of matrices whose sides folds or groups do not divide: folds at an end are shorter, and none is
-    aligned. Short folds must be as many in a line as the program has, so that it sees two lines at most and does not
-    divide."""
+    aligned. A program sees two lines of folds at most, so that it does not divide."""
     above = first // width
     rest = first - above * width
     entry, k = _element(ENTRIES, FOLD, ACROSS)
-    over = (rest + entry) // width if FOLD > 32 and not ACROSS else tl.where(rest + entry >= width, 1, 0)
+    over = tl.where(rest + entry >= width, 1, 0)
     line, low = above + over, rest + entry - over * width
     if ACROSS:
         tile, inside = (line * FOLD + k) * cols + low, line * FOLD + k < rows
@@ -185,22 +189,33 @@ def _program(
     total = ((rows + FOLD - 1) // FOLD) * cols if ACROSS else rows * width
     first = index.to(PLACE) * ENTRIES
     left = tl.minimum(total - first, ENTRIES).to(tl.int32)
-    regular = (left == ENTRIES) & (not transposed)
+    regular = (left == ENTRIES) & (not transposed) & (width >= ENTRIES)
     if ACROSS:
-        last = (first + ENTRIES - 1) // width  # no fold of the program is padded
-        regular = regular & (width >= ENTRIES)
-        whole = regular & (cols % 32 == 0) & (cols <= _WIDEST) & ((last + 1) * FOLD <= rows)
+        last = (first + ENTRIES - 1) // width
+        padded = (last + 1) * FOLD > rows  # so the program's last fold is
+        whole = regular & (cols % 32 == 0) & (cols <= _WIDEST) & (not padded)
     else:
         whole = regular & (cols % FOLD == 0)
-        regular = regular & ((FOLD > 32) | (width >= ENTRIES))
     done, square = False, tl.full([], 0.0, tl.float32)
     if MODE == "step":
-        plain = whole & (first >= 0)
-        if plain:
+        if FOLD > 32 and not ACROSS:
+            done = (left > 0) & (not transposed)
+            if done:
+                square = step_long(
+                    tensor, grad_addr, first, left, cols, width, at, row, thresholds, repair, left_out, bad, M, V,
+                    SQUARES, WEIGHTS, PARAM, GRAD, MATCHED, TRACK, COUNT, MARKED, FOLD, VEC,
+                )  # fmt: skip
+        elif whole:
             done, square = _step_aligned(
                 tensor, grad_addr, first, left, cols, width, at, row, thresholds, repair, M, V, SQUARES, WEIGHTS,
                 PARAM, GRAD, MATCHED, TRACK, MARKED, ENTRIES, FOLD, ACROSS, VEC,
             )  # fmt: skip
+        elif FOLD <= 32 and ACROSS:
+            if regular & (cols <= _WIDEST) & (not padded) & (last == first // width):
+                done, square = step_across(
+                    tensor, grad_addr, first, left, cols, at, row, thresholds, repair, M, V, SQUARES, WEIGHTS, PARAM,
+                    GRAD, MATCHED, TRACK, MARKED, ENTRIES, FOLD,
+                )  # fmt: skip
         elif regular:
             done, square = _step_ragged(
                 tensor, grad_addr, first, left, rows, cols, width, at, row, thresholds, repair, M, V, SQUARES,

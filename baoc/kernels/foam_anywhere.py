@@ -73,16 +73,15 @@ def _averages(
 
 @triton.jit
 def stepped(
-    tensor, g, kept, p, folded, m, v, at, row, repair,
-    MODE: tl.constexpr, MATCHED: tl.constexpr, ACROSS: tl.constexpr,
+    tensor, g, kept, p, folded, m, v, at, row, repair, MODE: tl.constexpr, MATCHED: tl.constexpr,
 ):  # fmt: skip
-    """Weights after the step, and the update."""
+    """Weights after the step, and the update; what folds have in common lies beside their elements."""
     decay, size, _, _, eps = row
     if MATCHED and MODE == "step":
         size *= matched_factor(at[6])
-    residual = g - spread(folded, ACROSS)
-    root = tl.sqrt(residual * residual + spread(v, ACROSS))
-    update = (residual + spread(m, ACROSS)) * reciprocal(root + eps)
+    residual = g - folded
+    root = tl.sqrt(residual * residual + v)
+    update = (residual + m) * reciprocal(root + eps)
     new = p
     if MODE == "step":
         new = p * decay - size * update
@@ -116,7 +115,9 @@ def _step_folds(
     folded = fold_sum(g, ACROSS)
     square = fold_sum(g * g, ACROSS) if SQUARES else folded
     m, v, folded = _averages(m, v, fold_sum(tl.where(kept, 1, 0), ACROSS), folded, square, row, MODE, SQUARES)
-    new, update = stepped(tensor, g, kept, p, folded, m, v, at, row, repair, MODE, MATCHED, ACROSS)
+    new, update = stepped(
+        tensor, g, kept, p, spread(folded, ACROSS), spread(m, ACROSS), spread(v, ACROSS), at, row, repair, MODE, MATCHED
+    )
     if MODE == "step":
         store_m(m_addr, m_scale_addr, m, thresholds, first, entry, entry < left, groups, left, M, 1, False)
         store_v(v_addr, v_scale_addr, v, tl.sqrt(v), scale_old, thresholds, first, entry, entry < left, groups, left, V,
@@ -138,7 +139,7 @@ def _step_long_folds(
 ):  # fmt: skip
     """The same piece by piece, where places of elements take registers; they are read twice, the second time from a
     cache. Elements of a fold are at `base + k * step` as long as `begin + k < size`."""
-    PIECE: tl.constexpr = 64
+    PIECE: tl.constexpr = 64 if ACROSS else 8  # of folds along rows one warp has all
     entry, groups = tile_of(ENTRIES)
     there = spread(entry < left, ACROSS)
     k = tl.arange(0, PIECE)[:, None, None] if ACROSS else tl.arange(0, PIECE)[None, None, :]
@@ -169,7 +170,10 @@ def _step_long_folds(
         p, stored = g, 0
         if MODE != "measure":
             p, stored = load_param(p_addr, correction_addr, first * 0, tile, inside, WEIGHTS, PARAM, 1, False)
-        new, update = stepped(tensor, g, kept, p, folded, m, v, at, row, repair, MODE, MATCHED, ACROSS)
+        new, update = stepped(
+            tensor, g, kept, p, spread(folded, ACROSS), spread(m, ACROSS), spread(v, ACROSS), at, row, repair, MODE,
+            MATCHED,
+        )  # fmt: skip
         if MODE != "measure":
             store_param(p_addr, correction_addr, new, p, stored, thresholds, (tile & 31).to(tl.int32), first * 0, tile,
                         inside, WEIGHTS, PARAM, 1, False, False)  # fmt: skip

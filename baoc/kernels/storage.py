@@ -127,7 +127,7 @@ def store_m(addr, scale_addr, m, thresholds, start, tile, inside, groups, left, 
     elif CODEC == "root4":
         store_m4(addr, scale_addr, m, thresholds, start, left, tile.shape[0] * 32, VEC, FULL)
     else:
-        scale = round_up(tl.minimum(tl.max(tl.abs(m), axis=1, keep_dims=True), BF16_MAX))
+        scale = round_up(tl.minimum(tl.max(tl.abs(m), axis=-1, keep_dims=True), BF16_MAX))
         store_scale(scale_addr, scale, start, groups, left, FULL)
         x = m * reciprocal(tl.maximum(scale, TINY))
         if CODEC == "softsign8":  # of slightly more than 1 it is slightly more than 127, which rounds to that
@@ -202,8 +202,14 @@ def _eighth(x):
 
 @triton.jit
 def lanes_like(tile):
-    """Places of a tile's elements [n, 32] in their groups, as a whole tile: what is read by them has its layout."""
-    return tl.broadcast_to(tl.arange(0, 32)[None, :], tile.shape)
+    """Places of a tile's elements in their groups. Of [n, 32] as a whole tile, as what is read by them has its layout;
+    of [1, n, 32], which are read number by number, [1, 1, 32], so that nothing is read wider because this could be."""
+    lanes = tl.arange(0, 32)[None, :]
+    if len(tile.shape) == 3:
+        lanes = lanes[None, :, :]
+    else:
+        lanes = tl.broadcast_to(lanes, tile.shape)
+    return lanes
 
 
 @triton.jit
@@ -247,7 +253,7 @@ def store_v(addr, scale_addr, v, s, scale_old, thresholds, start, tile, inside, 
         bits = tl.minimum(v, BF16_MAX).to(tl.int32, bitcast=True) + ((1.0 - threshold) * 65536.0).to(tl.int32)
         store_tile(addr, bits >> 16, start, tile, inside, tl.int16, VEC, FULL)
     else:
-        top = round_up(tl.minimum(tl.max(s, axis=1, keep_dims=True), _SCALE_MAX))
+        top = round_up(tl.minimum(tl.max(s, axis=-1, keep_dims=True), _SCALE_MAX))
         keep = (top <= scale_old) & (top >= _KEEP_SCALE * scale_old)
         scale = tl.where(keep, scale_old, top)
         store_scale(scale_addr, scale, start, groups, left, FULL)
@@ -303,6 +309,7 @@ def store_param(addr, correction_addr, p, old, stored, thresholds, lane, start, 
         # thresholds the mean over steps is exact.
         rest = (p - near) * twice_inverse_power(near)
         fine = tl.load(tl.multiple_of(thresholds + _FINE, 4 * VEC) + lane)  # no wider than the rest
+        fine = tl.broadcast_to(fine, p.shape)
         code = floor_bytes(rest, tl.full(p.shape, 2.0**7 * 127, tl.float32), fine)
         if not MOVED:
             # A weight that did not change stays as it is: merging has rounded, and some numbers can be split in two
