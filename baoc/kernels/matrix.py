@@ -164,28 +164,51 @@ def _line_factor(
 
 
 @triton.jit
-def _gathered(line_at, column_at, line, place, inside, scale, vectors, ADAFACTOR: tl.constexpr, FULL: tl.constexpr):
-    """Factors of Adafactor's updates, by line and column; of others, by what of both there is."""
-    by_line = vectors + line_at + (line + place * 0)
-    by_column = vectors + column_at // 32 * 32 + place  # vectors begin at multiples of it, which is told like this
-    if ADAFACTOR:
-        first = tl.load(by_line) if FULL else tl.load(by_line, mask=inside, other=1.0)
-        factors = scale * first * (tl.load(by_column) if FULL else tl.load(by_column, mask=inside, other=1.0))
-    elif line_at >= 0:
-        factors = tl.load(by_line) if FULL else tl.load(by_line, mask=inside, other=1.0)
+def _line_factors(line_at, line, rest, width, inside, vectors, CHUNK: tl.constexpr, HOW: tl.constexpr):
+    """Factors by line of a chunk's elements, shaped as `line`; of two lines at most they are two numbers."""
+    by_line = vectors + line_at
+    if HOW == "aligned" or HOW == "two":
+        first = tl.load(by_line)
+        factors = tl.where(line == 0, first, tl.load(by_line + 1, mask=rest + CHUNK > width, other=1.0))
+    elif HOW == "groups":
+        factors = tl.load(by_line + line)
     else:
-        factors = tl.load(by_column) if FULL else tl.load(by_column, mask=inside, other=1.0)
+        factors = tl.load(by_line + line, mask=inside, other=1.0)
+    return factors
+
+
+@triton.jit
+def _column_factors(column_at, place, inside, vectors, HOW: tl.constexpr):
+    by_column = vectors + column_at // 32 * 32 + place  # vectors begin at multiples of it, which is told like this
+    return tl.load(by_column, mask=inside, other=1.0) if HOW == "any" else tl.load(by_column)
+
+
+@triton.jit
+def _factors(
+    line_at, column_at, rest, width, inside, scale, vectors, ADAFACTOR: tl.constexpr, CHUNK: tl.constexpr,
+    HOW: tl.constexpr,
+):  # fmt: skip
+    """Factors of Adafactor's updates, by line and column; of others, by what of both there is."""
+    line, place = _places(rest, width, CHUNK, HOW)
+    if ADAFACTOR:
+        factors = scale * _line_factors(line_at, line, rest, width, inside, vectors, CHUNK, HOW)
+        factors = factors * _column_factors(column_at, place, inside, vectors, HOW)
+    elif line_at >= 0:
+        factors = _line_factors(line_at, line, rest, width, inside, vectors, CHUNK, HOW) + place * 0.0
+    else:
+        factors = _column_factors(column_at, place, inside, vectors, HOW)
     return factors
 
 
 @triton.jit
 def _places(rest, width, CHUNK: tl.constexpr, HOW: tl.constexpr):
     """Line, and place in it, of the elements of a chunk that begins at place `rest` of line 0. Dividing by element is
-    slow; HOW says what makes it needless: "groups" lie in one line each, or "two" lines are all there can be."""
+    slow; HOW says what makes it needless: "two" lines are all there can be, of whole groups if "aligned", or "groups"
+    lie in one line each."""
     tile, groups = tile_of(CHUNK)
-    if HOW == "groups":
+    if HOW == "groups" or HOW == "aligned":
         group, num = rest // 32 + groups, width // 32
-        line = tl.where(group >= num, 1, 0) if width >= CHUNK else group // num
+        line = group // num if HOW == "groups" else tl.where(group >= num, 1, 0)
         place = (group - line * num) * 32 + tl.arange(0, 32)[None, :]
     elif HOW == "two":
         line = tl.where(rest + tile >= width, 1, 0)
@@ -231,44 +254,63 @@ def _step_line(
 
 
 @triton.jit
+def _position(start, length, WIDE: tl.constexpr):
+    """Line of an element, and its place in it. WIDE: elements are more than 32 bits count."""
+    line = start // length if WIDE else (start.to(tl.int32) // length.to(tl.int32)).to(tl.int64)
+    return line, (start - line * length).to(tl.int32)
+
+
+@triton.jit
+def _further(line, rest, part, width, CHUNK: tl.constexpr, REPEAT: tl.constexpr):
+    """The same of the element that `part` chunks follow on; dividing is slow, and lines are hardly ever that short."""
+    rest += part * CHUNK
+    over = rest // width if width < CHUNK * REPEAT else tl.where(rest >= width, 1, 0)
+    return line + over, rest - over * width
+
+
+@triton.jit
 def _step_part(
-    tensor, index, grad_addr, lines, length, line_at, column_at, scale, vectors, at, row, thresholds, repair, left_out,
+    tensor, index, first_line, rest, grad_addr, lines, length, line_at, column_at, scale, vectors, at, row, thresholds, repair, left_out,
     bad,
     ADAFACTOR: tl.constexpr, M: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr, GRAD: tl.constexpr,
     MODE: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr, MARKED: tl.constexpr,
-    WIDE: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr,
+    CHUNK: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """Steps chunk `index` of a matrix, by factors of lines and columns. Returns the sum of squares of the update."""
+    """Steps chunk `index` of a matrix, which begins at place `rest` of a line, by factors of lines and columns. Returns
+    the sum of squares of the update."""
     width = length.to(tl.int32)
     square = tl.full([], 0.0, tl.float32)
     start = index * CHUNK
     left = tl.minimum(lines * length - start, CHUNK).to(tl.int32)
-    first_line = start // length if WIDE else (start.to(tl.int32) // width).to(tl.int64)
-    rest = (start - first_line * length).to(tl.int32)
     line_at = tl.where(line_at >= 0, line_at + first_line, line_at)
     tile, _groups = tile_of(CHUNK)
     inside = tile < left
     done = False
     if MODE == "step":
-        if (left == CHUNK) & (width % 32 == 0):
-            line, place = _places(rest, width, CHUNK, "groups")
-            factors = _gathered(line_at, column_at, line, place, inside, scale, vectors, ADAFACTOR, True)
+        groups, wide = (left == CHUNK) & (width % 32 == 0), (left == CHUNK) & (width >= CHUNK)
+        if groups & wide:
+            factors = _factors(line_at, column_at, rest, width, inside, scale, vectors, ADAFACTOR, CHUNK, "aligned")
             done, part = _step_tile(
                 tensor, grad_addr, start, left, inside, factors, at, row, thresholds, repair, left_out, bad,
                 M, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, CHUNK, VEC, True,
             )  # fmt: skip
             square += part
-        elif (left == CHUNK) & (width >= CHUNK):
-            line, place = _places(rest, width, CHUNK, "two")
-            factors = _gathered(line_at, column_at, line, place, inside, scale, vectors, ADAFACTOR, True)
+        elif wide:
+            factors = _factors(line_at, column_at, rest, width, inside, scale, vectors, ADAFACTOR, CHUNK, "two")
+            done, part = _step_tile(
+                tensor, grad_addr, start, left, inside, factors, at, row, thresholds, repair, left_out, bad,
+                M, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, CHUNK, VEC, True,
+            )  # fmt: skip
+            square += part
+        elif groups:
+            factors = _factors(line_at, column_at, rest, width, inside, scale, vectors, ADAFACTOR, CHUNK, "groups")
             done, part = _step_tile(
                 tensor, grad_addr, start, left, inside, factors, at, row, thresholds, repair, left_out, bad,
                 M, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, CHUNK, VEC, True,
             )  # fmt: skip
             square += part
     if not done:
-        line, place = _places(rest, width, CHUNK, "any")
-        factors = _gathered(line_at, column_at, line, place, inside, scale, vectors, ADAFACTOR, False)
+        factors = _factors(line_at, column_at, rest, width, inside, scale, vectors, ADAFACTOR, CHUNK, "any")
         _, part = _step_tile(
             tensor, grad_addr, start, left, inside, factors, at, row, thresholds, repair, left_out, bad, M,
             WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, CHUNK, VEC, False,
@@ -296,12 +338,11 @@ def _facts(tensor, ptrs, settings, scales, ADAFACTOR: tl.constexpr):
 
 @triton.jit
 def _program(
-    tensor, index, grad_addr, lines, length, line_at, column_at, at, row, scale, vectors, thresholds, repair, left_out,
+    tensor, index, first_line, rest, grad_addr, lines, length, line_at, column_at, at, row, scale, vectors, thresholds, repair, left_out,
     bad,
     ADAFACTOR: tl.constexpr, NORM: tl.constexpr, M: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
     GRAD: tl.constexpr, MODE: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr,
-    MARKED: tl.constexpr, WIDE: tl.constexpr, KINDS: tl.constexpr, GUARDED: tl.constexpr, CHUNK: tl.constexpr,
-    VEC: tl.constexpr,
+    MARKED: tl.constexpr, KINDS: tl.constexpr, GUARDED: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     """Steps a whole line, or a chunk of any, if (GUARDED) there is one of that index; KINDS says which there are.
     Returns the sum of squares of the update."""
@@ -318,9 +359,9 @@ def _program(
         is_part = line_at != _WHOLE if KINDS == "both" else there
         if is_part & (index * CHUNK < lines * length if GUARDED else there):
             square = _step_part(
-                tensor, index, grad_addr, lines, length, line_at, column_at, scale, vectors, at, row, thresholds,
-                repair, left_out, bad, ADAFACTOR, M, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, WIDE,
-                CHUNK, VEC,
+                tensor, index, first_line, rest, grad_addr, lines, length, line_at, column_at, scale, vectors, at, row,
+                thresholds, repair, left_out, bad, ADAFACTOR, M, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT,
+                MARKED, CHUNK, VEC,
             )  # fmt: skip
     return square
 
@@ -357,11 +398,17 @@ def apply_kernel(
     at, row, scale = _facts(tensor, ptrs, settings, scales, ADAFACTOR)
     if grad_addr != 0:
         square = tl.full([], 0.0, tl.float32)
+        first_line, first_rest = index, 0
+        if KINDS != "lines":
+            first_line, first_rest = _position(index * REPEAT * CHUNK, length, WIDE)
         for part in range(REPEAT):
+            line, rest = first_line, first_rest
+            if KINDS != "lines":
+                line, rest = _further(first_line, first_rest, part, length.to(tl.int32), CHUNK, REPEAT)
             square += _program(
-                tensor, index * REPEAT + part, grad_addr, lines, length, line_at, column_at, at, row, scale, vectors,
-                thresholds, repair, left_out, bad, ADAFACTOR, NORM, M, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK,
-                COUNT, MARKED, WIDE, KINDS, REPEAT > 1, CHUNK, VEC,
+                tensor, index * REPEAT + part, line, rest, grad_addr, lines, length, line_at, column_at, at, row, scale,
+                vectors, thresholds, repair, left_out, bad, ADAFACTOR, NORM, M, WEIGHTS, PARAM, GRAD, MODE, MATCHED,
+                TRACK, COUNT, MARKED, KINDS, REPEAT > 1, CHUNK, VEC,
             )  # fmt: skip
         if TRACK:
             tl.store(partial + pid, square)
@@ -387,11 +434,13 @@ def repair_kernel(
         line_at = tl.load(places + tensor * PLACES + LINE_VECTOR)
         column_at = tl.load(places + tensor * PLACES + COLUMN_VECTOR)
         at, row, scale = _facts(tensor, ptrs, settings, scales, ADAFACTOR)
-        for index in range(tl.program_id(1), programs * REPEAT, REPAIRERS):
+        for part in range(tl.program_id(1), programs * REPEAT, REPAIRERS):
+            index = grad_addr * 0 + part
+            line, rest = _position(index * CHUNK, length, WIDE)
             _program(
-                tensor, grad_addr * 0 + index, grad_addr, lines, length, line_at, column_at, at, row, scale, vectors,
+                tensor, index, line, rest, grad_addr, lines, length, line_at, column_at, at, row, scale, vectors,
                 thresholds, repair, left_out, bad, ADAFACTOR, NORM, M, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK,
-                COUNT, MARKED, WIDE, KINDS, REPEAT > 1, CHUNK, VEC,
+                COUNT, MARKED, KINDS, REPEAT > 1, CHUNK, VEC,
             )  # fmt: skip
 
 

@@ -238,7 +238,8 @@ def _sum_lines(
         if MARKED or out:
             g, _, kept = keep_finite(now, MARKED)
             g2 = g * g
-            x = tl.where(kept, g if M == "none" else lerp(m, g, w1), 0.0)
+            if M != "none":
+                x = tl.where(kept, lerp(m, g, w1), 0.0)
             of_line, num_out = tl.sum(g2, axis=1), tl.sum(tl.where(kept, 0, 1), axis=1)
         there = begin + part < num
         count = length - num_out
@@ -249,9 +250,12 @@ def _sum_lines(
             tl.store(state + begin + part, v_new, mask=there)
         tl.store(factors + begin + part, factor, mask=there)
         of_lines += tl.where(there, v_new, 0.0)
-        y = x * factor[:, None]
         total += tl.sum(g2, axis=0)
-        square += tl.sum(y * y, axis=0)
+        if M == "none":
+            square += tl.sum(g2 * (factor * factor)[:, None], axis=0)
+        else:
+            y = x * factor[:, None]
+            square += tl.sum(y * y, axis=0)
         any_out += num_out
     return total, square, tl.sum(of_lines), tl.sum(any_out)
 
