@@ -37,7 +37,7 @@ class Ahead:
         self._owner = weakref.ref(owner)
         self._lock = threading.RLock()
         self._handles: dict[Tensor, RemovableHandle] = {}
-        self._told_late = False
+        self._told_late = self._is_late = False
         self._on = self._flush_only = False
         self._finals: list[Tensor] = []  # parameters in the order in which their gradients were final
         self._learned: set[str] = set()  # blocks whose order the roster knows
@@ -184,15 +184,19 @@ class Ahead:
                 "a GradScaler unscales gradients, or skips the step, when blocks have been stepped in backward with "
                 f"gradients that are scaled still: {_ADVICE}"
             )
-        if self._versions and owner.options() != self._options and not self._told_late:
+        self._is_late = bool(self._versions) and owner.options() != self._options
+        self._begin([])
+
+    def say_late(self) -> None:
+        """Once all is done, as a warning may be an error: whether settings changed when they could not act any more."""
+        if self._is_late and not self._told_late:
             self._told_late = True
             warnings.warn(
                 "a learning rate or another setting was changed between backward and step(): blocks that were stepped "
                 "in backward take it in the next step. Change it before",
                 UserWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
-        self._begin([])
 
     def check_between_steps(self, what: str) -> None:
         """Raises BadInputError in the middle of a step."""

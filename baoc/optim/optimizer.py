@@ -175,6 +175,7 @@ class BlockwiseOptimizer(Optimizer):
             self.releaser.finish()
             self._num_steps += 1
             self._note_unseeded()
+            self.releaser.say_late()
             return loss
         self._ahead.finish()
         backends = roster.ready()
@@ -194,6 +195,7 @@ class BlockwiseOptimizer(Optimizer):
         for backend in backends:
             backend(inputs)
         roster.join()
+        self._ahead.say_late()
         return loss
 
     _hooked_step = Optimizer.profile_hook_step(_step)

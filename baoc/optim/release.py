@@ -24,7 +24,7 @@ from baoc.errors import BadInputError, CheckpointError
 from baoc.kernels import capturing
 from baoc.optim import seeding
 from baoc.optim.backends import Options
-from baoc.optim.release_groups import together
+from baoc.optim.release_groups import in_order, together
 from baoc.optim.release_settings import GradientRelease, PartObserver, check_processes
 from baoc.optim.roster import Alone
 from baoc.optim.state import LiveBlock
@@ -67,7 +67,7 @@ class Releaser:
         self.observer: PartObserver | None = None
         self.before_block: Callable[[], object] | None = None  # called when a block is about to be stepped
         self.norm: Tensor | None = None  # of the gradients of the last step that had some
-        self._told_late = self._told_hooks = False
+        self._told_late = self._told_hooks = self._is_late = False
         self._reset()
         self.adopt(owner)
         if settings.clip_norm is not None:
@@ -95,6 +95,7 @@ class Releaser:
         self._order: list[tuple[str, int]] = []  # block and bytes of each gradient as it came, until groups are known
         self._whole: dict[tuple[str, ...], int] = {}  # group -> blocks of it that are whole
         self._waiting: list[LiveBlock] = []  # whole blocks of one group, to be stepped together
+        self._streams: dict[str, set[Any]] = {}  # block -> CUDA streams that its gradients came on
         self._factor: Tensor | None = None  # of all gradients, by the norm of the step before
         self._norms: dict[Tensor, Tensor] = {}
         self._num_bad = 0  # non-finite elements known before it
@@ -106,6 +107,7 @@ class Releaser:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._is_late = False
         self._reset()
 
     # -- hooks ----------------------------------------------------------------------------------------------------
@@ -183,6 +185,8 @@ class Releaser:
             if name not in self._left:
                 self._left[name] = sum(slot.param.requires_grad for slot in live.slots)
             self._left[name] -= 1
+            if param.is_cuda:
+                self._streams.setdefault(name, set()).add(torch.cuda.current_stream(param.device))
             if self._left[name] == 0:
                 self._is_whole(live)
 
@@ -254,7 +258,10 @@ class Releaser:
         """One step of some blocks of a group with the gradients that their parameters have, which are then dropped."""
         owner = self._live_owner()
         others = [owner.roster.live[name] for name in group if len(lives) < len(group)]
-        with _set_aside([slot.param for live in others if live not in lives for slot in live.slots]):
+        streams = {stream for live in lives for stream in self._streams.get(live.block.name, ())}
+        now = torch.cuda.current_stream(next(iter(streams)).device) if streams else None
+        aside = _set_aside([slot.param for live in others if live not in lives for slot in live.slots])
+        with in_order(now, streams), aside:
             self._step_with(lives, unit=owner.roster.alone(group))
 
     def _step_with(self, lives: list[LiveBlock], *, unit: Alone) -> None:
@@ -348,18 +355,22 @@ class Releaser:
         if owner._optimizer_step_pre_hooks and not self._told_hooks:
             self._told_hooks = True
             log.warning("what register_step_pre_hook was given finds no gradients: they are released in backward")
-        if owner.options() != self._options and not self._told_late:
+        self._is_late = owner.options() != self._options
+        self._take_norm()
+        if self._order:
+            self._group()
+        self._reset()
+
+    def say_late(self) -> None:
+        """Once all is done, as a warning may be an error: whether settings changed when they could not act any more."""
+        if self._is_late and not self._told_late:
             self._told_late = True
             warnings.warn(
                 "a learning rate or another setting was changed between backward and step(): with gradient release "
                 "it acts from the next backward on. Change it before",
                 UserWarning,
-                stacklevel=3,
+                stacklevel=5,
             )
-        self._take_norm()
-        if self._order:
-            self._group()
-        self._reset()
 
     def _take_norm(self) -> None:
         """In the order of parameters, whatever order their gradients came in; where it overflows the old one stays."""

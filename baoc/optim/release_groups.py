@@ -1,6 +1,31 @@
 """Which blocks are stepped together where gradients are released, by the order in which these came."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+
+class Stream(Protocol):
+    """What of `torch.cuda.Stream` is needed."""
+
+    def wait_stream(self, stream: "Stream") -> None: ...
+
+
+@contextmanager
+def in_order(now: Stream | None, others: Iterable[Stream]) -> Iterator[None]:
+    """Inside, what is done on stream `now` comes after what was begun on `others`, which afterwards go on behind it.
+
+    Branches of a network may run on streams of their own, and each makes its gradients there: who steps them together
+    waits for all, and the memory of a gradient that is dropped is its own stream's to use again.
+    """
+    apart = [stream for stream in others if stream != now]
+    for stream in apart:
+        assert now is not None
+        now.wait_stream(stream)
+    yield
+    for stream in apart:
+        assert now is not None
+        stream.wait_stream(now)
 
 
 def together(

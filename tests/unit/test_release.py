@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from baoc.catalogue import NATIVE
 from baoc.errors import BadInputError, TrainingFailedError
 from baoc.optim import BlockwiseOptimizer, GradientRelease
-from baoc.optim.release_groups import together
+from baoc.optim.release_groups import in_order, together
 from baoc.profiling.tracker import MemoryTracker
 from tests.optimizing import MATRICES, info, one_block, shapes_for
 from tests.releasing import Pair, assert_equal, backward
@@ -223,15 +223,42 @@ def test_every_scheduler_acts_on_every_block() -> None:
     same(nets, optimizers)
 
 
-def test_a_learning_rate_that_changes_between_backward_and_step_is_said_once() -> None:
+def test_a_learning_rate_that_changes_between_backward_and_step_is_said_once_and_the_step_is_whole() -> None:
+    """Warnings are errors here, so the step is left at the end of what is said."""
     nets, optimizers = pair_of_nets()
-    nets[1](TOKENS).backward()
-    optimizers[1].param_groups[0]["lr"] = 0.5
-    with pytest.warns(UserWarning, match="changed between backward and step.*from the next backward on"):
+    for net in nets:
+        net(TOKENS).backward()
+    optimizers[0].step()
+    for optimizer in optimizers:
+        optimizer.param_groups[0]["lr"] = 0.05
+    with pytest.raises(UserWarning, match="changed between backward and step.*from the next backward on"):
         optimizers[1].step()
+    for net, optimizer in zip(nets, optimizers, strict=True):
+        optimizer.zero_grad()
+        net(TOKENS).backward()
+        optimizer.step()
+    same(nets, optimizers)
     nets[1](TOKENS).backward()
     optimizers[1].param_groups[0]["lr"] = 0.25
     optimizers[1].step()
+
+
+def test_a_group_waits_for_all_streams_that_its_gradients_came_on() -> None:
+    class Stream:
+        def __init__(self, name: str):
+            self.name = name
+
+        def wait_stream(self, stream: "Stream") -> None:
+            done.append(f"{self.name} after {stream.name}")
+
+    done: list[str] = []
+    last, first = Stream("last"), Stream("first")
+    with in_order(last, [first, last]):
+        done.append("step")
+    assert done == ["last after first", "step", "first after last"]
+    with in_order(None, []):  # on a CPU
+        done.append("step")
+    assert len(done) == 4
 
 
 def test_a_step_without_a_backward_counts_as_it_does_without_release() -> None:
