@@ -92,7 +92,10 @@ def few_cases() -> list[MatrixCase]:
         )
         for rule, storage, dtype, weights in chosen
     ]  # fmt: skip
-    large = ((3, 520, False), (130, 3, True))  # folds of 256 take the interpreter long
+    for case in cases:
+        if case.rule.endswith("_out") and case.rule in FOLDS:  # rows of odd length that a program sees one of
+            case.shapes = (*SHAPES[:-1], (5, 161, False))
+    large = ((3, 520, False), (2, 512, False), (40, 3, True))  # folds of 256 take the interpreter long
     return [*cases, *(MatrixCase(rule=rule, storage="int8", shapes=large) for rule in ("foam_l8", "foam_l8_out"))]
 
 
