@@ -161,8 +161,8 @@ def step_long(
             else:
                 means, new_vs, counts, square = _fold(
                     tensor, grad_addr, start, last * 0 + FOLD, index, entry, m_old, v_old,
-                    (means, new_vs, counts, square), at, row, thresholds, repair, left_out, bad, SQUARES, WEIGHTS, PARAM, GRAD, MATCHED, TRACK, COUNT,
-                    MARKED, FOLD, 1, True,
+                    (means, new_vs, counts, square), at, row, thresholds, repair, left_out, bad, SQUARES, WEIGHTS,
+                    PARAM, GRAD, MATCHED, TRACK, COUNT, MARKED, FOLD, 1, True,
                 )  # fmt: skip
             start += tl.where(ends, last, FOLD)
             low = tl.where(ends, 0, low + 1)

@@ -270,8 +270,8 @@ def _further(line, rest, part, width, CHUNK: tl.constexpr, REPEAT: tl.constexpr)
 
 @triton.jit
 def _step_part(
-    tensor, index, first_line, rest, grad_addr, lines, length, line_at, column_at, scale, vectors, at, row, thresholds, repair, left_out,
-    bad,
+    tensor, index, first_line, rest, grad_addr, lines, length, line_at, column_at, scale, vectors, at, row, thresholds,
+    repair, left_out, bad,
     ADAFACTOR: tl.constexpr, M: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr, GRAD: tl.constexpr,
     MODE: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr, MARKED: tl.constexpr,
     CHUNK: tl.constexpr, VEC: tl.constexpr,
@@ -338,8 +338,8 @@ def _facts(tensor, ptrs, settings, scales, ADAFACTOR: tl.constexpr):
 
 @triton.jit
 def _program(
-    tensor, index, first_line, rest, grad_addr, lines, length, line_at, column_at, at, row, scale, vectors, thresholds, repair, left_out,
-    bad,
+    tensor, index, first_line, rest, grad_addr, lines, length, line_at, column_at, at, row, scale, vectors, thresholds,
+    repair, left_out, bad,
     ADAFACTOR: tl.constexpr, NORM: tl.constexpr, M: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
     GRAD: tl.constexpr, MODE: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr,
     MARKED: tl.constexpr, KINDS: tl.constexpr, GUARDED: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr,

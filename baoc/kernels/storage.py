@@ -205,11 +205,7 @@ def lanes_like(tile):
     """Places of a tile's elements in their groups. Of [n, 32] as a whole tile, as what is read by them has its layout;
     of [1, n, 32], which are read number by number, [1, 1, 32], so that nothing is read wider because this could be."""
     lanes = tl.arange(0, 32)[None, :]
-    if len(tile.shape) == 3:
-        lanes = lanes[None, :, :]
-    else:
-        lanes = tl.broadcast_to(lanes, tile.shape)
-    return lanes
+    return lanes[None, :, :] if len(tile.shape) == 3 else tl.broadcast_to(lanes, tile.shape)
 
 
 @triton.jit

@@ -3,9 +3,10 @@
 `python experiments/benchmarks/kernel_profile.py --warm` compiles, in parallel, and times nothing, so it may run beside
 others; without it about 2 minutes on a machine with an NVIDIA GPU. Medians of 7 between CUDA events, kernels alone. A
 cut is elements per program, warps, elements that a thread loads at once, registers; after a colon stand the elements by
-warp of Adafactor's sums, after another the lines of a program of theirs, and its registers. Then each spec's best cut by kernel and by
-shape, the slowest spec first. `floor_ms` moves gradients once, weights and states both ways at the speed of a device
-copy, `twice_ms` also what has to be read before the step. Rows go to kernel_profile.csv in $OUT or experiments/results.
+warp of Adafactor's sums, then the lines of a program of theirs and its registers. Then each spec's best cut by kernel
+and by shape, the slowest spec first. `floor_ms` moves gradients once, weights and states both ways at the speed of a
+device copy, `twice_ms` also what has to be read before the step. Rows go to kernel_profile.csv in $OUT or
+experiments/results.
 """
 
 import argparse

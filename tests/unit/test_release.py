@@ -231,7 +231,7 @@ def test_a_learning_rate_that_changes_between_backward_and_step_is_said_once_and
     optimizers[0].step()
     for optimizer in optimizers:
         optimizer.param_groups[0]["lr"] = 0.05
-    with pytest.raises(UserWarning, match="changed between backward and step.*from the next backward on"):
+    with pytest.raises(UserWarning, match=r"changed between backward and step.*from the next backward on"):
         optimizers[1].step()
     for net, optimizer in zip(nets, optimizers, strict=True):
         optimizer.zero_grad()
