@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Stream(Protocol):
     """What of `torch.cuda.Stream` is needed."""
 
-    def wait_stream(self, stream: "Stream") -> None: ...
+    def wait_stream(self, stream: Any) -> None: ...
 
 
 @contextmanager
