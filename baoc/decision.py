@@ -4,14 +4,15 @@ A few small micro-batches are tried, the rest follows on lines; every way to run
 budget, the best one by `objective` is tried itself, and the table of all of them is printed and left as options.csv.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from baoc.budgets import resolve_auto
 from baoc.callbacks.resume import capture_rng, restore_rng
@@ -21,10 +22,13 @@ from baoc.data.token_cache import cache_folder
 from baoc.errors import BadInputError
 from baoc.online import SessionSettings, soon_timed, step_temporaries, time_specs
 from baoc.online.assemble import make_profiler, narrow_params
+from baoc.optim.placement import arrival_bytes
 from baoc.options import Axes, best, divisors, footprint_at, make_option, none_fits, option_rows
 from baoc.planner import Planner
 from baoc.profiling import cap_device, context_bytes, describe, free_bytes, uncapped
+from baoc.profiling.lowered import narrowed_bytes
 from baoc.resuming import choice_of, keep, settled
+from baoc.strategy.arrival import must_wait, visiting
 from baoc.strategy.probe import unwrapped, upkeep_bytes
 from baoc.strategy.strategy import declared_blocks, widened
 from baoc.strategy.trials import Trials
@@ -79,9 +83,10 @@ def decide(
     the network's weights are as before.
     """
     generators = capture_rng()
+    visit = ExitStack()  # of weights that a budget does not hold in full
     try:
         end = monotonic() + DECIDING_S
-        decision = _Decision(config, task=task, data=data, device=device, settings=settings)
+        decision = _Decision(config, task=task, data=data, device=device, settings=settings, visit=visit)
         options, chosen = choose(
             decision.options(),
             objective=config.objective,
@@ -93,6 +98,7 @@ def decide(
             raise none_fits(options, budget=decision.budget, axes=decision.axes)
         decision.tryouts.switch(chosen.checkpointing)
     finally:
+        visit.close()
         restore_rng(generators)
     choice = choice_of(chosen)
     keep(choice, run_dir=run_dir)
@@ -123,25 +129,28 @@ def tell_release(config: RunConfig) -> None:
 class _Decision:
     """What was tried for one run, and options made of it."""
 
-    def __init__(self, config: RunConfig, *, task: Task, data: DataModule, device: str, settings: SessionSettings):
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        task: Task,
+        data: DataModule,
+        device: str,
+        settings: SessionSettings,
+        visit: ExitStack,
+    ):
+        """Within `visit` the task is on the device."""
         self.config, self.task = config, task
         self.where = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
         self.budget = resolve_auto(config.budget, free_bytes=free_bytes(self.where))
-        capped = True
-        try:
-            cap_device(self.where, budget=self.budget)
-            task.to(self.where)
-        except BadInputError:  # the context alone takes the budget
-            capped = False
-            task.to(self.where)
-        except torch.OutOfMemoryError:  # not even the weights fit; what would is told from a look outside of the cap
-            with uncapped(self.where, budget=self.budget):
-                task.to(self.where)
         self.axes = axes_of(config, task=task)
         precision = str(config.trainer.precision or "32-true")
         settings = widened(settings, device=device, budget=self.budget, precision=precision)
         infos, declared = describe(task, optimizer_groups=task._groups()), declared_blocks(task, unwrapped(task))
         self.params = {name: param for name, param in task.named_parameters() if param.requires_grad}
+        narrow = narrow_params(infos, params=self.params, settings=settings, declared=declared)
+        less = narrowed_bytes(narrow)
+        capped, waits = self._bring(narrow, visit=visit)
         self.tryouts = Tryouts(
             config,
             task=task,
@@ -155,7 +164,8 @@ class _Decision:
             where=self.where,
             budget=self.budget,
             axes=self.axes,
-            narrow=narrow_params(infos, params=self.params, settings=settings, declared=declared),
+            narrow={} if waits else narrow,
+            less=less,
             capped=capped,
         )
         for checkpointing in self.axes.checkpointing:
@@ -180,6 +190,21 @@ class _Decision:
                 for release in self.axes.release
             }
         self.table = self._table()
+
+    def _bring(self, narrow: Mapping[str, Tensor], *, visit: ExitStack) -> tuple[bool, bool]:
+        """The task comes to the device: whether within a cap, and whether with those weights in 16 bits from the
+        beginning."""
+        try:
+            cap_device(self.where, budget=self.budget)
+        except BadInputError:  # the context alone takes the budget
+            self.task.to(self.where)
+            return False, False
+        context = context_bytes(self.where)
+        waits = must_wait(self.task, device=self.where, budget=self.budget, context_bytes=context)
+        given = narrow if waits else {}
+        there = visiting(self.task, narrow=given, device=self.where, budget=self.budget, context_bytes=context)
+        visit.enter_context(there)
+        return True, bool(given)
 
     def _roomy(self) -> bool:
         """Whether the whole batch fits at once with all activations kept and fp32 AdamW's states beside them, so that
@@ -303,6 +328,11 @@ def _constant(
     make_profiler(planner, params, settings=settings, betas=config.optim.betas)
     assert planner.footprint is not None
     profile, sampled = planner.footprint.profile_bytes, planner.footprint.profile_temporary_bytes
+    arrival = arrival_bytes(planner.specs.values(), device=planner.footprint.device)
     return lambda footprint: replace(
-        footprint, step_temporary_bytes=temporaries, profile_bytes=profile, profile_temporary_bytes=sampled
+        footprint,
+        step_temporary_bytes=temporaries,
+        arrival_bytes=arrival,
+        profile_bytes=profile,
+        profile_temporary_bytes=sampled,
     )

@@ -29,6 +29,7 @@ from baoc.models.switches import disable_checkpointing, enable_checkpointing
 from baoc.online import SessionSettings, step_temporaries
 from baoc.online.timing import FUSED_BYTES, moved_bytes
 from baoc.optim.backends.fused import has_kernel, temporary_bytes
+from baoc.optim.placement import arrival_bytes
 from baoc.options import Axes, Trial, best, footprint_at, make_option, none_fits, released
 from baoc.planner import Planner
 from baoc.profiling import describe
@@ -315,6 +316,7 @@ class _Shapes:
             profile_bytes=int(PROFILE_BYTES * self.numel),
             profile_temporary_bytes=int(PROFILE_BYTES * self.numel),
             step_temporary_bytes=self.temporaries,
+            arrival_bytes=arrival_bytes(self.planner.specs.values(), device="cuda"),
             source="prior",
         )
 

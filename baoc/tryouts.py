@@ -16,7 +16,7 @@ from baoc.config.schema import RunConfig
 from baoc.models.switches import disable_checkpointing, enable_checkpointing
 from baoc.options import Axes, Trial, footprint_at, released, seconds_at
 from baoc.profiling import clear_cache, context_bytes, uncapped
-from baoc.profiling.lowered import narrowed, narrowed_bytes
+from baoc.profiling.lowered import narrowed
 from baoc.strategy.trials import Trials, grow
 from baoc.tasks.base import Task
 from baoc.types import Block, Budget, Footprint
@@ -26,8 +26,9 @@ Way = tuple[int, bool, bool]
 
 
 class Tryouts:
-    """Trials of one run's network. `narrow`: the parameters that a plan may keep in 16 bits, by name. Not `capped` is a
-    budget of which the context alone leaves nothing: nothing has room, and what would is looked at.
+    """Trials of one run's network. `narrow`: the parameters that a plan may keep in 16 bits, by name, and `less` the
+    bytes that they have less then; none where the network has such in 16 bits already, as it has no room in full. Not
+    `capped` is a budget of which the context alone leaves nothing: nothing has room, and what would is looked at.
 
     What is tried has weights in full, or where that is too little, with weights of 16 bits where a plan may keep such;
     then the network's own numbers wait on the host, and are back afterwards.
@@ -43,13 +44,15 @@ class Tryouts:
         budget: Budget,
         axes: Axes,
         narrow: Mapping[str, Tensor],
+        less: Mapping[str, int],
         capped: bool = True,
     ):
         self.config, self.task, self.trials = config, task, trials
         self.where, self.budget, self.axes, self.narrow = where, budget, axes, narrow
         self.capped = capped
-        self.less = narrowed_bytes(narrow)
-        self.narrowed: set[bool] = set()  # checkpointing whose trials have such weights in 16 bits, to stay in the cap
+        self.less = less
+        # Checkpointing whose trials have such weights in 16 bits, to stay in the cap.
+        self.narrowed: set[bool] = {False, True} if less and not narrow else set()
         self.no_room: set[Way] = set()  # those that ran out of memory when they were tried
         self.tried: dict[bool, list[Trial]] = {}  # by checkpointing
         self.released: dict[bool, Trial] = {}  # of the whole batch, by checkpointing
@@ -139,7 +142,7 @@ class Tryouts:
             context_bytes=context_bytes(self.where),
             per_step=self.config.batch_size // size,
         )
-        if checkpointing in self.narrowed or not self.narrow:
+        if checkpointing in self.narrowed or not self.less:
             return run(narrowed=self.less)
         with suppress(torch.OutOfMemoryError):
             return run()
@@ -151,7 +154,7 @@ class Tryouts:
         such."""
         if self.budget.memory_bytes is None:
             return True
-        saved = (footprint.weights_bytes + footprint.gradients_bytes) // 2 if self.narrow else 0
+        saved = (footprint.weights_bytes + footprint.gradients_bytes) // 2 if self.less else 0
         return footprint.peak_bytes(state_bytes=0) - saved <= self.budget.memory_bytes
 
     def time_narrow(self, checkpointing: bool) -> None:
@@ -183,7 +186,7 @@ class Tryouts:
         size, checkpointing, _ = way
         self.switch(checkpointing)
         for narrow in (False, True) if checkpointing not in self.narrowed else (True,):
-            if narrow and not self.narrow:
+            if narrow and not self.less:
                 break
             with suppress(torch.OutOfMemoryError), narrowed(self.narrow) if narrow else nullcontext():
                 trial = self._run(way, blocks=blocks, narrow=narrow)

@@ -67,13 +67,15 @@ def merge_weights(near: Tensor, correction: Tensor) -> Tensor:
     return rest.add_(near.to(torch.float32))
 
 
-def random_bits(numel: int, *, seed: int, phase: int, device: torch.device) -> Tensor:
+def random_bits(numel: int, *, seed: int, phase: int, device: torch.device, first: int = 0) -> Tensor:
     """int32 [numel] in [0, 2^16): a hash of element index, `seed` (of the tensor) and `phase` (the step), nothing else.
 
+    Indices count from `first`, so that parts of a tensor have the bits of the whole.
     A Weyl sequence over steps and elements, then a 32-bit finaliser (multiply and xor-shift); wrapping arithmetic.
     """
     start = _int32(seed + phase * 0x85EBCA77)
-    index = torch.arange(numel, dtype=torch.int32 if numel < 2**31 else torch.int64, device=device)
+    last = first + numel
+    index = torch.arange(first, last, dtype=torch.int32 if last < 2**31 else torch.int64, device=device)
     h = index.to(torch.int32).mul_(_int32(0x9E3779B1)).add_(start)
     h ^= _shift(h, 16)
     h *= 0x7FEB352D
@@ -93,12 +95,13 @@ def _shift(h: Tensor, bits: int) -> Tensor:
     return (h >> bits).bitwise_and_(2 ** (32 - bits) - 1)
 
 
-def round_at_random_(near: Tensor, *, values: Tensor, seed: int, phase: int) -> None:
+def round_at_random_(near: Tensor, *, values: Tensor, seed: int, phase: int, first: int = 0) -> None:
     """Stores fp32 `values` as bf16 `near`, up or down so that the mean over steps is exact; bf16 numbers stay.
 
-    Finite numbers stay finite, others are what rounding to nearest makes of them.
+    Finite numbers stay finite, others are what rounding to nearest makes of them. `first`: index in the tensor of the
+    first of `values`, where they are a part of one.
     """
     bits = values.contiguous().view(torch.int32)
-    noise = random_bits(values.numel(), seed=seed, phase=phase, device=values.device).view(values.shape)
+    noise = random_bits(values.numel(), seed=seed, phase=phase, device=values.device, first=first).view(values.shape)
     rounded = (bits + noise).bitwise_and_(-(2**16)).view(torch.float32).clamp_(-_BF16_MAX, _BF16_MAX)
     near.copy_(torch.where(values.isfinite(), rounded, values))

@@ -112,14 +112,16 @@ def assemble(
     footprint: Footprint | None = None,
     latency: LatencyTable | None = None,
     retime: Callable[[set[str]], LatencyTable] | None = None,
+    arrive: Callable[..., torch.device | None] | None = None,
 ) -> Reallocator:
     """Plans with role priors, builds the optimizer on that plan, and attaches what will reallocate it.
 
     The Reallocator holds planner, plan and optimizer. `groups` are the user's, with (name, parameter) pairs; `defaults`
     are lr, betas, eps and weight_decay. `retime` gives a latency table in which the specs that it is told (names) are
-    timed: what a plan rests on is not left to assumptions, and a limit on time is planned for again then. Raises
-    InfeasibleBudgetError, or BadInputError where the host lacks the memory, before anything is allocated for the
-    optimizer.
+    timed: what a plan rests on is not left to assumptions, and a limit on time is planned for again then. `arrive` is
+    called with the plan and `footprint=` before the optimizer is built, and says where that is to bring parameters that
+    wait elsewhere. Raises InfeasibleBudgetError, or BadInputError where the host lacks the memory, before anything is
+    allocated for the optimizer.
     """
     planner = Planner(
         infos, budget=budget, settings=settings.planner, declared=declared, footprint=footprint, latency=latency
@@ -137,6 +139,7 @@ def assemble(
         plan = planner.propose(risk="prior") if budget.step_time is not None else plan
     if plan.host_bytes:
         check_host_memory(plan.host_bytes, what="states on the host, and what passes there,")
+    device = arrive(plan, footprint=planner.footprint) if arrive is not None else None
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()  # states get memory of their own, not gaps in what the probe's activations have left
     optimizer = BlockwiseOptimizer(
@@ -147,6 +150,7 @@ def assemble(
         nonfinite=settings.nonfinite,
         rms_matching=settings.rms_matching,
         release=settings.release,
+        device=device,
         **defaults,
     )
     reallocator = Reallocator(

@@ -57,6 +57,7 @@ class BlockwiseOptimizer(Optimizer):
     `release`: step each block in backward, as soon as its gradients are final, and drop them (`optim.release`); True,
     or GradientRelease(clip_norm=...), because torch's clip_grad_norm_ finds nothing to clip after the backward. A
     backward then is a step: accumulation is refused, and `step()` is called after each as ever.
+    `device`: parameters that wait elsewhere come there now, one by one as their specs keep them, never all in full.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class BlockwiseOptimizer(Optimizer):
         target_rms: Mapping[str, float] | None = None,
         backend: str = "auto",
         release: bool | GradientRelease = False,
+        device: torch.device | None = None,
     ):
         if backend not in ("auto", *BACKENDS):
             raise unknown_name(backend, what="optimizer backend", allowed=("auto", *BACKENDS))
@@ -97,7 +99,7 @@ class BlockwiseOptimizer(Optimizer):
         super().__init__(groups.to_groups(params), {key: groups.plain(value) for key, value in defaults.items()})
         roster = Roster(self.state, backend=backend, target_rms=target_rms or {}, matched_by=matched_by)
         take_from_others([param for group in self.param_groups for param in group["params"]])
-        roster.build(self.param_groups, specs=specs, blocks=blocks)
+        roster.build(self.param_groups, specs=specs, blocks=blocks, device=device)
         self._roster = roster
         self._ahead = Ahead(self)
         if releasing is not None:

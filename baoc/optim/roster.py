@@ -6,14 +6,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from baoc.cost import aligned, passing_bytes
 from baoc.errors import BadInputError
 from baoc.kernels.host_memory import check_host_memory
-from baoc.optim import groups, matching, weights
+from baoc.optim import groups, matching
 from baoc.optim.backends import Backend, Choice, build_alone, build_backends
-from baoc.optim.placement import HostArena, Rings, order_of_travel
+from baoc.optim.placement import HostArena, Rings, make_room, order_of_travel, settle
 from baoc.optim.state import LiveBlock, Slot, State, allocate, make_slot, new_match, packed, tensor_bytes
 from baoc.rules import RULES
 from baoc.staging import buffer_bytes
@@ -83,8 +84,18 @@ class Roster:
         self.placed = False
         self.waiting: Saved | None = None  # states that were loaded of parameters that do not train yet
 
-    def build(self, param_groups: list[dict[str, Any]], *, specs: Any, blocks: Sequence[Block] | None) -> None:
-        """Checks blocks and specs against the groups, then allocates every state."""
+    def build(
+        self,
+        param_groups: list[dict[str, Any]],
+        *,
+        specs: Any,
+        blocks: Sequence[Block] | None,
+        device: torch.device | None = None,
+    ) -> None:
+        """Checks blocks and specs against the groups, then allocates every state.
+
+        `device`: where parameters come to that wait elsewhere, block by block, as their specs keep them.
+        """
         if isinstance(specs, str | OptimizerSpec):
             self.late_spec = specs
         where = named_params(param_groups)
@@ -98,16 +109,19 @@ class Roster:
             pairs = zip(group["params"], group["param_names"], strict=True)
             group["param_names"] = [self.names.get(param, name) for param, name in pairs]
         lives = [make_live(block, spec=chosen[block.name], param_groups=param_groups) for block in blocks]
-        self.check_host(lives)
+        self.check_host(lives, device=device)
         for live in lives:
-            self.enlist(live)
+            self.enlist(live, device=device)
         self.refresh(param_groups)
 
-    def check_host(self, lives: Iterable[LiveBlock]) -> None:
-        """Raises BadInputError where host-placed blocks cannot pass, or there is no room for what they need there."""
+    def check_host(self, lives: Iterable[LiveBlock], *, device: torch.device | None = None) -> None:
+        """Raises BadInputError where host-placed blocks cannot pass, or there is no room for what they need there.
+
+        `device`: where their parameters will be, if they are not there yet.
+        """
         placed = order_of_travel(lives)
         for live in placed:
-            devices = sorted({str(slot.param.device) for slot in live.slots})
+            devices = sorted({str(device or slot.param.device) for slot in live.slots})
             if len(devices) > 1:
                 raise BadInputError(
                     f"block {live.block.name} cannot run {live.spec.name}: its parameters are on {', '.join(devices)}, "
@@ -119,14 +133,12 @@ class Roster:
             needed = sum(live.slab_bytes for live in placed) + passing
             check_host_memory(needed, what="the states of host-placed blocks")
 
-    def enlist(self, live: LiveBlock) -> None:
-        """A block before its first step gets its state."""
+    def enlist(self, live: LiveBlock, *, device: torch.device | None = None) -> None:
+        """A block before its first step gets its state, and its weights what its spec keeps of them, on `device`."""
+        waiting = make_room(live, device=device)
         for slot, state in zip(live.slots, allocate(live.slots), strict=True):
             self.put(slot, state)
-            if slot.weights != "native":
-                values, dtype = weights.master(slot.param, {}), weights.dtype_of(slot.weights, info=slot.info)
-                weights.adopt_(slot.param, state, values, weights=slot.weights, name=slot.name, dtype=dtype)
-                slot.adopted = slot.param._version
+            settle(slot, state, whole=waiting.pop(slot.param, None))
         self.add_match(live, target=self.target(live.block.name))
         self.live[live.block.name] = live
 

@@ -17,6 +17,8 @@ from baoc.types import ParamInfo
 CORRECTION = "correction"  # key of the state
 CORRECTIONS = {"split8": torch.int8, "split16": torch.int16}
 ROUNDED = (torch.bfloat16, torch.float16)
+PIECE = 2**20  # elements that are taken in at a time
+PIECE_BYTES = 24 * PIECE  # what that takes at most beside what stays: fp32 numbers and temporaries of splitting them
 
 
 def seed_of(name: str) -> int:
@@ -38,16 +40,26 @@ def master(param: Tensor, state: Mapping[str, Tensor]) -> Tensor:
 
 @torch.no_grad()
 def store_(
-    param: Tensor, state: Mapping[str, Tensor], values: Tensor, *, weights: str, name: str, phase: int | None = None
+    param: Tensor,
+    state: Mapping[str, Tensor],
+    values: Tensor,
+    *,
+    weights: str,
+    name: str,
+    phase: int | None = None,
+    first: int = 0,
 ) -> None:
-    """Keeps `values`, the new master, as `weights` says. `phase` counts steps from 1; None is outside of any step."""
+    """Keeps `values`, the new master, as `weights` says. `phase` counts steps from 1; None is outside of any step.
+
+    `first`: index of the first element, where these are a part of a parameter.
+    """
     if values is param:
         return
     if CORRECTION in state:
         thresholds = lanes(phase, param.device) if phase is not None else None
         split_weights_(param.detach(), state[CORRECTION], values=values, thresholds=thresholds)
     elif weights == "bf16_sr":  # when it is adopted too: to nearest, weights that are all alike would all be off alike
-        round_at_random_(param.detach(), values=values, seed=seed_of(name), phase=phase or 0)
+        round_at_random_(param.detach(), values=values, seed=seed_of(name), phase=phase or 0, first=first)
     else:
         param.copy_(values)
 
@@ -67,3 +79,36 @@ def adopt_(
         if grad is not None:
             param.grad = grad.to(dtype)
     store_(param, state, values, weights=weights, name=name)
+
+
+@torch.no_grad()
+def make_room_(param: Tensor, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Gives `param` data of this type on `device`, with its strides, and returns those that are to fill it.
+
+    Where they are so already, they stay. A gradient that is there goes along.
+    """
+    whole = param.detach()
+    if whole.dtype is not dtype or whole.device != device:
+        grad, param.grad = param.grad, None
+        param.data = torch.empty_like(whole, dtype=dtype, device=device)
+        if grad is not None:
+            param.grad = grad.to(device=device, dtype=dtype)
+    return whole
+
+
+@torch.no_grad()
+def take_in_(param: Tensor, state: Mapping[str, Tensor], whole: Tensor, *, weights: str, name: str) -> None:
+    """Makes `param`, whose data have the type that `weights` asks for, keep `whole`, which may be on another device.
+
+    The numbers are those of `store_`, bit for bit, and come PIECE at a time, so that they are never there in full; of a
+    parameter that is not contiguous a row at least.
+    """
+    flat = param.is_contiguous() and whole.is_contiguous()
+    near, values = (param.detach().view(-1), whole.view(-1)) if flat else (param.detach(), whole)
+    kept = {key: value.view(near.shape) for key, value in state.items() if key == CORRECTION}
+    width = max(1, values[:1].numel())
+    for row in range(0, len(values), max(1, PIECE // width)):
+        part = slice(row, row + max(1, PIECE // width))
+        piece = master(values[part].to(param.device), {})
+        parts = {key: value[part] for key, value in kept.items()}
+        store_(near[part], parts, piece, weights=weights, name=name, first=row * width)

@@ -25,29 +25,37 @@ def narrowed_bytes(params: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 @contextmanager
-def narrowed(params: Mapping[str, Tensor]) -> Iterator[None]:
+def narrowed(params: Mapping[str, Tensor], *, device: torch.device | None = None) -> Iterator[None]:
     """Inside, `params` hold bf16, their exact numbers waiting on the host; afterwards all is as before, gradients None.
 
     Numbers that are looked at inside are those of the rounded weights: good for bytes and seconds, not for losses.
-    Where a cap that came meanwhile has no room for the whole ones, they pass it: they were there before.
+    Those that wait on the host anyway come to `device`, where they are never in full. Where a cap that came meanwhile
+    has no room for whole ones that were on a device, they pass it: they were there before.
     """
     exact: dict[str, tuple[Tensor, torch.Size, tuple[int, ...]]] = {}
+    waited: list[str] = []  # on the host
     try:
         for name, param in params.items():
             param.grad = None
             whole = param.detach()
             exact[name] = whole.cpu() if whole.device.type != "cpu" else whole, whole.shape, whole.stride()
-            param.data = whole.to(NARROW, memory_format=torch.preserve_format)
+            near = whole.to(NARROW, memory_format=torch.preserve_format)
+            if device is not None:
+                waited += [name] if whole.device.type == "cpu" else []
+                near = near.to(device)
+            param.data = near
         yield
     finally:
         for name in exact:
             params[name].grad = None
+        for name in waited:
+            params[name].data = exact.pop(name)[0]
         try:
             _put_back(params, exact)
         except torch.OutOfMemoryError:
-            device = params[next(iter(exact))].device
-            clear_cache(device)
-            with lifted(device):
+            home = params[next(iter(exact))].device
+            clear_cache(home)
+            with lifted(home):
                 _put_back(params, exact)
 
 

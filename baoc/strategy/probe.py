@@ -17,6 +17,7 @@ from baoc.callbacks.resume import capture_rng, restore_rng
 from baoc.data.token_cache import cache_folder
 from baoc.errors import BadInputError
 from baoc.online import step_temporaries, time_specs
+from baoc.optim.placement import arrival_bytes
 from baoc.profiling import probe_footprint
 from baoc.strategy.rehearsal import rehearse
 from baoc.tasks.ema import EmaWeights
@@ -112,6 +113,7 @@ class Probe:
         return replace(
             footprint,
             step_temporary_bytes=temporaries,
+            arrival_bytes=arrival_bytes(specs, device=footprint.device),
             ema_bytes=sum(ema.nbytes(self.module) for ema in self._ema),
             validation_bytes=footprint.validation_bytes + extra,
             moments=tuple(

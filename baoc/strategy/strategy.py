@@ -5,7 +5,7 @@ decision happens there. Later decisions hang on the optimizer's own step, so no 
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ import lightning as L
 import torch
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
 from baoc.budgets import parse_budget, resolve_auto
@@ -25,13 +26,12 @@ from baoc.optim import BlockwiseOptimizer
 from baoc.optim.release import take_from_others
 from baoc.planner import Planner, may_place
 from baoc.profiling import cap_device, clear_cache, context_bytes, describe, free_bytes, uncapped
-from baoc.profiling.device import LATE_MODULES_BYTES
 from baoc.profiling.lowered import as_native, narrowed, narrowed_bytes
+from baoc.strategy.arrival import MIXED, Reading, leave, must_wait, needs_room, no_room, visiting
 from baoc.strategy.probe import Probe, silent, unwrapped
 from baoc.strategy.released import leave_clipping, leaves_gradients, released_clipping, take_clipping_back
 from baoc.strategy.takeover import count_steps_for_schedulers, hyperparameters, named_groups, rebind_schedulers
 from baoc.types import Budget, Footprint, LatencyTable, OptimizerSpec, Plan, Profile, Reallocation
-from baoc.units import format_bytes
 
 TIMING_S = 5.0  # what a latency table may take where a step_time limit needs it
 SPLIT_ROWS = "*+split8"
@@ -111,6 +111,7 @@ class BaocStrategy(SingleDeviceStrategy):
         self._device_choice = device
         self._guard = _GradientGuard()
         self.context_bytes = 0
+        self._waits, self._reading = False, Reading()  # whether weights in full pass the budget; what became of them
         self._counted_step = self._micro_batches = 0
         self._last = False  # the backward that comes is the last one of its step
 
@@ -127,26 +128,26 @@ class BaocStrategy(SingleDeviceStrategy):
         cap_device(self.root_device, budget=self.budget)
 
     def model_to_device(self) -> None:
-        """As Lightning's: weights come as they are, in full, before a plan keeps some of them in 16 bits.
+        """As Lightning's where the budget holds the weights in full. Else they wait on the host until a plan is made.
 
-        Raises InfeasibleBudgetError where the budget does not hold them.
+        A pass that trains nothing takes those in 16 bits that lose nothing by it, and raises InfeasibleBudgetError
+        where that is not enough.
         """
-        module, memory = self.lightning_module, self.budget.memory_bytes
-        if module is not None and memory is not None and self.root_device.type == "cuda":
-            weights = sum(value.nbytes for value in {*module.parameters(), *module.buffers()})
-            needed = weights + self.context_bytes + LATE_MODULES_BYTES
-            if needed > memory:
-                advice = ("a smaller model.size", "weights of fewer bits to begin with (trainer.precision=bf16-true)")
-                raise InfeasibleBudgetError(
-                    f"budget {self.budget.name} cannot be met: it allows {format_bytes(memory)} of device memory "
-                    f"({memory} bytes), and the weights in full, as they come to the device before any plan narrows "
-                    f"them, take {format_bytes(needed)} ({needed} bytes) with the CUDA context. What would lower it: "
-                    f"{'; '.join(advice)}",
-                    budget_bytes=memory,
-                    least_feasible_bytes=needed,
-                    advice=advice,
-                )
+        module = self.lightning_module
+        self._waits = module is not None and self._passes(module)
+        if module is None or not self._waits:
+            return super().model_to_device()
+        if module.trainer.state.fn == TrainerFn.FITTING:
+            return  # `setup_optimizers` goes on
+        if module.trainer.precision in MIXED:
+            self._reading.narrow(module)
+        if self._passes(module):
+            self._reading.widen()
+            raise no_room(module, budget=self.budget, context_bytes=self.context_bytes)
         super().model_to_device()
+
+    def _passes(self, module: L.LightningModule) -> bool:
+        return must_wait(module, device=self.root_device, budget=self.budget, context_bytes=self.context_bytes)
 
     def setup_optimizers(self, trainer: L.Trainer) -> None:
         """Plans, and puts a BlockwiseOptimizer in the place of the user's; its groups and schedulers stay."""
@@ -157,42 +158,10 @@ class BaocStrategy(SingleDeviceStrategy):
         self.settings = widened(
             self.settings, device=self.root_device.type, budget=self.budget, precision=str(trainer.precision)
         )
-        settings = self._settings_for(trainer)
         take_from_others(list(module.parameters()))  # whose hooks would step in the probe
         super().setup_optimizers(trainer)
         theirs = self._only_optimizer()
-        probe = Probe(trainer, self)
-        specs = list(select(self.settings.planner.specs).values())
-        declared = declared_blocks(module, unwrapped(module))
-        infos, params = describe(module, optimizer_groups=theirs.param_groups), dict(module.named_parameters())
-        released = released_blocks(infos, params=params, settings=settings, declared=declared)
-        narrow = narrow_params(infos, params=params, settings=settings, declared=declared)
-        look = partial(probe.footprint, specs, context_bytes=self.context_bytes, released=released)
-        footprint, tight = self._probe_footprint(look, narrow=narrow)
-        with narrowed(narrow if tight else {}):
-            timing, full = self._timing(probe, specs, trainer, released=released)
-        footprint = self._with_context(footprint)
-        assembled = partial(
-            assemble,
-            infos,
-            params=params,
-            groups=named_groups(theirs, module),
-            defaults=hyperparameters(theirs),
-            budget=self.budget if full is None else replace(self.budget, step_time=None),
-            settings=settings,
-            declared=declared,
-            latency=timing.table if timing is not None else None,
-            retime=timing.retime if timing is not None else None,
-        )
-        try:
-            self.reallocator = reallocator = assembled(footprint=footprint)
-        except InfeasibleBudgetError:
-            if tight or not narrow:
-                raise
-            footprint, _ = self._probe_footprint(look, narrow=narrow, whole=False)
-            self.reallocator = reallocator = assembled(footprint=footprint)
-        if full is not None and self.budget.step_time is not None:
-            raise full
+        self.reallocator = reallocator = self._planned(trainer, theirs, settings=self._settings_for(trainer))
         reallocator.listeners.extend(self.reallocation_listeners)
         reallocator.settled_listeners.extend(self.settled_listeners)
         rebind_schedulers([c.scheduler for c in self.lr_scheduler_configs], old=theirs, new=reallocator.optimizer)
@@ -208,6 +177,61 @@ class BaocStrategy(SingleDeviceStrategy):
             listener(reallocator.planner, reallocator.plan)
         if self.plan_only:
             trainer.limit_train_batches = 0  # Lightning then leaves `fit` before the first batch
+
+    def _planned(self, trainer: L.Trainer, theirs: Optimizer, *, settings: SessionSettings) -> Reallocator:
+        """Plan and optimizer by a look at the first step, which leaves the module on its device."""
+        module = self.lightning_module
+        assert module is not None
+        probe = Probe(trainer, self)
+        specs = list(select(self.settings.planner.specs).values())
+        declared = declared_blocks(module, unwrapped(module))
+        infos, params = describe(module, optimizer_groups=theirs.param_groups), dict(module.named_parameters())
+        released = released_blocks(infos, params=params, settings=settings, declared=declared)
+        narrow = narrow_params(infos, params=params, settings=settings, declared=declared)
+        less, known = narrowed_bytes(narrow), {"context_bytes": self.context_bytes}
+        look = partial(probe.footprint, specs, released=released, **known)
+        with ExitStack() as visit:
+            if self._waits:
+                there = visiting(module, narrow=narrow, device=self.root_device, budget=self.budget, **known)
+                visit.enter_context(there)
+            inside = {} if self._waits else narrow  # what a look is still to narrow
+            footprint, tight = self._probe_footprint(look, narrow=inside, less=less, whole=not (self._waits and less))
+            with narrowed(inside if tight else {}):
+                timing, full = self._timing(probe, specs, trainer, released=released)
+            assembled = partial(
+                assemble,
+                infos,
+                params=params,
+                groups=named_groups(theirs, module),
+                defaults=hyperparameters(theirs),
+                budget=self.budget if full is None else replace(self.budget, step_time=None),
+                settings=settings,
+                declared=declared,
+                latency=timing.table if timing is not None else None,
+                retime=timing.retime if timing is not None else None,
+                arrive=partial(self._arrive, visit=visit, narrow=narrow),
+            )
+            try:
+                reallocator = assembled(footprint=self._with_context(footprint))
+            except InfeasibleBudgetError:
+                if tight or not narrow:
+                    raise
+                footprint, _ = self._probe_footprint(look, narrow=narrow, less=less, whole=False)
+                reallocator = assembled(footprint=footprint)
+        if full is not None and self.budget.step_time is not None:
+            raise full
+        return reallocator
+
+    def _arrive(
+        self, plan: Plan, *, footprint: Footprint | None, visit: ExitStack, narrow: Mapping[str, torch.Tensor]
+    ) -> torch.device | None:
+        """Where the optimizer is to bring weights that are on the host, when a plan is made; None where none are."""
+        if not self._waits:
+            if footprint is None or not needs_room(plan, footprint=footprint):
+                return None
+            leave(narrow)
+        visit.close()
+        return self.root_device
 
     def _with_context(self, footprint: Footprint) -> Footprint:
         """The footprint with the context as it is now, which kernels have made larger, and the cap smaller for it."""
@@ -226,21 +250,25 @@ class BaocStrategy(SingleDeviceStrategy):
         return self.optimizers[0]
 
     def _probe_footprint(
-        self, look: Callable[[], Footprint], *, narrow: Mapping[str, torch.Tensor], whole: bool = True
+        self,
+        look: Callable[[], Footprint],
+        *,
+        narrow: Mapping[str, torch.Tensor],
+        less: Mapping[str, int],
+        whole: bool = True,
     ) -> tuple[Footprint, bool]:
         """The footprint, measured under the budget's cap: with weights in full, and where that is too little (or not
         `whole`), with weights of 16 bits where a plan may keep such, so that a plan which holds the budget by them is
-        found within it; and whether that was so.
+        found within it; and whether that was so. `narrow` are those that are yet to be narrowed, `less` tells all.
 
         A third look, outside of the cap, is there for the refusal to name what would fit. Each comes after the error
         and the activations that its traceback held are gone, and the cap is back before anything is trained.
         """
-        less = narrowed_bytes(narrow)
         if whole:
             with suppress(torch.OutOfMemoryError):
                 return look(), False
             clear_cache(self.root_device)
-        if narrow:
+        if less:
             with suppress(torch.OutOfMemoryError), narrowed(narrow):
                 return as_native(look(), less=less), True
             clear_cache(self.root_device)
@@ -304,6 +332,7 @@ class BaocStrategy(SingleDeviceStrategy):
             optimizer = self.reallocator.optimizer
             optimizer.roster.refresh(optimizer.param_groups)
         super().teardown()
+        self._reading.widen()
         if self.reallocator is not None and self.reallocator.optimizer.releaser is not None:
             self.reallocator.optimizer.releaser.detach()
             take_clipping_back(self.precision_plugin)

@@ -183,7 +183,7 @@ class Footprint:
     weights, gradients and data that live through the optimizer step. Where gradients are `released` in backward,
     `gradients_bytes` is the most of them that is alive at once, and `resident_bytes` the most of all, activations too,
     that is alive when a block is stepped. `step_temporary_bytes` maps a spec to what its step needs for the largest
-    tensor beyond its state.
+    tensor beyond its state, `arrival_bytes` is what taking weights in holds beside what is kept of them.
     """
 
     device: str
@@ -198,6 +198,7 @@ class Footprint:
     profile_temporary_bytes: int = 0  # while gradients are sampled, and while a checkpoint copies the samples
     context_bytes: int = 0
     reserve_bytes: int = 0  # for modules that load late
+    arrival_bytes: int = 0
     step_temporary_bytes: Mapping[str, int] = field(default_factory=dict[str, int])
     moments: tuple[Moment, ...] = ()  # stretches of forward, backward and validation, where they could be told
     gradient_order: tuple[str, ...] = ()  # parameters in the order in which their gradients come
@@ -227,7 +228,9 @@ class Footprint:
             num_bytes=beside + self.profile_temporary_bytes,
             gradients=0 if self.released else None,
         )
-        return (*(self.moments or (whole, Moment(name="validation", num_bytes=self.validation_bytes))), step, sample)
+        arrival = Moment(name="arrival", num_bytes=self.weights_bytes + self.arrival_bytes)
+        beside_steps = (step, sample, arrival)
+        return (*(self.moments or (whole, Moment(name="validation", num_bytes=self.validation_bytes))), *beside_steps)
 
     def saved_at_most(self, saved: Mapping[str, int]) -> int:
         """What parameters of 16 bits save at the largest moment of forward, backward and validation."""

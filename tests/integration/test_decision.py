@@ -188,7 +188,7 @@ def test_an_option_that_is_slower_than_its_line_promised_gives_way(monkeypatch: 
 
 
 def test_what_16_bit_weights_spare_lies_between_the_smallest_and_the_largest_that_was_timed():
-    given: dict[str, Any] = {"task": None, "trials": None, "budget": parse_budget("8gb"), "narrow": {}}
+    given: dict[str, Any] = {"task": None, "trials": None, "budget": parse_budget("8gb"), "narrow": {}, "less": {}}
     axes = Axes(micro_batches=(1, 4, 16, 32), checkpointing=(False,))
     tryouts = Tryouts(config(), where=torch.device("cpu"), axes=axes, **given)
     assert tryouts.spared_s((4, False, False)) == 0.0, "not known"

@@ -5,13 +5,26 @@ from collections.abc import Iterable, Iterator
 from torch import Tensor
 
 from baoc.optim.placement.arena import HostArena
+from baoc.optim.placement.arrival import arrival_bytes, make_room, settle
 from baoc.optim.placement.lanes import Inline, Lanes
 from baoc.optim.placement.streaming import Streaming
 from baoc.optim.placement.updating import Updating, on_host
 from baoc.optim.state import LiveBlock, State
 from baoc.types import Placement
 
-__all__ = ["HostArena", "Inline", "Lanes", "Rings", "Streaming", "Updating", "on_host", "order_of_travel"]
+__all__ = [
+    "HostArena",
+    "Inline",
+    "Lanes",
+    "Rings",
+    "Streaming",
+    "Updating",
+    "arrival_bytes",
+    "make_room",
+    "on_host",
+    "order_of_travel",
+    "settle",
+]
 
 _KINDS = {Placement.HOST_STREAMED: Streaming, Placement.HOST_UPDATED: Updating}
 

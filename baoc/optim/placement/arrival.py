@@ -1,0 +1,46 @@
+"""Parameters come to their device block by block, each as its spec keeps it, from wherever they wait.
+
+Where weights are to be kept in fewer bits, those in full never are on the device together: it holds what was taken in
+so far, and one piece more (`weights.PIECE_BYTES`).
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from baoc.optim import weights
+from baoc.optim.state import LiveBlock, Slot, State
+from baoc.types import OptimizerSpec
+
+
+def arrival_bytes(specs: Iterable[OptimizerSpec], *, device: str) -> int:
+    """What taking weights in holds on a GPU beside them, where some of `specs` keep them in fewer bits than they have.
+
+    Elsewhere host and device are one, and weights are there in full from the beginning.
+    """
+    some = device.startswith("cuda") and any(spec.weights != "native" for spec in specs)
+    return weights.PIECE_BYTES if some else 0
+
+
+def make_room(live: LiveBlock, *, device: torch.device | None) -> dict[Tensor, Tensor]:
+    """Gives parameters that are not on `device` data there, yet to be filled; parameter -> the numbers that are to."""
+    waiting: dict[Tensor, Tensor] = {}
+    for slot in live.slots:
+        if device is not None and slot.param.device != device:
+            dtype = weights.dtype_of(slot.weights, info=slot.info)
+            waiting[slot.param] = weights.make_room_(slot.param, dtype=dtype, device=device)
+            slot.on_cpu = device.type == "cpu"
+    return waiting
+
+
+def settle(slot: Slot, state: State, *, whole: Tensor | None) -> None:
+    """Fills a parameter as its spec keeps it from `whole`, or from its own numbers where it is there already."""
+    if slot.weights != "native":
+        if whole is None:
+            dtype = weights.dtype_of(slot.weights, info=slot.info)
+            whole = weights.make_room_(slot.param, dtype=dtype, device=slot.param.device)
+        weights.take_in_(slot.param, state, whole, weights=slot.weights, name=slot.name)
+        slot.adopted = slot.param._version
+    elif whole is not None:
+        slot.param.detach().copy_(whole)

@@ -1,0 +1,116 @@
+"""Weights that a budget does not hold in full: they wait on the host until a plan knows what is kept of them.
+
+What is decided before is looked at with 16 bits in their place, and the optimizer then takes them in block by block
+(`BlockwiseOptimizer`'s `device`), so that they never are on the device together. Weights that it holds come at once.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from baoc.errors import InfeasibleBudgetError
+from baoc.profiling import clear_cache, uncapped
+from baoc.profiling.device import LATE_MODULES_BYTES
+from baoc.profiling.lowered import NARROW, narrowed
+from baoc.types import Budget, Footprint, Plan
+from baoc.units import format_bytes
+
+ADVICE = ("a smaller model.size", "weights of fewer bits to begin with (trainer.precision=bf16-true)")
+MIXED = ("bf16-mixed", "bf16-true")  # precisions whose layers take weights of 16 bits
+
+
+def weights_bytes(module: nn.Module) -> int:
+    """Bytes of parameters and buffers as they are, each once."""
+    return sum(value.nbytes for value in {*module.parameters(), *module.buffers()})
+
+
+def must_wait(module: nn.Module, *, device: torch.device, budget: Budget, context_bytes: int) -> bool:
+    """Whether the weights in full alone are more than the budget leaves on this device."""
+    if device.type != "cuda" or budget.memory_bytes is None:
+        return False
+    return weights_bytes(module) + context_bytes + LATE_MODULES_BYTES > budget.memory_bytes
+
+
+def no_room(module: nn.Module, *, budget: Budget, context_bytes: int) -> InfeasibleBudgetError:
+    """The refusal where not even a look outside of the cap can tell what would fit."""
+    needed = weights_bytes(module) + context_bytes + LATE_MODULES_BYTES
+    memory = budget.memory_bytes or 0
+    return InfeasibleBudgetError(
+        f"budget {budget.name} cannot be met: it allows {format_bytes(memory)} of device memory ({memory} bytes), and "
+        f"the weights as they are used take {format_bytes(needed)} ({needed} bytes) with the CUDA context. What would "
+        f"lower it: {'; '.join(ADVICE)}",
+        budget_bytes=memory,
+        least_feasible_bytes=needed,
+        advice=ADVICE,
+    )
+
+
+@contextmanager
+def visiting(
+    module: nn.Module, *, narrow: Mapping[str, Tensor], device: torch.device, budget: Budget, context_bytes: int = 0
+) -> Iterator[None]:
+    """Inside, `module` is on `device`, of its parameters those in `narrow` in 16 bits; these wait on the host, in full,
+    before and afterwards, and the others stay.
+
+    Where that passes the cap it comes outside of it, for a refusal to name what would fit. Raises
+    InfeasibleBudgetError where the device has no room at all.
+    """
+    with ExitStack() as stack:
+        try:
+            _come(module, stack=stack, narrow=narrow, device=device)
+        except torch.OutOfMemoryError:
+            stack.close()
+            clear_cache(device)
+            try:
+                with uncapped(device, budget=budget):
+                    _come(module, stack=stack, narrow=narrow, device=device)
+            except torch.OutOfMemoryError:
+                stack.close()
+                raise no_room(module, budget=budget, context_bytes=context_bytes) from None
+        yield
+
+
+def _come(module: nn.Module, *, stack: ExitStack, narrow: Mapping[str, Tensor], device: torch.device) -> None:
+    stack.enter_context(narrowed(narrow, device=device))
+    module.to(device)
+
+
+def needs_room(plan: Plan, *, footprint: Footprint) -> bool:
+    """Whether the optimizer's states may find no room beside weights that are on the device in full, before these are
+    narrowed."""
+    memory = plan.budget.memory_bytes
+    if not footprint.device.startswith("cuda") or memory is None or not plan.allocation.saved_bytes:
+        return False
+    fixed = footprint.context_bytes + footprint.reserve_bytes + footprint.profile_bytes
+    return footprint.weights_bytes + plan.allocation.state_bytes + fixed > memory
+
+
+def leave(params: Mapping[str, Tensor]) -> None:
+    """Puts parameters on the host, as they are."""
+    for param in params.values():
+        param.grad = None
+        param.data = param.detach().cpu()
+
+
+class Reading:
+    """Weights of a pass that trains nothing: where they are bf16 numbers, as those of split weights in a checkpoint
+    are, 16 bits hold all of them."""
+
+    def __init__(self) -> None:
+        self._whole: dict[Tensor, torch.dtype] = {}
+
+    def narrow(self, module: nn.Module) -> None:
+        """Parameters that lose nothing become bf16, where they are."""
+        for param in module.parameters():
+            near = param.detach().to(NARROW)
+            if param.element_size() > NARROW.itemsize and torch.equal(near.to(param.dtype), param.detach()):
+                self._whole[param] = param.dtype
+                param.data = near
+
+    def widen(self) -> None:
+        """They are as they were; to be called when they are on the host again."""
+        for param, dtype in self._whole.items():
+            param.data = param.detach().to(dtype)
+        self._whole.clear()

@@ -1,0 +1,92 @@
+"""Parameters that come to their device as their specs keep them: the same bits, and never all of them in full."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from baoc.optim import weights
+from baoc.optim.placement import arrival
+from baoc.optim.roster import Roster
+from baoc.profiling import MemoryTracker
+from tests.optimizing import build, make_params, state_tensors, twin_of, values
+
+ELSEWHERE = torch.device("cpu:0")  # no tensor says that it is there, so all come
+SHAPES = {"conv": (8, 3, 3, 5), "odd": (9, 37), "one": (1,), "v257": (257,), "empty": (0,), "large": (65, 67)}
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "PIECE", 100)
+
+
+def params(dtype: torch.dtype) -> dict[str, Tensor]:
+    made = make_params(SHAPES, dtype=dtype)
+    made["conv"].data = made["conv"].data.to(memory_format=torch.channels_last)
+    made["odd"].data = made["odd"].data.t().contiguous().t()
+    return made
+
+
+@pytest.mark.filterwarnings("ignore:16-bit weights without correction")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("spec", ["adamw", "adamw_int8+split8", "adamw+split16", "sign+bf16", "sign+bf16_sr"])
+def test_what_comes_is_bit_for_bit_what_is_narrowed_there(
+    spec: str, dtype: torch.dtype, small_pieces: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, coming = params(dtype), params(dtype)
+    strides = {name: param.stride() for name, param in there.items()}
+    came = build(coming, spec, device=ELSEWHERE)
+    monkeypatch.setattr(weights, "PIECE", 2**30)
+    whole = build(there, spec)
+    for a, b in ((values(there), values(coming)), (state_tensors(whole), state_tensors(came))):
+        assert a.keys() == b.keys()
+        assert all(a[name].dtype is b[name].dtype and torch.equal(a[name], b[name]) for name in a)
+    assert {name: param.stride() for name, param in coming.items()} == strides
+    assert {p.dtype for p in coming.values()} == {torch.bfloat16 if "+" in spec else dtype}
+    for name, value in whole.export_weights().items():
+        assert torch.equal(value, came.export_weights()[name]), name
+
+
+def test_a_gradient_goes_along_and_a_tied_weight_comes_once(small_pieces: None) -> None:
+    net = nn.ModuleDict({"embedding": nn.Embedding(20, 16), "head": nn.Linear(16, 20, bias=False)})
+    net["head"].weight = net["embedding"].weight
+    net["head"].weight.grad = torch.ones(20, 16)
+    optimizer = build(dict(net.named_parameters()), "adamw_int8+split8", device=ELSEWHERE)
+    assert net["head"].weight is net["embedding"].weight and net["head"].weight.grad.dtype is torch.bfloat16
+    assert len(optimizer.state) == 1
+
+
+@pytest.mark.parametrize("spec", ["adamw_int8+split8", "sign+bf16_sr", "adamw_int8+split8@streamed"])
+def test_blocks_come_one_by_one_and_a_piece_at_a_time(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host and device are one here: what is there is the whole weights that still wait, and what was taken in."""
+    monkeypatch.setattr(weights, "PIECE", 4096)
+    made = make_params({name: (256, 256) for name in "abcd"})
+    waiting: list[list[torch.dtype]] = []
+    enlist = Roster.enlist
+
+    def watched(roster: Roster, live: Any, **given: Any) -> None:
+        waiting.append([param.dtype for param in made.values()])
+        enlist(roster, live, **given)
+
+    monkeypatch.setattr(Roster, "enlist", watched)
+    with MemoryTracker().prime(made) as tracker:
+        before = tracker.current_bytes
+        optimizer = build(made, spec, device=ELSEWHERE)
+        peak = tracker.peak_bytes
+    assert waiting == [[torch.bfloat16] * done + [torch.float32] * (4 - done) for done in range(4)]
+    held = max(optimizer.block_state_bytes()["a"], optimizer.block_host_bytes()["a"]) + 2 * 256**2
+    least = before + held + 3 * max(0, held - 4 * 256**2)
+    if "@" not in spec:  # an arena is made of all when they have come
+        assert least - 2**10 < peak <= least + 24 * 4096
+    assert arrival.arrival_bytes([optimizer.roster.live["a"].spec], device="cuda:0") == weights.PIECE_BYTES
+    assert arrival.arrival_bytes([optimizer.roster.live["a"].spec], device="cpu") == 0
+
+
+def test_rounding_at_random_of_parts_is_that_of_the_whole() -> None:
+    values, whole, parts = torch.randn(1000), torch.empty(1000).bfloat16(), torch.empty(1000).bfloat16()
+    weights.round_at_random_(whole, values=values, seed=3, phase=2)
+    for first in (0, 300, 900):
+        part = slice(first, {0: 300, 300: 900, 900: 1000}[first])
+        weights.round_at_random_(parts[part], values=values[part], seed=3, phase=2, first=first)
+    assert torch.equal(whole, parts) and not torch.equal(whole, values.bfloat16())
