@@ -7,7 +7,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -289,20 +288,3 @@ def test_the_cap_is_back_after_a_look_without_it(monkeypatch, narrow):
     plan = BaocStrategy("8gb", settings=SessionSettings(planner=planner))
     fit(plan, steps=2, **({"precision": "bf16-mixed"} if narrow else {}))
     assert calls == ["cap", "look", "narrow look"] if narrow else ["cap", "look", "uncap", "look", "cap"]
-
-
-def test_weights_that_come_in_full_are_refused_where_the_budget_does_not_hold_them(monkeypatch):
-    """A plan may keep them in 16 bits, but only once they are on the device."""
-    came: list[str] = []
-    monkeypatch.setattr(SingleDeviceStrategy, "model_to_device", lambda self: came.append("model"))
-    module = Classifier()
-    weights = sum(value.nbytes for value in [*module.parameters(), *module.buffers()])
-    for missing in (0, 1):
-        strategy = BaocStrategy(f"{weights + device_module.LATE_MODULES_BYTES + 2**20 - missing}b", device="cuda:0")
-        strategy._lightning_module, strategy.context_bytes = module, 2**20
-        if missing:
-            with pytest.raises(InfeasibleBudgetError, match=r"weights in full, as they come .* What would lower it"):
-                strategy.model_to_device()
-        else:
-            strategy.model_to_device()
-    assert came == ["model"]

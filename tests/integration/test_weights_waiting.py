@@ -4,21 +4,18 @@ A stand-in for a card: weights in full are said to pass the cap, and those that 
 name of the CPU that no tensor has.
 """
 
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
-from torch.utils.data import DataLoader
 
 from baoc import BaocStrategy
 from baoc.budgets import parse_budget
 from baoc.errors import InfeasibleBudgetError
-from baoc.online import assemble
 from baoc.profiling import device as device_module
 from baoc.strategy import arrival
 from baoc.strategy import strategy as strategy_module
@@ -34,29 +31,39 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
+class Card:
+    """Whether weights in full pass its cap, and what they were at each look and when the optimizer was built."""
+
+    small, crowded = True, False  # and whether states have no room beside them
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def note(self, module: nn.Module) -> None:
+        self.seen.append(" ".join(sorted({str(param.dtype)[6:] for param in module.parameters()})))
+
+
 @pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the weights were at each look and when the optimizer was built."""
-    seen: list[str] = []
+def card(monkeypatch: pytest.MonkeyPatch) -> Card:
+    card = Card()
     look, arrive = Probe.footprint, BaocStrategy._arrive
 
-    def kinds(module: nn.Module) -> str:
-        return " ".join(sorted({str(param.dtype)[6:] for param in module.parameters()}))
-
     def footprint(probe: Probe, *args: Any, **kwargs: Any) -> Any:
-        seen.append(kinds(probe.module))
+        card.note(probe.module)
         return look(probe, *args, **kwargs)
 
-    def coming(strategy: BaocStrategy, *args: Any, **kwargs: Any) -> torch.device:
-        assert arrive(strategy, *args, **kwargs) == strategy.root_device
-        assert strategy.lightning_module is not None
-        seen.append(kinds(strategy.lightning_module))
-        return torch.device("cpu:0")
+    def coming(strategy: BaocStrategy, *args: Any, **kwargs: Any) -> torch.device | None:
+        found = arrive(strategy, *args, **kwargs)
+        comes = card.small or card.crowded
+        assert strategy.lightning_module is not None and found == (strategy.root_device if comes else None)
+        card.note(strategy.lightning_module)
+        return torch.device("cpu:0") if comes else None
 
-    monkeypatch.setattr(strategy_module, "must_wait", lambda *_, **__: True)
+    monkeypatch.setattr(strategy_module, "must_wait", lambda *_, **__: card.small)
+    monkeypatch.setattr(strategy_module, "needs_room", lambda *_, **__: card.crowded)
     monkeypatch.setattr(Probe, "footprint", footprint)
     monkeypatch.setattr(BaocStrategy, "_arrive", coming)
-    return seen
+    return card
 
 
 class Tied(Classifier):
@@ -70,15 +77,17 @@ class Tied(Classifier):
         self.again.weight = self.net[3].weight
 
 
-def test_training_is_bit_for_bit_that_of_weights_that_came_in_full(waits: list[str], monkeypatch: Any) -> None:
+def test_training_is_bit_for_bit_that_of_weights_that_came_in_full(card: Card) -> None:
     averaged = [EmaWeights(0.9), EmaWeights(0.9)]
-    plan = strategy(*SPECS)
+    plan, other, third = strategy(*SPECS), strategy(*SPECS), strategy(*SPECS)
     waited = fit(plan, module=Tied(), steps=12, precision="bf16-mixed", callbacks=averaged[:1])
-    assert waits == ["bfloat16 float32", "float32"]
-    with monkeypatch.context() as context:
-        context.undo()
-        other = strategy(*SPECS)
-        whole = fit(other, module=Tied(), steps=12, precision="bf16-mixed", callbacks=averaged[1:])
+    assert card.seen == ["bfloat16 float32", "float32"]
+    card.small = False
+    whole = fit(other, module=Tied(), steps=12, precision="bf16-mixed", callbacks=averaged[1:])
+    assert card.seen[2:] == ["float32", "float32"]
+    card.crowded = True
+    crowded = fit(third, module=Tied(), steps=12, precision="bf16-mixed")
+    assert same(crowded, whole)
     assert plan.reallocator is not None and other.reallocator is not None
     assert plan.reallocator.optimizer.specs == other.reallocator.optimizer.specs
     assert any("+" in spec for spec in other.reallocator.optimizer.specs.values())
@@ -87,21 +96,15 @@ def test_training_is_bit_for_bit_that_of_weights_that_came_in_full(waits: list[s
     assert all(torch.equal(average, averaged[1].averages[name]) for name, average in averaged[0].averages.items())
 
 
-@pytest.mark.parametrize("first", ["whole", "waiting"])
-def test_a_run_goes_on_from_a_checkpoint_of_the_other_kind(
-    waits: list[str], first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And so does a run that never stopped."""
-
-    def ran(kind: str, *, steps: int, resume: bool) -> Any:
-        with monkeypatch.context() as context:
-            if kind == "whole":
-                context.undo()
-            return run(tmp_path, steps=steps, resume=resume)
-
-    ran(first, steps=8, resume=False)
-    again, resumed = ran("waiting" if first == "whole" else "whole", steps=16, resume=True)
-    whole, optimizer = ran("whole", steps=16, resume=False)
+@pytest.mark.parametrize("small", [False, True])
+def test_a_run_goes_on_from_a_checkpoint_of_the_other_kind(card: Card, small: bool, tmp_path: Path) -> None:
+    """As bitwise as one that never stopped and whose weights came in full."""
+    card.small = small
+    run(tmp_path, steps=8, resume=False)
+    card.small = not small
+    again, resumed = run(tmp_path, steps=16, resume=True)
+    card.small = False
+    whole, optimizer = run(tmp_path, steps=16, resume=False)
     assert resumed.specs == optimizer.specs
     for (name, a), b in zip(whole.named_parameters(), again.parameters(), strict=True):
         assert a.dtype is b.dtype and torch.equal(a, b), name
@@ -109,12 +112,107 @@ def test_a_run_goes_on_from_a_checkpoint_of_the_other_kind(
         assert torch.equal(value, resumed.export_weights()[name]), name
 
 
-def test_a_refused_plan_leaves_the_weights_whole(waits: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_plan_leaves_the_weights_whole(card: Card) -> None:
     module = Classifier()
     before = [param.detach().clone() for param in module.parameters()]
     plan = strategy(*SPECS)
     plan.budget = parse_budget("1kb")
     with pytest.raises(InfeasibleBudgetError, match=r"least feasible is .* \(\d+ bytes\)"):
         fit(plan, module=module, precision="bf16-mixed")
-    assert waits == ["bfloat16 float32"]
+    assert card.seen == ["bfloat16 float32"]
     assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
+
+
+class Validated(Classifier):
+    """Notes the types of the weights that it is validated with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.types: set[torch.dtype] = set()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.types |= {param.dtype for param in self.parameters()}
+
+
+def test_a_validation_alone_takes_in_16_bits_what_loses_nothing_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Split weights come from a checkpoint as bf16 numbers in a network of fp32; others are refused as before."""
+    module, budget = Validated(), 2**20
+    asked: list[int] = []
+
+    def passes(module: nn.Module, **_: Any) -> bool:
+        asked.append(arrival.weights_bytes(module))
+        return asked[-1] > budget
+
+    monkeypatch.setattr(strategy_module, "must_wait", passes)
+    for param in [module.net[0].weight, module.net[3].weight]:
+        param.data = param.bfloat16().float()
+    whole = {name: param.detach().clone() for name, param in module.named_parameters()}
+
+    def validate(precision: Any) -> None:
+        trainer = L.Trainer(strategy=BaocStrategy("8gb"), precision=precision, **QUIET)
+        trainer.validate(module, loader(), verbose=False)
+        assert all(torch.equal(param, whole[name]) for name, param in module.named_parameters())
+        assert {param.dtype for param in module.parameters()} == {torch.float32}
+
+    validate("bf16-mixed")
+    assert module.types == {torch.float32} and len(asked) == 1
+    budget = asked[0] - 1
+    validate("bf16-mixed")
+    assert module.types == {torch.float32, torch.bfloat16}
+    for precision, limit in (("32-true", budget), ("bf16-mixed", 1)):
+        budget = limit
+        with pytest.raises(InfeasibleBudgetError, match=r"weights as they are used take .* What would lower it"):
+            validate(precision)
+    assert all(torch.equal(param, whole[name]) for name, param in module.named_parameters())
+
+
+def test_weights_wait_where_the_budget_does_not_hold_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Classifier()
+    weights = sum(value.nbytes for value in [*module.parameters(), *module.buffers()])
+    for missing in (0, 1):
+        budget = parse_budget(f"{weights + device_module.LATE_MODULES_BYTES + 2**20 - missing}b")
+        for device, waits in (("cuda:0", bool(missing)), ("cpu", False)):
+            found = arrival.must_wait(module, device=torch.device(device), budget=budget, context_bytes=2**20)
+            assert found is waits
+
+
+def test_what_has_no_room_within_the_cap_comes_outside_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refusal then names what would fit; on a card that is too small itself it names the weights."""
+    module, calls, rooms = Classifier(), [], [0, 1]
+    narrow = {"net.0.weight": module.net[0].weight}
+
+    def to(self: nn.Module, device: torch.device) -> None:
+        calls.append(str(module.net[0].weight.dtype)[6:])
+        if len(calls) > len(rooms) or not rooms[len(calls) - 1]:
+            raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(nn.Module, "to", to)
+    monkeypatch.setattr(device_module, "uncap_device", lambda device: calls.append("uncapped"))
+    monkeypatch.setattr(device_module, "cap_device", lambda device, *, budget: calls.append("capped"))
+    given = {"narrow": narrow, "device": torch.device("cpu"), "budget": parse_budget("1mb")}
+    rooms[:] = [0, 0, 1]
+    with arrival.visiting(module, **given):
+        assert calls == ["bfloat16", "uncapped", "bfloat16", "capped"]
+    assert module.net[0].weight.dtype is torch.float32
+    calls.clear()
+    rooms[:] = [0, 0, 0]
+    refused = pytest.raises(InfeasibleBudgetError, match="the weights as they are used take")
+    with refused, arrival.visiting(module, **given):
+        raise AssertionError
+    assert module.net[0].weight.dtype is torch.float32
+
+
+def test_states_that_may_find_no_room_beside_whole_weights_send_them_to_the_host(card: Card) -> None:
+    """They fit, and a look at a step with them too; but states come before they are narrowed."""
+    plan = strategy(*SPECS)
+    fit(plan, steps=2, precision="bf16-mixed")
+    assert plan.reallocator is not None
+    footprint, found = plan.reallocator.planner.footprint, plan.reallocator.plan
+    assert footprint is not None
+    footprint = replace(footprint, device="cuda:0")
+    allocation = replace(found.allocation, saved_bytes=1)
+    whole = footprint.weights_bytes + allocation.state_bytes + footprint.reserve_bytes + footprint.profile_bytes
+    for memory, needed in ((whole, False), (whole - 1, True)):
+        tight = replace(found, allocation=allocation, budget=parse_budget(f"{memory}b"))
+        assert arrival.needs_room(tight, footprint=footprint) is needed
+        assert not arrival.needs_room(replace(tight, allocation=found.allocation), footprint=footprint)
