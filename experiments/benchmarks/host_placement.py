@@ -46,6 +46,7 @@ SEQUENCE, VOCABULARY = 1024, 32_000
 SMALL = {"width": 64, "hidden": 128, "depth": 2, "heads": 4}  # to try the script without a GPU
 Row = dict[str, Any]
 only: list[str] = []  # what the command line asks for; all where it says nothing
+micro_batches: list[int] = []  # likewise
 CHECKED = (PACKED, "lion_int8", "adamw", "foam_l2_int8", "adamw_shared_in_int8+bf16_sr", "muon")
 NATIVE = (PACKED, "lion_int8")  # of these, blocks that the host updates as well
 SHAPES = [(257, 640), (1024, 512), (512, 4096), (64, 64), (2048, 1536)]  # of the tensors that are checked
@@ -251,6 +252,7 @@ PLANS = [
     Plan(name="updated, in step() alone", specs=(f"{WIDE}@updated",), ahead=False, steps=(5, 3)),
     Plan(name="all on the device", specs=(PACKED,), ahead=False, micro_batch=1, accumulate=(1,)),
     Plan(name="streamed", specs=(f"{PACKED}@streamed",), ahead=True, micro_batch=1, accumulate=(1,)),
+    Plan(name="half streamed", specs=(f"{PACKED}@streamed", PACKED), ahead=True, micro_batch=1, accumulate=(1,)),
 ]
 
 
@@ -271,7 +273,7 @@ def train() -> list[Row]:
     """Milliseconds from step to step, between events in the caller's stream: what runs beside it is in there."""
     model, rows = llama(), []
     for plan in PLANS:
-        if not asked(plan.name):
+        if not asked(plan.name) or (micro_batches and plan.micro_batch not in micro_batches):
             continue
         clean()
         torch.cuda.reset_peak_memory_stats()
@@ -334,8 +336,10 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="*", default=[], help="plans by name, or by a part that is no name; checked specs too"
     )
+    parser.add_argument("--micro-batch", type=int, nargs="*", default=[], help="plans of such micro-batches alone")
     args = parser.parse_args()
     only.extend(args.only)
+    micro_batches.extend(args.micro_batch)
     logging.getLogger("baoc").setLevel(logging.ERROR)  # gradients that are not finite are on purpose
     begin = time.monotonic()
     for part in args.parts:
