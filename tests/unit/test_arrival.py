@@ -1,5 +1,6 @@
 """Parameters that come to their device as their specs keep them: the same bits, and never all of them in full."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from baoc.optim import weights
 from baoc.optim.placement import arrival
 from baoc.optim.roster import Roster
 from baoc.profiling import MemoryTracker
+from baoc.types import Footprint
 from tests.optimizing import build, make_params, state_tensors, values
 
 ELSEWHERE = torch.device("cpu:0")  # no tensor says that it is there, so all come
@@ -81,6 +83,15 @@ def test_blocks_come_one_by_one_and_a_piece_at_a_time(spec: str, monkeypatch: py
         assert least - 2**10 < peak <= least + 24 * 4096
     assert arrival.arrival_bytes([optimizer.roster.live["a"].spec], device="cuda:0") == weights.PIECE_BYTES
     assert arrival.arrival_bytes([optimizer.roster.live["a"].spec], device="cpu") == 0
+
+
+def test_a_plan_has_room_for_what_comes() -> None:
+    """Where a step needs hardly more than the weights, taking them in is the largest moment, less what is not kept."""
+    bytes_of = {"weights_bytes": 1000, "gradients_bytes": 10, "forward_backward_bytes": 1100, "resident_bytes": 1010}
+    footprint = Footprint(device="cuda:0", micro_batch=1, validation_bytes=0, arrival_bytes=200, **bytes_of)
+    assert footprint.peak_bytes(state_bytes=30) == 1000 + 200 + 30
+    assert footprint.peak_bytes(state_bytes=30, saved={"a": 400}) == 600 + 200 + 30
+    assert replace(footprint, arrival_bytes=0).peak_bytes(state_bytes=30) == 1100 + 30
 
 
 def test_rounding_at_random_of_parts_is_that_of_the_whole() -> None:
