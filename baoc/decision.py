@@ -127,7 +127,7 @@ def tell_release(config: RunConfig) -> None:
 
 
 class _Decision:
-    """What was tried for one run, and options made of it."""
+    """What was tried for one run, and options made of it. The task is on the device as long as `visit` lasts."""
 
     def __init__(
         self,
@@ -139,7 +139,6 @@ class _Decision:
         settings: SessionSettings,
         visit: ExitStack,
     ):
-        """Within `visit` the task is on the device."""
         self.config, self.task = config, task
         self.where = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
         self.budget = resolve_auto(config.budget, free_bytes=free_bytes(self.where))

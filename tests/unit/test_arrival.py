@@ -87,7 +87,12 @@ def test_blocks_come_one_by_one_and_a_piece_at_a_time(spec: str, monkeypatch: py
 
 def test_a_plan_has_room_for_what_comes() -> None:
     """Where a step needs hardly more than the weights, taking them in is the largest moment, less what is not kept."""
-    bytes_of = {"weights_bytes": 1000, "gradients_bytes": 10, "forward_backward_bytes": 1100, "resident_bytes": 1010}
+    bytes_of: dict[str, Any] = {
+        "weights_bytes": 1000,
+        "gradients_bytes": 10,
+        "forward_backward_bytes": 1100,
+        "resident_bytes": 1010,
+    }
     footprint = Footprint(device="cuda:0", micro_batch=1, validation_bytes=0, arrival_bytes=200, **bytes_of)
     assert footprint.peak_bytes(state_bytes=30) == 1000 + 200 + 30
     assert footprint.peak_bytes(state_bytes=30, saved={"a": 400}) == 600 + 200 + 30
