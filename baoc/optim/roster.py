@@ -110,8 +110,9 @@ class Roster:
             group["param_names"] = [self.names.get(param, name) for param, name in pairs]
         lives = [make_live(block, spec=chosen[block.name], param_groups=param_groups) for block in blocks]
         self.check_host(lives, device=device)
+        reserved = self._reserve(lives, device=device)
         for live in lives:
-            self.enlist(live, device=device)
+            self.enlist(live, device=device, states=reserved.get(live))
         self.refresh(param_groups)
 
     def check_host(self, lives: Iterable[LiveBlock], *, device: torch.device | None = None) -> None:
@@ -133,10 +134,16 @@ class Roster:
             needed = sum(live.slab_bytes for live in placed) + passing
             check_host_memory(needed, what="the states of host-placed blocks")
 
-    def enlist(self, live: LiveBlock, *, device: torch.device | None = None) -> None:
-        """A block before its first step gets its state, and its weights what its spec keeps of them, on `device`."""
+    def _reserve(self, lives: Iterable[LiveBlock], *, device: torch.device | None) -> dict[LiveBlock, list[State]]:
+        """States of host-placed blocks, all in one piece of the arena."""
+        placed = order_of_travel(lives)
+        there = device or next((live.slots[0].param.device for live in placed), torch.device("meta"))
+        return {} if there.type == "meta" else self.arena.reserve(placed, device=there)
+
+    def enlist(self, live: LiveBlock, *, device: torch.device | None = None, states: list[State] | None = None) -> None:
+        """A block before its first step gets its states, and its weights what its spec keeps of them, on `device`."""
         waiting = make_room(live, device=device)
-        for slot, state in zip(live.slots, allocate(live.slots), strict=True):
+        for slot, state in zip(live.slots, states or allocate(live.slots), strict=True):
             self.put(slot, state)
             settle(slot, state, whole=waiting.pop(slot.param, None))
         self.add_match(live, target=self.target(live.block.name))

@@ -231,14 +231,17 @@ def allocate(slots: Sequence[Slot], *, at_home: bool = True) -> list[State]:
         sizes[device] = sizes.get(device, 0) + slot.slab_bytes
     slabs = {device: torch.zeros(size, dtype=torch.uint8, device=device) for device, size in sizes.items() if size}
     offsets = dict.fromkeys(slabs, 0)
-    states: list[State] = []
-    for slot, device in zip(slots, homes, strict=True):
-        state: State = {"step": new_step(0)} if slot.counts_steps else {}
+    states = fresh(slots)
+    for slot, device, state in zip(slots, homes, states, strict=True):
         if slot.parts:
             state |= views(slot, slabs[device], begin=offsets[device])
             offsets[device] += slot.slab_bytes
-        states.append(state)
     return states
+
+
+def fresh(slots: Sequence[Slot]) -> list[State]:
+    """The states of parameters before their first step, without what lies in slabs."""
+    return [{"step": new_step(0)} if slot.counts_steps else {} for slot in slots]
 
 
 def views(slot: Slot, slab: Tensor, *, begin: int) -> State:

@@ -1,14 +1,14 @@
 """The host memory of an optimizer's host-placed states: one piece of exactly their bytes, locked for the GPU."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from baoc.kernels.host_memory import Lock, host_memory
-from baoc.optim.state import LiveBlock, State, views
+from baoc.optim.state import LiveBlock, State, fresh, views
 from baoc.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -66,21 +66,40 @@ class HostArena:
         moving = [live for (live, _), segment in zip(found, inside, strict=True) if id(segment) not in full]
         if moving:
             del found, slab  # pyright: ignore[reportPossiblyUnboundVariable]
-            self._segments.append(self._move(moving, state=state))
-            full.add(id(self._segments[-1]))
+            full.add(id(self._move(moving, state=state)))
         self._segments = [segment for segment in self._segments if id(segment) in full]
         return bool(moving)
 
+    def reserve(self, blocks: Sequence[LiveBlock], *, device: torch.device) -> dict[LiveBlock, list[State]]:
+        """The states of host-placed blocks before their first step, where they are to lie: so there never are two of
+        them. `device`: where their parameters are, or will be. Raises BadInputError where memory is out."""
+        found: dict[LiveBlock, list[State]] = {}
+        blocks = [live for live in blocks if live.slab_bytes]
+        if not blocks:
+            return found
+        memory, begin = self._segment(sum(live.slab_bytes for live in blocks), device=device).memory, 0
+        for live in blocks:
+            found[live] = fresh(live.slots)
+            for slot, state in zip(live.slots, found[live], strict=True):
+                state |= views(slot, memory, begin=begin)
+                begin += slot.slab_bytes
+        return found
+
+    def _segment(self, nbytes: int, *, device: torch.device) -> _Segment:
+        memory = host_memory(nbytes, what="the states of host-placed blocks")
+        segment = _Segment(memory=memory, lock=Lock(memory, device=device))
+        self._segments.append(segment)
+        self._warn(segment)
+        return segment
+
     def _move(self, blocks: list[LiveBlock], *, state: dict[Tensor, State]) -> _Segment:
-        memory = host_memory(sum(live.slab_bytes for live in blocks), what="the states of host-placed blocks")
-        segment = _Segment(memory=memory, lock=Lock(memory, device=blocks[0].slots[0].param.device))
-        begin = 0
+        segment = self._segment(sum(live.slab_bytes for live in blocks), device=blocks[0].slots[0].param.device)
+        memory, begin = segment.memory, 0
         for live in blocks:
             memory[begin : begin + live.slab_bytes].copy_(slab_of(live, state))
             for slot in live.slots:
                 state[slot.param].update(views(slot, memory, begin=begin))
                 begin += slot.slab_bytes
-        self._warn(segment)
         return segment
 
     def _warn(self, segment: _Segment) -> None:
