@@ -246,6 +246,8 @@ class _Decision:
 
     def options(self) -> list[Option]:
         options = self._made()
+        if not any(option.fits for option in options) and self.tryouts.narrow_down():
+            options = self._made()
         narrow = {option.checkpointing for option in options if option.fits and option.weights != "native"}
         for checkpointing in narrow - self.tryouts.spared.keys():
             self.tryouts.time_narrow(checkpointing)

@@ -4,7 +4,7 @@ Nothing is allocated and nothing computed: shapes flow through forward and backw
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -27,6 +27,7 @@ from baoc.errors import BadInputError
 from baoc.link import hidden_seconds
 from baoc.models.switches import disable_checkpointing, enable_checkpointing
 from baoc.online import SessionSettings, step_temporaries
+from baoc.online.assemble import narrow_params
 from baoc.online.timing import FUSED_BYTES, moved_bytes
 from baoc.optim.backends.fused import has_kernel, temporary_bytes
 from baoc.optim.placement import arrival_bytes
@@ -36,16 +37,18 @@ from baoc.profiling import describe
 from baoc.profiling.depth import LONG, SHORT, Layers, extended, layers_of
 from baoc.profiling.device import LATE_MODULES_BYTES
 from baoc.profiling.footprint import FRAGMENTATION
+from baoc.profiling.lowered import as_native, narrowed, narrowed_bytes
 from baoc.recorder import Recorder
 from baoc.resuming import choice_of, settled
 from baoc.risk import RISKS
 from baoc.siblings import read_profile, transferred
+from baoc.strategy.arrival import weights_bytes
 from baoc.strategy.probe import unwrapped, upkeep_bytes
 from baoc.strategy.strategy import declared_blocks, widened
 from baoc.strategy.trials import Trials
 from baoc.tasks.base import Task
 from baoc.tracking import console, files
-from baoc.types import Budget, Footprint, LatencyTable, Option, Placement, Plan, Profile
+from baoc.types import Block, Budget, Footprint, LatencyTable, Option, Placement, Plan, Profile
 from baoc.units import format_bytes
 
 DEFAULT_CARD = "h100"
@@ -190,9 +193,12 @@ class _Shapes:
             infos,
             budget=replace(budget, memory_bytes=None, state_fraction=None),
             settings=settings.planner,
-            declared=declared_blocks(task, unwrapped(task)),
+            declared=(declared := declared_blocks(task, unwrapped(task))),
         )
         self.planner.budget = budget
+        # On a card, what has no room in full is looked at with weights in 16 bits where a plan may keep such.
+        self.narrow = narrow_params(infos, params=dict(task.named_parameters()), settings=settings, declared=declared)
+        self.less, self.tight = narrowed_bytes(self.narrow), False
         trained = [param for param in task.parameters() if param.requires_grad]
         largest = max(trained, key=lambda param: param.numel())
         there = [spec for spec in self.planner.specs.values() if spec.placement != Placement.HOST_UPDATED]
@@ -220,20 +226,34 @@ class _Shapes:
             )
             layers = layers_of(self.task, parts=getattr(self.task.model, "checkpoint_units", ()))
             tried = partial(self._tried, trials, accumulation=accumulation, layers=layers)
-            self.tried = [tried(sizes[0])]
-            if math.isnan(self.forward_flops):
-                self.forward_flops = self._forward_flops(trials, sizes[0], layers=layers) / sizes[0]
-            # a backward is two forwards, and one more where activations are computed again
-            self.passes = 4 if checkpointing else 3
-            if math.isnan(self.reference_s):
-                self.reference_s = self._seconds(self.config.batch_size) + self._moving_s(FUSED_BYTES * self.numel)
-            least = [] if hopeless else [self._option((sizes[0], checkpointing, release)) for release in axes.release]
-            if not hopeless and not any(option is not None and option.fits for option in least):
-                sizes = sizes[:1]  # more samples at once never need less, with gradients or without
+            whole = [] if self.less and (hopeless or not self._holds(weights_bytes(self.task))) else [False]
+            for tight in [*whole, *([True] if self.less else [])]:
+                self.tight = tight
+                self.tried = [tried(sizes[0])]
+                self._time(trials, sizes[0], layers=layers, checkpointing=checkpointing)
+                least = [] if hopeless else [self._option((sizes[0], checkpointing, kind)) for kind in axes.release]
+                if any(option is not None and option.fits for option in least):
+                    break
+            else:  # more samples at once never need less, with gradients or without
+                sizes = sizes if hopeless else sizes[:1]
             self.tried += [tried(size) for size in sizes[1:2]]
         ways = [way for way in axes.ways(batch_size=self.config.batch_size) if way[1] is checkpointing]
         options = [self._option(way) for way in ways if way[0] in sizes]
         return [option for option in options if option is not None]
+
+    def _holds(self, num_bytes: int) -> bool:
+        """Whether the budget has room for so much beside the context, without which nothing is looked at in full."""
+        memory = self.planner.budget.memory_bytes
+        return memory is None or num_bytes + self.card.context_bytes + LATE_MODULES_BYTES <= memory
+
+    def _time(self, trials: Trials, size: int, *, layers: Layers | None, checkpointing: bool) -> None:
+        """What seconds are told by: operations of a forward pass, and how many passes a step takes."""
+        if math.isnan(self.forward_flops):
+            self.forward_flops = self._forward_flops(trials, size, layers=layers) / size
+        # a backward is two forwards, and one more where activations are computed again
+        self.passes = 4 if checkpointing else 3
+        if math.isnan(self.reference_s):
+            self.reference_s = self._seconds(self.config.batch_size) + self._moving_s(FUSED_BYTES * self.numel)
 
     def _option(self, way: tuple[int, bool, bool]) -> Option | None:
         """None where it is not known what released gradients would leave."""
@@ -251,6 +271,10 @@ class _Shapes:
 
     def _tried(self, trials: Trials, size: int, *, accumulation: int, layers: Layers | None) -> Trial:
         """A trial of the whole network, made of those of a few of its layers where that comes to the same."""
+        with narrowed(self.narrow if self.tight else {}):
+            return self._tried_so(trials, size, accumulation=accumulation, layers=layers)
+
+    def _tried_so(self, trials: Trials, size: int, *, accumulation: int, layers: Layers | None) -> Trial:
         if layers is not None:
             found: list[Footprint] = []
             for depth in (SHORT, LONG):
@@ -300,11 +324,20 @@ class _Shapes:
             link=self.card.link,
         )
 
+    def _as_tried(self, micro_batch: int, *, release: bool) -> Footprint:
+        """By weights as they were looked at."""
+        found = footprint_at(self.tried, micro_batch=micro_batch)
+        if not release:
+            return found
+        blocks = (
+            [in_bf16(block, names=self.less) for block in self.planner.blocks] if self.tight else self.planner.blocks
+        )
+        return released(found, blocks=blocks) or found
+
     def footprint(self, micro_batch: int, *, release: bool) -> Footprint:
         """As it would be on the card: its context, what the allocator reserves more, and the gradients' samples."""
-        found = footprint_at(self.tried, micro_batch=micro_batch)
-        if release:
-            found = released(found, blocks=self.planner.blocks) or found
+        looked = self._as_tried(micro_batch, release=release)
+        found = as_native(looked, less=self.less) if self.tight else looked
         return replace(
             found,
             device=self.card.name,
@@ -312,13 +345,19 @@ class _Shapes:
             context_bytes=self.card.context_bytes,
             reserve_bytes=LATE_MODULES_BYTES
             + self.card.workspace_bytes
-            + int(FRAGMENTATION * found.forward_backward_bytes),
+            + int(FRAGMENTATION * looked.forward_backward_bytes),
             profile_bytes=int(PROFILE_BYTES * self.numel),
             profile_temporary_bytes=int(PROFILE_BYTES * self.numel),
             step_temporary_bytes=self.temporaries,
             arrival_bytes=arrival_bytes(self.planner.specs.values(), device="cuda"),
             source="prior",
         )
+
+
+def in_bf16(block: Block, *, names: Collection[str]) -> Block:
+    """The block with the parameters of these names in bf16."""
+    params = (replace(info, dtype="bfloat16") if info.name in names else info for info in block.params)
+    return replace(block, params=tuple(params))
 
 
 def leave_plan(plan: Plan, *, config: RunConfig, device: str, rate: float, source: str, run_dir: Path) -> None:

@@ -133,6 +133,17 @@ class Tryouts:
         with uncapped(self.where, budget=self.budget), narrowed(self.narrow):
             self.tried[checkpointing] = [look(sizes[0])]
 
+    def narrow_down(self) -> bool:
+        """Looks again with weights of 16 bits, where nothing fits by looks at those in full; whether there were any."""
+        kinds = [kind for kind in self.tried if kind not in self.narrowed] if self.narrow and self.capped else []
+        self.narrowed |= set(kinds)
+        for kind in kinds:
+            self.switch(kind)
+            sizes, look = list(self.axes.micro_batches), partial(self._look, kind)
+            with suppress(torch.OutOfMemoryError), narrowed(self.narrow):
+                self.tried[kind] = grow(look, sizes=sizes, max_s=TRIALS_S, fits=self._may_fit)
+        return bool(kinds)
+
     def _look(self, checkpointing: bool, size: int) -> Trial:
         """One trial. Raises _TooTight where it ran out of memory with weights in full, else torch.OutOfMemoryError."""
         run = partial(

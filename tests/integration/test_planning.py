@@ -2,6 +2,7 @@
 
 import csv
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,8 +27,10 @@ from baoc.devices import CARDS
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.planning import card_of, planned_axes
 from baoc.profiling import probe_footprint
+from baoc.profiling.lowered import as_native
 from baoc.sweep.planned import planned_frontier, plans_of
 from baoc.tasks.base import Task
+from baoc.types import Footprint
 from tests.integration.test_run import config
 
 GIB = 2**30
@@ -75,12 +78,21 @@ def test_a_plan_for_a_card_is_made_without_weights(tmp_path: Path, capsys: pytes
     assert auto["device"] == "rtx4090" and auto["peak_bytes"] <= CARDS["rtx4090"].memory_bytes
 
 
-def test_what_no_option_fits_names_the_least(tmp_path: Path):
+def test_what_no_option_fits_names_the_least(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Weights in full pass what the context leaves, so a step is looked at with those in 16 bits that may be so."""
+    looked: list[int] = []
+
+    def told(found: Footprint, *, less: Mapping[str, int]) -> Footprint:
+        looked.append(found.weights_bytes)
+        return as_native(found, less=less)
+
+    monkeypatch.setattr("baoc.planning.as_native", told)
     (tmp_path / "none").mkdir()
     with pytest.raises(
         InfeasibleBudgetError, match=r"cannot be met by any of 16 options: it allows 800 MiB .*'\*\+split8'"
     ):
         training.run(asked("800mb"), run_dir=tmp_path / "none", command="")
+    assert looked and max(looked) < 0.6 * 4 * 22e6
 
 
 def test_a_budget_below_the_context_is_refused_as_such(tmp_path: Path):
