@@ -24,6 +24,7 @@ from baoc.online import SessionSettings, soon_timed, step_temporaries, time_spec
 from baoc.online.assemble import make_profiler, narrow_params
 from baoc.optim.placement import arrival_bytes
 from baoc.options import Axes, best, divisors, footprint_at, make_option, none_fits, option_rows
+from baoc.phases import Phases
 from baoc.planner import Planner
 from baoc.profiling import cap_device, context_bytes, describe, free_bytes, uncapped
 from baoc.profiling.lowered import narrowed_bytes
@@ -82,18 +83,18 @@ def decide(
     Raises InfeasibleBudgetError where no option fits, with the least budget that one would need. Random numbers and
     the network's weights are as before.
     """
-    generators = capture_rng()
+    generators, phases = capture_rng(), Phases()
     visit = ExitStack()  # of weights that a budget does not hold in full
     try:
         end = monotonic() + DECIDING_S
-        decision = _Decision(config, task=task, data=data, device=device, settings=settings, visit=visit)
+        decision = _Decision(config, task=task, data=data, device=device, settings=settings, visit=visit, phases=phases)
         options, chosen = choose(
             decision.options(),
             objective=config.objective,
             tried=decision.options_after,
             late=lambda: monotonic() > end,
         )
-        leave(options, run_dir=run_dir, objective=config.objective)
+        leave(options, run_dir=run_dir, objective=config.objective, phases=phases)
         if chosen is None:
             raise none_fits(options, budget=decision.budget, axes=decision.axes)
         decision.tryouts.switch(chosen.checkpointing)
@@ -138,8 +139,9 @@ class _Decision:
         device: str,
         settings: SessionSettings,
         visit: ExitStack,
+        phases: Phases,
     ):
-        self.config, self.task = config, task
+        self.config, self.task, self.phases = config, task, phases
         self.where = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
         self.budget = resolve_auto(config.budget, free_bytes=free_bytes(self.where))
         self.axes = axes_of(config, task=task)
@@ -149,23 +151,22 @@ class _Decision:
         self.params = {name: param for name, param in task.named_parameters() if param.requires_grad}
         narrow = narrow_params(infos, params=self.params, settings=settings, declared=declared)
         less = narrowed_bytes(narrow)
-        capped, waits = self._bring(narrow, visit=visit)
+        with phases("device and weights"):
+            capped, waits = self._bring(narrow, visit=visit)
+        with phases("first batches"):
+            batch = next(iter(data.make_train_loader(limit=None)))
+            val_batch = next(iter(data.val_dataloader()), None)
         self.tryouts = Tryouts(
             config,
             task=task,
-            trials=Trials(
-                task,
-                batch=next(iter(data.make_train_loader(limit=None))),
-                val_batch=next(iter(data.val_dataloader()), None),
-                device=self.where,
-                precision=precision,
-            ),
+            trials=Trials(task, batch=batch, val_batch=val_batch, device=self.where, precision=precision),
             where=self.where,
             budget=self.budget,
             axes=self.axes,
             narrow={} if waits else narrow,
             less=less,
             capped=capped,
+            phases=phases,
         )
         for checkpointing in self.axes.checkpointing:
             if not (checkpointing and self._roomy()):
@@ -181,7 +182,7 @@ class _Decision:
         )
         self.blocks = [[self.params[param.name] for param in block.params] for block in self.planner.blocks]
         beyond = capped and not self.tryouts.any_room
-        with uncapped(self.where, budget=self.budget) if beyond else nullcontext():
+        with phases("the profiler"), uncapped(self.where, budget=self.budget) if beyond else nullcontext():
             self.constant = {
                 release: _constant(
                     self.planner, self.params, settings=replace(settings, release=release), config=self.config
@@ -223,16 +224,17 @@ class _Decision:
         if not self.tryouts.any_room:  # nothing will be run, and there is no room to time anything
             return LatencyTable(device=str(self.where), fixed_s={}, per_element_s={})
         limited = self.budget.step_time is not None
-        table = time_specs(
-            specs,
-            device=self.where,
-            num_elements=sum(param.numel() for param in self.params.values()),
-            num_tensors=len(self.params),
-            upkeep_bytes=upkeep_bytes(clips=False, averages=self.task.ema is not None),
-            needed=soon_timed(specs, device=self.where) if limited else (),
-            max_s=LIMITED_S if limited else FUSED_S,
-            cache_dir=cache_folder(),
-        )
+        with self.phases("the latency table"):
+            table = time_specs(
+                specs,
+                device=self.where,
+                num_elements=sum(param.numel() for param in self.params.values()),
+                num_tensors=len(self.params),
+                upkeep_bytes=upkeep_bytes(clips=False, averages=self.task.ema is not None),
+                needed=soon_timed(specs, device=self.where) if limited else (),
+                max_s=LIMITED_S if limited else FUSED_S,
+                cache_dir=cache_folder(),
+            )
         known = [(trial, kind) for kind, trials in self.tryouts.tried.items() for trial in trials]
         trial, checkpointing = min(known, key=lambda pair: pair[0].seconds / pair[0].micro_batch)
         way = trial.micro_batch, checkpointing, False
@@ -257,7 +259,8 @@ class _Decision:
     def _made(self) -> list[Option]:
         self.context = context_bytes(self.where)  # has grown by the kernels of what was tried since
         ways = [way for way in self.axes.ways(batch_size=self.config.batch_size) if way[1] in self.tryouts.tried]
-        return [option for option in map(self._option, ways) if option is not None]
+        with self.phases("plans of the options"):
+            return [option for option in map(self._option, ways) if option is not None]
 
     def _option(self, way: Way) -> Option | None:
         """None where it is not known what released gradients would leave."""
@@ -315,10 +318,12 @@ def choose(
     return [marked if option == chosen else option for option in options], marked
 
 
-def leave(options: Sequence[Option], *, run_dir: Path, objective: str) -> None:
-    """The table on the terminal and options.csv in the run folder."""
+def leave(options: Sequence[Option], *, run_dir: Path, objective: str, phases: Phases) -> None:
+    """The table on the terminal and options.csv in the run folder; where its seconds went as well."""
     files.write_csv(run_dir / "options.csv", option_rows(options))
+    files.write_json(run_dir / "deciding.json", {"total_s": phases.total_s, "phases_s": phases.seconds})
     console.print_options(options, objective=objective)
+    console.say(f"the decision took {phases.told()}")
 
 
 def _constant(

@@ -2,9 +2,11 @@
 
 `python experiments/benchmarks/step_time_error.py OUT.csv [--steps 20] [--only NAME...]`, on whatever device is there.
 Each case is a run in this process; one that fails is a row with its reason. Seconds of a busy machine are no measure.
-The columns after `seconds` say where a step goes, per step, medians in milliseconds: `host_*` until the call returned,
-`device_*` between events; `optimizer_step` contains the last micro-batch. `host_from_step_to_step` is all there is,
-with the loader and what else lies between two steps, which neither number counts.
+The columns after `seconds` say where a step goes, per step, medians in milliseconds: of the steps that were trained, of
+those rehearsed before, and of the same rehearsal after training. `host_*` until the call returned, `busy_*` the
+processor's in all threads, `device_*` between events; `optimizer_step` contains the last micro-batch.
+`host_from_step_to_step` is all there is, with the loader and what else lies between two steps, which neither number
+counts. `deciding`: where the seconds of the decision went.
 """
 
 import argparse
@@ -13,23 +15,26 @@ import json
 import sys
 import tempfile
 import time
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import torch
+from lightning.pytorch.strategies import Strategy
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from baoc import decision  # noqa: E402
 from baoc import train as training  # noqa: E402
 from baoc.config.compose import compose  # noqa: E402
 from baoc.config.environment import commit  # noqa: E402
 from baoc.config.from_hydra import from_hydra  # noqa: E402
 from baoc.errors import BaocError  # noqa: E402
 from baoc.optim import BlockwiseOptimizer  # noqa: E402
-from baoc.strategy import BaocStrategy  # noqa: E402
+from baoc.strategy import BaocStrategy, probe, trials  # noqa: E402
 
 QUIET = (
     "trainer.enable_progress_bar=false",
@@ -67,52 +72,92 @@ ON_CUDA = {
 
 
 class Parts:
-    """Milliseconds of each part of the steps of a run, by wrapping what Lightning calls; entered around it."""
+    """Milliseconds of each part of the steps of a run, by wrapping what Lightning calls; entered around it.
+
+    Steps of the run's own Trainer are `trained`, those of a rehearsal before it `rehearsed`, and those of the same
+    rehearsal once more when training has ended `after`: where these differ, it is the machine that changed.
+    """
 
     def __init__(self) -> None:
         self._before: list[tuple[Any, str, Any]] = []
-        self._spans: list[tuple[str, float, float, Any, Any]] = []
-        self._steps: list[list[tuple[str, float, float, Any, Any]]] = []
+        self._spans: list[tuple[str, float, float, float, Any, Any]] = []
+        self._steps: dict[str, list[list[tuple[str, float, float, float, Any, Any]]]] = {}
+        self._inside: set[str] = set()
+        self._phase = "trained"
+        self._again: Any = None  # the newest rehearsal
         self.decide_s = 0.0
+        self.rehearsed_s: dict[str, float] = {}
 
     def __enter__(self) -> "Parts":
         for owner, name in (
-            (BaocStrategy, "training_step"),
-            (BaocStrategy, "backward"),
-            (BaocStrategy, "optimizer_step"),
+            (Strategy, "training_step"),
+            (Strategy, "backward"),
+            (Strategy, "optimizer_step"),
             (BlockwiseOptimizer, "mask_nonfinite"),
             (torch.optim.Optimizer, "zero_grad"),
         ):
             self._wrap(owner, name, ends=name == "optimizer_step")
-        self._before.append((training, "decide", training.decide))
-        training.decide = self._decide
+        self._put(training, "decide", self._decide)
+        for module in (probe, trials):
+            self._put(module, "rehearse", partial(self._rehearse, module.rehearse))
+        self._put(BaocStrategy, "teardown", self._teardown(BaocStrategy.teardown))
         return self
+
+    def __exit__(self, *exc: object) -> None:
+        for owner, name, original in reversed(self._before):
+            setattr(owner, name, original)
+
+    def _put(self, owner: Any, name: str, made: Any) -> None:
+        self._before.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, made)
 
     def _decide(self, *args: Any, **kwargs: Any) -> Any:
         began = time.perf_counter()
         try:
-            return self._before[-1][2](*args, **kwargs)
+            return decision.decide(*args, **kwargs)
         finally:
             self.decide_s = time.perf_counter() - began
 
-    def __exit__(self, *exc: object) -> None:
-        for owner, name, original in self._before:
-            setattr(owner, name, original)
+    def _rehearse(self, rehearse: Any, *args: Any, **kwargs: Any) -> float:
+        self._again = partial(self._rehearse, rehearse, *args, **kwargs)
+        before, self._phase = self._phase, "after" if self._phase == "after" else "rehearsed"
+        self._steps[self._phase], self._spans = [], []
+        try:
+            found = self.rehearsed_s[self._phase] = rehearse(*args, **kwargs)
+        finally:
+            self._phase, self._spans = before, []
+        return found
+
+    def _teardown(self, teardown: Any) -> Any:
+        def done(strategy: BaocStrategy) -> None:
+            if self._again is not None and self._steps.get("trained"):
+                again, self._again, self._phase = self._again, None, "after"
+                with strategy.silent(strategy.lightning_module):
+                    again()
+            teardown(strategy)
+
+        return done
 
     def _wrap(self, owner: type, name: str, *, ends: bool) -> None:
         original = getattr(owner, name)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            start, event = time.perf_counter(), self._event()
-            out = original(*args, **kwargs)
-            self._spans.append((name, start, time.perf_counter(), event, self._event()))
+            if name in self._inside:  # a rehearsal's strategy calls the run's
+                return original(*args, **kwargs)
+            self._inside.add(name)
+            start, busy, event = time.perf_counter(), time.process_time(), self._event()
+            try:
+                out = original(*args, **kwargs)
+            finally:
+                self._inside.remove(name)
+            end, busy = time.perf_counter(), time.process_time() - busy
+            self._spans.append((name, start, end, busy, event, self._event()))
             if ends:
-                self._steps.append(self._spans)
+                self._steps.setdefault(self._phase, []).append(self._spans)
                 self._spans = []
             return out
 
-        self._before.append((owner, name, original))
-        setattr(owner, name, timed)
+        self._put(owner, name, timed)
 
     def _event(self) -> Any:
         if not torch.cuda.is_available():
@@ -121,18 +166,30 @@ class Parts:
         event.record()
         return event
 
-    def row(self, *, skip: int = 5) -> dict[str, float]:
+    def row(self) -> dict[str, float]:
+        return {
+            f"{phase}_{name}": value
+            for phase, skip in (("rehearsed", 2), ("trained", 5), ("after", 2))
+            for name, value in self._medians(self._steps.get(phase, [])[skip:]).items()
+        }
+
+    def _medians(self, steps: list[list[tuple[str, float, float, float, Any, Any]]]) -> dict[str, float]:
         found: dict[str, list[float]] = {}
-        for before, spans in pairwise(self._steps[skip:]):
+        for before, spans in pairwise(steps):
             sums: dict[str, float] = {}
-            for name, start, end, *events in spans:
+            for name, start, end, busy, *events in spans:
                 sums[f"host_{name}"] = sums.get(f"host_{name}", 0.0) + (end - start) * 1e3
+                sums[f"busy_{name}"] = sums.get(f"busy_{name}", 0.0) + busy * 1e3
                 if events[0] is not None:
                     sums[f"device_{name}"] = sums.get(f"device_{name}", 0.0) + events[0].elapsed_time(events[1])
             sums["host_from_step_to_step"] = (spans[-1][2] - before[-1][2]) * 1e3
             for name, value in sums.items():
                 found.setdefault(name, []).append(value)
-        return {name: median(values) for name, values in found.items()}
+        row = {name: median(values) for name, values in found.items()}
+        if len(steps) > 2:
+            low, _, high = quantiles(found["host_optimizer_step"], n=4)
+            row |= {"steps": len(steps), "host_optimizer_step_quarter": low, "host_optimizer_step_three_quarters": high}
+        return row
 
 
 def measured(name: str, overrides: tuple[str, ...], *, steps: int) -> dict[str, object]:
@@ -169,6 +226,8 @@ def known(run_dir: Path) -> dict[str, object]:
         with (run_dir / "options.csv").open(newline="") as file:
             chosen = [row for row in csv.DictReader(file) if row["chosen"] == "True"]
         found["option"] = chosen[0]["option"] if chosen else ""
+    if (run_dir / "deciding.json").is_file():
+        found["deciding"] = json.loads((run_dir / "deciding.json").read_text())["phases_s"]
     if (run_dir / "latency.json").is_file():
         found["rest_s_predicted"] = json.loads((run_dir / "latency.json").read_text())["base_step_s"]
     return found
