@@ -94,7 +94,9 @@ def decide(
             tried=decision.options_after,
             late=lambda: monotonic() > end,
         )
-        leave(options, run_dir=run_dir, objective=config.objective, phases=phases)
+        leave(options, run_dir=run_dir, objective=config.objective)
+        files.write_json(run_dir / "deciding.json", {"total_s": phases.total_s, "phases_s": phases.seconds})
+        console.say(f"the decision took {phases.told()}")
         if chosen is None:
             raise none_fits(options, budget=decision.budget, axes=decision.axes)
         decision.tryouts.switch(chosen.checkpointing)
@@ -318,12 +320,10 @@ def choose(
     return [marked if option == chosen else option for option in options], marked
 
 
-def leave(options: Sequence[Option], *, run_dir: Path, objective: str, phases: Phases) -> None:
-    """The table on the terminal and options.csv in the run folder; where its seconds went as well."""
+def leave(options: Sequence[Option], *, run_dir: Path, objective: str) -> None:
+    """The table on the terminal and options.csv in the run folder."""
     files.write_csv(run_dir / "options.csv", option_rows(options))
-    files.write_json(run_dir / "deciding.json", {"total_s": phases.total_s, "phases_s": phases.seconds})
     console.print_options(options, objective=objective)
-    console.say(f"the decision took {phases.told()}")
 
 
 def _constant(
