@@ -4,9 +4,11 @@ A few small micro-batches are tried, the rest follows on lines; every way to run
 budget, the best one by `objective` is tried itself, and the table of all of them is printed and left as options.csv.
 """
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -19,7 +21,7 @@ from baoc.callbacks.resume import capture_rng, restore_rng
 from baoc.config.schema import RunConfig
 from baoc.data.base import DataModule
 from baoc.data.token_cache import cache_folder
-from baoc.errors import BadInputError
+from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.online import SessionSettings, soon_timed, step_temporaries, time_specs
 from baoc.online.assemble import make_profiler, narrow_params
 from baoc.optim.placement import arrival_bytes
@@ -36,7 +38,7 @@ from baoc.strategy.trials import Trials
 from baoc.tasks.base import Task
 from baoc.tracking import console, files
 from baoc.tryouts import Tryouts, Way
-from baoc.types import Footprint, LatencyTable, Option
+from baoc.types import Footprint, LatencyTable, Option, Plan
 
 DECIDING_S = 12.0  # after which it is late
 LIMITED_S = 5.0  # what a latency table may take where a step_time limit needs it
@@ -85,6 +87,7 @@ def decide(
     """
     generators, phases = capture_rng(), Phases()
     visit = ExitStack()  # of weights that a budget does not hold in full
+    gc.freeze()  # caches are emptied before each trial, and looking through what has been there takes .2 s each time
     try:
         end = monotonic() + DECIDING_S
         decision = _Decision(config, task=task, data=data, device=device, settings=settings, visit=visit, phases=phases)
@@ -101,6 +104,7 @@ def decide(
             raise none_fits(options, budget=decision.budget, axes=decision.axes)
         decision.tryouts.switch(chosen.checkpointing)
     finally:
+        gc.unfreeze()
         visit.close()
         restore_rng(generators)
     choice = choice_of(chosen)
@@ -144,6 +148,7 @@ class _Decision:
         phases: Phases,
     ):
         self.config, self.task, self.phases = config, task, phases
+        self._plans: dict[Way, tuple[Footprint | None, Plan | InfeasibleBudgetError]] = {}
         self.where = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
         self.budget = resolve_auto(config.budget, free_bytes=free_bytes(self.where))
         self.axes = axes_of(config, task=task)
@@ -269,6 +274,8 @@ class _Decision:
         footprint = self.tryouts.footprint(way, blocks=self.planner.blocks)
         if footprint is None:
             return None
+        if not self.table.fixed_s:  # for want of room: bytes alone decide whether there may be some
+            self.planner.budget = replace(self.budget, step_time=None)
         option = make_option(
             self.planner,
             footprint=replace(
@@ -280,15 +287,32 @@ class _Decision:
             release=way[2],
             spared_s=self.tryouts.spared_s(way),
             spared_bytes=sum(self.tryouts.less.values()),
+            propose=partial(self._proposed, way),
         )
         option = replace(option, tried=way in self.tryouts.rehearsed and self.tryouts.knows(way))
         if way in self.tryouts.no_room:
             return replace(option, risk=None, why="does not fit: out of memory when it was tried")
         return option
 
+    def _proposed(self, way: Way) -> Plan:
+        """The planner's plan; that of before where its bytes are as they were, and seconds have no part in it."""
+        before = self._plans.get(way)
+        if before is None or before[0] != self.planner.footprint or self.planner.budget.step_time is not None:
+            try:
+                found = self.planner.propose(risk="prior")
+            except InfeasibleBudgetError as error:
+                found = error.with_traceback(None)
+            before = self._plans[way] = self.planner.footprint, found
+        if isinstance(before[1], InfeasibleBudgetError):
+            raise before[1]
+        return before[1]
+
     def options_after(self, chosen: Option) -> list[Option]:
         """All options again, `chosen` having been tried as it would be run, for bytes and for seconds."""
+        blind = not self.tryouts.any_room
         self.tryouts.try_out(chosen.way, blocks=self.blocks)
+        if blind and self.tryouts.any_room:
+            self.planner.budget, self.table = self.budget, self._table()
         return self.options()
 
 

@@ -12,7 +12,7 @@ from baoc.charges import saved_by
 from baoc.cost import native_bytes
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.planner import Planner
-from baoc.types import Block, Budget, Footprint, LatencyTable, Moment, Option
+from baoc.types import Block, Budget, Footprint, LatencyTable, Moment, Option, Plan
 from baoc.units import format_bytes
 
 STATE_ADVICE = "more catalogue.specs, such as '*', or fewer roles in catalogue.keep_fp32_roles"
@@ -162,8 +162,10 @@ def make_option(
     release: bool = False,
     spared_s: float = 0.0,
     spared_bytes: int = 0,
+    propose: Callable[[], Plan] | None = None,
 ) -> Option:
     """The best allocation of `planner` with this footprint, as an option; one that does not fit says why not.
+    `propose`: what to ask for it, once the planner has footprint and latency; else the planner itself.
 
     `latency.base_step_s` is all of a step but the optimizer's part, `reference_step_s` what step_time is a ratio to.
     `spared_s`: what it is less where weights have `spared_bytes` less than native ones; an allocation that saves a part
@@ -184,7 +186,7 @@ def make_option(
         reference_s=latency.reference_step_s,
     )
     try:
-        plan = planner.propose(risk="prior")
+        plan = planner.propose(risk="prior") if propose is None else propose()
     except InfeasibleBudgetError as error:
         if error.least_step_s is None:
             why = "does not fit even with the least state"

@@ -109,13 +109,14 @@ class Tryouts:
     def any_room(self) -> bool:
         """Whether anything was tried within the cap."""
         ways = ((trial.micro_batch, kind, False) for kind, trials in self.tried.items() for trial in trials)
-        return any(way not in self.no_room for way in ways)
+        return bool(self.released) or any(way not in self.no_room for way in ways)
 
     # -- trying ---------------------------------------------------------------------------------------------------
 
     def explore(self, checkpointing: bool) -> None:
         """Trials of several micro-batches. Where not even one sample has room, its bytes are looked at outside of the
-        cap, for a refusal to name what would fit; then it is no option."""
+        cap, for a refusal to name what would fit, and to tell what released gradients would leave; with all gradients
+        at once it is no option then."""
         self.switch(checkpointing)
         sizes = self.axes.micro_batches
         look = partial(self._look, checkpointing)
@@ -128,12 +129,14 @@ class Tryouts:
             self.tried[checkpointing] = grown()
             return
         clear_cache(self.where)
-        self.narrowed.add(checkpointing)
-        with suppress(torch.OutOfMemoryError), narrowed(self.narrow):
-            self.tried[checkpointing] = grown()
-            return
-        clear_cache(self.where)
-        self.no_room |= {(size, checkpointing, release) for size in sizes for release in self.axes.release}
+        if self.narrow:
+            self.narrowed.add(checkpointing)
+            with suppress(torch.OutOfMemoryError), narrowed(self.narrow):
+                self.tried[checkpointing] = grown()
+                return
+            clear_cache(self.where)
+        # All gradients at once were tried; where they are released there may be room still.
+        self.no_room |= {(size, checkpointing, False) for size in sizes}
         with uncapped(self.where, budget=self.budget), narrowed(self.narrow):
             self.tried[checkpointing] = [look(sizes[0])]
 

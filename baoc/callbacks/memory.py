@@ -12,7 +12,7 @@ import torch
 
 from baoc.callbacks.trainer_state import logs_now
 from baoc.errors import BudgetBreachedError
-from baoc.profiling.device import context_bytes
+from baoc.profiling.device import context_now
 from baoc.profiling.tracker import MemoryTracker
 from baoc.types import Budget
 from baoc.units import format_bytes, gib
@@ -215,7 +215,7 @@ class MemoryMonitor(L.Callback):
     def _read_context(self) -> None:
         """The CUDA context grows as kernels load, so the reading from before the first step is not the last word."""
         if self._device.type == "cuda":
-            self.context_bytes = max(self.context_bytes, context_bytes(self._device))
+            self.context_bytes = max(self.context_bytes, context_now(self._device))
 
     # -- tracking -------------------------------------------------------------------------------------------------
 

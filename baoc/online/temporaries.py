@@ -3,6 +3,7 @@
 import math
 import warnings
 from collections.abc import Iterable
+from functools import lru_cache
 
 import torch
 
@@ -51,9 +52,14 @@ def _measured(specs: Iterable[OptimizerSpec], *, params: list[torch.Tensor]) -> 
     found = {}
     for spec in specs:
         backend = "eager" if moved else stand_in(spec, device=device, numel=numel)
-        probe = _probe(spec, device=device, dtype=largest.dtype, backend=backend)
-        found[spec.name] = math.ceil(scale * step_temporary_bytes(probe, device=device))
+        found[spec.name] = math.ceil(scale * _on_a_small_one(spec, device, largest.dtype, backend))
     return found
+
+
+@lru_cache(maxsize=256)
+def _on_a_small_one(spec: OptimizerSpec, device: torch.device, dtype: torch.dtype, backend: str) -> int:
+    """Bytes of a step on _ROWS x _COLUMNS elements, which nothing changes while a process lives."""
+    return step_temporary_bytes(_probe(spec, device=device, dtype=dtype, backend=backend), device=device)
 
 
 def _probe(spec: OptimizerSpec, *, device: torch.device, dtype: torch.dtype, backend: str) -> StepProbe:

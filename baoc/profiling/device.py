@@ -17,10 +17,12 @@ from baoc.kernels.host_memory import available_host_bytes
 from baoc.types import Budget
 from baoc.units import MIB, format_bytes
 
-# Kept free for kernels that load after the context was measured: 72 MiB came on an H200 (ViT-S/16, one run).
+# Kept free for kernels that load after the context was first measured: 72 MiB came on an H200 (ViT-S/16, one run).
 LATE_MODULES_BYTES = 80 * MIB
+LAST_MODULES_BYTES = 8 * MIB  # of these, whatever has loaded by now
 
 _free_at_start: dict[int, int] = {}  # device index -> bytes that were free before this process used it
+_first_context: dict[int, int] = {}  # device index -> bytes of the context at its first reading
 _fractions: dict[int, float] = {}  # device index -> the cap that is in force, of the card's memory
 
 
@@ -38,10 +40,25 @@ def free_bytes(device: torch.device | str) -> int:
     index = _index(device)
     _remember_free(index)
     cached = torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
-    return torch.cuda.mem_get_info(index)[0] + cached + context_bytes(device)
+    return torch.cuda.mem_get_info(index)[0] + cached + context_now(device)
 
 
 def context_bytes(device: torch.device | str) -> int:
+    """Bytes that plans and caps take the CUDA context for, with LATE_MODULES_BYTES beside it; 0 on other devices.
+
+    What it was at its first reading, when hardly a kernel had loaded, as long as those that have loaded since leave
+    LAST_MODULES_BYTES of LATE_MODULES_BYTES; from there on it grows with them. So it does not matter how many a process
+    had loaded when it planned, and a least budget that one process names is one for the next.
+    """
+    device = torch.device(device)
+    if device.type != "cuda":
+        return 0
+    now = context_now(device)
+    first = _first_context.setdefault(_index(device), now)
+    return max(min(first, now), now + LAST_MODULES_BYTES - LATE_MODULES_BYTES)
+
+
+def context_now(device: torch.device | str) -> int:
     """Bytes of the CUDA context and its loaded kernels, 0 on other devices.
 
     What the driver says that this process holds, less torch's own, where it tells processes apart. Else the fall of

@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,8 +69,9 @@ MEASURED = (
 )
 
 
-def run_case(name: str, *, steps: int, folder: Path) -> None:
+def run_case(name: str, *, steps: int, warm: int, folder: Path) -> None:
     """One case in this process, which ends with it; what it says goes to a log in its folder."""
+    from baoc import assembly
     from baoc import train as training
     from baoc.config.compose import compose
     from baoc.config.from_hydra import from_hydra
@@ -78,17 +80,18 @@ def run_case(name: str, *, steps: int, folder: Path) -> None:
     log = os.open(folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    assembly.StepMonitor = partial(assembly.StepMonitor, warmup_steps=warm)
     overrides = [*CASES[name], f"trainer.max_steps={steps}", *(QUIET if "dit" in name else QUIET[:-1])]
     training.run(from_hydra(compose(overrides)), run_dir=folder, command=" ".join(overrides))
 
 
-def forked(name: str, *, steps: int, folder: Path, seconds: float) -> str:
+def forked(name: str, *, steps: int, warm: int, folder: Path, seconds: float) -> str:
     """Why the case has no result; empty where it has one."""
     child = os.fork()
     if child == 0:
         status = 1
         try:
-            run_case(name, steps=steps, folder=folder)
+            run_case(name, steps=steps, warm=warm, folder=folder)
             status = 0
         except BaseException as error:  # the row tells it
             (folder / "error.txt").write_text(f"{type(error).__name__}: {error}")
@@ -110,12 +113,14 @@ def row_of(name: str, *, folder: Path, why: str, took_s: float) -> dict[str, obj
     row: dict[str, object] = {"case": name, "command": " ".join(CASES[name]), "option": "", "weights": ""}
     result = json.loads(read(folder / "result.json") or "{}")
     row |= {key: result.get(key, "") for key in MEASURED}
+    row["deciding"] = read(folder / "deciding.json") or ""
     chosen = [option for option in options_of(folder) if option["chosen"] == "True"]
     if chosen:
         row |= {key: chosen[0][key] for key in ("option", "weights")}
     if result:
         row["torch"] = result["versions"].get("torch", "")
-        row["step_error"] = 1e3 * result["step_s_predicted"] / result["step_ms"] - 1
+        if result["step_ms"] is not None:  # else too few steps to time one
+            row["step_error"] = 1e3 * result["step_s_predicted"] / result["step_ms"] - 1
         row["peak_error"] = result["peak_bytes_predicted"] / result["peak_bytes"] - 1
         row[result["quality"]["name"]] = result["quality"]["value"]
     return row | {"took_s": round(took_s, 1), "why": why}
@@ -142,6 +147,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--runs", type=Path, default=Path("/tmp/budget_ratio"))
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--warm", type=int, default=5, help="first steps that are not timed: steps of seconds need few")
     parser.add_argument("--seconds", type=float, default=230.0, help="of all cases; those after are left out")
     parser.add_argument("--only", nargs="*", choices=list(CASES), default=list(CASES))
     asked = parser.parse_args()
@@ -164,7 +170,7 @@ def main() -> None:
             print(f"no time for {name}")
             continue
         folder = asked.runs / name
-        why = forked(name, steps=asked.steps, folder=folder, seconds=min(end - began, 120))
+        why = forked(name, steps=asked.steps, warm=asked.warm, folder=folder, seconds=min(end - began, 120))
         rows.append(row_of(name, folder=folder, why=why, took_s=time.monotonic() - began))
         options += [{"case": name, **option} for option in options_of(folder)]
         write(asked.out / "ratio.csv", rows)

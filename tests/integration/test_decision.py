@@ -2,7 +2,7 @@
 
 import csv
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -102,11 +102,8 @@ def test_no_option_fits_says_the_least_and_which_pin_is_in_the_way(tmp_path: Pat
         run(tmp_path / "day" / "large", budget=parse_budget("3mb"), micro_batch=32, objective="throughput")
 
 
-@pytest.mark.parametrize("context", [False, True])
-def test_where_not_even_a_trial_has_room_the_refusal_names_what_would_fit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, context: bool
-):
-    """A stand-in for CUDA's cap, within which nothing runs; or that the context alone takes the budget."""
+def standing_in(monkeypatch: pytest.MonkeyPatch, *, has_room: Callable[[dict[str, Any]], bool], context: bool) -> None:
+    """A stand-in for CUDA's cap, within which only what `has_room` runs; or that the context alone takes the budget."""
     inside = [True]
 
     @contextmanager
@@ -116,7 +113,7 @@ def test_where_not_even_a_trial_has_room_the_refusal_names_what_would_fit(
         inside[0] = True
 
     def capped(trials: Trials, micro_batch: int, **arguments: Any) -> Trial:
-        if inside[0] and not context:
+        if inside[0] and not context and not has_room(arguments):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return run_trial(trials, micro_batch, **arguments)
 
@@ -129,10 +126,27 @@ def test_where_not_even_a_trial_has_room_the_refusal_names_what_would_fit(
     monkeypatch.setattr("baoc.tryouts.uncapped", uncapped)
     monkeypatch.setattr("baoc.decision.uncapped", uncapped)
     monkeypatch.setattr("baoc.decision.cap_device", cap)
+
+
+@pytest.mark.parametrize("context", [False, True])
+def test_where_not_even_a_trial_has_room_the_refusal_names_what_would_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, context: bool
+):
+    standing_in(monkeypatch, has_room=lambda _: False, context=context)
     monkeypatch.setattr("baoc.decision.time_specs", None)  # there is no room to time anything
+    budget = parse_budget({"memory": "1mb", "step_time": 1.1} if context else "1mb")
     with pytest.raises(InfeasibleBudgetError, match=r"cannot be met by any of 14 options.*least that one takes is"):
-        run(tmp_path / "day" / "none", budget=parse_budget("1mb"))
+        run(tmp_path / "day" / "none", budget=budget)
     assert all(row["tried"] == "False" for row in rows(tmp_path / "day" / "none"))
+
+
+def test_where_all_gradients_at_once_have_no_room_they_are_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Trials keep them all, so that none has room; what released ones leave is told by a look outside of the cap."""
+    standing_in(monkeypatch, has_room=lambda arguments: bool(arguments.get("released")), context=False)
+    model = ModelConfig(checkpointing=False)
+    result = run(tmp_path / "day" / "freed", budget=parse_budget("16mb"), model=model, objective="throughput")
+    assert chosen(tmp_path / "day" / "freed")["release"] == "True" and result.budget_met
+    assert result.step_s_predicted > 0
 
 
 def test_a_network_without_parts_to_recompute_says_so():

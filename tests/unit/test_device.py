@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from baoc.errors import BadInputError
-from baoc.profiling import cap_device, context_bytes, device, free_bytes, recap_device, uncapped
+from baoc.profiling import cap_device, context_bytes, context_now, device, free_bytes, recap_device, uncapped
 from baoc.types import Budget
 from baoc.units import GIB, MIB
 
@@ -28,6 +28,7 @@ class Card:
         self.settings: list[str] = []
         self.initialized = False
         monkeypatch.setattr(device, "_free_at_start", {})
+        monkeypatch.setattr(device, "_first_context", {})
         self.own: int | None = None
         monkeypatch.setattr(device, "_nvml_free", lambda index: self.free if nvml else None)
         monkeypatch.setattr(device, "_nvml_own", lambda index: self.own)
@@ -59,18 +60,31 @@ class Card:
 
 def test_context_is_the_fall_of_free_memory_less_torch_s_own(monkeypatch):
     card = Card(monkeypatch)
-    assert context_bytes("cuda:0") == GIB // 2
+    assert context_now("cuda:0") == GIB // 2
     card.reserved, card.context = 7 * GIB, GIB  # kernels have loaded
-    assert context_bytes("cuda:0") == GIB
+    assert context_now("cuda:0") == GIB
 
 
 def test_what_other_processes_take_meanwhile_is_no_context_where_the_driver_tells_them_apart(monkeypatch):
     card = Card(monkeypatch)
-    context_bytes("cuda:0")
+    context_now("cuda:0")
     card.reserved, card.others = 7 * GIB, 20 * GIB
-    assert context_bytes("cuda:0") == 17 * GIB + GIB // 2
+    assert context_now("cuda:0") == 17 * GIB + GIB // 2
     card.own = 7 * GIB + GIB // 2
+    assert context_now("cuda:0") == GIB // 2
+
+
+def test_kernels_that_load_take_of_the_room_that_was_kept_for_them(monkeypatch):
+    """So a process that plans early and one that plans late come to the same, until that room is nearly used up."""
+    card = Card(monkeypatch)
+    late, last = device.LATE_MODULES_BYTES, device.LAST_MODULES_BYTES
+    assert context_bytes("cuda:0") == GIB // 2 == context_now("cuda:0")
+    card.context = GIB // 2 + late - last
     assert context_bytes("cuda:0") == GIB // 2
+    cap_device("cuda:0", budget=Budget(name="8gb", memory_bytes=8 * GIB))
+    assert card.fraction == pytest.approx((8 * GIB - GIB // 2 - late) / (80 * GIB))
+    card.context += MIB
+    assert context_bytes("cuda:0") == GIB // 2 + MIB and context_bytes("cpu") == 0
 
 
 class Library:
@@ -108,7 +122,7 @@ def test_own_bytes_by_the_driver(monkeypatch, processes, own):
 def test_without_a_reading_from_before_all_that_is_not_torch_s_counts(monkeypatch):
     card = Card(monkeypatch, nvml=False)
     card.reserved = 2 * GIB
-    assert context_bytes("cuda") == 3 * GIB + GIB // 2
+    assert context_now("cuda") == 3 * GIB + GIB // 2
 
 
 def test_auto_is_what_the_card_had_free_and_what_torch_holds_unused(monkeypatch):
