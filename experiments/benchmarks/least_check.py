@@ -34,6 +34,9 @@ def started(budget: str, *, overrides: list[str], folder: Path, keep: Path | Non
     if result.is_file():
         found = json.loads(result.read_text())
         row |= {key: found[key] for key in ("peak_bytes", "peak_bytes_predicted", "budget_bytes", "budget_met")}
+    deciding = folder / "deciding.json"
+    if deciding.is_file():
+        row["deciding"] = {name: round(s, 1) for name, s in json.loads(deciding.read_text())["phases_s"].items()}
     row["seconds"] = round(time.time() - began, 1)
     print(" ".join(f"{key}={value}" for key, value in row.items()), flush=True)
     return row

@@ -130,9 +130,10 @@ class Parts:
 
     def _teardown(self, teardown: Any) -> Any:
         def done(strategy: BaocStrategy) -> None:
-            if self._again is not None and self._steps.get("trained"):
+            module = strategy.lightning_module
+            if self._again is not None and module is not None and self._steps.get("trained"):
                 again, self._again, self._phase = self._again, None, "after"
-                with strategy.silent(strategy.lightning_module):
+                with strategy.silent(module):
                     again()
             teardown(strategy)
 
