@@ -20,6 +20,7 @@ from baoc.profiling.as_on_cuda import CachingAllocator
 from baoc.profiling.dropping import Dropped, storage_bytes
 from baoc.profiling.timeline import Timeline
 from baoc.profiling.tracker import MemoryTracker, PeakMeter
+from baoc.profiling.writes import Unwritten
 from baoc.types import Footprint, Moment
 from baoc.units import KIB
 
@@ -71,14 +72,21 @@ def probe_footprint(
     device = next((param.device for param in params), torch.device("cpu"))
     module = source if isinstance(source, nn.Module) else None
     with (
-        restored(module, params),  # first, as what is there is counted when the meter is made
+        restored(module, params) as unwritten,  # first, as what is there is counted when the meter is made
         PeakMeter(device, source, allocator=allocator) as meter,
         Dropped(released, meter=meter) as dropped,
     ):
         weights_bytes = storage_bytes([*params, *(module.buffers() if module else ())])
         named = {} if module is None else {name: p for name, p in module.named_parameters() if p.requires_grad}
         peak, moments, order = _training_peak(
-            run_micro_batch, params, meter, dropped, accumulation=accumulation, named=named, warm=warm, thinned=thinned
+            _watched(run_micro_batch, unwritten) if warm else run_micro_batch,
+            params,
+            meter,
+            dropped,
+            accumulation=accumulation,
+            named=named,
+            warm=warm,
+            thinned=thinned,
         )
         gradients_bytes, resident_bytes = _left(params, meter, dropped, released=bool(released))
         validation = _validation(run_validation_batch, module, meter, named=named)
@@ -267,10 +275,24 @@ def _drop_gradients(params: Sequence[Tensor]) -> None:
         param.grad = None
 
 
+def _watched(run: Callable[[], object], unwritten: Unwritten) -> Callable[[], object]:
+    """`run`, the first time watched for writes into parameters, unless these were looked at before."""
+
+    def watched() -> object:
+        if unwritten.looked_at:
+            return run()
+        with unwritten.watching():
+            return run()
+
+    return watched
+
+
 @contextmanager
-def restored(module: nn.Module | None, params: Sequence[Tensor]) -> Iterator[None]:
-    """Puts RNG states, training modes and buffers back; gradients are None inside at first, and afterwards."""
+def restored(module: nn.Module | None, params: Sequence[Tensor]) -> Iterator[Unwritten]:
+    """Puts RNG states, training modes, buffers and what was written into parameters back; gradients are None inside at
+    first, and afterwards."""
     _drop_gradients(params)
+    unwritten = Unwritten(params)
     random_state, numpy_state = random.getstate(), _numpy_random()
     modes = [(child, child.training) for child in module.modules()] if module is not None else []
     buffers = [
@@ -282,8 +304,9 @@ def restored(module: nn.Module | None, params: Sequence[Tensor]) -> Iterator[Non
     cuda = [param.device for param in params if param.device.type == "cuda"]
     try:
         with torch.random.fork_rng(devices=sorted({device.index for device in cuda}), device_type="cuda"):
-            yield
+            yield unwritten
     finally:
+        unwritten.put_back()
         random.setstate(random_state)
         if numpy_state is not None:
             sys.modules["numpy"].random.set_state(numpy_state)

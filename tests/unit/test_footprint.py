@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from baoc.catalogue import SPECS
 from baoc.optim import BlockwiseOptimizer
 from baoc.profiling import FirstStepMemory, MemoryTracker, probe_footprint, step_temporary_bytes
-from baoc.profiling.footprint import SCALARS_BYTES
+from baoc.profiling.footprint import SCALARS_BYTES, restored
 
 F32 = 4
 
@@ -139,6 +139,37 @@ def test_nothing_is_left_behind():
     for name, buffer in net.named_buffers():
         assert id(buffer) == buffers[name][0], name
         assert torch.equal(buffer, buffers[name][1]), name
+
+
+class Averaging(nn.Module):
+    """Its forward writes into three of its weights, one of them behind autograd's back."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(10, 8, max_norm=0.1)
+        self.head = nn.Linear(8, 4)
+        self.average = nn.Parameter(torch.zeros(4, 8), requires_grad=False)
+
+    def forward(self, indices: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.average.lerp_(self.head.weight, 0.5)
+        self.head.bias.data += 1
+        return self.head(self.table(indices)).square().sum()
+
+
+def test_what_a_forward_writes_into_parameters_is_put_back():
+    net, indices = Averaging(), torch.arange(5)
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    for _ in range(2):  # the second look knows, and watches no more
+        probe_footprint(net, run_micro_batch=lambda: net(indices))
+        assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    with restored(net, list(net.parameters())):  # as a rehearsal does, which watches nothing
+        net(indices)
+    changed = [name for name, value in net.state_dict().items() if not torch.equal(value, before[name])]
+    assert not changed
+    net(indices)
+    changed = [name for name, value in net.state_dict().items() if not torch.equal(value, before[name])]
+    assert changed == ["average", "table.weight", "head.bias"]
 
 
 def test_a_failing_callable_leaves_nothing_behind_either():
