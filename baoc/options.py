@@ -287,7 +287,7 @@ def _none_is_fast(slow: Sequence[Option], *, options: Sequence[Option], budget: 
         f"budget {budget.name} with step_time={budget.step_time:g} cannot be met by any of {len(options)} options: of "
         f"those that hold the memory the fastest, {fastest.name}, takes {fastest.fastest_s * 1e3:.3g} ms a step, "
         f"{ratio:.3f} times the {fastest.reference_s * 1e3:.3g} ms of fused AdamW with the fastest micro-batch that "
-        f"was tried. Give {' or '.join(advice)}",
+        f"was tried. Give {', or '.join(advice)}",
         budget_bytes=budget.memory_bytes or 0,
         least_feasible_bytes=fastest.peak_bytes,
         advice=advice,

@@ -111,11 +111,6 @@ def plan_for(
             f"budget {budget.name} is more than {card.name} has: planned for its {format_bytes(card.memory_bytes)}"
         )
         budget = replace(budget, memory_bytes=card.memory_bytes)
-    if budget.memory_bytes is not None and budget.memory_bytes <= card.context_bytes:
-        raise BadInputError(
-            f"budget {budget.name} is {format_bytes(budget.memory_bytes)}, of which the CUDA context alone takes "
-            f"{format_bytes(card.context_bytes)} on {card.name}: give a larger one"
-        )
     settings = widened(settings, device="cuda", budget=budget, precision=str(config.trainer.precision or "32-true"))
     axes = planned_axes(config, task=task)
     real = next(iter(data.make_train_loader(limit=None)))

@@ -79,7 +79,8 @@ def test_a_plan_for_a_card_is_made_without_weights(tmp_path: Path, capsys: pytes
 
 
 def test_what_no_option_fits_names_the_least(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Weights in full pass what the context leaves, so a step is looked at with those in 16 bits that may be so."""
+    """Weights in full pass what the context leaves, so a step is looked at with those in 16 bits that may be so. Below
+    the context, too."""
     looked: list[int] = []
 
     def told(found: Footprint, *, less: Mapping[str, int]) -> Footprint:
@@ -93,14 +94,10 @@ def test_what_no_option_fits_names_the_least(tmp_path: Path, monkeypatch: pytest
     ):
         training.run(asked("800mb"), run_dir=tmp_path / "none", command="")
     assert looked and max(looked) < 0.6 * 4 * 22e6
-
-
-def test_a_budget_below_the_context_is_refused_as_such(tmp_path: Path):
     (tmp_path / "context").mkdir()
-    with pytest.raises(
-        BadInputError, match=r"budget 500mb is 500 MiB, of which the CUDA context alone takes 717 MiB on"
-    ):
+    with pytest.raises(InfeasibleBudgetError, match="any of 16 options: it allows 500 MiB") as caught:
         training.run(asked("500mb"), run_dir=tmp_path / "context", command="")
+    assert caught.value.least_feasible_bytes > CARDS["h100"].context_bytes
 
 
 def test_a_card_is_to_plan_for_only_and_named_where_it_is_needed():
