@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import repeat
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -26,6 +27,7 @@ from baoc.profiling.footprint import restored
 
 WARM = 2  # steps that are not counted: memory is taken, kernels are chosen
 MOST = 12  # that are
+FEW = 8  # micro-batches of a step: more of them are as those before
 BYSTANDERS = 6  # callbacks of a run that do little, and are asked at every hook
 
 
@@ -44,12 +46,13 @@ def rehearse(
     """Seconds of a step as training will take it, all but the optimizer's own part.
 
     The median of as many steps of `accumulation` micro-batches as begin within `max_s` seconds after WARM ones, MOST at
-    most; of steps longer than that one is warm. `loss` runs a forward of `module` on `batch`, which is on the device,
+    most; of steps longer than that one is warm. Of more than FEW micro-batches so many are run, and the rest is taken
+    to last as long as those between the first and the last. `loss` runs a forward of `module` on `batch`, which is on the device,
     and `log` logs meanwhile as it does in training. `clip`: value and algorithm of Lightning's clipping. `released`:
     parameters of each block whose gradients go when all have come. Gradients are None afterwards, however it ends;
     weights, buffers and generators are as they were. Raises torch.OutOfMemoryError where there is no room.
     """
-    stand_in = _StandIn(loss, params)
+    stand_in, few = _StandIn(loss, params), min(accumulation, FEW)
     clock, guard = _Clock(max_s=max_s), LossGuard()
     guard.tell = lambda _: None  # these are no steps of the run
     cuda = device.type == "cuda"
@@ -64,7 +67,7 @@ def rehearse(
             accelerator="cuda" if cuda else "cpu",
             devices=[device.index or 0] if cuda else 1,
             max_steps=WARM + MOST,
-            accumulate_grad_batches=accumulation,
+            accumulate_grad_batches=few,
             gradient_clip_val=clip[0],
             gradient_clip_algorithm=clip[1],
             callbacks=[*(L.Callback() for _ in range(BYSTANDERS)), guard, clock],
@@ -76,8 +79,8 @@ def rehearse(
         )
         # Those that are there go on: Lightning's would end the run without a checkpoint.
         trainer._signal_connector.register_signal_handlers = lambda: None
-        trainer.fit(stand_in, train_dataloaders=_Batches(batch, count=(WARM + MOST) * accumulation))
-    return clock.step_ms / 1e3
+        trainer.fit(stand_in, train_dataloaders=_Batches(batch, count=(WARM + MOST) * few))
+    return (clock.step_ms + (accumulation - few) * clock.micro_batch_ms) / 1e3
 
 
 class _Batches:
@@ -119,6 +122,22 @@ class _Clock(StepMonitor):
         super().__init__(warmup_steps=WARM, batch_size=1)
         self._max_s = max_s
         self._began = perf_counter()
+        self._inner: list[list[tuple[Any, Any]]] = []  # micro-batches but for the first and the last, by counted step
+
+    @property
+    def micro_batch_ms(self) -> float:
+        """Median over the counted steps of the mean micro-batch between the first and the last; 0 of fewer than 3."""
+        self._read_events()
+        means = [sum(map(self._spent_ms, parts)) / len(parts) for parts in self._inner if parts]
+        return median(means) if means else 0.0
+
+    def _spent_ms(self, part: tuple[Any, Any]) -> float:
+        start, end = part
+        return start.elapsed_time(end) if self._cuda else (end - start) * 1e3
+
+    def _count(self) -> None:
+        super()._count()
+        self._inner.append(self._parts[1:-1])
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)

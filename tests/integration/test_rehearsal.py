@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import time
 from typing import Any
 
 import lightning as L
@@ -14,7 +15,7 @@ from torchmetrics import Metric
 from torchmetrics.aggregation import MeanMetric
 
 from baoc.strategy.probe import silent
-from baoc.strategy.rehearsal import MOST, WARM, rehearse
+from baoc.strategy.rehearsal import FEW, MOST, WARM, rehearse
 from tests.tiny import LIGHTNING_NOISE
 
 pytestmark = LIGHTNING_NOISE
@@ -61,6 +62,18 @@ def test_long_steps_are_few_and_released_gradients_are_gone():
     rehearsed(net, max_s=0.0, released=[list(net.layers[0].parameters()), list(net.layers[1].parameters())])
     assert len(net.logged) == 2, "one that is warm, one that counts"
     assert net.gradients == [0, 0]
+
+
+def test_of_many_micro_batches_a_few_tell_how_long_all_take():
+    net = Net()
+
+    def loss(batch: Tensor) -> Tensor:
+        time.sleep(0.01)
+        return net.training_step(batch, 0)
+
+    seconds = rehearsed(net, max_s=0.0, accumulation=40, loss=loss)
+    assert len(net.logged) == 2 * FEW and seconds >= 40 * 0.01
+    assert seconds < 40 * 0.1, "not the whole step for each"
 
 
 def test_an_interrupt_and_an_error_go_on_as_what_they_are():
