@@ -47,10 +47,10 @@ def rehearse(
 
     The median of as many steps of `accumulation` micro-batches as begin within `max_s` seconds after WARM ones, MOST at
     most; of steps longer than that one is warm. Of more than FEW micro-batches so many are run, and the rest is taken
-    to last as long as those between the first and the last. `loss` runs a forward of `module` on `batch`, which is on the device,
-    and `log` logs meanwhile as it does in training. `clip`: value and algorithm of Lightning's clipping. `released`:
-    parameters of each block whose gradients go when all have come. Gradients are None afterwards, however it ends;
-    weights, buffers and generators are as they were. Raises torch.OutOfMemoryError where there is no room.
+    to last as long as those between the first and the last. `loss` runs a forward of `module` on `batch`, which is on
+    the device, and `log` logs meanwhile as it does in training. `clip`: value and algorithm of Lightning's clipping.
+    `released`: parameters of each block whose gradients go when all have come. Gradients are None afterwards, however
+    it ends; weights, buffers and generators are as they were. Raises torch.OutOfMemoryError where there is no room.
     """
     stand_in, few = _StandIn(loss, params), min(accumulation, FEW)
     clock, guard = _Clock(max_s=max_s), LossGuard()
