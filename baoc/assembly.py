@@ -27,6 +27,8 @@ from baoc.config.schema import RunConfig
 from baoc.errors import BudgetBreachedError, CheckpointError
 from baoc.online import BudgetChange, ReallocationSettings, RelaxationSettings, SessionSettings
 from baoc.planner import PlannerSettings
+from baoc.profiling import context_bytes, context_now
+from baoc.profiling.device import LATE_MODULES_BYTES
 from baoc.recorder import Recorder
 from baoc.strategy import BaocStrategy
 from baoc.tasks.base import Task
@@ -196,7 +198,12 @@ def assemble_trainer(
 def watch_memory(memory: MemoryMonitor, *, task: Task, strategy: BaocStrategy, predicted_bytes: int) -> None:
     """Tells the memory monitor what the plan knows, and lets it measure migrations."""
     assert strategy.reallocator is not None
-    memory.context_bytes, memory.predicted_bytes = strategy.context_bytes, predicted_bytes
+    device = strategy.root_device
+    memory.context_bytes, memory.predicted_bytes = context_now(device), predicted_bytes
+    if device.type == "cuda":  # looks before the plan, with weights in full, are part of the run's peak
+        looks = torch.cuda.max_memory_reserved(device) + context_bytes(device) + LATE_MODULES_BYTES
+        plans = memory.predicted
+        memory.predicted = lambda: max(plans(), looks)
     memory.budget_bytes = strategy.budget.memory_bytes  # budget=auto has a limit only now
     memory.budget_name = strategy.budget.name  # after a resume it is the one that was in force
     profiler = strategy.reallocator.profiler

@@ -26,10 +26,10 @@ from baoc.online import SessionSettings, soon_timed, step_temporaries, time_spec
 from baoc.online.assemble import make_profiler, narrow_params
 from baoc.optim.placement import arrival_bytes
 from baoc.options import Axes, best, divisors, footprint_at, make_option, none_fits, option_rows
-from baoc.phases import Phases
 from baoc.planner import Planner
-from baoc.profiling import cap_device, context_bytes, describe, free_bytes, uncapped
+from baoc.profiling import cap_device, clear_cache, context_bytes, describe, free_bytes, uncapped
 from baoc.profiling.lowered import narrowed_bytes
+from baoc.profiling.phases import Phases
 from baoc.resuming import choice_of, keep, settled
 from baoc.strategy.arrival import must_wait, visiting
 from baoc.strategy.probe import unwrapped, upkeep_bytes
@@ -106,6 +106,7 @@ def decide(
     finally:
         gc.unfreeze()
         visit.close()
+        clear_cache(torch.device(device))  # what was tried is no part of the run
         restore_rng(generators)
     choice = choice_of(chosen)
     keep(choice, run_dir=run_dir)
@@ -166,14 +167,15 @@ class _Decision:
         self.tryouts = Tryouts(
             config,
             task=task,
-            trials=Trials(task, batch=batch, val_batch=val_batch, device=self.where, precision=precision),
+            trials=Trials(
+                task, batch=batch, val_batch=val_batch, device=self.where, precision=precision, phases=phases
+            ),
             where=self.where,
             budget=self.budget,
             axes=self.axes,
             narrow={} if waits else narrow,
             less=less,
             capped=capped,
-            phases=phases,
         )
         for checkpointing in self.axes.checkpointing:
             if not (checkpointing and self._roomy()):

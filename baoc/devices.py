@@ -39,7 +39,14 @@ CARDS: dict[str, Card] = {
     card.name: card
     for card in (
         Card(name="h100", description="H100 SXM, 80 GB", memory_bytes=79 * GIB, flops=989e12, bandwidth=3.35e12),
-        Card(name="h200", description="H200 SXM, 141 GB", memory_bytes=139 * GIB, flops=989e12, bandwidth=4.8e12),
+        Card(
+            name="h200",
+            description="H200 SXM, 141 GB",
+            memory_bytes=139 * GIB,
+            flops=989e12,
+            bandwidth=4.8e12,
+            context_bytes=758 * MIB,  # measured after a forward and backward
+        ),
         Card(
             name="a100",
             description="A100 SXM, 80 GB",

@@ -36,7 +36,7 @@ from baoc.planner import Planner
 from baoc.profiling import describe
 from baoc.profiling.depth import LONG, SHORT, Layers, extended, layers_of
 from baoc.profiling.device import LATE_MODULES_BYTES
-from baoc.profiling.footprint import FRAGMENTATION
+from baoc.profiling.footprint import FRAGMENTATION, PAGES_BYTES
 from baoc.profiling.lowered import as_native, narrowed, narrowed_bytes
 from baoc.recorder import Recorder
 from baoc.resuming import choice_of, settled
@@ -339,6 +339,7 @@ class _Shapes:
             micro_batch=micro_batch,
             context_bytes=self.card.context_bytes,
             reserve_bytes=LATE_MODULES_BYTES
+            + PAGES_BYTES
             + self.card.workspace_bytes
             + int(FRAGMENTATION * looked.forward_backward_bytes),
             profile_bytes=int(PROFILE_BYTES * self.numel),

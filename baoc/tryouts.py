@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +15,6 @@ from torch import Tensor
 from baoc.config.schema import RunConfig
 from baoc.models.switches import disable_checkpointing, enable_checkpointing
 from baoc.options import Axes, Trial, footprint_at, released, seconds_at
-from baoc.phases import Phases
 from baoc.profiling import clear_cache, context_bytes, uncapped
 from baoc.profiling.lowered import narrowed
 from baoc.strategy.trials import Trials, grow
@@ -48,9 +46,7 @@ class Tryouts:
         narrow: Mapping[str, Tensor],
         less: Mapping[str, int],
         capped: bool = True,
-        phases: Phases | None = None,
     ):
-        self.phases = phases or Phases()
         self.config, self.task, self.trials = config, task, trials
         self.where, self.budget, self.axes, self.narrow = where, budget, axes, narrow
         self.capped = capped
@@ -154,7 +150,7 @@ class Tryouts:
     def _look(self, checkpointing: bool, size: int) -> Trial:
         """One trial. Raises _TooTight where it ran out of memory with weights in full, else torch.OutOfMemoryError."""
         run = partial(
-            self._trial,
+            self.trials.run,
             size,
             accumulation=2 if self.axes.micro_batches[0] < self.config.batch_size else 1,
             context_bytes=context_bytes(self.where),
@@ -166,10 +162,6 @@ class Tryouts:
             return run()
         clear_cache(self.where)
         raise _TooTight
-
-    def _trial(self, size: int, **how: Any) -> Trial:
-        with self.phases("trials for bytes" if how.get("timed") is False else "trials for bytes and seconds"):
-            return self.trials.run(size, **how)
 
     def _may_fit(self, footprint: Footprint) -> bool:
         """Whether some allocation might hold the budget: one without states, with weights of 16 bits where there are
@@ -190,20 +182,18 @@ class Tryouts:
         with suppress(torch.OutOfMemoryError), narrowed(self.narrow):
             for trial in {trial.micro_batch: trial for trial in (known[0], known[-1])}.values():
                 per_step = self.config.batch_size // trial.micro_batch
-                with self.phases("seconds with 16-bit weights"):
-                    seconds = self.trials.timed(trial.micro_batch, per_step=per_step)
+                seconds = self.trials.timed(trial.micro_batch, per_step=per_step)
                 self.spared[checkpointing][trial.micro_batch] = max(0.0, trial.seconds - seconds)
 
     def rehearse(self, way: Way, *, blocks: Sequence[Sequence[Tensor]]) -> None:
         """Learns the seconds of a step of this way, as training will take them. Raises torch.OutOfMemoryError."""
         given = self.config.trainer
-        with self.phases("rehearsals"):
-            self.rehearsed[way] = self.trials.rehearsed(
-                way[0],
-                per_step=self.config.batch_size // way[0],
-                clip=(None, None) if way[2] else (given.gradient_clip_val, given.gradient_clip_algorithm),
-                released=blocks if way[2] else (),
-            )
+        self.rehearsed[way] = self.trials.rehearsed(
+            way[0],
+            per_step=self.config.batch_size // way[0],
+            clip=(None, None) if way[2] else (given.gradient_clip_val, given.gradient_clip_algorithm),
+            released=blocks if way[2] else (),
+        )
 
     def try_out(self, way: Way, *, blocks: Sequence[Sequence[Tensor]]) -> None:
         """Bytes and seconds of this way as it would be run, or that it has no room. `blocks`: parameters of each."""
@@ -226,7 +216,7 @@ class Tryouts:
         size, checkpointing, release = way
         if self.knows(way) and narrow is (checkpointing in self.narrowed):
             return next(trial for trial in self.like(way) if trial.micro_batch == size)
-        return self._trial(
+        return self.trials.run(
             size,
             accumulation=self.config.batch_size // size,
             context_bytes=context_bytes(self.where),

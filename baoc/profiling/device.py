@@ -17,12 +17,14 @@ from baoc.kernels.host_memory import available_host_bytes
 from baoc.types import Budget
 from baoc.units import MIB, format_bytes
 
-# Kept free for kernels that load after the context was first measured: 72 MiB came on an H200 (ViT-S/16, one run).
-LATE_MODULES_BYTES = 80 * MIB
-LAST_MODULES_BYTES = 8 * MIB  # of these, whatever has loaded by now
+# Of kernels and libraries that load later, as seen on an H200 (ViT-S/16 and a Llama, one run each): 148 MiB came with
+# the first forward and backward, where the context had 610, and 73 more until training had begun.
+EARLY_MODULES_BYTES = 144 * MIB
+LATE_MODULES_BYTES = 88 * MIB
+LAST_MODULES_BYTES = 8 * MIB  # of the late ones, whatever has loaded by now
 
 _free_at_start: dict[int, int] = {}  # device index -> bytes that were free before this process used it
-_first_context: dict[int, int] = {}  # device index -> bytes of the context at its first reading
+_settled: dict[int, int] = {}  # device index -> bytes of the context after the first forward and backward
 _fractions: dict[int, float] = {}  # device index -> the cap that is in force, of the card's memory
 
 
@@ -46,16 +48,26 @@ def free_bytes(device: torch.device | str) -> int:
 def context_bytes(device: torch.device | str) -> int:
     """Bytes that plans and caps take the CUDA context for, with LATE_MODULES_BYTES beside it; 0 on other devices.
 
-    What it was at its first reading, when hardly a kernel had loaded, as long as those that have loaded since leave
-    LAST_MODULES_BYTES of LATE_MODULES_BYTES; from there on it grows with them. So it does not matter how many a process
-    had loaded when it planned, and a least budget that one process names is one for the next.
+    What it was after the first look at a forward and backward (`settle_context`), as long as kernels that have loaded
+    since leave LAST_MODULES_BYTES of LATE_MODULES_BYTES; from there on it grows with them. So it does not matter how
+    many a process had loaded when it planned, and a least budget that one process names is one for the next. Before
+    such a look, what is there and EARLY_MODULES_BYTES.
     """
     device = torch.device(device)
     if device.type != "cuda":
         return 0
-    now = context_now(device)
-    first = _first_context.setdefault(_index(device), now)
-    return max(min(first, now), now + LAST_MODULES_BYTES - LATE_MODULES_BYTES)
+    now, settled = context_now(device), _settled.get(_index(device))
+    if settled is None:
+        return now + EARLY_MODULES_BYTES
+    return max(min(settled, now), now + LAST_MODULES_BYTES - LATE_MODULES_BYTES)
+
+
+def settle_context(device: torch.device | str) -> int:
+    """`context_bytes` from now on, a forward and backward having been run; only the first call decides."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        _settled.setdefault(_index(device), context_now(device))
+    return context_bytes(device)
 
 
 def context_now(device: torch.device | str) -> int:
@@ -86,7 +98,12 @@ def settle_allocator(device: torch.device | str) -> None:
     Else states that come to lie between activations leave gaps that are reserved and of no use.
     """
     if torch.device(device).type == "cuda" and not any(os.environ.get(name) for name in _ALLOCATOR_VARIABLES):
-        torch.cuda.memory._set_allocator_settings(ALLOCATOR)
+        _allocator_settings()(ALLOCATOR)
+
+
+def _allocator_settings() -> Any:
+    """Torch's own setter; the older name warns where there is the newer one."""
+    return getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
 
 
 def cap_device(device: torch.device | str, *, budget: Budget) -> None:

@@ -22,7 +22,7 @@ from baoc.profiling.timeline import Timeline
 from baoc.profiling.tracker import MemoryTracker, PeakMeter
 from baoc.profiling.writes import Unwritten
 from baoc.types import Footprint, Moment
-from baoc.units import KIB
+from baoc.units import KIB, MIB
 
 __all__ = ["FirstStepMemory", "MemoryTracker", "StepProbe", "probe_footprint", "step_temporary_bytes"]
 
@@ -31,6 +31,8 @@ StepProbe = Callable[[], Callable[[], None]]
 # Of the probe's peak: what torch's allocator reserves more when optimizer state lies between activations. Seen: 1.7 %
 # (ViT-B/16, batch 32, bf16 autocast, fused AdamW, H100, one run).
 FRAGMENTATION = 0.02
+# What the allocator takes from the device comes in pages, of 20 MiB for large tensors and of 2 MiB for small ones.
+PAGES_BYTES = 22 * MIB
 SCALARS_BYTES = 16 * KIB  # losses, logged values and gradient norms, which a loop keeps and a probe does not see
 
 NO_GRADIENT = (
@@ -62,7 +64,8 @@ def probe_footprint(
     gradients of the step before alive, gradients dropped, backward), or runs backward itself; then gradients are taken
     to be dropped before it, unless it drops them itself. It runs twice, so that the gradients of the step before exist.
     `run_validation_batch` runs in evaluation and inference mode. `step_probes`: see `step_temporary_bytes`, by spec.
-    `reserve_bytes` defaults to SCALARS_BYTES, on CUDA to LATE_MODULES_BYTES and the share FRAGMENTATION of the peak.
+    `reserve_bytes` defaults to SCALARS_BYTES, on CUDA to LATE_MODULES_BYTES, PAGES_BYTES and the share FRAGMENTATION of
+    the peak. On CUDA the context is read after the probe, and `context_bytes` is what it was before.
     `released`: the parameters of each block, where an optimizer releases gradients, `grouping` which of them it steps
     together from the second step on; then `resident_bytes` is the most
     that is alive when a block is stepped, and `gradients_bytes` the most of gradients. Without `warm` it runs once,
@@ -101,7 +104,7 @@ def probe_footprint(
         validation_bytes=max((moment.num_bytes for moment in validation), default=0),
         resident_bytes=resident_bytes,
         ema_bytes=ema_bytes,
-        context_bytes=_context_again(device, context_bytes),
+        context_bytes=devices.settle_context(device) or context_bytes,
         reserve_bytes=_reserve(device, peak=peak) if reserve_bytes is None else reserve_bytes,
         step_temporary_bytes=_temporaries(step_probes or {}, device=device),
         released=bool(released),
@@ -187,7 +190,7 @@ class FirstStepMemory:
             forward_backward_bytes=meter.peak_bytes - held,
             validation_bytes=0,
             resident_bytes=self._stepping_bytes - held if released else weights + gradients,
-            context_bytes=_context_again(device, self._context_bytes),
+            context_bytes=devices.settle_context(device) or self._context_bytes,
             reserve_bytes=_reserve(device, peak=meter.peak_bytes),
             released=released,
         )
@@ -195,12 +198,8 @@ class FirstStepMemory:
 
 def _reserve(device: torch.device, *, peak: int) -> int:
     if device.type == "cuda":
-        return devices.LATE_MODULES_BYTES + int(FRAGMENTATION * peak)
+        return devices.LATE_MODULES_BYTES + PAGES_BYTES + int(FRAGMENTATION * peak)
     return SCALARS_BYTES
-
-
-def _context_again(device: torch.device, before: int) -> int:
-    return max(before, devices.context_bytes(device))
 
 
 def _training_peak(

@@ -152,26 +152,29 @@ def series_seconds(
     least: int = 2,
     most: int = 12,
     warm: bool = True,
+    once_s: float | None = None,
     group: int = 1,
     clock: Callable[[], float] = perf_counter,
 ) -> float:
     """Seconds of one `run` among many that follow each other, as in training, where nobody waits for the device.
 
-    One run first that is not counted, unless `warm` is False; then `least` to `most` while `max_s` lasts. On CUDA the
-    mean of a series, else the median. Training looks at its losses once per step, so `group` runs, those of a step,
-    are launched without waiting for the device.
+    One run first that is not counted, unless `warm` is False; then `least` to `most` while `max_s` lasts, of which one
+    is run to know how many, unless `once_s` tells it. On CUDA the mean of a series, else the median. Training looks at
+    its losses once per step, so `group` runs, those of a step, are launched without waiting for the device.
     """
     began = clock()
     if warm:
         run()
     wait(device)
-    start = clock()
-    run()
-    wait(device)
-    once = clock() - start
-    count = max(least, min(most, int((max_s - (clock() - began)) / max(once, 1e-9))))
+    found: list[float] = []
+    if once_s is None:
+        start = clock()
+        run()
+        wait(device)
+        found = [once_s := clock() - start]
+    count = max(least, min(most, int((max_s - (clock() - began)) / max(once_s, 1e-9))))
     if device.type != "cuda":
-        return median([once, *(_host_seconds(run, clock) for _ in range(count - 1))])
+        return median([*found, *(_host_seconds(run, clock) for _ in range(count - len(found)))])
     group = min(group, count)
     start = clock()
     for _ in range(count // group):

@@ -25,6 +25,7 @@ from baoc.tasks.ema import EmaWeights
 from baoc.types import Footprint, LatencyTable, OptimizerSpec
 
 CLIP_BYTES = 12  # per element, of clipping by norm
+REHEARSED_S = 2.0  # about what steps in Lightning's loop may take on a GPU, whose host's speed changes within a second
 SHARE = 0.2  # of what a latency table may take, that a rehearsal does on a CPU
 
 
@@ -153,7 +154,7 @@ class Probe:
                     accumulation=self.accumulation,
                     clip=(None, None) if released else self._clip,
                     released=released,
-                    max_s=max_s if device.type == "cuda" else SHARE * max_s,
+                    max_s=max(max_s, REHEARSED_S) if device.type == "cuda" else SHARE * max_s,
                 )
         clips = bool(self._clip[0]) and bool(released)
         table = time_specs(

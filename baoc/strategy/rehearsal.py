@@ -26,7 +26,7 @@ from baoc.callbacks.trainer_state import accumulating
 from baoc.profiling.footprint import restored
 
 WARM = 2  # steps that are not counted: memory is taken, kernels are chosen
-MOST = 12  # that are
+MOST = 24  # that are
 FEW = 8  # micro-batches of a step: more of them are as those before
 BYSTANDERS = 6  # callbacks of a run that do little, and are asked at every hook
 

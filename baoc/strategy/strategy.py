@@ -234,12 +234,12 @@ class BaocStrategy(SingleDeviceStrategy):
         return self.root_device
 
     def _with_context(self, footprint: Footprint) -> Footprint:
-        """The footprint with the context as it is now, which kernels have made larger, and the cap smaller for it."""
-        now = context_bytes(self.root_device)
-        if now > footprint.context_bytes:
+        """The footprint with the context as it is taken for now that steps were looked at, and a cap that leaves it."""
+        now = max(footprint.context_bytes, context_bytes(self.root_device))
+        if now != self.context_bytes:
             self.context_bytes = now
             cap_device(self.root_device, budget=self.budget)
-        return replace(footprint, context_bytes=max(footprint.context_bytes, now))
+        return replace(footprint, context_bytes=now)
 
     def _only_optimizer(self) -> Optimizer:
         if len(self.optimizers) != 1:

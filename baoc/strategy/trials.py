@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
+from time import perf_counter
 from typing import Any
 
 import lightning as L
@@ -19,8 +20,9 @@ from baoc.online.assemble import grouping
 from baoc.options import Trial, footprint_at, seconds_at
 from baoc.profiling import clear_cache, probe_footprint
 from baoc.profiling.as_on_cuda import CachingAllocator, CudaAutocast
-from baoc.profiling.latency import series_seconds
+from baoc.profiling.latency import series_seconds, wait
 from baoc.profiling.lowered import as_native
+from baoc.profiling.phases import Phases
 from baoc.strategy.probe import batch_size_of, silent
 from baoc.strategy.rehearsal import rehearse
 from baoc.tasks.ema import EmaWeights
@@ -64,13 +66,14 @@ class Trials:
         device: torch.device,
         precision: str,
         as_on_cuda: bool = False,
+        phases: Phases | None = None,
     ):
         if precision not in PRECISIONS:
             raise BadInputError(
                 f"micro_batch=auto tries micro-batches at trainer.precision={' or '.join(PRECISIONS)}, not "
                 f"{precision}: give a micro_batch, or one of these"
             )
-        self.module, self.device = module, device
+        self.module, self.device, self.phases = module, device, phases or Phases()
         self._batch, self._val_batch = batch, val_batch
         self._as_on_cuda = as_on_cuda
         self._mixed = precision == "bf16-mixed"
@@ -94,11 +97,10 @@ class Trials:
         `narrowed`: what parameters have less than native ones where the caller holds them in 16 bits; the footprint is
         told as that of native ones.
         """
-        clear_cache(self.device)  # what other sizes left in the allocator's cache would be in the way of this one
-        batch = self._moved(resized(self._batch, micro_batch))
+        batch = self._cleared(micro_batch)
         val_batch = None if self._val_batch is None else self._moved(resized(self._val_batch, micro_batch))
         ema = [part for part in (getattr(self.module, "ema", None),) if isinstance(part, EmaWeights)]
-        with silent(self.module), self._seeded(), self._flowing():
+        with silent(self.module), self._seeded(), self._flowing(), self.phases("trials, bytes"):
             footprint = probe_footprint(
                 self.module,
                 run_micro_batch=lambda: self._loss(batch) / accumulation,
@@ -113,7 +115,8 @@ class Trials:
                 thinned=thinned,
                 ema_bytes=sum(part.nbytes(self.module) for part in ema),
             )
-            seconds = self._seconds(batch, per_step=per_step or accumulation) if timed else math.nan
+            with self.phases("trials, seconds"):
+                seconds = self._seconds(batch, per_step=per_step or accumulation) if timed else math.nan
         extra = sum(part.validation_bytes(self.module) for part in ema) if val_batch is not None else 0
         footprint = replace(footprint, validation_bytes=footprint.validation_bytes + extra)
         if extra:
@@ -127,9 +130,9 @@ class Trials:
 
     def timed(self, micro_batch: int, *, per_step: int) -> float:
         """Seconds of forward and backward alone, as `run` takes them."""
-        clear_cache(self.device)
-        with silent(self.module), self._seeded():
-            return self._seconds(self._moved(resized(self._batch, micro_batch)), per_step=per_step)
+        batch = self._cleared(micro_batch)
+        with silent(self.module), self._seeded(), self.phases("trials, seconds with 16-bit weights"):
+            return self._seconds(batch, per_step=per_step)
 
     def rehearsed(
         self,
@@ -140,11 +143,11 @@ class Trials:
         released: Sequence[Sequence[Tensor]] = (),
     ) -> float:
         """Seconds of a whole step but for the optimizer's part, see `rehearse`."""
-        clear_cache(self.device)
-        with silent(self.module), self._seeded():
+        batch = self._cleared(micro_batch)
+        with silent(self.module), self._seeded(), self.phases("rehearsals"):
             return rehearse(
                 self._loss,
-                batch=self._moved(resized(self._batch, micro_batch)),
+                batch=batch,
                 module=self.module,
                 params=[param for param in self.module.parameters() if param.requires_grad],
                 device=self.device,
@@ -153,6 +156,12 @@ class Trials:
                 released=released,
                 max_s=REHEARSED_S[self.device.type],
             )
+
+    def _cleared(self, micro_batch: int) -> Any:
+        """A batch, on the device; what other sizes left in the allocator's cache would be in the way of this one."""
+        with self.phases("emptying caches"):
+            clear_cache(self.device)
+        return self._moved(resized(self._batch, micro_batch))
 
     def _seconds(self, batch: Any, *, per_step: int) -> float:
         """As in training, where the allocator has all that it needs: a series in which it asked for more counts only
@@ -163,11 +172,16 @@ class Trials:
             if per_step == 1:  # else gradients of the next micro-batch are added to these
                 self.module.zero_grad(set_to_none=True)
 
+        start = perf_counter()
         run()
+        wait(self.device)
+        once_s = perf_counter() - start
         found: list[float] = []
         for _ in range(SERIES):
             before = allocations(self.device)
-            found.append(series_seconds(run, device=self.device, max_s=TIMED_S, warm=False, group=per_step))
+            found.append(
+                series_seconds(run, device=self.device, max_s=TIMED_S, warm=False, once_s=once_s, group=per_step)
+            )
             if allocations(self.device) == before:
                 break
         self.module.zero_grad(set_to_none=True)

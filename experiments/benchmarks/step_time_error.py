@@ -15,6 +15,7 @@ import json
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -133,7 +134,8 @@ class Parts:
             module = strategy.lightning_module
             if self._again is not None and module is not None and self._steps.get("trained"):
                 again, self._again, self._phase = self._again, None, "after"
-                with strategy.silent(module):
+                releaser = strategy.reallocator.optimizer.releaser if strategy.reallocator is not None else None
+                with strategy.silent(module), releaser.held() if releaser is not None else nullcontext():
                     again()
             teardown(strategy)
 

@@ -28,11 +28,11 @@ class Card:
         self.settings: list[str] = []
         self.initialized = False
         monkeypatch.setattr(device, "_free_at_start", {})
-        monkeypatch.setattr(device, "_first_context", {})
+        monkeypatch.setattr(device, "_settled", {})
         self.own: int | None = None
         monkeypatch.setattr(device, "_nvml_free", lambda index: self.free if nvml else None)
         monkeypatch.setattr(device, "_nvml_own", lambda index: self.own)
-        monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", self.settings.append)
+        monkeypatch.setattr(device, "_allocator_settings", lambda: self.settings.append)
         monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
         monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
         monkeypatch.setattr(device.torch, "zeros", lambda *_, **__: self.start())
@@ -77,14 +77,17 @@ def test_what_other_processes_take_meanwhile_is_no_context_where_the_driver_tell
 def test_kernels_that_load_take_of_the_room_that_was_kept_for_them(monkeypatch):
     """So a process that plans early and one that plans late come to the same, until that room is nearly used up."""
     card = Card(monkeypatch)
-    late, last = device.LATE_MODULES_BYTES, device.LAST_MODULES_BYTES
-    assert context_bytes("cuda:0") == GIB // 2 == context_now("cuda:0")
-    card.context = GIB // 2 + late - last
-    assert context_bytes("cuda:0") == GIB // 2
+    early, late, last = device.EARLY_MODULES_BYTES, device.LATE_MODULES_BYTES, device.LAST_MODULES_BYTES
+    assert context_bytes("cuda:0") == GIB // 2 + early and context_now("cuda:0") == GIB // 2
+    card.context = settled = GIB // 2 + 100 * MIB  # a forward and backward was run
+    assert device.settle_context("cuda:0") == settled == context_bytes("cuda:0")
+    card.context = settled + late - last
+    assert device.settle_context("cuda:0") == settled == context_bytes("cuda:0")
     cap_device("cuda:0", budget=Budget(name="8gb", memory_bytes=8 * GIB))
-    assert card.fraction == pytest.approx((8 * GIB - GIB // 2 - late) / (80 * GIB))
+    assert card.fraction == pytest.approx((8 * GIB - settled - late) / (80 * GIB))
     card.context += MIB
-    assert context_bytes("cuda:0") == GIB // 2 + MIB and context_bytes("cpu") == 0
+    assert context_bytes("cuda:0") == settled + MIB
+    assert context_bytes("cpu") == device.settle_context("cpu") == 0
 
 
 class Library:
@@ -135,7 +138,8 @@ def test_auto_is_what_the_card_had_free_and_what_torch_holds_unused(monkeypatch)
 def test_the_cap_leaves_room_for_context_and_late_modules(monkeypatch):
     card = Card(monkeypatch)
     cap_device("cuda:0", budget=Budget(name="8gb", memory_bytes=8 * GIB))
-    assert card.fraction == pytest.approx((8 * GIB - GIB // 2 - device.LATE_MODULES_BYTES) / (80 * GIB))
+    later = device.EARLY_MODULES_BYTES + device.LATE_MODULES_BYTES
+    assert card.fraction == pytest.approx((8 * GIB - GIB // 2 - later) / (80 * GIB))
     cap_device("cuda:0", budget=Budget(name="state_25", state_fraction=0.25))
     cap_device("cuda:0", budget=Budget(name="100gb", memory_bytes=100 * GIB))
     assert card.fraction == 1.0
@@ -151,7 +155,7 @@ def test_a_budget_that_does_not_limit_memory_takes_the_cap_of_the_one_before_awa
 
 def test_a_budget_below_the_context_is_refused(monkeypatch):
     Card(monkeypatch)
-    with pytest.raises(BadInputError, match=r"300mb is 300 MiB, of which the CUDA context alone takes 592 MiB"):
+    with pytest.raises(BadInputError, match=r"300mb is 300 MiB, of which the CUDA context alone takes 744 MiB"):
         cap_device("cuda:0", budget=Budget(name="300mb", memory_bytes=300 * MIB))
 
 
