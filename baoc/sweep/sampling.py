@@ -4,7 +4,7 @@ So a trial that was killed before it began is drawn again as it was, and random 
 trials whatever was killed in between, and on however many workers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from itertools import product
 from typing import Any, cast
 
@@ -14,9 +14,10 @@ from optuna.distributions import BaseDistribution
 from optuna.samplers import BaseSampler
 from optuna.trial import FrozenTrial, Trial, TrialState
 
+from baoc.sweep.along_front import BUDGET, STARTUP, AlongFront
 from baoc.sweep.study_config import Param, StudyConfig
 
-TPE_STARTUP = 5
+TPE_STARTUP = 5  # where it draws by Optuna's own rules
 
 
 def make_sampler(config: StudyConfig, *, number: int) -> BaseSampler:
@@ -28,10 +29,21 @@ def make_sampler(config: StudyConfig, *, number: int) -> BaseSampler:
         return _OfTheSpace(optuna.samplers.NSGAIISampler(seed=seed))
     if config.sampler == "gp":
         return _OfTheSpace(optuna.samplers.GPSampler(seed=seed, warn_independent_sampling=False))
-    # Each setting by itself and 5 random trials first: on a surrogate of recorded trials that found more than settings
-    # drawn jointly and 10 random ones did, at the 40 trials of a study (experiments/LOG.md).
     liar = config.workers > 1
+    if along_a_front(config):
+        return AlongFront(seed=seed, objectives=config.objectives, liar=liar)
     return _OfTheSpace(optuna.samplers.TPESampler(seed=seed, n_startup_trials=TPE_STARTUP, constant_liar=liar))
+
+
+def along_a_front(config: StudyConfig) -> bool:
+    """Whether TPE draws as `AlongFront`: quality beside other objectives, over a range of budgets."""
+    ranged = any(param.key == BUDGET and not param.choices for param in config.space)
+    return ranged and "quality" in config.objectives and len(config.objectives) > 1
+
+
+def tpe_startup(config: StudyConfig) -> int:
+    """Searched trials that TPE draws at random, as the random sampler would."""
+    return STARTUP if along_a_front(config) else TPE_STARTUP
 
 
 def queue(config: StudyConfig) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -39,7 +51,9 @@ def queue(config: StudyConfig) -> list[tuple[dict[str, Any], dict[str, Any]]]:
 
     As long as the study is to be; a grid ends with its last point.
     """
-    told: list[tuple[dict[str, Any], dict[str, Any]]] = [({}, {"overrides": list(words)}) for words in config.baselines]
+    told: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (point_of(words, config.space), {"overrides": list(words)}) for words in config.baselines
+    ]
     told += [(point, {}) for point in grid(config)]
     if config.sampler != "grid":
         told += [({}, {})] * max(config.n_trials - len(told), 0)
@@ -61,10 +75,29 @@ def grid(config: StudyConfig) -> list[dict[str, Any]]:
     return points
 
 
+def point_of(words: Sequence[str], space: Sequence[Param]) -> dict[str, Any]:
+    """The point of the space that a baseline is: all settings that matter are given, as values that may be drawn, and
+    nothing else is. Else none ({}): samplers do not see it."""
+    given = dict(word.split("=", 1) for word in words if "=" in word)
+    point: dict[str, Any] = {}
+    for param in space:
+        if not param.matters(point):
+            continue
+        value = param.value_of(given.get(param.key))
+        if value is None:
+            return {}
+        point[param.key] = value
+    return point if set(given) == set(point) and len(words) == len(point) else {}
+
+
 def suggest(trial: Trial, config: StudyConfig) -> list[str]:
     """The overrides of a trial: its baseline's, or one per setting that matters beside the others."""
     own = trial.user_attrs.get("overrides")
     if own is not None:
+        if point_of(own, config.space):  # queued with these settings
+            for param in config.space:
+                if param.matters(trial.params):
+                    _suggest(trial, param)
         return list(own)
     chosen: dict[str, Any] = {}
     words: list[str] = []
@@ -84,8 +117,8 @@ def _suggest(trial: Trial, param: Param) -> Any:
 
 
 class _OfTheSpace(BaseSampler):
-    """A sampler that does not see baselines: these have no point in the space, and samplers that search settings
-    jointly take those that all trials have in common, so they would search each alone, or fail."""
+    """A sampler that sees no baselines without a point in the space: samplers that search settings jointly take those
+    that all trials have in common, so they would search each alone, or fail."""
 
     def __init__(self, inner: BaseSampler):
         self.inner = inner
@@ -135,5 +168,4 @@ class _Searched:
 
 
 def _searched(trial: FrozenTrial) -> bool:
-    attributes: Mapping[str, Any] = trial.user_attrs
-    return "overrides" not in attributes
+    return bool(trial.params) or "overrides" not in trial.user_attrs

@@ -1,5 +1,6 @@
 """What a study is: objectives, the space that is searched, its baselines, and how many trials at a time."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -30,6 +31,24 @@ class Param:
 
     def override(self, value: Any) -> str:
         return f"{self.key}={self.format.format(value)}"
+
+    def value_of(self, text: str | None) -> Any:
+        """The value that `override` writes as `text`; None where none that may be drawn is."""
+        if text is None:
+            return None
+        if self.choices:
+            return next((choice for choice in self.choices if self.format.format(choice) == text), None)
+        parts = re.split(r"\{[^}]*\}", self.format)
+        if len(parts) != 2 or not (text.startswith(parts[0]) and text.endswith(parts[1])):
+            return None
+        try:
+            value = float(text[len(parts[0]) : len(text) - len(parts[1])])
+        except ValueError:
+            return None
+        whole = isinstance(self.low, int) and isinstance(self.high, int)
+        if not self.low <= value <= self.high or (whole and value != int(value)):
+            return None
+        return int(value) if whole else value
 
     def matters(self, chosen: Mapping[str, Any]) -> bool:
         """Whether it is searched beside what was `chosen` so far."""

@@ -32,7 +32,7 @@ from baoc.config.environment import commit
 from baoc.frontier import hypervolume
 from baoc.sweep import children
 from baoc.sweep.early import violated
-from baoc.sweep.sampling import TPE_STARTUP
+from baoc.sweep.sampling import tpe_startup
 from baoc.sweep.storage import ABOUT, open_storage, storage_url
 from baoc.sweep.study import run_study
 from baoc.sweep.study_config import StudyConfig, read_study
@@ -49,7 +49,6 @@ TASKS: dict[str, tuple[int, tuple[str, ...], float]] = {
     "language": (60, (), 8.0),
     "diffusion": (120, ("task.num_samples=0",), 1.0),
 }
-STARTUP = {"tpe": TPE_STARTUP}  # searched trials that are as with random draws; the baselines come on top
 AFTER = (10, 15, 20, 25, 30, 35, 40, 60)  # trials
 
 
@@ -91,8 +90,9 @@ def num_shared(task: str, *, sampler: str, reference: str) -> int:
     """First trials that are the same with both samplers: the baselines, and a start with random draws."""
     if sampler == reference:
         return 0
-    start = STARTUP.get(sampler, 0) if reference == "random" else 0
-    return len(study_config(task, sampler=sampler, seed=0, trials=1).baselines) + start
+    config = study_config(task, sampler=sampler, seed=0, trials=1)
+    start = tpe_startup(config) if (sampler, reference) == ("tpe", "random") else 0
+    return len(config.baselines) + start
 
 
 def check(trials: Iterable[FrozenTrial], *, folder: Path) -> None:
