@@ -10,7 +10,6 @@ that a point would have to be better than all others to be on the front.
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np

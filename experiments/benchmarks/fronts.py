@@ -121,7 +121,7 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
                 "peak_bytes": result["peak_bytes"],
                 "steps": result["num_steps"],
                 "commit": result["commit"],
-                "device": _device(run),
+                "device": device_of(run),
             }
         )
     return rows
@@ -134,7 +134,7 @@ def _risk_of(run: RunFolder) -> str:
     return " ".join([str(run.settings.get("risk.name", "")), *told])
 
 
-def _device(run: RunFolder) -> str:
+def device_of(run: RunFolder) -> str:
     told = read_json(run.path / "env.json")["device"]
     cards = dict.fromkeys(map(str, told["cuda"])) if run.settings.get("device") != "cpu" else {}
     return (

@@ -15,7 +15,7 @@ from typing import Any
 
 from baoc.sweep.runs import find_runs
 from baoc.tracking.files import write_csv
-from experiments.benchmarks.fronts import paired, run_until, study_of
+from experiments.benchmarks.fronts import device_of, paired, run_until, study_of
 
 Line = tuple[str, str, tuple[str, ...]]
 
@@ -61,13 +61,14 @@ def rows_of(found: Mapping[tuple[int, int], float], *, lines: Sequence[Line]) ->
 
 def collect(folder: Path, *, lines: Sequence[Line]) -> list[dict[str, Any]]:
     found: dict[tuple[int, int], float] = {}
-    commits: dict[str, None] = {}
+    commits, devices = dict[str, None](), dict[str, None]()
     for run in find_runs(folder):
         if run.result is None or run.result["quality"]["value"] is None:
             continue
         found[int(run.path.name) % len(lines), run.result["seed"]] = run.result["quality"]["value"]
         commits[str(run.result["commit"])[:7]] = None
-    about = {"device": f"{os.cpu_count()} x86-64 cores, one thread a run", "commit": " ".join(commits)}
+        devices[device_of(run)] = None
+    about = {"device": " ".join(devices), "commit": " ".join(commits)}
     return [row | about for row in rows_of(found, lines=lines)]
 
 
@@ -78,12 +79,13 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--seconds", type=int, default=0, help="0: as long as it takes")
     parser.add_argument("--collect", action="store_true", help="start nothing")
     given = parser.parse_args()
     lines = read_list(given.list)
     if not given.collect:
-        config = study_of(lists_of(lines, seeds=given.seeds), workers=given.workers)
+        config = study_of(lists_of(lines, seeds=given.seeds), workers=given.workers, device=given.device)
         run_until(config, folder=given.folder, seconds=given.seconds)
     rows = collect(given.folder, lines=lines)
     if rows:
