@@ -3,8 +3,8 @@
 Optuna's TPE for several objectives calls a tenth of the trials good, those on the front; of the 20 to 30 trials of a
 study that is two or three, and which learning rate suits is learned from nothing else. Here a setting is good where
 quality is better than what its memory explains, at whatever budget it was tried, so every trial says something of every
-setting. Budgets are drawn evenly (in their logarithm), up to a few times the memory of the best trial so far: beyond
-that a point would have to be better than all others to be on the front.
+setting. Budgets are drawn evenly (in their logarithm), two of three up to a few times the memory of the best trial so
+far: beyond that a point would have to be better than all others to be on the front.
 """
 
 import math
@@ -22,45 +22,47 @@ BUDGET = "budget"  # the setting that is spread
 QUALITY = "quality"
 STARTUP = 3  # searched trials that are drawn at random; baselines that are points of the space come on top
 GOOD = 0.25  # share of trials that TPE calls good
-HEADROOM = 3.0  # budgets are drawn up to so many times the memory of the best trial
+HEADROOM = 3.0  # budgets are drawn up to so many times the memory of the best trial,
+WHOLE = 3  # but for every third trial: the best may be a good setting at a poor budget
 CURVED = 10  # trials from which on the trend is a parabola, before that a line
+ASKING = create_trial(state=TrialState.RUNNING)  # a trial of no number
 _ENDED = (TrialState.COMPLETE, TrialState.PRUNED)
 
 
 class AlongFront(BaseSampler):
     """For one trial: `seed` is its own. `objectives` maps names to minimize or maximize; one is `quality`."""
 
-    def __init__(self, *, seed: int, objectives: Mapping[str, str], liar: bool):
-        self.objectives, self.liar = tuple(objectives.items()), liar
-        self._random, self._tpe = RandomSampler(seed=seed), _tpe(seed, liar=liar)
+    def __init__(self, *, seed: int, objectives: Mapping[str, str]):
+        self.objectives = tuple(objectives.items())
+        self._random, self._tpe = RandomSampler(seed=seed), _tpe(seed)
         self._learned: optuna.Study | None = None
 
     def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        return {}
+        others = [other for other in study.get_trials(deepcopy=False) if other.number != trial.number]
+        if not _begun(others):
+            return {}
+        self._learned = self._study(others)
+        return self._tpe.infer_relative_search_space(self._learned, ASKING)
 
     def sample_relative(
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        return {}
+        return {} if self._learned is None else self._tpe.sample_relative(self._learned, ASKING, search_space)
 
     def sample_independent(
         self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
+        """The budget, and what no trial had yet."""
         drawn = self._random.sample_independent(study, trial, param_name, param_distribution)
-        others = [other for other in study.get_trials(deepcopy=False) if other.number != trial.number]
-        searched = [other for other in others if other.params and "overrides" not in other.user_attrs]
-        if sum(other.state in _ENDED for other in searched) < STARTUP:
+        if self._learned is None or param_name != BUDGET or not isinstance(param_distribution, FloatDistribution):
             return drawn
-        if param_name == BUDGET and isinstance(param_distribution, FloatDistribution):
-            return self._budget(drawn, others, space=param_distribution)
-        if self._learned is None:
-            self._learned = self._study(others)
-        asking = create_trial(state=TrialState.RUNNING)  # of no number that a trial of that study has
-        return self._tpe.sample_independent(self._learned, asking, param_name, param_distribution)
+        others = [other for other in study.get_trials(deepcopy=False) if other.number != trial.number]
+        return self._budget(drawn, others, number=trial.number, space=param_distribution)
 
-    def _budget(self, drawn: float, others: Sequence[FrozenTrial], *, space: FloatDistribution) -> float:
+    def _budget(self, drawn: float, others: Sequence[FrozenTrial], *, number: int, space: FloatDistribution) -> float:
         """`drawn` from the whole range, brought to the part of it that may hold a point of the front."""
         low, high = bounds(others, objectives=self.objectives, space=space)
+        high = space.high if number % WHOLE == 0 else high
         scale = math.log if space.log else float
         share = (scale(drawn) - scale(space.low)) / (scale(space.high) - scale(space.low))
         value = scale(low) + share * (scale(high) - scale(low))
@@ -68,27 +70,37 @@ class AlongFront(BaseSampler):
 
     def _study(self, others: Sequence[FrozenTrial]) -> optuna.Study:
         """Of one objective, in memory: what is left of each trial's quality behind the trend, lower is better. Trials
-        that broke a constraint or were ended early are worse than all others."""
-        points = [trial for trial in others if trial.params]
+        that broke a constraint, were ended early or still run (so that workers do not all draw the same) are worst."""
+        points = [trial for trial in others if trial.params and trial.state in (*_ENDED, TrialState.RUNNING)]
         good = [trial for trial in points if counts(trial)]
         left = behind([trial.values for trial in good], objectives=self.objectives)
         known = {trial.number: value for trial, value in zip(good, left, strict=True)}
         worst = max(left, default=0.0) + 1.0
-        study = optuna.create_study()
+        study = optuna.create_study(study_name="behind the trend")
         for trial in points:
-            settings = {"params": trial.params, "distributions": trial.distributions}
-            if trial.state in _ENDED:
-                study.add_trial(create_trial(**settings, value=known.get(trial.number, worst)))
-            elif self.liar and trial.state is TrialState.RUNNING:
-                study.add_trial(create_trial(**settings, state=TrialState.RUNNING))
+            chosen = {key: value for key, value in trial.params.items() if key != BUDGET}
+            ranges = {key: how for key, how in trial.distributions.items() if key != BUDGET}
+            study.add_trial(create_trial(params=chosen, distributions=ranges, value=known.get(trial.number, worst)))
         return study
 
 
-def _tpe(seed: int, *, liar: bool) -> TPESampler:
-    with warnings.catch_warnings():  # its share of good trials is deprecated, to go with Optuna 6
-        warnings.simplefilter("ignore", FutureWarning)
+def _begun(others: Sequence[FrozenTrial]) -> bool:
+    """Whether enough was drawn at random."""
+    searched = [other for other in others if other.params and "overrides" not in other.user_attrs]
+    return sum(other.state in _ENDED for other in searched) >= STARTUP
+
+
+def _tpe(seed: int) -> TPESampler:
+    """Settings jointly: each by itself, the likeliest choice of a setting is drawn every time, right or wrong."""
+    with warnings.catch_warnings():  # the share of good trials is deprecated and goes with Optuna 6; `group` is new
+        warnings.simplefilter("ignore")
         return TPESampler(
-            seed=seed, n_startup_trials=0, multivariate=False, constant_liar=liar, gamma=lambda n: math.ceil(GOOD * n)
+            seed=seed,
+            n_startup_trials=0,
+            multivariate=True,
+            group=True,
+            constant_liar=False,
+            gamma=lambda n: math.ceil(GOOD * n),
         )
 
 

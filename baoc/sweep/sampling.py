@@ -29,9 +29,9 @@ def make_sampler(config: StudyConfig, *, number: int) -> BaseSampler:
         return _OfTheSpace(optuna.samplers.NSGAIISampler(seed=seed))
     if config.sampler == "gp":
         return _OfTheSpace(optuna.samplers.GPSampler(seed=seed, warn_independent_sampling=False))
-    liar = config.workers > 1
     if along_a_front(config):
-        return AlongFront(seed=seed, objectives=config.objectives, liar=liar)
+        return AlongFront(seed=seed, objectives=config.objectives)
+    liar = config.workers > 1
     return _OfTheSpace(optuna.samplers.TPESampler(seed=seed, n_startup_trials=TPE_STARTUP, constant_liar=liar))
 
 
