@@ -161,11 +161,16 @@ def test_settings_are_searched_jointly_beside_baselines(tmp_path: Path):
 
 
 def test_a_trial_is_drawn_the_same_whatever_was_killed_before(tmp_path: Path):
-    for sampler in ("random", "tpe"):
-        given = config(n_trials=13, workers=1, sampler=sampler)
-        whole = run_study(given, folder=tmp_path / sampler / "whole", code=STUB)
+    budgets = {"budget": {"low": 1.0, "high": 60.0}, "x": {"low": 0.0, "high": 1.0}}
+    points = {"space": budgets, "baselines": [["budget=25.0", "x=0.5"]]}  # with a budget TPE follows a front
+    for sampler, changes in (("random", {}), ("tpe", {}), ("tpe", points)):
+        given, folder = (
+            config(n_trials=13, workers=1, sampler=sampler, **changes),
+            tmp_path / f"{sampler}{len(changes)}",
+        )
+        whole = run_study(given, folder=folder / "whole", code=STUB)
         for total in (5, 12, 13):
-            parts = run_study(replace(given, n_trials=total), folder=tmp_path / sampler / "parts", code=STUB)
+            parts = run_study(replace(given, n_trials=total), folder=folder / "parts", code=STUB)
         assert [trial.params for trial in parts.trials] == [trial.params for trial in whole.trials]
         assert len({trial.params["x"] for trial in parts.trials}) == 13
 
