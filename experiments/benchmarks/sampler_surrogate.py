@@ -1,13 +1,14 @@
-"""Samplers against random draws on a surrogate of recorded vision trials: many pairs in a minute, and what is possible.
+"""Samplers against random draws on surrogates of recorded trials: many pairs in minutes, and what is possible at all.
 
-    python -m experiments.benchmarks.sampler_surrogate OUT.csv --pairs 60 TRIALS.csv [TRIALS.csv ...]
+    python -m experiments.benchmarks.sampler_surrogate OUT.csv --pairs 40 TRIALS.csv [TRIALS.csv ...]
 
-TRIALS.csv are `sampler_race_trials.csv` of races. The logarithm of the quality is fitted by least squares (a polynomial
-in the logarithms of budget and learning rate, with risk and matching); draws get noise of the residual's size. Nothing
-on a surrogate is a claim about real runs: it says which sampler is worth racing, and how many pairs would tell it.
+TRIALS.csv are `sampler_race_trials.csv` of races. The logarithm of the quality is a polynomial of budget, learning
+rate, risk and matching (ridge) plus a Gaussian process of the rest; each pair of studies runs on another draw of its
+posterior, so that a sampler is not fitted to one surface, with independent noise of the fitted size. Nothing on a
+surrogate is a claim about real runs: it says which sampler is worth racing, and how many pairs would tell it.
 
-`oracle` knows the surrogate's best settings for the budgets that random search draws. `trend` draws budgets as random
-search does and the other settings by TPE on what is left of the quality behind its trend over budgets.
+`tpe` is the sampler of studies, `tpe, Optuna's rules` the one before it, `oracle` knows the surrogate's best settings
+for the budgets that random search draws.
 """
 
 import argparse
@@ -21,163 +22,200 @@ from typing import Any
 import numpy as np
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
-from optuna.samplers import RandomSampler, TPESampler
-from optuna.trial import create_trial
+from optuna.samplers import BaseSampler, TPESampler
+from optuna.trial import TrialState, create_trial
+from scipy.optimize import minimize
 
 from baoc.frontier import hypervolume
-from baoc.sweep.sampling import TPE_STARTUP
+from baoc.sweep.sampling import make_sampler, point_of
+from baoc.sweep.study_config import StudyConfig
 from baoc.tracking.files import write_csv
+from experiments.benchmarks.sampler_race import TASKS, study_config
 
-SPACE: dict[str, BaseDistribution] = {
-    "budget": FloatDistribution(1.0, 60.0, log=True),
-    "risk": CategoricalDistribution(("statistics", "prior")),
-    "optim.matching": CategoricalDistribution(("rms", "displacement")),
-    "optim.lr": FloatDistribution(3e-4, 3e-2, log=True),
-}
-WORST = math.log(10)  # quality of knowing nothing
 AFTER = (20, 30, 40)  # trials, baselines among them
+CELLS = (16, 24)  # of the grid over budget and learning rate that a surface is drawn on
+WHOLE_BYTES = 1e6  # of fp32 AdamW's state; only ratios matter
+RIDGE = 0.05
 Params = Mapping[str, Any]
-Propose = Callable[[int, Params, Sequence[tuple[Params, float]]], Params]
+Make = Callable[[StudyConfig, int], BaseSampler]
 
 
 class Surrogate:
-    """Quality of settings, and its noise (standard deviation of the logarithm)."""
+    """Quality of settings of one task: draws of surfaces, the size of the noise, and recorded baselines by seed."""
 
-    def __init__(self, trials: Sequence[Mapping[str, str]]):
-        searched = [row for row in trials if row["state"] == "COMPLETE" and row["baseline"] == "False"]
+    def __init__(self, rows: Sequence[Mapping[str, str]], *, task: str, draws: int):
+        self.config = study_config(task, sampler="tpe", seed=0, trials=AFTER[-1])
+        self.worst = TASKS[task][2]
+        ranges = {param.key: param for param in self.config.space}
+        rate = ranges["optim.lr"]
+        self.space: dict[str, BaseDistribution] = {
+            "budget": FloatDistribution(ranges["budget"].low, ranges["budget"].high, log=True),
+            "risk": CategoricalDistribution(("statistics", "prior")),
+            "optim.matching": CategoricalDistribution(("rms", "displacement")),
+            "optim.lr": FloatDistribution(rate.low, rate.high, log=True),
+        }
+        own = [row for row in rows if row["task"] == task and row["state"] == "COMPLETE" and row["violated"] != "True"]
         # the first draws of paired studies are the same runs
-        known = {tuple(row[key] for key in (*SPACE, "seed")): row for row in searched if row["violated"] != "True"}
-        inputs = np.array([features(self._params(row)) for row in known.values()])
-        outputs = np.log([float(row["quality"]) for row in known.values()])
-        self.weights = np.linalg.lstsq(inputs, outputs, rcond=None)[0]
-        left = outputs - inputs @ self.weights
-        self.noise, self.explained, self.num_trials = (
-            float(left.std()),
-            float(1 - left.var() / outputs.var()),
-            len(known),
-        )
-        first = min(int(row["seed"]) for row in trials)
-        fixed = {row["trial"]: row for row in trials if row["baseline"] == "True" and int(row["seed"]) == first}
-        whole = float(fixed["0"]["state_bytes"])  # the first baseline is fp32 AdamW
-        self.baselines = [(float(row["quality"]), float(row["state_bytes"]) / whole) for row in fixed.values()]
+        keys = ("budget", "risk", "optim.matching", "optim.lr", "seed")
+        searched = {(*[r[k] for k in keys], r["quality"][:6]): r for r in own if r["baseline"] == "False"}
+        points = np.array([self.unit(_settings(row)) for row in searched.values()])
+        self.num_trials = len(points)
+        self._fit(points, np.log([float(row["quality"]) for row in searched.values()]), draws=draws)
+        self.baselines = []
+        for seed in sorted({row["seed"] for row in own}):
+            fixed = {row["trial"]: row for row in own if row["seed"] == seed and row["baseline"] == "True"}
+            whole = float(fixed["0"]["state_bytes"])  # the first baseline is fp32 AdamW
+            self.baselines.append([(float(r["quality"]), float(r["state_bytes"]) / whole) for r in fixed.values()])
+        self.defaults = [point for words in self.config.baselines if (point := point_of(words, self.config.space))]
 
-    @staticmethod
-    def _params(row: Mapping[str, str]) -> Params:
-        numbers = {"budget": float(row["budget"].removeprefix("state_")), "optim.lr": float(row["optim.lr"])}
-        return {**row, **numbers}
+    def unit(self, params: Params) -> list[float]:
+        """Budget and learning rate in their logarithm, risk and matching, each from 0 to 1."""
+        place = []
+        for key in ("budget", "optim.lr"):
+            how = self.space[key]
+            assert isinstance(how, FloatDistribution)
+            place.append(math.log(params[key] / how.low) / math.log(how.high / how.low))
+        return [*place, float(params["risk"] == "prior"), float(params["optim.matching"] == "displacement")]
 
-    def quality(self, params: Params, *, noise: float = 0.0) -> float:
-        return min(math.exp(float(np.array(features(params)) @ self.weights) + noise), 3.0)
+    def _fit(self, points: np.ndarray, outputs: np.ndarray, *, draws: int) -> None:
+        """`points` [n, 4], `outputs` [n]: surfaces [draws, risk, matching, budget, rate], and their noise."""
+        inputs = features(points)
+        weights = np.linalg.solve(inputs.T @ inputs + RIDGE * np.eye(inputs.shape[1]), inputs.T @ outputs)
+        left = outputs - inputs @ weights
 
-    def best(self, budget: float) -> Params:
-        rates = np.exp(np.linspace(math.log(3e-4), math.log(3e-2), 40))
+        def covariance(a: np.ndarray, b: np.ndarray, logs: np.ndarray) -> np.ndarray:
+            away = ((a[:, None] - b[None]) / np.exp(logs[1:5])) ** 2
+            return np.exp(2 * logs[0]) * np.exp(-0.5 * away.sum(-1))
+
+        def cost(logs: np.ndarray) -> float:
+            """Negative log likelihood, with lengths drawn to .7 of a range."""
+            own = covariance(points, points, logs) + (np.exp(2 * logs[5]) + 1e-6) * np.eye(len(points))
+            lower = np.linalg.cholesky(own)
+            solved = np.linalg.solve(lower, left)
+            prior = ((logs[1:5] - math.log(0.7)) ** 2).sum() / 2
+            return float(0.5 * solved @ solved + np.log(np.diag(lower)).sum() + prior)
+
+        start = np.log([left.std(), 0.5, 0.5, 1.0, 1.0, 0.7 * left.std()])
+        limits = [(-6, 1), *[(math.log(0.12), math.log(5))] * 4, (math.log(0.01), 0)]
+        logs = minimize(cost, start, method="L-BFGS-B", bounds=limits).x
+        self.noise = float(np.exp(logs[5]))
+        budgets, rates = (np.linspace(0, 1, n) for n in CELLS)
+        grid = np.array([(b, rate, r, m) for r in (0, 1) for m in (0, 1) for b in budgets for rate in rates])
+        across = covariance(grid, points, logs)
+        own = covariance(points, points, logs) + self.noise**2 * np.eye(len(points))
+        middle = features(grid) @ weights + across @ np.linalg.solve(own, left)
+        spread = covariance(grid, grid, logs) - across @ np.linalg.solve(own, across.T)
+        lower = np.linalg.cholesky(spread + 1e-5 * np.eye(len(grid)))
+        random = np.random.default_rng(0).normal(size=(draws, len(grid)))
+        self.surfaces = (middle + random @ lower.T).reshape(draws, 2, 2, *CELLS)
+
+    def log_quality(self, params: Params, *, draw: int) -> float:
+        """Bilinear between the cells of a draw's grid."""
+        budget, rate, risk, matching = self.unit(params)
+        cells = self.surfaces[draw % len(self.surfaces), int(risk), int(matching)]
+        x, y = budget * (CELLS[0] - 1), rate * (CELLS[1] - 1)
+        i, j = min(int(x), CELLS[0] - 2), min(int(y), CELLS[1] - 2)
+        (a, b), (c, d) = cells[i : i + 2, j : j + 2]
+        return float((a * (1 - y + j) + b * (y - j)) * (1 - x + i) + (c * (1 - y + j) + d * (y - j)) * (x - i))
+
+    def quality(self, params: Params, *, draw: int, noise: float) -> float:
+        return min(math.exp(self.log_quality(params, draw=draw) + noise), 1.3 * self.worst)
+
+    def best(self, budget: float, *, draw: int) -> Params:
+        how = self.space["optim.lr"]
+        assert isinstance(how, FloatDistribution)
+        rates = np.exp(np.linspace(math.log(how.low), math.log(how.high), CELLS[1]))
         every = [
             {"budget": budget, "risk": risk, "optim.matching": matching, "optim.lr": float(rate)}
             for risk in ("statistics", "prior")
             for matching in ("rms", "displacement")
             for rate in rates
         ]
-        return min(every, key=self.quality)
+        return min(every, key=lambda params: self.log_quality(params, draw=draw))
 
 
-def features(params: Params) -> list[float]:
-    budget, rate = math.log(params["budget"] / 8), math.log(params["optim.lr"] / 3e-3)
-    risk = 1.0 if params["risk"] == "prior" else -1.0
-    matching = 1.0 if params["optim.matching"] == "displacement" else -1.0
-    plain = [1.0, budget, budget**2, rate, rate**2, rate**3, budget * rate, budget * rate**2, budget**2 * rate]
-    crossed = [risk * v for v in (1.0, budget, rate)] + [matching * v for v in (1.0, budget, rate, rate**2)]
-    return [*plain, *crossed, risk * matching]
+def _settings(row: Mapping[str, str]) -> Params:
+    return {**row, "budget": float(row["budget"].removeprefix("state_")), "optim.lr": float(row["optim.lr"])}
 
 
-def study(surrogate: Surrogate, *, seed: int, propose: Propose | None) -> dict[int, float]:
-    """Hypervolume after k trials; `propose(number, random point, finished)` gives what is tried, None: the point."""
-    noise = np.random.default_rng([seed, 1]).normal(0.0, surrogate.noise, AFTER[-1])
-    random = optuna.create_study(sampler=RandomSampler(seed=seed))
-    costs, done, found = list(surrogate.baselines), list[tuple[Params, float]](), dict[int, float]()
-    while len(costs) < AFTER[-1]:
-        point: Params = random.ask(SPACE).params
-        if propose is not None:
-            point = propose(len(done), point, done)
-        value = surrogate.quality(point, noise=float(noise[len(done)]))
-        done.append((point, value))
-        costs.append((value, point["budget"] / 100))
+def features(points: np.ndarray) -> np.ndarray:
+    """[n, 4] from 0 to 1 -> [n, 16]."""
+    b, rate, r, m = (2 * points[:, i] - 1 for i in range(4))
+    plain = [np.ones_like(b), b, b * b, rate, rate * rate, rate**3, b * rate, b * rate * rate]
+    crossed = [r, m, r * b, m * b, r * rate, m * rate, m * rate * rate, r * m]
+    return np.stack([*plain, *crossed], axis=1)
+
+
+def study(surrogate: Surrogate, *, seed: int, sampler: str, make: Make | None) -> dict[int, float]:
+    """Hypervolume after k trials, of the box between nothing and `worst`; without `make` the oracle."""
+    config = study_config(surrogate.config.name.split("_")[0], sampler=sampler, seed=seed, trials=AFTER[-1])
+    noise = np.random.default_rng([seed, 1]).normal(0.0, surrogate.noise, AFTER[-1] + len(surrogate.defaults))
+    told = optuna.create_study(directions=["minimize", "minimize"])
+    costs = list(surrogate.baselines[seed % len(surrogate.baselines)])
+    for quality, share in costs:
+        told.add_trial(
+            create_trial(values=[quality, share * WHOLE_BYTES], user_attrs={"overrides": ["allocator=fixed"]})
+        )
+    found: dict[int, float] = {}
+
+    def tell(params: Params, number: int, attributes: Mapping[str, Any]) -> None:
+        values = [surrogate.quality(params, draw=seed, noise=float(noise[number])), params["budget"] / 100]
+        costs.append((values[0], values[1]))
+        given = {"params": dict(params), "distributions": surrogate.space, "user_attrs": dict(attributes)}
+        told.add_trial(create_trial(values=[values[0], values[1] * WHOLE_BYTES], **given))
         if len(costs) in AFTER:
-            found[len(costs)] = hypervolume([c for c in costs if c[0] < WORST], reference=(WORST, 1.0)) / WORST
+            good = [cost for cost in costs if cost[0] < surrogate.worst]
+            found[len(costs)] = hypervolume(good, reference=(surrogate.worst, 1.0)) / surrogate.worst
+
+    for number, point in enumerate(surrogate.defaults):
+        tell(point, number, {"overrides": ["a default"]})
+    number = len(surrogate.defaults)
+    while len(costs) < AFTER[-1]:
+        told.sampler = make_sampler(config, number=number + 9) if make is None else make(config, number + 9)
+        asked = told.ask(surrogate.space)
+        told.tell(asked, state=TrialState.FAIL)  # its answer is added as a trial of its own
+        params = asked.params if make is not None else surrogate.best(asked.params["budget"], draw=seed)
+        tell(params, number, {})
+        number += 1
     return found
 
 
-def by_sampler(seed: int, *, startup: int = TPE_STARTUP, multivariate: bool = False) -> Propose:
-    """TPE on both objectives."""
-
-    def propose(number: int, point: Params, done: Sequence[tuple[Params, float]]) -> Params:
-        if number < startup:
-            return point
-        sampler = TPESampler(seed=seed * 1000 + number, n_startup_trials=0, multivariate=multivariate)
-        asked = optuna.create_study(directions=["minimize", "minimize"], sampler=sampler)
-        asked.add_trials(
-            [create_trial(params=dict(p), distributions=SPACE, values=[v, p["budget"]]) for p, v in done],
-        )
-        return asked.ask(SPACE).params
-
-    return propose
-
-
-def by_trend(seed: int, *, startup: int = TPE_STARTUP) -> Propose:
-    def propose(number: int, point: Params, done: Sequence[tuple[Params, float]]) -> Params:
-        if number < startup:
-            return point
-        budgets, values = (np.log(v) for v in zip(*[(p["budget"], v) for p, v in done], strict=True))
-        powers = np.stack([budgets**k for k in range(2 if number < 10 else 3)], axis=1)
-        left = values - powers @ np.linalg.lstsq(powers, values, rcond=None)[0]
-        space = {key: how for key, how in SPACE.items() if key != "budget"}
-        asked = optuna.create_study(sampler=TPESampler(seed=seed * 1000 + number, n_startup_trials=0))
-        asked.add_trials(
-            [
-                create_trial(params={key: p[key] for key in space}, distributions=space, value=float(v))
-                for (p, _), v in zip(done, left, strict=True)
-            ]
-        )
-        return {**point, **asked.ask(space).params}
-
-    return propose
+def of_optuna(config: StudyConfig, number: int) -> BaseSampler:
+    """Five random draws, then TPE on both objectives, each setting by itself."""
+    seed = int(np.random.SeedSequence([config.seed, number]).generate_state(1)[0])
+    return TPESampler(seed=seed, n_startup_trials=5 + 3, constant_liar=False)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("trials", type=Path, nargs="+")
-    parser.add_argument("--pairs", type=int, default=60)
+    parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--tasks", nargs="+", default=["vision", "language"], choices=list(TASKS))
     given = parser.parse_args()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    rows = [row for file in given.trials for row in csv.DictReader(file.open()) if row["task"] == "vision"]
-    surrogate = Surrogate(rows)
-    print(
-        f"{surrogate.num_trials} trials, {surrogate.explained:.0%} explained, noise {surrogate.noise:.3f}", flush=True
-    )
-    chosen: dict[str, Callable[[int], Propose]] = {
-        "tpe": by_sampler,
-        "tpe, 10 random, jointly": lambda seed: by_sampler(seed, startup=10, multivariate=True),
-        "trend": by_trend,
-        "oracle": lambda _: lambda number, point, done: surrogate.best(point["budget"]),
+    rows = [row for file in given.trials for row in csv.DictReader(file.open())]
+    as_it_is: Make = lambda config, number: make_sampler(config, number=number)  # noqa: E731
+    chosen: dict[str, tuple[str, Make | None]] = {
+        "tpe": ("tpe", as_it_is),
+        "tpe, Optuna's rules": ("tpe", of_optuna),
+        "oracle": ("random", None),
     }
-    random = {seed: study(surrogate, seed=seed, propose=None) for seed in range(given.pairs)}
-    told = []
-    for name, make in chosen.items():
-        found = {seed: study(surrogate, seed=seed, propose=make(seed)) for seed in random}
-        for k in AFTER:
-            pairs = [found[seed][k] - random[seed][k] for seed in random]
-            spread = stdev(pairs)
-            own = {
-                "sampler": name,
-                "trials": k,
-                "pairs": len(pairs),
-                "difference": mean(pairs),
-                "difference_sd": spread,
-            }
-            own |= {"t": mean(pairs) / (spread / math.sqrt(len(pairs))), "better_pairs": sum(p > 0 for p in pairs)}
-            told.append(own | {"surrogate_trials": surrogate.num_trials, "noise": surrogate.noise})
-            print(own, flush=True)
-    write_csv(given.out, told)
+    told: list[dict[str, Any]] = []
+    for task in given.tasks:
+        surrogate = Surrogate(rows, task=task, draws=given.pairs)
+        print(f"{task}: {surrogate.num_trials} trials, noise {surrogate.noise:.3f}", flush=True)
+        seeds = range(given.pairs)
+        random = [study(surrogate, seed=seed, sampler="random", make=as_it_is) for seed in seeds]
+        for name, (sampler, make) in chosen.items():
+            found = [study(surrogate, seed=seed, sampler=sampler, make=make) for seed in seeds]
+            for k in AFTER:
+                pairs = [own[k] - theirs[k] for own, theirs in zip(found, random, strict=True)]
+                own = {"task": task, "sampler": name, "trials": k, "pairs": len(pairs), "difference": mean(pairs)}
+                own |= {"difference_sd": stdev(pairs), "better_pairs": sum(p > 0 for p in pairs)}
+                told.append(own | {"surrogate_trials": surrogate.num_trials, "noise": surrogate.noise})
+                print(own, flush=True)
+            write_csv(given.out, told)
 
 
 if __name__ == "__main__":
