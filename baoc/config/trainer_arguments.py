@@ -31,6 +31,8 @@ TRAINER_OWNED: Mapping[str, str] = {
 
 PRECISIONS = ("auto", "32-true", "32", "bf16-mixed", "bf16-true", "bf16", "16-mixed", "16-true", "16", "64-true", "64")
 
+_SHARES = ("val_check_interval", "limit_train_batches", "limit_val_batches", "overfit_batches")  # or whole numbers
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerConfig:
@@ -71,11 +73,11 @@ class TrainerConfig:
         if self.gradient_clip_val is not None:
             clip = self.gradient_clip_val
             require(clip >= 0, "trainer.gradient_clip_val", clip, "zero or more, or null for no clipping")
-        for key in ("max_epochs", "val_check_interval", "limit_train_batches", "check_val_every_n_epoch"):
+        for key in ("max_epochs", *_SHARES[:3], "check_val_every_n_epoch"):
             value = getattr(self, key)
             some = value is None or value > 0 or (key, value) == ("max_epochs", -1)
             require(some, f"trainer.{key}", value, "more than 0, for else nothing is trained or validated")
-        for key in ("val_check_interval", "limit_train_batches", "limit_val_batches", "overfit_batches"):
+        for key in _SHARES:
             value = getattr(self, key)
             share = not isinstance(value, float) or 0 <= value <= 1
             require(share, f"trainer.{key}", value, "a whole number of batches, or a share from 0.0 to 1.0")

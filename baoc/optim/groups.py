@@ -224,7 +224,7 @@ def match_blocks(blocks: Iterable[Block], *, params: Mapping[str, Tensor]) -> di
             name = next((n for n in (info.name, *info.aliases) if n in params), None)
             if name is None:
                 raise BadInputError(
-                    f"block {block.name} has {info.name}, which the optimizer was not given (it has {_some(params)}): "
+                    f"block {block.name} has {info.name}, which the optimizer was not given (it has {some(params)}): "
                     "pass a module or named parameters, described with the same names"
                 )
             if name in found.values():
@@ -234,11 +234,12 @@ def match_blocks(blocks: Iterable[Block], *, params: Mapping[str, Tensor]) -> di
             found[info.name] = name
     left = [name for name in params if name not in set(found.values())]
     if left:
-        raise BadInputError(f"no block has {_some(left)}: every trainable parameter needs one")
+        raise BadInputError(f"no block has {some(left)}: every trainable parameter needs one")
     return found
 
 
-def _some(names: Iterable[str], *, most: int = 4) -> str:
+def some(names: Iterable[str], *, most: int = 4) -> str:
+    """The first of the names, and how many more there are."""
     names = list(names)
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
@@ -296,7 +297,7 @@ def specs_by_block(specs: Any, *, blocks: Sequence[Block]) -> dict[str, Optimize
             raise unknown_name(unknown[0], what="block", allowed=names)
         missing = [name for name in names if name not in specs]
         if missing:
-            raise BadInputError(f"no spec was given for block(s) {_some(missing)}: name one for every block")
+            raise BadInputError(f"no spec was given for block(s) {some(missing)}: name one for every block")
         chosen = {name: to_spec(specs[name]) for name in names}
     for block in blocks:
         check_applies(chosen[block.name], block=block)

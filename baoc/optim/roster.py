@@ -19,6 +19,7 @@ from baoc.optim.state import LiveBlock, Slot, State, allocate, make_slot, new_ma
 from baoc.rules import RULES
 from baoc.staging import buffer_bytes
 from baoc.types import Block, OptimizerSpec, ParamInfo, Placement
+from baoc.units import format_bytes
 
 if TYPE_CHECKING:
     from baoc.optim.checkpoint import Saved
@@ -80,7 +81,7 @@ class Roster:
         self._choices: dict[str, Choice] = {}
         self._guarded: dict[Tensor, str] = {}
         self._unread: dict[str, int] = {}  # what backends that are gone found in gradients
-        self.late_spec: str | OptimizerSpec = FALLBACK
+        self.late_spec: str | OptimizerSpec | None = None  # what was given for all
         self.placed = False
         self.waiting: Saved | None = None  # states that were loaded of parameters that do not train yet
 
@@ -348,7 +349,7 @@ class Roster:
     def admit(self, infos: Iterable[ParamInfo], *, param_groups: list[dict[str, Any]]) -> None:
         """Parameters that no plan knows: each becomes a block with the spec given for all, else fp32 AdamW."""
         where = named_params(param_groups)
-        spec = groups.to_spec(self.late_spec)
+        spec = groups.to_spec(self.late_spec or FALLBACK)
         late = [(info, self._late_block(info)) for info in infos]
         for info, block in late:  # all are looked at before any gets state
             groups.check_param(where[info.name][0], name=info.name)
@@ -356,8 +357,17 @@ class Roster:
         for info, block in late:
             self.names[where[info.name][0]] = info.name
             self.enlist(make_live(block, spec=spec, param_groups=param_groups))
-            log.info("%s came after the plan was made: it runs %s", info.name, spec.name)
         self.refresh(param_groups)
+        if not late:
+            return
+        held = sum(self.block_bytes(self.live[block.name]) for _, block in late)
+        log.log(
+            logging.INFO if self.late_spec is not None else logging.WARNING,
+            "%s came after the plan was made: run by %s, with %s of state that the plan has not",
+            groups.some(info.name for info, _ in late),
+            spec.name,
+            format_bytes(held),
+        )
 
     def _late_block(self, info: ParamInfo) -> Block:
         """A block of its own, under a name that no block has."""

@@ -126,6 +126,16 @@ class TestLateParameters:
         assert optimizer.specs["c"] == "adamw_int8"
         assert optimizer.state[params["c"]]["step"] == 1
 
+    def test_what_no_plan_has_is_told_with_its_bytes(self, caplog: pytest.LogCaptureFixture) -> None:
+        params = make_params(SHAPES)
+        given = dict.fromkeys(params, "adamw_int8")
+        late = {f"late{i}": nn.Parameter(torch.zeros(64)) for i in range(6)}
+        optimizer = build(params, given)
+        optimizer.add_param_group({"params": list(late.items())})
+        assert "late0, late1, late2, late3 and 2 more came after the plan was made: run by adamw, with 3.02 KiB" in (
+            caplog.text
+        )
+
     def test_an_added_group_runs_the_spec_given_for_all(self) -> None:
         params = make_params(SHAPES)
         optimizer = build({"a": params["a"]}, "lion")
