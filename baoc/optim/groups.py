@@ -4,13 +4,14 @@ Everything that cannot train correctly is refused here, before any state is allo
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from math import isinf
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from baoc.catalogue import CODECS, PLACEMENTS, SPECS, STORAGES, WEIGHT_DTYPES, WEIGHTS, base_name
 from baoc.errors import BadInputError, unknown_name
@@ -75,6 +76,8 @@ def members_of(group: Mapping[str, Any], *, index: int) -> list[tuple[str | None
 def _listed(values: Any, *, what: str) -> list[Any]:
     if not isinstance(values, Iterable):
         raise BadInputError(f"{what} a {type(values).__name__}: {_ALLOWED}")
+    if isinstance(values, Set):
+        raise BadInputError(f"{what} a set, which has another order in each process: give a list, or named parameters")
     return list(values)
 
 
@@ -168,6 +171,11 @@ def check_tensor(param: Any, *, name: str) -> None:
 def check_param(param: Any, *, name: str) -> None:
     """Raises BadInputError for what cannot be optimized here."""
     check_tensor(param, name=name)
+    if is_lazy(param):
+        raise BadInputError(
+            f"{name} has no shape yet, as its layer is lazy: run one batch through the model before its optimizer is "
+            "built"
+        )
     if param.requires_grad and param.dtype not in FLOATS:
         raise BadInputError(
             f"{name} is {param.dtype}: parameters may be {', '.join(str(d).split('.')[1] for d in FLOATS)}"
@@ -290,6 +298,8 @@ def specs_by_block(specs: Any, *, blocks: Sequence[Block]) -> dict[str, Optimize
     """One spec for all, or a mapping that names every block -> spec per block, in block order."""
     if isinstance(specs, str | OptimizerSpec):
         chosen = {block.name: to_spec(specs) for block in blocks}
+    elif not isinstance(specs, Mapping):
+        raise BadInputError(f"specs is {specs!r}: give the name of one for all blocks, or a dict of block name to spec")
     else:
         names = [block.name for block in blocks]
         unknown = [name for name in specs if name not in set(names)]

@@ -220,6 +220,7 @@ def _part(key: str, tensor: Tensor) -> Part:
     return Part(key=key, dtype=tensor.dtype, shape=shape, stride=stride, nbytes=tensor.nbytes)
 
 
+@torch.inference_mode(False)  # states that are made inside of one could never be stepped
 def allocate(slots: Sequence[Slot], *, at_home: bool = True) -> list[State]:
     """The states of a block's parameters before its first step: zeros in one slab, or one per device.
 
@@ -281,10 +282,12 @@ def alone(tensor: Tensor) -> Tensor:
     return torch.from_dlpack(tensor) if tensor.device.type in ("cpu", "cuda") else tensor.clone()
 
 
+@torch.inference_mode(False)
 def new_step(step: int) -> Tensor:
     return torch.tensor(float(step), dtype=torch.float32, device="cpu")
 
 
+@torch.inference_mode(False)
 def new_match(target: float, *, device: torch.device) -> Tensor:
     """Matching state of a block whose own RMS is not measured yet."""
     return torch.tensor([target, -1.0], dtype=torch.float32, device=device)

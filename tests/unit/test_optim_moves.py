@@ -1,6 +1,7 @@
 """Which blocks a migration touches, in what order, what is refused, and what memory it takes."""
 
 import pytest
+import torch
 from torch import Tensor
 
 from baoc.errors import BadInputError
@@ -28,6 +29,15 @@ def test_only_blocks_that_change_are_touched() -> None:
     assert all(optimizer.state[params["a"]][key] is value for key, value in before.items())
     assert optimizer.specs == {"a": "adamw_int8", "b": "lion_int8"}
     assert optimizer.migrate(optimizer.specs) == []
+
+
+def test_what_is_built_and_moved_without_gradients_to_come_trains_on() -> None:
+    params = make_params({"w": (8, 16)})
+    with torch.inference_mode():
+        optimizer = build(params, "adamw")
+        optimizer.migrate({"w": "lion_int8"})
+    run_steps(optimizer, params, gradients=Gradients(params), steps=2)
+    assert params["w"].isfinite().all()
 
 
 def test_moves_come_in_the_order_of_blocks() -> None:

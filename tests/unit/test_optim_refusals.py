@@ -26,6 +26,10 @@ def test_nothing_to_train() -> None:
 def test_not_a_tensor() -> None:
     with pytest.raises(BadInputError, match="param0 is a str, not a tensor"):
         BlockwiseOptimizer(["w"])
+    with pytest.raises(BadInputError, match="was given a set, which has another order in each process: give a list"):
+        BlockwiseOptimizer({nn.Parameter(torch.zeros(3))})
+    with pytest.raises(BadInputError, match="weight has no shape yet, as its layer is lazy: run one batch through"):
+        BlockwiseOptimizer(nn.LazyLinear(3))
 
 
 def test_an_expanded_parameter() -> None:
@@ -80,6 +84,9 @@ def test_coupled_weight_decay() -> None:
 
 
 def test_unknown_specs_rules_and_storages() -> None:
+    for nothing in (None, ["adamw"]):
+        with pytest.raises(BadInputError, match=r"specs is .*: give the name of one for all blocks, or a dict of"):
+            build(make_params(SHAPES), nothing)  # pyright: ignore[reportArgumentType]
     with pytest.raises(BadInputError, match=r"no optimizer spec 'adamw_int9' \(did you mean adamw_int8"):
         build(make_params(SHAPES), "adamw_int9")
     with pytest.raises(BadInputError, match="no update rule 'adam'"):
