@@ -5,6 +5,7 @@ from typing import Any
 
 from baoc.catalogue import base_name, on_device
 from baoc.planner import Planner
+from baoc.profiling.shadow import is_reference
 from baoc.risk import RISKS
 from baoc.types import Plan, Profile, to_plain
 
@@ -12,7 +13,8 @@ AUTO = "auto"
 
 
 def usable(profile: Profile | None, *, planner: Planner, risk: str) -> bool:
-    """Whether a saved profile has what today's planner asks of it: every block, and every spec where shadows ran."""
+    """Whether a saved profile has what today's planner asks of it: every block, and every spec where shadows ran. Fp32
+    AdamW never runs there, as the others are held against it."""
     if profile is None:
         return False
     names = [block.name for block in planner.blocks]
@@ -20,9 +22,11 @@ def usable(profile: Profile | None, *, planner: Planner, risk: str) -> bool:
         return False
     if "shadow" not in RISKS[risk].needs:
         return True
+    ran = {spec for distances in profile.shadow.values() for spec in distances}
     options = planner.candidates(risk="prior", profile=None)
+    asked = {c.spec for name in names for c in options[name] if not is_reference(planner.specs[c.spec])}
     # Shadows follow native weights on the device; other formats and places of a rule and storage are judged by those.
-    return all(base_name(c.spec) in profile.shadow.get(name, {}) for name in names for c in options[name])
+    return {base_name(spec) for spec in asked} <= ran
 
 
 def _same_elsewhere(before: str, now: str) -> bool:

@@ -67,6 +67,9 @@ class Reallocator:
         self._saved_bytes: int | None = None  # of states in the checkpoint that was loaded
         self.step = 0
         self.last_decision = 0
+        self.watched_from = (
+            0  # the step after which the profiler began; later than 0 where a resumed run starts it anew
+        )
         self.num_accepted = 0
         self._watched = False  # the step in progress, where it comes by parts
 
@@ -139,6 +142,7 @@ class Reallocator:
             last_decision=self.last_decision,
             profile=self.profiler.profile,
             reference=self.profile,
+            watched_from=self.watched_from,
         )
         if TRIGGERS[self.settings.mode](self.settings, now):
             self.decide(trigger=self.settings.mode)
@@ -361,6 +365,7 @@ class Reallocator:
         return {
             "step": self.step,
             "last_decision": self.last_decision,
+            "watched_from": self.watched_from,
             "num_accepted": self.num_accepted,
             "risk_model": self.plan.risk_model,
             "profile": to_plain(self.profile) if self.profile is not None else {},
@@ -389,6 +394,7 @@ class Reallocator:
         first = state.get("first_profile")  # checkpoints of earlier versions have none
         self.first_profile = profile_from_plain(first) if first else self.profile
         self.last_decision = state["last_decision"]
+        self.watched_from = state.get("watched_from", 0) if state["profiler"] else self.step
         self.left, self._switch = dict(state.get("left", {})), dict(state.get("switch", {}))
         if self.profiler is not None and not self.watching:
             self.profiler.release()
@@ -415,5 +421,6 @@ class Reallocator:
             except CheckpointError:
                 if not converting:
                     raise
+                self.watched_from = self.step
                 notes += [] if any("start anew" in note for note in notes) else ["statistics of gradients start anew"]
         return notes

@@ -45,12 +45,14 @@ class ReallocationSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """What a trigger may look at. `last_decision` is 0 before the first one; `reference` is that decision's profile."""
+    """What a trigger may look at. `last_decision` is 0 before the first one; `reference` is that decision's profile,
+    None also where a resumed run could not use it; `watched_from` is the step after which sampling began."""
 
     step: int
     last_decision: int
     profile: Callable[[], Profile]
     reference: Profile | None
+    watched_from: int = 0
 
 
 Trigger = Callable[[ReallocationSettings, Moment], bool]
@@ -60,19 +62,27 @@ def _off(_: ReallocationSettings, __: Moment) -> bool:
     return False
 
 
+def _warm(settings: ReallocationSettings, now: Moment) -> bool:
+    """Whether there are enough statistics to decide by, also where a resumed run has none of those before."""
+    return now.step - now.watched_from >= settings.warmup_steps
+
+
 def _once(settings: ReallocationSettings, now: Moment) -> bool:
-    return now.last_decision == 0 and now.step >= settings.warmup_steps
+    return now.last_decision == 0 and _warm(settings, now)
 
 
 def _interval(settings: ReallocationSettings, now: Moment) -> bool:
-    return _once(settings, now) or (now.last_decision > 0 and now.step - now.last_decision >= settings.interval)
+    if now.last_decision == 0:
+        return _once(settings, now)
+    return now.step - now.last_decision >= settings.interval and _warm(settings, now)
 
 
 def _drift(settings: ReallocationSettings, now: Moment) -> bool:
-    """Looks every `interval` steps, and decides anew only where the statistics moved by more than `drift_threshold`."""
-    if now.reference is None or not _interval(settings, now):
-        return _once(settings, now)
-    return drift(now.reference, now.profile()) > settings.drift_threshold
+    """Looks every `interval` steps, and decides anew only where the statistics moved by more than `drift_threshold`, or
+    where there are none to compare with."""
+    if not _interval(settings, now):
+        return False
+    return now.reference is None or drift(now.reference, now.profile()) > settings.drift_threshold
 
 
 def drift(before: Profile, after: Profile) -> float:

@@ -276,11 +276,16 @@ def _chosen(slices: Slices) -> list[bool]:
     return chosen
 
 
+def is_reference(spec: OptimizerSpec) -> bool:
+    """Whether shadows are measured by what `spec` does, whatever becomes of weights and places."""
+    return (spec.rule, spec.storage) == ("adamw", "fp32")
+
+
 def shadowed(specs: Sequence[OptimizerSpec], *, blocks: Sequence[Block]) -> list[OptimizerSpec]:
     """The specs that apply to any of `blocks`, fp32 AdamW left out: its distance from itself is known."""
     return [
         spec
         for spec in specs
-        if (spec.rule, spec.storage) != ("adamw", "fp32")
+        if not is_reference(spec)
         and any(applies(block, spec=spec, rule=RULES[spec.rule].info) is None for block in blocks)
     ]

@@ -89,11 +89,13 @@ def test_another_cut_into_blocks(done: Path, tmp_path: Path, step: int) -> None:
     """In warm-up, where a profile is being gathered, and after it was used."""
     changes = {
         "blocks": BlocksConfig(patterns=(("layers", "*attention*"),)),
-        "reallocation": ReallocationConfig(mode="interval", warmup_steps=6),
+        "reallocation": ReallocationConfig(mode="interval", warmup_steps=3, interval=2),
     }
     result, event = go_on(done, tmp_path / "day" / "on", step=step, **changes)
     assert event is not None and "parameters were cut into" in event["why"]
     assert "statistics of gradients start anew" in event["why"]
+    told = [json.loads(line) for line in (tmp_path / "day" / "on" / "reallocations.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in told[1:]] == list(range(step + 3, 15, 2)), "not before three steps were seen"
     assert result.num_steps == 14
 
 

@@ -83,12 +83,15 @@ def test_released_gradients_are_not_taken_off_twice() -> None:
 
 
 def test_statistics_of_native_weights_serve_every_format_after_a_resume() -> None:
-    settings = PlannerSettings(specs=("adamw", "adamw+split8"), risk="shadow", keep_fp32_roles=())
+    """Fp32 AdamW is not among those that run beside it."""
+    specs = ("adamw", "adamw+split8", "lion", "sign", "sign+split8")
+    settings = PlannerSettings(specs=specs, risk="shadow", keep_fp32_roles=())
     of = Planner(transformer(), budget=parse_budget("unlimited"), settings=settings)
-    ran: dict[str, Any] = {block.name: {"adamw": {}} for block in of.blocks}
+    ran: dict[str, Any] = {block.name: {"lion": {}, "sign": {}} for block in of.blocks}
     profile = Profile(stats={block.name: stats() for block in of.blocks}, shadow=ran)
     assert usable(profile, planner=of, risk="shadow")
     assert not usable(replace(profile, shadow={}), planner=of, risk="shadow")
+    assert not usable(replace(profile, shadow={name: {"sign": {}} for name in ran}), planner=of, risk="shadow")
 
 
 def test_a_calm_block_offers_what_is_cheaper_in_all() -> None:

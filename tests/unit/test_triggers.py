@@ -27,9 +27,23 @@ def profile(**changes: float) -> Profile:
     return Profile(stats={"a": replace(STATS, **changes)})
 
 
-def fires(mode: str, *, step: int, last: int = 0, now: Profile | None = None, reference: Profile | None = None) -> bool:
+def fires(
+    mode: str,
+    *,
+    step: int,
+    last: int = 0,
+    now: Profile | None = None,
+    reference: Profile | None = None,
+    watched_from: int = 0,
+) -> bool:
     settings = ReallocationSettings(mode=mode, warmup_steps=10, interval=5, drift_threshold=0.5)
-    moment = Moment(step=step, last_decision=last, profile=lambda: now or profile(), reference=reference)
+    moment = Moment(
+        step=step,
+        last_decision=last,
+        profile=lambda: now or profile(),
+        reference=reference,
+        watched_from=watched_from,
+    )
     return TRIGGERS[mode](settings, moment)
 
 
@@ -46,6 +60,14 @@ def test_drift_looks_every_interval_and_fires_on_what_moved():
     assert not fires("drift", step=14, last=10, now=moved, reference=profile())
     assert fires("drift", step=15, last=10, now=moved, reference=profile())
     assert not fires("drift", step=15, last=10, now=profile(grad_rms=1.1), reference=profile())
+
+
+@pytest.mark.parametrize(
+    ("mode", "last"), [("once", 0), ("interval", 0), ("interval", 90), ("drift", 0), ("drift", 90)]
+)
+def test_a_resumed_run_that_starts_its_statistics_anew_warms_up_again(mode: str, last: int):
+    """And drift, which has nothing to compare with, then decides."""
+    assert min(step for step in range(101, 130) if fires(mode, step=step, last=last, watched_from=100)) == 110
 
 
 def test_drift_is_the_mean_log_ratio_and_leaves_out_what_is_not_known():
