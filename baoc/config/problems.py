@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
@@ -16,6 +17,7 @@ from baoc.config.strict import did_you_mean, unknown_key
 from baoc.config.trainer_arguments import TRAINER_OWNED
 from baoc.errors import BadInputError
 
+_SWEEPER = "hydra.sweeper."
 _MISCONFIGURED = "MisconfigurationException"  # Lightning's, which is not imported here
 _NEEDS_MULTIRUN = re.compile(r"(?:Ambiguous value for argument|Sweep parameters) '(.*?)'(?:\n| requires)", re.DOTALL)
 
@@ -62,8 +64,19 @@ def _refused_override(text: str) -> BadInputError | None:
         return BadInputError(f"~{match.group(1)} removes what is not there")
     if match := re.match(r"Could not override '(.*?)'", text):
         key = match.group(1)
+        if key.startswith(_SWEEPER):
+            return _unknown_setting(key.removeprefix(_SWEEPER))
         return None if key.startswith("hydra.") else _unknown(key)
     return None
+
+
+def _unknown_setting(leaf: str) -> BadInputError:
+    """A setting that studies do not have, or that only they have."""
+    node = ConfigStore.instance().load("hydra/sweeper/baoc.yaml").node
+    allowed = ["name", "objectives", "space", *(str(key) for key in node if key != "_target_")]
+    if leaf.split(".")[0] in allowed:
+        return BadInputError(f"{_SWEEPER}{leaf} is a setting of a study: start one with -m sweeps=NAME")
+    return unknown_key(leaf, allowed=allowed, path=_SWEEPER.removesuffix("."))
 
 
 def _unknown(key: str) -> BadInputError:

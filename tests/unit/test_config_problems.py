@@ -24,6 +24,11 @@ from baoc.config.from_hydra import from_hydra
         (["trainer.devices=2"], "trainer.devices is decided by BAOC: one device per run"),
         (["model.size.x=1"], "unknown key model.size.x: model.size is a value, not a group of keys"),
         (["hydra.foo=1"], "Could not override 'hydra.foo'"),
+        (
+            ["hydra.sweeper.ntrials=4"],
+            "unknown key hydra.sweeper.ntrials; did you mean hydra.sweeper.n_trials?\nhydra.sw",
+        ),
+        (["hydra.sweeper.n_trials=4"], "hydra.sweeper.n_trials is a setting of a study: start one with -m sweeps=NAME"),
         (["+trainer.foo=1"], "unknown key trainer.foo"),
         (["+trainer.strategy=ddp"], "trainer.strategy is decided by BAOC: BAOC is the strategy"),
         (["+model.dropot=.1"], "unknown key model.dropot; did you mean model.dropout?"),
