@@ -170,6 +170,7 @@ class BlockwiseOptimizer(Optimizer):
                 loss = closure()
         roster = self.roster
         num_blocks = len(roster.live)
+        groups.check_listed(self.param_groups, listed=roster.listed)
         roster.admit_thawed(self.param_groups)
         if len(roster.live) != num_blocks:
             self._welcome()

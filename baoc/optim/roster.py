@@ -73,6 +73,8 @@ class Roster:
         self.live: dict[str, LiveBlock] = {}
         self.names: dict[Tensor, str] = {}
         self.frozen: list[Tensor] = []
+        self.listed: list[list[Tensor]] = []  # parameters by group
+        self._witness: tuple[State, str, Tensor] | None = None  # a state that backends hold
         self._backends: list[Backend] | None = None
         self._rings: Rings | None = None
         self._finals: dict[Tensor, int] = {}  # parameter -> when its gradient is final in backward, among others
@@ -175,7 +177,7 @@ class Roster:
     def __getstate__(self) -> dict[str, Any]:
         """Without the states: whoever owns them puts them back into the copy, and packs them again."""
         self._drop_backends()
-        return {**self.__dict__, "state": {}, "_shown": {}, "arena": HostArena()}
+        return {**self.__dict__, "state": {}, "_shown": {}, "arena": HostArena(), "_witness": None}
 
     def adopt(self, shown: dict[Tensor, State]) -> None:
         """Takes the states of a copy, all of which are in `shown`, and puts them where they belong."""
@@ -188,12 +190,13 @@ class Roster:
         """To be called after anything changed: what a step goes through is made anew."""
         self._drop_backends()
         self._gather()
-        self.frozen = [p for group in param_groups for p in group["params"] if p not in self.names]
+        self.listed = [list(group["params"]) for group in param_groups]
+        self.frozen = [p for group in self.listed for p in group if p not in self.names]
 
     def _drop_backends(self) -> None:
         self.settle()
         self._unread = self.new_bad(wait=True)
-        self._backends, self._alone, self.groups, self._rings = None, {}, {}, None
+        self._backends, self._witness, self._alone, self.groups, self._rings = None, None, {}, {}, None
 
     def _gather(self) -> None:
         """Host-placed states into the arena, in the order in which they pass."""
@@ -203,7 +206,8 @@ class Roster:
 
     def ready(self) -> list[Backend]:
         """The backends, for parameters as they are now."""
-        if not self.placed:
+        witness = self._witness
+        if not self.placed or (witness is not None and witness[0].get(witness[1]) is not witness[2]):
             self.place()
         elif any([backend.moved for backend in self._backends or ()]):  # a list is faster than a generator
             self._drop_backends()
@@ -215,6 +219,10 @@ class Roster:
             self._backends, self._choices = build_backends(
                 self.live.values(), state=self.state, name=self.backend, rings=self.rings
             )
+            held = (
+                (self.state[s.param], part.key) for live in self.live.values() for s in live.slots for part in s.parts
+            )
+            self._witness = next(((state, key, state[key]) for state, key in held), None)
             looking = {live for b in self._backends if not b.excludes_nonfinite for k in b.buckets for live in k.blocks}
             self._guarded = {slot.param: self.names[slot.param] for live in looking for slot in live.slots}
         return self._backends
@@ -387,7 +395,8 @@ class Roster:
             )
 
     def place(self) -> None:
-        """Moves states to their parameters' device, for a model that was moved after the optimizer was built."""
+        """Moves states to their parameters' device, for a model that was moved after the optimizer was built, and for
+        states that somebody moved away and back."""
         for live in self.live.values():
             self.pack(live)
             if live.match is not None:

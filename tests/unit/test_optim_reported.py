@@ -182,6 +182,29 @@ class TestBaocOptimizer:
         assert adamw_state_bytes(optimizer.blocks) == 0
 
 
+class TestWhatOthersDoToIt:
+    def test_states_that_were_moved_away_and_back_are_those_that_are_stepped(self) -> None:
+        """As who frees a GPU between two phases does; backends know states by address."""
+        params = make_params({"w": (8, 16)})
+        optimizer = build(params, "adamw", backend="native")
+        assert moved(params["w"], optimizer)
+        state = optimizer.state[params["w"]]
+        for key, value in state.items():
+            state[key] = value.clone()
+        before = state["m"].clone()
+        assert moved(params["w"], optimizer)
+        assert not torch.equal(optimizer.state_dict()["state"]["w"]["m"], before)
+
+    @pytest.mark.parametrize("late", [False, True])
+    def test_parameters_that_were_put_into_a_group_do_not_stand_still(self, late: bool) -> None:
+        params = make_params(SHAPES)
+        optimizer = build(params, "adamw_int8")
+        listed = optimizer.param_groups[0]["params"]
+        listed[:] = [*listed, *listed[:1]] if late else [nn.Parameter(torch.ones(4, 8)), *listed[1:]]
+        with pytest.raises(BadInputError, match=r"parameters in param_groups are not those .* with add_param_group"):
+            moved(params["a"], optimizer)
+
+
 class TestMasks:
     @pytest.mark.parametrize("policy", ["skip_element", "skip_step"])
     @pytest.mark.parametrize("drop", ["to_none", "to_zero", "by_hand"])
