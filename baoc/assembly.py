@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import lightning as L
@@ -225,7 +226,8 @@ def failures(device: str) -> Iterator[None]:
     except RuntimeError as error:
         if "Error(s) in loading state_dict" not in str(error):
             raise
+        first = shorten(str(error).splitlines()[1], width=200, placeholder=" ...")  # of names there may be hundreds
         raise CheckpointError(
             "the checkpoint is of another model: its tensors have other names or shapes "
-            f"({str(error).splitlines()[1].strip()}); resume with the model and dataset of that run, or without"
+            f"({first}); resume with the model and dataset of that run, or without"
         ) from error

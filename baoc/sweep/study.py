@@ -110,6 +110,12 @@ def _with_extra(config: StudyConfig, extra: Sequence[str]) -> StudyConfig:
             f"{several} asks for several values beside sweeps={config.name}: put them into the study's space, as "
             "hydra.sweeper.space"
         )
+    mode = next((word for word in own if word.startswith("mode=") and word != "mode=train"), None)
+    if mode is not None:
+        raise BadInputError(
+            f"{mode} trains nothing, and the trials of sweeps={config.name} are compared by what they train: leave it "
+            "out, or plan some budgets with -m budget=8gb,16gb mode=plan"
+        )
     return replace(config, fixed=(*config.fixed, *own))
 
 

@@ -33,7 +33,7 @@ def test_a_finished_run_is_not_resumed(done, tmp_path):
 
 def test_a_checkpoint_of_another_model_is_refused(done, tmp_path):
     longer = replace(config().trainer, max_steps=20)
-    with pytest.raises(CheckpointError, match="the checkpoint is of another model"):
+    with pytest.raises(CheckpointError, match=r"the checkpoint is of another model.*Missing key.{,200} \.\.\.\); res"):
         run(tmp_path / "day" / "other", resume=str(done), trainer=longer, model=ModelConfig(size="mini"))
 
 

@@ -265,6 +265,8 @@ def test_what_a_study_cannot_be(changes: dict[str, object], message: str):
 def test_several_values_beside_a_study_are_refused(tmp_path: Path):
     with pytest.raises(BadInputError, match="several values beside sweeps=s"):
         run_study(config(), folder=tmp_path, extra=["seed=0,1"], code=STUB)
+    with pytest.raises(BadInputError, match="mode=plan trains nothing, and the trials of sweeps=s are compared"):
+        run_study(config(), folder=tmp_path, extra=["mode=plan"], code=STUB)
 
 
 def test_every_setting_of_a_study_can_be_given_on_the_command_line():
