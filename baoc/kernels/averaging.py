@@ -19,14 +19,11 @@ def bring_up_to_date(table: "FusedTable", plan: means_plan.Plan, call: Call) -> 
     places = (table.shape_tensor, table.ptrs, table.grad_ptrs, table.settings, plan.places, plan.vectors)
     sums = (plan.sums, plan.squares, plan.counts)
     for (width, aligned, grouped), programs in plan.whole.items():
-        warps = min(max(width, means_plan.TILE) // plan.per_warp, 32)
-        # Of which a multiprocessor has 2,048 for each lane; programs of many short lines need more, and are few.
-        registers = min(plan.registers, 2048 // warps) if width >= means_plan.TILE else 0
         lines_kernel[(programs.count,)](
             programs.owner, programs.first, *places, *sums, plan.tiles, plan.lines_per_program(width), M=m, **grads,
             MODE=mode, WIDEST=width, LINES=max(means_plan.TILE // width, 1), GROUPED=grouped,
             VEC=table.vector if aligned else 1,
-            num_warps=warps, **({"maxnreg": registers} if registers else {}),
+            num_warps=min(max(width, means_plan.TILE) // plan.per_warp, 32),
         )  # fmt: skip
     if plan.line_sums.count:
         line_sums_kernel[(plan.line_sums.count,)](

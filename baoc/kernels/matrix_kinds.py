@@ -223,7 +223,7 @@ def _foam_cut(kind: Kind, fp32_params: bool) -> Cut:
         return Cut(chunk=FOLD_TILE * fold, warps=1, vector=4 if fp32_params else 8, registers=64)
     if out:  # a warp's threads, beside each other in memory, have whole folds
         vector = 4 if fold < 8 else 2
-        return Cut(chunk=32 * vector * fold, warps=1, vector=vector, registers=128 if fp32_params else 96)
+        return Cut(chunk=32 * vector * fold, warps=1, vector=vector, registers=128)
     if not fp32_params:
         return Cut(chunk=256, warps=1, vector=8, registers=64)
     if kind.m in ("fp32", "bf16"):

@@ -33,7 +33,7 @@ def stored_shape(shapes, tensor):
 @triton.jit
 def inverse_root(v):
     """1 / sqrt(v), and 0 of a mean that never had an element."""
-    return tl.where(v > 0.0, 1.0 / tl.sqrt(tl.maximum(v, 1.2e-38)), 0.0)
+    return tl.where(v > 0.0, tl.rsqrt(tl.maximum(v, 1.2e-38)), 0.0)
 
 
 @triton.jit
@@ -177,16 +177,24 @@ def _read_lines(grad_addr, m_addr, m_scale_addr, state, start, part, num, stride
 
 
 @triton.jit
-def _restored(code, bits, M: tl.constexpr, GROUPED: tl.constexpr):
-    """m of what `_read_lines` read."""
+def _restored(code, bits, share, M: tl.constexpr, GROUPED: tl.constexpr):
+    """m of what `_read_lines` read; where it is coded, times what its share of the new average is."""
     if GROUPED:
         LINES: tl.constexpr = code.shape[0]
         GROUPS: tl.constexpr = code.shape[1] // 32
-        scale = tl.reshape((bits.to(tl.int32) << 16).to(tl.float32, bitcast=True), [LINES, GROUPS, 1])
+        scale = tl.reshape((bits.to(tl.int32) << 16).to(tl.float32, bitcast=True) * share, [LINES, GROUPS, 1])
         m = tl.reshape(tl.reshape(expand_m(signed_numbers(code), M), [LINES, GROUPS, 32]) * scale, code.shape)
-    else:
+    elif M == "fp32" or M == "bf16":
         m = restore_m(code, bits, M)
+    else:
+        m = restore_m(code, bits, M) * share
     return m
+
+
+@triton.jit
+def _averaged(m, g, weight, M: tl.constexpr):
+    """The average of what `_restored` gave and g, as `elementwise.average` has it."""
+    return lerp(m, g, weight) if M == "fp32" or M == "bf16" else m + weight * g
 
 
 @triton.jit
@@ -224,14 +232,14 @@ def _sum_lines(
     for begin in range(0, num, LINES):
         now, m, v_old = raw.to(tl.float32), raw.to(tl.float32), v
         if M != "none":
-            m = _restored(code, bits, M, GROUPED)
+            m = _restored(code, bits, 1.0 - w1, M, GROUPED)
         # The next lines are read before the sums over these make all warps wait.
         raw, code, bits, v = _read_lines(
             grad_addr, m_addr, m_scale_addr, state, start, begin + LINES + part, num, stride, M, GRAD, WIDEST, GROUPED,
             VEC,
         )  # fmt: skip
         g2 = now * now
-        x = now if M == "none" else lerp(m, now, w1)
+        x = now if M == "none" else _averaged(m, now, w1, M)
         of_line = tl.sum(g2, axis=1)
         num_out = tl.zeros([LINES], dtype=tl.int32)
         out = tl.max(tl.where(of_line < float("inf"), 0, 1)) > 0
@@ -239,7 +247,7 @@ def _sum_lines(
             g, _, kept = keep_finite(now, MARKED)
             g2 = g * g
             if M != "none":
-                x = tl.where(kept, lerp(m, g, w1), 0.0)
+                x = tl.where(kept, _averaged(m, g, w1, M), 0.0)
             of_line, num_out = tl.sum(g2, axis=1), tl.sum(tl.where(kept, 0, 1), axis=1)
         there = begin + part < num
         count = length - num_out

@@ -21,7 +21,6 @@ ROWS, COLUMNS = 512, 128  # lines that it sums over, and columns
 JOB_LENGTH = 256  # means that a program finishes
 TILE, LONGEST = 2048, 8192  # elements that a program of whole lines holds, but at least a line; its longest line
 PER_WARP, PER_WARP_CODED = 512, 256  # elements of it by warp; fewer where m takes registers to decode
-REGISTERS, REGISTERS_CODED = 96, 80  # of its threads, 0: as many as they like
 LARGE_LINES, SMALL_LINES = 512, 128  # lines of a program that holds as many elements as TILE
 _LARGE = 2**27  # elements from which on its sums are over more lines, so that they need little memory
 _PAD = 32  # vectors and sums begin at multiples of it
@@ -61,7 +60,6 @@ class Plan:
         self.adafactor, self.norm = self._rule.startswith("adafactor"), self._rule == "column_norm"
         coded = table.kind.traits.has_m and table.kind.m not in ("fp32", "bf16")
         self.per_warp = PER_WARP_CODED if coded else PER_WARP
-        self.registers = REGISTERS_CODED if coded else REGISTERS
         self._is_large = sum(shape.numel for shape in table.shapes) >= _LARGE
         self._vectors = self._sums = self._tiles = 0
         self._places = [[NONE, NONE, 0, 0, 0, 0, 0, 0] for _ in table.shapes]

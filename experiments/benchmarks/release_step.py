@@ -1,8 +1,8 @@
 """What gradient release costs and saves: whole training steps with it and without, in one process.
 
 `python experiments/benchmarks/release_step.py` on a machine with an NVIDIA GPU, under a minute. A decoder of Llama
-130M's widths in bf16 autocast, each parameter a block; medians and quartiles of 15 steps between CUDA events, and the
-peak of what torch allocated in them. `norm` clips by the previous step's norm where gradients are released. Rows go to
+130M's widths in bf16 autocast, each parameter a block; medians and quartiles of 15 steps between CUDA events, the
+processor's time in as many more, and the peak of what torch allocated. `norm` clips by the previous step's norm where gradients are released. Rows go to
 release_step.csv in $OUT or experiments/results.
 """
 
@@ -10,9 +10,10 @@ import argparse
 import csv
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import quantiles
+from statistics import median, quantiles
 
 import torch
 from torch import Tensor, nn
@@ -73,19 +74,32 @@ def time_case(spec: str, how: str, *, width: int, layers: int, batch: int) -> di
         step()
     torch.cuda.reset_peak_memory_stats()
     low, middle, high = quantiles(events_ms(step, steps=STEPS), n=4)
+    cpu_ms = median(processor_ms(step))
     peak = torch.cuda.max_memory_allocated() / 2**30
     chosen = {choice.backend for choice in optimizer.roster.choices.values()}
     return {
         "spec": spec, "gradients": how, "parameters": sum(p.numel() for p in net.parameters()), "batch": batch,
-        "step_ms": f"{middle:.2f}", "q1_ms": f"{low:.2f}", "q3_ms": f"{high:.2f}", "n": STEPS,
+        "step_ms": f"{middle:.2f}", "q1_ms": f"{low:.2f}", "q3_ms": f"{high:.2f}", "cpu_ms": f"{cpu_ms:.2f}", "n": STEPS,
         "peak_gib": f"{peak:.3f}", "backends": " ".join(sorted(chosen)),
     }  # fmt: skip
+
+
+def processor_ms(step: Callable[[], None]) -> list[float]:
+    """Of all threads, in what a step asks of the host, which does not wait for the device in it."""
+    times = []
+    for _ in range(STEPS):
+        torch.cuda.synchronize()
+        begin = time.process_time()
+        step()
+        times.append((time.process_time() - begin) * 1e3)
+    return times
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--specs", nargs="+", default=sorted({spec for spec, _ in CASES}))
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], help="sequences of 1,024 tokens")
     args = parser.parse_args()
     folder = Path(os.environ.get("OUT") or ROOT / "experiments" / "results")
@@ -94,7 +108,7 @@ def main() -> None:
     writer = None
     with (folder / "release_step.csv").open("w", newline="") as file:
         for batch in args.batch:
-            for spec, how in CASES:
+            for spec, how in [case for case in CASES if case[0] in args.specs]:
                 row = {**time_case(spec, how, width=args.width, layers=args.layers, batch=batch), **common}
                 if writer is None:
                     writer = csv.DictWriter(file, list(row))

@@ -20,6 +20,7 @@ from baoc.kernels import Cut, FusedTable, Kind, Shape, fused_step, merge_weights
 from baoc.kernels.kinds import ELEMENTWISE, GROUP, PACKED
 from baoc.kernels.weights import round_at_random_
 from baoc.rules import RULES, RuleContext
+from baoc.types import StateLayout
 
 SIZES = (1, 7, 255, 256, 257, 0, 1300)
 SMALL_CUT = Cut(chunk=512, warps=1)
@@ -199,9 +200,9 @@ class Twin:
         ctx = self._context(index, step=step, beta1=beta1, beta2=beta2, eps=options.eps, finite=finite)
         direction = rule.direction(grad, states=values, ctx=ctx)
         update = direction.update().clone()
-        for name, (codec, shape) in kept.items():
-            full = shape == param.shape
-            now = torch.where(finite, values[name], old[name]) if full else values[name]
+        full = {decl.name for decl in rule.info.states if decl.layout is StateLayout.FULL}
+        for name, (codec, _) in kept.items():
+            now = torch.where(finite, values[name], old[name]) if name in full else values[name]
             codec.encode_(parts[name], now, phase=self.phase if name.startswith("v") or codec.info.phased else None)
         split = self.kind.weights in CORRECTIONS
         work = merge_weights(param, state["correction"]) if split else param.to(torch.float32)
