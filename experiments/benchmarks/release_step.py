@@ -2,8 +2,8 @@
 
 `python experiments/benchmarks/release_step.py` on a machine with an NVIDIA GPU, under a minute. A decoder of Llama
 130M's widths in bf16 autocast, each parameter a block; medians and quartiles of 15 steps between CUDA events, the
-processor's time in as many more, and the peak of what torch allocated. `norm` clips by the previous step's norm where gradients are released. Rows go to
-release_step.csv in $OUT or experiments/results.
+processor's time in as many more, and the peak of what torch allocated. `norm` clips by the previous step's norm where
+gradients are released. Rows go to release_step.csv in $OUT or experiments/results.
 """
 
 import argparse
