@@ -79,8 +79,8 @@ def time_case(spec: str, how: str, *, width: int, layers: int, batch: int) -> di
     chosen = {choice.backend for choice in optimizer.roster.choices.values()}
     return {
         "spec": spec, "gradients": how, "parameters": sum(p.numel() for p in net.parameters()), "batch": batch,
-        "step_ms": f"{middle:.2f}", "q1_ms": f"{low:.2f}", "q3_ms": f"{high:.2f}", "cpu_ms": f"{cpu_ms:.2f}", "n": STEPS,
-        "peak_gib": f"{peak:.3f}", "backends": " ".join(sorted(chosen)),
+        "step_ms": f"{middle:.2f}", "q1_ms": f"{low:.2f}", "q3_ms": f"{high:.2f}", "cpu_ms": f"{cpu_ms:.2f}",
+        "n": STEPS, "peak_gib": f"{peak:.3f}", "backends": " ".join(sorted(chosen)),
     }  # fmt: skip
 
 
