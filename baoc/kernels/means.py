@@ -250,7 +250,7 @@ def _sum_lines(
                 x = tl.where(kept, _averaged(m, g, w1, M), 0.0)
             of_line, num_out = tl.sum(g2, axis=1), tl.sum(tl.where(kept, 0, 1), axis=1)
         there = begin + part < num
-        count = length - num_out
+        count = length.to(tl.int32) - num_out
         mean = of_line * reciprocal(tl.maximum(count, 1).to(tl.float32)) + _FLOOR
         v_new = tl.where(count > 0, lerp(v_old, mean, w2), v_old)
         factor = inverse_root(v_new)
