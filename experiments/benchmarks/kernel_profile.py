@@ -36,7 +36,7 @@ from baoc.optim.backends.eager import Options  # noqa: E402
 STEPS, WORKERS = 7, 15
 # An empty one is the spec's own.
 TRIED: dict[str, tuple[str, ...]] = {
-    "adafactor_momentum_int8": ("", ":256:1024"),
+    "adafactor_momentum_int8": ("", ":512"),
     "foam_l2_out_int8+split8": ("", "512/1/4/112"),
     "adafactor+split8": ("",), "foam_l8_int8+split8": ("",), "adafactor_momentum": ("",), "adafactor": ("",),
     "foam_l2_out": ("",), "foam_l8": ("",), "foam_l8_out": ("",), "foam_l2_int8+split8": ("",), "foam_l2_int8": ("",),
