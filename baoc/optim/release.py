@@ -166,7 +166,7 @@ class Releaser:
 
     def _ready(self, param: Tensor) -> None:
         """The gradient of `param` is final, as far as this backward goes."""
-        with self._lock, torch.no_grad():
+        with self._lock:
             if capturing():
                 raise BadInputError(
                     "a CUDA graph cannot capture a backward that releases gradients: capture without release"
@@ -177,7 +177,8 @@ class Releaser:
                 param.grad = None
                 self._refuse_second(param)
             if self._options is None:
-                self.begin()
+                with torch.no_grad():
+                    self.begin()
             self._got.add(param)
             if self.together_bytes and not self._live_owner().roster.groups and param.grad is not None:
                 self._order.append((name, param.grad.nbytes))
@@ -212,8 +213,9 @@ class Releaser:
         by_group: dict[tuple[str, ...], list[LiveBlock]] = {}
         for live in lives:
             by_group.setdefault(self._group_of(live), []).append(live)
-        for group, members in by_group.items():
-            self._step(members, group=group)
+        with torch.no_grad():  # as a backward that makes a graph has not
+            for group, members in by_group.items():
+                self._step(members, group=group)
 
     def _group(self) -> None:
         """Who is stepped with whom from now on, by the order in which gradients came."""
@@ -274,10 +276,13 @@ class Releaser:
         assert masks is not None, "skip_step is refused when the optimizer is built"
         self._stepped.update(live.block.name for live in lives)
         slots = [slot for live in lives for slot in live.slots if slot.param.grad is not None]
-        if self.settings.clip_norm is not None and self.norm is not None and slots[0].param.is_cuda:
+        by_norm, by_value = self.settings.clip_norm is not None, self.settings.clip_value is not None
+        if by_norm and self.norm is not None and slots[0].param.is_cuda:
             self._clip_together([slot.param for slot in slots])
-        for live in lives:
-            self._clip([slot.param for slot in live.slots if slot.param.grad is not None])
+            by_norm = False
+        if by_norm or by_value:
+            for live in lives:
+                self._clip([slot.param for slot in live.slots if slot.param.grad is not None])
         if self.observer is not None:
             self.observer.see_part({slot.name: slot.param.grad for slot in slots})  # pyright: ignore
         unseeded = [live for live in lives if live.unseeded]
