@@ -25,6 +25,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":  # it knows no inline PTX, and cut
         return 1.0 / x
 
     @triton.jit
+    def product(a, b):
+        return a * b
+
+    @triton.jit
     def log2(x):
         return tl.log2(x)
 
@@ -93,6 +97,12 @@ else:
     def reciprocal(x):
         """1 / x to one unit in the last place, in one instruction; Triton's `/` takes seven."""
         return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+
+    @triton.jit
+    def product(a, b):
+        """a b, rounded before it is added to anything: threads that exchange numbers and add their own, not rounded,
+        would end with sums that differ in the last bit, where all are to have the same."""
+        return tl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], tl.float32, is_pure=True, pack=1)
 
     @triton.jit
     def log2(x):

@@ -11,7 +11,7 @@ takes the reciprocals of roots from `vectors`; states are written here, in mode 
 import triton
 import triton.language as tl
 
-from baoc.kernels.device import load_tile, reciprocal, signed_numbers
+from baoc.kernels.device import load_tile, product, reciprocal, signed_numbers
 from baoc.kernels.elementwise import EPS, INV_BC2, M_AT, M_SCALE_AT, W1, W2, WIDTH, keep_finite, lerp, load_grad
 from baoc.kernels.storage import expand_m, load_m_codes, restore_m
 
@@ -238,14 +238,14 @@ def _sum_lines(
             grad_addr, m_addr, m_scale_addr, state, start, begin + LINES + part, num, stride, M, GRAD, WIDEST, GROUPED,
             VEC,
         )  # fmt: skip
-        g2 = now * now
+        g2 = product(now, now) if LINES > 1 else now * now  # of one line nothing is exchanged
         x = now if M == "none" else _averaged(m, now, w1, M)
         of_line = tl.sum(g2, axis=1)
         num_out = tl.zeros([LINES], dtype=tl.int32)
         out = tl.max(tl.where(of_line < float("inf"), 0, 1)) > 0
         if MARKED or out:
             g, _, kept = keep_finite(now, MARKED)
-            g2 = g * g
+            g2 = product(g, g) if LINES > 1 else g * g
             if M != "none":
                 x = tl.where(kept, _averaged(m, g, w1, M), 0.0)
             of_line, num_out = tl.sum(g2, axis=1), tl.sum(tl.where(kept, 0, 1), axis=1)
@@ -259,11 +259,9 @@ def _sum_lines(
         tl.store(factors + begin + part, factor, mask=there)
         of_lines += tl.where(there, v_new, 0.0)
         total += tl.sum(g2, axis=0)
-        if M == "none":
-            square += tl.sum(g2 * (factor * factor)[:, None], axis=0)
-        else:
-            y = x * factor[:, None]
-            square += tl.sum(y * y, axis=0)
+        y = g2 if M == "none" else x * factor[:, None]
+        by = (factor * factor)[:, None] if M == "none" else y
+        square += tl.sum(product(y, tl.broadcast_to(by, y.shape)) if LINES > 1 else y * by, axis=0)
         any_out += num_out
     return total, square, tl.sum(of_lines), tl.sum(any_out)
 
