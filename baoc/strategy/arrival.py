@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from baoc.errors import InfeasibleBudgetError
+from baoc.optim import BlockwiseOptimizer
+from baoc.optim.weights import master
 from baoc.profiling import clear_cache, uncapped
 from baoc.profiling.device import LATE_MODULES_BYTES
 from baoc.profiling.lowered import NARROW, narrowed
@@ -94,12 +96,37 @@ def leave(params: Mapping[str, Tensor]) -> None:
         param.data = param.detach().cpu()
 
 
-class Reading:
-    """Weights of a pass that trains nothing: where they are bf16 numbers, as those of split weights in a checkpoint
-    are, 16 bits hold all of them."""
+class Between:
+    """What becomes of weights between fits.
+
+    A pass that trains nothing may hold those in 16 bits that are bf16 numbers, as split weights from a checkpoint are.
+    And a fit leaves them as its optimizer keeps them, with corrections beside; the next one begins with the numbers
+    that they stand for, in the types in which they came.
+    """
 
     def __init__(self) -> None:
         self._whole: dict[Tensor, torch.dtype] = {}
+        self._left: tuple[BlockwiseOptimizer, dict[Tensor, int]] | None = None
+
+    def leave(self, optimizer: BlockwiseOptimizer) -> None:
+        """A fit is over."""
+        slots = [slot for live in optimizer.roster.live.values() for slot in live.slots]
+        self._left = optimizer, {slot.param: slot.param._version for slot in slots}
+
+    @torch.no_grad()
+    def resume(self, module: nn.Module) -> None:
+        """Another one begins. Weights that were written to since, by a checkpoint say, are what they are now."""
+        if self._left is None:
+            return
+        (optimizer, versions), self._left = self._left, None
+        mine, roster = set(module.parameters()), optimizer.roster
+        for live in roster.live.values():
+            with roster.visiting(live, keep=False):
+                for slot in live.slots:
+                    dtype = getattr(torch, slot.info.dtype)
+                    if slot.param in mine and slot.param.dtype is not dtype:
+                        same = slot.param._version == versions.get(slot.param)
+                        slot.param.data = master(slot.param, roster.state[slot.param] if same else {}).to(dtype)
 
     def narrow(self, module: nn.Module) -> None:
         """Parameters that lose nothing become bf16, where they are."""

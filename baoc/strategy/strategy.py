@@ -27,7 +27,7 @@ from baoc.optim.release import take_from_others
 from baoc.planner import Planner, may_place
 from baoc.profiling import cap_device, clear_cache, context_bytes, describe, free_bytes, uncapped
 from baoc.profiling.lowered import as_native, narrowed, narrowed_bytes
-from baoc.strategy.arrival import MIXED, Reading, leave, must_wait, needs_room, no_room, visiting
+from baoc.strategy.arrival import MIXED, Between, leave, must_wait, needs_room, no_room, visiting
 from baoc.strategy.probe import Probe, silent, unwrapped
 from baoc.strategy.released import leave_clipping, leaves_gradients, released_clipping, take_clipping_back
 from baoc.strategy.takeover import count_steps_for_schedulers, hyperparameters, named_groups, rebind_schedulers
@@ -111,7 +111,7 @@ class BaocStrategy(SingleDeviceStrategy):
         self._device_choice = device
         self._guard = _GradientGuard()
         self.context_bytes = 0
-        self._waits, self._reading = False, Reading()  # whether weights in full pass the budget; what became of them
+        self._waits, self._between = False, Between()  # whether weights in full pass the budget; what became of them
         self._counted_step = self._micro_batches = 0
         self._last = False  # the backward that comes is the last one of its step
 
@@ -128,26 +128,27 @@ class BaocStrategy(SingleDeviceStrategy):
         cap_device(self.root_device, budget=self.budget)
 
     def model_to_device(self) -> None:
-        """As Lightning's where the budget holds the weights in full. Else they wait on the host until a plan is made.
+        """As Lightning's where the budget holds the weights in full; else they wait on the host until a plan is made.
 
-        A pass that trains nothing takes those in 16 bits that lose nothing by it, and raises InfeasibleBudgetError
-        where that is not enough.
+        A pass that trains nothing takes those in 16 bits that lose nothing by it. Raises InfeasibleBudgetError there.
         """
         module = self.lightning_module
-        self._waits = module is not None and self._passes(module)
-        if module is None or not self._waits:
+        assert module is not None
+        fits = module.trainer.state.fn == TrainerFn.FITTING
+        if fits:
+            self._between.resume(module)
+        given = {"budget": self.budget, "context_bytes": self.context_bytes}
+        self._waits = must_wait(module, device=self.root_device, **given)
+        if not self._waits:
             return super().model_to_device()
-        if module.trainer.state.fn == TrainerFn.FITTING:
+        if fits:
             return  # `setup_optimizers` goes on
         if module.trainer.precision in MIXED:
-            self._reading.narrow(module)
-        if self._passes(module):
-            self._reading.widen()
-            raise no_room(module, budget=self.budget, context_bytes=self.context_bytes)
+            self._between.narrow(module)
+        if must_wait(module, device=self.root_device, **given):
+            self._between.widen()
+            raise no_room(module, **given)
         super().model_to_device()
-
-    def _passes(self, module: L.LightningModule) -> bool:
-        return must_wait(module, device=self.root_device, budget=self.budget, context_bytes=self.context_bytes)
 
     def setup_optimizers(self, trainer: L.Trainer) -> None:
         """Plans, and puts a BlockwiseOptimizer in the place of the user's; its groups and schedulers stay."""
@@ -331,8 +332,9 @@ class BaocStrategy(SingleDeviceStrategy):
         if self.reallocator is not None:
             optimizer = self.reallocator.optimizer
             optimizer.roster.refresh(optimizer.param_groups)
+            self._between.leave(optimizer)
         super().teardown()
-        self._reading.widen()
+        self._between.widen()
         if self.reallocator is not None and self.reallocator.optimizer.releaser is not None:
             self.reallocator.optimizer.releaser.detach()
             take_clipping_back(self.precision_plugin)

@@ -123,6 +123,27 @@ def test_a_refused_plan_leaves_the_weights_whole(card: Card) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("written", [False, True])
+def test_a_second_fit_goes_on_from_what_the_weights_stand_for(card: Card, written: bool) -> None:
+    """Bits that the first one kept beside them count, unless other numbers were loaded meanwhile."""
+    card.small, plan, module = False, strategy(*SPECS), Tied()
+    trainer = L.Trainer(strategy=plan, max_steps=12, precision="bf16-mixed", **QUIET)
+    trainer.fit(module, loader())
+    assert plan.reallocator is not None
+    first, weights = plan.reallocator.optimizer, module.net[0].weight
+    left = first.export_weights()["net.0.weight"]
+    assert weights.dtype is torch.bfloat16 and not torch.allclose(weights.float(), left, rtol=1e-6, atol=0)
+    if written:
+        left = torch.ones_like(left)
+        with torch.no_grad():
+            weights.copy_(left)
+    card.small = True
+    trainer.fit(module, loader())  # of no steps: all were done
+    second = plan.reallocator.optimizer
+    assert second is not first and card.seen[2:] == ["bfloat16 float32", "float32"]
+    assert torch.allclose(second.export_weights()["net.0.weight"], left, rtol=1e-6, atol=0)
+
+
 class Validated(Classifier):
     """Notes the types of the weights that it is validated with."""
 
