@@ -161,15 +161,10 @@ class _Decision:
         less = narrowed_bytes(narrow)
         with phases("device and weights"):
             capped, waits = self._bring(narrow, visit=visit)
-        with phases("first batches"):
-            batch = next(iter(data.make_train_loader(limit=None)))
-            val_batch = next(iter(data.val_dataloader()), None)
         self.tryouts = Tryouts(
             config,
             task=task,
-            trials=Trials(
-                task, batch=batch, val_batch=val_batch, device=self.where, precision=precision, phases=phases
-            ),
+            trials=self._trials(data, precision=precision),
             where=self.where,
             budget=self.budget,
             axes=self.axes,
@@ -199,6 +194,13 @@ class _Decision:
                 for release in self.axes.release
             }
         self.table = self._table()
+
+    def _trials(self, data: DataModule, *, precision: str) -> Trials:
+        with self.phases("first batches"):
+            batch = next(iter(data.make_train_loader(limit=None)))
+            val_batch = next(iter(data.val_dataloader()), None)
+        given = {"device": self.where, "precision": precision, "phases": self.phases}
+        return Trials(self.task, batch=batch, val_batch=val_batch, **given)
 
     def _bring(self, narrow: Mapping[str, Tensor], *, visit: ExitStack) -> tuple[bool, bool]:
         """The task comes to the device: whether within a cap, and whether with those weights in 16 bits from the

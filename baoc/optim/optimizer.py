@@ -25,12 +25,8 @@ from baoc.optim.roster import Roster, make_live
 from baoc.optim.state import alone
 from baoc.types import Block, BlockMove, Moments, OptimizerSpec
 
-_UNKEPT = (
-    "step",
-    "observer",
-    "observing",
-    "_ahead",
-)  # wrapped by schedulers, set by whoever owns us: not part of a copy
+# Wrapped by schedulers, or set by whoever owns us: not part of a copy.
+_UNKEPT = ("step", "observer", "observing", "_ahead")
 
 
 class BlockwiseOptimizer(Optimizer):

@@ -113,7 +113,7 @@ class Roster:
             group["param_names"] = [self.names.get(param, name) for param, name in pairs]
         lives = [make_live(block, spec=chosen[block.name], param_groups=param_groups) for block in blocks]
         self.check_host(lives, device=device)
-        reserved = self._reserve(lives, device=device)
+        reserved = self.arena.reserve(order_of_travel(lives), device=device)
         for live in lives:
             self.enlist(live, device=device, states=reserved.get(live))
         self.refresh(param_groups)
@@ -136,12 +136,6 @@ class Roster:
             passing = buffer_bytes([passing_bytes(live.block, spec=live.spec) for live in updated])
             needed = sum(live.slab_bytes for live in placed) + passing
             check_host_memory(needed, what="the states of host-placed blocks")
-
-    def _reserve(self, lives: Iterable[LiveBlock], *, device: torch.device | None) -> dict[LiveBlock, list[State]]:
-        """States of host-placed blocks, all in one piece of the arena."""
-        placed = order_of_travel(lives)
-        there = device or next((live.slots[0].param.device for live in placed), torch.device("meta"))
-        return {} if there.type == "meta" else self.arena.reserve(placed, device=there)
 
     def enlist(self, live: LiveBlock, *, device: torch.device | None = None, states: list[State] | None = None) -> None:
         """A block before its first step gets its states, and its weights what its spec keeps of them, on `device`."""

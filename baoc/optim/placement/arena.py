@@ -70,14 +70,16 @@ class HostArena:
         self._segments = [segment for segment in self._segments if id(segment) in full]
         return bool(moving)
 
-    def reserve(self, blocks: Sequence[LiveBlock], *, device: torch.device) -> dict[LiveBlock, list[State]]:
+    def reserve(self, blocks: Sequence[LiveBlock], *, device: torch.device | None) -> dict[LiveBlock, list[State]]:
         """The states of host-placed blocks before their first step, where they are to lie: so there never are two of
-        them. `device`: where their parameters are, or will be. Raises BadInputError where memory is out."""
+        them. `device`: where their parameters will be; None where they are there. None are made on meta. Raises
+        BadInputError where memory is out."""
         found: dict[LiveBlock, list[State]] = {}
         blocks = [live for live in blocks if live.slab_bytes]
-        if not blocks:
+        there = device or next((live.slots[0].param.device for live in blocks), torch.device("meta"))
+        if not blocks or there.type == "meta":
             return found
-        memory, begin = self._segment(sum(live.slab_bytes for live in blocks), device=device).memory, 0
+        memory, begin = self._segment(sum(live.slab_bytes for live in blocks), device=there).memory, 0
         for live in blocks:
             found[live] = fresh(live.slots)
             for slot, state in zip(live.slots, found[live], strict=True):
