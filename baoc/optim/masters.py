@@ -42,9 +42,12 @@ def load(values: Mapping[str, Tensor], *, roster: Roster, param_groups: list[dic
             param.copy_(value)
             continue
         live, slot = blocks[param]
-        value = value.to(device=param.device, dtype=torch.float32 if slot.weights != "native" else param.dtype)
+        if slot.weights == "native":
+            param.copy_(value)
+            continue
         with roster.visiting(live):
-            weights.store_(param, roster.state[param], value, weights=slot.weights, name=name)
+            whole = value.to(torch.float32)
+            weights.take_in_(param, roster.state[param], whole, weights=slot.weights, name=name)
 
 
 def stalling(roster: Roster, names: Iterable[str]) -> list[str]:
