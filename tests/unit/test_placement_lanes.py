@@ -3,6 +3,7 @@
 import gc
 import sys
 import weakref
+from collections.abc import Iterable
 from itertools import permutations
 from random import Random
 
@@ -192,6 +193,24 @@ def test_gradients_that_are_released_are_kept_for_the_lane_that_reads_them() -> 
         optimizer.step()
     assert [lane for _, lane in lanes.kept] == [STEP] * len(SHAPES)
     assert {tuple(tensor.shape) for tensor, _ in lanes.kept} == {(9, 32)}
+
+
+def test_gradients_that_are_released_do_not_gather_before_a_slow_link() -> None:
+    """One piece may be on its way when the next one's gradients come, however far backward could run ahead."""
+
+    class Counting(LateLanes):
+        def keep(self, tensors: Iterable[Tensor], *, lane: str) -> None:
+            left.append(self._given.get(STEP, 0) - self._done.get(STEP, 0))
+            super().keep(tensors, lane=lane)
+
+    left: list[int] = []
+    lanes, params = Counting(), make_params({name: (9, 32) for name in "abcdef"})
+    with rings(lanes=lanes, piece_bytes=2000):
+        optimizer = build(params, "adamw@streamed", release=True)
+        torch.stack([param.sum() for param in params.values()]).sum().backward()
+        optimizer.step()
+    waits = 2  # of the lane, that each step is given beside its work
+    assert len(left) == 6 and max(left) <= 2 * (1 + waits)
 
 
 def test_a_ring_that_goes_waits_for_what_is_on_its_way() -> None:

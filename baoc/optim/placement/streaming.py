@@ -131,6 +131,7 @@ class Streaming(Ring[Piece]):
         self._next = 0  # who is sent for next; from the order's length on, for the step after
         self._num_left = 0
         self._stepped: Any = None
+        self._before: Any = None  # mark of the step before the last one, of pieces whose gradients were dropped
 
     @staticmethod
     def size_of(live: LiveBlock) -> int:
@@ -161,9 +162,14 @@ class Streaming(Ring[Piece]):
     def step(self, piece: Piece, work: Callable[[], object], *, releases: bool = False) -> None:
         """Does `work`, which steps the piece's staged states, in its lane; returns at once.
 
-        `releases`: the caller drops the gradients before the step is over.
+        `releases`: the caller drops the gradients before the step is over. Their memory is no one's until then, so the
+        caller waits for the piece before the last one: else it would run ahead of the link by as many gradients as the
+        device has room for.
         """
         lanes = self.lanes
+        if releases:
+            lanes.wait_here(self._before)
+            self._before = self._stepped
         self._take_turn(piece)
         if not piece.here:
             self._load(piece)
