@@ -98,6 +98,8 @@ class BudgetControl(L.Callback):
         if stage == "fit" and self._planned not in strategy.plan_listeners:
             self._strategy = strategy
             strategy.plan_listeners.insert(0, self._planned)
+            strategy.resume_listeners.append(lambda _, plan: self._held(plan))
+            strategy.reallocation_listeners.append(lambda _, plan, __: self._held(plan))
 
     def _planned(self, planner: Planner, plan: Plan) -> None:
         """Refuses a schedule that cannot be met; after a resume, puts in force what was when the checkpoint was taken.
@@ -264,18 +266,16 @@ class BudgetControl(L.Callback):
             told = ", ".join(f"{block} to {share:.2f}" for block, share in blocks.items())
             self.tell(f"gradients have calmed down to shares of what they were: {told}")
 
-    def _answer(self, *, step: int, budget: Budget, why: str, plan: Plan, refused: str | None = None) -> None:
+    def _answer(self, *, step: int, budget: Budget, why: str, plan: Plan) -> None:
         """`budget.json`: what is in force, since when and why, and why what was asked for last is not."""
-        self._answered = {
-            "schema": 1,
-            "pid": os.getpid(),
-            "step": step,
-            "budget": budget,
-            "why": why,
-            "state_bytes": plan.allocation.state_bytes,
-            "peak_bytes_predicted": plan.peak_bytes,
-        }
-        self._write(refused=refused)
+        self._answered = {"schema": 1, "pid": os.getpid(), "step": step, "budget": budget, "why": why, "refused": None}
+        self._held(plan)
+
+    def _held(self, plan: Plan) -> None:
+        """The plan that holds the budget now, which decisions and checkpoints change under one and the same budget."""
+        self._answered["state_bytes"] = plan.allocation.state_bytes
+        self._answered["peak_bytes_predicted"] = plan.peak_bytes
+        self._write(refused=self._answered["refused"])
 
     def _write(self, *, refused: str | None) -> None:
         self._answered["refused"] = refused

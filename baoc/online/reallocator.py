@@ -415,7 +415,7 @@ class Reallocator:
                 state["choices"], risk=state["risk_model"], profile=self.profile, gap=state["gap"]
             )
         self.optimizer.migrate(self.plan.allocation.choices)
-        if self.profiler is not None and state["profiler"]:
+        if self.profiler is not None and self.watching and state["profiler"]:
             try:
                 self.profiler.load_state_dict(state["profiler"])
             except CheckpointError:

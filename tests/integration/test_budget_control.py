@@ -104,7 +104,11 @@ def test_resumed_anywhere_it_is_the_same_run(tmp_path: Path, monkeypatch: pytest
         cut = tmp_path / "day" / f"cut_{stop}"
         with pytest.raises(Killed):
             run(cut, monkeypatch, Watch(**{f"step_{stop + 1}": kill}), **changes)
-        run(cut, monkeypatch, Watch(), resume=str(cut), **changes)
+        held: list[int] = []
+        watch = Watch(**{f"step_{stop + 1}": lambda _: held.append(answer(cut)["state_bytes"])})  # noqa: B023
+        run(cut, monkeypatch, watch, resume=str(cut), **changes)
+        after = [event["state_bytes_after"] for event in events(cut) if event["step"] <= stop + 1]
+        assert held == after[-1:], "and not what the first plan of this attempt would hold"
         assert logged(whole) == logged(cut), stop
         assert [(e["step"], e["trigger"], e["why"]) for e in events(whole)] == [
             (e["step"], e["trigger"], e["why"]) for e in events(cut)

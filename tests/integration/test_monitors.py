@@ -288,3 +288,12 @@ def test_samples_of_a_batch() -> None:
     assert num_samples({"name": "x", "scale": torch.tensor(1.0), "image": torch.zeros(5, 1)}) == 5
     assert num_samples([("a",), [torch.zeros(2)]]) == 2
     assert num_samples("text") == 0
+
+
+def test_a_resumed_run_whose_budget_changes_still_knows_what_was_held_and_predicted_before() -> None:
+    monitor = MemoryMonitor(Budget(name="8mb", memory_bytes=8 << 20))
+    earlier = {"device": "cpu", "budget": ["8mb", 8 << 20], "peak": 5, "highest": 9, "predicted": 10}
+    monitor.load_state_dict(earlier)
+    monitor.predicted = lambda: 6
+    monitor.restart(Budget(name="4mb", memory_bytes=4 << 20), predicted_bytes=6, step=3)
+    assert (monitor.peak_bytes, monitor.highest_bytes, monitor.highest_predicted_bytes) == (0, 9, 10)
