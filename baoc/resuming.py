@@ -83,7 +83,7 @@ def kept(config: RunConfig, *, checkpoint: Path | None) -> dict[str, Any]:
     if checkpoint is None:
         return {}
     path = checkpoint.parent.parent / DECISION
-    choice: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    choice: dict[str, Any] = files.read_json(path) if path.is_file() else {}
     against = contradicted(choice, config=config)
     if against:
         console.say(f"the resumed run had decided {'; '.join(against)}: it is decided anew")

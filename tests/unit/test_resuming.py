@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from baoc.config.schema import ModelConfig, OptimConfig, RunConfig
-from baoc.errors import CheckpointError
+from baoc.errors import BadInputError, CheckpointError
 from baoc.recorder import Recorder
 from baoc.resuming import choice_of, contradicted, keep, kept, kept_latency, settled
 from baoc.tracking.files import append_jsonl, read_jsonl
@@ -82,6 +82,15 @@ def test_a_limit_on_time_rests_on_the_seconds_of_the_run_before(tmp_path: Path):
         (tmp_path / "latency.json").write_text(broken)
         with pytest.raises(CheckpointError, match=r"on which budget.step_time=1.1 rests, cannot be read .*remove it"):
             kept_latency(limited, checkpoint=checkpoint)
+
+
+def test_a_damaged_decision_is_said(tmp_path: Path) -> None:
+    checkpoint = folder(tmp_path)
+    (tmp_path / "decision.json").write_text('{"micro')
+    with pytest.raises(
+        BadInputError, match=r"decision.json is not JSON .*: it was damaged or is no file of ours; remove"
+    ):
+        kept(RunConfig(), checkpoint=checkpoint)
 
 
 def test_decisions_after_the_checkpoint_are_set_aside(tmp_path: Path) -> None:
