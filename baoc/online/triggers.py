@@ -78,11 +78,14 @@ def _interval(settings: ReallocationSettings, now: Moment) -> bool:
 
 
 def _drift(settings: ReallocationSettings, now: Moment) -> bool:
-    """Looks every `interval` steps, and decides anew only where the statistics moved by more than `drift_threshold`, or
-    where there are none to compare with."""
+    """Looks every `interval` steps, as a profile is not free, and decides anew only where the statistics moved by more
+    than `drift_threshold`, or where there are none to compare with."""
     if not _interval(settings, now):
         return False
-    return now.reference is None or drift(now.reference, now.profile()) > settings.drift_threshold
+    if now.reference is None:
+        return True
+    due = (now.step - now.last_decision) % settings.interval == 0
+    return due and drift(now.reference, now.profile()) > settings.drift_threshold
 
 
 def drift(before: Profile, after: Profile) -> float:

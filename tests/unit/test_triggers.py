@@ -60,6 +60,8 @@ def test_drift_looks_every_interval_and_fires_on_what_moved():
     assert not fires("drift", step=14, last=10, now=moved, reference=profile())
     assert fires("drift", step=15, last=10, now=moved, reference=profile())
     assert not fires("drift", step=15, last=10, now=profile(grad_rms=1.1), reference=profile())
+    looked = [step for step in range(11, 26) if fires("drift", step=step, last=10, now=moved, reference=profile())]
+    assert looked == [15, 20, 25], "nor is a profile made at each step after the first look"
 
 
 @pytest.mark.parametrize(
