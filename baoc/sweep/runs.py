@@ -52,7 +52,8 @@ def find_runs(folder: Path) -> list[RunFolder]:
 
 def labels(runs: Sequence[RunFolder]) -> list[str]:
     """For each run the settings in which not all of its kind agree, as `budget=state_25 allocator=random`; alike for
-    seeds. A budget is told by its name, unless two different ones share it. Where all agree it is the budget alone."""
+    seeds. A budget is told by its name, unless two different ones share it; weights of risk that are 1 are not told.
+    Where all agree it is the budget alone."""
     kinds: dict[tuple[str, ...], list[int]] = {}
     for place, run in enumerate(runs):
         key = tuple(str(run.settings.get(f"{group}.name")) for group in ("task", "model", "dataset"))
@@ -75,9 +76,14 @@ def _labels_of_kind(runs: Sequence[RunFolder]) -> list[str]:
     varying = [key for key in keys if len({str(settings.get(key)) for settings in known}) > 1]
     shown = varying or ["budget"]
     return [
-        " ".join(f"{key.removesuffix('.name')}={_word(settings[key])}" for key in shown if key in settings) or run.name
+        " ".join(f"{key.removesuffix('.name')}={_word(settings[key])}" for key in shown if _told(key, settings))
+        or run.name
         for settings, run in zip(told, runs, strict=True)
     ]
+
+
+def _told(key: str, settings: Mapping[str, Any]) -> bool:
+    return key in settings and not (key.startswith("risk.weights.") and settings[key] == 1)
 
 
 def _word(value: Any) -> str:

@@ -83,6 +83,14 @@ def test_runs_by_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "Frontier of vision, vit, digits" in out and out.count("budget=") == 3
 
 
+def test_weights_of_risk_are_told_where_they_are_not_1(tmp_path: Path) -> None:
+    for folder, weight in (("0", 1.0), ("1", 5.0)):
+        given = config(seed=0, budget=f"state_{folder}", allocator="exact") | {"risk": {"weights": {"drop_m": weight}}}
+        job(tmp_path / folder, loss=0.1, settings=given)
+    (frontier,) = frontier_of(tmp_path, show=False).frontiers
+    assert [p.label for p in frontier.points] == ["budget=state_0", "budget=state_1 risk.weights.drop_m=5.0"]
+
+
 def test_seeds_are_one_point_and_other_settings_are_not(tmp_path: Path) -> None:
     for seed, loss in enumerate((0.1, 0.2, 0.3)):
         job(tmp_path / f"{seed}_x", loss=loss, seed=seed, state_bytes=100 + seed)
