@@ -5,7 +5,9 @@
 Every study is sweeps/frontier_TASK.yaml as it stands (space, baselines), without early stops, with fewer steps and with
 one worker unless told otherwise. A study's seed is that of its draws and of its runs, so that samplers are paired.
 Killed or out of time, the same command goes on. Written at every end of a study: OUT/sampler_race_trials.csv (every
-trial), OUT/sampler_race.csv (hypervolume after k trials, and its paired difference to random's).
+trial), OUT/sampler_race.csv (hypervolume after k trials, and its paired difference to random's) and
+OUT/sampler_race_quality.csv (the same of the median quality that a study's own trials reached: one lucky trial decides
+a hypervolume, and no median).
 """
 
 import argparse
@@ -21,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import product
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean, median, stdev
 from typing import Any
 
 import optuna
@@ -196,13 +198,35 @@ def summary(found: Mapping[tuple[str, str, int], Mapping[int, float]], *, refere
     return rows
 
 
+def median_quality(trials: Iterable[FrozenTrial], *, first: int) -> float | None:
+    """Of the trials from number `first` on that count; None where there is none."""
+    own = [t for t in trials if t.number >= first and t.state is TrialState.COMPLETE and not violated(t)]
+    return median(trial.values[0] for trial in own) if own else None
+
+
+def quality_rows(medians: Mapping[tuple[str, str], Mapping[int, float]], *, reference: str) -> list[dict[str, Any]]:
+    """A row per task and sampler; below 0 is better than the reference's."""
+    rows = []
+    for (task, sampler), own in medians.items():
+        base = medians.get((task, reference), {})
+        told = {"task": task, "sampler": sampler, "studies": len(own), "median_quality": mean(own.values())}
+        better = sum(own[seed] < base[seed] for seed in own if seed in base)
+        rows.append({**told, "rival": reference, **paired(own, base), "better_pairs": better})
+    return rows
+
+
 def collect(given: argparse.Namespace) -> list[dict[str, Any]]:
     found: dict[tuple[str, str, int], dict[int, float]] = {}
     rows: list[dict[str, Any]] = []
+    medians: dict[tuple[str, str], dict[int, float]] = {}
     for task, sampler, seed in product(given.tasks, given.samplers, given.seeds):
         trials = read_trials(given.folder / task / f"{sampler}_{seed}")
         check(trials, folder=given.folder / task / f"{sampler}_{seed}")
         rows += trial_rows(task, sampler=sampler, seed=seed, trials=trials)
+        first = max(num_shared(task, sampler=name, reference=given.reference) for name in given.samplers)
+        middle = median_quality(trials, first=first)
+        if middle is not None:
+            medians.setdefault((task, sampler), {})[seed] = middle
         # the first baseline is fp32 AdamW everywhere
         if trials and trials[0].state is TrialState.COMPLETE:
             costs = costs_of(trials, whole_bytes=trials[0].values[1])
@@ -213,6 +237,8 @@ def collect(given: argparse.Namespace) -> list[dict[str, Any]]:
     if rows:
         write_csv(given.out / "sampler_race_trials.csv", rows)
         write_csv(given.out / "sampler_race.csv", [row | about for row in told])
+        quality = quality_rows(medians, reference=given.reference)
+        write_csv(given.out / "sampler_race_quality.csv", [row | about for row in quality])
     return told
 
 
