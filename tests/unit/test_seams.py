@@ -134,7 +134,7 @@ def test_a_footprint_that_grew_before_a_resume_stays_grown() -> None:
 def test_copies_of_averages_count_at_the_moment_of_validation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the probe told moments apart, they decide the peak, so what a validation holds more belongs to them too."""
     moments = (Moment(name="training", num_bytes=3000), Moment(name="validation", num_bytes=2900))
-    found = replace(FOOTPRINT, resident_bytes=0, moments=moments, validation_bytes=2900)
+    found = replace(FOOTPRINT, weights_bytes=0, resident_bytes=0, moments=moments, validation_bytes=2900)
     monkeypatch.setattr("baoc.strategy.probe.probe_footprint", lambda *_, **__: found)
     probe: Any = object.__new__(Probe)
     probe.module, probe.accumulation = L.LightningModule(), 1
