@@ -64,14 +64,11 @@ def probe_footprint(
     gradients of the step before alive, gradients dropped, backward), or runs backward itself; then gradients are taken
     to be dropped before it, unless it drops them itself. It runs twice, so that the gradients of the step before exist.
     `run_validation_batch` runs in evaluation and inference mode. `step_probes`: see `step_temporary_bytes`, by spec.
-    `reserve_bytes` defaults to SCALARS_BYTES, on CUDA to LATE_MODULES_BYTES, PAGES_BYTES and the share FRAGMENTATION of
-    the peak. On CUDA the context is read after the probe, and `context_bytes` is what it was before.
-    `released`: the parameters of each block, where an optimizer releases gradients, `grouping` which of them it steps
-    together from the second step on; then `resident_bytes` is the most
-    that is alive when a block is stepped, and `gradients_bytes` the most of gradients. Without `warm` it runs once,
-    beside made-up gradients, for fake tensors; `allocator` tells what a card would have reserved after two passes.
-    Without `thinned`, `moments` are all stretches, named by what ended them. On CUDA the peak of reserved memory
-    includes whatever this process had reserved in use before.
+    `reserve_bytes`: see `_reserve`. `released`: the parameters of each block, where an optimizer releases gradients,
+    `grouping` which of them it steps together from the second step on; then `resident_bytes` is the most that is alive
+    when a block is stepped, and `gradients_bytes` the most of gradients. Without `warm` it runs once, beside made-up
+    gradients, for fake tensors; `allocator` tells what a card would have reserved after two passes. Without `thinned`,
+    `moments` are all stretches, named by what ended them. On CUDA the context is read when all has run.
     """
     params = list(source.parameters()) if isinstance(source, nn.Module) else list(source)
     device = next((param.device for param in params), torch.device("cpu"))
@@ -81,24 +78,17 @@ def probe_footprint(
         PeakMeter(device, source, allocator=allocator) as meter,
         Dropped(released, meter=meter, grouping=grouping) as dropped,
     ):
-        weights_bytes = storage_bytes([*params, *(module.buffers() if module else ())])
         named = {} if module is None else {name: p for name, p in module.named_parameters() if p.requires_grad}
+        run = _watched(run_micro_batch, unwritten) if warm else run_micro_batch
         peak, moments, order = _training_peak(
-            _watched(run_micro_batch, unwritten) if warm else run_micro_batch,
-            params,
-            meter,
-            dropped,
-            accumulation=accumulation,
-            named=named,
-            warm=warm,
-            thinned=thinned,
+            run, params, meter, dropped, accumulation=accumulation, named=named, warm=warm, thinned=thinned
         )
         gradients_bytes, resident_bytes = _left(params, meter, dropped, released=bool(released))
         validation = _validation(run_validation_batch, module, meter, named=named)
     return Footprint(
         device=str(device),
         micro_batch=micro_batch,
-        weights_bytes=weights_bytes,
+        weights_bytes=storage_bytes([*params, *(module.buffers() if module else ())]),
         gradients_bytes=gradients_bytes,
         forward_backward_bytes=peak,
         validation_bytes=max((moment.num_bytes for moment in validation), default=0),
@@ -106,7 +96,7 @@ def probe_footprint(
         ema_bytes=ema_bytes,
         context_bytes=devices.settle_context(device) or context_bytes,
         reserve_bytes=_reserve(device, peak=peak) if reserve_bytes is None else reserve_bytes,
-        step_temporary_bytes=_temporaries(step_probes or {}, device=device),
+        step_temporary_bytes={name: step_temporary_bytes(p, device=device) for name, p in (step_probes or {}).items()},
         released=bool(released),
         moments=(*moments, *validation) if moments else (),
         gradient_order=order,
@@ -120,10 +110,6 @@ def _left(params: Sequence[Tensor], meter: PeakMeter, dropped: Dropped, *, relea
     if released:
         return dropped.gradients_bytes, dropped.stepping_bytes
     return storage_bytes([param.grad for param in params if param.grad is not None]), meter.current_bytes
-
-
-def _temporaries(probes: Mapping[str, StepProbe], *, device: torch.device) -> dict[str, int]:
-    return {spec: step_temporary_bytes(probe, device=device) for spec, probe in probes.items()}
 
 
 def step_temporary_bytes(probe: StepProbe, *, device: torch.device | str) -> int:
@@ -197,6 +183,7 @@ class FirstStepMemory:
 
 
 def _reserve(device: torch.device, *, peak: int) -> int:
+    """SCALARS_BYTES; on CUDA LATE_MODULES_BYTES, PAGES_BYTES and the share FRAGMENTATION of the peak."""
     if device.type == "cuda":
         return devices.LATE_MODULES_BYTES + PAGES_BYTES + int(FRAGMENTATION * peak)
     return SCALARS_BYTES
