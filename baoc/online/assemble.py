@@ -1,6 +1,7 @@
 """Puts planner, optimizer, profiler and reallocator together, the same way for Lightning and for a plain loop."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,7 @@ from baoc.optim.matching import Matching
 from baoc.optim.release import TOGETHER_BYTES
 from baoc.optim.release_groups import together
 from baoc.planner import Planner, PlannerSettings
-from baoc.profiling import GradientProfiler
+from baoc.profiling import GradientProfiler, clear_cache, uncapped
 from baoc.profiling.dropping import Grouping
 from baoc.risk import RISKS
 from baoc.rules import rule_infos
@@ -62,6 +63,21 @@ def make_profiler(
     if planner.footprint is not None:
         planner.count_profile(profiler.nbytes, temporary_bytes=profiler.temporary_bytes())
     return profiler
+
+
+def _profiler_with_room(
+    planner: Planner, params: Mapping[str, Tensor], *, settings: SessionSettings, betas: tuple[float, float]
+) -> GradientProfiler | None:
+    """The profiler. Where there is no room for it, one outside of the cap tells its bytes: InfeasibleBudgetError where
+    no plan holds the budget beside it, else torch.OutOfMemoryError."""
+    with suppress(torch.OutOfMemoryError):
+        return make_profiler(planner, params, settings=settings, betas=betas)
+    device = next(iter(params.values())).device
+    clear_cache(device)
+    with uncapped(device, budget=planner.budget):
+        make_profiler(planner, params, settings=settings, betas=betas)
+    planner.propose(risk="prior")
+    raise torch.OutOfMemoryError("there is no room for statistics of gradients, which reallocation=off does without")
 
 
 def released_blocks(
@@ -137,7 +153,7 @@ def assemble(
     planner = Planner(
         infos, budget=budget, settings=settings.planner, declared=declared, footprint=footprint, latency=latency
     )
-    profiler = make_profiler(planner, params, settings=settings, betas=tuple(defaults["betas"]))
+    profiler = _profiler_with_room(planner, params, settings=settings, betas=tuple(defaults["betas"]))
     plan = planner.propose(risk="prior")
     for _ in range(MOST_RETIMED if retime is not None else 0):
         assumed = set(map(on_device, plan.allocation.choices.values())) & set(

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +19,7 @@ from baoc.budgets import parse_budget
 from baoc.config.schema import ModelConfig, OptimConfig, ReallocationConfig
 from baoc.decision import axes_of, choose
 from baoc.errors import BadInputError, InfeasibleBudgetError
+from baoc.online.assemble import make_profiler
 from baoc.options import Axes, Trial
 from baoc.strategy.trials import Trials, grow
 from baoc.tasks.base import Task
@@ -147,6 +149,21 @@ def test_where_all_gradients_at_once_have_no_room_they_are_released(tmp_path: Pa
     result = run(tmp_path / "day" / "freed", budget=parse_budget("16mb"), model=model, objective="throughput")
     assert chosen(tmp_path / "day" / "freed")["release"] == "True" and result.budget_met
     assert result.step_s_predicted > 0
+
+
+def test_where_the_profiler_has_no_room_the_plan_is_refused_by_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A stand-in for CUDA's cap, outside of which it is built to tell its bytes."""
+    tries = iter([True, False])
+
+    def built(*given: Any, **settings: Any) -> Any:
+        if next(tries):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return make_profiler(*given, **settings)
+
+    monkeypatch.setattr(sys.modules["baoc.online.assemble"], "make_profiler", built)
+    with pytest.raises(InfeasibleBudgetError, match="and the least feasible is"):
+        run(tmp_path / "day" / "none", budget=parse_budget("1mb"), micro_batch=None)
+    assert not list(tries)
 
 
 def test_a_network_without_parts_to_recompute_says_so():
