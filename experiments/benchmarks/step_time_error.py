@@ -6,7 +6,7 @@ The columns after `seconds` say where a step goes, per step, medians in millisec
 those rehearsed before, and of the same rehearsal after training. `host_*` until the call returned, `busy_*` the
 processor's in all threads, `device_*` between events; `optimizer_step` contains the last micro-batch.
 `host_from_step_to_step` is all there is, with the loader and what else lies between two steps, which neither number
-counts. `deciding`: where the seconds of the decision went.
+counts. The peak of a run has the rehearsal after it in it. `deciding`: where the seconds of the decision went.
 """
 
 import argparse
