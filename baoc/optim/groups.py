@@ -325,3 +325,12 @@ def specs_by_block(specs: Any, *, blocks: Sequence[Block]) -> dict[str, Optimize
     for block in blocks:
         check_applies(chosen[block.name], block=block)
     return chosen
+
+
+def named_params(param_groups: list[dict[str, Any]]) -> dict[str, tuple[Tensor, int]]:
+    """Name -> parameter and index of its group, frozen ones included."""
+    return {
+        name: (param, index)
+        for index, group in enumerate(param_groups)
+        for name, param in zip(group["param_names"], group["params"], strict=True)
+    }

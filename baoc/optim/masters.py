@@ -9,7 +9,8 @@ from torch import Tensor
 
 from baoc.errors import BadInputError, unknown_name
 from baoc.optim import weights
-from baoc.optim.roster import Roster, named_params
+from baoc.optim.groups import named_params
+from baoc.optim.roster import Roster
 
 
 def export(roster: Roster, *, param_groups: list[dict[str, Any]]) -> dict[str, Tensor]:

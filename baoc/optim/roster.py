@@ -101,7 +101,7 @@ class Roster:
         """
         if isinstance(specs, str | OptimizerSpec):
             self.late_spec = specs
-        where = named_params(param_groups)
+        where = groups.named_params(param_groups)
         infos = [groups.param_info(n, p, group=g) for n, (p, g) in where.items() if p.requires_grad]
         blocks = [groups.single_block(info) for info in infos] if blocks is None else list(blocks)
         owners = groups.match_blocks(blocks, params={info.name: where[info.name][0] for info in infos})
@@ -350,7 +350,7 @@ class Roster:
 
     def admit(self, infos: Iterable[ParamInfo], *, param_groups: list[dict[str, Any]]) -> None:
         """Parameters that no plan knows: each becomes a block with the spec given for all, else fp32 AdamW."""
-        where = named_params(param_groups)
+        where = groups.named_params(param_groups)
         spec = groups.to_spec(self.late_spec or FALLBACK)
         late = [(info, self._late_block(info)) for info in infos]
         for info, block in late:  # all are looked at before any gets state
@@ -382,7 +382,7 @@ class Roster:
         """Admits parameters that were frozen when the optimizer was built and have a gradient now."""
         late = {param for param in self.frozen if param.grad is not None}
         if late:
-            where = named_params(param_groups).items()
+            where = groups.named_params(param_groups).items()
             self.admit(
                 [groups.param_info(name, param, group=group) for name, (param, group) in where if param in late],
                 param_groups=param_groups,
@@ -440,18 +440,9 @@ def _as_it_is(block: Block, params: Mapping[str, Tensor]) -> Block:
     return replace(block, params=tuple(replace(info, dtype=dtypes[info.name]) for info in block.params))
 
 
-def named_params(param_groups: list[dict[str, Any]]) -> dict[str, tuple[Tensor, int]]:
-    """Name -> parameter and index of its group, frozen ones included."""
-    return {
-        name: (param, index)
-        for index, group in enumerate(param_groups)
-        for name, param in zip(group["param_names"], group["params"], strict=True)
-    }
-
-
 def make_live(block: Block, *, spec: OptimizerSpec, param_groups: list[dict[str, Any]]) -> LiveBlock:
     """A block with its slots, and no state yet."""
-    where = named_params(param_groups)
+    where = groups.named_params(param_groups)
     slots = [
         make_slot(info.name, where[info.name][0], info=info, group=where[info.name][1], spec=spec)
         for info in block.params
