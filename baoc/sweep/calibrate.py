@@ -215,7 +215,10 @@ def _write_fit(found: Sequence[Damage], *, name: str) -> None:
         raise BadInputError(f"--fit {name} would overwrite that risk model: choose a name of its own")
     file = assets.conf() / "risk" / f"{name}.yaml"
     write_text(file, text)
-    say(f"fitted weights are in {file}: use them as risk={name}")
+    say(
+        f"fitted weights are in {file}: use them as risk={name}. Better ranks are not better plans yet: hold them "
+        "against weights of 1 on other seeds"
+    )
 
 
 def _write(winner: Winner, *, study: optuna.Study, name: str, runs: Sequence[Any], found: Sequence[Rank]) -> None:
