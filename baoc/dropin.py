@@ -15,7 +15,7 @@ from baoc.budgets import parse_budget, resolve_auto
 from baoc.catalogue import select
 from baoc.errors import BadInputError, CheckpointError
 from baoc.online import ReallocationSettings, Reallocator, SessionSettings, step_temporaries
-from baoc.online.assemble import grouping, make_profiler, released_blocks
+from baoc.online.assemble import make_profiler, released_blocks
 from baoc.optim import BlockwiseOptimizer, GradientRelease
 from baoc.optim.groups import check_names, check_settings, check_tensor, members_of, plain, raw_groups
 from baoc.optim.release import take_from_others
@@ -212,8 +212,7 @@ def _probed(
 ) -> Footprint:
     """The footprint of forward and backward as `probe` runs them."""
     context = context_bytes(device)
-    together = grouping(device)
-    return probe_footprint(source, run_micro_batch=probe, context_bytes=context, released=released, grouping=together)
+    return probe_footprint(source, run_micro_batch=probe, context_bytes=context, released=released)
 
 
 def _with_temporaries(footprint: Footprint, *, params: Iterable[Tensor], specs: Sequence[str]) -> Footprint:

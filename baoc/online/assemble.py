@@ -17,11 +17,8 @@ from baoc.online.reallocator import Reallocator
 from baoc.online.triggers import ReallocationSettings
 from baoc.optim import BlockwiseOptimizer, GradientRelease
 from baoc.optim.matching import Matching
-from baoc.optim.release import TOGETHER_BYTES
-from baoc.optim.release_groups import together
 from baoc.planner import Planner, PlannerSettings
 from baoc.profiling import GradientProfiler, clear_cache, uncapped
-from baoc.profiling.dropping import Grouping
 from baoc.risk import RISKS
 from baoc.rules import rule_infos
 from baoc.types import Budget, Footprint, LatencyTable, ParamInfo
@@ -93,14 +90,6 @@ def released_blocks(
     planner = settings.planner
     blocks = partition(infos, declared=declared, patterns=planner.patterns, by=planner.blocks_by)
     return [[params[param.name] for param in block.params] for block in blocks]
-
-
-def grouping(device: torch.device) -> Grouping | None:
-    """Which blocks are stepped together where gradients are released on a GPU, for a probe that is to keep their
-    gradients as long; blocks of all specs are taken to join, so that it keeps no fewer."""
-    if device.type != "cuda":
-        return None
-    return lambda order, left: together(order, left=left, limit=TOGETHER_BYTES, joins=lambda *_: True)
 
 
 def narrow_params(

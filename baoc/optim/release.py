@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _OWNERS = WeakTensorKeyDictionary()  # parameter -> weak reference to the Releaser that steps it
-TOGETHER_BYTES = 16 * 2**20  # of gradients whose blocks are stepped together: a launch costs as much for one tensor
+_TOGETHER_BYTES = 16 * 2**20  # of gradients whose blocks are stepped together: a launch costs as much for one tensor
 _ADVICE = (
     "With gradient release every backward is a step: call step() after each, with no accumulation, or build the "
     "optimizer without release"
@@ -84,7 +84,7 @@ class Releaser:
         self._lock = threading.RLock()
         self._handles: dict[Tensor, RemovableHandle] = {}
         on_gpu = any(param.is_cuda for param in owner.roster.names)
-        self.together_bytes = TOGETHER_BYTES if on_gpu else 0
+        self.together_bytes = _TOGETHER_BYTES if on_gpu else 0
         self.attach()
 
     def _reset(self) -> None:

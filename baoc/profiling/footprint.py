@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from baoc.errors import BadInputError
 from baoc.profiling import device as devices
 from baoc.profiling.as_on_cuda import CachingAllocator
-from baoc.profiling.dropping import Dropped, Grouping, storage_bytes
+from baoc.profiling.dropping import Dropped, storage_bytes
 from baoc.profiling.timeline import Timeline
 from baoc.profiling.tracker import MemoryTracker, PeakMeter
 from baoc.profiling.writes import Unwritten
@@ -53,7 +53,6 @@ def probe_footprint(
     reserve_bytes: int | None = None,
     ema_bytes: int = 0,
     released: Sequence[Sequence[Tensor]] = (),
-    grouping: Grouping | None = None,
     warm: bool = True,
     allocator: CachingAllocator | None = None,
     thinned: bool = True,
@@ -64,11 +63,11 @@ def probe_footprint(
     gradients of the step before alive, gradients dropped, backward), or runs backward itself; then gradients are taken
     to be dropped before it, unless it drops them itself. It runs twice, so that the gradients of the step before exist.
     `run_validation_batch` runs in evaluation and inference mode. `step_probes`: see `step_temporary_bytes`, by spec.
-    `reserve_bytes`: see `_reserve`. `released`: the parameters of each block, where an optimizer releases gradients,
-    `grouping` which of them it steps together from the second step on; then `resident_bytes` is the most that is alive
-    when a block is stepped, and `gradients_bytes` the most of gradients. Without `warm` it runs once, beside made-up
-    gradients, for fake tensors; `allocator` tells what a card would have reserved after two passes. Without `thinned`,
-    `moments` are all stretches, named by what ended them. On CUDA the context is read when all has run.
+    `reserve_bytes`: see `_reserve`. `released`: the parameters of each block, where an optimizer releases gradients;
+    then `resident_bytes` is the most that is alive when a block is stepped, and `gradients_bytes` the most of
+    gradients. Without `warm` it runs once, beside made-up gradients, for fake tensors; `allocator` tells what a card
+    would have reserved after two passes. Without `thinned`, `moments` are all stretches, named by what ended them. On
+    CUDA the context is read when all has run.
     """
     params = list(source.parameters()) if isinstance(source, nn.Module) else list(source)
     device = next((param.device for param in params), torch.device("cpu"))
@@ -76,7 +75,7 @@ def probe_footprint(
     with (
         restored(module, params) as unwritten,  # first, as what is there is counted when the meter is made
         PeakMeter(device, source, allocator=allocator) as meter,
-        Dropped(released, meter=meter, grouping=grouping) as dropped,
+        Dropped(released, meter=meter) as dropped,
     ):
         named = {} if module is None else {name: p for name, p in module.named_parameters() if p.requires_grad}
         run = _watched(run_micro_batch, unwritten) if warm else run_micro_batch

@@ -17,7 +17,6 @@ from baoc.callbacks.resume import capture_rng, restore_rng
 from baoc.data.token_cache import cache_folder
 from baoc.errors import BadInputError
 from baoc.online import step_temporaries, time_specs
-from baoc.online.assemble import grouping
 from baoc.optim.placement import arrival_bytes
 from baoc.profiling import probe_footprint
 from baoc.strategy.rehearsal import rehearse
@@ -110,7 +109,6 @@ class Probe:
                 accumulation=self.accumulation,
                 context_bytes=context_bytes,
                 released=released,
-                grouping=grouping(next(self.module.parameters()).device),
             )
         extra = sum(ema.validation_bytes(self.module) for ema in self._ema) if self._validate is not None else 0
         return replace(

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from baoc.errors import BadInputError
-from baoc.online.assemble import grouping
 from baoc.options import Trial, footprint_at, seconds_at
 from baoc.profiling import clear_cache, probe_footprint
 from baoc.profiling.as_on_cuda import CachingAllocator, CudaAutocast
@@ -111,7 +110,6 @@ class Trials:
                 warm=not self._as_on_cuda,
                 allocator=CachingAllocator() if self._as_on_cuda else None,
                 released=released,
-                grouping=grouping(self.device),
                 thinned=thinned,
                 ema_bytes=sum(part.nbytes(self.module) for part in ema),
             )

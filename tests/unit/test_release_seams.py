@@ -1,7 +1,6 @@
 """What others know of gradient release: statistics by parts, a probe that drops gradients, the ledger, the settings."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
@@ -101,16 +100,6 @@ def test_the_probe_drops_gradients_as_training_will(device: str, own_backward: b
     assert footprint.forward_backward_bytes == tracker.peak_bytes
     for handle in handles:
         handle.remove()
-    order: list[str] = []
-
-    def pairs(come: Sequence[tuple[str, int]], left: Mapping[str, int]) -> list[list[str]]:
-        """Of one layer after the other, the last block first; its own second half never comes."""
-        assert [num_bytes for _, num_bytes in come] == [4 * 32, 4 * 32 * 32] * 7 and left["6"] == 4
-        order.extend(dict.fromkeys(name for name, _ in come))
-        return [[order[0]], order[1:3], order[3:5], order[5:]]
-
-    paired = probe_footprint(net, run_micro_batch=run, released=blocks, grouping=pairs)
-    assert order == list("6543210") and paired.gradients_bytes == 3 * layer
     kept = probe_footprint(net, run_micro_batch=run)
     assert footprint.forward_backward_bytes < footprint.weights_bytes + 4 * layer
     assert footprint.weights_bytes < footprint.resident_bytes <= footprint.forward_backward_bytes
