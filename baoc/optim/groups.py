@@ -4,7 +4,7 @@ Everything that cannot train correctly is refused here, before any state is allo
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from math import isinf
 from typing import Any
 
@@ -76,7 +76,7 @@ def members_of(group: Mapping[str, Any], *, index: int) -> list[tuple[str | None
 def _listed(values: Any, *, what: str) -> list[Any]:
     if not isinstance(values, Iterable):
         raise BadInputError(f"{what} a {type(values).__name__}: {_ALLOWED}")
-    if isinstance(values, Set):
+    if isinstance(values, set | frozenset):  # keys and items of a dict are sets, too, but in order
         raise BadInputError(f"{what} a set, which has another order in each process: give a list, or named parameters")
     return list(values)
 

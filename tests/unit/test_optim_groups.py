@@ -69,6 +69,12 @@ def test_numbers_of_numpy_are_pythons_own_in_a_checkpoint() -> None:
     assert saved["lr"] == 0.25 and saved["extra"] == [0, 1] and type(optimizer.defaults["lr"]) is float
 
 
+def test_keys_and_items_of_a_dict_are_in_order() -> None:
+    params = make_params(SHAPES)
+    assert list(BlockwiseOptimizer(params.items()).specs) == list(SHAPES)
+    assert len(BlockwiseOptimizer(dict.fromkeys(params.values()).keys()).specs) == len(SHAPES)
+
+
 def test_a_tied_parameter_is_updated_once() -> None:
     weight, twin = make_params({"w": (4, 8)})["w"], make_params({"w": (4, 8)})["w"]
     tied = BlockwiseOptimizer([("embedding", weight), ("head", weight)], lr=0.1)
