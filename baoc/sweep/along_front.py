@@ -147,4 +147,6 @@ def bounds(
     sign = -1.0 if objectives[quality][1] == "maximize" else 1.0
     best = min(good, key=lambda trial: sign * trial.values[quality])
     per_budget = float(np.median([trial.values[axis] / trial.params[BUDGET] for trial in points]))
+    if per_budget == 0:  # rules without states
+        return low, space.high
     return low, min(space.high, max(HEADROOM * best.values[axis] / per_budget, HEADROOM * low))

@@ -98,6 +98,7 @@ def test_budgets_that_may_hold_a_point_of_the_front():
     assert of(best, point(2.0, None, budget=1.0)) == (2.0, pytest.approx(HEADROOM * 5.0)), "2 was too small"
     assert of(best, point(8.0, None, budget=1.0))[0] == 1.0, "not for its budget alone: 5 sufficed"
     assert of(best, point(2.0, None, diverged=1.0))[0] == 1.0, "not for its budget"
+    assert of(point(5.0, [0.5, 0.0]), point(2.0, None, budget=1.0)) == (2.0, 60.0), "rules without states"
 
 
 def test_a_baseline_that_is_a_point_of_the_space_is_one():
