@@ -6,7 +6,7 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import GrammarParseError, InterpolationResolutionError, MissingMandatoryValue
 
 from baoc.budgets import spellings
 from baoc.config.from_hydra import to_conf
@@ -17,6 +17,7 @@ from baoc.config.strict import did_you_mean, unknown_key
 from baoc.config.trainer_arguments import TRAINER_OWNED
 from baoc.errors import BadInputError
 
+_UNRESOLVED = (GrammarParseError, InterpolationResolutionError, MissingMandatoryValue)
 _SWEEPER = "hydra.sweeper."
 _MISCONFIGURED = "MisconfigurationException"  # Lightning's, which is not imported here
 _NEEDS_MULTIRUN = re.compile(r"(?:Ambiguous value for argument|Sweep parameters) '(.*?)'(?:\n| requires)", re.DOTALL)
@@ -26,7 +27,7 @@ def explain(error: BaseException) -> BadInputError | None:
     """What Hydra refused, as a BadInputError; None for what is none of its refusals."""
     if isinstance(error, ValueError) and "Config group override must be" in str(error):
         return BadInputError("a group cannot be null: choose one of its options, such as budget=unlimited")
-    if isinstance(error, OmegaConfBaseException):
+    if isinstance(error, _UNRESOLVED):
         return BadInputError(f"a value refers to what is not there: {str(error).splitlines()[0]}")
     if type(error).__name__ == _MISCONFIGURED:
         return BadInputError(f"Lightning refuses what `trainer` has: {error}")

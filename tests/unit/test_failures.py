@@ -3,7 +3,7 @@
 import errno
 
 import pytest
-from omegaconf.errors import InterpolationKeyError
+from omegaconf.errors import ConfigAttributeError, InterpolationKeyError
 
 from baoc.config.failures import failure_of, report
 from baoc.errors import (
@@ -61,6 +61,7 @@ INFEASIBLE = InfeasibleBudgetError("needs 1 GiB", budget_bytes=1, least_feasible
         (SystemExit("stop"), 1, "stop"),
         (ZeroDivisionError("division"), 1, "ZeroDivisionError: division\nthis is a bug in baoc: please report it"),
         (FileNotFoundError(errno.ENOENT, "No such file", "/x"), 1, "this is a bug in baoc"),
+        (ConfigAttributeError("Missing key name"), 1, "this is a bug in baoc"),
     ],
 )
 def test_exit_code_and_message(error: BaseException, exit_code: int, message: str):
