@@ -106,10 +106,33 @@ def newest_first(paths: Iterable[Path]) -> list[Path]:
 
 
 def _written_s(path: Path) -> float:
-    """By the checkpoint itself, else (of an earlier version, or damaged) by the file system. Tensors are not read."""
-    with suppress(Exception):
-        return float(torch.load(path, map_location="cpu", weights_only=True, mmap=True)[META_KEY][WRITTEN_KEY])
+    """By the checkpoint itself, else (of an earlier version, or damaged) by the file system. Hundreds may lie beside a
+    run, so no tensor is made."""
+    with suppress(Exception), zipfile.ZipFile(path) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+        with archive.open(name) as file:
+            return float(_Outline(file).load()[META_KEY][WRITTEN_KEY])
     return path.stat().st_mtime
+
+
+class _Outline(pickle.Unpickler):
+    """Plain values as they are, and something empty in place of all else: nothing that a file names is called."""
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        return _Empty
+
+    def persistent_load(self, pid: Any, /) -> None:
+        return None
+
+
+class _Empty(dict[Any, Any]):
+    __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType, reportIncompatibleVariableOverride]
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__()
+
+    def __setstate__(self, state: Any) -> None:
+        pass
 
 
 def _check_archive(path: Path) -> bool:

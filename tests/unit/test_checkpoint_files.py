@@ -11,6 +11,7 @@ from baoc.config.schema import RunConfig
 from baoc.errors import CheckpointError
 from baoc.resuming import find_checkpoint
 from baoc.tracking import load_checked, resolve_resume
+from baoc.tracking.checkpoints import newest_first
 
 
 def save(path: Path, *, age_s: float = 0.0, **content: Any) -> Path:
@@ -130,6 +131,14 @@ def test_of_files_written_together_the_last_one_is_taken(tmp_path: Path) -> None
     last = save(tmp_path / "last.ckpt")
     save(tmp_path / "step_00000002.ckpt")
     assert resolve_resume("auto", run_root=tmp_path) == last
+
+
+def test_when_files_were_written_is_read_without_their_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds may lie beside a run, and any of them may name code that is not to run."""
+    last = save(tmp_path / "last.ckpt", baoc={"written_s": 30.0}, age_s=9, of=[Path("x"), {torch.Size([3]): 1}])
+    old = save(tmp_path / "step_00000002.ckpt", baoc={"written_s": 10.0}, age_s=0)
+    monkeypatch.setattr(torch, "load", None)
+    assert newest_first([old, last]) == [last, old]
 
 
 def test_a_copied_folder_is_ordered_by_what_its_files_say(tmp_path: Path) -> None:
