@@ -94,7 +94,7 @@ def suggest(trial: Trial, config: StudyConfig) -> list[str]:
     """The overrides of a trial: its baseline's, or one per setting that matters beside the others."""
     own = trial.user_attrs.get("overrides")
     if own is not None:
-        if point_of(own, config.space):  # queued with these settings
+        if trial._cached_frozen_trial.system_attrs.get("fixed_params"):  # a point of the space, queued as that
             for param in config.space:
                 if param.matters(trial.params):
                     _suggest(trial, param)

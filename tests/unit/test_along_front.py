@@ -119,6 +119,16 @@ def test_a_baseline_that_is_a_point_of_the_space_is_one():
         assert point_of(words, space) == {}, words
 
 
+def test_a_baseline_of_an_earlier_version_is_not_told_as_a_point_that_it_is_not():
+    """Those were queued without their settings, which a sampler would draw now."""
+    study = optuna.create_study(directions=["minimize", "minimize"])
+    whole = ["budget=state_25", "rule=a", "lr=0.003"]
+    for params in ({}, point_of(whole, config().space)):
+        study.enqueue_trial(params, user_attrs={"overrides": whole})
+        trial = study.ask()
+        assert suggest(trial, config()) == whole and trial.params == params
+
+
 def test_other_studies_keep_optunas_rules():
     assert along_a_front(config()) and tpe_startup(config()) == STARTUP
     one = {"objectives": {"quality": "minimize"}}
