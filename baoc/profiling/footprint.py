@@ -269,7 +269,9 @@ def _watched(run: Callable[[], object], unwritten: Unwritten) -> Callable[[], ob
         if unwritten.looked_at:
             return run()
         with unwritten.watching():
-            return run()
+            found = run()
+        unwritten.was_whole()
+        return found
 
     return watched
 

@@ -42,11 +42,14 @@ class Unwritten:
             with _disable_current_modes():  # whoever counts memory would count this
                 self._before[param] = param.detach().to("cpu", copy=True)
 
+    def was_whole(self) -> None:
+        """What was watched came to its end: one that ran out of memory has not shown all that it writes into."""
+        if self._params:
+            _LOOKED_AT[self._params[0]] = True
+
     @torch.no_grad()
     def put_back(self) -> None:
         """Into the parameters as they are now, which may be of another type or elsewhere."""
-        if self._params:
-            _LOOKED_AT[self._params[0]] = True
         for param, before in self._before.items():
             param.detach().copy_(before)
 

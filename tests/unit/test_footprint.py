@@ -172,6 +172,22 @@ def test_what_a_forward_writes_into_parameters_is_put_back():
     assert changed == ["average", "table.weight", "head.bias"]
 
 
+def test_a_look_that_ran_out_of_memory_has_not_seen_all_writes():
+    net, indices, full = Averaging(), torch.arange(5), [True, False]
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+
+    def run() -> Tensor:
+        if full.pop(0):
+            raise torch.OutOfMemoryError("full")
+        full.append(False)
+        return net(indices)
+
+    with pytest.raises(torch.OutOfMemoryError):
+        probe_footprint(net, run_micro_batch=run)
+    probe_footprint(net, run_micro_batch=run)
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
 def test_a_failing_callable_leaves_nothing_behind_either():
     net = Net()
     state = torch.get_rng_state()
