@@ -212,11 +212,11 @@ class BaocStrategy(SingleDeviceStrategy):
                 retime=timing.retime if timing is not None else None,
                 arrive=partial(self._arrive, visit=visit, narrow=narrow),
             )
-            try:
+            reallocator = None
+            with suppress(InfeasibleBudgetError) if narrow and not tight else nullcontext():
                 reallocator = assembled(footprint=self._with_context(footprint))
-            except InfeasibleBudgetError:
-                if tight or not narrow:
-                    raise
+            if reallocator is None:  # the error is gone, and with its frames the profiler that they held
+                clear_cache(self.root_device)
                 footprint, _ = self._probe_footprint(look, narrow=narrow, less=less, whole=False)
                 reallocator = assembled(footprint=footprint)
         if full is not None and self.budget.step_time is not None:

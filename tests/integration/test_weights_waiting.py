@@ -4,6 +4,7 @@ A stand-in for a card: weights in full are said to pass the cap, and those that 
 name of the CPU that no tensor has.
 """
 
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -237,3 +238,25 @@ def test_states_that_may_find_no_room_beside_whole_weights_send_them_to_the_host
         tight = replace(found, allocation=allocation, budget=parse_budget(f"{memory}b"))
         assert arrival.needs_room(tight, footprint=footprint) is needed
         assert not arrival.needs_room(replace(tight, allocation=found.allocation), footprint=footprint)
+
+
+def test_what_a_refused_plan_held_is_gone_when_it_is_looked_again(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a card it would be in the peak of the second look, and its bytes counted once more."""
+    card.small = False
+    assemble, look, held = strategy_module.assemble, BaocStrategy._probe_footprint, []
+
+    def refusing(*args: Any, **kwargs: Any) -> Any:
+        if held:
+            return assemble(*args, **kwargs)
+        profiler = nn.Linear(1, 1)
+        held.append(weakref.ref(profiler))
+        raise InfeasibleBudgetError("too little", budget_bytes=1, least_feasible_bytes=2)
+
+    def looking(*args: Any, **kwargs: Any) -> Any:
+        assert all(reference() is None for reference in held)
+        return look(*args, **kwargs)
+
+    monkeypatch.setattr(strategy_module, "assemble", refusing)
+    monkeypatch.setattr(BaocStrategy, "_probe_footprint", looking)
+    fit(strategy(*SPECS), steps=1, precision="bf16-mixed")
+    assert len(held) == 1 and card.seen[:2] == ["float32", "bfloat16 float32"]
