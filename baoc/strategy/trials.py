@@ -13,6 +13,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 
 from baoc.errors import BadInputError
@@ -204,7 +205,9 @@ class Trials:
             self.module.validation_step(batch, 0)
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self.device.type, dtype=torch.bfloat16) if self._mixed else nullcontext()
+        """Lightning's own, which keeps no copies of weights from one use to the next."""
+        mixed = MixedPrecision("bf16-mixed", self.device.type) if self._mixed else None
+        return mixed.autocast_context_manager() if mixed is not None else nullcontext()
 
     def _flowing(self) -> AbstractContextManager[Any]:
         """Around forward and backward, which computes recomputed activations as the forward did."""

@@ -1,5 +1,6 @@
 """A plan for which nothing is allocated counts the bytes that a probe of the same network finds: every model."""
 
+import lightning as L
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -53,3 +54,11 @@ def test_fake_tensors_count_what_real_ones_take(name, checkpointing, tmp_path):
         near = max(SCALARS_BYTES, measured.num_bytes / 100)  # tables of a task, such as of noise levels
         assert abs(found.num_bytes - measured.num_bytes) <= near
     assert abs(fake.resident_bytes - real.resident_bytes) <= SCALARS_BYTES
+
+
+def test_trials_cast_as_training_does():
+    """Lightning's autocast keeps no copies, which would be there all forward where activations are recomputed."""
+    given = {"batch": None, "val_batch": None, "device": torch.device("cpu"), "precision": "bf16-mixed"}
+    with Trials(L.LightningModule(), **given)._autocast():
+        assert torch.get_autocast_dtype("cpu") is torch.bfloat16
+        assert torch.is_autocast_enabled("cpu") and not torch.is_autocast_cache_enabled()
