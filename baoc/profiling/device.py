@@ -24,6 +24,7 @@ LATE_MODULES_BYTES = 88 * MIB
 LAST_MODULES_BYTES = 8 * MIB  # of the late ones, whatever has loaded by now
 
 _free_at_start: dict[int, int] = {}  # device index -> bytes that were free before this process used it
+_first: dict[int, int] = {}  # device index -> bytes of the context at its first reading
 _settled: dict[int, int] = {}  # device index -> bytes of the context after the first forward and backward
 _fractions: dict[int, float] = {}  # device index -> the cap that is in force, of the card's memory
 
@@ -58,15 +59,16 @@ def context_bytes(device: torch.device | str) -> int:
         return 0
     now, settled = context_now(device), _settled.get(_index(device))
     if settled is None:
-        return now + EARLY_MODULES_BYTES
-    return max(min(settled, now), now + LAST_MODULES_BYTES - LATE_MODULES_BYTES)
+        return max(_first.setdefault(_index(device), now), now) + EARLY_MODULES_BYTES
+    return max(settled, now + LAST_MODULES_BYTES - LATE_MODULES_BYTES)
 
 
 def settle_context(device: torch.device | str) -> int:
     """`context_bytes` from now on, a forward and backward having been run; only the first call decides."""
     device = torch.device(device)
     if device.type == "cuda":
-        _settled.setdefault(_index(device), context_now(device))
+        index, now = _index(device), context_now(device)
+        _settled.setdefault(index, max(now, _first.setdefault(index, now)))
     return context_bytes(device)
 
 
@@ -74,8 +76,9 @@ def context_now(device: torch.device | str) -> int:
     """Bytes of the CUDA context and its loaded kernels, 0 on other devices.
 
     What the driver says that this process holds, less torch's own, where it tells processes apart. Else the fall of
-    free memory since the start, in which what other processes took meanwhile counts too, and without a reading from
-    before the context (no NVML) all that the card holds. Grows as kernels load, so it is to be read again after a step.
+    free memory since the start, in which what other processes took or gave back meanwhile counts too, and without a
+    reading from before the context (no NVML) all that the card holds. Grows as kernels load, so it is to be read again
+    after a step, and what is read lower than before is another process's doing.
     """
     device = torch.device(device)
     if device.type != "cuda":
@@ -84,7 +87,7 @@ def context_now(device: torch.device | str) -> int:
     before = _remember_free(index)
     torch.zeros(1, device=device)  # the context exists from here on
     fall, own = before - torch.cuda.mem_get_info(index)[0], _nvml_own(index)
-    held = fall if own is None else min(fall, own)
+    held = fall if own is None else own
     return max(0, held - torch.cuda.memory_reserved(index))
 
 

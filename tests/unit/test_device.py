@@ -28,6 +28,7 @@ class Card:
         self.settings: list[str] = []
         self.initialized = False
         monkeypatch.setattr(device, "_free_at_start", {})
+        monkeypatch.setattr(device, "_first", {})
         monkeypatch.setattr(device, "_settled", {})
         self.own: int | None = None
         monkeypatch.setattr(device, "_nvml_free", lambda index: self.free if nvml else None)
@@ -88,6 +89,18 @@ def test_kernels_that_load_take_of_the_room_that_was_kept_for_them(monkeypatch):
     card.context += MIB
     assert context_bytes("cuda:0") == settled + MIB
     assert context_bytes("cpu") == device.settle_context("cpu") == 0
+
+
+def test_what_other_processes_give_back_meanwhile_makes_no_context_smaller(monkeypatch):
+    """Seen on an H200 that others used as well: a plan charged half of the context."""
+    card = Card(monkeypatch)
+    context_bytes("cuda:0")
+    card.context, card.others = GIB // 2 + 100 * MIB, 2 * GIB
+    assert device.settle_context("cuda:0") == context_bytes("cuda:0") == GIB // 2
+    card.own = card.context
+    assert context_now("cuda:0") == GIB // 2 + 100 * MIB
+    grown = 100 * MIB + device.LAST_MODULES_BYTES - device.LATE_MODULES_BYTES
+    assert context_bytes("cuda:0") == GIB // 2 + grown
 
 
 class Library:
