@@ -85,10 +85,12 @@ def decide(
     Raises InfeasibleBudgetError where no option fits, with the least budget that one would need. Random numbers and
     the network's weights are as before.
     """
-    generators, phases = capture_rng(), Phases()
-    visit = ExitStack()  # of weights that a budget does not hold in full
-    gc.freeze()  # caches are emptied before each trial, and looking through what has been there takes .2 s each time
-    try:
+    phases = Phases()
+    with ExitStack() as visit:  # weights that a budget does not hold in full are back first, whatever comes of it
+        visit.callback(restore_rng, capture_rng())
+        visit.callback(clear_cache, torch.device(device))  # what was tried is no part of the run
+        visit.callback(gc.unfreeze)
+        gc.freeze()  # caches are emptied before each trial; looking through what has been there takes .2 s each time
         end = monotonic() + DECIDING_S
         decision = _Decision(config, task=task, data=data, device=device, settings=settings, visit=visit, phases=phases)
         options, chosen = choose(
@@ -103,11 +105,6 @@ def decide(
         if chosen is None:
             raise none_fits(options, budget=decision.budget, axes=decision.axes)
         decision.tryouts.switch(chosen.checkpointing)
-    finally:
-        gc.unfreeze()
-        visit.close()
-        clear_cache(torch.device(device))  # what was tried is no part of the run
-        restore_rng(generators)
     choice = choice_of(chosen)
     keep(choice, run_dir=run_dir)
     if chosen.release and config.optim.release_gradients is None:

@@ -104,6 +104,12 @@ def _tpe(seed: int) -> TPESampler:
         )
 
 
+def quality_of(objectives: Sequence[tuple[str, str]]) -> tuple[int, float]:
+    """Its place among the objectives, and what it is multiplied by so that lower is better."""
+    at = [name for name, _ in objectives].index(QUALITY)
+    return at, -1.0 if objectives[at][1] == "maximize" else 1.0
+
+
 def counts(trial: FrozenTrial) -> bool:
     """Whether a trial has values, and met its constraints."""
     return trial.state is TrialState.COMPLETE and not any(value > 0 for value in trial.constraints.values())
@@ -115,11 +121,11 @@ def behind(values: Sequence[Sequence[float]], *, objectives: Sequence[tuple[str,
     if not values:
         return []
     columns = [_scaled([row[i] for row in values]) for i in range(len(objectives))]
-    quality = [name for name, _ in objectives].index(QUALITY)
+    quality, sign = quality_of(objectives)
     rest = [column - column.mean() for i, column in enumerate(columns) if i != quality]
     powers = (1, 2) if len(values) >= CURVED else (1,)
     inputs = np.stack([np.ones(len(values)), *[column**k for column in rest for k in powers]], axis=1)
-    wanted = columns[quality] * (-1.0 if objectives[quality][1] == "maximize" else 1.0)
+    wanted = columns[quality] * sign
     return list(map(float, wanted - inputs @ np.linalg.lstsq(inputs, wanted, rcond=1e-6)[0]))
 
 
@@ -143,8 +149,7 @@ def bounds(
     axis = next((i for i, (name, _) in enumerate(objectives) if name.endswith("_bytes")), None)
     if axis is None:
         return low, space.high
-    quality = [name for name, _ in objectives].index(QUALITY)
-    sign = -1.0 if objectives[quality][1] == "maximize" else 1.0
+    quality, sign = quality_of(objectives)
     best = min(good, key=lambda trial: sign * trial.values[quality])
     per_budget = float(np.median([trial.values[axis] / trial.params[BUDGET] for trial in points]))
     if per_budget == 0:  # rules without states

@@ -96,19 +96,8 @@ def log_reallocations(loggers: Sequence[Logger], *, run_dir: Path) -> None:
 def _event_rows(event: Mapping[str, Any]) -> list[list[Any]]:
     of_event = [event["step"], event["trigger"], event["risk_before"], event["risk_after"]]
     if not event["moves"]:
-        return [
-            [
-                *of_event,
-                None,
-                None,
-                None,
-                None,
-                event["state_bytes_before"],
-                event["state_bytes_after"],
-                None,
-                event["why"],
-            ]
-        ]
+        size = [event["state_bytes_before"], event["state_bytes_after"], None]
+        return [[*of_event, None, None, None, None, *size, event["why"]]]
     ratios = event["update_rms_ratio"]
     rows = []
     for move in event["moves"]:
