@@ -50,6 +50,7 @@ class Graphs:
         stream.wait_stream(torch.cuda.current_stream(self.device))
         try:
             with _nothing_collected(), torch.cuda.stream(stream):
+                _room_for_generator(self.device)
                 graph.capture_begin(capture_error_mode="thread_local")
                 try:
                     launch()
@@ -67,6 +68,16 @@ class Graphs:
         self.on = self._failed < _TRIES
         what = "is tried again" if self.on else "is launched plainly from now on"
         log.warning("the optimizer step could not be captured in a CUDA graph and %s: %s", what, error)
+
+
+def _room_for_generator(device: torch.device) -> None:
+    """Makes torch's allocator hold, for the current stream, what beginning a capture takes; raises OutOfMemoryError.
+
+    The first capture gives the device's random generator a seed and an offset in device memory, of 8 bytes each. Where
+    those find no memory a graph is left half registered, and to free it ends the process ("should be registered").
+    """
+    seed, offset = (torch.empty(1, dtype=torch.int64, device=device) for _ in range(2))
+    del seed, offset
 
 
 @contextmanager

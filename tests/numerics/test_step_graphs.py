@@ -3,6 +3,7 @@
 import gc
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -61,6 +62,38 @@ def test_a_capture_that_fails_is_tried_again_and_then_given_up(caplog: pytest.Lo
         for _ in range(4):
             runner.run("variant", nothing, slot=0)
         assert not runner.on and "is launched plainly from now on" in caplog.text
+
+
+def test_a_capture_without_room_for_the_generators_numbers_is_not_begun(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun: list[str] = []
+
+    class FakeGraph:
+        def capture_begin(self, **_: object) -> None:
+            begun.append("begun")
+
+        def capture_end(self) -> None:
+            begun.append("ended")
+
+    class FakeStream:
+        def __init__(self, *_: object) -> None: ...
+        def wait_stream(self, *_: object) -> None: ...
+
+    def full(*_: object, **__: object) -> torch.Tensor:
+        begun.append("allocated")
+        if len(begun) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return torch.zeros(1)
+
+    for name, fake in {"CUDAGraph": FakeGraph, "Stream": FakeStream, "current_stream": FakeStream}.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch, "empty", full)
+    runner = Graphs(torch.device("cuda"), on=True)
+    assert runner._capture(nothing) is None and begun == ["allocated"]
+    assert "is tried again: CUDA out of memory" in caplog.text
+    assert runner._capture(nothing) is not None and begun[1:] == ["allocated", "allocated", "begun", "ended"]
 
 
 def test_only_so_many_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
