@@ -13,6 +13,9 @@ import os
 import triton
 import triton.language as tl
 
+from baoc.kernels import usable as _usable
+
+GRAD_LIMIT = tl.constexpr(_usable.LIMIT)  # of what counts as non-finite from there on
 TINY = tl.constexpr(1.1754943508222875e-38)  # least normal fp32
 BF16_MAX = tl.constexpr(3.3895313892515355e38)
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds to nearest even, and leaves the integer in the low bits
@@ -88,8 +91,12 @@ if os.environ.get("TRITON_INTERPRET") == "1":  # it knows no inline PTX, and cut
         return tl.where((a < b) | (a > b), 1, 0)
 
     @triton.jit
-    def finite(x):
-        return tl.where(tl.abs(x) < float("inf"), 1, 0)
+    def usable(g):
+        return tl.where(tl.abs(g) < GRAD_LIMIT, 1, 0)
+
+    @triton.jit
+    def usable_and_differ(g, a, b):
+        return tl.where((tl.abs(g) < GRAD_LIMIT) & ((a < b) | (a > b)), 1, 0)
 
 else:
 
@@ -250,18 +257,38 @@ else:
         )
 
     @triton.jit
-    def finite(x):
-        """1 where x is finite, else 0, for four elements together."""
+    def usable(g):
+        """1 where g is below GRAD_LIMIT in size, else 0, for four elements together."""
         return tl.inline_asm_elementwise(
             """
             { .reg .pred q; .reg .f32 a, b, c, d;
             abs.f32 a, $4; abs.f32 b, $5; abs.f32 c, $6; abs.f32 d, $7;
-            setp.lt.f32 q, a, 0f7F800000; setp.lt.and.f32 q, b, 0f7F800000, q;
-            setp.lt.and.f32 q, c, 0f7F800000, q; setp.lt.and.f32 q, d, 0f7F800000, q;
+            setp.lt.f32 q, a, 0f57800000; setp.lt.and.f32 q, b, 0f57800000, q;
+            setp.lt.and.f32 q, c, 0f57800000, q; setp.lt.and.f32 q, d, 0f57800000, q;
             selp.b32 $0, 1, 0, q; mov.b32 $1, $0; mov.b32 $2, $0; mov.b32 $3, $0; }
             """,
             "=&r,=&r,=&r,=&r,f,f,f,f",
-            [x],
+            [g],
+            tl.int32,
+            is_pure=True,
+            pack=4,
+        )
+
+    @triton.jit
+    def usable_and_differ(g, a, b):
+        """Both of the above."""
+        return tl.inline_asm_elementwise(
+            """
+            { .reg .pred q; .reg .f32 a, b, c, d;
+            abs.f32 a, $4; abs.f32 b, $5; abs.f32 c, $6; abs.f32 d, $7;
+            setp.lt.f32 q, a, 0f57800000; setp.lt.and.f32 q, b, 0f57800000, q;
+            setp.lt.and.f32 q, c, 0f57800000, q; setp.lt.and.f32 q, d, 0f57800000, q;
+            setp.ne.and.f32 q, $8, $12, q; setp.ne.and.f32 q, $9, $13, q;
+            setp.ne.and.f32 q, $10, $14, q; setp.ne.and.f32 q, $11, $15, q;
+            selp.b32 $0, 1, 0, q; mov.b32 $1, $0; mov.b32 $2, $0; mov.b32 $3, $0; }
+            """,
+            "=&r,=&r,=&r,=&r,f,f,f,f,f,f,f,f,f,f,f,f",
+            [g, a, b],
             tl.int32,
             is_pure=True,
             pack=4,

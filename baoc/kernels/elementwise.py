@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from baoc.kernels.device import differ, finite, load_numbers, reciprocal, root, tile_of
+from baoc.kernels.device import GRAD_LIMIT, load_numbers, reciprocal, root, tile_of, usable, usable_and_differ
 from baoc.kernels.kinds import Call
 from baoc.kernels.storage import (
     average_v,
@@ -74,14 +74,9 @@ def _update(g, m, s, inv_bc2, eps, RULE: tl.constexpr):
 
 
 @triton.jit
-def is_plain(g, p, new, RULE: tl.constexpr, WEIGHTS: tl.constexpr, MARKED: tl.constexpr):
+def is_plain(g, p, new, WEIGHTS: tl.constexpr, MARKED: tl.constexpr):
     """Whether all elements of the chunk are stepped and, where that matters, every weight is another than it was."""
-    if RULE == "adamw" or RULE == "rmsprop":  # a gradient that is not finite makes a weight that is no number
-        plain = differ(new, p) if WEIGHTS == "split8" else finite(new)
-    else:
-        plain = finite(g)
-        if WEIGHTS == "split8":
-            plain = plain & differ(new, p)
+    plain = usable_and_differ(g, new, p) if WEIGHTS == "split8" else usable(g)
     if MARKED:
         plain = plain & (g.to(tl.int32, bitcast=True) != -2147483648).to(tl.int32)
     return tl.min(plain) != 0
@@ -98,7 +93,8 @@ def matched_factor(match_addr):
 @triton.jit
 def load_grad(grad_addr, start, tile, inside, GRAD: tl.constexpr, MARKED: tl.constexpr, VEC: tl.constexpr,
               FULL: tl.constexpr):  # fmt: skip
-    """Gradient as fp32 with 0 where it is left out; where it is finite; where it is kept, which marks may narrow."""
+    """Gradient as fp32 with 0 where it is left out; where it is finite, of what `kernels.usable` calls so; where it is
+    kept, which marks may narrow."""
     return keep_finite(load_numbers(grad_addr, start, tile, inside, GRAD, VEC, FULL), MARKED)
 
 
@@ -106,7 +102,7 @@ def load_grad(grad_addr, start, tile, inside, GRAD: tl.constexpr, MARKED: tl.con
 def keep_finite(raw, MARKED: tl.constexpr):
     """What `load_grad` says, of a gradient as it was read."""
     g = raw.to(tl.float32)
-    whole = tl.abs(g) < float("inf")
+    whole = tl.abs(g) < GRAD_LIMIT
     kept = whole
     if MARKED:
         kept = whole & (g.to(tl.int32, bitcast=True) != -2147483648)
@@ -240,7 +236,7 @@ def _step_plain(
         v = average_v(v_old, scale_old, g, b2, w2, V)
         s = root(v) if V == "sqrt8" else tl.sqrt(v)
     new, update = _new_weights(g, p, m, s, decay, size, inv_bc2, eps, RULE, TRACK)
-    done = is_plain(g, p, new, RULE, WEIGHTS, MARKED)
+    done = is_plain(g, p, new, WEIGHTS, MARKED)
     if done:
         if M != "none":
             m = lerp(m_old * m_scale, g, w2) if RULE == "lion" else m

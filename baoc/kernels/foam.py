@@ -22,7 +22,7 @@ from baoc.kernels.elementwise import (
     lerp,
 )
 from baoc.kernels.foam_across import step_across
-from baoc.kernels.foam_anywhere import facts, fold_sum, spread, step_anywhere, stepped
+from baoc.kernels.foam_anywhere import facts, fold_sum, is_sure, spread, step_anywhere, stepped
 from baoc.kernels.foam_long import step_long
 from baoc.kernels.kinds import Call
 from baoc.kernels.matrix_kinds import FOLDS, entries
@@ -35,9 +35,20 @@ _WIDEST = tl.constexpr(2**20)  # columns up to which offsets in a program fit 32
 
 
 @triton.jit
-def _is_plain(g, folded, p, new, inside, WEIGHTS: tl.constexpr, MARKED: tl.constexpr, RAGGED: tl.constexpr):
-    """Whether all elements are stepped (else their sums were no numbers) and every split weight is another."""
-    plain = tl.min(tl.where(tl.abs(folded) < float("inf"), 1, 0))
+def _is_plain(
+    g,
+    folded,
+    new_v,
+    p,
+    new,
+    inside,
+    SQUARES: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    MARKED: tl.constexpr,
+    RAGGED: tl.constexpr,
+):
+    """Whether all elements are stepped (else sums and weights are made again) and every split weight is another."""
+    plain = tl.min(tl.where(is_sure(folded, new_v, SQUARES), 1, 0))
     if MARKED:
         plain = tl.minimum(plain, tl.min(tl.where(g.to(tl.int32, bitcast=True) != -2147483648, 1, 0)))
     if WEIGHTS == "split8":
@@ -86,7 +97,7 @@ def _step_whole(
         MATCHED,
     )  # fmt: skip
     inside_folds = _by_fold(inside, ENTRIES, FOLD, ACROSS)
-    done = _is_plain(g, folded, p, new, inside_folds, WEIGHTS, MARKED, RAGGED)
+    done = _is_plain(g, folded, new_v, p, new, inside_folds, SQUARES, WEIGHTS, MARKED, RAGGED)
     if done:
         store_m(m_addr, m_scale_addr, m, thresholds, first, entry, there, groups, left, M, KEPT, True)
         store_v(v_addr, v_scale_addr, v, tl.sqrt(v), scale_old, thresholds, first, entry, there, groups, left, V, KEPT,

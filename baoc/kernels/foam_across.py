@@ -14,7 +14,7 @@ import triton.language as tl
 
 from baoc.kernels.device import differ, load_numbers
 from baoc.kernels.elementwise import lerp
-from baoc.kernels.foam_anywhere import stepped
+from baoc.kernels.foam_anywhere import is_sure, stepped
 from baoc.kernels.storage import load_m, load_param, load_v, store_m, store_param, store_v
 
 
@@ -46,7 +46,7 @@ def step_across(
     new_v = tl.sum(g * g, axis=0, keep_dims=True) * (1.0 / FOLD) if SQUARES else folded * folded
     m, v = lerp(m, folded, w1), lerp(v, new_v, w2)
     new, update = stepped(tensor, g, True, p, folded, m, v, at, row, repair, "step", MATCHED)
-    plain = tl.min(tl.where(tl.abs(folded) < float("inf"), 1, 0))
+    plain = tl.min(tl.where(is_sure(folded, new_v, SQUARES), 1, 0))
     if MARKED:
         plain = tl.minimum(plain, tl.min(tl.where(g.to(tl.int32, bitcast=True) != -2147483648, 1, 0)))
     if WEIGHTS == "split8":

@@ -31,6 +31,8 @@ from baoc.kernels.elementwise import (
 )
 from baoc.kernels.storage import load_m, load_param, load_v, store_m, store_param, store_v
 
+_SURE = tl.constexpr(2.0**32)
+
 
 @triton.jit
 def facts(tensor, ptrs, settings):
@@ -54,6 +56,14 @@ def spread(x, ACROSS: tl.constexpr):
 @triton.jit
 def fold_sum(x, ACROSS: tl.constexpr):
     return tl.sum(x, axis=0) if ACROSS else tl.sum(x, axis=2)
+
+
+@triton.jit
+def is_sure(folded, new_v, SQUARES: tl.constexpr):
+    """Whether means over folds of at most 256 tell that all elements are usable: a NaN, an infinity or one beyond 2^48
+    brings them to 2^32 or more. Only where others cancel it, to 8 bits at least, is one not noticed; it then counts as
+    the number that it is, and averages do not suffer, as the mean is small."""
+    return new_v < _SURE * _SURE if SQUARES else tl.abs(folded) < _SURE
 
 
 @triton.jit

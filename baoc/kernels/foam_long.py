@@ -13,7 +13,7 @@ import triton.language as tl
 
 from baoc.kernels.device import differ, load_numbers, tile_of
 from baoc.kernels.elementwise import count_left_out, lerp, load_grad
-from baoc.kernels.foam_anywhere import stepped
+from baoc.kernels.foam_anywhere import is_sure, stepped
 from baoc.kernels.storage import load_m, load_param, load_v, store_m, store_param, store_v
 
 
@@ -47,7 +47,7 @@ def _plain_fold(
     new_v = tl.sum(g * g) * (1.0 / FOLD) if SQUARES else folded * folded
     m, v = lerp(m_old, folded, w1), lerp(v_old, new_v, w2)
     new, update = stepped(tensor, g, True, p, folded, m, v, at, row, repair, "step", MATCHED)
-    done = tl.abs(folded) < float("inf")  # else some element is not finite, or they need other sums
+    done = is_sure(folded, new_v, SQUARES)  # else some element may be left out
     if MARKED:
         done = done & (tl.min(tl.where(g.to(tl.int32, bitcast=True) != -2147483648, 1, 0)) != 0)
     if WEIGHTS == "split8":

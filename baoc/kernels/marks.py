@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from baoc.kernels.table import FusedTable
+from baoc.kernels.usable import LIMIT_BITS, usable
 
 _CHUNK = 2048
-# Bits of the exponent, all set in what is not finite.
-_EXPONENTS = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 
 
 class Marks:
@@ -45,7 +44,7 @@ class Marks:
         dtypes = [table.grad_dtype for table in self._tables]
         if dtypes != self._dtypes:
             self._note(dtypes)
-        for code, (dtype, exponent) in enumerate(_EXPONENTS.items()):
+        for code, (dtype, limit) in enumerate(LIMIT_BITS.items()):
             if dtype in dtypes and self._count:
                 mark_kernel[(self._count,)](
                     self._owner,
@@ -56,14 +55,14 @@ class Marks:
                     num_bad,
                     CODE=code,
                     BITS=tl.int32 if dtype.itemsize == 4 else tl.int16,
-                    EXPONENT=exponent,
+                    LIMIT=limit,
                     FIRST=first,
                     CHUNK=_CHUNK,
                 )
 
     def _note(self, dtypes: list[torch.dtype]) -> None:
         codes = torch.zeros(len(self._codes), dtype=torch.int32, device="cpu")
-        order = list(_EXPONENTS)
+        order = list(LIMIT_BITS)
         codes[self._places] = torch.tensor(
             [order.index(table.grad_dtype) for table in self._tables for _ in table.params],
             dtype=torch.int32,
@@ -75,7 +74,7 @@ class Marks:
 
 def mark_strided_(grad: Tensor, *, first: bool) -> Tensor:
     """The same for a gradient that no kernel reads as it lies; the number of its non-finite elements, on its device."""
-    bad = ~grad.isfinite()
+    bad = ~usable(grad)
     if first:
         grad.masked_fill_(grad == 0, 0.0)
     grad.masked_fill_(bad, -0.0)

@@ -135,7 +135,7 @@ def mark_kernel(
     bad,  # int64[tensors]: counts non-finite elements
     CODE: tl.constexpr,  # of the type that this launch looks at
     BITS: tl.constexpr,  # integers as wide as it
-    EXPONENT: tl.constexpr,  # its bits, which are all set in what is not finite
+    LIMIT: tl.constexpr,  # bits of the size from which on elements count as non-finite
     FIRST: tl.constexpr,  # no marks yet: every -0.0 is a true one
     CHUNK: tl.constexpr,
 ):
@@ -150,7 +150,7 @@ def mark_kernel(
         pointer = tl.multiple_of(grad_addr, BITS.primitive_bitwidth // 8).to(tl.pointer_type(BITS)) + at
         bits = tl.load(pointer, mask=inside, other=0).to(tl.int32)
         MARK: tl.constexpr = -(2 ** (BITS.primitive_bitwidth - 1))
-        finite = (bits & EXPONENT) != EXPONENT
+        finite = (bits & ~MARK) < LIMIT
         change = ~finite
         if FIRST:
             change = change | (bits == MARK)

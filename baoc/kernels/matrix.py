@@ -15,7 +15,7 @@ import triton.language as tl
 
 from baoc.kernels import means_plan
 from baoc.kernels.averaging import bring_up_to_date
-from baoc.kernels.device import load_numbers, reciprocal, tile_of
+from baoc.kernels.device import GRAD_LIMIT, load_numbers, reciprocal, tile_of
 from baoc.kernels.elementwise import (
     CORRECTION_AT,
     DECAY,
@@ -87,7 +87,7 @@ def _step_tile(
     if MODE == "step":
         new = p * decay - size * update
         if QUICK:
-            done = is_plain(g, p, new, "", WEIGHTS, MARKED)
+            done = is_plain(g, p, new, WEIGHTS, MARKED)
         else:
             new = tl.where(kept, new, p)
             if M != "none":
@@ -129,7 +129,7 @@ def _line_sum(
         g = load_numbers(grad_addr, start + begin, tile, inside, GRAD, VEC, False)
         total += g * g
     square, count = tl.sum(total), length
-    if MARKED or not square < float("inf"):
+    if MARKED or not square < GRAD_LIMIT * GRAD_LIMIT:
         total = tl.zeros([CHUNK // 32, 32], dtype=tl.float32)
         out = tl.zeros([CHUNK // 32, 32], dtype=tl.int32)
         for begin in range(0, length, CHUNK):

@@ -11,7 +11,7 @@ takes the reciprocals of roots from `vectors`; states are written here, in mode 
 import triton
 import triton.language as tl
 
-from baoc.kernels.device import load_tile, product, reciprocal, signed_numbers
+from baoc.kernels.device import GRAD_LIMIT, load_tile, product, reciprocal, signed_numbers
 from baoc.kernels.elementwise import EPS, INV_BC2, M_AT, M_SCALE_AT, W1, W2, WIDTH, keep_finite, lerp, load_grad
 from baoc.kernels.storage import expand_m, load_m_codes, restore_m
 
@@ -242,7 +242,7 @@ def _sum_lines(
         x = now if M == "none" else _averaged(m, now, w1, M)
         of_line = tl.sum(g2, axis=1)
         num_out = tl.zeros([LINES], dtype=tl.int32)
-        out = tl.max(tl.where(of_line < float("inf"), 0, 1)) > 0
+        out = tl.max(tl.where(of_line < GRAD_LIMIT * GRAD_LIMIT, 0, 1)) > 0
         if MARKED or out:
             g, _, kept = keep_finite(now, MARKED)
             g2 = product(g, g) if LINES > 1 else g * g

@@ -1,4 +1,4 @@
-"""Finding the non-finite elements of gradients, and making them zero."""
+"""Finding the non-finite elements of gradients, and making them zero: what is not `usable` counts as one."""
 
 from collections.abc import Iterable, Mapping
 
@@ -7,6 +7,7 @@ from torch import Tensor
 
 from baoc.errors import BadInputError
 from baoc.kernels import native
+from baoc.kernels.usable import LIMIT, usable
 
 
 def all_finite(params: Iterable[Tensor], *, names: Mapping[Tensor, str]) -> bool:
@@ -24,10 +25,10 @@ def all_finite(params: Iterable[Tensor], *, names: Mapping[Tensor, str]) -> bool
         del by_device[torch.device("cpu")]
         if not native.all_finite(on_cpu):
             return False
-    # The Euclidean norm is the reduction that every device has a fast kernel for. It may overflow where nothing is
-    # infinite, so what is not finite here is looked at element by element.
+    # The Euclidean norm is the reduction that every device has a fast kernel for. It may be large where no element
+    # is, so then these are looked at one by one; half the limit, because norms are rounded.
     norms = [torch.nn.utils.get_total_norm(same, norm_type=2.0) for same in by_device.values()]
-    return all(bool(norm.isfinite()) for norm in norms)
+    return all(bool(norm < LIMIT / 2) for norm in norms)
 
 
 def mask_(params: Iterable[Tensor]) -> dict[Tensor, Tensor]:
@@ -37,7 +38,7 @@ def mask_(params: Iterable[Tensor]) -> dict[Tensor, Tensor]:
         grad = param.grad
         if grad is None or not grad.numel():
             continue
-        finite = grad.isfinite()
+        finite = usable(grad)
         if not bool(finite.all()):
             grad.masked_fill_(~finite, 0.0)
             masks[param] = finite

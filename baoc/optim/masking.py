@@ -118,7 +118,7 @@ class Guard:
         most = sorted(counts.items(), key=lambda entry: (-entry[1], entry[0]))[:MOST_NAMED]
         names = ", ".join(f"{name} ({count})" for name, count in most)
         names += f" and {len(counts) - MOST_NAMED} more" if len(counts) > MOST_NAMED else ""
-        text = f"{sum(counts.values())} gradient element(s) are NaN or infinite {when}: {names}"
+        text = f"{sum(counts.values())} gradient element(s) are NaN, infinite or beyond 2^48 {when}: {names}"
         if self.policy == "raise":
             self.forget(roster)
             raise DivergedError(f"{text}. Lower the learning rate, or set nonfinite=skip_element to go on without them")

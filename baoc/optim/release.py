@@ -378,12 +378,10 @@ class Releaser:
             )
 
     def _take_norm(self) -> None:
-        """In the order of parameters, whatever order their gradients came in; where it overflows the old one stays."""
+        """In the order of parameters, whatever order their gradients came in. Usable ones have a finite norm."""
         norms = [self._norms[param] for param in self._block_of if param in self._norms]
         if norms:
-            total = _total(norms)
-            old = self.norm.to(total.device) if self.norm is not None else torch.zeros_like(total)  # 0 clips nothing
-            self.norm = torch.where(total.isfinite(), total, old)
+            self.norm = _total(norms)
 
     def forget(self) -> None:
         """The step in progress counts for nothing any more: states were loaded over it."""

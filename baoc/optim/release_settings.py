@@ -60,7 +60,7 @@ def check_policy(nonfinite: str) -> None:
     """Raises BadInputError for the policy that would have to take back what was stepped."""
     if nonfinite == "skip_step":
         raise BadInputError(
-            "nonfinite=skip_step leaves all as it is if any gradient is NaN or infinite, but with gradient release "
+            "nonfinite=skip_step leaves all as it is if any gradient element is non-finite, but with gradient release "
             "other blocks have been stepped by then: use skip_element or raise"
         )
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from baoc.kernels.usable import usable
 from baoc.optim import inherit
 from baoc.optim.roster import Roster
 from baoc.optim.state import LiveBlock, Slot, State, step_of
@@ -33,7 +34,7 @@ def _seed_block(live: LiveBlock, *, state: Mapping[Tensor, State], param_groups:
         if slot.name not in live.unseeded or grad is None:
             continue
         grad = grad.detach().to(torch.float32)
-        square = torch.where(grad.isfinite(), grad, 0.0).square_()
+        square = torch.where(usable(grad), grad, 0.0).square_()
         if bool(square.any()):
             _start(slot, state[slot.param], square, betas=param_groups[slot.group]["betas"])
             live.unseeded.discard(slot.name)

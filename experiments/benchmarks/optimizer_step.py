@@ -94,14 +94,20 @@ MODELS: dict[str, Shapes] = {
 }
 
 
-def events_ms(step: Callable[[], object], *, steps: int = STEPS) -> list[float]:
-    """Milliseconds of each call between CUDA events, after three to warm up."""
+_BUSY_CYCLES = 4_000_000  # of a GPU's clock: longer than a host takes for a step
+
+
+def events_ms(step: Callable[[], object], *, steps: int = STEPS, busy: bool = False) -> list[float]:
+    """Milliseconds of each call between CUDA events, after three to warm up. `busy`: the device has work until the call
+    has returned, as in training, so that what the host takes is no part of it; else it waits for the host."""
     for _ in range(3):
         step()
     times = []
     for _ in range(steps):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
+        if busy:
+            torch.cuda._sleep(_BUSY_CYCLES)  # pyright: ignore[reportPrivateUsage]
         start.record()
         step()
         end.record()

@@ -10,6 +10,7 @@ import torch
 from baoc.codecs.base import lanes
 from baoc.kernels import Cut, FusedTable, Kind, fused_step, launch
 from baoc.kernels.upload import Upload
+from baoc.kernels.usable import usable
 from tests.numerics.fused_pair import INTERPRETING, run_interpreted
 from tests.numerics.kernel_cases import Case, Options, Twin, all_cases, check_equal
 
@@ -40,7 +41,7 @@ else:
         twin.new_gradients()
         twin.step()
         twin.new_gradients()
-        for index, value in ((0, float("nan")), (1, float("inf")), (3, -float("inf"))):
+        for index, value in ((0, float("nan")), (1, float("inf")), (3, -1e20)):
             twin.params[index].grad[-1] = value
         before = [param.detach().clone() for param in twin.eager[0]]
         states = [{key: tensor.clone() for key, tensor in state.items()} for state in twin.eager[1]]
@@ -55,7 +56,7 @@ else:
         twin = Twin(Case(rule="lion", storage="int8", sizes=SMALL))
         twin.new_gradients()
         grad, bad = twin.params[3].grad, torch.tensor([0, 31, 257, 299])
-        grad[bad] = torch.tensor([float("nan"), float("inf"), -float("inf"), float("nan")])
+        grad[bad] = torch.tensor([float("nan"), float("inf"), -float("inf"), -(2.0**48)])
         grad[1] = -0.0  # a true one
         before = twin.params[3].detach().clone()
         engine = twin.table.engine
@@ -71,9 +72,11 @@ else:
     def test_marking_looks_at_every_gradient(dtype: torch.dtype):
         twin = Twin(Case(rule="sign", param=dtype, grad=dtype, sizes=(1, 5000, 300, 7)))
         twin.new_gradients(idle=(2,))
-        twin.params[1].grad[[0, 2047, 2048, 4999]] = torch.tensor([float("inf")] * 4, dtype=dtype)
+        twin.params[1].grad[[0, 2047, 2048, 4999]] = torch.tensor(
+            [float("inf"), 2.0**48, -1e20, float("nan")], dtype=dtype
+        )
         twin.params[3].grad = torch.full((14,), float("nan"), dtype=dtype)[::2]
-        expected = [None if p.grad is None else torch.where(p.grad.isfinite(), p.grad, 0.0) for p in twin.params]
+        expected = [None if p.grad is None else torch.where(usable(p.grad), p.grad, 0.0) for p in twin.params]
         twin.table.engine.mark()
         twin.table.engine.read_num_bad()
         assert twin.table.num_bad.tolist() == [0, 4, 0, 7]

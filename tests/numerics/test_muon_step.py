@@ -151,7 +151,7 @@ else:
                             param.grad.copy_(flat.view(param.shape))
             pair.step_and_check()
 
-    @pytest.mark.parametrize("size", [1e-30, 1e-12, 1e20])
+    @pytest.mark.parametrize("size", [1e-30, 1e-12, 1e12])
     def test_the_size_of_gradients_does_not_matter(size: float) -> None:
         pair = Steps("muon", rms_matching=False)
         pair.give()

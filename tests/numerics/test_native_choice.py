@@ -59,13 +59,13 @@ def test_measurements_stand_for_what_auto_will_do(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("numel", [1, 31, 257, 200_003])
-def test_one_element_that_is_not_finite_is_found_anywhere(dtype: torch.dtype, numel: int):
+def test_one_element_that_is_not_usable_is_found_anywhere(dtype: torch.dtype, numel: int):
     native.library()
-    others = [torch.full((5,), torch.finfo(dtype).max, dtype=dtype), torch.zeros(0, dtype=dtype)]
+    others = [torch.full((5,), 2.0**48 * (1 - torch.finfo(dtype).eps / 2), dtype=dtype), torch.zeros(0, dtype=dtype)]
     tensor = torch.randn(numel).to(dtype)
     assert native.all_finite([*others, tensor])
     for place in {0, numel // 2, numel - 1}:
-        for bad in (torch.nan, torch.inf, -torch.inf):
+        for bad in (torch.nan, -torch.nan, torch.inf, -torch.inf, 2.0**48, -1e20):
             holed = tensor.clone()
             holed[place] = bad
             assert not native.all_finite([*others, holed]), (place, bad)
@@ -79,7 +79,7 @@ def test_only_what_it_reads_is_scanned():
 
 
 def test_gradients_that_are_not_scanned_are_looked_at_too():
-    """Large gradients, whose norm overflows, are no reason to leave anything out."""
+    """Large gradients, whose norm is above the limit, are no reason to leave anything out."""
     pair = Pair("adamw_int8", {"a": (40, 30)})
     for step in range(2):
         pair.level()
@@ -87,7 +87,7 @@ def test_gradients_that_are_not_scanned_are_looked_at_too():
         for params in pair.params:
             grad = params["a"].grad
             assert grad is not None
-            grad *= 1e20
+            grad *= 3e13 / grad.abs().max()
             if step:
                 grad[3, 4] = torch.nan
                 params["a"].grad = grad.t().contiguous().t()

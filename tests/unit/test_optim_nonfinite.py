@@ -1,4 +1,4 @@
-"""NaN and infinity in gradients: excluded elements keep their own weight and states, and no one else sees them."""
+"""NaN, infinity and too large gradients: excluded elements keep their weight and states, and no one else sees them."""
 
 import logging
 
@@ -14,7 +14,7 @@ from baoc.rules import RULES, RuleContext
 from baoc.types import StateLayout
 from tests.optimizing import MATRICES, Gradients, assert_same, build, make_params, run_steps, shapes_for, state_tensors
 
-BAD = (torch.nan, torch.inf, -torch.inf)
+BAD = (torch.nan, -torch.inf, 1e20)  # the last one is finite, its square is not
 ELEMENTWISE = ("adamw", "rmsprop", "lion", "signum", "sign", "adamw_bf16", "rmsprop_bf16", "lion_bf16")
 
 
@@ -237,14 +237,27 @@ class TestMaskingBeforeClipping:
         run_steps(optimizer, params, gradients=gradients, steps=1)
         assert all((p.detach() != before[name]).all() for name, p in params.items())
 
-    def test_large_numbers_are_not_mistaken_for_infinite_ones(self) -> None:
-        params = make_params({"w": (4, 8)})
-        params["w"].grad = torch.full((4, 8), 3e38)  # their norm overflows
-        optimizer = build(params, "sign")
+    @pytest.mark.parametrize(
+        ("dtype", "spec"),
+        [
+            (torch.float32, "adafactor_momentum"),
+            (torch.float64, "foam_l2"),
+            (torch.bfloat16, "adamw_shared_in_int8+split8"),
+        ],
+    )
+    def test_numbers_count_as_infinite_from_two_to_the_48_on(self, dtype: torch.dtype, spec: str) -> None:
+        """Of all numbers below it the step makes finite states, whose next step is an ordinary one."""
+        params = make_params({"w": (4, 8)}, dtype=dtype)
+        largest = 2.0**48 * (1 - torch.finfo(dtype).eps / 2)
+        params["w"].grad = torch.full((4, 8), largest, dtype=dtype)
+        optimizer = build(params, spec)
         assert optimizer.mask_nonfinite() == 0
         before = params["w"].detach().clone()
         optimizer.step()
-        assert (params["w"].detach() != before).all()
+        assert (params["w"].detach() != before).any()
+        assert all(tensor.isfinite().all() for tensor in state_tensors(optimizer).values())
+        params["w"].grad = torch.tensor([[largest] * 7 + [-(2.0**48)]] * 4, dtype=dtype)
+        assert optimizer.mask_nonfinite() == 4
 
 
 class TestPolicies:
@@ -257,7 +270,10 @@ class TestPolicies:
             with caplog.at_level(logging.INFO):
                 optimizer.step()
         assert optimizer.num_nonfinite == 6 and optimizer.last_nonfinite == {"bad": 3}
-        assert "3 gradient element(s) are NaN or infinite in step 6: bad (3); policy: skip_element" in caplog.text
+        assert (
+            "3 gradient element(s) are NaN, infinite or beyond 2^48 in step 6: bad (3); policy: skip_element"
+            in caplog.text
+        )
         assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
 
     def test_of_many_tensors_the_worst_are_named(self, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""Whether gradients on the CPU are finite: one pass over them on all threads, at the price of reading them."""
+"""Whether gradients on the CPU are all usable (see `baoc.kernels.usable`): one pass over them, on all threads."""
 
 from array import array
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ def scannable(tensor: Tensor) -> bool:
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """True if no element of any tensor, each of them `scannable`, is NaN or infinite."""
+    """True if every element of all tensors, each of them `scannable`, is usable."""
     rows = array("q")
     for tensor in tensors:
         rows.extend((tensor.data_ptr(), tensor.numel(), _READ[tensor.dtype]))

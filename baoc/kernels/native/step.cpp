@@ -180,11 +180,12 @@ Total step_chunk(const Job& job, int64_t chunk) {
   return total;
 }
 
-// True if all exponents of n numbers have a zero among their bits, as those of finite numbers do.
-template <class Bits, Bits EXPONENT>
+// True if n numbers are below a limit in size, given by its bits: magnitudes compare as bits do, and a NaN's are above
+// all. `Bits` are signed, as vectors are compared, and without the sign bit none is negative.
+template <class Bits, Bits SIZE, Bits LIMIT>
 bool all_finite(const Bits* __restrict from, int64_t n) {
   Bits bad = 0;
-  for (int64_t i = 0; i < n; ++i) bad |= Bits((from[i] & EXPONENT) == EXPONENT);
+  for (int64_t i = 0; i < n; ++i) bad |= Bits((from[i] & SIZE) >= LIMIT);
   return !bad;
 }
 
@@ -195,7 +196,7 @@ bool all_finite(const Bits* __restrict from, int64_t n) {
 
 BAOC_EXPORT int64_t baoc_chunk(int32_t fold) { return fold > 1 ? states_per_chunk(fold) : CHUNK; }
 
-// Whether all numbers of `count` tensors are finite; each is (address, elements, bytes of one: 4, or 2 of bf16).
+// Whether all numbers of `count` tensors are below 2^48 in size (see baoc.kernels.usable); each is (address, elements, bytes of one: 4, or 2 of bf16).
 BAOC_EXPORT int32_t baoc_all_finite(const int64_t* tensors, int64_t count, int32_t threads) {
   constexpr int64_t PIECE = 8 * CHUNK;
   std::vector<int64_t> pieces;  // tensor and first element
@@ -206,8 +207,8 @@ BAOC_EXPORT int32_t baoc_all_finite(const int64_t* tensors, int64_t count, int32
     const int64_t *t = tensors + 3 * pieces[size_t(2 * task)], start = pieces[size_t(2 * task + 1)];
     const int64_t n = std::min(PIECE, t[1] - start);
     if (!finite.load(std::memory_order_relaxed)) return;
-    const bool good = t[2] == 4 ? all_finite<uint32_t, 0x7F800000u>(at<const uint32_t>(t[0]) + start, n)
-                                : all_finite<uint16_t, 0x7F80u>(at<const uint16_t>(t[0]) + start, n);
+    const bool good = t[2] == 4 ? all_finite<int32_t, 0x7FFFFFFF, 0x57800000>(at<const int32_t>(t[0]) + start, n)
+                                : all_finite<int16_t, 0x7FFF, 0x5780>(at<const int16_t>(t[0]) + start, n);
     if (!good) finite.store(false, std::memory_order_relaxed);
   });
   return finite.load();
