@@ -12,7 +12,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +24,7 @@ from baoc.errors import BadInputError, CheckpointError
 from baoc.kernels import capturing
 from baoc.optim import seeding
 from baoc.optim.backends import Options
-from baoc.optim.release_groups import in_order, together
+from baoc.optim.release_groups import StreamId, in_order, stream_now, together
 from baoc.optim.release_settings import GradientRelease, PartObserver, check_processes
 from baoc.optim.roster import Alone
 from baoc.optim.state import LiveBlock
@@ -95,7 +95,7 @@ class Releaser:
         self._order: list[tuple[str, int]] = []  # block and bytes of each gradient as it came, until groups are known
         self._whole: dict[tuple[str, ...], int] = {}  # group -> blocks of it that are whole
         self._waiting: list[LiveBlock] = []  # whole blocks of one group, to be stepped together
-        self._streams: dict[str, set[Any]] = {}  # block -> CUDA streams that its gradients came on
+        self._streams: dict[str, set[StreamId]] = {}  # block -> CUDA streams that its gradients came on
         self._factor: Tensor | None = None  # of all gradients, by the norm of the step before
         self._norms: dict[Tensor, Tensor] = {}
         self._num_bad = 0  # non-finite elements known before it
@@ -167,29 +167,33 @@ class Releaser:
     def _ready(self, param: Tensor) -> None:
         """The gradient of `param` is final, as far as this backward goes."""
         with self._lock:
-            if capturing():
-                raise BadInputError(
-                    "a CUDA graph cannot capture a backward that releases gradients: capture without release"
-                )
-            check_processes()
             name = self._block_of[param]
             if param in self._got or name in self._stepped:
                 param.grad = None
                 self._refuse_second(param)
             if self._options is None:
-                with torch.no_grad():
-                    self.begin()
+                self._begin_in_backward()
             self._got.add(param)
-            if self.together_bytes and not self._live_owner().roster.groups and param.grad is not None:
+            roster = self._live_owner().roster
+            if self.together_bytes and not roster.groups and param.grad is not None:
                 self._order.append((name, param.grad.nbytes))
-            live = self._live_owner().roster.live[name]
-            if name not in self._left:
-                self._left[name] = sum(slot.param.requires_grad for slot in live.slots)
-            self._left[name] -= 1
+            live, left = roster.live[name], self._left.get(name)
+            if left is None:
+                left = sum(slot.param.requires_grad for slot in live.slots)
+            self._left[name] = left - 1
             if param.is_cuda:
-                self._streams.setdefault(name, set()).add(torch.cuda.current_stream(param.device))
-            if self._left[name] == 0:
+                self._streams.setdefault(name, set()).add(stream_now(param.device))
+            if left == 1:
                 self._is_whole(live)
+
+    def _begin_in_backward(self) -> None:
+        if capturing():
+            raise BadInputError(
+                "a CUDA graph cannot capture a backward that releases gradients: capture without release"
+            )
+        check_processes()
+        with torch.no_grad():
+            self.begin()
 
     def _is_whole(self, live: LiveBlock) -> None:
         """A block has its gradients: it is stepped, with its group when that has all of them.
@@ -260,10 +264,9 @@ class Releaser:
         """One step of some blocks of a group with the gradients that their parameters have, which are then dropped."""
         owner = self._live_owner()
         others = [owner.roster.live[name] for name in group if len(lives) < len(group)]
-        streams = {stream for live in lives for stream in self._streams.get(live.block.name, ())}
-        now = torch.cuda.current_stream(next(iter(streams)).device) if streams else None
+        streams = set().union(*(self._streams.get(live.block.name, ()) for live in lives))
         aside = _set_aside([slot.param for live in others if live not in lives for slot in live.slots])
-        with in_order(now, streams), aside:
+        with in_order(streams), aside:
             self._step_with(lives, unit=owner.roster.alone(group))
 
     def _step_with(self, lives: list[LiveBlock], *, unit: Alone) -> None:
@@ -288,7 +291,8 @@ class Releaser:
         unseeded = [live for live in lives if live.unseeded]
         if unseeded:
             seeding.seed(unseeded, roster=owner.roster, param_groups=owner.param_groups)
-        with torch.autocast(slots[0].param.device.type, enabled=False):  # the backward may be inside of one
+        kind = slots[0].param.device.type
+        with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
             unit.backend(owner.inputs(masks, options=self._options, phase=owner._num_steps + 1))
         # Kernels write where autograd does not see it: a backward that still needs the old weights is told.
         torch.autograd.graph.increment_version([slot.param for slot in slots])
@@ -424,7 +428,8 @@ class Releaser:
 
 def _total(norms: list[Tensor]) -> Tensor:
     """Norm of all, from those of the parts."""
-    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].dtype) for norm in norms]))
+    dtype = norms[0].dtype
+    return torch.linalg.vector_norm(torch.stack([norm if norm.dtype is dtype else norm.to(dtype) for norm in norms]))
 
 
 @contextmanager

@@ -1,31 +1,43 @@
 """Which blocks are stepped together where gradients are released, by the order in which these came."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from typing import Any, Protocol
+
+import torch
+
+StreamId = tuple[int, int, int]  # what torch calls a CUDA stream by: its number, device index and device type
 
 
-class Stream(Protocol):
-    """What of `torch.cuda.Stream` is needed."""
-
-    def wait_stream(self, stream: Any) -> None: ...
+def stream_now(device: torch.device) -> StreamId:
+    """The current stream of a CUDA device. torch.cuda.current_stream makes an object of it, for three times the price,
+    and it is asked for with every gradient."""
+    return torch._C._cuda_getCurrentStream(device.index)
 
 
 @contextmanager
-def in_order(now: Stream | None, others: Iterable[Stream]) -> Iterator[None]:
-    """Inside, what is done on stream `now` comes after what was begun on `others`, which afterwards go on behind it.
+def in_order(streams: Set[StreamId]) -> Iterator[None]:
+    """Inside, what is done on the current stream comes after what was begun on `streams` of its device; afterwards they
+    go on behind it.
 
     Branches of a network may run on streams of their own, and each makes its gradients there: who steps them together
     waits for all, and the memory of a gradient that is dropped is its own stream's to use again.
     """
-    apart = [stream for stream in others if stream != now]
+    now = stream_now(torch.device("cuda", next(iter(streams))[1])) if streams else None
+    if now is None or streams == {now}:
+        yield
+        return
+    here = _stream(now)
+    apart = [_stream(one) for one in streams if one != now]
     for stream in apart:
-        assert now is not None
-        now.wait_stream(stream)
+        here.wait_stream(stream)
     yield
     for stream in apart:
-        assert now is not None
-        stream.wait_stream(now)
+        stream.wait_stream(here)
+
+
+def _stream(name: StreamId) -> torch.cuda.Stream:
+    number, index, kind = name
+    return torch.cuda.Stream(stream_id=number, device_index=index, device_type=kind)
 
 
 def together(

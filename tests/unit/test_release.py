@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from baoc.catalogue import NATIVE
 from baoc.errors import BadInputError, TrainingFailedError
-from baoc.optim import BlockwiseOptimizer, GradientRelease
+from baoc.optim import BlockwiseOptimizer, GradientRelease, release_groups
 from baoc.optim.release_groups import in_order, together
 from baoc.profiling.tracker import MemoryTracker
 from tests.optimizing import MATRICES, info, one_block, shapes_for
@@ -243,22 +243,21 @@ def test_a_learning_rate_that_changes_between_backward_and_step_is_said_once_and
     optimizers[1].step()
 
 
-def test_a_group_waits_for_all_streams_that_its_gradients_came_on() -> None:
+def test_a_group_waits_for_all_streams_that_its_gradients_came_on(monkeypatch: pytest.MonkeyPatch) -> None:
     class Stream:
-        def __init__(self, name: str):
-            self.name = name
+        def __init__(self, stream_id: int, device_index: int, device_type: int):
+            self.number = stream_id
 
         def wait_stream(self, stream: "Stream") -> None:
-            done.append(f"{self.name} after {stream.name}")
+            done.append(f"{self.number} after {stream.number}")
 
     done: list[str] = []
-    last, first = Stream("last"), Stream("first")
-    with in_order(last, [first, last]):
-        done.append("step")
-    assert done == ["last after first", "step", "first after last"]
-    with in_order(None, []):  # on a CPU
-        done.append("step")
-    assert len(done) == 4
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(release_groups, "stream_now", lambda device: (7, device.index, 1))
+    for streams in ({(3, 0, 1), (7, 0, 1)}, {(7, 0, 1)}, set()):  # the last one on a CPU
+        with in_order(streams):
+            done.append("step")
+    assert done == ["7 after 3", "step", "3 after 7", "step", "step"]
 
 
 def test_a_step_without_a_backward_counts_as_it_does_without_release() -> None:
