@@ -1,7 +1,8 @@
 """Every fused kernel against its eager twin on the GPU, over several processes because each variant has to be compiled.
 
 `python experiments/benchmarks/kernel_check.py`, about a minute; optimizer_step.py runs it first. `kernel_check.py
-matrices foam_l2 foam_l8` checks the rules that see a matrix whose names begin so.
+matrices foam_l2 foam_l8` checks the rules that see a matrix whose names begin so, `kernel_check.py cuts adamw` the
+elementwise ones, each in the cut that it runs in and those that were swept.
 """
 
 import subprocess
@@ -43,36 +44,51 @@ def text_of(cut: Cut) -> str:
 
 def check(part: int, parts: int) -> None:
     """Every kernel variant and cut against its eager twin; raises on the first that differs."""
-    cases = all_cases(DEVICE, sizes=CHECK_SIZES, cut=None)
-    for rule, storage, weights in SWEPT:
-        dtype = torch.float32 if weights == "native" else torch.bfloat16
-        given = {"rule": rule, "storage": storage, "weights": weights, "param": dtype, "grad": dtype}
-        cases += [Case(**given, device=DEVICE, sizes=CHECK_SIZES, cut=cut) for cut in CUTS]
-    for case in cases[part::parts]:
-        twin, odd = Twin(case), []
-        for idle in ((), (3,), ()):
-            twin.new_gradients(idle=idle)
-            twin.step()
-            odd.append(check_equal(twin))
-        matched = case.rule != "adamw"
-        launch(twin.table, matched=matched, track=matched)  # as timed, for the cache
-        print(f"equal {case.name} {text_of(twin.table.cut)} odd codes {max(odd):.1e}", flush=True)
+    check_elementwise(part, parts)
     check_matrices(part, parts)
     if part == 0:
         check_graph()
 
 
+def spoil(twin: Twin) -> None:
+    """Makes elements of the gradients too large or no numbers."""
+    for index, param in enumerate(twin.params):
+        if param.grad is not None and param.grad.numel():
+            flat = param.grad.view(-1)
+            flat[::997] = float("nan")
+            flat[index % 32 :: 1499] = 2.0**48
+            flat[(7 * index + 5) % 32 :: 2003] = -1e20
+
+
+def check_elementwise(part: int, parts: int, *, only: tuple[str, ...] = ("",)) -> None:
+    """Rules that see no matrix. The last step has elements that are not finite, or too large."""
+    cases = all_cases(DEVICE, sizes=CHECK_SIZES, cut=None)
+    for rule, storage, weights in SWEPT:
+        dtype = torch.float32 if weights == "native" else torch.bfloat16
+        given = {"rule": rule, "storage": storage, "weights": weights, "param": dtype, "grad": dtype}
+        cases += [Case(**given, device=DEVICE, sizes=CHECK_SIZES, cut=cut) for cut in CUTS]
+    for case in [case for case in cases if case.name.startswith(only)][part::parts]:
+        twin, odd = Twin(case), []
+        for step, idle in enumerate(((), (3,), ())):
+            twin.new_gradients(idle=idle)
+            if step == 2:
+                spoil(twin)
+            twin.step()
+            odd.append(check_equal(twin))
+        matched = case.rule != "adamw"
+        launch(twin.table, matched=matched, track=matched)  # as timed, for the cache
+        print(f"equal {case.name} {text_of(twin.table.cut)} odd codes {max(odd):.1e}", flush=True)
+
+
 def check_matrices(part: int, parts: int, *, only: tuple[str, ...] = ("",)) -> None:
-    """The same for rules that see a matrix; long lines and many, and sizes that nothing divides. The last step has
-    elements that are not finite."""
+    """The same for rules that see a matrix; long lines and many, and sizes that nothing divides."""
     cases = [case for case in matrix_cases(DEVICE, shapes=MATRICES) if case.name.startswith(only)]
     for case in cases[part::parts]:
         twin, odd = MatrixTwin(case), []
         for step, idle in enumerate(((), (3,), ())):
             twin.new_gradients(idle=idle)
-            for param in twin.params if step == 2 else ():
-                assert param.grad is not None
-                param.grad.view(-1)[::997] = float("nan")
+            if step == 2:
+                spoil(twin)
             twin.step(factors=[0.5 + index for index in range(len(twin.params))])
             odd.append(check_close(twin))
         print(f"equal {case.name} {text_of(twin.table.cut)} odd codes {max(odd):.1e}", flush=True)
@@ -99,11 +115,11 @@ def check_graph() -> None:
     print("equal CUDA graph replay", flush=True)
 
 
-def check_in_parallel(*only: str) -> None:
+def check_in_parallel(*what: str) -> None:
     command = [sys.executable, __file__]
     running = [
         subprocess.Popen(
-            [*command, f"{part}/{WORKERS}", *only], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [*command, f"{part}/{WORKERS}", *what], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         for part in range(WORKERS)
     ]
@@ -121,10 +137,12 @@ def check_in_parallel(*only: str) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["matrices"]:
-        check_in_parallel(*sys.argv[2:])
+    if sys.argv[1:2] in (["matrices"], ["cuts"]):
+        check_in_parallel(*sys.argv[1:])
     elif len(sys.argv) > 2:
-        check_matrices(*map(int, sys.argv[1].split("/")), only=tuple(sys.argv[2:]))
+        part, family, *names = sys.argv[1:]
+        checking = check_matrices if family == "matrices" else check_elementwise
+        checking(*map(int, part.split("/")), only=tuple(names) or ("",))
     elif len(sys.argv) > 1:
         check(*map(int, sys.argv[1].split("/")))
     else:
