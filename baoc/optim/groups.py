@@ -5,6 +5,7 @@ Everything that cannot train correctly is refused here, before any state is allo
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from math import isinf
 from typing import Any
 
@@ -21,6 +22,7 @@ from baoc.types import Block, OptimizerSpec, ParamInfo, Placement, Role
 log = logging.getLogger(__name__)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _GPU_RULES = frozenset({"muon"})  # that no CPU steps in the time of a training step
+_SETTINGS = ("lr", "betas", "eps", "weight_decay")
 _ALLOWED = "pass a module, named or plain parameters, or parameter groups"
 
 
@@ -203,7 +205,12 @@ def check_param(param: Any, *, name: str) -> None:
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
-    """Raises BadInputError for hyperparameters out of range, and for switches of torch's AdamW that no rule has."""
+    """Raises BadInputError for hyperparameters out of range, for switches of torch's AdamW that no rule has, and for
+    keys that are nearly a hyperparameter's name; others are the user's own, which torch keeps as well."""
+    for key in settings:
+        near = get_close_matches(str(key), _SETTINGS, n=1, cutoff=0.8)
+        if near and key not in _SETTINGS:
+            raise BadInputError(f"a parameter group sets {key}, which nothing here reads: did you mean {near[0]}?")
     for key, least in (("lr", 0.0), ("eps", 0.0), ("weight_decay", 0.0)):
         value = settings[key]
         if not isinstance(value, int | float) or not value >= least or isinf(value):

@@ -44,8 +44,9 @@ class BlockwiseOptimizer(Optimizer):
     native make the parameters bf16 here and now, so run the model in bf16 or under bf16 autocast; `export_weights`
     gives them in fp32, and moving a block back to native weights makes them what they were.
 
-    `nonfinite`: what a NaN or infinity in a gradient does. `skip_element` leaves the element's weight and states as
-    they are and out of every mean; `skip_step` leaves all as it is; `raise` raises TrainingFailedError.
+    `nonfinite`: what a NaN, an infinity or an element of 2^48 and more in a gradient does. `skip_element` leaves its
+    weight and states as they are and it out of every mean; `skip_step` leaves all as it is; `raise` raises
+    TrainingFailedError.
     `rms_matching`: scale each block's update to AdamW's RMS (`target_rms` by block, .2 where not given); without it
     rules run as published. With `displacement` rules without momentum are scaled to AdamW's update without its own.
     `observer` is called in each step when gradients are final, before the update; `observing` may say that it does not

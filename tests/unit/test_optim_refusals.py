@@ -77,6 +77,14 @@ def test_switches_that_no_rule_has(key: str) -> None:
         BlockwiseOptimizer([{"params": [("w", nn.Parameter(torch.zeros(3)))], key: True}])
 
 
+def test_keys_of_a_group_that_are_nearly_a_setting() -> None:
+    (param,) = make_params({"w": (3,)}).values()
+    with pytest.raises(BadInputError, match=r"sets weigth_decay, which nothing .*: did you mean weight_decay\?"):
+        BlockwiseOptimizer([{"params": [param], "weigth_decay": 0.0}])
+    mine = BlockwiseOptimizer([{"params": [param], "lr_scale": 0.5, "initial_lr": 1e-3, "name": "head", "wd": 1}])
+    assert mine.param_groups[0]["lr_scale"] == 0.5
+
+
 def test_coupled_weight_decay() -> None:
     adam = torch.optim.Adam([nn.Parameter(torch.zeros(3))], weight_decay=0.1)
     with pytest.raises(BadInputError, match="asks for coupled weight decay"):

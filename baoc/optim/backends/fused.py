@@ -8,6 +8,7 @@ blocks. It therefore takes addresses of parameters, states and matches once: who
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
 
 import torch
@@ -186,6 +187,7 @@ class _Unit:
         self._params = [slot.param for _, slot in members]
         self._addresses = [row[0] for table in self.tables for row in table.addresses]
         self._look = 0
+        self._written: tuple[int, list[Tensor]] = (-1, [])  # who had gradients at that change of it
         self._index = self.engine.device.index if self.engine.device.type == "cuda" else None
         self._share(plan, state=state)
 
@@ -227,6 +229,15 @@ class _Unit:
             measure = self._first_steps()
         self.engine.run(matched=inputs.matching, marked=self.marked, measure=measure)
         self.mark_of = None
+        # Kernels write where autograd does not see it: a backward that still needs the old weights is told.
+        torch.autograd.graph.increment_version(self._stepped())
+
+    def _stepped(self) -> list[Tensor]:
+        """Parameters that have a gradient."""
+        gradients = self.engine.gradients
+        if self._written[0] != gradients.num_changes:
+            self._written = (gradients.num_changes, list(compress(gradients.params, gradients.active)))
+        return self._written[1]
 
     def _first_steps(self) -> list[FusedTable]:
         """Tables with blocks that have their first gradients now."""
