@@ -17,7 +17,7 @@ from baoc.errors import BadInputError, unknown_name
 from baoc.kernels import capturing
 from baoc.optim import checkpoint, groups, loading, masters, matching, migration, replay, seeding, step_hooks
 from baoc.optim.ahead import Ahead
-from baoc.optim.backends import BACKENDS, Options, StepInputs
+from baoc.optim.backends import BACKENDS, Options, StepInputs, options_of
 from baoc.optim.masking import Guard
 from baoc.optim.release import Releaser, take_from_others
 from baoc.optim.release_settings import GradientRelease, check_policy, settings_of
@@ -190,8 +190,9 @@ class BlockwiseOptimizer(Optimizer):
         if self._unseeded:
             seeding.seed(roster.live.values(), roster=roster, param_groups=self.param_groups)
             self._note_unseeded()
+        options = self.options()
         self._num_steps += 1
-        inputs = self.inputs(masks, options=self.options(), phase=self._num_steps)
+        inputs = self.inputs(masks, options=options, phase=self._num_steps)
         for backend in backends:
             backend(inputs)
         roster.join()
@@ -209,11 +210,8 @@ class BlockwiseOptimizer(Optimizer):
         return self._ahead.last_backward(flush_only=flush_only)
 
     def options(self) -> list[Options]:
-        """What the parameter groups say now."""
-        return [
-            Options(lr=float(g["lr"]), betas=g["betas"], eps=g["eps"], weight_decay=g["weight_decay"])
-            for g in self.param_groups
-        ]
+        """What the parameter groups say now. Raises BadInputError for what no schedule can mean."""
+        return [options_of(group) for group in self.param_groups]
 
     def inputs(self, masks: Mapping[Tensor, Tensor], *, options: Sequence[Options], phase: int) -> StepInputs:
         """What backends are told of a step; `phase` is its number, from 1."""

@@ -1,5 +1,6 @@
 """What cannot be optimized is refused when it is built, with what is allowed and what to do."""
 
+from math import nan
 from typing import Any
 
 import pytest
@@ -75,6 +76,21 @@ def test_settings_out_of_range(settings: dict[str, Any], text: str) -> None:
 def test_switches_that_no_rule_has(key: str) -> None:
     with pytest.raises(BadInputError, match=f"sets {key}=True, which no rule here has"):
         BlockwiseOptimizer([{"params": [("w", nn.Parameter(torch.zeros(3)))], key: True}])
+
+
+@pytest.mark.parametrize(("key", "value", "text"), [("lr", nan, "lr is nan"), ("eps", 0.0, "eps is 0")])
+def test_settings_that_a_schedule_made_so(key: str, value: float, text: str) -> None:
+    params = make_params({"w": (3,)})
+    optimizer = build(params)
+    params["w"].grad = torch.ones(3)
+    optimizer.param_groups[0][key] = value
+    before = params["w"].detach().clone()
+    with pytest.raises(BadInputError, match=text):
+        optimizer.step()
+    assert torch.equal(params["w"], before)
+    optimizer.param_groups[0] |= {"lr": 1e-3, "eps": 1e-8}
+    optimizer.step()
+    assert not torch.equal(params["w"], before) and optimizer.state[params["w"]]["step"] == 1
 
 
 def test_keys_of_a_group_that_are_nearly_a_setting() -> None:

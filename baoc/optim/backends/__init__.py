@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baoc.optim.backends.base import Backend, Options, StepInputs
+from baoc.optim.backends.base import Backend, Options, StepInputs, options_of
 from baoc.optim.backends.eager import EagerBackend
 from baoc.optim.backends.fused import FusedBackend
 from baoc.optim.backends.native import NativeBackend
@@ -25,7 +25,7 @@ from baoc.types import OptimizerSpec, Placement
 
 __all__ = [
     "BACKENDS", "NATIVE_FROM", "Backend", "Choice", "HostedBackend", "Options", "StepInputs", "backend_for",
-    "build_alone", "build_backends", "stand_in",
+    "build_alone", "build_backends", "options_of", "stand_in",
 ]  # fmt: skip
 
 log = logging.getLogger(__name__)

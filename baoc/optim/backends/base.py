@@ -2,11 +2,22 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
+from typing import Any
 
 from torch import Tensor
 
 from baoc.errors import BadInputError
+from baoc.optim.groups import check_settings
 from baoc.optim.state import Bucket, LiveBlock, State
+
+
+def options_of(group: Mapping[str, Any]) -> "Options":
+    """A parameter group's settings now. A schedule may have made them what weights would not survive."""
+    lr, eps, decay = float(group["lr"]), group["eps"], group["weight_decay"]
+    if not 0 <= lr < inf or not 0 <= decay < inf or not eps > 0:
+        check_settings({**group, "lr": lr})
+    return Options(lr=lr, betas=group["betas"], eps=eps, weight_decay=decay)
 
 
 # Not frozen, because they are made in each step, and frozen ones take a microsecond more to make.
