@@ -288,6 +288,16 @@ def test_copies_and_two_optimizers_in_one_process(place: str) -> None:
         pair.check()
 
 
+def test_a_copy_of_one_state_that_fills_no_whole_slab() -> None:
+    """A copy's states come as tensors of their own, without the padding that a slab has."""
+    params = {"w": nn.Parameter(torch.randn(5, 7))}
+    optimizer = build(params, f"lion_bf16@{PLACES[0]}")
+    run_steps(optimizer, params, gradients=Gradients(params), steps=1)
+    other = pickle.loads(pickle.dumps(optimizer))
+    assert_same(states_of(other), states_of(optimizer))
+    assert other.roster.arena.nbytes == optimizer.roster.arena.nbytes == aligned(5 * 7 * 2)
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_strided_and_late_parameters(place: str) -> None:
     with rings():
