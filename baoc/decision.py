@@ -38,7 +38,7 @@ from baoc.strategy.trials import Trials
 from baoc.tasks.base import Task
 from baoc.tracking import console, files
 from baoc.tryouts import Tryouts, Way
-from baoc.types import Footprint, LatencyTable, Option, Plan
+from baoc.types import Footprint, LatencyTable, OptimizerSpec, Option, Plan
 
 DECIDING_S = 12.0  # after which it is late
 LIMITED_S = 5.0  # what a latency table may take where a step_time limit needs it
@@ -308,10 +308,17 @@ class _Decision:
             raise before[1]
         return before[1]
 
+    def _planned_specs(self, way: Way) -> list[OptimizerSpec]:
+        """What the plan of a way steps each block with; nothing where there is none."""
+        _, plan = self._plans.get(way, (None, None))
+        if not isinstance(plan, Plan):
+            return []
+        return [self.planner.specs[plan.allocation.choices[block.name]] for block in self.planner.blocks]
+
     def options_after(self, chosen: Option) -> list[Option]:
         """All options again, `chosen` having been tried as it would be run, for bytes and for seconds."""
         blind = not self.tryouts.any_room
-        self.tryouts.try_out(chosen.way, blocks=self.blocks)
+        self.tryouts.try_out(chosen.way, blocks=self.blocks, specs=self._planned_specs(chosen.way))
         if blind and self.tryouts.any_room:
             self.planner.budget, self.table = self.budget, self._table()
         return self.options()

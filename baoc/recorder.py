@@ -34,7 +34,7 @@ class Recorder:
 
         `profile`: a stored one that it rests on.
         """
-        self.planner = planner
+        self.planner, self._peaks = planner, []  # of this fit
         files.write_json(self.run_dir / "blocks.json", plan.blocks)
         if planner.footprint is not None:
             files.write_json(self.run_dir / "footprint.json", planner.footprint)

@@ -19,7 +19,7 @@ from baoc.profiling import clear_cache, context_bytes, uncapped
 from baoc.profiling.lowered import narrowed
 from baoc.strategy.trials import Trials, grow
 from baoc.tasks.base import Task
-from baoc.types import Block, Budget, Footprint
+from baoc.types import Block, Budget, Footprint, OptimizerSpec
 
 TRIALS_S = 3.0  # about what trials of one kind may take
 Way = tuple[int, bool, bool]
@@ -185,18 +185,20 @@ class Tryouts:
                 seconds = self.trials.timed(trial.micro_batch, per_step=per_step)
                 self.spared[checkpointing][trial.micro_batch] = max(0.0, trial.seconds - seconds)
 
-    def rehearse(self, way: Way, *, blocks: Sequence[Sequence[Tensor]]) -> None:
+    def rehearse(self, way: Way, *, blocks: Sequence[Sequence[Tensor]], specs: Sequence[OptimizerSpec] = ()) -> None:
         """Learns the seconds of a step of this way, as training will take them. Raises torch.OutOfMemoryError."""
         given = self.config.trainer
         self.rehearsed[way] = self.trials.rehearsed(
             way[0],
             per_step=self.config.batch_size // way[0],
-            clip=(None, None) if way[2] else (given.gradient_clip_val, given.gradient_clip_algorithm),
+            clip=(given.gradient_clip_val, given.gradient_clip_algorithm),
             released=blocks if way[2] else (),
+            specs=specs if way[2] else (),
         )
 
-    def try_out(self, way: Way, *, blocks: Sequence[Sequence[Tensor]]) -> None:
-        """Bytes and seconds of this way as it would be run, or that it has no room. `blocks`: parameters of each."""
+    def try_out(self, way: Way, *, blocks: Sequence[Sequence[Tensor]], specs: Sequence[OptimizerSpec] = ()) -> None:
+        """Bytes and seconds of this way as it would be run, or that it has no room. `blocks`: parameters of each, and
+        `specs` what would step them."""
         size, checkpointing, _ = way
         self.switch(checkpointing)
         for narrow in (False, True) if checkpointing not in self.narrowed else (True,):
@@ -204,7 +206,7 @@ class Tryouts:
                 break
             with suppress(torch.OutOfMemoryError), narrowed(self.narrow) if narrow else nullcontext():
                 trial = self._run(way, blocks=blocks, narrow=narrow)
-                self.rehearse(way, blocks=blocks)
+                self.rehearse(way, blocks=blocks, specs=specs)
                 seconds = self.rehearsed[way] * size / self.config.batch_size
                 self._keep(way, replace(trial, seconds=seconds))
                 return

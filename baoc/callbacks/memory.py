@@ -48,6 +48,7 @@ class MemoryMonitor(L.Callback):
         self.held: Callable[[], Any] = tuple  # what else is alive all the time: the profiler's buffers
         self.peaks: dict[str, int] = {}
         self.predicted: Callable[[], int] = lambda: 0  # the largest peak that a plan of this attempt predicted
+        self.looked_bytes = 0  # what looks before the plan held in this fit, which is part of the run's peak
         self._before = self._before_predicted = 0  # the peak under earlier budgets
         self._earlier: dict[str, Any] = {}  # of the attempts that this one goes on from
         self._tracker: MemoryTracker | None = None  # on a CPU only
@@ -99,8 +100,8 @@ class MemoryMonitor(L.Callback):
 
     @property
     def highest_predicted_bytes(self) -> int:
-        """The largest peak that a plan of the run predicted: each was in force for a while."""
-        return max(self._before_predicted, self._of_earlier("predicted"), self.predicted())
+        """The largest peak that a plan of the run predicted, each being in force for a while, or that looks held."""
+        return max(self._before_predicted, self._of_earlier("predicted"), self.predicted(), self.looked_bytes)
 
     def restart(self, budget: Budget, *, predicted_bytes: int, step: int) -> None:
         """Another budget is in force after `step` steps: peaks are measured anew, the next steps tracked again."""
@@ -148,7 +149,7 @@ class MemoryMonitor(L.Callback):
         self._trainer = trainer
         self._device = trainer.strategy.root_device
         self.peaks = {}
-        self._before, self._before_predicted, self._earlier = 0, 0, {}
+        self._before, self._before_predicted, self._earlier, self.looked_bytes = 0, 0, {}, 0
         self._seen_validation = set()
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)

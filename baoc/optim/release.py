@@ -66,6 +66,7 @@ class Releaser:
         self.settings = settings
         self.observer: PartObserver | None = None
         self.before_block: Callable[[], object] | None = None  # called when a block is about to be stepped
+        self.sizes: dict[Tensor, int] = {}  # bytes of gradients by which to group, where small ones stand for them
         self.norm: Tensor | None = None  # of the gradients of the last step that had some
         self._told_late = self._told_hooks = self._is_late = False
         self._reset()
@@ -103,7 +104,7 @@ class Releaser:
     def __getstate__(self) -> dict[str, Any]:
         """For copies, which get an owner and hooks of their own, and begin between two steps."""
         kept = {key: self.__dict__[key] for key in ("settings", "norm", "_told_late", "_told_hooks")}
-        return {**kept, "observer": None, "before_block": None}
+        return {**kept, "observer": None, "before_block": None, "sizes": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -176,7 +177,7 @@ class Releaser:
             self._got.add(param)
             roster = self._live_owner().roster
             if self.together_bytes and not roster.groups and param.grad is not None:
-                self._order.append((name, param.grad.nbytes))
+                self._order.append((name, self.sizes.get(param, param.grad.nbytes)))
             live, left = roster.live[name], self._left.get(name)
             if left is None:
                 left = sum(slot.param.requires_grad for slot in live.slots)

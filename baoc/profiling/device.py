@@ -7,7 +7,7 @@ import ctypes
 import gc
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -154,16 +154,24 @@ def uncap_device(device: torch.device | str) -> None:
 def uncapped(device: torch.device | str, *, budget: Budget) -> Iterator[None]:
     """Inside, the cap is away, for a look at what weights and gradients in full need, never to train.
 
-    What was held meanwhile is given back, and no part of the peak that is measured afterwards.
+    What was held meanwhile is given back, and no part of the peak that is measured afterwards. An error goes on as what
+    it is, where the context has grown so that no cap leaves anything.
     """
     uncap_device(device)
     try:
         yield
-    finally:
-        clear_cache(device)
-        if torch.device(device).type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        cap_device(device, budget=budget)
+    except BaseException:
+        with suppress(BadInputError):
+            _cap_again(device, budget=budget)
+        raise
+    _cap_again(device, budget=budget)
+
+
+def _cap_again(device: torch.device | str, *, budget: Budget) -> None:
+    clear_cache(device)
+    if torch.device(device).type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    cap_device(device, budget=budget)
 
 
 @contextmanager

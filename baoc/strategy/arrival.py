@@ -15,6 +15,7 @@ from baoc.optim import BlockwiseOptimizer
 from baoc.optim.weights import master
 from baoc.profiling import clear_cache, uncapped
 from baoc.profiling.device import LATE_MODULES_BYTES
+from baoc.profiling.footprint import PAGES_BYTES
 from baoc.profiling.lowered import NARROW, narrowed
 from baoc.types import Budget, Footprint, Plan
 from baoc.units import format_bytes
@@ -28,16 +29,21 @@ def weights_bytes(module: nn.Module) -> int:
     return sum(value.nbytes for value in {*module.parameters(), *module.buffers()})
 
 
+def _least_bytes(module: nn.Module, *, context_bytes: int) -> int:
+    """Of a device that has nothing but the weights as they are: with the context, and the allocator's pages."""
+    return weights_bytes(module) + context_bytes + LATE_MODULES_BYTES + PAGES_BYTES
+
+
 def must_wait(module: nn.Module, *, device: torch.device, budget: Budget, context_bytes: int) -> bool:
     """Whether the weights in full alone are more than the budget leaves on this device."""
     if device.type != "cuda" or budget.memory_bytes is None:
         return False
-    return weights_bytes(module) + context_bytes + LATE_MODULES_BYTES > budget.memory_bytes
+    return _least_bytes(module, context_bytes=context_bytes) > budget.memory_bytes
 
 
 def no_room(module: nn.Module, *, budget: Budget, context_bytes: int) -> InfeasibleBudgetError:
     """The refusal where not even a look outside of the cap can tell what would fit."""
-    needed = weights_bytes(module) + context_bytes + LATE_MODULES_BYTES
+    needed = _least_bytes(module, context_bytes=context_bytes)
     memory = budget.memory_bytes or 0
     return InfeasibleBudgetError(
         f"budget {budget.name} cannot be met: it allows {format_bytes(memory)} of device memory ({memory} bytes), and "

@@ -150,8 +150,9 @@ class Probe:
                     params=params,
                     device=device,
                     accumulation=self.accumulation,
-                    clip=(None, None) if released else self._clip,
+                    clip=self._clip,
                     released=released,
+                    specs=[specs[0]] * len(released),
                     max_s=max(max_s, REHEARSED_S) if device.type == "cuda" else SHARE * max_s,
                 )
         clips = bool(self._clip[0]) and bool(released)

@@ -23,9 +23,13 @@ from torchmetrics import Metric
 from baoc.callbacks.loss_guard import LossGuard
 from baoc.callbacks.steps import StepMonitor
 from baoc.callbacks.trainer_state import accumulating
+from baoc.optim import GradientRelease
 from baoc.profiling.footprint import restored
+from baoc.strategy.small_blocks import SmallBlocks
+from baoc.types import OptimizerSpec
 
 WARM = 2  # steps that are not counted: memory is taken, kernels are chosen
+WARM_RELEASED = 4  # and where gradients are released: groups form after the first
 MOST = 24  # that are
 FEW = 8  # micro-batches of a step: more of them are as those before
 BYSTANDERS = 6  # callbacks of a run that do little, and are asked at every hook
@@ -41,6 +45,7 @@ def rehearse(
     accumulation: int,
     clip: tuple[float | None, str | None] = (None, None),
     released: Sequence[Sequence[Tensor]] = (),
+    specs: Sequence[OptimizerSpec] = (),
     max_s: float,
 ) -> float:
     """Seconds of a step as training will take it, all but the optimizer's own part.
@@ -49,27 +54,28 @@ def rehearse(
     most; of steps longer than that one is warm. Of more than FEW micro-batches so many are run, and the rest is taken
     to last as long as those between the first and the last. `loss` runs a forward of `module` on `batch`, which is on
     the device, and `log` logs meanwhile as it does in training. `clip`: value and algorithm of Lightning's clipping.
-    `released`: parameters of each block whose gradients go when all have come. Gradients are None afterwards, however
-    it ends; weights, buffers and generators are as they were. Raises torch.OutOfMemoryError where there is no room.
+    `released`: parameters of each block whose gradients go when all have come, `clip` being done in backward then; with
+    `specs`, one for each, the host does then what it does to step them (`SmallBlocks`). Gradients are None afterwards,
+    however it ends; weights, buffers and generators are as they were. Raises torch.OutOfMemoryError without room.
     """
-    stand_in, few = _StandIn(loss, params), min(accumulation, FEW)
-    clock, guard = _Clock(max_s=max_s), LossGuard()
+    few, warm = min(accumulation, FEW), WARM_RELEASED if specs else WARM
+    clock, guard = _Clock(max_s=max_s, warm=warm), LossGuard()
     guard.tell = lambda _: None  # these are no steps of the run
     cuda = device.type == "cuda"
     with (
         restored(module, params),
         _quiet(),
-        _logging_to(stand_in, module=module),
-        _releasing(released),
+        _releasing(released, specs=specs, clip=clip) as small,
         _interruptible(),
+        _logging_to(stand_in := _StandIn(loss, params, small=small), module=module),
     ):
         trainer = L.Trainer(
             accelerator="cuda" if cuda else "cpu",
             devices=[device.index or 0] if cuda else 1,
-            max_steps=WARM + MOST,
+            max_steps=warm + MOST,
             accumulate_grad_batches=few,
-            gradient_clip_val=clip[0],
-            gradient_clip_algorithm=clip[1],
+            gradient_clip_val=None if released else clip[0],
+            gradient_clip_algorithm=None if released else clip[1],
             callbacks=[*(L.Callback() for _ in range(BYSTANDERS)), guard, clock],
             plugins=[LightningEnvironment()],  # whatever job of a cluster this process is
             logger=False,
@@ -79,7 +85,7 @@ def rehearse(
         )
         # Those that are there go on: Lightning's would end the run without a checkpoint.
         trainer._signal_connector.register_signal_handlers = lambda: None
-        trainer.fit(stand_in, train_dataloaders=_Batches(batch, count=(WARM + MOST) * few))
+        trainer.fit(stand_in, train_dataloaders=_Batches(batch, count=(warm + MOST) * few))
     return (clock.step_ms + (accumulation - few) * clock.micro_batch_ms) / 1e3
 
 
@@ -99,27 +105,34 @@ class _Batches:
 class _StandIn(L.LightningModule):
     """Has no parameters of its own, so nothing is moved or converted, and `params` for an optimizer to hold."""
 
-    def __init__(self, loss: Callable[[Any], Tensor], params: Sequence[Tensor]):
+    def __init__(self, loss: Callable[[Any], Tensor], params: Sequence[Tensor], *, small: SmallBlocks | None = None):
         super().__init__()
-        self._loss, self._params = loss, list(params)
+        self._loss, self._params, self._small = loss, list(params), small
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self._loss(batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return _Still(self._params, {})
+        return _Still(self._params, small=self._small)
 
 
 class _Still(torch.optim.Optimizer):
+    def __init__(self, params: Sequence[Tensor], *, small: SmallBlocks | None):
+        super().__init__(params, {})
+        self._small = small
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return None if closure is None else torch.enable_grad()(closure)()
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        if self._small is not None:
+            self._small.finish()
+        return loss
 
 
 class _Clock(StepMonitor):
     """Ends the loop when the time is up, long steps after fewer warm ones."""
 
-    def __init__(self, *, max_s: float):
-        super().__init__(warmup_steps=WARM, batch_size=1)
+    def __init__(self, *, max_s: float, warm: int):
+        super().__init__(warmup_steps=warm, batch_size=1)
         self._max_s = max_s
         self._began = perf_counter()
         self._inner: list[list[tuple[Any, Any]]] = []  # micro-batches but for the first and the last, by counted step
@@ -158,16 +171,18 @@ class _Clock(StepMonitor):
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Lightning's remarks on a Trainer, of which the user knows nothing, stay off the terminal."""
-    logger = logging.getLogger("lightning.pytorch")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    """Remarks on a Trainer and an optimizer of which the user knows nothing stay off the terminal."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "baoc.optim")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 @contextmanager
@@ -186,11 +201,20 @@ def _logging_to(stand_in: L.LightningModule, *, module: L.LightningModule) -> It
 
 
 @contextmanager
-def _releasing(blocks: Sequence[Sequence[Tensor]]) -> Iterator[None]:
-    """Inside, the gradients of a block go when the last of them has come."""
+def _releasing(
+    blocks: Sequence[Sequence[Tensor]],
+    *,
+    specs: Sequence[OptimizerSpec],
+    clip: tuple[float | None, str | None],
+) -> Iterator[SmallBlocks | None]:
+    """Inside, the gradients of a block go when the last of them has come, and with `specs` small blocks are stepped."""
     block_of = {param: [p for p in block if p.requires_grad] for block in blocks for param in block}
+    clips = {"clip_value" if clip[1] == "value" else "clip_norm": clip[0] or None}
+    small = SmallBlocks(blocks, specs=specs, release=GradientRelease(**clips)) if specs else None
 
     def come(param: Tensor) -> None:
+        if small is not None:
+            small.come(param)
         block = block_of[param]
         if all(other.grad is not None for other in block):
             for other in block:
@@ -198,7 +222,7 @@ def _releasing(blocks: Sequence[Sequence[Tensor]]) -> Iterator[None]:
 
     handles = [param.register_post_accumulate_grad_hook(come) for param in block_of if param.requires_grad]
     try:
-        yield
+        yield small
     finally:
         for handle in handles:
             handle.remove()

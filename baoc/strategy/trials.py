@@ -26,7 +26,7 @@ from baoc.profiling.phases import Phases
 from baoc.strategy.probe import batch_size_of, silent
 from baoc.strategy.rehearsal import rehearse
 from baoc.tasks.ema import EmaWeights
-from baoc.types import Footprint
+from baoc.types import Footprint, OptimizerSpec
 
 MOST_TRIALS = 4  # of one kind
 PRECISIONS = ("32-true", "bf16-mixed")
@@ -140,6 +140,7 @@ class Trials:
         per_step: int,
         clip: tuple[float | None, str | None],
         released: Sequence[Sequence[Tensor]] = (),
+        specs: Sequence[OptimizerSpec] = (),
     ) -> float:
         """Seconds of a whole step but for the optimizer's part, see `rehearse`."""
         batch = self._cleared(micro_batch)
@@ -153,6 +154,7 @@ class Trials:
                 accumulation=per_step,
                 clip=clip,
                 released=released,
+                specs=specs,
                 max_s=REHEARSED_S[self.device.type],
             )
 

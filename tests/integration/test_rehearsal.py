@@ -14,8 +14,12 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.aggregation import MeanMetric
 
+from baoc.catalogue import SPECS
+from baoc.optim import GradientRelease
+from baoc.optim.release import Releaser
 from baoc.strategy.probe import silent
 from baoc.strategy.rehearsal import FEW, MOST, WARM, rehearse
+from baoc.strategy.small_blocks import SmallBlocks
 from tests.tiny import LIGHTNING_NOISE
 
 pytestmark = LIGHTNING_NOISE
@@ -62,6 +66,46 @@ def test_long_steps_are_few_and_released_gradients_are_gone():
     rehearsed(net, max_s=0.0, released=[list(net.layers[0].parameters()), list(net.layers[1].parameters())])
     assert len(net.logged) == 2, "one that is warm, one that counts"
     assert net.gradients == [0, 0]
+
+
+def test_released_blocks_are_stepped_in_hooks_by_small_ones(monkeypatch: pytest.MonkeyPatch):
+    """What the host does for a block in backward is in the seconds; of the network not a bit changes, nor do numbers
+    that are drawn afterwards."""
+    net, stepped = Net(), []
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    step = Releaser._step_with
+
+    def seen(releaser: Releaser, lives: list[Any], **unit: Any) -> None:
+        stepped.append([live.spec.name for live in lives])
+        assert net.layers[0].weight.grad is not None or net.layers[1].weight.grad is not None, "not gone before"
+        step(releaser, lives, **unit)
+
+    L.seed_everything(0, verbose=False)
+    expected = drawn()
+    L.seed_everything(0, verbose=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(SmallBlocks, "_compile", lambda self: None)
+        patch.setattr(Releaser, "_step_with", seen)
+        specs = [SPECS["adamw_int8+split8"], SPECS["muon"]]  # of which the second cannot step a bias
+        blocks = [list(layer.parameters()) for layer in net.layers]
+        assert rehearsed(net, max_s=0.0, clip=(1.0, "norm"), released=blocks, specs=specs) > 0
+    assert stepped == [["adamw"], ["adamw_int8+split8"]] * 2 and net.gradients == [0, 0]
+    assert drawn() == expected
+    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
+    assert not any(param._post_accumulate_grad_hooks for param in net.parameters())
+
+
+def test_small_blocks_are_grouped_by_the_sizes_of_those_they_stand_for():
+    net = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(6)))
+    blocks = [[weight] for weight in net.parameters()]
+    small = SmallBlocks(blocks, specs=[SPECS["adamw"]] * 6, release=GradientRelease())
+    assert small.optimizer.state_bytes() < 6 * 3000 and small.optimizer.releaser is not None
+    small.optimizer.releaser.together_bytes = 2**23  # a sixteenth may always be there: two of the network's gradients
+    for _ in range(2):
+        for (param,) in reversed(blocks):
+            small.come(param)
+        small.finish()
+    assert set(small.optimizer.roster.groups.values()) == {("5", "4"), ("3", "2"), ("1", "0")}
 
 
 def test_of_many_micro_batches_a_few_tell_how_long_all_take():

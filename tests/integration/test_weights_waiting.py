@@ -18,6 +18,7 @@ from baoc import BaocStrategy
 from baoc.budgets import parse_budget
 from baoc.errors import InfeasibleBudgetError
 from baoc.profiling import device as device_module
+from baoc.profiling.footprint import PAGES_BYTES
 from baoc.strategy import arrival
 from baoc.strategy import strategy as strategy_module
 from baoc.strategy.probe import Probe
@@ -192,7 +193,7 @@ def test_weights_wait_where_the_budget_does_not_hold_them(monkeypatch: pytest.Mo
     module = Classifier()
     weights = sum(value.nbytes for value in [*module.parameters(), *module.buffers()])
     for missing in (0, 1):
-        budget = parse_budget(f"{weights + device_module.LATE_MODULES_BYTES + 2**20 - missing}b")
+        budget = parse_budget(f"{weights + device_module.LATE_MODULES_BYTES + PAGES_BYTES + 2**20 - missing}b")
         for device, waits in (("cuda:0", bool(missing)), ("cpu", False)):
             found = arrival.must_wait(module, device=torch.device(device), budget=budget, context_bytes=2**20)
             assert found is waits

@@ -193,3 +193,8 @@ def test_a_look_without_the_cap_ends_with_it(monkeypatch):
         assert card.fraction == 1.0
         raise KeyError("whatever")
     assert card.fraction is not None and 0.09 < card.fraction < 0.1 and done[-1] == "forgotten"
+    tight = Budget(name="64mb", memory_bytes=2**26)
+    with pytest.raises(KeyError, match="whatever"), uncapped("cuda:0", budget=tight):
+        raise KeyError("whatever")  # not that the context alone takes such a budget
+    with pytest.raises(BadInputError, match="context alone"), uncapped("cuda:0", budget=tight):
+        pass

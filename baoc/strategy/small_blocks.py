@@ -1,0 +1,94 @@
+"""Small blocks that are stepped in the backward pass of a rehearsal, in the place of a network's own.
+
+Where gradients are released, hooks step the blocks, and on a GPU the backward often waits for the host's part of that.
+What the host does goes by the number of tensors and blocks and by their specs, hardly by sizes: so a corner of each
+parameter is stepped, and no weight or state of the network is touched. The device's part is in the latency table.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from baoc.catalogue import with_placement
+from baoc.errors import BadInputError
+from baoc.optim import BlockwiseOptimizer, GradientRelease, groups
+from baoc.optim.backends import stand_in
+from baoc.types import Block, OptimizerSpec, Placement, Role
+
+SIDE = 16  # elements of a corner at most, by dimension: all of a large network's are a few MiB
+FALLBACK = "adamw"  # where a spec cannot run on a corner
+
+
+class SmallBlocks:
+    """One tensor of at most SIDE elements by dimension for each of the trainable tensors in `blocks`, on their device.
+
+    `specs`: what steps each block; those of host-placed blocks step on the device here. `release`: clipping. `come` is
+    to be called when a gradient of the network has come, `finish` when a step is over. What is compiled is compiled
+    when this was built, but for groups, which follow the order of the first backward.
+    """
+
+    def __init__(self, blocks: Sequence[Sequence[Tensor]], *, specs: Sequence[OptimizerSpec], release: GradientRelease):
+        self._small: dict[Tensor, nn.Parameter] = {}
+        made, named, chosen = [], [], {}
+        for number, (block, spec) in enumerate(zip(blocks, specs, strict=True)):
+            corners = [(f"{number}.{index}", param) for index, param in enumerate(block) if param.requires_grad]
+            for name, param in corners:
+                self._small[param] = small = _corner(param)
+                named.append((name, small))
+            infos = tuple(groups.param_info(name, self._small[param], group=0) for name, param in corners)
+            if infos:
+                made.append(Block(name=str(number), params=infos, role=Role.OTHER))
+                chosen[str(number)] = _on_device(spec, block=made[-1])
+        numel = sum(param.numel() for param in self._small)
+        names = {stand_in(spec, device=next(iter(self._small)).device, numel=numel) for spec in chosen.values()}
+        decayed = [pair for pair in named if pair[1].ndim > 1]
+        plain = [pair for pair in named if pair[1].ndim <= 1]
+        parts = [(decayed, 0.01), (plain, 0.0)]
+        self.optimizer = BlockwiseOptimizer(
+            [{"params": pairs, "weight_decay": decay} for pairs, decay in parts if pairs],
+            chosen,
+            blocks=made,
+            backend=names.pop() if len(names) == 1 else "auto",
+            release=True,
+        )
+        assert self.optimizer.releaser is not None
+        self._releaser = self.optimizer.releaser
+        self._releaser.settings = release  # not told again: the run's own optimizer says what it means
+        self._releaser.sizes = {small: param.nbytes for param, small in self._small.items()}
+        self._grads = {small: torch.full_like(small, 1e-3) for small in self._small.values()}
+        self._compile()
+
+    def come(self, param: Tensor) -> None:
+        """The gradient of a parameter of the network is final."""
+        small = self._small[param]
+        small.grad = self._grads[small]
+        self._releaser._ready(small)
+
+    def finish(self) -> None:
+        """The step is over, as Lightning ends it."""
+        self.optimizer.mask_nonfinite()
+        self.optimizer.step()
+
+    def _compile(self) -> None:
+        together, self._releaser.together_bytes = self._releaser.together_bytes, 0
+        for param in reversed(list(self._small)):
+            self.come(param)
+        self.finish()
+        self._releaser.together_bytes = together
+
+
+def _corner(param: Tensor) -> nn.Parameter:
+    """In 32 bits where the parameter has 16 for now: its spec narrows it, if it is to be."""
+    dtype = torch.float32 if param.element_size() < 4 else param.dtype
+    shape = tuple(min(SIDE, size) for size in param.shape)
+    return nn.Parameter(torch.full(shape, 0.02, dtype=dtype, device=param.device))
+
+
+def _on_device(spec: OptimizerSpec, *, block: Block) -> OptimizerSpec:
+    spec = with_placement(spec, Placement.DEVICE)
+    try:
+        groups.check_applies(spec, block=block)
+    except BadInputError:
+        return groups.to_spec(FALLBACK)
+    return spec
