@@ -127,13 +127,13 @@ class Tryouts:
         clear_cache(self.where)
         if self.narrow:
             self.narrowed.add(checkpointing)
-            with suppress(torch.OutOfMemoryError), narrowed(self.narrow):
+            with suppress(torch.OutOfMemoryError), narrowed(self.narrow, module=self.task):
                 self.tried[checkpointing] = grown()
                 return
             clear_cache(self.where)
         # All gradients at once were tried; where they are released there may be room still.
         self.no_room |= {(size, checkpointing, False) for size in sizes}
-        with uncapped(self.where, budget=self.budget), narrowed(self.narrow):
+        with uncapped(self.where, budget=self.budget), narrowed(self.narrow, module=self.task):
             self.tried[checkpointing] = [look(sizes[0])]
 
     def narrow_down(self) -> bool:
@@ -143,7 +143,7 @@ class Tryouts:
         for kind in kinds:
             self.switch(kind)
             sizes, look = list(self.axes.micro_batches), partial(self._look, kind)
-            with suppress(torch.OutOfMemoryError), narrowed(self.narrow):
+            with suppress(torch.OutOfMemoryError), narrowed(self.narrow, module=self.task):
                 self.tried[kind] = grow(look, sizes=sizes, max_s=TRIALS_S, fits=self._may_fit)
         return bool(kinds)
 
@@ -204,7 +204,8 @@ class Tryouts:
         for narrow in (False, True) if checkpointing not in self.narrowed else (True,):
             if narrow and not self.less:
                 break
-            with suppress(torch.OutOfMemoryError), narrowed(self.narrow) if narrow else nullcontext():
+            look = narrowed(self.narrow, module=self.task) if narrow else nullcontext()
+            with suppress(torch.OutOfMemoryError), look:
                 trial = self._run(way, blocks=blocks, narrow=narrow)
                 self.rehearse(way, blocks=blocks, specs=specs)
                 seconds = self.rehearsed[way] * size / self.config.batch_size

@@ -4,13 +4,14 @@ Footprints are of native weights, from which an allocation's savings are then ta
 found is told as native, and the same savings give back exactly what was measured.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from baoc.profiling.device import clear_cache, lifted
 from baoc.types import Footprint, Moment
@@ -25,15 +26,21 @@ def narrowed_bytes(params: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 @contextmanager
-def narrowed(params: Mapping[str, Tensor], *, device: torch.device | None = None) -> Iterator[None]:
+def narrowed(
+    params: Mapping[str, Tensor], *, device: torch.device | None = None, module: nn.Module | None = None
+) -> Iterator[None]:
     """Inside, `params` hold bf16, their exact numbers waiting on the host; afterwards all is as before, gradients None.
 
     Numbers that are looked at inside are those of the rounded weights: good for bytes and seconds, not for losses.
     Those that wait on the host anyway come to `device`, where they are never in full. Where a cap that came meanwhile
-    has no room for whole ones that were on a device, they pass it: they were there before.
+    has no room for whole ones that were on a device, they pass it: they were there before. All of a `module` on CUDA
+    comes anew then, as it comes from a host: where the allocator has put what does not depend on what went before, for
+    a page more or less is another least budget.
     """
     exact: dict[str, tuple[Tensor, torch.Size, tuple[int, ...]]] = {}
     waited: list[str] = []  # on the host
+    home = _card(params.values())
+    anew = module if home is not None else None
     try:
         for name, param in params.items():
             param.grad = None
@@ -43,20 +50,43 @@ def narrowed(params: Mapping[str, Tensor], *, device: torch.device | None = None
             if device is not None:
                 waited += [name] if whole.device.type == "cpu" else []
                 near = near.to(device)
-            param.data = near
+            param.data = near if anew is None else near.cpu()
+        if anew is not None:
+            _come_anew(anew, first=params.values(), home=home)
         yield
     finally:
         for name in exact:
             params[name].grad = None
         for name in waited:
             params[name].data = exact.pop(name)[0]
+        back = partial(_put_back, params, exact)
+        if anew is not None:
+            anew.cpu()
+            back()
+            back = partial(_come_anew, anew, home=home)
         try:
-            _put_back(params, exact)
+            back()
         except torch.OutOfMemoryError:
-            home = params[next(iter(exact))].device
-            clear_cache(home)
-            with lifted(home):
-                _put_back(params, exact)
+            there = home or torch.device("cpu")
+            clear_cache(there)
+            with lifted(there):
+                back()
+
+
+def _card(params: Iterable[Tensor]) -> torch.device | None:
+    """The one CUDA device that has all of them."""
+    homes = {param.device for param in params}
+    return next((home for home in homes if len(homes) == 1 and home.type == "cuda"), None)
+
+
+def _come_anew(module: nn.Module, *, first: Iterable[Tensor] = (), home: torch.device | None) -> None:
+    """All of it, `first` before the rest: the order in which `visiting` brings those that waited."""
+    assert home is not None
+    module.cpu()
+    clear_cache(home)
+    for param in first:
+        param.data = param.detach().to(home)
+    module.to(home)
 
 
 def _put_back(params: Mapping[str, Tensor], exact: Mapping[str, tuple[Tensor, torch.Size, tuple[int, ...]]]) -> None:

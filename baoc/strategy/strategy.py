@@ -270,10 +270,10 @@ class BaocStrategy(SingleDeviceStrategy):
                 return look(), False
             clear_cache(self.root_device)
         if less:
-            with suppress(torch.OutOfMemoryError), narrowed(narrow):
+            with suppress(torch.OutOfMemoryError), narrowed(narrow, module=self.lightning_module):
                 return as_native(look(), less=less), True
             clear_cache(self.root_device)
-        with uncapped(self.root_device, budget=self.budget), narrowed(narrow):
+        with uncapped(self.root_device, budget=self.budget), narrowed(narrow, module=self.lightning_module):
             return as_native(look(), less=less), True
 
     def _timing(

@@ -75,6 +75,32 @@ def test_weights_come_back_where_the_cap_has_no_room_for_them(monkeypatch: pytes
     assert all(torch.equal(param, before[name]) for name, param in net.named_parameters())
 
 
+def test_all_of_a_module_comes_anew_so_that_pages_are_those_of_one_that_waited(monkeypatch: pytest.MonkeyPatch):
+    net, order, fails = network(), [], [False, False, True]
+    turned = net[3].weight.data = net[3].weight.data.t().contiguous().t()
+    before = {name: param.detach().clone() for name, param in net.named_parameters()}
+    to = nn.Module.to
+
+    def moved(module: nn.Module, home: torch.device) -> nn.Module:
+        order.append([str(param.dtype)[6:] for param in net.parameters()])
+        if fails.pop():
+            raise torch.OutOfMemoryError("over the cap")
+        return to(module, home)
+
+    monkeypatch.setattr(lowered, "_card", lambda _: torch.device("cpu"))
+    monkeypatch.setattr(nn.Module, "to", moved)
+    monkeypatch.setattr(lowered, "lifted", lambda device: nullcontext(order.append(["lifted"])))
+    with pytest.raises(torch.OutOfMemoryError), narrowed(matrices(net), module=net):
+        raise AssertionError("the look has no room")
+    assert set(order[0]) == {"bfloat16", "float32"} and set(order[1]) == {"float32"}
+    fails[:] = [False, True, False]
+    with narrowed(matrices(net), module=net):
+        assert {p.dtype for p in matrices(net).values()} == {torch.bfloat16}
+    assert order[-2] == ["lifted"], "whole ones that were there before may pass the cap"
+    assert all(torch.equal(param, before[name]) for name, param in net.named_parameters())
+    assert net[3].weight.stride() == turned.stride()
+
+
 @pytest.mark.parametrize(("released", "accumulation"), [(False, 1), (False, 2), (True, 1)])
 def test_savings_give_back_what_was_measured(released: bool, accumulation: int):
     net = network()
