@@ -27,7 +27,7 @@ from baoc.errors import BadInputError
 from baoc.link import hidden_seconds
 from baoc.models.switches import disable_checkpointing, enable_checkpointing
 from baoc.online import SessionSettings, step_temporaries
-from baoc.online.assemble import narrow_params
+from baoc.online.assemble import narrow_params, only_narrow
 from baoc.online.timing import FUSED_BYTES, moved_bytes
 from baoc.optim.backends.fused import has_kernel, temporary_bytes
 from baoc.optim.placement import arrival_bytes
@@ -194,6 +194,7 @@ class _Shapes:
         # On a card, what has no room in full is looked at with weights in 16 bits where a plan may keep such.
         self.narrow = narrow_params(infos, params=dict(task.named_parameters()), settings=settings, declared=declared)
         self.less, self.tight = narrowed_bytes(self.narrow), False
+        self.only_narrow = only_narrow(settings.planner)
         trained = [param for param in task.parameters() if param.requires_grad]
         largest = max(trained, key=lambda param: param.numel())
         there = [spec for spec in self.planner.specs.values() if spec.placement != Placement.HOST_UPDATED]
@@ -221,7 +222,8 @@ class _Shapes:
             )
             layers = layers_of(self.task, parts=getattr(self.task.model, "checkpoint_units", ()))
             tried = partial(self._tried, trials, accumulation=accumulation, layers=layers)
-            whole = [] if self.less and (hopeless or not self._holds(weights_bytes(self.task))) else [False]
+            narrow = hopeless or self.only_narrow or not self._holds(weights_bytes(self.task))
+            whole = [] if self.less and narrow else [False]
             for tight in [*whole, *([True] if self.less else [])]:
                 self.tight = tight
                 self.tried = [tried(sizes[0])]

@@ -116,6 +116,13 @@ def narrow_params(
     return {name: param for name, param in found.items() if param.element_size() > torch.bfloat16.itemsize}
 
 
+def only_narrow(planner: PlannerSettings) -> bool:
+    """Whether every plan of these settings keeps in 16 bits whatever it may."""
+    only = getattr(ALLOCATORS[planner.allocator], "spec", None)
+    rows = select(planner.specs).values()
+    return all(spec.weights != "native" for spec in rows if only in (None, spec.name))
+
+
 def assemble(
     infos: Sequence[ParamInfo],
     *,

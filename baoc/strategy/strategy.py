@@ -21,7 +21,7 @@ from baoc.budgets import parse_budget, resolve_auto
 from baoc.catalogue import select
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.online import Reallocator, SessionSettings, assemble, soon_timed, with_link
-from baoc.online.assemble import narrow_params, released_blocks
+from baoc.online.assemble import narrow_params, only_narrow, released_blocks
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.release import take_from_others
 from baoc.planner import Planner, may_place
@@ -196,7 +196,8 @@ class BaocStrategy(SingleDeviceStrategy):
                 there = visiting(module, narrow=narrow, device=self.root_device, budget=self.budget, **known)
                 visit.enter_context(there)
             inside = {} if self._waits else narrow  # what a look is still to narrow
-            footprint, tight = self._probe_footprint(look, narrow=inside, less=less, whole=not (self._waits and less))
+            whole = not (less and (self._waits or only_narrow(settings.planner)))
+            footprint, tight = self._probe_footprint(look, narrow=inside, less=less, whole=whole)
             with narrowed(inside if tight else {}):
                 timing, full = self._timing(probe, specs, trainer, released=released)
             assembled = partial(
@@ -302,9 +303,7 @@ class BaocStrategy(SingleDeviceStrategy):
         return _Timing(probe=probe, specs=specs, table=table, max_s=max_s), None
 
     def _refuse_unsupported(self, trainer: L.Trainer) -> None:
-        module = self.lightning_module
-        assert module is not None
-        if not module.automatic_optimization:
+        if not trainer.lightning_module.automatic_optimization:
             raise BadInputError(
                 "the module sets automatic_optimization=False: BAOC steps the optimizer itself. Use automatic "
                 "optimization, or BaocOptimizer in a loop of your own"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from baoc.online import SessionSettings
-from baoc.online.assemble import narrow_params
+from baoc.online.assemble import narrow_params, only_narrow
 from baoc.planner import PlannerSettings
 from baoc.profiling import describe, lowered, probe_footprint
 from baoc.profiling.lowered import as_native, narrowed, narrowed_bytes
@@ -134,3 +134,17 @@ def test_only_what_a_plan_may_keep_so_is_narrowed(changes: dict[str, Any], names
     settings = SessionSettings(planner=PlannerSettings(**changes, blocks_by="tensor"))
     found = narrow_params(describe(net), params=params, settings=settings, declared=None)
     assert found.keys() == (params.keys() if names is None else names)
+
+
+@pytest.mark.parametrize(
+    ("specs", "allocator", "found"),
+    [
+        (("adamw_int8+split8", "sign+split8"), "exact", True),
+        (("*", "*+split8"), "exact", False),
+        (("*", "*+split8"), "uniform_adamw", False),
+    ],
+)
+def test_where_no_plan_keeps_weights_in_full_they_are_looked_at_narrowed(
+    specs: tuple[str, ...], allocator: str, found: bool
+):
+    assert only_narrow(PlannerSettings(specs=specs, allocator=allocator)) is found
