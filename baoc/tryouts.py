@@ -192,8 +192,9 @@ class Tryouts:
             way[0],
             per_step=self.config.batch_size // way[0],
             clip=(given.gradient_clip_val, given.gradient_clip_algorithm),
-            released=blocks if way[2] else (),
-            specs=specs if way[2] else (),
+            blocks=blocks,
+            specs=specs if way[2] or self.where.type == "cuda" else (),  # on a CPU they are in the table
+            release=way[2],
         )
 
     def try_out(self, way: Way, *, blocks: Sequence[Sequence[Tensor]], specs: Sequence[OptimizerSpec] = ()) -> None:

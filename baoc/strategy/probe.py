@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from baoc.allocation import ALLOCATORS
 from baoc.callbacks.resume import capture_rng, restore_rng
 from baoc.data.token_cache import cache_folder
 from baoc.errors import BadInputError
@@ -90,6 +91,7 @@ class Probe:
         self._batch = batch
         self._move = lambda: strategy.batch_to_device(strategy.precision_plugin.convert_input(batch))
         self._loss = _training(strategy)
+        self._only = getattr(ALLOCATORS[strategy.settings.planner.allocator], "spec", None)
         self._validate = None if val_batch is None else _validation(strategy, val_batch)
 
     def footprint(
@@ -151,8 +153,9 @@ class Probe:
                     device=device,
                     accumulation=self.accumulation,
                     clip=self._clip,
-                    released=released,
-                    specs=[specs[0]] * len(released),
+                    blocks=(blocks := released or [[param] for param in params]),
+                    specs=[self._likely(specs)] * len(blocks) if released or device.type == "cuda" else (),
+                    release=bool(released),
                     max_s=max(max_s, REHEARSED_S) if device.type == "cuda" else SHARE * max_s,
                 )
         clips = bool(self._clip[0]) and bool(released)
@@ -170,6 +173,10 @@ class Probe:
         if given is None:
             return table
         return replace(table, base_step_s=given.base_step_s, reference_step_s=given.reference_step_s)
+
+    def _likely(self, specs: Sequence[OptimizerSpec]) -> OptimizerSpec:
+        """One that a plan may hold, before there is a plan: the host does about the same for all."""
+        return next((spec for spec in specs if spec.name == self._only), specs[0])
 
 
 def upkeep_bytes(*, clips: bool, averages: bool) -> int:

@@ -24,6 +24,7 @@ from baoc.callbacks.loss_guard import LossGuard
 from baoc.callbacks.steps import StepMonitor
 from baoc.callbacks.trainer_state import accumulating
 from baoc.optim import GradientRelease
+from baoc.profiling import clear_cache
 from baoc.profiling.footprint import restored
 from baoc.strategy.small_blocks import SmallBlocks
 from baoc.types import OptimizerSpec
@@ -44,8 +45,9 @@ def rehearse(
     device: torch.device,
     accumulation: int,
     clip: tuple[float | None, str | None] = (None, None),
-    released: Sequence[Sequence[Tensor]] = (),
+    blocks: Sequence[Sequence[Tensor]] = (),
     specs: Sequence[OptimizerSpec] = (),
+    release: bool = False,
     max_s: float,
 ) -> float:
     """Seconds of a step as training will take it, all but the optimizer's own part.
@@ -54,18 +56,43 @@ def rehearse(
     most; of steps longer than that one is warm. Of more than FEW micro-batches so many are run, and the rest is taken
     to last as long as those between the first and the last. `loss` runs a forward of `module` on `batch`, which is on
     the device, and `log` logs meanwhile as it does in training. `clip`: value and algorithm of Lightning's clipping.
-    `released`: parameters of each block whose gradients go when all have come, `clip` being done in backward then; with
-    `specs`, one for each, the host does then what it does to step them (`SmallBlocks`). Gradients are None afterwards,
-    however it ends; weights, buffers and generators are as they were. Raises torch.OutOfMemoryError without room.
+    `release`: the gradients of a block go when all have come, and `clip` is done in backward. `blocks`: the parameters
+    of each; with `specs`, one for each, the host does what it does to step them (`SmallBlocks`). Gradients are None
+    afterwards, however it ends; weights, buffers and generators are as they were. Raises torch.OutOfMemoryError.
     """
-    few, warm = min(accumulation, FEW), WARM_RELEASED if specs else WARM
+    seconds = _rehearsed(
+        loss, batch, module, params, device=device, accumulation=accumulation, clip=clip, blocks=blocks, specs=specs,
+        release=release, max_s=max_s,
+    )  # fmt: skip
+    if specs:  # small blocks are in cycles, and no part of what comes next
+        clear_cache(device)
+    return seconds
+
+
+def _rehearsed(
+    loss: Callable[[Any], Tensor],
+    batch: Any,
+    module: L.LightningModule,
+    params: Sequence[Tensor],
+    *,
+    device: torch.device,
+    accumulation: int,
+    clip: tuple[float | None, str | None],
+    blocks: Sequence[Sequence[Tensor]],
+    specs: Sequence[OptimizerSpec],
+    release: bool,
+    max_s: float,
+) -> float:
+    few, warm = min(accumulation, FEW), WARM_RELEASED if release and specs else WARM
+    clips = {"clip_value" if clip[1] == "value" else "clip_norm": clip[0] or None}
+    releasing = GradientRelease(**clips) if release else None
     clock, guard = _Clock(max_s=max_s, warm=warm), LossGuard()
     guard.tell = lambda _: None  # these are no steps of the run
     cuda = device.type == "cuda"
     with (
         restored(module, params),
         _quiet(),
-        _releasing(released, specs=specs, clip=clip) as small,
+        _stepping(blocks, specs=specs, release=releasing) as small,
         _interruptible(),
         _logging_to(stand_in := _StandIn(loss, params, small=small), module=module),
     ):
@@ -74,8 +101,8 @@ def rehearse(
             devices=[device.index or 0] if cuda else 1,
             max_steps=warm + MOST,
             accumulate_grad_batches=few,
-            gradient_clip_val=None if released else clip[0],
-            gradient_clip_algorithm=None if released else clip[1],
+            gradient_clip_val=None if release else clip[0],
+            gradient_clip_algorithm=None if release else clip[1],
             callbacks=[*(L.Callback() for _ in range(BYSTANDERS)), guard, clock],
             plugins=[LightningEnvironment()],  # whatever job of a cluster this process is
             logger=False,
@@ -201,16 +228,13 @@ def _logging_to(stand_in: L.LightningModule, *, module: L.LightningModule) -> It
 
 
 @contextmanager
-def _releasing(
-    blocks: Sequence[Sequence[Tensor]],
-    *,
-    specs: Sequence[OptimizerSpec],
-    clip: tuple[float | None, str | None],
+def _stepping(
+    blocks: Sequence[Sequence[Tensor]], *, specs: Sequence[OptimizerSpec], release: GradientRelease | None
 ) -> Iterator[SmallBlocks | None]:
-    """Inside, the gradients of a block go when the last of them has come, and with `specs` small blocks are stepped."""
-    block_of = {param: [p for p in block if p.requires_grad] for block in blocks for param in block}
-    clips = {"clip_value" if clip[1] == "value" else "clip_norm": clip[0] or None}
-    small = SmallBlocks(blocks, specs=specs, release=GradientRelease(**clips)) if specs else None
+    """Inside, small blocks are stepped if there are `specs`, and with `release` the gradients of a block go when the
+    last of them has come."""
+    small = SmallBlocks(blocks, specs=specs, release=release) if specs else None
+    block_of = {param: [p for p in block if p.requires_grad] for block in blocks for param in block if release}
 
     def come(param: Tensor) -> None:
         if small is not None:

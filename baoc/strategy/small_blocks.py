@@ -1,8 +1,9 @@
-"""Small blocks that are stepped in the backward pass of a rehearsal, in the place of a network's own.
+"""Small blocks that are stepped in a rehearsal, in the place of a network's own.
 
-Where gradients are released, hooks step the blocks, and on a GPU the backward often waits for the host's part of that.
-What the host does goes by the number of tensors and blocks and by their specs, hardly by sizes: so a corner of each
-parameter is stepped, and no weight or state of the network is touched. The device's part is in the latency table.
+On a GPU a small step waits for the host, and one with gradient release for what hooks do in its backward pass. What
+the host does to step blocks goes by the number of tensors and blocks and by their specs, hardly by sizes: so a corner
+of each parameter is stepped, and no weight or state of the network is touched. The device's part is in the latency
+table.
 """
 
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from baoc.optim import BlockwiseOptimizer, GradientRelease, groups
 from baoc.optim.backends import stand_in
 from baoc.types import Block, OptimizerSpec, Placement, Role
 
+LAUNCHED = 3  # steps until all is as in the next ones
 SIDE = 16  # elements of a corner at most, by dimension: all of a large network's are a few MiB
 FALLBACK = "adamw"  # where a spec cannot run on a corner
 
@@ -23,12 +25,14 @@ FALLBACK = "adamw"  # where a spec cannot run on a corner
 class SmallBlocks:
     """One tensor of at most SIDE elements by dimension for each of the trainable tensors in `blocks`, on their device.
 
-    `specs`: what steps each block; those of host-placed blocks step on the device here. `release`: clipping. `come` is
-    to be called when a gradient of the network has come, `finish` when a step is over. What is compiled is compiled
-    when this was built, but for groups, which follow the order of the first backward.
+    `specs`: what steps each block; those of host-placed blocks step on the device here. `finish` is to be called when a
+    step is over, and with `release` (how it clips) `come` when a gradient of the network has come. What is compiled is
+    compiled when this was built, but for groups, which follow the order of the first backward.
     """
 
-    def __init__(self, blocks: Sequence[Sequence[Tensor]], *, specs: Sequence[OptimizerSpec], release: GradientRelease):
+    def __init__(
+        self, blocks: Sequence[Sequence[Tensor]], *, specs: Sequence[OptimizerSpec], release: GradientRelease | None
+    ):
         self._small: dict[Tensor, nn.Parameter] = {}
         made, named, chosen = [], [], {}
         for number, (block, spec) in enumerate(zip(blocks, specs, strict=True)):
@@ -50,12 +54,12 @@ class SmallBlocks:
             chosen,
             blocks=made,
             backend=names.pop() if len(names) == 1 else "auto",
-            release=True,
+            release=release is not None,
         )
-        assert self.optimizer.releaser is not None
         self._releaser = self.optimizer.releaser
-        self._releaser.settings = release  # not told again: the run's own optimizer says what it means
-        self._releaser.sizes = {small: param.nbytes for param, small in self._small.items()}
+        if self._releaser is not None and release is not None:
+            self._releaser.settings = release  # not told again: the run's own optimizer says what it means
+            self._releaser.sizes = {small: param.nbytes for param, small in self._small.items()}
         self._grads = {small: torch.full_like(small, 1e-3) for small in self._small.values()}
         self._compile()
 
@@ -63,6 +67,7 @@ class SmallBlocks:
         """The gradient of a parameter of the network is final."""
         small = self._small[param]
         small.grad = self._grads[small]
+        assert self._releaser is not None
         self._releaser._ready(small)
 
     def finish(self) -> None:
@@ -71,6 +76,12 @@ class SmallBlocks:
         self.optimizer.step()
 
     def _compile(self) -> None:
+        if self._releaser is None:
+            for small, grad in self._grads.items():
+                small.grad = grad
+            for _ in range(LAUNCHED):  # graphs are captured by then
+                self.finish()
+            return
         together, self._releaser.together_bytes = self._releaser.together_bytes, 0
         for param in reversed(list(self._small)):
             self.come(param)

@@ -139,8 +139,9 @@ class Trials:
         *,
         per_step: int,
         clip: tuple[float | None, str | None],
-        released: Sequence[Sequence[Tensor]] = (),
+        blocks: Sequence[Sequence[Tensor]] = (),
         specs: Sequence[OptimizerSpec] = (),
+        release: bool = False,
     ) -> float:
         """Seconds of a whole step but for the optimizer's part, see `rehearse`."""
         batch = self._cleared(micro_batch)
@@ -153,8 +154,9 @@ class Trials:
                 device=self.device,
                 accumulation=per_step,
                 clip=clip,
-                released=released,
+                blocks=blocks,
                 specs=specs,
+                release=release,
                 max_s=REHEARSED_S[self.device.type],
             )
 

@@ -15,11 +15,11 @@ from torchmetrics import Metric
 from torchmetrics.aggregation import MeanMetric
 
 from baoc.catalogue import SPECS
-from baoc.optim import GradientRelease
+from baoc.optim import BlockwiseOptimizer, GradientRelease
 from baoc.optim.release import Releaser
 from baoc.strategy.probe import silent
 from baoc.strategy.rehearsal import FEW, MOST, WARM, rehearse
-from baoc.strategy.small_blocks import SmallBlocks
+from baoc.strategy.small_blocks import LAUNCHED, SmallBlocks
 from tests.tiny import LIGHTNING_NOISE
 
 pytestmark = LIGHTNING_NOISE
@@ -63,7 +63,7 @@ def test_a_rehearsal_runs_whole_steps_and_leaves_nothing(capfd: pytest.CaptureFi
 
 def test_long_steps_are_few_and_released_gradients_are_gone():
     net = Net()
-    rehearsed(net, max_s=0.0, released=[list(net.layers[0].parameters()), list(net.layers[1].parameters())])
+    rehearsed(net, max_s=0.0, release=True, blocks=[list(layer.parameters()) for layer in net.layers])
     assert len(net.logged) == 2, "one that is warm, one that counts"
     assert net.gradients == [0, 0]
 
@@ -88,11 +88,21 @@ def test_released_blocks_are_stepped_in_hooks_by_small_ones(monkeypatch: pytest.
         patch.setattr(Releaser, "_step_with", seen)
         specs = [SPECS["adamw_int8+split8"], SPECS["muon"]]  # of which the second cannot step a bias
         blocks = [list(layer.parameters()) for layer in net.layers]
-        assert rehearsed(net, max_s=0.0, clip=(1.0, "norm"), released=blocks, specs=specs) > 0
+        assert rehearsed(net, max_s=0.0, clip=(1.0, "norm"), release=True, blocks=blocks, specs=specs) > 0
     assert stepped == [["adamw"], ["adamw_int8+split8"]] * 2 and net.gradients == [0, 0]
     assert drawn() == expected
     assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
     assert not any(param._post_accumulate_grad_hooks for param in net.parameters())
+
+
+def test_kept_gradients_are_stepped_when_all_have_come(monkeypatch: pytest.MonkeyPatch):
+    net, steps = Net(), []
+    mask = BlockwiseOptimizer.mask_nonfinite
+    monkeypatch.setattr(BlockwiseOptimizer, "mask_nonfinite", lambda self: (steps.append(self), mask(self))[1])
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    rehearsed(net, max_s=0.0, accumulation=2, blocks=[list(net.parameters())], specs=[SPECS["adamw_int8"]])
+    assert len(steps) == LAUNCHED + 2 and net.gradients == [0, 4, 4, 4], "once in a step of two micro-batches"
+    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
 
 
 def test_small_blocks_are_grouped_by_the_sizes_of_those_they_stand_for():
