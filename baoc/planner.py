@@ -7,6 +7,7 @@ the start with role priors, and again whenever a new profile is there. Both answ
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from baoc.allocation import ALLOCATORS, NoFeasibleAllocation
@@ -26,7 +27,7 @@ from baoc.risk import RISKS
 from baoc.rules import rule_infos
 from baoc.segments import tied, untied
 from baoc.staging import PIECE_BYTES
-from baoc.tries import all_tries, least_of
+from baoc.tries import all_tries, least_of, spend
 from baoc.types import (
     Allocation,
     Block,
@@ -304,6 +305,7 @@ class Planner:
         many = len(self.blocks) > FEW_BLOCKS or self.places
         quick = len(tries) > 1 and many and allocator.name == "exact"
         found: list[tuple[Plan, Try]] = []
+        beyond: list[tuple[Plan, Try]] = []
         refused: list[tuple[NoFeasibleAllocation, Try]] = []
         settled: set[tuple[int | None, Way]] = (
             set()
@@ -320,15 +322,20 @@ class Planner:
             if self.fits(plan):
                 found.append((plan, one))
                 settled.add((one.base_peak, one.way))
+            else:
+                beyond.append((plan, one))
+        by = ALLOCATORS["lagrangian"] if allocator.name == "exact" else allocator
+        attempt = partial(self._attempt, allocator=by, risk=name, profile=profile)
         if not found:
-            return last_resort(self, tries, refused=refused, risk=name, profile=profile)
+            plan = last_resort(self, tries, refused=refused, risk=name, profile=profile)
+            return plan if allocator.full else spend(self, beyond, found=plan, attempt=attempt)
         plan, one = min(found, key=lambda entry: (entry[0].allocation.risk, _effort(entry[0].allocation)))
         if quick:
             proven = self._attempt(one, allocator=allocator, risk=name, profile=profile)
             plan = (
                 proven if self.fits(proven) else replace(plan, allocation=replace(plan.allocation, allocator="exact"))
             )
-        return plan
+        return plan if allocator.full else spend(self, beyond, found=plan, attempt=attempt)
 
     def fits(self, plan: Plan) -> bool:
         """Whether the plan's own peak, and what it keeps on the host, are within the budget."""

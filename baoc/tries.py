@@ -3,15 +3,20 @@
 Each turns peaks, which are no sums over blocks, into limits that are.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from baoc.allocation import NoFeasibleAllocation
 from baoc.charges import Try, levels
 from baoc.places import Way, ways
-from baoc.types import Candidate, Profile
+from baoc.types import Candidate, Plan, Profile
 
 if TYPE_CHECKING:
     from baoc.planner import Planner
+
+SPARE = 0.01  # of a budget, that is not worth a search
+SEARCHES = 6
 
 
 def all_tries(planner: "Planner", *, risk: str, profile: Profile | None) -> Iterator[Try]:
@@ -37,6 +42,35 @@ def least_of(planner: "Planner", tries: Iterable[Try]) -> list[Candidate]:
     """The candidates of fewest bytes in the budget's own measure, within the host's memory where that can be met."""
     tries = list(tries)
     return min((one.least() for one in [t for t in tries if t.meets_host] or tries), key=planner.taken)
+
+
+def spend(
+    planner: "Planner", beyond: Sequence[tuple[Plan, Try]], *, found: Plan, attempt: Callable[[Try], Plan]
+) -> Plan:
+    """A plan of less risk than `found` where that leaves more than SPARE of the budget and there is one.
+
+    `beyond` are plans whose own peak passes the budget, as their savings were counted too boldly: `attempt` makes the
+    best of them again with fewer bytes to charge, halving towards the most with which the peak fits.
+    """
+    memory = planner.budget.memory_bytes
+    if memory is None or not beyond or found.peak_bytes >= (1 - SPARE) * memory:
+        return found
+    bold, one = min(beyond, key=lambda entry: entry[0].allocation.risk)
+    if bold.allocation.risk >= found.allocation.risk or one.limits.state_bytes is None:
+        return found
+    best, low, high = found, sum(c.cost.charged_bytes for c in one.least()), one.limits.state_bytes
+    for _ in range(SEARCHES):
+        middle = (low + high) // 2
+        try:
+            plan = attempt(replace(one, limits=replace(one.limits, state_bytes=middle)))
+        except NoFeasibleAllocation:
+            low = middle
+            continue
+        low, high = (middle, high) if planner.fits(plan) else (low, middle)
+        if planner.fits(plan) and plan.allocation.risk < best.allocation.risk:
+            named = replace(plan.allocation, allocator=found.allocation.allocator, gap=None)
+            best = replace(plan, allocation=named, limits=one.limits)
+    return best
 
 
 def _ways(planner: "Planner", *, risk: str, profile: Profile | None) -> list[Way]:

@@ -1,5 +1,8 @@
 """Weights of 16 bits in a plan: what they save where, which budgets count it, and what they risk."""
 
+from dataclasses import replace
+from itertools import product
+
 import pytest
 import torch
 from torch import nn
@@ -98,6 +101,19 @@ def test_the_least_is_feasible_and_one_byte_less_is_not(specs: tuple[str, ...]):
     assert plan.peak_bytes <= least == plan.least_feasible_bytes
     with pytest.raises(InfeasibleBudgetError):
         planner(memory(least - 1), *specs).propose()
+
+
+def test_what_savings_spare_is_spent_where_counting_them_boldly_is_too_much():
+    """Between savings of two gradients, which pass the budget, and of none, which nothing is left to run by."""
+    moments = (FOOTPRINT.moments[0], replace(FOOTPRINT.moments[1], gradients=1))
+    settings = PlannerSettings(specs=("sign", "sign+split8", "adamw_int8+split8", "adamw+split8"), keep_fp32_roles=())
+    given = {"settings": settings, "footprint": replace(FOOTPRINT, moments=moments)}
+    planner = Planner(PARAMS, budget=memory(61 * MIB // 4), **given)
+    pool = planner.candidates(risk="prior", profile=None, count="none")
+    all_ways = list(product(*pool.values()))
+    fitting = [way for way in all_ways if planner.taken(way) <= 61 * MIB // 4]
+    least = min(sum(one.risk.total for one in way) for way in fitting)
+    assert len(fitting) < len(all_ways) and planner.propose().allocation.risk == pytest.approx(least, rel=0.01)
 
 
 def test_weights_of_16_bits_risk_what_their_format_loses():
