@@ -103,7 +103,7 @@ def decide(
         files.write_json(run_dir / "deciding.json", {"total_s": phases.total_s, "phases_s": phases.seconds})
         console.say(f"the decision took {phases.told()}")
         if chosen is None:
-            raise none_fits(options, budget=decision.budget, axes=decision.axes)
+            raise none_fits(options, budget=decision.budget, axes=decision.axes, specs=decision.planner.specs)
         decision.tryouts.switch(chosen.checkpointing)
     choice = choice_of(chosen)
     keep(choice, run_dir=run_dir)

@@ -5,13 +5,14 @@ that one of them saves are what another may spend. Nothing here runs a network.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
 
 from baoc.charges import saved_by
 from baoc.cost import native_bytes
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.planner import Planner
+from baoc.refusals import more_specs
 from baoc.types import Block, Budget, Footprint, LatencyTable, Moment, Option, Plan
 from baoc.units import format_bytes
 
@@ -251,7 +252,9 @@ def option_rows(options: Sequence[Option]) -> list[dict[str, object]]:
     return [{"option": option.name, **{f.name: getattr(option, f.name) for f in fields(option)}} for option in options]
 
 
-def none_fits(options: Sequence[Option], *, budget: Budget, axes: Axes) -> InfeasibleBudgetError:
+def none_fits(
+    options: Sequence[Option], *, budget: Budget, axes: Axes, specs: Collection[str] = ()
+) -> InfeasibleBudgetError:
     """The refusal where no option fits; it names the least budget, and what is pinned that could lower it."""
     slow = [option for option in options if not math.isnan(option.fastest_s)]
     if slow:
@@ -265,8 +268,7 @@ def none_fits(options: Sequence[Option], *, budget: Budget, axes: Axes) -> Infea
             least_feasible_bytes=least.peak_bytes,
             advice=(STATE_ADVICE,),
         )
-    advice = [*_pins(axes), "a smaller model.size"]
-    advice.append("more catalogue.specs, such as '*+split8', or fewer roles in catalogue.keep_fp32_roles")
+    advice = [*_pins(axes), "a smaller model.size", more_specs(specs)]
     return InfeasibleBudgetError(
         f"budget {budget.name} cannot be met by any of {len(options)} options: it allows "
         f"{format_bytes(budget.memory_bytes or 0)} ({budget.memory_bytes} bytes), and the least that one takes is "

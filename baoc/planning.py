@@ -129,7 +129,7 @@ def plan_for(
         chosen = best(options, objective=config.objective)
     leave([replace(option, chosen=option is chosen) for option in options], run_dir=run_dir, objective=config.objective)
     if chosen is None:
-        raise none_fits(options, budget=budget, axes=axes)
+        raise none_fits(options, budget=budget, axes=axes, specs=made.planner.specs)
     made.planner.footprint = made.footprint(chosen.micro_batch, release=chosen.release)
     made.planner.latency = made.latency(chosen.micro_batch)
     profile, said = stored_profile(config, planner=made.planner)

@@ -1,6 +1,6 @@
 """What is said where no allocation meets a budget: what it allows, what the least is, and what would lower it."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -22,13 +22,18 @@ ADVICE_MEMORY = (
     "a smaller micro_batch (activations)",
     "model.checkpointing=true (activations)",
     "a smaller model.size",
-    "more catalogue.specs, such as '*+split8', or fewer roles in catalogue.keep_fp32_roles (state)",
 )
 ADVICE_STATE = (
     "more catalogue.specs",
     "fewer roles in catalogue.keep_fp32_roles",
     "allocator=exact, if another was set",
 )
+
+
+def more_specs(specs: Collection[str]) -> str:
+    """What a catalogue of these rows could have beside them."""
+    such = "" if any("+split8" in name for name in specs) else ", such as '*+split8'"
+    return f"more catalogue.specs{such}, or fewer roles in catalogue.keep_fp32_roles"
 
 
 def last_resort(
@@ -112,6 +117,7 @@ def _refusal(
         state_bytes_adamw=planner.state_bytes_adamw,
         allocator=planner.settings.allocator,
         footprint=planner.footprint,
+        specs=planner.specs,
         host_needed=needed,
     )
 
@@ -157,11 +163,12 @@ def too_small(
     state_bytes_adamw: int,
     allocator: str,
     footprint: Footprint | None,
+    specs: Collection[str] = (),
     host_needed: int | None = None,
 ) -> InfeasibleBudgetError:
     """Not even the allocation of fewest bytes fits; a footprint tells which part of a memory budget takes most."""
     memory = budget.memory_bytes is not None
-    advice = ADVICE_MEMORY if memory else ADVICE_STATE
+    advice = (*ADVICE_MEMORY, f"{more_specs(specs)} (state)") if memory else ADVICE_STATE
     apart = footprint is not None and not footprint.device.startswith("cpu")
     advice = (*advice, HOST_ADVICE) if memory and apart and budget.host_memory_bytes is None else advice
     host = ""

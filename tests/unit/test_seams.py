@@ -50,6 +50,16 @@ def test_a_state_budget_that_no_option_meets_names_no_bytes_that_it_does_not_hav
     assert "the least state takes 77 bytes, whatever the micro-batch" in str(error) and "None" not in str(error)
 
 
+@pytest.mark.parametrize(
+    ("specs", "such"), [(("adamw",), ", such as '*+split8', or"), (("adamw+split8@streamed",), ", or")]
+)
+def test_rows_that_are_there_are_no_advice(specs: tuple[str, ...], such: str) -> None:
+    options = [replace(option(8, rate=1.0, risk=None), peak_bytes=77)]
+    axes = Axes(micro_batches=(8,), checkpointing=(False,))
+    error = none_fits(options, budget=parse_budget("8mb"), axes=axes, specs=specs)
+    assert f"more catalogue.specs{such} fewer roles" in str(error)
+
+
 def splitting() -> Planner:
     settings = PlannerSettings(specs=("*", "*+split8"), keep_fp32_roles=())
     return Planner(transformer(), budget=parse_budget("unlimited"), settings=settings, footprint=planner().footprint)
