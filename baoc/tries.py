@@ -15,8 +15,8 @@ from baoc.types import Candidate, Plan, Profile
 if TYPE_CHECKING:
     from baoc.planner import Planner
 
-SPARE = 0.01  # of a budget, that is not worth a search
-SEARCHES = 6
+SPARE = 0.02  # of a budget, that is not worth a search
+SEARCHES = 5
 
 
 def all_tries(planner: "Planner", *, risk: str, profile: Profile | None) -> Iterator[Try]:

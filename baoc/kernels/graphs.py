@@ -1,5 +1,6 @@
 """CUDA graphs of what a step launches: one replay instead of a launch per kernel, captured when it has run before."""
 
+import ctypes
 import gc
 import logging
 from collections.abc import Callable, Hashable, Iterator
@@ -57,6 +58,8 @@ class Graphs:
                 finally:
                     graph.capture_end()
         except RuntimeError as error:
+            # Torch ends the process where a graph is destroyed whose capture found no memory to begin: this one stays.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(graph))
             self._give_up(error)
             return None
         torch.cuda.current_stream(self.device).wait_stream(stream)

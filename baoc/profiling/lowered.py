@@ -51,6 +51,7 @@ def narrowed(
                 waited += [name] if whole.device.type == "cpu" else []
                 near = near.to(device)
             param.data = near if anew is None else near.cpu()
+            del whole, near  # else the last of them stay on the device beside what is looked at
         if anew is not None:
             _come_anew(anew, first=params.values(), home=home)
         yield

@@ -31,7 +31,7 @@ from baoc.types import OptimizerSpec
 
 WARM = 2  # steps that are not counted: memory is taken, kernels are chosen
 WARM_RELEASED = 4  # and where gradients are released: groups form after the first
-MOST = 24  # that are
+MOST = 48  # that are
 FEW = 8  # micro-batches of a step: more of them are as those before
 BYSTANDERS = 6  # callbacks of a run that do little, and are asked at every hook
 

@@ -15,9 +15,10 @@ from baoc.catalogue import with_placement
 from baoc.errors import BadInputError
 from baoc.optim import BlockwiseOptimizer, GradientRelease, groups
 from baoc.optim.backends import stand_in
+from baoc.optim.backends.fused import FusedBackend
 from baoc.types import Block, OptimizerSpec, Placement, Role
 
-LAUNCHED = 3  # steps until all is as in the next ones
+LAUNCHED = 2  # steps until all is as in the next ones
 SIDE = 16  # elements of a corner at most, by dimension: all of a large network's are a few MiB
 FALLBACK = "adamw"  # where a spec cannot run on a corner
 
@@ -77,6 +78,9 @@ class SmallBlocks:
 
     def _compile(self) -> None:
         if self._releaser is None:
+            for backend in self.optimizer.roster.ready():
+                if isinstance(backend, FusedBackend):
+                    backend.graphs = False  # as little room as there may be, a capture that finds none ends the process
             for small, grad in self._grads.items():
                 small.grad = grad
             for _ in range(LAUNCHED):  # graphs are captured by then
