@@ -1,12 +1,12 @@
 """Predicted against measured seconds of a step, and bytes of the peak: planning and a short run of each case.
 
-`python experiments/benchmarks/step_time_error.py OUT.csv [--steps 20] [--only NAME...]`, on whatever device is there.
-Each case is a run in this process; one that fails is a row with its reason. Seconds of a busy machine are no measure.
-The columns after `seconds` say where a step goes, per step, medians in milliseconds: of the steps that were trained, of
-those rehearsed before, and of the same rehearsal after training. `host_*` until the call returned, `busy_*` the
-processor's in all threads, `device_*` between events; `optimizer_step` contains the last micro-batch.
-`host_from_step_to_step` is all there is, with the loader and what else lies between two steps, which neither number
-counts. The peak of a run has the rehearsal after it in it. `deciding`: where the seconds of the decision went.
+`python experiments/benchmarks/step_time_error.py OUT.csv [--steps 20] [--only NAME...] [--after]`, on what device there
+is. Each case is a run in this process; one that fails is a row with its reason. Seconds of a busy machine are no
+measure. The columns after `seconds` say where a step goes, per step, medians in milliseconds: of the steps that were
+trained, of those rehearsed before, and with --after of the same rehearsal when training has ended, which is then in the
+peak. `host_*` until the call returned, `busy_*` the processor's in all threads, `device_*` between events;
+`optimizer_step` contains the last micro-batch. `host_from_step_to_step` is all there is, with the loader and what else
+lies between two steps, which neither number counts. `deciding`: where the seconds of the decision went.
 """
 
 import argparse
@@ -79,7 +79,8 @@ class Parts:
     rehearsal once more when training has ended `after`: where these differ, it is the machine that changed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, after: bool = False) -> None:
+        self._after = after
         self._before: list[tuple[Any, str, Any]] = []
         self._spans: list[tuple[str, float, float, float, Any, Any]] = []
         self._steps: dict[str, list[list[tuple[str, float, float, float, Any, Any]]]] = {}
@@ -132,7 +133,7 @@ class Parts:
     def _teardown(self, teardown: Any) -> Any:
         def done(strategy: BaocStrategy) -> None:
             module = strategy.lightning_module
-            if self._again is not None and module is not None and self._steps.get("trained"):
+            if self._after and self._again is not None and module is not None and self._steps.get("trained"):
                 again, self._again, self._phase = self._again, None, "after"
                 releaser = strategy.reallocator.optimizer.releaser if strategy.reallocator is not None else None
                 with strategy.silent(module), releaser.held() if releaser is not None else nullcontext():
@@ -195,14 +196,14 @@ class Parts:
         return row
 
 
-def measured(name: str, overrides: tuple[str, ...], *, steps: int) -> dict[str, object]:
+def measured(name: str, overrides: tuple[str, ...], *, steps: int, after: bool = False) -> dict[str, object]:
     """One case as a row; `error` is predicted over measured, less 1."""
     row: dict[str, object] = {"case": name, "commit": commit(), "torch": torch.__version__, "why": ""}
     row["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     began = time.time()
     try:
         config = from_hydra(compose([*overrides, f"trainer.max_steps={steps}", *QUIET]))
-        with tempfile.TemporaryDirectory() as folder, Parts() as parts:
+        with tempfile.TemporaryDirectory() as folder, Parts(after=after) as parts:
             result = training.run(config, run_dir=Path(folder), command=" ".join(overrides))
             row |= known(Path(folder)) | {"decide_s": round(parts.decide_s, 1)}
     except BaocError as error:
@@ -241,11 +242,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--after", action="store_true")
     parser.add_argument("--only", nargs="*", choices=sorted(cases), default=sorted(cases))
     asked = parser.parse_args()
     rows: list[dict[str, object]] = []
     for name in asked.only:
-        rows.append(measured(name, cases[name], steps=asked.steps))
+        rows.append(measured(name, cases[name], steps=asked.steps, after=asked.after))
         print(told(rows[-1], wide=True), flush=True)
         columns = list(dict.fromkeys(key for row in rows for key in row))
         with asked.out.open("w", newline="") as file:  # again after each case: a machine may be taken away
