@@ -21,7 +21,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 BUDGET = "budget"  # the setting that is spread
 QUALITY = "quality"
 STARTUP = 3  # searched trials that are drawn at random; baselines that are points of the space come on top
-GOOD = 0.25  # share of trials that TPE calls good
+GOOD = 0.4  # share of trials that TPE calls good: fewer are chosen by the noise of one run each
 HEADROOM = 3.0  # budgets are drawn up to so many times the memory of the best trial,
 WHOLE = 3  # but for every third trial: the best may be a good setting at a poor budget
 CURVED = 10  # trials from which on the trend is a parabola, before that a line

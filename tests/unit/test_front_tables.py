@@ -8,7 +8,7 @@ import pytest
 from baoc.sweep.damage import Damage
 from baoc.sweep.study_config import StudyConfig
 from baoc.tracking.files import write_csv
-from experiments.benchmarks import fronts, listed_runs, risk_table, risk_weights_check, sampler_race
+from experiments.benchmarks import fronts, listed_runs, risk_table, risk_weights_check, sampler_held_out, sampler_race
 from tests.unit.test_sweep_frontier import config, job
 
 
@@ -65,10 +65,30 @@ def test_every_task_of_a_race_is_its_sweep_without_early_stops():
 def test_hypervolumes_of_a_race_are_shares_of_a_fixed_box():
     costs = [(1.0, 0.5), None, *[(9.0, 0.1)] * 8, (0.5, 1.0), *[None] * 4]
     assert sampler_race.volumes(costs, worst=2.0) == {10: 0.25, 15: 0.25}
+    # one of seven doublings on log2
+    assert sampler_race.volumes(costs, worst=2.0, axis="log2") == {
+        10: pytest.approx(0.5 / 7),
+        15: pytest.approx(0.5 / 7),
+    }
     found = {("vision", "tpe", 0): {10: 0.5}, ("vision", "random", 0): {10: 0.4}, ("vision", "random", 1): {10: 0.2}}
     first, second = sampler_race.summary(found, reference="random")
     assert (second["sampler"], second["n"], second["better_pairs"]) == ("tpe", 1, 1)
     assert second["difference"] == pytest.approx(0.1) and first["hypervolume"] == pytest.approx(0.3)
+
+
+def test_fronts_are_scored_by_the_means_of_what_was_trained_again():
+    a, b, c = ("a",), ("b",), ("c",)
+    fronts_found = {
+        ("vision", "tpe", 0): {a: (1.0, 0.5)},
+        ("vision", "random", 0): {b: (0.5, 0.5), c: (0.4, 0.9)},
+        ("vision", "random", 1): {("not again",): (0.1, 0.1)},
+    }
+    worst = sampler_race.TASKS["vision"][2]
+    again = {("vision", a): worst / 4, ("vision", b): worst / 2, ("vision", c): worst}
+    told = sampler_held_out.rows_of(fronts_found, again=again, reference="random")
+    row = {(r["state_axis"], r["fronts"], r["sampler"]): r for r in told}["share", "held out", "tpe"]
+    assert row["n"] == 1 and row["difference"] == pytest.approx(0.5 * 0.75 - 0.5 * 0.5)
+    assert row["points_per_front"] == 1 and all(r["n"] in (0, 1) for r in told)
 
 
 def test_weights_are_held_against_rivals_on_the_same_seeds(tmp_path: Path):
