@@ -5,11 +5,13 @@
 RACE is the folder of `sampler_race.py`. A front found in single runs holds runs that were lucky; what somebody gets who
 trains its points again is the hypervolume of their means. Points that several studies have in common, baselines above
 all, are trained once. Seeds come first, so that time that runs out costs seeds and not points; killed, the same command
-goes on. OUT.csv: the paired difference to random's, beside that of the fronts as they were found (`as_found`).
+goes on, with the same RACE. OUT.csv: the paired difference to random's, of the means (`held out`) and of the fronts
+as they were found.
 """
 
 import argparse
 import os
+import shlex
 from collections.abc import Iterable, Mapping
 from itertools import product
 from pathlib import Path
@@ -47,14 +49,20 @@ def words_of(task: str, point: Words, *, steps: int | None) -> list[str]:
     return [*(word for word in fixed if not word.startswith("seed=")), *point]
 
 
-def means(folder: Path, *, lists: Iterable[tuple[str, Words]], seeds: int) -> dict[tuple[str, Words], float]:
-    """Of the points that were trained with every seed; run k is of point k modulo their number."""
-    order = list(lists)
-    found: dict[int, list[float]] = {}
+def means(
+    folder: Path, *, points: Mapping[tuple[str, Words], Iterable[str]], seeds: int
+) -> dict[tuple[str, Words], float]:
+    """Of the points (with the overrides of their runs) that were trained with so many seeds."""
+    wanted = {point: frozenset(words) for point, words in points.items()}
+    found: dict[tuple[str, Words], dict[int, float]] = {}
     for run in find_runs(folder):
-        if run.result is not None and run.result["quality"]["value"] is not None:
-            found.setdefault(int(run.path.name) % len(order), []).append(run.result["quality"]["value"])
-    return {order[at]: mean(values) for at, values in found.items() if len(values) == seeds}
+        if run.result is None or run.result["quality"]["value"] is None:
+            continue
+        told = set(shlex.split(run.result["command"]))
+        for point, words in wanted.items():
+            if words <= told:
+                found.setdefault(point, {})[run.result["seed"]] = run.result["quality"]["value"]
+    return {point: mean(values.values()) for point, values in found.items() if len(values) == seeds}
 
 
 def rows_of(
@@ -97,11 +105,12 @@ def main() -> None:
     given = parser.parse_args()
     studies = product(given.tasks, given.samplers, given.seeds)
     fronts = {(t, name, seed): front_of(read_trials(given.race / t / f"{name}_{seed}")) for t, name, seed in studies}
-    order = list(dict.fromkeys((study[0], words) for study, front in fronts.items() for words in front))
+    order = dict.fromkeys((study[0], words) for study, front in fronts.items() for words in front)
+    points = {point: words_of(*point, steps=given.steps) for point in order}
     if not given.collect:
-        runs = [[*words_of(t, words, steps=given.steps), f"seed={s}"] for s in given.held_out for t, words in order]
+        runs = [[*words, f"seed={seed}"] for seed in given.held_out for words in points.values()]
         run_until(study_of(runs, workers=given.workers), folder=given.folder, seconds=given.seconds)
-    again = means(given.folder, lists=order, seeds=len(given.held_out))
+    again = means(given.folder, points=points, seeds=len(given.held_out))
     rows = rows_of(fronts, again=again, reference=given.reference)
     about = {"held_out_seeds": len(given.held_out), "commit": commit()}
     if rows:
