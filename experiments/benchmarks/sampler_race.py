@@ -227,6 +227,15 @@ def quality_rows(medians: Mapping[tuple[str, str], Mapping[int, float]], *, refe
     return rows
 
 
+def about(folders: Iterable[Path]) -> dict[str, str]:
+    """Machines, versions and commits of the runs of studies; of this process where none says so."""
+    told = [read_json(file) for folder in folders for file in sorted(folder.glob("*/env.json"))]
+    cores = [f"{env['device']['cpu_count']} x86-64 cores, torch {env['versions']['torch']}" for env in told]
+    device = " or ".join(dict.fromkeys(cores)) or f"{os.cpu_count()} x86-64 cores"
+    commits = dict.fromkeys(str(env["commit"])[:7] for env in told if env["commit"])
+    return {"device": f"{device}, one thread a run", "commit": " ".join(commits) or commit()}
+
+
 def collect(given: argparse.Namespace) -> list[dict[str, Any]]:
     found: dict[str, dict[tuple[str, str, int], dict[int, float]]] = {axis: {} for axis in AXES}
     rows: list[dict[str, Any]] = []
@@ -245,13 +254,16 @@ def collect(given: argparse.Namespace) -> list[dict[str, Any]]:
             for axis in AXES:
                 found[axis][task, sampler, seed] = volumes(costs, worst=TASKS[task][2], axis=axis)
     told = [{"state_axis": axis} | row for axis in AXES for row in summary(found[axis], reference=given.reference)]
-    about = {"device": f"{os.cpu_count()} x86-64 cores, one thread a run", "commit": commit()}
+    told_by = {
+        task: about(given.folder / task / f"{sampler}_{seed}" for sampler, seed in product(given.samplers, given.seeds))
+        for task in given.tasks
+    }
     given.out.mkdir(parents=True, exist_ok=True)
     if rows:
         write_csv(given.out / "sampler_race_trials.csv", rows)
-        write_csv(given.out / "sampler_race.csv", [row | about for row in told])
+        write_csv(given.out / "sampler_race.csv", [row | told_by[row["task"]] for row in told])
         quality = quality_rows(medians, reference=given.reference)
-        write_csv(given.out / "sampler_race_quality.csv", [row | about for row in quality])
+        write_csv(given.out / "sampler_race_quality.csv", [row | told_by[row["task"]] for row in quality])
     return told
 
 
