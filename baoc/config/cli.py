@@ -18,6 +18,8 @@ from baoc.config.listing import LISTS, lines
 from baoc.config.nodes import register
 from baoc.errors import BadInputError
 
+# What one command may ask Hydra for
+_WAYS = (("-m", "--multirun"), ("-r", "--run"), ("-c", "--cfg"), ("-i", "--info"), ("-sc", "--shell-completion"))
 _FULL_ERROR = "HYDRA_FULL_ERROR"  # with it, Hydra raises its errors instead of printing them and exiting with 1
 
 
@@ -27,6 +29,7 @@ def main(argv: Sequence[str] | None = None, *, single: bool = False) -> int:
     jobs.begin(given)
     try:
         if not _answer(given):
+            _refuse_two_ways(given)
             register(_overrides(given))
             if single:
                 with _composed_once():
@@ -56,6 +59,16 @@ def _answer(given: Sequence[str]) -> bool:
     else:
         return False
     return True
+
+
+def _refuse_two_ways(given: Sequence[str]) -> None:
+    """Hydra's own refusal is a ValueError, which would be told as a bug."""
+    flags = [word.split("=")[0] for word in given if word.startswith("-")]
+    found = [next(flag for flag in flags if flag in names) for names in _WAYS if set(names) & set(flags)]
+    if len(found) > 1:
+        shown = "python run.py sweeps=NAME --cfg hydra -p hydra.sweeper"
+        rest = f"; what a sweep is made of is shown without -m: {shown}" if found[0] in _WAYS[0] else ""
+        raise BadInputError(f"{' and '.join(found)} exclude each other: leave one out{rest}")
 
 
 def _close(code: int) -> int:

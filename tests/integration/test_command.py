@@ -69,6 +69,11 @@ def test_shell_completion_completes_and_imports_nothing_heavy(line: str, expecte
             "baoc: error: --list specz: there is no such list; did you mean specs?\nallowed: specs",
         ),
         (["--list"], 2, "baoc: error: --list of what? allowed: specs, models"),
+        (
+            ["-m", "--cfg", "hydra"],
+            2,
+            "baoc: error: -m and --cfg exclude each other: leave one out; what a sweep is made",
+        ),
         (["--frobnicate"], 2, "unrecognized arguments: --frobnicate"),
     ],
 )
