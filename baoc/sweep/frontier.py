@@ -32,9 +32,10 @@ def report(folders: Sequence[Path], *, out: Path, show: bool = True, page: bool 
     """Reads every run at or below `folders`, writes `frontier.csv`, `hypervolume.csv` (its history, in percent) and
     (`page`) `frontier.html` to `out`, and prints a table per kind of run.
 
-    Runs that differ in their seed only are one point: the mean of their quality, the largest of their bytes. A point is
-    dominated if another is at least as good in quality, peak bytes and state bytes, and better in one. Failed jobs are
-    rows with their exit code and message. Raises BadInputError where there is no run at all.
+    Runs that differ in their seed only are one point: the mean of their quality, the largest of their bytes; of runs of
+    one seed, as baselines of two studies, the first counts. A point is dominated if another is at least as good in
+    quality, peak bytes and state bytes, and better in one. Failed jobs are rows with their exit code and message.
+    Raises BadInputError where there is no run at all.
     """
     runs = _runs_in(folders)
     names, kinds = names_of(runs), by_kind(runs)

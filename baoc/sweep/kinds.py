@@ -43,8 +43,17 @@ def quality_of(runs: Sequence[RunFolder]) -> Objective:
 
 def frontier_of_kind(runs: Sequence[RunFolder], *, names: Names) -> Frontier:
     """Quality, peak bytes and state bytes of runs of one kind, seeds joined."""
-    points = over_seeds([point(run, label=names[run.path]) for run in runs])
+    points = over_seeds([point(run, label=names[run.path]) for run in _once(runs, names=names)])
     return build_frontier(points, objectives=(quality_of(runs), *(Objective(name=axis) for axis in AXES)))
+
+
+def _once(runs: Sequence[RunFolder], *, names: Names) -> list[RunFolder]:
+    """The first run of each label and seed: studies begin with the same baselines, and a run that was made twice is no
+    second seed, whose spread of 0 would make any difference look told from chance."""
+    first: dict[tuple[str, int], RunFolder] = {}
+    for run in runs:
+        first.setdefault((names[run.path], result_of(run)["seed"]), run)
+    return list(first.values())
 
 
 def histories(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:

@@ -119,7 +119,7 @@ def _about(runs: Sequence[RunFolder], *, points: int) -> str:
     return (
         f"{len(runs)} finished runs of {result_of(runs[0])['num_params']:,} parameters, {_steps(runs)} steps, "
         f"{seeds} seed{'s' * (seeds > 1)}: {points} point{'s' * (points > 1)}, "
-        "as runs that differ in their seed only are one."
+        "as runs that differ in their seed only are one, and of runs of one seed the first counts."
     )
 
 

@@ -96,6 +96,7 @@ def test_seeds_are_one_point_and_other_settings_are_not(tmp_path: Path) -> None:
         job(tmp_path / f"{seed}_x", loss=loss, seed=seed, state_bytes=100 + seed)
     other = config(seed=0, budget="state_50", allocator="exact", optim={"lr": 0.1, "betas": [0.9, 0.999]})
     job(tmp_path / "3_lr", loss=0.4, settings=other)
+    job(tmp_path / "5_the_baseline_of_another_study", loss=0.9, settings=other)
     job(tmp_path / "4_lr", loss=0.5, settings=other | {"optim": {"lr": None, "betas": [0.9, 0.999]}})
     (frontier,) = frontier_of(tmp_path, show=False).frontiers
     mean, lone, default = frontier.points
