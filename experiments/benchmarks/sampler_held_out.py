@@ -20,12 +20,20 @@ from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
 
-from baoc.config.environment import commit
 from baoc.frontier import pareto
 from baoc.sweep.runs import find_runs
 from baoc.tracking.files import write_csv
 from experiments.benchmarks.fronts import run_until, study_of
-from experiments.benchmarks.sampler_race import AXES, TASKS, costs_of, read_trials, study_config, summary, volumes
+from experiments.benchmarks.sampler_race import (
+    AXES,
+    TASKS,
+    about,
+    costs_of,
+    read_trials,
+    study_config,
+    summary,
+    volumes,
+)
 
 Words = tuple[str, ...]
 Study = tuple[str, str, int]  # task, sampler, seed
@@ -112,9 +120,9 @@ def main() -> None:
         run_until(study_of(runs, workers=given.workers), folder=given.folder, seconds=given.seconds)
     again = means(given.folder, points=points, seeds=len(given.held_out))
     rows = rows_of(fronts, again=again, reference=given.reference)
-    about = {"held_out_seeds": len(given.held_out), "commit": commit()}
+    told = {"held_out_seeds": len(given.held_out)} | about([given.folder])
     if rows:
-        write_csv(given.out, [row | about for row in rows])
+        write_csv(given.out, [row | told for row in rows])
     for row in rows:
         print(row, flush=True)
 
