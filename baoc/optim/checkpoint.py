@@ -69,6 +69,7 @@ def save(
     Each is a storage of its own, so that a file of all or some of them holds their bytes and no others. `waiting`:
     loaded states of parameters that are frozen so far.
     """
+    roster.forget_overwritten()
     roster.settle()
     state = {name: {k: alone(v) for k, v in roster.state[param].items()} for param, name in roster.names.items()}
     blocks = {name: _block_entry(live) for name, live in roster.live.items()}

@@ -5,6 +5,7 @@ Everything that cannot train correctly is refused here, before any state is allo
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from math import isinf
 from typing import Any
@@ -341,3 +342,11 @@ def named_params(param_groups: list[dict[str, Any]]) -> dict[str, tuple[Tensor, 
         for index, group in enumerate(param_groups)
         for name, param in zip(group["param_names"], group["params"], strict=True)
     }
+
+
+def as_it_is(block: Block, params: Mapping[str, Tensor]) -> Block:
+    """The block with the types that its parameters have now: they may have been cast since they were described."""
+    dtypes = {info.name: str(params[info.name].dtype).removeprefix("torch.") for info in block.params}
+    if all(info.dtype == dtypes[info.name] for info in block.params):
+        return block
+    return replace(block, params=tuple(replace(info, dtype=dtypes[info.name]) for info in block.params))

@@ -214,6 +214,7 @@ def _load_weights(slot: Slot, state: State, *, kept: str, correction: Tensor | N
     plan has and the checkpoint does not is that of the weights as they were adopted: it goes if they were overwritten.
     """
     param, own = slot.param, state.get(weights.CORRECTION)
+    slot.taken_in = None  # what the correction is to be is decided here
     if correction is not None and kept == slot.weights:
         assert own is not None
         own.copy_(correction)

@@ -15,6 +15,7 @@ from baoc.optim.roster import Roster
 
 def export(roster: Roster, *, param_groups: list[dict[str, Any]]) -> dict[str, Tensor]:
     """Name -> fp32 copy on the CPU of every parameter, corrections added."""
+    roster.forget_overwritten()
     values = {}
     for live in roster.live.values():
         with roster.visiting(live, keep=False):
@@ -49,6 +50,7 @@ def load(values: Mapping[str, Tensor], *, roster: Roster, param_groups: list[dic
         with roster.visiting(live):
             whole = value.to(torch.float32)
             weights.take_in_(param, roster.state[param], whole, weights=slot.weights, name=name)
+        slot.taken_in = None
 
 
 def stalling(roster: Roster, names: Iterable[str]) -> list[str]:

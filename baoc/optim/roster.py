@@ -14,7 +14,7 @@ from baoc.errors import BadInputError
 from baoc.kernels.host_memory import check_host_memory
 from baoc.optim import groups, matching
 from baoc.optim.backends import Backend, Choice, build_alone, build_backends
-from baoc.optim.placement import HostArena, Rings, make_room, order_of_travel, settle
+from baoc.optim.placement import HostArena, Rings, drop_stale, make_room, order_of_travel, settle
 from baoc.optim.state import LiveBlock, Slot, State, allocate, make_slot, new_match, packed, tensor_bytes
 from baoc.rules import RULES
 from baoc.staging import buffer_bytes
@@ -84,7 +84,7 @@ class Roster:
         self._guarded: dict[Tensor, str] = {}
         self._unread: dict[str, int] = {}  # what backends that are gone found in gradients
         self.late_spec: str | OptimizerSpec | None = None  # what was given for all
-        self.placed = False
+        self.placed = self._unstepped = False  # `_unstepped`: some weights came since the last step
         self.waiting: Saved | None = None  # states that were loaded of parameters that do not train yet
 
     def build(
@@ -105,7 +105,7 @@ class Roster:
         infos = [groups.param_info(n, p, group=g) for n, (p, g) in where.items() if p.requires_grad]
         blocks = [groups.single_block(info) for info in infos] if blocks is None else list(blocks)
         owners = groups.match_blocks(blocks, params={info.name: where[info.name][0] for info in infos})
-        blocks = [_as_it_is(block, {name: where[owner][0] for name, owner in owners.items()}) for block in blocks]
+        blocks = [groups.as_it_is(block, {name: where[owner][0] for name, owner in owners.items()}) for block in blocks]
         chosen = groups.specs_by_block(specs, blocks=blocks)
         self.names = {where[name][0]: owner for owner, name in owners.items()}
         for group in param_groups:  # tied parameters are called what their block calls them
@@ -143,6 +143,7 @@ class Roster:
         for slot, state in zip(live.slots, states or allocate(live.slots), strict=True):
             self.put(slot, state)
             settle(slot, state, whole=waiting.pop(slot.param, None))
+        self._unstepped = True
         self.add_match(live, target=self.target(live.block.name))
         self.live[live.block.name] = live
 
@@ -200,6 +201,7 @@ class Roster:
 
     def ready(self) -> list[Backend]:
         """The backends, for parameters as they are now."""
+        self.forget_overwritten(begins=True)
         witness = self._witness
         if not self.placed or (witness is not None and witness[0].get(witness[1]) is not witness[2]):
             self.place()
@@ -246,6 +248,12 @@ class Roster:
         """Whether the block can be stepped with `others`: the same backend steps all, and none comes from the host."""
         backends = {self.choices[one.block.name].backend for one in (live, *others)}
         return len(backends) == 1 and all(self.rings.of(one) is None for one in (live, *others))
+
+    def forget_overwritten(self, *, begins: bool = False) -> None:
+        """Corrections of weights that somebody has written since they were taken in go; `begins`: so does a step."""
+        for slot in (slot for live in self.live.values() for slot in live.slots) if self._unstepped else ():
+            drop_stale(slot, self.state[slot.param], for_good=begins)
+        self._unstepped &= not begins
 
     # -- states on the host ---------------------------------------------------------------------------------------
 
@@ -430,14 +438,6 @@ class Roster:
         """Steps may be views of all of a backend's."""
         states = [self.state[slot.param] for slot in live.slots]
         return sum(state["step"].nbytes for state in states if "step" in state)
-
-
-def _as_it_is(block: Block, params: Mapping[str, Tensor]) -> Block:
-    """The block with the types that its parameters have now: they may have been cast since they were described."""
-    dtypes = {info.name: str(params[info.name].dtype).removeprefix("torch.") for info in block.params}
-    if all(info.dtype == dtypes[info.name] for info in block.params):
-        return block
-    return replace(block, params=tuple(replace(info, dtype=dtypes[info.name]) for info in block.params))
 
 
 def make_live(block: Block, *, spec: OptimizerSpec, param_groups: list[dict[str, Any]]) -> LiveBlock:

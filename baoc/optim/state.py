@@ -84,6 +84,7 @@ class Slot:
     on_cpu: bool
     placement: str = Placement.DEVICE
     adopted: int = -1  # version of the parameter when its data became what `weights` says
+    taken_in: int | None = None  # sum of the bits of split weights as they came, until the first step
 
     @property
     def slab_bytes(self) -> int:

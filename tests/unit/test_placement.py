@@ -268,6 +268,26 @@ def test_split_weights_are_exported_and_loaded_with_corrections_on_the_host(plac
 
 
 @pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("release", [False, True])
+def test_a_model_that_is_loaded_before_the_first_step_is_not_corrected_by_what_was_there(
+    place: str, release: bool
+) -> None:
+    with rings():
+        pair = Twins("adamw+split8", place, release=release)
+        exact = pair.host.export_weights()
+        new = torch.linspace(-1, 1, 48 * 40).view(48, 40).bfloat16()
+        with torch.no_grad():
+            for params in (pair.params, pair.twins):
+                params["a"].copy_(params["a"].clone())  # as it was: its correction stays
+                params["c"].copy_(new)
+        kept = pair.host.export_weights()
+        assert torch.equal(kept["c"], new.float()) and torch.equal(kept["a"], exact["a"])
+        pair.step(steps=2)
+        pair.check()
+        torch.testing.assert_close(pair.host.export_weights()["c"], new.float(), atol=3e-3, rtol=0)
+
+
+@pytest.mark.parametrize("place", PLACES)
 def test_copies_and_two_optimizers_in_one_process(place: str) -> None:
     with rings():
         pair = Twins("adamw_int8", place)

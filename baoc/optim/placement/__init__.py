@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from torch import Tensor
 
 from baoc.optim.placement.arena import HostArena
-from baoc.optim.placement.arrival import arrival_bytes, make_room, settle
+from baoc.optim.placement.arrival import arrival_bytes, drop_stale, make_room, settle
 from baoc.optim.placement.lanes import Inline, Lanes
 from baoc.optim.placement.streaming import Streaming
 from baoc.optim.placement.updating import Updating, on_host
@@ -20,6 +20,7 @@ __all__ = [
     "Streaming",
     "Updating",
     "arrival_bytes",
+    "drop_stale",
     "make_room",
     "on_host",
     "order_of_travel",
