@@ -63,13 +63,35 @@ FIXED = (
     "trainer.precision=bf16-mixed",
     "optim.release_gradients=true",  # for all methods alike: whole gradients would take as much as the weights
 )
-# A checkpoint of tens of gigabytes takes longer than the steps, and so do random numbers that the model's own replace.
+# A checkpoint of tens of gigabytes takes longer than the steps, and so do random numbers: those that the model's own
+# replace, and its own, of which 4 million are drawn and repeated. The peak that is measured is that of training: what
+# is looked at before a plan is told by itself.
 RUN = """
-import runpy, sys
+import atexit, runpy, sys
 import torch
+from baoc import assembly
 from baoc.callbacks import SafeCheckpoint
 SafeCheckpoint._save_last = SafeCheckpoint._save_best = lambda *_, **__: None
 torch.nn.Linear.reset_parameters = lambda self: None
+draw, some = torch.Tensor.normal_, torch.empty(2**22 + 17).normal_()
+def normal_(self, mean=0.0, std=1.0, *, generator=None):
+    if self.numel() <= len(some) or self.device.type != "cpu" or not self.is_contiguous():
+        return draw(self, mean, std, generator=generator)
+    for part in self.detach().view(-1).split(len(some)):
+        torch.mul(some[: len(part)], std, out=part).add_(mean)
+    return self
+torch.Tensor.normal_ = normal_
+watch = assembly.watch_memory
+def held():
+    return {name: getattr(torch.cuda, f"max_memory_{name}")() for name in ("reserved", "allocated")}
+def watch_memory(memory, *, strategy, predicted_bytes, **rest):
+    if strategy.root_device.type == "cuda":
+        print(f"before the plan: {held()}, the plan: {predicted_bytes}", flush=True)
+        atexit.register(lambda: print(f"held at the end: {held()}", flush=True))
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    watch(memory, strategy=strategy, predicted_bytes=predicted_bytes, **rest)
+assembly.watch_memory = watch_memory
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
