@@ -11,6 +11,7 @@ from baoc.errors import BadInputError, unknown_name
 from baoc.optim import weights
 from baoc.optim.groups import named_params
 from baoc.optim.roster import Roster
+from baoc.optim.state import State
 
 
 def export(roster: Roster, *, param_groups: list[dict[str, Any]]) -> dict[str, Tensor]:
@@ -22,6 +23,13 @@ def export(roster: Roster, *, param_groups: list[dict[str, Any]]) -> dict[str, T
             values |= {slot.param: _copy(weights.master(slot.param, roster.state[slot.param])) for slot in live.slots}
     where = named_params(param_groups).items()
     return {name: values[param] if param in values else _copy(weights.master(param, {})) for name, (param, _) in where}
+
+
+def kept(roster: Roster) -> Mapping[Tensor, State]:
+    """Parameter -> its state where that is kept, which may be the host. Waits for corrections on their way there."""
+    if any(live.on_host and live.spec.weights in weights.CORRECTIONS for live in roster.live.values()):
+        roster.settle()
+    return roster.state
 
 
 def _copy(master: Tensor) -> Tensor:

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from baoc.errors import BadInputError, CheckpointError
+from baoc.optim import BlockwiseOptimizer
+from baoc.optim.masters import kept
 from baoc.optim.weights import CORRECTION, master
 
 CHUNK = 2**22  # elements of a bf16 weight that are made float32 at a time
@@ -88,13 +90,15 @@ class EmaWeights(L.Callback):
         self.start(module)
         decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
         self.num_updates += 1
+        own = {} if optimizer is None else optimizer.state  # which shows nothing of states on the host
+        states = kept(optimizer.roster) if isinstance(optimizer, BlockwiseOptimizer) else own
         plain: list[Tensor] = []
         targets: list[Tensor] = []
         for name, parameter in module.named_parameters():
             average = self.averages.get(name)
             if average is None or not parameter.requires_grad:
                 continue
-            state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
+            state = states.get(parameter, {})
             if parameter.dtype is torch.float32 and CORRECTION not in state:
                 plain.append(parameter.detach())
                 targets.append(average)
@@ -188,11 +192,12 @@ def _fitting(average: Tensor, parameter: Tensor, *, name: str) -> Tensor:
 def _lerp_exact_(average: Tensor, parameter: Tensor, *, state: Mapping[str, Tensor], weight: float) -> None:
     """The same with the numbers that a small parameter stands for, by parts, so that no float32 copy of it is held."""
     if not parameter.is_contiguous():
-        average.lerp_(master(parameter, state).float(), weight)
+        here = {key: state[key].to(parameter.device) for key in (CORRECTION,) if key in state}
+        average.lerp_(master(parameter, here).float(), weight)
         return
-    kept = {CORRECTION: state[CORRECTION].view(-1)} if CORRECTION in state else {}
+    corrections = {CORRECTION: state[CORRECTION].view(-1)} if CORRECTION in state else {}
     values, target = parameter.view(-1), average.view(-1)
     for start in range(0, len(values), CHUNK):
         part = slice(start, start + CHUNK)
-        exact = master(values[part], {key: tensor[part] for key, tensor in kept.items()})
+        exact = master(values[part], {key: tensor[part].to(values.device) for key, tensor in corrections.items()})
         target[part].lerp_(exact.float(), weight)

@@ -7,6 +7,7 @@ from torch import nn
 from baoc.callbacks import SafeCheckpoint
 from baoc.errors import BadInputError, CheckpointError
 from baoc.kernels.weights import split_weights_
+from baoc.optim import BlockwiseOptimizer
 from baoc.tasks import build_task
 from baoc.tasks import ema as ema_module
 from baoc.tasks.ema import EmaWeights
@@ -91,6 +92,25 @@ def test_corrections_of_split_weights_are_taken_in(dtype, error, chunk, monkeypa
     assert ema.averages["weight"].dtype is torch.float32
     torch.testing.assert_close(ema.averages["weight"], wanted.averages["weight"], atol=error, rtol=0)
     assert not torch.allclose(rounded.averages["weight"], wanted.averages["weight"], atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("place", ["streamed", "updated"])
+def test_corrections_on_the_host_are_taken_in_as_those_on_the_device(place):
+    models = [nn.Linear(5, 4) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [
+        BlockwiseOptimizer(model, f"adamw+split8{where}", lr=1e-4)
+        for model, where in zip(models, ("", f"@{place}"), strict=True)
+    ]
+    averages = [EmaWeights(0.9), EmaWeights(0.9)]
+    for step in range(3):
+        for model, optimizer, ema in zip(models, optimizers, averages, strict=True):
+            torch.manual_seed(step)
+            model(torch.randn(3, 5).bfloat16()).float().square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            ema.update(model, optimizer=optimizer)
+    assert all(torch.equal(averages[0].averages[name], average) for name, average in averages[1].averages.items())
 
 
 def test_small_weights_of_any_strides_are_averaged_in_float32():
