@@ -221,8 +221,8 @@ class GradientProfiler:
 
     @torch.no_grad()
     def temporary_bytes(self) -> int:
-        """What a sample holds for a moment beyond `nbytes`, measured on the parameters as gradients; no less than the
-        copy that a checkpoint takes. Leaves the profiler as it was."""
+        """What a sample holds for a moment beyond `nbytes`, measured on the parameters as gradients. No less than them:
+        a checkpoint copies those where the device is the host, `profile` takes about as much. Leaves it as it was."""
         device = self._grad.device
         if device.type == "meta" or self._released:
             return self.nbytes
@@ -314,13 +314,17 @@ class GradientProfiler:
     # -- resume ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors, numbers, strings, lists and dicts; copies, so that the state does not move on."""
+        """Tensors, numbers, strings, lists and dicts; copies, so that the state does not move on, and on the host, so
+        that a device which weights fill holds no second one."""
         if self._released:
             return {}
         return {
             "layout": self._layout(),
-            "tensors": {name: tensor.clone() for name, tensor in self._tensors().items()},
-            "moments": {"average": self._moments.average.clone(), "num_samples": self._moments.num_samples},
+            "tensors": {name: tensor.to("cpu", copy=True) for name, tensor in self._tensors().items()},
+            "moments": {
+                "average": self._moments.average.to("cpu", copy=True),
+                "num_samples": self._moments.num_samples,
+            },
             "shadow": self._shadow.state_dict() if self._shadow is not None else {},
             "count": dict(self._averages.count),
             "step": self._step,

@@ -252,7 +252,7 @@ class Shadow:
         return {
             "num_samples": self.num_samples,
             "num_next": self._num_next,
-            "tensors": [tensor.clone() for tensor in self._tensors()],
+            "tensors": [tensor.to("cpu", copy=True) for tensor in self._tensors()],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
