@@ -12,7 +12,7 @@ from baoc.charges import saved_by
 from baoc.cost import native_bytes
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.planner import Planner
-from baoc.refusals import more_specs
+from baoc.refusals import more_specs, too_small_host
 from baoc.types import Block, Budget, Footprint, LatencyTable, Moment, Option, Plan
 from baoc.units import format_bytes
 
@@ -190,8 +190,9 @@ def make_option(
         plan = planner.propose(risk="prior") if propose is None else propose()
     except InfeasibleBudgetError as error:
         if error.least_step_s is None:
-            why = "does not fit even with the least state"
-            return replace(option, peak_bytes=error.least_feasible_bytes, why=why)
+            host = error.least_host_bytes
+            why = f"needs {format_bytes(host)} on the host" if host else "does not fit even with the least state"
+            return replace(option, peak_bytes=error.least_feasible_bytes, least_host_bytes=host, why=why)
         allowed_s = (planner.budget.step_time or 0.0) * latency.reference_step_s
         why = f"too slow: {error.least_step_s * 1e3:.3g} ms, {allowed_s * 1e3:.3g} ms allowed"
         return replace(option, peak_bytes=error.least_feasible_bytes, fastest_s=error.least_step_s, why=why)
@@ -259,6 +260,9 @@ def none_fits(
     slow = [option for option in options if not math.isnan(option.fastest_s)]
     if slow:
         return _none_is_fast(slow, options=options, budget=budget)
+    hosted = min((o for o in options if o.least_host_bytes), key=lambda o: o.least_host_bytes or 0, default=None)
+    if hosted is not None:
+        return too_small_host(budget, needed_bytes=hosted.least_host_bytes or 0, least_bytes=hosted.peak_bytes)
     least = min(options, key=lambda option: option.peak_bytes)
     if budget.memory_bytes is None:  # of states alone, which no micro-batch makes smaller
         return InfeasibleBudgetError(

@@ -11,7 +11,8 @@ class Option:
     `risk`: of the best allocation within the budget (`prior`); None where none fits, and `why` says so. `release`:
     gradients are dropped in backward. `weights`: formats that the allocation keeps weights in; `spared_s`: what those
     of 16 bits take off `step_s`. `fastest_s`: where only seconds are missing, those of its fastest allocation;
-    `reference_s`: of a step with fused AdamW, to which step_time is a ratio. `tried`: its own micro-batch was run, else
+    `reference_s`: of a step with fused AdamW, to which step_time is a ratio. `least_host_bytes`: where pinned memory of
+    the host is missing, how much would do. `tried`: its own micro-batch was run, else
     it follows from smaller ones. `chosen` marks the row that is run.
     """
 
@@ -28,6 +29,7 @@ class Option:
     spared_s: float = 0.0
     fastest_s: float = math.nan
     reference_s: float = math.nan
+    least_host_bytes: int | None = None
     why: str = ""
     tried: bool = False
     chosen: bool = False

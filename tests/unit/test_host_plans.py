@@ -8,6 +8,7 @@ from baoc.catalogue import SPECS
 from baoc.cost import slab_bytes
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.link import STORED
+from baoc.options import Axes, make_option, none_fits
 from baoc.planner import Planner, PlannerSettings
 from baoc.staging import NUM_BUFFERS
 from baoc.tracking import console
@@ -116,6 +117,11 @@ def test_host_memory_is_a_budget_with_a_least_value_of_its_own():
     assert planner(memory(room, host=needed), specs=("adamw",)).propose().host_bytes <= needed
     with pytest.raises(InfeasibleBudgetError):
         planner(memory(room, host=needed - 1), specs=("adamw",)).propose()
+    option = make_option(tight, footprint=FOOTPRINT, batch_size=8, checkpointing=False, latency=table())
+    assert not option.fits and option.why == f"needs {format_bytes(needed)} on the host"
+    axes = Axes(micro_batches=(FOOTPRINT.micro_batch,), checkpointing=(False,))
+    told = none_fits([option], budget=tight.budget, axes=axes)
+    assert f"Give budget.host_memory={needed}b or more" in str(told) and told.least_host_bytes == needed
 
 
 def test_rows_that_are_on_the_host_alone_need_that_much_of_it():
