@@ -35,7 +35,7 @@ def _least_bytes(module: nn.Module, *, context_bytes: int) -> int:
 
 
 def must_wait(module: nn.Module, *, device: torch.device, budget: Budget, context_bytes: int) -> bool:
-    """Whether the weights in full alone are more than the budget leaves on this device."""
+    """Whether the weights in full alone are more than the budget leaves on this device beside its pages."""
     if device.type != "cuda" or budget.memory_bytes is None:
         return False
     return _least_bytes(module, context_bytes=context_bytes) > budget.memory_bytes
