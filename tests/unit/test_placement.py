@@ -3,6 +3,7 @@
 import copy
 import logging
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -360,6 +361,17 @@ def test_a_step_with_states_on_the_host_is_not_captured() -> None:
     (backend,) = optimizer.roster.backends
     with pytest.raises(BadInputError, match=r"cannot capture the step of .*: their states are on the host"):
         backend.capture(optimizer.inputs({}, options=optimizer.options(), phase=1))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_model_that_is_cast_after_a_step_is_refused(place: str) -> None:
+    params = make_params({"a": (33, 64)})
+    optimizer = build(params, f"adamw+split8@{place}")
+    for dtype in (torch.bfloat16, torch.float32):
+        params["a"].data = params["a"].data.to(dtype)
+        params["a"].grad = torch.ones_like(params["a"])
+        with nullcontext() if dtype is torch.bfloat16 else pytest.raises(BadInputError, match="cast a model before"):
+            optimizer.step()
 
 
 def test_a_block_on_two_devices_is_not_placed_on_the_host() -> None:

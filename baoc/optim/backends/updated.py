@@ -56,4 +56,4 @@ class UpdatedBackend(HostedBackend):
 
     @property
     def moved(self) -> bool:
-        return False  # addresses of parameters are not kept
+        return any(piece.moved for piece in self.pieces)

@@ -68,10 +68,19 @@ class Piece:
                 self.state[weight] = home[slot.param]
                 self._pairs.append((slot, weight, grad))
             self.twins.append(on_host(live, weights))
+        self._device = self._pairs[0][0].param.device if self._pairs else None
 
     @property
     def has_gradients(self) -> bool:
         return any(slot.param.grad is not None for slot, _, _ in self._pairs)
+
+    @property
+    def moved(self) -> bool:
+        """True if parameters are on another device, or of another type or shape, than what stands for them here."""
+        device = self._pairs[0][0].param.device if self._pairs else None
+        return device != self._device or any(
+            slot.param.dtype is not weight.dtype or slot.param.shape != weight.shape for slot, weight, _ in self._pairs
+        )
 
     def twin_of(self) -> dict[Tensor, Tensor]:
         """Parameter -> the host's."""
