@@ -86,7 +86,7 @@ class Lock:
     """
 
     def __init__(self, memory: Tensor, *, device: torch.device):
-        self.memory = memory
+        self.memory, self.device = memory, device
         wanted = device.type == "cuda" and memory.numel() > 0
         self.on = wanted and _register(memory, device=device)
         self.refused = wanted and not self.on

@@ -14,6 +14,7 @@ from baoc.cost import aligned, cost, slab_bytes, state_bytes
 from baoc.errors import BadInputError
 from baoc.kernels import host_memory
 from baoc.optim.backends import HostedBackend
+from baoc.optim.placement import order_of_travel
 from baoc.rules import RULES
 from baoc.staging import buffer_bytes, capacity_bytes, cut
 from tests.optimizing import (
@@ -150,7 +151,7 @@ def test_one_warning_where_locking_is_refused(
         on, refused = False, True
 
         def __init__(self, memory: Tensor, *, device: torch.device):
-            pass
+            self.device = device
 
     monkeypatch.setattr("baoc.optim.placement.arena.Lock", Refused)
     with caplog.at_level(logging.WARNING, logger="baoc.optim.placement.arena"):
@@ -162,6 +163,16 @@ def test_one_warning_where_locking_is_refused(
     pair.check()
 
 
+def test_the_arena_of_a_model_that_was_moved_to_a_gpu_is_locked_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    locked: list[int] = []
+    monkeypatch.setattr(host_memory, "_register", lambda memory, device: bool(locked.append(memory.numel())))
+    roster = build(make_params(SHAPES), "adamw@streamed").roster
+    blocks = order_of_travel(roster.live.values())
+    for device in ("cpu", "cuda:0", "cuda:0"):
+        roster.arena.gather(blocks, state=roster.state, device=torch.device(device))
+    assert locked == [roster.arena.nbytes] and not roster.arena.locked
+
+
 def test_what_a_container_leaves_is_what_is_available(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     for name, text in {
         "memory.max": "1000",
@@ -170,9 +181,10 @@ def test_what_a_container_leaves_is_what_is_available(monkeypatch: pytest.Monkey
     }.items():
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(host_memory, "_CGROUPS", ((tmp_path, "memory.max", "memory.current", "inactive_file"),))
+    monkeypatch.setattr(host_memory, "_of_system", lambda: 800)  # what it tells changes between two looks
     assert host_memory.available_host_bytes() == 500
     (tmp_path / "memory.max").write_text("max")
-    assert host_memory.available_host_bytes() == host_memory._of_system()
+    assert host_memory.available_host_bytes() == 800
 
 
 # -- whoever walks through the states, or changes them --------------------------------------------------------------

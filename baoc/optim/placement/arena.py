@@ -52,8 +52,14 @@ class HostArena:
         """True if all of it is, where there is a GPU; copies then run beside the caller."""
         return not any(segment.lock.refused for segment in self._segments)
 
-    def gather(self, blocks: Iterable[LiveBlock], *, state: dict[Tensor, State]) -> bool:
-        """Brings the blocks' slabs in, in order; True if any moved. Raises BadInputError where memory is out."""
+    def gather(
+        self, blocks: Iterable[LiveBlock], *, state: dict[Tensor, State], device: torch.device | None = None
+    ) -> bool:
+        """Brings the blocks' slabs in, in order; True if any moved. Raises BadInputError where memory is out.
+
+        They are locked for `device`, by default that of the blocks' parameters, which may have moved since.
+        """
+        blocks = list(blocks)
         found = [(live, slab_of(live, state)) for live in blocks if live.slab_bytes]
         used = {id(segment): 0 for segment in self._segments}
         inside = []
@@ -68,6 +74,10 @@ class HostArena:
             del found, slab  # pyright: ignore[reportPossiblyUnboundVariable]
             full.add(id(self._move(moving, state=state)))
         self._segments = [segment for segment in self._segments if id(segment) in full]
+        for index, segment in enumerate(self._segments):
+            there = device or blocks[0].slots[0].param.device
+            if segment.lock.device.type != there.type:
+                self._segments[index] = self._locked(segment.memory, device=there)
         return bool(moving)
 
     def reserve(self, blocks: Sequence[LiveBlock], *, device: torch.device | None) -> dict[LiveBlock, list[State]]:
@@ -89,8 +99,11 @@ class HostArena:
 
     def _segment(self, nbytes: int, *, device: torch.device) -> _Segment:
         memory = host_memory(nbytes, what="the states of host-placed blocks")
+        self._segments.append(self._locked(memory, device=device))
+        return self._segments[-1]
+
+    def _locked(self, memory: Tensor, *, device: torch.device) -> _Segment:
         segment = _Segment(memory=memory, lock=Lock(memory, device=device))
-        self._segments.append(segment)
         self._warn(segment)
         return segment
 
