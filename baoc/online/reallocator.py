@@ -117,6 +117,8 @@ class Reallocator:
     def finish_parts(self) -> None:
         if self._watched:
             assert self.profiler is not None
+            if self.profiler.takes_part:  # whose temporaries are charged in place of gradients, which have to be gone
+                self.optimizer.roster.rings.drain()
             self.profiler.finish_parts()
         self._watched = False
 

@@ -182,6 +182,11 @@ class GradientProfiler:
             if self._part_turn is Turn.SAMPLE:
                 self._moments.begin_parts()
 
+    @property
+    def takes_part(self) -> bool:
+        """Whether the step in progress, which comes by parts, is sampled or gathered."""
+        return self._part_turn is not Turn.SKIP and not self._released
+
     @torch.no_grad()
     def see_part(self, grads: Mapping[str, Tensor]) -> None:
         """Final gradients of some of `params`, by name. What never comes counts as 0."""

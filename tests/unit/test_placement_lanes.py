@@ -11,10 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from baoc import BaocOptimizer
+from baoc.online import SessionSettings
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.backends import HostedBackend, StepInputs
 from baoc.optim.placement import Inline, streaming
 from baoc.optim.placement.lanes import IN, MAIN, OUT, STEP
+from baoc.planner import PlannerSettings
+from baoc.profiling import GradientProfiler
 from tests.optimizing import Gradients, assert_same, build, make_params, run_steps, twin_of, values
 from tests.placing import HERE, LateLanes, rings
 
@@ -211,6 +215,23 @@ def test_gradients_that_are_released_do_not_gather_before_a_slow_link() -> None:
         optimizer.step()
     waits = 2  # of the lane, that each step is given beside its work
     assert len(left) == 6 and max(left) <= 2 * (1 + waits)
+
+
+def test_a_sample_is_put_together_when_released_gradients_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[int] = []
+    lanes, params = LateLanes(), make_params({name: (9, 32) for name in "abcdef"})
+
+    def finish(profiler: GradientProfiler) -> None:
+        left.append(lanes._given[STEP] - lanes._done.get(STEP, 0))
+
+    monkeypatch.setattr(GradientProfiler, "finish_parts", finish)
+    with rings(lanes=lanes, piece_bytes=2000):
+        settings = SessionSettings(planner=PlannerSettings(specs=("adamw@streamed",), keep_fp32_roles=()), release=True)
+        optimizer = BaocOptimizer(params.items(), budget="state_50", settings=settings)
+        for _ in range(3):
+            torch.stack([param.sum() for param in params.values()]).sum().backward()
+            optimizer.step()
+    assert left[0] > 0 and left[1:] == [0, 0], "the first step is never sampled"
 
 
 def test_a_ring_that_goes_waits_for_what_is_on_its_way() -> None:

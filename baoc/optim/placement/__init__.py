@@ -57,6 +57,11 @@ class Rings:
         for ring in self._rings:
             ring.join()
 
+    def drain(self) -> None:
+        """Memory of gradients that were dropped in the step which `join` ended is free when this returns."""
+        for ring in self._rings:
+            ring.drain()
+
     def settle(self) -> None:
         """States are at home when this returns."""
         for ring in self._rings:

@@ -64,6 +64,9 @@ class Ring(ABC, Generic[P]):
     def forget(self) -> None:
         """States were changed at home: what is on the way is old."""
 
+    def drain(self) -> None:
+        """Waits until gradients that the caller dropped are no one's any more: once `join` was called, unless said."""
+
     @property
     def nbytes(self) -> int:
         """Bytes of all that passes at a time, see `baoc.staging.buffer_bytes`."""

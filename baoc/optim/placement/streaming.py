@@ -234,6 +234,9 @@ class Streaming(Ring[Piece]):
             self.lanes.wait(MAIN, self._stepped)
             self._stepped = None
 
+    def drain(self) -> None:
+        self.lanes.wait_here(self.lanes.mark(STEP))
+
     def settle(self) -> None:
         self.lanes.wait_here(self.lanes.mark(OUT))
         self.lanes.wait_here(self.lanes.mark(IN))
