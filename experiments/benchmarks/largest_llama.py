@@ -64,21 +64,22 @@ FIXED = (
     "optim.release_gradients=true",  # for all methods alike: whole gradients would take as much as the weights
 )
 # A checkpoint of tens of gigabytes takes longer than the steps, and so do random numbers: those that the model's own
-# replace, and its own, of which 4 million are drawn and repeated. The peak that is measured is that of training: what
+# replace, and its own, of which a million are drawn and repeated. The peak that is measured is that of training: what
 # is looked at before a plan is told by itself.
 RUN = """
-import atexit, runpy, sys
+import atexit, runpy, sys, time
+began = time.monotonic()
 import torch
 from baoc import assembly
 from baoc.callbacks import SafeCheckpoint
 SafeCheckpoint._save_last = SafeCheckpoint._save_best = lambda *_, **__: None
 torch.nn.Linear.reset_parameters = lambda self: None
-draw, some = torch.Tensor.normal_, torch.empty(2**22 + 17).normal_()
+draw, some = torch.Tensor.normal_, torch.empty(2**20 + 7).normal_()
 def normal_(self, mean=0.0, std=1.0, *, generator=None):
-    if self.numel() <= len(some) or self.device.type != "cpu" or not self.is_contiguous():
+    if mean or self.numel() <= len(some) or self.device.type != "cpu" or not self.is_contiguous():
         return draw(self, mean, std, generator=generator)
     for part in self.detach().view(-1).split(len(some)):
-        torch.mul(some[: len(part)], std, out=part).add_(mean)
+        torch.mul(some[: len(part)], std, out=part)
     return self
 torch.Tensor.normal_ = normal_
 watch = assembly.watch_memory
@@ -86,7 +87,7 @@ def held():
     return {name: getattr(torch.cuda, f"max_memory_{name}")() for name in ("reserved", "allocated")}
 def watch_memory(memory, *, strategy, predicted_bytes, **rest):
     if strategy.root_device.type == "cuda":
-        print(f"before the plan: {held()}, the plan: {predicted_bytes}", flush=True)
+        print(f"before the plan: {held()}, the plan: {predicted_bytes}; {time.monotonic() - began:.0f} s", flush=True)
         atexit.register(lambda: print(f"held at the end: {held()}", flush=True))
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
