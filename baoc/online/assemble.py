@@ -11,7 +11,7 @@ from torch import Tensor
 from baoc.allocation import ALLOCATORS
 from baoc.blocks import partition
 from baoc.candidates import applies
-from baoc.catalogue import on_device, select
+from baoc.catalogue import SPECS, base_name, on_device, select
 from baoc.kernels.host_memory import check_host_memory
 from baoc.online.reallocator import Reallocator
 from baoc.online.triggers import ReallocationSettings
@@ -50,11 +50,12 @@ def make_profiler(
     if settings.reallocation.mode == "off":
         return None
     wants_shadow = "shadow" in RISKS[planner.settings.risk].needs
+    bases = dict.fromkeys(map(base_name, planner.specs))  # risk asks for those, wherever states and weights are kept
     profiler = GradientProfiler(
         planner.blocks,
         params=params,
         betas=betas,
-        shadow_specs=tuple(spec for spec in planner.specs.values() if spec.weights == "native") if wants_shadow else (),
+        shadow_specs=tuple(SPECS[name] for name in bases) if wants_shadow else (),
         by_parts=settings.release is not False,
     )
     if planner.footprint is not None:

@@ -6,8 +6,11 @@ from torch import Tensor, nn
 
 from baoc.catalogue import NATIVE
 from baoc.errors import CheckpointError
+from baoc.online import SessionSettings
+from baoc.online.assemble import make_profiler
+from baoc.planner import Planner, PlannerSettings
 from baoc.profiling import GradientProfiler, schedule
-from baoc.types import StateKind, profile_from_plain, to_plain
+from baoc.types import Budget, StateKind, profile_from_plain, to_plain
 from baoc.units import MIB
 from tests.gradients import Stream, make_block, make_params, normal
 
@@ -330,3 +333,18 @@ def test_every_kind_of_state_is_shadowed_with_its_own_codec():
 
     kinds = {tuple(decl.kind for decl in RULES[spec.rule].info.states) for spec in SPEC_ROWS}
     assert {(StateKind.M, StateKind.V), (StateKind.V,), ()} <= kinds
+
+
+def test_a_rule_has_one_shadow_wherever_its_states_and_weights_are_kept():
+    """Risk asks for a row's rule and storage: other rows of the same would take room and time from the slices."""
+    rows = ("adamw", "adamw_int8", "adamw_int8@streamed", "lion_int8+split8", "lion_int8+split8@streamed")
+    params = make_params(BLOCKS)
+    infos = [param for block in BLOCKS for param in block.params]
+    planner = Planner(
+        infos,
+        budget=Budget(name="s", state_fraction=0.5),
+        settings=PlannerSettings(specs=rows, risk="shadow", keep_fp32_roles=()),
+    )
+    profiler = make_profiler(planner, params, settings=SessionSettings(), betas=(0.9, 0.999))
+    assert profiler is not None and profiler._shadow is not None
+    assert set(profiler._shadow.spec_names) == {"adamw_int8", "lion_int8"}
