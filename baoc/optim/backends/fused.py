@@ -26,7 +26,6 @@ from baoc.rules import RULES
 from baoc.types import OptimizerSpec, Placement, StateKind
 
 _NOTHING = nullcontext()
-_WITNESSES = 32  # parameters that autograd is told of in each step
 _LOOKED_AT = 4  # parameters whose address is compared in each step, by turns
 
 
@@ -188,7 +187,7 @@ class _Unit:
         self._params = [slot.param for _, slot in members]
         self._addresses = [row[0] for table in self.tables for row in table.addresses]
         self._look = 0
-        self._written: tuple[int, list[Tensor]] = (-1, [])  # who had gradients when that changed
+        self._written: tuple[int, list[Tensor]] = (-1, [])  # who had gradients at that change of it
         self._index = self.engine.device.index if self.engine.device.type == "cuda" else None
         self._share(plan, state=state)
 
@@ -231,17 +230,13 @@ class _Unit:
         self.engine.run(matched=inputs.matching, marked=self.marked, measure=measure)
         self.mark_of = None
         # Kernels write where autograd does not see it: a backward that still needs the old weights is told.
-        torch.autograd.graph.increment_version(self._witnesses())
+        torch.autograd.graph.increment_version(self._stepped())
 
-    def _witnesses(self) -> list[Tensor]:
-        """Parameters that have a gradient; of many some, for each takes the host 50 ns in every step. Matrices, as most
-        graphs keep no others, from end to end, so that a backward through the network meets them."""
+    def _stepped(self) -> list[Tensor]:
+        """Parameters that have a gradient."""
         gradients = self.engine.gradients
         if self._written[0] != gradients.num_changes:
-            found = list(compress(gradients.params, gradients.active))
-            if len(found) > _WITNESSES:
-                found = [param for param in found if param.ndim > 1] or found
-            self._written = (gradients.num_changes, found[:: -(-len(found) // _WITNESSES) or 1])
+            self._written = (gradients.num_changes, list(compress(gradients.params, gradients.active)))
         return self._written[1]
 
     def _first_steps(self) -> list[FusedTable]:
