@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _OWNERS = WeakTensorKeyDictionary()  # parameter -> weak reference to the Releaser that steps it
-_TOGETHER_BYTES = 16 * 2**20  # of gradients whose blocks are stepped together: a launch costs as much for one tensor
+_TOGETHER_BYTES = 64 * 2**20  # of gradients whose blocks are stepped together: a launch costs as much for one tensor
 _ADVICE = (
     "With gradient release every backward is a step: call step() after each, with no accumulation, or build the "
     "optimizer without release"

@@ -50,13 +50,13 @@ def together(
     """Blocks that are stepped together, where gradients come in `order` (block, bytes) and a block has `left` of them:
     one after the other, up to `limit` bytes, and so that never more is there than was by then where each is stepped
     alone. By then, and not in all: activations go as backward goes on, so that a peak of gradients at its end, as of
-    an embedding, costs less than the same bytes at its beginning. A sixteenth of `limit` may be there at any time, so
-    that biases and norms before the first matrix need no launch each."""
+    an embedding, costs less than the same bytes at its beginning. A 64th of `limit` may be there at any time, so that
+    biases and norms before the first matrix need no launch each."""
     groups: list[tuple[str, ...]] = []
     waiting: list[str] = []
     missing, sizes = dict(left), dict.fromkeys(left, 0)
     held = waits = alone = 0
-    most = limit // 16
+    most = limit // 64
     for name, num_bytes in order:
         alone += num_bytes
         most = max(most, alone)
