@@ -5,6 +5,7 @@ budget, the best one by `objective` is tried itself, and the table of all of the
 """
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
@@ -308,17 +309,19 @@ class _Decision:
             raise before[1]
         return before[1]
 
-    def _planned_specs(self, way: Way) -> list[OptimizerSpec]:
-        """What the plan of a way steps each block with; nothing where there is none."""
+    def _stepped_by(self, way: Way) -> list[OptimizerSpec]:
+        """For each block what the plan of a way steps most blocks with, as each spec more is compiled for a second and
+        changes little of what the host does; nothing where there is no plan."""
         _, plan = self._plans.get(way, (None, None))
         if not isinstance(plan, Plan):
             return []
-        return [self.planner.specs[plan.allocation.choices[block.name]] for block in self.planner.blocks]
+        ((most, _),) = Counter(plan.allocation.choices.values()).most_common(1)
+        return [self.planner.specs[most]] * len(self.planner.blocks)
 
     def options_after(self, chosen: Option) -> list[Option]:
         """All options again, `chosen` having been tried as it would be run, for bytes and for seconds."""
         blind = not self.tryouts.any_room
-        self.tryouts.try_out(chosen.way, blocks=self.blocks, specs=self._planned_specs(chosen.way))
+        self.tryouts.try_out(chosen.way, blocks=self.blocks, specs=self._stepped_by(chosen.way))
         if blind and self.tryouts.any_room:
             self.planner.budget, self.table = self.budget, self._table()
         return self.options()

@@ -50,7 +50,8 @@ def spend(
     """A plan of less risk than `found` where that leaves more than SPARE of the budget and there is one.
 
     `beyond` are plans whose own peak passes the budget, as their savings were counted too boldly: `attempt` makes the
-    best of them again with fewer bytes to charge, halving towards the most with which the peak fits.
+    best of them again with fewer bytes to charge, at first so many more than the least as `found` leaves, then halving
+    towards the most with which the peak fits.
     """
     memory = planner.budget.memory_bytes
     if memory is None or not beyond or found.peak_bytes >= (1 - SPARE) * memory:
@@ -59,8 +60,9 @@ def spend(
     if bold.allocation.risk >= found.allocation.risk or one.limits.state_bytes is None:
         return found
     best, low, high = found, sum(c.cost.charged_bytes for c in one.least()), one.limits.state_bytes
+    middle = low + memory - found.peak_bytes
     for _ in range(SEARCHES):
-        middle = (low + high) // 2
+        middle = middle if low < middle < high else (low + high) // 2
         try:
             plan = attempt(replace(one, limits=replace(one.limits, state_bytes=middle)))
         except NoFeasibleAllocation:
@@ -70,6 +72,8 @@ def spend(
         if planner.fits(plan) and plan.allocation.risk < best.allocation.risk:
             named = replace(plan.allocation, allocator=found.allocation.allocator, gap=None)
             best = replace(plan, allocation=named, limits=one.limits)
+        if best.peak_bytes >= (1 - SPARE) * memory:
+            break
     return best
 
 
