@@ -5,6 +5,7 @@ budget, the best one by `objective` is tried itself, and the table of all of the
 """
 
 import gc
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
@@ -94,12 +95,12 @@ def decide(
         gc.freeze()  # caches are emptied before each trial; looking through what has been there takes .2 s each time
         end = monotonic() + DECIDING_S
         decision = _Decision(config, task=task, data=data, device=device, settings=settings, visit=visit, phases=phases)
-        options, chosen = choose(
-            decision.options(),
-            objective=config.objective,
-            tried=decision.options_after,
-            late=lambda: monotonic() > end,
+        search = partial(
+            choose, objective=config.objective, tried=decision.options_after, late=lambda: monotonic() > end
         )
+        options, chosen = search(decision.options())
+        if chosen is None:
+            options, chosen = search(decision.least_measured(options))
         leave(options, run_dir=run_dir, objective=config.objective)
         files.write_json(run_dir / "deciding.json", {"total_s": phases.total_s, "phases_s": phases.seconds})
         console.say(f"the decision took {phases.told()}")
@@ -308,6 +309,22 @@ class _Decision:
         if isinstance(before[1], InfeasibleBudgetError):
             raise before[1]
         return before[1]
+
+    def least_measured(self, options: list[Option]) -> list[Option]:
+        """The options where none fits, the one of fewest bytes having been measured as it would be run, as a refusal
+        names it, and the same bytes are asked for by a run with that budget; it may even fit, as lines are above."""
+        slow = any(not math.isnan(option.fastest_s) for option in options)
+        if slow or self.budget.memory_bytes is None or not self.tryouts.capped:
+            return options
+        for _ in range(VERIFIED):
+            least = min(options, key=lambda option: (option.peak_bytes, not self.tryouts.knows(option.way)))
+            if self.tryouts.knows(least.way):
+                break
+            with self.phases("the least option"):
+                if not self.tryouts.measure(least.way, blocks=self.blocks):
+                    break
+            options = self._made()
+        return options
 
     def _stepped_by(self, way: Way) -> list[OptimizerSpec]:
         """For each block what the plan of a way steps most blocks with, as each spec more is compiled for a second and

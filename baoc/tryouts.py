@@ -215,6 +215,17 @@ class Tryouts:
             clear_cache(self.where)
         self.no_room.add(way)
 
+    def measure(self, way: Way, *, blocks: Sequence[Sequence[Tensor]]) -> bool:
+        """Bytes of this way as it would be run, outside of the cap; whether the device had room for that."""
+        self.switch(way[1])
+        narrow = bool(self.less)
+        look = narrowed(self.narrow, module=self.task) if narrow else nullcontext()
+        with suppress(torch.OutOfMemoryError), uncapped(self.where, budget=self.budget), look:
+            self._keep(way, self._run(way, blocks=blocks, narrow=narrow))
+            return True
+        clear_cache(self.where)
+        return False
+
     def _run(self, way: Way, *, blocks: Sequence[Sequence[Tensor]], narrow: bool) -> Trial:
         """The trial of a way, that of before where it was measured with weights as they are now."""
         size, checkpointing, release = way
