@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 import pytest
@@ -11,13 +11,14 @@ from torch import nn
 
 from baoc.budgets import parse_budget
 from baoc.callbacks.budget_control import BudgetControl
-from baoc.decision import choose
+from baoc.decision import _Decision, choose
 from baoc.online.converting import usable
 from baoc.online.dial import BudgetChange, BudgetDial
 from baoc.online.moving import transit
 from baoc.online.relaxation import offers
 from baoc.options import Axes, none_fits
 from baoc.planner import Planner, PlannerSettings
+from baoc.profiling.phases import Phases
 from baoc.strategy.probe import Probe
 from baoc.types import Candidate, Cost, Footprint, Moment, Option, Profile, Risk, to_plain
 from tests.decision import stats, transformer
@@ -176,3 +177,27 @@ def test_a_size_in_the_file_leaves_the_limit_on_time() -> None:
     dial = BudgetDial(parse_budget({"memory": "8gb", "step_time": 1.2}))
     dial.ask("6gb")
     assert dial.wish(step=1, batch=1)[0].step_time == 1.2
+
+
+def test_a_refusal_names_what_the_least_option_was_measured_to_take() -> None:
+    """A line through one sample says that a whole released batch takes as little."""
+    line, measured, known = {(1, False): 80, (8, True): 50, (8, False): 80}, {(8, True): 90}, {(1, False)}
+
+    def made() -> list[Option]:
+        return [
+            replace(
+                option(size, rate=1.0, risk=None),
+                release=release,
+                peak_bytes=measured.get((size, release), num_bytes) if (size, release) in known else num_bytes,
+            )
+            for (size, release), num_bytes in line.items()
+        ]
+
+    def measure(way: tuple[int, bool, bool], *, blocks: object) -> bool:
+        known.add((way[0], way[2]))
+        return True
+
+    tryouts = SimpleNamespace(capped=True, knows=lambda way: (way[0], way[2]) in known, measure=measure)
+    decision = SimpleNamespace(budget=parse_budget("8mb"), tryouts=tryouts, phases=Phases(), blocks=[], _made=made)
+    found = _Decision.least_measured(cast(Any, decision), made())
+    assert min(o.peak_bytes for o in found) == 80 and known == {(1, False), (8, True)}, "the rest is known to need more"
