@@ -50,11 +50,15 @@ VERIFIED, LATE = 6, 2  # options that are tried themselves at most, and when it 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decided:
-    """What was chosen: `config` with it, and the latency table with the rest of its step, to plan the run with."""
+    """What was chosen: `config` with it, and the latency table with the rest of its step, to plan the run with.
+
+    `footprint`: by which it fits. A look at the same step from another layout of memory may take a page more.
+    """
 
     config: RunConfig
     latency: LatencyTable
     option: Option
+    footprint: Footprint | None = None
 
 
 def axes_of(config: RunConfig, *, task: Task) -> Axes:
@@ -116,6 +120,7 @@ def decide(
         config=replace(settled(config, choice=choice), budget=decision.budget),
         latency=decision.latency(chosen.way, spared_s=chosen.spared_s),
         option=chosen,
+        footprint=decision.footprints.get(chosen.way),
     )
 
 
@@ -148,6 +153,7 @@ class _Decision:
         phases: Phases,
     ):
         self.config, self.task, self.phases = config, task, phases
+        self.footprints: dict[Way, Footprint] = {}
         self._plans: dict[Way, tuple[Footprint | None, Plan | InfeasibleBudgetError]] = {}
         self.where = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
         self.budget = resolve_auto(config.budget, free_bytes=free_bytes(self.where))
@@ -279,11 +285,12 @@ class _Decision:
             return None
         if not self.table.fixed_s:  # for want of room: bytes alone decide whether there may be some
             self.planner.budget = replace(self.budget, step_time=None)
+        footprint = self.constant[way[2]](footprint)
+        footprint = replace(footprint, context_bytes=max(footprint.context_bytes, self.context))
+        self.footprints[way] = footprint
         option = make_option(
             self.planner,
-            footprint=replace(
-                self.constant[way[2]](footprint), context_bytes=max(footprint.context_bytes, self.context)
-            ),
+            footprint=footprint,
             batch_size=self.config.batch_size,
             checkpointing=way[1],
             latency=self.latency(way),

@@ -73,6 +73,7 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
     )
     with finishing(loggers):
         parts = assemble_trainer(config, task=task, device=device, run_dir=run_dir, loggers=loggers, latency=latency)
+        parts.strategy.decided = decided.footprint if decided is not None else None
         if config.mode == "eval":
             return evaluate(parts, task=task, data=data, checkpoint=checkpoint, run_dir=run_dir)
         if checkpoint is not None:

@@ -30,11 +30,17 @@ from baoc.profiling.lowered import as_native, narrowed, narrowed_bytes
 from baoc.strategy.arrival import MIXED, Between, leave, must_wait, needs_room, no_room, visiting
 from baoc.strategy.probe import Probe, silent, unwrapped
 from baoc.strategy.released import leave_clipping, leaves_gradients, released_clipping, take_clipping_back
-from baoc.strategy.takeover import count_steps_for_schedulers, hyperparameters, named_groups, rebind_schedulers
+from baoc.strategy.takeover import (
+    count_steps_for_schedulers,
+    declared_blocks,
+    hyperparameters,
+    named_groups,
+    rebind_schedulers,
+    widened,
+)
 from baoc.types import Budget, Footprint, LatencyTable, OptimizerSpec, Plan, Profile, Reallocation
 
 TIMING_S = 5.0  # what a latency table may take where a step_time limit needs it
-SPLIT_ROWS = "*+split8"
 RECORDING_S = 0.5  # and where it is only written down
 PlanListener = Callable[[Planner, Plan], None]
 
@@ -101,6 +107,7 @@ class BaocStrategy(SingleDeviceStrategy):
         self.budget = parse_budget(budget)
         self.settings = settings or SessionSettings()
         self.latency = latency
+        self.decided: Footprint | None = None  # of this very step, by which a decision has found that it fits
         self.plan_only = plan_only
         self.record_latency = record_latency
         self.plan_listeners = list(plan_listeners)
@@ -213,13 +220,19 @@ class BaocStrategy(SingleDeviceStrategy):
                 retime=timing.retime if timing is not None else None,
                 arrive=partial(self._arrive, visit=visit, narrow=narrow),
             )
-            reallocator = None
-            with suppress(InfeasibleBudgetError) if narrow and not tight else nullcontext():
+            reallocator, again = None, bool(narrow) and not tight
+            # An error is gone before the next look, and with its frames the profiler that they held.
+            with suppress(InfeasibleBudgetError) if again or self.decided is not None else nullcontext():
                 reallocator = assembled(footprint=self._with_context(footprint))
-            if reallocator is None:  # the error is gone, and with its frames the profiler that they held
+            if reallocator is None and again:
                 clear_cache(self.root_device)
                 footprint, _ = self._probe_footprint(look, narrow=narrow, less=less, whole=False)
-                reallocator = assembled(footprint=footprint)
+                with suppress(InfeasibleBudgetError) if self.decided is not None else nullcontext():
+                    reallocator = assembled(footprint=footprint)
+            if reallocator is None:
+                assert self.decided is not None
+                clear_cache(self.root_device)
+                reallocator = assembled(footprint=self._with_context(self.decided))
         if full is not None and self.budget.step_time is not None:
             raise full
         return reallocator
@@ -422,28 +435,3 @@ class BaocStrategy(SingleDeviceStrategy):
             for listener in self.resume_listeners:
                 listener(self.reallocator.step, self.reallocator.plan)
             self.reallocator.tell_conversion(optimizer.load_report.moves, notes=notes)
-
-
-def widened(settings: SessionSettings, *, device: str, budget: Budget, precision: str) -> SessionSettings:
-    """Adds `*+split8` to a catalogue that was left open, where a memory budget on CUDA can use it.
-
-    Open is `*`, or `*` with `*@streamed`, which `*+split8@streamed` then joins.
-    Weights kept in 16 bits with a correction save as much as a moment in 32 bits; layers take them under bf16 autocast
-    or in a bf16 model. Elsewhere results stay those of native weights.
-    """
-    fitting = device == "cuda" and budget.memory_bytes is not None and precision in ("bf16-mixed", "bf16-true")
-    more = {("*",): (SPLIT_ROWS,), ("*", "*@streamed"): (SPLIT_ROWS, f"{SPLIT_ROWS}@streamed")}.get(
-        tuple(settings.planner.specs)
-    )
-    if not fitting or more is None:
-        return settings
-    return replace(settings, planner=replace(settings.planner, specs=(*settings.planner.specs, *more)))
-
-
-def declared_blocks(module: L.LightningModule, declares: torch.nn.Module) -> dict[str, list[str]] | None:
-    """Blocks that the model declares by `parameter_blocks()`, with names as the LightningModule knows them."""
-    blocks: Any = getattr(declares, "parameter_blocks", None)
-    if blocks is None:
-        return None
-    prefix = "" if declares is module else next(name + "." for name, m in module.named_modules() if m is declares)
-    return {block: [prefix + name for name in names] for block, names in blocks().items()}

@@ -2,19 +2,24 @@
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
+import lightning as L
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from baoc.errors import BadInputError
+from baoc.online import SessionSettings
+from baoc.types import Budget
 
 # Switches of torch's Adam family that choose an implementation, not an arithmetic: ours has its own.
 IMPLEMENTATION_KEYS = {"foreach", "fused", "capturable", "differentiable"}
 REFUSED_KEYS = ("amsgrad", "maximize")
+SPLIT_ROWS = "*+split8"
 
 
 def hyperparameters(optimizer: Optimizer) -> dict[str, Any]:
@@ -84,3 +89,28 @@ def rebind_schedulers(schedulers: Sequence[Any], *, old: Optimizer, new: Optimiz
         if isinstance(scheduler, LRScheduler | ReduceLROnPlateau) and scheduler.optimizer is old:
             scheduler.optimizer = new
         rebind_schedulers(getattr(scheduler, "_schedulers", ()), old=old, new=new)
+
+
+def widened(settings: SessionSettings, *, device: str, budget: Budget, precision: str) -> SessionSettings:
+    """Adds `*+split8` to a catalogue that was left open, where a memory budget on CUDA can use it.
+
+    Open is `*`, or `*` with `*@streamed`, which `*+split8@streamed` then joins.
+    Weights kept in 16 bits with a correction save as much as a moment in 32 bits; layers take them under bf16 autocast
+    or in a bf16 model. Elsewhere results stay those of native weights.
+    """
+    fitting = device == "cuda" and budget.memory_bytes is not None and precision in ("bf16-mixed", "bf16-true")
+    more = {("*",): (SPLIT_ROWS,), ("*", "*@streamed"): (SPLIT_ROWS, f"{SPLIT_ROWS}@streamed")}.get(
+        tuple(settings.planner.specs)
+    )
+    if not fitting or more is None:
+        return settings
+    return replace(settings, planner=replace(settings.planner, specs=(*settings.planner.specs, *more)))
+
+
+def declared_blocks(module: L.LightningModule, declares: torch.nn.Module) -> dict[str, list[str]] | None:
+    """Blocks that the model declares by `parameter_blocks()`, with names as the LightningModule knows them."""
+    blocks: Any = getattr(declares, "parameter_blocks", None)
+    if blocks is None:
+        return None
+    prefix = "" if declares is module else next(name + "." for name, m in module.named_modules() if m is declares)
+    return {block: [prefix + name for name in names] for block, names in blocks().items()}
