@@ -54,7 +54,7 @@ TASKS: dict[str, tuple[int, tuple[str, ...], float]] = {
     "language": (120, ("batch_size=8", "dataset.sequence_length=64", "dataset.max_val_sequences=256"), 8.0),
     "diffusion": (120, ("task.num_samples=0",), 1.0),
 }
-AFTER = (10, 15, 20, 25, 30, 35, 40, 60)  # trials
+AFTER = (10, 15, 20, 24, 25, 30, 35, 40, 60)  # trials
 AXES = ("share", "log2")
 
 
