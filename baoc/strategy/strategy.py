@@ -205,7 +205,7 @@ class BaocStrategy(SingleDeviceStrategy):
             inside = {} if self._waits else narrow  # what a look is still to narrow
             whole = not (less and (self._waits or only_narrow(settings.planner)))
             footprint, tight = self._probe_footprint(look, narrow=inside, less=less, whole=whole)
-            with narrowed(inside if tight else {}):
+            with narrowed(inside if tight else {}, module=module):
                 timing, full = self._timing(probe, specs, trainer, released=released)
             assembled = partial(
                 assemble,
