@@ -207,10 +207,11 @@ def check_param(param: Any, *, name: str) -> None:
 
 def check_settings(settings: Mapping[str, Any]) -> None:
     """Raises BadInputError for hyperparameters out of range, for switches of torch's AdamW that no rule has, and for
-    keys that are nearly a hyperparameter's name; others are the user's own, which torch keeps as well."""
+    keys that are nearly a hyperparameter's name; others are the user's own, which torch keeps as well, such as one with
+    words around the name, for a schedule (weight_decay_mult, min_weight_decay)."""
     for key in settings:
         near = get_close_matches(str(key), _SETTINGS, n=1, cutoff=0.8)
-        if near and key not in _SETTINGS:
+        if near and key not in _SETTINGS and f"_{near[0]}_" not in f"_{key}_":
             raise BadInputError(f"a parameter group sets {key}, which nothing here reads: did you mean {near[0]}?")
     for key, least in (("lr", 0.0), ("eps", 0.0), ("weight_decay", 0.0)):
         value = settings[key]

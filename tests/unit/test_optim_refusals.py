@@ -97,8 +97,9 @@ def test_keys_of_a_group_that_are_nearly_a_setting() -> None:
     (param,) = make_params({"w": (3,)}).values()
     with pytest.raises(BadInputError, match=r"sets weigth_decay, which nothing .*: did you mean weight_decay\?"):
         BlockwiseOptimizer([{"params": [param], "weigth_decay": 0.0}])
-    mine = BlockwiseOptimizer([{"params": [param], "lr_scale": 0.5, "initial_lr": 1e-3, "name": "head", "wd": 1}])
-    assert mine.param_groups[0]["lr_scale"] == 0.5
+    own = {"lr_scale": 0.5, "initial_lr": 1e-3, "name": "head", "wd": 1}
+    own |= dict.fromkeys(["weight_decay_mult", "weight_decay_scale", "base_weight_decay", "no_weight_decay"], 0.5)
+    assert own.items() <= BlockwiseOptimizer([{"params": [param], **own}]).param_groups[0].items()
 
 
 def test_coupled_weight_decay() -> None:
