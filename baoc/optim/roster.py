@@ -201,13 +201,13 @@ class Roster:
 
     def ready(self) -> list[Backend]:
         """The backends, for parameters as they are now."""
-        self.forget_overwritten(begins=True)
-        witness = self._witness
-        if not self.placed or (witness is not None and witness[0].get(witness[1]) is not witness[2]):
+        if not self.placed or ((seen := self._witness) is not None and seen[0].get(seen[1]) is not seen[2]):
             self.place()
         elif any([backend.moved for backend in self._backends or ()]):  # a list is faster than a generator
             self._drop_backends()
-        return self.backends
+        backends = self.backends
+        self.forget_overwritten(begins=True)
+        return backends
 
     @property
     def backends(self) -> list[Backend]:

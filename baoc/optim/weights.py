@@ -18,6 +18,7 @@ CORRECTION = "correction"  # key of the state
 CORRECTIONS = {"split8": torch.int8, "split16": torch.int16}
 ROUNDED = (torch.bfloat16, torch.float16)
 PIECE = 2**20  # elements that are taken in at a time
+LOOK = 2**17  # that are looked at at a time, in 1 MiB
 PIECE_BYTES = 24 * PIECE  # what that takes at most beside what stays: fp32 numbers and temporaries of splitting them
 
 
@@ -36,6 +37,20 @@ def master(param: Tensor, state: Mapping[str, Tensor]) -> Tensor:
     if CORRECTION in state:
         return merge_weights(param.detach(), state[CORRECTION])
     return param.detach().to(torch.float32) if param.dtype in ROUNDED else param
+
+
+@torch.no_grad()
+def bits_of(param: Tensor) -> int:
+    """Sum of the bits of a bf16 parameter, by which it is told from others wherever and however it lies.
+
+    By parts, as torch sums in a wider type what it has cast to it: in one sum that would take 8 bytes per element.
+    """
+    data = param.detach().view(torch.int16)
+    data = data.view(-1) if data.is_contiguous() else data
+    total = torch.zeros((), dtype=torch.int64, device=data.device)
+    for part in data.split(max(1, LOOK // max(1, data[:1].numel()))):
+        total += part.sum(dtype=torch.int64)
+    return int(total)
 
 
 @torch.no_grad()

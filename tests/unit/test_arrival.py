@@ -1,12 +1,15 @@
 """Parameters that come to their device as their specs keep them: the same bits, and never all of them in full."""
 
+import copy
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from baoc.errors import BadInputError
 from baoc.optim import weights
 from baoc.optim.placement import arrival
 from baoc.optim.roster import Roster
@@ -108,3 +111,61 @@ def test_rounding_at_random_of_parts_is_that_of_the_whole() -> None:
         part = slice(first, {0: 300, 300: 900, 900: 1000}[first])
         weights.round_at_random_(parts[part], values=values[part], seed=3, phase=2, first=first)
     assert torch.equal(whole, parts) and not torch.equal(whole, values.bfloat16())
+
+
+class _Sums(TorchDispatchMode):
+    """Elements that were added up at a time, which torch casts first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numels: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket is torch.ops.aten.sum:
+            self.numels.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+def test_weights_are_told_apart_by_parts_wherever_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "LOOK", 100)
+    one = torch.randn(41, 24).bfloat16()
+    with _Sums() as sums:
+        known = weights.bits_of(one)
+    assert max(sums.numels) == 100 and sum(sums.numels) == one.numel()
+    room = torch.zeros(3 + one.numel()).bfloat16()
+    elsewhere = room[3:].view(41, 24).copy_(one)
+    turned = one.t().contiguous().t()
+    assert [weights.bits_of(same) for same in (elsewhere, turned)] == [known, known]
+    one[40, 23] += 1
+    assert weights.bits_of(one) != known
+    assert weights.bits_of(torch.zeros((), dtype=torch.bfloat16)) == weights.bits_of(torch.zeros(0, 3).bfloat16()) == 0
+
+
+@pytest.mark.parametrize("by_data", [True, False])
+def test_weights_that_no_version_tells_of_are_not_corrected_by_those_before(by_data: bool) -> None:
+    net = nn.Linear(5, 3)
+    optimizer = build(dict(net.named_parameters()), "adamw+split8")
+    if by_data:
+        net.weight.data.copy_(torch.ones(3, 5))
+    else:  # a copy of a parameter begins with version 0
+        (slot,) = (s for live in optimizer.roster.live.values() for s in live.slots if s.param is net.weight)
+        net, optimizer = copy.deepcopy((net, optimizer))
+        with torch.no_grad():
+            for _ in range(slot.adopted):
+                net.weight.fill_(1.0)
+    exact = optimizer.export_weights()
+    assert torch.equal(exact["weight"], torch.ones(3, 5)) and not torch.equal(exact["bias"], net.bias.float())
+
+
+def test_a_number_that_was_cast_is_refused_as_any_parameter_and_cast_back_is_as_it_was() -> None:
+    net = nn.ParameterDict({"scale": nn.Parameter(torch.tensor(1.01))})
+    optimizer = build(dict(net.named_parameters()), "adamw+split8")
+    exact = optimizer.export_weights()["scale"]
+    net.float()
+    net["scale"].grad = torch.tensor(1.0)
+    with pytest.raises(BadInputError, match=r"scale is torch.float32 now, and its block keeps split8 weights"):
+        optimizer.step()
+    net["scale"].grad = None
+    net.bfloat16()
+    optimizer.mask_nonfinite()
+    assert torch.equal(optimizer.export_weights()["scale"], exact) and exact != net["scale"]

@@ -43,7 +43,7 @@ def settle(slot: Slot, state: State, *, whole: Tensor | None) -> None:
         weights.take_in_(slot.param, state, whole, weights=slot.weights, name=slot.name)
         slot.adopted = slot.param._version
         if weights.CORRECTION in state and not slot.param.is_meta:
-            slot.taken_in = _bits(slot.param)
+            slot.taken_in = weights.bits_of(slot.param)
     elif whole is not None:
         slot.param.detach().copy_(whole)
 
@@ -51,15 +51,14 @@ def settle(slot: Slot, state: State, *, whole: Tensor | None) -> None:
 @torch.no_grad()
 def drop_stale(slot: Slot, state: State, *, for_good: bool) -> None:
     """Before the first step: the correction of weights that are not those it was split off, as a model was loaded after
-    its optimizer was built, is not theirs and goes. What was written back as it was counts as nothing.
+    its optimizer was built, is not theirs and goes. What was written back as it was counts as nothing. Versions do not
+    tell: writing to `.data` changes none, and copies begin with others.
 
     `for_good`: a step begins, after which no one can tell any more.
     """
-    if slot.taken_in is not None and slot.param._version != slot.adopted and _bits(slot.param) != slot.taken_in:
+    if slot.taken_in is None or slot.param.dtype is not torch.bfloat16 or slot.param.is_meta:
+        return  # a parameter that was cast is refused by who steps it
+    if weights.bits_of(slot.param) != slot.taken_in:
         state[weights.CORRECTION].zero_()
     if for_good:
         slot.taken_in = None
-
-
-def _bits(param: Tensor) -> int:
-    return int(param.detach().view(torch.int16).sum(dtype=torch.int64))
