@@ -58,7 +58,8 @@ def load(values: Mapping[str, Tensor], *, roster: Roster, param_groups: list[dic
         with roster.visiting(live):
             whole = value.to(torch.float32)
             weights.take_in_(param, roster.state[param], whole, weights=slot.weights, name=name)
-        slot.taken_in = None
+        if slot.taken_in is not None:
+            slot.taken_in = weights.bits_of(param)
 
 
 def stalling(roster: Roster, names: Iterable[str]) -> list[str]:

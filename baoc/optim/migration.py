@@ -157,7 +157,7 @@ def recast(source: Slot, target: Slot, old: State, new: State, *, fates: Fates) 
     if source.weights == target.weights:
         if weights.CORRECTION in new:
             new[weights.CORRECTION].copy_(old[weights.CORRECTION])
-        target.adopted = source.adopted
+        target.adopted, target.taken_in = source.adopted, source.taken_in
         return
     param = target.param
     wanted = weights.master(param, old).detach()
@@ -254,6 +254,8 @@ def move(
             if unseeded:
                 target.unseeded.add(slot.name)
             recast(source, slot, old, new, fates=fates)
+            if roster.unstepped and source.weights != slot.weights and weights.CORRECTION in new:
+                slot.taken_in = weights.bits_of(slot.param)
             roster.put(slot, new)
     roster.pack(target)
     target.carried = rms

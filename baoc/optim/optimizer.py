@@ -345,6 +345,7 @@ class BlockwiseOptimizer(Optimizer):
                 targets.append(make_live(live[name].block, spec=spec, param_groups=self.param_groups))
         self._check_between_steps("migrate was called")
         self.roster.check_host(targets)
+        self.roster.forget_overwritten()
         targets.sort(key=lambda target: migration.planned_growth(target, held=live[target.block.name]))
         self.roster.refresh(self.param_groups)  # backends hold what is to be freed
         moves, fresh = {}, self._num_steps == 0

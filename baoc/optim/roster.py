@@ -84,7 +84,7 @@ class Roster:
         self._guarded: dict[Tensor, str] = {}
         self._unread: dict[str, int] = {}  # what backends that are gone found in gradients
         self.late_spec: str | OptimizerSpec | None = None  # what was given for all
-        self.placed = self._unstepped = False  # `_unstepped`: some weights came since the last step
+        self.placed = self.unstepped = False  # `unstepped`: some weights came since the last step
         self.waiting: Saved | None = None  # states that were loaded of parameters that do not train yet
 
     def build(
@@ -143,7 +143,7 @@ class Roster:
         for slot, state in zip(live.slots, states or allocate(live.slots), strict=True):
             self.put(slot, state)
             settle(slot, state, whole=waiting.pop(slot.param, None))
-        self._unstepped = True
+        self.unstepped = True
         self.add_match(live, target=self.target(live.block.name))
         self.live[live.block.name] = live
 
@@ -251,9 +251,9 @@ class Roster:
 
     def forget_overwritten(self, *, begins: bool = False) -> None:
         """Corrections of weights that somebody has written since they were taken in go; `begins`: so does a step."""
-        for slot in (slot for live in self.live.values() for slot in live.slots) if self._unstepped else ():
+        for slot in (slot for live in self.live.values() for slot in live.slots) if self.unstepped else ():
             drop_stale(slot, self.state[slot.param], for_good=begins)
-        self._unstepped &= not begins
+        self.unstepped &= not begins
 
     # -- states on the host ---------------------------------------------------------------------------------------
 

@@ -157,6 +157,23 @@ def test_weights_that_no_version_tells_of_are_not_corrected_by_those_before(by_d
     assert torch.equal(exact["weight"], torch.ones(3, 5)) and not torch.equal(exact["bias"], net.bias.float())
 
 
+@pytest.mark.parametrize("first", ["adamw", "lion+split8"])
+def test_moves_before_the_first_step_see_weights_that_came_before_and_after(first: str) -> None:
+    net = nn.Linear(5, 3)
+    optimizer = build(dict(net.named_parameters()), "adamw+split8")
+    exact = optimizer.export_weights()
+    for value, spec in ((1.0, first), (2.0, "adamw+split8"), (3.0, "sign+split16")):
+        net.load_state_dict({"weight": torch.full((3, 5), value), "bias": net.bias.detach()})
+        optimizer.migrate(dict.fromkeys(optimizer.specs, spec))
+        now = optimizer.export_weights()
+        assert torch.equal(now["weight"], torch.full((3, 5), value))
+        torch.testing.assert_close(now["bias"], exact["bias"], rtol=2e-5, atol=0)
+    optimizer.load_weights({"weight": torch.full((3, 5), 1.01)})
+    assert torch.equal(optimizer.export_weights()["weight"], torch.full((3, 5), 1.01))
+    net.weight.data.fill_(4.0)
+    assert torch.equal(optimizer.export_weights()["weight"], torch.full((3, 5), 4.0))
+
+
 def test_a_number_that_was_cast_is_refused_as_any_parameter_and_cast_back_is_as_it_was() -> None:
     net = nn.ParameterDict({"scale": nn.Parameter(torch.tensor(1.01))})
     optimizer = build(dict(net.named_parameters()), "adamw+split8")
