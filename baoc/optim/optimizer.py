@@ -182,15 +182,16 @@ class BlockwiseOptimizer(Optimizer):
         if capturing():
             replay.capture(self, backends)
             return loss
+        options = self.options()  # before what is known of the gradients is taken: it may raise
         masks = self._guard.take(roster, step=self._num_steps + 1, final=self.observer is not None)
         if masks is None:
             return loss
         if self.observer is not None:
             self.observer()
+            options = self.options()  # which it may have changed
         if self._unseeded:
             seeding.seed(roster.live.values(), roster=roster, param_groups=self.param_groups)
             self._note_unseeded()
-        options = self.options()
         self._num_steps += 1
         inputs = self.inputs(masks, options=options, phase=self._num_steps)
         for backend in backends:

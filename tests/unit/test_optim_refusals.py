@@ -93,6 +93,19 @@ def test_settings_that_a_schedule_made_so(key: str, value: float, text: str) -> 
     assert not torch.equal(params["w"], before) and optimizer.state[params["w"]]["step"] == 1
 
 
+def test_a_step_that_was_refused_leaves_out_the_same_elements_when_it_is_made() -> None:
+    params = make_params({"w": (3,)})
+    optimizer = BlockwiseOptimizer(params.items(), "adamw")
+    params["w"].grad = torch.tensor([nan, 1.0, 1.0])
+    before = params["w"].detach().clone()
+    optimizer.param_groups[0]["lr"] = nan
+    with pytest.raises(BadInputError, match="lr is nan"):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 1e-3
+    optimizer.step()
+    assert (params["w"] == before).tolist() == [True, False, False] and optimizer.num_nonfinite == 1
+
+
 def test_keys_of_a_group_that_are_nearly_a_setting() -> None:
     (param,) = make_params({"w": (3,)}).values()
     with pytest.raises(BadInputError, match=r"sets weigth_decay, which nothing .*: did you mean weight_decay\?"):
