@@ -24,8 +24,8 @@ def prepare(optimizer: "BlockwiseOptimizer") -> None:
     """The host's part of the step that is replayed next; see `BlockwiseOptimizer.prepare_replay`."""
     if optimizer.releaser is not None:
         raise BadInputError("steps with gradient release cannot be replayed as a CUDA graph: build without release")
-    backends = optimizer.roster.ready()
+    backends, options = optimizer.roster.ready(), optimizer.options()
     optimizer._num_steps += 1
-    inputs = optimizer.inputs({}, options=optimizer.options(), phase=optimizer._num_steps)
+    inputs = optimizer.inputs({}, options=options, phase=optimizer._num_steps)
     for backend in backends:
         backend.prepare(inputs)

@@ -99,8 +99,10 @@ def test_a_step_that_was_refused_leaves_out_the_same_elements_when_it_is_made() 
     params["w"].grad = torch.tensor([nan, 1.0, 1.0])
     before = params["w"].detach().clone()
     optimizer.param_groups[0]["lr"] = nan
-    with pytest.raises(BadInputError, match="lr is nan"):
-        optimizer.step()
+    for make in (optimizer.step, optimizer.prepare_replay):
+        with pytest.raises(BadInputError, match="lr is nan"):
+            make()
+    assert optimizer.state_dict()["num_steps"] == 0
     optimizer.param_groups[0]["lr"] = 1e-3
     optimizer.step()
     assert (params["w"] == before).tolist() == [True, False, False] and optimizer.num_nonfinite == 1
