@@ -49,6 +49,7 @@ def load(
     checked()
     for group, new in zip(param_groups, settings, strict=True):
         group.update(new)
+    roster.forget_overwritten()
     moves = []
     for live in roster.live.values():
         with roster.visiting(live):
@@ -211,9 +212,11 @@ def _load_weights(slot: Slot, state: State, *, kept: str, correction: Tensor | N
     """What the checkpoint adds to the weights, which the model has loaded: a correction, if they were `kept` so.
 
     Weights that are no bf16 numbers did not come with that correction, and are whole already. A correction that this
-    plan has and the checkpoint does not is that of the weights as they were adopted: it goes if they were overwritten.
+    plan has and the checkpoint does not is that of the weights as they were adopted: it goes if they were overwritten,
+    which before the first step has been looked at.
     """
     param, own = slot.param, state.get(weights.CORRECTION)
+    overwritten = slot.taken_in is None and param._version != slot.adopted
     slot.taken_in = None  # what the correction is to be is decided here
     if correction is not None and kept == slot.weights:
         assert own is not None
@@ -227,7 +230,7 @@ def _load_weights(slot: Slot, state: State, *, kept: str, correction: Tensor | N
             weights.store_(param, state, whole, weights=slot.weights, name=slot.name)
             fates.note("weights", "converted")
             fates.measure("weights", wanted=whole, stored=weights.master(param, state).detach())
-    elif own is not None and param._version != slot.adopted:
+    elif own is not None and overwritten:
         own.zero_()
 
 

@@ -157,6 +157,21 @@ def test_weights_that_no_version_tells_of_are_not_corrected_by_those_before(by_d
     assert torch.equal(exact["weight"], torch.ones(3, 5)) and not torch.equal(exact["bias"], net.bias.float())
 
 
+def test_a_checkpoint_without_corrections_leaves_those_of_weights_that_nobody_changed() -> None:
+    net = nn.Linear(5, 3)
+    optimizer = build(dict(net.named_parameters()), "adamw+split8")
+    exact = optimizer.export_weights()
+    net.weight.data.fill_(1.0)
+    net.bias.data.copy_(exact["bias"])
+    saved = torch.optim.AdamW(net.named_parameters())
+    net.weight.grad, net.bias.grad = torch.ones_like(net.weight), torch.ones_like(net.bias)
+    saved.param_groups[0] |= {"lr": 0.0}
+    saved.step()
+    optimizer.load_state_dict(saved.state_dict())
+    assert torch.equal(optimizer.export_weights()["weight"], torch.ones(3, 5))
+    assert torch.equal(optimizer.export_weights()["bias"], exact["bias"])
+
+
 @pytest.mark.parametrize("first", ["adamw", "lion+split8"])
 def test_moves_before_the_first_step_see_weights_that_came_before_and_after(first: str) -> None:
     net = nn.Linear(5, 3)
