@@ -78,8 +78,11 @@ def test_switches_that_no_rule_has(key: str) -> None:
         BlockwiseOptimizer([{"params": [("w", nn.Parameter(torch.zeros(3)))], key: True}])
 
 
-@pytest.mark.parametrize(("key", "value", "text"), [("lr", nan, "lr is nan"), ("eps", 0.0, "eps is 0")])
-def test_settings_that_a_schedule_made_so(key: str, value: float, text: str) -> None:
+@pytest.mark.parametrize(
+    ("key", "value", "text"),
+    [("lr", nan, "lr is nan"), ("eps", 0.0, "eps is 0"), ("betas", (1.0, 0.999), r"betas are \(1.0, 0.999\)")],
+)
+def test_settings_that_a_schedule_made_so(key: str, value: Any, text: str) -> None:
     params = make_params({"w": (3,)})
     optimizer = build(params)
     params["w"].grad = torch.ones(3)
@@ -88,7 +91,7 @@ def test_settings_that_a_schedule_made_so(key: str, value: float, text: str) -> 
     with pytest.raises(BadInputError, match=text):
         optimizer.step()
     assert torch.equal(params["w"], before)
-    optimizer.param_groups[0] |= {"lr": 1e-3, "eps": 1e-8}
+    optimizer.param_groups[0] |= {"lr": 1e-3, "eps": 1e-8, "betas": (0.9, 0.999)}
     optimizer.step()
     assert not torch.equal(params["w"], before) and optimizer.state[params["w"]]["step"] == 1
 

@@ -14,10 +14,11 @@ from baoc.optim.state import Bucket, LiveBlock, State
 
 def options_of(group: Mapping[str, Any]) -> "Options":
     """A parameter group's settings now. A schedule may have made them what weights would not survive."""
-    lr, eps, decay = float(group["lr"]), group["eps"], group["weight_decay"]
-    if not 0 <= lr < inf or not 0 <= decay < inf or not eps > 0:
+    lr, betas, eps, decay = float(group["lr"]), group["betas"], group["eps"], group["weight_decay"]
+    first, second = betas
+    if not (0 <= lr < inf and 0 <= decay < inf and eps > 0 and 0 <= first < 1 and 0 <= second < 1):
         check_settings({**group, "lr": lr})
-    return Options(lr=lr, betas=group["betas"], eps=eps, weight_decay=decay)
+    return Options(lr=lr, betas=betas, eps=eps, weight_decay=decay)
 
 
 # Not frozen, because they are made in each step, and frozen ones take a microsecond more to make.
