@@ -358,6 +358,7 @@ class Releaser:
             )
         if self._options is None:
             self.begin()
+        self._is_late = owner.options() != self._options  # before anything is ended: it may raise
         self.flush()
         owner.roster.join()
         if self.observer is not None:
@@ -365,7 +366,6 @@ class Releaser:
         if owner._optimizer_step_pre_hooks and not self._told_hooks:
             self._told_hooks = True
             log.warning("what register_step_pre_hook was given finds no gradients: they are released in backward")
-        self._is_late = owner.options() != self._options
         self._take_norm()
         if self._order:
             self._group()

@@ -4,7 +4,9 @@ import copy
 import gc
 import pickle
 from collections.abc import Callable
+from math import nan
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -38,6 +40,23 @@ def test_a_second_backward_before_step_is_refused_and_step_goes_on_from_the_firs
     for each in (optimizer, twin):
         each.step()
     assert_equal(optimizer, params, twin, twins)
+
+
+def test_a_step_that_is_refused_at_its_end_is_ended_once() -> None:
+    params, optimizer = released()
+    twins, twin = released()
+    assert optimizer.releaser is not None
+    optimizer.releaser.observer = seen = Mock()
+    for each in (params, twins):
+        backward(each, ONES)
+    optimizer.param_groups[0]["lr"] = nan
+    with pytest.raises(BadInputError, match="lr is nan"):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 1e-2
+    for each in (optimizer, twin):
+        each.step()
+    assert_equal(optimizer, params, twin, twins)
+    seen.finish_parts.assert_called_once_with()
 
 
 def test_gradients_that_were_stepped_cannot_be_discarded() -> None:
