@@ -54,6 +54,7 @@ class Tryouts:
         # Checkpointing whose trials have such weights in 16 bits, to stay in the cap.
         self.narrowed: set[bool] = {False, True} if less and not narrow else set()
         self.no_room: set[Way] = set()  # those that ran out of memory when they were tried
+        self.looked_at: set[Way] = set()  # those whose bytes are known from outside of the cap alone
         self.tried: dict[bool, list[Trial]] = {}  # by checkpointing
         self.released: dict[bool, Trial] = {}  # of the whole batch, by checkpointing
         self.rehearsed: dict[Way, float] = {}  # seconds of a step but for the optimizer's part
@@ -104,8 +105,9 @@ class Tryouts:
     @property
     def any_room(self) -> bool:
         """Whether anything was tried within the cap."""
-        ways = ((trial.micro_batch, kind, False) for kind, trials in self.tried.items() for trial in trials)
-        return bool(self.released) or any(way not in self.no_room for way in ways)
+        ways = {(trial.micro_batch, kind, False) for kind, trials in self.tried.items() for trial in trials}
+        ways |= {(trial.micro_batch, kind, True) for kind, trial in self.released.items()}
+        return bool(ways - self.no_room - self.looked_at)
 
     # -- trying ---------------------------------------------------------------------------------------------------
 
@@ -211,6 +213,7 @@ class Tryouts:
                 self.rehearse(way, blocks=blocks, specs=specs)
                 seconds = self.rehearsed[way] * size / self.config.batch_size
                 self._keep(way, replace(trial, seconds=seconds))
+                self.looked_at.discard(way)
                 return
             clear_cache(self.where)
         self.no_room.add(way)
@@ -222,6 +225,7 @@ class Tryouts:
         look = narrowed(self.narrow, module=self.task) if narrow else nullcontext()
         with suppress(torch.OutOfMemoryError), uncapped(self.where, budget=self.budget), look:
             self._keep(way, self._run(way, blocks=blocks, narrow=narrow))
+            self.looked_at.add(way)
             return True
         clear_cache(self.where)
         return False

@@ -357,3 +357,18 @@ def test_weights_in_full_that_pass_the_cap_are_tried_in_16_bits(tmp_path: Path, 
     planned = config(micro_batch=8, mode="plan", reallocation=off, trainer=given, catalogue=wide, **asked)
     training.run(planned, run_dir=run_dir, command="")
     assert seen and all(seen) and chosen(run_dir)["weights"] == "native split8"
+
+
+def test_what_was_looked_at_outside_of_the_cap_is_no_room_until_it_was_tried(monkeypatch: pytest.MonkeyPatch):
+    """Else a decision that had no room, and finds some after all, goes on without a latency table and its limit."""
+    given: dict[str, Any] = {"task": None, "trials": None, "budget": parse_budget("8gb"), "narrow": {}, "less": {}}
+    axes = Axes(micro_batches=(32,), checkpointing=(False,), release=(False, True))
+    tryouts, freed = Tryouts(config(), where=torch.device("cpu"), axes=axes, **given), (32, False, True)
+    found = Trial(micro_batch=32, footprint=footprint(32))
+    tryouts.tried, tryouts.no_room = {False: [found]}, {(32, False, False)}
+    monkeypatch.setattr(tryouts, "switch", lambda _: None)
+    monkeypatch.setattr(tryouts, "_run", lambda *_, **__: found)
+    assert tryouts.measure(freed, blocks=[]) and tryouts.knows(freed) and not tryouts.any_room
+    monkeypatch.setattr(tryouts, "rehearse", lambda way, **_: tryouts.rehearsed.update({way: 1.0}))
+    tryouts.try_out(freed, blocks=[])
+    assert tryouts.any_room
