@@ -301,7 +301,8 @@ class _Decision:
         )
         option = replace(option, tried=way in self.tryouts.rehearsed and self.tryouts.knows(way))
         if way in self.tryouts.no_room:
-            return replace(option, risk=None, why="does not fit: out of memory when it was tried")
+            why = "does not fit: out of memory when it was tried"  # whatever time or host memory it is given
+            return replace(option, risk=None, fastest_s=math.nan, least_host_bytes=None, why=why)
         return option
 
     def _proposed(self, way: Way) -> Plan:

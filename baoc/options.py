@@ -256,14 +256,18 @@ def option_rows(options: Sequence[Option]) -> list[dict[str, object]]:
 def none_fits(
     options: Sequence[Option], *, budget: Budget, axes: Axes, specs: Collection[str] = ()
 ) -> InfeasibleBudgetError:
-    """The refusal where no option fits; it names the least budget, and what is pinned that could lower it."""
+    """The refusal where no option fits; it names the least budget, and what is pinned that could lower it.
+
+    Of an option that was to fit and ran out of memory nobody knows what it takes: the least is that of the others.
+    """
     slow = [option for option in options if not math.isnan(option.fastest_s)]
     if slow:
         return _none_is_fast(slow, options=options, budget=budget)
     hosted = min((o for o in options if o.least_host_bytes), key=lambda o: o.least_host_bytes or 0, default=None)
     if hosted is not None:
         return too_small_host(budget, needed_bytes=hosted.least_host_bytes or 0, least_bytes=hosted.peak_bytes)
-    least = min(options, key=lambda option: option.peak_bytes)
+    memory = budget.memory_bytes or 0
+    least = min(options, key=lambda option: (option.peak_bytes <= memory, option.peak_bytes))
     if budget.memory_bytes is None:  # of states alone, which no micro-batch makes smaller
         return InfeasibleBudgetError(
             f"budget {budget.name} cannot be met by any of {len(options)} options: the least state takes "
@@ -273,13 +277,14 @@ def none_fits(
             advice=(STATE_ADVICE,),
         )
     advice = [*_pins(axes), "a smaller model.size", more_specs(specs)]
+    takes = f"{format_bytes(least.peak_bytes)}, {least.peak_bytes} bytes ({least.name})"
+    ran_out = f"all ran out of memory when they were tried, the one that was to take least with {takes}"
+    told = ran_out if least.peak_bytes <= memory else f"the least that one takes is {takes}"
     return InfeasibleBudgetError(
         f"budget {budget.name} cannot be met by any of {len(options)} options: it allows "
-        f"{format_bytes(budget.memory_bytes or 0)} ({budget.memory_bytes} bytes), and the least that one takes is "
-        f"{format_bytes(least.peak_bytes)}, {least.peak_bytes} bytes ({least.name}). What would lower it: "
-        f"{'; '.join(advice)}",
-        budget_bytes=budget.memory_bytes or 0,
-        least_feasible_bytes=least.peak_bytes,
+        f"{format_bytes(memory)} ({memory} bytes), and {told}. What would lower it: {'; '.join(advice)}",
+        budget_bytes=memory,
+        least_feasible_bytes=max(least.peak_bytes, memory + 1),
         advice=tuple(advice),
     )
 

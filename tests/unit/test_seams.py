@@ -61,6 +61,16 @@ def test_rows_that_are_there_are_no_advice(specs: tuple[str, ...], such: str) ->
     assert f"more catalogue.specs{such} fewer roles" in str(error)
 
 
+def test_an_option_that_ran_out_of_memory_is_not_the_least_that_is_named() -> None:
+    """It was to take less than the budget, so the refusal would name what the budget has."""
+    ran_out, other = (replace(option(8, rate=1.0, risk=None), peak_bytes=mib * 2**20) for mib in (7, 9))
+    axes = Axes(micro_batches=(8,), checkpointing=(False,))
+    error = none_fits([ran_out, other], budget=parse_budget("8mb"), axes=axes)
+    assert error.least_feasible_bytes == 9 * 2**20 and "the least that one takes is 9.00 MiB" in str(error)
+    error = none_fits([ran_out], budget=parse_budget("8mb"), axes=axes)
+    assert error.least_feasible_bytes > 8 * 2**20 and "all ran out of memory when they were tried" in str(error)
+
+
 def splitting() -> Planner:
     settings = PlannerSettings(specs=("*", "*+split8"), keep_fp32_roles=())
     return Planner(transformer(), budget=parse_budget("unlimited"), settings=settings, footprint=planner().footprint)
