@@ -64,11 +64,18 @@ def _answer(given: Sequence[str]) -> bool:
 def _refuse_two_ways(given: Sequence[str]) -> None:
     """Hydra's own refusal is a ValueError, which would be told as a bug."""
     flags = [word.split("=")[0] for word in given if word.startswith("-")]
-    found = [next(flag for flag in flags if flag in names) for names in _WAYS if set(names) & set(flags)]
+    ways = {names: flag for flag in reversed(flags) for names in _WAYS if _spells(flag, *names)}
+    found = [ways[names] for names in _WAYS if names in ways]
     if len(found) > 1:
         shown = "python run.py sweeps=NAME --cfg hydra -p hydra.sweeper"
-        rest = f"; what a sweep is made of is shown without -m: {shown}" if found[0] in _WAYS[0] else ""
+        rest = f"; what a sweep is made of is shown without -m: {shown}" if _WAYS[0] in ways else ""
         raise BadInputError(f"{' and '.join(found)} exclude each other: leave one out{rest}")
+
+
+def _spells(flag: str, short: str, long: str) -> bool:
+    """Whether Hydra's parser takes `flag` for this one: the beginning of a long name will do, and -cjob for -c job."""
+    begun = len(flag) > 2 and long.startswith(flag)
+    return begun or flag == short or (short == "-c" and flag.removeprefix(short) in ("job", "hydra", "all"))
 
 
 def _close(code: int) -> int:

@@ -74,6 +74,7 @@ def test_shell_completion_completes_and_imports_nothing_heavy(line: str, expecte
             2,
             "baoc: error: -m and --cfg exclude each other: leave one out; what a sweep is made",
         ),
+        (["-cjob", "--multi"], 2, "baoc: error: --multi and -cjob exclude each other"),
         (["--frobnicate"], 2, "unrecognized arguments: --frobnicate"),
     ],
 )
