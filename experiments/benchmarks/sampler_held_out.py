@@ -12,7 +12,7 @@ as they were found.
 import argparse
 import os
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import product
 from pathlib import Path
 from statistics import mean
@@ -58,19 +58,19 @@ def words_of(task: str, point: Words, *, steps: int | None) -> list[str]:
 
 
 def means(
-    folder: Path, *, points: Mapping[tuple[str, Words], Iterable[str]], seeds: int
+    folder: Path, *, points: Mapping[tuple[str, Words], Iterable[str]], seeds: Collection[int]
 ) -> dict[tuple[str, Words], float]:
-    """Of the points (with the overrides of their runs) that were trained with so many seeds."""
+    """Over `seeds`, of the points (with the overrides of their runs) that were trained with each of them."""
     wanted = {point: frozenset(words) for point, words in points.items()}
     found: dict[tuple[str, Words], dict[int, float]] = {}
     for run in find_runs(folder):
-        if run.result is None or run.result["quality"]["value"] is None:
+        if run.result is None or run.result["quality"]["value"] is None or run.result["seed"] not in seeds:
             continue
         told = set(shlex.split(run.result["command"]))
         for point, words in wanted.items():
             if words <= told:
                 found.setdefault(point, {})[run.result["seed"]] = run.result["quality"]["value"]
-    return {point: mean(values.values()) for point, values in found.items() if len(values) == seeds}
+    return {point: mean(values.values()) for point, values in found.items() if len(values) == len(set(seeds))}
 
 
 def rows_of(
@@ -118,9 +118,9 @@ def main() -> None:
     if not given.collect:
         runs = [[*words, f"seed={seed}"] for seed in given.held_out for words in points.values()]
         run_until(study_of(runs, workers=given.workers), folder=given.folder, seconds=given.seconds)
-    again = means(given.folder, points=points, seeds=len(given.held_out))
+    again = means(given.folder, points=points, seeds=given.held_out)
     rows = rows_of(fronts, again=again, reference=given.reference)
-    told = {"held_out_seeds": len(given.held_out)} | about([given.folder])
+    told = {"held_out_seeds": len(set(given.held_out))} | about([given.folder])
     if rows:
         write_csv(given.out, [row | told for row in rows])
     for row in rows:

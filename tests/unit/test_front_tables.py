@@ -91,6 +91,16 @@ def test_fronts_are_scored_by_the_means_of_what_was_trained_again():
     assert row["points_per_front"] == 1 and all(r["n"] in (0, 1) for r in told)
 
 
+def test_held_out_means_are_of_the_seeds_that_were_asked_for(tmp_path: Path):
+    """A folder may hold more: they are no part of a mean, and no reason to leave the point out."""
+    for seed, loss in enumerate((9.0, 0.1, 0.3)):
+        job(tmp_path / str(seed), loss=loss, seed=seed, command=f"python run.py model=vit seed={seed}")
+    points = {("vision", ("a",)): ["model=vit"], ("vision", ("b",)): ["model=dit"]}
+    told = sampler_held_out.means(tmp_path, points=points, seeds=[1, 2])
+    assert told == {("vision", ("a",)): pytest.approx(0.2)}
+    assert sampler_held_out.means(tmp_path, points=points, seeds=[1, 2, 3]) == {}
+
+
 def test_weights_are_held_against_rivals_on_the_same_seeds(tmp_path: Path):
     weights = {"drop_m": 3.0, "fold_m": 1.0}
     for seed, losses in enumerate([(0.1, 0.3, 0.2), (0.2, 0.3, 0.5)]):
