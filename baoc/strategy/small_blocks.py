@@ -65,10 +65,12 @@ class SmallBlocks:
         self._compile()
 
     def come(self, param: Tensor) -> None:
-        """The gradient of a parameter of the network is final."""
+        """The gradient of a parameter of the network is final. A second one in a step is refused in training, by name."""
         small = self._small[param]
-        small.grad = self._grads[small]
         assert self._releaser is not None
+        if small in self._releaser._got:
+            return
+        small.grad = self._grads[small]
         self._releaser._ready(small)
 
     def finish(self) -> None:

@@ -248,3 +248,12 @@ def test_metrics_keep_what_they_had_whatever_a_probe_does_to_them():
         metric.reset()
     assert metric.total is total and metric.seen is seen
     assert metric.compute() == 1 and len(seen) == 1 and metric._update_count == 1
+
+
+def test_a_second_gradient_is_refused_by_training_not_by_a_rehearsal_that_knows_no_names():
+    param = nn.Parameter(torch.ones(3))
+    blocks = SmallBlocks([[param]], specs=[SPECS["adamw"]], release=GradientRelease())
+    for _ in range(2):
+        blocks.come(param)  # as where recomputed activations use it twice
+        blocks.come(param)
+        blocks.finish()
