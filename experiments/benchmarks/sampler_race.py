@@ -232,7 +232,7 @@ def about(folders: Iterable[Path]) -> dict[str, str]:
     told = [read_json(file) for folder in folders for file in sorted(folder.glob("*/env.json"))]
     cores = [f"{env['device']['cpu_count']} x86-64 cores, torch {env['versions']['torch']}" for env in told]
     device = " or ".join(dict.fromkeys(cores)) or f"{os.cpu_count()} x86-64 cores"
-    commits = dict.fromkeys(str(env["commit"])[:7] for env in told if env["commit"])
+    commits = dict.fromkeys(str(env["commit"])[:7] for env in told if env["commit"] not in (None, "unknown"))
     return {"device": f"{device}, one thread a run", "commit": " ".join(commits) or commit()}
 
 
