@@ -65,7 +65,7 @@ class SmallBlocks:
         self._compile()
 
     def come(self, param: Tensor) -> None:
-        """The gradient of a parameter of the network is final. A second one in a step is refused in training, by name."""
+        """The gradient of a parameter of the network is final. A second one in a step is for training to refuse."""
         small = self._small[param]
         assert self._releaser is not None
         if small in self._releaser._got:
