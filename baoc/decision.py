@@ -20,6 +20,7 @@ from torch import Tensor
 
 from baoc.budgets import resolve_auto
 from baoc.callbacks.resume import capture_rng, restore_rng
+from baoc.catalogue import SPECS
 from baoc.config.schema import RunConfig
 from baoc.data.base import DataModule
 from baoc.data.token_cache import cache_folder
@@ -255,7 +256,7 @@ class _Decision:
         trial, checkpointing = min(known, key=lambda pair: pair[0].seconds / pair[0].micro_batch)
         way = trial.micro_batch, checkpointing, False
         if limited and way not in self.tryouts.no_room:  # options are held against it, so it is timed as they are
-            self.tryouts.try_out(way, blocks=self.blocks)
+            self.tryouts.try_out(way, blocks=self.blocks, specs=[SPECS["adamw"]] * len(self.blocks))
         return replace(table, reference_step_s=table.reference_step_s + self.tryouts.seconds(way))
 
     def latency(self, way: Way, *, spared_s: float = 0.0) -> LatencyTable:
