@@ -49,17 +49,19 @@ class Graphs:
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
+        begun = False
         try:
             with _nothing_collected(), torch.cuda.stream(stream):
                 _room_for_generator(self.device)
                 graph.capture_begin(capture_error_mode="thread_local")
+                begun = True
                 try:
                     launch()
                 finally:
                     graph.capture_end()
         except RuntimeError as error:
-            # Torch ends the process where a graph is destroyed whose capture found no memory to begin: this one stays.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(graph))
+            if not begun:  # torch ends the process where a graph is destroyed whose capture could not begin: it stays
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(graph))
             self._give_up(error)
             return None
         torch.cuda.current_stream(self.device).wait_stream(stream)
