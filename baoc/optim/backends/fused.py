@@ -235,7 +235,7 @@ class _Unit:
     def _stepped(self) -> list[Tensor]:
         """Matrices that have a gradient, or all parameters that have one where none is a matrix.
 
-        Each takes the host 50 ns in every step, and a graph that keeps biases and scales keeps the matrices beside them.
+        Each takes the host 50 ns in every step, and a graph that keeps biases and scales keeps matrices too.
         """
         gradients = self.engine.gradients
         if self._written[0] != gradients.num_changes:
