@@ -26,6 +26,7 @@ from baoc.optim import BlockwiseOptimizer
 from baoc.optim.release import take_from_others
 from baoc.planner import Planner, may_place
 from baoc.profiling import cap_device, clear_cache, context_bytes, describe, free_bytes, uncapped
+from baoc.profiling.footprint import PAGES_BYTES
 from baoc.profiling.lowered import as_native, narrowed, narrowed_bytes
 from baoc.strategy.arrival import MIXED, Between, leave, must_wait, needs_room, no_room, visiting
 from baoc.strategy.probe import Probe, silent, unwrapped
@@ -230,9 +231,8 @@ class BaocStrategy(SingleDeviceStrategy):
                 with suppress(InfeasibleBudgetError) if self.decided is not None else nullcontext():
                     reallocator = assembled(footprint=footprint)
             if reallocator is None:
-                assert self.decided is not None
                 clear_cache(self.root_device)
-                reallocator = assembled(footprint=self._with_context(self.decided))
+                reallocator = assembled(footprint=self._as_decided(self._with_context(footprint)))
         if full is not None and self.budget.step_time is not None:
             raise full
         return reallocator
@@ -255,6 +255,13 @@ class BaocStrategy(SingleDeviceStrategy):
             self.context_bytes = now
             cap_device(self.root_device, budget=self.budget)
         return replace(footprint, context_bytes=now)
+
+    def _as_decided(self, footprint: Footprint) -> Footprint:
+        """What the decision measured of this step, where that is less by pages alone; else this look, which refuses."""
+        assert self.decided is not None
+        decided = self._with_context(self.decided)
+        more = footprint.peak_bytes(state_bytes=0) - decided.peak_bytes(state_bytes=0)
+        return decided if more <= PAGES_BYTES else footprint
 
     def _only_optimizer(self) -> Optimizer:
         if len(self.optimizers) != 1:

@@ -1,5 +1,6 @@
 """BaocStrategy around modules that know nothing of it: what is kept, what is refused, and that AdamW stays AdamW."""
 
+from dataclasses import replace
 from typing import Any
 
 import lightning as L
@@ -129,6 +130,17 @@ def test_precision_and_clipping_work_together(precision, clip, algorithm):
     # a norm's weight of 1 in bf16 is out of reach of these steps, which is what the warning says
     assert sum(moved) >= 4 if precision == "bf16-true" else all(moved)
     assert all(p.isfinite().all() for p in module.parameters())
+
+
+def test_a_look_counts_for_less_than_the_decision_where_it_takes_pages_more_alone(monkeypatch):
+    strategy = BaocStrategy("8gb")
+    fit(strategy, steps=1)
+    decided = strategy.reallocator.planner.footprint
+    assert decided is not None
+    strategy.decided, look = decided, replace(decided, reserve_bytes=decided.reserve_bytes + 512)
+    for page, nearest in ((512, decided), (511, look)):
+        monkeypatch.setattr("baoc.strategy.strategy.PAGES_BYTES", page)
+        assert strategy._as_decided(look) == nearest
 
 
 def test_accumulation_equals_one_large_batch():
