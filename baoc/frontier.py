@@ -13,6 +13,8 @@ from baoc.errors import BadInputError
 from baoc.types import FrontierPoint
 
 _VALUES = ("quality", "peak_bytes", "state_bytes", "samples_per_s")
+MOST_DOUBLINGS = 7.0  # 1/128 of the reference and less are one place: no state at all is not infinitely good
+MEASURE = "quality x doublings"  # what a hypervolume of a frontier is counted in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,13 +33,26 @@ class Objective:
         value = float(getattr(point, self.name))
         return -value if self.higher_is_better else value
 
+    def gain(self, point: FrontierPoint, *, reference: float) -> float:
+        """How much better than `reference` (in the objective's own unit) a point is, along the axis of a hypervolume.
+
+        Quality counts as it is. Bytes and samples/s count in doublings: budgets are halved and doubled, and a run that
+        is twice as fast is so on any device and network, so their ratios mean something and their differences do not;
+        by plain bytes a front that keeps 2 % of the state has 98 % of the box, whatever else it found.
+        """
+        value = float(getattr(point, self.name))
+        if self.name == "quality":
+            return value - reference if self.higher_is_better else reference - value
+        ends = (reference, value) if self.higher_is_better else (value, reference)
+        return doublings(ends[0], up_to=ends[1])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frontier:
     """Points with their `dominated` flags, in the given order. `reference` is in the objectives' own units and order.
 
-    `hypervolume` is measured from the reference, in the product of those units; None where there are more than three
-    objectives.
+    `hypervolume` is measured from the reference along `Objective.gain`: quality as it is, bytes and samples/s by their
+    doublings, of which each axis has MOST_DOUBLINGS at most; None where there are more than three objectives.
     """
 
     points: tuple[FrontierPoint, ...]
@@ -68,17 +83,34 @@ def build_frontier(
     alive = [cost for cost, ok in zip(costs, finite, strict=True) if ok]
     kept = iter(pareto(alive))
     dominated = [not (ok and next(kept)) for ok in finite]
-    signs = [-1.0 if objective.higher_is_better else 1.0 for objective in objectives]
     if reference is None:
-        worst = [max(values) for values in zip(*alive, strict=True)] or [0.0] * len(signs)
-        reference = [sign * value for sign, value in zip(signs, worst, strict=True)]
-    corner = [sign * value for sign, value in zip(signs, reference, strict=True)]
+        worst = [max(values) for values in zip(*alive, strict=True)] or [0.0] * len(objectives)
+        reference = [-value if o.higher_is_better else value for o, value in zip(objectives, worst, strict=True)]
+    inside = [point for point, ok in zip(points, finite, strict=True) if ok]
+    places = [_place(point, objectives=objectives, reference=reference) for point in inside]
     return Frontier(
         points=tuple(replace(point, dominated=flag) for point, flag in zip(points, dominated, strict=True)),
         objectives=tuple(objectives),
         reference=tuple(float(value) for value in reference),
-        hypervolume=hypervolume(alive, reference=corner) if len(objectives) <= 3 else None,
+        hypervolume=hypervolume(places, reference=[0.0] * len(objectives)) if len(objectives) <= 3 else None,
     )
+
+
+def doublings(value: float, *, up_to: float) -> float:
+    """How often `value` is doubled to reach `up_to`: the log2 of their ratio, negative where it is more already.
+
+    It ends at MOST_DOUBLINGS either way, so that what holds 0 bytes (`sign` keeps no state) has a place and does not
+    swamp the rest: a budget of 1 % is 6.6 doublings below AdamW's state, and all that is further down counts as 7. Two
+    zeros are none apart.
+    """
+    if value <= 0 or up_to <= 0:
+        return MOST_DOUBLINGS * ((up_to > 0) - (value > 0))
+    return max(-MOST_DOUBLINGS, min(log2(up_to) - log2(value), MOST_DOUBLINGS))
+
+
+def _place(point: FrontierPoint, *, objectives: Sequence[Objective], reference: Sequence[float]) -> tuple[float, ...]:
+    """Where a point lies as seen from the reference, which is 0 on every axis; minimised."""
+    return tuple(-o.gain(point, reference=value) for o, value in zip(objectives, reference, strict=True))
 
 
 def pareto(costs: Sequence[Sequence[float]]) -> list[bool]:
@@ -129,16 +161,18 @@ def hypervolume_history(
 ) -> list[float]:
     """The hypervolume after each of `points`, in their order: how fast a search found its front. It never falls.
 
-    `reference` is in the objectives' own units, as a Frontier's is. Points with a non-finite objective add nothing.
+    `reference` is in the objectives' own units, and axes are those of a Frontier's hypervolume. Points with a
+    non-finite objective add nothing.
     """
-    corner = [-value if o.higher_is_better else value for o, value in zip(objectives, reference, strict=True)]
     kept: list[tuple[float, ...]] = []
     found: list[float] = []
     for point in points:
-        cost = tuple(objective.cost(point) for objective in objectives)
-        if all(isfinite(value) for value in cost) and not any(_dominates(other, cost) for other in kept):
-            kept = [other for other in kept if not _dominates(cost, other)] + [cost]
-            found.append(hypervolume(kept, reference=corner))
+        place = _place(point, objectives=objectives, reference=reference)
+        if all(isfinite(objective.cost(point)) for objective in objectives) and not any(
+            _dominates(other, place) for other in kept
+        ):
+            kept = [other for other in kept if not _dominates(place, other)] + [place]
+            found.append(hypervolume(kept, reference=[0.0] * len(objectives)))
         else:
             found.append(found[-1] if found else 0.0)
     return found
@@ -148,7 +182,7 @@ def knee(points: Sequence[FrontierPoint], *, quality: Objective, memory: Objecti
     """The point of the front of two objectives from which more memory buys little quality and less costs much.
 
     It is the one farthest below the line through the front's ends (as in Kneedle; Satopaa et al., 2011), quality scaled
-    to the range between them and bytes by their logarithm, as budgets are halved and doubled. None where no point of
+    to the range between them and bytes by their doublings up to the front's most (`doublings`). None where no point of
     the front lies below that line, as with fewer than three.
     """
     costs = [(quality.cost(point), memory.cost(point)) for point in points]
@@ -157,7 +191,7 @@ def knee(points: Sequence[FrontierPoint], *, quality: Objective, memory: Objecti
     front = sorted((entry for entry, best in zip(known, kept, strict=True) if best), key=lambda entry: entry[0][1])
     if len(front) < 3:
         return None
-    logs = [log2(max(cost[1], 1.0)) for cost, _ in front]
+    logs = [-doublings(cost[1], up_to=front[-1][0][1]) for cost, _ in front]
     worst, best = front[0][0][0], front[-1][0][0]
     if logs[-1] <= logs[0] or worst <= best:
         return None

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from baoc.errors import BadInputError
-from baoc.frontier import Frontier, frontier_rows
+from baoc.frontier import MEASURE, Frontier, frontier_rows
 from baoc.sweep.kinds import by_kind, failed_jobs, frontier_of_kind, histories, knees, names_of, quality_of
 from baoc.sweep.page import write_page
 from baoc.sweep.runs import Kind, RunFolder, find_runs
@@ -29,8 +29,8 @@ def frontier_of(sweep_dir: str | Path, *, show: bool = True, page: bool = True) 
 
 
 def report(folders: Sequence[Path], *, out: Path, show: bool = True, page: bool = True) -> SweepFrontier:
-    """Reads every run at or below `folders`, writes `frontier.csv`, `hypervolume.csv` (its history, in percent) and
-    (`page`) `frontier.html` to `out`, and prints a table per kind of run.
+    """Reads every run at or below `folders`, writes `frontier.csv`, `hypervolume.csv` (its history along
+    doublings of memory, in percent) and (`page`) `frontier.html` to `out`, and prints a table per kind of run.
 
     Runs that differ in their seed only are one point: the mean of their quality, the largest of their bytes; of runs of
     one seed, as baselines of two studies, the first counts. A point is dominated if another is at least as good in
@@ -72,7 +72,7 @@ def title_of(folders: Sequence[Path]) -> str:
 
 
 def _history_rows(kind: Kind, runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
-    about = {"task": kind[0], "model": kind[1], "dataset": kind[2]}
+    about = {"task": kind[0], "model": kind[1], "dataset": kind[2], "measure": MEASURE}
     return [
         {**about, "axis": line["axis"], "family": line["family"], "run": runs[place - 1].name, "share": share}
         for line in histories(runs)

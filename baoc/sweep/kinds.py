@@ -57,8 +57,9 @@ def _once(runs: Sequence[RunFolder], *, names: Names) -> list[RunFolder]:
 
 
 def histories(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
-    """Per memory axis and family (`all`: every run) the hypervolume after each run of one kind, in the given order, in
-    percent of what all have at the end. `runs` are places in that order, from 1; seeds are not joined.
+    """Per memory axis and family (`all`: every run) the hypervolume after each run of one kind, in the given order,
+    along doublings of memory, in percent of what all have at the end. `runs` are places in that order, from 1; seeds
+    are not joined.
 
     All lines of an axis share one reference, the worst run of all in each objective.
     """

@@ -184,7 +184,8 @@ def _point(entry: FrontierPoint, seeds: Sequence[RunFolder], *, family: str, sho
 
 
 def _volumes(points: Sequence[FrontierPoint], *, families: Sequence[str], quality: Objective) -> list[dict[str, Any]]:
-    """Hypervolume of each family's front, in percent of that of all points; they share one reference, the worst."""
+    """Hypervolume of each family's front along doublings of memory, in percent of that of all points; they share one
+    reference, the worst."""
     rows: list[dict[str, Any]] = []
     for axis in AXES:
         objectives = (quality, Objective(name=axis))

@@ -64,7 +64,7 @@ def _log(run: Any, frontier: Frontier) -> None:
     run.log(logged)
     run.summary.update(
         {
-            f"frontier/{name}_hypervolume": frontier.hypervolume,
+            f"frontier/{name}_hypervolume_doublings": frontier.hypervolume,  # of bytes, not bytes as of old
             f"frontier/{name}_on_front": len(frontier.best),
             f"frontier/{name}_points": len(frontier.points),
         }

@@ -3,7 +3,8 @@
     python -m experiments.benchmarks.early_stop FOLDER OUT.csv
 
 Runs (or goes on with) the study in FOLDER, then replays its trials in their order under several rungs and margins.
-Saved is the share of optimizer steps; kept is the share of the hypervolume of quality and state bytes.
+Saved is the share of optimizer steps; kept is the share of the hypervolume of quality and state, a row along doublings
+of the state and one along plain bytes (`state_axis`; rows of before this column are along bytes).
 """
 
 import argparse
@@ -15,7 +16,7 @@ from typing import Any
 from optuna.trial import FrozenTrial
 
 from baoc.config.environment import commit
-from baoc.frontier import hypervolume
+from baoc.frontier import doublings, hypervolume
 from baoc.sweep.early import beaten_by, values_at
 from baoc.sweep.study import run_study
 from baoc.sweep.study_config import read_study
@@ -51,10 +52,12 @@ STUDY: dict[str, Any] = {
 RUNGS = ((25, 50, 100), (50, 100), (50, 100, 150))
 MARGINS = (0.0, 0.05, 0.1, 0.2, 0.3)
 LEAST = 4
+AXES = ("log2", "bytes")  # of the state
 
 
-def replay(trials: Sequence[FrozenTrial], *, folder: Path, rungs: Sequence[int], margin: float) -> dict[str, Any]:
-    """One pass in the order of the trials, each compared with what came before it; baselines run to their end."""
+def replay(trials: Sequence[FrozenTrial], *, folder: Path, rungs: Sequence[int], margin: float) -> list[dict[str, Any]]:
+    """One pass in the order of the trials, each compared with what came before it; baselines run to their end. A row
+    per axis of the state."""
     known: dict[int, list[tuple[int, Any]]] = {rung: [] for rung in rungs}
     steps, whole = 0, []
     for trial in trials:
@@ -73,15 +76,24 @@ def replay(trials: Sequence[FrozenTrial], *, folder: Path, rungs: Sequence[int],
         steps += ended or STEPS
         if not ended:
             whole.append(trial)
-    reference = [max(trial.values[at] for trial in trials) for at in range(2)]
-    kept, all_of_it = (hypervolume([t.values for t in group], reference=reference) for group in (whole, trials))
-    return {
+    told = {
         "rungs": " ".join(map(str, rungs)),
         "margin": margin,
         "ended": len(trials) - len(whole),
         "saved": round(1 - steps / (STEPS * len(trials)), 4),
-        "hypervolume_kept": round(kept / all_of_it, 4),
     }
+    return [told | {"state_axis": axis, "hypervolume_kept": kept(whole, of=trials, axis=axis)} for axis in AXES]
+
+
+def kept(whole: Sequence[FrozenTrial], *, of: Sequence[FrozenTrial], axis: str) -> float:
+    """The share of the hypervolume of all trials that those have which ran to their end; from the worst of all."""
+    worst, most = (max(trial.values[at] for trial in of) for at in range(2))
+    places = {"log2": lambda state: -doublings(state, up_to=most), "bytes": lambda state: state - most}
+    own, all_of_it = (
+        hypervolume([(t.values[0], places[axis](t.values[1])) for t in group], reference=(worst, 0.0))
+        for group in (whole, of)
+    )
+    return round(own / all_of_it, 4)
 
 
 def main() -> None:
@@ -90,7 +102,8 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     given = parser.parse_args()
     trials = run_study(read_study(STUDY), folder=given.folder).trials
-    rows = [replay(trials, folder=given.folder, rungs=r, margin=m) for r, m in product(RUNGS, MARGINS)]
+    pairs = product(RUNGS, MARGINS)
+    rows = [row for r, m in pairs for row in replay(trials, folder=given.folder, rungs=r, margin=m)]
     about = {"trials": len(trials), "steps": STEPS, "device": "2 shared x86-64 cores", "commit": commit()}
     write_csv(given.out, [row | about for row in rows])
     for row in rows:

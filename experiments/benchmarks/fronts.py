@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from baoc.frontier import hypervolume, pareto
+from baoc.frontier import doublings, hypervolume, pareto
 from baoc.sweep.calibrate import WEIGHT
 from baoc.sweep.kinds import family_of
 from baoc.sweep.runs import RunFolder, find_runs
@@ -229,7 +229,7 @@ def areas(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _axis(fraction: float, *, axis: str) -> float:
-    return fraction if axis == "share" else math.log2(max(fraction, 1 / 128))
+    return fraction if axis == "share" else -doublings(fraction, up_to=1.0)
 
 
 def _cost(row: Mapping[str, Any], axis: str) -> tuple[float, float]:

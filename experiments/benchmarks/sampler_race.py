@@ -32,7 +32,7 @@ import yaml
 from optuna.trial import FrozenTrial, TrialState
 
 from baoc.config.environment import commit
-from baoc.frontier import hypervolume
+from baoc.frontier import MOST_DOUBLINGS, doublings, hypervolume
 from baoc.sweep import children
 from baoc.sweep.early import violated
 from baoc.sweep.sampling import tpe_startup
@@ -156,7 +156,7 @@ def costs_of(trials: Iterable[FrozenTrial], *, whole_bytes: float) -> list[tuple
 
 def place(share: float, *, axis: str) -> float:
     """Of a share of AdamW's state, from 0 to 1: itself, or by doublings (log2), where a 128th and less is 0."""
-    return share if axis == "share" else 1.0 + math.log2(max(share, 1 / 128)) / 7
+    return share if axis == "share" else 1.0 - doublings(share, up_to=1.0) / MOST_DOUBLINGS
 
 
 def volumes(

@@ -38,6 +38,8 @@ def test_a_frontier_is_a_run_in_the_group_of_its_study(tmp_path: Path, monkeypat
     name = "vision_vit"
     assert {f"frontier/{name}", f"frontier/{name}_settings"} <= keys, keys
     assert any(key.startswith(f"frontier/{name}_state_bytes") for key in keys)
+    summaries = {key for record in of for key in record.get("summary", {}).get("update", {})}
+    assert f"frontier/{name}_hypervolume_doublings" in summaries, "what it is measured in is in its name"
 
 
 def test_without_wandb_there_is_no_frontier_run(tmp_path: Path):

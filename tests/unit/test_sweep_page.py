@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+from math import log2
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,11 @@ def test_a_page_compares_families_on_one_reference(tmp_path: Path):
     assert points["exact"]["quality"] == pytest.approx(0.15) and points["exact"]["seeds"] == 2
     assert points["exact"]["spread"] == pytest.approx(0.0707, abs=1e-4)
     shares = {(row["axis"], row["family"]): row["share"] for row in kind["volumes"]}
-    # from (0.5, 100): exact dominates .35 x 50 = 17.5, uniform .3 x 80 = 24, together 24 + .05 x 50 = 26.5
-    assert shares["state_bytes", "BAOC"] == pytest.approx(100 * 17.5 / 26.5)
-    assert shares["state_bytes", "uniform"] == pytest.approx(100 * 24 / 26.5)
-    assert shares["state_bytes", "random feasible"] == pytest.approx(100 * 10 / 26.5)
+    # from (0.5, 100), 1 and l doublings above: exact dominates .35 x 1, uniform .3 x l, together .3 x l + .05 x 1
+    uniform = 0.3 * log2(100 / 20)
+    assert shares["state_bytes", "BAOC"] == pytest.approx(100 * 0.35 / (uniform + 0.05))
+    assert shares["state_bytes", "uniform"] == pytest.approx(100 * uniform / (uniform + 0.05))
+    assert shares["state_bytes", "random feasible"] == pytest.approx(100 * 0.2 / (uniform + 0.05))
 
 
 def test_the_page_needs_no_network_and_no_text_can_end_its_script(tmp_path: Path):
@@ -97,7 +99,7 @@ def test_how_the_front_was_found_and_its_knee(tmp_path: Path):
     (kind,) = data_in(tmp_path / "frontier.html")["kinds"]
     assert kind["runs"] == ["2_first", "10_then", "11_last"]
     lines = {(line["axis"], line["family"]): line for line in kind["histories"]}
-    # from (0.5, 80) the first and the last run are on its edges; the second dominates 0.4 x 40
+    # from (0.5, 80) the first and the last run are on its edges; the second dominates 0.4 x one doubling
     assert lines["state_bytes", "all"] == {
         "axis": "state_bytes",
         "family": "all",
@@ -109,6 +111,7 @@ def test_how_the_front_was_found_and_its_knee(tmp_path: Path):
     told = list(csv.DictReader((tmp_path / "frontier.csv").read_text().splitlines()))
     assert [row["label"] for row in told if "state_bytes" in row["knee_of"]] == ["budget=state_40 allocator=random"]
     history = list(csv.DictReader((tmp_path / "hypervolume.csv").read_text().splitlines()))
+    assert {row["measure"] for row in history} == {"quality x doublings"}
     mine = [row for row in history if (row["axis"], row["family"]) == ("state_bytes", "all")]
     assert [(row["run"], row["share"]) for row in mine] == [
         ("2_first", "0.0"),
