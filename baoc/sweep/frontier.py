@@ -1,18 +1,34 @@
 """The frontier of folders of runs: frontier.csv, frontier.html, and a table of what each budget bought."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from baoc.errors import BadInputError
 from baoc.frontier import MEASURE, Frontier, frontier_rows
-from baoc.sweep.kinds import by_kind, failed_jobs, frontier_of_kind, histories, knees, names_of, quality_of
+from baoc.sweep.kinds import (
+    ALL,
+    Names,
+    by_kind,
+    by_study,
+    failed_jobs,
+    frontier_of_kind,
+    histories,
+    knees,
+    names_of,
+    of_several_studies,
+    quality_of,
+    study_volumes,
+)
 from baoc.sweep.page import write_page
-from baoc.sweep.runs import Kind, RunFolder, find_runs
-from baoc.tracking.console import print_frontier
+from baoc.sweep.runs import ABOUT, Kind, RunFolder, find_runs
+from baoc.tracking.console import print_frontier, print_studies
 from baoc.tracking.files import write_csv
 from baoc.types import FailedRun
+
+MULTIRUN = "multirun.yaml"  # Hydra's, in the folder of its jobs
+SINGLE = "single runs"  # what runs that were given one by one are compared as
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +76,7 @@ def report(folders: Sequence[Path], *, out: Path, show: bool = True, page: bool 
     if page:
         write_page(runs, path=out / "frontier.html", title=title_of(folders))
     if show:
-        _show(frontiers, kinds=[kind for kind, _ in kinds], bad=bad)
+        _show(frontiers, kinds=kinds, names=names, bad=bad)
     return SweepFrontier(frontiers=tuple(frontiers), failed=bad)
 
 
@@ -73,32 +89,70 @@ def title_of(folders: Sequence[Path]) -> str:
 
 def _history_rows(kind: Kind, runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
     about = {"task": kind[0], "model": kind[1], "dataset": kind[2], "measure": MEASURE}
+    lines = [("", line["family"], line) for line in histories(runs)]
+    if of_several_studies(runs):
+        lines += [(line["family"], ALL, line) for line in histories(runs, group=by_study) if line["family"] != ALL]
     return [
-        {**about, "axis": line["axis"], "family": line["family"], "run": runs[place - 1].name, "share": share}
-        for line in histories(runs)
+        {**about, "axis": line["axis"], "study": study, "family": family, "run": runs[place - 1].name, "share": share}
+        for study, family, line in lines
         for place, share in zip(line["runs"], line["share"], strict=True)
     ]
 
 
 def _runs_in(folders: Sequence[Path]) -> list[RunFolder]:
-    """The runs of all folders, each once; where there are several, names begin with the folder's."""
-    found: dict[Path, RunFolder] = {}
+    """The runs of all folders, each once, with their study; where there are several folders, names begin with the
+    folder's."""
+    found: dict[Path, tuple[RunFolder, Path | None]] = {}
+    prefixes = _names(folders)
     for folder in folders:
         runs = find_runs(folder)
         if not runs:
             raise BadInputError(f"there is no run in {folder}: give the folder of a run or of a multirun")
         for run in runs:
             alone = len(folders) == 1 or run.path == folder
-            name = run.name if alone else f"{folder.name}/{run.name}"
-            found.setdefault(run.path.resolve(), replace(run, name=name))
-    return list(found.values())
+            named = run if alone else replace(run, name=f"{prefixes[folder.resolve()]}/{run.name}")
+            found.setdefault(run.path.resolve(), (named, _study_of(run, folder=folder)))
+    studies = _names([study for _, study in found.values() if study is not None])
+    return [replace(run, study=SINGLE if study is None else studies[study]) for run, study in found.values()]
 
 
-def _show(frontiers: Sequence[Frontier], *, kinds: Sequence[Kind], bad: Sequence[FailedRun]) -> None:
-    """A table per kind, rows in the order of frontier.csv; then the jobs that ended badly."""
-    for kind, frontier in zip(kinds, frontiers, strict=True):
+def _study_of(run: RunFolder, *, folder: Path) -> Path | None:
+    """The folder of the study or multirun that a run is of, else the one that was searched; None where that is the run
+    itself."""
+    if run.path == folder:
+        return None
+    root, at = folder.resolve(), run.path.resolve().parent
+    if not at.is_relative_to(root):  # behind a link
+        return root
+    while at != root and not any((at / mark).is_file() for mark in (ABOUT, MULTIRUN)):
+        at = at.parent
+    return at
+
+
+def _names(folders: Iterable[Path]) -> dict[Path, str]:
+    """A name for each folder (resolved): its own, with as many of those above it as tell it from the others."""
+    paths = list(dict.fromkeys(folder.resolve() for folder in folders))
+    for depth in range(1, max((len(path.parts) for path in paths), default=1)):
+        names = ["/".join(path.parts[-depth:]) for path in paths]
+        if len(set(names)) == len(paths):
+            return dict(zip(paths, names, strict=True))
+    return {path: str(path) for path in paths}
+
+
+def _show(
+    frontiers: Sequence[Frontier],
+    *,
+    kinds: Sequence[tuple[Kind, Sequence[RunFolder]]],
+    names: Names,
+    bad: Sequence[FailedRun],
+) -> None:
+    """A table per kind, rows in the order of frontier.csv, and one of its studies; then the jobs that ended badly."""
+    for (kind, members), frontier in zip(kinds, frontiers, strict=True):
         order = {row["run"]: place for place, row in enumerate(frontier_rows(frontier))}
         ranked = sorted(frontier.points, key=lambda p: order[p.run])
-        print_frontier(ranked, quality=kind[3], title=f"Frontier of {', '.join(part for part in kind[:3] if part)}")
+        about = ", ".join(part for part in kind[:3] if part)
+        print_frontier(ranked, quality=kind[3], title=f"Frontier of {about}")
+        if of_several_studies(members):
+            print_studies(study_volumes(members, names=names), title=f"Studies of {about}")
     if bad:
         print_frontier([], failed=bad)

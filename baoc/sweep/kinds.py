@@ -1,6 +1,6 @@
 """Runs that may be compared: their names, their kinds, the frontier of one kind. The table and the page share it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,29 @@ AXES = ("peak_bytes", "state_bytes")  # what quality is traded for
 ALL = "all"
 FAMILIES = {"exact": "BAOC", "lagrangian": "BAOC", "greedy": "BAOC", "random": "random feasible"}
 Names = Mapping[Path, str]  # folder of a run -> its label
+Grouping = Callable[[RunFolder], str]  # what a run is compared as
 
 
 def family_of(allocator: str) -> str:
     """What a point is compared as: BAOC's own choice, a uniform baseline, or a random feasible allocation."""
     return "uniform" if allocator.startswith("uniform_") else FAMILIES.get(allocator, allocator)
+
+
+def by_family(run: RunFolder) -> str:
+    return family_of(result_of(run)["allocator"])
+
+
+def by_study(run: RunFolder) -> str:
+    return run.study
+
+
+def of_several_studies(runs: Sequence[RunFolder]) -> bool:
+    return len({run.study for run in runs}) > 1
+
+
+def apart(runs: Sequence[RunFolder], *, names: Names) -> Names:
+    """Labels that tell studies apart, so that what two of them tried is a point of each."""
+    return {run.path: f"{run.study}: {names[run.path]}" for run in runs}
 
 
 def names_of(runs: Sequence[RunFolder]) -> Names:
@@ -56,26 +74,49 @@ def _once(runs: Sequence[RunFolder], *, names: Names) -> list[RunFolder]:
     return list(first.values())
 
 
-def histories(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
-    """Per memory axis and family (`all`: every run) the hypervolume after each run of one kind, in the given order,
+def histories(runs: Sequence[RunFolder], *, group: Grouping = by_family) -> list[dict[str, Any]]:
+    """Per memory axis and group (`all`: every run) the hypervolume after each run of one kind, in the given order,
     along doublings of memory, in percent of what all have at the end. `runs` are places in that order, from 1; seeds
     are not joined.
 
     All lines of an axis share one reference, the worst run of all in each objective.
     """
     points = [point(run, label=run.name) for run in runs]
-    families = [family_of(result_of(run)["allocator"]) for run in runs]
+    groups = [group(run) for run in runs]
     told: list[dict[str, Any]] = []
     for axis in AXES:
         objectives = (quality_of(runs), Objective(name=axis))
         whole = build_frontier(points, objectives=objectives)
-        for family in (ALL, *dict.fromkeys(families)):
-            places = [at for at, name in enumerate(families) if family in (ALL, name)]
+        for name in (ALL, *dict.fromkeys(groups)):
+            places = [at for at, own in enumerate(groups) if name in (ALL, own)]
             own = [points[at] for at in places]
             found = hypervolume_history(own, objectives=objectives, reference=whole.reference)
             shares = [100 * value / whole.hypervolume if whole.hypervolume else None for value in found]
-            told.append({"axis": axis, "family": family, "runs": [at + 1 for at in places], "share": shares})
+            told.append({"axis": axis, "family": name, "runs": [at + 1 for at in places], "share": shares})
     return told
+
+
+def volumes(points: Sequence[FrontierPoint], *, groups: Sequence[str], quality: Objective) -> list[dict[str, Any]]:
+    """Hypervolume of each group's front along doublings of memory, in percent of that of all points; they share one
+    reference, the worst."""
+    rows: list[dict[str, Any]] = []
+    for axis in AXES:
+        objectives = (quality, Objective(name=axis))
+        whole = build_frontier(points, objectives=objectives)
+        for group in dict.fromkeys(groups):
+            own = [entry for entry, name in zip(points, groups, strict=True) if name == group]
+            part = build_frontier(own, objectives=objectives, reference=whole.reference)
+            share = 100 * (part.hypervolume or 0.0) / whole.hypervolume if whole.hypervolume else None
+            rows.append({"axis": axis, "family": group, "points": len(own), "share": share})
+    return rows
+
+
+def study_volumes(runs: Sequence[RunFolder], *, names: Names) -> list[dict[str, Any]]:
+    """`volumes` of the studies that runs of one kind come from."""
+    own = apart(runs, names=names)
+    studies = {own[run.path]: run.study for run in runs}
+    points = frontier_of_kind(runs, names=own).points
+    return volumes(points, groups=[studies[entry.label] for entry in points], quality=quality_of(runs))
 
 
 def knees(points: Sequence[FrontierPoint], *, quality: Objective) -> dict[str, str | None]:

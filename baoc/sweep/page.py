@@ -13,18 +13,21 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from baoc.frontier import Objective, build_frontier
 from baoc.sweep.kinds import (
-    AXES,
+    Grouping,
     Names,
+    apart,
+    by_family,
     by_kind,
+    by_study,
     failed_jobs,
-    family_of,
     frontier_of_kind,
     histories,
     knees,
     names_of,
+    of_several_studies,
     quality_of,
+    volumes,
 )
 from baoc.sweep.runs import Kind, RunFolder, result_of
 from baoc.sweep.verdict import Entry, Level, levels, sentence
@@ -63,32 +66,49 @@ def write_page(runs: Sequence[RunFolder], *, path: Path, title: str) -> None:
 
 
 def _kind(kind: Kind, runs: Sequence[RunFolder], *, names: Names) -> dict[str, Any]:
+    """Compared by family; `study` has what differs where runs of several studies are compared by these."""
     task, model, dataset, quality = kind
+    told = {
+        "name": " / ".join(part for part in (task, model, dataset) if part),
+        "quality": quality,
+        "higher": quality_of(runs).higher_is_better,
+        "runs": [run.name for run in runs],
+        "study": None,
+    }
+    told |= _view(runs, names=names, group=by_family, metric=quality)
+    if of_several_studies(runs):
+        told["study"] = _view(runs, names=names, group=by_study, metric=quality)
+    return told
+
+
+def _view(runs: Sequence[RunFolder], *, names: Names, group: Grouping, metric: str) -> dict[str, Any]:
     objective = quality_of(runs)
-    groups: dict[str, list[RunFolder]] = {}
+    own_names = apart(runs, names=names) if group is by_study else names
+    seeds: dict[str, list[RunFolder]] = {}
     for run in runs:
-        groups.setdefault(names[run.path], []).append(run)
-    frontier = frontier_of_kind(runs, names=names)
-    families = [family_of(result_of(groups[entry.label][0])["allocator"]) for entry in frontier.points]
-    entries = [_entry(entry, groups[entry.label], family=f) for entry, f in zip(frontier.points, families, strict=True)]
+        seeds.setdefault(own_names[run.path], []).append(run)
+    points = frontier_of_kind(runs, names=own_names).points
+    groups = [group(seeds[entry.label][0]) for entry in points]
+    entries = [_entry(entry, seeds[entry.label], family=own) for entry, own in zip(points, groups, strict=True)]
     whole = max(result_of(run)["state_bytes_adamw"] for run in runs)
     found = levels(entries, quality=objective, adamw_bytes=whole)
-    short = short_names([entry.label for entry in frontier.points])
+    plain = {entry.label: names[seeds[entry.label][0].path] for entry in points}
+    brief, often = short_names(list(dict.fromkeys(plain.values()))), Counter(plain.values())
+    short = {
+        entry.label: (f"{own}: " if often[plain[entry.label]] > 1 else "") + brief[plain[entry.label]]
+        for entry, own in zip(points, groups, strict=True)
+    }
     return {
-        "name": " / ".join(part for part in (task, model, dataset) if part),
         "about": _about(runs, points=len(entries)),
-        "verdict": _warning(runs) + sentence(entries, found, metric=quality, quality=objective, adamw_bytes=whole),
+        "verdict": _warning(runs) + sentence(entries, found, metric=metric, quality=objective, adamw_bytes=whole),
         "levels": [_level(level, short=short) for level in found],
-        "quality": quality,
-        "higher": objective.higher_is_better,
         "points": [
-            _point(entry, groups[entry.label], family=family, short=short[entry.label])
-            for entry, family in zip(frontier.points, families, strict=True)
+            _point(entry, seeds[entry.label], family=own, short=short[entry.label])
+            for entry, own in zip(points, groups, strict=True)
         ],
-        "volumes": _volumes(frontier.points, families=families, quality=objective),
-        "runs": [run.name for run in runs],
-        "histories": histories(runs),
-        "knees": knees(frontier.points, quality=objective),
+        "volumes": volumes(points, groups=groups, quality=objective),
+        "histories": histories(runs, group=group),
+        "knees": knees(points, quality=objective),
     }
 
 
@@ -181,21 +201,6 @@ def _point(entry: FrontierPoint, seeds: Sequence[RunFolder], *, family: str, sho
         "kept": _kept(seeds[0]),
         "curves": _curves(seeds[0], keys=("train/loss", result["quality"]["name"])),
     }
-
-
-def _volumes(points: Sequence[FrontierPoint], *, families: Sequence[str], quality: Objective) -> list[dict[str, Any]]:
-    """Hypervolume of each family's front along doublings of memory, in percent of that of all points; they share one
-    reference, the worst."""
-    rows: list[dict[str, Any]] = []
-    for axis in AXES:
-        objectives = (quality, Objective(name=axis))
-        whole = build_frontier(points, objectives=objectives)
-        for family in dict.fromkeys(families):
-            own = [entry for entry, name in zip(points, families, strict=True) if name == family]
-            part = build_frontier(own, objectives=objectives, reference=whole.reference)
-            share = 100 * (part.hypervolume or 0.0) / whole.hypervolume if whole.hypervolume else None
-            rows.append({"axis": axis, "family": family, "points": len(own), "share": share})
-    return rows
 
 
 def _choices(run: RunFolder) -> dict[str, str]:

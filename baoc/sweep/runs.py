@@ -12,6 +12,7 @@ from baoc.tracking.files import read_json
 from baoc.types import RESULT_SCHEMA, FailedRun, FrontierPoint
 
 RESULT, ERROR, CONFIG = "result.json", "error.json", "config.yaml"
+ABOUT = "study.json"  # in the folder of a study
 # Settings that do not change what is trained; runs that differ in these only are seeds of one another.
 INCIDENTAL = ("seed", "name", "resume", "logger", "checkpoint", "mode")
 FOREIGN = {".hydra", "wandb"}  # folders inside a run that have a config.yaml of their own
@@ -28,6 +29,7 @@ class RunFolder:
     settings: Mapping[str, Any]
     result: Mapping[str, Any] | None
     error: Mapping[str, Any] | None
+    study: str = ""  # the folder it came from, where several are compared
 
     @property
     def kind(self) -> Kind:

@@ -22,12 +22,13 @@ from optuna.study import StudyDirection
 from optuna.trial import Trial, TrialState
 
 from baoc.errors import BadInputError
+from baoc.sweep.runs import ABOUT
 from baoc.sweep.sampling import make_sampler, queue
 from baoc.sweep.study_config import StudyConfig
 from baoc.tracking.console import say
 from baoc.tracking.files import LineFile, read_json, write_json
 
-LOCK, ABOUT = "study.lock", "study.json"
+LOCK = "study.lock"
 
 
 def open_study(config: StudyConfig, *, folder: Path) -> optuna.Study:

@@ -78,14 +78,14 @@ def sentence(
     (first, (best, of)), others = ranked[0], ranked[1:]
     parts = [
         f"Within {level.name}, {first} is best: {metric} {_told(best.point)}{_chosen(of)}, {better} is better.",
-        *[f"{family}: {_told(e.point)}{_chosen(n)}." for family, (e, n) in others],
+        *[f"{_named(family)}: {_told(e.point)}{_chosen(n)}." for family, (e, n) in others],
     ]
     if others:
         parts.append(_chance(best.point, others[0][1][0].point, rival=others[0][0]))
     whole = [e for e in entries if e.allocator == ADAMW and isfinite(e.point.quality)]
     if whole:
         parts.append(f"fp32 AdamW, all of its state: {_told(min(whole, key=lambda e: quality.cost(e.point)).point)}.")
-    return " ".join(_capital(part) for part in parts)
+    return " ".join(parts)
 
 
 def _told(point: FrontierPoint) -> str:
@@ -102,12 +102,13 @@ def _chance(best: FrontierPoint, rival_point: FrontierPoint, *, rival: str) -> s
     """Two standard errors of the difference of two means; unpaired, as points need not share their seeds."""
     gap = abs(best.quality - rival_point.quality)
     if best.quality_spread is None or rival_point.quality_spread is None:
-        return f"with one seed the difference of {gap:.2g} to {rival} is not told from chance."
+        return f"With one seed the difference of {gap:.2g} to {rival} is not told from chance."
     error = sqrt(best.quality_spread**2 / best.num_seeds + rival_point.quality_spread**2 / rival_point.num_seeds)
     told = "beyond" if gap > 2 * error else "within"
     verdict = "" if gap > 2 * error else ", so it is not told from chance"
-    return f"the difference of {gap:.2g} to {rival} is {told} two standard errors ({2 * error:.2g}){verdict}."
+    return f"The difference of {gap:.2g} to {rival} is {told} two standard errors ({2 * error:.2g}){verdict}."
 
 
-def _capital(text: str) -> str:
-    return text if text.startswith("fp32") else text[:1].upper() + text[1:]
+def _named(family: str) -> str:
+    """At the start of a sentence; a study keeps its name as it is."""
+    return family.capitalize() if family in ("uniform", "random feasible") else family

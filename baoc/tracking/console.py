@@ -326,6 +326,24 @@ def print_frontier(
     console.print()
 
 
+def print_studies(rows: Sequence[Mapping[str, Any]], *, title: str) -> None:
+    """What share of the area that all studies dominate together each dominates; `rows` as `kinds.volumes` has them."""
+    shares: dict[str, dict[str, str]] = {}
+    for row in rows:
+        told = shares.setdefault(row["family"], {"points": str(row["points"])})
+        told[row["axis"]] = "n/a" if row["share"] is None else f"{row['share']:.1f} %"
+    table = _table(title)
+    table.add_column("study", overflow="fold", ratio=1)
+    for header in ("points", "area over state", "area over peak"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for study, told in shares.items():
+        table.add_row(escape(study), told["points"], told["state_bytes"], told["peak_bytes"])
+    console = make_console()
+    console.print(table)
+    console.print("area: what a study's points dominate, of what all dominate together, along doublings of memory")
+    console.print()
+
+
 def _frontier_table(points: Sequence[FrontierPoint], *, quality: str, title: str) -> Table:
     table = _table(title)
     table.add_column("", no_wrap=True)

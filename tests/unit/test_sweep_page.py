@@ -14,6 +14,7 @@ from baoc.sweep.kinds import family_of
 from baoc.sweep.page import MOST_CURVE_POINTS, page_data
 from baoc.sweep.report import main
 from baoc.sweep.runs import find_runs
+from baoc.tracking.files import write_json
 from tests.unit.test_sweep_frontier import error, job
 
 
@@ -118,3 +119,25 @@ def test_how_the_front_was_found_and_its_knee(tmp_path: Path):
         ("10_then", "100.0"),
         ("11_last", "100.0"),
     ]
+
+
+def test_studies_are_compared_with_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Of the same settings, which two studies tried, each has its own point; the same name is told by its parent's."""
+    for folder, loss in (("a/study", 0.2), ("b/study", 0.3)):
+        write_json(tmp_path / folder / "study.json", {"name": "vision"})
+        job(tmp_path / folder / "0", loss=0.5, allocator="uniform_adamw", state_bytes=100, peak_bytes=100)
+        job(tmp_path / folder / "1", loss=loss, state_bytes=50, peak_bytes=50)
+    assert main([str(tmp_path)]) == 0
+    table = " ".join(capsys.readouterr().out.split())
+    assert "a/study 2 100.0 % 100.0 % b/study 2 66.7 % 66.7 %" in table, table
+    (kind,) = data_in(tmp_path / "frontier.html")["kinds"]
+    assert len(kind["points"]) == 2 and len(kind["study"]["points"]) == 4
+    assert {(point["short"], point["family"]) for point in kind["study"]["points"]} == {
+        (f"{study}: {name}", study) for study in ("a/study", "b/study") for name in ("exact", "adamw")
+    }
+    assert "a/study is best: val/loss 0.2" in kind["study"]["verdict"] and ". b/study: 0.3" in kind["study"]["verdict"]
+    rows = list(csv.DictReader((tmp_path / "hypervolume.csv").read_text().splitlines()))
+    assert {row["study"] for row in rows} == {"", "a/study", "b/study"}
+    assert main([str(tmp_path / "a/study/0"), str(tmp_path / "b/study/1"), "--out", str(tmp_path / "single")]) == 0
+    (kind,) = data_in(tmp_path / "single" / "frontier.html")["kinds"]
+    assert kind["study"] is None, "runs that were given one by one are no studies"

@@ -2,18 +2,23 @@
 "use strict";
 const data = JSON.parse(document.getElementById("data").textContent);
 const COLOURS = {BAOC: "#0b6bcb", uniform: "#d1700f", "random feasible": "#7a7f87"};
-const SPARE = ["#2f8f4e", "#8b5cc2", "#b3261e", "#0f8b8d"];
+const SPARE = ["#2f8f4e", "#8b5cc2", "#b3261e", "#0f8b8d", "#c2a10f", "#c2528b", "#5b6b1f", "#4a4fb5"];
 const TITLES = {state_share: "optimizer state, % of fp32 AdamW's", state_mib: "optimizer state, MiB", peak_mib: "peak memory, MiB", samples_per_s: "samples/s", risk: "predicted risk"};
 const CONFIG = {responsive: true, displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d", "toImage"]};
 const NARROW = window.innerWidth < 600;
 const EDGE = NARROW ? 44 : 60;
-const FEW = 12; // points of which each has a column; of more, those on their family's front
+const FEW = 12; // points of which each has a column; of more, those on the front of their family or study
 const SHARES = [1, 2, 5, 10, 25, 50, 100];
 const byId = (id) => document.getElementById(id);
 const number = (value, digits = 4) => (value === null || value === undefined ? "n/a" : Number(value).toPrecision(digits));
 
+// Of one task what is compared: families, or the studies that runs come from
+function view(kind) {
+  return byId("by").value === "study" && kind.study ? {...kind, ...kind.study} : kind;
+}
+
 function colour(family) {
-  const others = [...new Set(data.kinds.flatMap((kind) => kind.points.map((point) => point.family)))].filter((name) => !COLOURS[name]);
+  const others = [...new Set(data.kinds.flatMap((kind) => view(kind).points.map((point) => point.family)))].filter((name) => !COLOURS[name]);
   return COLOURS[family] || SPARE[others.indexOf(family) % SPARE.length];
 }
 
@@ -89,12 +94,13 @@ function kneeOf(kind, axis) {
   return kind.points.find((point) => point.label === label);
 }
 
-function history(kind, families, axis) {
+function history(kind, families, axis, group) {
   const along = axis === "peak_mib" ? "peak_bytes" : "state_bytes";
-  const lines = kind.histories.filter((line) => line.axis === along && (line.family === "all" || families.includes(line.family)));
-  Plotly.react("history", lines.map((line) => ({x: line.runs, y: line.share, name: line.family, mode: "lines", line: {shape: "hv", width: line.family === "all" ? 2.5 : 1.5,
+  const lines = kind.histories.filter((line) => line.axis === along && (families.includes(line.family) || (line.family === "all" && group === "family")));
+  const places = (line) => (group === "study" ? line.runs.map((_, at) => at + 1) : line.runs);
+  Plotly.react("history", lines.map((line) => ({x: places(line), y: line.share, name: line.family, mode: "lines", line: {shape: "hv", width: line.family === "all" ? 2.5 : 1.5,
     color: line.family === "all" ? "#1c1e21" : colour(line.family)}, text: line.runs.map((at) => kind.runs[at - 1]), hovertemplate: "%{text}: %{y:.1f} %<extra>" + line.family + "</extra>"})),
-  {margin: {l: EDGE, r: 12, t: 40, b: 48}, xaxis: {title: {text: "run number"}, dtick: kind.runs.length <= 20 ? 1 : undefined}, yaxis: {title: {text: "dominated area, %"}, rangemode: "tozero"}, legend: {orientation: "h", x: 0, y: 1.12}}, CONFIG);
+  {margin: {l: EDGE, r: 12, t: 40, b: 48}, xaxis: {title: {text: group === "study" ? "run number in its study" : "run number"}, dtick: kind.runs.length <= 20 ? 1 : undefined}, yaxis: {title: {text: "dominated area, %"}, rangemode: "tozero"}, legend: {orientation: "h", x: 0, y: 1.12}}, CONFIG);
 }
 
 function space(kind, shown) {
@@ -156,7 +162,8 @@ function curves(kind, shown) {
 }
 
 function draw() {
-  const kind = data.kinds[byId("kind").value];
+  const kind = view(data.kinds[byId("kind").value]);
+  const group = kind.study && byId("by").value === "study" ? "study" : "family";
   const axis = byId("axis").value;
   const families = [...document.querySelectorAll("#families input:checked")].map((box) => box.value);
   const shown = kind.points.filter((point) => families.includes(point.family));
@@ -171,22 +178,26 @@ function draw() {
   byId("knee").textContent = knee ? `Knee (the star): ${knee.short}, ${kind.quality} ${number(knee.quality)} with ${number(knee[axis], 3)}${unit}. More memory buys little there, ` +
     "less costs much." : axis === "samples_per_s" ? "" : "This front has no knee.";
   scatter(kind, shown, axis);
-  history(kind, families, axis);
+  history(kind, families, axis, group);
   space(kind, shown);
   parallel(kind, shown);
   heat(kind, shown, axis);
   curves(kind, shown);
-  table("volumes", ["memory axis", "family", "points", "share, %"], kind.volumes.map((row) => [row.axis === "state_bytes" ? "optimizer state" : "peak memory", row.family,
+  table("volumes", ["memory axis", group, "points", "share, %"], kind.volumes.map((row) => [row.axis === "state_bytes" ? "optimizer state" : "peak memory", row.family,
     row.points, row.share === null ? "n/a" : row.share.toFixed(1)]), [2, 3]);
   const ranked = [...shown].sort((a, b) => Number(a.dominated) - Number(b.dominated) || (kind.higher ? b.quality - a.quality : a.quality - b.quality));
-  const holder = table("points", ["point", "family", kind.quality, "sd", "seeds", "state, %", "state, MiB", "peak, MiB", "samples/s", "command that makes it again (first seed)"],
+  const holder = table("points", ["point", group, kind.quality, "sd", "seeds", "state, %", "state, MiB", "peak, MiB", "samples/s", "command that makes it again (first seed)"],
     ranked.map((p) => [p.short, p.family, number(p.quality), p.spread === null ? "" : number(p.spread, 2), p.seeds, number(p.state_share, 3), number(p.state_mib, 3), number(p.peak_mib), number(p.samples_per_s), p.command]),
     [2, 3, 4, 5, 6, 7, 8]);
   ranked.forEach((point, at) => { if (point.dominated) holder.rows[at + 1].className = "dominated"; });
 }
 
 function choose() {
-  const kind = data.kinds[byId("kind").value];
+  const whole = data.kinds[byId("kind").value];
+  const kind = view(whole);
+  byId("compare").hidden = !whole.study;
+  byId("told").hidden = kind !== whole;
+  byId("told_studies").hidden = kind === whole;
   byId("families").replaceChildren(...[...new Set(kind.points.map((point) => point.family))].map((family) => {
     const label = document.createElement("label");
     const box = Object.assign(document.createElement("input"), {type: "checkbox", value: family, checked: true});
@@ -200,6 +211,7 @@ function choose() {
 
 data.kinds.forEach((kind, at) => byId("kind").add(new Option(kind.name, at)));
 byId("kind").addEventListener("change", choose);
+byId("by").addEventListener("change", choose);
 byId("axis").addEventListener("change", draw);
 byId("every").addEventListener("change", draw);
 if (data.failed.length) {
