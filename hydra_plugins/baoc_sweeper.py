@@ -3,12 +3,13 @@
 So nothing heavy is imported here, and annotations stay real objects (hydra 1.3.8 breaks on postponed ones).
 """
 
+from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 
 class BaocSweeper(Sweeper):
@@ -22,18 +23,36 @@ class BaocSweeper(Sweeper):
         self.config, self.hydra_context = config, hydra_context
 
     def sweep(self, arguments: list[str]) -> Any:
+        from baoc.sweep.composing import refuse_unknown_settings
         from baoc.sweep.launch import launch_workers
-        from baoc.sweep.study import refuse_all_failed, run_study
+        from baoc.sweep.runs import ABOUT
+        from baoc.sweep.study import refuse_all_failed, run_study, with_extra
         from baoc.sweep.study_config import read_study
 
         assert self.config is not None and self.hydra_context is not None
         study = read_study(OmegaConf.to_container(self.config.hydra.sweeper, resolve=True))
         folder = self.config.hydra.sweep.dir
+        if not (Path(folder) / ABOUT).is_file():  # what goes on began with the same space
+            refuse_unknown_settings(with_extra(study, arguments), compose=self._compose)
         if self.config.hydra.launcher._target_.endswith(".BasicLauncher"):
             done = run_study(study, folder=folder, extra=arguments)
             refuse_all_failed(done)
             return done
         return launch_workers(study, config=self.config, context=self.hydra_context, extra=arguments)
+
+    def _compose(self, words: list[str]) -> DictConfig:
+        """What a run of these overrides would be; Hydra composes one application at a time, and this one runs."""
+        from baoc.config.nodes import register
+
+        assert self.config is not None and self.hydra_context is not None
+        register(words)
+        trial = self.config.copy()
+        with read_write(trial), open_dict(trial):
+            trial.hydra.overrides.hydra = []  # those of the study, which trials do not get
+        composed = self.hydra_context.config_loader.load_sweep_config(trial, words)
+        with read_write(composed), open_dict(composed):
+            composed.pop("hydra")
+        return composed
 
 
 # All that a study may be told, so that hydra.sweeper.KEY=VALUE works for each; a test holds it to StudyConfig

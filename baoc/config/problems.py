@@ -75,6 +75,10 @@ def _unknown_setting(leaf: str) -> BadInputError:
     """A setting that studies do not have, or that only they have."""
     node = ConfigStore.instance().load("hydra/sweeper/baoc.yaml").node
     allowed = ["name", "objectives", "space", *(str(key) for key in node if key != "_target_")]
+    if leaf.split(".")[0] in ("space", "objectives", "early_stop"):
+        return BadInputError(
+            f"{_SWEEPER}{leaf} has no such key: ++{_SWEEPER}{leaf}=VALUE adds to what the study of -m sweeps=NAME has"
+        )
     if leaf.split(".")[0] in allowed:
         return BadInputError(f"{_SWEEPER}{leaf} is a setting of a study: start one with -m sweeps=NAME")
     return unknown_key(leaf, allowed=allowed, path=_SWEEPER.removesuffix("."))

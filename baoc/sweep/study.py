@@ -52,7 +52,7 @@ def run_study(
     """
     _refuse_ranks()
     folder = study_folder(folder)
-    config = _with_extra(config, extra)
+    config = with_extra(config, extra)
     study = open_study(config, folder=folder)
     if code == COMMAND:
         children.preload(children.PRELOAD, *_modules_of(config))
@@ -101,8 +101,8 @@ def _refuse_ranks() -> None:
         )
 
 
-def _with_extra(config: StudyConfig, extra: Sequence[str]) -> StudyConfig:
-    """Command-line overrides join `fixed`; a sweep over several values belongs into the space."""
+def with_extra(config: StudyConfig, extra: Sequence[str]) -> StudyConfig:
+    """Command-line overrides join `fixed`. Raises BadInputError for several values, which belong into the space."""
     own = tuple(word for word in extra if not word.startswith(("sweeps=", "hydra")))
     several = next((word for word in own if "," in word and word.split("=", 1)[1][:1] not in ("[", "{")), None)
     if several is not None:

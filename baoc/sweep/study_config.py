@@ -148,7 +148,7 @@ def _objectives(given: Any) -> dict[str, str]:
 
 def _space(given: Any, *, sampler: str) -> tuple[Param, ...]:
     params: list[Param] = []
-    for key, spec in dict(given).items():
+    for key, spec in _dotted(given).items():
         param = _param(str(key), spec, sampler=sampler)
         for name in param.when:
             if name not in [earlier.key for earlier in params]:
@@ -158,6 +158,26 @@ def _space(given: Any, *, sampler: str) -> tuple[Param, ...]:
                 )
         params.append(param)
     return tuple(params)
+
+
+def _dotted(given: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
+    """Key -> its range or choices. A command line can only nest (++hydra.sweeper.space.optim.lr.low=0.001 is a mapping
+    in a mapping) what a file writes with dots, and adds to it; choices and a range replace each other."""
+    found: dict[str, Any] = {}
+    for key, spec in given.items():
+        nested = isinstance(spec, Mapping) and spec and not set(_KEYS) & set(spec)
+        if nested and all(isinstance(value, Mapping) for value in spec.values()):
+            own = _dotted(spec, prefix=f"{prefix}{key}.")
+        else:
+            own = {f"{prefix}{key}": spec}
+        for name, values in own.items():
+            known = found.get(name)
+            if not isinstance(known, Mapping) or not isinstance(values, Mapping):
+                found[name] = values
+                continue
+            same = ("choices" in values) == ("choices" in known) or not {"choices", "low", "high"} & set(values)
+            found[name] = {**{k: item for k, item in known.items() if same or k in ("when", "format")}, **values}
+    return found
 
 
 def _param(key: str, spec: Any, *, sampler: str) -> Param:
@@ -176,7 +196,16 @@ def _param(key: str, spec: Any, *, sampler: str) -> Param:
             raise BadInputError(f"the grid sampler needs choices, and hydra.sweeper.space.{key} is a range")
     tuples: dict[str, Any] = {"choices": tuple(spec["choices"])} if "choices" in spec else {}
     tuples["when"] = {str(name): _tuple(values) for name, values in dict(spec.get("when") or {}).items()}
-    return Param(key=key, **{**spec, **tuples})
+    param = Param(key=key, **{**spec, **tuples})
+    try:
+        for value in param.choices or (param.low, param.high):
+            param.override(value)
+    except (ValueError, IndexError, KeyError) as error:
+        raise BadInputError(
+            f"hydra.sweeper.space.{key}.format={param.format!r} does not write its values ({error}): give one place "
+            "for the value, such as state_{:.3g} for numbers or {} for any"
+        ) from error
+    return param
 
 
 def _early_stop(given: Mapping[str, Any]) -> EarlyStop:

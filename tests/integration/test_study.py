@@ -12,8 +12,10 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
+from baoc.config.compose import compose
 from baoc.errors import BadInputError
 from baoc.sweep.answers import WORST
+from baoc.sweep.composing import points, refuse_unknown_settings
 from baoc.sweep.sampling import make_sampler
 from baoc.sweep.storage import open_study
 from baoc.sweep.study import run_study
@@ -255,6 +257,8 @@ def test_workers_share_a_study_and_none_of_its_trials(tmp_path: Path):
         ({"n_trials": 0}, "n_trials=0: give a whole number of at least 1"),
         ({"nTrials": 3}, "setting of a study"),
         ({"space": {}}, "no hydra.sweeper.space"),
+        ({"space": {"x": {"choices": ["a"], "format": "{:.3g}"}}}, "x.format='{:.3g}' does not write its values"),
+        ({"space": {"x": {"low": 1, "high": 2, "format": "{}_{}"}}}, "does not write its values .*give one place"),
     ],
 )
 def test_what_a_study_cannot_be(changes: dict[str, object], message: str):
@@ -280,3 +284,45 @@ def test_every_setting_of_a_study_can_be_given_on_the_command_line():
     )
     plain = read_study({"name": known.name, "objectives": known.objectives, "space": {"x": {"choices": [1]}}})
     assert given == plain, "the same defaults"
+
+
+def test_a_command_line_may_nest_what_a_file_writes_with_dots():
+    space = {"optim.lr": {"low": 0.001, "high": 0.1, "log": True}, "risk": {"low": 0, "high": 1}}
+    nested = {"optim": {"lr": {"low": 0.01}, "eps": {"choices": [1e-8]}}, "risk": {"choices": ["prior"]}}
+    given = {param.key: param for param in config(space={**space, "optim": nested["optim"]}).space}
+    assert list(given) == ["optim.lr", "risk", "optim.eps"]
+    assert (given["optim.lr"].low, given["optim.lr"].high, given["optim.lr"].log) == (0.01, 0.1, True)
+    risk, prior = space["risk"], nested["risk"]
+    assert config(space={"a": {"risk": risk}, "a.risk": prior}).space[0].choices == ("prior",)
+    assert config(space={"a.risk": prior, "a": {"risk": risk}}).space[0].choices == ()
+
+
+@pytest.mark.parametrize(
+    ("key", "spec", "message"),
+    [
+        (
+            "budgett",
+            {"low": 1, "high": 2},
+            "would try budgett=1, which is no run: unknown key budgett",
+        ),
+        ("risk", {"choices": ["prior", "statistic"]}, "risk=statistic: there is no such risk"),
+        ("budget", {"low": 1, "high": 2, "format": "stat_{}"}, "cannot read budget=stat_1"),
+    ],
+)
+def test_a_space_that_is_no_runs_is_refused_before_anything_trains(key: str, spec: dict[str, object], message: str):
+    with pytest.raises(BadInputError, match=message):
+        refuse_unknown_settings(config(space={key: spec}, fixed=["model=vit"]), compose=compose)
+
+
+def test_points_hold_every_choice_and_leave_out_what_does_not_matter():
+    space = {
+        "allocator": {"choices": ["exact", "random", "greedy"]},
+        "risk": {"choices": ["prior", "statistics"], "when": {"allocator": ["exact", "greedy"]}},
+        "optim.lr": {"low": 0.5, "high": 1.0},
+    }
+    assert points(config(space=space).space) == [
+        ["allocator=exact", "risk=prior", "optim.lr=0.5"],
+        ["allocator=random", "optim.lr=0.5"],
+        ["allocator=greedy", "risk=prior", "optim.lr=0.5"],
+        ["allocator=exact", "risk=statistics", "optim.lr=0.5"],
+    ]

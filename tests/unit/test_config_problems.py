@@ -29,6 +29,7 @@ from baoc.config.from_hydra import from_hydra
             "unknown key hydra.sweeper.ntrials; did you mean hydra.sweeper.n_trials?\nhydra.sw",
         ),
         (["hydra.sweeper.n_trials=4"], "hydra.sweeper.n_trials is a setting of a study: start one with -m sweeps=NAME"),
+        (["hydra.sweeper.space.x.low=4"], "space.x.low has no such key: ++hydra.sweeper.space.x.low=VALUE adds"),
         (["+trainer.foo=1"], "unknown key trainer.foo"),
         (["+trainer.strategy=ddp"], "trainer.strategy is decided by BAOC: BAOC is the strategy"),
         (["+model.dropot=.1"], "unknown key model.dropot; did you mean model.dropout?"),
