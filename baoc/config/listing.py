@@ -87,7 +87,8 @@ def _allocators() -> Rows:
 def _risks() -> Rows:
     from baoc.risk import RISKS
 
-    return _described(RISKS)
+    presets = [row for row in _options("risk")() if row[0] not in RISKS]  # the same risks with weights of their own
+    return [*_described(RISKS), *presets]
 
 
 def _rules() -> Rows:

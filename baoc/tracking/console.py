@@ -15,9 +15,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from baoc.budgets import AUTO
 from baoc.tracking.rows import collapsed_rows, plan_rows
 from baoc.types import Budget, FailedRun, FrontierPoint, Option, Plan, Reallocation, RunResult
-from baoc.units import format_bytes
+from baoc.units import KIB, format_bytes
 
 __all__ = [
     "attach_live",
@@ -113,10 +114,9 @@ def print_startup(
         "batch": f"{batch_size}" + (f" = {accumulated} x {micro_batch}" if accumulated > 1 else ""),
         "steps": None if steps is None else f"{steps}",
         "seed": None if seed is None else f"{seed}",
-        "run folder": None if run_dir is None else str(run_dir),
         "chosen": "; ".join(chosen) or None,
     }
-    _print_pairs(name, rows.items())
+    _print_pairs(name, rows.items(), run_dir=run_dir)
 
 
 def describe_budget(budget: Budget) -> str:
@@ -131,7 +131,8 @@ def describe_budget(budget: Budget) -> str:
     if budget.host_memory_bytes is not None:
         host = budget.host_memory_bytes
         limits.append(f"{format_bytes(host)} ({host} bytes) of pinned host memory")
-    return f"{budget.name}: {', '.join(limits) or 'no limit'}"
+    none = "what the device has free" if budget.name == AUTO else "no limit"
+    return f"{budget.name}: {', '.join(limits) or none}"
 
 
 def print_plan(plan: Plan, *, title: str = "Allocation") -> None:
@@ -179,9 +180,16 @@ def plan_lines(plan: Plan) -> list[str]:
     if plan.budget.kind == "memory":
         lines.append(f"predicted peak {format_bytes(plan.peak_bytes)} ({plan.peak_bytes} bytes)")
     low, high = plan.least_feasible_bytes, plan.most_useful_bytes
-    span = f"from {format_bytes(low)} ({low} bytes, the least feasible) to {format_bytes(high)} ({high} bytes)"
+    span = f"from {_exactly(low, 'the least feasible')} to {_exactly(high)}"
     verdict = "binds" if plan.binding else "does not bind: nothing is given up"
     return [*lines, f"budget {plan.budget.name} {verdict}; budgets that bind go {span} of {measure}"]
+
+
+def _exactly(num_bytes: int, remark: str = "") -> str:
+    """`7.50 GiB (8053063680 bytes, remark)`; fewer than 1024 bytes are exact as they are."""
+    if num_bytes < KIB:
+        return f"{num_bytes} bytes" + (f" ({remark})" if remark else "")
+    return f"{format_bytes(num_bytes)} ({num_bytes} bytes" + (f", {remark})" if remark else ")")
 
 
 def _host_lines(plan: Plan) -> list[str]:
@@ -201,20 +209,23 @@ def _host_lines(plan: Plan) -> list[str]:
 
 
 def print_options(options: Sequence[Option], *, objective: str) -> None:
-    """What the decision was taken from: one row per way to run the global batch, > before the one that is run."""
+    """What the decision was taken from: one row per way to run the global batch, > before the one that is run, and
+    behind those that cannot be the reason."""
     table = _table(f"Options by objective={objective} (predicted)")
-    for header in ("", "option", "weights"):
-        table.add_column(header, no_wrap=True)
+    # Words are broken where there is no room, never figures: what the decision rests on is to be read in full.
+    table.add_column("", no_wrap=True)
+    table.add_column("option", ratio=1)
+    table.add_column("weights", min_width=7)
     for header in ("peak", "ms/step", "samples/s", "risk"):
         table.add_column(header, justify="right", no_wrap=True)
-    table.add_column("", overflow="fold", ratio=1)
     for option in options:
         rate = "-" if option.samples_per_s != option.samples_per_s else f"{option.samples_per_s:,.0f}"
         risk = "-" if option.risk is None else f"{option.risk:.3g}"
         peak = format_bytes(option.peak_bytes)
         mark = ">" if option.chosen else ""
         step = "-" if option.step_s != option.step_s else f"{option.step_s * 1e3:,.3g}"
-        table.add_row(mark, option.name, option.weights, peak, step, rate, risk, option.why)
+        name = f"{option.name}: {option.why}" if option.why else option.name
+        table.add_row(mark, escape(name), option.weights, peak, step, rate, risk)
     make_console().print(table)
 
 
@@ -243,7 +254,7 @@ def print_planned(plans: Sequence[Mapping[str, Any]]) -> None:
 def print_reallocation(event: Reallocation) -> None:
     """One line per decision, and one per moved block where it was accepted (24 at most)."""
     console = make_console()
-    verdict = f"{len(event.moves)} blocks moved" if event.accepted else "nothing moved"
+    verdict = f"{_counted(len(event.moves), 'block')} moved" if event.accepted else "nothing moved"
     console.print(
         f"step {event.step}, reallocation ({event.trigger}): {verdict}; {event.why}; state "
         f"{format_bytes(event.state_bytes_before)} -> {format_bytes(event.state_bytes_after)}",
@@ -283,10 +294,13 @@ def print_result(result: RunResult, *, run_dir: str | Path) -> None:
         "step": "too few untracked steps to time one"
         if result.step_ms != result.step_ms
         else f"{result.step_ms:.3g} ms{_predicted(result.step_s_predicted)}, {result.samples_per_s:,.0f} samples/s",
-        "steps": f"{result.num_steps}, {result.num_reallocations} reallocations",
-        "run folder": str(run_dir),
+        "steps": f"{result.num_steps}, {_counted(result.num_reallocations, 'reallocation')}",
     }
-    _print_pairs(f"{result.name}, done", rows.items())
+    _print_pairs(f"{result.name}, done", rows.items(), run_dir=run_dir)
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _predicted(seconds: float) -> str:
@@ -368,13 +382,16 @@ def _table(title: str) -> Table:
     return Table(box=SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False, expand=True)
 
 
-def _print_pairs(title: str, pairs: Iterable[tuple[str, str | None]]) -> None:
+def _print_pairs(title: str, pairs: Iterable[tuple[str, str | None]], *, run_dir: str | Path | None) -> None:
+    """Keys and values below each other; the run's folder comes last and is never broken, so that it can be copied."""
     table = Table(box=None, show_header=False, title=title, title_justify="left", title_style="bold", pad_edge=False)
-    table.add_column(style="dim", no_wrap=True)
+    table.add_column(style="dim", no_wrap=True, min_width=len("run folder"))
     table.add_column(overflow="fold")
     for key, value in pairs:
         if value is not None:
             table.add_row(key, escape(value))
     console = make_console()
     console.print(table)
+    if run_dir is not None:
+        console.print(f"[dim]run folder[/dim]  {escape(str(run_dir))}", soft_wrap=True)
     console.print()

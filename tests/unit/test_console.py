@@ -16,6 +16,7 @@ from baoc.types import (
     Budget,
     FailedRun,
     ImageDataSpec,
+    Option,
     Plan,
     Reallocation,
     Reason,
@@ -36,7 +37,7 @@ def test_a_plan_says_block_spec_bytes_risk_and_why(capsys: pytest.CaptureFixture
     assert attention.split()[1:] == ["adamw", "260", "B", "0", "sign:", "-252", "B,", "risk", "+0.5", "(drop_m)"]
     assert "state 1.02 KiB (1048 bytes), 80.6% of fp32 AdamW's 1.27 KiB; risk 0.5 by risk=prior" in out
     assert "(allocator=exact, proven optimal)" in out
-    assert "budget state_50 binds; budgets that bind go from 40 B (40 bytes, the least feasible) to 1.27 KiB" in out
+    assert "budget state_50 binds; budgets that bind go from 40 bytes (the least feasible) to 1.27 KiB" in out
 
 
 def test_a_reader_that_has_gone_ends_no_run() -> None:
@@ -70,7 +71,7 @@ def test_data_are_said_in_words() -> None:
 def test_a_budget_that_does_not_bind_says_so_and_which_would(capsys: pytest.CaptureFixture[str]) -> None:
     console.print_plan(make_plan(budget=Budget(name="8gb", memory_bytes=8 * GIB), binding=False, gap=0.25))
     out = capsys.readouterr().out
-    assert "budget 8gb does not bind: nothing is given up; budgets that bind go from 40 B" in out
+    assert "budget 8gb does not bind: nothing is given up; budgets that bind go from 40 bytes" in out
     assert "of device memory" in out and "predicted peak 5.00 MiB (5242880 bytes)" in out
     assert "gap 0.25" in out
     console.print_plan(make_plan(budget=Budget(name="unlimited"), binding=False))
@@ -232,3 +233,37 @@ def test_errors_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     console.print_error("no such budget")
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "no such budget\n")
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_figures_of_the_options_are_never_cut_off(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    """They are what the decision rests on; words give way, and the one that is run keeps its mark."""
+    option = Option(
+        micro_batch=16,
+        accumulation=1,
+        checkpointing=True,
+        release=True,
+        weights="native split8",
+        peak_bytes=8 * MIB,
+        state_bytes=0,
+        samples_per_s=1167.0,
+        risk=0.07990701,
+        step_s=0.205,
+        why="does not fit even with the least state",
+        chosen=True,
+    )
+    monkeypatch.setattr(console, "PLAIN_WIDTH", width)
+    out = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    console.print_options([option], objective="quality")
+    text = out.getvalue()
+    assert all(word in text.split() for word in (">", "8.00", "MiB", "205", "1,167", "0.0799")), text
+    assert "\u2026" not in text and text.split().count("does") == 1
+
+
+def test_the_run_folder_can_be_copied_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = "/a" * 100
+    console.print_result(make_result(num_reallocations=1), run_dir=folder)
+    out = capsys.readouterr().out
+    assert f"run folder  {folder}\n" in out
+    assert "1 reallocation\n" in "\n".join(line.rstrip() for line in out.splitlines()) + "\n"
