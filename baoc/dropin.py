@@ -61,6 +61,8 @@ class BaocOptimizer(BlockwiseOptimizer):
         settings = settings or SessionSettings(reallocation=ReallocationSettings(warmup_steps=PLAIN_WARMUP_STEPS))
         if release is not None:
             settings = replace(settings, release=release)
+        while isinstance(params, nn.Module) and isinstance(getattr(params, "_orig_mod", None), nn.Module):
+            params = params._orig_mod  # what torch.compile wraps: names, blocks and roles are those of the network
         module = params if isinstance(params, nn.Module) else None
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         check_settings({key: plain(value) for key, value in options.items()})

@@ -6,6 +6,7 @@ from baoc.budgets import PRESETS
 from baoc.catalogue import NATIVE
 from baoc.config.listing import LISTS, lines
 from baoc.errors import BadInputError
+from tests.conftest import ROOT
 
 HEAVY = "{'torch', 'lightning', 'transformers', 'numpy', 'scipy', 'wandb', 'optuna', 'rich'}"
 
@@ -118,5 +119,7 @@ def test_lists_hold_what_there_is():
     assert {line.split()[0] for line in lines("budgets")} == {*PRESETS, "SIZE", "state_N"}
     assert any(line.startswith("digits_state_25 ") for line in lines("experiments"))
     assert "  model.size=tiny" in "\n".join(lines("models"))
+    offered = {file.stem for file in (ROOT / "conf" / "risk").glob("*.yaml")}
+    assert offered <= {line.split()[0] for line in lines("risks")}, "what --help offers is told by --list"
     with pytest.raises(BadInputError, match=r"--list sweps: there is no such list; did you mean sweeps"):
         lines("sweps")

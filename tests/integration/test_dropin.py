@@ -185,3 +185,20 @@ def test_saved_and_loaded_it_goes_on_bit_for_bit(tmp_path, stop):
     optimizer.load_state_dict(saved["optimizer"])
     train(optimizer, loss, steps=12 - stop)
     assert all(torch.equal(p, q) for p, q in zip(whole.parameters(), second.parameters(), strict=True))
+
+
+def test_a_compiled_model_has_the_names_of_its_network_and_shares_checkpoints_with_it():
+    """torch.compile puts `_orig_mod.` before each name: the plan and its profile would be of other blocks."""
+    model, loss = make()
+    compiled = torch.compile(model, backend="eager")
+    assert isinstance(compiled, nn.Module)
+    optimizer = BaocOptimizer(compiled, budget="8gb", settings=settings(), probe=lambda: loss().backward())
+    train(optimizer, loss, steps=8)
+    plain, plain_loss = make()
+    plain.load_state_dict(model.state_dict())
+    other = BaocOptimizer(plain, budget="8gb", settings=settings(), probe=lambda: plain_loss().backward())
+    assert list(other.specs) == list(optimizer.specs)
+    other.load_state_dict(optimizer.state_dict())
+    train(optimizer, loss, steps=3)
+    train(other, plain_loss, steps=3)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True))

@@ -267,3 +267,8 @@ def test_the_run_folder_can_be_copied_whole(capsys: pytest.CaptureFixture[str]) 
     out = capsys.readouterr().out
     assert f"run folder  {folder}\n" in out
     assert "1 reallocation\n" in "\n".join(line.rstrip() for line in out.splitlines()) + "\n"
+
+
+def test_auto_before_the_device_was_asked_is_no_budget_without_limit() -> None:
+    assert console.describe_budget(Budget(name="auto")) == "auto: what the device has free"
+    assert console.describe_budget(Budget(name="unlimited")) == "unlimited: no limit"
