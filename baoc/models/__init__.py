@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from baoc.errors import unknown_name
+from baoc.errors import BadInputError, unknown_name
 
 if TYPE_CHECKING:
     from torch import nn
@@ -177,7 +177,9 @@ def choose_size(name: str, *, size: str = "auto", device: str = "cpu") -> SizeCh
         suits = "budgets of 4 to 16 GiB bind there" if device == "cuda" else "it trains in minutes there"
         return SizeChoice(size=taken, why=f"model.size=auto takes {taken.name} on {device}: {suits}")
     if size not in family.sizes:
-        raise unknown_name(size, what=f"size of model {name}", allowed=("auto", *family.sizes))
+        error = unknown_name(size, what=f"size of model {name}", allowed=("auto", *family.sizes))
+        having = [f"model={other}" for other, model in MODELS.items() if size in model.sizes]
+        raise BadInputError(f"{error}; {', '.join(having)} has that size") if having else error
     return SizeChoice(size=family.sizes[size], why=f"model.size={size} was asked for")
 
 

@@ -223,7 +223,7 @@ def print_options(options: Sequence[Option], *, objective: str) -> None:
         risk = "-" if option.risk is None else f"{option.risk:.3g}"
         peak = format_bytes(option.peak_bytes)
         mark = ">" if option.chosen else ""
-        step = "-" if option.step_s != option.step_s else f"{option.step_s * 1e3:,.3g}"
+        step = "-" if option.step_s != option.step_s else _ms(option.step_s * 1e3)
         name = f"{option.name}: {option.why}" if option.why else option.name
         table.add_row(mark, escape(name), option.weights, peak, step, rate, risk)
     make_console().print(table)
@@ -293,10 +293,14 @@ def print_result(result: RunResult, *, run_dir: str | Path) -> None:
         f"{format_bytes(result.state_bytes_adamw)}",
         "step": "too few untracked steps to time one"
         if result.step_ms != result.step_ms
-        else f"{result.step_ms:.3g} ms{_predicted(result.step_s_predicted)}, {result.samples_per_s:,.0f} samples/s",
+        else f"{_ms(result.step_ms)} ms{_predicted(result.step_s_predicted)}, {result.samples_per_s:,.0f} samples/s",
         "steps": f"{result.num_steps}, {_counted(result.num_reallocations, 'reallocation')}",
     }
     _print_pairs(f"{result.name}, done", rows.items(), run_dir=run_dir)
+
+
+def _ms(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"  # where .3g alone writes 1.66e+03
 
 
 def _counted(number: int, what: str) -> str:
@@ -304,7 +308,7 @@ def _counted(number: int, what: str) -> str:
 
 
 def _predicted(seconds: float) -> str:
-    return "" if seconds != seconds else f" ({seconds * 1e3:.3g} ms predicted)"
+    return "" if seconds != seconds else f" ({_ms(seconds * 1e3)} ms predicted)"
 
 
 def _budget_verdict(result: RunResult) -> str | None:

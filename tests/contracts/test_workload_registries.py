@@ -128,6 +128,8 @@ def test_unknown_names_are_refused_with_what_there_is():
         build_model("vitt", spec=None)
     with pytest.raises(BadInputError, match=r"no size of model vit 'bas' \(did you mean base\?\); choose from: auto"):
         choose_size("vit", size="bas")
+    with pytest.raises(BadInputError, match=r"'7b'; choose from: auto.*huge; model=llama has that size$"):
+        choose_size("vit", size="7b")
     with pytest.raises(BadInputError, match=r"no option of model vit 'drop'.*choose from: dropout"):
         build_model("vit", spec=None, drop=0.1)
     with pytest.raises(BadInputError, match=r"no task 'speech'; choose from: vision, diffusion"):

@@ -248,7 +248,7 @@ def test_figures_of_the_options_are_never_cut_off(monkeypatch: pytest.MonkeyPatc
         state_bytes=0,
         samples_per_s=1167.0,
         risk=0.07990701,
-        step_s=0.205,
+        step_s=1.66,
         why="does not fit even with the least state",
         chosen=True,
     )
@@ -257,7 +257,7 @@ def test_figures_of_the_options_are_never_cut_off(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sys, "stdout", out)
     console.print_options([option], objective="quality")
     text = out.getvalue()
-    assert all(word in text.split() for word in (">", "8.00", "MiB", "205", "1,167", "0.0799")), text
+    assert all(word in text.split() for word in (">", "8.00", "MiB", "1,660", "1,167", "0.0799")), text
     assert "\u2026" not in text and text.split().count("does") == 1
 
 
