@@ -46,6 +46,7 @@ class RunProgress(ProgressBar):
         self._total: int | None = None
         self._next_line = 0
         self._start = (0, 0.0)  # step and time at which this attempt began
+        self._validated = 0  # the step of the newest validation
 
     def disable(self) -> None:
         self._enabled = False
@@ -86,6 +87,7 @@ class RunProgress(ProgressBar):
             self._line(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._validated = trainer.global_step
         if self._bar is not None:
             self._bar.update(self._task, values=self._values(trainer))
 
@@ -102,8 +104,11 @@ class RunProgress(ProgressBar):
         return max(1, -(-self._total // self.plain_lines)) if self._total else 1000
 
     def _values(self, trainer: L.Trainer) -> str:
+        """The newest values; those of a validation with its step where that has passed."""
         logged = trainer.callback_metrics
-        return "  ".join(f"{key} {float(logged[key]):.4g}" for key in self.metrics if key in logged)
+        told = [f"{key} {float(logged[key]):.4g}" for key in self.metrics if key in logged]
+        passed = self._validated < trainer.global_step and any(key.startswith("val/") for key in logged)
+        return "  ".join(told) + (f" (step {self._validated})" if passed else "")
 
     def _line(self, trainer: L.Trainer) -> None:
         step, (first, start) = trainer.global_step, self._start
