@@ -175,6 +175,8 @@ def _short(label: str) -> str:
             continue
         if (key == "risk" and (uniform or allocator == "random")) or (uniform and value == "unlimited"):
             continue
+        if uniform and key == "optim.matching" and value == "displacement":  # as by default
+            continue
         told.append(value if key in ("budget", "risk", "optim.matching") else f"{key.rpartition('.')[2]} {value}")
     return " ".join(told) or label
 

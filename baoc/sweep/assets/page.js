@@ -4,8 +4,8 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const COLOURS = {BAOC: "#0b6bcb", uniform: "#d1700f", "random feasible": "#7a7f87"};
 const SPARE = ["#2f8f4e", "#8b5cc2", "#b3261e", "#0f8b8d", "#c2a10f", "#c2528b", "#5b6b1f", "#4a4fb5"];
 const TITLES = {state_share: "optimizer state, % of fp32 AdamW's", state_mib: "optimizer state, MiB", peak_mib: "peak memory, MiB", samples_per_s: "samples/s", risk: "predicted risk"};
-const CONFIG = {responsive: true, displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d", "toImage"]};
 const NARROW = window.innerWidth < 600;
+const CONFIG = {responsive: true, displaylogo: false, displayModeBar: NARROW ? false : "hover", modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d", "toImage"]};
 const EDGE = NARROW ? 44 : 60;
 const FEW = 12; // points of which each has a column; of more, those on the front of their family or study
 const SHARES = [1, 2, 5, 10, 25, 50, 100];
@@ -48,7 +48,7 @@ function wrapped(text) {
 
 function axisOf(key) {
   if (key === "state_share") return {title: {text: TITLES[key]}, type: "log", tickvals: SHARES, ticktext: SHARES.map(String)};
-  return {title: {text: TITLES[key]}, type: key === "state_mib" ? "log" : "linear", dtick: key === "state_mib" ? "D2" : undefined, nticks: 8};
+  return {title: {text: TITLES[key]}, type: key === "samples_per_s" ? "linear" : "log", dtick: key === "state_mib" ? "D2" : undefined, nticks: 8};
 }
 
 function judged(kind) {
@@ -109,7 +109,7 @@ function space(kind, shown) {
     return {type: "scatter3d", mode: "markers", name: family, x: mine.map((p) => p.peak_mib), y: mine.map((p) => p.samples_per_s), z: mine.map((p) => p.quality),
       text: mine.map((p) => hover(kind, p)), hoverinfo: "text", marker: {size: 4, color: colour(family)}};
   });
-  Plotly.react("space", traces, {margin: {l: 0, r: 0, t: 0, b: 0}, legend: {orientation: "h"}, scene: {xaxis: {title: {text: "peak, MiB"}}, yaxis: {title: {text: "samples/s"}},
+  Plotly.react("space", traces, {margin: {l: 0, r: 0, t: 0, b: 0}, legend: {orientation: "h"}, scene: {camera: {eye: {x: 1.7, y: 1.7, z: 1.1}, center: {x: 0, y: 0, z: -0.15}}, xaxis: {title: {text: "peak, MiB"}}, yaxis: {title: {text: "samples/s"}},
     zaxis: {title: {text: judged(kind)}}}}, CONFIG);
 }
 
@@ -118,8 +118,15 @@ function parallel(kind, shown) {
   const usable = shown.filter((point) => point.quality !== null);
   const axes = ["quality", "state_share", "peak_mib", "samples_per_s", "risk"].filter((key) => usable.every((point) => point[key] !== null));
   const steps = families.flatMap((family, at) => [[at / families.length, colour(family)], [(at + 1) / families.length, colour(family)]]);
+  const doubling = (key) => { // ticks of a share along its doublings, as the other figures have it
+    const logs = usable.map((p) => Math.log2(Math.max(p[key], SHARES[0] / 2)));
+    const ticks = [0.5, ...SHARES].filter((share) => Math.log2(share) >= Math.min(...logs) - 0.5 && Math.log2(share) <= Math.max(...logs) + 0.5);
+    return {values: logs, tickvals: ticks.map(Math.log2), ticktext: ticks.map((share) => (share === 0.5 ? "0 to 0.5" : String(share)))};
+  };
+  const title = (key) => (key === "quality" ? kind.quality : key === "state_share" ? "state, % of AdamW's" : TITLES[key]);
+  byId("parallel").style.minWidth = NARROW ? "720px" : "";
   Plotly.react("parallel", [{type: "parcoords", line: {color: usable.map((p) => families.indexOf(p.family)), cmin: -0.5, cmax: families.length - 0.5, colorscale: steps},
-    dimensions: axes.map((key) => ({label: key === "quality" ? kind.quality : TITLES[key], values: usable.map((p) => p[key])}))}], {margin: {l: 70, r: 70, t: 60, b: 30}}, CONFIG);
+    dimensions: axes.map((key) => ({label: title(key), ...(key === "state_share" ? doubling(key) : {values: usable.map((p) => p[key])})}))}], {margin: {l: 70, r: 70, t: 60, b: 30}}, CONFIG);
 }
 
 function heat(kind, shown, axis) {
@@ -135,7 +142,7 @@ function heat(kind, shown, axis) {
     (block in point.kept ? `${number(point.kept[block], 3)} % of fp32 AdamW's state` : "its state is not recorded") : "");
   const roomy = ordered.length <= (NARROW ? 2 : 9);
   const holder = byId("heat");
-  holder.style.height = `${Math.max(300, 190 + 22 * blocks.length)}px`;
+  holder.style.height = `${Math.max(300, 214 + 22 * blocks.length)}px`;
   holder.style.minWidth = `${Math.max(NARROW ? 560 : 0, 220 + 26 * ordered.length)}px`;
   // Equal steps of colour for equal steps of the root, so that a hundredth and a tenth still differ
   Plotly.react("heat", [{type: "heatmap", x: names, y: blocks, xgap: 2, ygap: 1, zmin: 0, zmax: 10, colorscale: [[0, "#f3f0e6"], [0.35, "#b9d3e3"], [0.6, "#5c9bc4"], [1, "#123f66"]],
@@ -143,7 +150,7 @@ function heat(kind, shown, axis) {
     text: blocks.map((block) => ordered.map((point) => point.choices[block] || "")), texttemplate: roomy ? "%{text}" : "", textfont: {size: 10},
     customdata: blocks.map((block) => ordered.map((point) => told(point, block))), hovertemplate: "%{y}<br>%{x}<br><b>%{customdata}</b><extra></extra>",
     colorbar: {title: {text: "% of AdamW's<br>state kept"}, tickvals: [0, 1, 5, 10, 25, 50, 100].map(Math.sqrt), ticktext: ["0", "1", "5", "10", "25", "50", "100"], thickness: 14}}],
-  {margin: {l: 20, r: 20, t: 12, b: 30}, yaxis: {autorange: "reversed", automargin: true, tickfont: {size: 11}, dtick: 1}, xaxis: {tickangle: 35, automargin: true, tickfont: {size: 11}, dtick: 1}}, CONFIG);
+  {margin: {l: 20, r: 20, t: 36, b: 30}, yaxis: {autorange: "reversed", automargin: true, tickfont: {size: 11}, dtick: 1}, xaxis: {tickangle: 35, automargin: true, tickfont: {size: 11}, dtick: 1}}, CONFIG);
 }
 
 function levels(kind) {
@@ -158,7 +165,7 @@ function curves(kind, shown) {
   const traces = shown.flatMap((point) => Object.entries(point.curves).map(([key, pairs]) => ({x: pairs.map((p) => p[0]), y: pairs.map((p) => p[1]),
     name: `${point.label} ${key}`, mode: key === "train/loss" ? "lines" : "markers", line: {color: colour(point.family), width: 1}, marker: {color: colour(point.family), size: 7},
     hovertemplate: `${point.short}<br>step %{x}: %{y:.4g}<extra>${key}</extra>`, showlegend: false})));
-  Plotly.react("curves", traces, {margin: {l: EDGE, r: 12, t: 12, b: 44}, xaxis: {title: {text: "optimizer step"}}, yaxis: {title: {text: `train/loss (lines), ${kind.quality} (dots)`}}}, CONFIG);
+  Plotly.react("curves", traces, {margin: {l: EDGE, r: 12, t: 12, b: 44}, xaxis: {title: {text: "optimizer step"}}, yaxis: {title: {text: ["train/loss (lines)", `${kind.quality} (dots)`].filter((_, at) => traces.some((trace) => (trace.mode === "lines") === (at === 0))).join(", ")}}}, CONFIG);
 }
 
 function draw() {
@@ -185,7 +192,7 @@ function draw() {
   curves(kind, shown);
   table("volumes", ["memory axis", group, "points", "share, %"], kind.volumes.map((row) => [row.axis === "state_bytes" ? "optimizer state" : "peak memory", row.family,
     row.points, row.share === null ? "n/a" : row.share.toFixed(1)]), [2, 3]);
-  const ranked = [...shown].sort((a, b) => Number(a.dominated) - Number(b.dominated) || (kind.higher ? b.quality - a.quality : a.quality - b.quality));
+  const ranked = [...shown].sort((a, b) => Number(a.dominated) - Number(b.dominated) || Number(a.quality === null) - Number(b.quality === null) || (kind.higher ? b.quality - a.quality : a.quality - b.quality));
   const holder = table("points", ["point", group, kind.quality, "sd", "seeds", "state, %", "state, MiB", "peak, MiB", "samples/s", "command that makes it again (first seed)"],
     ranked.map((p) => [p.short, p.family, number(p.quality), p.spread === null ? "" : number(p.spread, 2), p.seeds, number(p.state_share, 3), number(p.state_mib, 3), number(p.peak_mib), number(p.samples_per_s), p.command]),
     [2, 3, 4, 5, 6, 7, 8]);
@@ -222,4 +229,8 @@ if (data.failed.length) {
   table("failures", ["run", "settings", "exit code", "message"], data.failed.map((job) => [job.run, job.label, job.code === null ? "" : job.code, job.message]), [2]);
 }
 if (data.kinds.length) choose();
+else {
+  byId("nothing").textContent = "No run has finished yet, so there is nothing to compare.";
+  document.querySelector("main").hidden = true;
+}
 document.body.dataset.ready = "yes";
