@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import ModuleType
@@ -89,6 +90,8 @@ def _hold(lock: str) -> int:
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # what the trial forks (loaders of data) may outlive it, and would hold its next attempt up
+            os.register_at_fork(after_in_child=partial(os.close, file))
             return file
         except OSError:
             if time.monotonic() > end:

@@ -8,8 +8,9 @@ import fcntl
 import random
 import sqlite3
 import time
+import uuid
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from optuna.study import StudyDirection
 from optuna.trial import Trial, TrialState
+from sqlalchemy.exc import SQLAlchemyError
 
-from baoc.errors import BadInputError
+from baoc.errors import BadInputError, OutputError
 from baoc.sweep.runs import ABOUT
 from baoc.sweep.sampling import make_sampler, queue
 from baoc.sweep.study_config import StudyConfig
@@ -29,6 +31,7 @@ from baoc.tracking.console import say
 from baoc.tracking.files import LineFile, read_json, write_json
 
 LOCK = "study.lock"
+HOME = "home"  # the study's attribute that names the one folder of its runs
 
 
 def open_study(config: StudyConfig, *, folder: Path) -> optuna.Study:
@@ -51,10 +54,14 @@ def open_study(config: StudyConfig, *, folder: Path) -> optuna.Study:
         if "definition" not in study.user_attrs:
             study.set_user_attr("definition", config.definition())
         trials = queue(config)
+        _check_queue(study, trials, config=config)
+        home = _home(study, config=config, folder=folder)
         for params, attributes in trials[len(study.trials) :]:  # all, or the rest where a start was killed
             study.enqueue_trial(params, user_attrs=attributes)
         about = {"name": config.name, "storage": without_password(url), "n_trials": len(trials)}
-        write_json(folder / ABOUT, {"schema": 1, **about, "objectives": dict(config.objectives)})
+        write_json(folder / ABOUT, {"schema": 1, **about, "objectives": dict(config.objectives), "home": home["id"]})
+        if HOME not in study.user_attrs:  # after the file: a start that is killed in between knows its own folder again
+            study.set_user_attr(HOME, home)
     return study
 
 
@@ -93,7 +100,15 @@ def _take(storage: BaseStorage, trial_id: int) -> bool:
 
 
 def storage_url(asked: str | None, *, folder: Path) -> str:
-    """`null` is sqlite in the study's folder, `journal` a journal file there; a URL stays as it is."""
+    """`null` is sqlite in the study's folder, `journal` a journal file there; a URL stays as it is.
+
+    Raises BadInputError where a URL cannot name the folder.
+    """
+    if asked is None and "?" in str(folder):
+        raise BadInputError(
+            f"the study's folder {folder} has a '?', at which a database's URL ends: give another one as "
+            "hydra.sweep.dir=FOLDER, or hydra.sweeper.storage=journal"
+        )
     if asked is None:
         return f"sqlite:///{folder / 'study.db'}"
     return f"journal:///{folder / 'study.journal'}" if asked == "journal" else asked
@@ -102,7 +117,10 @@ def storage_url(asked: str | None, *, folder: Path) -> str:
 def open_storage(url: str) -> BaseStorage:
     """Raises BadInputError where the database does not answer, or its driver is missing."""
     if url.startswith("journal:///"):
-        return JournalStorage(MendedJournal(url.removeprefix("journal:///")))
+        try:
+            return JournalStorage(MendedJournal(url.removeprefix("journal:///")))
+        except (ValueError, KeyError) as error:
+            raise _damaged(url, error) from error
     sqlite = {"connect_args": {"timeout": 60, "factory": _Wal}}
     server = {"pool_size": 1, "max_overflow": 3, "pool_pre_ping": True}  # see `rest`
     options: dict[str, Any] = sqlite if url.startswith("sqlite") else server
@@ -112,12 +130,41 @@ def open_storage(url: str) -> BaseStorage:
         weakref.finalize(storage, storage.engine.dispose)
         return storage
     except Exception as error:
+        if url.startswith("sqlite"):
+            raise _damaged(url, error) from error
         raise BadInputError(
             f"the study's storage {without_password(url)} cannot be opened ({str(error).splitlines()[0]}): is the "
             "server up, does the database exist, and is its driver installed (pip install 'psycopg[binary]' for "
             "postgresql+psycopg://USER@HOST/NAME)? hydra.sweeper.storage is null (a file in the study's folder), "
             "journal, or such a URL"
         ) from error
+
+
+def _damaged(url: str, error: Exception) -> BadInputError:
+    return BadInputError(
+        f"the study's storage {without_password(url)} cannot be opened ({_reason(error)}): make room if the disk is "
+        "full, bring the file back if it was damaged, or begin anew in another folder (hydra.sweep.dir=FOLDER)"
+    )
+
+
+@contextmanager
+def storage_told(asked: str | None, *, folder: Path) -> Iterator[None]:
+    """A storage that fails in between is told as one sentence. Raises OutputError."""
+    try:
+        yield
+    except (optuna.exceptions.StorageInternalError, SQLAlchemyError) as error:
+        url = without_password(storage_url(asked, folder=folder))
+        raise OutputError(
+            f"the study's storage {url} does not take or give records ({_reason(error)}): free its disk, end what "
+            "locks it, or start its server; then give the same command again, which goes on from what the storage holds"
+        ) from error
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of what is behind it: Optuna wraps what a database says."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def rest(storage: BaseStorage) -> None:
@@ -233,7 +280,7 @@ def without_password(url: str) -> str:
 
 def _refuse_other_study(config: StudyConfig, *, folder: Path) -> None:
     """Two studies in one folder would take each other's results for their own: trials are known by their numbers."""
-    known = read_json(folder / ABOUT)["name"] if (folder / ABOUT).is_file() else config.name
+    known = read_json(folder / ABOUT).get("name") if (folder / ABOUT).is_file() else config.name
     if known != config.name:
         raise BadInputError(
             f"{folder} is the folder of study {known}, and study {config.name} was asked for: give it another folder "
@@ -251,6 +298,45 @@ def _check_definition(config: StudyConfig, storage: BaseStorage) -> None:
         raise BadInputError(
             f"study {config.name} has {told}: trials of both cannot be compared. Give it another hydra.sweeper.name, "
             "or the settings it has"
+        )
+
+
+def _home(study: optuna.Study, *, config: StudyConfig, folder: Path) -> dict[str, str]:
+    """The id and the path of the study's folder, which a folder keeps where it is moved or mounted elsewhere.
+
+    Raises BadInputError for another folder: each would hold some of the runs, and a frontier of either be wrong.
+    """
+    known = study.user_attrs.get(HOME)
+    own = read_json(folder / ABOUT).get(HOME) if (folder / ABOUT).is_file() else None
+    if known is not None and own != known["id"]:
+        raise BadInputError(
+            f"study {config.name} has its runs in {known['path']}, and {folder} is another folder: go on in that one "
+            "(hydra.sweep.dir=FOLDER; other machines must see it too), or give the study another hydra.sweeper.name"
+        )
+    return known or {"id": own or uuid.uuid4().hex, "path": str(folder)}
+
+
+def _check_queue(
+    study: optuna.Study, trials: Sequence[tuple[dict[str, Any], dict[str, Any]]], *, config: StudyConfig
+) -> None:
+    """Raises BadInputError where a grid would lack points, as the study has drawn other trials in their places; says
+    which baselines are not tried, as the study has begun without them."""
+    kept = study.get_trials(deepcopy=False)
+    pairs = list(zip(kept, trials, strict=False))
+    if config.sampler == "grid":
+        other = [t.number for t, (point, _) in pairs if t.system_attrs.get("fixed_params", {}) != point]
+        if other:
+            raise BadInputError(
+                f"study {config.name} was begun with another sampler or other baselines, so {len(other)} of the "
+                f"{len(trials)} trials of its grid would be missing (trial {other[0]} is none of them): give it "
+                "another hydra.sweeper.name, or the settings it has"
+            )
+    have = [trial.user_attrs.get("overrides") for trial in kept]
+    late = [own["overrides"] for _, (_, own) in pairs if "overrides" in own and own["overrides"] not in have]
+    if late:
+        say(
+            f"study {config.name} has begun without the baselines {', '.join(' '.join(words) for words in late)}, "
+            "which are not tried: give it another hydra.sweeper.name to have them"
         )
 
 

@@ -5,17 +5,17 @@ over under their number and in their folder, and the total stays `n_trials`. Any
 """
 
 import os
-import signal
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import optuna
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from baoc.budgets import parse_budget
@@ -24,20 +24,21 @@ from baoc.models import MODELS
 from baoc.sweep import children
 from baoc.sweep.answers import Answer, answer_of, infeasible
 from baoc.sweep.early import Watch
+from baoc.sweep.interrupts import POLL_S, Interrupts
 from baoc.sweep.memory import Places, cards_here
 from baoc.sweep.progress import Progress
 from baoc.sweep.runs import ERROR
 from baoc.sweep.sampling import suggest
-from baoc.sweep.storage import LOCK, next_trial, open_study, rest, setup_lock, storage_url, trial_of
+from baoc.sweep.storage import LOCK, next_trial, open_study, rest, setup_lock, storage_told, storage_url, trial_of
 from baoc.sweep.study_config import StudyConfig
 from baoc.sweep.trial import COMMAND, Outcome, TrialProcess
 from baoc.sweep.workers import Register
 from baoc.tracking.files import write_json
 
-POLL_S = 0.2
 LOOK_S = 5.0  # between two looks at other workers' trials
 PATIENCE_S = 120.0  # for the checkpoint and the end of a run that was asked for both; then it is killed
-INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
+STOP_S = 30.0  # the same where the study ends; less than others wait for a beat
+STARTS = 3  # how often a process is begun whose server of forks was killed in that moment
 
 
 def run_study(
@@ -48,23 +49,26 @@ def run_study(
     `code` is the Python program of a trial, whose arguments are its overrides. With `stay`, a worker without work waits
     for the others' trials, to take them over if they are killed.
 
-    Raises BadInputError where the storage holds a study of another space or objectives.
+    Raises BadInputError where the storage holds a study of another space or objectives, OutputError where it fails in
+    mid-study (a full disk, a lock that is not given back, a server that went away): trials are ended with a checkpoint.
     """
     _refuse_ranks()
     folder = study_folder(folder)
     config = with_extra(config, extra)
-    study = open_study(config, folder=folder)
+    with storage_told(config.storage, folder=folder):
+        study = open_study(config, folder=folder)
     if code == COMMAND:
         children.preload(children.PRELOAD, *_modules_of(config))
     runner = _Runner(study, config=config, folder=folder, code=code, stay=stay)
-    with runner.interrupts.taken():
+    with storage_told(config.storage, folder=folder), runner.interrupts.taken():
         try:
             runner.run()
         except BaseException:
             runner.stop()
+            with suppress(StorageInternalError, OutputError):  # the storage may be what failed
+                runner.register.end()
             raise
-        finally:
-            runner.register.end()
+        runner.register.end()
     return study
 
 
@@ -104,7 +108,8 @@ def _refuse_ranks() -> None:
 def with_extra(config: StudyConfig, extra: Sequence[str]) -> StudyConfig:
     """Command-line overrides join `fixed`. Raises BadInputError for several values, which belong into the space."""
     own = tuple(word for word in extra if not word.startswith(("sweeps=", "hydra")))
-    several = next((word for word in own if "," in word and word.split("=", 1)[1][:1] not in ("[", "{")), None)
+    parser = OverridesParser.create()
+    several = next((word for word in own if parser.parse_override(word).is_sweep_override()), None)
     if several is not None:
         raise BadInputError(
             f"{several} asks for several values beside sweeps={config.name}: put them into the study's space, as "
@@ -127,54 +132,6 @@ def _modules_of(config: StudyConfig) -> list[str]:
     chosen += [word.removeprefix("model=") for words in lists for word in words if word.startswith("model=")]
     families = [MODELS[name] for name in dict.fromkeys(chosen) if name in MODELS]
     return [module for family in families for module in (family.module, *family.imports)]
-
-
-class _Interrupts:
-    """Ctrl-C, and SIGTERM, with which a cluster ends a job: KeyboardInterrupt in either case, for trials to be ended.
-
-    A callback that may not raise swallows one, so whoever loops asks for what came with `check`.
-    """
-
-    def __init__(self) -> None:
-        self._came: list[int] = []
-        self._waiting = False
-
-    @contextmanager
-    def taken(self) -> Iterator[None]:
-        """Takes the signals, in the main thread. An ignored Ctrl-C (a job in the background of a script) stays so."""
-        main = threading.current_thread() is threading.main_thread()
-        wanted = [which for which in INTERRUPTS if main and signal.getsignal(which) is not signal.SIG_IGN]
-        before = {which: signal.signal(which, self._take) for which in wanted}
-        try:
-            yield
-        finally:
-            for which, handler in before.items():
-                signal.signal(which, handler)
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """They wait until what is inside is over: a process that nobody knows would not be asked to end."""
-        self._waiting = True
-        try:
-            yield
-        except (EOFError, OSError):
-            # sent to a whole job (timeout, scancel), it ended the server of forks, perhaps before it came here
-            time.sleep(POLL_S)
-            self.check()
-            raise
-        finally:
-            self._waiting = False
-        self.check()
-
-    def check(self) -> None:
-        """Raises KeyboardInterrupt if a signal came."""
-        if self._came:
-            raise KeyboardInterrupt(f"interrupted ({signal.Signals(self._came[0]).name})")
-
-    def _take(self, number: int, _: object) -> None:
-        self._came.append(number)
-        if not self._waiting:
-            self.check()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -200,7 +157,7 @@ class _Runner:
         self.study, self.config, self.folder, self.code, self.stay = study, config, folder, code, stay
         self.running: dict[int, _Running] = {}
         self.register = Register(study)
-        self.interrupts = _Interrupts()
+        self.interrupts = Interrupts()
         self.progress = Progress(study, config=config)
         cards = cards_here(config.gpus) if code == COMMAND or config.gpus != "auto" else ()
         self.places = Places(cards=cards, per_card=config.per_gpu)
@@ -223,15 +180,18 @@ class _Runner:
 
     def stop(self) -> None:
         """Asks all trials for a checkpoint and an end, and waits for them; a second Ctrl-C kills them."""
-        for own in self.running.values():
-            own.process.ask_to_end()
-        patience_s = 30.0
-        for own in self.running.values():
-            try:
-                own.process.stop(patience_s=patience_s)
-            except KeyboardInterrupt:
-                patience_s = 0.0
-                own.process.stop(patience_s=patience_s)
+        end = time.monotonic() + STOP_S
+        try:
+            for own in self.running.values():
+                own.process.ask_to_end()
+            for own in self.running.values():
+                own.process.stop(patience_s=max(end - time.monotonic(), 0.0))
+        except KeyboardInterrupt:
+            with self.interrupts.waiting():  # a third one must not leave any of them
+                for own in self.running.values():
+                    own.process.kill()
+                for own in self.running.values():
+                    own.process.stop(patience_s=0.0)
 
     def _fill(self) -> None:
         while len(self.running) < self.config.workers:
@@ -257,8 +217,9 @@ class _Runner:
             return None
         self._looked = time.monotonic()
         url = storage_url(self.config.storage, folder=self.folder)
-        attributes = self.study.user_attrs
-        for trial in self._theirs():
+        theirs = self._theirs()
+        attributes = self.study.user_attrs  # after the trials: their workers stand in it
+        for trial in theirs:
             if not self._gone(trial, attributes):
                 continue
             with setup_lock(self.folder, url=url):
@@ -318,22 +279,46 @@ class _Runner:
         variables = {"WANDB_RUN_GROUP": self.config.name, "WANDB_JOB_TYPE": "trial"}
         if card is not None:
             variables["CUDA_VISIBLE_DEVICES"] = card
-        return TrialProcess(
-            [*words, *own], folder=folder, threads=self.config.threads, code=self.code, variables=variables
-        )
+        overrides = [*words, *own]
+        for left in reversed(range(STARTS)):
+            try:
+                return TrialProcess(
+                    overrides, folder=folder, threads=self.config.threads, code=self.code, variables=variables
+                )
+            except (EOFError, ConnectionError):
+                time.sleep(POLL_S)
+                if not left or self.interrupts.came:
+                    raise
+        raise AssertionError("unreachable")
 
     def _look_after(self) -> None:
-        self.register.beat(running=len(self.running))
+        beaten = self.register.beat(running=len(self.running))
         for number, own in list(self.running.items()):
             outcome = own.process.poll()
-            if outcome is not None:
-                self._ended(own, outcome)
-            elif own.ended_early or own.stalled:
-                if time.monotonic() - own.asked > PATIENCE_S:
-                    own.process.kill()
-            else:
-                self._judge(own, number)
+            try:
+                if (beaten or outcome is not None) and not self._mine(own):
+                    self._leave(own)
+                elif outcome is not None:
+                    self._ended(own, outcome)
+                elif own.ended_early or own.stalled:
+                    if time.monotonic() - own.asked > PATIENCE_S:
+                        own.process.kill()
+                else:
+                    self._judge(own, number)
+            except UpdateFinishedTrialError:  # it became another's a moment ago
+                self._leave(own)
         self.progress.refresh()
+
+    def _mine(self, own: _Running) -> bool:
+        """Whether no other worker has taken the trial over, as one does where this machine slept."""
+        now = self.study._storage.get_trial(own.trial._trial_id)
+        return now.state is TrialState.RUNNING and now.user_attrs.get("worker") == self.register.own.name
+
+    def _leave(self, own: _Running) -> None:
+        """Ends this worker's part in a trial that is another's."""
+        self.progress.say(f"trial {own.trial.number} is another worker's: this one gave no sign of life, and leaves it")
+        own.process.stop(patience_s=0.0)
+        self._free(own)
 
     def _judge(self, own: _Running, number: int) -> None:
         """Asks a run to end that another trial beats, or that hangs."""
@@ -387,11 +372,15 @@ class _Runner:
         if answer.state is not None or any(answer.constraints.values()):
             trial.set_user_attr("text", answer.text)
         self.study.tell(own.trial.number, answer.values, state=answer.state)
+        self._free(own)
+        words = " ".join(own.words[len(self.config.fixed) :])
+        self.progress.told(f"trial {own.trial.number} ({words}): {answer.text}")
+
+    def _free(self, own: _Running) -> None:
+        """Its place is the next trial's."""
         del self.running[own.trial.number]
         if own.card is not None:
             self.places.give_back(own.card, own.budget_bytes)
-        words = " ".join(own.words[len(self.config.fixed) :])
-        self.progress.told(f"trial {own.trial.number} ({words}): {answer.text}")
 
 
 def _explain(folder: Path, text: str, *, exit_code: int) -> None:

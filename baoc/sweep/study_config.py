@@ -30,14 +30,17 @@ class Param:
     when: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def override(self, value: Any) -> str:
-        return f"{self.key}={self.format.format(value)}"
+        return f"{self.key}={self._text(value)}"
+
+    def _text(self, value: Any) -> str:
+        return "null" if value is None else self.format.format(value)
 
     def value_of(self, text: str | None) -> Any:
         """The value that `override` writes as `text`; None where none that may be drawn is."""
         if text is None:
             return None
         if self.choices:
-            return next((choice for choice in self.choices if self.format.format(choice) == text), None)
+            return next((choice for choice in self.choices if self._text(choice) == text), None)
         parts = re.split(r"\{[^}]*\}", self.format)
         if len(parts) != 2 or not (text.startswith(parts[0]) and text.endswith(parts[1])):
             return None

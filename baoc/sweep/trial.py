@@ -26,6 +26,7 @@ LOCK, LOG = "trial.lock", "trial.log"
 INFEASIBLE, BREACHED = InfeasibleBudgetError.exit_code, BudgetBreachedError.exit_code  # answers, not failures
 _PLAIN = re.compile(r"[A-Za-z0-9_./:+@-]+")  # what Hydra reads without quotes
 _VANISHED = 255  # what multiprocessing says where its server was killed
+_TAIL, _TOLD = 2**16, 500  # bytes of a log that are looked at for its last line, characters of it that are kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,13 +110,17 @@ class TrialProcess:
         self.process.terminate()
 
     def kill(self) -> None:
-        self.process.kill()
+        """It and what it has started: ranks and loaders of a run that hangs would hang on."""
+        try:
+            os.killpg(self.process.pid or 0, signal.SIGKILL)  # a session of its own, see `children`
+        except (ProcessLookupError, PermissionError):
+            self.process.kill()  # it has not come to that yet
 
     def stop(self, *, patience_s: float = 30.0) -> None:
         """Waits for the end; kills what does not listen."""
         self.process.join(patience_s)
         if self.process.exitcode is None:
-            self.process.kill()
+            self.kill()
             self.process.join()
 
 
@@ -123,8 +128,7 @@ def _run(code: str, overrides: Sequence[str], folder: str) -> None:
     """In the trial's process: begins, goes on, or finds that an earlier attempt has finished."""
     path = Path(folder)
     if (path / RESULT).is_file():  # the study was killed between this result and its record
-        _refuse_foreign(path, overrides)
-        sys.exit(BREACHED if read_json(path / RESULT).get("budget_met") is False else 0)
+        _end_with_result(path, overrides)
     checkpoints = any(path.rglob("*.ckpt"))
     status = _execute(code, overrides, path, resume=checkpoints)
     if checkpoints and status == BadInputError.exit_code:  # a checkpoint of the last step, or a damaged one
@@ -132,9 +136,15 @@ def _run(code: str, overrides: Sequence[str], folder: str) -> None:
     sys.exit(status)
 
 
-def _refuse_foreign(folder: Path, overrides: Sequence[str]) -> None:
-    """Ends with 2 where the folder's result is of other settings: taking it would be wrong, and so would losing it."""
-    told = shlex.split(read_json(folder / RESULT).get("command", ""))
+def _end_with_result(folder: Path, overrides: Sequence[str]) -> None:
+    """Ends as the run did that has written the folder's result. Ends with 2 where that is damaged, or of other
+    settings: taking it would be wrong, and so would losing it."""
+    try:
+        result = read_json(folder / RESULT)
+    except BadInputError as error:
+        print(error)
+        sys.exit(error.exit_code)
+    told = shlex.split(result.get("command", ""))
     missing = [word for word in overrides if told and word not in told and not word.startswith("hydra")]
     if missing:
         print(
@@ -142,6 +152,7 @@ def _refuse_foreign(folder: Path, overrides: Sequence[str]) -> None:
             " it away, or give the study another hydra.sweep.dir"
         )
         sys.exit(BadInputError.exit_code)
+    sys.exit(BREACHED if result.get("budget_met") is False else 0)
 
 
 def quoted(value: str) -> str:
@@ -172,17 +183,28 @@ def _execute(code: str, overrides: Sequence[str], folder: Path, *, resume: bool)
 def outcome_in(folder: Path, *, exit_code: int) -> Outcome:
     """What a folder tells of its run; a result counts only if the process ended well or breached its budget."""
     result, error = folder / RESULT, folder / ERROR
-    told = read_json(result) if result.is_file() and exit_code in (0, BREACHED) else None
-    kept = read_json(error) if error.is_file() and exit_code else {}
+    try:
+        told = read_json(result) if result.is_file() and exit_code in (0, BREACHED) else None
+        kept = read_json(error) if error.is_file() and exit_code else {}
+    except BadInputError as damaged:  # this trial's failure, not the study's
+        return Outcome(exit_code=exit_code, result=None, message=str(damaged))
     message = kept.get("message", "")
     if not message and exit_code:
-        log = folder / LOG  # not there if the process was killed before it could open it
-        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() if log.is_file() else []
-        message = lines[-1] if lines else f"ended with {exit_code}"
+        message = _last_line(folder / LOG) or f"ended with {exit_code}"
     diverged = kept.get("kind") == DivergedError.__name__
     if told is not None and told["quality"]["value"] is None:
         diverged, message = True, message or "its quality is no number"
     return Outcome(exit_code=exit_code, result=told, message=message, diverged=diverged)
+
+
+def _last_line(log: Path) -> str:
+    """Its end; empty where the process was killed before it could open the file, or wrote nothing."""
+    if not log.is_file():
+        return ""
+    with log.open("rb") as file:
+        file.seek(max(log.stat().st_size - _TAIL, 0))
+        lines = file.read().decode("utf-8", errors="replace").strip().splitlines()
+    return lines[-1][-_TOLD:] if lines else ""
 
 
 def _clear(folder: Path) -> None:

@@ -41,9 +41,11 @@ class Identity:
 
 
 def machine() -> str:
-    """This machine since its boot; two containers of one machine differ in their host names."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{socket.gethostname()}/{boot.read_text()[:8] if boot.is_file() else ''}"
+    """This machine since its boot, and where process numbers mean the same: containers have numbers of their own, and
+    may share the machine's host name."""
+    boot, numbers = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    since = boot.read_text()[:8] if boot.is_file() else ""
+    return f"{socket.gethostname()}/{since}/{os.readlink(numbers) if numbers.is_symlink() else ''}"
 
 
 def process_began(process: int) -> str:
