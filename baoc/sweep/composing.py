@@ -13,21 +13,28 @@ from baoc.config.problems import explain
 from baoc.errors import BadInputError
 from baoc.sweep.study_config import Param, StudyConfig
 
+MOST_POINTS = 24  # of a space that are composed
+
 
 def refuse_unknown_settings(config: StudyConfig, *, compose: Callable[[list[str]], DictConfig]) -> None:
-    """Composes a few points of the space, until each choice and each range was in one.
+    """Composes baselines, and points of the space until each choice (of very many an even sample) was in one.
 
     Raises BadInputError, which names the point, where one is no run.
     """
-    for words in points(config.space):
-        own = [*config.fixed, *words, *(config.repeats[0] if config.repeats else ())]
+    found = points(config.space)
+    every = -(-len(found) // MOST_POINTS) or 1  # a quarter of a second each
+    first = config.repeats[0] if config.repeats else ()
+    tried = [([*words, *first], "hydra.sweeper.space") for words in [*found[::every], found[-1]]]
+    tried += [([*found[0], *own], "hydra.sweeper.repeats") for own in config.repeats[1:]]
+    tried += [([*words, *first], "hydra.sweeper.baselines") for words in config.baselines]
+    for words, key in tried:
         try:
-            from_hydra(compose(own))
+            from_hydra(compose([*config.fixed, *words]))
         except (HydraException, OmegaConfBaseException, BadInputError) as error:
             told = error if isinstance(error, BadInputError) else explain(error)
             raise BadInputError(
                 f"study {config.name} would try {' '.join(words)}, which is no run: {told or error}\n"
-                "correct hydra.sweeper.space (or fixed, which comes before it)"
+                f"correct {key} (or hydra.sweeper.fixed, which comes before it)"
             ) from error
 
 
@@ -35,7 +42,12 @@ def points(space: Sequence[Param]) -> list[list[str]]:
     """Overrides of the first point (of ranges the lower end), and of one more for every further choice; what does not
     matter beside the others is left out."""
     firsts = {param.key: (param.choices or (param.low,))[0] for param in space}
-    gates = {param.key: {key: values[0] for key, values in param.when.items()} for param in space}
+    gates: dict[str, dict[str, Any]] = {}  # what has to be chosen for a setting to matter, gates of gates included
+    for param in space:
+        own = {
+            key: next((v for v in values if v in allowed(space, key)), values[0]) for key, values in param.when.items()
+        }
+        gates[param.key] = {key: value for gate in own for key, value in gates[gate].items()} | own
     wanted = [firsts] + [
         firsts | gates[param.key] | {param.key: choice} for param in space for choice in param.choices[1:]
     ]
@@ -49,3 +61,8 @@ def points(space: Sequence[Param]) -> list[list[str]]:
         words = [param.override(chosen[param.key]) for param in space if param.key in chosen]
         told += [words] if words not in told else []
     return told
+
+
+def allowed(space: Sequence[Param], key: str) -> tuple[Any, ...]:
+    """What may be drawn for a setting; of a range its lower end."""
+    return next(param.choices or (param.low,) for param in space if param.key == key)

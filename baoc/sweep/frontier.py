@@ -91,7 +91,7 @@ def _history_rows(kind: Kind, runs: Sequence[RunFolder]) -> list[dict[str, Any]]
     about = {"task": kind[0], "model": kind[1], "dataset": kind[2], "measure": MEASURE}
     lines = [("", line["family"], line) for line in histories(runs)]
     if of_several_studies(runs):
-        lines += [(line["family"], ALL, line) for line in histories(runs, group=by_study) if line["family"] != ALL]
+        lines += [(line["family"], ALL, line) for line in histories(runs, group=by_study)]
     return [
         {**about, "axis": line["axis"], "study": study, "family": family, "run": runs[place - 1].name, "share": share}
         for study, family, line in lines
@@ -111,7 +111,9 @@ def _runs_in(folders: Sequence[Path]) -> list[RunFolder]:
         for run in runs:
             alone = len(folders) == 1 or run.path == folder
             named = run if alone else replace(run, name=f"{prefixes[folder.resolve()]}/{run.name}")
-            found.setdefault(run.path.resolve(), (named, _study_of(run, folder=folder)))
+            study, known = _study_of(run, folder=folder), found.get(run.path.resolve())
+            if known is None or (known[1] is None and study is not None):  # given alone, and with its study as well
+                found[run.path.resolve()] = (named, study)
     studies = _names([study for _, study in found.values() if study is not None])
     return [replace(run, study=SINGLE if study is None else studies[study]) for run, study in found.values()]
 

@@ -75,9 +75,9 @@ def _once(runs: Sequence[RunFolder], *, names: Names) -> list[RunFolder]:
 
 
 def histories(runs: Sequence[RunFolder], *, group: Grouping = by_family) -> list[dict[str, Any]]:
-    """Per memory axis and group (`all`: every run) the hypervolume after each run of one kind, in the given order,
-    along doublings of memory, in percent of what all have at the end. `runs` are places in that order, from 1; seeds
-    are not joined.
+    """Per memory axis and group (of families also `all`: every run) the hypervolume after each run of one kind, in the
+    given order, along doublings of memory, in percent of what all have at the end. `runs` are places in that order,
+    from 1; seeds are not joined.
 
     All lines of an axis share one reference, the worst run of all in each objective.
     """
@@ -87,8 +87,11 @@ def histories(runs: Sequence[RunFolder], *, group: Grouping = by_family) -> list
     for axis in AXES:
         objectives = (quality_of(runs), Objective(name=axis))
         whole = build_frontier(points, objectives=objectives)
-        for name in (ALL, *dict.fromkeys(groups)):
-            places = [at for at, own in enumerate(groups) if name in (ALL, own)]
+        every = [(ALL, list(range(len(runs))))] if group is by_family else []
+        for name, places in [
+            *every,
+            *((name, [at for at, own in enumerate(groups) if own == name]) for name in dict.fromkeys(groups)),
+        ]:
             own = [points[at] for at in places]
             found = hypervolume_history(own, objectives=objectives, reference=whole.reference)
             shares = [100 * value / whole.hypervolume if whole.hypervolume else None for value in found]

@@ -159,6 +159,13 @@ def _space(given: Any, *, sampler: str) -> tuple[Param, ...]:
                     f"hydra.sweeper.space.{key}.when names {name}: allowed are settings of the space that stand before "
                     f"it ({', '.join(earlier.key for earlier in params) or 'there are none'})"
                 )
+            parent = next(earlier for earlier in params if earlier.key == name)
+            known = set(map(str, parent.choices or param.when[name]))
+            if not known & set(map(str, param.when[name])):
+                raise BadInputError(
+                    f"hydra.sweeper.space.{key}.when.{name} is {list(param.when[name])}, of which none is ever drawn: "
+                    f"{name} has {', '.join(map(str, parent.choices)) or 'a range'}"
+                )
         params.append(param)
     return tuple(params)
 
@@ -203,7 +210,7 @@ def _param(key: str, spec: Any, *, sampler: str) -> Param:
     try:
         for value in param.choices or (param.low, param.high):
             param.override(value)
-    except (ValueError, IndexError, KeyError) as error:
+    except (ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
         raise BadInputError(
             f"hydra.sweeper.space.{key}.format={param.format!r} does not write its values ({error}): give one place "
             "for the value, such as state_{:.3g} for numbers or {} for any"

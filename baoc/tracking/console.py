@@ -300,7 +300,7 @@ def print_result(result: RunResult, *, run_dir: str | Path) -> None:
 
 
 def _ms(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"  # where .3g alone writes 1.66e+03
+    return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"  # where .3g alone writes 1.66e+03
 
 
 def _counted(number: int, what: str) -> str:

@@ -258,6 +258,8 @@ def test_workers_share_a_study_and_none_of_its_trials(tmp_path: Path):
         ({"nTrials": 3}, "setting of a study"),
         ({"space": {}}, "no hydra.sweeper.space"),
         ({"space": {"x": {"choices": ["a"], "format": "{:.3g}"}}}, "x.format='{:.3g}' does not write its values"),
+        ({"space": {"x": {"choices": [[1], 1.0], "format": "{:.3g}"}}}, "does not write its values"),
+        ({"space": {"x": {"choices": [1]}, "z": {"choices": [1], "when": {"x": [2]}}}}, "of which none is ever drawn"),
         ({"space": {"x": {"low": 1, "high": 2, "format": "{}_{}"}}}, "does not write its values .*give one place"),
     ],
 )
@@ -326,3 +328,15 @@ def test_points_hold_every_choice_and_leave_out_what_does_not_matter():
         ["allocator=greedy", "risk=prior", "optim.lr=0.5"],
         ["allocator=exact", "risk=statistics", "optim.lr=0.5"],
     ]
+    nested = {"a": {"choices": ["x", "y"]}, "b": {"choices": ["p", "q"], "when": {"a": ["y"]}}}
+    nested["c"] = {"choices": ["m", "n"], "when": {"b": ["q"]}}
+    assert ["a=y", "b=q", "c=n"] in points(config(space=nested).space)
+
+
+@pytest.mark.parametrize("key", ["repeats", "baselines"])
+def test_repeats_and_baselines_are_composed_as_well(key: str):
+    changes = {key: [["seed=0"], ["seeed=1"]]}
+    with pytest.raises(BadInputError, match=rf"unknown key seeed(.|\n)*correct hydra.sweeper.{key}"):
+        refuse_unknown_settings(
+            config(space={"seed": {"choices": [1]}}, fixed=["model=vit"], **changes), compose=compose
+        )

@@ -96,7 +96,7 @@ function kneeOf(kind, axis) {
 
 function history(kind, families, axis, group) {
   const along = axis === "peak_mib" ? "peak_bytes" : "state_bytes";
-  const lines = kind.histories.filter((line) => line.axis === along && (families.includes(line.family) || (line.family === "all" && group === "family")));
+  const lines = kind.histories.filter((line) => line.axis === along && (families.includes(line.family) || (group === "family" && line.family === "all")));
   const places = (line) => (group === "study" ? line.runs.map((_, at) => at + 1) : line.runs);
   Plotly.react("history", lines.map((line) => ({x: places(line), y: line.share, name: line.family, mode: "lines", line: {shape: "hv", width: line.family === "all" ? 2.5 : 1.5,
     color: line.family === "all" ? "#1c1e21" : colour(line.family)}, text: line.runs.map((at) => kind.runs[at - 1]), hovertemplate: "%{text}: %{y:.1f} %<extra>" + line.family + "</extra>"})),
