@@ -24,7 +24,8 @@ def refuse_unknown_settings(config: StudyConfig, *, compose: Callable[[list[str]
     found = points(config.space)
     every = -(-len(found) // MOST_POINTS) or 1  # a quarter of a second each
     first = config.repeats[0] if config.repeats else ()
-    tried = [([*words, *first], "hydra.sweeper.space") for words in [*found[::every], found[-1]]]
+    shown = [*found[: len(found) - 1 : every], found[-1]]
+    tried = [([*words, *first], "hydra.sweeper.space") for words in shown]
     tried += [([*found[0], *own], "hydra.sweeper.repeats") for own in config.repeats[1:]]
     tried += [([*words, *first], "hydra.sweeper.baselines") for words in config.baselines]
     for words, key in tried:
@@ -41,12 +42,11 @@ def refuse_unknown_settings(config: StudyConfig, *, compose: Callable[[list[str]
 def points(space: Sequence[Param]) -> list[list[str]]:
     """Overrides of the first point (of ranges the lower end), and of one more for every further choice; what does not
     matter beside the others is left out."""
-    firsts = {param.key: (param.choices or (param.low,))[0] for param in space}
+    drawn = {param.key: param.choices or (param.low,) for param in space}
+    firsts = {key: values[0] for key, values in drawn.items()}
     gates: dict[str, dict[str, Any]] = {}  # what has to be chosen for a setting to matter, gates of gates included
     for param in space:
-        own = {
-            key: next((v for v in values if v in allowed(space, key)), values[0]) for key, values in param.when.items()
-        }
+        own = {key: next((v for v in values if v in drawn[key]), values[0]) for key, values in param.when.items()}
         gates[param.key] = {key: value for gate in own for key, value in gates[gate].items()} | own
     wanted = [firsts] + [
         firsts | gates[param.key] | {param.key: choice} for param in space for choice in param.choices[1:]
@@ -61,8 +61,3 @@ def points(space: Sequence[Param]) -> list[list[str]]:
         words = [param.override(chosen[param.key]) for param in space if param.key in chosen]
         told += [words] if words not in told else []
     return told
-
-
-def allowed(space: Sequence[Param], key: str) -> tuple[Any, ...]:
-    """What may be drawn for a setting; of a range its lower end."""
-    return next(param.choices or (param.low,) for param in space if param.key == key)

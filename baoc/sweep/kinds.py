@@ -82,16 +82,14 @@ def histories(runs: Sequence[RunFolder], *, group: Grouping = by_family) -> list
     All lines of an axis share one reference, the worst run of all in each objective.
     """
     points = [point(run, label=run.name) for run in runs]
-    groups = [group(run) for run in runs]
+    grouped = {ALL: list(range(len(runs)))} if group is by_family else dict[str, list[int]]()
+    for at, run in enumerate(runs):
+        grouped.setdefault(group(run), []).append(at)
     told: list[dict[str, Any]] = []
     for axis in AXES:
         objectives = (quality_of(runs), Objective(name=axis))
         whole = build_frontier(points, objectives=objectives)
-        every = [(ALL, list(range(len(runs))))] if group is by_family else []
-        for name, places in [
-            *every,
-            *((name, [at for at, own in enumerate(groups) if own == name]) for name in dict.fromkeys(groups)),
-        ]:
+        for name, places in grouped.items():
             own = [points[at] for at in places]
             found = hypervolume_history(own, objectives=objectives, reference=whole.reference)
             shares = [100 * value / whole.hypervolume if whole.hypervolume else None for value in found]

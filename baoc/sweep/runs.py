@@ -45,6 +45,11 @@ def result_of(run: RunFolder) -> Mapping[str, Any]:
     return run.result
 
 
+def about_study(folder: Path) -> Mapping[str, Any]:
+    """What a study's folder says of it; nothing where it is no study's."""
+    return read_json(folder / ABOUT) if (folder / ABOUT).is_file() else {}
+
+
 def find_runs(folder: Path) -> list[RunFolder]:
     """Every run at or below `folder`, finished or not, in the order of their names (numbers by value)."""
     marked = {path.parent for name in (RESULT, ERROR, CONFIG) for path in folder.rglob(name)}

@@ -17,7 +17,8 @@ from baoc.errors import BadInputError
 from baoc.frontier import pareto
 from baoc.sweep.commands import Arguments, command
 from baoc.sweep.early import violated
-from baoc.sweep.storage import ABOUT, open_storage
+from baoc.sweep.runs import ABOUT
+from baoc.sweep.storage import open_storage
 from baoc.sweep.workers import Register
 from baoc.tracking.console import make_console
 from baoc.tracking.files import read_json

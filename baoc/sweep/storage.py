@@ -24,11 +24,11 @@ from optuna.trial import Trial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
 from baoc.errors import BadInputError, OutputError
-from baoc.sweep.runs import ABOUT
+from baoc.sweep.runs import ABOUT, about_study
 from baoc.sweep.sampling import make_sampler, queue
 from baoc.sweep.study_config import StudyConfig
 from baoc.tracking.console import say
-from baoc.tracking.files import LineFile, read_json, write_json
+from baoc.tracking.files import LineFile, write_json
 
 LOCK = "study.lock"
 HOME = "home"  # the study's attribute that names the one folder of its runs
@@ -280,7 +280,8 @@ def without_password(url: str) -> str:
 
 def _refuse_other_study(config: StudyConfig, *, folder: Path) -> None:
     """Two studies in one folder would take each other's results for their own: trials are known by their numbers."""
-    known = read_json(folder / ABOUT).get("name") if (folder / ABOUT).is_file() else config.name
+    about = about_study(folder)
+    known = about.get("name") if about else config.name
     if known != config.name:
         raise BadInputError(
             f"{folder} is the folder of study {known}, and study {config.name} was asked for: give it another folder "
@@ -307,7 +308,7 @@ def _home(study: optuna.Study, *, config: StudyConfig, folder: Path) -> dict[str
     Raises BadInputError for another folder: each would hold some of the runs, and a frontier of either be wrong.
     """
     known = study.user_attrs.get(HOME)
-    own = read_json(folder / ABOUT).get(HOME) if (folder / ABOUT).is_file() else None
+    own = about_study(folder).get(HOME)
     if known is not None and own != known["id"]:
         raise BadInputError(
             f"study {config.name} has its runs in {known['path']}, and {folder} is another folder: go on in that one "

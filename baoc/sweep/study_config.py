@@ -150,24 +150,23 @@ def _objectives(given: Any) -> dict[str, str]:
 
 
 def _space(given: Any, *, sampler: str) -> tuple[Param, ...]:
-    params: list[Param] = []
+    params: dict[str, Param] = {}
     for key, spec in _dotted(given).items():
         param = _param(str(key), spec, sampler=sampler)
         for name in param.when:
-            if name not in [earlier.key for earlier in params]:
+            if name not in params:
                 raise BadInputError(
                     f"hydra.sweeper.space.{key}.when names {name}: allowed are settings of the space that stand before "
-                    f"it ({', '.join(earlier.key for earlier in params) or 'there are none'})"
+                    f"it ({', '.join(params) or 'there are none'})"
                 )
-            parent = next(earlier for earlier in params if earlier.key == name)
-            known = set(map(str, parent.choices or param.when[name]))
-            if not known & set(map(str, param.when[name])):
+            choices = params[name].choices
+            if not set(map(str, choices or param.when[name])) & set(map(str, param.when[name])):
                 raise BadInputError(
                     f"hydra.sweeper.space.{key}.when.{name} is {list(param.when[name])}, of which none is ever drawn: "
-                    f"{name} has {', '.join(map(str, parent.choices)) or 'a range'}"
+                    f"{name} has {', '.join(map(str, choices)) or 'a range'}"
                 )
-        params.append(param)
-    return tuple(params)
+        params[param.key] = param
+    return tuple(params.values())
 
 
 def _dotted(given: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:

@@ -13,10 +13,8 @@ import yaml
 from baoc.frontier import Frontier, frontier_rows
 from baoc.sweep.frontier import SweepFrontier
 from baoc.sweep.kinds import AXES
-from baoc.sweep.runs import CONFIG
-from baoc.sweep.storage import ABOUT
+from baoc.sweep.runs import CONFIG, about_study
 from baoc.tracking.console import say
-from baoc.tracking.files import read_json
 from baoc.tracking.wandb_run import open_run
 
 JOB_TYPE = "frontier"
@@ -28,7 +26,7 @@ def log_frontier(folder: Path, found: SweepFrontier) -> bool:
     settings = _settings_of(folder)
     if settings is None or not any(frontier.points for frontier in found.frontiers):
         return False
-    group = read_json(folder / ABOUT)["name"] if (folder / ABOUT).is_file() else folder.name
+    group = about_study(folder).get("name", folder.name)
     own: Any = SimpleNamespace(project=settings["project"], entity=settings["entity"], mode=settings["mode"])
     logger = open_run(
         own,

@@ -17,9 +17,8 @@ from scipy.stats import t
 
 from baoc.config.environment import commit
 from baoc.tracking.files import write_csv
+from experiments.benchmarks.sampler_held_out import Study
 from experiments.benchmarks.sampler_race import AXES, TASKS, summary, volumes
-
-Study = tuple[str, str, int]  # task, sampler, seed
 
 
 def studies_in(table: Path) -> dict[Study, list[tuple[float, float] | None]]:

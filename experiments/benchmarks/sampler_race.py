@@ -35,8 +35,9 @@ from baoc.config.environment import commit
 from baoc.frontier import MOST_DOUBLINGS, doublings, hypervolume
 from baoc.sweep import children
 from baoc.sweep.early import violated
+from baoc.sweep.runs import ABOUT
 from baoc.sweep.sampling import tpe_startup
-from baoc.sweep.storage import ABOUT, open_storage, storage_url
+from baoc.sweep.storage import open_storage, storage_url
 from baoc.sweep.study import run_study
 from baoc.sweep.study_config import StudyConfig, read_study
 from baoc.tracking.files import read_json, write_csv

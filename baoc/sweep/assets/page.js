@@ -13,8 +13,12 @@ const byId = (id) => document.getElementById(id);
 const number = (value, digits = 4) => (value === null || value === undefined ? "n/a" : Number(value).toPrecision(digits));
 
 // Of one task what is compared: families, or the studies that runs come from
+function comparedBy(kind) {
+  return kind.study ? byId("by").value : "family";
+}
+
 function view(kind) {
-  return byId("by").value === "study" && kind.study ? {...kind, ...kind.study} : kind;
+  return comparedBy(kind) === "study" ? {...kind, ...kind.study} : kind;
 }
 
 function colour(family) {
@@ -169,8 +173,8 @@ function curves(kind, shown) {
 }
 
 function draw() {
-  const kind = view(data.kinds[byId("kind").value]);
-  const group = kind.study && byId("by").value === "study" ? "study" : "family";
+  const whole = data.kinds[byId("kind").value];
+  const kind = view(whole), group = comparedBy(whole);
   const axis = byId("axis").value;
   const families = [...document.querySelectorAll("#families input:checked")].map((box) => box.value);
   const shown = kind.points.filter((point) => families.includes(point.family));
