@@ -18,7 +18,7 @@ from baoc.sweep.answers import WORST
 from baoc.sweep.composing import points, refuse_unknown_settings
 from baoc.sweep.sampling import make_sampler
 from baoc.sweep.storage import open_study
-from baoc.sweep.study import run_study
+from baoc.sweep.study import run_study, study_folder, with_extra
 from baoc.sweep.study_config import StudyConfig, read_study
 from hydra_plugins.baoc_sweeper import SETTINGS
 from tests.conftest import ROOT
@@ -241,6 +241,28 @@ def test_workers_share_a_study_and_none_of_its_trials(tmp_path: Path):
     assert len({trial.user_attrs["worker"] for trial in study.trials}) > 1
 
 
+def test_a_grid_that_would_lack_points_is_refused_and_late_baselines_are_told(tmp_path: Path, capsys):
+    points = {"x": {"choices": [0.1, None]}}
+    open_study(config(n_trials=1, space=points), folder=tmp_path)
+    with pytest.raises(BadInputError, match="begun with another sampler or other baselines, so 1 of the 2 trials"):
+        open_study(config(n_trials=2, space=points, sampler="grid"), folder=tmp_path)
+    open_study(config(n_trials=2, space=points, baselines=[["x=0.3"]]), folder=tmp_path)
+    assert "has begun without the baselines x=0.3, which are not tried" in capsys.readouterr().out
+    param = config(space=points).space[0]
+    assert param.override(None) == "x=null" and param.value_of("0.1") == 0.1
+
+
+def test_a_study_has_one_folder_which_may_move(tmp_path: Path):
+    shared = f"sqlite:///{tmp_path / 'all.db'}"
+    open_study(config(n_trials=1, storage=shared), folder=study_folder(tmp_path / "a"))
+    with pytest.raises(BadInputError, match=r"study s has its runs in .*/a, and .*/b is another folder: go on in that"):
+        open_study(config(n_trials=2, storage=shared), folder=study_folder(tmp_path / "b"))
+    moved = (tmp_path / "a").rename(tmp_path / "c")
+    assert len(open_study(config(n_trials=2, storage=shared), folder=moved).trials) == 2
+    with pytest.raises(BadInputError, match=r"has a '\?', at which a database's URL ends: .*storage=journal"):
+        open_study(config(n_trials=1), folder=study_folder(tmp_path / "what?"))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -273,6 +295,10 @@ def test_several_values_beside_a_study_are_refused(tmp_path: Path):
         run_study(config(), folder=tmp_path, extra=["seed=0,1"], code=STUB)
     with pytest.raises(BadInputError, match="mode=plan trains nothing, and the trials of sweeps=s are compared"):
         run_study(config(), folder=tmp_path, extra=["mode=plan"], code=STUB)
+    with pytest.raises(BadInputError, match="several values beside sweeps=s"):
+        with_extra(config(), ["seed=range(3)"])
+    one = ["name='a,b'", "~logger", "blocks.patterns=[a,b]"]
+    assert with_extra(config(), ["sweeps=s", *one]).fixed == tuple(one)
 
 
 def test_every_setting_of_a_study_can_be_given_on_the_command_line():

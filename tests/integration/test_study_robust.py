@@ -7,7 +7,9 @@ import sys
 import time
 from pathlib import Path
 
+import optuna
 import pytest
+from optuna.exceptions import StorageInternalError
 from optuna.trial import TrialState
 
 from baoc.errors import BadInputError, OutputError, TrainingFailedError
@@ -119,6 +121,85 @@ def test_a_writer_that_was_killed_in_mid_line_does_not_spoil_the_next_ones(tmp_p
         file.write(b'{"op_code": 4, "worker')  # another worker, killed while this one is at work
     study.set_user_attr("after", 1)
     assert open_study(given, folder=tmp_path).user_attrs["after"] == 1
+
+
+def test_a_storage_that_fails_in_between_ends_the_study_in_one_sentence_and_it_goes_on(tmp_path: Path, monkeypatch):
+    full = RuntimeError("database or disk is full")
+
+    def tell(*_, **__):
+        raise StorageInternalError("An exception is raised during the commit.") from full
+
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(OutputError, match=r"study.db does not take .*disk is full\).*go"),
+    ):
+        patch.setattr(optuna.Study, "tell", tell)
+        run_study(config(n_trials=2, workers=1), folder=tmp_path, code=STUB)
+    study = run_study(config(n_trials=2, workers=1), folder=tmp_path, code=STUB)
+    assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * 2
+    assert attempts(tmp_path, 0) == attempts(tmp_path, 1) == ["new"]
+    (tmp_path / "study.db").write_text("no database " * 99)
+    with pytest.raises(BadInputError, match=r"study.db cannot be opened \(file is not a database\): make room"):
+        run_study(config(n_trials=2), folder=tmp_path, code=STUB)
+
+
+def test_a_trial_that_another_worker_took_over_is_left_to_it(tmp_path: Path, monkeypatch, capsys):
+    """This machine slept, and its trials are another's, one of them finished: it ends its part and goes on."""
+    beat, taken = study_module.Register.beat, []
+
+    def taken_over(register, *, running):
+        if running == 2 and not taken:
+            told = {"machine": "elsewhere", "process": 1, "began": "", "beat": 1, "running": 2, "ended": False}
+            register.study.set_user_attr("worker:other", told)
+            for trial in register.study.get_trials(states=(TrialState.RUNNING,)):
+                taken.append(optuna.trial.Trial(register.study, trial._trial_id))
+                taken[-1].set_user_attr("worker", "worker:other")
+            register.study.tell(taken[0].number, [7.0, 7.0])
+            return True
+        return beat(register, running=running)
+
+    monkeypatch.setattr(study_module.Register, "beat", taken_over)
+    given = config(n_trials=3, baselines=[["x=0.1", "mode=wait_once"], ["x=0.2", "mode=wait_once"]])
+    study = run_study(given, folder=tmp_path, code=STUB, stay=False)
+    assert len(taken) == 2 and study.trials[0].values == [7.0, 7.0]
+    assert study.trials[2].state is TrialState.COMPLETE
+    assert capsys.readouterr().out.count("is another worker's: this one gave no sign of life, and leaves it") >= 2
+
+
+def test_a_server_of_forks_that_is_killed_as_a_trial_begins_is_started_again(tmp_path: Path, monkeypatch):
+    start, tried = study_module.TrialProcess, []
+
+    def broken(*args, **options):
+        tried.append(1)
+        if len(tried) < study_module.STARTS:
+            raise EOFError
+        return start(*args, **options)
+
+    monkeypatch.setattr(study_module, "TrialProcess", broken)
+    (only,) = run_study(config(n_trials=1), folder=tmp_path, code=STUB).trials
+    assert only.state is TrialState.COMPLETE and len(tried) == study_module.STARTS
+
+
+def test_what_a_killed_trial_forked_does_not_hold_up_its_next_attempt(tmp_path: Path):
+    forks = STUB.replace(
+        '    open(folder + "/last.ckpt"',
+        '    os.fork() or (time.sleep(60), os._exit(0))\n    open(folder + "/last.ckpt"',
+    )
+    began = time.monotonic()
+    (only,) = run_study(config(n_trials=1, fixed=["mode=die_once"]), folder=tmp_path, code=forks).trials
+    assert only.state is TrialState.COMPLETE and time.monotonic() - began < 30
+
+
+def test_a_damaged_result_and_a_log_without_end_are_their_own_trials_failures(tmp_path: Path):
+    code = (
+        STUB
+        + "if x > 0.8: open(folder + '/result.json', 'w').write('{')\nif x > 0.9: print('y' * 10**6), sys.exit(2)\n"
+    )
+    given = config(n_trials=3, baselines=[["x=0.85"], ["x=0.95"], ["x=0.1"]])
+    damaged, loud, good = run_study(given, folder=tmp_path, code=code).trials
+    assert damaged.state is TrialState.FAIL and "result.json is not JSON" in damaged.user_attrs["text"]
+    assert loud.state is TrialState.FAIL and loud.user_attrs["text"] == "failed: " + "y" * 500
+    assert good.state is TrialState.COMPLETE
 
 
 def test_ranks_of_a_launcher_are_refused(tmp_path: Path, monkeypatch):
