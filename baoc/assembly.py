@@ -12,7 +12,6 @@ import torch
 from lightning.pytorch.loggers import Logger
 
 from baoc.allocation import ALLOCATORS
-from baoc.budgets import parse_budget
 from baoc.callbacks import (
     BudgetControl,
     FinalPictures,
@@ -25,6 +24,7 @@ from baoc.callbacks import (
     progress_bar,
 )
 from baoc.config.schema import RunConfig
+from baoc.core.budgets import parse_budget
 from baoc.errors import BudgetBreachedError, CheckpointError
 from baoc.online import BudgetChange, ReallocationSettings, RelaxationSettings, SessionSettings
 from baoc.planner import PlannerSettings

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from baoc.catalogue import STORAGES, WEIGHT_DTYPES, on_device
+from baoc.core.catalogue import STORAGES, WEIGHT_DTYPES, on_device
 from baoc.cost import cost
 from baoc.errors import BadInputError
 from baoc.link import STORED

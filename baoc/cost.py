@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping
 from math import prod
 
-from baoc.catalogue import CODECS, STORAGES, WEIGHTS, on_device
+from baoc.core.catalogue import CODECS, STORAGES, WEIGHTS, on_device
 from baoc.link import STORED, copy_seconds
 from baoc.types import Block, Cost, LatencyTable, LinkRates, OptimizerSpec, ParamInfo, Placement, Role, RuleInfo
 

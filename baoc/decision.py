@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baoc.budgets import resolve_auto
 from baoc.callbacks.resume import capture_rng, restore_rng
-from baoc.catalogue import SPECS
 from baoc.config.schema import RunConfig
+from baoc.core.budgets import resolve_auto
+from baoc.core.catalogue import SPECS
 from baoc.data.base import DataModule
 from baoc.data.token_cache import cache_folder
 from baoc.errors import BadInputError, InfeasibleBudgetError

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from baoc.budgets import parse_budget, resolve_auto
-from baoc.catalogue import select
+from baoc.core.budgets import parse_budget, resolve_auto
+from baoc.core.catalogue import select
 from baoc.errors import BadInputError, CheckpointError
 from baoc.online import ReallocationSettings, Reallocator, SessionSettings, step_temporaries
 from baoc.online.assemble import make_profiler, released_blocks

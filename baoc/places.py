@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from baoc.candidates import off_host
-from baoc.catalogue import SPECS, with_placement
+from baoc.core.catalogue import SPECS, with_placement
 from baoc.cost import passing_bytes, slab_bytes
 from baoc.errors import BadInputError
 from baoc.staging import PIECE_BYTES, buffer_bytes

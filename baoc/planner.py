@@ -13,10 +13,11 @@ from typing import Any
 from baoc.allocation import ALLOCATORS, NoFeasibleAllocation
 from baoc.allocation.base import Allocator
 from baoc.allocation.hosted import HostedAllocator
-from baoc.blocks import partition
 from baoc.candidates import build_candidates, undominated
-from baoc.catalogue import STORAGES, select
 from baoc.charges import Savings, Try, allocated, charged, saved_by, savings
+from baoc.core.blocks import partition
+from baoc.core.catalogue import STORAGES, select
+from baoc.core.rule_tags import RULE_INFOS
 from baoc.cost import adamw_state_bytes, cost, whole_step_seconds
 from baoc.errors import BadInputError
 from baoc.explain import reasons
@@ -24,7 +25,6 @@ from baoc.link import STORED, drain_seconds, pinned_bytes, pinned_room
 from baoc.places import Way, check_named, placed, staging_bytes, with_host
 from baoc.refusals import last_resort
 from baoc.risk import RISKS
-from baoc.rules import rule_infos
 from baoc.segments import tied, untied
 from baoc.staging import PIECE_BYTES
 from baoc.tries import all_tries, least_of, spend
@@ -100,7 +100,7 @@ class Planner:
         self.budget = budget
         self.footprint = footprint
         self.latency = latency
-        self.rules = rule_infos()
+        self.rules = RULE_INFOS
         check_named(settings.specs, rules=self.rules)
         self.allocator = ALLOCATORS[settings.allocator]
         if settings.every is not None and isinstance(self.allocator, HostedAllocator):

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from baoc.budgets import resolve_auto
-from baoc.catalogue import device_rows, with_placement
 from baoc.config.resolve import is_open
 from baoc.config.schema import RunConfig
+from baoc.core.budgets import resolve_auto
+from baoc.core.catalogue import device_rows, with_placement
 from baoc.data.base import DataModule
 from baoc.decision import axes_of, leave
 from baoc.devices import CARDS, Card

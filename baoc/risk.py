@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from baoc.catalogue import base_name
+from baoc.core.catalogue import base_name
 from baoc.types import (
     Block,
     GradientStats,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from baoc.blocks import merge_similar
+from baoc.core.blocks import merge_similar
 from baoc.types import Allocation, Block, Candidate, Cost, Profile, Risk
 
 

@@ -6,7 +6,7 @@ from itertools import product
 
 import numpy as np
 
-from baoc.blocks import role_of
+from baoc.core.blocks import role_of
 from baoc.types import (
     Axis,
     Candidate,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from baoc.catalogue import SPECS
+from baoc.core.catalogue import SPECS
 from baoc.optim import BlockwiseOptimizer
 from baoc.rules import RULES
 from baoc.types import Block, ParamInfo, Role

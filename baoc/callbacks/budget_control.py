@@ -17,10 +17,10 @@ from typing import Any
 import lightning as L
 import torch
 
-from baoc.budgets import AUTO, resolve_auto
 from baoc.callbacks.growth import grown, saved_by_forward
 from baoc.callbacks.memory import MemoryMonitor
 from baoc.callbacks.steps import num_samples
+from baoc.core.budgets import AUTO, resolve_auto
 from baoc.errors import BadInputError, BaocError, InfeasibleBudgetError
 from baoc.online.dial import MOST_NOTCHES, BudgetChange, BudgetDial, check_order
 from baoc.online.relaxation import RelaxationSettings

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from baoc.catalogue import CODECS
 from baoc.codecs.base import LANES, lanes_of, thresholds
+from baoc.core.catalogue import CODECS
 from baoc.kernels.kinds import NUM_LANES, lanes_for
 from baoc.types import CodecInfo
 

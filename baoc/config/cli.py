@@ -10,12 +10,12 @@ from pathlib import Path
 import hydra
 
 import baoc
-from baoc.budgets import parse_budget
 from baoc.config import assets, jobs, usage
 from baoc.config.compose import VERSION_BASE
 from baoc.config.failures import INTERRUPTED, failure_of, report
 from baoc.config.listing import LISTS, lines
 from baoc.config.nodes import register
+from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError
 
 # What one command may ask Hydra for

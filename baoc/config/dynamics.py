@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from baoc.budgets import parse_budget
 from baoc.config.strict import require
+from baoc.core.budgets import parse_budget
 
 KEYS = ("schedule", "relaxation")
 

@@ -9,7 +9,6 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from baoc.budgets import parse_budget
 from baoc.config import assets
 from baoc.config.dynamics import DynamicsConfig, gather_dynamics
 from baoc.config.nodes import budget_node
@@ -17,6 +16,7 @@ from baoc.config.options import GROUPS, gather, registry_of, spread
 from baoc.config.schema import RunConfig
 from baoc.config.strict import build, require, unknown_key
 from baoc.config.trainer_arguments import TRAINER_OWNED
+from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError, unknown_name
 from baoc.models import choose_size
 from baoc.types import Budget, Role, to_plain
@@ -77,7 +77,7 @@ def read_config(path: Path) -> RunConfig:
 def check_names(config: RunConfig) -> None:
     """BadInputError for a name that nothing holds: model, dataset, task, allocator, risk, term, spec, role, path."""
     from baoc.allocation import ALLOCATORS
-    from baoc.catalogue import select
+    from baoc.core.catalogue import select
     from baoc.risk import RISKS
 
     for key, given, allowed in (

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from baoc.budgets import PRESETS
 from baoc.config import assets
 from baoc.config.strict import did_you_mean
+from baoc.core.budgets import PRESETS
 from baoc.errors import BadInputError
 
 Rows = list[tuple[str, str]]
@@ -59,11 +59,11 @@ def _tasks() -> Rows:
 
 def _specs() -> Rows:
     """Rows with native weights and their bytes of state per parameter, then what may follow: weights, then place."""
-    from baoc.catalogue import NATIVE, PLACEMENTS, WEIGHTS
+    from baoc.core.catalogue import NATIVE, PLACEMENTS, WEIGHTS
+    from baoc.core.rule_tags import RULE_INFOS
     from baoc.cost import bytes_per_parameter
-    from baoc.rules import rule_infos
 
-    rules = rule_infos()
+    rules = RULE_INFOS
     rows = [
         (name, f"{bytes_per_parameter(spec, rule=rules[spec.rule])[0]:.2f} B  {spec.description}")
         for name, spec in NATIVE.items()
@@ -73,7 +73,7 @@ def _specs() -> Rows:
 
 
 def _storages() -> Rows:
-    from baoc.catalogue import STORAGES
+    from baoc.core.catalogue import STORAGES
 
     return _described(STORAGES)
 
@@ -92,9 +92,9 @@ def _risks() -> Rows:
 
 
 def _rules() -> Rows:
-    from baoc.rules import rule_infos
+    from baoc.core.rule_tags import RULE_INFOS
 
-    return _described(rule_infos())
+    return _described(RULE_INFOS)
 
 
 LISTS: dict[str, Callable[[], Rows]] = {

@@ -15,8 +15,8 @@ from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from baoc.budgets import PRESETS, parse_budget
 from baoc.config import assets
+from baoc.core.budgets import PRESETS, parse_budget
 from baoc.errors import BadInputError
 from baoc.types import Budget
 

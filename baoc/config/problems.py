@@ -8,13 +8,13 @@ from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import GrammarParseError, InterpolationResolutionError, MissingMandatoryValue
 
-from baoc.budgets import spellings
 from baoc.config.from_hydra import to_conf
 from baoc.config.nodes import COLLECTIONS
 from baoc.config.options import GROUPS, own_keys, registry_of
 from baoc.config.schema import RunConfig
 from baoc.config.strict import did_you_mean, unknown_key
 from baoc.config.trainer_arguments import TRAINER_OWNED
+from baoc.core.budgets import spellings
 from baoc.errors import BadInputError
 
 _UNRESOLVED = (GrammarParseError, InterpolationResolutionError, MissingMandatoryValue)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from baoc.blocks import role_of
+from baoc.core.blocks import role_of
 from baoc.errors import BadInputError
 from baoc.types import Role, TextDataSpec
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from baoc.blocks import role_of
+from baoc.core.blocks import role_of
 from baoc.errors import BadInputError
 from baoc.types import Role
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from baoc.allocation import ALLOCATORS
-from baoc.blocks import partition
 from baoc.candidates import applies
-from baoc.catalogue import SPECS, base_name, on_device, select
+from baoc.core.blocks import partition
+from baoc.core.catalogue import SPECS, base_name, on_device, select
+from baoc.core.rule_tags import RULE_INFOS
 from baoc.kernels.host_memory import check_host_memory
 from baoc.online.reallocator import Reallocator
 from baoc.online.triggers import ReallocationSettings
@@ -20,7 +21,6 @@ from baoc.optim.matching import Matching
 from baoc.planner import Planner, PlannerSettings
 from baoc.profiling import GradientProfiler, clear_cache, uncapped
 from baoc.risk import RISKS
-from baoc.rules import rule_infos
 from baoc.types import Budget, Footprint, LatencyTable, ParamInfo
 
 MOST_RETIMED = 4  # plans whose specs are timed before one is taken
@@ -104,7 +104,7 @@ def narrow_params(
     planner = settings.planner
     only = getattr(ALLOCATORS[planner.allocator], "spec", None)  # of an allocator that leaves no choice
     specs = [spec for spec in select(planner.specs).values() if spec.weights != "native" and only in (None, spec.name)]
-    rules = rule_infos()
+    rules = RULE_INFOS
     found = {
         param.name: params[param.name]
         for block in partition(infos, declared=declared, patterns=planner.patterns, by=planner.blocks_by)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from baoc.catalogue import base_name, on_device
+from baoc.core.catalogue import base_name, on_device
 from baoc.planner import Planner
 from baoc.profiling.shadow import is_reference
 from baoc.risk import RISKS

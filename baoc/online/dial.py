@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from baoc.budgets import parse_budget, resolve_auto
+from baoc.core.budgets import parse_budget, resolve_auto
 from baoc.errors import BadInputError
 from baoc.types import Budget
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from baoc.catalogue import SPECS
 from baoc.charges import saved_by
+from baoc.core.catalogue import SPECS
 from baoc.cost import cost, state_bytes
 from baoc.planner import Planner
 from baoc.types import Plan, Profile, RuleInfo, StateKind, StateLayout

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import torch
 
-from baoc.catalogue import device_rows, on_device
+from baoc.core.catalogue import device_rows, on_device
 from baoc.kernels import available, fits
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.backends import stand_in

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from baoc.catalogue import device_rows
+from baoc.core.catalogue import device_rows
+from baoc.core.rule_tags import RULE_INFOS
 from baoc.cost import bytes_per_parameter
 from baoc.link import hidden_seconds
 from baoc.optim import BlockwiseOptimizer
@@ -14,7 +15,6 @@ from baoc.optim.backends import stand_in
 from baoc.optim.backends.fused import bytes_tell_seconds
 from baoc.profiling import measure_latency, measure_link
 from baoc.profiling.latency import MakeStep, machine, read_lines
-from baoc.rules import rule_infos
 from baoc.types import LatencyTable, OptimizerSpec
 
 FUSED = "torch fused AdamW"  # no spec's name, as it holds spaces
@@ -85,7 +85,7 @@ def with_link(table: LatencyTable, *, device: torch.device, accumulation: int, h
 
 def moved_bytes(spec: OptimizerSpec) -> float:
     """Bytes per element of a step of `spec`: weight, gradient and state read, weight and state written."""
-    state, weight = bytes_per_parameter(spec, rule=rule_infos()[spec.rule])
+    state, weight = bytes_per_parameter(spec, rule=RULE_INFOS[spec.rule])
     return 2 * (state + weight) + weight
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from baoc.catalogue import SPECS
+from baoc.core.catalogue import SPECS
 from baoc.errors import BadInputError, CheckpointError
 from baoc.optim import groups, migration
 from baoc.optim.migration import Fates

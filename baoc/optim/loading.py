@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baoc.catalogue import SPECS
+from baoc.core.catalogue import SPECS
 from baoc.errors import CheckpointError
 from baoc.kernels.weights import merge_weights
 from baoc.optim import groups, migration, weights

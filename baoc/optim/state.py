@@ -13,8 +13,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from baoc.catalogue import STORAGES
 from baoc.codecs import CODEC_IMPLS, Codec
+from baoc.core.catalogue import STORAGES
 from baoc.cost import aligned
 from baoc.errors import BadInputError
 from baoc.optim.weights import CORRECTION, CORRECTIONS

@@ -7,15 +7,15 @@ the weights. Figures are of a large fp32 matrix: small tensors add a few bytes e
 import sys
 from collections.abc import Sequence
 
-from baoc.catalogue import select
+from baoc.core.catalogue import select
+from baoc.core.rule_tags import RULE_INFOS
 from baoc.cost import bytes_per_parameter
 from baoc.errors import BaocError
-from baoc.rules import rule_infos
 
 
 def table(patterns: Sequence[str] = ("*",)) -> str:
     """Rows of spec, state, weights and their sum, in bytes per parameter. Raises BadInputError as `select` does."""
-    rules = rule_infos()
+    rules = RULE_INFOS
     lines = ["| spec | state | weights | both | |", "|---|---|---|---|---|"]
     for name, spec in select(patterns).items():
         state, weights = bytes_per_parameter(spec, rule=rules[spec.rule])

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from baoc.blocks import role_of
+from baoc.core.blocks import role_of
 from baoc.errors import BadInputError
 from baoc.types import ParamInfo
 

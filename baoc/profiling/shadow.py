@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from baoc.candidates import applies
-from baoc.catalogue import CODECS, PACKED_GROUP, SPECS, STORAGES
 from baoc.codecs import CODEC_IMPLS
+from baoc.core.catalogue import CODECS, PACKED_GROUP, SPECS, STORAGES
 from baoc.profiling.slices import Slices
 from baoc.rules import RULES, RuleContext
 from baoc.types import Block, OptimizerSpec, ParamInfo, Role, RuleInfo, StateDecl, StateKind, StateLayout

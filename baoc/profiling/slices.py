@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from baoc.catalogue import GROUP
+from baoc.core.catalogue import GROUP
 from baoc.types import Block, ParamInfo
 
 MIN_ROWS = 8  # of a matrix, before whole columns are kept: fewer tell nothing about sharing along fan-out

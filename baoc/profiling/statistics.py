@@ -6,7 +6,7 @@ A matrix argument is a batch [count, fan_out, fan_in]; where an axis is meant, i
 import torch
 from torch import Tensor
 
-from baoc.catalogue import GROUP
+from baoc.core.catalogue import GROUP
 
 FOLD_LEVELS = (1, 2, 3, 8)
 SNR_CEILING = 1e6  # where v does not vary at all

@@ -1,16 +1,15 @@
 """The update rules, one file per family; a file that defines `RULES` is found by being here.
 
-To add a rule: write `baoc/rules/<family>.py` with `RULES = (MyRule(RuleInfo(...)),)` and one row in `catalogue.SPECS`.
-Its ledger, storage, migration and contract tests follow from the tags in its `RuleInfo`.
+To add a rule: write its tags in `baoc.core.rule_tags`, its row in `baoc.core.catalogue`, and its arithmetic in a file
+here with `RULES = (MyRule(RULE_INFOS["my_rule"]),)`. Ledger, storage, migration and contract tests follow from its tags.
 """
 
 from importlib import import_module
 from pkgutil import iter_modules
 
 from baoc.rules.base import Direction, Rule, RuleContext, UpdateRule
-from baoc.types import RuleInfo
 
-__all__ = ["RULES", "Direction", "Rule", "RuleContext", "UpdateRule", "rule_infos"]
+__all__ = ["RULES", "Direction", "Rule", "RuleContext", "UpdateRule"]
 
 
 def _discover() -> dict[str, UpdateRule]:
@@ -23,8 +22,3 @@ def _discover() -> dict[str, UpdateRule]:
 
 
 RULES: dict[str, UpdateRule] = _discover()
-
-
-def rule_infos() -> dict[str, RuleInfo]:
-    """Name -> what the decision core may know of the rule."""
-    return {name: rule.info for name, rule in RULES.items()}

@@ -6,19 +6,13 @@ can be inherited from and by every other rule.
 
 from torch import Tensor
 
+from baoc.core.rule_tags import RULE_INFOS
 from baoc.rules.base import Direction, Rule, RuleContext
 from baoc.rules.matrix import as_matrix, average_, finite_matrix, from_matrix, mean, rms
-from baoc.types import RuleInfo, StateDecl, StateKind, StateLayout
 
 _FLOOR = 1e-30  # added to g^2, eps1 of the paper
 _DECAY = 0.8  # beta2 of step t is 1 - t^-0.8
 _CLIP = 1.0  # largest RMS of the update
-
-_V = (
-    StateDecl(name="v_row", kind=StateKind.V, layout=StateLayout.PER_ROW, bias_corrected=False),
-    StateDecl(name="v_col", kind=StateKind.V, layout=StateLayout.PER_COLUMN, bias_corrected=False),
-)
-_M = StateDecl(name="m", kind=StateKind.M)
 
 
 class Adafactor(Rule):
@@ -49,15 +43,4 @@ class Adafactor(Rule):
         return Direction(numerator=update)
 
 
-RULES = (
-    Adafactor(RuleInfo(name="adafactor", description="Adafactor without momentum", states=_V, needs_matrix=True)),
-    Adafactor(
-        RuleInfo(
-            name="adafactor_momentum",
-            description="Adafactor with momentum",
-            states=(_M, *_V),
-            needs_matrix=True,
-            matched=False,
-        )
-    ),
-)
+RULES = (Adafactor(RULE_INFOS["adafactor"]), Adafactor(RULE_INFOS["adafactor_momentum"]))

@@ -2,12 +2,10 @@
 
 from torch import Tensor
 
+from baoc.core.rule_tags import RULE_INFOS
 from baoc.rules.base import Direction, Rule, RuleContext
 from baoc.rules.matrix import as_matrix, average_, finite_matrix, from_matrix, mean
-from baoc.types import RuleInfo, StateDecl, StateKind, StateLayout
-
-M = StateDecl(name="m", kind=StateKind.M)
-V = StateDecl(name="v", kind=StateKind.V)
+from baoc.types import RuleInfo, StateKind, StateLayout
 
 
 class AdamW(Rule):
@@ -59,15 +57,9 @@ class SharedAdamW(Rule):
         return Direction(numerator=m, denominator=denominator, divisor=1 - ctx.beta1**ctx.step)
 
 
-def _shared(name: str, *, layout: StateLayout, along: str) -> SharedAdamW:
-    states = (M, StateDecl(name="v", kind=StateKind.V, layout=layout))
-    text = f"AdamW with v shared along {along}"
-    return SharedAdamW(RuleInfo(name=name, description=text, states=states, needs_matrix=True, matched=False))
-
-
 RULES = (
-    AdamW(RuleInfo(name="adamw", description="AdamW, as torch computes it", states=(M, V), matched=False)),
-    AdamW(RuleInfo(name="rmsprop", description="AdamW without momentum", states=(V,))),
-    _shared("adamw_shared_in", layout=StateLayout.PER_ROW, along="fan-in, one per row"),
-    _shared("adamw_shared_out", layout=StateLayout.PER_COLUMN, along="fan-out, one per column"),
+    AdamW(RULE_INFOS["adamw"]),
+    AdamW(RULE_INFOS["rmsprop"]),
+    SharedAdamW(RULE_INFOS["adamw_shared_in"]),
+    SharedAdamW(RULE_INFOS["adamw_shared_out"]),
 )

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
+from baoc.core.rule_tags import RULE_INFOS
 from baoc.rules.base import Direction, Rule, RuleContext
 from baoc.rules.matrix import as_matrix, from_matrix
-from baoc.types import RuleInfo, Scaling
 
 _TINY = 1e-30
 
@@ -27,15 +27,4 @@ class ColumnNorm(Rule):
         return Direction(numerator=grad, denominator=from_matrix(norm.expand(ctx.matrix), ctx, shape=tuple(grad.shape)))
 
 
-RULES = (
-    ColumnNorm(
-        RuleInfo(
-            name="column_norm",
-            description="gradient with every column scaled to norm 1",
-            states=(),
-            counts_steps=False,
-            needs_matrix=True,
-            scaling=Scaling.COLUMN,
-        )
-    ),
-)
+RULES = (ColumnNorm(RULE_INFOS["column_norm"]),)

@@ -7,12 +7,12 @@ where neighbours' gradients are independent, and folds along fan-in only: the ru
 from torch import Tensor
 from torch.nn.functional import pad
 
+from baoc.core.rule_tags import RULE_INFOS
 from baoc.rules.base import Direction, Rule, RuleContext
 from baoc.rules.matrix import as_matrix, average_, finite_matrix, from_matrix, mean
-from baoc.types import Axis, RuleInfo, StateDecl, StateKind, StateLayout
+from baoc.types import Axis, RuleInfo
 
 _ALPHA = 0.25  # drops out where the update's RMS is matched
-_LEVELS = (1, 2, 3, 8)
 
 
 class Foam(Rule):
@@ -61,24 +61,4 @@ class Foam(Rule):
         return from_matrix(self._turn(parts.reshape(len(parts), -1)[:, :length]), ctx, shape=shape)
 
 
-def _foam(level: int, *, axis: Axis, of_squares: bool = False) -> Foam:
-    suffix = "_sq" if of_squares else "" if axis is Axis.FAN_IN else "_out"
-    states = tuple(
-        StateDecl(
-            name=kind.value,
-            kind=kind,
-            layout=StateLayout.FOLDED,
-            level=level,
-            axis=axis,
-            of_squares=of_squares and kind is StateKind.V,
-        )
-        for kind in (StateKind.M, StateKind.V)
-    )
-    text = f"FOAM, m and v folded by {2**level} along {axis.value}{', v of squares' if of_squares else ''}"
-    return Foam(RuleInfo(name=f"foam_l{level}{suffix}", description=text, states=states, needs_matrix=True))
-
-
-RULES = (
-    *(_foam(level, axis=axis) for axis in (Axis.FAN_IN, Axis.FAN_OUT) for level in _LEVELS),
-    *(_foam(level, axis=Axis.FAN_IN, of_squares=True) for level in _LEVELS),
-)
+RULES = tuple(Foam(info) for name, info in RULE_INFOS.items() if name.startswith("foam_"))

@@ -6,10 +6,10 @@ The polar factor is approached by five Newton-Schulz steps, see `baoc.kernels.po
 import torch
 from torch import Tensor
 
+from baoc.core.rule_tags import RULE_INFOS
 from baoc.kernels.polar import STEPS, A, B, C
 from baoc.rules.base import Direction, Rule, RuleContext
 from baoc.rules.matrix import as_matrix, finite_matrix, from_matrix
-from baoc.types import RuleInfo, Scaling, StateDecl, StateKind
 
 _TINY = 1e-30
 
@@ -49,16 +49,4 @@ class Muon(Rule):
         return Direction(numerator=from_matrix(update, ctx, shape=tuple(grad.shape)))
 
 
-RULES = (
-    Muon(
-        RuleInfo(
-            name="muon",
-            description="Muon: orthogonalized momentum, hidden matrices only",
-            states=(StateDecl(name="m", kind=StateKind.M, bias_corrected=False),),
-            counts_steps=False,
-            needs_matrix=True,
-            hidden_only=True,
-            scaling=Scaling.SPECTRAL,
-        )
-    ),
-)
+RULES = (Muon(RULE_INFOS["muon"]),)

@@ -5,10 +5,9 @@ None counts steps: the sign of an average does not depend on its bias. sign(0) =
 
 from torch import Tensor
 
+from baoc.core.rule_tags import RULE_INFOS
 from baoc.rules.base import Direction, Rule, RuleContext
-from baoc.types import RuleInfo, StateDecl, StateKind
 
-_M = StateDecl(name="m", kind=StateKind.M, bias_corrected=False)
 # Lion's second beta is the decay of m, .99 in its paper. A group's betas[1] is AdamW's decay of v, .999 by default, at
 # which m would lag a thousand steps behind; so it is taken only where it is the shorter one.
 _LION_DECAY = 0.99
@@ -38,8 +37,4 @@ class Sign(Rule):
         return Direction(numerator=grad.sign())
 
 
-RULES = (
-    Lion(RuleInfo(name="lion", description="sign of interpolated momentum", states=(_M,), counts_steps=False)),
-    Signum(RuleInfo(name="signum", description="sign of momentum", states=(_M,), counts_steps=False)),
-    Sign(RuleInfo(name="sign", description="sign of the gradient", states=(), counts_steps=False)),
-)
+RULES = (Lion(RULE_INFOS["lion"]), Signum(RULE_INFOS["signum"]), Sign(RULE_INFOS["sign"]))

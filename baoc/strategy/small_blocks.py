@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from baoc.catalogue import with_placement
+from baoc.core.catalogue import with_placement
 from baoc.errors import BadInputError
 from baoc.optim import BlockwiseOptimizer, GradientRelease, groups
 from baoc.optim.backends import stand_in

@@ -17,8 +17,8 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
-from baoc.budgets import parse_budget, resolve_auto
-from baoc.catalogue import select
+from baoc.core.budgets import parse_budget, resolve_auto
+from baoc.core.catalogue import select
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.online import Reallocator, SessionSettings, assemble, soon_timed, with_link
 from baoc.online.assemble import narrow_params, only_narrow, released_blocks

@@ -18,7 +18,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from baoc.budgets import parse_budget
+from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError, OutputError, TrainingFailedError
 from baoc.models import MODELS
 from baoc.sweep import children

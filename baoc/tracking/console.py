@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from baoc.budgets import AUTO
+from baoc.core.budgets import AUTO
 from baoc.tracking.rows import collapsed_rows, plan_rows
 from baoc.types import Budget, FailedRun, FrontierPoint, Option, Plan, Reallocation, RunResult
 from baoc.units import KIB, format_bytes

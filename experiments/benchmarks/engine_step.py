@@ -30,7 +30,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "numerics"), str(Path(__file__).
 
 from optimizer_step import MODELS, clean, copy_gbps, events_ms, host_us  # noqa: E402
 
-from baoc.catalogue import SPECS  # noqa: E402
+from baoc.core.catalogue import SPECS  # noqa: E402
 from baoc.optim import BlockwiseOptimizer  # noqa: E402
 from baoc.rules import RULES  # noqa: E402
 from baoc.types import ParamInfo, Role  # noqa: E402

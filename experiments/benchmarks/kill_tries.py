@@ -30,7 +30,6 @@ import lightning as L  # noqa: E402
 
 from baoc import assembly  # noqa: E402
 from baoc import train as training  # noqa: E402
-from baoc.budgets import parse_budget  # noqa: E402
 from baoc.config.environment import commit  # noqa: E402
 from baoc.config.schema import (  # noqa: E402
     CheckpointConfig,
@@ -39,6 +38,7 @@ from baoc.config.schema import (  # noqa: E402
     RunConfig,
     TrainerConfig,
 )
+from baoc.core.budgets import parse_budget  # noqa: E402
 from baoc.errors import BaocError  # noqa: E402
 from baoc.tracking import load_checked, read_metrics, resolve_resume  # noqa: E402
 

@@ -38,7 +38,7 @@ def work(specs: Sequence[str]) -> None:
     import torch
     from torch import nn
 
-    from baoc.catalogue import SPECS as CATALOGUE
+    from baoc.core.catalogue import SPECS as CATALOGUE
     from baoc.optim import BlockwiseOptimizer
     from baoc.rules import RULES
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from baoc.allocation import ALLOCATORS, Allocator, NoFeasibleAllocation
-from baoc.blocks import partition
 from baoc.candidates import build_candidates, undominated
-from baoc.catalogue import NATIVE, select
+from baoc.core.blocks import partition
+from baoc.core.catalogue import NATIVE, select
 from baoc.cost import adamw_state_bytes
 from baoc.risk import RISKS
 from baoc.types import Allocation, Candidate, LatencyTable, Limits

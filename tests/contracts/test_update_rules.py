@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from baoc.catalogue import NATIVE
-from baoc.rules import RULES, Direction, RuleContext, UpdateRule, rule_infos
+from baoc.core.catalogue import NATIVE
+from baoc.core.rule_tags import RULE_INFOS
+from baoc.rules import RULES, Direction, RuleContext, UpdateRule
 from baoc.types import ParamInfo, StateKind, StateLayout
 from tests.optimizing import info
 
@@ -36,7 +37,7 @@ def run(rule: str, grad: Tensor, states: dict[str, Tensor], ctx: RuleContext) ->
 
 def test_rules_of_the_catalogue_are_those_that_exist() -> None:
     assert {spec.rule for spec in NATIVE.values()} == set(RULES)
-    assert rule_infos() == {name: rule.info for name, rule in RULES.items()}
+    assert {name: rule.info for name, rule in RULES.items()} == RULE_INFOS
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -14,10 +14,10 @@ import pytest
 
 from baoc import assembly
 from baoc import train as training
-from baoc.budgets import parse_budget
 from baoc.callbacks import BudgetControl, budget_control
 from baoc.config.dynamics import DynamicsConfig, RelaxationConfig, ScheduleEntry
 from baoc.config.schema import ReallocationConfig
+from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.strategy import strategy as strategy_module
 from baoc.tracking import load_checked

@@ -2,9 +2,9 @@
 
 import pytest
 
-from baoc.budgets import PRESETS
-from baoc.catalogue import NATIVE
 from baoc.config.listing import LISTS, lines
+from baoc.core.budgets import PRESETS
+from baoc.core.catalogue import NATIVE
 from baoc.errors import BadInputError
 from tests.conftest import ROOT
 

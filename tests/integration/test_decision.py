@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from baoc import train as training
-from baoc.budgets import parse_budget
 from baoc.config.schema import ModelConfig, OptimConfig, ReallocationConfig
+from baoc.core.budgets import parse_budget
 from baoc.decision import axes_of, choose
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.online.assemble import make_profiler

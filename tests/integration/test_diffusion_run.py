@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from baoc import BaocStrategy
 from baoc import train as training
-from baoc.budgets import parse_budget
 from baoc.config.schema import CatalogueConfig, ModelConfig, ReallocationConfig, RunConfig, TaskConfig, TrainerConfig
+from baoc.core.budgets import parse_budget
 from baoc.data import build_data
 from baoc.models import build_model
 from baoc.online import ReallocationSettings, SessionSettings

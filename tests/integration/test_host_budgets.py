@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from baoc.budgets import parse_budget
 from baoc.config.schema import AllocatorConfig, CatalogueConfig, ModelConfig, ReallocationConfig
+from baoc.core.budgets import parse_budget
 from tests.integration.test_planning import asked
 from tests.integration.test_planning import plan as planned
 from tests.integration.test_run import config, run

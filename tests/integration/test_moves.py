@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from baoc import train as training
-from baoc.budgets import parse_budget
 from baoc.config.dynamics import DynamicsConfig, ScheduleEntry
 from baoc.config.schema import ReallocationConfig
+from baoc.core.budgets import parse_budget
 from baoc.errors import InfeasibleBudgetError
 from baoc.online import ReallocationSettings, SessionSettings, assemble, reallocator
 from baoc.planner import PlannerSettings

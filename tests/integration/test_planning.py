@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from baoc import train as training
-from baoc.budgets import parse_budget
 from baoc.config.schema import (
     CheckpointConfig,
     DatasetConfig,
@@ -23,6 +22,7 @@ from baoc.config.schema import (
     RunConfig,
     TaskConfig,
 )
+from baoc.core.budgets import parse_budget
 from baoc.devices import CARDS
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.planning import card_of, planned_axes

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.aggregation import MeanMetric
 
-from baoc.catalogue import SPECS
+from baoc.core.catalogue import SPECS
 from baoc.optim import BlockwiseOptimizer, GradientRelease
 from baoc.optim.release import Releaser
 from baoc.strategy.probe import silent

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from baoc.budgets import parse_budget
 from baoc.config.schema import ModelConfig
+from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError, CheckpointError, InfeasibleBudgetError
 from tests.conftest import ROOT
 from tests.integration.test_run import config, run

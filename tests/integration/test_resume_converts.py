@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from baoc import train as training
-from baoc.budgets import parse_budget
 from baoc.config.schema import BlocksConfig, CatalogueConfig, ReallocationConfig, RiskConfig
+from baoc.core.budgets import parse_budget
 from baoc.tracking import load_checked
 from baoc.types import RunResult
 from tests.integration.test_run import config, run

@@ -12,7 +12,6 @@ import pytest
 
 from baoc import assembly
 from baoc import train as training
-from baoc.budgets import parse_budget
 from baoc.config.schema import (
     AllocatorConfig,
     CheckpointConfig,
@@ -22,6 +21,7 @@ from baoc.config.schema import (
     RunConfig,
     TrainerConfig,
 )
+from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError, InfeasibleBudgetError, TrainingFailedError
 from baoc.tracking import read_metrics
 from baoc.types import RunResult

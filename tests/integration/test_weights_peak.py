@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from baoc import train as training
-from baoc.budgets import parse_budget
 from baoc.config.schema import CatalogueConfig
+from baoc.core.budgets import parse_budget
 from baoc.errors import InfeasibleBudgetError
 from tests.integration.test_run import config
 from tests.tiny import LIGHTNING_NOISE

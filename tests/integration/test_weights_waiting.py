@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from baoc import BaocStrategy
-from baoc.budgets import parse_budget
+from baoc.core.budgets import parse_budget
 from baoc.errors import InfeasibleBudgetError
 from baoc.profiling import device as device_module
 from baoc.profiling.footprint import PAGES_BYTES

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baoc.catalogue import STORAGES
 from baoc.codecs import CODEC_IMPLS, Codec
 from baoc.codecs.base import lanes
+from baoc.core.catalogue import STORAGES
 from baoc.kernels import Cut, FusedTable, Kind, Shape, fused_step, merge_weights, split_weights_
 from baoc.kernels.kinds import ELEMENTWISE, GROUP, PACKED
 from baoc.kernels.usable import usable

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baoc.catalogue import STORAGES
 from baoc.codecs import CODEC_IMPLS, Codec
+from baoc.core.catalogue import STORAGES
 from baoc.kernels import Cut, Shape
 from baoc.kernels.matrix_kinds import FOLDS
 from baoc.rules import RULES, RuleContext

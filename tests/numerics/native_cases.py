@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from baoc.catalogue import SPECS
+from baoc.core.catalogue import SPECS
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.backends import native_kinds
 from baoc.optim.weights import master

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from baoc.catalogue import NATIVE
+from baoc.core.catalogue import NATIVE
 from baoc.kernels import FAMILIES, kinds
 from tests.numerics.fused_pair import INTERPRETING, MIXED, SHAPES, SMALL, Pair, dump, poison, run_interpreted
 from tests.optimizing import Gradients, build, info, make_params, one_block, through_file

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baoc.catalogue import SPECS
+from baoc.core.catalogue import SPECS
 from baoc.kernels import Engine, Shape, muon_plan, polar
 from baoc.optim.backends import fused
 from baoc.rules.muon import orthogonalized

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from baoc.catalogue import NATIVE, SPECS
+from baoc.core.catalogue import NATIVE, SPECS
 from baoc.kernels import native
 from baoc.optim import backends
 from baoc.optim.backends import native_kinds

@@ -6,7 +6,7 @@ By hand: TRITON_INTERPRET=1 pytest -q tests/numerics/test_release_backends.py
 import pytest
 import torch
 
-from baoc.catalogue import NATIVE
+from baoc.core.catalogue import NATIVE
 from baoc.optim.backends import native_kinds
 from tests.numerics.fused_pair import INTERPRETING, SHAPES, run_interpreted
 from tests.optimizing import info, one_block, shapes_for

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from baoc.catalogue import NATIVE, STORAGES
 from baoc.codecs import CODEC_IMPLS
+from baoc.core.catalogue import NATIVE, STORAGES
 from baoc.profiling.shadow import BURN_IN, TERMS, Shadow, _Run, bytes_per_element, elementwise, shadowed
 from baoc.profiling.slices import Slices
 from baoc.rules import RULES, RuleContext

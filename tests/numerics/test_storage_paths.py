@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from baoc.catalogue import NATIVE
+from baoc.core.catalogue import NATIVE
 from tests.optimizing import build
 
 LR = 1e-2

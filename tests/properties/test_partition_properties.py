@@ -5,7 +5,7 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baoc.blocks import partition, segment
+from baoc.core.blocks import partition, segment
 from baoc.types import ParamInfo, Role
 
 names = st.lists(st.text("abc.", min_size=1, max_size=6), min_size=1, max_size=20, unique=True)

@@ -12,9 +12,9 @@ from baoc.allocation.exact import ExactAllocator, Undecided
 from baoc.allocation.hosted import HOSTED
 from baoc.allocation.moves import fill, repair, swap
 from baoc.allocation.uniform import UNIFORM
-from baoc.blocks import partition
 from baoc.candidates import build_candidates, undominated
-from baoc.catalogue import NATIVE, select
+from baoc.core.blocks import partition
+from baoc.core.catalogue import NATIVE, select
 from baoc.cost import adamw_state_bytes
 from baoc.errors import BadInputError
 from baoc.risk import RISKS

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from baoc.blocks import merge_similar, partition, role_of, segment
+from baoc.core.blocks import merge_similar, partition, role_of, segment
 from baoc.errors import BadInputError
 from baoc.types import Block, ParamInfo, Role
 from tests.decision import param, stats, transformer

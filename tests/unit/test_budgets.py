@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baoc.budgets import PRESETS, parse_budget, resolve_auto
+from baoc.core.budgets import PRESETS, parse_budget, resolve_auto
 from baoc.errors import BadInputError
 from baoc.types import Budget
 from baoc.units import GIB, MIB
@@ -141,6 +141,6 @@ def test_whole_bytes_keep_every_byte_and_their_name_reads_back(num_bytes: int):
 
 
 def test_parsing_needs_neither_torch_nor_hydra(run_python):
-    code = "import sys, baoc.budgets; print(sorted({'torch', 'hydra', 'omegaconf', 'numpy'} & set(sys.modules)))"
+    code = "import sys, baoc.core.budgets; print(sorted({'torch', 'hydra', 'omegaconf', 'numpy'} & set(sys.modules)))"
     assert run_python(code).stdout.strip() == "[]"
-    assert "baoc.budgets" in sys.modules
+    assert "baoc.core.budgets" in sys.modules

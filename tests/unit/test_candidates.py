@@ -2,10 +2,10 @@
 
 import pytest
 
-from baoc.blocks import partition
 from baoc.candidates import applies, build_candidates, candidate_rows, undominated
-from baoc.catalogue import NATIVE, SPECS, select
 from baoc.charges import charged, savings
+from baoc.core.blocks import partition
+from baoc.core.catalogue import NATIVE, SPECS, select
 from baoc.cost import state_bytes
 from baoc.errors import BadInputError
 from baoc.risk import RISKS

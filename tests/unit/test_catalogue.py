@@ -2,7 +2,7 @@
 
 import pytest
 
-from baoc.catalogue import (
+from baoc.core.catalogue import (
     CODECS,
     NATIVE,
     ON_DEVICE,

@@ -7,7 +7,6 @@ import pytest
 import yaml
 
 from baoc.allocation import ALLOCATORS
-from baoc.budgets import PRESETS, parse_budget
 from baoc.config import assets
 from baoc.config.compose import compose
 from baoc.config.from_hydra import from_hydra
@@ -16,6 +15,7 @@ from baoc.config.options import own_keys, registry_of
 from baoc.config.resolve import resolve
 from baoc.config.schema import RunConfig
 from baoc.config.trainer_arguments import TrainerConfig
+from baoc.core.budgets import PRESETS, parse_budget
 from baoc.errors import BadInputError
 from baoc.risk import RISKS, SEVERITY
 from baoc.units import MIB

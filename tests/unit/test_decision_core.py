@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from subprocess import CompletedProcess
 
-from baoc.catalogue import NATIVE
-from baoc.rules import rule_infos
+from baoc.core.catalogue import NATIVE
+from baoc.core.rule_tags import RULE_INFOS
 from tests.decision import RULES
 
 CORE = "blocks catalogue cost risk candidates frontier allocation types errors units"
@@ -17,7 +17,7 @@ def test_it_imports_neither_torch_nor_scipy(run_python: Callable[..., CompletedP
 
 
 def test_the_rules_of_these_tests_have_the_tags_of_the_real_ones():
-    real = rule_infos()
+    real = RULE_INFOS
     assert set(real) == set(RULES)
     for name, info in RULES.items():
         tags = [(s.kind, s.layout, s.level, s.axis, s.of_squares) for s in real[name].states]
@@ -27,4 +27,4 @@ def test_the_rules_of_these_tests_have_the_tags_of_the_real_ones():
 
 
 def test_every_row_of_the_catalogue_has_a_rule():
-    assert {spec.rule for spec in NATIVE.values()} <= set(rule_infos())
+    assert {spec.rule for spec in NATIVE.values()} <= set(RULE_INFOS)

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from baoc.budgets import parse_budget
 from baoc.callbacks.growth import grown
+from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError
 from baoc.online import BudgetChange, BudgetDial, RelaxationSettings
 from baoc.online.dial import check_order

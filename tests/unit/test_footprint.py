@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from baoc.catalogue import SPECS
+from baoc.core.catalogue import SPECS
 from baoc.optim import BlockwiseOptimizer
 from baoc.profiling import FirstStepMemory, MemoryTracker, probe_footprint, step_temporary_bytes
 from baoc.profiling.footprint import SCALARS_BYTES, restored

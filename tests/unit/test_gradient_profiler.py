@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from baoc.catalogue import NATIVE
+from baoc.core.catalogue import NATIVE
 from baoc.errors import CheckpointError
 from baoc.online import SessionSettings
 from baoc.online.assemble import make_profiler

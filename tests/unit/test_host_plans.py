@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from baoc.catalogue import SPECS
+from baoc.core.catalogue import SPECS
 from baoc.cost import slab_bytes
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.link import STORED

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from baoc.catalogue import SPECS
+from baoc.core.catalogue import SPECS
 from baoc.online import soon_timed, time_specs, timing
 from baoc.profiling import latency
 from baoc.profiling.latency import MANY, SMALL, fit_line, measure_latency, series_seconds, source_hash

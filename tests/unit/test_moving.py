@@ -2,14 +2,14 @@
 
 import pytest
 
-from baoc.budgets import parse_budget
+from baoc.core.budgets import parse_budget
+from baoc.core.rule_tags import RULE_INFOS
 from baoc.online.moving import CONVERSION_FLOATS, lost_steps, migration_risk, moved_specs, transit
 from baoc.planner import Planner, PlannerSettings
-from baoc.rules import rule_infos
 from baoc.types import Footprint, Plan, Profile
 from tests.decision import stats, transformer
 
-RULES = rule_infos()
+RULES = RULE_INFOS
 
 
 def planner(budget: str = "state_50") -> Planner:

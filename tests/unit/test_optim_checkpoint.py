@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from baoc.catalogue import NATIVE
+from baoc.core.catalogue import NATIVE
 from baoc.errors import CheckpointError
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.loading import LoadReport

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from baoc.catalogue import NATIVE
+from baoc.core.catalogue import NATIVE
 from baoc.cost import state_bytes
 from baoc.errors import CheckpointError
 from baoc.rules import RULES

@@ -9,7 +9,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
-from baoc.catalogue import NATIVE
+from baoc.core.catalogue import NATIVE
 from baoc.errors import BadInputError
 from baoc.optim import BlockwiseOptimizer
 from tests.optimizing import Gradients, assert_same, build, info, make_params, one_block, run_steps

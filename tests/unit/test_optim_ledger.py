@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from baoc.catalogue import NATIVE, SPECS
+from baoc.core.catalogue import NATIVE, SPECS
 from baoc.cost import STEP_BYTES, adamw_state_bytes, state_bytes, weight_bytes
 from baoc.optim.table import main, table
 from baoc.rules import RULES

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baoc.catalogue import NATIVE
+from baoc.core.catalogue import NATIVE
 from baoc.errors import BadInputError
 from baoc.optim import matching
 from baoc.rules import RULES

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baoc.catalogue import NATIVE
+from baoc.core.catalogue import NATIVE
 from baoc.cost import state_bytes
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.migration import SEED_AGE

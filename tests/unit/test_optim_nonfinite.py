@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from baoc.catalogue import NATIVE
 from baoc.codecs import CODEC_IMPLS
+from baoc.core.catalogue import NATIVE
 from baoc.errors import TrainingFailedError
 from baoc.optim import BlockwiseOptimizer
 from baoc.rules import RULES, RuleContext

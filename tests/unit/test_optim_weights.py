@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from baoc.catalogue import ON_DEVICE, WEIGHTS
+from baoc.core.catalogue import ON_DEVICE, WEIGHTS
 from baoc.errors import BadInputError
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.weights import CORRECTION, CORRECTIONS, seed_of

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from baoc.catalogue import SPECS
+from baoc.core.catalogue import SPECS
 from baoc.errors import BadInputError
 from baoc.options import (
     Trial,

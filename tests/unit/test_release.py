@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from baoc.catalogue import NATIVE
+from baoc.core.catalogue import NATIVE
 from baoc.errors import BadInputError, TrainingFailedError
 from baoc.optim import BlockwiseOptimizer, GradientRelease, release_groups
 from baoc.optim.release_groups import in_order, together

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from baoc.catalogue import NATIVE
 from baoc.config.resolve import resolve
 from baoc.config.schema import OptimConfig, RunConfig
+from baoc.core.catalogue import NATIVE
 from baoc.errors import BadInputError
 from baoc.profiling import GradientProfiler, MemoryTracker, probe_footprint
 from baoc.types import to_plain

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from baoc.blocks import partition
-from baoc.catalogue import NATIVE, STORAGES
+from baoc.core.blocks import partition
+from baoc.core.catalogue import NATIVE, STORAGES
 from baoc.risk import RISKS, SEVERITY, block_weight, losses, quantization_dose
 from baoc.types import Block, Profile, Risk, Role
 from tests.decision import RULES, stats, transformer

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from baoc.budgets import parse_budget
 from baoc.config.from_hydra import from_plain, read_config, to_conf, write_config
 from baoc.config.schema import RunConfig
+from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError
 
 

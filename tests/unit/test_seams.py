@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from baoc.budgets import parse_budget
 from baoc.callbacks.budget_control import BudgetControl
+from baoc.core.budgets import parse_budget
 from baoc.decision import _Decision, choose
 from baoc.online.converting import usable
 from baoc.online.dial import BudgetChange, BudgetDial

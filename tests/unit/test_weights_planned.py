@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from baoc.catalogue import SPECS, STORAGES
+from baoc.core.catalogue import SPECS, STORAGES
 from baoc.cost import saved
 from baoc.errors import InfeasibleBudgetError
 from baoc.planner import Planner, PlannerSettings

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from baoc.budgets import parse_budget
-from baoc.catalogue import SPECS
+from baoc.core.budgets import parse_budget
+from baoc.core.catalogue import SPECS
 from baoc.online import SessionSettings
 from baoc.optim.backends.fused import has_kernel
 from baoc.planner import PlannerSettings

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from baoc.catalogue import NEAREST, STORAGES
 from baoc.codecs.grouped import kernel_lanes
+from baoc.core.catalogue import NEAREST, STORAGES
 from baoc.errors import BadInputError
 from baoc.kernels import FAMILIES, Engine, FusedTable, Kind, Shape, available, fits, muon_plan
 from baoc.optim.backends.base import Backend, StepInputs

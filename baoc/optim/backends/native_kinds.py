@@ -6,9 +6,9 @@ from math import log
 import torch
 from torch import Tensor
 
-from baoc.catalogue import CODECS, STORAGES
 from baoc.codecs.base import lanes
 from baoc.codecs.grouped import Log8M, Log8V
+from baoc.core.catalogue import CODECS, STORAGES
 from baoc.kernels.native import CODECS as NATIVE_CODECS
 from baoc.kernels.native import CODES, THRESHOLDS, NativeKind, Settings
 from baoc.kernels.native import WEIGHTS as NATIVE_WEIGHTS

@@ -1,0 +1,93 @@
+"""What every update rule keeps, as tags: ledger, risk terms, migration and allocation derive from these.
+
+Planning knows a rule by its row here and never imports its arithmetic, which is in `baoc.optim.rules` under the same
+name.
+"""
+
+from baoc.types import Axis, RuleInfo, Scaling, StateDecl, StateKind, StateLayout
+
+_M = StateDecl(name="m", kind=StateKind.M)
+_M_UNCORRECTED = StateDecl(name="m", kind=StateKind.M, bias_corrected=False)
+_V = StateDecl(name="v", kind=StateKind.V)
+_V_PER_ROW = StateDecl(name="v", kind=StateKind.V, layout=StateLayout.PER_ROW)
+_V_PER_COLUMN = StateDecl(name="v", kind=StateKind.V, layout=StateLayout.PER_COLUMN)
+_V_FACTORED = (
+    StateDecl(name="v_row", kind=StateKind.V, layout=StateLayout.PER_ROW, bias_corrected=False),
+    StateDecl(name="v_col", kind=StateKind.V, layout=StateLayout.PER_COLUMN, bias_corrected=False),
+)
+FOLD_LEVELS = (1, 2, 3, 8)  # FOAM averages 2^level neighbours
+
+
+def _foam(level: int, *, axis: Axis, of_squares: bool = False) -> RuleInfo:
+    suffix = "_sq" if of_squares else "" if axis is Axis.FAN_IN else "_out"
+    states = tuple(
+        StateDecl(
+            name=kind.value,
+            kind=kind,
+            layout=StateLayout.FOLDED,
+            level=level,
+            axis=axis,
+            of_squares=of_squares and kind is StateKind.V,
+        )
+        for kind in (StateKind.M, StateKind.V)
+    )
+    text = f"FOAM, m and v folded by {2**level} along {axis.value}{', v of squares' if of_squares else ''}"
+    return RuleInfo(name=f"foam_l{level}{suffix}", description=text, states=states, needs_matrix=True)
+
+
+RULE_INFOS: dict[str, RuleInfo] = {
+    info.name: info
+    for info in (
+        RuleInfo(name="adamw", description="AdamW, as torch computes it", states=(_M, _V), matched=False),
+        RuleInfo(name="rmsprop", description="AdamW without momentum", states=(_V,)),
+        RuleInfo(
+            name="adamw_shared_in",
+            description="AdamW with v shared along fan-in, one per row",
+            states=(_M, _V_PER_ROW),
+            needs_matrix=True,
+            matched=False,
+        ),
+        RuleInfo(
+            name="adamw_shared_out",
+            description="AdamW with v shared along fan-out, one per column",
+            states=(_M, _V_PER_COLUMN),
+            needs_matrix=True,
+            matched=False,
+        ),
+        RuleInfo(name="adafactor", description="Adafactor without momentum", states=_V_FACTORED, needs_matrix=True),
+        RuleInfo(
+            name="adafactor_momentum",
+            description="Adafactor with momentum",
+            states=(_M, *_V_FACTORED),
+            needs_matrix=True,
+            matched=False,
+        ),
+        RuleInfo(
+            name="lion",
+            description="sign of interpolated momentum",
+            states=(_M_UNCORRECTED,),
+            counts_steps=False,
+        ),
+        RuleInfo(name="signum", description="sign of momentum", states=(_M_UNCORRECTED,), counts_steps=False),
+        RuleInfo(
+            name="muon",
+            description="Muon: orthogonalized momentum, hidden matrices only",
+            states=(_M_UNCORRECTED,),
+            counts_steps=False,
+            needs_matrix=True,
+            hidden_only=True,
+            scaling=Scaling.SPECTRAL,
+        ),
+        *(_foam(level, axis=axis) for axis in (Axis.FAN_IN, Axis.FAN_OUT) for level in FOLD_LEVELS),
+        *(_foam(level, axis=Axis.FAN_IN, of_squares=True) for level in FOLD_LEVELS),
+        RuleInfo(name="sign", description="sign of the gradient", states=(), counts_steps=False),
+        RuleInfo(
+            name="column_norm",
+            description="gradient with every column scaled to norm 1",
+            states=(),
+            counts_steps=False,
+            needs_matrix=True,
+            scaling=Scaling.COLUMN,
+        ),
+    )
+}
