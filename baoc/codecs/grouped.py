@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from baoc.codecs.base import LANES, lanes_of, thresholds
 from baoc.core.catalogue import CODECS
-from baoc.kernels.kinds import NUM_LANES, lanes_for
+from baoc.kernels.triton.kinds import NUM_LANES, lanes_for
 from baoc.types import CodecInfo
 
 _AHEAD = 64  # phases whose lanes are prepared at once: one at a time would cost a step ten microseconds
@@ -238,7 +238,7 @@ def _many_kernel_lanes(first: int) -> list[memoryview]:
 
 
 def kernel_lanes(phase: int) -> memoryview:
-    """The lanes of a step's phase as kernels take them, see `baoc.kernels.kinds.lanes_for`."""
+    """The lanes of a step's phase as kernels take them, see `baoc.kernels.triton.kinds.lanes_for`."""
     index = phase % _AHEAD
     return _many_kernel_lanes(phase - index)[index]
 

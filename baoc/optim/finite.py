@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from baoc.errors import BadInputError
-from baoc.kernels import native
+from baoc.kernels import cpp as native
 from baoc.kernels.usable import LIMIT, usable
 
 

@@ -1,7 +1,7 @@
 """The update rules, one file per family; a file that defines `RULES` is found by being here.
 
 To add a rule: write its tags in `baoc.core.rule_tags`, its row in `baoc.core.catalogue`, and its arithmetic in a file
-here with `RULES = (MyRule(RULE_INFOS["my_rule"]),)`. Ledger, storage, migration and contract tests follow from its tags.
+here with `RULES = (MyRule(RULE_INFOS["my_rule"]),)`. Ledger, storage, migration and contract tests follow.
 """
 
 from importlib import import_module

@@ -27,8 +27,8 @@ def test_it_holds_configuration_experiments_and_data(wheel: Path):
             assert f"baoc/_assets/{file.relative_to(ROOT)}" in names
     assert {
         "baoc/data/digits.npz",
-        "baoc/kernels/native/step.cpp",  # compiled where it runs, with its headers
-        "baoc/kernels/native/numbers.h",
+        "baoc/kernels/cpp/step.cpp",  # compiled where it runs, with its headers
+        "baoc/kernels/cpp/numbers.h",
         "baoc/sweep/assets/page.html",
         "baoc/sweep/assets/page.js",
         "hydra_plugins/baoc_sweeper.py",

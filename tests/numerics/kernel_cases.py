@@ -17,7 +17,7 @@ from baoc.codecs import CODEC_IMPLS, Codec
 from baoc.codecs.base import lanes
 from baoc.core.catalogue import STORAGES
 from baoc.kernels import Cut, FusedTable, Kind, Shape, fused_step, merge_weights, split_weights_
-from baoc.kernels.kinds import ELEMENTWISE, GROUP, PACKED
+from baoc.kernels.triton.kinds import ELEMENTWISE, GROUP, PACKED
 from baoc.kernels.usable import usable
 from baoc.kernels.weights import round_at_random_
 from baoc.rules import RULES, RuleContext

@@ -14,7 +14,7 @@ from torch import Tensor
 from baoc.codecs import CODEC_IMPLS, Codec
 from baoc.core.catalogue import STORAGES
 from baoc.kernels import Cut, Shape
-from baoc.kernels.matrix_kinds import FOLDS
+from baoc.kernels.triton.matrix_kinds import FOLDS
 from baoc.rules import RULES, RuleContext
 from baoc.types import Axis, StateDecl, StateLayout
 from tests.numerics.kernel_cases import Case, Twin, check_equal

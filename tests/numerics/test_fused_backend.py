@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from baoc.core.catalogue import NATIVE
-from baoc.kernels import FAMILIES, kinds
+from baoc.kernels import FAMILIES
+from baoc.kernels.triton import kinds
 from tests.numerics.fused_pair import INTERPRETING, MIXED, SHAPES, SMALL, Pair, dump, poison, run_interpreted
 from tests.optimizing import Gradients, build, info, make_params, one_block, through_file
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from baoc.kernels import FusedTable, Kind, staging
-from baoc.kernels.staging import Gradients
+from baoc.kernels import FusedTable, Kind
+from baoc.kernels.triton import staging
+from baoc.kernels.triton.staging import Gradients
 
 NUM = 20
 

@@ -6,7 +6,8 @@ The interpreter takes what the compiler does not: names of two types, masks that
 import pytest
 import torch
 
-from baoc.kernels import Call, engine, interpreting
+from baoc.kernels import Call, interpreting
+from baoc.kernels.triton import engine
 from tests.numerics.kernel_cases import Case, Twin
 from tests.numerics.matrix_cases import MatrixCase, MatrixTwin
 
@@ -29,7 +30,7 @@ if not interpreting():  # compiling and interpreting exclude each other in a pro
     @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
     @pytest.mark.parametrize(("rule", "storage", "weights"), VARIANTS)
     def test_it_compiles(rule: str, storage: str, weights: str):
-        from baoc.kernels import averaging, elementwise, foam, matrix, muon
+        from baoc.kernels.triton import averaging, elementwise, foam, matrix, muon
         from tests.numerics.kernel_compiling import recording
 
         dtype = FLOAT32 if weights == "native" else BFLOAT16

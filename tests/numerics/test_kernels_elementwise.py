@@ -9,7 +9,7 @@ import torch
 
 from baoc.codecs.base import lanes
 from baoc.kernels import Cut, FusedTable, Kind, fused_step, launch
-from baoc.kernels.upload import Upload
+from baoc.kernels.triton.upload import Upload
 from baoc.kernels.usable import usable
 from tests.numerics.fused_pair import INTERPRETING, run_interpreted
 from tests.numerics.kernel_cases import Case, Options, Twin, all_cases, check_equal

@@ -40,7 +40,7 @@ else:
     @pytest.mark.parametrize("rule", ["adafactor", "adafactor_momentum", "adamw_shared_in", "adamw_shared_out"])
     def test_long_and_many_lines_are_summed_in_parts(rule: str, monkeypatch: pytest.MonkeyPatch):
         """Sizes at which a program sums a part are made small: lines too long to be held, several blocks of lines."""
-        from baoc.kernels import means_plan
+        from baoc.kernels.triton import means_plan
 
         for name, value in {"LONGEST": 64, "ROWS": 32, "COLUMNS": 32, "PIECE": 64, "JOB_LENGTH": 32}.items():
             monkeypatch.setattr(means_plan, name, value)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from baoc.kernels.native import build, looks
-from baoc.kernels.native.looks import Look, look_at
+from baoc.kernels.cpp import build, looks
+from baoc.kernels.cpp.looks import Look, look_at
 
 NUM = 50
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from baoc.core.catalogue import SPECS
-from baoc.kernels import Engine, Shape, muon_plan, polar
+from baoc.kernels import Engine, Shape, polar
+from baoc.kernels.triton import muon_plan
 from baoc.optim.backends import fused
 from baoc.rules.muon import orthogonalized
 from tests.numerics.fused_pair import INTERPRETING, Pair, poison, run_interpreted

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from baoc.kernels.native import build
+from baoc.kernels.cpp import build
 from tests.conftest import ROOT
 
 # Steps 1M elements once under `backend`, or prints the error.

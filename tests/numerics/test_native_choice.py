@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from baoc.core.catalogue import NATIVE, SPECS
-from baoc.kernels import native
+from baoc.kernels import cpp as native
 from baoc.optim import backends
 from baoc.optim.backends import native_kinds
 from tests.numerics.native_cases import Pair

@@ -7,7 +7,9 @@ from baoc.core.catalogue import NATIVE
 from baoc.core.rule_tags import RULE_INFOS
 from tests.decision import RULES
 
-CORE = "blocks catalogue cost risk candidates frontier allocation types errors units"
+CORE = (
+    "core.blocks core.catalogue core.budgets core.rule_tags cost risk candidates frontier allocation types errors units"
+)
 
 
 def test_it_imports_neither_torch_nor_scipy(run_python: Callable[..., CompletedProcess[str]]):

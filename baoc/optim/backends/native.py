@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from baoc.errors import BadInputError
-from baoc.kernels.native import NativeKind, NativeTable, Settings, Unavailable, library
+from baoc.kernels.cpp import NativeKind, NativeTable, Settings, Unavailable, library
 from baoc.optim import matching
 from baoc.optim.backends import native_kinds
 from baoc.optim.backends.base import Backend, Options, StepInputs

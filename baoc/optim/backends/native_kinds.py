@@ -9,9 +9,9 @@ from torch import Tensor
 from baoc.codecs.base import lanes
 from baoc.codecs.grouped import Log8M, Log8V
 from baoc.core.catalogue import CODECS, STORAGES
-from baoc.kernels.native import CODECS as NATIVE_CODECS
-from baoc.kernels.native import CODES, THRESHOLDS, NativeKind, Settings
-from baoc.kernels.native import WEIGHTS as NATIVE_WEIGHTS
+from baoc.kernels.cpp import CODECS as NATIVE_CODECS
+from baoc.kernels.cpp import CODES, THRESHOLDS, NativeKind, Settings
+from baoc.kernels.cpp import WEIGHTS as NATIVE_WEIGHTS
 from baoc.optim.backends.base import Options
 from baoc.optim.state import Slot
 from baoc.rules import RULES

@@ -14,22 +14,22 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from baoc.kernels.device import differ, load_numbers, tile_of
-from baoc.kernels.elementwise import (
+from baoc.kernels.triton.device import differ, load_numbers, tile_of
+from baoc.kernels.triton.elementwise import (
     REPAIRERS,
     constants,
     grid,
     lerp,
 )
-from baoc.kernels.foam_across import step_across
-from baoc.kernels.foam_anywhere import facts, fold_sum, is_sure, spread, step_anywhere, stepped
-from baoc.kernels.foam_long import step_long
-from baoc.kernels.kinds import Call
-from baoc.kernels.matrix_kinds import FOLDS, entries
-from baoc.kernels.storage import load_m, load_param, load_v, store_m, store_param, store_v
+from baoc.kernels.triton.foam_across import step_across
+from baoc.kernels.triton.foam_anywhere import facts, fold_sum, is_sure, spread, step_anywhere, stepped
+from baoc.kernels.triton.foam_long import step_long
+from baoc.kernels.triton.kinds import Call
+from baoc.kernels.triton.matrix_kinds import FOLDS, entries
+from baoc.kernels.triton.storage import load_m, load_param, load_v, store_m, store_param, store_v
 
 if TYPE_CHECKING:
-    from baoc.kernels.table import FusedTable
+    from baoc.kernels.triton.table import FusedTable
 
 _WIDEST = tl.constexpr(2**20)  # columns up to which offsets in a program fit 32 bits
 

@@ -9,12 +9,12 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from baoc.kernels.graphs import Graphs, capturing
-from baoc.kernels.kinds import NUM_LANES, Call, Options, lanes_for
-from baoc.kernels.marks import Marks, mark_strided_
-from baoc.kernels.staging import Gradients, Settings
-from baoc.kernels.table import WIDTH, FusedTable
-from baoc.kernels.upload import Upload, memory_of
+from baoc.kernels.triton.graphs import Graphs, capturing
+from baoc.kernels.triton.kinds import NUM_LANES, Call, Options, lanes_for
+from baoc.kernels.triton.marks import Marks, mark_strided_
+from baoc.kernels.triton.staging import Gradients, Settings
+from baoc.kernels.triton.table import WIDTH, FusedTable
+from baoc.kernels.triton.upload import Upload, memory_of
 
 _PAD = 4  # tensors: slices of a table begin at multiples of 16 bytes, so that kernels are compiled once
 _NUM_SHARED = NUM_LANES + 4  # numbers for all tensors: lanes, the phase (and padding)
@@ -239,12 +239,12 @@ class Engine:
 
     def sum(self) -> None:
         """Sums of squares by tensor from those by program."""
-        from baoc.kernels.matching import sum_kernel
+        from baoc.kernels.triton.matching import sum_kernel
 
         sum_kernel[(self.size,)](self.partial, self._spans, self._settings, self.sums, LANES=_SUM_LANES)
 
     def _match(self, *, measure: bool) -> None:
-        from baoc.kernels.matching import match_kernel
+        from baoc.kernels.triton.matching import match_kernel
 
         self.sum()
         match_kernel[(len(self.matches),)](

@@ -16,7 +16,7 @@
 #include <xmmintrin.h>
 #endif
 
-// A row of the table, as baoc.kernels.native.table writes it: addresses (0 where there is none), the matrix as it is
+// A row of the table, as baoc.kernels.cpp.table writes it: addresses (0 where there is none), the matrix as it is
 // stored, the tensor's first chunk, where its denominators begin, what its noise starts from, bytes of its gradient.
 struct Tensor {
   int64_t param, grad, finite, m, m_scale, v, v_scale, correction, numel, rows, cols, first, den, noise, grad_bytes, pad;

@@ -10,7 +10,18 @@ A chunk's tile is [groups of 32, 32]; here it is [groups, 64] in the same order,
 import triton
 import triton.language as tl
 
-from baoc.kernels.device import BF16_MAX, ROUND, TINY, exp2, log2, reciprocal, root, round_down, round_up, with_sign
+from baoc.kernels.triton.device import (
+    BF16_MAX,
+    ROUND,
+    TINY,
+    exp2,
+    log2,
+    reciprocal,
+    root,
+    round_down,
+    round_up,
+    with_sign,
+)
 
 _LARGEST, _ZERO = tl.constexpr(8.0 * 63), tl.constexpr(-100.0)  # eighths of an octave of v's root; below all octaves
 _LIMIT, _LIMIT_FINER = tl.constexpr(18.0), tl.constexpr(16.0)

@@ -14,7 +14,7 @@ the step still knows them; true -0.0 become 0.0 before.
 import triton
 import triton.language as tl
 
-from baoc.kernels.elementwise import matched_factor
+from baoc.kernels.triton.elementwise import matched_factor
 
 _WIDTH = tl.constexpr(8)
 _MATCH_AT = tl.constexpr(6)

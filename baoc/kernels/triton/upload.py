@@ -82,7 +82,7 @@ class Upload:
 
     def exchange(self) -> None:
         """`copy` and `receive` in one launch; what comes back is as it was before what is launched after it."""
-        from baoc.kernels.matching import exchange_kernel
+        from baoc.kernels.triton.matching import exchange_kernel
 
         exchange_kernel[(1,)](
             self._slots[self._next].data_ptr(),

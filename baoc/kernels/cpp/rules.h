@@ -5,7 +5,7 @@
 enum Rule { ADAMW, RMSPROP, LION, SIGNUM, SIGN, SHARED_IN, SHARED_OUT, FOAM_IN, FOAM_OUT };
 constexpr int BLOCK = 512;  // elements that are worked on at once: their scratch stays in the first-level cache
 
-// One tensor's settings in one step, as baoc.kernels.native.table writes them. `size` is -lr / divisor times the
+// One tensor's settings in one step, as baoc.kernels.cpp.table writes them. `size` is -lr / divisor times the
 // matching factor, so that the step is p <- decay p + size update.
 struct Settings {
   float decay, size, w1, b2, w2, bc2, eps, unused;

@@ -6,7 +6,7 @@ Adafactor two vectors, and m if it has one; column norms nothing; Muon m; FOAM o
 
 from collections.abc import Callable
 
-from baoc.kernels.kinds import (
+from baoc.kernels.triton.kinds import (
     M_CODECS,
     PACKED,
     PACKED_GROUP,
@@ -117,7 +117,7 @@ def _programs(rule: str) -> Callable[[Shape, Cut], int]:
 def _register_shared(rule: str) -> None:
     register(
         Family(
-            module="baoc.kernels.matrix",
+            module="baoc.kernels.triton.matrix",
             rules={rule: RuleKind(has_m=True, has_v=False, counts_steps=True, row=adam_row)},
             m=M_CODECS,
             v=(),
@@ -135,7 +135,7 @@ for _rule in ("adamw_shared_in", "adamw_shared_out"):
 
 register(
     Family(
-        module="baoc.kernels.matrix",
+        module="baoc.kernels.triton.matrix",
         rules={"column_norm": RuleKind(has_m=False, has_v=False, counts_steps=False, row=sign_row)},
         m=(),
         v=(),
@@ -149,7 +149,7 @@ register(
 
 register(
     Family(
-        module="baoc.kernels.matrix",
+        module="baoc.kernels.triton.matrix",
         rules={
             "adafactor": RuleKind(has_m=False, has_v=False, counts_steps=True, row=_plain_adafactor_row),
             "adafactor_momentum": RuleKind(has_m=True, has_v=False, counts_steps=True, row=_momentum_adafactor_row),
@@ -167,7 +167,7 @@ register(
 
 register(
     Family(
-        module="baoc.kernels.muon",
+        module="baoc.kernels.triton.muon",
         rules={"muon": RuleKind(has_m=True, has_v=False, counts_steps=False, row=sign_row)},
         m=M_CODECS,
         v=(),
@@ -238,7 +238,7 @@ def _register_foam(rule: str) -> None:
 
     register(
         Family(
-            module="baoc.kernels.foam",
+            module="baoc.kernels.triton.foam",
             rules={rule: RuleKind(has_m=True, has_v=True, counts_steps=True, row=foam_row)},
             m=_FOLD_M,
             v=_FOLD_V,

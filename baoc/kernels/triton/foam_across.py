@@ -12,10 +12,10 @@ one shape one layout, that of the widest.
 import triton
 import triton.language as tl
 
-from baoc.kernels.device import differ, load_numbers
-from baoc.kernels.elementwise import lerp
-from baoc.kernels.foam_anywhere import is_sure, stepped
-from baoc.kernels.storage import load_m, load_param, load_v, store_m, store_param, store_v
+from baoc.kernels.triton.device import differ, load_numbers
+from baoc.kernels.triton.elementwise import lerp
+from baoc.kernels.triton.foam_anywhere import is_sure, stepped
+from baoc.kernels.triton.storage import load_m, load_param, load_v, store_m, store_param, store_v
 
 
 @triton.jit

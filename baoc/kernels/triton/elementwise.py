@@ -14,9 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from baoc.kernels.device import GRAD_LIMIT, load_numbers, reciprocal, root, tile_of, usable, usable_and_differ
-from baoc.kernels.kinds import Call
-from baoc.kernels.storage import (
+from baoc.kernels.triton.device import GRAD_LIMIT, load_numbers, reciprocal, root, tile_of, usable, usable_and_differ
+from baoc.kernels.triton.kinds import Call
+from baoc.kernels.triton.storage import (
     average_v,
     lanes_like,
     load_param,
@@ -29,10 +29,10 @@ from baoc.kernels.storage import (
 )
 
 if TYPE_CHECKING:
-    from baoc.kernels.table import FusedTable
+    from baoc.kernels.triton.table import FusedTable
 
 WIDTH = tl.constexpr(8)
-# Columns of the table's addresses and settings, both 8 per tensor: `baoc.kernels.table` fills them in this order.
+# Columns of the table's addresses and settings, both 8 per tensor: `baoc.kernels.triton.table` fills them in this order.
 PARAM_AT, M_AT, M_SCALE_AT, V_AT, V_SCALE_AT, CORRECTION_AT, MATCH_AT = (tl.constexpr(i) for i in range(7))
 DECAY, SIZE, W1, B2, W2, INV_BC2, EPS = (tl.constexpr(i) for i in range(7))
 REPAIRERS = tl.constexpr(64)  # programs per tensor of a repair, which nearly always has nothing to do

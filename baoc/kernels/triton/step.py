@@ -9,9 +9,9 @@ from typing import Literal
 
 from torch import Tensor
 
-from baoc.kernels import engine
-from baoc.kernels.kinds import Call, Options
-from baoc.kernels.table import FusedTable
+from baoc.kernels.triton import engine
+from baoc.kernels.triton.kinds import Call, Options
+from baoc.kernels.triton.table import FusedTable
 
 
 def fused_step(

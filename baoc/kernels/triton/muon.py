@@ -16,9 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baoc.kernels import muon_plan, polar
-from baoc.kernels.device import bf16_bits, tile_of, widened
-from baoc.kernels.elementwise import (
+from baoc.kernels import polar
+from baoc.kernels.triton import muon_plan
+from baoc.kernels.triton.device import bf16_bits, tile_of, widened
+from baoc.kernels.triton.elementwise import (
     CORRECTION_AT,
     DECAY,
     DTYPES,
@@ -35,11 +36,11 @@ from baoc.kernels.elementwise import (
     load_grad,
     matched_factor,
 )
-from baoc.kernels.kinds import Call
-from baoc.kernels.storage import lanes_like, load_param, load_scaled_m, store_m, store_param
+from baoc.kernels.triton.kinds import Call
+from baoc.kernels.triton.storage import lanes_like, load_param, load_scaled_m, store_m, store_param
 
 if TYPE_CHECKING:
-    from baoc.kernels.table import FusedTable
+    from baoc.kernels.triton.table import FusedTable
 
 _TINY = tl.constexpr(1e-30)  # as baoc.rules.muon and baoc.optim.matching
 _LANES = 1024

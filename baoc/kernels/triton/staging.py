@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from baoc.kernels.kinds import Options, Row
-from baoc.kernels.native.looks import look_at
-from baoc.kernels.table import WIDTH, FusedTable
+from baoc.kernels.cpp.looks import look_at
+from baoc.kernels.triton.kinds import Options, Row
+from baoc.kernels.triton.table import WIDTH, FusedTable
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)  # of gradients, as kernels read them
 _ALIGNED = 31  # of addresses: enough for every vector that a cut may ask for

@@ -1,7 +1,7 @@
 """The step of rules that divide by means along lines or columns: AdamW with shared v, Adafactor, column norms.
 
 Bytes moved per element, at least: the gradient once where a whole line is a program's (v shared along lines), else
-twice, m and weights both ways. Means are `baoc.kernels.means`; the eager twins are in `baoc.rules`.
+twice, m and weights both ways. Means are `baoc.kernels.triton.means`; the eager twins are in `baoc.rules`.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from baoc.kernels import means_plan
-from baoc.kernels.averaging import bring_up_to_date
-from baoc.kernels.device import GRAD_LIMIT, load_numbers, reciprocal, tile_of
-from baoc.kernels.elementwise import (
+from baoc.kernels.triton import means_plan
+from baoc.kernels.triton.averaging import bring_up_to_date
+from baoc.kernels.triton.device import GRAD_LIMIT, load_numbers, reciprocal, tile_of
+from baoc.kernels.triton.elementwise import (
     CORRECTION_AT,
     DECAY,
     EPS,
@@ -40,19 +40,19 @@ from baoc.kernels.elementwise import (
     load_grad,
     matched_factor,
 )
-from baoc.kernels.factors import factors_of, further, position
-from baoc.kernels.kinds import Call
-from baoc.kernels.means import (
+from baoc.kernels.triton.factors import factors_of, further, position
+from baoc.kernels.triton.kinds import Call
+from baoc.kernels.triton.means import (
     COLUMN_VECTOR,
     LINE_VECTOR,
     PLACES,
     inverse_root,
     stored_shape,
 )
-from baoc.kernels.storage import lanes_like, load_param, load_scaled_m, store_m, store_param
+from baoc.kernels.triton.storage import lanes_like, load_param, load_scaled_m, store_m, store_param
 
 if TYPE_CHECKING:
-    from baoc.kernels.table import FusedTable
+    from baoc.kernels.triton.table import FusedTable
 
 _WHOLE = tl.constexpr(means_plan.WHOLE)
 

@@ -11,9 +11,9 @@ takes the reciprocals of roots from `vectors`; states are written here, in mode 
 import triton
 import triton.language as tl
 
-from baoc.kernels.device import GRAD_LIMIT, load_tile, product, reciprocal, signed_numbers
-from baoc.kernels.elementwise import EPS, INV_BC2, M_AT, M_SCALE_AT, W1, W2, WIDTH, keep_finite, lerp, load_grad
-from baoc.kernels.storage import expand_m, load_m_codes, restore_m
+from baoc.kernels.triton.device import GRAD_LIMIT, load_tile, product, reciprocal, signed_numbers
+from baoc.kernels.triton.elementwise import EPS, INV_BC2, M_AT, M_SCALE_AT, W1, W2, WIDTH, keep_finite, lerp, load_grad
+from baoc.kernels.triton.storage import expand_m, load_m_codes, restore_m
 
 LINE_VECTOR, COLUMN_VECTOR, LINE_SUMS, COLUMN_SUMS = (tl.constexpr(i) for i in range(4))
 LINE_TILE, LINE_TILES, COLUMN_TILE, COLUMN_TILES = (tl.constexpr(i) for i in range(4, 8))

@@ -11,10 +11,10 @@ group's scale, is only needed to store the averages, which are kept until all fo
 import triton
 import triton.language as tl
 
-from baoc.kernels.device import differ, load_numbers, tile_of
-from baoc.kernels.elementwise import count_left_out, lerp, load_grad
-from baoc.kernels.foam_anywhere import is_sure, stepped
-from baoc.kernels.storage import load_m, load_param, load_v, store_m, store_param, store_v
+from baoc.kernels.triton.device import differ, load_numbers, tile_of
+from baoc.kernels.triton.elementwise import count_left_out, lerp, load_grad
+from baoc.kernels.triton.foam_anywhere import is_sure, stepped
+from baoc.kernels.triton.storage import load_m, load_param, load_v, store_m, store_param, store_v
 
 
 @triton.jit

@@ -1,11 +1,11 @@
-"""Marking non-finite gradients of all tables in one pass, in place: they become -0.0 (see `baoc.kernels.matching`)."""
+"""Marking non-finite gradients of all tables in one pass, in place: they become -0.0 (see `baoc.kernels.triton.matching`)."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from baoc.kernels.table import FusedTable
+from baoc.kernels.triton.table import FusedTable
 from baoc.kernels.usable import LIMIT_BITS, usable
 
 _CHUNK = 2048
@@ -39,7 +39,7 @@ class Marks:
         """One launch per type of gradients, of which there is usually one."""
         import triton.language as tl
 
-        from baoc.kernels.matching import mark_kernel
+        from baoc.kernels.triton.matching import mark_kernel
 
         dtypes = [table.grad_dtype for table in self._tables]
         if dtypes != self._dtypes:

@@ -1,4 +1,4 @@
-"""FOAM's step of folds wherever they lie, padded or not, of elements that may be left out: what `baoc.kernels.foam`
+"""FOAM's step of folds wherever they lie, padded or not, of elements that may be left out: what `baoc.kernels.triton.foam`
 falls back to, and what both compute with.
 """
 
@@ -9,8 +9,8 @@ falls back to, and what both compute with.
 import triton
 import triton.language as tl
 
-from baoc.kernels.device import reciprocal, tile_of
-from baoc.kernels.elementwise import (
+from baoc.kernels.triton.device import reciprocal, tile_of
+from baoc.kernels.triton.elementwise import (
     CORRECTION_AT,
     DECAY,
     EPS,
@@ -29,7 +29,7 @@ from baoc.kernels.elementwise import (
     load_grad,
     matched_factor,
 )
-from baoc.kernels.storage import load_m, load_param, load_v, store_m, store_param, store_v
+from baoc.kernels.triton.storage import load_m, load_param, load_v, store_m, store_param, store_v
 
 _SURE = tl.constexpr(2.0**32)
 

@@ -1,14 +1,14 @@
-"""Launches of what brings means along lines and columns up to date, before `baoc.kernels.matrix` steps by them."""
+"""Launches of what brings means along lines and columns up to date, before `baoc.kernels.triton.matrix` steps by them."""
 
 from typing import TYPE_CHECKING
 
-from baoc.kernels import means_plan
-from baoc.kernels.elementwise import DTYPES
-from baoc.kernels.kinds import Call
-from baoc.kernels.means import clip_kernel, column_sums_kernel, finish_kernel, line_sums_kernel, lines_kernel
+from baoc.kernels.triton import means_plan
+from baoc.kernels.triton.elementwise import DTYPES
+from baoc.kernels.triton.kinds import Call
+from baoc.kernels.triton.means import clip_kernel, column_sums_kernel, finish_kernel, line_sums_kernel, lines_kernel
 
 if TYPE_CHECKING:
-    from baoc.kernels.table import FusedTable
+    from baoc.kernels.triton.table import FusedTable
 
 
 def bring_up_to_date(table: "FusedTable", plan: means_plan.Plan, call: Call) -> None:

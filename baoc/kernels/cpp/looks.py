@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from baoc.kernels.native import build
+from baoc.kernels.cpp import build
 
 log = logging.getLogger(__name__)
 _SOURCE = build.SOURCES / "looks.c"

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from baoc.kernels.kinds import Shape
-from baoc.kernels.matrix_kinds import stored
 from baoc.kernels.polar import padded, room_bytes
-from baoc.kernels.table import FusedTable, kept_by_table
+from baoc.kernels.triton.kinds import Shape
+from baoc.kernels.triton.matrix_kinds import stored
+from baoc.kernels.triton.table import FusedTable, kept_by_table
 
 # Bytes that a batch may take: enough that products of matrices of 768 keep an H100 busy. One matrix may take more.
 ROOM = 128 * 2**20

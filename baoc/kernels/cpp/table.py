@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from baoc.kernels.native.build import library
+from baoc.kernels.cpp.build import library
 
 RULES = ("adamw", "rmsprop", "lion", "signum", "sign", "adamw_shared_in", "adamw_shared_out", "foam_in", "foam_out")
 CODECS = ("fp32", "bf16", "softsign8", "sqrt8", "log8m", "log8v", "root8m", "root8v", "root4", "lattice4")

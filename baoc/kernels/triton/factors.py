@@ -7,7 +7,7 @@
 import triton
 import triton.language as tl
 
-from baoc.kernels.device import tile_of
+from baoc.kernels.triton.device import tile_of
 
 
 @triton.jit

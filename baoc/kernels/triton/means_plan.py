@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from baoc.kernels.kinds import GROUP, PACKED, Shape
-from baoc.kernels.matrix_kinds import shares_lines, stored, whole_lines
-from baoc.kernels.table import FusedTable, kept_by_table
+from baoc.kernels.triton.kinds import GROUP, PACKED, Shape
+from baoc.kernels.triton.matrix_kinds import shares_lines, stored, whole_lines
+from baoc.kernels.triton.table import FusedTable, kept_by_table
 
 PLACES = 8  # columns of `places`
 NONE, WHOLE = -1, -2  # in place of a vector: there is none; a program steps whole lines and needs none

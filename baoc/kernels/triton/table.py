@@ -1,7 +1,7 @@
 """The table of a fused step: where the tensors of one kind are, so that one launch steps them all.
 
 A table is what never changes between steps; what does (gradient addresses, settings) belongs to the engine that holds
-it, see `baoc.kernels.engine`.
+it, see `baoc.kernels.triton.engine`.
 """
 
 import weakref
@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
-from baoc.kernels.kinds import PHASED, Cut, Kind, Shape
+from baoc.kernels.triton.kinds import PHASED, Cut, Kind, Shape
 
 if TYPE_CHECKING:
-    from baoc.kernels.engine import Engine
+    from baoc.kernels.triton.engine import Engine
 
 WIDTH = 8  # columns of addresses and of settings
 PARAM_AT, CORRECTION_AT, MATCH_AT = 0, 5, 6
@@ -146,7 +146,7 @@ class FusedTable:
     def engine(self) -> "Engine":
         """The engine that holds this table: one of its own unless it was given to another."""
         if self._engine is None:
-            from baoc.kernels.engine import Engine
+            from baoc.kernels.triton.engine import Engine
 
             self._own_engine = Engine([self])
         engine = self._engine and self._engine()

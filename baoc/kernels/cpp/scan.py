@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from baoc.kernels.native.build import library
+from baoc.kernels.cpp.build import library
 
 _READ = {torch.float32: 4, torch.bfloat16: 2}
 

@@ -1,7 +1,7 @@
 """What the fused step can do: rule x storage x weights, in families of rules that share kernels. Needs no Triton.
 
 A family is registered with `register`: its rules, how many programs a tensor gets, and the module with its launches.
-Tables, uploads, matching and graphs are the same for all; see `baoc.kernels.table` and `baoc.kernels.engine`.
+Tables, uploads, matching and graphs are the same for all; see `baoc.kernels.triton.table` and `baoc.kernels.triton.engine`.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ M_CODECS = ("fp32", "bf16", "softsign8", "log8m", "root8m", "root4")
 V_CODECS = ("fp32", "bf16", "sqrt8", "log8v", "root8v", "lattice4")
 NUM_LANES = 5 * GROUP  # numbers that `lanes_for` makes
 _LOG8V_RATIO = 2.0 ** (2 * 20.0 / 254)  # of v between two codes
-_FINE = 1.5 * 2**15  # as baoc.kernels.device
+_FINE = 1.5 * 2**15  # as baoc.kernels.triton.device
 _LION_DECAY = 0.99  # as baoc.rules.sign
 Row = tuple[float, float, float, float, float, float, float, float]
 
@@ -252,7 +252,7 @@ def _cut(kind: Kind, fp32_params: bool) -> Cut:
 
 ELEMENTWISE = register(
     Family(
-        module="baoc.kernels.elementwise",
+        module="baoc.kernels.triton.elementwise",
         rules={
             "adamw": RuleKind(has_m=True, has_v=True, counts_steps=True, row=adam_row),
             "rmsprop": RuleKind(has_m=False, has_v=True, counts_steps=True, row=_rmsprop_row),

@@ -4,9 +4,9 @@
 library needs a C++17 compiler and nothing of torch; `library` raises `Unavailable` where there is none.
 """
 
-from baoc.kernels.native.build import Unavailable, is_loaded, library
-from baoc.kernels.native.scan import all_finite, scannable
-from baoc.kernels.native.table import CODECS, CODES, RULES, THRESHOLDS, WEIGHTS, NativeKind, NativeTable, Settings
+from baoc.kernels.cpp.build import Unavailable, is_loaded, library
+from baoc.kernels.cpp.scan import all_finite, scannable
+from baoc.kernels.cpp.table import CODECS, CODES, RULES, THRESHOLDS, WEIGHTS, NativeKind, NativeTable, Settings
 
 __all__ = [
     "CODECS", "CODES", "RULES", "THRESHOLDS", "WEIGHTS", "NativeKind", "NativeTable", "Settings", "Unavailable",

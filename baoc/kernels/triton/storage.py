@@ -7,7 +7,7 @@
 import triton
 import triton.language as tl
 
-from baoc.kernels.device import (
+from baoc.kernels.triton.device import (
     BF16_MAX,
     ROUND,
     TINY,
@@ -34,7 +34,7 @@ from baoc.kernels.device import (
     widened,
     with_sign,
 )
-from baoc.kernels.packed import load_m4, load_m4_at, load_v4, restore_m4, store_m4, store_v4
+from baoc.kernels.triton.packed import load_m4, load_m4_at, load_v4, restore_m4, store_m4, store_v4
 
 _LEAST_ROOT = tl.constexpr(1e-30)  # below every positive sqrt of an fp32; 255 times its reciprocal is finite
 _SCALE_MAX = tl.constexpr(1.83e19)  # of sqrt(v): its square is finite

@@ -1,0 +1,1 @@
+"""The fused step on a GPU: Triton kernels, the tables they read, and the engine that launches them."""
