@@ -27,7 +27,7 @@ from baoc.data.token_cache import cache_folder
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.online import SessionSettings, soon_timed, step_temporaries, time_specs
 from baoc.online.assemble import make_profiler, narrow_params
-from baoc.optim.placement import arrival_bytes
+from baoc.optim.offload import arrival_bytes
 from baoc.options import Axes, best, divisors, footprint_at, make_option, none_fits, option_rows
 from baoc.planner import Planner
 from baoc.profiling import cap_device, clear_cache, context_bytes, describe, free_bytes, uncapped

@@ -30,7 +30,7 @@ from baoc.online import SessionSettings, step_temporaries
 from baoc.online.assemble import narrow_params, only_narrow
 from baoc.online.timing import FUSED_BYTES, moved_bytes
 from baoc.optim.backends.fused import has_kernel, temporary_bytes
-from baoc.optim.placement import arrival_bytes
+from baoc.optim.offload import arrival_bytes
 from baoc.options import Axes, Trial, best, footprint_at, make_option, none_fits, released
 from baoc.planner import Planner
 from baoc.profiling import describe

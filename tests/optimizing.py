@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from baoc.core.catalogue import SPECS
 from baoc.optim import BlockwiseOptimizer
-from baoc.rules import RULES
+from baoc.optim.rules import RULES
 from baoc.types import Block, ParamInfo, Role
 
 MATRICES = {"linear": (17, 64), "position": (1, 17, 64), "conv": (8, 3, 3, 5), "odd": (9, 37), "large": (65, 67)}

@@ -8,10 +8,11 @@ from typing import Any
 from unittest import mock
 
 import torch
+from baoc.optim.offload import Lanes
 from torch import Tensor
 
 from baoc.optim import BlockwiseOptimizer
-from baoc.optim.placement import Lanes, ring
+from baoc.optim.offload import ring
 from tests.optimizing import Gradients, assert_same, build, make_params, twin_of, values
 
 PLACES = ("streamed", "updated")

@@ -1,7 +1,7 @@
 """Fused optimizer steps in Triton: one launch per spec for all its tensors. Triton is imported by the first step.
 
 An `Engine` holds one `FusedTable` per spec and steps them together; `fused_step` steps one alone. The eager twin is
-`baoc.rules` with `baoc.codecs`.
+`baoc.optim.rules` with `baoc.optim.codecs`.
 """
 
 import os

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from baoc.core.catalogue import SPECS
 from baoc.errors import BadInputError, CheckpointError
-from baoc.optim import groups, migration
-from baoc.optim.migration import Fates
-from baoc.optim.roster import Roster
+from baoc.optim import groups
+from baoc.optim import migrate as migration
+from baoc.optim.migrate import Fates
+from baoc.optim.registry import Roster
 from baoc.optim.state import LiveBlock, State, allocate, alone, make_slot, new_step
 from baoc.types import OptimizerSpec
 

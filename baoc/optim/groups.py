@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from baoc.core.catalogue import CODECS, PLACEMENTS, SPECS, STORAGES, WEIGHT_DTYPES, WEIGHTS, base_name
 from baoc.errors import BadInputError, unknown_name
-from baoc.rules import RULES
+from baoc.optim.rules import RULES
 from baoc.types import Block, OptimizerSpec, ParamInfo, Placement, Role
 
 log = logging.getLogger(__name__)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from baoc.optim.rules import RuleContext
+from baoc.optim.rules.matrix import as_matrix, from_matrix
 from baoc.optim.state import Slot
-from baoc.rules import RuleContext
-from baoc.rules.matrix import as_matrix, from_matrix
 from baoc.types import Axis, Moments, StateDecl, StateKind, StateLayout
 
 _TINY = 1e-30

@@ -11,10 +11,11 @@ from torch import Tensor
 from baoc.core.catalogue import SPECS
 from baoc.errors import CheckpointError
 from baoc.kernels.weights import merge_weights
-from baoc.optim import groups, migration, weights
+from baoc.optim import groups, weights
+from baoc.optim import migrate as migration
 from baoc.optim.checkpoint import Saved, alike, unwrapped
-from baoc.optim.migration import Fates
-from baoc.optim.roster import Roster
+from baoc.optim.migrate import Fates
+from baoc.optim.registry import Roster
 from baoc.optim.state import LiveBlock, Slot, State, allocate, make_slot, new_match
 from baoc.types import BlockMove, Placement
 

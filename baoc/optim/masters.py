@@ -10,7 +10,7 @@ from torch import Tensor
 from baoc.errors import BadInputError, unknown_name
 from baoc.optim import weights
 from baoc.optim.groups import named_params
-from baoc.optim.roster import Roster
+from baoc.optim.registry import Roster
 from baoc.optim.state import State
 
 

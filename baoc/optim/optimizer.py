@@ -1,7 +1,7 @@
 """BlockwiseOptimizer: one torch optimizer whose blocks each run the spec that an allocation gave them.
 
 It decides nothing about specs: they are given when it is built, and changed by `migrate`. A step is `step` here, then
-`backends.eager.step_bucket` for all blocks of a spec, then the rule's `direction` in `baoc.rules`.
+`backends.eager.step_bucket` for all blocks of a spec, then the rule's `direction` in `baoc.optim.rules`.
 """
 
 from collections import defaultdict
@@ -15,13 +15,14 @@ from torch.optim import Optimizer
 
 from baoc.errors import BadInputError, unknown_name
 from baoc.kernels import capturing
-from baoc.optim import checkpoint, groups, loading, masters, matching, migration, replay, seeding, step_hooks
-from baoc.optim.ahead import Ahead
+from baoc.optim import checkpoint, groups, loading, masters, matching, replay, seeding, step_hooks
+from baoc.optim import migrate as migration
 from baoc.optim.backends import BACKENDS, Options, StepInputs, options_of
-from baoc.optim.masking import Guard
+from baoc.optim.nonfinite import Guard
+from baoc.optim.overlap import Ahead
+from baoc.optim.registry import Roster, make_live
 from baoc.optim.release import Releaser, take_from_others
 from baoc.optim.release_settings import GradientRelease, check_policy, settings_of
-from baoc.optim.roster import Roster, make_live
 from baoc.optim.state import alone
 from baoc.types import Block, BlockMove, Moments, OptimizerSpec
 

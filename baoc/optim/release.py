@@ -24,9 +24,9 @@ from baoc.errors import BadInputError, CheckpointError
 from baoc.kernels import capturing
 from baoc.optim import seeding
 from baoc.optim.backends import Options
+from baoc.optim.registry import Alone
 from baoc.optim.release_groups import StreamId, in_order, stream_now, together
 from baoc.optim.release_settings import GradientRelease, PartObserver, check_processes
-from baoc.optim.roster import Alone
 from baoc.optim.state import LiveBlock
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from baoc.kernels.usable import usable
 from baoc.optim import inherit
-from baoc.optim.roster import Roster
+from baoc.optim.registry import Roster
+from baoc.optim.rules import RuleContext
+from baoc.optim.rules.matrix import as_matrix
 from baoc.optim.state import LiveBlock, Slot, State, step_of
-from baoc.rules import RuleContext
-from baoc.rules.matrix import as_matrix
 from baoc.types import Moments, StateKind
 
 

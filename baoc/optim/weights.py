@@ -10,8 +10,8 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-from baoc.codecs.base import lanes
 from baoc.kernels.weights import merge_weights, round_at_random_, split_weights_
+from baoc.optim.codecs.base import lanes
 from baoc.types import ParamInfo
 
 CORRECTION = "correction"  # key of the state

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from baoc.candidates import applies
-from baoc.codecs import CODEC_IMPLS
 from baoc.core.catalogue import CODECS, PACKED_GROUP, SPECS, STORAGES
+from baoc.optim.codecs import CODEC_IMPLS
+from baoc.optim.rules import RULES, RuleContext
 from baoc.profiling.slices import Slices
-from baoc.rules import RULES, RuleContext
 from baoc.types import Block, OptimizerSpec, ParamInfo, Role, RuleInfo, StateDecl, StateKind, StateLayout
 
 TERMS = ("cosine", "rel_error", "vmetric", "descent_next")

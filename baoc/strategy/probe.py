@@ -18,7 +18,7 @@ from baoc.callbacks.resume import capture_rng, restore_rng
 from baoc.data.token_cache import cache_folder
 from baoc.errors import BadInputError
 from baoc.online import step_temporaries, time_specs
-from baoc.optim.placement import arrival_bytes
+from baoc.optim.offload import arrival_bytes
 from baoc.profiling import probe_footprint
 from baoc.strategy.rehearsal import rehearse
 from baoc.tasks.ema import EmaWeights

@@ -32,7 +32,7 @@ from optimizer_step import MODELS, clean, copy_gbps, events_ms, host_us  # noqa:
 
 from baoc.core.catalogue import SPECS  # noqa: E402
 from baoc.optim import BlockwiseOptimizer  # noqa: E402
-from baoc.rules import RULES  # noqa: E402
+from baoc.optim.rules import RULES  # noqa: E402
 from baoc.types import ParamInfo, Role  # noqa: E402
 
 DEVICE = "cuda"

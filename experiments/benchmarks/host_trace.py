@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from baoc.optim import BlockwiseOptimizer  # noqa: E402
-from baoc.optim.ahead import Ahead  # noqa: E402
+from baoc.optim.overlap import Ahead  # noqa: E402
 from experiments.benchmarks import host_placement as bench  # noqa: E402
 
 BEGIN = "nll_loss_backward"  # in the name of the first kernel of a backward

@@ -25,14 +25,14 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 from optimizer_step import DEVICE, MODELS, Row, clean, copy_gbps, events_ms, host_us, make_params, show, time_torch  # noqa: E402
 
-from baoc.codecs import CODEC_IMPLS  # noqa: E402
-from baoc.codecs.grouped import kernel_lanes  # noqa: E402
 from baoc.core.catalogue import STORAGES  # noqa: E402
 from baoc.kernels import Cut, Engine, FusedTable, Kind, Shape  # noqa: E402
 from baoc.kernels.polar import STEPS  # noqa: E402
 from baoc.optim.backends.eager import Options  # noqa: E402
+from baoc.optim.codecs import CODEC_IMPLS  # noqa: E402
+from baoc.optim.codecs.grouped import kernel_lanes  # noqa: E402
 from baoc.optim.matching import DEFAULT_TARGET  # noqa: E402
-from baoc.rules import RULES  # noqa: E402
+from baoc.optim.rules import RULES  # noqa: E402
 from baoc.types import ParamInfo, Role  # noqa: E402
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16

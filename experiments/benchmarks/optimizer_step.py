@@ -30,10 +30,10 @@ from kernel_cases import Options  # noqa: E402
 from kernel_check import CUTS, text_of  # noqa: E402
 from peers import installed  # noqa: E402
 
-from baoc.codecs import CODEC_IMPLS  # noqa: E402
-from baoc.codecs.grouped import kernel_lanes  # noqa: E402
 from baoc.core.catalogue import STORAGES  # noqa: E402
 from baoc.kernels import Cut, FusedTable, Kind, fused_step, launch  # noqa: E402
+from baoc.optim.codecs import CODEC_IMPLS  # noqa: E402
+from baoc.optim.codecs.grouped import kernel_lanes  # noqa: E402
 
 STEPS = 15
 DEVICE = "cuda"

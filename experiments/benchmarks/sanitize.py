@@ -40,7 +40,7 @@ def work(specs: Sequence[str]) -> None:
 
     from baoc.core.catalogue import SPECS as CATALOGUE
     from baoc.optim import BlockwiseOptimizer
-    from baoc.rules import RULES
+    from baoc.optim.rules import RULES
 
     torch.manual_seed(0)
     for spec in specs:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from baoc.core.catalogue import NATIVE
 from baoc.core.rule_tags import RULE_INFOS
-from baoc.rules import RULES, Direction, RuleContext, UpdateRule
+from baoc.optim.rules import RULES, Direction, RuleContext, UpdateRule
 from baoc.types import ParamInfo, StateKind, StateLayout
 from tests.optimizing import info
 

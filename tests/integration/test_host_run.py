@@ -11,8 +11,8 @@ from baoc import BaocStrategy
 from baoc.errors import BadInputError
 from baoc.kernels import host_memory
 from baoc.online import ReallocationSettings, SessionSettings
-from baoc.optim.ahead import Ahead
 from baoc.optim.backends.updated import UpdatedBackend
+from baoc.optim.overlap import Ahead
 from baoc.places import staging_bytes
 from baoc.planner import PlannerSettings
 from tests.integration.test_strategy import QUIET, Classifier, fit, loader, same

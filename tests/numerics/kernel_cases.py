@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baoc.codecs import CODEC_IMPLS, Codec
-from baoc.codecs.base import lanes
 from baoc.core.catalogue import STORAGES
 from baoc.kernels import Cut, FusedTable, Kind, Shape, fused_step, merge_weights, split_weights_
 from baoc.kernels.triton.kinds import ELEMENTWISE, GROUP, PACKED
 from baoc.kernels.usable import usable
 from baoc.kernels.weights import round_at_random_
-from baoc.rules import RULES, RuleContext
+from baoc.optim.codecs import CODEC_IMPLS, Codec
+from baoc.optim.codecs.base import lanes
+from baoc.optim.rules import RULES, RuleContext
 from baoc.types import StateLayout
 
 SIZES = (1, 7, 255, 256, 257, 0, 1300)

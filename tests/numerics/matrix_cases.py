@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baoc.codecs import CODEC_IMPLS, Codec
 from baoc.core.catalogue import STORAGES
 from baoc.kernels import Cut, Shape
 from baoc.kernels.triton.matrix_kinds import FOLDS
-from baoc.rules import RULES, RuleContext
+from baoc.optim.codecs import CODEC_IMPLS, Codec
+from baoc.optim.rules import RULES, RuleContext
 from baoc.types import Axis, StateDecl, StateLayout
 from tests.numerics.kernel_cases import Case, Twin, check_equal
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from baoc.codecs import CODEC_IMPLS
 from baoc.core.catalogue import CODECS
+from baoc.optim.codecs import CODEC_IMPLS
 from tests.tolerances import CODEC_NEAREST
 
 NUM = 32 * 2048

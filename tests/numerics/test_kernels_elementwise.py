@@ -7,10 +7,10 @@ of their own, which `test_interpreted` starts. By hand: TRITON_INTERPRET=1 pytes
 import pytest
 import torch
 
-from baoc.codecs.base import lanes
 from baoc.kernels import Cut, FusedTable, Kind, fused_step, launch
 from baoc.kernels.triton.upload import Upload
 from baoc.kernels.usable import usable
+from baoc.optim.codecs.base import lanes
 from tests.numerics.fused_pair import INTERPRETING, run_interpreted
 from tests.numerics.kernel_cases import Case, Options, Twin, all_cases, check_equal
 

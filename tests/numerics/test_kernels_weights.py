@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from baoc.codecs.base import lanes
 from baoc.kernels import merge_weights, split_weights_
 from baoc.kernels.weights import random_bits, round_at_random_
+from baoc.optim.codecs.base import lanes
 
 FLOAT32 = torch.float32
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baoc.rules.muon import orthogonalized
+from baoc.optim.rules.muon import orthogonalized
 from tests.tolerances import MUON_BF16
 
 

@@ -12,7 +12,7 @@ from baoc.core.catalogue import SPECS
 from baoc.kernels import Engine, Shape, polar
 from baoc.kernels.triton import muon_plan
 from baoc.optim.backends import fused
-from baoc.rules.muon import orthogonalized
+from baoc.optim.rules.muon import orthogonalized
 from tests.numerics.fused_pair import INTERPRETING, Pair, poison, run_interpreted
 from tests.tolerances import MUON_BF16
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from baoc.codecs import CODEC_IMPLS
-from baoc.codecs.base import lanes
 from baoc.core.catalogue import LEAST_PACKED
+from baoc.optim.codecs import CODEC_IMPLS
+from baoc.optim.codecs.base import lanes
 from tests.optimizing import build
 
 ROOT, LATTICE = CODEC_IMPLS["root4"], CODEC_IMPLS["lattice4"]

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from baoc.optim import BlockwiseOptimizer
-from baoc.rules import RULES
+from baoc.optim.rules import RULES
 from baoc.types import ParamInfo
 from tests.optimizing import info, one_block
 from tests.references import REFERENCES, Reference

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from baoc.codecs import CODEC_IMPLS
 from baoc.core.catalogue import NATIVE, STORAGES
+from baoc.optim.codecs import CODEC_IMPLS
+from baoc.optim.rules import RULES, RuleContext
 from baoc.profiling.shadow import BURN_IN, TERMS, Shadow, _Run, bytes_per_element, elementwise, shadowed
 from baoc.profiling.slices import Slices
-from baoc.rules import RULES, RuleContext
 from baoc.types import OptimizerSpec, ParamInfo, Role, StateKind
 from tests.gradients import make_block, normal, signs
 

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from baoc.errors import BadInputError
 from baoc.optim import weights
-from baoc.optim.placement import arrival
-from baoc.optim.roster import Roster
+from baoc.optim.offload import arrival
+from baoc.optim.registry import Roster
 from baoc.profiling import MemoryTracker
 from baoc.types import Footprint
 from tests.optimizing import build, make_params, state_tensors, values

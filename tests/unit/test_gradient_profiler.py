@@ -329,7 +329,7 @@ def test_bf16_gradients_are_averaged_in_fp32():
 
 def test_every_kind_of_state_is_shadowed_with_its_own_codec():
     """Guards the list above: it holds specs with m and v, v alone, shared and folded states, and none at all."""
-    from baoc.rules import RULES
+    from baoc.optim.rules import RULES
 
     kinds = {tuple(decl.kind for decl in RULES[spec.rule].info.states) for spec in SPEC_ROWS}
     assert {(StateKind.M, StateKind.V), (StateKind.V,), ()} <= kinds

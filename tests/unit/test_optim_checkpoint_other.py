@@ -10,7 +10,7 @@ import torch
 from baoc.core.catalogue import NATIVE
 from baoc.cost import state_bytes
 from baoc.errors import CheckpointError
-from baoc.rules import RULES
+from baoc.optim.rules import RULES
 from tests.optimizing import (
     SHAPES,
     Gradients,

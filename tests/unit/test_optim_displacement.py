@@ -5,7 +5,7 @@ import torch
 
 from baoc.errors import BadInputError
 from baoc.optim import matching
-from baoc.rules import RULES
+from baoc.optim.rules import RULES
 from tests.optimizing import Gradients, build, make_params, run_steps
 from tests.unit.test_optim_matching import LR, copies, moved_rms
 

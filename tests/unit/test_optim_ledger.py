@@ -7,8 +7,8 @@ import torch
 
 from baoc.core.catalogue import NATIVE, SPECS
 from baoc.cost import STEP_BYTES, adamw_state_bytes, state_bytes, weight_bytes
+from baoc.optim.rules import RULES
 from baoc.optim.table import main, table
-from baoc.rules import RULES
 from tests.optimizing import (
     SHAPES,
     Gradients,

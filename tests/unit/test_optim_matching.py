@@ -7,7 +7,7 @@ from torch import Tensor
 from baoc.core.catalogue import NATIVE
 from baoc.errors import BadInputError
 from baoc.optim import matching
-from baoc.rules import RULES
+from baoc.optim.rules import RULES
 from tests.optimizing import MATRICES, Gradients, build, info, make_params, one_block, run_steps, shapes_for
 
 LR = 1e-2

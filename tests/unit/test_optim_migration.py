@@ -9,8 +9,8 @@ from torch import Tensor
 from baoc.core.catalogue import NATIVE
 from baoc.cost import state_bytes
 from baoc.optim import BlockwiseOptimizer
-from baoc.optim.migration import SEED_AGE
-from baoc.rules import RULES
+from baoc.optim.migrate import SEED_AGE
+from baoc.optim.rules import RULES
 from baoc.types import BlockMove, Moments
 from tests.optimizing import (
     Gradients,

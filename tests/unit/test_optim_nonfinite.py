@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from baoc.codecs import CODEC_IMPLS
 from baoc.core.catalogue import NATIVE
 from baoc.errors import TrainingFailedError
 from baoc.optim import BlockwiseOptimizer
-from baoc.rules import RULES, RuleContext
+from baoc.optim.codecs import CODEC_IMPLS
+from baoc.optim.rules import RULES, RuleContext
 from baoc.types import StateLayout
 from tests.optimizing import MATRICES, Gradients, assert_same, build, make_params, run_steps, shapes_for, state_tensors
 

@@ -173,7 +173,7 @@ def test_a_sparse_gradient() -> None:
 
 def test_a_rule_for_hidden_layers_only() -> None:
     from baoc.optim import groups
-    from baoc.rules import RULES, Rule
+    from baoc.optim.rules import RULES, Rule
 
     described = RULES["sign"].info
     RULES["hidden"] = Rule(type(described)(**{**_fields(described), "name": "hidden", "hidden_only": True}))  # pyright: ignore

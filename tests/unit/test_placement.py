@@ -14,8 +14,8 @@ from baoc.cost import aligned, cost, slab_bytes, state_bytes
 from baoc.errors import BadInputError
 from baoc.kernels import host_memory
 from baoc.optim.backends import HostedBackend
-from baoc.optim.placement import order_of_travel
-from baoc.rules import RULES
+from baoc.optim.offload import order_of_travel
+from baoc.optim.rules import RULES
 from baoc.staging import buffer_bytes, capacity_bytes, cut
 from tests.optimizing import (
     Gradients,
@@ -153,8 +153,8 @@ def test_one_warning_where_locking_is_refused(
         def __init__(self, memory: Tensor, *, device: torch.device):
             self.device = device
 
-    monkeypatch.setattr("baoc.optim.placement.arena.Lock", Refused)
-    with caplog.at_level(logging.WARNING, logger="baoc.optim.placement.arena"):
+    monkeypatch.setattr("baoc.optim.offload.arena.Lock", Refused)
+    with caplog.at_level(logging.WARNING, logger="baoc.optim.offload.arena"):
         pair = Twins("adamw", "streamed")
         pair.host.migrate({"b": "adamw"})
         pair.step()

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from baoc.errors import BadInputError
 from baoc.optim import BlockwiseOptimizer
-from baoc.optim.placement import streaming, updating
-from baoc.optim.placement.lanes import MAIN, OUT
+from baoc.optim.offload import streaming, updating
+from baoc.optim.offload.lanes import MAIN, OUT
 from tests.optimizing import Gradients, assert_same, build, make_params, values
 from tests.placing import PLACES, SHAPES, LateHost, LateLanes, Twins, rings, states_of
 from tests.releasing import backward

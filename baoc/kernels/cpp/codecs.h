@@ -1,4 +1,4 @@
-// bf16 and the 8-bit codecs of baoc.codecs, in which groups of 32 elements share a scale.
+// bf16 and the 8-bit codecs of baoc.optim.codecs, in which groups of 32 elements share a scale.
 #pragma once
 #include <cmath>
 
@@ -18,7 +18,7 @@ struct Kept {
   const float* values;
 };
 
-// Thresholds of one step, [lanes, lane]: those of baoc.codecs.base, of log8v, and of lattice4 for each k. The same of one
+// Thresholds of one step, [lanes, lane]: those of baoc.optim.codecs.base, of log8v, and of lattice4 for each k. The same of one
 // half follow, for elements whose state does not change.
 enum Lanes { PLAIN = 0, OF_LOG8V = GROUP, OF_LATTICE4 = 2 * GROUP, HALVES = 6 * GROUP };
 

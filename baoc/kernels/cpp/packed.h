@@ -1,4 +1,4 @@
-// The 4-bit codecs of baoc.codecs.packed, which has their definitions: two codes per byte, groups of 64.
+// The 4-bit codecs of baoc.optim.codecs.packed, which has their definitions: two codes per byte, groups of 64.
 #pragma once
 #include "codecs.h"
 

@@ -1,4 +1,4 @@
-// The arithmetic of one step on a block of elements in fp32, in the order of operations of baoc.rules.
+// The arithmetic of one step on a block of elements in fp32, in the order of operations of baoc.optim.rules.
 #pragma once
 #include "numbers.h"
 

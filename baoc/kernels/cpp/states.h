@@ -1,4 +1,4 @@
-// How states are kept: the codecs of baoc.codecs, by name. Payloads and scales are theirs, bit for bit where sqrt and log2
+// How states are kept: the codecs of baoc.optim.codecs, by name. Payloads and scales are theirs, bit for bit where sqrt and log2
 // agree, so that either may take the next step. All work on n elements from a multiple of 64.
 #pragma once
 #include "packed.h"

@@ -1,7 +1,7 @@
 """One Triton kernel for the elementwise rules: rule, storage and weights are switches, tensors come from a table.
 
 A program steps one chunk of one tensor, seen as [chunk / 32, 32], so that a row is a quantiser's group. Its eager twin
-is `baoc.rules` with `baoc.codecs`; payloads and scales are theirs, so either may take the next step.
+is `baoc.optim.rules` with `baoc.optim.codecs`; payloads and scales are theirs, so either may take the next step.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false

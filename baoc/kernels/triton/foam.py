@@ -2,7 +2,7 @@
 
 A program steps the elements of some folded numbers, in order of the folded tensor, so that its groups of 32 are whole.
 Bytes moved per element: gradient once, weights both ways, and the folded states over 2^level. The residual is never
-stored. The eager twin is `baoc.rules.foam`.
+stored. The eager twin is `baoc.optim.rules.foam`.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false

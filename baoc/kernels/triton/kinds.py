@@ -22,7 +22,7 @@ V_CODECS = ("fp32", "bf16", "sqrt8", "log8v", "root8v", "lattice4")
 NUM_LANES = 5 * GROUP  # numbers that `lanes_for` makes
 _LOG8V_RATIO = 2.0 ** (2 * 20.0 / 254)  # of v between two codes
 _FINE = 1.5 * 2**15  # as baoc.kernels.triton.device
-_LION_DECAY = 0.99  # as baoc.rules.sign
+_LION_DECAY = 0.99  # as baoc.optim.rules.sign
 Row = tuple[float, float, float, float, float, float, float, float]
 
 

@@ -1,7 +1,7 @@
 """The step of rules that divide by means along lines or columns: AdamW with shared v, Adafactor, column norms.
 
 Bytes moved per element, at least: the gradient once where a whole line is a program's (v shared along lines), else
-twice, m and weights both ways. Means are `baoc.kernels.triton.means`; the eager twins are in `baoc.rules`.
+twice, m and weights both ways. Means are `baoc.kernels.triton.means`; the eager twins are in `baoc.optim.rules`.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false

@@ -26,7 +26,7 @@ from baoc.kernels.triton.kinds import (
 )
 
 FOLD_TILE = 32  # folded numbers of a program are a multiple of it: their quantiser's group
-_DECAY, _ALPHA = 0.8, 0.25  # as baoc.rules.adafactor and baoc.rules.foam
+_DECAY, _ALPHA = 0.8, 0.25  # as baoc.optim.rules.adafactor and baoc.optim.rules.foam
 _LEAST_LINE, _LONGEST_LINE = 128, 16384
 
 

@@ -18,7 +18,7 @@ from baoc.kernels.triton.storage import expand_m, load_m_codes, restore_m
 LINE_VECTOR, COLUMN_VECTOR, LINE_SUMS, COLUMN_SUMS = (tl.constexpr(i) for i in range(4))
 LINE_TILE, LINE_TILES, COLUMN_TILE, COLUMN_TILES = (tl.constexpr(i) for i in range(4, 8))
 PLACES = tl.constexpr(8)
-_FLOOR = tl.constexpr(1e-30)  # added to g^2, as baoc.rules.adafactor
+_FLOOR = tl.constexpr(1e-30)  # added to g^2, as baoc.optim.rules.adafactor
 _CLIP = tl.constexpr(1.0)
 
 

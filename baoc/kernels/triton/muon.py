@@ -1,7 +1,7 @@
 """The Muon step: momentum, a batch of matrices orthogonalized in bf16 on tensor cores, and the update, by batches.
 
 Matrices of one shape lie stacked in a room that is taken for the step and given back after it. The eager twin is
-`baoc.rules.muon`. Where updates are matched, the factor is known before weights are touched, because a matrix's whole
+`baoc.optim.rules.muon`. Where updates are matched, the factor is known before weights are touched, because a matrix's whole
 update is: nothing is left to repair.
 """
 
@@ -42,7 +42,7 @@ from baoc.kernels.triton.storage import lanes_like, load_param, load_scaled_m, s
 if TYPE_CHECKING:
     from baoc.kernels.triton.table import FusedTable
 
-_TINY = tl.constexpr(1e-30)  # as baoc.rules.muon and baoc.optim.matching
+_TINY = tl.constexpr(1e-30)  # as baoc.optim.rules.muon and baoc.optim.matching
 _LANES = 1024
 
 

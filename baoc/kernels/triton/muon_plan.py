@@ -79,7 +79,7 @@ class Plan:
             )
         self.first = keep("first", _int32(first))  # program of each tensor in its batch's launch
         self.slots = keep("slots", _int32(slots))
-        # The update is the polar factor times this, as baoc.rules.muon.
+        # The update is the polar factor times this, as baoc.optim.rules.muon.
         sizes = [max(1.0, shape.rows / shape.cols) ** 0.5 for shape in table.shapes]
         self.sizes = keep("sizes", torch.tensor(sizes, dtype=torch.float32, device="cpu"))
         programs = max(table.num_chunks, 1)

@@ -1,6 +1,6 @@
 """Who steps what. This is the one place that decides it: fused kernels where there are some, else eager torch.
 
-Blocks that are placed on the host pass through rings of buffers (`optim.placement`), and the same backends step them
+Blocks that are placed on the host pass through rings of buffers (`optim.offload`), and the same backends step them
 there: on the device where they are streamed, on the host where they are updated.
 """
 
@@ -19,7 +19,7 @@ from baoc.optim.backends.native import NativeBackend
 from baoc.optim.backends.native_kinds import refusal as native_refusal
 from baoc.optim.backends.streamed import HostedBackend, StreamedBackend
 from baoc.optim.backends.updated import UpdatedBackend
-from baoc.optim.placement import Rings, Streaming, Updating, on_host
+from baoc.optim.offload import Rings, Streaming, Updating, on_host
 from baoc.optim.state import LiveBlock, State, check_as_built, to_buckets
 from baoc.types import OptimizerSpec, Placement
 

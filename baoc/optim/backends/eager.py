@@ -10,8 +10,8 @@ from torch import Tensor
 
 from baoc.optim import matching, weights
 from baoc.optim.backends.base import Backend, Options, StepInputs
+from baoc.optim.rules import Direction
 from baoc.optim.state import Bucket, LiveBlock, Slot, changed
-from baoc.rules import Direction
 
 
 class EagerBackend(Backend):

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from baoc.codecs.grouped import kernel_lanes
 from baoc.core.catalogue import NEAREST, STORAGES
 from baoc.errors import BadInputError
 from baoc.kernels import FAMILIES, Engine, FusedTable, Kind, Shape, available, fits
 from baoc.kernels.triton import muon_plan
 from baoc.optim.backends.base import Backend, StepInputs
+from baoc.optim.codecs.grouped import kernel_lanes
+from baoc.optim.rules import RULES
 from baoc.optim.state import Bucket, LiveBlock, Slot, State
 from baoc.optim.weights import seed_of
-from baoc.rules import RULES
 from baoc.types import OptimizerSpec, Placement, StateKind
 
 _NOTHING = nullcontext()

@@ -6,23 +6,23 @@ from math import log
 import torch
 from torch import Tensor
 
-from baoc.codecs.base import lanes
-from baoc.codecs.grouped import Log8M, Log8V
 from baoc.core.catalogue import CODECS, STORAGES
 from baoc.kernels.cpp import CODECS as NATIVE_CODECS
 from baoc.kernels.cpp import CODES, THRESHOLDS, NativeKind, Settings
 from baoc.kernels.cpp import WEIGHTS as NATIVE_WEIGHTS
 from baoc.optim.backends.base import Options
+from baoc.optim.codecs.base import lanes
+from baoc.optim.codecs.grouped import Log8M, Log8V
+from baoc.optim.rules import RULES
+from baoc.optim.rules.base import decl_named
 from baoc.optim.state import Slot
-from baoc.rules import RULES
-from baoc.rules.base import decl_named
 from baoc.types import Axis, OptimizerSpec, RuleInfo, StateLayout
 
 SIGNS = ("lion", "signum", "sign")  # their updates have an RMS of at most 1
 _ELEMENTWISE = ("adamw", "rmsprop", *SIGNS)
 _SHARED = {"adamw_shared_in": "adamw_shared_out", "adamw_shared_out": "adamw_shared_in"}  # and with the matrix turned
-_LION_DECAY = 0.99  # as baoc.rules.sign
-_FOAM_ALPHA = 0.25  # as baoc.rules.foam
+_LION_DECAY = 0.99  # as baoc.optim.rules.sign
+_FOAM_ALPHA = 0.25  # as baoc.optim.rules.foam
 _CPU = torch.device("cpu")
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from baoc.errors import BadInputError
 from baoc.optim.backends.base import Backend, StepInputs
 from baoc.optim.backends.fused import FusedBackend
-from baoc.optim.placement.streaming import Piece, Streaming
+from baoc.optim.offload.streaming import Piece, Streaming
 from baoc.optim.state import State, to_buckets
 
 

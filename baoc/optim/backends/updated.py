@@ -8,7 +8,7 @@ from torch import Tensor
 from baoc.optim.backends.base import Backend, StepInputs
 from baoc.optim.backends.streamed import HostedBackend
 from baoc.optim.finite import all_finite, mask_
-from baoc.optim.placement.updating import Piece, Updating
+from baoc.optim.offload.updating import Piece, Updating
 from baoc.optim.state import State, to_buckets
 
 

@@ -7,8 +7,8 @@ can be inherited from and by every other rule.
 from torch import Tensor
 
 from baoc.core.rule_tags import RULE_INFOS
-from baoc.rules.base import Direction, Rule, RuleContext
-from baoc.rules.matrix import as_matrix, average_, finite_matrix, from_matrix, mean, rms
+from baoc.optim.rules.base import Direction, Rule, RuleContext
+from baoc.optim.rules.matrix import as_matrix, average_, finite_matrix, from_matrix, mean, rms
 
 _FLOOR = 1e-30  # added to g^2, eps1 of the paper
 _DECAY = 0.8  # beta2 of step t is 1 - t^-0.8

@@ -4,11 +4,11 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
-from baoc.optim.placement.arena import HostArena
-from baoc.optim.placement.arrival import arrival_bytes, drop_stale, make_room, settle
-from baoc.optim.placement.lanes import Inline, Lanes
-from baoc.optim.placement.streaming import Streaming
-from baoc.optim.placement.updating import Updating, on_host
+from baoc.optim.offload.arena import HostArena
+from baoc.optim.offload.arrival import arrival_bytes, drop_stale, make_room, settle
+from baoc.optim.offload.lanes import Inline, Lanes
+from baoc.optim.offload.streaming import Streaming
+from baoc.optim.offload.updating import Updating, on_host
 from baoc.optim.state import LiveBlock, State
 from baoc.types import Placement
 

@@ -7,7 +7,7 @@ here with `RULES = (MyRule(RULE_INFOS["my_rule"]),)`. Ledger, storage, migration
 from importlib import import_module
 from pkgutil import iter_modules
 
-from baoc.rules.base import Direction, Rule, RuleContext, UpdateRule
+from baoc.optim.rules.base import Direction, Rule, RuleContext, UpdateRule
 
 __all__ = ["RULES", "Direction", "Rule", "RuleContext", "UpdateRule"]
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from baoc.codecs.base import LANES, lanes_of, thresholds
 from baoc.core.catalogue import CODECS
 from baoc.kernels.triton.kinds import NUM_LANES, lanes_for
+from baoc.optim.codecs.base import LANES, lanes_of, thresholds
 from baoc.types import CodecInfo
 
 _AHEAD = 64  # phases whose lanes are prepared at once: one at a time would cost a step ten microseconds

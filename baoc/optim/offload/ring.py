@@ -6,7 +6,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from baoc.optim.placement.lanes import Lanes, lanes_for
+from baoc.optim.offload.lanes import Lanes, lanes_for
 from baoc.optim.state import LiveBlock, State
 from baoc.staging import NUM_BUFFERS, PIECE_BYTES, capacity_bytes, cut
 

@@ -6,7 +6,7 @@ None counts steps: the sign of an average does not depend on its bias. sign(0) =
 from torch import Tensor
 
 from baoc.core.rule_tags import RULE_INFOS
-from baoc.rules.base import Direction, Rule, RuleContext
+from baoc.optim.rules.base import Direction, Rule, RuleContext
 
 # Lion's second beta is the decay of m, .99 in its paper. A group's betas[1] is AdamW's decay of v, .999 by default, at
 # which m would lag a thousand steps behind; so it is taken only where it is the shorter one.

@@ -1,9 +1,9 @@
 """How state tensors are kept: one codec per row of `catalogue.CODECS`, each with an error bound that a test holds."""
 
-from baoc.codecs.base import Codec
-from baoc.codecs.grouped import GROUPED
-from baoc.codecs.packed import PACKED
-from baoc.codecs.plain import PLAIN
+from baoc.optim.codecs.base import Codec
+from baoc.optim.codecs.grouped import GROUPED
+from baoc.optim.codecs.packed import PACKED
+from baoc.optim.codecs.plain import PLAIN
 
 __all__ = ["CODEC_IMPLS", "Codec"]
 

@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from baoc.core.rule_tags import RULE_INFOS
-from baoc.rules.base import Direction, Rule, RuleContext
-from baoc.rules.matrix import as_matrix, average_, finite_matrix, from_matrix, mean
+from baoc.optim.rules.base import Direction, Rule, RuleContext
+from baoc.optim.rules.matrix import as_matrix, average_, finite_matrix, from_matrix, mean
 from baoc.types import RuleInfo, StateKind, StateLayout
 
 

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from baoc.core.rule_tags import RULE_INFOS
-from baoc.rules.base import Direction, Rule, RuleContext
-from baoc.rules.matrix import as_matrix, from_matrix
+from baoc.optim.rules.base import Direction, Rule, RuleContext
+from baoc.optim.rules.matrix import as_matrix, from_matrix
 
 _TINY = 1e-30
 

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from baoc.errors import BadInputError
 from baoc.kernels import capturing
 from baoc.optim.backends import HostedBackend, Options
-from baoc.optim.roster import Alone
+from baoc.optim.registry import Alone
 from baoc.optim.state import Slot
 
 if TYPE_CHECKING:

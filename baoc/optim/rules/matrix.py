@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from baoc.rules.base import RuleContext
+from baoc.optim.rules.base import RuleContext
 
 
 def as_matrix(tensor: Tensor, ctx: RuleContext) -> Tensor:

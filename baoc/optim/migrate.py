@@ -18,7 +18,7 @@ from torch import Tensor
 
 from baoc.cost import state_bytes, weight_bytes
 from baoc.optim import inherit, matching, weights
-from baoc.optim.roster import Roster
+from baoc.optim.registry import Roster
 from baoc.optim.state import Kept, LiveBlock, Slot, State, allocate, step_of
 from baoc.types import BlockMove, Moments, StateDecl, StateKind, StateLayout
 

@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from baoc.codecs.base import thresholds
-from baoc.codecs.grouped import round_up
 from baoc.core.catalogue import CODECS
+from baoc.optim.codecs.base import thresholds
+from baoc.optim.codecs.grouped import round_up
 from baoc.types import CodecInfo
 
 _BF16_MAX = torch.finfo(torch.bfloat16).max

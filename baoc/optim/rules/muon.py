@@ -8,8 +8,8 @@ from torch import Tensor
 
 from baoc.core.rule_tags import RULE_INFOS
 from baoc.kernels.polar import STEPS, A, B, C
-from baoc.rules.base import Direction, Rule, RuleContext
-from baoc.rules.matrix import as_matrix, finite_matrix, from_matrix
+from baoc.optim.rules.base import Direction, Rule, RuleContext
+from baoc.optim.rules.matrix import as_matrix, finite_matrix, from_matrix
 
 _TINY = 1e-30
 

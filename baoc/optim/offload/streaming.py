@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baoc.optim.placement.arena import slab_of
-from baoc.optim.placement.lanes import IN, MAIN, OUT, STEP
-from baoc.optim.placement.ring import Ring
+from baoc.optim.offload.arena import slab_of
+from baoc.optim.offload.lanes import IN, MAIN, OUT, STEP
+from baoc.optim.offload.ring import Ring
 from baoc.optim.state import LiveBlock, State, views
 
 # A piece costs the host half a millisecond, whatever its size (H200, 16 cores: 98 of them 56 ms, more than backward

@@ -10,7 +10,7 @@ from torch.utils.weak import TensorWeakRef
 from baoc.errors import DivergedError, unknown_name
 from baoc.optim.backends import Backend
 from baoc.optim.finite import all_finite, mask_
-from baoc.optim.roster import Alone, Roster
+from baoc.optim.registry import Alone, Roster
 
 log = logging.getLogger(__name__)
 POLICIES = ("skip_element", "skip_step", "raise")

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from baoc.cost import aligned
 from baoc.kernels.host_memory import Lock, host_memory
-from baoc.optim.placement.lanes import IN, MAIN, OUT
-from baoc.optim.placement.ring import Ring
+from baoc.optim.offload.lanes import IN, MAIN, OUT
+from baoc.optim.offload.ring import Ring
 from baoc.optim.state import LiveBlock, Slot, State
 from baoc.types import Placement
 

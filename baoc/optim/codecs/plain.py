@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from baoc.codecs.base import add_lanes_, lanes
 from baoc.core.catalogue import CODECS
+from baoc.optim.codecs.base import add_lanes_, lanes
 from baoc.types import CodecInfo
 
 _BF16_MAX = torch.finfo(torch.bfloat16).max
