@@ -11,7 +11,6 @@ import lightning as L
 import torch
 from lightning.pytorch.loggers import Logger
 
-from baoc.allocation import ALLOCATORS
 from baoc.callbacks import (
     BudgetControl,
     FinalPictures,
@@ -27,7 +26,8 @@ from baoc.config.schema import RunConfig
 from baoc.core.budgets import parse_budget
 from baoc.errors import BudgetBreachedError, CheckpointError
 from baoc.online import BudgetChange, ReallocationSettings, RelaxationSettings, SessionSettings
-from baoc.planner import PlannerSettings
+from baoc.planning.allocators import ALLOCATORS
+from baoc.planning.planner import PlannerSettings
 from baoc.profiling import context_bytes, context_now
 from baoc.profiling.device import LATE_MODULES_BYTES
 from baoc.recorder import Recorder

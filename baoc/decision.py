@@ -28,8 +28,8 @@ from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.online import SessionSettings, soon_timed, step_temporaries, time_specs
 from baoc.online.assemble import make_profiler, narrow_params
 from baoc.optim.offload import arrival_bytes
-from baoc.options import Axes, best, divisors, footprint_at, make_option, none_fits, option_rows
-from baoc.planner import Planner
+from baoc.planning.microbatch import Axes, best, divisors, footprint_at, make_option, none_fits, option_rows
+from baoc.planning.planner import Planner
 from baoc.profiling import cap_device, clear_cache, context_bytes, describe, free_bytes, uncapped
 from baoc.profiling.lowered import narrowed_bytes
 from baoc.profiling.phases import Phases

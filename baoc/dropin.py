@@ -19,7 +19,7 @@ from baoc.online.assemble import make_profiler, released_blocks
 from baoc.optim import BlockwiseOptimizer, GradientRelease
 from baoc.optim.groups import check_names, check_settings, check_tensor, members_of, plain, raw_groups
 from baoc.optim.release import take_from_others
-from baoc.planner import Planner
+from baoc.planning.planner import Planner
 from baoc.profiling import (
     FirstStepMemory,
     cap_device,

@@ -8,8 +8,8 @@ import json
 import math
 from pathlib import Path
 
-from baoc.candidates import candidate_rows
-from baoc.planner import Planner
+from baoc.planning.candidates import candidate_rows
+from baoc.planning.planner import Planner
 from baoc.tracking import console, files
 from baoc.tracking.metrics import supersede
 from baoc.types import Plan, Profile, Reallocation, RunResult, to_plain

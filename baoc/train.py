@@ -24,13 +24,13 @@ from baoc.errors import BadInputError, BudgetBreachedError, DivergedError
 from baoc.models import build_model
 from baoc.models.export import export_model
 from baoc.models.prepare import Preparation, prepare
-from baoc.planning import card_of, leave_plan, plan_for, stored_profile
 from baoc.resuming import check_resume, find_checkpoint, keep, kept, kept_latency, settled
 from baoc.tasks import OptimizerSettings, build_task
 from baoc.tasks.base import Task
 from baoc.tasks.cpu import prepare_cpu
 from baoc.tracking import console, files, log_reallocations, log_summary, make_loggers
 from baoc.tracking.loggers import finishing
+from baoc.training.measure.absent_card import card_of, leave_plan, plan_for, stored_profile
 from baoc.types import RESULT_SCHEMA, Quality, RunResult, to_plain
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from baoc.config.schema import RunConfig
 from baoc.models.switches import disable_checkpointing, enable_checkpointing
-from baoc.options import Axes, Trial, footprint_at, released, seconds_at
+from baoc.planning.microbatch import Axes, Trial, footprint_at, released, seconds_at
 from baoc.profiling import clear_cache, context_bytes, uncapped
 from baoc.profiling.lowered import narrowed
 from baoc.strategy.trials import Trials, grow

@@ -8,11 +8,10 @@ from typing import Any
 from unittest import mock
 
 import torch
-from baoc.optim.offload import Lanes
 from torch import Tensor
 
 from baoc.optim import BlockwiseOptimizer
-from baoc.optim.offload import ring
+from baoc.optim.offload import Lanes, ring
 from tests.optimizing import Gradients, assert_same, build, make_params, twin_of, values
 
 PLACES = ("streamed", "updated")

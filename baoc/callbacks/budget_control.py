@@ -24,7 +24,7 @@ from baoc.core.budgets import AUTO, resolve_auto
 from baoc.errors import BadInputError, BaocError, InfeasibleBudgetError
 from baoc.online.dial import MOST_NOTCHES, BudgetChange, BudgetDial, check_order
 from baoc.online.relaxation import RelaxationSettings
-from baoc.planner import Planner
+from baoc.planning.planner import Planner
 from baoc.profiling import free_bytes, recap_device
 from baoc.tracking import files
 from baoc.tracking.console import say

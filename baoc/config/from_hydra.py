@@ -76,9 +76,9 @@ def read_config(path: Path) -> RunConfig:
 
 def check_names(config: RunConfig) -> None:
     """BadInputError for a name that nothing holds: model, dataset, task, allocator, risk, term, spec, role, path."""
-    from baoc.allocation import ALLOCATORS
     from baoc.core.catalogue import select
-    from baoc.risk import RISKS
+    from baoc.planning.allocators import ALLOCATORS
+    from baoc.planning.risk import RISKS
 
     for key, given, allowed in (
         *((group, getattr(config, group).name, registry_of(group)) for group in GROUPS),

@@ -61,7 +61,7 @@ def _specs() -> Rows:
     """Rows with native weights and their bytes of state per parameter, then what may follow: weights, then place."""
     from baoc.core.catalogue import NATIVE, PLACEMENTS, WEIGHTS
     from baoc.core.rule_tags import RULE_INFOS
-    from baoc.cost import bytes_per_parameter
+    from baoc.planning.cost import bytes_per_parameter
 
     rules = RULE_INFOS
     rows = [
@@ -79,13 +79,13 @@ def _storages() -> Rows:
 
 
 def _allocators() -> Rows:
-    from baoc.allocation import ALLOCATORS
+    from baoc.planning.allocators import ALLOCATORS
 
     return _described(ALLOCATORS)
 
 
 def _risks() -> Rows:
-    from baoc.risk import RISKS
+    from baoc.planning.risk import RISKS
 
     presets = [row for row in _options("risk")() if row[0] not in RISKS]  # the same risks with weights of their own
     return [*_described(RISKS), *presets]

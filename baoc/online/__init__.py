@@ -1,5 +1,5 @@
 """Reallocation during training. To read it in one sitting: `triggers` (when to think again), `reallocator` (propose,
-judge, move, tell), `moving` (what a move costs, in risk and in bytes), `optim.migration` (what becomes of a state).
+judge, move, tell), `moving` (what a move costs, in risk and in bytes), `optim.migrate` (what becomes of a state).
 
 `dial` says which budget is in force and `relaxation` what calm blocks give up; `converting` is for resumed runs;
 `assemble`, `timing` and `temporaries` build the first plan.

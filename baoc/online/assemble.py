@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baoc.allocation import ALLOCATORS
-from baoc.candidates import applies
 from baoc.core.blocks import partition
 from baoc.core.catalogue import SPECS, base_name, on_device, select
 from baoc.core.rule_tags import RULE_INFOS
@@ -18,9 +16,11 @@ from baoc.online.reallocator import Reallocator
 from baoc.online.triggers import ReallocationSettings
 from baoc.optim import BlockwiseOptimizer, GradientRelease
 from baoc.optim.matching import Matching
-from baoc.planner import Planner, PlannerSettings
+from baoc.planning.allocators import ALLOCATORS
+from baoc.planning.candidates import applies
+from baoc.planning.planner import Planner, PlannerSettings
+from baoc.planning.risk import RISKS
 from baoc.profiling import GradientProfiler, clear_cache, uncapped
-from baoc.risk import RISKS
 from baoc.types import Budget, Footprint, LatencyTable, ParamInfo
 
 MOST_RETIMED = 4  # plans whose specs are timed before one is taken

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from baoc.core.catalogue import base_name, on_device
-from baoc.planner import Planner
+from baoc.planning.planner import Planner
+from baoc.planning.risk import RISKS
 from baoc.profiling.shadow import is_reference
-from baoc.risk import RISKS
 from baoc.types import Plan, Profile, to_plain
 
 AUTO = "auto"

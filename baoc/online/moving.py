@@ -3,14 +3,14 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from baoc.charges import saved_by
 from baoc.core.catalogue import SPECS
-from baoc.cost import cost, state_bytes
-from baoc.planner import Planner
+from baoc.planning.charges import saved_by
+from baoc.planning.cost import cost, state_bytes
+from baoc.planning.planner import Planner
 from baoc.types import Plan, Profile, RuleInfo, StateKind, StateLayout
 
 # Steps until an average that starts anew is worth having: 1 / (1 - beta1), and the age at which migration takes a v
-# that was seeded (optim.migration.SEED_AGE).
+# that was seeded (optim.migrate.SEED_AGE).
 RECOVERY_STEPS = {StateKind.M: 10, StateKind.V: 100}
 WIDENED = 0.5  # share of a state that was kept per row, column or fold and is now wanted per element
 # Floats per element that converting one tensor may hold beside its states: an average in fp32, expanded, rescaled,

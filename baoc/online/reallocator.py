@@ -17,7 +17,7 @@ from baoc.online.moving import migration_risk, moved_specs, transit
 from baoc.online.relaxation import RelaxationSettings, calm_blocks, lowered, offers
 from baoc.online.triggers import TRIGGERS, Moment, ReallocationSettings
 from baoc.optim import BlockwiseOptimizer
-from baoc.planner import Planner
+from baoc.planning.planner import Planner
 from baoc.profiling import GradientProfiler
 from baoc.types import (
     BlockMove,

@@ -8,11 +8,11 @@ import torch
 
 from baoc.core.catalogue import device_rows
 from baoc.core.rule_tags import RULE_INFOS
-from baoc.cost import bytes_per_parameter
-from baoc.link import hidden_seconds
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.backends import stand_in
 from baoc.optim.backends.fused import bytes_tell_seconds
+from baoc.planning.cost import bytes_per_parameter
+from baoc.planning.link import hidden_seconds
 from baoc.profiling import measure_latency, measure_link
 from baoc.profiling.latency import MakeStep, machine, read_lines
 from baoc.types import LatencyTable, OptimizerSpec

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baoc.cost import state_bytes, weight_bytes
 from baoc.optim import inherit, matching, weights
 from baoc.optim.registry import Roster
 from baoc.optim.state import Kept, LiveBlock, Slot, State, allocate, step_of
+from baoc.planning.cost import state_bytes, weight_bytes
 from baoc.types import BlockMove, Moments, StateDecl, StateKind, StateLayout
 
 # The largest age at which a coordinate whose v was seeded far too small moves by no more than one learning rate in a

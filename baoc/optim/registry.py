@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from baoc.cost import aligned, passing_bytes
 from baoc.errors import BadInputError
 from baoc.kernels.host_memory import check_host_memory
 from baoc.optim import groups, matching
@@ -17,7 +16,8 @@ from baoc.optim.backends import Backend, Choice, build_alone, build_backends
 from baoc.optim.offload import HostArena, Rings, drop_stale, make_room, order_of_travel, settle
 from baoc.optim.rules import RULES
 from baoc.optim.state import LiveBlock, Slot, State, allocate, make_slot, new_match, packed, tensor_bytes
-from baoc.staging import buffer_bytes
+from baoc.planning.cost import aligned, passing_bytes
+from baoc.planning.staging import buffer_bytes
 from baoc.types import Block, OptimizerSpec, ParamInfo, Placement
 from baoc.units import format_bytes
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from baoc.core.catalogue import STORAGES
-from baoc.cost import aligned
 from baoc.errors import BadInputError
 from baoc.optim.codecs import CODEC_IMPLS, Codec
 from baoc.optim.rules import RULES, RuleContext, UpdateRule
 from baoc.optim.weights import CORRECTION, CORRECTIONS
+from baoc.planning.cost import aligned
 from baoc.types import Block, OptimizerSpec, ParamInfo, Placement, StateDecl, StateKind, StateLayout
 
 State = dict[str, Tensor]

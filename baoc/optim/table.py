@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from baoc.core.catalogue import select
 from baoc.core.rule_tags import RULE_INFOS
-from baoc.cost import bytes_per_parameter
 from baoc.errors import BaocError
+from baoc.planning.cost import bytes_per_parameter
 
 
 def table(patterns: Sequence[str] = ("*",)) -> str:

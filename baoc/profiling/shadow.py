@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baoc.candidates import applies
 from baoc.core.catalogue import CODECS, PACKED_GROUP, SPECS, STORAGES
 from baoc.optim.codecs import CODEC_IMPLS
 from baoc.optim.rules import RULES, RuleContext
+from baoc.planning.candidates import applies
 from baoc.profiling.slices import Slices
 from baoc.types import Block, OptimizerSpec, ParamInfo, Role, RuleInfo, StateDecl, StateKind, StateLayout
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from baoc.allocation import ALLOCATORS
 from baoc.callbacks.resume import capture_rng, restore_rng
 from baoc.data.token_cache import cache_folder
 from baoc.errors import BadInputError
 from baoc.online import step_temporaries, time_specs
 from baoc.optim.offload import arrival_bytes
+from baoc.planning.allocators import ALLOCATORS
 from baoc.profiling import probe_footprint
 from baoc.strategy.rehearsal import rehearse
 from baoc.tasks.ema import EmaWeights

@@ -24,7 +24,7 @@ from baoc.online import Reallocator, SessionSettings, assemble, soon_timed, with
 from baoc.online.assemble import narrow_params, only_narrow, released_blocks
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.release import take_from_others
-from baoc.planner import Planner, may_place
+from baoc.planning.planner import Planner, may_place
 from baoc.profiling import cap_device, clear_cache, context_bytes, describe, free_bytes, uncapped
 from baoc.profiling.footprint import PAGES_BYTES
 from baoc.profiling.lowered import as_native, narrowed, narrowed_bytes

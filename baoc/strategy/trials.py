@@ -17,7 +17,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 
 from baoc.errors import BadInputError
-from baoc.options import Trial, footprint_at, seconds_at
+from baoc.planning.microbatch import Trial, footprint_at, seconds_at
 from baoc.profiling import clear_cache, probe_footprint
 from baoc.profiling.as_on_cuda import CachingAllocator, CudaAutocast
 from baoc.profiling.latency import series_seconds, wait

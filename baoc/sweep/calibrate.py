@@ -21,7 +21,7 @@ from rich.table import Table
 from baoc.config import assets
 from baoc.config.environment import commit
 from baoc.errors import BadInputError
-from baoc.risk import RISKS
+from baoc.planning.risk import RISKS
 from baoc.sweep.commands import Arguments, command
 from baoc.sweep.damage import LEAST_RUNS, Damage, Rank, damages, fit, held_out, ranks
 from baoc.sweep.early import violated

@@ -12,7 +12,7 @@ from time import perf_counter
 
 import numpy as np
 
-from baoc.allocation import ALLOCATORS
+from baoc.planning.allocators import ALLOCATORS
 from baoc.types import Candidate, Cost, Limits, Risk
 
 NUM_SPECS = 24

@@ -28,10 +28,10 @@ from baoc.config.environment import commit  # noqa: E402
 from baoc.config.from_hydra import from_hydra  # noqa: E402
 from baoc.config.resolve import resolve  # noqa: E402
 from baoc.models.switches import disable_checkpointing, enable_checkpointing  # noqa: E402
-from baoc.planning import fake_, fake_batch  # noqa: E402
 from baoc.profiling.tracker import MemoryTracker  # noqa: E402
 from baoc.strategy.probe import silent  # noqa: E402
 from baoc.strategy.trials import Trials, resized  # noqa: E402
+from baoc.training.measure.absent_card import fake_, fake_batch  # noqa: E402
 
 TEXT = ("model=llama", "model.vocab_size=32000", "dataset.sequence_length=512", "batch_size=8")
 ON_CUDA = {

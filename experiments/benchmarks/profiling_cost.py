@@ -27,7 +27,7 @@ from torch import Tensor, nn  # noqa: E402
 from baoc import BaocOptimizer  # noqa: E402
 from baoc.config.environment import commit  # noqa: E402
 from baoc.online import ReallocationSettings, SessionSettings  # noqa: E402
-from baoc.planner import PlannerSettings  # noqa: E402
+from baoc.planning.planner import PlannerSettings  # noqa: E402
 from baoc.profiling import GradientProfiler  # noqa: E402
 from baoc.profiling.schedule import LARGE_PARAMS, LATER_SHARE, MAX_S, MAX_SHARE  # noqa: E402
 

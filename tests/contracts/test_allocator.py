@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from baoc.allocation import ALLOCATORS, Allocator, NoFeasibleAllocation
-from baoc.candidates import build_candidates, undominated
 from baoc.core.blocks import partition
 from baoc.core.catalogue import NATIVE, select
-from baoc.cost import adamw_state_bytes
-from baoc.risk import RISKS
+from baoc.planning.allocators import ALLOCATORS, Allocator, NoFeasibleAllocation
+from baoc.planning.candidates import build_candidates, undominated
+from baoc.planning.cost import adamw_state_bytes
+from baoc.planning.risk import RISKS
 from baoc.types import Allocation, Candidate, LatencyTable, Limits
 from tests.decision import RULES, Candidates, candidates, extremes, random_candidates, transformer
 

@@ -20,7 +20,7 @@ from baoc.core.budgets import parse_budget
 from baoc.decision import axes_of, choose
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.online.assemble import make_profiler
-from baoc.options import Axes, Trial
+from baoc.planning.microbatch import Axes, Trial
 from baoc.strategy.trials import Trials, grow
 from baoc.tasks.base import Task
 from baoc.tryouts import Tryouts

@@ -16,7 +16,7 @@ from baoc.core.budgets import parse_budget
 from baoc.data import build_data
 from baoc.models import build_model
 from baoc.online import ReallocationSettings, SessionSettings
-from baoc.planner import PlannerSettings
+from baoc.planning.planner import PlannerSettings
 from baoc.tasks import build_task
 from baoc.tracking import load_checked
 from baoc.types import RunResult

@@ -12,7 +12,7 @@ from baoc import BaocOptimizer
 from baoc.dropin import name_parameters
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.online import ReallocationSettings, SessionSettings
-from baoc.planner import PlannerSettings
+from baoc.planning.planner import PlannerSettings
 from baoc.profiling.tracker import MemoryTracker, PeakMeter
 
 cross_entropy = nn.functional.cross_entropy

@@ -13,8 +13,8 @@ from baoc.kernels import host_memory
 from baoc.online import ReallocationSettings, SessionSettings
 from baoc.optim.backends.updated import UpdatedBackend
 from baoc.optim.overlap import Ahead
-from baoc.places import staging_bytes
-from baoc.planner import PlannerSettings
+from baoc.planning.placement import staging_bytes
+from baoc.planning.planner import PlannerSettings
 from tests.integration.test_strategy import QUIET, Classifier, fit, loader, same
 from tests.placing import PLACES, rings
 

@@ -17,7 +17,7 @@ from baoc import BaocStrategy
 from baoc.data import build_data
 from baoc.models import build_model
 from baoc.online import ReallocationSettings, SessionSettings
-from baoc.planner import PlannerSettings
+from baoc.planning.planner import PlannerSettings
 from baoc.tasks import OptimizerSettings, build_task
 from tests.tiny import LIGHTNING_NOISE, tiny_trainer
 

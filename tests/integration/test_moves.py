@@ -15,7 +15,7 @@ from baoc.config.schema import ReallocationConfig
 from baoc.core.budgets import parse_budget
 from baoc.errors import InfeasibleBudgetError
 from baoc.online import ReallocationSettings, SessionSettings, assemble, reallocator
-from baoc.planner import PlannerSettings
+from baoc.planning.planner import PlannerSettings
 from baoc.profiling import describe
 from baoc.profiling.tracker import MemoryTracker
 from baoc.types import Footprint

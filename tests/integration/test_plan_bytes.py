@@ -9,11 +9,11 @@ from baoc.config.compose import compose
 from baoc.config.from_hydra import from_hydra
 from baoc.config.resolve import resolve
 from baoc.models.switches import enable_checkpointing
-from baoc.planning import fake_, fake_batch
 from baoc.profiling.footprint import SCALARS_BYTES
 from baoc.profiling.lowered import narrowed
 from baoc.strategy.trials import Trials
 from baoc.train import build
+from baoc.training.measure.absent_card import fake_, fake_batch
 
 SIZES = {"llama": ("nano", 4), "vit": ("tiny", 8), "dit": ("tiny", 4), "unet": ("tiny", 4)}
 

@@ -25,11 +25,11 @@ from baoc.config.schema import (
 from baoc.core.budgets import parse_budget
 from baoc.devices import CARDS
 from baoc.errors import BadInputError, InfeasibleBudgetError
-from baoc.planning import card_of, planned_axes
 from baoc.profiling import probe_footprint
 from baoc.profiling.lowered import as_native
 from baoc.sweep.planned import planned_frontier, plans_of
 from baoc.tasks.base import Task
+from baoc.training.measure.absent_card import card_of, planned_axes
 from baoc.types import Footprint
 from tests.integration.test_run import config
 
@@ -87,7 +87,7 @@ def test_what_no_option_fits_names_the_least(tmp_path: Path, monkeypatch: pytest
         looked.append(found.weights_bytes)
         return as_native(found, less=less)
 
-    monkeypatch.setattr("baoc.planning.as_native", told)
+    monkeypatch.setattr("baoc.training.measure.absent_card.as_native", told)
     with pytest.raises(
         InfeasibleBudgetError, match=r"cannot be met by any of 16 options: .* more catalogue\.specs, or"
     ) as caught:
@@ -125,7 +125,7 @@ def test_fake_tensors_are_probed_as_real_ones_are():
     """The same network, on fake tensors and on real ones, under autocast: the same bytes at every moment."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from baoc.planning import fake_, fake_batch
+    from baoc.training.measure.absent_card import fake_, fake_batch
 
     def probe(net: torch.nn.Module, batch: torch.Tensor, *, warm: bool = True):
         def loss() -> torch.Tensor:
@@ -166,8 +166,8 @@ def test_one_recorded_pass_tells_what_an_allocator_holds_after_two(accumulation:
     """Gradients of a first pass lie among its activations: what is reserved is more than what is ever held."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from baoc.planning import fake_
     from baoc.profiling.as_on_cuda import LARGE_PAGE, CachingAllocator
+    from baoc.training.measure.absent_card import fake_
 
     net = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048) for _ in range(3)], torch.nn.Linear(2048, 20_000))
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -17,7 +17,7 @@ from baoc.callbacks import MemoryMonitor, RngState, SafeCheckpoint
 from baoc.errors import BadInputError
 from baoc.online import ReallocationSettings, SessionSettings
 from baoc.optim import GradientRelease
-from baoc.planner import PlannerSettings
+from baoc.planning.planner import PlannerSettings
 from baoc.profiling.tracker import PeakMeter
 from tests.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from baoc import BaocStrategy
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.online import ReallocationSettings, SessionSettings
-from baoc.planner import PlannerSettings
+from baoc.planning.planner import PlannerSettings
 from baoc.profiling import device as device_module
 from baoc.strategy import strategy as strategy_module
 from baoc.strategy.probe import Probe

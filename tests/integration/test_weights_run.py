@@ -13,7 +13,7 @@ from baoc import BaocStrategy
 from baoc.errors import BadInputError
 from baoc.online import ReallocationSettings, SessionSettings
 from baoc.optim import BlockwiseOptimizer
-from baoc.planner import PlannerSettings
+from baoc.planning.planner import PlannerSettings
 from tests.integration.test_strategy import QUIET, Classifier, fit, loader
 
 pytestmark = pytest.mark.filterwarnings(

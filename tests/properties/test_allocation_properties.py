@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from baoc.allocation import ALLOCATORS, NoFeasibleAllocation
+from baoc.planning.allocators import ALLOCATORS, NoFeasibleAllocation
 from baoc.types import Limits
 from tests.decision import Candidates, brute_force, extremes, random_candidates
 

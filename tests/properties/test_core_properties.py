@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from baoc.allocation import lagrangian
-from baoc.allocation.base import Problem
-from baoc.allocation.core import close
-from baoc.allocation.exact import minimise
-from baoc.allocation.feasible import find_feasible
+from baoc.planning.allocators import lagrangian
+from baoc.planning.allocators.base import Problem
+from baoc.planning.allocators.core import close
+from baoc.planning.allocators.exact import minimise
+from baoc.planning.allocators.feasible import find_feasible
 
 
 def heavy(seed: int, *, blocks: int = 40, specs: int = 8) -> Problem:

@@ -6,7 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from baoc.allocation import ALLOCATORS, NoFeasibleAllocation
+from baoc.planning.allocators import ALLOCATORS, NoFeasibleAllocation
 from baoc.types import Candidate, Cost, Limits, Risk
 
 Options = dict[str, list[Candidate]]

@@ -6,18 +6,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from baoc.allocation import ALLOCATORS, NoFeasibleAllocation, exact
-from baoc.allocation.base import make_problem
-from baoc.allocation.exact import ExactAllocator, Undecided
-from baoc.allocation.hosted import HOSTED
-from baoc.allocation.moves import fill, repair, swap
-from baoc.allocation.uniform import UNIFORM
-from baoc.candidates import build_candidates, undominated
 from baoc.core.blocks import partition
 from baoc.core.catalogue import NATIVE, select
-from baoc.cost import adamw_state_bytes
 from baoc.errors import BadInputError
-from baoc.risk import RISKS
+from baoc.planning.allocators import ALLOCATORS, NoFeasibleAllocation, exact
+from baoc.planning.allocators.base import make_problem
+from baoc.planning.allocators.exact import ExactAllocator, Undecided
+from baoc.planning.allocators.hosted import HOSTED
+from baoc.planning.allocators.moves import fill, repair, swap
+from baoc.planning.allocators.uniform import UNIFORM
+from baoc.planning.candidates import build_candidates, undominated
+from baoc.planning.cost import adamw_state_bytes
+from baoc.planning.risk import RISKS
 from baoc.types import Limits, Role
 from tests.decision import RULES, brute_force, candidates, extremes, random_candidates, transformer
 

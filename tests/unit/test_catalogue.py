@@ -17,7 +17,7 @@ from baoc.core.catalogue import (
     with_weights,
 )
 from baoc.errors import BadInputError
-from baoc.risk import CODEC_DOSE
+from baoc.planning.risk import CODEC_DOSE
 from tests.decision import RULES
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from baoc.allocation import ALLOCATORS
 from baoc.config import assets
 from baoc.config.compose import compose
 from baoc.config.from_hydra import from_hydra
@@ -17,7 +16,8 @@ from baoc.config.schema import RunConfig
 from baoc.config.trainer_arguments import TrainerConfig
 from baoc.core.budgets import PRESETS, parse_budget
 from baoc.errors import BadInputError
-from baoc.risk import RISKS, SEVERITY
+from baoc.planning.allocators import ALLOCATORS
+from baoc.planning.risk import RISKS, SEVERITY
 from baoc.units import MIB
 
 OPTIONS = ("task", "model", "dataset")

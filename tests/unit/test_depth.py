@@ -11,11 +11,11 @@ from baoc.config.compose import compose
 from baoc.config.from_hydra import from_hydra
 from baoc.config.resolve import resolve
 from baoc.models.switches import enable_checkpointing
-from baoc.planning import fake_, fake_batch
 from baoc.profiling.as_on_cuda import LARGE_PAGE
 from baoc.profiling.depth import LONG, SHORT, extended, layers_of
 from baoc.strategy.trials import Trials
 from baoc.train import build
+from baoc.training.measure.absent_card import fake_, fake_batch
 
 CASES = {
     "llama": ("model=llama", "model.size=60m", "dataset.sequence_length=32"),

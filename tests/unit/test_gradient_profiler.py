@@ -8,7 +8,7 @@ from baoc.core.catalogue import NATIVE
 from baoc.errors import CheckpointError
 from baoc.online import SessionSettings
 from baoc.online.assemble import make_profiler
-from baoc.planner import Planner, PlannerSettings
+from baoc.planning.planner import Planner, PlannerSettings
 from baoc.profiling import GradientProfiler, schedule
 from baoc.types import Budget, StateKind, profile_from_plain, to_plain
 from baoc.units import MIB

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from baoc.core.catalogue import SPECS
-from baoc.cost import slab_bytes
 from baoc.errors import BadInputError, InfeasibleBudgetError
-from baoc.link import STORED
-from baoc.options import Axes, make_option, none_fits
-from baoc.planner import Planner, PlannerSettings
-from baoc.staging import NUM_BUFFERS
+from baoc.planning.cost import slab_bytes
+from baoc.planning.link import STORED
+from baoc.planning.microbatch import Axes, make_option, none_fits
+from baoc.planning.planner import Planner, PlannerSettings
+from baoc.planning.staging import NUM_BUFFERS
 from baoc.tracking import console
 from baoc.types import Budget, Footprint, LatencyTable, ParamInfo, Role
 from baoc.units import format_bytes

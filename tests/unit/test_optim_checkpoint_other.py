@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from baoc.core.catalogue import NATIVE
-from baoc.cost import state_bytes
 from baoc.errors import CheckpointError
 from baoc.optim.rules import RULES
+from baoc.planning.cost import state_bytes
 from tests.optimizing import (
     SHAPES,
     Gradients,

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from baoc.core.catalogue import NATIVE, SPECS
-from baoc.cost import STEP_BYTES, adamw_state_bytes, state_bytes, weight_bytes
 from baoc.optim.rules import RULES
 from baoc.optim.table import main, table
+from baoc.planning.cost import STEP_BYTES, adamw_state_bytes, state_bytes, weight_bytes
 from tests.optimizing import (
     SHAPES,
     Gradients,

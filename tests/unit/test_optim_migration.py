@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from baoc.core.catalogue import NATIVE
-from baoc.cost import state_bytes
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.migrate import SEED_AGE
 from baoc.optim.rules import RULES
+from baoc.planning.cost import state_bytes
 from baoc.types import BlockMove, Moments
 from tests.optimizing import (
     Gradients,

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from baoc import BaocOptimizer
-from baoc.cost import adamw_state_bytes
 from baoc.errors import BadInputError, CheckpointError
 from baoc.online import ReallocationSettings, SessionSettings
 from baoc.optim import BlockwiseOptimizer
-from baoc.planner import PlannerSettings
+from baoc.planning.cost import adamw_state_bytes
+from baoc.planning.planner import PlannerSettings
 from tests.optimizing import Gradients, build, info, make_params, one_block
 
 SHAPES = {"a": (4, 8), "b": (4, 8)}

@@ -7,7 +7,7 @@ import pytest
 
 from baoc.core.catalogue import SPECS
 from baoc.errors import BadInputError
-from baoc.options import (
+from baoc.planning.microbatch import (
     Trial,
     best,
     divisors,
@@ -18,7 +18,7 @@ from baoc.options import (
     released,
     seconds_at,
 )
-from baoc.planner import Planner, PlannerSettings
+from baoc.planning.planner import Planner, PlannerSettings
 from baoc.types import Block, Budget, Footprint, LatencyTable, Moment, Option, ParamInfo, Role
 from tests.unit.test_planner import ADAMW, MIB, PARAMS
 

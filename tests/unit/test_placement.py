@@ -10,13 +10,13 @@ import torch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from torch import Tensor, nn
 
-from baoc.cost import aligned, cost, slab_bytes, state_bytes
 from baoc.errors import BadInputError
 from baoc.kernels import host_memory
 from baoc.optim.backends import HostedBackend
 from baoc.optim.offload import order_of_travel
 from baoc.optim.rules import RULES
-from baoc.staging import buffer_bytes, capacity_bytes, cut
+from baoc.planning.cost import aligned, cost, slab_bytes, state_bytes
+from baoc.planning.staging import buffer_bytes, capacity_bytes, cut
 from tests.optimizing import (
     Gradients,
     assert_same,

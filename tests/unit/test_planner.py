@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from baoc.errors import BadInputError, InfeasibleBudgetError
-from baoc.planner import Planner, PlannerSettings
+from baoc.planning.planner import Planner, PlannerSettings
 from baoc.types import Budget, Footprint, LatencyTable, ParamInfo, Profile, Role
 from tests.unit.test_triggers import STATS
 

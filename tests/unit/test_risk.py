@@ -7,7 +7,7 @@ import pytest
 
 from baoc.core.blocks import partition
 from baoc.core.catalogue import NATIVE, STORAGES
-from baoc.risk import RISKS, SEVERITY, block_weight, losses, quantization_dose
+from baoc.planning.risk import RISKS, SEVERITY, block_weight, losses, quantization_dose
 from baoc.types import Block, Profile, Risk, Role
 from tests.decision import RULES, stats, transformer
 

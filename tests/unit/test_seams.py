@@ -16,8 +16,8 @@ from baoc.online.converting import usable
 from baoc.online.dial import BudgetChange, BudgetDial
 from baoc.online.moving import transit
 from baoc.online.relaxation import offers
-from baoc.options import Axes, none_fits
-from baoc.planner import Planner, PlannerSettings
+from baoc.planning.microbatch import Axes, none_fits
+from baoc.planning.planner import Planner, PlannerSettings
 from baoc.profiling.phases import Phases
 from baoc.strategy.probe import Probe
 from baoc.types import Candidate, Cost, Footprint, Moment, Option, Profile, Risk, to_plain

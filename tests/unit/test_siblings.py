@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from baoc.errors import BadInputError
-from baoc.siblings import read_profile, transferred
+from baoc.planning.stored_profile import read_profile, transferred
 from baoc.types import Block, ParamInfo, Profile, Role, to_plain
 from tests.decision import stats
 

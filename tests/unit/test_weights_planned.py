@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from baoc.core.catalogue import SPECS, STORAGES
-from baoc.cost import saved
 from baoc.errors import InfeasibleBudgetError
-from baoc.planner import Planner, PlannerSettings
+from baoc.planning.cost import saved
+from baoc.planning.planner import Planner, PlannerSettings
+from baoc.planning.risk import RISKS
 from baoc.profiling import probe_footprint
-from baoc.risk import RISKS
 from baoc.types import Block, Budget, Footprint, Moment, ParamInfo, Role
 from tests.decision import RULES
 

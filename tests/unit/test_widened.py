@@ -8,7 +8,7 @@ from baoc.core.budgets import parse_budget
 from baoc.core.catalogue import SPECS
 from baoc.online import SessionSettings
 from baoc.optim.backends.fused import has_kernel
-from baoc.planner import PlannerSettings
+from baoc.planning.planner import PlannerSettings
 from baoc.strategy.strategy import BaocStrategy, widened
 from baoc.types import Budget
 from tests.unit.test_options import footprint

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baoc.cost import aligned
 from baoc.kernels.host_memory import Lock, host_memory
 from baoc.optim.offload.lanes import IN, MAIN, OUT
 from baoc.optim.offload.ring import Ring
 from baoc.optim.state import LiveBlock, Slot, State
+from baoc.planning.cost import aligned
 from baoc.types import Placement
 
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from baoc.allocation.base import Ints, Problem, least_risk, make_allocation, make_problem
-from baoc.allocation.feasible import find_feasible
-from baoc.allocation.moves import fill, repair, settle
+from baoc.planning.allocators.base import Ints, Problem, least_risk, make_allocation, make_problem
+from baoc.planning.allocators.feasible import find_feasible
+from baoc.planning.allocators.moves import fill, repair, settle
 from baoc.types import Allocation, Candidate, Limits
 
 

@@ -5,8 +5,8 @@ from itertools import combinations
 
 import numpy as np
 
-from baoc.allocation.base import Floats, Ints, Problem, make_problem
-from baoc.allocation.moves import repair
+from baoc.planning.allocators.base import Floats, Ints, Problem, make_problem
+from baoc.planning.allocators.moves import repair
 from baoc.types import Candidate, Limits
 
 MOST_REPAIRS = 19  # mixtures from which moves are tried, before the exact program is asked
@@ -14,7 +14,7 @@ MOST_REPAIRS = 19  # mixtures from which moves are tried, before the exact progr
 
 def find_feasible(problem: Problem) -> Ints:
     """A choice that meets the limits, without regard to risk. Raises NoFeasibleAllocation where there is none."""
-    from baoc.allocation import exact
+    from baoc.planning.allocators import exact
 
     choice = search(problem)
     if choice is None:
@@ -37,7 +37,7 @@ def search(problem: Problem) -> Ints | None:
         choice = problem.least(problem.spent[kind], *others, problem.risk)
         if problem.feasible(choice):
             return choice
-    from baoc.allocation import exact
+    from baoc.planning.allocators import exact
 
     least = np.where(problem.valid, problem.spent, np.inf).min(axis=-1).sum(axis=-1)
     if not (least <= problem.limits).all():

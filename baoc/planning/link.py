@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from baoc.staging import PIECE_BYTES
+from baoc.planning.staging import PIECE_BYTES
 from baoc.types import LinkRates
 
 PAGE_BYTES = 4096  # pinned memory is locked by pages
@@ -51,7 +51,7 @@ def slower(link: LinkRates, *, factor: float) -> LinkRates:
 def copy_seconds(num_bytes: int, *, link: LinkRates) -> float:
     """Seconds that a block of `num_bytes` adds to a stream in which as many go out as come in.
 
-    At the rate of whole pieces, as small blocks travel with their neighbours (`baoc.staging`).
+    At the rate of whole pieces, as small blocks travel with their neighbours (`baoc.planning.staging`).
     """
     return num_bytes * _seconds(PIECE_BYTES, sizes=link.sizes, rates=link.both_rates) * 2 / PIECE_BYTES
 

@@ -10,24 +10,24 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from baoc.allocation import ALLOCATORS, NoFeasibleAllocation
-from baoc.allocation.base import Allocator
-from baoc.allocation.hosted import HostedAllocator
-from baoc.candidates import build_candidates, undominated
-from baoc.charges import Savings, Try, allocated, charged, saved_by, savings
 from baoc.core.blocks import partition
 from baoc.core.catalogue import STORAGES, select
 from baoc.core.rule_tags import RULE_INFOS
-from baoc.cost import adamw_state_bytes, cost, whole_step_seconds
 from baoc.errors import BadInputError
-from baoc.explain import reasons
-from baoc.link import STORED, drain_seconds, pinned_bytes, pinned_room
-from baoc.places import Way, check_named, placed, staging_bytes, with_host
-from baoc.refusals import last_resort
-from baoc.risk import RISKS
-from baoc.segments import tied, untied
-from baoc.staging import PIECE_BYTES
-from baoc.tries import all_tries, least_of, spend
+from baoc.planning.allocators import ALLOCATORS, NoFeasibleAllocation
+from baoc.planning.allocators.base import Allocator
+from baoc.planning.allocators.hosted import HostedAllocator
+from baoc.planning.candidates import build_candidates, undominated
+from baoc.planning.charges import Savings, Try, allocated, charged, saved_by, savings
+from baoc.planning.cost import adamw_state_bytes, cost, whole_step_seconds
+from baoc.planning.explain import reasons
+from baoc.planning.link import STORED, drain_seconds, pinned_bytes, pinned_room
+from baoc.planning.placement import Way, check_named, placed, staging_bytes, with_host
+from baoc.planning.refusals import last_resort
+from baoc.planning.risk import RISKS
+from baoc.planning.staging import PIECE_BYTES
+from baoc.planning.tied_blocks import tied, untied
+from baoc.planning.tries import all_tries, least_of, spend
 from baoc.types import (
     Allocation,
     Block,
@@ -227,7 +227,7 @@ class Planner:
         return max(seconds, self._beside_seconds(choices, latency=self.latency)) if self.places else seconds
 
     def _beside_seconds(self, choices: Mapping[str, str], *, latency: LatencyTable) -> float:
-        """Predicted seconds of a whole step whose device never waits: see `baoc.link`."""
+        """Predicted seconds of a whole step whose device never waits: see `baoc.planning.link`."""
         link_s, host_s, largest = 0.0, 0.0, 0
         for block in self.blocks:
             spec = self.specs[choices[block.name]]

@@ -24,15 +24,17 @@ from baoc.data.base import DataModule
 from baoc.decision import axes_of, leave
 from baoc.devices import CARDS, Card
 from baoc.errors import BadInputError
-from baoc.link import hidden_seconds
 from baoc.models.switches import disable_checkpointing, enable_checkpointing
 from baoc.online import SessionSettings, step_temporaries
 from baoc.online.assemble import narrow_params, only_narrow
 from baoc.online.timing import FUSED_BYTES, moved_bytes
 from baoc.optim.backends.fused import has_kernel, temporary_bytes
 from baoc.optim.offload import arrival_bytes
-from baoc.options import Axes, Trial, best, footprint_at, make_option, none_fits, released
-from baoc.planner import Planner
+from baoc.planning.link import hidden_seconds
+from baoc.planning.microbatch import Axes, Trial, best, footprint_at, make_option, none_fits, released
+from baoc.planning.planner import Planner
+from baoc.planning.risk import RISKS
+from baoc.planning.stored_profile import read_profile, transferred
 from baoc.profiling import describe
 from baoc.profiling.depth import LONG, SHORT, Layers, extended, layers_of
 from baoc.profiling.device import LATE_MODULES_BYTES
@@ -40,8 +42,6 @@ from baoc.profiling.footprint import FRAGMENTATION, PAGES_BYTES
 from baoc.profiling.lowered import as_native, narrowed, narrowed_bytes
 from baoc.recorder import Recorder
 from baoc.resuming import choice_of, settled
-from baoc.risk import RISKS
-from baoc.siblings import read_profile, transferred
 from baoc.strategy.arrival import weights_bytes
 from baoc.strategy.probe import unwrapped, upkeep_bytes
 from baoc.strategy.strategy import declared_blocks, widened

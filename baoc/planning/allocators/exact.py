@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from baoc.allocation.base import (
+from baoc.planning.allocators.base import (
     Floats,
     Ints,
     NoFeasibleAllocation,
@@ -24,8 +24,8 @@ from baoc.allocation.base import (
     make_problem,
     unmet,
 )
-from baoc.allocation.lagrangian import LagrangianAllocator
-from baoc.allocation.moves import calmer, settle
+from baoc.planning.allocators.lagrangian import LagrangianAllocator
+from baoc.planning.allocators.moves import calmer, settle
 from baoc.types import Allocation, Candidate, Limits
 
 PROVEN = 1e-6

@@ -8,11 +8,11 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
 
-from baoc.charges import saved_by
-from baoc.cost import native_bytes
 from baoc.errors import BadInputError, InfeasibleBudgetError
-from baoc.planner import Planner
-from baoc.refusals import more_specs, too_small_host
+from baoc.planning.charges import saved_by
+from baoc.planning.cost import native_bytes
+from baoc.planning.planner import Planner
+from baoc.planning.refusals import more_specs, too_small_host
 from baoc.types import Block, Budget, Footprint, LatencyTable, Moment, Option, Plan
 from baoc.units import format_bytes
 

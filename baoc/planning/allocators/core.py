@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from baoc.allocation.base import Floats, Ints, Problem
+from baoc.planning.allocators.base import Floats, Ints, Problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from baoc.allocation.base import Floats, Ints, Problem
+from baoc.planning.allocators.base import Floats, Ints, Problem
 
 
 def repair(problem: Problem, choice: Ints, *, prices: Floats | None = None) -> Ints | None:

@@ -9,9 +9,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from baoc.allocation import least_bytes
-from baoc.cost import saved
-from baoc.places import Way
+from baoc.planning.allocators import least_bytes
+from baoc.planning.cost import saved
+from baoc.planning.placement import Way
 from baoc.types import Allocation, Block, Candidate, Footprint, Limits, OptimizerSpec
 
 Savings = Literal["none", "copies", "gradients", "weights"]

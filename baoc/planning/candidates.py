@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baoc.core.catalogue import STORAGES, WEIGHT_DTYPES, on_device
-from baoc.cost import cost
 from baoc.errors import BadInputError
-from baoc.link import STORED
-from baoc.risk import RiskModel
+from baoc.planning.cost import cost
+from baoc.planning.link import STORED
+from baoc.planning.risk import RiskModel
 from baoc.types import (
     Axis,
     Block,

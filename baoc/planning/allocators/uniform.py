@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from baoc.allocation.base import make_allocation, make_problem, unmet
 from baoc.errors import BadInputError
+from baoc.planning.allocators.base import make_allocation, make_problem, unmet
 from baoc.types import Allocation, Candidate, Limits, Role
 
 FALLBACK = "adamw"

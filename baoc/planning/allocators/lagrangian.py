@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from baoc.allocation.base import Floats, Ints, Problem, least_risk, make_allocation, make_problem
-from baoc.allocation.core import Relaxed, close
-from baoc.allocation.feasible import find_feasible
-from baoc.allocation.greedy import descend
-from baoc.allocation.moves import fill, repair, settle, swap
+from baoc.planning.allocators.base import Floats, Ints, Problem, least_risk, make_allocation, make_problem
+from baoc.planning.allocators.core import Relaxed, close
+from baoc.planning.allocators.feasible import find_feasible
+from baoc.planning.allocators.greedy import descend
+from baoc.planning.allocators.moves import fill, repair, settle, swap
 from baoc.types import Allocation, Candidate, Limits
 
 GOOD_GAP = 1e-5

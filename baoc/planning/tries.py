@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from baoc.allocation import NoFeasibleAllocation
-from baoc.charges import Try, levels
-from baoc.places import Way, ways
+from baoc.planning.allocators import NoFeasibleAllocation
+from baoc.planning.charges import Try, levels
+from baoc.planning.placement import Way, ways
 from baoc.types import Candidate, Plan, Profile
 
 if TYPE_CHECKING:
-    from baoc.planner import Planner
+    from baoc.planning.planner import Planner
 
 SPARE = 0.02  # of a budget, that is not worth a search
 SEARCHES = 5

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from baoc.allocation.base import Ints, Problem, make_allocation, make_problem
-from baoc.allocation.feasible import find_feasible
+from baoc.planning.allocators.base import Ints, Problem, make_allocation, make_problem
+from baoc.planning.allocators.feasible import find_feasible
 from baoc.types import Allocation, Candidate, Limits
 
 

@@ -4,16 +4,16 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from baoc.allocation import NoFeasibleAllocation, possible
-from baoc.charges import Try, allocated
 from baoc.errors import InfeasibleBudgetError
-from baoc.link import pinned_bytes
-from baoc.tries import least_of
+from baoc.planning.allocators import NoFeasibleAllocation, possible
+from baoc.planning.charges import Try, allocated
+from baoc.planning.link import pinned_bytes
+from baoc.planning.tries import least_of
 from baoc.types import Budget, Footprint, LatencyTable, Limits, Plan, Profile
 from baoc.units import format_bytes
 
 if TYPE_CHECKING:
-    from baoc.planner import Planner
+    from baoc.planning.planner import Planner
 
 SEARCHES, SEARCH_STEP, START_S = 240, 1.05, 1e-5  # from 10 microseconds on, as far as a second
 HOST_ADVICE = "states on the host, by budget.host_memory or catalogue=host"

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from baoc.allocation.base import make_allocation, make_problem, unmet
 from baoc.errors import BadInputError
+from baoc.planning.allocators.base import make_allocation, make_problem, unmet
 from baoc.types import Allocation, Candidate, Limits
 
 STREAMED, UPDATED = "adamw@streamed", "adamw@updated"

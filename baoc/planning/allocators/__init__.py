@@ -1,0 +1,17 @@
+"""Chooses one spec per block within the limits; sees Candidates only. Every allocator is one entry of ALLOCATORS."""
+
+from baoc.planning.allocators.base import Allocator, NoFeasibleAllocation
+from baoc.planning.allocators.exact import ExactAllocator, least_bytes
+from baoc.planning.allocators.feasible import possible
+from baoc.planning.allocators.greedy import GreedyAllocator
+from baoc.planning.allocators.hosted import HOSTED
+from baoc.planning.allocators.lagrangian import LagrangianAllocator
+from baoc.planning.allocators.random import RandomAllocator
+from baoc.planning.allocators.uniform import UNIFORM
+
+ALLOCATORS: dict[str, Allocator] = {
+    allocator.name: allocator
+    for allocator in (ExactAllocator(), LagrangianAllocator(), GreedyAllocator(), RandomAllocator(), *UNIFORM, *HOSTED)
+}
+
+__all__ = ["ALLOCATORS", "Allocator", "NoFeasibleAllocation", "least_bytes", "possible"]

@@ -1,0 +1,1 @@
+"""What a plan needs to know before training: bytes and seconds, measured on this device or derived for an absent card."""
