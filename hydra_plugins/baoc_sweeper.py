@@ -23,9 +23,9 @@ class BaocSweeper(Sweeper):
         self.config, self.hydra_context = config, hydra_context
 
     def sweep(self, arguments: list[str]) -> Any:
+        from baoc.frontier.runs import ABOUT
         from baoc.sweep.composing import refuse_unknown_settings
         from baoc.sweep.launch import launch_workers
-        from baoc.sweep.runs import ABOUT
         from baoc.sweep.study import refuse_all_failed, run_study, with_extra
         from baoc.sweep.study_config import read_study
 

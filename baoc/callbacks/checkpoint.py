@@ -34,8 +34,8 @@ from baoc.tracking.checkpoints import (
     load_checked,
     newest_first,
 )
+from baoc.tracking.checksum import SealingFile
 from baoc.tracking.files import FULL, written_aside
-from baoc.tracking.seal import SealingFile
 
 log = logging.getLogger(__name__)
 

@@ -95,7 +95,7 @@ def _close(code: int) -> int:
 
 def _show_frontier(sweep_dir: Path) -> None:
     if any(sweep_dir.glob("*/plan.json")):
-        from baoc.sweep.planned import planned_frontier
+        from baoc.frontier.planned import planned_frontier
 
         print(f"compare them in {planned_frontier(sweep_dir)}")
         return
@@ -103,9 +103,9 @@ def _show_frontier(sweep_dir: Path) -> None:
         print("no run has finished, so there is no frontier", file=sys.stderr)
         return
     try:
-        from baoc.sweep import frontier_of
-        from baoc.sweep.picture import picture_of
-        from baoc.sweep.wandb_frontier import log_frontier
+        from baoc.frontier.folders import frontier_of
+        from baoc.frontier.picture import picture_of
+        from baoc.frontier.wandb_frontier import log_frontier
 
         found = frontier_of(sweep_dir)
         print(f"compare them in {sweep_dir / 'frontier.html'}")

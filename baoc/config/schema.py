@@ -13,8 +13,8 @@ from baoc.config.dynamics import DynamicsConfig
 from baoc.config.faults import FaultsConfig
 from baoc.config.strict import require
 from baoc.config.trainer_arguments import TrainerConfig
-from baoc.devices import CARDS
 from baoc.errors import BadInputError
+from baoc.profiling.cards import CARDS
 from baoc.types import Budget
 
 

@@ -1,5 +1,1 @@
-"""Several runs as one thing: for now the frontier of a multirun; the Optuna sweeper comes here."""
-
-from baoc.sweep.frontier import SweepFrontier, frontier_of, report
-
-__all__ = ["SweepFrontier", "frontier_of", "report"]
+"""A study: Optuna chooses settings, each trial trains each in its own process, the storage keeps every answer."""

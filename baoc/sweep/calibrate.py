@@ -21,11 +21,11 @@ from rich.table import Table
 from baoc.config import assets
 from baoc.config.environment import commit
 from baoc.errors import BadInputError
+from baoc.frontier.commands import Arguments, command
+from baoc.frontier.runs import find_runs
 from baoc.planning.risk import RISKS
-from baoc.sweep.commands import Arguments, command
 from baoc.sweep.damage import LEAST_RUNS, Damage, Rank, damages, fit, held_out, ranks
 from baoc.sweep.early import violated
-from baoc.sweep.runs import find_runs
 from baoc.sweep.status import load
 from baoc.tracking.console import make_console, say
 from baoc.tracking.files import read_json, write_csv, write_text

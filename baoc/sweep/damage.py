@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from scipy.optimize import nnls
 
 from baoc.errors import BadInputError
-from baoc.sweep.kinds import by_kind
-from baoc.sweep.runs import RunFolder, find_runs, result_of
+from baoc.frontier.kinds import by_kind
+from baoc.frontier.runs import RunFolder, find_runs, result_of
 from baoc.tracking.files import read_json
 
 REFERENCE = "uniform_adamw"

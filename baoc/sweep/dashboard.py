@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from baoc.errors import BadInputError
-from baoc.sweep.commands import Arguments, command
+from baoc.frontier.commands import Arguments, command
 from baoc.tracking.console import say
 from baoc.tracking.files import read_json, write_text
 from baoc.tracking.wandb_run import choose_mode

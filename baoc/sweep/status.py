@@ -14,10 +14,10 @@ from optuna.trial import FrozenTrial, TrialState
 from rich.table import Table
 
 from baoc.errors import BadInputError
-from baoc.frontier import pareto
-from baoc.sweep.commands import Arguments, command
+from baoc.frontier.commands import Arguments, command
+from baoc.frontier.pareto import pareto
+from baoc.frontier.runs import ABOUT
 from baoc.sweep.early import violated
-from baoc.sweep.runs import ABOUT
 from baoc.sweep.storage import open_storage
 from baoc.sweep.workers import Register
 from baoc.tracking.console import make_console

@@ -24,7 +24,7 @@ from optuna.trial import Trial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
 from baoc.errors import BadInputError, OutputError
-from baoc.sweep.runs import ABOUT, about_study
+from baoc.frontier.runs import ABOUT, about_study
 from baoc.sweep.sampling import make_sampler, queue
 from baoc.sweep.study_config import StudyConfig
 from baoc.tracking.console import say

@@ -20,6 +20,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError, OutputError, TrainingFailedError
+from baoc.frontier.runs import ERROR
 from baoc.models import MODELS
 from baoc.sweep import children
 from baoc.sweep.answers import Answer, answer_of, infeasible
@@ -27,7 +28,6 @@ from baoc.sweep.early import Watch
 from baoc.sweep.interrupts import POLL_S, Interrupts
 from baoc.sweep.memory import Places, cards_here
 from baoc.sweep.progress import Progress
-from baoc.sweep.runs import ERROR
 from baoc.sweep.sampling import suggest
 from baoc.sweep.storage import LOCK, next_trial, open_study, rest, setup_lock, storage_told, storage_url, trial_of
 from baoc.sweep.study_config import StudyConfig

@@ -15,9 +15,9 @@ from typing import Any
 
 from baoc.config.failures import BUG, INTERRUPTED
 from baoc.errors import BadInputError, BudgetBreachedError, DivergedError, InfeasibleBudgetError
+from baoc.frontier.runs import CONFIG, ERROR, RESULT
 from baoc.sweep import children
 from baoc.sweep.memory import num_out_of_memory
-from baoc.sweep.runs import CONFIG, ERROR, RESULT
 from baoc.tracking.files import read_json
 from baoc.tracking.metrics import METRICS_FILE
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from baoc.errors import CheckpointError
-from baoc.tracking.seal import seal_holds
+from baoc.tracking.checksum import seal_holds
 from baoc.units import format_bytes
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from typing import Any
 from optuna.trial import FrozenTrial
 
 from baoc.config.environment import commit
-from baoc.frontier import doublings, hypervolume
+from baoc.frontier.pareto import doublings, hypervolume
 from baoc.sweep.early import beaten_by, values_at
 from baoc.sweep.study import run_study
 from baoc.sweep.study_config import read_study

@@ -1,7 +1,7 @@
 """Fronts of BAOC, of uniform specs and of random feasible allocations over the same budgets, for all three tasks.
 
     python -m experiments.benchmarks.fronts FOLDER OUT --seeds 0 1 2 --seconds 450
-    python -m baoc.sweep.report FOLDER --out OUT      # the page with the three fronts side by side
+    python -m baoc.frontier.report FOLDER --out OUT      # the page with the three fronts side by side
 
 One study whose trials are all listed beforehand, seeds first, so that time that runs out costs seeds and not tasks
 (--models dit,llama vit: vit's seeds come after all of the others'); killed, the same command goes on. With --collect
@@ -21,10 +21,10 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from baoc.frontier import doublings, hypervolume, pareto
+from baoc.frontier.kinds import family_of
+from baoc.frontier.pareto import doublings, hypervolume, pareto
+from baoc.frontier.runs import RunFolder, find_runs
 from baoc.sweep.calibrate import WEIGHT
-from baoc.sweep.kinds import family_of
-from baoc.sweep.runs import RunFolder, find_runs
 from baoc.sweep.study import run_study
 from baoc.sweep.study_config import StudyConfig, read_study
 from baoc.tracking.files import read_json, write_csv

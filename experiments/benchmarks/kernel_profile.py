@@ -27,7 +27,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 from matrix_step import SPECS, least_bytes, make_engine, name_of  # noqa: E402
 from optimizer_step import MODELS, clean, copy_gbps, events_ms  # noqa: E402
 
-from baoc.kernels import Cut, Engine
+from baoc.kernels import Cut, Engine  # noqa: E402
 from baoc.kernels.triton import means_plan  # noqa: E402
 from baoc.kernels.triton.kinds import codec_bytes  # noqa: E402
 from baoc.kernels.triton.matrix_kinds import whole_lines  # noqa: E402

@@ -31,8 +31,8 @@ from baoc.assembly import session_settings  # noqa: E402
 from baoc.config.compose import compose  # noqa: E402
 from baoc.config.from_hydra import from_hydra  # noqa: E402
 from baoc.config.resolve import resolve  # noqa: E402
-from baoc.devices import CARDS  # noqa: E402
 from baoc.errors import InfeasibleBudgetError  # noqa: E402
+from baoc.profiling.cards import CARDS  # noqa: E402
 from baoc.train import build, quieten  # noqa: E402
 from baoc.training.measure.absent_card import plan_for  # noqa: E402
 from baoc.units import GIB  # noqa: E402

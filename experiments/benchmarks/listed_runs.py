@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from baoc.sweep.runs import find_runs
+from baoc.frontier.runs import find_runs
 from baoc.tracking.files import write_csv
 from experiments.benchmarks.fronts import device_of, paired, run_until, study_of
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from baoc.errors import BadInputError
+from baoc.frontier.runs import find_runs
 from baoc.sweep.calibrate import UNIT, winner_of
 from baoc.sweep.damage import LEAST_RUNS, Damage, damages, held_out, ranks
-from baoc.sweep.runs import find_runs
 from baoc.sweep.status import load
 from baoc.tracking.files import write_csv
 

@@ -16,8 +16,8 @@ from typing import Any
 import yaml
 
 from baoc.config import assets
+from baoc.frontier.runs import find_runs
 from baoc.sweep.calibrate import WEIGHT, winner_of
-from baoc.sweep.runs import find_runs
 from baoc.sweep.status import load
 from baoc.sweep.study import run_study
 from baoc.sweep.study_config import StudyConfig, read_study

@@ -20,8 +20,8 @@ from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
 
-from baoc.frontier import pareto
-from baoc.sweep.runs import find_runs
+from baoc.frontier.pareto import pareto
+from baoc.frontier.runs import find_runs
 from baoc.tracking.files import write_csv
 from experiments.benchmarks.fronts import run_until, study_of
 from experiments.benchmarks.sampler_race import (

@@ -32,10 +32,10 @@ import yaml
 from optuna.trial import FrozenTrial, TrialState
 
 from baoc.config.environment import commit
-from baoc.frontier import MOST_DOUBLINGS, doublings, hypervolume
+from baoc.frontier.pareto import MOST_DOUBLINGS, doublings, hypervolume
+from baoc.frontier.runs import ABOUT
 from baoc.sweep import children
 from baoc.sweep.early import violated
-from baoc.sweep.runs import ABOUT
 from baoc.sweep.sampling import tpe_startup
 from baoc.sweep.storage import open_storage, storage_url
 from baoc.sweep.study import run_study

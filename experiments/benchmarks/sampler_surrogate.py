@@ -26,7 +26,7 @@ from optuna.samplers import BaseSampler, TPESampler
 from optuna.trial import TrialState, create_trial
 from scipy.optimize import minimize
 
-from baoc.frontier import hypervolume
+from baoc.frontier.pareto import hypervolume
 from baoc.sweep.sampling import make_sampler, point_of
 from baoc.sweep.study_config import StudyConfig
 from baoc.tracking.files import write_csv

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from baoc.sweep import picture
-from baoc.sweep.report import main
+from baoc.frontier import picture
+from baoc.frontier.report import main
 from tests.unit.test_sweep_page import three_families
 
 

@@ -1,7 +1,6 @@
 """What a command leaves in its folders and what it exits with, with a stand-in for the training itself."""
 
 import errno
-import importlib
 import json
 import logging
 import os
@@ -61,12 +60,8 @@ def training(monkeypatch, tmp_path: Path) -> Callable[[Train], list[str]]:
 @pytest.fixture
 def frontiers(monkeypatch) -> list[Path]:
     """Folders that a frontier was asked of."""
-    for name in ("picture", "wandb_frontier"):  # of the package itself: the stand-in has none
-        importlib.import_module(f"baoc.sweep.{name}")
     asked: list[Path] = []
-    module = ModuleType("baoc.sweep")
-    module.__dict__["frontier_of"] = asked.append
-    monkeypatch.setitem(sys.modules, "baoc.sweep", module)
+    monkeypatch.setattr("baoc.frontier.folders.frontier_of", asked.append)
     return asked
 
 

@@ -23,11 +23,11 @@ from baoc.config.schema import (
     TaskConfig,
 )
 from baoc.core.budgets import parse_budget
-from baoc.devices import CARDS
 from baoc.errors import BadInputError, InfeasibleBudgetError
+from baoc.frontier.planned import planned_frontier, plans_of
 from baoc.profiling import probe_footprint
+from baoc.profiling.cards import CARDS
 from baoc.profiling.lowered import as_native
-from baoc.sweep.planned import planned_frontier, plans_of
 from baoc.tasks.base import Task
 from baoc.training.measure.absent_card import card_of, planned_axes
 from baoc.types import Footprint

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from baoc.sweep import frontier_of
+from baoc.frontier.folders import frontier_of
+from baoc.frontier.wandb_frontier import log_frontier
 from baoc.sweep.dashboard import COLUMNS, main, panels
-from baoc.sweep.wandb_frontier import log_frontier
 from baoc.tracking.files import write_json
 from tests.integration.test_wandb_offline import job as wandb_job
 from tests.integration.test_wandb_offline import one, records

@@ -29,8 +29,8 @@ def test_it_holds_configuration_experiments_and_data(wheel: Path):
         "baoc/data/digits.npz",
         "baoc/kernels/cpp/step.cpp",  # compiled where it runs, with its headers
         "baoc/kernels/cpp/numbers.h",
-        "baoc/sweep/assets/page.html",
-        "baoc/sweep/assets/page.js",
+        "baoc/frontier/assets/page.html",
+        "baoc/frontier/assets/page.js",
         "hydra_plugins/baoc_sweeper.py",
     } <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baoc.frontier import MOST_DOUBLINGS, Objective, build_frontier, hypervolume, hypervolume_history, pareto
+from baoc.frontier.pareto import MOST_DOUBLINGS, Objective, build_frontier, hypervolume, hypervolume_history, pareto
 from tests.unit.test_frontier import point
 
 SIDE = 5

@@ -7,7 +7,7 @@ from baoc.core.catalogue import NATIVE
 from baoc.core.rule_tags import RULE_INFOS
 from tests.decision import RULES
 
-CORE = ("baoc.core", "baoc.planning", "baoc.frontier", "baoc.types", "baoc.errors", "baoc.units")
+CORE = ("baoc.core", "baoc.planning", "baoc.frontier.pareto", "baoc.types", "baoc.errors", "baoc.units")
 IMPORTS = """
 import sys
 from importlib import import_module

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from baoc.errors import BadInputError
-from baoc.frontier import (
+from baoc.frontier.pareto import (
     Objective,
     build_frontier,
     doublings,

@@ -10,7 +10,7 @@ import torch
 from baoc.callbacks import AsideCheckpointIO
 from baoc.errors import CheckpointError
 from baoc.tracking import load_checked, resolve_resume
-from baoc.tracking.seal import seal_holds
+from baoc.tracking.checksum import seal_holds
 
 
 def save(path: Path, *, step: int) -> Path:

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from baoc.errors import BadInputError
-from baoc.sweep import frontier_of
+from baoc.frontier.folders import frontier_of
 from baoc.tracking.files import write_json
 from baoc.types import Quality
 from tests.values import make_result

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from baoc.sweep import frontier_of
-from baoc.sweep.kinds import family_of
-from baoc.sweep.page import MOST_CURVE_POINTS, page_data
-from baoc.sweep.report import main
-from baoc.sweep.runs import find_runs
+from baoc.frontier.folders import frontier_of
+from baoc.frontier.kinds import family_of
+from baoc.frontier.page import MOST_CURVE_POINTS, page_data
+from baoc.frontier.report import main
+from baoc.frontier.runs import find_runs
 from baoc.tracking.files import write_json
 from tests.unit.test_sweep_frontier import error, job
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from baoc.frontier import Objective
-from baoc.sweep.frontier import title_of
-from baoc.sweep.page import page_data, short_names
-from baoc.sweep.runs import find_runs
-from baoc.sweep.verdict import Entry, headline, levels, sentence
+from baoc.frontier.folders import title_of
+from baoc.frontier.page import page_data, short_names
+from baoc.frontier.pareto import Objective
+from baoc.frontier.runs import find_runs
+from baoc.frontier.verdict import Entry, headline, levels, sentence
 from baoc.types import FrontierPoint
 from tests.unit.test_sweep_frontier import job
 

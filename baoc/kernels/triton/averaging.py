@@ -1,4 +1,4 @@
-"""Launches of what brings means along lines and columns up to date, before `baoc.kernels.triton.matrix` steps by them."""
+"""Launches of what brings means along lines and columns up to date, before `triton.matrix` steps by them."""
 
 from typing import TYPE_CHECKING
 

@@ -1,5 +1,5 @@
-"""FOAM's step of folds wherever they lie, padded or not, of elements that may be left out: what `baoc.kernels.triton.foam`
-falls back to, and what both compute with.
+"""FOAM's step of folds wherever they lie, padded or not, of elements that may be left out: what `foam` falls
+back to, and what both compute with.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false

@@ -1,7 +1,7 @@
 """What the fused step can do: rule x storage x weights, in families of rules that share kernels. Needs no Triton.
 
 A family is registered with `register`: its rules, how many programs a tensor gets, and the module with its launches.
-Tables, uploads, matching and graphs are the same for all; see `baoc.kernels.triton.table` and `baoc.kernels.triton.engine`.
+Tables, uploads, matching and graphs are the same for all; see `table` and `engine`.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""Marking non-finite gradients of all tables in one pass, in place: they become -0.0 (see `baoc.kernels.triton.matching`)."""
+"""Marking non-finite gradients of all tables in one pass, in place: they become -0.0 (see `matching`)."""
 
 from collections.abc import Sequence
 

@@ -1,7 +1,7 @@
 """The Muon step: momentum, a batch of matrices orthogonalized in bf16 on tensor cores, and the update, by batches.
 
 Matrices of one shape lie stacked in a room that is taken for the step and given back after it. The eager twin is
-`baoc.optim.rules.muon`. Where updates are matched, the factor is known before weights are touched, because a matrix's whole
+`optim.rules.muon`. Where updates are matched, the factor is known before weights are touched, because a matrix's whole
 update is: nothing is left to repair.
 """
 

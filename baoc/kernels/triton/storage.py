@@ -1,4 +1,4 @@
-"""How the fused step keeps states and weights: codecs as in `baoc.optim.codecs`, weights as in `baoc.kernels.weights`."""
+"""How the fused step keeps states and weights: codecs as in `optim.codecs`, weights as in `baoc.kernels.weights`."""
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
 # pyright: reportOperatorIssue=false, reportCallIssue=false, reportIndexIssue=false, reportRedeclaration=false

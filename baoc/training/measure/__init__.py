@@ -1,1 +1,1 @@
-"""What a plan needs to know before training: bytes and seconds, measured on this device or derived for an absent card."""
+"""What a plan needs to know: bytes and seconds, measured on this device or derived for an absent card."""

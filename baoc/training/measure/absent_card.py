@@ -22,7 +22,6 @@ from baoc.core.budgets import resolve_auto
 from baoc.core.catalogue import device_rows, with_placement
 from baoc.data.base import DataModule
 from baoc.decision import axes_of, leave
-from baoc.devices import CARDS, Card
 from baoc.errors import BadInputError
 from baoc.models.switches import disable_checkpointing, enable_checkpointing
 from baoc.online import SessionSettings, step_temporaries
@@ -36,6 +35,7 @@ from baoc.planning.planner import Planner
 from baoc.planning.risk import RISKS
 from baoc.planning.stored_profile import read_profile, transferred
 from baoc.profiling import describe
+from baoc.profiling.cards import CARDS, Card
 from baoc.profiling.depth import LONG, SHORT, Layers, extended, layers_of
 from baoc.profiling.device import LATE_MODULES_BYTES
 from baoc.profiling.footprint import FRAGMENTATION, PAGES_BYTES

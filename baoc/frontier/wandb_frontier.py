@@ -10,10 +10,10 @@ from typing import Any
 
 import yaml
 
-from baoc.frontier import Frontier, frontier_rows
-from baoc.sweep.frontier import SweepFrontier
-from baoc.sweep.kinds import AXES
-from baoc.sweep.runs import CONFIG, about_study
+from baoc.frontier.folders import SweepFrontier
+from baoc.frontier.kinds import AXES
+from baoc.frontier.pareto import Frontier, frontier_rows
+from baoc.frontier.runs import CONFIG, about_study
 from baoc.tracking.console import say
 from baoc.tracking.wandb_run import open_run
 

@@ -13,7 +13,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from baoc.sweep.kinds import (
+from baoc.frontier.kinds import (
     Grouping,
     Names,
     apart,
@@ -29,8 +29,8 @@ from baoc.sweep.kinds import (
     quality_of,
     volumes,
 )
-from baoc.sweep.runs import Kind, RunFolder, result_of
-from baoc.sweep.verdict import Entry, Level, levels, sentence
+from baoc.frontier.runs import Kind, RunFolder, result_of
+from baoc.frontier.verdict import Entry, Level, levels, sentence
 from baoc.tracking.files import read_json, read_jsonl, write_text
 from baoc.types import FrontierPoint
 
@@ -52,7 +52,7 @@ def write_page(runs: Sequence[RunFolder], *, path: Path, title: str) -> None:
     """Writes the page, Plotly's script included (about 4.5 MB)."""
     from plotly.offline import get_plotlyjs
 
-    assets = files("baoc.sweep") / "assets"
+    assets = files("baoc.frontier") / "assets"
     data = json.dumps(page_data(runs, title=title), allow_nan=False).replace("</", "<\\/")
     text = (assets / "page.html").read_text(encoding="utf-8")
     for mark, value in (

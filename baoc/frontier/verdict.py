@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite, sqrt
 
-from baoc.frontier import Objective
+from baoc.frontier.pareto import Objective
 from baoc.types import FrontierPoint
 from baoc.units import format_bytes
 

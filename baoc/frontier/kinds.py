@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from baoc.frontier import Frontier, Objective, build_frontier, hypervolume_history, knee, over_seeds
-from baoc.sweep.runs import Kind, RunFolder, failed, labels, point, result_of
+from baoc.frontier.pareto import Frontier, Objective, build_frontier, hypervolume_history, knee, over_seeds
+from baoc.frontier.runs import Kind, RunFolder, failed, labels, point, result_of
 from baoc.types import FailedRun, FrontierPoint
 
 AXES = ("peak_bytes", "state_bytes")  # what quality is traded for

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from baoc.errors import BadInputError
-from baoc.frontier import MEASURE, Frontier, frontier_rows
-from baoc.sweep.kinds import (
+from baoc.frontier.kinds import (
     ALL,
     Names,
     by_kind,
@@ -21,8 +20,9 @@ from baoc.sweep.kinds import (
     quality_of,
     study_volumes,
 )
-from baoc.sweep.page import write_page
-from baoc.sweep.runs import ABOUT, Kind, RunFolder, find_runs
+from baoc.frontier.page import write_page
+from baoc.frontier.pareto import MEASURE, Frontier, frontier_rows
+from baoc.frontier.runs import ABOUT, Kind, RunFolder, find_runs
 from baoc.tracking.console import print_frontier, print_studies
 from baoc.tracking.files import write_csv
 from baoc.types import FailedRun
