@@ -2,7 +2,7 @@
 
 import sys
 
-from baoc.config.cli import main
+from baoc.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

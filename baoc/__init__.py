@@ -7,13 +7,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from baoc.dropin import BaocOptimizer
-    from baoc.strategy import BaocStrategy
+    from baoc.training.lightning import BaocStrategy
+    from baoc.training.plain_loop import BaocOptimizer
 
 __version__ = "0.1.0"
 __all__ = ["BaocOptimizer", "BaocStrategy", "__version__"]
 
-_LAZY = {"BaocOptimizer": "baoc.dropin", "BaocStrategy": "baoc.strategy"}
+_LAZY = {"BaocOptimizer": "baoc.training.plain_loop", "BaocStrategy": "baoc.training.lightning"}
 
 
 def __getattr__(name: str) -> Any:

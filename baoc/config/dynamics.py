@@ -28,7 +28,7 @@ class ScheduleEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelaxationConfig:
-    """Late in training blocks that have calmed down give up state: see `baoc.online.relaxation`."""
+    """Late in training blocks that have calmed down give up state: see `baoc.training.reallocation.relaxation`."""
 
     from_step: int | None = None
     every: int = 100

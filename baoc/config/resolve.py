@@ -14,7 +14,8 @@ from baoc.models import ModelSize, choose_size
 class Resolved:
     """`reasons`: one sentence for each value that was chosen, for the start-up summary.
 
-    `open`: micro-batch and checkpointing are still to be decided (`baoc.decision`); `micro_batch` is a stand-in then.
+    `open`: micro-batch and checkpointing are still to be decided (`training.measure.microbatch_search`);
+    `micro_batch` is a stand-in then.
     """
 
     config: RunConfig

@@ -235,7 +235,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """One run, whole: what `baoc.train.run` is given and what `config.yaml` in the run folder says."""
+    """One run, whole: what `baoc.training.run.run` is given and what `config.yaml` in the run folder says."""
 
     name: str = "run"
     seed: int = 0

@@ -8,8 +8,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from baoc.cli.problems import explain
 from baoc.config.from_hydra import from_hydra
-from baoc.config.problems import explain
 from baoc.errors import BadInputError
 from baoc.sweep.study_config import Param, StudyConfig
 

@@ -4,9 +4,10 @@ Composing once fills what a first composing fills: Hydra's plugins, its grammar'
 sweeps/. Trials inherit all of it, and then compose in half the time.
 """
 
-from baoc import data, train
-from baoc.config import cli
+from baoc import data
+from baoc.cli import main as cli
 from baoc.config.compose import compose
+from baoc.training import run as train
 
 __all__ = ["cli", "data", "train"]
 

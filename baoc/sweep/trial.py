@@ -13,7 +13,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from baoc.config.failures import BUG, INTERRUPTED
+from baoc.cli.failures import BUG, INTERRUPTED
 from baoc.errors import BadInputError, BudgetBreachedError, DivergedError, InfeasibleBudgetError
 from baoc.frontier.runs import CONFIG, ERROR, RESULT
 from baoc.sweep import children
@@ -21,7 +21,7 @@ from baoc.sweep.memory import num_out_of_memory
 from baoc.tracking.files import read_json
 from baoc.tracking.metrics import METRICS_FILE
 
-COMMAND = "import sys; from baoc.config.cli import main; sys.exit(main(sys.argv[1:], single=True))"
+COMMAND = "import sys; from baoc.cli.main import main; sys.exit(main(sys.argv[1:], single=True))"
 LOCK, LOG = "trial.lock", "trial.log"
 INFEASIBLE, BREACHED = InfeasibleBudgetError.exit_code, BudgetBreachedError.exit_code  # answers, not failures
 _PLAIN = re.compile(r"[A-Za-z0-9_./:+@-]+")  # what Hydra reads without quotes

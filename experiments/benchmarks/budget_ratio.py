@@ -71,10 +71,10 @@ MEASURED = (
 
 def run_case(name: str, *, steps: int, warm: int, folder: Path) -> None:
     """One case in this process, which ends with it; what it says goes to a log in its folder."""
-    from baoc import assembly
-    from baoc import train as training
     from baoc.config.compose import compose
     from baoc.config.from_hydra import from_hydra
+    from baoc.training import run as training
+    from baoc.training import trainer as assembly
 
     folder.mkdir(parents=True, exist_ok=True)
     log = os.open(folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from baoc.config.cli import main as run  # noqa: E402
+from baoc.cli.main import main as run  # noqa: E402
 from baoc.planning.planner import Planner  # noqa: E402
 from baoc.types import Plan, Profile  # noqa: E402
 

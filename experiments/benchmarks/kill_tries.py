@@ -28,8 +28,6 @@ sys.path.insert(0, str(ROOT))
 
 import lightning as L  # noqa: E402
 
-from baoc import assembly  # noqa: E402
-from baoc import train as training  # noqa: E402
 from baoc.config.environment import commit  # noqa: E402
 from baoc.config.schema import (  # noqa: E402
     CheckpointConfig,
@@ -41,6 +39,8 @@ from baoc.config.schema import (  # noqa: E402
 from baoc.core.budgets import parse_budget  # noqa: E402
 from baoc.errors import BaocError  # noqa: E402
 from baoc.tracking import load_checked, read_metrics, resolve_resume  # noqa: E402
+from baoc.training import run as training  # noqa: E402
+from baoc.training import trainer as assembly  # noqa: E402
 
 STEPS = 60
 CLOCKS = ("time_s", "time/step_ms", "throughput/samples_per_s", "memory/rss_gib", "memory/peak_gib")

@@ -27,14 +27,14 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from baoc.assembly import session_settings  # noqa: E402
 from baoc.config.compose import compose  # noqa: E402
 from baoc.config.from_hydra import from_hydra  # noqa: E402
 from baoc.config.resolve import resolve  # noqa: E402
 from baoc.errors import InfeasibleBudgetError  # noqa: E402
 from baoc.profiling.cards import CARDS  # noqa: E402
-from baoc.train import build, quieten  # noqa: E402
 from baoc.training.measure.absent_card import plan_for  # noqa: E402
+from baoc.training.run import build, quieten  # noqa: E402
+from baoc.training.trainer import session_settings  # noqa: E402
 from baoc.units import GIB  # noqa: E402
 
 SHAPES = {2048: (5461, 32), 4096: (11008, 32)}  # width -> hidden, heads
@@ -70,8 +70,8 @@ RUN = """
 import atexit, runpy, sys, time
 began = time.monotonic()
 import torch
-from baoc import assembly
-from baoc.callbacks import SafeCheckpoint
+from baoc.training import trainer as assembly
+from baoc.training.callbacks import SafeCheckpoint
 SafeCheckpoint._save_last = SafeCheckpoint._save_best = lambda *_, **__: None
 torch.nn.Linear.reset_parameters = lambda self: None
 draw, some = torch.Tensor.normal_, torch.empty(2**20 + 7).normal_()

@@ -22,16 +22,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from baoc import train as training  # noqa: E402
 from baoc.config.compose import compose  # noqa: E402
 from baoc.config.environment import commit  # noqa: E402
 from baoc.config.from_hydra import from_hydra  # noqa: E402
 from baoc.config.resolve import resolve  # noqa: E402
 from baoc.models.switches import disable_checkpointing, enable_checkpointing  # noqa: E402
 from baoc.profiling.tracker import MemoryTracker  # noqa: E402
-from baoc.strategy.probe import silent  # noqa: E402
-from baoc.strategy.trials import Trials, resized  # noqa: E402
+from baoc.training import run as training  # noqa: E402
 from baoc.training.measure.absent_card import fake_, fake_batch  # noqa: E402
+from baoc.training.measure.microbatches import Trials, resized  # noqa: E402
+from baoc.training.measure.probe import silent  # noqa: E402
 
 TEXT = ("model=llama", "model.vocab_size=32000", "dataset.sequence_length=512", "batch_size=8")
 ON_CUDA = {

@@ -26,10 +26,11 @@ from torch import Tensor, nn  # noqa: E402
 
 from baoc import BaocOptimizer  # noqa: E402
 from baoc.config.environment import commit  # noqa: E402
-from baoc.online import ReallocationSettings, SessionSettings  # noqa: E402
 from baoc.planning.planner import PlannerSettings  # noqa: E402
 from baoc.profiling import GradientProfiler  # noqa: E402
 from baoc.profiling.schedule import LARGE_PARAMS, LATER_SHARE, MAX_S, MAX_SHARE  # noqa: E402
+from baoc.training.reallocation import ReallocationSettings  # noqa: E402
+from baoc.training.session import SessionSettings  # noqa: E402
 
 VOCABULARY, LENGTH = 256, 64
 SIZES = {"small": (64, 4, 32), "large": (384, 6, 4)}  # width, depth, batch: below and above 10M parameters

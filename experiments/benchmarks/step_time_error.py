@@ -28,14 +28,16 @@ from lightning.pytorch.strategies import Strategy
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from baoc import decision  # noqa: E402
-from baoc import train as training  # noqa: E402
 from baoc.config.compose import compose  # noqa: E402
 from baoc.config.environment import commit  # noqa: E402
 from baoc.config.from_hydra import from_hydra  # noqa: E402
 from baoc.errors import BaocError  # noqa: E402
 from baoc.optim import BlockwiseOptimizer  # noqa: E402
-from baoc.strategy import BaocStrategy, probe, trials  # noqa: E402
+from baoc.training import run as training  # noqa: E402
+from baoc.training.lightning import BaocStrategy  # noqa: E402
+from baoc.training.measure import microbatch_search as decision  # noqa: E402
+from baoc.training.measure import microbatches as trials  # noqa: E402
+from baoc.training.measure import probe  # noqa: E402
 
 QUIET = (
     "trainer.enable_progress_bar=false",

@@ -29,18 +29,18 @@ x = float(words["x"])
 result = {"quality": {"value": (x - 0.3) ** 2}, "state_bytes": int(100 * x), "peak_bytes": 1, "samples_per_s": 1.0}
 json.dump(result, open(os.path.join(words["hydra.run.dir"], "result.json"), "w"))
 """
-# Training alone (baoc.train.run), by the clock and in processor time; composing counts as the study's.
+# Training alone (baoc.training.run.run), by the clock and in processor time; composing counts as the study's.
 TIMED = """
 import json, sys, time
-import baoc.train
-from baoc.config.cli import main
-run, kept = baoc.train.run, {}
+import baoc.training.run
+from baoc.cli.main import main
+run, kept = baoc.training.run.run, {}
 def timed(config, *, run_dir, command):
     wall, cpu = time.monotonic(), time.process_time()
     result = run(config, run_dir=run_dir, command=command)
     kept.update(wall=time.monotonic() - wall, cpu=time.process_time() - cpu, folder=run_dir)
     return result
-baoc.train.run = timed
+baoc.training.run.run = timed
 code = main(sys.argv[1:], single=True)
 told = {"wall": kept["wall"], "cpu": kept["cpu"], "process_cpu": time.process_time()}
 (kept["folder"] / "seconds.json").write_text(json.dumps(told))

@@ -3,13 +3,13 @@
 from dataclasses import fields
 from typing import get_args, get_type_hints
 
-from baoc import train
 from baoc.config.schema import RunConfig
 from baoc.optim import checkpoint
 from baoc.optim.codecs.base import Codec
 from baoc.optim.rules.base import UpdateRule
 from baoc.tracking.checkpoints import CHECKPOINT_SCHEMA
 from baoc.tracking.metrics import METRICS_SCHEMA
+from baoc.training import run as train
 from baoc.types import Axis, Candidate, GradientStats, OptimizerSpec, RuleInfo, StateDecl, StateKind, StateLayout
 
 

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from baoc import BaocStrategy
-from baoc.callbacks import BudgetControl, MemoryMonitor
-from baoc.callbacks.growth import grown, saved_by_forward
 from baoc.errors import BudgetBreachedError
-from baoc.online import ReallocationSettings, SessionSettings
+from baoc.training.callbacks import BudgetControl, MemoryMonitor
+from baoc.training.callbacks.growth import grown, saved_by_forward
+from baoc.training.reallocation import ReallocationSettings
+from baoc.training.session import SessionSettings
 from tests.tiny import LIGHTNING_NOISE, TinyBatches, TinyModule, tiny_trainer
 
 pytestmark = LIGHTNING_NOISE

@@ -12,15 +12,15 @@ from typing import Any
 import lightning as L
 import pytest
 
-from baoc import assembly
-from baoc import train as training
-from baoc.callbacks import BudgetControl, budget_control
 from baoc.config.dynamics import DynamicsConfig, RelaxationConfig, ScheduleEntry
 from baoc.config.schema import ReallocationConfig
 from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError, InfeasibleBudgetError
-from baoc.strategy import strategy as strategy_module
 from baoc.tracking import load_checked
+from baoc.training import lightning as strategy_module
+from baoc.training import run as training
+from baoc.training import trainer as assembly
+from baoc.training.callbacks import BudgetControl, budget_control
 from baoc.types import Budget, RunResult
 from baoc.units import GIB
 from tests.integration.test_run import config, logged

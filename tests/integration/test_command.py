@@ -2,7 +2,7 @@
 
 import pytest
 
-from baoc.config.listing import LISTS, lines
+from baoc.cli.listing import LISTS, lines
 from baoc.core.budgets import PRESETS
 from baoc.core.catalogue import NATIVE
 from baoc.errors import BadInputError
@@ -14,7 +14,7 @@ HEAVY = "{'torch', 'lightning', 'transformers', 'numpy', 'scipy', 'wandb', 'optu
 def heavy_modules_after(argv: list[str]) -> str:
     """Code that runs a command line and prints its exit code and the heavy modules it has imported."""
     return (
-        "import sys\nfrom baoc.config.cli import main\n"
+        "import sys\nfrom baoc.cli.main import main\n"
         f"code = main({argv!r})\nprint('\\nEXIT', code, sorted({HEAVY} & set(sys.modules)))"
     )
 
@@ -97,7 +97,7 @@ def test_run_py_is_the_same_command(run_python):
 
 def test_a_reader_that_goes_away_is_no_bug(run_python):
     code = (
-        "import os, sys\nfrom baoc.config.cli import main\n"
+        "import os, sys\nfrom baoc.cli.main import main\n"
         "reading, writing = os.pipe()\nos.close(reading)\nos.dup2(writing, 1)\nsys.exit(main(['--list', 'specs']))"
     )
     done = run_python(code)

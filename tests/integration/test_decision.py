@@ -14,16 +14,16 @@ import pytest
 import torch
 from torch import nn
 
-from baoc import train as training
 from baoc.config.schema import ModelConfig, OptimConfig, ReallocationConfig
 from baoc.core.budgets import parse_budget
-from baoc.decision import axes_of, choose
 from baoc.errors import BadInputError, InfeasibleBudgetError
-from baoc.online.assemble import make_profiler
 from baoc.planning.microbatch import Axes, Trial
-from baoc.strategy.trials import Trials, grow
 from baoc.tasks.base import Task
-from baoc.tryouts import Tryouts
+from baoc.training import run as training
+from baoc.training.measure.measurements import Tryouts
+from baoc.training.measure.microbatch_search import axes_of, choose
+from baoc.training.measure.microbatches import Trials, grow
+from baoc.training.session import make_profiler
 from baoc.types import Option, RunResult
 from tests.integration.test_run import config
 from tests.tiny import LIGHTNING_NOISE
@@ -125,9 +125,9 @@ def standing_in(monkeypatch: pytest.MonkeyPatch, *, has_room: Callable[[dict[str
 
     run_trial = Trials.run
     monkeypatch.setattr(Trials, "run", capped)
-    monkeypatch.setattr("baoc.tryouts.uncapped", uncapped)
-    monkeypatch.setattr("baoc.decision.uncapped", uncapped)
-    monkeypatch.setattr("baoc.decision.cap_device", cap)
+    monkeypatch.setattr("baoc.training.measure.measurements.uncapped", uncapped)
+    monkeypatch.setattr("baoc.training.measure.microbatch_search.uncapped", uncapped)
+    monkeypatch.setattr("baoc.training.measure.microbatch_search.cap_device", cap)
 
 
 @pytest.mark.parametrize("context", [False, True])
@@ -135,7 +135,7 @@ def test_where_not_even_a_trial_has_room_the_refusal_names_what_would_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, context: bool
 ):
     standing_in(monkeypatch, has_room=lambda _: False, context=context)
-    monkeypatch.setattr("baoc.decision.time_specs", None)  # there is no room to time anything
+    monkeypatch.setattr("baoc.training.measure.microbatch_search.time_specs", None)  # there is no room to time anything
     budget = parse_budget({"memory": "1mb", "step_time": 1.1} if context else "1mb")
     with pytest.raises(InfeasibleBudgetError, match=r"cannot be met by any of 14 options.*least that one takes is"):
         run(tmp_path / "day" / "none", budget=budget)
@@ -160,7 +160,7 @@ def test_where_the_profiler_has_no_room_the_plan_is_refused_by_number(tmp_path: 
             raise torch.OutOfMemoryError("CUDA out of memory")
         return make_profiler(*given, **settings)
 
-    monkeypatch.setattr(sys.modules["baoc.online.assemble"], "make_profiler", built)
+    monkeypatch.setattr(sys.modules["baoc.training.session"], "make_profiler", built)
     with pytest.raises(InfeasibleBudgetError, match="and the least feasible is"):
         run(tmp_path / "day" / "none", budget=parse_budget("1mb"), micro_batch=None)
     assert not list(tries)
@@ -211,7 +211,7 @@ def test_an_option_that_is_slower_than_its_line_promised_gives_way(monkeypatch: 
     known.append(8)  # as one of those that lines were made of
     assert getattr(choose(options(), objective="throughput", tried=tried)[1], "micro_batch", None) == 8
     assert known == [8, 64]
-    monkeypatch.setattr("baoc.decision.LATE", 1)
+    monkeypatch.setattr("baoc.training.measure.microbatch_search.LATE", 1)
     for late, expected in ((False, 8), (True, 64)):
         known.clear()
         found = choose(options(), objective="throughput", tried=tried, late=lambda late=late: late)[1]

@@ -10,15 +10,16 @@ import torch
 from safetensors.torch import load_file
 
 from baoc import BaocStrategy
-from baoc import train as training
 from baoc.config.schema import CatalogueConfig, ModelConfig, ReallocationConfig, RunConfig, TaskConfig, TrainerConfig
 from baoc.core.budgets import parse_budget
 from baoc.data import build_data
 from baoc.models import build_model
-from baoc.online import ReallocationSettings, SessionSettings
 from baoc.planning.planner import PlannerSettings
 from baoc.tasks import build_task
 from baoc.tracking import load_checked
+from baoc.training import run as training
+from baoc.training.reallocation import ReallocationSettings
+from baoc.training.session import SessionSettings
 from baoc.types import RunResult
 from tests.tiny import tiny_trainer
 

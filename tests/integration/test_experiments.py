@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from baoc import train
 from baoc.config import assets
 from baoc.config.compose import compose
 from baoc.config.from_hydra import from_hydra
 from baoc.config.schema import RunConfig
+from baoc.training import run as train
 from tests.tiny import LIGHTNING_NOISE
 
 pytestmark = [LIGHTNING_NOISE, pytest.mark.filterwarnings("ignore:.*does not have many workers.*")]

@@ -10,11 +10,12 @@ from lightning.fabric.utilities import optimizer as lightning_optimizer
 from baoc import BaocStrategy
 from baoc.errors import BadInputError
 from baoc.kernels import host_memory
-from baoc.online import ReallocationSettings, SessionSettings
 from baoc.optim.backends.updated import UpdatedBackend
 from baoc.optim.overlap import Ahead
 from baoc.planning.placement import staging_bytes
 from baoc.planning.planner import PlannerSettings
+from baoc.training.reallocation import ReallocationSettings
+from baoc.training.session import SessionSettings
 from tests.integration.test_strategy import QUIET, Classifier, fit, loader, same
 from tests.placing import PLACES, rings
 

@@ -13,8 +13,8 @@ from types import ModuleType
 import pytest
 import yaml
 
-from baoc.config import jobs
-from baoc.config.cli import main
+from baoc.cli import jobs
+from baoc.cli.main import main
 from baoc.config.from_hydra import read_config
 from baoc.config.schema import RunConfig
 from baoc.errors import InfeasibleBudgetError, TrainingFailedError
@@ -39,7 +39,7 @@ def own_logging() -> Iterator[None]:
 
 @pytest.fixture
 def training(monkeypatch, tmp_path: Path) -> Callable[[Train], list[str]]:
-    """`training(body)`: baoc.train.run calls `body` instead; returns the commands it was given. Runs in tmp_path."""
+    """`training(body)`: `training.run.run` calls `body` instead; returns the commands it was given. Runs in tmp_path."""
     commands: list[str] = []
 
     def install(body: Train) -> list[str]:
@@ -48,9 +48,9 @@ def training(monkeypatch, tmp_path: Path) -> Callable[[Train], list[str]]:
             body(config, run_dir, command)
             (run_dir / "result.json").write_text("{}")
 
-        module = ModuleType("baoc.train")
+        module = ModuleType("baoc.training.run")
         module.__dict__["run"] = run
-        monkeypatch.setitem(sys.modules, "baoc.train", module)
+        monkeypatch.setitem(sys.modules, "baoc.training.run", module)
         return commands
 
     monkeypatch.chdir(tmp_path)
@@ -156,7 +156,7 @@ def test_a_run_is_never_written_over_another(training, tmp_path: Path, capsys):
 HOLD = """
 import sys
 from pathlib import Path
-from baoc.config.claim import claimed
+from baoc.cli.run_lock import claimed
 with claimed(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

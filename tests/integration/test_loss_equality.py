@@ -16,9 +16,10 @@ from transformers import ViTConfig, ViTForImageClassification
 from baoc import BaocStrategy
 from baoc.data import build_data
 from baoc.models import build_model
-from baoc.online import ReallocationSettings, SessionSettings
 from baoc.planning.planner import PlannerSettings
 from baoc.tasks import OptimizerSettings, build_task
+from baoc.training.reallocation import ReallocationSettings
+from baoc.training.session import SessionSettings
 from tests.tiny import LIGHTNING_NOISE, tiny_trainer
 
 pytestmark = LIGHTNING_NOISE

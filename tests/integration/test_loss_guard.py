@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from baoc import BaocStrategy
-from baoc.callbacks import LossGuard, SafeCheckpoint
 from baoc.errors import BadInputError, TrainingFailedError
-from baoc.online import ReallocationSettings, SessionSettings
 from baoc.tasks.ema import EmaWeights
 from baoc.tracking import load_checked
+from baoc.training.callbacks import LossGuard, SafeCheckpoint
+from baoc.training.reallocation import ReallocationSettings
+from baoc.training.session import SessionSettings
 from tests.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
 
 pytestmark = LIGHTNING_NOISE

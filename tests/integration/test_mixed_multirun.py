@@ -11,7 +11,7 @@ ARGUMENTS = [
 
 def test_three_tasks_in_one_multirun_have_a_frontier_each(run_python, tmp_path: Path):
     code = (
-        "import sys\nfrom baoc.config.cli import main\nfrom baoc.tasks import conclusion\n"
+        "import sys\nfrom baoc.cli.main import main\nfrom baoc.tasks import conclusion\n"
         "conclusion.AFFORDABLE_ON_CPU = 0  # no samples: most of the time, and not asked about here\n"
         f"sys.exit(main({ARGUMENTS!r}))"
     )

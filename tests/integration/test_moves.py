@@ -9,15 +9,17 @@ import pytest
 import torch
 from torch import nn
 
-from baoc import train as training
 from baoc.config.dynamics import DynamicsConfig, ScheduleEntry
 from baoc.config.schema import ReallocationConfig
 from baoc.core.budgets import parse_budget
 from baoc.errors import InfeasibleBudgetError
-from baoc.online import ReallocationSettings, SessionSettings, assemble, reallocator
 from baoc.planning.planner import PlannerSettings
 from baoc.profiling import describe
 from baoc.profiling.tracker import MemoryTracker
+from baoc.training import run as training
+from baoc.training import session as assemble
+from baoc.training.reallocation import ReallocationSettings, reallocator
+from baoc.training.session import SessionSettings
 from baoc.types import Footprint
 from tests.integration.test_budget_control import Watch, events, run
 from tests.integration.test_run import config, logged

@@ -10,12 +10,12 @@ import lightning as L
 import pytest
 import torch
 
-from baoc import train as training
-from baoc.callbacks import SafeCheckpoint
-from baoc.config.failures import failure_of
+from baoc.cli.failures import failure_of
 from baoc.errors import OutputError
 from baoc.tracking import load_checked, read_metrics
 from baoc.tracking.jsonl import JsonlLogger
+from baoc.training import run as training
+from baoc.training.callbacks import SafeCheckpoint
 from tests.integration.test_run import config
 from tests.integration.test_wandb_offline import PLACES
 from tests.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer

@@ -11,9 +11,9 @@ from baoc.config.resolve import resolve
 from baoc.models.switches import enable_checkpointing
 from baoc.profiling.footprint import SCALARS_BYTES
 from baoc.profiling.lowered import narrowed
-from baoc.strategy.trials import Trials
-from baoc.train import build
 from baoc.training.measure.absent_card import fake_, fake_batch
+from baoc.training.measure.microbatches import Trials
+from baoc.training.run import build
 
 SIZES = {"llama": ("nano", 4), "vit": ("tiny", 8), "dit": ("tiny", 4), "unet": ("tiny", 4)}
 

@@ -12,7 +12,6 @@ from typing import cast
 import pytest
 import torch
 
-from baoc import train as training
 from baoc.config.schema import (
     CheckpointConfig,
     DatasetConfig,
@@ -29,6 +28,7 @@ from baoc.profiling import probe_footprint
 from baoc.profiling.cards import CARDS
 from baoc.profiling.lowered import as_native
 from baoc.tasks.base import Task
+from baoc.training import run as training
 from baoc.training.measure.absent_card import card_of, planned_axes
 from baoc.types import Footprint
 from tests.integration.test_run import config

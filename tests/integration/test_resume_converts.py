@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from baoc import train as training
 from baoc.config.schema import BlocksConfig, CatalogueConfig, ReallocationConfig, RiskConfig
 from baoc.core.budgets import parse_budget
 from baoc.tracking import load_checked
+from baoc.training import run as training
 from baoc.types import RunResult
 from tests.integration.test_run import config, run
 

@@ -10,8 +10,6 @@ from typing import Any
 import lightning as L
 import pytest
 
-from baoc import assembly
-from baoc import train as training
 from baoc.config.schema import (
     AllocatorConfig,
     CheckpointConfig,
@@ -24,6 +22,8 @@ from baoc.config.schema import (
 from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError, InfeasibleBudgetError, TrainingFailedError
 from baoc.tracking import read_metrics
+from baoc.training import run as training
+from baoc.training import trainer as assembly
 from baoc.types import RunResult
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
@@ -119,10 +119,10 @@ def test_stopped_and_resumed_it_is_the_same_run(whole, tmp_path, stop, monkeypat
 
     run_dir = tmp_path / "day" / "cut"
     whole_bar = assembly.progress_bar
-    monkeypatch.setattr("baoc.assembly.progress_bar", lambda **_: Kill())
+    monkeypatch.setattr("baoc.training.trainer.progress_bar", lambda **_: Kill())
     with pytest.raises(Killed):
         run(run_dir, trainer=replace(config().trainer, enable_progress_bar=True))
-    monkeypatch.setattr("baoc.assembly.progress_bar", whole_bar)
+    monkeypatch.setattr("baoc.training.trainer.progress_bar", whole_bar)
     resumed = run(run_dir, resume="auto")
     assert logged(run_dir) == logged(whole[0])
     assert resumed.quality == whole[1].quality

@@ -13,11 +13,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from baoc import BaocStrategy
 from baoc.errors import BadInputError, InfeasibleBudgetError
-from baoc.online import ReallocationSettings, SessionSettings
 from baoc.planning.planner import PlannerSettings
 from baoc.profiling import device as device_module
-from baoc.strategy import strategy as strategy_module
-from baoc.strategy.probe import Probe
+from baoc.training import lightning as strategy_module
+from baoc.training.measure.probe import Probe
+from baoc.training.reallocation import ReallocationSettings
+from baoc.training.session import SessionSettings
 
 QUIET = {
     "logger": False,
@@ -139,7 +140,7 @@ def test_a_look_counts_for_less_than_the_decision_where_it_takes_pages_more_alon
     assert decided is not None
     strategy.decided, look = decided, replace(decided, reserve_bytes=decided.reserve_bytes + 512)
     for page, nearest in ((512, decided), (511, look)):
-        monkeypatch.setattr("baoc.strategy.strategy.PAGES_BYTES", page)
+        monkeypatch.setattr("baoc.training.lightning.PAGES_BYTES", page)
         assert strategy._as_decided(look) == nearest
 
 

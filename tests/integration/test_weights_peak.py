@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from baoc import train as training
 from baoc.config.schema import CatalogueConfig
 from baoc.core.budgets import parse_budget
 from baoc.errors import InfeasibleBudgetError
+from baoc.training import run as training
 from tests.integration.test_run import config
 from tests.tiny import LIGHTNING_NOISE
 

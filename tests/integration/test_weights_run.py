@@ -11,9 +11,10 @@ from torch import nn
 
 from baoc import BaocStrategy
 from baoc.errors import BadInputError
-from baoc.online import ReallocationSettings, SessionSettings
 from baoc.optim import BlockwiseOptimizer
 from baoc.planning.planner import PlannerSettings
+from baoc.training.reallocation import ReallocationSettings
+from baoc.training.session import SessionSettings
 from tests.integration.test_strategy import QUIET, Classifier, fit, loader
 
 pytestmark = pytest.mark.filterwarnings(

@@ -19,10 +19,10 @@ from baoc.core.budgets import parse_budget
 from baoc.errors import InfeasibleBudgetError
 from baoc.profiling import device as device_module
 from baoc.profiling.footprint import PAGES_BYTES
-from baoc.strategy import arrival
-from baoc.strategy import strategy as strategy_module
-from baoc.strategy.probe import Probe
 from baoc.tasks.ema import EmaWeights
+from baoc.training import arriving_weights as arrival
+from baoc.training import lightning as strategy_module
+from baoc.training.measure.probe import Probe
 from tests.integration.test_strategy import QUIET, Classifier, fit, loader, same
 from tests.integration.test_weights_run import SPECS, run, strategy
 

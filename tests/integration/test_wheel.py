@@ -40,7 +40,7 @@ def test_it_holds_configuration_experiments_and_data(wheel: Path):
 def test_its_command_composes_without_a_checkout(wheel: Path, tmp_path: Path, run_python):
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     code = (
-        "import sys\nfrom baoc.config import assets\nfrom baoc.config.cli import main\n"
+        "import sys\nfrom baoc.config import assets\nfrom baoc.cli.main import main\n"
         "print(assets.root())\n"
         "sys.exit(main(['--cfg', 'job', 'experiments=digits_state_25', 'budget=7.5gb', '--resolve']))"
     )
@@ -52,4 +52,4 @@ def test_its_command_composes_without_a_checkout(wheel: Path, tmp_path: Path, ru
 
 def test_it_installs_the_command_baoc(wheel: Path):
     (entry,) = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith("entry_points.txt")]
-    assert "baoc = baoc.config.cli:main" in zipfile.ZipFile(wheel).read(entry).decode()
+    assert "baoc = baoc.cli.main:main" in zipfile.ZipFile(wheel).read(entry).decode()

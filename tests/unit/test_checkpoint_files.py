@@ -9,9 +9,9 @@ import torch
 
 from baoc.config.schema import RunConfig
 from baoc.errors import CheckpointError
-from baoc.resuming import find_checkpoint
 from baoc.tracking import load_checked, resolve_resume
 from baoc.tracking.checkpoints import newest_first
+from baoc.training.resume import find_checkpoint
 
 
 def save(path: Path, *, age_s: float = 0.0, **content: Any) -> Path:

@@ -3,8 +3,8 @@
 import pytest
 from hydra.errors import HydraException
 
+from baoc.cli.failures import failure_of
 from baoc.config.compose import compose
-from baoc.config.failures import failure_of
 from baoc.config.from_hydra import from_hydra
 
 

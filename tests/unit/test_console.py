@@ -9,7 +9,7 @@ import pytest
 
 from baoc.tracking import console
 from baoc.tracking.rows import collapsed_rows, plan_rows
-from baoc.train import quieten
+from baoc.training.run import quieten
 from baoc.types import (
     Allocation,
     BlockMove,

@@ -13,9 +13,9 @@ from baoc.config.resolve import resolve
 from baoc.models.switches import enable_checkpointing
 from baoc.profiling.as_on_cuda import LARGE_PAGE
 from baoc.profiling.depth import LONG, SHORT, extended, layers_of
-from baoc.strategy.trials import Trials
-from baoc.train import build
 from baoc.training.measure.absent_card import fake_, fake_batch
+from baoc.training.measure.microbatches import Trials
+from baoc.training.run import build
 
 CASES = {
     "llama": ("model=llama", "model.size=60m", "dataset.sequence_length=32"),

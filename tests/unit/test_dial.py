@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from baoc.callbacks.growth import grown
 from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError
-from baoc.online import BudgetChange, BudgetDial, RelaxationSettings
-from baoc.online.dial import check_order
-from baoc.online.relaxation import calm_blocks, lowered, offers
+from baoc.training.callbacks.growth import grown
+from baoc.training.reallocation import BudgetChange, BudgetDial, RelaxationSettings
+from baoc.training.reallocation.budget_schedule import check_order
+from baoc.training.reallocation.relaxation import calm_blocks, lowered, offers
 from baoc.types import Candidate, Cost, Footprint, Profile, Risk
 from tests.decision import stats
 from tests.values import make_plan

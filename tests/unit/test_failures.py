@@ -5,7 +5,7 @@ import errno
 import pytest
 from omegaconf.errors import ConfigAttributeError, InterpolationKeyError
 
-from baoc.config.failures import failure_of, report
+from baoc.cli.failures import failure_of, report
 from baoc.errors import (
     BadInputError,
     BudgetBreachedError,

@@ -6,10 +6,9 @@ from torch import Tensor, nn
 
 from baoc.core.catalogue import NATIVE
 from baoc.errors import CheckpointError
-from baoc.online import SessionSettings
-from baoc.online.assemble import make_profiler
 from baoc.planning.planner import Planner, PlannerSettings
 from baoc.profiling import GradientProfiler, schedule
+from baoc.training.session import SessionSettings, make_profiler
 from baoc.types import Budget, StateKind, profile_from_plain, to_plain
 from baoc.units import MIB
 from tests.gradients import Stream, make_block, make_params, normal

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from baoc.core.catalogue import SPECS
-from baoc.online import soon_timed, time_specs, timing
 from baoc.profiling import latency
 from baoc.profiling.latency import MANY, SMALL, fit_line, measure_latency, series_seconds, source_hash
+from baoc.training.measure import step_time as timing
+from baoc.training.measure.step_time import soon_timed, time_specs
 
 LARGE = latency.LARGE["cpu"]
 

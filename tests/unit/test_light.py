@@ -9,9 +9,9 @@ CODE = """
 import sys
 from lightning_utilities.core import imports
 before = imports.package_available, imports.RequirementCache.__bool__
-from baoc.config.light import import_metrics
+from baoc.cli.light import import_metrics
 import_metrics()
-import baoc.train, torch, torchmetrics
+import baoc.training.run, torch, torchmetrics
 assert (imports.package_available, imports.RequirementCache.__bool__) == before and imports.package_available("scipy")
 metric = torchmetrics.MeanMetric()
 metric.update(torch.tensor([1.0, 3.0]))

@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from baoc.online import SessionSettings
-from baoc.online.assemble import narrow_params, only_narrow
 from baoc.planning.planner import PlannerSettings
 from baoc.profiling import describe, lowered, probe_footprint
 from baoc.profiling.lowered import as_native, narrowed, narrowed_bytes
+from baoc.training.session import SessionSettings, narrow_params, only_narrow
 from baoc.types import Footprint
 
 

@@ -4,8 +4,8 @@ import pytest
 
 from baoc.core.budgets import parse_budget
 from baoc.core.rule_tags import RULE_INFOS
-from baoc.online.moving import CONVERSION_FLOATS, lost_steps, migration_risk, moved_specs, transit
 from baoc.planning.planner import Planner, PlannerSettings
+from baoc.training.reallocation.move_cost import CONVERSION_FLOATS, lost_steps, migration_risk, moved_specs, transit
 from baoc.types import Footprint, Plan, Profile
 from tests.decision import stats, transformer
 

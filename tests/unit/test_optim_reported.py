@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from baoc import BaocOptimizer
 from baoc.errors import BadInputError, CheckpointError
-from baoc.online import ReallocationSettings, SessionSettings
 from baoc.optim import BlockwiseOptimizer
 from baoc.planning.cost import adamw_state_bytes
 from baoc.planning.planner import PlannerSettings
+from baoc.training.reallocation import ReallocationSettings
+from baoc.training.session import SessionSettings
 from tests.optimizing import Gradients, build, info, make_params, one_block
 
 SHAPES = {"a": (4, 8), "b": (4, 8)}

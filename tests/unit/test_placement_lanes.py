@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from baoc import BaocOptimizer
-from baoc.online import SessionSettings
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.backends import HostedBackend, StepInputs
 from baoc.optim.offload import Inline, streaming
 from baoc.optim.offload.lanes import IN, MAIN, OUT, STEP
 from baoc.planning.planner import PlannerSettings
 from baoc.profiling import GradientProfiler
+from baoc.training.session import SessionSettings
 from tests.optimizing import Gradients, assert_same, build, make_params, run_steps, twin_of, values
 from tests.placing import HERE, LateLanes, rings
 

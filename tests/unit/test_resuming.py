@@ -9,9 +9,9 @@ import pytest
 
 from baoc.config.schema import ModelConfig, OptimConfig, RunConfig
 from baoc.errors import BadInputError, CheckpointError
-from baoc.recorder import Recorder
-from baoc.resuming import choice_of, contradicted, keep, kept, kept_latency, settled
 from baoc.tracking.files import append_jsonl, read_jsonl
+from baoc.training.plan_files import Recorder
+from baoc.training.resume import choice_of, contradicted, keep, kept, kept_latency, settled
 from baoc.types import Budget, LatencyTable, to_plain
 from tests.unit.test_options import option
 from tests.values import make_plan

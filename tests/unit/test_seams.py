@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import nn
 
-from baoc.callbacks.budget_control import BudgetControl
 from baoc.core.budgets import parse_budget
-from baoc.decision import _Decision, choose
-from baoc.online.converting import usable
-from baoc.online.dial import BudgetChange, BudgetDial
-from baoc.online.moving import transit
-from baoc.online.relaxation import offers
 from baoc.planning.microbatch import Axes, none_fits
 from baoc.planning.planner import Planner, PlannerSettings
 from baoc.profiling.phases import Phases
-from baoc.strategy.probe import Probe
+from baoc.training.callbacks.budget_control import BudgetControl
+from baoc.training.measure.microbatch_search import _Decision, choose
+from baoc.training.measure.probe import Probe
+from baoc.training.reallocation.budget_schedule import BudgetChange, BudgetDial
+from baoc.training.reallocation.conversion import usable
+from baoc.training.reallocation.move_cost import transit
+from baoc.training.reallocation.relaxation import offers
 from baoc.types import Candidate, Cost, Footprint, Moment, Option, Profile, Risk, to_plain
 from tests.decision import stats, transformer
 from tests.unit.test_moving import planner, uniform
@@ -156,7 +156,7 @@ def test_copies_of_averages_count_at_the_moment_of_validation(monkeypatch: pytes
     """Where the probe told moments apart, they decide the peak, so what a validation holds more belongs to them too."""
     moments = (Moment(name="training", num_bytes=3000), Moment(name="validation", num_bytes=2900))
     found = replace(FOOTPRINT, weights_bytes=0, resident_bytes=0, moments=moments, validation_bytes=2900)
-    monkeypatch.setattr("baoc.strategy.probe.probe_footprint", lambda *_, **__: found)
+    monkeypatch.setattr("baoc.training.measure.probe.probe_footprint", lambda *_, **__: found)
     probe: Any = object.__new__(Probe)
     probe.module, probe.accumulation = L.LightningModule(), 1
     probe.module.weight = nn.Parameter(torch.zeros(4))

@@ -6,8 +6,8 @@ import pytest
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.hydra import Hydra
 
-from baoc.config import jobs
-from baoc.config.cli import main
+from baoc.cli import jobs
+from baoc.cli.main import main
 from baoc.models import MODELS
 from baoc.sweep.study import _modules_of
 from baoc.sweep.study_config import read_study

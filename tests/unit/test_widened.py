@@ -6,10 +6,10 @@ import pytest
 
 from baoc.core.budgets import parse_budget
 from baoc.core.catalogue import SPECS
-from baoc.online import SessionSettings
 from baoc.optim.backends.fused import has_kernel
 from baoc.planning.planner import PlannerSettings
-from baoc.strategy.strategy import BaocStrategy, widened
+from baoc.training.lightning import BaocStrategy, widened
+from baoc.training.session import SessionSettings
 from baoc.types import Budget
 from tests.unit.test_options import footprint
 
@@ -41,8 +41,8 @@ def test_specs_with_a_kernel_are_told_without_compiling_any():
 def test_a_context_that_has_grown_is_counted_and_lowers_the_cap(monkeypatch: pytest.MonkeyPatch):
     """Kernels load while steps are rehearsed; a run at its least budget would else hold them beyond it."""
     caps: list[Budget] = []
-    monkeypatch.setattr("baoc.strategy.strategy.cap_device", lambda device, budget: caps.append(budget))
-    monkeypatch.setattr("baoc.strategy.strategy.context_bytes", lambda device: 100)
+    monkeypatch.setattr("baoc.training.lightning.cap_device", lambda device, budget: caps.append(budget))
+    monkeypatch.setattr("baoc.training.lightning.context_bytes", lambda device: 100)
     run = BaocStrategy("8gb", device="cpu")
     before = replace(footprint(8), context_bytes=60)
     assert run._with_context(before).context_bytes == run.context_bytes == 100 and caps == [run.budget]

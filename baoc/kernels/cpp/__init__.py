@@ -1,7 +1,8 @@
 """The optimizer step on the CPU in C++: one call per kind for all its tensors, compiled where it runs.
 
 `NativeTable` is made once per kind; its eager twin is `baoc.optim.rules` with `baoc.optim.codecs` and
-`baoc.kernels.weights`. The library needs a C++17 compiler and nothing of torch; `library` raises `Unavailable` where there is none.
+`baoc.kernels.weights`. The library needs a C++17 compiler and nothing of torch; `library` raises `Unavailable` where
+there is none.
 """
 
 from baoc.kernels.cpp.build import Unavailable, is_loaded, library

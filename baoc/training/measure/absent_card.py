@@ -21,12 +21,8 @@ from baoc.config.schema import RunConfig
 from baoc.core.budgets import resolve_auto
 from baoc.core.catalogue import device_rows, with_placement
 from baoc.data.base import DataModule
-from baoc.decision import axes_of, leave
 from baoc.errors import BadInputError
 from baoc.models.switches import disable_checkpointing, enable_checkpointing
-from baoc.online import SessionSettings, step_temporaries
-from baoc.online.assemble import narrow_params, only_narrow
-from baoc.online.timing import FUSED_BYTES, moved_bytes
 from baoc.optim.backends.fused import has_kernel, temporary_bytes
 from baoc.optim.offload import arrival_bytes
 from baoc.planning.link import hidden_seconds
@@ -40,14 +36,18 @@ from baoc.profiling.depth import LONG, SHORT, Layers, extended, layers_of
 from baoc.profiling.device import LATE_MODULES_BYTES
 from baoc.profiling.footprint import FRAGMENTATION, PAGES_BYTES
 from baoc.profiling.lowered import as_native, narrowed, narrowed_bytes
-from baoc.recorder import Recorder
-from baoc.resuming import choice_of, settled
-from baoc.strategy.arrival import weights_bytes
-from baoc.strategy.probe import unwrapped, upkeep_bytes
-from baoc.strategy.strategy import declared_blocks, widened
-from baoc.strategy.trials import Trials
 from baoc.tasks.base import Task
 from baoc.tracking import console, files
+from baoc.training.arriving_weights import weights_bytes
+from baoc.training.lightning import declared_blocks, widened
+from baoc.training.measure.microbatch_search import axes_of, leave
+from baoc.training.measure.microbatches import Trials
+from baoc.training.measure.probe import unwrapped, upkeep_bytes
+from baoc.training.measure.step_temporaries import step_temporaries
+from baoc.training.measure.step_time import FUSED_BYTES, moved_bytes
+from baoc.training.plan_files import Recorder
+from baoc.training.resume import choice_of, settled
+from baoc.training.session import SessionSettings, narrow_params, only_narrow
 from baoc.types import Block, Budget, Footprint, LatencyTable, Option, Placement, Plan, Profile
 from baoc.units import format_bytes
 

@@ -17,8 +17,8 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from baoc.config.claim import FolderInUseError, claimed
-from baoc.config.failures import INTERRUPTED, Failure, failure_of, report
+from baoc.cli.failures import INTERRUPTED, Failure, failure_of, report
+from baoc.cli.run_lock import FolderInUseError, claimed
 from baoc.config.from_hydra import from_hydra, write_config
 from baoc.config.schema import RunConfig
 from baoc.errors import BadInputError
@@ -116,11 +116,11 @@ def _prepare(config: DictConfig, *, run_dir: Path) -> RunConfig:
 
 
 def _train(config: RunConfig, *, run_dir: Path, command: str) -> None:
+    from baoc.cli.light import import_metrics
     from baoc.config.environment import write_environment
-    from baoc.config.light import import_metrics
 
     import_metrics()
-    from baoc.train import run
+    from baoc.training.run import run
 
     write_environment(run_dir / "env.json", command=command, argv=SESSION.argv, device=config.device)
     run(config, run_dir=run_dir, command=command)

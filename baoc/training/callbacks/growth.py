@@ -7,7 +7,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from baoc.callbacks.resume import capture_rng, restore_rng
+from baoc.training.callbacks.resume import capture_rng, restore_rng
 from baoc.types import Footprint
 
 

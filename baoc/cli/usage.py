@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from omegaconf import OmegaConf
 
+from baoc.cli.listing import LISTS
 from baoc.config import assets
 from baoc.config.compose import compose
-from baoc.config.listing import LISTS
 from baoc.config.nodes import COLLECTIONS
 
 _HEAD = """\

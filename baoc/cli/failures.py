@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from baoc.config.problems import explain
+from baoc.cli.problems import explain
 from baoc.errors import BaocError, BudgetBreachedError, OutputError
 
 INTERRUPTED = 130

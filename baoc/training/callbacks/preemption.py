@@ -15,9 +15,9 @@ from typing import Any
 
 import lightning as L
 
-from baoc.callbacks.checkpoint import SafeCheckpoint
-from baoc.callbacks.trainer_state import forget_sigterm
 from baoc.errors import PreemptedError
+from baoc.training.callbacks.checkpoint import SafeCheckpoint
+from baoc.training.callbacks.trainer_state import forget_sigterm
 
 # USR1 and USR2 come from `#SBATCH --signal=USR1@90`; Windows has neither.
 NAMES = ("SIGTERM", "SIGUSR1", "SIGUSR2")

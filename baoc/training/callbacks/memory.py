@@ -10,10 +10,10 @@ from typing import Any
 import lightning as L
 import torch
 
-from baoc.callbacks.trainer_state import logs_now
 from baoc.errors import BudgetBreachedError
 from baoc.profiling.device import context_now
 from baoc.profiling.tracker import MemoryTracker
+from baoc.training.callbacks.trainer_state import logs_now
 from baoc.types import Budget
 from baoc.units import format_bytes, gib
 

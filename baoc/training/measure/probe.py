@@ -13,15 +13,16 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from baoc.callbacks.resume import capture_rng, restore_rng
 from baoc.data.token_cache import cache_folder
 from baoc.errors import BadInputError
-from baoc.online import step_temporaries, time_specs
 from baoc.optim.offload import arrival_bytes
 from baoc.planning.allocators import ALLOCATORS
 from baoc.profiling import probe_footprint
-from baoc.strategy.rehearsal import rehearse
 from baoc.tasks.ema import EmaWeights
+from baoc.training.callbacks.resume import capture_rng, restore_rng
+from baoc.training.measure.benchmark_steps import rehearse
+from baoc.training.measure.step_temporaries import step_temporaries
+from baoc.training.measure.step_time import time_specs
 from baoc.types import Footprint, LatencyTable, OptimizerSpec
 
 CLIP_BYTES = 12  # per element, of clipping by norm

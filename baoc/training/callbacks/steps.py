@@ -9,7 +9,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from baoc.callbacks.trainer_state import accumulating, logs_now
+from baoc.training.callbacks.trainer_state import accumulating, logs_now
 
 
 class StepMonitor(L.Callback):

@@ -18,29 +18,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baoc.callbacks.resume import capture_rng, restore_rng
 from baoc.config.schema import RunConfig
 from baoc.core.budgets import resolve_auto
 from baoc.core.catalogue import SPECS
 from baoc.data.base import DataModule
 from baoc.data.token_cache import cache_folder
 from baoc.errors import BadInputError, InfeasibleBudgetError
-from baoc.online import SessionSettings, soon_timed, step_temporaries, time_specs
-from baoc.online.assemble import make_profiler, narrow_params
 from baoc.optim.offload import arrival_bytes
 from baoc.planning.microbatch import Axes, best, divisors, footprint_at, make_option, none_fits, option_rows
 from baoc.planning.planner import Planner
 from baoc.profiling import cap_device, clear_cache, context_bytes, describe, free_bytes, uncapped
 from baoc.profiling.lowered import narrowed_bytes
 from baoc.profiling.phases import Phases
-from baoc.resuming import choice_of, keep, settled
-from baoc.strategy.arrival import must_wait, visiting
-from baoc.strategy.probe import unwrapped, upkeep_bytes
-from baoc.strategy.strategy import declared_blocks, widened
-from baoc.strategy.trials import Trials
 from baoc.tasks.base import Task
 from baoc.tracking import console, files
-from baoc.tryouts import Tryouts, Way
+from baoc.training.arriving_weights import must_wait, visiting
+from baoc.training.callbacks.resume import capture_rng, restore_rng
+from baoc.training.lightning import declared_blocks, widened
+from baoc.training.measure.measurements import Tryouts, Way
+from baoc.training.measure.microbatches import Trials
+from baoc.training.measure.probe import unwrapped, upkeep_bytes
+from baoc.training.measure.step_temporaries import step_temporaries
+from baoc.training.measure.step_time import soon_timed, time_specs
+from baoc.training.resume import choice_of, keep, settled
+from baoc.training.session import SessionSettings, make_profiler, narrow_params
 from baoc.types import Footprint, LatencyTable, OptimizerSpec, Option, Plan
 
 DECIDING_S = 12.0  # after which it is late

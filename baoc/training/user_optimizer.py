@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from baoc.errors import BadInputError
-from baoc.online import SessionSettings
+from baoc.training.session import SessionSettings
 from baoc.types import Budget
 
 # Switches of torch's Adam family that choose an implementation, not an arithmetic: ours has its own.

@@ -11,7 +11,16 @@ import lightning as L
 import torch
 from lightning.pytorch.loggers import Logger
 
-from baoc.callbacks import (
+from baoc.config.schema import RunConfig
+from baoc.core.budgets import parse_budget
+from baoc.errors import BudgetBreachedError, CheckpointError
+from baoc.planning.allocators import ALLOCATORS
+from baoc.planning.planner import PlannerSettings
+from baoc.profiling import context_bytes, context_now
+from baoc.profiling.device import LATE_MODULES_BYTES
+from baoc.tasks.base import Task
+from baoc.tracking import log_plan, log_reallocations
+from baoc.training.callbacks import (
     BudgetControl,
     FinalPictures,
     LossGuard,
@@ -22,18 +31,10 @@ from baoc.callbacks import (
     StepMonitor,
     progress_bar,
 )
-from baoc.config.schema import RunConfig
-from baoc.core.budgets import parse_budget
-from baoc.errors import BudgetBreachedError, CheckpointError
-from baoc.online import BudgetChange, ReallocationSettings, RelaxationSettings, SessionSettings
-from baoc.planning.allocators import ALLOCATORS
-from baoc.planning.planner import PlannerSettings
-from baoc.profiling import context_bytes, context_now
-from baoc.profiling.device import LATE_MODULES_BYTES
-from baoc.recorder import Recorder
-from baoc.strategy import BaocStrategy
-from baoc.tasks.base import Task
-from baoc.tracking import log_plan, log_reallocations
+from baoc.training.lightning import BaocStrategy
+from baoc.training.plan_files import Recorder
+from baoc.training.reallocation import BudgetChange, ReallocationSettings, RelaxationSettings
+from baoc.training.session import SessionSettings
 from baoc.types import LatencyTable, Plan, Reallocation, Role
 
 
@@ -61,7 +62,7 @@ class Parts:
 
 
 def session_settings(config: RunConfig) -> SessionSettings:
-    """What planning and reallocation need, in the words of `baoc.online`."""
+    """What planning and reallocation need, in the words of `baoc.training.reallocation`."""
     allocator = ALLOCATORS[config.allocator.name]
     planner = PlannerSettings(
         specs=config.catalogue.specs,

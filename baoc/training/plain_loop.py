@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from baoc.core.budgets import parse_budget, resolve_auto
 from baoc.core.catalogue import select
 from baoc.errors import BadInputError, CheckpointError
-from baoc.online import ReallocationSettings, Reallocator, SessionSettings, step_temporaries
-from baoc.online.assemble import make_profiler, released_blocks
 from baoc.optim import BlockwiseOptimizer, GradientRelease
 from baoc.optim.groups import check_names, check_settings, check_tensor, members_of, plain, raw_groups
 from baoc.optim.release import take_from_others
@@ -28,6 +26,9 @@ from baoc.profiling import (
     free_bytes,
     probe_footprint,
 )
+from baoc.training.measure.step_temporaries import step_temporaries
+from baoc.training.reallocation import ReallocationSettings, Reallocator
+from baoc.training.session import SessionSettings, make_profiler, released_blocks
 from baoc.types import Budget, Footprint, Plan, profile_from_plain
 
 PLAIN_WARMUP_STEPS = 100

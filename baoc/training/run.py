@@ -13,24 +13,24 @@ from typing import Any
 import lightning as L
 import torch
 
-from baoc.assembly import Parts, assemble_trainer, failures, session_settings
 from baoc.config.environment import commit, versions
 from baoc.config.resolve import STAND_IN, Resolved, divisor, resolve
 from baoc.config.schema import ModelConfig, RunConfig
 from baoc.data import build_data
 from baoc.data.base import DataModule
-from baoc.decision import decide
 from baoc.errors import BadInputError, BudgetBreachedError, DivergedError
 from baoc.models import build_model
 from baoc.models.export import export_model
 from baoc.models.prepare import Preparation, prepare
-from baoc.resuming import check_resume, find_checkpoint, keep, kept, kept_latency, settled
 from baoc.tasks import OptimizerSettings, build_task
 from baoc.tasks.base import Task
 from baoc.tasks.cpu import prepare_cpu
 from baoc.tracking import console, files, log_reallocations, log_summary, make_loggers
 from baoc.tracking.loggers import finishing
 from baoc.training.measure.absent_card import card_of, leave_plan, plan_for, stored_profile
+from baoc.training.measure.microbatch_search import decide
+from baoc.training.resume import check_resume, find_checkpoint, keep, kept, kept_latency, settled
+from baoc.training.trainer import Parts, assemble_trainer, failures, session_settings
 from baoc.types import RESULT_SCHEMA, Quality, RunResult, to_plain
 
 

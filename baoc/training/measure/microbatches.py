@@ -23,9 +23,9 @@ from baoc.profiling.as_on_cuda import CachingAllocator, CudaAutocast
 from baoc.profiling.latency import series_seconds, wait
 from baoc.profiling.lowered import as_native
 from baoc.profiling.phases import Phases
-from baoc.strategy.probe import batch_size_of, silent
-from baoc.strategy.rehearsal import rehearse
 from baoc.tasks.ema import EmaWeights
+from baoc.training.measure.benchmark_steps import rehearse
+from baoc.training.measure.probe import batch_size_of, silent
 from baoc.types import Footprint, OptimizerSpec
 
 MOST_TRIALS = 4  # of one kind

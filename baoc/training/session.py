@@ -12,8 +12,6 @@ from baoc.core.blocks import partition
 from baoc.core.catalogue import SPECS, base_name, on_device, select
 from baoc.core.rule_tags import RULE_INFOS
 from baoc.kernels.host_memory import check_host_memory
-from baoc.online.reallocator import Reallocator
-from baoc.online.triggers import ReallocationSettings
 from baoc.optim import BlockwiseOptimizer, GradientRelease
 from baoc.optim.matching import Matching
 from baoc.planning.allocators import ALLOCATORS
@@ -21,6 +19,8 @@ from baoc.planning.candidates import applies
 from baoc.planning.planner import Planner, PlannerSettings
 from baoc.planning.risk import RISKS
 from baoc.profiling import GradientProfiler, clear_cache, uncapped
+from baoc.training.reallocation.reallocator import Reallocator
+from baoc.training.reallocation.triggers import ReallocationSettings
 from baoc.types import Budget, Footprint, LatencyTable, ParamInfo
 
 MOST_RETIMED = 4  # plans whose specs are timed before one is taken

@@ -10,11 +10,11 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from baoc.callbacks.checkpoint import SafeCheckpoint
-from baoc.callbacks.trainer_state import accumulating
 from baoc.errors import BadInputError, CheckpointError, TrainingFailedError
 from baoc.tracking import load_checked, resolve_resume
 from baoc.tracking.console import say
+from baoc.training.callbacks.checkpoint import SafeCheckpoint
+from baoc.training.callbacks.trainer_state import accumulating
 
 POLICIES = ("skip", "rewind", "stop")
 REMEDY = "lower optim.lr, set trainer.gradient_clip_val, or look at the data of that step"

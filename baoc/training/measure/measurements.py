@@ -17,8 +17,8 @@ from baoc.models.switches import disable_checkpointing, enable_checkpointing
 from baoc.planning.microbatch import Axes, Trial, footprint_at, released, seconds_at
 from baoc.profiling import clear_cache, context_bytes, uncapped
 from baoc.profiling.lowered import narrowed
-from baoc.strategy.trials import Trials, grow
 from baoc.tasks.base import Task
+from baoc.training.measure.microbatches import Trials, grow
 from baoc.types import Block, Budget, Footprint, OptimizerSpec
 
 TRIALS_S = 3.0  # about what trials of one kind may take

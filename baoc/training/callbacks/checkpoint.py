@@ -20,7 +20,6 @@ import torch
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from baoc.callbacks.trainer_state import accumulating, fast_dev_run, is_final_batch, validation_follows
 from baoc.errors import BadInputError, CheckpointError
 from baoc.tracking.checkpoints import (
     CHECKPOINT_SCHEMA,
@@ -36,6 +35,7 @@ from baoc.tracking.checkpoints import (
 )
 from baoc.tracking.checksum import SealingFile
 from baoc.tracking.files import FULL, written_aside
+from baoc.training.callbacks.trainer_state import accumulating, fast_dev_run, is_final_batch, validation_follows
 
 log = logging.getLogger(__name__)
 

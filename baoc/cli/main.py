@@ -10,10 +10,11 @@ from pathlib import Path
 import hydra
 
 import baoc
-from baoc.config import assets, jobs, usage
+from baoc.cli import jobs, usage
+from baoc.cli.failures import INTERRUPTED, failure_of, report
+from baoc.cli.listing import LISTS, lines
+from baoc.config import assets
 from baoc.config.compose import VERSION_BASE
-from baoc.config.failures import INTERRUPTED, failure_of, report
-from baoc.config.listing import LISTS, lines
 from baoc.config.nodes import register
 from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError

@@ -17,17 +17,17 @@ from typing import Any
 import lightning as L
 import torch
 
-from baoc.callbacks.growth import grown, saved_by_forward
-from baoc.callbacks.memory import MemoryMonitor
-from baoc.callbacks.steps import num_samples
 from baoc.core.budgets import AUTO, resolve_auto
 from baoc.errors import BadInputError, BaocError, InfeasibleBudgetError
-from baoc.online.dial import MOST_NOTCHES, BudgetChange, BudgetDial, check_order
-from baoc.online.relaxation import RelaxationSettings
 from baoc.planning.planner import Planner
 from baoc.profiling import free_bytes, recap_device
 from baoc.tracking import files
 from baoc.tracking.console import say
+from baoc.training.callbacks.growth import grown, saved_by_forward
+from baoc.training.callbacks.memory import MemoryMonitor
+from baoc.training.callbacks.steps import num_samples
+from baoc.training.reallocation.budget_schedule import MOST_NOTCHES, BudgetChange, BudgetDial, check_order
+from baoc.training.reallocation.relaxation import RelaxationSettings
 from baoc.types import Budget, Footprint, Plan, to_plain
 
 _GROWING = ("micro_batch", "forward_backward_bytes", "resident_bytes")

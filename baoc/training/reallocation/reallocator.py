@@ -12,13 +12,13 @@ from typing import Any
 from torch import Tensor
 
 from baoc.errors import BadInputError, CheckpointError, InfeasibleBudgetError
-from baoc.online.converting import adopted, usable
-from baoc.online.moving import migration_risk, moved_specs, transit
-from baoc.online.relaxation import RelaxationSettings, calm_blocks, lowered, offers
-from baoc.online.triggers import TRIGGERS, Moment, ReallocationSettings
 from baoc.optim import BlockwiseOptimizer
 from baoc.planning.planner import Planner
 from baoc.profiling import GradientProfiler
+from baoc.training.reallocation.conversion import adopted, usable
+from baoc.training.reallocation.move_cost import migration_risk, moved_specs, transit
+from baoc.training.reallocation.relaxation import RelaxationSettings, calm_blocks, lowered, offers
+from baoc.training.reallocation.triggers import TRIGGERS, Moment, ReallocationSettings
 from baoc.types import (
     BlockMove,
     Budget,

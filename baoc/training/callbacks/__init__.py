@@ -1,0 +1,29 @@
+"""Lightning callbacks of a run: what it measures, what it keeps, what it shows.
+
+Order in `Trainer(callbacks=)`: RngState, StepMonitor, MemoryMonitor, the rest, progress bar; Lightning puts
+SafeCheckpoint last by itself.
+"""
+
+from baoc.training.callbacks.budget_control import BudgetControl
+from baoc.training.callbacks.checkpoint import AsideCheckpointIO, SafeCheckpoint
+from baoc.training.callbacks.loss_guard import LossGuard
+from baoc.training.callbacks.memory import MemoryMonitor
+from baoc.training.callbacks.pictures import FinalPictures
+from baoc.training.callbacks.preemption import Preemption
+from baoc.training.callbacks.progress import RunProgress, progress_bar
+from baoc.training.callbacks.resume import RngState
+from baoc.training.callbacks.steps import StepMonitor
+
+__all__ = [
+    "AsideCheckpointIO",
+    "BudgetControl",
+    "FinalPictures",
+    "LossGuard",
+    "MemoryMonitor",
+    "Preemption",
+    "RngState",
+    "RunProgress",
+    "SafeCheckpoint",
+    "StepMonitor",
+    "progress_bar",
+]
