@@ -17,7 +17,7 @@ from baoc.optim.offload import HostArena, Rings, drop_stale, make_room, order_of
 from baoc.optim.rules import RULES
 from baoc.optim.state import LiveBlock, Slot, State, allocate, make_slot, new_match, packed, tensor_bytes
 from baoc.planning.cost import aligned, passing_bytes
-from baoc.planning.staging import buffer_bytes
+from baoc.planning.transfer import buffer_bytes
 from baoc.types import Block, OptimizerSpec, ParamInfo, Placement
 from baoc.units import format_bytes
 

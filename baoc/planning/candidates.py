@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from baoc.core.catalogue import STORAGES, WEIGHT_DTYPES, on_device
 from baoc.errors import BadInputError
 from baoc.planning.cost import cost
-from baoc.planning.link import STORED
 from baoc.planning.risk import RiskModel
+from baoc.planning.transfer import STORED
 from baoc.types import (
     Axis,
     Block,

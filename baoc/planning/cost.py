@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from math import prod
 
 from baoc.core.catalogue import CODECS, STORAGES, WEIGHTS, on_device
-from baoc.planning.link import STORED, copy_seconds
+from baoc.planning.transfer import STORED, copy_seconds
 from baoc.types import Block, Cost, LatencyTable, LinkRates, OptimizerSpec, ParamInfo, Placement, Role, RuleInfo
 
 STEP_BYTES = 4  # the fp32 step count of a tensor, as torch keeps it

@@ -9,10 +9,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
 
 from baoc.errors import BadInputError, InfeasibleBudgetError
-from baoc.planning.charges import saved_by
 from baoc.planning.cost import native_bytes
+from baoc.planning.limits import saved_by
+from baoc.planning.messages import more_specs, too_small_host
 from baoc.planning.planner import Planner
-from baoc.planning.refusals import more_specs, too_small_host
 from baoc.types import Block, Budget, Footprint, LatencyTable, Moment, Option, Plan
 from baoc.units import format_bytes
 

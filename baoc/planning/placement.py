@@ -1,6 +1,6 @@
 """What host placement needs beside the states themselves: room to pass through, by how far it may go.
 
-Streamed states pass through device buffers as large as the largest piece (`staging`), which is no sum over blocks:
+Streamed states pass through device buffers as large as the largest piece (`transfer`), which is no sum over blocks:
 so the planner tries ways of going less or more far, each with the room that is enough for it, as it does with the
 temporaries of a step. Weights and gradients of blocks that the host updates pass through buffers of its own,
 unless gradients are flushed: these wait on the host, all at once.
@@ -13,7 +13,7 @@ from baoc.core.catalogue import SPECS, with_placement
 from baoc.errors import BadInputError
 from baoc.planning.candidates import off_host
 from baoc.planning.cost import passing_bytes, slab_bytes
-from baoc.planning.staging import PIECE_BYTES, buffer_bytes
+from baoc.planning.transfer import PIECE_BYTES, buffer_bytes
 from baoc.types import Block, Candidate, OptimizerSpec, Placement, RuleInfo
 
 MOST_CAPS = 3  # sizes of slabs at which ways are told apart; each costs an allocation

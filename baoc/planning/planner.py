@@ -18,16 +18,13 @@ from baoc.planning.allocators import ALLOCATORS, NoFeasibleAllocation
 from baoc.planning.allocators.base import Allocator
 from baoc.planning.allocators.hosted import HostedAllocator
 from baoc.planning.candidates import build_candidates, undominated
-from baoc.planning.charges import Savings, Try, allocated, charged, saved_by, savings
 from baoc.planning.cost import adamw_state_bytes, cost, whole_step_seconds
-from baoc.planning.explain import reasons
-from baoc.planning.link import STORED, drain_seconds, pinned_bytes, pinned_room
+from baoc.planning.limits import Savings, Try, all_tries, allocated, charged, least_of, saved_by, savings, spend
+from baoc.planning.messages import last_resort, reasons
 from baoc.planning.placement import Way, check_named, placed, staging_bytes, with_host
-from baoc.planning.refusals import last_resort
 from baoc.planning.risk import RISKS
-from baoc.planning.staging import PIECE_BYTES
 from baoc.planning.tied_blocks import tied, untied
-from baoc.planning.tries import all_tries, least_of, spend
+from baoc.planning.transfer import PIECE_BYTES, STORED, drain_seconds, pinned_bytes, pinned_room
 from baoc.types import (
     Allocation,
     Block,
@@ -227,7 +224,7 @@ class Planner:
         return max(seconds, self._beside_seconds(choices, latency=self.latency)) if self.places else seconds
 
     def _beside_seconds(self, choices: Mapping[str, str], *, latency: LatencyTable) -> float:
-        """Predicted seconds of a whole step whose device never waits: see `baoc.planning.link`."""
+        """Predicted seconds of a whole step whose device never waits: see `baoc.planning.transfer`."""
         link_s, host_s, largest = 0.0, 0.0, 0
         for block in self.blocks:
             spec = self.specs[choices[block.name]]

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from baoc.planning.link import STORED, slower
+from baoc.planning.transfer import STORED, slower
 from baoc.types import LinkRates
 from baoc.units import GIB, MIB
 

@@ -8,7 +8,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from baoc.planning.staging import PIECE_BYTES
+from baoc.planning.transfer import PIECE_BYTES
 from baoc.types import LinkRates
 from baoc.units import MIB
 

@@ -39,7 +39,7 @@ def own_logging() -> Iterator[None]:
 
 @pytest.fixture
 def training(monkeypatch, tmp_path: Path) -> Callable[[Train], list[str]]:
-    """`training(body)`: `training.run.run` calls `body` instead; returns the commands it was given. Runs in tmp_path."""
+    """`training(body)`: `run.run` calls `body` instead; returns the commands it was given. Runs in tmp_path."""
     commands: list[str] = []
 
     def install(body: Train) -> list[str]:

@@ -6,8 +6,8 @@ from baoc.core.blocks import partition
 from baoc.core.catalogue import NATIVE, SPECS, select
 from baoc.errors import BadInputError
 from baoc.planning.candidates import applies, build_candidates, candidate_rows, undominated
-from baoc.planning.charges import charged, savings
 from baoc.planning.cost import state_bytes
+from baoc.planning.limits import charged, savings
 from baoc.planning.risk import RISKS
 from baoc.types import Block, Candidate, Cost, Footprint, LatencyTable, OptimizerSpec, ParamInfo, Risk, Role, RuleInfo
 from tests.decision import RULES, param, transformer

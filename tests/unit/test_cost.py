@@ -4,7 +4,7 @@ import pytest
 
 from baoc.core.catalogue import SPECS, on_device
 from baoc.planning.cost import adamw_state_bytes, cost, passing_bytes, state_bytes, weight_bytes
-from baoc.planning.link import STORED, copy_seconds
+from baoc.planning.transfer import STORED, copy_seconds
 from baoc.types import Block, LatencyTable, ParamInfo, Role
 from tests.decision import RULES, param
 

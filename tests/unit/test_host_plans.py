@@ -7,10 +7,9 @@ import pytest
 from baoc.core.catalogue import SPECS
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.planning.cost import slab_bytes
-from baoc.planning.link import STORED
 from baoc.planning.microbatch import Axes, make_option, none_fits
 from baoc.planning.planner import Planner, PlannerSettings
-from baoc.planning.staging import NUM_BUFFERS
+from baoc.planning.transfer import NUM_BUFFERS, STORED
 from baoc.tracking import console
 from baoc.types import Budget, Footprint, LatencyTable, ParamInfo, Role
 from baoc.units import format_bytes

@@ -5,7 +5,15 @@ import itertools
 import pytest
 import torch
 
-from baoc.planning.link import STORED, copy_seconds, drain_seconds, hidden_seconds, pinned_bytes, pinned_room, slower
+from baoc.planning.transfer import (
+    STORED,
+    copy_seconds,
+    drain_seconds,
+    hidden_seconds,
+    pinned_bytes,
+    pinned_room,
+    slower,
+)
 from baoc.profiling import measure_link
 from baoc.training.measure.step_time import with_link
 from baoc.types import LatencyTable, LinkRates

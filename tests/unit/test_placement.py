@@ -16,7 +16,7 @@ from baoc.optim.backends import HostedBackend
 from baoc.optim.offload import order_of_travel
 from baoc.optim.rules import RULES
 from baoc.planning.cost import aligned, cost, slab_bytes, state_bytes
-from baoc.planning.staging import buffer_bytes, capacity_bytes, cut
+from baoc.planning.transfer import buffer_bytes, capacity_bytes, cut
 from tests.optimizing import (
     Gradients,
     assert_same,

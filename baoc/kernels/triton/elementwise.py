@@ -149,7 +149,7 @@ def _new_weights(g, p, m, s, decay, size, inv_bc2, eps, RULE: tl.constexpr, TRAC
 
 
 @triton.jit
-def _step_chunk(
+def _step_chunk(  # noqa: C901 (switches that are resolved when it is compiled)
     pid, tensor, grad_addr, start, left, ptrs, settings, thresholds, repair, partial, left_out, bad,
     RULE: tl.constexpr, M: tl.constexpr, V: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
     GRAD: tl.constexpr, MODE: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr,

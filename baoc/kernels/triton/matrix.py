@@ -58,7 +58,7 @@ _WHOLE = tl.constexpr(means_plan.WHOLE)
 
 
 @triton.jit
-def _step_tile(
+def _step_tile(  # noqa: C901 (switches that are resolved when it is compiled)
     tensor, grad_addr, start, left, inside, factor, at, row, thresholds, repair, left_out, bad,
     M: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr, GRAD: tl.constexpr, MODE: tl.constexpr,
     MATCHED: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr, MARKED: tl.constexpr, CHUNK: tl.constexpr,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from baoc.optim.offload.lanes import Lanes, lanes_for
 from baoc.optim.state import LiveBlock, State
-from baoc.planning.staging import NUM_BUFFERS, PIECE_BYTES, capacity_bytes, cut
+from baoc.planning.transfer import NUM_BUFFERS, PIECE_BYTES, capacity_bytes, cut
 
 
 class RingPiece(Protocol):
@@ -69,7 +69,7 @@ class Ring(ABC, Generic[P]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that passes at a time, see `baoc.planning.staging.buffer_bytes`."""
+        """Bytes of all that passes at a time, see `baoc.planning.transfer.buffer_bytes`."""
         return self.capacity * self.num_buffers
 
     def pieces(self, kind_of: Callable[[LiveBlock], Hashable]) -> dict[Any, list[P]]:

@@ -12,7 +12,7 @@ from baoc.optim import BlockwiseOptimizer
 from baoc.optim.backends import stand_in
 from baoc.optim.backends.fused import bytes_tell_seconds
 from baoc.planning.cost import bytes_per_parameter
-from baoc.planning.link import hidden_seconds
+from baoc.planning.transfer import hidden_seconds
 from baoc.profiling import measure_latency, measure_link
 from baoc.profiling.latency import MakeStep, machine, read_lines
 from baoc.types import LatencyTable, OptimizerSpec

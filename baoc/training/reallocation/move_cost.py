@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from baoc.core.catalogue import SPECS
-from baoc.planning.charges import saved_by
 from baoc.planning.cost import cost, state_bytes
+from baoc.planning.limits import saved_by
 from baoc.planning.planner import Planner
 from baoc.types import Plan, Profile, RuleInfo, StateKind, StateLayout
 

@@ -1,19 +1,22 @@
-"""What is said where no allocation meets a budget: what it allows, what the least is, and what would lower it."""
+"""What a plan says in words: why each block runs its spec, and why no allocation meets a budget.
 
-from collections.abc import Collection, Sequence
+A refusal names what the budget allows, the least feasible amount, and what would lower it.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from baoc.errors import InfeasibleBudgetError
 from baoc.planning.allocators import NoFeasibleAllocation, possible
-from baoc.planning.charges import Try, allocated
-from baoc.planning.link import pinned_bytes
-from baoc.planning.tries import least_of
-from baoc.types import Budget, Footprint, LatencyTable, Limits, Plan, Profile
+from baoc.planning.limits import Try, allocated, least_of
+from baoc.planning.transfer import pinned_bytes
+from baoc.types import Allocation, Budget, Candidate, Footprint, LatencyTable, Limits, Plan, Profile, Reason
 from baoc.units import format_bytes
 
 if TYPE_CHECKING:
     from baoc.planning.planner import Planner
+
 
 SEARCHES, SEARCH_STEP, START_S = 240, 1.05, 1e-5  # from 10 microseconds on, as far as a second
 HOST_ADVICE = "states on the host, by budget.host_memory or catalogue=host"
@@ -190,3 +193,48 @@ def too_small(
         advice=advice,
         least_host_bytes=host_needed,
     )
+
+
+def reasons(allocation: Allocation, candidates: Mapping[str, Sequence[Candidate]]) -> tuple[Reason, ...]:
+    """One Reason per block of the allocation, in its order."""
+    return tuple(_reason(block, spec, candidates[block]) for block, spec in allocation.choices.items())
+
+
+def _reason(block: str, spec: str, options: Sequence[Candidate]) -> Reason:
+    chosen = next(c for c in options if c.spec == spec)
+    cheaper = [c for c in options if c.cost.charged_bytes < chosen.cost.charged_bytes]
+    dearer = [
+        c for c in options if c.cost.charged_bytes > chosen.cost.charged_bytes and c.risk.total < chosen.risk.total
+    ]
+    down = max(cheaper, key=lambda c: (c.cost.charged_bytes, -c.risk.total), default=None)
+    up = min(dearer, key=lambda c: (c.cost.charged_bytes, c.risk.total), default=None)
+    parts = []
+    if down is not None:
+        saved = chosen.cost.charged_bytes - down.cost.charged_bytes
+        parts.append(
+            f"{down.spec} would save {format_bytes(saved)} at +{_delta(chosen, down):.2g} risk ({_terms(down)})"
+        )
+    else:
+        parts.append("nothing cheaper applies")
+    if up is not None:
+        extra = up.cost.charged_bytes - chosen.cost.charged_bytes
+        parts.append(f"{up.spec} would cost {format_bytes(extra)} for {_delta(chosen, up):.2g} risk")
+    elif chosen.risk.total <= min(c.risk.total for c in options):
+        parts.append("nothing has less risk")
+    return Reason(
+        block=block,
+        spec=spec,
+        cheaper=down.spec if down else None,
+        dearer=up.spec if up else None,
+        text="; ".join(parts),
+    )
+
+
+def _delta(chosen: Candidate, other: Candidate) -> float:
+    return other.risk.total - chosen.risk.total
+
+
+def _terms(candidate: Candidate, most: int = 2) -> str:
+    """The largest terms of a risk, as `drop_m .12, quantize .03`."""
+    ranked = sorted(candidate.risk.terms.items(), key=lambda item: -item[1])[:most]
+    return ", ".join(f"{name} {value:.2g}" for name, value in ranked if value > 0) or "no term"

@@ -1,26 +1,54 @@
-"""Seconds of the link between host and device, and how much of them a step hides: what host placement costs in time.
+"""Host placement: the pieces in which states travel between host and device, and the seconds that this takes.
 
-A step with states on the host is a pipeline on three engines (copy in, kernels, copy out; the host's processors are a
-fourth for blocks that are updated there), each of which works through its blocks one after another. Its length is that
-of the slowest engine plus what fills and drains it. As blocks may be streamed once backward is done with them, the copy
-engines have `hidden_s` seconds before the optimizer's own time begins. With F the seconds of forward and backward,
-K_b the kernel, L_b the copies and H_b the host's update of block b,
+Staging. Blocks travel in pieces: neighbours that together stay below PIECE_BYTES, or one block that is larger. A buffer
+holds the largest piece, and NUM_BUFFERS of them let one piece arrive and one leave while a third is stepped.
+
+Seconds. A step with states on the host is a pipeline on three engines (copy in, kernels, copy out); for blocks that are
+updated on the host its processors are a fourth. Each engine works through its blocks one after another, so a step lasts
+as long as the slowest engine plus the pipeline's fill and drain. As blocks may be streamed once backward is done with
+them, the copy engines have `hidden_s` seconds before the optimizer's own time begins. With F the seconds of forward and
+backward, K_b the kernel, L_b the copies and H_b the host's update of block b,
 
     step = max(F + sum_b K_b,  F - hidden + sum_b L_b + drain,  F - hidden + sum_b H_b + drain).
 
-So step <= limit says the same as three limits that are sums over blocks: limit - F for sum K_b, which is the device's,
-and limit - F + hidden - drain for sum L_b and for sum H_b. That is how an overlap becomes linear for the allocators:
-each engine is a resource of its own. The pipeline is the one that was measured for METHODS section 8 (copy in, kernel,
-copy out on three streams); its `max` over engines is the cost model of Deep Optimizer States (arXiv 2410.21316; METHODS
-section 4: t_gpu = max(in, out) S / B when full duplex).
+So step <= limit says the same as three limits that are sums over blocks: limit - F for sum K_b on the device, and
+limit - F + hidden - drain for sum L_b and for sum H_b. The overlap becomes linear for the allocators, and each engine
+is a resource of its own. The maximum over engines is the cost model of Deep Optimizer States (arXiv 2410.21316), whose
+t_gpu is max(in, out) S / B on a full-duplex link.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from baoc.planning.staging import PIECE_BYTES
 from baoc.types import LinkRates
+from baoc.units import MIB
+
+PIECE_BYTES = 48 * MIB  # pieces of 4 MB and more get the full rate of the link, see METHODS section 8
+NUM_BUFFERS = 3
+
+
+def cut(sizes: Sequence[int], *, piece_bytes: int = PIECE_BYTES) -> list[range]:
+    """Indices of neighbouring blocks that travel together; `sizes` are their bytes, in the order of travel."""
+    pieces, first, held = [], 0, 0
+    for index, size in enumerate(sizes):
+        if index > first and held + size > piece_bytes:
+            pieces.append(range(first, index))
+            first, held = index, 0
+        held += size
+    return [*pieces, range(first, len(sizes))] if sizes else []
+
+
+def capacity_bytes(sizes: Sequence[int], *, piece_bytes: int = PIECE_BYTES) -> int:
+    """Bytes of one buffer: no piece is larger, however the blocks are cut."""
+    return max(max(sizes, default=0), min(sum(sizes), piece_bytes))
+
+
+def buffer_bytes(sizes: Sequence[int], *, piece_bytes: int = PIECE_BYTES, num_buffers: int = NUM_BUFFERS) -> int:
+    """Bytes of all buffers; one is enough where a single piece holds everything."""
+    capacity = capacity_bytes(sizes, piece_bytes=piece_bytes)
+    return capacity if sum(sizes) <= capacity else num_buffers * capacity
+
 
 PAGE_BYTES = 4096  # pinned memory is locked by pages
 BACKWARD_SHARE = 2 / 3  # of forward and backward: a backward pass is two products for each of the forward's
@@ -51,7 +79,7 @@ def slower(link: LinkRates, *, factor: float) -> LinkRates:
 def copy_seconds(num_bytes: int, *, link: LinkRates) -> float:
     """Seconds that a block of `num_bytes` adds to a stream in which as many go out as come in.
 
-    At the rate of whole pieces, as small blocks travel with their neighbours (`baoc.planning.staging`).
+    At the rate of whole pieces, as small blocks travel with their neighbours (`baoc.planning.transfer`).
     """
     return num_bytes * _seconds(PIECE_BYTES, sizes=link.sizes, rates=link.both_rates) * 2 / PIECE_BYTES
 
