@@ -26,13 +26,12 @@ from baoc.planning.planner import Planner, may_place
 from baoc.profiling import cap_device, clear_cache, context_bytes, describe, free_bytes, uncapped
 from baoc.profiling.footprint import PAGES_BYTES
 from baoc.profiling.lowered import as_native, narrowed, narrowed_bytes
-from baoc.training import session as assemble
 from baoc.training.arriving_weights import MIXED, Between, leave, must_wait, needs_room, no_room, visiting
 from baoc.training.gradient_release import leave_clipping, leaves_gradients, released_clipping, take_clipping_back
 from baoc.training.measure.probe import Probe, silent, unwrapped
 from baoc.training.measure.step_time import soon_timed, with_link
 from baoc.training.reallocation import Reallocator
-from baoc.training.session import SessionSettings, narrow_params, only_narrow, released_blocks
+from baoc.training.session import SessionSettings, assemble, narrow_params, only_narrow, released_blocks
 from baoc.training.user_optimizer import (
     count_steps_for_schedulers,
     declared_blocks,

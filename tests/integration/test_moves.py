@@ -17,9 +17,8 @@ from baoc.planning.planner import PlannerSettings
 from baoc.profiling import describe
 from baoc.profiling.tracker import MemoryTracker
 from baoc.training import run as training
-from baoc.training import session as assemble
 from baoc.training.reallocation import ReallocationSettings, reallocator
-from baoc.training.session import SessionSettings
+from baoc.training.session import SessionSettings, assemble
 from baoc.types import Footprint
 from tests.integration.test_budget_control import Watch, events, run
 from tests.integration.test_run import config, logged
