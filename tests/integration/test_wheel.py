@@ -27,6 +27,8 @@ def test_it_holds_configuration_experiments_and_data(wheel: Path):
             assert f"baoc/_assets/{file.relative_to(ROOT)}" in names
     assert {
         "baoc/data/digits.npz",
+        "baoc/data/python_library.txt.xz",
+        "baoc/data/python_library.LICENSE",
         "baoc/kernels/cpp/step.cpp",  # compiled where it runs, with its headers
         "baoc/kernels/cpp/numbers.h",
         "baoc/frontier/assets/page.html",

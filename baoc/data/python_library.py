@@ -1,0 +1,28 @@
+"""The frozen text: the standard library of CPython 3.11.7, the same bytes whichever Python reads it.
+
+`dataset=pysource` reads the library of the Python that runs, so its text depends on the version. What is compared over
+machines reads this asset: the 452 files of pysource in their order, one after the other. Copyright of the Python
+Software Foundation; licence and notice are in python_library.LICENSE. experiments/analysis/python_library.py makes it.
+"""
+
+import hashlib
+import lzma
+from importlib.resources import files
+
+from baoc.errors import BadInputError
+
+ASSET = "python_library.txt.xz"
+NUM_BYTES = 8_791_869
+SHA256 = "a54086002a5603858aa21fd68f70c9986968eac87403de9160080e45b0eb66e7"  # of the text, not of the file
+
+
+def read_python_library() -> bytes:
+    """The text. Raises BadInputError where the installed asset is not the one that was frozen."""
+    packed = files("baoc.data") / ASSET
+    try:
+        text = lzma.decompress(packed.read_bytes())
+    except (OSError, lzma.LZMAError) as error:
+        raise BadInputError(f"the frozen text {packed} cannot be read ({error}): install baoc again") from error
+    if (found := hashlib.sha256(text).hexdigest()) != SHA256:
+        raise BadInputError(f"the frozen text {packed} has sha256 {found}, not {SHA256}: install baoc again")
+    return text
