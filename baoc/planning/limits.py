@@ -212,7 +212,7 @@ def _ways(planner: "Planner", *, risk: str, profile: Profile | None) -> list[Way
     memory, host = planner.budget.memory_bytes is not None, planner.budget.host_memory_bytes is not None
     counted = host or (memory and planner.host_counts)
     pool = planner.candidates(risk=risk, profile=profile, count="none")
-    rows = getattr(planner.allocator, "rows", ())
+    rows = planner.allocator.traits.rows
     if rows:
         pool = {block: [c for c in options if c.spec in rows] for block, options in pool.items()}
     flushed = planner.settings.flush_only

@@ -48,7 +48,7 @@ def last_resort(
     profile: Profile | None,
 ) -> Plan:
     """The allocation of fewest bytes if it fits after all, as charges are upper bounds; else raises what would."""
-    free = not planner.allocator.full and planner.budget.step_time is None
+    free = not planner.allocator.traits.every_candidate and planner.budget.step_time is None
     least = least_of(planner, tries)
     if free and (len(planner.counts) > 1 or planner.places):
         last = allocated(least, allocator=planner.settings.allocator)

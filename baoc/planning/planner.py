@@ -71,7 +71,7 @@ def known(name: str, options: Mapping[str, object], what: str) -> str:
 def may_place(settings: PlannerSettings, *, budget: Budget) -> bool:
     """Whether some spec that is offered keeps its states on the host."""
     named = any(map(placed, select(settings.specs).values()))
-    return named or budget.host_memory_bytes is not None or bool(getattr(ALLOCATORS[settings.allocator], "rows", ()))
+    return named or budget.host_memory_bytes is not None or bool(ALLOCATORS[settings.allocator].traits.rows)
 
 
 class Planner:
@@ -102,7 +102,7 @@ class Planner:
         self.allocator = ALLOCATORS[settings.allocator]
         if settings.every is not None and isinstance(self.allocator, HostedAllocator):
             self.allocator = replace(self.allocator, every=settings.every)
-        chosen = select([*settings.specs, *getattr(self.allocator, "rows", ())])
+        chosen = select([*settings.specs, *self.allocator.traits.rows])
         self.specs = with_host(chosen) if budget.host_memory_bytes is not None else chosen
         self.blocks: tuple[Block, ...] = partition(
             self.params, declared=declared, patterns=settings.patterns, by=settings.blocks_by
@@ -325,14 +325,14 @@ class Planner:
         attempt = partial(self._attempt, allocator=by, risk=name, profile=profile)
         if not found:
             plan = last_resort(self, tries, refused=refused, risk=name, profile=profile)
-            return plan if allocator.full else spend(self, beyond, found=plan, attempt=attempt)
+            return plan if allocator.traits.every_candidate else spend(self, beyond, found=plan, attempt=attempt)
         plan, one = min(found, key=lambda entry: (entry[0].allocation.risk, _effort(entry[0].allocation)))
         if quick:
             proven = self._attempt(one, allocator=allocator, risk=name, profile=profile)
             plan = (
                 proven if self.fits(proven) else replace(plan, allocation=replace(plan.allocation, allocator="exact"))
             )
-        return plan if allocator.full else spend(self, beyond, found=plan, attempt=attempt)
+        return plan if allocator.traits.every_candidate else spend(self, beyond, found=plan, attempt=attempt)
 
     def fits(self, plan: Plan) -> bool:
         """Whether the plan's own peak, and what it keeps on the host, are within the budget."""
@@ -341,7 +341,11 @@ class Planner:
 
     def _attempt(self, one: Try, *, allocator: Allocator, risk: str, profile: Profile | None) -> Plan:
         """The plan of one try, which need not fit: savings may have been counted too boldly."""
-        pool = one.pool if allocator.full else undominated(one.pool, with_time=self.budget.step_time is not None)
+        pool = (
+            one.pool
+            if allocator.traits.every_candidate
+            else undominated(one.pool, with_time=self.budget.step_time is not None)
+        )
         penalty = self.settings.merge_penalty
         segments = None
         if penalty is not None and profile is not None:

@@ -30,7 +30,8 @@ NUM_BUFFERS = 3
 
 def cut(sizes: Sequence[int], *, piece_bytes: int = PIECE_BYTES) -> list[range]:
     """Indices of neighbouring blocks that travel together; `sizes` are their bytes, in the order of travel."""
-    pieces, first, held = [], 0, 0
+    pieces: list[range] = []
+    first, held = 0, 0
     for index, size in enumerate(sizes):
         if index > first and held + size > piece_bytes:
             pieces.append(range(first, index))

@@ -319,7 +319,7 @@ class BaocStrategy(SingleDeviceStrategy):
             clear_cache(self.root_device)
             return None, error.with_traceback(None)  # whose frames hold activations
         if limited and self.latency is None and may_place(self.settings.planner, budget=self.budget):
-            hides = self.settings.ahead and not self.settings.planner.flush_only and leaves_gradients(trainer)
+            hides = self.settings.overlap and not self.settings.planner.flush_only and leaves_gradients(trainer)
             table = with_link(table, device=self.root_device, accumulation=probe.accumulation, hides=hides)
         return _Timing(probe=probe, specs=specs, table=table, max_s=max_s), None
 
@@ -389,7 +389,7 @@ class BaocStrategy(SingleDeviceStrategy):
     def backward(self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Any:
         """Lets host-placed blocks be stepped in the last backward of a step, if their gradients are final then."""
         module = self.lightning_module
-        ahead = self._last and self.settings.ahead
+        ahead = self._last and self.settings.overlap
         final = ahead and module is not None and leaves_gradients(module.trainer)
         last = nullcontext()
         if final and isinstance(optimizer, BlockwiseOptimizer):

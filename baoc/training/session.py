@@ -30,7 +30,7 @@ MOST_RETIMED = 4  # plans whose specs are timed before one is taken
 class SessionSettings:
     """Everything a budgeted optimizer needs to know beside its parameters and its budget.
 
-    `ahead`: blocks whose states are on the host are stepped in backward, where nothing is to change their gradients;
+    `overlap`: blocks whose states are on the host are stepped in backward, where nothing is to change their gradients;
     with `planner.flush_only` the host only gets their gradients then, see `BlockwiseOptimizer.last_backward`.
     """
 
@@ -40,7 +40,7 @@ class SessionSettings:
     nonfinite: str = "skip_element"
     rms_matching: bool | Matching = True
     release: bool | GradientRelease = False
-    ahead: bool = True
+    overlap: bool = True
 
 
 def make_profiler(
@@ -102,7 +102,7 @@ def narrow_params(
 ) -> dict[str, Tensor]:
     """The parameters that some plan of these settings would keep in 16 bits, though they come in more."""
     planner = settings.planner
-    only = getattr(ALLOCATORS[planner.allocator], "spec", None)  # of an allocator that leaves no choice
+    only = ALLOCATORS[planner.allocator].traits.only_spec  # of an allocator that leaves no choice
     specs = [spec for spec in select(planner.specs).values() if spec.weights != "native" and only in (None, spec.name)]
     rules = RULE_INFOS
     found = {
@@ -119,7 +119,7 @@ def narrow_params(
 
 def only_narrow(planner: PlannerSettings) -> bool:
     """Whether every plan of these settings keeps in 16 bits whatever it may."""
-    only = getattr(ALLOCATORS[planner.allocator], "spec", None)
+    only = ALLOCATORS[planner.allocator].traits.only_spec
     rows = select(planner.specs).values()
     return all(spec.weights != "native" for spec in rows if only in (None, spec.name))
 

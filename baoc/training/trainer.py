@@ -63,7 +63,7 @@ class Parts:
 
 def session_settings(config: RunConfig) -> SessionSettings:
     """What planning and reallocation need, in the words of `baoc.training.reallocation`."""
-    allocator = ALLOCATORS[config.allocator.name]
+    traits = ALLOCATORS[config.allocator.name].traits
     planner = PlannerSettings(
         specs=config.catalogue.specs,
         keep_fp32_roles=tuple(Role(role) for role in config.catalogue.keep_fp32_roles),
@@ -74,7 +74,7 @@ def session_settings(config: RunConfig) -> SessionSettings:
         risk_weights=config.risk.weights,
         allocator=config.allocator.name,
         every=config.allocator.every,
-        flush_only=getattr(allocator, "flush_only", False) and not config.trainer.gradient_clip_val,
+        flush_only=traits.flush_only and not config.trainer.gradient_clip_val,
         seed=config.seed,
     )
     return SessionSettings(
@@ -83,8 +83,8 @@ def session_settings(config: RunConfig) -> SessionSettings:
         backend=config.optim.backend,
         nonfinite=config.optim.nonfinite,
         release=bool(config.optim.release_gradients),
-        ahead=getattr(allocator, "ahead", True),
-        rms_matching=config.optim.matching if getattr(allocator, "matching", True) else False,
+        overlap=traits.overlap,
+        rms_matching=config.optim.matching if traits.matching else False,
     )
 
 

@@ -33,7 +33,7 @@ def has_choice(allocator: Allocator) -> bool:
 def pool(allocator: Allocator) -> dict[str, tuple[Candidate, ...]]:
     if getattr(allocator, "rows", ()):
         return PLACED
-    return EVERYTHING if allocator.full else undominated(EVERYTHING)
+    return EVERYTHING if allocator.traits.every_candidate else undominated(EVERYTHING)
 
 
 def named(options: Candidates, *, allocator: Allocator) -> Candidates:

@@ -187,7 +187,7 @@ def test_every_uniform_baseline_runs_the_spec_it_names():
     for allocator in UNIFORM:
         choices = allocator(options, limits=Limits()).choices
         assert choices["layer1.attention"] == allocator.spec
-        assert allocator.full
+        assert allocator.traits.every_candidate
 
 
 def test_a_uniform_baseline_that_applies_nowhere_is_no_adamw_run():
@@ -235,10 +235,8 @@ def test_host_baselines_have_no_choice():
         allocation = ALLOCATORS[name](options, limits=Limits())
         assert set(allocation.choices.values()) == {"adamw@updated"}
         assert allocation.state_bytes == 0 < allocation.host_s
-    found = [
-        getattr(ALLOCATORS[name], key) for name in ("host_adamw", "host_adamw_flush") for key in ("ahead", "flush_only")
-    ]
-    assert found == [False, False, True, True]
+    traits = [ALLOCATORS[name].traits for name in ("host_adamw", "host_adamw_flush")]
+    assert [(one.overlap, one.flush_only) for one in traits] == [(False, False), (True, True)]
     every = replace(HOSTED[-1], every=3)(options, limits=Limits())
     chosen = list(every.choices.values())
     assert chosen[:4] == ["adamw@updated", "adamw@updated", "adamw@streamed", "adamw@updated"]

@@ -44,10 +44,33 @@ class NoFeasibleAllocation(Exception):
         self.least_host_s = least_host_s
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllocatorTraits:
+    """What planning and training need to know of an allocator beside its choices.
+
+    Args:
+        every_candidate: it wants dominated candidates too, as baselines do.
+        rows: rows of the catalogue that it needs beside those that are selected.
+        only_spec: the one spec that it runs wherever this applies; None for an allocator that has a choice.
+        overlap: blocks whose states are on the host are stepped within backward.
+        flush_only: within backward the host only receives gradients, and steps once backward is over.
+        matching: the RMS of updates is matched to AdamW's, where the run does not say otherwise.
+    """
+
+    every_candidate: bool = False
+    rows: tuple[str, ...] = ()
+    only_spec: str | None = None
+    overlap: bool = True
+    flush_only: bool = False
+    matching: bool = True
+
+
+CHOOSES = AllocatorTraits()  # of an allocator that weighs candidates
+
+
 class Allocator(Protocol):
     """Chooses one candidate per block within the limits, the same one for the same arguments.
 
-    `full`: wants every applicable candidate, not only those that are not dominated (baselines do).
     Raises NoFeasibleAllocation.
     """
 
@@ -58,7 +81,7 @@ class Allocator(Protocol):
     def description(self) -> str: ...
 
     @property
-    def full(self) -> bool: ...
+    def traits(self) -> AllocatorTraits: ...
 
     def __call__(
         self, candidates: Mapping[str, Sequence[Candidate]], *, limits: Limits, seed: int = 0

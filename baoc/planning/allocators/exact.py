@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 
 from baoc.planning.allocators.base import (
+    CHOOSES,
+    AllocatorTraits,
     Floats,
     Ints,
     NoFeasibleAllocation,
@@ -53,7 +55,7 @@ class ExactAllocator:
 
     name: str = "exact"
     description: str = "mixed-integer program solved by HiGHS, proven optimal: for up to some hundred blocks"
-    full: bool = False
+    traits: AllocatorTraits = CHOOSES
     time_limit_s: float = 60.0
 
     def __call__(self, candidates: Mapping[str, Sequence[Candidate]], *, limits: Limits, seed: int = 0) -> Allocation:

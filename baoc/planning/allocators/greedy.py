@@ -5,7 +5,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from baoc.planning.allocators.base import Ints, Problem, least_risk, make_allocation, make_problem
+from baoc.planning.allocators.base import (
+    CHOOSES,
+    AllocatorTraits,
+    Ints,
+    Problem,
+    least_risk,
+    make_allocation,
+    make_problem,
+)
 from baoc.planning.allocators.feasible import find_feasible
 from baoc.planning.allocators.moves import fill, repair, settle
 from baoc.types import Allocation, Candidate, Limits
@@ -26,7 +34,7 @@ class GreedyAllocator:
 
     name: str = "greedy"
     description: str = "cheapens the block that risks least per byte until the limits are met: no gap is known"
-    full: bool = False
+    traits: AllocatorTraits = CHOOSES
 
     def __call__(self, candidates: Mapping[str, Sequence[Candidate]], *, limits: Limits, seed: int = 0) -> Allocation:
         problem = make_problem(candidates, limits=limits)

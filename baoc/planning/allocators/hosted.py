@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from baoc.errors import BadInputError
-from baoc.planning.allocators.base import make_allocation, make_problem, unmet
+from baoc.planning.allocators.base import AllocatorTraits, make_allocation, make_problem, unmet
 from baoc.types import Allocation, Candidate, Limits
 
 STREAMED, UPDATED = "adamw@streamed", "adamw@updated"
@@ -16,7 +16,7 @@ STREAMED, UPDATED = "adamw@streamed", "adamw@updated"
 class HostedAllocator:
     """fp32 AdamW with all of its states on the host, where it is stepped; every `every`-th block visits the device.
 
-    `ahead`: blocks are stepped as soon as backward is done with them, else once all of it is over; `flush_only`: then
+    `overlap`: blocks are stepped as soon as backward is done with them, else once all of it is over; `flush_only`: then
     too, but with gradients that have come to the host by themselves as backward gave them. `rows` are what it needs of
     the catalogue. Raises NoFeasibleAllocation with its own totals, and BadInputError where a row is missing.
     """
@@ -24,10 +24,13 @@ class HostedAllocator:
     name: str
     description: str
     every: int | None = None  # none
-    ahead: bool = True
+    overlap: bool = True
     flush_only: bool = False
-    full: bool = True
     rows: tuple[str, ...] = (UPDATED, STREAMED)
+
+    @property
+    def traits(self) -> AllocatorTraits:
+        return AllocatorTraits(every_candidate=True, rows=self.rows, overlap=self.overlap, flush_only=self.flush_only)
 
     def __call__(self, candidates: Mapping[str, Sequence[Candidate]], *, limits: Limits, seed: int = 0) -> Allocation:
         problem = make_problem(candidates, limits=limits)
@@ -51,7 +54,7 @@ HOSTED: tuple[HostedAllocator, ...] = (
     HostedAllocator(
         name="host_adamw",
         description="adamw kept and stepped on the host, once backward is over",
-        ahead=False,
+        overlap=False,
         rows=(UPDATED,),
     ),
     HostedAllocator(

@@ -11,7 +11,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from baoc.planning.allocators.base import Floats, Ints, Problem, least_risk, make_allocation, make_problem
+from baoc.planning.allocators.base import (
+    CHOOSES,
+    AllocatorTraits,
+    Floats,
+    Ints,
+    Problem,
+    least_risk,
+    make_allocation,
+    make_problem,
+)
 from baoc.planning.allocators.core import Relaxed, close
 from baoc.planning.allocators.feasible import find_feasible
 from baoc.planning.allocators.greedy import descend
@@ -39,7 +48,7 @@ class LagrangianAllocator:
 
     name: str = "lagrangian"
     description: str = "prices for bytes and seconds, then repair: milliseconds, reports its certified gap"
-    full: bool = False
+    traits: AllocatorTraits = CHOOSES
     most_prices: int = 100
 
     def __call__(self, candidates: Mapping[str, Sequence[Candidate]], *, limits: Limits, seed: int = 0) -> Allocation:

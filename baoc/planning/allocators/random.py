@@ -5,9 +5,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from baoc.planning.allocators.base import Ints, Problem, make_allocation, make_problem
+from baoc.planning.allocators.base import AllocatorTraits, Ints, Problem, make_allocation, make_problem
 from baoc.planning.allocators.feasible import find_feasible
 from baoc.types import Allocation, Candidate, Limits
+
+DRAWS = AllocatorTraits(every_candidate=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +22,7 @@ class RandomAllocator:
 
     name: str = "random"
     description: str = "a random feasible allocation that spends the budget, by seed"
-    full: bool = True
+    traits: AllocatorTraits = DRAWS
 
     def __call__(self, candidates: Mapping[str, Sequence[Candidate]], *, limits: Limits, seed: int = 0) -> Allocation:
         problem = make_problem(candidates, limits=limits)

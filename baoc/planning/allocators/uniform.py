@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from baoc.errors import BadInputError
-from baoc.planning.allocators.base import make_allocation, make_problem, unmet
+from baoc.planning.allocators.base import AllocatorTraits, make_allocation, make_problem, unmet
 from baoc.types import Allocation, Candidate, Limits, Role
 
 FALLBACK = "adamw"
@@ -24,8 +24,11 @@ class UniformAllocator:
     name: str
     spec: str
     kept: frozenset[Role] = frozenset()
-    full: bool = True
     matching: bool = False  # as published: the learning rate is the rule's own, its update RMS is not matched
+
+    @property
+    def traits(self) -> AllocatorTraits:
+        return AllocatorTraits(every_candidate=True, only_spec=self.spec, matching=self.matching)
 
     @property
     def description(self) -> str:

@@ -92,7 +92,7 @@ class Probe:
         self._batch = batch
         self._move = lambda: strategy.batch_to_device(strategy.precision_plugin.convert_input(batch))
         self._loss = _training(strategy)
-        self._only = getattr(ALLOCATORS[strategy.settings.planner.allocator], "spec", None)
+        self._only = ALLOCATORS[strategy.settings.planner.allocator].traits.only_spec
         self._validate = None if val_batch is None else _validation(strategy, val_batch)
 
     def footprint(
