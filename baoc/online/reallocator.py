@@ -17,6 +17,7 @@ from baoc.online.moving import migration_risk, moved_specs, transit
 from baoc.online.relaxation import RelaxationSettings, calm_blocks, lowered, offers
 from baoc.online.triggers import TRIGGERS, Moment, ReallocationSettings
 from baoc.optim import BlockwiseOptimizer
+from baoc.parallel import refuse_ranks
 from baoc.planner import Planner
 from baoc.profiling import GradientProfiler
 from baoc.types import (
@@ -133,6 +134,7 @@ class Reallocator:
 
     def after_step(self) -> None:
         """Counts the step and, where the trigger says so, decides again."""
+        refuse_ranks("decision")
         self.step += 1
         if self._switch:
             self._settle()

@@ -101,11 +101,6 @@ def _free(name: str, *, taken: Collection[str]) -> str:
     return name
 
 
-def unwrapped(name: str) -> str:
-    """A parameter's name without what torch.compile and wrappers such as DistributedDataParallel put into it."""
-    return name.replace("_orig_mod.", "").removeprefix("module.")
-
-
 def alike(a: OptimizerSpec, b: OptimizerSpec) -> bool:
     """True if states and weights of both are kept in the same way, whatever they are called."""
     return (a.rule, a.storage, a.weights) == (b.rule, b.storage, b.weights)

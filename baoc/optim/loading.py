@@ -12,10 +12,11 @@ from baoc.catalogue import SPECS
 from baoc.errors import CheckpointError
 from baoc.kernels.weights import merge_weights
 from baoc.optim import groups, migration, weights
-from baoc.optim.checkpoint import Saved, alike, unwrapped
+from baoc.optim.checkpoint import Saved, alike
 from baoc.optim.migration import Fates
 from baoc.optim.roster import Roster
 from baoc.optim.state import LiveBlock, Slot, State, allocate, make_slot, new_match
+from baoc.parallel import unwrapped_name
 from baoc.types import BlockMove, Placement
 
 log = logging.getLogger(__name__)
@@ -71,8 +72,8 @@ def load(
 
 def _rewrapped(saved: Collection[str], *, here: Collection[str]) -> dict[str, str]:
     """Saved name -> name here, of parameters that only a wrapper of the model calls otherwise."""
-    bare = {unwrapped(name): name for name in here if name not in saved}
-    return {name: bare[unwrapped(name)] for name in saved if name not in here and unwrapped(name) in bare}
+    bare = {unwrapped_name(name): name for name in here if name not in saved}
+    return {name: bare[unwrapped_name(name)] for name in saved if name not in here and unwrapped_name(name) in bare}
 
 
 def load_late(roster: Roster, *, param_groups: list[dict[str, Any]]) -> None:
