@@ -90,6 +90,12 @@ def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
         assert value.dtype == b[name].dtype and torch.equal(value, b[name]), name
 
 
+def states_by_name(saved: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
+    """The states of a checkpoint, which has them by index."""
+    names = [name for group in saved["param_groups"] for name in group["param_names"]]
+    return {names[index]: state for index, state in saved["state"].items()}
+
+
 def through_file(state: dict[str, Any]) -> dict[str, Any]:
     """Written and read as the strictest loader does: tensors and plain values only."""
     buffer = io.BytesIO()

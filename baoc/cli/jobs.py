@@ -22,6 +22,7 @@ from baoc.cli.run_lock import FolderInUseError, claimed
 from baoc.config.from_hydra import from_hydra, write_config
 from baoc.config.schema import RunConfig
 from baoc.errors import BadInputError
+from baoc.parallel import refuse_ranks
 
 ERROR_FILE = "error.json"
 _OWN_FILES = (".hydra", "baoc.log", ERROR_FILE)  # what a job leaves that never got as far as its configuration
@@ -64,6 +65,7 @@ def run_job(config: DictConfig) -> None:
             raise BadInputError(
                 f"sweeps={study} is a study of many runs: start it with -m, as in python run.py -m sweeps={study}"
             )
+        refuse_ranks("run")  # before one of them finds another at work in their folder
         with claimed(run_dir):
             run_config = _prepare(config, run_dir=run_dir)
             _train(run_config, run_dir=run_dir, command=command_of(overrides))

@@ -18,6 +18,7 @@ from baoc.config.compose import VERSION_BASE
 from baoc.config.nodes import register
 from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError
+from baoc.parallel import refuse_ranks
 
 # What one command may ask Hydra for
 _WAYS = (("-m", "--multirun"), ("-r", "--run"), ("-c", "--cfg"), ("-i", "--info"), ("-sc", "--shell-completion"))
@@ -31,6 +32,8 @@ def main(argv: Sequence[str] | None = None, *, single: bool = False) -> int:
     try:
         if not _answer(given):
             _refuse_two_ways(given)
+            if not _shows(given):
+                refuse_ranks("study" if any(word.startswith("sweeps=") for word in given) else "run")
             register(_overrides(given))
             if single:
                 with _composed_once():
@@ -71,6 +74,11 @@ def _refuse_two_ways(given: Sequence[str]) -> None:
         shown = "python run.py sweeps=NAME --cfg hydra -p hydra.sweeper"
         rest = f"; what a sweep is made of is shown without -m: {shown}" if _WAYS[0] in ways else ""
         raise BadInputError(f"{' and '.join(found)} exclude each other: leave one out{rest}")
+
+
+def _shows(given: Sequence[str]) -> bool:
+    """Whether Hydra is asked to tell something, and nothing is run."""
+    return any(_spells(word.split("=")[0], *names) for word in given for names in _WAYS[2:] if word.startswith("-"))
 
 
 def _spells(flag: str, short: str, long: str) -> bool:

@@ -1,15 +1,21 @@
-"""Optimizer checkpoints: keyed by parameter name, tensors and plain values only, and convertible between plans.
+"""Optimizer checkpoints: tensors and plain values only, told by parameter name, and convertible between plans.
 
-Schema 1: {"baoc_schema": 1, "num_steps": int, "param_groups": [{settings, "param_names", "params": indices}],
-"state": {name: {key: tensor}}, "blocks": {block: {"spec", "rule", "storage", "weights", "params", and "match" and
-"unseeded" where there are any}}}. The weights themselves are the model's to save. torch.optim.AdamW's is read and
-written too. Filling an optimizer from what was read is `optim.loading`.
+Schema 2: {"baoc_schema": 2, "num_steps": int, "param_groups": [{settings, "param_names", "params": indices}],
+"state": {index: {key: tensor}}, "blocks": {block: {"spec", "rule", "storage", "weights", "params", and "match" and
+"unseeded" where there are any}}}. State and groups are laid out as torch's, so that what collects them does:
+torch.distributed.checkpoint's get_optimizer_state_dict puts names of its own for the indices, and drops the rest. So
+the first group has that too, as text under "baoc". Schema 1 had names for the indices of the state.
+
+The weights themselves are the model's to save. torch.optim.AdamW's checkpoint is read and written too. Filling an
+optimizer from what was read is `optim.loading`.
 """
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from baoc.core.catalogue import SPECS
@@ -21,7 +27,8 @@ from baoc.optim.registry import Roster
 from baoc.optim.state import LiveBlock, State, allocate, alone, make_slot, new_step
 from baoc.types import OptimizerSpec
 
-SCHEMA = 1
+SCHEMA = 2
+_COLLECTED = "baoc"  # key of the first group: what is not state or settings, as text
 _TORCH_KEYS = {"step": "step", "m": "exp_avg", "v": "exp_avg_sq"}  # of spec adamw, and of torch's AdamW
 
 
@@ -72,17 +79,19 @@ def save(
     """
     roster.forget_overwritten()
     roster.settle()
-    state = {name: {k: alone(v) for k, v in roster.state[param].items()} for param, name in roster.names.items()}
+    index = {name: i for i, name in enumerate(name for group in param_groups for name in group["param_names"])}
+    state = {index[name]: {k: alone(v) for k, v in roster.state[p].items()} for p, name in roster.names.items()}
     blocks = {name: _block_entry(live) for name, live in roster.live.items()}
-    known = {name for group in param_groups for name in group["param_names"]}
     for name, held in (waiting.states if waiting is not None else {}).items():
         assert waiting is not None
-        if name in known:
-            state[name] = dict(held)
+        if name in index:
+            state[index[name]] = dict(held)
             entry = _spec_entry(waiting.specs[name], params=[name], unseeded=waiting.unseeded)
             blocks[_free(name, taken=blocks)] = entry
+    own = {"baoc_schema": SCHEMA, "num_steps": num_steps, "blocks": blocks}
     groups = _plain_groups(param_groups)
-    return {"baoc_schema": SCHEMA, "num_steps": num_steps, "param_groups": groups, "state": state, "blocks": blocks}
+    groups[0][_COLLECTED] = json.dumps(own, default=Tensor.tolist)
+    return {**own, "param_groups": groups, "state": state}
 
 
 def _block_entry(live: LiveBlock) -> dict[str, Any]:
@@ -100,11 +109,6 @@ def _free(name: str, *, taken: Collection[str]) -> str:
     while name in taken:
         name += "_waiting"
     return name
-
-
-def unwrapped(name: str) -> str:
-    """A parameter's name without what torch.compile and wrappers such as DistributedDataParallel put into it."""
-    return name.replace("_orig_mod.", "").removeprefix("module.")
 
 
 def alike(a: OptimizerSpec, b: OptimizerSpec) -> bool:
@@ -136,8 +140,12 @@ def read(checkpoint: Mapping[str, Any], *, names: Sequence[str]) -> Saved:
         if "baoc_schema" in checkpoint:
             return _read_own(checkpoint)
         if set(checkpoint) >= {"state", "param_groups"}:
+            if (own := _collected(checkpoint)) is not None:
+                return _read_own({**checkpoint, **own})
             return _read_torch(checkpoint, names=names)
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
+    except CheckpointError:
+        raise
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
         raise CheckpointError(
             f"the optimizer checkpoint is damaged ({type(error).__name__}: {error}): use another one, or start afresh"
         ) from error
@@ -147,11 +155,41 @@ def read(checkpoint: Mapping[str, Any], *, names: Sequence[str]) -> Saved:
     )
 
 
-def _read_own(checkpoint: Mapping[str, Any]) -> Saved:
-    if checkpoint["baoc_schema"] != SCHEMA:
+def _collected(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What `save` wrote beside state and groups, where those were collected without it; None where nothing is ours."""
+    told = [group[_COLLECTED] for group in checkpoint["param_groups"] if _COLLECTED in group]
+    if told:
+        own = json.loads(told[0])
+        for entry in own["blocks"].values():
+            if "match" in entry:
+                entry["match"] = torch.tensor(entry["match"], dtype=torch.float32)
+        return own
+    theirs = set(_TORCH_KEYS.values())
+    if any(isinstance(key, str) and set(state) != theirs for key, state in checkpoint["state"].items()):
         raise CheckpointError(
-            f"the optimizer checkpoint has schema {checkpoint['baoc_schema']}, this version reads {SCHEMA}: load it "
-            "with the version of baoc that wrote it"
+            "the optimizer checkpoint was collected by name, and its states are not torch.optim.AdamW's: which of "
+            "BAOC's they are is what flatten_optimizer_state_dict=True drops. Save it without, or save "
+            "optimizer.state_dict() itself"
+        )
+    return None
+
+
+def _names_of(group: Mapping[str, Any]) -> dict[Any, str]:
+    """What the state of each parameter of a group is found by -> the parameter's name.
+
+    Names of the model in place of indices are in this optimizer's order, and "param_names" in that of the one that was
+    saved, so they go by themselves where they are the same.
+    """
+    keys, names = group["params"], group["param_names"]
+    same = set(keys) == set(names)
+    return {key: key if same else name for key, name in zip(keys, names, strict=True)}
+
+
+def _read_own(checkpoint: Mapping[str, Any]) -> Saved:
+    if checkpoint["baoc_schema"] not in (1, SCHEMA):
+        raise CheckpointError(
+            f"the optimizer checkpoint has schema {checkpoint['baoc_schema']}, this version reads 1 and {SCHEMA}: load "
+            "it with the version of baoc that wrote it"
         )
     absent = [key for key in ("num_steps", "param_groups", "state", "blocks") if key not in checkpoint]
     if absent:
@@ -159,6 +197,10 @@ def _read_own(checkpoint: Mapping[str, Any]) -> Saved:
     damaged = [name for name, state in checkpoint["state"].items() if not isinstance(state, Mapping)]
     if damaged or type(checkpoint["num_steps"]) is not int:
         raise TypeError(f"state of {damaged[0]}" if damaged else "num_steps is no whole number")
+    states = checkpoint["state"]
+    if checkpoint["baoc_schema"] != 1:
+        names = {key: name for group in checkpoint["param_groups"] for key, name in _names_of(group).items()}
+        states = {names[key]: state for key, state in states.items()}
     specs, matches, unseeded = {}, {}, set()
     for block, entry in checkpoint["blocks"].items():
         try:
@@ -172,7 +214,7 @@ def _read_own(checkpoint: Mapping[str, Any]) -> Saved:
                 raise TypeError(f"match of block {block}")
             matches[block] = (tuple(entry["params"]), entry["match"])
     return Saved(
-        states=checkpoint["state"],
+        states=states,
         specs=specs,
         groups=[_saved_group(group, names=group["param_names"]) for group in checkpoint["param_groups"]],
         matches=matches,
@@ -190,7 +232,9 @@ def _read_spec(entry: Mapping[str, Any]) -> OptimizerSpec:
 
 
 def _saved_group(group: Mapping[str, Any], *, names: Sequence[str]) -> tuple[tuple[str, ...], dict[str, Any]]:
-    return tuple(names), {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    return tuple(names), {
+        key: value for key, value in group.items() if key not in ("params", "param_names", _COLLECTED)
+    }
 
 
 def _read_torch(checkpoint: Mapping[str, Any], *, names: Sequence[str]) -> Saved:

@@ -18,6 +18,8 @@ from torch.nn.parameter import is_lazy
 from baoc.core.catalogue import CODECS, PLACEMENTS, SPECS, STORAGES, WEIGHT_DTYPES, WEIGHTS, base_name
 from baoc.errors import BadInputError, unknown_name
 from baoc.optim.rules import RULES
+from baoc.optim.wrappers import refuse_shard, refuse_zero
+from baoc.parallel import unwrapped
 from baoc.types import Block, OptimizerSpec, ParamInfo, Placement, Role
 
 log = logging.getLogger(__name__)
@@ -42,8 +44,9 @@ def plain(value: Any) -> Any:
 
 def raw_groups(params: Any) -> list[Mapping[str, Any]]:
     """Any spelling of parameters as a list of groups, whose members `members_of` tells."""
+    refuse_zero()
     if isinstance(params, nn.Module):
-        params = params.named_parameters()
+        params = unwrapped(params).named_parameters()
     items: list[Any] = (
         [params] if isinstance(params, Tensor | Mapping) else _listed(params, what="the optimizer was given")
     )
@@ -182,6 +185,7 @@ def check_listed(param_groups: Sequence[Mapping[str, Any]], *, listed: list[list
 def check_tensor(param: Any, *, name: str) -> None:
     if not isinstance(param, Tensor):
         raise BadInputError(f"{name} is a {type(param).__name__}, not a tensor: {_ALLOWED}")
+    refuse_shard(param, name=name)
 
 
 def check_param(param: Any, *, name: str) -> None:

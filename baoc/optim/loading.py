@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,10 +13,11 @@ from baoc.errors import CheckpointError
 from baoc.kernels.weights import merge_weights
 from baoc.optim import groups, weights
 from baoc.optim import migrate as migration
-from baoc.optim.checkpoint import Saved, alike, unwrapped
+from baoc.optim.checkpoint import Saved, alike
 from baoc.optim.migrate import Fates
 from baoc.optim.registry import Roster
 from baoc.optim.state import LiveBlock, Slot, State, allocate, make_slot, new_match
+from baoc.parallel import unwrapped_name
 from baoc.types import BlockMove, Placement
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ def load(
     checked()
     for group, new in zip(param_groups, settings, strict=True):
         group.update(new)
+    saved = _apart(saved, roster=roster, slots=slots)
     roster.forget_overwritten()
     moves = []
     for live in roster.live.values():
@@ -70,10 +72,21 @@ def load(
     return report
 
 
+def _apart(saved: Saved, *, roster: Roster, slots: Iterable[Slot]) -> Saved:
+    """The same with copies of corrections that are the live ones: torch.distributed.checkpoint fills a state dict in
+    place, and live corrections go where weights were loaded since they were taken in."""
+    states = dict(saved.states)
+    for slot in slots:
+        live, given = (of.get(weights.CORRECTION) for of in (roster.state[slot.param], states[slot.name]))
+        if live is not None and given is not None and live.data_ptr() == given.data_ptr():
+            states[slot.name] = {**states[slot.name], weights.CORRECTION: given.clone()}
+    return replace(saved, states=states)
+
+
 def _rewrapped(saved: Collection[str], *, here: Collection[str]) -> dict[str, str]:
     """Saved name -> name here, of parameters that only a wrapper of the model calls otherwise."""
-    bare = {unwrapped(name): name for name in here if name not in saved}
-    return {name: bare[unwrapped(name)] for name in saved if name not in here and unwrapped(name) in bare}
+    bare = {unwrapped_name(name): name for name in here if name not in saved}
+    return {name: bare[unwrapped_name(name)] for name in saved if name not in here and unwrapped_name(name) in bare}
 
 
 def load_late(roster: Roster, *, param_groups: list[dict[str, Any]]) -> None:
@@ -168,8 +181,8 @@ def _load_block(
                 if key != weights.CORRECTION:
                     value.copy_(given[key])
         else:
+            old = _copy(given, slot=source)  # first: what is given may be the live one, filled in place
             _zero(own)
-            old = _copy(given, slot=source)
             if live.matched:
                 before = LiveBlock(block=live.block, spec=spec, rule=source.rule, slots=[source])
                 rms.append(migration.last_rms(before, state={slot.param: old}, param_groups=groups))

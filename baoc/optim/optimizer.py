@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from baoc.errors import BadInputError, unknown_name
 from baoc.kernels import capturing
-from baoc.optim import checkpoint, groups, loading, masters, matching, replay, seeding, step_hooks
+from baoc.optim import admission, checkpoint, groups, loading, masters, matching, replay, seeding, step_hooks
 from baoc.optim import migrate as migration
 from baoc.optim.backends import BACKENDS, Options, StepInputs, options_of
 from baoc.optim.nonfinite import Guard
@@ -346,7 +346,7 @@ class BlockwiseOptimizer(Optimizer):
             if spec != live[name].spec:
                 targets.append(make_live(live[name].block, spec=spec, param_groups=self.param_groups))
         self._check_between_steps("migrate was called")
-        self.roster.check_host(targets)
+        admission.check(targets)
         self.roster.forget_overwritten()
         targets.sort(key=lambda target: migration.planned_growth(target, held=live[target.block.name]))
         self.roster.refresh(self.param_groups)  # backends hold what is to be freed

@@ -21,6 +21,7 @@ from baoc.kernels import capturing
 from baoc.optim.backends import HostedBackend, Options
 from baoc.optim.registry import Alone
 from baoc.optim.state import Slot
+from baoc.parallel import refuse_ranks
 
 if TYPE_CHECKING:
     from baoc.optim.optimizer import BlockwiseOptimizer
@@ -61,6 +62,7 @@ class Ahead:
     @contextmanager
     def last_backward(self, *, flush_only: bool = False) -> Iterator[None]:
         """Inside, a backward steps host-placed blocks as soon as their gradients are final, where that is possible."""
+        refuse_ranks("last_backward")
         self._flush_only = flush_only
         self.check_between_steps("last_backward was entered")
         self._on = self._prepare()

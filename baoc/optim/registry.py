@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from baoc.errors import BadInputError
-from baoc.kernels.host_memory import check_host_memory
-from baoc.optim import groups, matching
+from baoc.optim import admission, groups, matching
 from baoc.optim.backends import Backend, Choice, build_alone, build_backends
 from baoc.optim.offload import HostArena, Rings, drop_stale, make_room, order_of_travel, settle
 from baoc.optim.rules import RULES
 from baoc.optim.state import LiveBlock, Slot, State, allocate, make_slot, new_match, packed, tensor_bytes
-from baoc.planning.cost import aligned, passing_bytes
-from baoc.planning.transfer import buffer_bytes
+from baoc.optim.wrappers import refuse_shard
+from baoc.planning.cost import aligned
 from baoc.types import Block, OptimizerSpec, ParamInfo, Placement
 from baoc.units import format_bytes
 
@@ -112,30 +110,11 @@ class Roster:
             pairs = zip(group["params"], group["param_names"], strict=True)
             group["param_names"] = [self.names.get(param, name) for param, name in pairs]
         lives = [make_live(block, spec=chosen[block.name], param_groups=param_groups) for block in blocks]
-        self.check_host(lives, device=device)
+        admission.check(lives, device=device)
         reserved = self.arena.reserve(order_of_travel(lives), device=device)
         for live in lives:
             self.enlist(live, device=device, states=reserved.get(live))
         self.refresh(param_groups)
-
-    def check_host(self, lives: Iterable[LiveBlock], *, device: torch.device | None = None) -> None:
-        """Raises BadInputError where host-placed blocks cannot pass, or there is no room for what they need there.
-
-        `device`: where their parameters will be, if they are not there yet.
-        """
-        placed = order_of_travel(lives)
-        for live in placed:
-            devices = sorted({str(device or slot.param.device) for slot in live.slots})
-            if len(devices) > 1:
-                raise BadInputError(
-                    f"block {live.block.name} cannot run {live.spec.name}: its parameters are on {', '.join(devices)}, "
-                    "and the states of a host-placed block pass to one device. Make them two blocks"
-                )
-        if placed and placed[0].slots[0].param.device.type != "meta":
-            updated = [live for live in placed if live.spec.placement == Placement.HOST_UPDATED]
-            passing = buffer_bytes([passing_bytes(live.block, spec=live.spec) for live in updated])
-            needed = sum(live.slab_bytes for live in placed) + passing
-            check_host_memory(needed, what="the states of host-placed blocks")
 
     def enlist(self, live: LiveBlock, *, device: torch.device | None = None, states: list[State] | None = None) -> None:
         """A block before its first step gets its states, and its weights what its spec keeps of them, on `device`."""
@@ -364,9 +343,11 @@ class Roster:
         for info, block in late:  # all are looked at before any gets state
             groups.check_param(where[info.name][0], name=info.name)
             groups.check_applies(spec, block=block)
-        for info, block in late:
+        lives = [make_live(block, spec=spec, param_groups=param_groups) for _, block in late]
+        admission.check(lives)
+        for (info, _), live in zip(late, lives, strict=True):
             self.names[where[info.name][0]] = info.name
-            self.enlist(make_live(block, spec=spec, param_groups=param_groups))
+            self.enlist(live)
         self.refresh(param_groups)
         if not late:
             return
@@ -398,7 +379,9 @@ class Roster:
 
     def place(self) -> None:
         """Moves states to their parameters' device, for a model that was moved after the optimizer was built, and for
-        states that somebody moved away and back."""
+        states that somebody moved away and back. Parameters may have been sharded as well."""
+        for param, name in self.names.items():
+            refuse_shard(param, name=name)
         for live in self.live.values():
             self.pack(live)
             if live.match is not None:

@@ -26,8 +26,9 @@ from baoc.optim import seeding
 from baoc.optim.backends import Options
 from baoc.optim.registry import Alone
 from baoc.optim.release_groups import StreamId, in_order, stream_now, together
-from baoc.optim.release_settings import GradientRelease, PartObserver, check_processes
+from baoc.optim.release_settings import GradientRelease, PartObserver
 from baoc.optim.state import LiveBlock
+from baoc.parallel import refuse_ranks
 
 if TYPE_CHECKING:
     from baoc.optim.optimizer import BlockwiseOptimizer
@@ -80,7 +81,7 @@ class Releaser:
 
     def adopt(self, owner: "BlockwiseOptimizer") -> None:
         """Makes it the releaser of `owner`, which may be a copy."""
-        check_processes()
+        refuse_ranks("release")
         self._owner = weakref.ref(owner)
         self._lock = threading.RLock()
         self._handles: dict[Tensor, RemovableHandle] = {}
@@ -192,7 +193,7 @@ class Releaser:
             raise BadInputError(
                 "a CUDA graph cannot capture a backward that releases gradients: capture without release"
             )
-        check_processes()
+        refuse_ranks("release")
         with torch.no_grad():
             self.begin()
 
@@ -235,8 +236,7 @@ class Releaser:
         roster.regroup(groups)
 
     def _refuse_second(self, param: Tensor) -> None:
-        name = self._live_owner().roster.names[param]
-        raise BadInputError(f"{name} got a second gradient before step(). {_ADVICE}")
+        raise BadInputError(f"{self._live_owner().roster.names[param]} got a second gradient before step(). {_ADVICE}")
 
     def begin(self) -> None:
         """A step begins, at its first gradient: learning rates and the rest are read once for all blocks."""

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from baoc.errors import BadInputError
@@ -63,14 +62,3 @@ def check_policy(nonfinite: str) -> None:
             "nonfinite=skip_step leaves all as it is if any gradient element is non-finite, but with gradient release "
             "other blocks have been stepped by then: use skip_element or raise"
         )
-
-
-def check_processes() -> None:
-    """Raises BadInputError where gradients would have to be averaged over processes first."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        count = torch.distributed.get_world_size()
-        if count > 1:
-            raise BadInputError(
-                f"gradient release steps before gradients are averaged over the {count} processes of this job: train "
-                "in one process, or without release"
-            )

@@ -13,6 +13,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from baoc.core.blocks import role_of
 from baoc.errors import BadInputError
+from baoc.parallel import unwrapped
 from baoc.types import ParamInfo
 
 # Inside these, a list holds heads, experts or sublayers of one layer, not layers.
@@ -39,6 +40,7 @@ def describe(source: Any, *, optimizer_groups: Sequence[Mapping[str, Any]] | Non
     out. Raises BadInputError for a parameter in two groups, one that the optimizer has and `source` has not, two
     tensors of one name, and a lazy module's parameter that has no shape yet.
     """
+    source = unwrapped(source)
     owners = _owners(source)
     groups = source if optimizer_groups is None and _is_groups(source) else optimizer_groups
     group_of = _group_of(groups, known=owners) if groups is not None else None
@@ -71,7 +73,7 @@ def describe(source: Any, *, optimizer_groups: Sequence[Mapping[str, Any]] | Non
 
 def named_tensors(source: Any) -> dict[str, Tensor]:
     """Name -> tensor of the trainable parameters of `source`, under the names that `describe` gives them."""
-    return {owner.name: owner.tensor for owner in _owners(source).values() if owner.tensor.requires_grad}
+    return {owner.name: owner.tensor for owner in _owners(unwrapped(source)).values() if owner.tensor.requires_grad}
 
 
 # -- names ------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ The storage is the only truth. Whatever is killed, the same command goes on: tri
 over under their number and in their folder, and the total stays `n_trials`. Any number of workers share a storage.
 """
 
-import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -22,6 +21,7 @@ from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError, OutputError, TrainingFailedError
 from baoc.frontier.runs import ERROR
 from baoc.models import MODELS
+from baoc.parallel import refuse_ranks
 from baoc.sweep import children
 from baoc.sweep.answers import Answer, answer_of, infeasible
 from baoc.sweep.early import Watch
@@ -52,7 +52,7 @@ def run_study(
     Raises BadInputError where the storage holds a study of another space or objectives, OutputError where it fails in
     mid-study (a full disk, a lock that is not given back, a server that went away): trials are ended with a checkpoint.
     """
-    _refuse_ranks()
+    refuse_ranks("study")
     folder = study_folder(folder)
     config = with_extra(config, extra)
     with storage_told(config.storage, folder=folder):
@@ -93,16 +93,6 @@ def refuse_all_failed(study: optuna.Study) -> None:
     if ended and all(trial.state is TrialState.FAIL for trial in ended):
         last = ended[-1].user_attrs.get("text", "failed")
         raise TrainingFailedError(f"all {len(ended)} ended trials of study {study.study_name} failed; the last {last}")
-
-
-def _refuse_ranks() -> None:
-    """Every rank would train another trial, or another part of the study."""
-    size = os.environ.get("WORLD_SIZE", "1")
-    if size.isdigit() and int(size) > 1:
-        raise BadInputError(
-            f"a study was started as rank {os.environ.get('RANK', '?')} of {size} processes (torchrun): start it once "
-            "per worker, without a launcher of ranks; each trial is one process tree"
-        )
 
 
 def with_extra(config: StudyConfig, extra: Sequence[str]) -> StudyConfig:

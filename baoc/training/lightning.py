@@ -22,6 +22,7 @@ from baoc.core.catalogue import select
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.release import take_from_others
+from baoc.parallel import refuse_ranks
 from baoc.planning.planner import Planner, may_place
 from baoc.profiling import cap_device, clear_cache, context_bytes, describe, free_bytes, uncapped
 from baoc.profiling.footprint import PAGES_BYTES
@@ -102,6 +103,7 @@ class BaocStrategy(SingleDeviceStrategy):
         reallocation_listeners: Iterable[Callable[[Reallocation, Plan, Profile | None], None]] = (),
         **kwargs: Any,
     ):
+        refuse_ranks("strategy")
         if device not in ("auto", "cpu", "cuda") and not device.startswith("cuda:"):
             raise BadInputError(f"device={device!r} is not supported: use auto, cpu, cuda or cuda:N; MPS is not tested")
         named = {"auto": "cpu", "cuda": "cuda:0"}  # auto is settled in setup_environment; Lightning wants an index
@@ -128,6 +130,7 @@ class BaocStrategy(SingleDeviceStrategy):
 
     def setup_environment(self) -> None:
         """Chooses the device where it was left open; Lightning has resolved its accelerator by now."""
+        refuse_ranks("strategy")  # of a process group that was made since
         if self._device_choice == "auto" and isinstance(self.accelerator, CUDAAccelerator):
             self._root_device = torch.device("cuda", torch.cuda.current_device())
         free = free_bytes(self.root_device)

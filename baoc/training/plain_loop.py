@@ -17,6 +17,7 @@ from baoc.errors import BadInputError, CheckpointError
 from baoc.optim import BlockwiseOptimizer, GradientRelease
 from baoc.optim.groups import check_names, check_settings, check_tensor, members_of, plain, raw_groups
 from baoc.optim.release import take_from_others
+from baoc.parallel import refuse_ranks, unwrapped
 from baoc.planning.planner import Planner
 from baoc.profiling import (
     FirstStepMemory,
@@ -62,8 +63,8 @@ class BaocOptimizer(BlockwiseOptimizer):
         settings = settings or SessionSettings(reallocation=ReallocationSettings(warmup_steps=PLAIN_WARMUP_STEPS))
         if release is not None:
             settings = replace(settings, release=release)
-        while isinstance(params, nn.Module) and isinstance(getattr(params, "_orig_mod", None), nn.Module):
-            params = params._orig_mod  # what torch.compile wraps: names, blocks and roles are those of the network
+        refuse_ranks("optimizer")
+        params = unwrapped(params)
         module = params if isinstance(params, nn.Module) else None
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         check_settings({key: plain(value) for key, value in options.items()})

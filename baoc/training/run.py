@@ -12,6 +12,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
 from baoc.config.environment import commit, versions
 from baoc.config.resolve import STAND_IN, Resolved, divisor, resolve
@@ -22,6 +23,7 @@ from baoc.errors import BadInputError, BudgetBreachedError, DivergedError
 from baoc.models import build_model
 from baoc.models.export import export_model
 from baoc.models.prepare import Preparation, prepare
+from baoc.parallel import refuse_ranks
 from baoc.tasks import OptimizerSettings, build_task
 from baoc.tasks.base import Task
 from baoc.tasks.cpu import prepare_cpu
@@ -39,6 +41,7 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
 
     Raises BaocError children for what a user can mend; see README, "Exit codes".
     """
+    refuse_ranks("run")
     quieten()
     if (card := card_of(config)) is not None:  # which is not here: the network is built without memory
         resolved = resolve(config, device="cuda")
@@ -194,6 +197,7 @@ def final_metrics(parts: Parts, task: Task, data: L.LightningDataModule) -> dict
         plain = L.Trainer(
             accelerator=parts.strategy.root_device.type,
             devices=1,
+            plugins=[LightningEnvironment()],
             precision=parts.trainer.precision,
             logger=False,
             enable_checkpointing=False,

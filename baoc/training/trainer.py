@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.loggers import Logger
 
 from baoc.config.schema import RunConfig
@@ -177,6 +178,7 @@ def assemble_trainer(
         strategy=strategy,
         accelerator=device if device == "cpu" else "cuda",
         devices=1,
+        plugins=[LightningEnvironment()],  # else Lightning refuses a Slurm job of several tasks that runs one by itself
         accumulate_grad_batches=config.accumulation,
         logger=loggers,
         callbacks=callbacks,

@@ -185,7 +185,7 @@ class TestBadCheckpoints:
         with pytest.raises(CheckpointError, match="lacks blocks: it is damaged, use another one"):
             self.load(state)
         state = self.broken()
-        del state["state"]["w"]["v.scale"]
+        del state["state"][0]["v.scale"]
         with pytest.raises(
             CheckpointError, match=r"v\.scale of w is missing in the checkpoint, adamw_int8 keeps \(1,\)"
         ):
@@ -201,7 +201,7 @@ class TestBadCheckpoints:
 
     def test_a_dtype_that_the_spec_does_not_keep(self) -> None:
         state = self.broken()
-        state["state"]["w"]["m"] = state["state"]["w"]["m"].float()
+        state["state"][0]["m"] = state["state"][0]["m"].float()
         with pytest.raises(
             CheckpointError, match=r"m of w is torch\.float32 in the checkpoint, adamw_int8 keeps torch\.int8"
         ):

@@ -20,6 +20,7 @@ from tests.optimizing import (
     make_params,
     run_steps,
     state_tensors,
+    states_by_name,
     through_file,
     twin_of,
     values,
@@ -317,7 +318,7 @@ class TestCheckpoints:
         if not model_first:
             load_model(fresh, saved["model"])
         resumed.load_state_dict(saved["optimizer"])
-        for name, state in saved["optimizer"]["state"].items():
+        for name, state in states_by_name(saved["optimizer"]).items():
             live = resumed.state[fresh[name]]
             assert_same({k: live[k] for k in state}, state)
         assert_same(masters(resumed), masters(optimizer))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from baoc.errors import BadInputError, CheckpointError, InfeasibleBudgetError
 from baoc.optim import BlockwiseOptimizer
+from baoc.parallel import refuse_ranks
 from baoc.planning.planner import Planner
 from baoc.profiling import GradientProfiler
 from baoc.training.reallocation.conversion import adopted, usable
@@ -133,6 +134,7 @@ class Reallocator:
 
     def after_step(self) -> None:
         """Counts the step and, where the trigger says so, decides again."""
+        refuse_ranks("decision")
         self.step += 1
         if self._switch:
             self._settle()

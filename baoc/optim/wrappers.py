@@ -1,0 +1,101 @@
+"""What is done around an optimizer that it would break, or that would break it: sharding, and hooks of averaging.
+
+All of it is found by looking, as nobody tells. What is refused, and how, is in `baoc.parallel.REFUSED`.
+"""
+
+import gc
+import sys
+from collections.abc import Iterable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.parallel import DistributedDataParallel
+
+from baoc.optim import weights
+from baoc.optim.state import LiveBlock
+from baoc.parallel import refusal
+
+_DEEPEST = 8  # frames up to who builds an optimizer: the constructors of subclasses come between
+_HELD = "baoc: whether somebody holds this node"
+
+
+def refuse_shard(param: Tensor, *, name: str) -> None:
+    """Raises BadInputError where `param` is a part of a tensor that several processes share."""
+    tensors: Any = sys.modules.get("torch.distributed.tensor")
+    if tensors is not None and isinstance(param, tensors.DTensor):
+        raise refusal("dtensor", name=name)
+    if getattr(param, "_fsdp_flattened", False):
+        raise refusal("fsdp1", name=name)
+
+
+def refuse_zero() -> None:
+    """Raises BadInputError where ZeroRedundancyOptimizer is building an optimizer of its part of the parameters.
+
+    It hands that over as plain groups, so that only the stack tells who asks.
+    """
+    module: Any = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_DEEPEST):
+        if module is None or frame is None:
+            return
+        builder: Any = frame.f_locals.get("self")
+        if isinstance(builder, module.ZeroRedundancyOptimizer):
+            raise refusal("zero", name=getattr(builder._optim_constructor, "__name__", "an optimizer"))
+        frame = frame.f_back
+
+
+def refuse_casts(lives: Iterable[LiveBlock]) -> None:
+    """Raises BadInputError where a block is to keep a parameter in another type and somebody has hooks on its gradient
+    that would go with the old one, such as DistributedDataParallel's.
+
+    A parameter forgets its AccumulateGrad node when its data change type. Only who holds that node can have hooks on
+    it. A graph that is alive holds it too, so being held is not enough: Python's hooks can be counted, and those of
+    DistributedDataParallel, which cannot, are found by looking for it.
+    """
+    cast = [(live, slot) for live in lives for slot in live.slots if _target(slot) is not slot.param.dtype]
+    held = [(live, slot) for live, slot in cast if slot.param.requires_grad and _is_held(slot.param)]
+    averaged = _averaged() if held else set[int]()
+    for live, slot in held:
+        dtype = str(_target(slot)).removeprefix("torch.")
+        facts = {"block": live.block.name, "spec": live.spec.name, "name": slot.name, "dtype": dtype}
+        if id(slot.param) in averaged:
+            raise refusal("cast_ddp", **facts)
+        if count := _num_hooks(slot.param):
+            raise refusal("cast_hooks", count=count, **facts)
+
+
+def _target(slot: Any) -> torch.dtype:
+    return weights.dtype_of(slot.weights, info=slot.info)
+
+
+def _node(param: Tensor) -> Any:
+    with torch.inference_mode(False):
+        return get_gradient_edge(param).node
+
+
+def _is_held(param: Tensor) -> bool:
+    """Whether anybody keeps the parameter's AccumulateGrad node: else each look makes a new one."""
+    _node(param).metadata[_HELD] = True
+    return _node(param).metadata.pop(_HELD, False)
+
+
+def _num_hooks(param: Tensor) -> int:
+    """Python's hooks on the node. One more tells where the others are kept."""
+    node, count = _node(param), 0
+    for register in (node.register_hook, node.register_prehook):
+        handle = register(lambda *_: None)
+        count += len(handle.hooks_dict_ref()) - 1
+        handle.remove()
+    return count
+
+
+def _averaged() -> set[int]:
+    """Identities of the parameters whose gradients a DistributedDataParallel averages, whoever has it."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return set()
+    # By type: isinstance would ask proxies of other libraries, which answer for what they stand for, or raise.
+    found: list[Any] = [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]
+    return {id(param) for ddp in found for param in getattr(ddp, "_module_parameters", ddp.parameters())}

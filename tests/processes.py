@@ -1,0 +1,52 @@
+"""Real processes of one group on gloo, for tests: what each returns comes back by rank."""
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import multiprocessing as mp
+
+LIMIT_S = 60.0
+
+
+@contextmanager
+def group(rank: int, size: int, *, store: Path) -> Iterator[None]:
+    """This process in a group that meets at the file `store`."""
+    limit = timedelta(seconds=LIMIT_S)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def in_processes(work: Callable[[int, int, Path], Any], *, size: int = 2) -> list[Any]:
+    """`work(rank, size, store)` of a module's top level in `size` processes; what they return, or the first error.
+
+    `store` is for a `group` of them, which `work` makes.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        context = mp.start_processes(
+            _work, args=(size, Path(folder), work), nprocs=size, start_method="spawn", join=False
+        )
+        assert context is not None
+        ends = monotonic() + LIMIT_S
+        try:
+            while not context.join(timeout=1.0):
+                assert monotonic() < ends, f"processes were not done after {LIMIT_S:g} s"
+        finally:
+            for process in context.processes:
+                if process.is_alive():
+                    process.kill()
+        return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(size)]
+
+
+def _work(rank: int, size: int, folder: Path, work: Callable[[int, int, Path], Any]) -> None:
+    torch.set_num_threads(1)
+    torch.save(work(rank, size, folder / "store"), folder / f"{rank}.pt")
