@@ -10,9 +10,9 @@ K_b the kernel, L_b the copies and H_b the host's update of block b,
 
 So step <= limit says the same as three limits that are sums over blocks: limit - F for sum K_b, which is the device's,
 and limit - F + hidden - drain for sum L_b and for sum H_b. That is how an overlap becomes linear for the allocators:
-each engine is a resource of its own. The pipeline is the one that was measured for METHODS section 8 (copy in, kernel,
-copy out on three streams); its `max` over engines is the cost model of Deep Optimizer States (arXiv 2410.21316; METHODS
-section 4: t_gpu = max(in, out) S / B when full duplex).
+each engine is a resource of its own. The pipeline copies in, runs a kernel and copies out on three streams; its `max`
+over engines is the cost model of Deep Optimizer States (arXiv 2410.21316: t_gpu = max(in, out) S / B when full duplex).
+docs/methods.md#host-placement has both.
 """
 
 from collections.abc import Sequence
@@ -25,9 +25,9 @@ from baoc.types import LinkRates
 PAGE_BYTES = 4096  # pinned memory is locked by pages
 BACKWARD_SHARE = 2 / 3  # of forward and backward: a backward pass is two products for each of the forward's
 
-# One H100, pinned memory (METHODS section 8): 54 GB/s one way; both ways 42 GB/s in pieces of 1 MB and 92 from 4 MB on.
-# Of 1 MB only the sum of both ways is known: half of it stands for each. The host: 39 ms for 100M elements of packed
-# AdamW on 16 cores, as experiments/results/host_placement_step.csv has it.
+# One H100, pinned memory (docs/methods.md#host-placement): 54 GB/s one way; both ways 42 GB/s in pieces of 1 MB and 92
+# from 4 MB on. Of 1 MB only the sum of both ways is known: half of it stands for each. The host: 39 ms for 100M
+# elements of packed AdamW on 16 cores, as experiments/results/host_placement_step.csv has it.
 STORED = LinkRates(
     sizes=(10**6, 4 * 10**6),
     in_rates=(21e9, 54e9),

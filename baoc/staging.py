@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from baoc.units import MIB
 
-PIECE_BYTES = 48 * MIB  # pieces of 4 MB and more get the full rate of the link, see METHODS section 8
+PIECE_BYTES = 48 * MIB  # pieces of 4 MB and more get the full rate of the link, see docs/methods.md#host-placement
 NUM_BUFFERS = 3
 
 

@@ -331,7 +331,7 @@ class BlockwiseOptimizer(Optimizer):
         moments: Mapping[str, Moments] | None = None,
         why: str = "",
     ) -> list[BlockMove]:
-        """Moves blocks to other specs, states inherited as METHODS 5 says; blocks that keep theirs are not touched.
+        """Moves blocks to other specs; states are inherited (docs/methods.md#state-inheritance), other blocks stay.
 
         `moments` (by parameter name) start v where a block had none. Nothing changes if any of `specs` is refused. Done
         block by block, those that shrink first, so memory never exceeds the larger plan by more than a block.

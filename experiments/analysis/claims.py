@@ -38,7 +38,11 @@ Claim = dict[str, str]
 
 
 def read_claims() -> list[Claim]:
-    with CLAIMS.open(encoding="utf-8", newline="") as lines:
+    return read_table(CLAIMS)
+
+
+def read_table(file: Path) -> list[dict[str, str]]:
+    with file.open(encoding="utf-8", newline="") as lines:
         return list(csv.DictReader(lines))
 
 
@@ -87,9 +91,7 @@ def remade(claim: Claim) -> tuple[float, float | None]:
 
 def selected(table: str, *, where: str) -> list[dict[str, str]]:
     wanted = dict(condition.split("=", 1) for condition in where.split(";"))
-    with (RESULTS / table).open(encoding="utf-8", newline="") as lines:
-        rows = list(csv.DictReader(lines))
-    return [row for row in rows if all(row[key] == value for key, value in wanted.items())]
+    return [row for row in read_table(RESULTS / table) if all(row[key] == value for key, value in wanted.items())]
 
 
 def rendered(page: str, claims: Sequence[Claim]) -> str:

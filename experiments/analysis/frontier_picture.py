@@ -121,13 +121,17 @@ def axes(panel: Panel) -> list[str]:
         parts.append(f'<path d="M{x:.1f} {bottom}v6" stroke="{INK}"/>')
         parts.append(text(x, bottom + 21, f"{share:.0%}".replace("%", " %"), anchor="middle"))
     parts.append(f'<path d="M{left} {TOP}V{bottom}H{right}" fill="none" stroke="{INK}"/>')
-    parts.append(text((left + right) / 2, bottom + 46, "optimizer state, % of fp32 AdamW's (log scale)", anchor="middle"))
+    parts.append(
+        text((left + right) / 2, bottom + 46, "optimizer state, % of fp32 AdamW's (log scale)", anchor="middle")
+    )
     y = TOP + PANEL_HEIGHT / 2
     label = f"{panel.unit} (lower is better)"
     parts.append(text(left - 52, y, label, anchor="middle", extra=f' transform="rotate(-90 {left - 52} {y})"'))
     if panel is PANELS[0]:
         note = "Mean and standard deviation of 3 seeds, one learning rate per task, one H200. Rows: "
-        parts.append(text(left - 60, HEIGHT - 12, note + "experiments/results/fronts_h200_points.csv", size=12, fill=GREY))
+        parts.append(
+            text(left - 60, HEIGHT - 12, note + "experiments/results/fronts_h200_points.csv", size=12, fill=GREY)
+        )
     return parts
 
 
@@ -155,7 +159,9 @@ def uniforms(panel: Panel, rows: Sequence[dict[str, str]]) -> list[str]:
 def spread(panel: Panel, row: dict[str, str], *, colour: str) -> str:
     """A bar of one standard deviation each way."""
     x, quality, sd = panel.x(float(row["state_fraction"])), float(row["quality"]), float(row["quality_sd"])
-    return f'<path d="M{x:.1f} {panel.y(quality + sd):.1f}V{panel.y(quality - sd):.1f}" stroke="{colour}" opacity=".55"/>'
+    return (
+        f'<path d="M{x:.1f} {panel.y(quality + sd):.1f}V{panel.y(quality - sd):.1f}" stroke="{colour}" opacity=".55"/>'
+    )
 
 
 def marker(x: float, y: float, *, colour: str) -> str:

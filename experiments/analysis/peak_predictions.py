@@ -22,7 +22,7 @@ def excesses(table: Path) -> list[float]:
     return [float(peak) / float(predicted) - 1 for peak, predicted in rows if peak and predicted]
 
 
-def summary(tables: dict[str, list[float]]) -> list[dict[str, Any]]:
+def summary(found: dict[str, list[float]]) -> list[dict[str, Any]]:
     return [
         {
             "table": name,
@@ -31,13 +31,18 @@ def summary(tables: dict[str, list[float]]) -> list[dict[str, Any]]:
             "largest_excess": round(max(0.0, *values), 4),
             "largest_reserve": round(max(0.0, *(-value for value in values)), 4),
         }
-        for name, values in tables.items()
+        for name, values in found.items()
     ]
 
 
+def tables() -> dict[str, list[float]]:
+    """The excesses of every table that records both peaks, and of all together."""
+    found = {table.name: values for table in sorted(RESULTS.glob("*.csv")) if (values := excesses(table))}
+    return {**found, "all": [value for values in found.values() for value in values]}
+
+
 def main() -> None:
-    tables = {table.name: found for table in sorted(RESULTS.glob("*.csv")) if (found := excesses(table))}
-    rows = summary({**tables, "all": [value for found in tables.values() for value in found]})
+    rows = summary(tables())
     write_csv(RESULTS / "peak_predictions.csv", rows)
     for row in rows:
         print(*row.values(), sep="\t")
