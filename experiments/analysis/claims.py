@@ -22,6 +22,7 @@ from collections.abc import Iterable, Sequence
 from math import sqrt
 from pathlib import Path
 from statistics import mean, stdev
+from string import ascii_uppercase
 
 from scipy.stats import t
 
@@ -108,14 +109,23 @@ def rendered(page: str, claims: Sequence[Claim]) -> str:
     return TABLE.sub(table, page)
 
 
-def full(claims: Iterable[Claim]) -> str:
-    lines = ["| figure | value | interval | n | device, versions | commit | command | raw rows |", "|---|" + "---|" * 7]
+def full(claims: Sequence[Claim]) -> str:
+    """The figures, each with a letter, and below them what the letters stand for."""
+    sources = list(dict.fromkeys(source(claim) for claim in claims))
+    names = {line: ascii_uppercase[index] for index, line in enumerate(sources)}
+    lines = ["| figure | value | interval | n | source |", "|---|---|---|---|---|"]
     for claim in claims:
-        lines.append(
-            f"| {claim['figure']} | {quantity(claim)} | {claim['interval'] or '-'} | {claim['n']} | "
-            f"{claim['device']}, {claim['versions']} | {claim['commit']} | `{claim['command']}` | {source(claim)} |"
-        )
+        interval = claim["interval"] or "-"
+        lines.append(f"| {claim['figure']} | {quantity(claim)} | {interval} | {claim['n']} | {names[source(claim)]} |")
+    lines += ["", "| source | device, versions | commit | command | raw rows |", "|---|---|---|---|---|"]
+    lines += [f"| {names[line]} | {line} |" for line in sources]
     return "\n".join(lines) + "\n"
+
+
+def source(claim: Claim) -> str:
+    """Where a figure comes from, as cells of a table."""
+    rows = f"`{claim['rows']}`" if claim["rows"] else "not kept"
+    return f"{claim['device']}, {claim['versions']} | {claim['commit']} | `{claim['command']}` | {rows}"
 
 
 def headlines(claims: Iterable[Claim]) -> str:
@@ -131,10 +141,6 @@ def headlines(claims: Iterable[Claim]) -> str:
 
 def quantity(claim: Claim) -> str:
     return f"{claim['value']} {claim['unit']}".strip()
-
-
-def source(claim: Claim) -> str:
-    return f"`{claim['rows']}`" if claim["rows"] else "not kept"
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-RUNS = "# runs\n"  # the first line of an example that is executed
+RUNS = "# This example runs as it is.\n"  # the first line of an example that is executed
 PLACEHOLDER = re.compile(r"\b[A-Z]{3,}\b|\.\.\.")  # NAME, PATH, FOLDER, ...
 OTHER = re.compile(r"hydra|release=|nonfinite=|fused=|trainer.devices=")  # of studies and of Python; what is refused
 SETTING = re.compile(r"'?[a-z][a-z_.]*=[^\s=]\S*( [a-z][a-z_.]*=\S+)*'?")
@@ -136,6 +136,10 @@ def test_settings_in_prose_exist():
         assert {value for value in unknown if group != "budget" or parse_budget(value) is None} == set(), group
     plain = [f"{key}={min(values)}" for key, values in keys.items() if key not in groups]
     compose(["dataset=images", *plain])
+
+
+def test_no_page_names_a_path_of_one_machine():
+    assert [page for page, text in TEXTS.items() if re.search(r"/(?:home|Users|root|work)/\w", text)] == []
 
 
 def test_a_wrong_key_would_be_found():
