@@ -1,6 +1,6 @@
 """Every failure that a user can cause or meet, each with the exit code its command ends with.
 
-A message says what was given, what is allowed and what to do; `exit_code` is fixed by DESIGN (README, "Exit codes").
+A message says what was given, what is allowed and what to do; docs/troubleshooting.md lists the exit codes.
 """
 
 from collections.abc import Iterable

@@ -26,7 +26,10 @@ _FULL_ERROR = "HYDRA_FULL_ERROR"  # with it, Hydra raises its errors instead of 
 
 
 def main(argv: Sequence[str] | None = None, *, single: bool = False) -> int:
-    """Run a command line and return its exit code (README, "Exit codes"). `single`: it is one run, as a trial's is."""
+    """Run a command line and return its exit code (docs/troubleshooting.md).
+
+    `single`: it is one run, as a trial's is.
+    """
     given = list(sys.argv[1:] if argv is None else argv)
     jobs.begin(given)
     try:

@@ -245,7 +245,7 @@ class RunConfig:
     profile: str | None = None  # mode=plan: a run folder, or its profile.json
     objective: Literal["quality", "throughput", "balanced"] = "quality"
     batch_size: int = 64  # global: samples per optimizer step
-    micro_batch: int | Literal["auto"] | None = None  # samples per forward; null decides on CUDA only, see README
+    micro_batch: int | Literal["auto"] | None = None  # samples per forward; null decides on CUDA only (docs/budgets.md)
     task: TaskConfig = field(default_factory=TaskConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     dataset: DatasetConfig = field(default_factory=DatasetConfig)

@@ -1,4 +1,6 @@
-"""Weights as bf16 that lose nothing they need: with an 8- or 16-bit correction (METHODS 3), or rounded at random.
+"""Weights as bf16 that lose nothing they need: with an 8- or 16-bit correction, or rounded at random.
+
+The formulas and their sources: docs/methods.md#weight-splitting.
 
 8 bits: the correction counts 127ths of half a unit in the last place of the bf16 number, worth about 24 bits together.
 16 bits: it is the low half of the fp32 number's bits, so all of it comes back. Kernels do the same arithmetic.

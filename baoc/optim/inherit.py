@@ -1,4 +1,4 @@
-"""One state from another by their tags (METHODS 5, "State inheritance"), on plain numbers of one tensor.
+"""One state from another by their tags (docs/methods.md#state-inheritance), on plain numbers of one tensor.
 
 Whatever a rule keeps is expanded to one number per element, then reduced to what the next rule keeps; so a new rule
 needs no code here. Folded v that averages (F(G))^2 is, of neighbours with independent gradients, 2^level times less

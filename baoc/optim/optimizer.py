@@ -31,31 +31,31 @@ _UNKEPT = ("step", "observer", "observing", "_ahead")
 
 
 class BlockwiseOptimizer(Optimizer):
-    """AdamW's arguments, and a spec (or its name) per block.
-
-    `params`: a module, named or plain parameters, or groups of either; the groups are kept as they are. `specs`: one
-    for all, or block name -> spec. `blocks`: sets of parameters by name; None makes every parameter a block of its own.
-    State is allocated at once, for trainable parameters only, and `state_bytes()` equals the ledger exactly.
+    """An optimizer with one spec per block.
 
         optimizer = BlockwiseOptimizer(model, "adamw_int8+split8", lr=3e-4)  # 3.1 bytes of state, 2 of weight
         optimizer = BlockwiseOptimizer(model, {"head.weight": "adamw", "head.bias": "adamw", "body": "lion_int8"}, ...)
 
-    A spec is rule, storage and weights: `adamw_int8+split8` is AdamW with 8-bit states and bf16 weights that have an
-    8-bit correction. `python -m baoc.optim.table` prints what each takes in bytes per parameter. Weights that are not
-    native make the parameters bf16 here and now, so run the model in bf16 or under bf16 autocast; `export_weights`
-    gives them in fp32, and moving a block back to native weights makes them what they were.
+    `adamw_int8+split8` is AdamW with 8-bit states and bf16 weights that have an 8-bit correction; `python -m
+    baoc.optim.table` prints the bytes of every spec. State is allocated at once, for trainable parameters only. Weights
+    that are not native make the parameters bf16 when the optimizer is built, so run the model in bf16 or under bf16
+    autocast; `export_weights` returns fp32, and moving a block back to native weights restores them.
+    `lr`, `betas`, `eps` and `weight_decay` are those of `torch.optim.AdamW`.
 
-    `nonfinite`: what a NaN, an infinity or an element of 2^48 and more in a gradient does. `skip_element` leaves its
-    weight and states as they are and it out of every mean; `skip_step` leaves all as it is; `raise` raises
-    TrainingFailedError.
-    `rms_matching`: scale each block's update to AdamW's RMS (`target_rms` by block, .2 where not given); without it
-    rules run as published. With `displacement` rules without momentum are scaled to AdamW's update without its own.
-    `observer` is called in each step when gradients are final, before the update; `observing` may say that it does not
-    look at the coming one.
-    `release`: step each block in backward, as soon as its gradients are final, and drop them (`optim.release`); True,
-    or GradientRelease(clip_norm=...), because torch's clip_grad_norm_ finds nothing to clip after the backward. A
-    backward then is a step: accumulation is refused, and `step()` is called after each as ever.
-    `device`: parameters that wait elsewhere come there now, one by one as their specs keep them, never all in full.
+    Args:
+        params: A module, named or plain parameters, or groups of either. Groups are kept as they are.
+        specs: One spec for all, or block name -> spec.
+        blocks: Sets of parameters by name. None makes every parameter a block.
+        nonfinite: Effect of a NaN, an infinity, or an element of 2^48 and more in a gradient. `skip_element` keeps its
+            weight and states and leaves it out of every mean; `skip_step` skips the whole step; `raise` raises
+            TrainingFailedError.
+        rms_matching: Scale each block's update to AdamW's RMS. False runs rules as published. "displacement" scales
+            rules without momentum to AdamW's update without momentum.
+        target_rms: That RMS by block; .2 where it is missing.
+        backend: "auto", or the backend that steps every block.
+        release: Step each block in the backward pass, and drop its gradients. True, or GradientRelease(clip_norm=...),
+            because clip_grad_norm_ finds none afterwards. Accumulation is refused; `step()` is called as before.
+        device: Parameters that are elsewhere move there one by one, in the format of their spec.
     """
 
     def __init__(
@@ -84,8 +84,8 @@ class BlockwiseOptimizer(Optimizer):
         releasing = settings_of(release)
         if releasing is not None:
             check_policy(nonfinite)
-        self.observer: Callable[[], object] | None = None
-        self.observing: Callable[[], bool] | None = None
+        self.observer: Callable[[], object] | None = None  # called in each step when gradients are final
+        self.observing: Callable[[], bool] | None = None  # False: the observer does not need the coming step
         self.releaser: Releaser | None = None
         self.load_report: loading.LoadReport | None = None
         self._guard = Guard(nonfinite)
@@ -332,7 +332,7 @@ class BlockwiseOptimizer(Optimizer):
         moments: Mapping[str, Moments] | None = None,
         why: str = "",
     ) -> list[BlockMove]:
-        """Moves blocks to other specs, states inherited as METHODS 5 says; blocks that keep theirs are not touched.
+        """Moves blocks to other specs; states are inherited (docs/methods.md#state-inheritance), other blocks stay.
 
         `moments` (by parameter name) start v where a block had none. Nothing changes if any of `specs` is refused. Done
         block by block, those that shrink first, so memory never exceeds the larger plan by more than a block.

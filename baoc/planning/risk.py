@@ -1,6 +1,6 @@
 """Predicted loss of quality of a spec on a block against fp32 AdamW: three models, replaceable by name, terms kept.
 
-None of them is shown to predict damage (README, "Risk"): each is a hypothesis whose weights are there to be calibrated.
+None of them is shown to predict damage (docs/methods.md#risk): each is a hypothesis, and its weights can be calibrated.
 What a spec gives up is read off the tags of its rule's states, so a new rule needs no change here.
 """
 

@@ -14,7 +14,7 @@ backward, K_b the kernel, L_b the copies and H_b the host's update of block b,
 So step <= limit says the same as three limits that are sums over blocks: limit - F for sum K_b on the device, and
 limit - F + hidden - drain for sum L_b and for sum H_b. The overlap becomes linear for the allocators, and each engine
 is a resource of its own. The maximum over engines is the cost model of Deep Optimizer States (arXiv 2410.21316), whose
-t_gpu is max(in, out) S / B on a full-duplex link.
+t_gpu is max(in, out) S / B on a full-duplex link; docs/methods.md#host-placement has both.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from itertools import pairwise
 from baoc.types import LinkRates
 from baoc.units import MIB
 
-PIECE_BYTES = 48 * MIB  # pieces of 4 MB and more get the full rate of the link, see METHODS section 8
+PIECE_BYTES = 48 * MIB  # pieces of 4 MB and more get the full rate of the link, see docs/methods.md#host-placement
 NUM_BUFFERS = 3
 
 
@@ -54,9 +54,9 @@ def buffer_bytes(sizes: Sequence[int], *, piece_bytes: int = PIECE_BYTES, num_bu
 PAGE_BYTES = 4096  # pinned memory is locked by pages
 BACKWARD_SHARE = 2 / 3  # of forward and backward: a backward pass is two products for each of the forward's
 
-# One H100, pinned memory (METHODS section 8): 54 GB/s one way; both ways 42 GB/s in pieces of 1 MB and 92 from 4 MB on.
-# Of 1 MB only the sum of both ways is known: half of it stands for each. The host: 39 ms for 100M elements of packed
-# AdamW on 16 cores, as experiments/results/host_placement_step.csv has it.
+# One H100, pinned memory (docs/methods.md#host-placement): 54 GB/s one way; both ways 42 GB/s in pieces of 1 MB and 92
+# from 4 MB on. Of 1 MB only the sum of both ways is known: half of it stands for each. The host: 39 ms for 100M
+# elements of packed AdamW on 16 cores, as experiments/results/host_placement_step.csv has it.
 STORED = LinkRates(
     sizes=(10**6, 4 * 10**6),
     in_rates=(21e9, 54e9),

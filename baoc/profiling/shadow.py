@@ -1,6 +1,7 @@
 """Shadow runs: candidate specs on sampled slices, with real rules and codecs, beside fp32 AdamW on the same stream.
 
-What is measured is how far a spec's update is from AdamW's; what that is worth is for risk weights to say (METHODS 1).
+What is measured is how far a spec's update is from AdamW's; what that is worth is for risk weights to say
+(docs/methods.md#risk).
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The formulas of gradient statistics, each as a function of tensors (METHODS 1; ratios, so without unit).
+"""The formulas of gradient statistics, each a function of tensors (docs/methods.md#statistics).
 
 A matrix argument is a batch [count, fan_out, fan_in]; where an axis is meant, it is the last one, so callers transpose.
 """
@@ -30,8 +30,8 @@ def noise_ratio(noise: Tensor, signal: Tensor) -> Tensor:
 def fold_residuals(matrices: Tensor) -> Tensor:
     """||G - E F(G)||^2 per matrix and level, [count, levels], F the mean of 2^level neighbours along the last axis.
 
-    As FOAM (METHODS 2): zero-padded up to a multiple. With s the sum of a fold of n = 2^level, k of them real, its
-    share is sum(g^2) - s^2 (2/n - k/n^2). An axis shorter than a fold is one fold of its own length.
+    As FOAM (arXiv 2512.07112): zero-padded up to a multiple. With s the sum of a fold of n = 2^level, k of them real,
+    its share is sum(g^2) - s^2 (2/n - k/n^2). An axis shorter than a fold is one fold of its own length.
     """
     length = matrices.shape[-1]
     total = _energy(matrices)
@@ -54,7 +54,7 @@ def energies(matrices: Tensor) -> Tensor:
 
 
 def signal_to_noise(second: Tensor) -> Tensor:
-    """SNR_K = E_{K'}[(E_K V)^2 / Var_K V] per matrix of second moments V, K the last axis (SlimAdam; METHODS 1).
+    """SNR_K = E_{K'}[(E_K V)^2 / Var_K V] per matrix of second moments V, K the last axis (SlimAdam, arXiv 2503.01843).
 
     Lines without any gradient are left out; NaN where none is left. An estimate of V from n independent Gaussian
     samples cannot show more than about n / 2.

@@ -1,4 +1,4 @@
-"""How well predicted risk ranks measured damage: the question that every use of a risk rests on (README, "Risk").
+"""How well predicted risk ranks measured damage: the question that every use of a risk rests on (docs/methods.md).
 
 A run's damage is its quality less that of fp32 AdamW everywhere (the same seed, or the mean of its seeds). Its risk is
 the sum of its final allocation's terms, which `candidates.csv` keeps apart, so that any weights can be judged later.

@@ -76,15 +76,21 @@ class _Timing:
 
 
 class BaocStrategy(SingleDeviceStrategy):
-    """`L.Trainer(strategy=BaocStrategy(budget="8gb"))`: the same module, loader and schedule, inside a budget.
+    """Trains any LightningModule inside a budget: `L.Trainer(strategy=BaocStrategy(budget="8gb"))`.
 
-    `budget` takes every spelling of the command line. `device` is `auto` (what the Trainer's accelerator says), `cpu`
-    or `cuda`. With `plan_only`, `fit` plans and ends. `record_latency` times the specs in use for the record where no
-    step_time limit asks for it. `plan_listeners` are called with the first plan, `reallocation_listeners` with every
-    decision after it.
+    Loader and schedulers stay as they are. The module must return one `torch.optim.AdamW` and optimize automatically.
+    `plan_listeners` are called with the first plan, `reallocation_listeners` with each later decision.
 
-    One device, one AdamW, automatic optimization; anything else is refused with a sentence. Raises
-    InfeasibleBudgetError from `Trainer.fit` before the first step where no allocation meets the budget.
+    Args:
+        budget: A budget in any spelling of the command line: "8gb", "state_25", {"step_time": 1.2}, "auto".
+        device: "auto" (the Trainer's accelerator), "cpu", "cuda" or "cuda:N".
+        settings: Planner, reallocation and optimizer settings.
+        latency: Optimizer step times measured before; None measures them where a step-time limit needs them.
+        plan_only: `fit` plans and ends before training.
+        record_latency: Measure the step times of the chosen specs even if no limit needs them.
+
+    Raises:
+        InfeasibleBudgetError: By `Trainer.fit`, before the first step; and BadInputError for what is not supported.
     """
 
     strategy_name = "baoc"

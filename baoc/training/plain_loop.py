@@ -36,15 +36,23 @@ PLAIN_WARMUP_STEPS = 100
 
 
 class BaocOptimizer(BlockwiseOptimizer):
-    """AdamW's arguments and a budget; which rule and storage each block gets is planned, and planned again.
+    """AdamW with a budget: the planner chooses the spec of every block, and chooses again after the warm-up.
 
-    `params` is a module, named parameters, plain parameters, or groups of either (a module or names make the plan and
-    checkpoints readable). `probe` is a callable that runs one forward and backward on a typical batch; with it a memory
-    budget is planned before anything is trained. Without it the first step runs on the plan of least state, the memory
-    of that step is measured, and InfeasibleBudgetError may come from the first `step()`.
+    `plan` is the plan in force. `lr`, `betas`, `eps` and `weight_decay` are those of `torch.optim.AdamW`.
 
-    `release` steps each block in backward and drops its gradients, see BlockwiseOptimizer; None takes what `settings`
-    say. `plan` is the plan in force. Warm-up is counted in steps (100 unless `settings` says otherwise).
+    Args:
+        params: A module, named parameters, plain parameters, or groups of either. A module or names make the plan and
+            checkpoints readable.
+        budget: A budget in any spelling of the command line: "8gb", "state_25", "auto".
+        probe: Runs one forward and backward pass on a typical batch, so that a memory budget is planned before
+            training. Without it the first step runs on the plan of least state and measures its memory.
+        settings: Planner, reallocation and optimizer settings. The default warm-up is 100 steps.
+        release: Step each block in the backward pass and drop its gradients, see BlockwiseOptimizer. None takes
+            the value in `settings`.
+
+    Raises:
+        BadInputError: An argument is not supported.
+        InfeasibleBudgetError: No allocation meets the budget; without a probe the first `step()` may raise it.
     """
 
     def __init__(

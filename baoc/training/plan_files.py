@@ -1,4 +1,4 @@
-"""Writes what was decided into the run folder: README, "One run as data", one file per value.
+"""Writes what was decided into the run folder: one file per value (docs/runs.md).
 
 Called with the first plan and with every decision after it; the files always hold the newest, the .jsonl all of them.
 """

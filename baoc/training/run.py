@@ -1,6 +1,6 @@
 """One run: RunConfig in, a run folder and a RunResult out. The only place that knows all stages by name.
 
-`run` reads top to bottom as README's "One run as data"; what a stage does is in the module it calls.
+`run` reads top to bottom, stage by stage (docs/runs.md lists their files); what a stage does is in the module it calls.
 """
 
 import logging
@@ -39,7 +39,7 @@ from baoc.types import RESULT_SCHEMA, Quality, RunResult, to_plain
 def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
     """Runs `config` and leaves every value of the run in `run_dir`; None for mode=plan and mode=eval.
 
-    Raises BaocError children for what a user can mend; see README, "Exit codes".
+    Raises BaocError children for what a user can mend; see docs/troubleshooting.md.
     """
     refuse_ranks("run")
     quieten()

@@ -1,6 +1,6 @@
 """The values that cross a stage line: frozen, keyword-only, free of torch, and writable as JSON by `to_plain`.
 
-One run is a chain of these (README, "One run as data"); a stage reads the values before it and returns one more.
+One run is a chain of these (docs/runs.md); a stage reads the values before it and returns one more.
 """
 
 from baoc.types.decision import (

@@ -10,7 +10,7 @@ from baoc.types.network import Block, Role
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientStats:
-    """Streaming statistics of one block's gradients, sampled during warm-up (METHODS 1; formulas in the README).
+    """Streaming statistics of one block's gradients, sampled during warm-up (formulas: docs/methods.md#statistics).
 
     Each is a ratio without unit unless said. `snr_fan_in` is SNR along fan-in (sharing v per row), and so on;
     `fold_residual` maps "fan_in:2" (axis:level) to ||R||^2 / ||G||^2. NaN where the block cannot have the value.
@@ -32,7 +32,7 @@ class GradientStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """What warm-up measured. `shadow[block][spec]` holds the terms of METHODS 1 where shadow ran."""
+    """What warm-up measured. `shadow[block][spec]` holds the terms of a shadow run (docs/methods.md#risk)."""
 
     stats: Mapping[str, GradientStats]
     shadow: Mapping[str, Mapping[str, Mapping[str, float]]] = field(
@@ -107,7 +107,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """What a run may spend; every limit may be absent. See `baoc.budget` words in the README.
+    """What a run may spend; every limit may be absent. See docs/budgets.md.
 
     `memory_bytes`: peak device memory of the process. `state_fraction`: state bytes / state bytes of fp32 AdamW.
     `step_time`: step / step with torch's fused AdamW. `host_memory_bytes`: pinned host memory for states that are kept

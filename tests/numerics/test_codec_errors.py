@@ -1,4 +1,4 @@
-"""How far codecs are from the number they keep: once (METHODS 3), and over thousands of steps of a running average."""
+"""How far codecs are from the number they keep: once, and over thousands of steps of a running average."""
 
 import pytest
 import torch
@@ -64,7 +64,7 @@ def test_codes_of_the_companding_codecs_are_the_formulas_of_methods_3() -> None:
 @pytest.mark.parametrize(
     ("codecs", "spread", "expected"),
     [
-        # share of coordinates whose m / sqrt(v) is off by more than .1 (METHODS 3; theirs have fp16 scales)
+        # share of coordinates whose m / sqrt(v) is off by more than .1: the table in docs/methods.md#codecs
         (("softsign8", "sqrt8"), 0.5, 0.0001),
         (("softsign8", "sqrt8"), 1.0, 0.037),
         (("softsign8", "sqrt8"), 1.5, 0.206),

@@ -1,4 +1,7 @@
-"""bf16 weights with an int8 correction: error bounds of METHODS 3, exact cases, and small steps that add up."""
+"""bf16 weights with an int8 correction: error bounds, exact cases, and small steps that add up.
+
+The bounds are those of docs/methods.md#weight-splitting.
+"""
 
 import pytest
 import torch

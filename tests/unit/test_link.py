@@ -30,7 +30,7 @@ LINK = LinkRates(
 
 
 def test_the_stored_link_is_the_one_that_was_measured():
-    """METHODS 8: packed states of 3.13 bytes per parameter in 6.8 ms per 100M parameters, fp32 of 12 bytes in 29."""
+    """Packed states of 3.13 bytes per parameter in 6.8 ms per 100M parameters, fp32 of 12 bytes in 29."""
     assert copy_seconds(int(3.13e8), link=STORED) == pytest.approx(6.8e-3, rel=0.02)
     assert 22e-3 < copy_seconds(int(12e8), link=STORED) < 29e-3
     assert 1e8 * STORED.host_element_s == pytest.approx(39e-3)

@@ -1,4 +1,4 @@
-"""Moving blocks between specs: what is inherited (METHODS 5), how large the next update is, what memory it takes."""
+"""Moving blocks between specs: what is inherited, how large the next update is, what memory it takes."""
 
 import copy
 

@@ -28,8 +28,8 @@ from tests.optimizing import (
 
 SHAPES = {"linear": (17, 64), "bias": (7,)}
 KINDS = tuple(WEIGHTS)
-# Largest relative error of a weight kept so: METHODS 3, and half a unit in the last place of bf16 (one, where rounding
-# is at random).
+# Largest relative error of a weight kept so: of split8 as in docs/methods.md#weight-splitting; of bf16 half a unit in
+# the last place (one, where rounding is at random).
 PRECISION = {"native": 0.0, "split16": 0.0, "split8": 1.6e-5, "bf16": 2.0**-8, "bf16_sr": 2.0**-7}
 pytestmark = pytest.mark.filterwarnings("ignore:16-bit weights")
 

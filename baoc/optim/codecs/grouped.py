@@ -1,9 +1,10 @@
 """The 8-bit codecs: groups of 32 consecutive elements share a bf16 scale, and each element is one companded byte.
 
-Scales are bf16 because fp16 loses states below 1e-6 (METHODS 3), and rounded up so that |x| / scale is at most 1.
-Codes of m follow METHODS 3 (softsign), a logarithm with a sign, or a fourth root; codes of v are of s = sqrt(v),
-linear, logarithmic, or its fourth root. Companding suits groups of narrow spread, logarithms wide ones; roots are near
-the better of the two at any spread (steps of 3 % at the largest m, 10 % at one 100 times smaller; half that for s).
+Formulas and their sources: docs/methods.md#codecs. Scales are bf16 because fp16 loses states below 1e-6, and rounded up
+so that |x| / scale is at most 1. Codes of m are companded by softsign, a logarithm with a sign, or a fourth root. Codes
+of v are of s = sqrt(v): linear, logarithmic, or its fourth root. Companding suits groups of narrow spread, logarithms
+wide ones; roots are near the better of the two at any spread (steps of 3 % at the largest m, 10 % at one 100 times
+smaller; half that for s).
 """
 
 from collections.abc import Sequence
@@ -114,7 +115,7 @@ class _Momentum(Grouped):
 
 
 class Softsign8(_Momentum):
-    """m as y = 2x / (1 + |x|), q = round(127 y); back x = y / (2 - |y|) (METHODS 3)."""
+    """m as y = 2x / (1 + |x|), q = round(127 y); back x = y / (2 - |y|) (FlashOptim)."""
 
     def quantise(self, x: Tensor, threshold: Tensor | None) -> Tensor:
         return _stochastic(x.mul_(2 * 127).div_(x.abs().div_(2 * 127).add_(1)), threshold).clamp_(-127, 127)
@@ -167,7 +168,7 @@ class _SecondMoment(Grouped):
 
 
 class Sqrt8(_SecondMoment):
-    """v as q = round(255 s / scale) (METHODS 3). With a phase, v itself keeps its mean, not s."""
+    """v as q = round(255 s / scale) (FlashOptim). With a phase, v itself keeps its mean, not s."""
 
     def quantise(self, x: Tensor, threshold: Tensor | None) -> Tensor:
         positive = x > 0

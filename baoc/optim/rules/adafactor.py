@@ -1,4 +1,4 @@
-"""Adafactor (Shazeer and Stern 2018; METHODS 5): v as the outer product of its row and column means.
+"""Adafactor (Shazeer and Stern 2018, arXiv 1804.04235): v as the outer product of its row and column means.
 
 With momentum, m averages the gradient and is corrected as AdamW's is (the paper averages the update instead), so that m
 can be inherited from and by every other rule.

@@ -1,4 +1,7 @@
-"""AdamW, AdamW without momentum, and AdamW whose v is shared along an axis (SlimAdam, Adam-mini; METHODS 5)."""
+"""AdamW, AdamW without momentum, and AdamW whose v is shared along an axis (SlimAdam, Adam-mini).
+
+docs/methods.md#shared-second-moments has the formulas and their sources.
+"""
 
 from torch import Tensor
 

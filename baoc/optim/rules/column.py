@@ -1,4 +1,7 @@
-"""The gradient with each of its columns made of one length: adaptive between inputs, and stateless (METHODS 5)."""
+"""The gradient with each of its columns made of one length: adaptive between inputs, and stateless.
+
+docs/methods.md#column-norm has the formula.
+"""
 
 import torch
 from torch import Tensor

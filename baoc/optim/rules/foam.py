@@ -1,4 +1,4 @@
-"""FOAM (arXiv 2512.07112; METHODS 2): m and v of the gradient folded by 2^level, the residual of the step alone.
+"""FOAM (arXiv 2512.07112): m and v of the gradient folded by 2^level, the residual of the step alone.
 
 v averages (F(G))^2, the form printed in the paper. Its released code averages F(G^2), which is 2^level times larger
 where neighbours' gradients are independent, and folds along fan-in only: the rules called `_sq`.

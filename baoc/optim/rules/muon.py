@@ -1,4 +1,4 @@
-"""Muon (Jordan et al. 2024; METHODS 5): momentum whose singular values are all made about 1, for hidden matrices.
+"""Muon (Jordan et al. 2024): momentum whose singular values are all made about 1, for hidden matrices.
 
 The polar factor is approached by five Newton-Schulz steps, see `baoc.kernels.polar`.
 """

@@ -1,4 +1,7 @@
-"""Measures what DESIGN calls peak bytes, while the run goes on, and stops a run that holds more than it may."""
+"""Measures the peak that a memory budget limits, and stops a run that exceeds it.
+
+docs/budgets.md#memory-what-counts defines the peak.
+"""
 
 import mmap
 import sys
@@ -19,7 +22,7 @@ from baoc.units import format_bytes, gib
 
 
 class MemoryMonitor(L.Callback):
-    """Peak device memory of a run, by the definition that README gives for its device.
+    """Peak device memory of a run, as docs/budgets.md#memory-what-counts defines it for the device.
 
     On a CPU: the largest live storage bytes that operators see during the first `tracked_steps` optimizer steps (each
     with all its micro-batches: forward, backward, step), the first validation batch, and whatever runs inside `track`
