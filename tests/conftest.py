@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.support.paths import ROOT
 
 settings.register_profile("baoc", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("baoc")

@@ -12,7 +12,7 @@ from baoc.catalogue import NATIVE, select
 from baoc.cost import adamw_state_bytes
 from baoc.risk import RISKS
 from baoc.types import Allocation, Candidate, LatencyTable, Limits
-from tests.decision import RULES, Candidates, candidates, extremes, random_candidates, transformer
+from tests.support.decision import RULES, Candidates, candidates, extremes, random_candidates, transformer
 
 BLOCKS = partition(transformer(width=256))
 LATENCY = LatencyTable(

@@ -7,7 +7,7 @@ from torch import Tensor
 from baoc.catalogue import NATIVE
 from baoc.rules import RULES, Direction, RuleContext, UpdateRule, rule_infos
 from baoc.types import ParamInfo, StateKind, StateLayout
-from tests.optimizing import info
+from tests.support.optimizing import info
 
 MATRIX = info("w", (9, 37))
 VECTOR = info("b", (33,))

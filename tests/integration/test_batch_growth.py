@@ -14,7 +14,7 @@ from baoc.callbacks import BudgetControl, MemoryMonitor
 from baoc.callbacks.growth import grown, saved_by_forward
 from baoc.errors import BudgetBreachedError
 from baoc.online import ReallocationSettings, SessionSettings
-from tests.tiny import LIGHTNING_NOISE, TinyBatches, TinyModule, tiny_trainer
+from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, TinyModule, tiny_trainer
 
 pytestmark = LIGHTNING_NOISE
 SMALL, LARGE = 4, 512

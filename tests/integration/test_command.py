@@ -6,7 +6,7 @@ from baoc.budgets import PRESETS
 from baoc.catalogue import NATIVE
 from baoc.config.listing import LISTS, lines
 from baoc.errors import BadInputError
-from tests.conftest import ROOT
+from tests.support.paths import ROOT
 
 HEAVY = "{'torch', 'lightning', 'transformers', 'numpy', 'scipy', 'wandb', 'optuna', 'rich'}"
 

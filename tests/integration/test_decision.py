@@ -25,9 +25,9 @@ from baoc.strategy.trials import Trials, grow
 from baoc.tasks.base import Task
 from baoc.tryouts import Tryouts
 from baoc.types import Option, RunResult
-from tests.integration.test_run import config
-from tests.tiny import LIGHTNING_NOISE
-from tests.unit.test_options import footprint, option
+from tests.support.planners import footprint, option
+from tests.support.tiny import LIGHTNING_NOISE
+from tests.support.training_runs import config
 
 pytestmark = [
     LIGHTNING_NOISE,

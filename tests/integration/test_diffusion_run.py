@@ -20,7 +20,7 @@ from baoc.planner import PlannerSettings
 from baoc.tasks import build_task
 from baoc.tracking import load_checked
 from baoc.types import RunResult
-from tests.tiny import tiny_trainer
+from tests.support.tiny import tiny_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
 

@@ -14,7 +14,7 @@ from baoc.callbacks import resume as resume_callbacks
 from baoc.callbacks.resume import capture_rng, restore_rng
 from baoc.tracking import load_checked, read_metrics, resolve_resume
 from baoc.tracking.jsonl import JsonlLogger
-from tests.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
+from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
 
 pytestmark = LIGHTNING_NOISE
 

@@ -6,7 +6,7 @@ import pytest
 
 from baoc.sweep import picture
 from baoc.sweep.report import main
-from tests.unit.test_sweep_page import three_families
+from tests.support.sweep_jobs import three_families
 
 
 def test_the_page_is_drawn_and_is_not_blank(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

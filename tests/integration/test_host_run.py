@@ -15,8 +15,8 @@ from baoc.optim.ahead import Ahead
 from baoc.optim.backends.updated import UpdatedBackend
 from baoc.places import staging_bytes
 from baoc.planner import PlannerSettings
-from tests.integration.test_strategy import QUIET, Classifier, fit, loader, same
-from tests.placing import PLACES, rings
+from tests.support.classifier import QUIET, Classifier, fit, loader, same
+from tests.support.placing import PLACES, rings
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*does not have many workers.*", "ignore:.*smaller than the logging interval.*"

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.conftest import ROOT
+from tests.support.paths import ROOT
 
 
 def test_a_killed_run_leaves_all_it_needs(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from baoc.callbacks import RngState
 from baoc.data import build_data
 from baoc.models import build_model
 from baoc.tasks import OptimizerSettings, build_task
-from tests.tiny import LIGHTNING_NOISE, tiny_trainer
+from tests.support.tiny import LIGHTNING_NOISE, tiny_trainer
 
 pytestmark = LIGHTNING_NOISE
 

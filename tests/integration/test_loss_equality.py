@@ -19,7 +19,7 @@ from baoc.models import build_model
 from baoc.online import ReallocationSettings, SessionSettings
 from baoc.planner import PlannerSettings
 from baoc.tasks import OptimizerSettings, build_task
-from tests.tiny import LIGHTNING_NOISE, tiny_trainer
+from tests.support.tiny import LIGHTNING_NOISE, tiny_trainer
 
 pytestmark = LIGHTNING_NOISE
 STEPS, BATCH, LR, DECAY = 50, 32, 3e-3, 0.01

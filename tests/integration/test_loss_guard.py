@@ -16,7 +16,7 @@ from baoc.errors import BadInputError, TrainingFailedError
 from baoc.online import ReallocationSettings, SessionSettings
 from baoc.tasks.ema import EmaWeights
 from baoc.tracking import load_checked
-from tests.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
+from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
 
 pytestmark = LIGHTNING_NOISE
 

@@ -20,7 +20,7 @@ from baoc.tracking import read_metrics
 from baoc.tracking.jsonl import JsonlLogger
 from baoc.types import Budget
 from baoc.units import GIB, MIB
-from tests.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
+from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
 
 pytestmark = LIGHTNING_NOISE
 

@@ -19,8 +19,8 @@ from baoc.planner import PlannerSettings
 from baoc.profiling import describe
 from baoc.profiling.tracker import MemoryTracker
 from baoc.types import Footprint
-from tests.integration.test_budget_control import Watch, events, run
-from tests.integration.test_run import config, logged
+from tests.support.training_runs import config, logged
+from tests.support.watched_runs import Watch, events, run
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
 

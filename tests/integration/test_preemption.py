@@ -20,8 +20,8 @@ from baoc.callbacks.preemption import is_preempted, requeue
 from baoc.errors import PreemptedError
 from baoc.tracking import load_checked, read_metrics, resolve_resume
 from baoc.tracking.jsonl import JsonlLogger
-from tests.conftest import ROOT
-from tests.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
+from tests.support.paths import ROOT
+from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
 
 pytestmark = LIGHTNING_NOISE
 STEPS = 14  # of 6 batches per epoch

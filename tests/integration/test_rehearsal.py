@@ -20,7 +20,7 @@ from baoc.optim.release import Releaser
 from baoc.strategy.probe import silent
 from baoc.strategy.rehearsal import FEW, MOST, WARM, rehearse
 from baoc.strategy.small_blocks import LAUNCHED, SmallBlocks
-from tests.tiny import LIGHTNING_NOISE
+from tests.support.tiny import LIGHTNING_NOISE
 
 pytestmark = LIGHTNING_NOISE
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from baoc.config.schema import OptimConfig
-from tests.integration.test_run import logged, run
+from tests.support.training_runs import logged, run
 
 
 def test_a_run_that_releases_its_gradients(tmp_path: Path) -> None:

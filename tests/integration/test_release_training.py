@@ -19,7 +19,7 @@ from baoc.online import ReallocationSettings, SessionSettings
 from baoc.optim import GradientRelease
 from baoc.planner import PlannerSettings
 from baoc.profiling.tracker import PeakMeter
-from tests.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
+from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
 
 pytestmark = [LIGHTNING_NOISE, pytest.mark.filterwarnings("ignore:16-bit weights without correction")]
 

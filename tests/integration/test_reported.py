@@ -13,8 +13,8 @@ import pytest
 from baoc.budgets import parse_budget
 from baoc.config.schema import ModelConfig
 from baoc.errors import BadInputError, CheckpointError, InfeasibleBudgetError
-from tests.conftest import ROOT
-from tests.integration.test_run import config, run
+from tests.support.paths import ROOT
+from tests.support.training_runs import config, run
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
 

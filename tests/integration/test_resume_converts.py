@@ -12,7 +12,7 @@ from baoc.budgets import parse_budget
 from baoc.config.schema import BlocksConfig, CatalogueConfig, ReallocationConfig, RiskConfig
 from baoc.tracking import load_checked
 from baoc.types import RunResult
-from tests.integration.test_run import config, run
+from tests.support.training_runs import config, run
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
 

@@ -12,7 +12,7 @@ from baoc.callbacks import AsideCheckpointIO, SafeCheckpoint
 from baoc.callbacks.checkpoint import unplain
 from baoc.errors import BadInputError, CheckpointError, OutputError
 from baoc.tracking import load_checked
-from tests.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
+from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
 
 pytestmark = LIGHTNING_NOISE
 

@@ -20,8 +20,8 @@ from optuna.trial import TrialState
 from baoc.errors import BadInputError
 from baoc.sweep.status import main
 from baoc.sweep.storage import next_trial, open_study, rest, without_password
-from tests.conftest import ROOT
-from tests.integration.test_study import attempts, config
+from tests.support.paths import ROOT
+from tests.support.studies import attempts, config
 
 URL = "postgresql+psycopg://postgres@/{name}?host={socket}"
 
@@ -73,7 +73,7 @@ def url(server: Path, request: pytest.FixtureRequest) -> str:
 
 def worker(folder: Path, url: str) -> "subprocess.Popen[bytes]":
     script = (
-        "import sys\nfrom tests.integration.test_study import STUB, config\nfrom baoc.sweep.study import run_study\n"
+        "import sys\nfrom tests.support.studies import STUB, config\nfrom baoc.sweep.study import run_study\n"
         "run_study(config(n_trials=8, workers=1, fixed=['mode=slow'], storage=sys.argv[2]), folder=sys.argv[1],"
         " code=STUB)"
     )

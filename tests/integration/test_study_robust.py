@@ -20,8 +20,8 @@ from baoc.sweep.storage import open_study
 from baoc.sweep.study import refuse_all_failed, run_study
 from baoc.tracking.files import read_json, write_json
 from experiments.benchmarks import study_kills
-from tests.conftest import ROOT
-from tests.integration.test_study import STUB, attempts, config
+from tests.support.paths import ROOT
+from tests.support.studies import STUB, attempts, config
 
 
 def test_random_kills_of_workers_and_trials_lose_and_repeat_nothing(tmp_path: Path):
@@ -34,7 +34,7 @@ def test_random_kills_of_workers_and_trials_lose_and_repeat_nothing(tmp_path: Pa
 
 def test_ctrl_c_ends_all_trials_and_the_same_command_goes_on(tmp_path: Path):
     script = (
-        "import signal, sys\nfrom tests.integration.test_study import STUB, config\n"
+        "import signal, sys\nfrom tests.support.studies import STUB, config\n"
         "from baoc.sweep.study import run_study\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's jobs in the background ignore it
         "run_study(config(n_trials=4, retries=0, fixed=['mode=wait_once']), folder=sys.argv[1], code=STUB)"
@@ -236,7 +236,7 @@ def test_no_two_workers_draw_the_same_trial(tmp_path: Path):
     given = config(n_trials=40)
     open_study(given, folder=tmp_path)
     script = (
-        "import os, sys\nfrom pathlib import Path\nfrom tests.integration.test_study import config\n"
+        "import os, sys\nfrom pathlib import Path\nfrom tests.support.studies import config\n"
         "from baoc.sweep.storage import next_trial, open_study\nfolder = Path(sys.argv[1])\n"
         "for _ in range(4):\n    if os.fork() == 0:\n        break\nelse:\n    [os.wait() for _ in range(4)]\n"
         "    sys.exit()\n"

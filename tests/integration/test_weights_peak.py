@@ -9,8 +9,8 @@ from baoc import train as training
 from baoc.budgets import parse_budget
 from baoc.config.schema import CatalogueConfig
 from baoc.errors import InfeasibleBudgetError
-from tests.integration.test_run import config
-from tests.tiny import LIGHTNING_NOISE
+from tests.support.tiny import LIGHTNING_NOISE
+from tests.support.training_runs import config
 
 pytestmark = [
     LIGHTNING_NOISE,

@@ -23,8 +23,8 @@ from baoc.strategy import arrival
 from baoc.strategy import strategy as strategy_module
 from baoc.strategy.probe import Probe
 from baoc.tasks.ema import EmaWeights
-from tests.integration.test_strategy import QUIET, Classifier, fit, loader, same
-from tests.integration.test_weights_run import SPECS, run, strategy
+from tests.support.classifier import QUIET, Classifier, fit, loader, same
+from tests.support.reduced_weights import SPECS, run, strategy
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*does not have many workers.*",

@@ -15,8 +15,8 @@ from torch import nn
 
 from baoc.catalogue import NATIVE
 from baoc.kernels import FAMILIES, kinds
-from tests.numerics.fused_pair import INTERPRETING, MIXED, SHAPES, SMALL, Pair, dump, poison, run_interpreted
-from tests.optimizing import Gradients, build, info, make_params, one_block, through_file
+from tests.support.fused_pair import INTERPRETING, MIXED, SHAPES, SMALL, Pair, dump, poison, run_interpreted
+from tests.support.optimizing import Gradients, build, info, make_params, one_block, through_file
 
 STORAGES = ("fp32", "bf16", "int8", "int8_log")
 ELEMENTWISE = [

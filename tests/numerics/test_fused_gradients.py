@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from baoc.errors import BadInputError, TrainingFailedError
 from baoc.optim.backends import backend_for
-from tests.numerics.fused_pair import INTERPRETING, MIXED, SMALL, Pair, dump, poison, run_interpreted
-from tests.optimizing import build, make_params
+from tests.support.fused_pair import INTERPRETING, MIXED, SMALL, Pair, dump, poison, run_interpreted
+from tests.support.optimizing import build, make_params
 
 if not INTERPRETING:
 

@@ -11,8 +11,8 @@ from baoc.codecs.base import lanes
 from baoc.kernels import Cut, FusedTable, Kind, fused_step, launch
 from baoc.kernels.upload import Upload
 from baoc.kernels.usable import usable
-from tests.numerics.fused_pair import INTERPRETING, run_interpreted
-from tests.numerics.kernel_cases import Case, Options, Twin, all_cases, check_equal
+from tests.support.fused_pair import INTERPRETING, run_interpreted
+from tests.support.kernel_cases import Case, Options, Twin, all_cases, check_equal
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 SMALL = (1, 33, 256, 300)

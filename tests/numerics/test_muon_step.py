@@ -12,8 +12,8 @@ from baoc.catalogue import SPECS
 from baoc.kernels import Engine, Shape, muon_plan, polar
 from baoc.optim.backends import fused
 from baoc.rules.muon import orthogonalized
-from tests.numerics.fused_pair import INTERPRETING, Pair, poison, run_interpreted
-from tests.tolerances import MUON_BF16
+from tests.support.fused_pair import INTERPRETING, Pair, poison, run_interpreted
+from tests.support.tolerances import MUON_BF16
 
 SHAPES = {"a": (9, 37), "a2": (9, 37), "c": (24, 40), "tall": (44, 12), "line": (4, 33), "d": (6, 5, 7), "bias": (40,)}
 LR = 1e-2

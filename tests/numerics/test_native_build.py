@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from baoc.kernels.native import build
-from tests.conftest import ROOT
+from tests.support.paths import ROOT
 
 # Steps 1M elements once under `backend`, or prints the error.
 STEP = """

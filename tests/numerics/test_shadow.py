@@ -12,7 +12,7 @@ from baoc.profiling.shadow import BURN_IN, TERMS, Shadow, _Run, bytes_per_elemen
 from baoc.profiling.slices import Slices
 from baoc.rules import RULES, RuleContext
 from baoc.types import OptimizerSpec, ParamInfo, Role, StateKind
-from tests.gradients import make_block, normal, signs
+from tests.support.gradients import make_block, normal, signs
 
 CPU = torch.device("cpu")
 BETAS, EPS = (0.9, 0.999), 1e-8

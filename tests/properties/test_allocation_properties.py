@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from baoc.allocation import ALLOCATORS, NoFeasibleAllocation
 from baoc.types import Limits
-from tests.decision import Candidates, brute_force, extremes, random_candidates
+from tests.support.decision import Candidates, brute_force, extremes, random_candidates
 
 EXACT, LAGRANGIAN, GREEDY, RANDOM = (ALLOCATORS[name] for name in ("exact", "lagrangian", "greedy", "random"))
 SLACK = 1e-9

@@ -19,7 +19,7 @@ from baoc.cost import adamw_state_bytes
 from baoc.errors import BadInputError
 from baoc.risk import RISKS
 from baoc.types import Limits, Role
-from tests.decision import RULES, brute_force, candidates, extremes, random_candidates, transformer
+from tests.support.decision import RULES, brute_force, candidates, extremes, random_candidates, transformer
 
 BLOCKS = partition(transformer())
 EVERYTHING = build_candidates(BLOCKS, specs=NATIVE, rules=RULES, risk=RISKS["prior"])

@@ -10,7 +10,7 @@ from baoc.cost import state_bytes
 from baoc.errors import BadInputError
 from baoc.risk import RISKS
 from baoc.types import Block, Candidate, Cost, Footprint, LatencyTable, OptimizerSpec, ParamInfo, Risk, Role, RuleInfo
-from tests.decision import RULES, param, transformer
+from tests.support.decision import RULES, param, transformer
 
 BLOCKS = {block.name: block for block in partition(transformer())}
 MUON = RuleInfo(name="muon", description="", states=(), needs_matrix=True, hidden_only=True)

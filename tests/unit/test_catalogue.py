@@ -18,7 +18,7 @@ from baoc.catalogue import (
 )
 from baoc.errors import BadInputError
 from baoc.risk import CODEC_DOSE
-from tests.decision import RULES
+from tests.support.decision import RULES
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import csv
 import re
 
-from tests.conftest import ROOT
+from tests.support.paths import ROOT
 
 README = (ROOT / "README.md").read_text()
 CLAIMS = (ROOT / "experiments" / "CLAIMS.md").read_text()

@@ -23,8 +23,8 @@ from baoc.types import (
     TextDataSpec,
 )
 from baoc.units import GIB, MIB
-from tests.conftest import ROOT
-from tests.values import block, make_plan, make_result, point
+from tests.support.paths import ROOT
+from tests.support.values import block, make_plan, make_result, point
 
 
 def test_a_plan_says_block_spec_bytes_risk_and_why(capsys: pytest.CaptureFixture[str]) -> None:

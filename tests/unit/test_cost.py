@@ -6,7 +6,7 @@ from baoc.catalogue import SPECS, on_device
 from baoc.cost import adamw_state_bytes, cost, passing_bytes, state_bytes, weight_bytes
 from baoc.link import STORED, copy_seconds
 from baoc.types import Block, LatencyTable, ParamInfo, Role
-from tests.decision import RULES, param
+from tests.support.decision import RULES, param
 
 MATRIX = Block(name="mlp", params=(param("mlp.fc1.weight", 10, 40),), role=Role.MLP)
 PAIR = Block(name="two", params=(param("mlp.fc1.weight", 10, 40), param("mlp.fc1.bias", 10)), role=Role.MLP)

@@ -5,7 +5,7 @@ from subprocess import CompletedProcess
 
 from baoc.catalogue import NATIVE
 from baoc.rules import rule_infos
-from tests.decision import RULES
+from tests.support.decision import RULES
 
 CORE = "blocks catalogue cost risk candidates frontier allocation types errors units"
 

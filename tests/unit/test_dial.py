@@ -11,8 +11,8 @@ from baoc.online import BudgetChange, BudgetDial, RelaxationSettings
 from baoc.online.dial import check_order
 from baoc.online.relaxation import calm_blocks, lowered, offers
 from baoc.types import Candidate, Cost, Footprint, Profile, Risk
-from tests.decision import stats
-from tests.values import make_plan
+from tests.support.decision import stats
+from tests.support.values import make_plan
 
 
 def dial(base: str = "8gb", **changes: str) -> BudgetDial:

@@ -22,7 +22,7 @@ from baoc.tasks.conclusion import grid_labels, samples_at_once
 from baoc.tasks.diffusion import DiffusionTask, fixed_noise, fixed_timesteps
 from baoc.tasks.frechet import FeatureNet, frechet_distance
 from baoc.tasks.pictures import write_grid
-from tests.tiny import LIGHTNING_NOISE, tiny_trainer
+from tests.support.tiny import LIGHTNING_NOISE, tiny_trainer
 
 pytestmark = LIGHTNING_NOISE
 

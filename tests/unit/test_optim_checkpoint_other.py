@@ -11,7 +11,7 @@ from baoc.catalogue import NATIVE
 from baoc.cost import state_bytes
 from baoc.errors import CheckpointError
 from baoc.rules import RULES
-from tests.optimizing import (
+from tests.support.optimizing import (
     SHAPES,
     Gradients,
     assert_same,

@@ -12,7 +12,7 @@ from torch import nn
 from baoc.catalogue import NATIVE
 from baoc.errors import BadInputError
 from baoc.optim import BlockwiseOptimizer
-from tests.optimizing import Gradients, assert_same, build, info, make_params, one_block, run_steps
+from tests.support.optimizing import Gradients, assert_same, build, info, make_params, one_block, run_steps
 
 SHAPES = {"a": (4, 8), "b": (8,), "c": (6, 4)}
 

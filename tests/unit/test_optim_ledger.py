@@ -9,7 +9,7 @@ from baoc.catalogue import NATIVE, SPECS
 from baoc.cost import STEP_BYTES, adamw_state_bytes, state_bytes, weight_bytes
 from baoc.optim.table import main, table
 from baoc.rules import RULES
-from tests.optimizing import (
+from tests.support.optimizing import (
     SHAPES,
     Gradients,
     build,

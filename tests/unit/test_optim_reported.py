@@ -14,7 +14,7 @@ from baoc.errors import BadInputError, CheckpointError
 from baoc.online import ReallocationSettings, SessionSettings
 from baoc.optim import BlockwiseOptimizer
 from baoc.planner import PlannerSettings
-from tests.optimizing import Gradients, build, info, make_params, one_block
+from tests.support.optimizing import Gradients, build, info, make_params, one_block
 
 SHAPES = {"a": (4, 8), "b": (4, 8)}
 

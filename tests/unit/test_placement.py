@@ -17,7 +17,7 @@ from baoc.optim.backends import HostedBackend
 from baoc.optim.placement import order_of_travel
 from baoc.rules import RULES
 from baoc.staging import buffer_bytes, capacity_bytes, cut
-from tests.optimizing import (
+from tests.support.optimizing import (
     Gradients,
     assert_same,
     build,
@@ -30,7 +30,7 @@ from tests.optimizing import (
     twin_of,
     values,
 )  # fmt: skip
-from tests.placing import PLACES, SHAPES, Twins, rings, states_of
+from tests.support.placing import PLACES, SHAPES, Twins, rings, states_of
 
 FAMILIES = (
     "adamw", "adamw_bf16", "adamw_int8+split8", "adamw_int8_log+bf16_sr", "adamw_int4", "rmsprop_int8_root+split16",

@@ -11,9 +11,9 @@ from baoc.errors import BadInputError
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.placement import streaming, updating
 from baoc.optim.placement.lanes import MAIN, OUT
-from tests.optimizing import Gradients, assert_same, build, make_params, values
-from tests.placing import PLACES, SHAPES, LateHost, LateLanes, Twins, rings, states_of
-from tests.releasing import backward
+from tests.support.optimizing import Gradients, assert_same, build, make_params, values
+from tests.support.placing import PLACES, SHAPES, LateHost, LateLanes, Twins, rings, states_of
+from tests.support.releasing import backward
 
 
 @pytest.mark.parametrize("place", PLACES)

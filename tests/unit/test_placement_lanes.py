@@ -19,8 +19,8 @@ from baoc.optim.placement import Inline, streaming
 from baoc.optim.placement.lanes import IN, MAIN, OUT, STEP
 from baoc.planner import PlannerSettings
 from baoc.profiling import GradientProfiler
-from tests.optimizing import Gradients, assert_same, build, make_params, run_steps, twin_of, values
-from tests.placing import HERE, LateLanes, rings
+from tests.support.optimizing import Gradients, assert_same, build, make_params, run_steps, twin_of, values
+from tests.support.placing import HERE, LateLanes, rings
 
 SHAPES = {f"w{index}": (9, 32) for index in range(7)}
 ORDERS = list(permutations((MAIN, IN, STEP, OUT)))

@@ -9,8 +9,8 @@ from baoc.errors import BadInputError, TrainingFailedError
 from baoc.optim import BlockwiseOptimizer, GradientRelease, release_groups
 from baoc.optim.release_groups import in_order, together
 from baoc.profiling.tracker import MemoryTracker
-from tests.optimizing import MATRICES, info, one_block, shapes_for
-from tests.releasing import Pair, assert_equal, backward
+from tests.support.optimizing import MATRICES, info, one_block, shapes_for
+from tests.support.releasing import Pair, assert_equal, backward
 
 WEIGHTS = ("adamw+split8", "adamw_int8+split8", "adamw+split16", "lion_int8+split16", "foam_l2+split8",
            "adamw_bf16+bf16_sr", "sign+bf16_sr", "rmsprop+bf16", "adafactor+split8")  # fmt: skip

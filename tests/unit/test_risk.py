@@ -9,7 +9,7 @@ from baoc.blocks import partition
 from baoc.catalogue import NATIVE, STORAGES
 from baoc.risk import RISKS, SEVERITY, block_weight, losses, quantization_dose
 from baoc.types import Block, Profile, Risk, Role
-from tests.decision import RULES, stats, transformer
+from tests.support.decision import RULES, stats, transformer
 
 BLOCKS = {block.name: block for block in partition(transformer())}
 NAN = float("nan")

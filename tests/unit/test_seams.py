@@ -21,10 +21,9 @@ from baoc.planner import Planner, PlannerSettings
 from baoc.profiling.phases import Phases
 from baoc.strategy.probe import Probe
 from baoc.types import Candidate, Cost, Footprint, Moment, Option, Profile, Risk, to_plain
-from tests.decision import stats, transformer
-from tests.unit.test_moving import planner, uniform
-from tests.unit.test_options import option
-from tests.unit.test_weights_planned import FOOTPRINT
+from tests.support.decision import stats, transformer
+from tests.support.planners import option, planner, uniform
+from tests.support.weight_footprints import FOOTPRINT
 
 
 def test_tries_that_find_no_room_leave_the_smaller_ones_their_turn() -> None:

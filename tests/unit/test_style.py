@@ -3,7 +3,7 @@
 import ast
 import re
 
-from tests.conftest import ROOT
+from tests.support.paths import ROOT
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 450, 60
 SOURCES = {
@@ -39,3 +39,9 @@ def test_no_file_names_a_path_of_one_machine():
     }
     pattern = re.compile(r"/(?:home|Users|root|work)/\w")
     assert [name for name, text in texts.items() if pattern.search(text)] == []
+
+
+def test_no_test_module_imports_another():
+    """What several test modules need is in tests/support; scripts in strings, which other processes run, count too."""
+    pattern = re.compile(r"(?:from|import) (?:tests\.(?!support\.)|tests import|\.+\w* import|test_\w)")
+    assert [name for name, text in SOURCES.items() if name.startswith("tests/") and pattern.search(text)] == []

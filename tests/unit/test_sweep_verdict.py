@@ -12,7 +12,7 @@ from baoc.sweep.page import page_data, short_names
 from baoc.sweep.runs import find_runs
 from baoc.sweep.verdict import Entry, headline, levels, sentence
 from baoc.types import FrontierPoint
-from tests.unit.test_sweep_frontier import job
+from tests.support.sweep_jobs import job
 
 LOSS, ACCURACY = Objective(name="quality"), Objective(name="quality", higher_is_better=True)
 FAMILIES = {"exact": "BAOC", "random": "random feasible"}

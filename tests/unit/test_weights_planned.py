@@ -13,32 +13,9 @@ from baoc.errors import InfeasibleBudgetError
 from baoc.planner import Planner, PlannerSettings
 from baoc.profiling import probe_footprint
 from baoc.risk import RISKS
-from baoc.types import Block, Budget, Footprint, Moment, ParamInfo, Role
-from tests.decision import RULES
-
-MIB = 2**20
-PARAMS = [
-    ParamInfo(name=f"layers.{i}.mlp.weight", shape=(512, 512), dtype="float32", role=Role.MLP, depth=i)
-    for i in range(4)
-]
-NUMEL = 512 * 512
-WEIGHTS = 4 * 4 * NUMEL  # of four layers in fp32; their gradients are as many
-COPIES = {param.name: 2 * NUMEL for param in PARAMS}
-NAMES = tuple(param.name for param in reversed(PARAMS))
-FOOTPRINT = Footprint(
-    device="cpu",
-    micro_batch=8,
-    weights_bytes=WEIGHTS,
-    gradients_bytes=WEIGHTS,
-    forward_backward_bytes=2 * WEIGHTS + 8 * MIB,
-    validation_bytes=0,
-    resident_bytes=2 * WEIGHTS,
-    moments=(
-        Moment(name="training", num_bytes=2 * WEIGHTS + 8 * MIB, gradients=None, copies=COPIES),
-        Moment(name="training", num_bytes=WEIGHTS + 11 * MIB, gradients=2),
-    ),
-    gradient_order=NAMES,
-)
+from baoc.types import Block, Budget, Footprint, ParamInfo, Role
+from tests.support.decision import RULES
+from tests.support.weight_footprints import FOOTPRINT, MIB, NAMES, NUMEL, PARAMS, WEIGHTS
 
 
 def test_each_moment_loses_the_gradients_and_copies_that_it_had():

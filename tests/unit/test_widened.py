@@ -11,7 +11,7 @@ from baoc.optim.backends.fused import has_kernel
 from baoc.planner import PlannerSettings
 from baoc.strategy.strategy import BaocStrategy, widened
 from baoc.types import Budget
-from tests.unit.test_options import footprint
+from tests.support.planners import footprint
 
 
 @pytest.mark.parametrize(

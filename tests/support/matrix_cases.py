@@ -17,7 +17,7 @@ from baoc.kernels import Cut, Shape
 from baoc.kernels.matrix_kinds import FOLDS
 from baoc.rules import RULES, RuleContext
 from baoc.types import Axis, StateDecl, StateLayout
-from tests.numerics.kernel_cases import Case, Twin, check_equal
+from tests.support.kernel_cases import Case, Twin, check_equal
 
 # (rows, cols, transposed): lines that are whole groups and not, short and long (one longer than a chunk), odd, of one
 # row or column.

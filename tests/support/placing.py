@@ -12,7 +12,7 @@ from torch import Tensor
 
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.placement import Lanes, ring
-from tests.optimizing import Gradients, assert_same, build, make_params, twin_of, values
+from tests.support.optimizing import Gradients, assert_same, build, make_params, twin_of, values
 
 PLACES = ("streamed", "updated")
 SHAPES = {"a": (33, 64), "b": (64,), "c": (48, 40), "d": (257,), "e": (16, 16, 3)}

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from baoc.optim import BlockwiseOptimizer
-from tests.optimizing import Gradients, build, make_params, state_tensors, twin_of, values
+from tests.support.optimizing import Gradients, build, make_params, state_tensors, twin_of, values
 
 Params = dict[str, Tensor]
 
