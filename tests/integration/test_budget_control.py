@@ -182,7 +182,7 @@ def test_a_notch_that_takes_nothing_away_need_not_be_given_back() -> None:
         for _ in range(12):
             os.kill(os.getpid(), signal.SIGRTMIN + 1)
         os.kill(os.getpid(), signal.SIGRTMIN + 2)
-    control.dial.base, control.dial.notches = Budget(name="b", memory_bytes=100), control._signals
+    control.dial.base, control.dial.notches = Budget(name="b", memory_bytes=100), control.signals
     assert control.dial.wish(step=1, batch=1)[0].memory_bytes == 20, "a tenth stays, and one signal gives a tenth back"
 
 

@@ -367,7 +367,7 @@ def test_what_was_looked_at_outside_of_the_cap_is_no_room_until_it_was_tried(mon
     found = Trial(micro_batch=32, footprint=footprint(32))
     tryouts.tried, tryouts.no_room = {False: [found]}, {(32, False, False)}
     monkeypatch.setattr(tryouts, "switch", lambda _: None)
-    monkeypatch.setattr(tryouts, "_run", lambda *_, **__: found)
+    monkeypatch.setattr(tryouts, "run", lambda *_, **__: found)
     assert tryouts.measure(freed, blocks=[]) and tryouts.knows(freed) and not tryouts.any_room
     monkeypatch.setattr(tryouts, "rehearse", lambda way, **_: tryouts.rehearsed.update({way: 1.0}))
     tryouts.try_out(freed, blocks=[])

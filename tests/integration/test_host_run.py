@@ -35,7 +35,7 @@ def ahead(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen, finish = [], Ahead.finish
 
     def noting(self: Ahead) -> None:
-        seen.append(len(self._versions))
+        seen.append(len(self.versions))
         finish(self)
 
     monkeypatch.setattr(Ahead, "finish", noting)
@@ -66,7 +66,7 @@ def test_gradients_are_only_flushed_where_that_is_the_schedule(
     def noting(self: Any, index: int) -> bool:
         done = flush(self, index)
         flushed.append(index)
-        waiting[index] = self.pieces[index]._lot.memory.numel()
+        waiting[index] = self.pieces[index].lot.memory.numel()
         return done
 
     with rings(piece_bytes=500), pytest.MonkeyPatch.context() as patch:
@@ -130,6 +130,6 @@ def test_setup_resume_and_a_second_fit_leave_states_on_the_host(
     )
     hosted, ours = in_two_fits(f"adamw@{place}", tmp_path)
     assert same(plain, hosted) and not moved
-    assert ours.reallocator is not None and ours.reallocator.optimizer._num_steps == 8
+    assert ours.reallocator is not None and ours.reallocator.optimizer.num_steps == 8
     roster = ours.reallocator.optimizer.roster
     assert roster.arena.nbytes == sum(live.slab_bytes for live in roster.live.values()) > 0

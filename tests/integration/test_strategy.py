@@ -88,7 +88,7 @@ def test_a_look_counts_for_less_than_the_decision_where_it_takes_pages_more_alon
     strategy.decided, look = decided, replace(decided, reserve_bytes=decided.reserve_bytes + 512)
     for page, nearest in ((512, decided), (511, look)):
         monkeypatch.setattr("baoc.strategy.strategy.PAGES_BYTES", page)
-        assert strategy._as_decided(look) == nearest
+        assert strategy.as_decided(look) == nearest
 
 
 def test_accumulation_equals_one_large_batch():

@@ -141,7 +141,7 @@ else:
         upload.back.copy_(torch.tensor([3, -1, 2**40]))
         upload.number()
         upload.exchange()
-        assert upload._arrived[0] == 1  # the number came back with the rest
+        assert upload.arrived[0] == 1  # the number came back with the rest
         upload.sent()
         assert upload.device.tolist() == [7] * 48 and upload.received.cast("q").tolist() == [3, -1, 2**40]
 

@@ -166,12 +166,12 @@ else:
         pair.step()
         (unit,) = pair.fused.roster.backends[0].units  # pyright: ignore[reportAttributeAccessIssue]
         engine: Engine = unit.engine
-        parts = engine._parts(staged=True, matched=True, marked=False)
+        parts = engine.parts(staged=True, matched=True, marked=False)
         assert [captured for _, captured in parts] == [True, False, True]
         taken: list[int] = []
         empty = torch.empty
         monkeypatch.setattr(torch, "empty", lambda *a, **k: taken.append(a[0]) or empty(*a, **k))
         pair.give()
         pair.fused.step()
-        (table,) = engine._apart
+        (table,) = engine.apart
         assert taken == [muon_plan.temporary_bytes(table.shapes)]

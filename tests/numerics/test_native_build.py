@@ -31,9 +31,9 @@ except BaocError as error:
 @pytest.fixture(autouse=True)
 def found_anew():
     """The library is looked for once per process, so what a test found must not stay."""
-    build._library.cache_clear()
+    build.library_or_why.cache_clear()
     yield
-    build._library.cache_clear()
+    build.library_or_why.cache_clear()
 
 
 def test_without_a_compiler_auto_is_eager_and_says_so_once(run_python, tmp_path: Path):
@@ -82,7 +82,7 @@ def test_a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 def test_a_library_that_is_torn_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     torn = tmp_path / "step.so"
     torn.write_bytes(b"\x7fELF")
-    monkeypatch.setattr(build, "_compiled", lambda: torn)
+    monkeypatch.setattr(build, "compiled_step", lambda: torn)
     with pytest.raises(build.Unavailable, match="cannot be built or loaded"):
         build.library()
 
@@ -102,15 +102,15 @@ def test_processes_that_start_at_once_share_one_cache(tmp_path: Path):
 
 def test_it_is_compiled_once(monkeypatch: pytest.MonkeyPatch):
     build.library()
-    build._library.cache_clear()
+    build.library_or_why.cache_clear()
 
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("it is in the cache")
 
-    monkeypatch.setattr(build, "_compile", refuse)
+    monkeypatch.setattr(build, "compile_source", refuse)
     build.library()
-    build._library.cache_clear()
-    monkeypatch.setattr(build, "_FLAGS", (*build._FLAGS, "-DOTHER"))
+    build.library_or_why.cache_clear()
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-DOTHER"))
     with pytest.raises(AssertionError, match="it is in the cache"):
         build.library()
 
@@ -120,8 +120,8 @@ def test_a_cache_that_cannot_be_written_gives_way_to_temporary_files(monkeypatch
     monkeypatch.setenv(build.CACHE, str(tmp_path / "file" / "cache"))
     monkeypatch.setattr(build.tempfile, "gettempdir", lambda: str(tmp_path))
     written = []
-    monkeypatch.setattr(build, "_compile", lambda command, *, target: written.append(target))
-    monkeypatch.setattr(build, "_load", lambda path: path)
+    monkeypatch.setattr(build, "compile_source", lambda command, *, target: written.append(target))
+    monkeypatch.setattr(build, "load", lambda path: path)
     assert build.library() == written[0]
     assert written[0].parent.parent == tmp_path and written[0].parent.name.startswith("baoc-")
 

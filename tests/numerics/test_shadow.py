@@ -8,7 +8,7 @@ from torch import Tensor
 
 from baoc.catalogue import NATIVE, STORAGES
 from baoc.codecs import CODEC_IMPLS
-from baoc.profiling.shadow import BURN_IN, TERMS, Shadow, _Run, bytes_per_element, elementwise, shadowed
+from baoc.profiling.shadow import BURN_IN, TERMS, Shadow, ShadowRun, bytes_per_element, elementwise, shadowed
 from baoc.profiling.slices import Slices
 from baoc.rules import RULES, RuleContext
 from baoc.types import OptimizerSpec, ParamInfo, Role, StateKind
@@ -57,7 +57,7 @@ def alone(spec: OptimizerSpec, param: ParamInfo, grads: list[Tensor]) -> Tensor:
 def test_every_spec_steps_in_the_shared_buffer_as_it_does_alone(spec: OptimizerSpec):
     """One coded tensor for all pieces, and one call for elementwise rules, change nothing."""
     slices = Slices(BLOCKS, max_elements=10**6, device=CPU)
-    run = _Run(spec, slices=slices, device=CPU)
+    run = ShadowRun(spec, slices=slices, device=CPU)
     flats = [gathered(slices, step) for step in range(3)]
     for count, flat in enumerate(flats, start=1):
         run.step(flat, count=count, betas=BETAS, eps=EPS)

@@ -41,7 +41,7 @@ class Pair:
 
 
 def assert_equal(a: BlockwiseOptimizer, params: Params, b: BlockwiseOptimizer, twins: Params) -> None:
-    assert a._num_steps == b._num_steps
+    assert a.num_steps == b.num_steps
     for mine, theirs in ((values(params), values(twins)), (state_tensors(a), state_tensors(b))):
         assert mine.keys() == theirs.keys()
         for name, value in mine.items():

@@ -126,7 +126,7 @@ def test_exact_out_of_time_falls_back_and_says_how_far_it_is(monkeypatch: pytest
     def out_of_time(*_: Any, **__: Any) -> Any:
         raise Undecided("time limit reached")
 
-    monkeypatch.setattr(exact, "_solve", out_of_time)
+    monkeypatch.setattr(exact, "solve", out_of_time)
     allocation = ExactAllocator(time_limit_s=0.0)(options, limits=limits)
     assert allocation.allocator == "exact"
     assert (allocation.choices, allocation.gap) == (lagrangian.choices, lagrangian.gap)

@@ -67,8 +67,8 @@ def test_fifty_steps_equal_a_plain_loop_with_torchs_adamw():
     expected, loader = [], digits().train_dataloader()
     batches = [batch for _ in range(2) for batch in loader][:50]
     for step, batch in enumerate(batches, start=1):
-        task._at = (step, 0)
-        generator = task._generator(torch.device("cpu"))
+        task.at = (step, 0)
+        generator = task.generator(torch.device("cpu"))
         timesteps = torch.randint(1000, (32,), generator=generator)
         noise = torch.randn(32, 1, 8, 8, generator=generator)
         labels = torch.where(torch.rand(32, generator=generator) < 0.1, 10, batch["labels"])

@@ -346,5 +346,5 @@ def test_a_rule_has_one_shadow_wherever_its_states_and_weights_are_kept():
         settings=PlannerSettings(specs=rows, risk="shadow", keep_fp32_roles=()),
     )
     profiler = make_profiler(planner, params, settings=SessionSettings(), betas=(0.9, 0.999))
-    assert profiler is not None and profiler._shadow is not None
-    assert set(profiler._shadow.spec_names) == {"adamw_int8", "lion_int8"}
+    assert profiler is not None and profiler.shadow is not None
+    assert set(profiler.shadow.spec_names) == {"adamw_int8", "lion_int8"}

@@ -135,7 +135,7 @@ def test_no_chunk_comes_before_what_was_in_its_place_has_left(monkeypatch: pytes
     def alone(ring: streaming.Streaming, parts: list) -> list[streaming.Piece]:
         pieces = place(ring, parts)
         for chunk in (chunk for piece in pieces for chunk in piece.chunks[1:]):
-            ring._rival_chunks[chunk] = []
+            ring.rival_chunks[chunk] = []
         return pieces
 
     monkeypatch.setattr(streaming.Streaming, "place", alone)
@@ -204,7 +204,7 @@ def test_gradients_that_are_released_do_not_gather_before_a_slow_link() -> None:
 
     class Counting(LateLanes):
         def keep(self, tensors: Iterable[Tensor], *, lane: str) -> None:
-            left.append(self._given.get(STEP, 0) - self._done.get(STEP, 0))
+            left.append(self.given.get(STEP, 0) - self.done.get(STEP, 0))
             super().keep(tensors, lane=lane)
 
     left: list[int] = []
@@ -222,7 +222,7 @@ def test_a_sample_is_put_together_when_released_gradients_are_gone(monkeypatch: 
     lanes, params = LateLanes(), make_params({name: (9, 32) for name in "abcdef"})
 
     def finish(profiler: GradientProfiler) -> None:
-        left.append(lanes._given[STEP] - lanes._done.get(STEP, 0))
+        left.append(lanes.given[STEP] - lanes.done.get(STEP, 0))
 
     monkeypatch.setattr(GradientProfiler, "finish_parts", finish)
     with rings(lanes=lanes, piece_bytes=2000):
@@ -249,7 +249,7 @@ def test_a_ring_that_goes_waits_for_what_is_on_its_way() -> None:
         del backend
         gc.disable()  # its memory may be needed by the ring after it at once
         try:
-            optimizer.roster._drop_backends()
+            optimizer.roster.drop_backends()
             assert lanes.finished and not any(piece() for piece in pieces)
         finally:
             gc.enable()

@@ -343,7 +343,7 @@ def test_a_norm_from_a_checkpoint_goes_to_where_gradients_are() -> None:
     releaser = pair.released.releaser
     assert releaser is not None
     releaser.load_state_dict({"norm": torch.tensor(2.0)})
-    assert releaser._norm_factor(1.0, params=[torch.empty(3, device="meta")]).device.type == "meta"
+    assert releaser.norm_factor(1.0, params=[torch.empty(3, device="meta")]).device.type == "meta"
 
 
 def test_values_are_clipped_in_the_same_step() -> None:
