@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "numerics"), str(Path(__file__).parent)]
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 from matrix_step import OUTER_SIDES  # noqa: E402
 from optimizer_step import MODELS, clean, events_ms, host_us  # noqa: E402

@@ -8,6 +8,8 @@ from baoc.config.listing import LISTS, lines
 from baoc.errors import BadInputError
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.slow
+
 HEAVY = "{'torch', 'lightning', 'transformers', 'numpy', 'scipy', 'wandb', 'optuna', 'rich'}"
 
 

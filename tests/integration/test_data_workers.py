@@ -1,7 +1,6 @@
 """A data worker that dies is replaced, and the batches are those of a run in which none died."""
 
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ from torch import Tensor
 from baoc.data.loader import ShuffledLoader
 from baoc.errors import TrainingFailedError
 from tests.support.deadly_rows import Rows
+from tests.support.waiting import wait_until
 
 
 def batches(folder: Path, *, lives: int, workers: int = 1) -> list[list[int]]:
@@ -52,10 +52,7 @@ def test_workers_end_with_a_run_that_was_killed(tmp_path: Path, run_python) -> N
     script.write_text(KILLED)
     done = run_python(str(script), str(tmp_path))
     assert done.returncode == -signal.SIGKILL, done.stderr
-    until = time.monotonic() + 30
-    while time.monotonic() < until and Path(f"/proc/{int(done.stdout)}").exists():
-        time.sleep(0.02)
-    assert not Path(f"/proc/{int(done.stdout)}").exists()
+    wait_until(lambda: not Path(f"/proc/{int(done.stdout)}").exists(), what="the end of the worker")
 
 
 def test_an_error_of_the_data_is_not_taken_for_a_death(tmp_path: Path) -> None:

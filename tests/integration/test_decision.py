@@ -30,6 +30,7 @@ from tests.support.tiny import LIGHTNING_NOISE
 from tests.support.training_runs import config
 
 pytestmark = [
+    pytest.mark.slow,
     LIGHTNING_NOISE,
     pytest.mark.filterwarnings("ignore:.*does not have many workers.*", "ignore:.*smaller than the logging interval.*"),
 ]

@@ -13,7 +13,7 @@ from baoc.config.schema import RunConfig
 from tests.support.experiment_words import OF_MODEL, SMALL
 from tests.support.tiny import LIGHTNING_NOISE
 
-pytestmark = [LIGHTNING_NOISE, pytest.mark.filterwarnings("ignore:.*does not have many workers.*")]
+pytestmark = [pytest.mark.slow, LIGHTNING_NOISE, pytest.mark.filterwarnings("ignore:.*does not have many workers.*")]
 OF_DATASET = {
     "synthetic_images": ["dataset.num_samples=64", "dataset.num_classes=8", "dataset.image_size=16"],
     "random_latents": ["dataset.num_samples=64", "dataset.num_classes=8", "dataset.val_fraction=0.2"],

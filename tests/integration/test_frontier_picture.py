@@ -8,6 +8,8 @@ from baoc.sweep import picture
 from baoc.sweep.report import main
 from tests.support.sweep_jobs import three_families
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_page_is_drawn_and_is_not_blank(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     from PIL import Image

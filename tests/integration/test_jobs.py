@@ -22,6 +22,8 @@ from baoc.errors import InfeasibleBudgetError, TrainingFailedError
 from baoc.units import MIB
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.slow
+
 Train = Callable[[RunConfig, Path, str], None]
 
 

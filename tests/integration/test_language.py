@@ -13,7 +13,7 @@ from baoc.models import build_model
 from baoc.tasks import OptimizerSettings, build_task
 from tests.support.tiny import LIGHTNING_NOISE, tiny_trainer
 
-pytestmark = LIGHTNING_NOISE
+pytestmark = [pytest.mark.slow, LIGHTNING_NOISE]
 
 
 def data(**settings):

@@ -18,7 +18,7 @@ from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyMod
 from tests.support.training_runs import config
 from tests.support.wandb_offline import PLACES
 
-pytestmark = [LIGHTNING_NOISE, pytest.mark.filterwarnings("ignore:.*does not have many workers.*")]
+pytestmark = [pytest.mark.slow, LIGHTNING_NOISE, pytest.mark.filterwarnings("ignore:.*does not have many workers.*")]
 
 
 # -- W&B --------------------------------------------------------------------------------------------------------------

@@ -15,6 +15,8 @@ from baoc.profiling.lowered import narrowed
 from baoc.strategy.trials import Trials
 from baoc.train import build
 
+pytestmark = pytest.mark.slow
+
 SIZES = {"llama": ("nano", 4), "vit": ("tiny", 8), "dit": ("tiny", 4), "unet": ("tiny", 4)}
 
 

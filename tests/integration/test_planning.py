@@ -31,6 +31,8 @@ from baoc.types import Footprint
 from tests.support.plan_runs import asked, plan
 from tests.support.training_runs import config
 
+pytestmark = pytest.mark.slow
+
 GIB = 2**30
 
 

@@ -14,7 +14,7 @@ from baoc.tracking import load_checked
 from baoc.types import RunResult
 from tests.support.training_runs import config, run
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*does not have many workers.*")]
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from baoc.errors import BadInputError, InfeasibleBudgetError, TrainingFailedErro
 from baoc.types import RunResult
 from tests.support.training_runs import config, logged, run
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*does not have many workers.*")]
 REQUIRED = {
     *("task", "model", "num_params", "budget_bytes", "budget_met", "binding", "least_feasible_bytes", "peak_bytes"),
     *("state_bytes", "state_bytes_predicted", "state_bytes_adamw", "step_ms", "samples_per_s", "quality", "risk_total"),

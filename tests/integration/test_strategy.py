@@ -24,6 +24,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", [None, 0.1])
 def test_a_budget_that_does_not_bind_gives_adamw_bit_for_bit(clip):
     plain = fit("auto", gradient_clip_val=clip, steps=20)
@@ -224,6 +225,7 @@ def test_with_accumulation_noise_comes_from_the_two_halves_of_a_step():
     assert alone.reallocator.profiler.state_dict()["count"]["halves"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("narrow", [False, True])
 def test_the_cap_is_back_after_a_look_without_it(monkeypatch, narrow):
     """The first look runs out of memory, the second one fits: training must not go on without its cap.

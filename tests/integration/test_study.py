@@ -23,6 +23,9 @@ from baoc.sweep.study_config import StudyConfig, read_study
 from hydra_plugins.baoc_sweeper import SETTINGS
 from tests.support.paths import ROOT
 from tests.support.studies import STUB, attempts, config
+from tests.support.waiting import PATIENCE_S, wait_until
+
+pytestmark = pytest.mark.slow
 
 
 def test_n_trials_is_the_total_and_a_second_run_begins_nothing_again(tmp_path: Path):
@@ -160,12 +163,13 @@ def test_killing_everything_at_random_loses_and_repeats_nothing(tmp_path: Path):
         " space={'x': {'choices': [i / 8 for i in range(8)]}}), folder=sys.argv[1], code=STUB)"
     )
     folder = tmp_path / "killed"
-    for kill_after in (1.9, 2.4, 2.1, None):
+    for begun, later in ((2, 0.1), (4, 0.25), (7, 0.0), (None, 0.0)):
         process = subprocess.Popen([sys.executable, "-c", script, str(folder)], cwd=ROOT, stdout=subprocess.DEVNULL)
-        if kill_after is None:
-            assert process.wait(timeout=120) == 0
+        if begun is None:
+            assert process.wait(timeout=PATIENCE_S) == 0
         else:
-            time.sleep(kill_after)
+            wait_until(lambda least=begun: len(list(folder.glob("*/process"))) >= least, what=f"trial {begun}")
+            time.sleep(later)
             os.kill(process.pid, signal.SIGKILL)
             process.wait()
     study = optuna.load_study(study_name="s", storage=f"sqlite:///{folder / 'study.db'}")
@@ -183,7 +187,7 @@ def test_workers_share_a_study_and_none_of_its_trials(tmp_path: Path):
     )
     command = [sys.executable, "-c", script, str(tmp_path)]
     workers = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) for _ in range(3)]
-    assert [worker.wait(timeout=120) for worker in workers] == [0, 0, 0]
+    assert [worker.wait(timeout=PATIENCE_S) for worker in workers] == [0, 0, 0]
     study = open_study(config(n_trials=9, workers=1, fixed=["mode=slow"]), folder=tmp_path)
     assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * 9
     assert all(attempts(tmp_path, number) == ["new"] for number in range(9))

@@ -15,7 +15,7 @@ from tests.support.tiny import LIGHTNING_NOISE, TinyModule
 from tests.support.wandb_offline import job as wandb_job
 from tests.support.wandb_offline import one, records
 
-pytestmark = LIGHTNING_NOISE
+pytestmark = [pytest.mark.slow, LIGHTNING_NOISE]
 
 
 def logged(folder: Path, names: list[str]) -> None:

@@ -17,6 +17,8 @@ from baoc.sweep.study_config import StudyConfig, read_study
 from baoc.tasks import TASKS
 from tests.support.experiment_words import OF_MODEL, SMALL
 
+pytestmark = pytest.mark.slow
+
 STUDIES = assets.options("sweeps")
 QUALITY = {"vision": "val/loss", "language": "val/bpb", "diffusion": "val/mse"}
 

@@ -10,7 +10,7 @@ import torch
 from tests.support.tiny import LIGHTNING_NOISE, TinyModule
 from tests.support.wandb_offline import PLACES, job, one, records
 
-pytestmark = LIGHTNING_NOISE
+pytestmark = [pytest.mark.slow, LIGHTNING_NOISE]
 
 
 class Crashing(TinyModule):

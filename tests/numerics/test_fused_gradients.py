@@ -17,6 +17,7 @@ from tests.support.optimizing import build, make_params
 
 if not INTERPRETING:
 
+    @pytest.mark.slow
     @pytest.mark.timeout(900)  # a whole file in an interpreter, and slower where the machine is busy
     def test_interpreted() -> None:
         run_interpreted(__file__)

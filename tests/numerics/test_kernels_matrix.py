@@ -21,6 +21,7 @@ SOME = ("adamw_shared_in", "adamw_shared_out", "adafactor_momentum", "foam_l2", 
 
 if not INTERPRETING:
 
+    @pytest.mark.slow
     @pytest.mark.timeout(900)  # a whole file in an interpreter, and slower where the machine is busy
     def test_interpreted():
         run_interpreted(__file__)

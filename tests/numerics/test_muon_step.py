@@ -96,6 +96,7 @@ def test_a_plan_is_told_of_the_room_and_that_bytes_do_not_tell_its_seconds() -> 
 
 if not INTERPRETING:
 
+    @pytest.mark.slow
     @pytest.mark.timeout(900)  # a whole file in an interpreter, and slower where the machine is busy
     def test_interpreted() -> None:
         run_interpreted(__file__)

@@ -14,6 +14,7 @@ from baoc.errors import BadInputError
 from baoc.kernels.native import build
 from baoc.optim import BlockwiseOptimizer
 from tests.support.paths import ROOT
+from tests.support.waiting import PATIENCE_S
 
 # Steps 1M elements once with the native step.
 STEP = """
@@ -99,6 +100,7 @@ def test_a_library_that_is_torn_is_said(monkeypatch: pytest.MonkeyPatch, tmp_pat
         build.library()
 
 
+@pytest.mark.slow
 def test_processes_that_start_at_once_share_one_cache(tmp_path: Path):
     command = [sys.executable, "-c", STEP]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), build.CACHE: str(tmp_path / "cache")}
@@ -106,7 +108,7 @@ def test_processes_that_start_at_once_share_one_cache(tmp_path: Path):
         subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    said = [process.communicate(timeout=600) for process in started]
+    said = [process.communicate(timeout=PATIENCE_S) for process in started]
     assert [out for out, _ in said] == ["['native'] 0.5000\n"] * 2, said
     (kept,) = (tmp_path / "cache").iterdir()
     assert kept.suffix == ".so" and kept.stat().st_size > 10_000

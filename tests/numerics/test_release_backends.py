@@ -23,6 +23,7 @@ BLOCKS = [
 
 if not INTERPRETING:
 
+    @pytest.mark.slow
     def test_fused_interpreted() -> None:
         run_interpreted(__file__)
 

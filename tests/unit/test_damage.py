@@ -93,6 +93,7 @@ json.dump(same | rest | budget | {"quality": quality}, open(folder + "/result.js
 """
 
 
+@pytest.mark.slow
 def test_the_winner_of_a_study_is_written_with_its_evidence(tmp_path: Path, monkeypatch, capsys):
     given = {
         "name": "weights",

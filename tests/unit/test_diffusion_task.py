@@ -55,6 +55,7 @@ def fit(*, model=None, data=None, ckpt_path=None, callbacks=(), trainer=None, **
     return task
 
 
+@pytest.mark.slow
 def test_fifty_steps_equal_a_plain_loop_with_torchs_adamw():
     data, settings = digits(), OptimizerSettings(lr=1e-2, schedule="constant", warmup_fraction=0.0)
     model = build_model("dit", spec=data.spec, seed=0)

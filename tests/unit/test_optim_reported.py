@@ -109,6 +109,7 @@ class TestBaocOptimizer:
             assert torch.equal(param, pair[0].get_parameter(name)), name
             assert param is not pair[0].get_parameter(name)
 
+    @pytest.mark.slow
     def test_while_the_first_step_is_measured_it_cannot_be_copied(self) -> None:
         optimizer = BaocOptimizer(nn.Linear(4, 4), budget="100mb")
         with pytest.raises(TypeError, match=r"shallow copy .* use copy\.deepcopy"):
@@ -183,6 +184,7 @@ class TestBaocOptimizer:
 
 
 class TestWhatOthersDoToIt:
+    @pytest.mark.slow
     def test_states_that_were_moved_away_and_back_are_those_that_are_stepped(self) -> None:
         """As who frees a GPU between two phases does; backends know states by address."""
         params = make_params({"w": (8, 16)})

@@ -103,6 +103,7 @@ def test_large_pieces_come_and_go_in_chunks_among_small_ones() -> None:
     assert not all(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_pieces_may_come_in_any_order_and_some_not_at_all(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """As in a backward whose order is not known yet, and where some parameters get no gradient."""

@@ -156,6 +156,7 @@ def test_gradients_go_block_by_block_and_what_waits_is_stepped_in_step() -> None
     assert twins["a"].grad is None and not torch.equal(twins["a"], before)
 
 
+@pytest.mark.slow
 def test_a_compiled_network_trains_alike() -> None:
     nets, optimizers = pair_of_nets(lr=1e-2)
     for net, optimizer in zip(nets, optimizers, strict=True):

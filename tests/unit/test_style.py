@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 
 from tests.support.paths import ROOT
 
@@ -12,20 +13,25 @@ SOURCES = {
 }
 
 
+@cache
+def trees() -> dict[str, ast.Module]:
+    return {name: ast.parse(text) for name, text in SOURCES.items()}
+
+
 def test_files_are_short():
     lengths = {name: len(text.splitlines()) for name, text in SOURCES.items()}
     assert {name: length for name, length in lengths.items() if length > MAX_FILE_LINES} == {}
 
 
 def test_each_file_says_what_it_is_for():
-    assert [name for name, text in SOURCES.items() if not ast.get_docstring(ast.parse(text))] == []
+    assert [name for name, tree in trees().items() if not ast.get_docstring(tree)] == []
 
 
 def test_functions_are_short():
     lengths = {
         f"{name}:{node.name}": (node.end_lineno or 0) - node.lineno + 1
-        for name, text in SOURCES.items()
-        for node in ast.walk(ast.parse(text))
+        for name, tree in trees().items()
+        for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }
     assert {name: length for name, length in lengths.items() if length > MAX_FUNCTION_LINES} == {}
@@ -70,8 +76,7 @@ def private_names(tree: ast.Module) -> set[str]:
 
 def test_tests_use_no_private_names():
     """What is private may be rewritten without a test of it: tests hold what callers see, or functions of values."""
-    texts = {name: text for name, text in SOURCES.items() if name.startswith("tests/")}
-    found = {name: private_names(ast.parse(text)) for name, text in texts.items()}
+    found = {name: private_names(tree) for name, tree in trees().items() if name.startswith("tests/")}
     assert {name: names for name, names in found.items() if names} == {}
     example = "from baoc.a import _b\nc._d\nx.setattr(c, '_e', 1)\nx.setattr('baoc.a._f', 1)"
     assert private_names(ast.parse(example)) == {"_b", "_d", "_e", "_f"}
