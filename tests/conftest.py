@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.support.examples import load_profile
+from tests.support.paths import ROOT
+from tests.support.waiting import PATIENCE_S
 
-settings.register_profile("baoc", deadline=None, derandomize=True, print_blob=True)
-settings.load_profile("baoc")
+load_profile()
 
 # The native optimizer step is compiled into the checkout's own cache, not into the user's.
 os.environ.setdefault("BAOC_CACHE", str(ROOT / ".pytest_cache" / "baoc"))
@@ -32,7 +32,7 @@ def run_python() -> Callable[..., Completed]:
         command = [sys.executable, "-c", *args] if "\n" in args[0] or " " in args[0] else [sys.executable, *args]
         kept = {key: value for key, value in os.environ.items() if key not in ("COMP_LINE", "HYDRA_FULL_ERROR")}
         env = {**kept, "PYTHONPATH": str(ROOT), "WANDB_MODE": "disabled", **variables}
-        return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+        return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=PATIENCE_S)
 
     return run
 

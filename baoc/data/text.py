@@ -71,42 +71,42 @@ class TextDataModule(DataModule):
         library = load_tokenizer(tokenizer, vocab_size=vocab_size, training_text=train, text_key=key)
         trained = encode(train, tokenizer=library, num_bytes=cut, text_key=f"{key} train")
         held = encode(val, tokenizer=library, num_bytes=content.num_bytes - cut, text_key=f"{key} val")
-        self._train = _packed(trained, length=sequence_length, name=source.name, part="training")
-        self._val = _packed(held, length=sequence_length, name=source.name, part="validation")
-        self._val_rows = spread(len(self._val), at_most=max_val_sequences)
+        self.train_sequences = _packed(trained, length=sequence_length, name=source.name, part="training")
+        self.val_sequences = _packed(held, length=sequence_length, name=source.name, part="validation")
+        self._val_rows = spread(len(self.val_sequences), at_most=max_val_sequences)
         self.spec = TextDataSpec(
             dataset=source.name,
             vocab_size=library.vocab_size,
             sequence_length=sequence_length,
-            num_train=len(self._train),
+            num_train=len(self.train_sequences),
             num_val=len(self._val_rows),
             bytes_per_token=held.bytes_per_token,
             sha256=content.sha256,
         )
 
     def make_train_loader(self, *, limit: int | None) -> ShuffledLoader:
-        return self.shuffled(self._train, limit=limit)
+        return self.shuffled(self.train_sequences, limit=limit)
 
     def make_overfit_loader(self) -> SequentialLoader:
-        return SequentialLoader(self._train, batch_size=self.batch_size)
+        return SequentialLoader(self.train_sequences, batch_size=self.batch_size)
 
     def val_dataloader(self) -> SequentialLoader:
-        return SequentialLoader(self._val, batch_size=self.batch_size, indices=self._val_rows)
+        return SequentialLoader(self.val_sequences, batch_size=self.batch_size, indices=self._val_rows)
 
 
 class PackedTokens:
     """Sequences of `length` tokens by number, from an array of all tokens (N,) in memory or mapped from disk."""
 
     def __init__(self, tokens: Tokens, *, length: int):
-        self._tokens = tokens
+        self.tokens = tokens
         self._length = length
 
     def __len__(self) -> int:
         """The last token is nobody's input, so that every sequence has a target behind it."""
-        return max(0, len(self._tokens) - 1) // self._length
+        return max(0, len(self.tokens) - 1) // self._length
 
     def gather(self, rows: Tensor) -> Batch:
-        return batch_of(self._tokens[rows.numpy()[:, None] * self._length + np.arange(self._length + 1)])
+        return batch_of(self.tokens[rows.numpy()[:, None] * self._length + np.arange(self._length + 1)])
 
 
 def batch_of(windows: Tokens) -> Batch:

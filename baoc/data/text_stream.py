@@ -26,7 +26,7 @@ from baoc.errors import BadInputError, TrainingFailedError
 from baoc.types import TextDataSpec
 
 SHUFFLED = 1024  # sequences that are read and shuffled at once
-_DOCUMENTS = 64  # encoded at once, on several threads
+DOCUMENTS = 64  # encoded at once, on several threads
 _AHEAD = 64  # of these batches, read while training goes on
 _VAL_SEQUENCES = 512  # where max_val_sequences says null: a stream has no end to read to
 
@@ -137,7 +137,7 @@ class Documents:
         if state is not None:
             stream.load_state_dict(state)
         rows = self._read(iter(stream))
-        while texts := [self._text(row) for row in islice(rows, _DOCUMENTS)]:
+        while texts := [self._text(row) for row in islice(rows, DOCUMENTS)]:
             yield [Piece(text=text, ends=True) for text in texts], stream.state_dict()
 
     def behind(self, num_documents: int) -> "Documents":

@@ -170,11 +170,11 @@ def _trained_bpe(*, vocab_size: int, training_text: Callable[[], Iterator[Piece]
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
-        library.train_from_iterator(_training_texts(training_text()), trainer=trainer)
+        library.train_from_iterator(training_texts(training_text()), trainer=trainer)
         write_whole(path, write=lambda stream: stream.write(library.to_str().encode()))
     return _from_file(path)
 
 
-def _training_texts(pieces: Iterable[Piece]) -> Iterator[str]:
+def training_texts(pieces: Iterable[Piece]) -> Iterator[str]:
     for piece in islice(pieces, BPE_TRAINING_BYTES // PIECE_BYTES):
         yield piece.text.decode("utf-8")

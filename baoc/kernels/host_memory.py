@@ -14,7 +14,7 @@ from baoc.units import format_bytes
 
 log = logging.getLogger(__name__)
 _ROOT = Path("/sys/fs/cgroup")
-_CGROUPS = (
+CGROUPS = (
     (_ROOT, "memory.max", "memory.current", "inactive_file"),
     (_ROOT / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
@@ -25,11 +25,11 @@ def available_host_bytes() -> int | None:
 
     None where the system does not tell.
     """
-    found = [limit for limit in (_of_system(), _of_container()) if limit is not None]
+    found = [limit for limit in (of_system(), _of_container()) if limit is not None]
     return min(found, default=None)
 
 
-def _of_system() -> int | None:
+def of_system() -> int | None:
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -44,7 +44,7 @@ def _of_system() -> int | None:
 
 def _of_container() -> int | None:
     """What a cgroup leaves, files counted as free that the system only keeps as long as nobody needs the memory."""
-    for folder, limit, used, cache in _CGROUPS:
+    for folder, limit, used, cache in CGROUPS:
         try:
             texts = [(folder / name).read_text().strip() for name in (limit, used)]
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
@@ -88,14 +88,14 @@ class Lock:
     def __init__(self, memory: Tensor, *, device: torch.device):
         self.memory, self.device = memory, device
         wanted = device.type == "cuda" and memory.numel() > 0
-        self.on = wanted and _register(memory, device=device)
+        self.on = wanted and register(memory, device=device)
         self.refused = wanted and not self.on
         if self.on:
             release = weakref.finalize(self, _unregister, memory, device)
             release.atexit = False  # the process gives everything back, in an order of its own
 
 
-def _register(memory: Tensor, *, device: torch.device) -> bool:
+def register(memory: Tensor, *, device: torch.device) -> bool:
     with torch.cuda.device(device):
         runtime = torch.cuda.cudart()
         try:

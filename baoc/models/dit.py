@@ -80,7 +80,7 @@ class DiffusionTransformer(nn.Module):
         condition = F.silu(self.time_embed(timesteps) + self.label_embed(labels))
         for layer in self.layers:
             tokens = layer(tokens, condition)
-        return self._unpatchify(self.final(tokens, condition))
+        return self.unpatchify(self.final(tokens, condition))
 
     def parameter_blocks(self) -> dict[str, tuple[str, ...]]:
         """Block name -> names of its parameters, each exactly once: attention, mlp, modulation and norm of `layers.N`.
@@ -93,7 +93,7 @@ class DiffusionTransformer(nn.Module):
             blocks.setdefault(_block_of(name, num_dims=parameter.ndim), []).append(name)
         return {block: tuple(names) for block, names in blocks.items()}
 
-    def _unpatchify(self, tokens: Tensor) -> Tensor:
+    def unpatchify(self, tokens: Tensor) -> Tensor:
         """(B, grid * grid, patch * patch * channels) -> (B, channels, image_size, image_size)."""
         grid, patch = self.image_size // self.patch_size, self.patch_size
         pixels = tokens.view(-1, grid, grid, patch, patch, self.channels)

@@ -27,7 +27,7 @@ from baoc.optim.state import alone
 from baoc.types import Block, BlockMove, Moments, OptimizerSpec
 
 # Wrapped by schedulers, or set by whoever owns us: not part of a copy.
-_UNKEPT = ("step", "observer", "observing", "_ahead")
+_UNKEPT = ("step", "observer", "observing", "ahead")
 
 
 class BlockwiseOptimizer(Optimizer):
@@ -89,7 +89,7 @@ class BlockwiseOptimizer(Optimizer):
         self.releaser: Releaser | None = None
         self.load_report: loading.LoadReport | None = None
         self._guard = Guard(nonfinite)
-        self._num_steps = 0  # the codecs' phase
+        self.num_steps = 0  # the codecs' phase
         self._stalling: set[str] = set()  # blocks that were warned of
         self._unseeded = False  # whether the next step has to start some v
         self._roster: Roster | None = None
@@ -99,7 +99,7 @@ class BlockwiseOptimizer(Optimizer):
         take_from_others([param for group in self.param_groups for param in group["params"]])
         roster.build(self.param_groups, specs=specs, blocks=blocks, device=device)
         self._roster = roster
-        self._ahead = Ahead(self)
+        self.ahead = Ahead(self)
         if releasing is not None:
             self.releaser = Releaser(self, releasing)
             self._step_supports_amp_scaling = True  # so that a GradScaler comes to `step`, where it is refused
@@ -174,17 +174,17 @@ class BlockwiseOptimizer(Optimizer):
             self._welcome()
         if self.releaser is not None:
             self.releaser.finish()
-            self._num_steps += 1
+            self.num_steps += 1
             self._note_unseeded()
             self.releaser.say_late()
             return loss
-        self._ahead.finish()
+        self.ahead.finish()
         backends = roster.ready()
         if capturing():
             replay.capture(self, backends)
             return loss
         options = self.options()  # before what is known of the gradients is taken: it may raise
-        masks = self._guard.take(roster, step=self._num_steps + 1, final=self.observer is not None)
+        masks = self._guard.take(roster, step=self.num_steps + 1, final=self.observer is not None)
         if masks is None:
             return loss
         if self.observer is not None:
@@ -193,12 +193,12 @@ class BlockwiseOptimizer(Optimizer):
         if self._unseeded:
             seeding.seed(roster.live.values(), roster=roster, param_groups=self.param_groups)
             self._note_unseeded()
-        self._num_steps += 1
-        inputs = self.inputs(masks, options=options, phase=self._num_steps)
+        self.num_steps += 1
+        inputs = self.inputs(masks, options=options, phase=self.num_steps)
         for backend in backends:
             backend(inputs)
         roster.join()
-        self._ahead.say_late()
+        self.ahead.say_late()
         return loss
 
     _hooked_step = Optimizer.profile_hook_step(_step)
@@ -209,7 +209,7 @@ class BlockwiseOptimizer(Optimizer):
         To be said of the last backward before `step` if nothing clips, unscales or drops gradients between the two.
         `flush_only`: blocks that the host updates only get their gradients there, and all are stepped by `step`.
         """
-        return self._ahead.last_backward(flush_only=flush_only)
+        return self.ahead.last_backward(flush_only=flush_only)
 
     def options(self) -> list[Options]:
         """What the parameter groups say now. Raises BadInputError for what no schedule can mean."""
@@ -244,20 +244,20 @@ class BlockwiseOptimizer(Optimizer):
         if self.releaser is not None:
             self.releaser.flush()
             return None if self.roster.marking else self.releaser.num_nonfinite
-        self._ahead.check()
-        found = self._guard.look(self.roster, step=self._num_steps + 1)
-        self._ahead.looked()
+        self.ahead.check()
+        found = self._guard.look(self.roster, step=self.num_steps + 1)
+        self.ahead.looked()
         return found
 
     def _check_between_steps(self, what: str) -> None:
-        for stepping in filter(None, (self.releaser, self._ahead)):
+        for stepping in filter(None, (self.releaser, self.ahead)):
             stepping.check_between_steps(what)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; what `mask_nonfinite` found in the gradients goes with them."""
         if self.releaser is not None:
             self.releaser.check_zeroing(set_to_none=set_to_none)
-        self._ahead.check_between_steps("zero_grad was called")
+        self.ahead.check_between_steps("zero_grad was called")
         self._guard.forget(self.roster)
         super().zero_grad(set_to_none)
 
@@ -268,13 +268,13 @@ class BlockwiseOptimizer(Optimizer):
     @property
     def num_nonfinite(self) -> int:
         """Non-finite gradient elements since this optimizer was built."""
-        self._guard.read(self.roster, step=self._num_steps + 1, wait=True)
+        self._guard.read(self.roster, step=self.num_steps + 1, wait=True)
         return self._guard.num_nonfinite
 
     @property
     def last_nonfinite(self) -> dict[str, int]:
         """Parameter name -> non-finite elements, when there last were some."""
-        self._guard.read(self.roster, step=self._num_steps + 1, wait=True)
+        self._guard.read(self.roster, step=self.num_steps + 1, wait=True)
         return self._guard.last_nonfinite
 
     @property
@@ -350,7 +350,7 @@ class BlockwiseOptimizer(Optimizer):
         self.roster.forget_overwritten()
         targets.sort(key=lambda target: migration.planned_growth(target, held=live[target.block.name]))
         self.roster.refresh(self.param_groups)  # backends hold what is to be freed
-        moves, fresh = {}, self._num_steps == 0
+        moves, fresh = {}, self.num_steps == 0
         for target in targets:
             moves[target.block.name] = migration.move(
                 target, roster=self.roster, param_groups=self.param_groups, moments=moments or {}, fresh=fresh, why=why
@@ -368,7 +368,7 @@ class BlockwiseOptimizer(Optimizer):
             hook(self)
         self._check_between_steps("state_dict was called")
         state = checkpoint.save(
-            self.roster, param_groups=self.param_groups, num_steps=self._num_steps, waiting=self.roster.waiting
+            self.roster, param_groups=self.param_groups, num_steps=self.num_steps, waiting=self.roster.waiting
         )
         if self.releaser is not None:
             state["release"] = self.releaser.state_dict()
@@ -391,7 +391,7 @@ class BlockwiseOptimizer(Optimizer):
         self.load_report = loading.load(
             saved, roster=self.roster, param_groups=self.param_groups, checked=lambda: self._resume(state_dict)
         )
-        self._num_steps = saved.num_steps
+        self.num_steps = saved.num_steps
         if self.releaser is not None:
             self.releaser.load_state_dict(state_dict.get("release"))
         self._note_unseeded()
@@ -427,7 +427,7 @@ class BlockwiseOptimizer(Optimizer):
         if self.releaser is not None:
             raise TypeError("a shallow copy would step the same parameters in backward as well: use copy.deepcopy")
         twin = object.__new__(type(self))
-        Optimizer.__setstate__(twin, {**self._own(), "observer": None, "observing": None, "_ahead": self._ahead})
+        Optimizer.__setstate__(twin, {**self._own(), "observer": None, "observing": None, "ahead": self.ahead})
         return twin
 
     def _own(self) -> dict[str, Any]:
@@ -444,7 +444,7 @@ class BlockwiseOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.observer = self.observing = None
         super().__setstate__(state)
-        self._ahead = Ahead(self)
+        self.ahead = Ahead(self)
         if self._roster is not None:
             self._roster.adopt(self.state)
         if self.releaser is not None:

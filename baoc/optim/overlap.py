@@ -52,12 +52,12 @@ class Ahead:
         self._options = options  # of the step in progress
         self._place: dict[Tensor, _Place] = {}
         self._left: dict[tuple[int, int], int] = {}  # piece -> parameters without a gradient so far
-        self._versions: dict[Tensor, int] = {}  # parameter that was stepped -> version of its gradient
+        self.versions: dict[Tensor, int] = {}  # parameter that was stepped -> version of its gradient
 
     @property
     def mid_step(self) -> bool:
         """True if some block was stepped and `step` was not called since."""
-        return bool(self._versions)
+        return bool(self.versions)
 
     @contextmanager
     def last_backward(self, *, flush_only: bool = False) -> Iterator[None]:
@@ -139,8 +139,8 @@ class Ahead:
         masks = {}
         if not backend.excludes_nonfinite and not backend.looks_ahead:
             unit = Alone(backend=backend, guarded={slot.param: slot.name for slot in slots})
-            masks = owner._guard.take(unit, step=owner._num_steps + 1, final=False) or {}
-        inputs = owner.inputs(masks, options=self._options, phase=owner._num_steps + 1)
+            masks = owner._guard.take(unit, step=owner.num_steps + 1, final=False) or {}
+        inputs = owner.inputs(masks, options=self._options, phase=owner.num_steps + 1)
         kind = slots[0].param.device.type
         # The backward may be inside of one.
         with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
@@ -151,7 +151,7 @@ class Ahead:
 
     def _note(self, slots: list[Slot]) -> None:
         """Gradients that were used: they may not be changed any more."""
-        self._versions |= {slot.param: slot.param.grad._version for slot in slots}  # pyright: ignore
+        self.versions |= {slot.param: slot.param.grad._version for slot in slots}  # pyright: ignore
 
     # -- the end of the step --------------------------------------------------------------------------------------
 
@@ -162,19 +162,19 @@ class Ahead:
         """
         owner = self._owner()
         assert owner is not None
-        for param, version in self._versions.items():
+        for param, version in self.versions.items():
             if param.grad is None or param.grad._version != version:
                 what = "dropped" if param.grad is None else "changed"
                 raise BadInputError(
                     f"the gradient of {owner.roster.names[param]} was {what} between backward and step(), and its "
                     f"block was stepped in backward: {_ADVICE}"
                 )
-        if self._versions:
+        if self.versions:
             owner.roster.join()
 
     def looked(self) -> None:
         """Gradients were masked, which changes nothing for blocks that were stepped: they left the same out."""
-        self._versions = {param: param.grad._version for param in self._versions if param.grad is not None}
+        self.versions = {param: param.grad._version for param in self.versions if param.grad is not None}
 
     def finish(self) -> None:
         """To be called by `step`."""
@@ -186,7 +186,7 @@ class Ahead:
                 "a GradScaler unscales gradients, or skips the step, when blocks have been stepped in backward with "
                 f"gradients that are scaled still: {_ADVICE}"
             )
-        self._is_late = bool(self._versions) and owner.options() != self._options
+        self._is_late = bool(self.versions) and owner.options() != self._options
         self._begin([])
 
     def say_late(self) -> None:

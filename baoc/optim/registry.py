@@ -150,7 +150,7 @@ class Roster:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the states: whoever owns them puts them back into the copy, and packs them again."""
-        self._drop_backends()
+        self.drop_backends()
         return {**self.__dict__, "state": {}, "_shown": {}, "arena": HostArena(), "_witness": None}
 
     def adopt(self, shown: dict[Tensor, State]) -> None:
@@ -162,12 +162,12 @@ class Roster:
 
     def refresh(self, param_groups: list[dict[str, Any]]) -> None:
         """To be called after anything changed: what a step goes through is made anew."""
-        self._drop_backends()
+        self.drop_backends()
         self._gather()
         self.listed = [list(group["params"]) for group in param_groups]
         self.frozen = [p for group in self.listed for p in group if p not in self.names]
 
-    def _drop_backends(self) -> None:
+    def drop_backends(self) -> None:
         self.settle()
         self._unread = self.new_bad(wait=True)
         self._backends, self._witness, self._alone, self.groups, self._rings = None, None, {}, {}, None
@@ -176,14 +176,14 @@ class Roster:
         """Host-placed states into the arena, in the order in which they pass."""
         on_cpu = [live for live in order_of_travel(self.live.values()) if live.slots[0].home.type == "cpu"]
         if self.arena.gather(on_cpu, state=self.state):
-            self._drop_backends()
+            self.drop_backends()
 
     def ready(self) -> list[Backend]:
         """The backends, for parameters as they are now."""
         if not self.placed or ((seen := self._witness) is not None and seen[0].get(seen[1]) is not seen[2]):
             self.place()
         elif any([backend.moved for backend in self._backends or ()]):  # a list is faster than a generator
-            self._drop_backends()
+            self.drop_backends()
         backends = self.backends
         self.forget_overwritten(begins=True)
         return backends
@@ -240,10 +240,10 @@ class Roster:
     def rings(self) -> Rings:
         """Through which host-placed blocks pass to be stepped; made when it is first asked for."""
         if self._rings is None:
-            self._rings = Rings(self._travelling(), home=self.state)
+            self._rings = Rings(self.travelling(), home=self.state)
         return self._rings
 
-    def _travelling(self) -> list[LiveBlock]:
+    def travelling(self) -> list[LiveBlock]:
         """Host-placed blocks in the order in which they are to pass."""
         last = len(self._finals)
         placed = order_of_travel(self.live.values())
@@ -254,10 +254,10 @@ class Roster:
 
         Else a piece would wait in its buffer for a block that is late, others would pass it and fetch it again.
         """
-        before = self._travelling()
+        before = self.travelling()
         self._finals = {param: index for index, param in enumerate(finals)}
-        if self._travelling() != before:
-            self._drop_backends()
+        if self.travelling() != before:
+            self.drop_backends()
 
     def join(self) -> None:
         """Ends a step: what is launched from now on sees its weights."""
@@ -386,7 +386,7 @@ class Roster:
             self.pack(live)
             if live.match is not None:
                 live.match = live.match.to(live.match_home)
-        self._drop_backends()
+        self.drop_backends()
         self._gather()
         self.placed = True
 

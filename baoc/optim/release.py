@@ -268,15 +268,15 @@ class Releaser:
         streams = set().union(*(self._streams.get(live.block.name, ()) for live in lives))
         aside = _set_aside([slot.param for live in others if live not in lives for slot in live.slots])
         with in_order(streams), aside:
-            self._step_with(lives, unit=owner.roster.alone(group))
+            self.step_with(lives, unit=owner.roster.alone(group))
 
-    def _step_with(self, lives: list[LiveBlock], *, unit: Alone) -> None:
+    def step_with(self, lives: list[LiveBlock], *, unit: Alone) -> None:
         owner = self._live_owner()
         assert self._options is not None
         if self.before_block is not None:
             self.before_block()
         looks = self.observer is not None or self.settings != GradientRelease()
-        masks = owner._guard.take(unit, step=owner._num_steps + 1, final=looks)
+        masks = owner._guard.take(unit, step=owner.num_steps + 1, final=looks)
         assert masks is not None, "skip_step is refused when the optimizer is built"
         self._stepped.update(live.block.name for live in lives)
         slots = [slot for live in lives for slot in live.slots if slot.param.grad is not None]
@@ -294,7 +294,7 @@ class Releaser:
             seeding.seed(unseeded, roster=owner.roster, param_groups=owner.param_groups)
         kind = slots[0].param.device.type
         with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
-            unit.backend(owner.inputs(masks, options=self._options, phase=owner._num_steps + 1))
+            unit.backend(owner.inputs(masks, options=self._options, phase=owner.num_steps + 1))
         # Kernels write where autograd does not see it: a backward that still needs the old weights is told.
         torch.autograd.graph.increment_version([slot.param for slot in slots])
         for slot in slots:
@@ -306,7 +306,7 @@ class Releaser:
             for param, grad in zip(params, grads, strict=True):
                 wide = torch.float64 if grad.dtype is torch.float64 else torch.float32
                 self._norms[param] = torch.linalg.vector_norm(grad, dtype=wide)
-            factor = self._norm_factor(self.settings.clip_norm, params=params)
+            factor = self.norm_factor(self.settings.clip_norm, params=params)
             for grad in grads:
                 grad.mul_(factor.to(grad.device))
         if self.settings.clip_value is not None:
@@ -320,10 +320,10 @@ class Releaser:
         wide = torch.float64 if any(grad.dtype is torch.float64 for grad in grads) else torch.float32
         norms = torch._foreach_norm(grads, dtype=wide)  # pyright: ignore[reportPrivateImportUsage]
         self._norms |= zip(params, norms, strict=True)
-        factor = self._norm_factor(self.settings.clip_norm, params=params)
+        factor = self.norm_factor(self.settings.clip_norm, params=params)
         torch._foreach_mul_(grads, factor)  # pyright: ignore[reportPrivateImportUsage]
 
-    def _norm_factor(self, limit: float, *, params: list[Tensor]) -> Tensor:
+    def norm_factor(self, limit: float, *, params: list[Tensor]) -> Tensor:
         """What to multiply the gradients of a block by; no number is waited for."""
         if self.norm is not None:
             if self._factor is None:

@@ -17,7 +17,7 @@ def capture(optimizer: "BlockwiseOptimizer", backends: Sequence[Backend]) -> Non
             f"nonfinite={optimizer.nonfinite} waits for the device, so the step cannot be captured: use skip_element"
         )
     for backend in backends:
-        backend.capture(optimizer.inputs({}, options=optimizer.options(), phase=optimizer._num_steps))
+        backend.capture(optimizer.inputs({}, options=optimizer.options(), phase=optimizer.num_steps))
 
 
 def prepare(optimizer: "BlockwiseOptimizer") -> None:
@@ -25,7 +25,7 @@ def prepare(optimizer: "BlockwiseOptimizer") -> None:
     if optimizer.releaser is not None:
         raise BadInputError("steps with gradient release cannot be replayed as a CUDA graph: build without release")
     backends, options = optimizer.roster.ready(), optimizer.options()
-    optimizer._num_steps += 1
-    inputs = optimizer.inputs({}, options=options, phase=optimizer._num_steps)
+    optimizer.num_steps += 1
+    inputs = optimizer.inputs({}, options=options, phase=optimizer.num_steps)
     for backend in backends:
         backend.prepare(inputs)

@@ -63,14 +63,14 @@ class CachingAllocator:
     """
 
     def __init__(self) -> None:
-        self._pools = (_Pool(page=SMALL_PAGE), _Pool(page=LARGE_PAGE))
+        self.pools = (_Pool(page=SMALL_PAGE), _Pool(page=LARGE_PAGE))
         self._held: dict[Any, tuple[_Pool, _Block]] = {}
         self._log: list[tuple[int, int]] | None = None
         self.allocated_bytes = 0
 
     @property
     def reserved_bytes(self) -> int:
-        return sum(pool.mapped for pool in self._pools)
+        return sum(pool.mapped for pool in self.pools)
 
     def allocate(self, key: Any, nbytes: int) -> None:
         if self._log is not None:
@@ -78,7 +78,7 @@ class CachingAllocator:
         if nbytes <= 0:
             return
         size = -(-nbytes // SMALLEST) * SMALLEST
-        pool = self._pools[size > SMALL]
+        pool = self.pools[size > SMALL]
         self._held[key] = pool, pool.take(size)
         self.allocated_bytes += size
 

@@ -23,9 +23,9 @@ EARLY_MODULES_BYTES = 144 * MIB
 LATE_MODULES_BYTES = 88 * MIB
 LAST_MODULES_BYTES = 8 * MIB  # of the late ones, whatever has loaded by now
 
-_free_at_start: dict[int, int] = {}  # device index -> bytes that were free before this process used it
-_first: dict[int, int] = {}  # device index -> bytes of the context at its first reading
-_settled: dict[int, int] = {}  # device index -> bytes of the context after the first forward and backward
+free_at_start: dict[int, int] = {}  # device index -> bytes that were free before this process used it
+first_context: dict[int, int] = {}  # device index -> bytes of the context at its first reading
+settled_context: dict[int, int] = {}  # device index -> bytes of the context after the first forward and backward
 _fractions: dict[int, float] = {}  # device index -> the cap that is in force, of the card's memory
 
 
@@ -57,9 +57,9 @@ def context_bytes(device: torch.device | str) -> int:
     device = torch.device(device)
     if device.type != "cuda":
         return 0
-    now, settled = context_now(device), _settled.get(_index(device))
+    now, settled = context_now(device), settled_context.get(_index(device))
     if settled is None:
-        return max(_first.setdefault(_index(device), now), now) + EARLY_MODULES_BYTES
+        return max(first_context.setdefault(_index(device), now), now) + EARLY_MODULES_BYTES
     return max(settled, now + LAST_MODULES_BYTES - LATE_MODULES_BYTES)
 
 
@@ -68,7 +68,7 @@ def settle_context(device: torch.device | str) -> int:
     device = torch.device(device)
     if device.type == "cuda":
         index, now = _index(device), context_now(device)
-        _settled.setdefault(index, max(now, _first.setdefault(index, now)))
+        settled_context.setdefault(index, max(now, first_context.setdefault(index, now)))
     return context_bytes(device)
 
 
@@ -86,7 +86,7 @@ def context_now(device: torch.device | str) -> int:
     index = _index(device)
     before = _remember_free(index)
     torch.zeros(1, device=device)  # the context exists from here on
-    fall, own = before - torch.cuda.mem_get_info(index)[0], _nvml_own(index)
+    fall, own = before - torch.cuda.mem_get_info(index)[0], nvml_own(index)
     held = fall if own is None else own
     return max(0, held - torch.cuda.memory_reserved(index))
 
@@ -101,10 +101,10 @@ def settle_allocator(device: torch.device | str) -> None:
     Else states that come to lie between activations leave gaps that are reserved and of no use.
     """
     if torch.device(device).type == "cuda" and not any(os.environ.get(name) for name in _ALLOCATOR_VARIABLES):
-        _allocator_settings()(ALLOCATOR)
+        allocator_settings()(ALLOCATOR)
 
 
-def _allocator_settings() -> Any:
+def allocator_settings() -> Any:
     """Torch's own setter; the older name warns where there is the newer one."""
     return getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
 
@@ -203,10 +203,10 @@ def _index(device: torch.device) -> int:
 
 def _remember_free(index: int) -> int:
     """Free bytes before the context; read once per device, from NVML, which makes no context itself."""
-    if index not in _free_at_start:
-        free = None if torch.cuda.is_initialized() else _nvml_free(index)
-        _free_at_start[index] = free if free is not None else torch.cuda.mem_get_info(index)[1]
-    return _free_at_start[index]
+    if index not in free_at_start:
+        free = None if torch.cuda.is_initialized() else nvml_free(index)
+        free_at_start[index] = free if free is not None else torch.cuda.mem_get_info(index)[1]
+    return free_at_start[index]
 
 
 class _NvmlMemory(ctypes.Structure):
@@ -227,7 +227,7 @@ _NOT_TOLD = 2**64 - 1  # NVML_VALUE_NOT_AVAILABLE
 
 
 @contextmanager
-def _nvml(index: int) -> Iterator[tuple[Any, ctypes.c_void_p] | None]:
+def nvml(index: int) -> Iterator[tuple[Any, ctypes.c_void_p] | None]:
     """The driver's management library and its handle of a device; None where there is none."""
     visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     name = visible[index] if index < len(visible) else str(index)
@@ -250,23 +250,23 @@ def _nvml(index: int) -> Iterator[tuple[Any, ctypes.c_void_p] | None]:
         nvml.nvmlShutdown()
 
 
-def _nvml_free(index: int) -> int | None:
+def nvml_free(index: int) -> int | None:
     """Free bytes of a device; None where the driver cannot tell."""
     memory = _NvmlMemory()
-    with _nvml(index) as found:
+    with nvml(index) as found:
         if found is None or found[0].nvmlDeviceGetMemoryInfo(found[1], ctypes.byref(memory)):
             return None
     return memory.free
 
 
-def _nvml_own(index: int) -> int | None:
+def nvml_own(index: int) -> int | None:
     """Bytes that this process holds on a device; None where the driver does not tell processes apart.
 
     In a container the driver may know this process by another number than it knows itself by: then it is told only if
     it is the single one.
     """
     processes, count = (_NvmlProcess * _MOST_PROCESSES)(), ctypes.c_uint(_MOST_PROCESSES)
-    with _nvml(index) as found:
+    with nvml(index) as found:
         ask = getattr(found[0], "nvmlDeviceGetComputeRunningProcesses_v3", None) if found is not None else None
         if found is None or ask is None or ask(found[1], ctypes.byref(count), processes):
             return None

@@ -78,10 +78,10 @@ class GradientProfiler:
         self._grad, self._prev = self._slices.new(device), self._slices.new(device)
         self._targets, self._prev_targets = self._slices.targets(self._grad), self._slices.targets(self._prev)
         self._averages = Averages(self._slices, betas=betas, eps=eps, device=device)
-        self._shadow = None
+        self.shadow = None
         if specs:
-            self._shadow = Shadow(self._slices, specs=specs, betas=betas, eps=eps, device=device)
-        rate = None if self._shadow is None else max(8, SHADOW_CALLS // self._shadow.num_calls)
+            self.shadow = Shadow(self._slices, specs=specs, betas=betas, eps=eps, device=device)
+        rate = None if self.shadow is None else max(8, SHADOW_CALLS // self.shadow.num_calls)
         self._schedule = Schedule(
             num_params=num_params, sample_every=sample_every, max_share=max_share, shadow_every=rate
         )
@@ -107,7 +107,7 @@ class GradientProfiler:
             *self._tensors().values(),
             *self._moments.tensors(),
             *self._slices.tensors(),
-            *(self._shadow.tensors() if self._shadow is not None else ()),
+            *(self.shadow.tensors() if self.shadow is not None else ()),
         ]
 
     @property
@@ -136,7 +136,7 @@ class GradientProfiler:
         return turn
 
     def _shadow_turn(self, turn: Turn) -> bool:
-        return turn is Turn.SAMPLE and self._shadow is not None and self._schedule.shadow_turn()
+        return turn is Turn.SAMPLE and self.shadow is not None and self._schedule.shadow_turn()
 
     def _take(self, turn: Turn, given: Mapping[str, Tensor | None] | None, *, shadow: bool) -> None:
         """Of the gradients that are there, or `given` in their place."""
@@ -161,12 +161,12 @@ class GradientProfiler:
             self._averages.sample(self._grad)
 
     def _shadow_step(self, *, shadow: bool) -> None:
-        if self._shadow is not None:
+        if self.shadow is not None:
             with self._schedule.running("next"):
-                self._shadow.observe_next(self._grad)
+                self.shadow.observe_next(self._grad)
             if shadow:
                 with self._schedule.running("shadow"):
-                    self._shadow.observe(self._grad)
+                    self.shadow.observe(self._grad)
 
     # -- the same where gradients come by parts -------------------------------------------------------------------
 
@@ -290,7 +290,7 @@ class GradientProfiler:
             with self._schedule.running("profile"):
                 self._stats = self._averages.statistics(lr=self._lr)
         with self._schedule.running("shadow terms"):
-            shadow = self._shadow.terms() if self._shadow is not None else {}
+            shadow = self.shadow.terms() if self.shadow is not None else {}
         return Profile(
             stats=self._stats,
             shadow=shadow,
@@ -311,7 +311,7 @@ class GradientProfiler:
     def release(self) -> None:
         """Frees every buffer; nothing is observed from then on."""
         self._released = True
-        self._params, self._shadow, self._targets, self._prev_targets = {}, None, [], []
+        self._params, self.shadow, self._targets, self._prev_targets = {}, None, [], []
         self._grad = self._prev = torch.zeros(0)
         self._averages.tensors = {}
         self._moments.release()
@@ -330,7 +330,7 @@ class GradientProfiler:
                 "average": self._moments.average.to("cpu", copy=True),
                 "num_samples": self._moments.num_samples,
             },
-            "shadow": self._shadow.state_dict() if self._shadow is not None else {},
+            "shadow": self.shadow.state_dict() if self.shadow is not None else {},
             "count": dict(self._averages.count),
             "step": self._step,
             "prev_step": self._prev_step,
@@ -348,8 +348,8 @@ class GradientProfiler:
             tensor.copy_(state["tensors"][name])
         self._moments.average.copy_(state["moments"]["average"])
         self._moments.num_samples = state["moments"]["num_samples"]
-        if self._shadow is not None:
-            self._shadow.load_state_dict(state["shadow"])
+        if self.shadow is not None:
+            self.shadow.load_state_dict(state["shadow"])
         self._averages.count = dict(state["count"])
         self._step, self._prev_step = state["step"], state["prev_step"]
         self._schedule.load_state_dict(state["schedule"])
@@ -364,4 +364,4 @@ class GradientProfiler:
             f"{self._blocks[p.block].name} {p.param.name} {list(p.param.shape)} {list(p.shape)} {p.offset}"
             for p in self._slices.pieces
         ]
-        return [*pieces, f"moments {len(self._moments.average)}", *(self._shadow.spec_names if self._shadow else ())]
+        return [*pieces, f"moments {len(self._moments.average)}", *(self.shadow.spec_names if self.shadow else ())]

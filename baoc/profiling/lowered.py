@@ -39,7 +39,7 @@ def narrowed(
     """
     exact: dict[str, tuple[Tensor, torch.Size, tuple[int, ...]]] = {}
     waited: list[str] = []  # on the host
-    home = _card(params.values())
+    home = card_of(params.values())
     anew = module if home is not None else None
     try:
         for name, param in params.items():
@@ -74,7 +74,7 @@ def narrowed(
                 back()
 
 
-def _card(params: Iterable[Tensor]) -> torch.device | None:
+def card_of(params: Iterable[Tensor]) -> torch.device | None:
     """The one CUDA device that has all of them."""
     homes = {param.device for param in params}
     return next((home for home in homes if len(homes) == 1 and home.type == "cuda"), None)

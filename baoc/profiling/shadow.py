@@ -57,7 +57,7 @@ class _Unit:
     starts: tuple[int, ...]
 
 
-class _Run:
+class ShadowRun:
     """One spec on everything it applies to; `update` holds its last direction, 0 where it does not apply.
 
     A state of all units lies in one coded tensor, each unit's part beginning with a new group, so that the codec runs
@@ -149,8 +149,8 @@ class Shadow:
         device: torch.device,
     ):
         self._slices, self._betas, self._eps = slices, betas, eps
-        self._reference = _Run(SPECS["adamw"], slices=slices, device=device)
-        self._runs = [_Run(spec, slices=slices, device=device) for spec in specs]
+        self._reference = ShadowRun(SPECS["adamw"], slices=slices, device=device)
+        self._runs = [ShadowRun(spec, slices=slices, device=device) for spec in specs]
         shape = (len(slices.blocks), len(specs))
         self._sums = torch.zeros((4, *shape), dtype=torch.float64, device=device)  # three terms, then descents
         self._scale = torch.ones(shape, dtype=torch.float64, device=device)  # of the last updates

@@ -58,7 +58,7 @@ def run_study(
     with storage_told(config.storage, folder=folder):
         study = open_study(config, folder=folder)
     if code == COMMAND:
-        children.preload(children.PRELOAD, *_modules_of(config))
+        children.preload(children.PRELOAD, *modules_of(config))
     runner = _Runner(study, config=config, folder=folder, code=code, stay=stay)
     with storage_told(config.storage, folder=folder), runner.interrupts.taken():
         try:
@@ -114,7 +114,7 @@ def with_extra(config: StudyConfig, extra: Sequence[str]) -> StudyConfig:
     return replace(config, fixed=(*config.fixed, *own))
 
 
-def _modules_of(config: StudyConfig) -> list[str]:
+def modules_of(config: StudyConfig) -> list[str]:
     """What building the networks of all trials imports: a third of a second (transformers) or a whole one (diffusers)
     that each trial would pay. Only what an override names; other trials import for themselves."""
     chosen = [str(value) for param in config.space if param.key == "model" for value in param.choices]

@@ -80,18 +80,18 @@ class DiffusionTask(Task):
         self.label_dropout = label_dropout
         self.null_label = self._null_label()
         self._generators: dict[torch.device, torch.Generator] = {}
-        self._at = (0, 0)  # step and micro-batch that the next training batch belongs to
+        self.at = (0, 0)  # step and micro-batch that the next training batch belongs to
         self._num_validated = 0
 
     # -- training ---------------------------------------------------------------------------------------------------
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        step, micro_batch = self._at
-        self._at = (step, micro_batch + 1) if step == self.global_step + 1 else (self.global_step + 1, 0)
+        step, micro_batch = self.at
+        self.at = (step, micro_batch + 1) if step == self.global_step + 1 else (self.global_step + 1, 0)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         images, labels = batch["images"], batch["labels"]
-        generator = self._generator(images.device)
+        generator = self.generator(images.device)
         timesteps = torch.randint(NUM_TIMESTEPS, labels.shape, generator=generator, device=images.device)
         noise = torch.randn(images.shape, generator=generator, device=images.device)
         if self.label_dropout:
@@ -103,11 +103,11 @@ class DiffusionTask(Task):
         self.log("train/loss", loss.detach(), prog_bar=True, batch_size=len(images))
         return loss
 
-    def _generator(self, device: torch.device) -> torch.Generator:
+    def generator(self, device: torch.device) -> torch.Generator:
         """The device's own generator, at the numbers of this training step and micro-batch."""
         if device not in self._generators:
             self._generators[device] = torch.Generator(device)
-        key = f"{self.hparams['noise_seed']}:{self._at[0]}:{self._at[1]}"
+        key = f"{self.hparams['noise_seed']}:{self.at[0]}:{self.at[1]}"
         seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 1
         return self._generators[device].manual_seed(seed)
 

@@ -234,7 +234,7 @@ class BaocStrategy(SingleDeviceStrategy):
             reallocator, again = None, bool(narrow) and not tight
             # An error is gone before the next look, and with its frames the profiler that they held.
             with suppress(InfeasibleBudgetError) if again or self.decided is not None else nullcontext():
-                reallocator = assembled(footprint=self._with_context(footprint))
+                reallocator = assembled(footprint=self.with_context(footprint))
             if reallocator is None and again:
                 clear_cache(self.root_device)
                 footprint, _ = self._probe_footprint(look, narrow=narrow, less=less, whole=False)
@@ -242,7 +242,7 @@ class BaocStrategy(SingleDeviceStrategy):
                     reallocator = assembled(footprint=footprint)
             if reallocator is None:
                 clear_cache(self.root_device)
-                reallocator = assembled(footprint=self._as_decided(self._with_context(footprint)))
+                reallocator = assembled(footprint=self.as_decided(self.with_context(footprint)))
         if full is not None and self.budget.step_time is not None:
             raise full
         return reallocator
@@ -258,7 +258,7 @@ class BaocStrategy(SingleDeviceStrategy):
         visit.close()
         return self.root_device
 
-    def _with_context(self, footprint: Footprint) -> Footprint:
+    def with_context(self, footprint: Footprint) -> Footprint:
         """The footprint with the context as it is taken for now that steps were looked at, and a cap that leaves it."""
         now = max(footprint.context_bytes, context_bytes(self.root_device))
         if now != self.context_bytes:
@@ -266,10 +266,10 @@ class BaocStrategy(SingleDeviceStrategy):
             cap_device(self.root_device, budget=self.budget)
         return replace(footprint, context_bytes=now)
 
-    def _as_decided(self, footprint: Footprint) -> Footprint:
+    def as_decided(self, footprint: Footprint) -> Footprint:
         """What the decision measured of this step, where that is less by pages alone; else this look, which refuses."""
         assert self.decided is not None
-        decided = self._with_context(self.decided)
+        decided = self.with_context(self.decided)
         more = footprint.peak_bytes(state_bytes=0) - decided.peak_bytes(state_bytes=0)
         return decided if more <= PAGES_BYTES else footprint
 

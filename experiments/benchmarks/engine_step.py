@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "numerics"), str(Path(__file__).parent)]
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 from optimizer_step import MODELS, clean, copy_gbps, events_ms, host_us  # noqa: E402
 

@@ -36,7 +36,7 @@ sys.path.insert(0, str(ROOT))
 from baoc.kernels.host_memory import Lock, host_memory  # noqa: E402
 from baoc.optim import BlockwiseOptimizer  # noqa: E402
 from baoc.units import MIB  # noqa: E402
-from tests.placing import rings  # noqa: E402
+from tests.support.placing import rings  # noqa: E402
 
 PACKED = "adamw_int8+split8"
 WIDE = "adamw+split16"  # fp32 m and v, and as many bits of the weight: 10 bytes per parameter travel, each way

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 from baoc.optim import BlockwiseOptimizer  # noqa: E402
 from baoc.optim.offload.lanes import IN, MAIN, OUT, STEP  # noqa: E402
 from baoc.planning.transfer import NUM_BUFFERS, PIECE_BYTES  # noqa: E402
-from tests.placing import rings  # noqa: E402
+from tests.support.placing import rings  # noqa: E402
 
 WIDTH = 16  # by which hidden sizes are divided, so that tensors have 1/256 of their elements
 LAYERS, HIDDEN, FFN, VOCABULARY = 24, 2048 // WIDTH, 5461 // WIDTH, 32000 // WIDTH

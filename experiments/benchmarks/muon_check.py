@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "numerics"), str(Path(__file__).parent)]
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 from matrix_step import OUTER_SIDES  # noqa: E402
 from optimizer_step import MODELS, clean, events_ms, host_us  # noqa: E402
 
 from baoc.optim import BlockwiseOptimizer  # noqa: E402
-from tests.tolerances import MUON_BF16  # noqa: E402
+from tests.support.tolerances import MUON_BF16  # noqa: E402
 
 SHAPES = [(768, 768)] * 3 + [(2048, 768), (768, 2048), (515, 1365), (1365, 515), (300, 9000), (40, 8, 3, 3), (768,)]
 SPECS = ("muon", "muon_int8", "muon_bf16+split8", "muon+split16")

@@ -24,9 +24,8 @@ import torch
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "numerics"), str(Path(__file__).parent)]
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
-from kernel_cases import Options  # noqa: E402
 from kernel_check import CUTS, text_of  # noqa: E402
 from peers import installed  # noqa: E402
 
@@ -34,6 +33,7 @@ from baoc.core.catalogue import STORAGES  # noqa: E402
 from baoc.kernels import Cut, FusedTable, Kind, fused_step, launch  # noqa: E402
 from baoc.optim.codecs import CODEC_IMPLS  # noqa: E402
 from baoc.optim.codecs.grouped import kernel_lanes  # noqa: E402
+from tests.support.kernel_cases import Options  # noqa: E402
 
 STEPS = 15
 DEVICE = "cuda"

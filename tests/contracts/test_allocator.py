@@ -7,12 +7,13 @@ import pytest
 
 from baoc.core.blocks import partition
 from baoc.core.catalogue import NATIVE, select
+from baoc.core.rule_tags import RULE_INFOS
 from baoc.planning.allocators import ALLOCATORS, Allocator, NoFeasibleAllocation
 from baoc.planning.candidates import build_candidates, undominated
 from baoc.planning.cost import adamw_state_bytes
 from baoc.planning.risk import RISKS
 from baoc.types import Allocation, Candidate, LatencyTable, Limits
-from tests.decision import RULES, Candidates, candidates, extremes, random_candidates, transformer
+from tests.support.decision import Candidates, candidates, extremes, random_candidates, transformer
 
 BLOCKS = partition(transformer(width=256))
 LATENCY = LatencyTable(
@@ -20,8 +21,8 @@ LATENCY = LatencyTable(
     fixed_s=dict.fromkeys(NATIVE, 1e-6),
     per_element_s={spec: 1e-9 * (1 + index % 5) for index, spec in enumerate(NATIVE)},
 )
-EVERYTHING = build_candidates(BLOCKS, specs=NATIVE, rules=RULES, risk=RISKS["prior"], latency=LATENCY)
-PLACED = build_candidates(BLOCKS, specs=select(["adamw@*"]), rules=RULES, risk=RISKS["prior"], latency=LATENCY)
+EVERYTHING = build_candidates(BLOCKS, specs=NATIVE, rules=RULE_INFOS, risk=RISKS["prior"], latency=LATENCY)
+PLACED = build_candidates(BLOCKS, specs=select(["adamw@*"]), rules=RULE_INFOS, risk=RISKS["prior"], latency=LATENCY)
 ADAMW = adamw_state_bytes(BLOCKS)
 
 

@@ -10,6 +10,9 @@ from baoc.optim.codecs.base import lanes
 SIZES = [(0,), (1,), (7,), (32,), (33,), (255,), (256,), (257,), (9991,), (17, 64), (8, 3, 3, 5)]
 FOR_V = {storage.v for storage in STORAGES.values()}
 FOR_M = {storage.m for storage in STORAGES.values()}
+# Thresholds of stochastic rounding differ from phase to phase: each promise is held in all of these. They are looped
+# over inside the tests, because 41 cases of a millisecond each cost more to collect and report than to run.
+PHASES = (None, *range(40))
 LEAST_COSINE = {32: 1 - 1e-6, 16: 0.9999, 8: 0.995, 4: 0.8}  # by bits; v here is one square: the widest there is
 
 
@@ -35,45 +38,42 @@ class TestCodec:
     def test_follows_the_protocol(self, name: str) -> None:
         assert isinstance(CODEC_IMPLS[name], Codec)
 
-    @pytest.mark.parametrize("shape", SIZES, ids=str)
-    def test_parts_take_exactly_the_bytes_of_the_catalogue(self, name: str, shape: tuple[int, ...]) -> None:
-        parts = CODEC_IMPLS[name].allocate(shape, "cpu")
-        held = sum(part.untyped_storage().nbytes() for part in parts.values())
-        assert held == CODECS[name].nbytes(torch.Size(shape).numel())
-        packed = -(-torch.Size(shape).numel() // 2)  # two codes per byte have no shape of their own
-        assert parts[""].shape == ((packed,) if CODECS[name].bits < 8 else shape)
+    def test_parts_take_exactly_the_bytes_of_the_catalogue(self, name: str) -> None:
+        for shape in SIZES:
+            parts = CODEC_IMPLS[name].allocate(shape, "cpu")
+            held = sum(part.untyped_storage().nbytes() for part in parts.values())
+            assert held == CODECS[name].nbytes(torch.Size(shape).numel()), shape
+            packed = -(-torch.Size(shape).numel() // 2)  # two codes per byte have no shape of their own
+            assert parts[""].shape == ((packed,) if CODECS[name].bits < 8 else shape)
 
     @pytest.mark.parametrize("shape", SIZES, ids=str)
-    @pytest.mark.parametrize("phase", [None, 0, 5])
-    def test_decodes_to_fp32_of_its_shape(self, name: str, shape: tuple[int, ...], phase: int | None) -> None:
+    def test_decodes_to_fp32_of_its_shape(self, name: str, shape: tuple[int, ...]) -> None:
         values = sample(name, shape)
-        decoded = make(name, values, phase=phase)
-        assert decoded.shape == shape and decoded.dtype is torch.float32
-        if values.numel():
-            assert (
-                torch.nn.functional.cosine_similarity(decoded.flatten(), values.flatten(), dim=0)
-                > LEAST_COSINE[CODECS[name].bits]
-            )
+        for phase in (None, 0, 5):
+            decoded = make(name, values, phase=phase)
+            assert decoded.shape == shape and decoded.dtype is torch.float32
+            if values.numel():
+                cosine = torch.nn.functional.cosine_similarity(decoded.flatten(), values.flatten(), dim=0)
+                assert cosine > LEAST_COSINE[CODECS[name].bits], phase
 
     def test_starts_at_zero(self, name: str) -> None:
         codec = CODEC_IMPLS[name]
         assert not codec.decode(codec.allocate((65,), "cpu"), (65,)).any()
 
-    @pytest.mark.parametrize("phase", [None, *range(40)])
-    def test_zero_stays_exactly_zero(self, name: str, phase: int | None) -> None:
+    def test_zero_stays_exactly_zero(self, name: str) -> None:
         values = sample(name, (256,))
         values[::3] = 0
         values[32:64] = 0  # a whole group
-        decoded = make(name, values, phase=phase)
-        assert not decoded[::3].any() and not decoded[32:64].any()
+        for phase in PHASES:
+            decoded = make(name, values, phase=phase)
+            assert not decoded[::3].any() and not decoded[32:64].any(), phase
 
-    @pytest.mark.parametrize("phase", [None, *range(40)])
-    def test_positive_v_never_becomes_zero(self, name: str, phase: int | None) -> None:
+    def test_positive_v_never_becomes_zero(self, name: str) -> None:
         if name not in FOR_V:
             assert name in FOR_M  # a codec of m may round small numbers to zero
             return
         values = torch.logspace(-37, 0, 256)[torch.randperm(256, generator=torch.Generator().manual_seed(0))]
-        assert (make(name, values, phase=phase) > 0).all()
+        assert [phase for phase in PHASES if not (make(name, values, phase=phase) > 0).all()] == []
 
     def test_nothing_non_finite_is_stored(self, name: str) -> None:
         values = sample(name, (96,))
@@ -88,18 +88,17 @@ class TestCodec:
             assert torch.allclose(decoded[64:], make(name, clean, phase=phase)[64:])  # other groups see nothing of it
             assert decoded[3] == 0
 
-    @pytest.mark.parametrize("exponent", range(-12, 9, 2))
-    def test_error_does_not_depend_on_the_scale(self, name: str, exponent: int) -> None:
-        values, factor = sample(name, (4096,)), 10.0**exponent
-        if name in FOR_V - FOR_M:
-            factor = factor**2  # v of gradients times 10^k
+    def test_error_does_not_depend_on_the_scale(self, name: str) -> None:
+        values = sample(name, (4096,))
+        power = 2 if name in FOR_V - FOR_M else 1  # v of gradients times 10^k
 
         def error(scale: float) -> float:
             scaled = values * scale
             return float((make(name, scaled).double() - scaled.double()).norm() / scaled.double().norm())
 
         # The lattice of lattice4 does not move with the scale, so where numbers lie between its points does.
-        assert error(factor) <= (1.4 if name == "lattice4" else 1.1) * error(1.0) + 1e-7
+        most = (1.4 if name == "lattice4" else 1.1) * error(1.0) + 1e-7
+        assert [exponent for exponent in range(-12, 9, 2) if error(10.0 ** (exponent * power)) > most] == []
 
     def test_the_same_phase_gives_the_same_bits_and_another_one_others(self, name: str) -> None:
         values = sample(name, (4096,))

@@ -8,7 +8,7 @@ from baoc.core.catalogue import NATIVE
 from baoc.core.rule_tags import RULE_INFOS
 from baoc.optim.rules import RULES, Direction, RuleContext, UpdateRule
 from baoc.types import ParamInfo, StateKind, StateLayout
-from tests.optimizing import info
+from tests.support.optimizing import info
 
 MATRIX = info("w", (9, 37))
 VECTOR = info("b", (33,))

@@ -18,7 +18,7 @@ from baoc.models import MODELS, build_model, choose_size
 from baoc.tasks import TASKS, build_task
 from baoc.tasks.base import Task
 from baoc.types import ImageDataSpec, TextDataSpec
-from tests.tiny import LIGHTNING_NOISE, tiny_trainer
+from tests.support.tiny import LIGHTNING_NOISE, tiny_trainer
 
 pytestmark = LIGHTNING_NOISE
 MODEL_OF = {family.task: name for name, family in reversed(MODELS.items())}  # the first one of each task

@@ -15,7 +15,7 @@ from baoc.training.callbacks import BudgetControl, MemoryMonitor
 from baoc.training.callbacks.growth import grown, saved_by_forward
 from baoc.training.reallocation import ReallocationSettings
 from baoc.training.session import SessionSettings
-from tests.tiny import LIGHTNING_NOISE, TinyBatches, TinyModule, tiny_trainer
+from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, TinyModule, tiny_trainer
 
 pytestmark = LIGHTNING_NOISE
 SMALL, LARGE = 4, 512

@@ -18,44 +18,13 @@ from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.tracking import load_checked
 from baoc.training import lightning as strategy_module
-from baoc.training import run as training
-from baoc.training import trainer as assembly
 from baoc.training.callbacks import BudgetControl, budget_control
-from baoc.types import Budget, RunResult
+from baoc.types import Budget
 from baoc.units import GIB
-from tests.integration.test_run import config, logged
+from tests.support.training_runs import config, logged
+from tests.support.watched_runs import Hook, Watch, events, run
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
-
-# `hook(step)` is called when a step begins, before anything of it, `held` is what was held then
-Hook = Callable[[L.Trainer], None]
-
-
-class Watch(L.Callback):
-    """Takes down the state bytes and the budget in force in each step, and does what a test asks at some."""
-
-    def __init__(self, **at: Hook):
-        self.at = {int(key.removeprefix("step_")): do for key, do in at.items()}
-        self.state_bytes: dict[int, int] = {}
-        self.budgets: dict[int, str] = {}
-
-    def on_before_optimizer_step(self, trainer: L.Trainer, *_: Any) -> None:
-        reallocator: Any = trainer.strategy.reallocator
-        self.state_bytes[trainer.global_step] = reallocator.optimizer.state_bytes()
-        self.budgets[trainer.global_step] = reallocator.planner.budget.name
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        do = self.at.get(trainer.global_step)
-        if do is not None:
-            do(trainer)
-
-
-def run(run_dir: Path, monkeypatch: pytest.MonkeyPatch, watch: L.Callback | None = None, **changes: Any) -> RunResult:
-    run_dir.mkdir(parents=True, exist_ok=True)
-    monkeypatch.setattr(assembly, "progress_bar", lambda **_: watch)
-    result = training.run(config(**changes), run_dir=run_dir, command="python run.py")
-    assert result is not None
-    return result
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*does not have many workers.*")]
 
 
 def scheduled(*entries: ScheduleEntry) -> DynamicsConfig:
@@ -64,10 +33,6 @@ def scheduled(*entries: ScheduleEntry) -> DynamicsConfig:
 
 def answer(run_dir: Path) -> dict[str, Any]:
     return json.loads((run_dir / "budget.json").read_text())
-
-
-def events(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "reallocations.jsonl").read_text().splitlines()]
 
 
 TO_10_AND_BACK = scheduled(ScheduleEntry(budget="state_10", step=4), ScheduleEntry(budget="state_50", step=9))
@@ -217,7 +182,7 @@ def test_a_notch_that_takes_nothing_away_need_not_be_given_back() -> None:
         for _ in range(12):
             os.kill(os.getpid(), signal.SIGRTMIN + 1)
         os.kill(os.getpid(), signal.SIGRTMIN + 2)
-    control.dial.base, control.dial.notches = Budget(name="b", memory_bytes=100), control._signals
+    control.dial.base, control.dial.notches = Budget(name="b", memory_bytes=100), control.signals
     assert control.dial.wish(step=1, batch=1)[0].memory_bytes == 20, "a tenth stays, and one signal gives a tenth back"
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from baoc.tracking import load_checked, resolve_resume
 from baoc.training.callbacks import SafeCheckpoint, checkpoint
-from tests.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
+from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
 
 pytestmark = LIGHTNING_NOISE
 

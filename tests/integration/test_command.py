@@ -6,7 +6,9 @@ from baoc.cli.listing import LISTS, lines
 from baoc.core.budgets import PRESETS
 from baoc.core.catalogue import NATIVE
 from baoc.errors import BadInputError
-from tests.conftest import ROOT
+from tests.support.paths import ROOT
+
+pytestmark = pytest.mark.slow
 
 HEAVY = "{'torch', 'lightning', 'transformers', 'numpy', 'scipy', 'wandb', 'optuna', 'rich'}"
 

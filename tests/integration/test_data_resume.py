@@ -15,7 +15,7 @@ from baoc.models import build_model
 from baoc.tasks.settings import OptimizerSettings
 from baoc.tasks.vision import VisionTask
 from baoc.training.callbacks import RngState
-from tests.tiny import LIGHTNING_NOISE, tiny_trainer
+from tests.support.tiny import LIGHTNING_NOISE, tiny_trainer
 
 pytestmark = LIGHTNING_NOISE
 

@@ -1,8 +1,6 @@
 """A data worker that dies is replaced, and the batches are those of a run in which none died."""
 
-import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -10,23 +8,8 @@ from torch import Tensor
 
 from baoc.data.loader import ShuffledLoader
 from baoc.errors import TrainingFailedError
-
-
-class Rows:
-    """Twelve samples; the process that makes a batch with row `deadly` kills itself, `lives` times in all."""
-
-    def __init__(self, folder: Path, *, lives: int, deadly: int = 7):
-        self.folder, self.lives, self.deadly = folder, lives, deadly
-
-    def __len__(self) -> int:
-        return 12
-
-    def gather(self, rows: Tensor) -> dict[str, Tensor]:
-        died = len(list(self.folder.iterdir()))
-        if self.deadly in rows and died < self.lives:
-            (self.folder / str(died)).touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return {"x": rows.clone()}
+from tests.support.deadly_rows import Rows
+from tests.support.waiting import wait_until
 
 
 def batches(folder: Path, *, lives: int, workers: int = 1) -> list[list[int]]:
@@ -52,7 +35,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from baoc.data.loader import ShuffledLoader
-from tests.integration.test_data_workers import Rows
+from tests.support.deadly_rows import Rows
 
 if __name__ == "__main__":
     batches = iter(ShuffledLoader(Rows(Path(sys.argv[1]), lives=0), batch_size=2, seed=3, workers=1))
@@ -69,10 +52,7 @@ def test_workers_end_with_a_run_that_was_killed(tmp_path: Path, run_python) -> N
     script.write_text(KILLED)
     done = run_python(str(script), str(tmp_path))
     assert done.returncode == -signal.SIGKILL, done.stderr
-    until = time.monotonic() + 30
-    while time.monotonic() < until and Path(f"/proc/{int(done.stdout)}").exists():
-        time.sleep(0.02)
-    assert not Path(f"/proc/{int(done.stdout)}").exists()
+    wait_until(lambda: not Path(f"/proc/{int(done.stdout)}").exists(), what="the end of the worker")
 
 
 def test_an_error_of_the_data_is_not_taken_for_a_death(tmp_path: Path) -> None:

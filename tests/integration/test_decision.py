@@ -25,11 +25,12 @@ from baoc.training.measure.microbatch_search import axes_of, choose
 from baoc.training.measure.microbatches import Trials, grow
 from baoc.training.session import make_profiler
 from baoc.types import Option, RunResult
-from tests.integration.test_run import config
-from tests.tiny import LIGHTNING_NOISE
-from tests.unit.test_options import footprint, option
+from tests.support.planners import footprint, option
+from tests.support.tiny import LIGHTNING_NOISE
+from tests.support.training_runs import config
 
 pytestmark = [
+    pytest.mark.slow,
     LIGHTNING_NOISE,
     pytest.mark.filterwarnings("ignore:.*does not have many workers.*", "ignore:.*smaller than the logging interval.*"),
 ]
@@ -367,7 +368,7 @@ def test_what_was_looked_at_outside_of_the_cap_is_no_room_until_it_was_tried(mon
     found = Trial(micro_batch=32, footprint=footprint(32))
     tryouts.tried, tryouts.no_room = {False: [found]}, {(32, False, False)}
     monkeypatch.setattr(tryouts, "switch", lambda _: None)
-    monkeypatch.setattr(tryouts, "_run", lambda *_, **__: found)
+    monkeypatch.setattr(tryouts, "run", lambda *_, **__: found)
     assert tryouts.measure(freed, blocks=[]) and tryouts.knows(freed) and not tryouts.any_room
     monkeypatch.setattr(tryouts, "rehearse", lambda way, **_: tryouts.rehearsed.update({way: 1.0}))
     tryouts.try_out(freed, blocks=[])

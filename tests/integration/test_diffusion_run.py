@@ -21,9 +21,9 @@ from baoc.training import run as training
 from baoc.training.reallocation import ReallocationSettings
 from baoc.training.session import SessionSettings
 from baoc.types import RunResult
-from tests.tiny import tiny_trainer
+from tests.support.tiny import tiny_trainer
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*does not have many workers.*")]
 
 
 def run(run_dir: Path, **options: Any) -> RunResult:

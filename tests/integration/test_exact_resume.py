@@ -14,7 +14,7 @@ from baoc.tracking.jsonl import JsonlLogger
 from baoc.training.callbacks import RngState, SafeCheckpoint
 from baoc.training.callbacks import resume as resume_callbacks
 from baoc.training.callbacks.resume import capture_rng, restore_rng
-from tests.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
+from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
 
 pytestmark = LIGHTNING_NOISE
 

@@ -10,16 +10,10 @@ from baoc.config.compose import compose
 from baoc.config.from_hydra import from_hydra
 from baoc.config.schema import RunConfig
 from baoc.training import run as train
-from tests.tiny import LIGHTNING_NOISE
+from tests.support.experiment_words import OF_MODEL, SMALL
+from tests.support.tiny import LIGHTNING_NOISE
 
-pytestmark = [LIGHTNING_NOISE, pytest.mark.filterwarnings("ignore:.*does not have many workers.*")]
-SMALL = ["debug=fast_dev", "device=cpu", "batch_size=8", "checkpoint.export=false", "trainer.enable_progress_bar=false"]
-OF_MODEL = {
-    "vit": ["model.size=tiny"],
-    "dit": ["model.size=tiny", "task.num_samples=0"],
-    "unet": ["model.size=tiny", "task.num_samples=0"],
-    "llama": ["model.size=nano", "dataset.max_val_sequences=8"],
-}
+pytestmark = [pytest.mark.slow, LIGHTNING_NOISE, pytest.mark.filterwarnings("ignore:.*does not have many workers.*")]
 OF_DATASET = {
     "synthetic_images": ["dataset.num_samples=64", "dataset.num_classes=8", "dataset.image_size=16"],
     "random_latents": ["dataset.num_samples=64", "dataset.num_classes=8", "dataset.val_fraction=0.2"],

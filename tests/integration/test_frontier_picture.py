@@ -6,7 +6,9 @@ import pytest
 
 from baoc.frontier import picture
 from baoc.frontier.report import main
-from tests.unit.test_sweep_page import three_families
+from tests.support.sweep_jobs import three_families
+
+pytestmark = pytest.mark.slow
 
 
 def test_the_page_is_drawn_and_is_not_blank(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -8,11 +8,11 @@ import pytest
 
 from baoc.config.schema import AllocatorConfig, CatalogueConfig, ModelConfig, ReallocationConfig
 from baoc.core.budgets import parse_budget
-from tests.integration.test_planning import asked
-from tests.integration.test_planning import plan as planned
-from tests.integration.test_run import config, run
+from tests.support.plan_runs import asked
+from tests.support.plan_runs import plan as planned
+from tests.support.training_runs import config, run
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*does not have many workers.*")]
 GIB = 2**30
 SHORT = {"reallocation": ReallocationConfig(mode="off"), "trainer": config().trainer}
 

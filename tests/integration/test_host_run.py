@@ -16,8 +16,8 @@ from baoc.planning.placement import staging_bytes
 from baoc.planning.planner import PlannerSettings
 from baoc.training.reallocation import ReallocationSettings
 from baoc.training.session import SessionSettings
-from tests.integration.test_strategy import QUIET, Classifier, fit, loader, same
-from tests.placing import PLACES, rings
+from tests.support.classifier import QUIET, Classifier, fit, loader, same
+from tests.support.placing import PLACES, rings
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*does not have many workers.*", "ignore:.*smaller than the logging interval.*"
@@ -36,7 +36,7 @@ def ahead(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen, finish = [], Ahead.finish
 
     def noting(self: Ahead) -> None:
-        seen.append(len(self._versions))
+        seen.append(len(self.versions))
         finish(self)
 
     monkeypatch.setattr(Ahead, "finish", noting)
@@ -67,7 +67,7 @@ def test_gradients_are_only_flushed_where_that_is_the_schedule(
     def noting(self: Any, index: int) -> bool:
         done = flush(self, index)
         flushed.append(index)
-        waiting[index] = self.pieces[index]._lot.memory.numel()
+        waiting[index] = self.pieces[index].lot.memory.numel()
         return done
 
     with rings(piece_bytes=500), pytest.MonkeyPatch.context() as patch:
@@ -131,6 +131,6 @@ def test_setup_resume_and_a_second_fit_leave_states_on_the_host(
     )
     hosted, ours = in_two_fits(f"adamw@{place}", tmp_path)
     assert same(plain, hosted) and not moved
-    assert ours.reallocator is not None and ours.reallocator.optimizer._num_steps == 8
+    assert ours.reallocator is not None and ours.reallocator.optimizer.num_steps == 8
     roster = ours.reallocator.optimizer.roster
     assert roster.arena.nbytes == sum(live.slab_bytes for live in roster.live.values()) > 0

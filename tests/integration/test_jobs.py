@@ -19,7 +19,9 @@ from baoc.config.from_hydra import read_config
 from baoc.config.schema import RunConfig
 from baoc.errors import InfeasibleBudgetError, TrainingFailedError
 from baoc.units import MIB
-from tests.conftest import ROOT
+from tests.support.paths import ROOT
+
+pytestmark = pytest.mark.slow
 
 Train = Callable[[RunConfig, Path, str], None]
 

@@ -11,9 +11,9 @@ from baoc.data import build_data
 from baoc.models import build_model
 from baoc.tasks import OptimizerSettings, build_task
 from baoc.training.callbacks import RngState
-from tests.tiny import LIGHTNING_NOISE, tiny_trainer
+from tests.support.tiny import LIGHTNING_NOISE, tiny_trainer
 
-pytestmark = LIGHTNING_NOISE
+pytestmark = [pytest.mark.slow, LIGHTNING_NOISE]
 
 
 def data(**settings):

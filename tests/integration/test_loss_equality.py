@@ -20,7 +20,7 @@ from baoc.planning.planner import PlannerSettings
 from baoc.tasks import OptimizerSettings, build_task
 from baoc.training.reallocation import ReallocationSettings
 from baoc.training.session import SessionSettings
-from tests.tiny import LIGHTNING_NOISE, tiny_trainer
+from tests.support.tiny import LIGHTNING_NOISE, tiny_trainer
 
 pytestmark = LIGHTNING_NOISE
 STEPS, BATCH, LR, DECAY = 50, 32, 3e-3, 0.01

@@ -17,7 +17,7 @@ from baoc.tracking import load_checked
 from baoc.training.callbacks import LossGuard, SafeCheckpoint
 from baoc.training.reallocation import ReallocationSettings
 from baoc.training.session import SessionSettings
-from tests.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
+from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
 
 pytestmark = LIGHTNING_NOISE
 

@@ -3,6 +3,10 @@
 import csv
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 ARGUMENTS = [
     *("-m", "model=vit,llama,dit", "budget=state_25", "debug=fast_dev", "device=cpu"),
     *("trainer.enable_progress_bar=false", "checkpoint.export=false", "hydra.sweep.dir=sweep"),

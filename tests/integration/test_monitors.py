@@ -20,7 +20,7 @@ from baoc.training.callbacks.memory import resident_bytes
 from baoc.training.callbacks.steps import num_samples
 from baoc.types import Budget
 from baoc.units import GIB, MIB
-from tests.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
+from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
 
 pytestmark = LIGHTNING_NOISE
 

@@ -20,10 +20,10 @@ from baoc.training import run as training
 from baoc.training.reallocation import ReallocationSettings, reallocator
 from baoc.training.session import SessionSettings, assemble
 from baoc.types import Footprint
-from tests.integration.test_budget_control import Watch, events, run
-from tests.integration.test_run import config, logged
+from tests.support.training_runs import config, logged
+from tests.support.watched_runs import Watch, events, run
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*does not have many workers.*")]
 
 WIDTH, LAYERS = 96, 6
 WEIGHTS = 4 * LAYERS * (WIDTH * WIDTH + WIDTH)

@@ -2,11 +2,8 @@
 
 import errno
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import lightning as L
 import pytest
 import torch
 
@@ -16,38 +13,12 @@ from baoc.tracking import load_checked, read_metrics
 from baoc.tracking.jsonl import JsonlLogger
 from baoc.training import run as training
 from baoc.training.callbacks import SafeCheckpoint
-from tests.integration.test_run import config
-from tests.integration.test_wandb_offline import PLACES
-from tests.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
+from tests.support.processes import At
+from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
+from tests.support.training_runs import config
+from tests.support.wandb_offline import PLACES
 
-pytestmark = [LIGHTNING_NOISE, pytest.mark.filterwarnings("ignore:.*does not have many workers.*")]
-
-
-def descendants() -> list[int]:
-    """Processes below this one, the system's table read as it is."""
-    parents = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
-            except OSError:
-                continue
-            parents[int(entry.name)] = int(fields[1])
-    found = {os.getpid()}
-    while new := {child for child, parent in parents.items() if parent in found} - found:
-        found |= new
-    return sorted(found - {os.getpid()})
-
-
-class At(L.Callback):
-    """Does something once, when a step begins."""
-
-    def __init__(self, step: int, do: Callable[[], Any]):
-        self.step, self.do = step, do
-
-    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.global_step == self.step:
-            self.do()
+pytestmark = [pytest.mark.slow, LIGHTNING_NOISE, pytest.mark.filterwarnings("ignore:.*does not have many workers.*")]
 
 
 # -- W&B --------------------------------------------------------------------------------------------------------------
@@ -57,9 +28,9 @@ import os, signal, sys
 from pathlib import Path
 from types import SimpleNamespace
 from baoc.tracking.loggers import finishing, log_plan, log_summary, make_loggers
-from tests.integration.test_outages import At, descendants
-from tests.tiny import TinyBatches, TinyLoader, TinyModule, tiny_trainer
-from tests.values import make_plan, make_result
+from tests.support.processes import At, descendants
+from tests.support.tiny import TinyBatches, TinyLoader, TinyModule, tiny_trainer
+from tests.support.values import make_plan, make_result
 
 def job(folder, kill):
     before = descendants()

@@ -15,6 +15,8 @@ from baoc.training.measure.absent_card import fake_, fake_batch
 from baoc.training.measure.microbatches import Trials
 from baoc.training.run import build
 
+pytestmark = pytest.mark.slow
+
 SIZES = {"llama": ("nano", 4), "vit": ("tiny", 8), "dit": ("tiny", 4), "unet": ("tiny", 4)}
 
 
@@ -59,6 +61,6 @@ def test_fake_tensors_count_what_real_ones_take(name, checkpointing, tmp_path):
 def test_trials_cast_as_training_does():
     """Lightning's autocast keeps no copies, which would be there all forward where activations are recomputed."""
     given = {"batch": None, "val_batch": None, "device": torch.device("cpu"), "precision": "bf16-mixed"}
-    with Trials(L.LightningModule(), **given)._autocast():
+    with Trials(L.LightningModule(), **given).autocast():
         assert torch.get_autocast_dtype("cpu") is torch.bfloat16
         assert torch.is_autocast_enabled("cpu") and not torch.is_autocast_cache_enabled()

@@ -13,13 +13,10 @@ import pytest
 import torch
 
 from baoc.config.schema import (
-    CheckpointConfig,
-    DatasetConfig,
     ModelConfig,
     OptimConfig,
     RiskConfig,
     RunConfig,
-    TaskConfig,
 )
 from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError, InfeasibleBudgetError
@@ -31,31 +28,12 @@ from baoc.tasks.base import Task
 from baoc.training import run as training
 from baoc.training.measure.absent_card import card_of, planned_axes
 from baoc.types import Footprint
-from tests.integration.test_run import config
+from tests.support.plan_runs import asked, plan
+from tests.support.training_runs import config
+
+pytestmark = pytest.mark.slow
 
 GIB = 2**30
-
-
-def asked(budget: str, **changes: object) -> RunConfig:
-    settings = RunConfig(
-        name="planned",
-        mode="plan",
-        device="h100",
-        batch_size=64,
-        budget=parse_budget(budget),
-        task=TaskConfig(name="vision"),
-        model=ModelConfig(name="vit", size="small"),
-        dataset=DatasetConfig(name="synthetic_images", options={"num_samples": 64, "num_classes": 10}),
-        trainer=replace(config().trainer, precision="auto"),
-        checkpoint=CheckpointConfig(),
-    )
-    return replace(settings, **changes)  # pyright: ignore[reportArgumentType]
-
-
-def plan(run_dir: Path, settings: RunConfig) -> dict[str, object]:
-    run_dir.mkdir(parents=True)
-    assert training.run(settings, run_dir=run_dir, command="") is None
-    return json.loads((run_dir / "plan.json").read_text())
 
 
 def test_a_plan_for_a_card_is_made_without_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -6,8 +6,6 @@ import signal
 import stat
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +18,11 @@ from baoc.tracking import load_checked, read_metrics, resolve_resume
 from baoc.tracking.jsonl import JsonlLogger
 from baoc.training.callbacks import Preemption, RngState, SafeCheckpoint
 from baoc.training.callbacks.preemption import is_preempted, requeue
-from tests.conftest import ROOT
-from tests.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
+from tests.support.paths import ROOT
+from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
+from tests.support.waiting import PATIENCE_S, wait_until
 
-pytestmark = LIGHTNING_NOISE
+pytestmark = [pytest.mark.slow, LIGHTNING_NOISE]
 STEPS = 14  # of 6 batches per epoch
 
 
@@ -140,13 +139,6 @@ def in_slurm(folder: Path) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "SLURM_JOB_ID": "42", "PATH": path}
 
 
-def wait_until(done: Callable[[], bool], *, seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < deadline, "it does not come"
-        time.sleep(0.1)
-
-
 def test_a_preempted_command_is_queued_again(tmp_path: Path) -> None:
     asked = scontrol(tmp_path / "bin", ends="kill -TERM $PPID")  # as Slurm 22.05 does with a job that it queues again
     environment = in_slurm(tmp_path / "bin")
@@ -154,9 +146,9 @@ def test_a_preempted_command_is_queued_again(tmp_path: Path) -> None:
     command = [sys.executable, "run.py", "trainer.max_steps=4000", "budget=state_25", f"hydra.run.dir={run_dir}"]
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
     metrics = run_dir / "metrics.jsonl"
-    wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0)
+    wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0, what="a first metric")
     process.send_signal(signal.SIGUSR1)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130, errors
     assert "goes on from the newest checkpoint (SIGUSR1 ended the run after step" in errors
     assert "Slurm queued job 42 again" in errors and asked.read_text() == "requeue 42\n"
@@ -172,13 +164,13 @@ def test_a_job_of_submitit_is_queued_again_and_goes_on_in_its_folder(tmp_path: P
     command += [f"hydra.sweep.dir={run_dir.parent}", "hydra.sweep.subdir=job"]
     process = subprocess.Popen(command, cwd=ROOT, env=in_slurm(tmp_path / "bin"), stderr=subprocess.DEVNULL)
     metrics = run_dir / "metrics.jsonl"
-    wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0)
+    wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0, what="a first metric")
     worker = json.loads((run_dir / "budget.json").read_text())["pid"]
     assert worker != process.pid
     os.kill(worker, signal.SIGUSR2)
-    assert process.wait(timeout=60) != 0
+    assert process.wait(timeout=PATIENCE_S) != 0
     assert asked.read_text() == "requeue 42\n"
     step = load_checked(run_dir / "checkpoints" / "last.ckpt")["global_step"]
     again = [sys.executable, "run.py", *words, f"trainer.max_steps={step + 10}", f"hydra.run.dir={run_dir}"]
-    assert subprocess.run(again, cwd=ROOT, env=in_slurm(tmp_path / "bin"), timeout=120).returncode == 0
+    assert subprocess.run(again, cwd=ROOT, env=in_slurm(tmp_path / "bin"), timeout=PATIENCE_S).returncode == 0
     assert [line["step"] for line in read_metrics(run_dir) if "train/loss" in line] == list(range(9, step + 10, 10))

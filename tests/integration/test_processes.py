@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from baoc import BaocOptimizer, BaocStrategy
 from baoc.errors import BadInputError
 from baoc.optim import BlockwiseOptimizer
-from tests.conftest import ROOT
-from tests.processes import LIMIT_S, group, in_processes
+from tests.support.paths import ROOT
+from tests.support.ranks import LIMIT_S, group, in_processes
 
 CAST = "adamw_int8+split8"
 

@@ -11,7 +11,7 @@ import torch
 
 from baoc.tracking.console import make_console
 from baoc.training.callbacks import RunProgress, progress_bar
-from tests.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
+from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
 
 pytestmark = LIGHTNING_NOISE
 

@@ -20,7 +20,7 @@ from baoc.optim.release import Releaser
 from baoc.training.measure.benchmark_steps import FEW, MOST, WARM, rehearse
 from baoc.training.measure.probe import silent
 from baoc.training.measure.proxy_blocks import LAUNCHED, SmallBlocks
-from tests.tiny import LIGHTNING_NOISE
+from tests.support.tiny import LIGHTNING_NOISE
 
 pytestmark = LIGHTNING_NOISE
 
@@ -73,7 +73,7 @@ def test_released_blocks_are_stepped_in_hooks_by_small_ones(monkeypatch: pytest.
     that are drawn afterwards."""
     net, stepped = Net(), []
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
-    step = Releaser._step_with
+    step = Releaser.step_with
 
     def seen(releaser: Releaser, lives: list[Any], **unit: Any) -> None:
         stepped.append([live.spec.name for live in lives])
@@ -84,8 +84,8 @@ def test_released_blocks_are_stepped_in_hooks_by_small_ones(monkeypatch: pytest.
     expected = drawn()
     L.seed_everything(0, verbose=False)
     with monkeypatch.context() as patch:
-        patch.setattr(SmallBlocks, "_compile", lambda self: None)
-        patch.setattr(Releaser, "_step_with", seen)
+        patch.setattr(SmallBlocks, "compile", lambda self: None)
+        patch.setattr(Releaser, "step_with", seen)
         specs = [SPECS["adamw_int8+split8"], SPECS["muon"]]  # of which the second cannot step a bias
         blocks = [list(layer.parameters()) for layer in net.layers]
         assert rehearsed(net, max_s=0.0, clip=(1.0, "norm"), release=True, blocks=blocks, specs=specs) > 0

@@ -2,8 +2,12 @@
 
 from pathlib import Path
 
+import pytest
+
 from baoc.config.schema import OptimConfig
-from tests.integration.test_run import logged, run
+from tests.support.training_runs import logged, run
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_run_that_releases_its_gradients(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from baoc.profiling.tracker import PeakMeter
 from baoc.training.callbacks import MemoryMonitor, RngState, SafeCheckpoint
 from baoc.training.reallocation import ReallocationSettings
 from baoc.training.session import SessionSettings
-from tests.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
+from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
 
 pytestmark = [LIGHTNING_NOISE, pytest.mark.filterwarnings("ignore:16-bit weights without correction")]
 

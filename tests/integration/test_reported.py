@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,10 +12,11 @@ import pytest
 from baoc.config.schema import ModelConfig
 from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError, CheckpointError, InfeasibleBudgetError
-from tests.conftest import ROOT
-from tests.integration.test_run import config, run
+from tests.support.paths import ROOT
+from tests.support.training_runs import config, run
+from tests.support.waiting import PATIENCE_S, wait_until
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*does not have many workers.*")]
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +55,9 @@ def test_sigterm_ends_with_130_and_says_how_to_go_on(tmp_path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
     metrics = run_dir / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
-        time.sleep(0.2)
+    wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0, what="a first metric")
     process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130, errors
     assert "interrupted" in errors
     assert not (run_dir / "result.json").exists()

@@ -12,9 +12,9 @@ from baoc.core.budgets import parse_budget
 from baoc.tracking import load_checked
 from baoc.training import run as training
 from baoc.types import RunResult
-from tests.integration.test_run import config, run
+from tests.support.training_runs import config, run
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*does not have many workers.*")]
 
 
 @pytest.fixture(scope="module")

@@ -12,21 +12,16 @@ import pytest
 
 from baoc.config.schema import (
     AllocatorConfig,
-    CheckpointConfig,
-    ModelConfig,
-    ReallocationConfig,
     RiskConfig,
-    RunConfig,
-    TrainerConfig,
 )
 from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError, InfeasibleBudgetError, TrainingFailedError
-from baoc.tracking import read_metrics
 from baoc.training import run as training
 from baoc.training import trainer as assembly
 from baoc.types import RunResult
+from tests.support.training_runs import config, logged, run
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*does not have many workers.*")]
 REQUIRED = {
     *("task", "model", "num_params", "budget_bytes", "budget_met", "binding", "least_feasible_bytes", "peak_bytes"),
     *("state_bytes", "state_bytes_predicted", "state_bytes_adamw", "step_ms", "samples_per_s", "quality", "risk_total"),
@@ -36,44 +31,6 @@ LEFT = {
     *("allocation.json", "blocks.json", "candidates.csv", "footprint.json", "frontier.csv", "latency.json"),
     *("metrics.jsonl", "profile.json", "reallocations.jsonl", "result.json"),
 }
-
-
-def config(**changes: Any) -> RunConfig:
-    """Fourteen steps on the digits, reallocating after the sixth."""
-    arguments = {
-        "name": "test",
-        "device": "cpu",
-        "batch_size": 32,
-        "budget": parse_budget("state_25"),
-        "model": ModelConfig(options={"dropout": 0.1}),
-        "risk": RiskConfig(name="statistics"),
-        "reallocation": ReallocationConfig(warmup_steps=6),
-        "trainer": TrainerConfig(
-            max_steps=14,
-            gradient_clip_val=1.0,
-            enable_progress_bar=False,
-            num_sanity_val_steps=0,
-            log_every_n_steps=1,
-            val_check_interval=7,
-            check_val_every_n_epoch=None,
-            enable_model_summary=False,
-        ),
-        "checkpoint": CheckpointConfig(every_n_steps=1, keep=20),
-    }
-    return RunConfig(**(arguments | changes))
-
-
-def run(run_dir: Path, **changes: Any) -> RunResult:
-    run_dir.mkdir(parents=True, exist_ok=True)
-    result = training.run(config(**changes), run_dir=run_dir, command="python run.py")
-    assert result is not None
-    return result
-
-
-def logged(run_dir: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl without what depends on a clock."""
-    clocks = ("time_s", "time/step_ms", "throughput/samples_per_s", "memory/rss_gib", "memory/peak_gib")
-    return [{k: v for k, v in line.items() if k not in clocks} for line in read_metrics(run_dir)]
 
 
 @pytest.fixture(scope="module")

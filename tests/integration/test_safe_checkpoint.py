@@ -12,7 +12,7 @@ from baoc.errors import BadInputError, CheckpointError, OutputError
 from baoc.tracking import load_checked
 from baoc.training.callbacks import AsideCheckpointIO, SafeCheckpoint
 from baoc.training.callbacks.checkpoint import unplain
-from tests.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
+from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
 
 pytestmark = LIGHTNING_NOISE
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch import nn
 
 from baoc import BaocStrategy
 from baoc.errors import BadInputError, InfeasibleBudgetError
@@ -19,64 +18,14 @@ from baoc.training import lightning as strategy_module
 from baoc.training.measure.probe import Probe
 from baoc.training.reallocation import ReallocationSettings
 from baoc.training.session import SessionSettings
+from tests.support.classifier import QUIET, Classifier, fit, loader, same
 
-QUIET = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "accelerator": "cpu",
-    "devices": 1,
-}
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*does not have many workers.*", "ignore:.*smaller than the logging interval.*"
 )
 
 
-class Classifier(L.LightningModule):
-    """Two linear layers and a norm; decay and no-decay groups, a step-wise schedule."""
-
-    def __init__(self, *, make: Any = None):
-        super().__init__()
-        torch.manual_seed(7)
-        self.net = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 4))
-        self.make = make
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-        self.log("train/loss", loss)
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        if self.make is not None:
-            return self.make(self)
-        decayed = [p for p in self.parameters() if p.ndim > 1]
-        others = [p for p in self.parameters() if p.ndim <= 1]
-        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 3e-3}]
-        optimizer = torch.optim.AdamW(groups, lr=1e-2, foreach=False, fused=False)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-def loader(*, batch_size: int = 8, num: int = 64) -> DataLoader:
-    rng = torch.Generator().manual_seed(3)
-    x = torch.randn(num, 16, generator=rng)
-    return DataLoader(TensorDataset(x, x[:, :4].argmax(1)), batch_size=batch_size)
-
-
-def fit(
-    strategy: Any, *, module: Classifier | None = None, steps: int = 8, data: Any = None, **arguments: Any
-) -> Classifier:
-    module = module or Classifier()
-    trainer = L.Trainer(strategy=strategy, max_steps=steps, **{**QUIET, **arguments})
-    trainer.fit(module, data if data is not None else loader())
-    return module
-
-
-def same(a: nn.Module, b: nn.Module) -> bool:
-    return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", [None, 0.1])
 def test_a_budget_that_does_not_bind_gives_adamw_bit_for_bit(clip):
     plain = fit("auto", gradient_clip_val=clip, steps=20)
@@ -141,7 +90,7 @@ def test_a_look_counts_for_less_than_the_decision_where_it_takes_pages_more_alon
     strategy.decided, look = decided, replace(decided, reserve_bytes=decided.reserve_bytes + 512)
     for page, nearest in ((512, decided), (511, look)):
         monkeypatch.setattr("baoc.training.lightning.PAGES_BYTES", page)
-        assert strategy._as_decided(look) == nearest
+        assert strategy.as_decided(look) == nearest
 
 
 def test_accumulation_equals_one_large_batch():
@@ -277,6 +226,7 @@ def test_with_accumulation_noise_comes_from_the_two_halves_of_a_step():
     assert alone.reallocator.profiler.state_dict()["count"]["halves"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("narrow", [False, True])
 def test_the_cap_is_back_after_a_look_without_it(monkeypatch, narrow):
     """The first look runs out of memory, the second one fits: training must not go on without its cap.

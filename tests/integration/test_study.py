@@ -21,59 +21,11 @@ from baoc.sweep.storage import open_study
 from baoc.sweep.study import run_study, study_folder, with_extra
 from baoc.sweep.study_config import StudyConfig, read_study
 from hydra_plugins.baoc_sweeper import SETTINGS
-from tests.conftest import ROOT
+from tests.support.paths import ROOT
+from tests.support.studies import STUB, attempts, config
+from tests.support.waiting import PATIENCE_S, wait_until
 
-# A trial in milliseconds: x decides how it ends, and each attempt leaves a line.
-STUB = """
-import json, os, signal, sys, time
-words = dict(word.split("=", 1) for word in sys.argv[1:])
-folder = words["hydra.run.dir"]
-x = float(words["x"])
-with open(os.path.join(folder, "attempts"), "a") as file:
-    file.write(words.get("resume", "new") + "\\n")
-def fail(code, message, kind="K"):
-    json.dump({"schema": 1, "kind": kind, "message": message, "exit_code": code}, open(folder + "/error.json", "w"))
-    sys.exit(code)
-open(folder + "/process", "w").write(str(os.getpid()))
-attempts = len(open(folder + "/attempts").readlines())
-mode = words.get("mode", "ok")
-if mode == "slow":
-    time.sleep(0.3)
-if mode == "wait_once" and attempts == 1:
-    time.sleep(60)
-if mode == "no_resume" and "resume" in words:
-    fail(2, "nothing is left to train")
-if mode == "die_once" and attempts == 1:
-    open(folder + "/last.ckpt", "w").close()
-    os.kill(os.getpid(), signal.SIGKILL)
-if mode == "die":
-    os.kill(os.getpid(), signal.SIGKILL)
-if mode == "bad":
-    fail(2, "no such thing")
-if mode == "infeasible" and x < 0.5:
-    fail(3, "least feasible is 0.5")
-if mode == "diverge":
-    fail(5, "nan", kind="DivergedError")
-quality = None if mode == "nan" else (x - float(words.get("best", "0.3"))) ** 2
-result = {"quality": {"value": quality}, "state_bytes": int(100 * x), "peak_bytes": 1, "samples_per_s": 1.0}
-json.dump(result, open(folder + "/result.json", "w"))
-"""
-
-
-def config(**changes: object) -> StudyConfig:
-    values = {
-        "name": "s",
-        "objectives": {"quality": "minimize", "state_bytes": "minimize"},
-        "space": {"x": {"low": 0.0, "high": 1.0}},
-        "sampler": "random",
-        "n_trials": 6,
-        "workers": 2,
-    }
-    return read_study(values | changes)
-
-
-def attempts(folder: Path, number: int) -> list[str]:
-    return (folder / f"{number:04d}" / "attempts").read_text().split()
+pytestmark = pytest.mark.slow
 
 
 def test_n_trials_is_the_total_and_a_second_run_begins_nothing_again(tmp_path: Path):
@@ -206,17 +158,18 @@ def test_killing_everything_at_random_loses_and_repeats_nothing(tmp_path: Path):
     given = config(n_trials=99, workers=1, sampler="grid", space=points)
     alone = run_study(given, folder=tmp_path / "alone", code=STUB)
     script = (
-        "import sys\nfrom tests.integration.test_study import STUB, config\nfrom baoc.sweep.study import run_study\n"
+        "import sys\nfrom tests.support.studies import STUB, config\nfrom baoc.sweep.study import run_study\n"
         "run_study(config(n_trials=99, workers=1, fixed=['mode=slow'], retries=50, sampler='grid',"
         " space={'x': {'choices': [i / 8 for i in range(8)]}}), folder=sys.argv[1], code=STUB)"
     )
     folder = tmp_path / "killed"
-    for kill_after in (1.9, 2.4, 2.1, None):
+    for begun, later in ((2, 0.1), (4, 0.25), (7, 0.0), (None, 0.0)):
         process = subprocess.Popen([sys.executable, "-c", script, str(folder)], cwd=ROOT, stdout=subprocess.DEVNULL)
-        if kill_after is None:
-            assert process.wait(timeout=120) == 0
+        if begun is None:
+            assert process.wait(timeout=PATIENCE_S) == 0
         else:
-            time.sleep(kill_after)
+            wait_until(lambda least=begun: len(list(folder.glob("*/process"))) >= least, what=f"trial {begun}")
+            time.sleep(later)
             os.kill(process.pid, signal.SIGKILL)
             process.wait()
     study = optuna.load_study(study_name="s", storage=f"sqlite:///{folder / 'study.db'}")
@@ -229,12 +182,12 @@ def test_killing_everything_at_random_loses_and_repeats_nothing(tmp_path: Path):
 
 def test_workers_share_a_study_and_none_of_its_trials(tmp_path: Path):
     script = (
-        "import sys\nfrom tests.integration.test_study import STUB, config\nfrom baoc.sweep.study import run_study\n"
+        "import sys\nfrom tests.support.studies import STUB, config\nfrom baoc.sweep.study import run_study\n"
         "run_study(config(n_trials=9, workers=1, fixed=['mode=slow']), folder=sys.argv[1], code=STUB)"
     )
     command = [sys.executable, "-c", script, str(tmp_path)]
     workers = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) for _ in range(3)]
-    assert [worker.wait(timeout=120) for worker in workers] == [0, 0, 0]
+    assert [worker.wait(timeout=PATIENCE_S) for worker in workers] == [0, 0, 0]
     study = open_study(config(n_trials=9, workers=1, fixed=["mode=slow"]), folder=tmp_path)
     assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * 9
     assert all(attempts(tmp_path, number) == ["new"] for number in range(9))

@@ -3,11 +3,14 @@
 import json
 from pathlib import Path
 
+import pytest
 from optuna.trial import TrialState
 
 from baoc.sweep.status import load, main, status_of
 from baoc.sweep.study import run_study
 from baoc.sweep.study_config import StudyConfig, read_study
+
+pytestmark = pytest.mark.slow
 
 # Quality falls from 2q to q; the run goes on from its last step, waits at each, and ends at SIGTERM as a run does.
 STUB = """

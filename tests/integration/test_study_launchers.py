@@ -5,6 +5,8 @@ from pathlib import Path
 import optuna
 import pytest
 
+pytestmark = pytest.mark.slow
+
 WORDS = [
     "sweeps=frontier_vision",
     "hydra.sweeper.n_trials=2",

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,8 +19,11 @@ from optuna.trial import TrialState
 from baoc.errors import BadInputError
 from baoc.sweep.status import main
 from baoc.sweep.storage import next_trial, open_study, rest, without_password
-from tests.conftest import ROOT
-from tests.integration.test_study import attempts, config
+from tests.support.paths import ROOT
+from tests.support.studies import attempts, config
+from tests.support.waiting import PATIENCE_S, wait_until
+
+pytestmark = pytest.mark.slow
 
 URL = "postgresql+psycopg://postgres@/{name}?host={socket}"
 
@@ -73,7 +75,7 @@ def url(server: Path, request: pytest.FixtureRequest) -> str:
 
 def worker(folder: Path, url: str) -> "subprocess.Popen[bytes]":
     script = (
-        "import sys\nfrom tests.integration.test_study import STUB, config\nfrom baoc.sweep.study import run_study\n"
+        "import sys\nfrom tests.support.studies import STUB, config\nfrom baoc.sweep.study import run_study\n"
         "run_study(config(n_trials=8, workers=1, fixed=['mode=slow'], storage=sys.argv[2]), folder=sys.argv[1],"
         " code=STUB)"
     )
@@ -83,7 +85,7 @@ def worker(folder: Path, url: str) -> "subprocess.Popen[bytes]":
 
 def test_workers_that_meet_on_an_empty_database_all_live(tmp_path: Path, url: str):
     workers = [worker(tmp_path, url) for _ in range(3)]
-    assert [one.wait(timeout=120) for one in workers] == [0, 0, 0]
+    assert [one.wait(timeout=PATIENCE_S) for one in workers] == [0, 0, 0]
     study = open_study(config(n_trials=8, workers=1, fixed=["mode=slow"], storage=url), folder=tmp_path)
     assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * 8
     assert all(attempts(tmp_path, number) == ["new"] for number in range(8))
@@ -92,11 +94,10 @@ def test_workers_that_meet_on_an_empty_database_all_live(tmp_path: Path, url: st
 
 def test_the_trial_of_a_killed_worker_is_another_ones(tmp_path: Path, url: str):
     first = worker(tmp_path, url)
-    while not list(tmp_path.glob("*/process")):
-        time.sleep(0.05)
+    wait_until(lambda: any(tmp_path.glob("*/process")), what="a trial")
     first.send_signal(signal.SIGKILL)
     first.wait()
-    assert worker(tmp_path, url).wait(timeout=120) == 0
+    assert worker(tmp_path, url).wait(timeout=PATIENCE_S) == 0
     study = open_study(config(n_trials=8, workers=1, fixed=["mode=slow"], storage=url), folder=tmp_path)
     assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * 8
 

@@ -2,6 +2,10 @@
 
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 from baoc.sweep.study import run_study
 from baoc.sweep.study_config import read_study

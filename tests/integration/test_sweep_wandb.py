@@ -10,12 +10,12 @@ from baoc.frontier.folders import frontier_of
 from baoc.frontier.wandb_frontier import log_frontier
 from baoc.sweep.dashboard import COLUMNS, main, panels
 from baoc.tracking.files import write_json
-from tests.integration.test_wandb_offline import job as wandb_job
-from tests.integration.test_wandb_offline import one, records
-from tests.tiny import LIGHTNING_NOISE, TinyModule
-from tests.unit.test_sweep_frontier import config, job
+from tests.support.sweep_jobs import config, job
+from tests.support.tiny import LIGHTNING_NOISE, TinyModule
+from tests.support.wandb_offline import job as wandb_job
+from tests.support.wandb_offline import one, records
 
-pytestmark = LIGHTNING_NOISE
+pytestmark = [pytest.mark.slow, LIGHTNING_NOISE]
 
 
 def logged(folder: Path, names: list[str]) -> None:

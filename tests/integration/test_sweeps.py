@@ -15,7 +15,9 @@ from baoc.sweep.sampling import make_sampler, suggest
 from baoc.sweep.study import run_study
 from baoc.sweep.study_config import StudyConfig, read_study
 from baoc.tasks import TASKS
-from tests.integration.test_experiments import OF_MODEL, SMALL
+from tests.support.experiment_words import OF_MODEL, SMALL
+
+pytestmark = pytest.mark.slow
 
 STUDIES = assets.options("sweeps")
 QUALITY = {"vision": "val/loss", "language": "val/bpb", "diffusion": "val/mse"}

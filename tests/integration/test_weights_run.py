@@ -3,36 +3,18 @@
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import nn
 
-from baoc import BaocStrategy
 from baoc.errors import BadInputError
-from baoc.optim import BlockwiseOptimizer
-from baoc.planning.planner import PlannerSettings
-from baoc.training.reallocation import ReallocationSettings
-from baoc.training.session import SessionSettings
-from tests.integration.test_strategy import QUIET, Classifier, fit, loader
+from tests.support.classifier import Classifier, fit
+from tests.support.reduced_weights import SPECS, run, strategy
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*does not have many workers.*",
     "ignore:.*smaller than the logging interval.*",
     "ignore:Checkpoint directory .* exists and is not empty",
 )
-
-
-def strategy(*specs: str) -> BaocStrategy:
-    settings = SessionSettings(
-        planner=PlannerSettings(specs=specs, risk="statistics", keep_fp32_roles=("norm",)),
-        reallocation=ReallocationSettings(mode="once", warmup_steps=6),
-    )
-    return BaocStrategy("state_50", settings=settings)
-
-
-SPECS = ("adamw", "adamw_int8+split8", "lion_int8+split8", "sign+bf16_sr")
 
 
 @pytest.mark.parametrize("precision", ["32-true", "64-true"])
@@ -54,17 +36,6 @@ def test_a_run_learns_and_keeps_the_norms_whole() -> None:
     assert sum(losses[-8:]) < 0.9 * sum(losses[:8])
     types = {name: param.dtype for name, param in module.named_parameters()}
     assert types["net.0.weight"] is torch.bfloat16 and types["net.1.weight"] is torch.float32
-
-
-def run(folder: Path, *, steps: int, resume: bool) -> tuple[nn.Module, BlockwiseOptimizer]:
-    module = Classifier()
-    keep = ModelCheckpoint(dirpath=folder, every_n_train_steps=8, save_top_k=-1, filename="{step}")
-    plan = strategy(*SPECS)
-    arguments = {**QUIET, "enable_checkpointing": True}
-    trainer = L.Trainer(strategy=plan, max_steps=steps, callbacks=[keep], precision="bf16-mixed", **arguments)
-    trainer.fit(module, loader(), ckpt_path=str(folder / "step=8.ckpt") if resume else None)
-    assert plan.reallocator is not None
-    return module, plan.reallocator.optimizer
 
 
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path: Path) -> None:

@@ -23,8 +23,8 @@ from baoc.tasks.ema import EmaWeights
 from baoc.training import arriving_weights as arrival
 from baoc.training import lightning as strategy_module
 from baoc.training.measure.probe import Probe
-from tests.integration.test_strategy import QUIET, Classifier, fit, loader, same
-from tests.integration.test_weights_run import SPECS, run, strategy
+from tests.support.classifier import QUIET, Classifier, fit, loader, same
+from tests.support.reduced_weights import SPECS, run, strategy
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*does not have many workers.*",
@@ -48,23 +48,26 @@ class Card:
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     card = Card()
-    look, arrive = Probe.footprint, BaocStrategy._arrive
+    look, assemble, looked_at = Probe.footprint, strategy_module.assemble, []
 
     def footprint(probe: Probe, *args: Any, **kwargs: Any) -> Any:
+        looked_at[:] = [probe.module]
         card.note(probe.module)
         return look(probe, *args, **kwargs)
 
-    def coming(strategy: BaocStrategy, *args: Any, **kwargs: Any) -> torch.device | None:
-        found = arrive(strategy, *args, **kwargs)
-        comes = card.small or card.crowded
-        assert strategy.lightning_module is not None and found == (strategy.root_device if comes else None)
-        card.note(strategy.lightning_module)
-        return torch.device("cpu:0") if comes else None
+    def assembling(*args: Any, arrive: Any, **kwargs: Any) -> Any:
+        def coming(*plan: Any, **planned: Any) -> torch.device | None:
+            comes = card.small or card.crowded
+            assert arrive(*plan, **planned) == (torch.device("cpu") if comes else None)
+            card.note(looked_at[0])
+            return torch.device("cpu:0") if comes else None
+
+        return assemble(*args, arrive=coming, **kwargs)
 
     monkeypatch.setattr(strategy_module, "must_wait", lambda *_, **__: card.small)
     monkeypatch.setattr(strategy_module, "needs_room", lambda *_, **__: card.crowded)
     monkeypatch.setattr(Probe, "footprint", footprint)
-    monkeypatch.setattr(BaocStrategy, "_arrive", coming)
+    monkeypatch.setattr(strategy_module, "assemble", assembling)
     return card
 
 
@@ -244,7 +247,7 @@ def test_states_that_may_find_no_room_beside_whole_weights_send_them_to_the_host
 def test_what_a_refused_plan_held_is_gone_when_it_is_looked_again(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a card it would be in the peak of the second look, and its bytes counted once more."""
     card.small = False
-    assemble, look, held = strategy_module.assemble, BaocStrategy._probe_footprint, []
+    assemble, look, held = strategy_module.assemble, Probe.footprint, []
 
     def refusing(*args: Any, **kwargs: Any) -> Any:
         if held:
@@ -258,6 +261,6 @@ def test_what_a_refused_plan_held_is_gone_when_it_is_looked_again(card: Card, mo
         return look(*args, **kwargs)
 
     monkeypatch.setattr(strategy_module, "assemble", refusing)
-    monkeypatch.setattr(BaocStrategy, "_probe_footprint", looking)
+    monkeypatch.setattr(Probe, "footprint", looking)
     fit(strategy(*SPECS), steps=1, precision="bf16-mixed")
     assert len(held) == 1 and card.seen[:2] == ["float32", "bfloat16 float32"]

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from baoc.core.catalogue import CODECS
 from baoc.optim.codecs import CODEC_IMPLS
-from tests.tolerances import CODEC_NEAREST
+from tests.support.tolerances import CODEC_NEAREST
 
 NUM = 32 * 2048
 STEPS = 2000

@@ -16,8 +16,8 @@ from torch import nn
 from baoc.core.catalogue import NATIVE
 from baoc.kernels import FAMILIES
 from baoc.kernels.triton import kinds
-from tests.numerics.fused_pair import INTERPRETING, MIXED, SHAPES, SMALL, Pair, dump, poison, run_interpreted
-from tests.optimizing import Gradients, build, info, make_params, one_block, through_file
+from tests.support.fused_pair import INTERPRETING, MIXED, SHAPES, SMALL, Pair, dump, poison, run_interpreted
+from tests.support.optimizing import Gradients, build, info, make_params, one_block, through_file
 
 STORAGES = ("fp32", "bf16", "int8", "int8_log")
 ELEMENTWISE = [
@@ -27,6 +27,7 @@ WEIGHTS = ("adamw_int8+split8", "adamw+split16", "rmsprop_int8+split8", "lion+bf
 
 if not INTERPRETING:
 
+    @pytest.mark.slow
     @pytest.mark.timeout(900)  # a whole file in an interpreter, and slower where the machine is busy
     def test_interpreted() -> None:
         run_interpreted(__file__)
@@ -44,7 +45,7 @@ else:
     @pytest.mark.parametrize("spec", ELEMENTWISE)
     def test_every_spec_follows_the_eager_backend(spec: str) -> None:
         pair = Pair(spec)
-        pair.run(6)
+        pair.run(4)
         pair.check()
         assert {choice.backend for choice in pair.fused.roster.choices.values()} == {"fused"}
 
@@ -52,7 +53,7 @@ else:
     def test_weights_other_than_native_follow_too(spec: str) -> None:
         """Numbers kept in bf16 alone may be one of theirs apart, 1/128 of the weight, where rounding goes two ways."""
         pair = Pair(spec, SMALL)
-        pair.run(10)
+        pair.run(6)
         pair.check(steps=3.0 if "sr" in spec else 0.3)
         assert all(param.dtype is torch.bfloat16 for param in pair.params[0].values())
         assert {choice.backend for choice in pair.fused.roster.choices.values()} == {"fused"}
@@ -78,7 +79,7 @@ else:
             one_block("third", [info("d", (3, 5, 7))]),
         ]
         pair = Pair({"first": "rmsprop", "second": "rmsprop", "third": "signum_int8"}, blocks=blocks)
-        pair.run(20)
+        pair.run(8)
         pair.check()
         engine = pair.fused.roster.backends[0].units[0].engine
         assert len(engine.tables) == 2 and len(engine.matches) == 3
@@ -105,10 +106,10 @@ else:
 
     def test_mixed_specs_and_schedulers_that_write_lr_and_betas() -> None:
         pair = Pair(MIXED)
-        for step in range(20):
+        for step in range(8):
             for optimizer in (pair.fused, pair.eager):
-                optimizer.param_groups[0]["lr"] = 1e-2 * (1 + step) / 20
-                optimizer.param_groups[0]["betas"] = (0.85 + 0.005 * step, 0.99)
+                optimizer.param_groups[0]["lr"] = 1e-2 * (1 + step) / 8
+                optimizer.param_groups[0]["betas"] = (0.85 + 0.0125 * step, 0.99)
             pair.run(1)
         pair.check()
 

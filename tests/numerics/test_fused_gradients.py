@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from baoc.errors import BadInputError, TrainingFailedError
 from baoc.optim.backends import backend_for
-from tests.numerics.fused_pair import INTERPRETING, MIXED, SMALL, Pair, dump, poison, run_interpreted
-from tests.optimizing import build, make_params
+from tests.support.fused_pair import INTERPRETING, MIXED, SMALL, Pair, dump, poison, run_interpreted
+from tests.support.optimizing import build, make_params
 
 if not INTERPRETING:
 
+    @pytest.mark.slow
     @pytest.mark.timeout(900)  # a whole file in an interpreter, and slower where the machine is busy
     def test_interpreted() -> None:
         run_interpreted(__file__)
@@ -205,7 +206,7 @@ else:
                 params[name].data = params[name].data.clone()
         pair.run(3)
         pair.check()
-        assert pair.fused.roster.backends[0]._units is not None
+        assert pair.fused.roster.backends[0].nbytes > 0, "an engine was made for where they are now"
 
     def test_a_backend_that_is_not_asked_for_is_not_taken() -> None:
         live = Pair("adamw", SMALL).eager.roster.live["a"]

@@ -142,10 +142,10 @@ def test_a_sparse_gradient_is_refused_each_time_and_forgotten() -> None:
 
 
 def test_only_so_many_places_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "_LAYOUTS", 2)
+    monkeypatch.setattr(staging, "MOST_LAYOUTS", 2)
     params, gradients = make()
     kept = []
     for _ in range(5):
         kept.append(give(params))
         gradients.refresh()
-        assert len(gradients._layouts) <= 2
+        assert len(gradients.layouts) <= 2

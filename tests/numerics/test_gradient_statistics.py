@@ -12,7 +12,7 @@ from baoc.profiling.statistics import (
     fold_residuals,
     signal_to_noise,
 )
-from tests.gradients import Stream, make_block, normal, signs, stats_of
+from tests.support.gradients import Stream, make_block, normal, signs, stats_of
 
 NOISE_FLOOR = 0.1 / 1.9  # (1 - b1) / (1 + b1) at b1 = .9
 

@@ -8,8 +8,8 @@ import torch
 
 from baoc.kernels import Call, interpreting
 from baoc.kernels.triton import engine
-from tests.numerics.kernel_cases import Case, Twin
-from tests.numerics.matrix_cases import MatrixCase, MatrixTwin
+from tests.support.kernel_cases import Case, Twin
+from tests.support.matrix_cases import MatrixCase, MatrixTwin
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 SHAPES = ((64, 256, False), (40, 61, False), (40, 33, True))
@@ -31,7 +31,7 @@ if not interpreting():  # compiling and interpreting exclude each other in a pro
     @pytest.mark.parametrize(("rule", "storage", "weights"), VARIANTS)
     def test_it_compiles(rule: str, storage: str, weights: str):
         from baoc.kernels.triton import averaging, elementwise, foam, matrix, muon
-        from tests.numerics.kernel_compiling import recording
+        from tests.support.kernel_compiling import recording
 
         dtype = FLOAT32 if weights == "native" else BFLOAT16
         given = {"rule": rule, "storage": storage, "weights": weights, "param": dtype, "grad": dtype, "cut": None}

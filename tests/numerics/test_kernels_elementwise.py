@@ -11,8 +11,8 @@ from baoc.kernels import Cut, FusedTable, Kind, fused_step, launch
 from baoc.kernels.triton.upload import Upload
 from baoc.kernels.usable import usable
 from baoc.optim.codecs.base import lanes
-from tests.numerics.fused_pair import INTERPRETING, run_interpreted
-from tests.numerics.kernel_cases import Case, Options, Twin, all_cases, check_equal
+from tests.support.fused_pair import INTERPRETING, run_interpreted
+from tests.support.kernel_cases import Case, Options, Twin, check_equal, paired_cases
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 SMALL = (1, 33, 256, 300)
@@ -20,13 +20,14 @@ SMALL = (1, 33, 256, 300)
 
 if not INTERPRETING:
 
+    @pytest.mark.slow
     @pytest.mark.timeout(900)  # a whole file in an interpreter, and slower where the machine is busy
     def test_interpreted():
         run_interpreted(__file__)
 
 else:
 
-    @pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name)
+    @pytest.mark.parametrize("case", paired_cases(), ids=lambda case: case.name)
     def test_one_step_equals_eager(case: Case):
         """Two parameter groups, every awkward size, a tensor without gradient in the second step."""
         twin = Twin(case)
@@ -141,7 +142,7 @@ else:
         upload.back.copy_(torch.tensor([3, -1, 2**40]))
         upload.number()
         upload.exchange()
-        assert upload._arrived[0] == 1  # the number came back with the rest
+        assert upload.arrived[0] == 1  # the number came back with the rest
         upload.sent()
         assert upload.device.tolist() == [7] * 48 and upload.received.cast("q").tolist() == [3, -1, 2**40]
 

@@ -11,8 +11,8 @@ import torch
 
 from baoc.kernels import Cut, fused_step, launch
 from baoc.kernels.usable import usable
-from tests.numerics.fused_pair import INTERPRETING, run_interpreted
-from tests.numerics.matrix_cases import MEANS, MatrixCase, MatrixTwin, check_close, few_cases
+from tests.support.fused_pair import INTERPRETING, run_interpreted
+from tests.support.matrix_cases import MEANS, MatrixCase, MatrixTwin, check_close, few_cases
 
 SMALL = ((3, 160, False), (9, 7, False), (8, 6, True))
 FEW_FOLDS = ((3, 160, False), (3, 256, False), (3, 6, True))  # of 256
@@ -21,6 +21,7 @@ SOME = ("adamw_shared_in", "adamw_shared_out", "adafactor_momentum", "foam_l2", 
 
 if not INTERPRETING:
 
+    @pytest.mark.slow
     @pytest.mark.timeout(900)  # a whole file in an interpreter, and slower where the machine is busy
     def test_interpreted():
         run_interpreted(__file__)

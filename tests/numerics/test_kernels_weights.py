@@ -113,6 +113,7 @@ class TestRoundingAtRandom:
         other = random_bits(2**16, seed=1, phase=2, device=cpu).double()
         assert abs(float(torch.corrcoef(torch.stack([over_elements.double(), other]))[0, 1])) < 0.02
 
+    @pytest.mark.slow
     def test_the_mean_over_steps_is_the_number(self):
         values = torch.tensor([0.9, -0.9001, 1.0 + 2.0**-9, 1e-6, -3e-39, 0.0, 0.99951171875])
         total = torch.zeros(len(values), dtype=torch.float64)

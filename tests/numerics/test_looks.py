@@ -66,19 +66,19 @@ def test_without_a_compiler_there_is_none(monkeypatch: pytest.MonkeyPatch, caplo
         raise build.Unavailable("no compiler today")
 
     monkeypatch.setattr(build, "compiled", refuse)
-    looks._calls.cache_clear()
+    looks.found_calls.cache_clear()
     try:
         with caplog.at_level("INFO"):
             assert look_at([nn.Parameter(torch.zeros(3))]) is None
         assert "gradients are looked at one by one" in caplog.text and "no compiler today" in caplog.text
     finally:
-        looks._calls.cache_clear()
+        looks.found_calls.cache_clear()
 
 
 def test_what_sees_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(looks.Look, "all_seen", lambda self: True)  # it says so, and has not looked
-    looks._calls.cache_clear()
+    looks.found_calls.cache_clear()
     try:
         assert look_at([nn.Parameter(torch.zeros(3))]) is None
     finally:
-        looks._calls.cache_clear()
+        looks.found_calls.cache_clear()

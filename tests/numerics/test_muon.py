@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from baoc.optim.rules.muon import orthogonalized
-from tests.tolerances import MUON_BF16
+from tests.support.tolerances import MUON_BF16
 
 
 def normal(*shape: int) -> Tensor:

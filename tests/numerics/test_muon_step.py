@@ -13,8 +13,8 @@ from baoc.kernels import Engine, Shape, polar
 from baoc.kernels.triton import muon_plan
 from baoc.optim.backends import fused
 from baoc.optim.rules.muon import orthogonalized
-from tests.numerics.fused_pair import INTERPRETING, Pair, poison, run_interpreted
-from tests.tolerances import MUON_BF16
+from tests.support.fused_pair import INTERPRETING, Pair, poison, run_interpreted
+from tests.support.tolerances import MUON_BF16
 
 SHAPES = {"a": (9, 37), "a2": (9, 37), "c": (24, 40), "tall": (44, 12), "line": (4, 33), "d": (6, 5, 7), "bias": (40,)}
 LR = 1e-2
@@ -97,6 +97,7 @@ def test_a_plan_is_told_of_the_room_and_that_bytes_do_not_tell_its_seconds() -> 
 
 if not INTERPRETING:
 
+    @pytest.mark.slow
     @pytest.mark.timeout(900)  # a whole file in an interpreter, and slower where the machine is busy
     def test_interpreted() -> None:
         run_interpreted(__file__)
@@ -167,12 +168,12 @@ else:
         pair.step()
         (unit,) = pair.fused.roster.backends[0].units  # pyright: ignore[reportAttributeAccessIssue]
         engine: Engine = unit.engine
-        parts = engine._parts(staged=True, matched=True, marked=False)
+        parts = engine.parts(staged=True, matched=True, marked=False)
         assert [captured for _, captured in parts] == [True, False, True]
         taken: list[int] = []
         empty = torch.empty
         monkeypatch.setattr(torch, "empty", lambda *a, **k: taken.append(a[0]) or empty(*a, **k))
         pair.give()
         pair.fused.step()
-        (table,) = engine._apart
+        (table,) = engine.apart
         assert taken == [muon_plan.temporary_bytes(table.shapes)]

@@ -9,8 +9,8 @@ from baoc.core.catalogue import NATIVE, SPECS
 from baoc.kernels import cpp as native
 from baoc.optim import backends
 from baoc.optim.backends import native_kinds
-from tests.numerics.native_cases import Pair
-from tests.optimizing import Gradients, build, make_params, run_steps
+from tests.support.native_cases import Pair
+from tests.support.optimizing import Gradients, build, make_params, run_steps
 
 
 def test_what_it_cannot_step_is_eager_and_said(caplog: pytest.LogCaptureFixture):

@@ -4,8 +4,18 @@ import pytest
 import torch
 
 from baoc.optim import BlockwiseOptimizer
-from tests.numerics.native_cases import LR, SETTINGS, Pair, shapes_of, stepped
-from tests.optimizing import MATRICES, Gradients, build, info, make_params, one_block, run_steps, through_file, twin_of
+from tests.support.native_cases import LR, SETTINGS, Pair, shapes_of, stepped
+from tests.support.optimizing import (
+    MATRICES,
+    Gradients,
+    build,
+    info,
+    make_params,
+    one_block,
+    run_steps,
+    through_file,
+    twin_of,
+)
 
 STEPS = 8
 OTHER_WEIGHTS = [

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from baoc.core.catalogue import LEAST_PACKED
 from baoc.optim.codecs import CODEC_IMPLS
 from baoc.optim.codecs.base import lanes
-from tests.optimizing import build
+from tests.support.optimizing import build
 
 ROOT, LATTICE = CODEC_IMPLS["root4"], CODEC_IMPLS["lattice4"]
 PHASE = 7

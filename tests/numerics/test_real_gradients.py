@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from baoc.data.images import read_digits
-from tests.optimizing import build
-from tests.references import REFERENCES
+from tests.support.optimizing import build
+from tests.support.references import REFERENCES
 
 STEPS, LR = 200, 1e-3
 NAMES = ("0.weight", "2.weight")

@@ -8,9 +8,9 @@ import torch
 
 from baoc.core.catalogue import NATIVE
 from baoc.optim.backends import native_kinds
-from tests.numerics.fused_pair import INTERPRETING, SHAPES, run_interpreted
-from tests.optimizing import info, one_block, shapes_for
-from tests.releasing import Pair, backward
+from tests.support.fused_pair import INTERPRETING, SHAPES, run_interpreted
+from tests.support.optimizing import info, one_block, shapes_for
+from tests.support.releasing import Pair, backward
 
 STEPPED = [name for name, spec in NATIVE.items() if not native_kinds.refusal(spec)]
 WEIGHTS = ("adamw_int8+split8", "lion+split16", "adamw_bf16+bf16_sr")
@@ -23,6 +23,7 @@ BLOCKS = [
 
 if not INTERPRETING:
 
+    @pytest.mark.slow
     def test_fused_interpreted() -> None:
         run_interpreted(__file__)
 

@@ -1,4 +1,4 @@
-"""Each rule, run by the optimizer at fp32 storage, against an independent float64 reference (tests/references.py)."""
+"""Each rule, run by the optimizer at fp32 storage, against an independent float64 reference (references.py)."""
 
 import pytest
 import torch
@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.rules import RULES
 from baoc.types import ParamInfo
-from tests.optimizing import info, one_block
-from tests.references import REFERENCES, Reference
-from tests.tolerances import FP32_RULE, FP32_RULE_LONG
+from tests.support.optimizing import info, one_block
+from tests.support.references import REFERENCES, Reference
+from tests.support.tolerances import FP32_RULE, FP32_RULE_LONG
 
 LR, DECAY, STEPS, MANY = 1e-2, 0.1, 30, 200
 SHAPES = {"linear": (17, 64), "odd": (9, 37), "conv": (8, 3, 3, 5), "position": (1, 5, 24), "tall": (300, 3)}

@@ -9,10 +9,10 @@ from torch import Tensor
 from baoc.core.catalogue import NATIVE, STORAGES
 from baoc.optim.codecs import CODEC_IMPLS
 from baoc.optim.rules import RULES, RuleContext
-from baoc.profiling.shadow import BURN_IN, TERMS, Shadow, _Run, bytes_per_element, elementwise, shadowed
+from baoc.profiling.shadow import BURN_IN, TERMS, Shadow, ShadowRun, bytes_per_element, elementwise, shadowed
 from baoc.profiling.slices import Slices
 from baoc.types import OptimizerSpec, ParamInfo, Role, StateKind
-from tests.gradients import make_block, normal, signs
+from tests.support.gradients import make_block, normal, signs
 
 CPU = torch.device("cpu")
 BETAS, EPS = (0.9, 0.999), 1e-8
@@ -57,7 +57,7 @@ def alone(spec: OptimizerSpec, param: ParamInfo, grads: list[Tensor]) -> Tensor:
 def test_every_spec_steps_in_the_shared_buffer_as_it_does_alone(spec: OptimizerSpec):
     """One coded tensor for all pieces, and one call for elementwise rules, change nothing."""
     slices = Slices(BLOCKS, max_elements=10**6, device=CPU)
-    run = _Run(spec, slices=slices, device=CPU)
+    run = ShadowRun(spec, slices=slices, device=CPU)
     flats = [gathered(slices, step) for step in range(3)]
     for count, flat in enumerate(flats, start=1):
         run.step(flat, count=count, betas=BETAS, eps=EPS)

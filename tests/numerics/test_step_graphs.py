@@ -29,11 +29,11 @@ def make(*, failing: int = 0) -> tuple[Graphs, list[Graph]]:
     made, left = [], [failing]
 
     class FakeCuda(Graphs):
-        def _capture(self, launch: Callable[[], None]) -> Any:
+        def capture(self, launch: Callable[[], None]) -> Any:
             launch()
             if left[0]:
                 left[0] -= 1
-                self._give_up(RuntimeError("operation not permitted"))
+                self.give_up(RuntimeError("operation not permitted"))
                 return None
             made.append(Graph())
             return made[-1]
@@ -91,13 +91,13 @@ def test_a_capture_without_room_for_the_generators_numbers_is_not_begun(
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(torch, "empty", full)
     runner = Graphs(torch.device("cuda"), on=True)
-    assert runner._capture(nothing) is None and begun == ["allocated"]
+    assert runner.capture(nothing) is None and begun == ["allocated"]
     assert "is tried again: CUDA out of memory" in caplog.text
-    assert runner._capture(nothing) is not None and begun[1:] == ["allocated", "allocated", "begun", "ended"]
+    assert runner.capture(nothing) is not None and begun[1:] == ["allocated", "allocated", "begun", "ended"]
 
 
 def test_only_so_many_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "_MOST", 2)
+    monkeypatch.setattr(graphs, "MOST_GRAPHS", 2)
     runner, made = make()
     for key in ("a", "b", "c") * 3:
         runner.run(key, nothing, slot=0)
@@ -106,15 +106,15 @@ def test_only_so_many_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nothing_is_collected_during_a_capture_and_the_collector_is_as_before_after_it() -> None:
     assert gc.isenabled()
-    with graphs._nothing_collected():
+    with graphs.nothing_collected():
         assert not gc.isenabled()
     assert gc.isenabled()
-    with pytest.raises(RuntimeError, match="in between"), graphs._nothing_collected():
+    with pytest.raises(RuntimeError, match="in between"), graphs.nothing_collected():
         raise RuntimeError("in between")
     assert gc.isenabled()
     gc.disable()
     try:
-        with graphs._nothing_collected():
+        with graphs.nothing_collected():
             pass
         assert not gc.isenabled()
     finally:

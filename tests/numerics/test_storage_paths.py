@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from baoc.core.catalogue import NATIVE
-from tests.optimizing import build
+from tests.support.optimizing import build
 
 LR = 1e-2
 SHAPE = (64, 128)

@@ -43,10 +43,10 @@ def test_a_number_that_came_back_says_that_the_slot_was_read() -> None:
     for expected in (1, 2, 3):
         buffer.number()
         buffer.copy()
-        assert buffer._arrived[0] == expected - 1
+        assert buffer.arrived[0] == expected - 1
         buffer.receive()
         buffer.sent()
-        assert buffer._arrived[0] == expected == buffer._in_use[0]
+        assert buffer.arrived[0] == expected == buffer.in_use[0]
 
 
 @pytest.mark.parametrize("arrived", [True, False])
@@ -56,10 +56,10 @@ def test_pinned_memory_is_given_back_when_the_device_is_done_with_it(
     waited: list[object] = []
     buffer = make()
     monkeypatch.setattr(upload, "torch", SimpleNamespace(cuda=SimpleNamespace(synchronize=waited.append)))
-    buffer._on_cuda = True
+    buffer.on_cuda = True
     buffer.number()
     if arrived:
-        buffer._arrived[0] = 1
+        buffer.arrived[0] = 1
     buffer.sent()
     del buffer
     assert len(waited) == (not arrived)
@@ -67,12 +67,12 @@ def test_pinned_memory_is_given_back_when_the_device_is_done_with_it(
 
 def test_a_slot_that_the_device_has_not_read_is_waited_for() -> None:
     buffer = make()
-    buffer._on_cuda = True
+    buffer.on_cuda = True
     buffer.number()
     buffer.sent()  # its copy is still on the way
-    arrive = threading.Timer(0.02, lambda: buffer._arrived.__setitem__(0, 1))
+    arrive = threading.Timer(0.02, lambda: buffer.arrived.__setitem__(0, 1))
     arrive.start()
-    assert buffer.slot() == 0 and buffer._arrived[0] == 1
+    assert buffer.slot() == 0 and buffer.arrived[0] == 1
     arrive.join()
 
 
@@ -81,8 +81,8 @@ def test_a_device_that_failed_ends_the_wait_with_its_error(monkeypatch: pytest.M
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     buffer = make()
-    buffer._on_cuda, buffer._in_use = True, [1]
-    monkeypatch.setattr(upload, "_LOOK_S", 0.0)
+    buffer.on_cuda, buffer.in_use = True, [1]
+    monkeypatch.setattr(upload, "LOOK_S", 0.0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(query=query))
     with pytest.raises(RuntimeError, match="illegal memory access"):
         buffer.slot()
@@ -91,8 +91,8 @@ def test_a_device_that_failed_ends_the_wait_with_its_error(monkeypatch: pytest.M
 def test_a_slot_sent_from_another_stream_is_waited_for_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     waited = []
     buffer = make()
-    buffer._on_cuda, buffer._in_use = True, [1]
-    monkeypatch.setattr(upload, "_LOOK_S", 0.0)
+    buffer.on_cuda, buffer.in_use = True, [1]
+    monkeypatch.setattr(upload, "LOOK_S", 0.0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(query=lambda: True))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(True))
     assert buffer.slot() == 0 and waited == [True]
@@ -106,10 +106,12 @@ def test_parts_begin_at_multiples_of_sixteen_bytes() -> None:
 
 def test_nothing_is_said_of_an_upload_that_goes_when_the_interpreter_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Names of a module are None by then, and what a `__del__` raises is printed at the end of a user's script."""
-    held = object.__new__(upload.Upload)
-    held._on_cuda, held._arrived, held._number = True, memoryview(bytes(8)).cast("q"), 1
+    held = make()
+    held.on_cuda = True
+    held.number()
+    held.sent()
     with monkeypatch.context() as late:
         for name in [name for name in vars(upload) if not name.startswith("__")]:
             late.setitem(vars(upload), name, None)
         held.__del__()
-        held._number = 0
+        held.arrived[0] = 1

@@ -4,12 +4,12 @@ from itertools import pairwise
 
 import pytest
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from baoc.planning.allocators import ALLOCATORS, NoFeasibleAllocation
 from baoc.types import Limits
-from tests.decision import Candidates, brute_force, extremes, random_candidates
+from tests.support.decision import Candidates, brute_force, extremes, random_candidates
+from tests.support.examples import examples
 
 EXACT, LAGRANGIAN, GREEDY, RANDOM = (ALLOCATORS[name] for name in ("exact", "lagrangian", "greedy", "random"))
 SLACK = 1e-9
@@ -27,7 +27,7 @@ def limits_at(candidates: Candidates, *, byte_part: float | None, step_part: flo
     )
 
 
-@hypothesis_settings(max_examples=120)
+@examples(120)
 @given(
     seed=seeds,
     blocks=st.integers(1, 5),
@@ -58,7 +58,7 @@ def test_exact_equals_brute_force_and_lagrangian_keeps_its_word(
             assert bound <= best * (1 + SLACK) + 1e-12, "a bound above the best"
 
 
-@hypothesis_settings(max_examples=40)
+@examples(40)
 @given(seed=seeds, blocks=st.integers(1, 8), parts=st.tuples(*[st.floats(0, 1)] * 3), timed=st.booleans())
 def test_more_budget_never_raises_the_exact_risk(seed: int, blocks: int, parts: tuple[float, ...], timed: bool):
     options = random_candidates(seed, blocks=blocks, specs=8, timed=timed)
@@ -74,7 +74,7 @@ def test_more_budget_never_raises_the_exact_risk(seed: int, blocks: int, parts: 
         assert richer <= poorer * (1 + SLACK)
 
 
-@hypothesis_settings(max_examples=25)
+@examples(25)
 @given(seed=seeds, byte_part=st.floats(0.05, 0.9), step_part=st.none() | st.floats(0.3, 0.9))
 def test_lagrangian_on_many_blocks_is_near_its_bound_and_no_worse_than_greedy(
     seed: int, byte_part: float, step_part: float | None
@@ -91,7 +91,7 @@ def test_lagrangian_on_many_blocks_is_near_its_bound_and_no_worse_than_greedy(
     assert allocation.risk <= GREEDY(options, limits=limits).risk * (1 + SLACK)
 
 
-@hypothesis_settings(max_examples=15)
+@examples(15)
 @given(seed=seeds, byte_part=st.floats(0.1, 0.8))
 def test_the_lagrangian_bound_lies_below_the_optimum_and_its_answer_above(seed: int, byte_part: float):
     """On 60 blocks the gap is small, so a bound that is a little too high shows."""
@@ -103,7 +103,7 @@ def test_the_lagrangian_bound_lies_below_the_optimum_and_its_answer_above(seed: 
     assert best.risk * (1 - 1e-6) <= allocation.risk
 
 
-@hypothesis_settings(max_examples=40)
+@examples(40)
 @given(seed=seeds, byte_part=st.floats(0, 1), step_part=st.none() | st.floats(0.2, 1))
 def test_random_is_feasible_seeded_and_leaves_nothing_that_fits(seed: int, byte_part: float, step_part: float | None):
     options = random_candidates(seed, blocks=12, specs=6)

@@ -35,8 +35,8 @@ def heavy(seed: int, *, blocks: int = 40, specs: int = 8) -> Problem:
 def closed(problem: Problem, *, most_nodes: int):
     start = find_feasible(problem)
     dual = lagrangian.maximise(problem, start=start, most_prices=100)
-    root = lagrangian._relaxed(problem, dual, choice=None)
-    found = close(problem, root, best=start, relax=lagrangian._relax, good_gap=1e-9, most_nodes=most_nodes)
+    root = lagrangian.relaxed(problem, dual, choice=None)
+    found = close(problem, root, best=start, relax=lagrangian.relax, good_gap=1e-9, most_nodes=most_nodes)
     return dual, found
 
 
@@ -71,6 +71,6 @@ def test_a_choice_that_cannot_be_bettered_is_proven():
     assert proven is not None
     optimum = problem.total_risk(proven.choice)
     dual = lagrangian.maximise(problem, start=proven.choice, most_prices=100)
-    root = replace(lagrangian._relaxed(problem, dual, choice=None), bound=optimum)
-    found = close(problem, root, best=proven.choice, relax=lagrangian._relax, good_gap=0.0, most_nodes=40)
+    root = replace(lagrangian.relaxed(problem, dual, choice=None), bound=optimum)
+    found = close(problem, root, best=proven.choice, relax=lagrangian.relax, good_gap=0.0, most_nodes=40)
     assert found.bound == pytest.approx(optimum, rel=1e-9)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baoc.frontier.pareto import MOST_DOUBLINGS, Objective, build_frontier, hypervolume, hypervolume_history, pareto
-from tests.unit.test_frontier import point
+from tests.support.frontier_points import point
 
 SIDE = 5
 TOP = 9  # bytes up to 2^9, of which the upper seven doublings count

@@ -8,6 +8,7 @@ import pytest
 
 from baoc.core.blocks import partition
 from baoc.core.catalogue import NATIVE, select
+from baoc.core.rule_tags import RULE_INFOS
 from baoc.errors import BadInputError
 from baoc.planning.allocators import ALLOCATORS, NoFeasibleAllocation, exact
 from baoc.planning.allocators.base import make_problem
@@ -19,10 +20,10 @@ from baoc.planning.candidates import build_candidates, undominated
 from baoc.planning.cost import adamw_state_bytes
 from baoc.planning.risk import RISKS
 from baoc.types import Limits, Role
-from tests.decision import RULES, brute_force, candidates, extremes, random_candidates, transformer
+from tests.support.decision import brute_force, candidates, extremes, random_candidates, transformer
 
 BLOCKS = partition(transformer())
-EVERYTHING = build_candidates(BLOCKS, specs=NATIVE, rules=RULES, risk=RISKS["prior"])
+EVERYTHING = build_candidates(BLOCKS, specs=NATIVE, rules=RULE_INFOS, risk=RISKS["prior"])
 PRIOR = undominated(EVERYTHING)
 OPTIMISERS = ("exact", "lagrangian", "greedy")
 
@@ -126,7 +127,7 @@ def test_exact_out_of_time_falls_back_and_says_how_far_it_is(monkeypatch: pytest
     def out_of_time(*_: Any, **__: Any) -> Any:
         raise Undecided("time limit reached")
 
-    monkeypatch.setattr(exact, "_solve", out_of_time)
+    monkeypatch.setattr(exact, "solve", out_of_time)
     allocation = ExactAllocator(time_limit_s=0.0)(options, limits=limits)
     assert allocation.allocator == "exact"
     assert (allocation.choices, allocation.gap) == (lagrangian.choices, lagrangian.gap)
@@ -175,7 +176,7 @@ def test_uniform_baselines(name: str, attention: str, outer: dict[str, str]):
 
 def test_a_uniform_baseline_without_adamw_to_fall_back_on_takes_the_least_risk():
     few = build_candidates(
-        BLOCKS, specs={s: NATIVE[s] for s in ("adafactor", "sign", "lion")}, rules=RULES, risk=RISKS["prior"]
+        BLOCKS, specs={s: NATIVE[s] for s in ("adafactor", "sign", "lion")}, rules=RULE_INFOS, risk=RISKS["prior"]
     )
     choices = ALLOCATORS["uniform_adafactor"](few, limits=Limits()).choices
     assert (choices["head"], choices["norm"]) == ("adafactor", "lion")
@@ -183,7 +184,7 @@ def test_a_uniform_baseline_without_adamw_to_fall_back_on_takes_the_least_risk()
 
 def test_every_uniform_baseline_runs_the_spec_it_names():
     blocks = partition(transformer(width=256))
-    options = build_candidates(blocks, specs=NATIVE, rules=RULES, risk=RISKS["prior"])
+    options = build_candidates(blocks, specs=NATIVE, rules=RULE_INFOS, risk=RISKS["prior"])
     for allocator in UNIFORM:
         choices = allocator(options, limits=Limits()).choices
         assert choices["layer1.attention"] == allocator.spec
@@ -230,7 +231,7 @@ def test_repair_gives_up_where_one_move_cannot_help():
 
 def test_host_baselines_have_no_choice():
     """As others place: all on the host, stepped there, or every k-th block on the device."""
-    options = build_candidates(BLOCKS, specs=select(["adamw", "adamw@*"]), rules=RULES, risk=RISKS["prior"])
+    options = build_candidates(BLOCKS, specs=select(["adamw", "adamw@*"]), rules=RULE_INFOS, risk=RISKS["prior"])
     for name in ("host_adamw", "host_adamw_flush"):
         allocation = ALLOCATORS[name](options, limits=Limits())
         assert set(allocation.choices.values()) == {"adamw@updated"}

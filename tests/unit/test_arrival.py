@@ -15,7 +15,7 @@ from baoc.optim.offload import arrival
 from baoc.optim.registry import Roster
 from baoc.profiling import MemoryTracker
 from baoc.types import Footprint
-from tests.optimizing import build, make_params, state_tensors, values
+from tests.support.optimizing import build, make_params, state_tensors, values
 
 ELSEWHERE = torch.device("cpu:0")  # no tensor says that it is there, so all come
 SHAPES = {"conv": (8, 3, 3, 5), "odd": (9, 37), "one": (1,), "v257": (257,), "empty": (0,), "large": (65, 67)}

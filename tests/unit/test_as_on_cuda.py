@@ -75,7 +75,7 @@ def test_free_neighbours_are_one_again():
         held.free(key)
     before = held.reserved_bytes
     assert held.allocated_bytes == 0
-    for key, pool in enumerate(held._pools):
+    for key, pool in enumerate(held.pools):
         held.allocate(key, min(pool.mapped, MIB) if pool.page == SMALL_PAGE else pool.mapped)
     assert held.reserved_bytes == before, "all that was mapped is one block"
 

@@ -14,7 +14,7 @@ from baoc.models.switches import disable_checkpointing, enable_bf16_activations,
 from baoc.optim import BlockwiseOptimizer
 from baoc.tasks import build_task
 from baoc.types import ImageDataSpec, TextDataSpec
-from tests.tiny import LIGHTNING_NOISE
+from tests.support.tiny import LIGHTNING_NOISE
 
 pytestmark = LIGHTNING_NOISE
 DIGITS = ImageDataSpec(dataset="digits", image_size=8, channels=1, num_classes=10, num_train=64, num_val=32)

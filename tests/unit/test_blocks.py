@@ -7,7 +7,7 @@ import pytest
 from baoc.core.blocks import merge_similar, partition, role_of, segment
 from baoc.errors import BadInputError
 from baoc.types import Block, ParamInfo, Role
-from tests.decision import param, stats, transformer
+from tests.support.decision import param, stats, transformer
 
 NAN = float("nan")
 

@@ -4,13 +4,14 @@ import pytest
 
 from baoc.core.blocks import partition
 from baoc.core.catalogue import NATIVE, SPECS, select
+from baoc.core.rule_tags import RULE_INFOS
 from baoc.errors import BadInputError
 from baoc.planning.candidates import applies, build_candidates, candidate_rows, undominated
 from baoc.planning.cost import state_bytes
 from baoc.planning.limits import charged, savings
 from baoc.planning.risk import RISKS
 from baoc.types import Block, Candidate, Cost, Footprint, LatencyTable, OptimizerSpec, ParamInfo, Risk, Role, RuleInfo
-from tests.decision import RULES, param, transformer
+from tests.support.decision import param, transformer
 
 BLOCKS = {block.name: block for block in partition(transformer())}
 MUON = RuleInfo(name="muon", description="", states=(), needs_matrix=True, hidden_only=True)
@@ -19,7 +20,7 @@ MUON = RuleInfo(name="muon", description="", states=(), needs_matrix=True, hidde
 def why_not(spec: str, block: str | Block, **options: tuple[Role, ...]) -> str | None:
     row = SPECS[spec]
     where = BLOCKS[block] if isinstance(block, str) else block
-    return applies(where, spec=row, rule=RULES[row.rule], **options)
+    return applies(where, spec=row, rule=RULE_INFOS[row.rule], **options)
 
 
 def test_rules_by_row_and_column_need_matrices():
@@ -54,7 +55,7 @@ def test_split_weights_are_made_of_fp32_and_bf16():
 def test_weights_of_16_bits_are_dominated_unless_what_they_save_counts():
     specs = {name: SPECS[name] for name in ("adamw", "adamw+split16")}
     block = BLOCKS["layer0.mlp"]
-    options = {"specs": specs, "rules": RULES, "risk": RISKS["prior"]}
+    options = {"specs": specs, "rules": RULE_INFOS, "risk": RISKS["prior"]}
     assert [c.spec for c in undominated(build_candidates([block], **options))[block.name]] == ["adamw"]
     made = build_candidates([block], **options)
     footprint = Footprint(
@@ -83,7 +84,7 @@ def test_hidden_rules_refuse_embeddings_and_heads():
 
 
 def test_candidates_are_complete_exact_and_sorted():
-    found = build_candidates(list(BLOCKS.values()), specs=NATIVE, rules=RULES, risk=RISKS["prior"])
+    found = build_candidates(list(BLOCKS.values()), specs=NATIVE, rules=RULE_INFOS, risk=RISKS["prior"])
     assert list(found) == list(BLOCKS)
     for name, options in found.items():
         assert {c.spec for c in options} == {spec for spec in NATIVE if why_not(spec, name) is None}
@@ -91,7 +92,9 @@ def test_candidates_are_complete_exact_and_sorted():
         assert held == sorted(held)
         for c in options:
             assert (c.block, c.role) == (name, BLOCKS[name].role)
-            assert c.cost.state_bytes == state_bytes(BLOCKS[name], spec=NATIVE[c.spec], rule=RULES[NATIVE[c.spec].rule])
+            assert c.cost.state_bytes == state_bytes(
+                BLOCKS[name], spec=NATIVE[c.spec], rule=RULE_INFOS[NATIVE[c.spec].rule]
+            )
 
 
 def test_risks_are_shares_of_one_network():
@@ -100,27 +103,27 @@ def test_risks_are_shares_of_one_network():
     params = [p for p in transformer() if p.role is Role.MLP]
     for by in ("tensor", "layer_role", "model"):
         blocks = partition([p for p in params if p.depth != 0], by=by)
-        found = build_candidates(blocks, specs=select(["sign"]), rules=RULES, risk=RISKS["prior"])
+        found = build_candidates(blocks, specs=select(["sign"]), rules=RULE_INFOS, risk=RISKS["prior"])
         totals.append(sum(c.risk.total for options in found.values() for c in options))
     assert totals == pytest.approx([totals[0]] * 3)
 
 
 def test_an_empty_parameter_still_prefers_adamw():
     empty = Block(name="empty", params=(param("gone.weight", 0, 4),), role=Role.OTHER)
-    found = build_candidates([empty, *BLOCKS.values()], specs=NATIVE, rules=RULES, risk=RISKS["prior"])["empty"]
+    found = build_candidates([empty, *BLOCKS.values()], specs=NATIVE, rules=RULE_INFOS, risk=RISKS["prior"])["empty"]
     assert min(found, key=lambda c: c.risk.total).spec == "adamw"
     assert {c.spec for c in found} >= {"adamw", "adamw_int8", "sign"}
 
 
 def test_a_block_on_which_nothing_may_run_is_named_with_reasons():
     with pytest.raises(BadInputError, match=r"no .* spec may run on block 'layer0.norm' \(adafactor: adafactor needs"):
-        build_candidates(list(BLOCKS.values()), specs=select(["adafactor"]), rules=RULES, risk=RISKS["prior"])
+        build_candidates(list(BLOCKS.values()), specs=select(["adafactor"]), rules=RULE_INFOS, risk=RISKS["prior"])
 
 
 def test_latency_gives_seconds():
     latency = LatencyTable(device="cpu", fixed_s=dict.fromkeys(NATIVE, 1e-6), per_element_s=dict.fromkeys(NATIVE, 1e-9))
     blocks = list(BLOCKS.values())
-    found = build_candidates(blocks, specs=select(["adamw"]), rules=RULES, risk=RISKS["prior"], latency=latency)
+    found = build_candidates(blocks, specs=select(["adamw"]), rules=RULE_INFOS, risk=RISKS["prior"], latency=latency)
     assert found["head"][0].cost.step_s == pytest.approx(1e-6 + 6400e-9)
 
 

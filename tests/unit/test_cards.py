@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from baoc.sweep.memory import Card, Places, parse_cards, visible
-from tests.conftest import ROOT
+from tests.support.paths import ROOT
 
 GIB = 2**30
 TWO = (Card(name="0", total_bytes=80 * GIB, uuid="GPU-aa"), Card(name="1", total_bytes=80 * GIB, uuid="GPU-bb"))
@@ -43,9 +43,8 @@ def test_two_share_a_card_where_their_budgets_fit(tmp_path: Path):
 
 def test_other_processes_places_count_until_they_are_killed(tmp_path: Path):
     script = (
-        "import sys, time\nfrom pathlib import Path\nfrom tests.unit.test_cards import TWO\n"
-        "from baoc.sweep.memory import Places\n"
-        "print(Places(cards=TWO, folder=Path(sys.argv[1])).take(None), flush=True)\ntime.sleep(60)"
+        "import sys, time\nfrom pathlib import Path\nfrom baoc.sweep.memory import Card, Places\n"
+        f"print(Places(cards={TWO!r}, folder=Path(sys.argv[1])).take(None), flush=True)\ntime.sleep(60)"
     )
     other = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert other.stdout is not None and other.stdout.readline() == "0\n"

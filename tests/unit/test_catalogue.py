@@ -16,9 +16,9 @@ from baoc.core.catalogue import (
     with_placement,
     with_weights,
 )
+from baoc.core.rule_tags import RULE_INFOS
 from baoc.errors import BadInputError
 from baoc.planning.risk import CODEC_DOSE
-from tests.decision import RULES
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_codec_bytes(codec: str, numel: int, nbytes: int):
 def test_every_row_names_what_exists_and_says_what_it_is():
     for name, spec in SPECS.items():
         assert spec.name == name
-        assert spec.rule in RULES
+        assert spec.rule in RULE_INFOS
         base = spec.rule if spec.storage == "fp32" else f"{spec.rule}_{spec.storage}"
         assert base_name(name) == base
         text, suffix = spec.description, PLACEMENTS[spec.placement].suffix
@@ -113,7 +113,7 @@ def test_a_row_that_keeps_nothing_has_nothing_to_place():
     """Only corrections of the weights give a stateless rule something that may live on the host."""
     kept = {(spec.rule, spec.weights) for spec in ON_HOST.values()}
     for spec in ON_DEVICE.values():
-        keeps = bool(RULES[spec.rule].states or WEIGHTS[spec.weights].correction_bytes)
+        keeps = bool(RULE_INFOS[spec.rule].states or WEIGHTS[spec.weights].correction_bytes)
         assert ((spec.rule, spec.weights) in kept) == keeps, spec.name
 
 

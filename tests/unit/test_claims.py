@@ -6,7 +6,7 @@ import re
 import pytest
 
 from experiments.analysis import allocation_pairs, claims, frontier_picture, peak_predictions
-from tests.conftest import ROOT
+from tests.support.paths import ROOT
 
 CLAIMS = claims.read_claims()
 MADE_AGAIN = [claim for claim in CLAIMS if claim["column"]]

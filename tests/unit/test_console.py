@@ -23,8 +23,9 @@ from baoc.types import (
     TextDataSpec,
 )
 from baoc.units import GIB, MIB
-from tests.conftest import ROOT
-from tests.values import block, make_plan, make_result, point
+from tests.support.paths import ROOT
+from tests.support.values import block, make_plan, make_result, point
+from tests.support.waiting import PATIENCE_S
 
 
 def test_a_plan_says_block_spec_bytes_risk_and_why(capsys: pytest.CaptureFixture[str]) -> None:
@@ -47,7 +48,9 @@ def test_a_reader_that_has_gone_ends_no_run() -> None:
         "[os.close(end) for end in ends]; console.say('one'); console.say('two'); print('three', flush=True); "
         "sys.stderr.write('goes on')"
     )
-    done = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=PATIENCE_S
+    )
     assert (done.returncode, done.stderr) == (0, "goes on")
 
 

@@ -3,17 +3,18 @@
 import pytest
 
 from baoc.core.catalogue import SPECS, on_device
+from baoc.core.rule_tags import RULE_INFOS
 from baoc.planning.cost import adamw_state_bytes, cost, passing_bytes, state_bytes, weight_bytes
 from baoc.planning.transfer import STORED, copy_seconds
 from baoc.types import Block, LatencyTable, ParamInfo, Role
-from tests.decision import RULES, param
+from tests.support.decision import param
 
 MATRIX = Block(name="mlp", params=(param("mlp.fc1.weight", 10, 40),), role=Role.MLP)
 PAIR = Block(name="two", params=(param("mlp.fc1.weight", 10, 40), param("mlp.fc1.bias", 10)), role=Role.MLP)
 
 
 def held(spec: str, block: Block = MATRIX) -> int:
-    return state_bytes(block, spec=SPECS[spec], rule=RULES[SPECS[spec].rule])
+    return state_bytes(block, spec=SPECS[spec], rule=RULE_INFOS[SPECS[spec].rule])
 
 
 @pytest.mark.parametrize(
@@ -75,10 +76,10 @@ def test_the_unit_of_state_fractions_is_the_ledger_of_fp32_adamw():
 
 def test_cost_joins_bytes_and_seconds():
     latency = LatencyTable(device="cpu", fixed_s={"adamw": 1e-5}, per_element_s={"adamw": 1e-9})
-    made = cost(MATRIX, spec=SPECS["adamw"], rule=RULES["adamw"], latency=latency)
+    made = cost(MATRIX, spec=SPECS["adamw"], rule=RULE_INFOS["adamw"], latency=latency)
     assert (made.state_bytes, made.host_bytes, made.transfer_bytes) == (3204, 0, 0)
     assert made.step_s == pytest.approx(1e-5 + 400e-9)
-    assert cost(MATRIX, spec=SPECS["adamw"], rule=RULES["adamw"]).step_s == 0.0
+    assert cost(MATRIX, spec=SPECS["adamw"], rule=RULE_INFOS["adamw"]).step_s == 0.0
 
 
 def test_streamed_states_leave_only_matching_on_the_device():
@@ -86,21 +87,21 @@ def test_streamed_states_leave_only_matching_on_the_device():
     slab = 2 * (400 + 32) + 400
     latency = LatencyTable(device="cpu", fixed_s={"rmsprop": 1e-5}, per_element_s={"rmsprop": 1e-9})
     spec = SPECS["adamw_int8+split8@streamed"]
-    made = cost(MATRIX, spec=spec, rule=RULES["adamw"])
+    made = cost(MATRIX, spec=spec, rule=RULE_INFOS["adamw"])
     assert (made.state_bytes, made.host_bytes, made.in_bytes, made.out_bytes) == (0, slab + 4, slab, slab)
     assert made.link_s == copy_seconds(slab, link=STORED) > 0 == made.host_s
-    matched = cost(MATRIX, spec=SPECS["rmsprop@streamed"], rule=RULES["rmsprop"], latency=latency)
+    matched = cost(MATRIX, spec=SPECS["rmsprop@streamed"], rule=RULE_INFOS["rmsprop"], latency=latency)
     assert (matched.state_bytes, matched.host_bytes) == (8, 1600 + 4)
     assert matched.step_s == pytest.approx(1e-5 + 400e-9), "the kernel is the one that steps it on the device"
 
 
 def test_a_step_on_the_host_moves_weights_and_gradients():
     """A gradient goes out with the weight that it is for, and the weight comes back; matching is where the step is."""
-    made = cost(MATRIX, spec=SPECS["adamw@updated"], rule=RULES["adamw"])
+    made = cost(MATRIX, spec=SPECS["adamw@updated"], rule=RULE_INFOS["adamw"])
     assert (made.state_bytes, made.host_bytes) == (0, 3200 + 4)
     assert (made.in_bytes, made.out_bytes, made.step_s) == (1600, 3200, 0.0)
     assert made.host_s == pytest.approx(400 * STORED.host_element_s)
-    matched = cost(MATRIX, spec=SPECS["rmsprop+split8@updated"], rule=RULES["rmsprop"])
+    matched = cost(MATRIX, spec=SPECS["rmsprop+split8@updated"], rule=RULE_INFOS["rmsprop"])
     assert (matched.in_bytes, matched.state_bytes, matched.host_bytes) == (800, 0, 1600 + 400 + 4 + 8)
     assert passing_bytes(MATRIX, spec=SPECS["adamw+split8@updated"]) == 2 * 800
 
@@ -108,7 +109,7 @@ def test_a_step_on_the_host_moves_weights_and_gradients():
 @pytest.mark.parametrize("spec", ["adamw@streamed", "lion_int8@updated", "sign+split16@streamed"])
 def test_where_the_device_is_the_host_its_bytes_are_charged(spec: str):
     row = SPECS[spec]
-    rule = RULES[row.rule]
+    rule = RULE_INFOS[row.rule]
     everything = state_bytes(MATRIX, spec=row, rule=rule)
     placed, shared = (cost(MATRIX, spec=row, rule=rule, shared=shared) for shared in (False, True))
     assert placed.state_bytes + placed.host_bytes == everything
@@ -119,12 +120,12 @@ def test_where_the_device_is_the_host_its_bytes_are_charged(spec: str):
 def test_a_spec_that_was_not_timed_is_no_zero():
     latency = LatencyTable(device="cpu", fixed_s={"adamw": 1e-5}, per_element_s={"adamw": 1e-9})
     with pytest.raises(AssertionError, match="sign was not timed"):
-        cost(MATRIX, spec=SPECS["sign"], rule=RULES["sign"], latency=latency)
+        cost(MATRIX, spec=SPECS["sign"], rule=RULE_INFOS["sign"], latency=latency)
 
 
 def test_a_spec_is_only_priced_with_its_own_rule():
     with pytest.raises(AssertionError, match="spec adamw runs adamw, not sign"):
-        state_bytes(MATRIX, spec=SPECS["adamw"], rule=RULES["sign"])
+        state_bytes(MATRIX, spec=SPECS["adamw"], rule=RULE_INFOS["sign"])
 
 
 @pytest.mark.parametrize(
@@ -135,4 +136,4 @@ def test_weights_are_priced_apart_from_states(spec: str, dtype: str, nbytes: int
     stored = ParamInfo(name="w", shape=(10, 40), dtype=dtype, role=Role.MLP)
     block = Block(name="b", params=(stored,), role=Role.MLP)
     assert weight_bytes(block, spec=SPECS[spec]) == 400 * nbytes
-    assert cost(block, spec=SPECS[spec], rule=RULES[SPECS[spec].rule]).weight_bytes == 400 * nbytes
+    assert cost(block, spec=SPECS[spec], rule=RULE_INFOS[SPECS[spec].rule]).weight_bytes == 400 * nbytes

@@ -15,7 +15,7 @@ from baoc.sweep.calibrate import fitted_file, main
 from baoc.sweep.damage import Damage, damages_below, fit, held_out, ranks, spearman
 from baoc.sweep.study import run_study
 from baoc.sweep.study_config import read_study
-from tests.unit.test_sweep_frontier import job
+from tests.support.sweep_jobs import job
 
 
 def allocation(folder: Path, *, drop: float, quantize: float, weights: dict[str, float] | None = None) -> None:
@@ -93,6 +93,7 @@ json.dump(same | rest | budget | {"quality": quality}, open(folder + "/result.js
 """
 
 
+@pytest.mark.slow
 def test_the_winner_of_a_study_is_written_with_its_evidence(tmp_path: Path, monkeypatch, capsys):
     given = {
         "name": "weights",

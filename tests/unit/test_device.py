@@ -27,13 +27,13 @@ class Card:
         self.fraction: float | None = None
         self.settings: list[str] = []
         self.initialized = False
-        monkeypatch.setattr(device, "_free_at_start", {})
-        monkeypatch.setattr(device, "_first", {})
-        monkeypatch.setattr(device, "_settled", {})
+        monkeypatch.setattr(device, "free_at_start", {})
+        monkeypatch.setattr(device, "first_context", {})
+        monkeypatch.setattr(device, "settled_context", {})
         self.own: int | None = None
-        monkeypatch.setattr(device, "_nvml_free", lambda index: self.free if nvml else None)
-        monkeypatch.setattr(device, "_nvml_own", lambda index: self.own)
-        monkeypatch.setattr(device, "_allocator_settings", lambda: self.settings.append)
+        monkeypatch.setattr(device, "nvml_free", lambda index: self.free if nvml else None)
+        monkeypatch.setattr(device, "nvml_own", lambda index: self.own)
+        monkeypatch.setattr(device, "allocator_settings", lambda: self.settings.append)
         monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
         monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
         monkeypatch.setattr(device.torch, "zeros", lambda *_, **__: self.start())
@@ -131,8 +131,8 @@ def test_own_bytes_by_the_driver(monkeypatch, processes, own):
     def library(index):
         yield Library(processes), None
 
-    monkeypatch.setattr(device, "_nvml", library)
-    assert device._nvml_own(0) == own
+    monkeypatch.setattr(device, "nvml", library)
+    assert device.nvml_own(0) == own
 
 
 def test_without_a_reading_from_before_all_that_is_not_torch_s_counts(monkeypatch):

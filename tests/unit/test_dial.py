@@ -11,8 +11,8 @@ from baoc.training.reallocation import BudgetChange, BudgetDial, RelaxationSetti
 from baoc.training.reallocation.budget_schedule import check_order
 from baoc.training.reallocation.relaxation import calm_blocks, lowered, offers
 from baoc.types import Candidate, Cost, Footprint, Profile, Risk
-from tests.decision import stats
-from tests.values import make_plan
+from tests.support.decision import stats
+from tests.support.values import make_plan
 
 
 def dial(base: str = "8gb", **changes: str) -> BudgetDial:

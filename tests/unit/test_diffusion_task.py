@@ -22,7 +22,7 @@ from baoc.tasks.diffusion import DiffusionTask, fixed_noise, fixed_timesteps
 from baoc.tasks.frechet import FeatureNet, frechet_distance
 from baoc.tasks.pictures import write_grid
 from baoc.training.callbacks import FinalPictures, SafeCheckpoint
-from tests.tiny import LIGHTNING_NOISE, tiny_trainer
+from tests.support.tiny import LIGHTNING_NOISE, tiny_trainer
 
 pytestmark = LIGHTNING_NOISE
 
@@ -55,6 +55,7 @@ def fit(*, model=None, data=None, ckpt_path=None, callbacks=(), trainer=None, **
     return task
 
 
+@pytest.mark.slow
 def test_fifty_steps_equal_a_plain_loop_with_torchs_adamw():
     data, settings = digits(), OptimizerSettings(lr=1e-2, schedule="constant", warmup_fraction=0.0)
     model = build_model("dit", spec=data.spec, seed=0)
@@ -67,8 +68,8 @@ def test_fifty_steps_equal_a_plain_loop_with_torchs_adamw():
     expected, loader = [], digits().train_dataloader()
     batches = [batch for _ in range(2) for batch in loader][:50]
     for step, batch in enumerate(batches, start=1):
-        task._at = (step, 0)
-        generator = task._generator(torch.device("cpu"))
+        task.at = (step, 0)
+        generator = task.generator(torch.device("cpu"))
         timesteps = torch.randint(1000, (32,), generator=generator)
         noise = torch.randn(32, 1, 8, 8, generator=generator)
         labels = torch.where(torch.rand(32, generator=generator) < 0.1, 10, batch["labels"])

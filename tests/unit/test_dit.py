@@ -124,7 +124,7 @@ def test_patches_come_back_where_they_were():
     model.final.forward = lambda tokens, condition: tokens
     pixels = torch.arange(64.0).view(1, 1, 8, 8)
     tokens = F.unfold(pixels, kernel_size=2, stride=2).transpose(1, 2)  # (1, 16, 4), row by row
-    assert torch.equal(model._unpatchify(tokens), pixels)
+    assert torch.equal(model.unpatchify(tokens), pixels)
 
 
 def test_attention_is_softmax_of_scaled_products():

@@ -16,9 +16,9 @@ from baoc.config.compose import compose
 from baoc.config.from_hydra import from_hydra
 from baoc.core.budgets import parse_budget
 from baoc.core.catalogue import select
-from baoc.optim.rules import rule_infos
+from baoc.core.rule_tags import RULE_INFOS
 from baoc.planning.cost import bytes_per_parameter
-from tests.conftest import ROOT
+from tests.support.paths import ROOT
 
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
     (ROOT / "docs").glob("*.md")
@@ -159,7 +159,7 @@ def test_the_table_of_bytes_is_that_of_the_catalogue():
     assert len(rows) >= 10
     for name, *shown in rows:
         (spec,) = select([name]).values()
-        state, weights = bytes_per_parameter(spec, rule=rule_infos()[spec.rule])
+        state, weights = bytes_per_parameter(spec, rule=RULE_INFOS[spec.rule])
         assert shown == [f"{state:.2f}", f"{weights:.2f}", f"{state + weights:.2f}"], name
 
 

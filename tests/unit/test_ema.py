@@ -11,7 +11,7 @@ from baoc.tasks import build_task
 from baoc.tasks import ema as ema_module
 from baoc.tasks.ema import EmaWeights
 from baoc.training.callbacks import SafeCheckpoint
-from tests.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
+from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
 
 pytestmark = LIGHTNING_NOISE
 

@@ -9,7 +9,7 @@ from baoc.sweep.damage import Damage
 from baoc.sweep.study_config import StudyConfig
 from baoc.tracking.files import write_csv
 from experiments.benchmarks import fronts, listed_runs, risk_table, risk_weights_check, sampler_held_out, sampler_race
-from tests.unit.test_sweep_frontier import config, job
+from tests.support.sweep_jobs import config, job
 
 
 def row(family: str, *, quality: float, fraction: float, seed: int = 0, **changes: Any) -> dict[str, Any]:

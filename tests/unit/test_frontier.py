@@ -16,24 +16,11 @@ from baoc.frontier.pareto import (
     over_seeds,
     pareto,
 )
-from baoc.types import FrontierPoint
+from tests.support.frontier_points import point
 
 LOSS = Objective(name="quality")
 STATE = Objective(name="state_bytes")
 SPEED = Objective(name="samples_per_s", higher_is_better=True)
-
-
-def point(label: str, quality: float, state: int, *, speed: float = 1.0, run: str = "r", task: str = "vision"):
-    return FrontierPoint(
-        run=run,
-        task=task,
-        model="vit",
-        label=label,
-        quality=quality,
-        peak_bytes=10 * state,
-        state_bytes=state,
-        samples_per_s=speed,
-    )
 
 
 def test_pareto_keeps_equal_points_and_drops_what_is_worse_somewhere_and_better_nowhere():

@@ -11,7 +11,7 @@ from baoc.profiling import GradientProfiler, schedule
 from baoc.training.session import SessionSettings, make_profiler
 from baoc.types import Budget, StateKind, profile_from_plain, to_plain
 from baoc.units import MIB
-from tests.gradients import Stream, make_block, make_params, normal
+from tests.support.gradients import Stream, make_block, make_params, normal
 
 BLOCKS = [make_block("attn", (32, 16), (32, 16)), make_block("norm", (40,)), make_block("conv", (8, 4, 3, 3))]
 SHAPES = {param.name: param.shape for block in BLOCKS for param in block.params}
@@ -345,5 +345,5 @@ def test_a_rule_has_one_shadow_wherever_its_states_and_weights_are_kept():
         settings=PlannerSettings(specs=rows, risk="shadow", keep_fp32_roles=()),
     )
     profiler = make_profiler(planner, params, settings=SessionSettings(), betas=(0.9, 0.999))
-    assert profiler is not None and profiler._shadow is not None
-    assert set(profiler._shadow.spec_names) == {"adamw_int8", "lion_int8"}
+    assert profiler is not None and profiler.shadow is not None
+    assert set(profiler.shadow.spec_names) == {"adamw_int8", "lion_int8"}

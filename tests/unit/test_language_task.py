@@ -11,7 +11,7 @@ from baoc.models import build_model
 from baoc.tasks import build_task
 from baoc.tasks.language import LanguageTask
 from baoc.types import TextDataSpec
-from tests.tiny import LIGHTNING_NOISE, tiny_trainer
+from tests.support.tiny import LIGHTNING_NOISE, tiny_trainer
 
 pytestmark = LIGHTNING_NOISE
 SPEC = TextDataSpec(

@@ -86,7 +86,7 @@ def test_all_of_a_module_comes_anew_so_that_pages_are_those_of_one_that_waited(m
             raise torch.OutOfMemoryError("over the cap")
         return to(module, home)
 
-    monkeypatch.setattr(lowered, "_card", lambda _: torch.device("cpu"))
+    monkeypatch.setattr(lowered, "card_of", lambda _: torch.device("cpu"))
     monkeypatch.setattr(nn.Module, "to", moved)
     monkeypatch.setattr(lowered, "lifted", lambda device: nullcontext(order.append(["lifted"])))
     with pytest.raises(torch.OutOfMemoryError), narrowed(matrices(net), module=net):

@@ -88,6 +88,7 @@ def test_superseding_sets_a_torn_end_aside(tmp_path: Path) -> None:
     assert supersede(tmp_path / "none.jsonl", from_step=0) == 0
 
 
+@pytest.mark.slow
 def test_sigkill_after_1000_steps_leaves_every_step(tmp_path: Path) -> None:
     program = (
         "import os, signal, sys\n"

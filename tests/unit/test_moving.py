@@ -2,34 +2,13 @@
 
 import pytest
 
-from baoc.core.budgets import parse_budget
 from baoc.core.rule_tags import RULE_INFOS
-from baoc.planning.planner import Planner, PlannerSettings
 from baoc.training.reallocation.move_cost import CONVERSION_FLOATS, lost_steps, migration_risk, moved_specs, transit
-from baoc.types import Footprint, Plan, Profile
-from tests.decision import stats, transformer
+from baoc.types import Profile
+from tests.support.decision import stats
+from tests.support.planners import planner, uniform
 
 RULES = RULE_INFOS
-
-
-def planner(budget: str = "state_50") -> Planner:
-    footprint = Footprint(
-        device="cpu",
-        micro_batch=4,
-        weights_bytes=1_000_000,
-        gradients_bytes=900_000,
-        forward_backward_bytes=5_000_000,
-        validation_bytes=2_000_000,
-        resident_bytes=1_900_000,
-    )
-    settings = PlannerSettings(keep_fp32_roles=())
-    return Planner(transformer(), budget=parse_budget(budget), settings=settings, footprint=footprint)
-
-
-def uniform(of: Planner, spec: str, **others: str) -> Plan:
-    """Every block on `spec`, but for `others`."""
-    choices = {block.name: spec for block in of.blocks} | others
-    return of.adopt(choices, risk="prior", profile=None)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau, SequentialLR
 
 from baoc.optim import BlockwiseOptimizer
-from tests.optimizing import SHAPES, Gradients, assert_same, build, make_params
+from tests.support.optimizing import SHAPES, Gradients, assert_same, build, make_params
 
 
 def torch_adamw(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.AdamW:

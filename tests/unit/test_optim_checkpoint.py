@@ -15,7 +15,7 @@ from baoc.optim import BlockwiseOptimizer
 from baoc.optim.loading import LoadReport
 from baoc.profiling.tracker import MemoryTracker
 from baoc.types import OptimizerSpec
-from tests.optimizing import (
+from tests.support.optimizing import (
     Gradients,
     assert_same,
     build,

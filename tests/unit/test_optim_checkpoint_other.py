@@ -11,7 +11,7 @@ from baoc.core.catalogue import NATIVE
 from baoc.errors import CheckpointError
 from baoc.optim.rules import RULES
 from baoc.planning.cost import state_bytes
-from tests.optimizing import (
+from tests.support.optimizing import (
     SHAPES,
     Gradients,
     assert_same,

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 from baoc import BaocOptimizer
 from baoc.errors import CheckpointError
 from baoc.optim import BlockwiseOptimizer
-from tests.optimizing import through_file
+from tests.support.optimizing import through_file
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 GIVEN: dict[str, Callable[[nn.Module], Any]] = {

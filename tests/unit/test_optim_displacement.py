@@ -6,8 +6,8 @@ import torch
 from baoc.errors import BadInputError
 from baoc.optim import matching
 from baoc.optim.rules import RULES
-from tests.optimizing import Gradients, build, make_params, run_steps
-from tests.unit.test_optim_matching import LR, copies, moved_rms
+from tests.support.matched import LR, copies, moved_rms
+from tests.support.optimizing import Gradients, build, make_params, run_steps
 
 
 def first_rms(spec: str, **settings: object) -> float:

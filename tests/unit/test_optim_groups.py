@@ -12,7 +12,16 @@ from torch import nn
 from baoc.core.catalogue import NATIVE
 from baoc.errors import BadInputError
 from baoc.optim import BlockwiseOptimizer
-from tests.optimizing import Gradients, assert_same, build, info, make_params, one_block, run_steps, states_by_name
+from tests.support.optimizing import (
+    Gradients,
+    assert_same,
+    build,
+    info,
+    make_params,
+    one_block,
+    run_steps,
+    states_by_name,
+)
 
 SHAPES = {"a": (4, 8), "b": (8,), "c": (6, 4)}
 

@@ -9,7 +9,7 @@ from baoc.core.catalogue import NATIVE, SPECS
 from baoc.optim.rules import RULES
 from baoc.optim.table import main, table
 from baoc.planning.cost import STEP_BYTES, adamw_state_bytes, state_bytes, weight_bytes
-from tests.optimizing import (
+from tests.support.optimizing import (
     SHAPES,
     Gradients,
     build,

@@ -8,20 +8,10 @@ from baoc.core.catalogue import NATIVE
 from baoc.errors import BadInputError
 from baoc.optim import matching
 from baoc.optim.rules import RULES
-from tests.optimizing import MATRICES, Gradients, build, info, make_params, one_block, run_steps, shapes_for
+from tests.support.matched import LR, copies, moved_rms
+from tests.support.optimizing import MATRICES, Gradients, build, info, make_params, one_block, run_steps, shapes_for
 
-LR = 1e-2
 MATCHED = [name for name, spec in NATIVE.items() if RULES[spec.rule].info.matched]
-
-
-def moved_rms(params: dict[str, Tensor], before: dict[str, Tensor]) -> float:
-    """RMS over all parameters of what a step did, before the learning rate."""
-    total = sum(float((p.detach() - before[n]).double().square().sum()) for n, p in params.items())
-    return (total / sum(p.numel() for p in params.values())) ** 0.5 / LR
-
-
-def copies(params: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in params.items()}
 
 
 def one_block_optimizer(params: dict[str, Tensor], spec: str, **settings: object):

@@ -12,7 +12,7 @@ from baoc.optim.migrate import SEED_AGE
 from baoc.optim.rules import RULES
 from baoc.planning.cost import state_bytes
 from baoc.types import BlockMove, Moments
-from tests.optimizing import (
+from tests.support.optimizing import (
     Gradients,
     assert_same,
     build,
@@ -22,7 +22,7 @@ from tests.optimizing import (
     run_steps,
     state_tensors,
 )
-from tests.tolerances import CONTINUITY_ADAMW, CONTINUITY_MATCHED
+from tests.support.tolerances import CONTINUITY_ADAMW, CONTINUITY_MATCHED
 
 SHAPES = {"linear": (17, 64), "conv": (8, 3, 3, 5)}
 LR, STEPS = 1e-2, 40

@@ -7,7 +7,7 @@ from torch import Tensor
 from baoc.errors import BadInputError
 from baoc.optim import BlockwiseOptimizer
 from baoc.profiling.tracker import MemoryTracker
-from tests.optimizing import (
+from tests.support.optimizing import (
     Gradients,
     assert_same,
     build,

@@ -12,7 +12,16 @@ from baoc.optim import BlockwiseOptimizer
 from baoc.optim.codecs import CODEC_IMPLS
 from baoc.optim.rules import RULES, RuleContext
 from baoc.types import StateLayout
-from tests.optimizing import MATRICES, Gradients, assert_same, build, make_params, run_steps, shapes_for, state_tensors
+from tests.support.optimizing import (
+    MATRICES,
+    Gradients,
+    assert_same,
+    build,
+    make_params,
+    run_steps,
+    shapes_for,
+    state_tensors,
+)
 
 BAD = (torch.nan, -torch.inf, 1e20)  # the last one is finite, its square is not
 ELEMENTWISE = ("adamw", "rmsprop", "lion", "signum", "sign", "adamw_bf16", "rmsprop_bf16", "lion_bf16")

@@ -10,7 +10,7 @@ from torch import nn
 from baoc.errors import BadInputError
 from baoc.optim import BlockwiseOptimizer
 from baoc.types import OptimizerSpec, Role
-from tests.optimizing import build, info, make_params, one_block
+from tests.support.optimizing import build, info, make_params, one_block
 
 SHAPES = {"a": (4, 8), "b": (8,), "c": (6, 4)}
 

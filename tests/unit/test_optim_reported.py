@@ -15,7 +15,7 @@ from baoc.planning.cost import adamw_state_bytes
 from baoc.planning.planner import PlannerSettings
 from baoc.training.reallocation import ReallocationSettings
 from baoc.training.session import SessionSettings
-from tests.optimizing import Gradients, build, info, make_params, one_block
+from tests.support.optimizing import Gradients, build, info, make_params, one_block
 
 SHAPES = {"a": (4, 8), "b": (4, 8)}
 
@@ -110,6 +110,7 @@ class TestBaocOptimizer:
             assert torch.equal(param, pair[0].get_parameter(name)), name
             assert param is not pair[0].get_parameter(name)
 
+    @pytest.mark.slow
     def test_while_the_first_step_is_measured_it_cannot_be_copied(self) -> None:
         optimizer = BaocOptimizer(nn.Linear(4, 4), budget="100mb")
         with pytest.raises(TypeError, match=r"shallow copy .* use copy\.deepcopy"):
@@ -184,6 +185,7 @@ class TestBaocOptimizer:
 
 
 class TestWhatOthersDoToIt:
+    @pytest.mark.slow
     def test_states_that_were_moved_away_and_back_are_those_that_are_stepped(self) -> None:
         """As who frees a GPU between two phases does; backends know states by address."""
         params = make_params({"w": (8, 16)})

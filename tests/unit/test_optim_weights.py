@@ -13,7 +13,7 @@ from baoc.core.catalogue import ON_DEVICE, WEIGHTS
 from baoc.errors import BadInputError
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.weights import CORRECTION, CORRECTIONS, seed_of
-from tests.optimizing import (
+from tests.support.optimizing import (
     Gradients,
     assert_same,
     build,

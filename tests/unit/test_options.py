@@ -19,24 +19,8 @@ from baoc.planning.microbatch import (
     seconds_at,
 )
 from baoc.planning.planner import Planner, PlannerSettings
-from baoc.types import Block, Budget, Footprint, LatencyTable, Moment, Option, ParamInfo, Role
-from tests.unit.test_planner import ADAMW, MIB, PARAMS
-
-
-def footprint(micro_batch: int) -> Footprint:
-    """Activations of 1 MiB per sample beside 4 MiB of weights and gradients."""
-    peak = 4 * MIB + micro_batch * MIB
-    return Footprint(
-        device="cpu",
-        micro_batch=micro_batch,
-        weights_bytes=2 * MIB,
-        gradients_bytes=2 * MIB,
-        forward_backward_bytes=peak,
-        validation_bytes=3 * MIB + micro_batch * 1000,
-        resident_bytes=4 * MIB,
-        moments=(Moment(name="training", num_bytes=peak, gradients=None), Moment(name="training", num_bytes=peak - 7)),
-        gradient_order=("b", "a"),
-    )
+from baoc.types import Block, Budget, LatencyTable, Moment, Option, ParamInfo, Role
+from tests.support.planners import ADAMW, MIB, PARAMS, footprint, option
 
 
 def trial(micro_batch: int, seconds: float = math.nan) -> Trial:
@@ -101,20 +85,6 @@ def test_blocks_whose_gradients_come_in_turns_are_held_together():
     assert held_at_most(["a.0", "b.0", "c.0", "a.1"], blocks=[a, b, c]) == 4 * 6
     assert held_at_most(["a.0", "a.1", "b.0", "c.0"], blocks=[a, b, c]) == 4 * 6
     assert held_at_most(["b.0", "a.0", "c.0"], blocks=[a, b, c]) == 4 * 3, "a.1 got none: the rest of a stays"
-
-
-def option(micro_batch: int, *, rate: float, risk: float | None, checkpointing: bool = False) -> Option:
-    return Option(
-        micro_batch=micro_batch,
-        accumulation=64 // micro_batch,
-        checkpointing=checkpointing,
-        release=False,
-        weights="native",
-        peak_bytes=micro_batch,
-        state_bytes=1,
-        samples_per_s=rate,
-        risk=risk,
-    )
 
 
 SAFE, MIDDLE, FAST = (

@@ -17,7 +17,7 @@ from baoc.optim.offload import order_of_travel
 from baoc.optim.rules import RULES
 from baoc.planning.cost import aligned, cost, slab_bytes, state_bytes
 from baoc.planning.transfer import buffer_bytes, capacity_bytes, cut
-from tests.optimizing import (
+from tests.support.optimizing import (
     Gradients,
     assert_same,
     build,
@@ -30,7 +30,7 @@ from tests.optimizing import (
     twin_of,
     values,
 )  # fmt: skip
-from tests.placing import PLACES, SHAPES, Twins, rings, states_of
+from tests.support.placing import PLACES, SHAPES, Twins, rings, states_of
 
 FAMILIES = (
     "adamw", "adamw_bf16", "adamw_int8+split8", "adamw_int8_log+bf16_sr", "adamw_int4", "rmsprop_int8_root+split16",
@@ -165,7 +165,7 @@ def test_one_warning_where_locking_is_refused(
 
 def test_the_arena_of_a_model_that_was_moved_to_a_gpu_is_locked_there(monkeypatch: pytest.MonkeyPatch) -> None:
     locked: list[int] = []
-    monkeypatch.setattr(host_memory, "_register", lambda memory, device: bool(locked.append(memory.numel())))
+    monkeypatch.setattr(host_memory, "register", lambda memory, device: bool(locked.append(memory.numel())))
     roster = build(make_params(SHAPES), "adamw@streamed").roster
     blocks = order_of_travel(roster.live.values())
     for device in ("cpu", "cuda:0", "cuda:0"):
@@ -180,8 +180,8 @@ def test_what_a_container_leaves_is_what_is_available(monkeypatch: pytest.Monkey
         "memory.stat": "anon 5\ninactive_file 200",
     }.items():
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(host_memory, "_CGROUPS", ((tmp_path, "memory.max", "memory.current", "inactive_file"),))
-    monkeypatch.setattr(host_memory, "_of_system", lambda: 800)  # what it tells changes between two looks
+    monkeypatch.setattr(host_memory, "CGROUPS", ((tmp_path, "memory.max", "memory.current", "inactive_file"),))
+    monkeypatch.setattr(host_memory, "of_system", lambda: 800)  # what it tells changes between two looks
     assert host_memory.available_host_bytes() == 500
     (tmp_path / "memory.max").write_text("max")
     assert host_memory.available_host_bytes() == 800

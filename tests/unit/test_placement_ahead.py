@@ -11,9 +11,9 @@ from baoc.errors import BadInputError
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.offload import streaming, updating
 from baoc.optim.offload.lanes import MAIN, OUT
-from tests.optimizing import Gradients, assert_same, build, make_params, values
-from tests.placing import PLACES, SHAPES, LateHost, LateLanes, Twins, rings, states_of
-from tests.releasing import backward
+from tests.support.optimizing import Gradients, assert_same, build, make_params, values
+from tests.support.placing import PLACES, SHAPES, LateHost, LateLanes, Twins, rings, states_of
+from tests.support.releasing import backward
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -34,7 +34,7 @@ def test_release_and_stepping_in_backward(spec: str, place: str) -> None:
             pair.host.zero_grad()
             with pair.host.last_backward():
                 backward(pair.twins, grads)
-            assert pair.host._ahead.mid_step
+            assert pair.host.ahead.mid_step
             pair.host.step()
         pair.check()
         assert pair.host.num_nonfinite == released.host.num_nonfinite == 1
@@ -77,7 +77,7 @@ def test_a_grad_scaler_steps_them_and_may_not_unscale_what_was_used() -> None:
             scaler.step(optimizer)
             scaler.update()
     pair.check()
-    assert pair.host._num_steps == 3
+    assert pair.host.num_steps == 3
     pair.host.zero_grad()
     with pair.host.last_backward():
         scalers[1].scale(torch.stack([param.sum() for param in pair.twins.values()]).sum()).backward()
@@ -118,14 +118,14 @@ def test_where_gradients_are_needed_together_nothing_is_stepped_in_backward(sett
         optimizer.observer = lambda: None
     with optimizer.last_backward():
         backward(params, Gradients(params).next())
-    assert not optimizer._ahead.mid_step
+    assert not optimizer.ahead.mid_step
     optimizer.step()
     if observed:
         optimizer.zero_grad()
         optimizer.observing = lambda: False
         with optimizer.last_backward():
             backward(params, Gradients(params).next())
-        assert optimizer._ahead.mid_step
+        assert optimizer.ahead.mid_step
         optimizer.step()
 
 
@@ -145,7 +145,7 @@ def test_flushed_gradients_are_stepped_at_the_end(spec: str) -> None:
             before = values(pair.twins)["a"].clone()
             with pair.host.last_backward(flush_only=True):
                 backward(pair.twins, grads)
-            assert pair.host._ahead.mid_step and torch.equal(values(pair.twins)["a"], before)
+            assert pair.host.ahead.mid_step and torch.equal(values(pair.twins)["a"], before)
             pair.host.step()
         pair.check()
         assert pair.host.num_nonfinite == 1
@@ -165,7 +165,7 @@ def test_flushed_gradients_leave_streamed_blocks_to_the_step() -> None:
             optimizer.zero_grad()
             with optimizer.last_backward(flush_only=True):
                 backward(params, grads)
-            assert not optimizer._ahead.mid_step
+            assert not optimizer.ahead.mid_step
             optimizer.step()
     pair.check()
 
@@ -186,7 +186,7 @@ def test_gradients_are_not_masked_before_they_were_flushed() -> None:
             ring.join()
             lanes.run(MAIN, params["w"].grad.zero_)
             lanes.drain((MAIN, OUT))
-            found[deaf] = bool(next(iter(piece._parked.values())).all())
+            found[deaf] = bool(next(iter(piece.parked.values())).all())
     assert list(found.values()) == [True, False]
 
 
@@ -226,7 +226,7 @@ def test_a_late_host_does_not_gather_gradients_that_are_released(monkeypatch: py
 
     def noting(ring: updating.Updating, piece: updating.Piece, work: Any, **given: Any) -> None:
         step(ring, piece, work, **given)
-        held.append((len(ring._queue), sum(len(task.piece._grads) for task in ring._queue)))
+        held.append((len(ring.queue), sum(len(task.piece.grads) for task in ring.queue)))
 
     monkeypatch.setattr(updating.Updating, "step", noting)
     with rings(piece_bytes=1500):
@@ -302,8 +302,8 @@ def backward_in(order: list[str], params: dict[str, Tensor]) -> None:
 def test_blocks_travel_in_the_order_in_which_backward_is_done_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before it is known some pieces come twice; from the second step on each comes in once, and once goes out."""
     loads = []
-    load = streaming.Streaming._load
-    monkeypatch.setattr(streaming.Streaming, "_load", lambda ring, piece: loads.append(piece) or load(ring, piece))
+    load = streaming.Streaming.load
+    monkeypatch.setattr(streaming.Streaming, "load", lambda ring, piece: loads.append(piece) or load(ring, piece))
     params, order = late_norms(6)
     plain = make_params({name: tuple(param.shape) for name, param in params.items()})
     device = build(plain, "adamw_int8")
@@ -318,7 +318,7 @@ def test_blocks_travel_in_the_order_in_which_backward_is_done_with_them(monkeypa
             counts.append(len(loads))
             del loads[:]
         num = len(host.roster.backends[0].pieces)  # pyright: ignore[reportAttributeAccessIssue]
-        travelling = [live.block.name for live in host.roster._travelling()]
+        travelling = [live.block.name for live in host.roster.travelling()]
     assert travelling == order and num > 6
     assert counts[0] > counts[1] == num + 4 and counts[2:] == [num, num]  # the four that were fetched ahead come again
     assert_same(values(plain), values(params))

@@ -19,8 +19,8 @@ from baoc.optim.offload.lanes import IN, MAIN, OUT, STEP
 from baoc.planning.planner import PlannerSettings
 from baoc.profiling import GradientProfiler
 from baoc.training.session import SessionSettings
-from tests.optimizing import Gradients, assert_same, build, make_params, run_steps, twin_of, values
-from tests.placing import HERE, LateLanes, rings
+from tests.support.optimizing import Gradients, assert_same, build, make_params, run_steps, twin_of, values
+from tests.support.placing import HERE, LateLanes, rings
 
 SHAPES = {f"w{index}": (9, 32) for index in range(7)}
 ORDERS = list(permutations((MAIN, IN, STEP, OUT)))
@@ -103,6 +103,7 @@ def test_large_pieces_come_and_go_in_chunks_among_small_ones() -> None:
     assert not all(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_pieces_may_come_in_any_order_and_some_not_at_all(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """As in a backward whose order is not known yet, and where some parameters get no gradient."""
@@ -135,7 +136,7 @@ def test_no_chunk_comes_before_what_was_in_its_place_has_left(monkeypatch: pytes
     def alone(ring: streaming.Streaming, parts: list) -> list[streaming.Piece]:
         pieces = place(ring, parts)
         for chunk in (chunk for piece in pieces for chunk in piece.chunks[1:]):
-            ring._rival_chunks[chunk] = []
+            ring.rival_chunks[chunk] = []
         return pieces
 
     monkeypatch.setattr(streaming.Streaming, "place", alone)
@@ -204,7 +205,7 @@ def test_gradients_that_are_released_do_not_gather_before_a_slow_link() -> None:
 
     class Counting(LateLanes):
         def keep(self, tensors: Iterable[Tensor], *, lane: str) -> None:
-            left.append(self._given.get(STEP, 0) - self._done.get(STEP, 0))
+            left.append(self.given.get(STEP, 0) - self.done.get(STEP, 0))
             super().keep(tensors, lane=lane)
 
     left: list[int] = []
@@ -222,7 +223,7 @@ def test_a_sample_is_put_together_when_released_gradients_are_gone(monkeypatch: 
     lanes, params = LateLanes(), make_params({name: (9, 32) for name in "abcdef"})
 
     def finish(profiler: GradientProfiler) -> None:
-        left.append(lanes._given[STEP] - lanes._done.get(STEP, 0))
+        left.append(lanes.given[STEP] - lanes.done.get(STEP, 0))
 
     monkeypatch.setattr(GradientProfiler, "finish_parts", finish)
     with rings(lanes=lanes, piece_bytes=2000):
@@ -249,7 +250,7 @@ def test_a_ring_that_goes_waits_for_what_is_on_its_way() -> None:
         del backend
         gc.disable()  # its memory may be needed by the ring after it at once
         try:
-            optimizer.roster._drop_backends()
+            optimizer.roster.drop_backends()
             assert lanes.finished and not any(piece() for piece in pieces)
         finally:
             gc.enable()

@@ -6,15 +6,9 @@ import pytest
 
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.planning.planner import Planner, PlannerSettings
-from baoc.types import Budget, Footprint, LatencyTable, ParamInfo, Profile, Role
-from tests.unit.test_triggers import STATS
+from baoc.types import Budget, Footprint, LatencyTable, Profile
+from tests.support.planners import ADAMW, MIB, PARAMS, STATS
 
-MIB = 2**20
-PARAMS = [
-    ParamInfo(name=f"layers.{i}.{role}.weight", shape=(64, 64), dtype="float32", role=role, depth=i)
-    for i in range(3)
-    for role in (Role.ATTENTION, Role.MLP)
-]
 FOOTPRINT = Footprint(
     device="cpu",
     micro_batch=8,
@@ -25,7 +19,6 @@ FOOTPRINT = Footprint(
     resident_bytes=2 * MIB,
     profile_bytes=MIB,
 )
-ADAMW = sum(8 * p.numel + 4 for p in PARAMS)
 
 
 def planner(budget: Budget, *, footprint: Footprint | None = None, **settings: object) -> Planner:

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from baoc.errors import BadInputError, CheckpointError
 from baoc.optim import BlockwiseOptimizer, GradientRelease
-from tests.optimizing import Gradients, build, make_params, through_file, twin_of, values
-from tests.releasing import assert_equal, backward
+from tests.support.optimizing import Gradients, build, make_params, through_file, twin_of, values
+from tests.support.releasing import assert_equal, backward
 
 SHAPES = {"a": (8, 64), "b": (33,)}
 ONES = {name: torch.ones(shape) for name, shape in SHAPES.items()}

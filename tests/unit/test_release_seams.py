@@ -12,7 +12,7 @@ from baoc.core.catalogue import NATIVE
 from baoc.errors import BadInputError
 from baoc.profiling import GradientProfiler, MemoryTracker, probe_footprint
 from baoc.types import to_plain
-from tests.gradients import Stream, make_block, make_params, normal
+from tests.support.gradients import Stream, make_block, make_params, normal
 
 BLOCKS = [make_block("attn", (32, 16), (32, 16)), make_block("norm", (40,)), make_block("conv", (8, 4, 3, 3))]
 SHAPES = {param.name: param.shape for block in BLOCKS for param in block.params}

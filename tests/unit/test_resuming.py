@@ -13,8 +13,8 @@ from baoc.tracking.files import append_jsonl, read_jsonl
 from baoc.training.plan_files import Recorder
 from baoc.training.resume import choice_of, contradicted, keep, kept, kept_latency, settled
 from baoc.types import Budget, LatencyTable, to_plain
-from tests.unit.test_options import option
-from tests.values import make_plan
+from tests.support.planners import option
+from tests.support.values import make_plan
 
 CHOICE = {"micro_batch": 16, "checkpointing": True, "release": False}
 TABLE = LatencyTable(

@@ -7,9 +7,10 @@ import pytest
 
 from baoc.core.blocks import partition
 from baoc.core.catalogue import NATIVE, STORAGES
+from baoc.core.rule_tags import RULE_INFOS
 from baoc.planning.risk import RISKS, SEVERITY, block_weight, losses, quantization_dose
 from baoc.types import Block, Profile, Risk, Role
-from tests.decision import RULES, stats, transformer
+from tests.support.decision import stats, transformer
 
 BLOCKS = {block.name: block for block in partition(transformer())}
 NAN = float("nan")
@@ -28,7 +29,7 @@ def risk(
     return RISKS[model](
         block=BLOCKS[block],
         spec=row,
-        rule=RULES[row.rule],
+        rule=RULE_INFOS[row.rule],
         storage=STORAGES[row.storage],
         profile=profile,
         weights=weights or {},
@@ -59,7 +60,7 @@ def profiled(**changes: float | Mapping[str, float]) -> Profile:
 )
 def test_terms_are_what_the_tags_say_is_given_up(spec: str, terms: set[str]):
     row = NATIVE[spec]
-    assert {loss.term for loss in losses(RULES[row.rule], storage=STORAGES[row.storage])} == terms
+    assert {loss.term for loss in losses(RULE_INFOS[row.rule], storage=STORAGES[row.storage])} == terms
     for model in RISKS:
         found = risk(spec, model=model, profile=profiled())
         assert set(found.terms) == terms
@@ -178,7 +179,7 @@ def test_quantization_dose_follows_the_measured_points():
 @pytest.mark.parametrize("model", ["prior", "statistics"])
 @pytest.mark.parametrize("spread", [0.2, 0.9, 2.5])
 def test_more_bytes_within_a_rule_never_add_risk(model: str, spread: float):
-    for rule in RULES:
+    for rule in RULE_INFOS:
         ladder = [f"{rule}{suffix}" for suffix in ("_int4", "_int8", "_bf16", "") if f"{rule}{suffix}" in NATIVE]
         totals = [risk(spec, model=model, profile=profiled(spread=spread)).total for spec in ladder]
         assert totals == sorted(totals, reverse=True)
@@ -187,7 +188,7 @@ def test_more_bytes_within_a_rule_never_add_risk(model: str, spread: float):
 def test_a_block_of_small_tensors_loses_nothing_to_a_storage_that_leaves_them_alone():
     row, small, large = NATIVE["lion_int4"], BLOCKS["norm"], BLOCKS["layer1.mlp"]
     terms = [
-        {loss.term for loss in losses(RULES[row.rule], storage=STORAGES[row.storage], block=block)}
+        {loss.term for loss in losses(RULE_INFOS[row.rule], storage=STORAGES[row.storage], block=block)}
         for block in (small, large)
     ]
     assert terms == [{"drop_v"}, {"drop_v", "quantize_m"}]
@@ -228,7 +229,7 @@ def test_every_role_has_a_prior():
         found = RISKS["prior"](
             block=block,
             spec=NATIVE["sign"],
-            rule=RULES["sign"],
+            rule=RULE_INFOS["sign"],
             storage=STORAGES["fp32"],
             profile=None,
             weights={},

@@ -13,18 +13,19 @@ from baoc.core.budgets import parse_budget
 from baoc.planning.microbatch import Axes, none_fits
 from baoc.planning.planner import Planner, PlannerSettings
 from baoc.profiling.phases import Phases
+from baoc.tasks.ema import EmaWeights
 from baoc.training.callbacks.budget_control import BudgetControl
-from baoc.training.measure.microbatch_search import _Decision, choose
+from baoc.training.lightning import BaocStrategy
+from baoc.training.measure.microbatch_search import Decision, choose
 from baoc.training.measure.probe import Probe
 from baoc.training.reallocation.budget_schedule import BudgetChange, BudgetDial
 from baoc.training.reallocation.conversion import usable
 from baoc.training.reallocation.move_cost import transit
 from baoc.training.reallocation.relaxation import offers
-from baoc.types import Candidate, Cost, Footprint, Moment, Option, Profile, Risk, to_plain
-from tests.decision import stats, transformer
-from tests.unit.test_moving import planner, uniform
-from tests.unit.test_options import option
-from tests.unit.test_weights_planned import FOOTPRINT
+from baoc.types import Candidate, Cost, Footprint, Moment, Option, Plan, Profile, Risk, to_plain
+from tests.support.decision import stats, transformer
+from tests.support.planners import option, planner, uniform
+from tests.support.weight_footprints import FOOTPRINT
 
 
 def test_tries_that_find_no_room_leave_the_smaller_ones_their_turn() -> None:
@@ -134,6 +135,14 @@ def test_a_calm_block_offers_what_is_cheaper_in_all() -> None:
     assert offers(plan, pool, calm={block: 0.1}, max_risk=0.1) == {}
 
 
+def planned(control: BudgetControl, of: Planner, plan: Plan) -> None:
+    """What a fit does with the callback until a plan is made."""
+    strategy = BaocStrategy(of.budget, device="cpu")
+    control.setup(cast(Any, SimpleNamespace(strategy=strategy)), L.LightningModule(), "fit")
+    for listener in strategy.plan_listeners:
+        listener(of, plan)
+
+
 def test_a_footprint_that_grew_before_a_resume_stays_grown() -> None:
     """The moments of the new probe are of the smaller batch, and would decide the peak if they stayed."""
     of = planner("8mb")
@@ -141,13 +150,11 @@ def test_a_footprint_that_grew_before_a_resume_stays_grown() -> None:
     moments = (Moment(name="training", num_bytes=5_000_000), Moment(name="validation", num_bytes=2_000_000))
     of.footprint = replace(of.footprint, moments=moments)
     plan = uniform(of, "sign")
-    strategy: Any = SimpleNamespace(budget=of.budget, settings=None, root_device="cpu")
     control = BudgetControl()
-    control._strategy = strategy
     base = to_plain(of.budget)
     grown = {"micro_batch": 8, "forward_backward_bytes": 7_000_000, "resident_bytes": 1_900_000}
     control.load_state_dict({"base": base, "in_force": base, "notches": 0, "ceiling": {}, "grown": grown})
-    control._planned(of, plan)
+    planned(control, of, plan)
     footprint: Footprint = of.footprint
     assert footprint.peak_bytes(state_bytes=0) == 7_000_000
 
@@ -157,12 +164,22 @@ def test_copies_of_averages_count_at_the_moment_of_validation(monkeypatch: pytes
     moments = (Moment(name="training", num_bytes=3000), Moment(name="validation", num_bytes=2900))
     found = replace(FOOTPRINT, weights_bytes=0, resident_bytes=0, moments=moments, validation_bytes=2900)
     monkeypatch.setattr("baoc.training.measure.probe.probe_footprint", lambda *_, **__: found)
-    probe: Any = object.__new__(Probe)
-    probe.module, probe.accumulation = L.LightningModule(), 1
-    probe.module.weight = nn.Parameter(torch.zeros(4))
-    probe._ema = [SimpleNamespace(validation_bytes=lambda _: 500, nbytes=lambda _: 0)]
-    probe._train = probe._validate = lambda: None
-    probe._micro_batch = 1
+    module, averages = L.LightningModule(), EmaWeights(0.9)
+    module.weight = nn.Parameter(torch.zeros(4))
+    monkeypatch.setattr(averages, "validation_bytes", lambda _: 500)
+    monkeypatch.setattr(averages, "nbytes", lambda _: 0)
+    source = SimpleNamespace(dataloader=lambda: [torch.zeros(1, 4)], is_defined=lambda: True)
+    val_loop = SimpleNamespace(_data_source=source)
+    trainer: Any = SimpleNamespace(
+        lightning_module=module,
+        fit_loop=SimpleNamespace(_data_source=source, epoch_loop=SimpleNamespace(val_loop=val_loop)),
+        limit_val_batches=1,
+        callbacks=[averages],
+        accumulate_grad_batches=1,
+        gradient_clip_val=None,
+        gradient_clip_algorithm=None,
+    )
+    probe = Probe(trainer, BaocStrategy("8gb", device="cpu"))
     assert probe.footprint([], context_bytes=0).peak_bytes(state_bytes=0) == 3400
 
 
@@ -170,8 +187,7 @@ def test_auto_that_is_asked_for_in_mid_run_is_a_limit_too() -> None:
     """As a budget without limits it would let a run take the whole card from those it shares it with."""
     of = planner("state_50")
     control = BudgetControl(schedule=[BudgetChange(budget=parse_budget("auto"), step=5)])
-    control._strategy = SimpleNamespace(budget=of.budget, settings=None, root_device="cpu")
-    control._planned(of, uniform(of, "sign"))
+    planned(control, of, uniform(of, "sign"))
     assert control.dial.free_bytes is not None and control.dial.free_bytes > 2**20
     control.dial.free_bytes = 2**30
     assert control.dial.wish(step=1, batch=1)[0].memory_bytes is None
@@ -208,6 +224,6 @@ def test_a_refusal_names_what_the_least_option_was_measured_to_take() -> None:
         return True
 
     tryouts = SimpleNamespace(capped=True, knows=lambda way: (way[0], way[2]) in known, measure=measure)
-    decision = SimpleNamespace(budget=parse_budget("8mb"), tryouts=tryouts, phases=Phases(), blocks=[], _made=made)
-    found = _Decision.least_measured(cast(Any, decision), made())
+    decision = SimpleNamespace(budget=parse_budget("8mb"), tryouts=tryouts, phases=Phases(), blocks=[], made=made)
+    found = Decision.least_measured(cast(Any, decision), made())
     assert min(o.peak_bytes for o in found) == 80 and known == {(1, False), (8, True)}, "the rest is known to need more"

@@ -9,7 +9,7 @@ import pytest
 from baoc.errors import BadInputError
 from baoc.planning.stored_profile import read_profile, transferred
 from baoc.types import Block, ParamInfo, Profile, Role, to_plain
-from tests.decision import stats
+from tests.support.decision import stats
 
 
 def network(layers: int, *, head: Role = Role.HEAD) -> list[Block]:

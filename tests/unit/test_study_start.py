@@ -9,14 +9,14 @@ from hydra._internal.hydra import Hydra
 from baoc.cli import jobs
 from baoc.cli.main import main
 from baoc.models import MODELS
-from baoc.sweep.study import _modules_of
+from baoc.sweep import study
 from baoc.sweep.study_config import read_study
 from baoc.sweep.trial import COMMAND
 
 
 def modules_of(**given: object) -> list[str]:
     known = {"name": "s", "objectives": {"quality": "minimize"}, "space": {"seed": {"choices": [0, 1]}}}
-    return _modules_of(read_study(known | given))
+    return study.modules_of(read_study(known | given))
 
 
 def test_only_networks_that_overrides_name_are_imported_beforehand():

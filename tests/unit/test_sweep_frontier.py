@@ -1,64 +1,15 @@
 """The frontier of a folder: seeds are joined, points are named by what differs, failed jobs keep their reason."""
 
 import csv
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from baoc.errors import BadInputError
 from baoc.frontier.folders import frontier_of
-from baoc.tracking.files import write_json
 from baoc.types import Quality
-from tests.values import make_result
-
-
-def config(*, seed: int, budget: str, allocator: str, **changes: Any) -> dict[str, Any]:
-    values = {
-        "name": f"vit_{budget}",
-        "seed": seed,
-        "budget": {"name": budget, "memory_bytes": None, "state_fraction": int(budget.split("_")[1]) / 100},
-        "allocator": {"name": allocator},
-        "dataset": {"name": "digits", "path": None},
-        "optim": {"lr": 0.003, "betas": [0.9, 0.999]},
-    }
-    return values | changes
-
-
-def job(
-    folder: Path,
-    *,
-    loss: float,
-    budget: str = "state_50",
-    allocator: str = "exact",
-    seed: int = 0,
-    state_bytes: int = 100,
-    peak_bytes: int = 1000,
-    settings: dict[str, Any] | None = None,
-    **changes: Any,
-) -> None:
-    folder.mkdir(parents=True)
-    quality = Quality(name="val/loss", value=loss, higher_is_better=False)
-    result = make_result(
-        budget={"kind": "state_fraction", "name": budget, "limit": 1},
-        allocator=allocator,
-        seed=seed,
-        state_bytes=state_bytes,
-        peak_bytes=peak_bytes,
-        **({"quality": quality} | changes),
-    )
-    write_json(folder / "result.json", result)
-    if settings is None:
-        settings = config(seed=seed, budget=budget, allocator=allocator)
-    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
-
-
-def error(folder: Path, *, exit_code: int, message: str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"schema": 1, "kind": "X", "message": message, "exit_code": exit_code})
-    (folder / "error.json").write_text(text)
+from tests.support.sweep_jobs import config, error, job
 
 
 def rows(folder: Path) -> list[dict[str, str]]:

@@ -15,21 +15,13 @@ from baoc.frontier.page import MOST_CURVE_POINTS, page_data
 from baoc.frontier.report import main
 from baoc.frontier.runs import find_runs
 from baoc.tracking.files import write_json
-from tests.unit.test_sweep_frontier import error, job
+from tests.support.sweep_jobs import error, job, three_families
 
 
 def data_in(page: Path) -> dict[str, Any]:
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text(), re.DOTALL)
     assert found is not None
     return json.loads(found[1])
-
-
-def three_families(folder: Path) -> None:
-    for seed, loss in ((0, 0.10), (1, 0.20)):
-        job(folder / f"exact_{seed}", loss=loss, seed=seed, state_bytes=50, peak_bytes=500)
-    job(folder / "random", loss=0.30, allocator="random", state_bytes=50, peak_bytes=500)
-    job(folder / "uniform", loss=0.20, allocator="uniform_sign", state_bytes=20, peak_bytes=400)
-    job(folder / "worst", loss=0.50, allocator="uniform_adamw", state_bytes=100, peak_bytes=1000)
 
 
 def test_families():

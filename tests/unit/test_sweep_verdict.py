@@ -12,7 +12,7 @@ from baoc.frontier.pareto import Objective
 from baoc.frontier.runs import find_runs
 from baoc.frontier.verdict import Entry, headline, levels, sentence
 from baoc.types import FrontierPoint
-from tests.unit.test_sweep_frontier import job
+from tests.support.sweep_jobs import job
 
 LOSS, ACCURACY = Objective(name="quality"), Objective(name="quality", higher_is_better=True)
 FAMILIES = {"exact": "BAOC", "random": "random feasible"}

@@ -12,7 +12,7 @@ from baoc.errors import BadInputError
 from baoc.tasks import OptimizerSettings, build_task
 from baoc.tasks.cpu import prepare_cpu
 from baoc.tasks.vision import VisionTask
-from tests.tiny import LIGHTNING_NOISE, tiny_trainer
+from tests.support.tiny import LIGHTNING_NOISE, tiny_trainer
 
 pytestmark = LIGHTNING_NOISE
 

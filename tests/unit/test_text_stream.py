@@ -33,7 +33,7 @@ def stream(files):
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     monkeypatch.setattr(text_stream, "SHUFFLED", 20)
-    monkeypatch.setattr(text_stream, "_DOCUMENTS", 7)
+    monkeypatch.setattr(text_stream, "DOCUMENTS", 7)
 
 
 def packed(stream, *, length: int = 50) -> PackedStream:

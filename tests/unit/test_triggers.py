@@ -6,21 +6,8 @@ import pytest
 
 from baoc.errors import BadInputError
 from baoc.training.reallocation.triggers import TRIGGERS, Moment, ReallocationSettings, drift
-from baoc.types import GradientStats, Profile
-
-STATS = GradientStats(
-    num_samples=8,
-    grad_rms=1.0,
-    coherence=0.1,
-    noise=2.0,
-    anisotropy=1.0,
-    snr_fan_in=1.0,
-    snr_fan_out=1.0,
-    factor_residual=0.1,
-    spread=0.5,
-    update_rms=0.2,
-    descent_share=0.5,
-)
+from baoc.types import Profile
+from tests.support.planners import STATS
 
 
 def profile(**changes: float) -> Profile:

@@ -8,37 +8,14 @@ import torch
 from torch import nn
 
 from baoc.core.catalogue import SPECS, STORAGES
+from baoc.core.rule_tags import RULE_INFOS
 from baoc.errors import InfeasibleBudgetError
 from baoc.planning.cost import saved
 from baoc.planning.planner import Planner, PlannerSettings
 from baoc.planning.risk import RISKS
 from baoc.profiling import probe_footprint
-from baoc.types import Block, Budget, Footprint, Moment, ParamInfo, Role
-from tests.decision import RULES
-
-MIB = 2**20
-PARAMS = [
-    ParamInfo(name=f"layers.{i}.mlp.weight", shape=(512, 512), dtype="float32", role=Role.MLP, depth=i)
-    for i in range(4)
-]
-NUMEL = 512 * 512
-WEIGHTS = 4 * 4 * NUMEL  # of four layers in fp32; their gradients are as many
-COPIES = {param.name: 2 * NUMEL for param in PARAMS}
-NAMES = tuple(param.name for param in reversed(PARAMS))
-FOOTPRINT = Footprint(
-    device="cpu",
-    micro_batch=8,
-    weights_bytes=WEIGHTS,
-    gradients_bytes=WEIGHTS,
-    forward_backward_bytes=2 * WEIGHTS + 8 * MIB,
-    validation_bytes=0,
-    resident_bytes=2 * WEIGHTS,
-    moments=(
-        Moment(name="training", num_bytes=2 * WEIGHTS + 8 * MIB, gradients=None, copies=COPIES),
-        Moment(name="training", num_bytes=WEIGHTS + 11 * MIB, gradients=2),
-    ),
-    gradient_order=NAMES,
-)
+from baoc.types import Block, Budget, Footprint, ParamInfo, Role
+from tests.support.weight_footprints import FOOTPRINT, MIB, NAMES, NUMEL, PARAMS, WEIGHTS
 
 
 def test_each_moment_loses_the_gradients_and_copies_that_it_had():
@@ -121,7 +98,7 @@ def test_weights_of_16_bits_risk_what_their_format_loses():
 
     def risk(spec: str, **weights: float) -> float:
         row = SPECS[spec]
-        options = {"rule": RULES[row.rule], "storage": STORAGES[row.storage], "profile": None, "weights": weights}
+        options = {"rule": RULE_INFOS[row.rule], "storage": STORAGES[row.storage], "profile": None, "weights": weights}
         return RISKS["prior"](block=block, spec=row, **options).total
 
     assert 0 == risk("adamw") < risk("adamw+split16") < risk("adamw+split8") < risk("adamw_int8")

@@ -11,7 +11,7 @@ from baoc.planning.planner import PlannerSettings
 from baoc.training.lightning import BaocStrategy, widened
 from baoc.training.session import SessionSettings
 from baoc.types import Budget
-from tests.unit.test_options import footprint
+from tests.support.planners import footprint
 
 
 @pytest.mark.parametrize(
@@ -45,6 +45,6 @@ def test_a_context_that_has_grown_is_counted_and_lowers_the_cap(monkeypatch: pyt
     monkeypatch.setattr("baoc.training.lightning.context_bytes", lambda device: 100)
     run = BaocStrategy("8gb", device="cpu")
     before = replace(footprint(8), context_bytes=60)
-    assert run._with_context(before).context_bytes == run.context_bytes == 100 and caps == [run.budget]
-    assert run._with_context(replace(before, context_bytes=110)).context_bytes == 110 and len(caps) == 2
-    assert run._with_context(replace(before, context_bytes=110)).context_bytes == 110 and len(caps) == 2
+    assert run.with_context(before).context_bytes == run.context_bytes == 100 and caps == [run.budget]
+    assert run.with_context(replace(before, context_bytes=110)).context_bytes == 110 and len(caps) == 2
+    assert run.with_context(replace(before, context_bytes=110)).context_bytes == 110 and len(caps) == 2

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 SOURCES = Path(__file__).parent
 COMPILERS = ("c++", "g++", "clang++")
 CACHE = "BAOC_CACHE"  # environment variable: the folder to keep libraries in
-_FLAGS = (
+FLAGS = (
     "-std=c++17", "-O3", "-shared", "-fPIC", "-pthread", "-fvisibility=hidden",
     "-ffp-contract=off",  # what is fused is written so, because torch's kernels are held to bit for bit
     "-fno-math-errno", "-fno-trapping-math",
@@ -62,21 +62,21 @@ def compiler() -> list[str]:
 
 def is_loaded() -> bool:
     """True if this process has the library already; asking for it may take a compiler's time."""
-    return bool(_library.cache_info().currsize) and not isinstance(_library(), Unavailable)
+    return bool(library_or_why.cache_info().currsize) and not isinstance(library_or_why(), Unavailable)
 
 
 def library() -> ctypes.CDLL:
     """The compiled step. Raises Unavailable where it cannot be had; asks once per process."""
-    found = _library()
+    found = library_or_why()
     if isinstance(found, Unavailable):
         raise found
     return found
 
 
 @lru_cache(maxsize=1)
-def _library() -> ctypes.CDLL | Unavailable:
+def library_or_why() -> ctypes.CDLL | Unavailable:
     try:
-        return _load(_compiled())
+        return load(compiled_step())
     except (OSError, RuntimeError) as error:  # also of Path.home(), where there is no home
         why = Unavailable(f"the native step cannot be built or loaded: {error}")
     except Unavailable as error:
@@ -85,7 +85,7 @@ def _library() -> ctypes.CDLL | Unavailable:
     return why
 
 
-def _load(path: Path) -> ctypes.CDLL:
+def load(path: Path) -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(path))
     loaded.baoc_step.argtypes, loaded.baoc_step.restype = [ctypes.c_void_p], None
     loaded.baoc_all_finite.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32]
@@ -94,22 +94,22 @@ def _load(path: Path) -> ctypes.CDLL:
     return loaded
 
 
-def _compiled() -> Path:
+def compiled_step() -> Path:
     """Path of the library, compiled if the cache does not have it."""
     command = compiler()
     flags, told = _cpu_flags(command)
     if "__AVX512F__" in told:
         flags = (*flags, "-mprefer-vector-width=512")
     files = sorted(path for path in SOURCES.iterdir() if path.suffix in (".cpp", ".h"))
-    parts = [*command, *_FLAGS, *flags, told, platform.platform(), *(path.read_text() for path in files)]
-    return _kept("step", parts, lambda path: _compile([*command, *_FLAGS, *flags], target=path))
+    parts = [*command, *FLAGS, *flags, told, platform.platform(), *(path.read_text() for path in files)]
+    return _kept("step", parts, lambda path: compile_source([*command, *FLAGS, *flags], target=path))
 
 
 def compiled(source: Path, *, flags: Sequence[str]) -> Path:
     """Path of the library of one source in C, which takes the compiler a moment. Raises Unavailable or OSError."""
     command = [*compiler(), *flags, "-x", "c"]
     parts = [*command, platform.platform(), source.read_text()]
-    return _kept(source.stem, parts, lambda path: _compile(command, target=path, source=source))
+    return _kept(source.stem, parts, lambda path: compile_source(command, target=path, source=source))
 
 
 def _kept(stem: str, parts: Sequence[str], make: Callable[[Path], None]) -> Path:
@@ -149,7 +149,7 @@ def _cpu_flags(command: list[str]) -> tuple[tuple[str, ...], str]:
     raise Unavailable(f"{command[0]} does not work: {said.strip()[-500:]}")
 
 
-def _compile(command: list[str], *, target: Path, source: Path = SOURCES / "step.cpp") -> None:
+def compile_source(command: list[str], *, target: Path, source: Path = SOURCES / "step.cpp") -> None:
     log.info("compiling %s of the native optimizer step with %s, once for this machine", source.name, command[0])
     handle, aside = tempfile.mkstemp(dir=target.parent, prefix=target.stem, suffix=".tmp")
     os.close(handle)

@@ -55,7 +55,7 @@ class Look:
 
 def look_at(params: Sequence[Tensor]) -> Look | None:
     """A look at the gradients of `params`, None where it would not see what Python sees."""
-    calls = _calls()
+    calls = found_calls()
     if calls is None or not all(_implementation(param, calls.at) == param._cdata for param in params):
         return None
     return Look(params, calls)
@@ -70,7 +70,7 @@ def _implementation(param: Tensor, at: int) -> int:
 
 
 @lru_cache(maxsize=1)
-def _calls() -> _Calls | None:
+def found_calls() -> _Calls | None:
     """Asks once per process."""
     try:
         found = _found()

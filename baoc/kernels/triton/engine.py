@@ -39,7 +39,7 @@ class Engine:
         self.settings = Settings(self.tables, places=self.places, size=self.size)
         self._needs_thresholds = any(table.needs_thresholds for table in self.tables)
         self._graphs = Graphs(self.device, on=graphs)
-        self._apart = [table for table in self.tables if table.kind.family.allocates]  # no graph launches these
+        self.apart = [table for table in self.tables if table.kind.family.allocates]  # no graph launches these
         self._allocate()
         self._lay_out_blocks()
         self._bind()
@@ -187,24 +187,24 @@ class Engine:
             self._match(measure=True)
         if graphs and self._graphs.on:
             key, slot = (staged, self.gradients.variant_number, matched, marked), self._upload.slot()
-            parts = self._parts(staged=staged, matched=matched, marked=marked)
+            parts = self.parts(staged=staged, matched=matched, marked=marked)
             for number, (launch_part, captured) in enumerate(parts):
                 if captured:
                     self._graphs.run((number, key), launch_part, slot=slot)
                 else:
                     launch_part()
         else:
-            for launch_part, _ in self._parts(staged=staged, matched=matched, marked=marked):
+            for launch_part, _ in self.parts(staged=staged, matched=matched, marked=marked):
                 launch_part()
         if staged:
             self._upload.sent()
             self._on_device = self.gradients.version
 
-    def _parts(self, *, staged: bool, matched: bool, marked: bool) -> list[tuple[Callable[[], None], bool]]:
+    def parts(self, *, staged: bool, matched: bool, marked: bool) -> list[tuple[Callable[[], None], bool]]:
         """What a step launches, in order, and whether a graph may do it. Kernels alone if it was staged, one after the
         other: a graph of those takes the least to launch. Streams side by side would fill the gaps between tables, and
         cost more than that (30 us of a step of 800)."""
-        apart = self._apart
+        apart = self.apart
 
         def begin() -> None:
             if staged:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 log = logging.getLogger(__name__)
-_MOST = 24  # variants kept: gradients that wander between layouts are launched plainly
+MOST_GRAPHS = 24  # variants kept: gradients that wander between layouts are launched plainly
 _TRIES = 3  # captures that may fail before steps are launched plainly for good
 
 
@@ -34,8 +34,8 @@ class Graphs:
 
     def run(self, key: Hashable, launch: Callable[[], None], *, slot: int) -> None:
         graph = self._graphs.get((slot, key))
-        if graph is None and key in self._warm and len(self._graphs) < _MOST:
-            graph = self._capture(launch)
+        if graph is None and key in self._warm and len(self._graphs) < MOST_GRAPHS:
+            graph = self.capture(launch)
             if graph is not None:
                 self._graphs[slot, key] = graph
         if graph is None:
@@ -44,14 +44,14 @@ class Graphs:
         else:
             graph.replay()
 
-    def _capture(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
+    def capture(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
         """On a stream of its own, as capturing needs; other threads may go on using the device."""
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         begun = False
         try:
-            with _nothing_collected(), torch.cuda.stream(stream):
+            with nothing_collected(), torch.cuda.stream(stream):
                 _room_for_generator(self.device)
                 graph.capture_begin(capture_error_mode="thread_local")
                 begun = True
@@ -62,12 +62,12 @@ class Graphs:
         except RuntimeError as error:
             if not begun:  # torch ends the process where a graph is destroyed whose capture could not begin: it stays
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(graph))
-            self._give_up(error)
+            self.give_up(error)
             return None
         torch.cuda.current_stream(self.device).wait_stream(stream)
         return graph
 
-    def _give_up(self, error: RuntimeError) -> None:
+    def give_up(self, error: RuntimeError) -> None:
         """For this step, and for good when it was tried often enough."""
         self._failed += 1
         self.on = self._failed < _TRIES
@@ -86,7 +86,7 @@ def _room_for_generator(device: torch.device) -> None:
 
 
 @contextmanager
-def _nothing_collected() -> Iterator[None]:
+def nothing_collected() -> Iterator[None]:
     """Python's collector rests: what it frees may be a CUDA graph, of an optimizer that is gone, and to free one is not
     permitted while another is captured, which ends the capture."""
     was_on = gc.isenabled()

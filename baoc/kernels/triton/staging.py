@@ -22,7 +22,7 @@ from baoc.kernels.triton.table import WIDTH, FusedTable
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)  # of gradients, as kernels read them
 _ALIGNED = 31  # of addresses: enough for every vector that a cut may ask for
 _FEW = 16  # gradients that are looked at closely in every step
-_LAYOUTS = 16  # sets of addresses that are remembered
+MOST_LAYOUTS = 16  # sets of addresses that are remembered
 _GRAD: Callable[[Tensor], Any] = attrgetter("grad")
 _DTYPE: Callable[[Any], torch.dtype] = attrgetter("dtype")
 # Of the class: a third faster than looked up in each tensor.
@@ -74,7 +74,7 @@ class Gradients:
         self._seen = array("q")
         self._few = len(self.params) <= _FEW
         self._look = None if self._few else look_at(self.params)
-        self._layouts: dict[bytes, _Layout] = {}
+        self.layouts: dict[bytes, _Layout] = {}
         self._copies: list[Tensor] = []
 
     def refresh(self) -> None:
@@ -97,13 +97,13 @@ class Gradients:
 
     def _recall_or_notice(self, seen: array) -> None:
         key = seen.tobytes()
-        layout = None if self._few else self._layouts.get(key)
+        layout = None if self._few else self.layouts.get(key)
         if layout is None:
             self._notice(seen.tolist(), list(map(_GRAD, self.params)))
             if not self.copied and not self._few:
-                if len(self._layouts) >= _LAYOUTS:
-                    self._layouts.clear()
-                self._layouts[key] = _Layout(self.addresses, self.active, self._dtypes, self._wanted, self.variant)
+                if len(self.layouts) >= MOST_LAYOUTS:
+                    self.layouts.clear()
+                self.layouts[key] = _Layout(self.addresses, self.active, self._dtypes, self._wanted, self.variant)
             return
         self.copied = []
         self._dtypes, self._wanted = layout.dtypes, layout.wanted

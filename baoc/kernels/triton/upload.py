@@ -13,7 +13,7 @@ from torch import Tensor
 _LANES = 1024  # words of 8 bytes that are read at once
 SLOTS = 3  # uploads that the host may be ahead of the device before it waits
 _HEAD = 16  # bytes before what goes up: the number, and padding
-_PATIENCE_S, _LOOK_S = 1e-4, 0.1  # between looks at the number, and at whether the device still works
+_PATIENCE_S, LOOK_S = 1e-4, 0.1  # between looks at the number, and at whether the device still works
 
 
 class Upload:
@@ -25,20 +25,20 @@ class Upload:
     """
 
     def __init__(self, nbytes: int, *, num_back: int, device: torch.device):
-        self._on_cuda = device.type == "cuda"
+        self.on_cuda = device.type == "cuda"
         assert not nbytes % 8, "whole words go up"
         begin = 8 * num_back
         whole = torch.zeros(begin + _HEAD + nbytes, dtype=torch.uint8, device=device)
         self.back, self.device = whole[:begin].view(torch.int64), whole[begin + _HEAD :]
         self._up, self._down = whole[begin:], whole[: begin + 8]
-        count = SLOTS if self._on_cuda else 1
+        count = SLOTS if self.on_cuda else 1
         self._slots = [self._pinned(_HEAD + nbytes) for _ in range(count)]
         self.slots = [slot[_HEAD:] for slot in self._slots]  # what to fill
         self._numbers = [memory_of(slot[:8]).cast("q") for slot in self._slots]
         self._received = self._pinned(begin + 8)
         self.received = memory_of(self._received[:begin])
-        self._arrived = memory_of(self._received[begin:]).cast("q")
-        self._in_use = [0] * count  # the number under which a slot was last sent
+        self.arrived = memory_of(self._received[begin:]).cast("q")
+        self.in_use = [0] * count  # the number under which a slot was last sent
         self._number = 0
         self._next = 0
 
@@ -46,7 +46,7 @@ class Upload:
         """The device may still have to read a slot or to write what comes back, of which torch, who takes pinned memory
         back and hands it to others, knows nothing."""
         try:
-            if self._on_cuda and self._arrived[0] < self._number:
+            if self.on_cuda and self.arrived[0] < self._number:
                 torch.cuda.synchronize(self.device.device)
         except Exception:  # names of modules are None where the interpreter is on its way out: no `suppress` either
             pass
@@ -56,24 +56,24 @@ class Upload:
         return self._up.nbytes + self.back.nbytes
 
     def _pinned(self, nbytes: int) -> Tensor:
-        return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=self._on_cuda, device="cpu")
+        return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=self.on_cuda, device="cpu")
 
     def slot(self) -> int:
         """It holds what was sent some steps ago, so write all that matters; it stays the same until it is sent."""
-        if self._on_cuda and self._arrived[0] < self._in_use[self._next]:
-            self._wait(self._in_use[self._next])
+        if self.on_cuda and self.arrived[0] < self.in_use[self._next]:
+            self._wait(self.in_use[self._next])
         return self._next
 
     def _wait(self, number: int) -> None:
         """Until the device has come that far. Looks at the stream too, which raises if the device failed."""
-        look_again = time.monotonic() + _LOOK_S
-        while self._arrived[0] < number:
+        look_again = time.monotonic() + LOOK_S
+        while self.arrived[0] < number:
             time.sleep(_PATIENCE_S)
             if time.monotonic() > look_again:
                 if torch.cuda.current_stream().query():  # sent from another stream, then
                     torch.cuda.synchronize()
                     return
-                look_again = time.monotonic() + _LOOK_S
+                look_again = time.monotonic() + LOOK_S
 
     def copy(self, nbytes: int | None = None) -> None:
         """The slot's bytes, or the first of them, go up on the current stream."""
@@ -106,7 +106,7 @@ class Upload:
     def sent(self) -> None:
         """The slot is on its way, and what `receive` gets after it says when it has arrived."""
         self._number += 1
-        self._in_use[self._next] = self._number
+        self.in_use[self._next] = self._number
         self._next = (self._next + 1) % len(self.slots)
 
     def send(self, nbytes: int | None = None) -> None:

@@ -126,7 +126,7 @@ class Streaming(Ring[Piece]):
         self._order: list[Piece] = []  # that is in use
         # What has bytes of the same place. Here, not with the pieces: they would keep each other, and so the memory.
         self._rivals: dict[Piece, list[Piece]] = {}
-        self._rival_chunks: dict[_Chunk, list[_Chunk]] = {}
+        self.rival_chunks: dict[_Chunk, list[_Chunk]] = {}
         self._turn: set[int] = set()  # places in it that were stepped in the step in progress
         self._next = 0  # who is sent for next; from the order's length on, for the step after
         self._num_left = 0
@@ -156,7 +156,7 @@ class Streaming(Ring[Piece]):
             self._rivals[piece] = rivals
             for chunk in piece.chunks:
                 chunks = [other for rival in rivals for other in rival.chunks if other.meets(chunk)]
-                self._rival_chunks[chunk] = chunks
+                self.rival_chunks[chunk] = chunks
         return pieces
 
     def step(self, piece: Piece, work: Callable[[], object], *, releases: bool = False) -> None:
@@ -172,7 +172,7 @@ class Streaming(Ring[Piece]):
             self._before = self._stepped
         self._take_turn(piece)
         if not piece.here:
-            self._load(piece)
+            self.load(piece)
             self._next = max(self._next, piece.index + 1)
         lanes.wait(STEP, lanes.mark(MAIN))
         lanes.wait(STEP, piece.ready)
@@ -213,16 +213,16 @@ class Streaming(Ring[Piece]):
             elif piece.here:
                 piece.wanted = True
             else:
-                self._load(piece)
+                self.load(piece)
             self._next += 1
 
-    def _load(self, piece: Piece) -> None:
+    def load(self, piece: Piece) -> None:
         lanes = self.lanes
         if self._given is not None:
             lanes.wait(IN, self._given)
             self._given = None
         for chunk in piece.chunks:
-            lanes.wait(IN, max((one.left for one in (chunk, *self._rival_chunks[chunk])), key=itemgetter(0))[1])
+            lanes.wait(IN, max((one.left for one in (chunk, *self.rival_chunks[chunk])), key=itemgetter(0))[1])
             lanes.run(IN, chunk.copy_in)
         for rival in self._rivals[piece]:
             rival.here = rival.wanted = False

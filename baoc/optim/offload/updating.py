@@ -54,9 +54,9 @@ class Piece:
         self.state: dict[Tensor, State] = {}
         self._pairs: list[tuple[Slot, Tensor, Tensor]] = []  # slot, the host's weight and gradient
         self._moving: list[tuple[Slot, Tensor, Tensor]] = []  # those with a gradient in this step
-        self._grads: list[Tensor] = []  # which they are, on the device
-        self._lot: _Buffer | None = None  # for flushed gradients
-        self._parked: dict[Tensor, Tensor] = {}  # the host's weight -> its gradient, flushed in this step
+        self.grads: list[Tensor] = []  # which they are, on the device
+        self.lot: _Buffer | None = None  # for flushed gradients
+        self.parked: dict[Tensor, Tensor] = {}  # the host's weight -> its gradient, flushed in this step
         begin = 0
         for live in self.blocks:
             weights = []
@@ -89,38 +89,38 @@ class Piece:
     def take_gradients(self) -> None:
         """Holds the gradients of this step until they are fetched."""
         self._moving = [pair for pair in self._pairs if pair[0].param.grad is not None]
-        self._grads = [slot.param.grad for slot, _, _ in self._moving if slot.param.grad is not None]
+        self.grads = [slot.param.grad for slot, _, _ in self._moving if slot.param.grad is not None]
 
     def drop_gradients(self) -> list[Tensor]:
-        grads, self._grads = self._grads, []
+        grads, self.grads = self.grads, []
         return grads
 
     @property
     def flushed(self) -> bool:
-        return bool(self._parked)
+        return bool(self.parked)
 
     def park(self) -> list[tuple[Tensor, Tensor]]:
         """Room for the gradients where nothing else passes, and the copies to be made: (to, from)."""
-        if self._lot is None:
+        if self.lot is None:
             nbytes = sum(aligned(slot.param.nbytes) for slot, _, _ in self._pairs)
             memory = host_memory(nbytes, what="flushed gradients of blocks that the host updates")
-            self._lot = _Buffer(memory, device=self._pairs[0][0].param.device)
-        self._parked, begin = {}, 0
+            self.lot = _Buffer(memory, device=self._pairs[0][0].param.device)
+        self.parked, begin = {}, 0
         for slot, weight, _ in self._moving:
-            self._parked[weight] = _place(slot.param, self._lot.memory, begin=begin)
+            self.parked[weight] = _place(slot.param, self.lot.memory, begin=begin)
             begin += aligned(slot.param.nbytes)
-        return list(zip(self._parked.values(), self.drop_gradients(), strict=True))
+        return list(zip(self.parked.values(), self.drop_gradients(), strict=True))
 
     def fetch(self) -> None:
-        for (slot, weight, own), grad in zip(self._moving, self._grads, strict=True):
+        for (slot, weight, own), grad in zip(self._moving, self.grads, strict=True):
             weight.copy_(slot.param.detach(), non_blocking=True)
-            if weight not in self._parked:
+            if weight not in self.parked:
                 own.copy_(grad, non_blocking=True)
 
     def step(self, work: Callable[[], object]) -> None:
         """Does `work` with the gradients that were fetched."""
         for _, weight, own in self._moving:
-            weight.grad = self._parked.get(weight, own)
+            weight.grad = self.parked.get(weight, own)
         for live, twin in zip(self.blocks, self.twins, strict=True):
             twin.fresh, twin.applied, twin.match = live.fresh, live.applied, live.match
         work()
@@ -128,7 +128,7 @@ class Piece:
             live.fresh, live.applied = twin.fresh, twin.applied
         for _, weight, _ in self._moving:
             weight.grad = None
-        self._parked = {}
+        self.parked = {}
 
     def send(self) -> None:
         for slot, weight, _ in self._moving:
@@ -167,7 +167,7 @@ class Updating(Ring[Piece]):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._buffers = [self._make_buffer() for _ in range(self.num_buffers)]
-        self._queue: deque[_Task] = deque()
+        self.queue: deque[_Task] = deque()
         self._pending: list[Future[None]] = []
         self._host = beside(self.device)
         self._sent: Any = None
@@ -200,7 +200,7 @@ class Updating(Ring[Piece]):
         if releases:
             with torch.no_grad():
                 self._fetch(task)
-        self._queue.append(task)
+        self.queue.append(task)
         if self._host is None:
             self._do_next()
         else:
@@ -217,10 +217,10 @@ class Updating(Ring[Piece]):
 
     @torch.no_grad()
     def _do_next(self) -> None:
-        task = self._queue.popleft()
+        task = self.queue.popleft()
         self._fetch(task)
-        if self._queue and self._queue[0].piece.buffer is not task.piece.buffer:
-            self._fetch(self._queue[0])
+        if self.queue and self.queue[0].piece.buffer is not task.piece.buffer:
+            self._fetch(self.queue[0])
         self.lanes.wait_here(task.fetched)
         task.piece.step(task.work)
         self.lanes.run(IN, task.piece.send)

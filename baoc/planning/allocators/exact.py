@@ -134,7 +134,7 @@ def minimise(problem: Problem, *, objective: Floats, time_limit_s: float = 60.0)
     classes = _classes(problem, objective)
     tightened, bound = problem, None
     for _ in range(8):
-        counts, lower = _solve(tightened, classes, objective, time_limit_s=time_limit_s)
+        counts, lower = solve(tightened, classes, objective, time_limit_s=time_limit_s)
         bound = lower if bound is None else bound
         if counts is None:
             return None
@@ -155,7 +155,7 @@ def _classes(problem: Problem, objective: Floats) -> list[Ints]:
     return [np.array(blocks) for blocks in found.values()]
 
 
-def _solve(
+def solve(
     problem: Problem, classes: list[Ints], objective: Floats, *, time_limit_s: float
 ) -> tuple[Ints | None, float]:
     """(how many blocks of each class run each spec [classes, specs], lower bound); None where infeasible."""

@@ -63,9 +63,9 @@ class LagrangianAllocator:
         if risk - bound > CLOSED_GAP * abs(risk):
             closed = close(
                 problem,
-                _relaxed(problem, dual, choice=None),
+                relaxed(problem, dual, choice=None),
                 best=choice,
-                relax=_relax,
+                relax=relax,
                 good_gap=CLOSED_GAP,
                 most_nodes=MOST_NODES,
             )
@@ -130,7 +130,7 @@ def _span(problem: Problem, values: Floats) -> float:
     return float((most - least).sum()) or 1.0
 
 
-def _relaxed(problem: Problem, dual: Dual, *, choice: Ints | None) -> Relaxed:
+def relaxed(problem: Problem, dual: Dual, *, choice: Ints | None) -> Relaxed:
     """The block to split is the one on whose candidates the mixed choices disagree most, in risk."""
     seen = np.stack(dual.choices)
     risks = np.take_along_axis(problem.risk, seen.T, axis=1)
@@ -146,16 +146,16 @@ def _relaxed(problem: Problem, dual: Dual, *, choice: Ints | None) -> Relaxed:
     )
 
 
-def _relax(problem: Problem, ceiling: float) -> Relaxed:
+def relax(problem: Problem, ceiling: float) -> Relaxed:
     """A relaxation within the branching: few prices, and rounding without swaps."""
     least = least_risk(problem)
     if problem.feasible(least):
         dual = Dual(bound=problem.total_risk(least), prices=np.zeros(len(problem.limits)), choices=(least,))
-        return _relaxed(problem, dual, choice=least)
+        return relaxed(problem, dual, choice=least)
     dual = maximise(problem, start=None, most_prices=40, ceiling=ceiling)
     entry = dual.choices[0]
     repaired = entry if problem.feasible(entry) else repair(problem, entry, prices=dual.prices)
-    return _relaxed(problem, dual, choice=None if repaired is None else fill(problem, repaired, prices=dual.prices))
+    return relaxed(problem, dual, choice=None if repaired is None else fill(problem, repaired, prices=dual.prices))
 
 
 def _round(problem: Problem, dual: Dual, *, start: Ints) -> Ints:

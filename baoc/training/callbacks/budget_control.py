@@ -68,7 +68,7 @@ class BudgetControl(L.Callback):
         self._refused: tuple[Budget, Footprint | None] | None = None  # not to be tried at every step again
         self._answered: dict[str, Any] = {}
         self._grew = False
-        self._signals = 0
+        self.signals = 0
         self._strategy: Any = None
         self._saved: dict[str, Any] = {}
         self._step_of_last_look = -1
@@ -89,7 +89,7 @@ class BudgetControl(L.Callback):
                 signal.signal(number, handler)
 
     def _notch(self, change: int) -> None:
-        self._signals = min(max(0, self._signals + change), MOST_NOTCHES)  # more would take nothing away
+        self.signals = min(max(0, self.signals + change), MOST_NOTCHES)  # more would take nothing away
 
     # -- set-up and resume ----------------------------------------------------------------------------------------
 
@@ -134,7 +134,7 @@ class BudgetControl(L.Callback):
         both_auto = saved["base"]["name"] == planner.budget.name == AUTO
         if saved["base"] != to_plain(planner.budget) and not both_auto:
             return "the budget of the run"
-        self._signals = self.dial.notches = saved["notches"]
+        self.signals = self.dial.notches = saved["notches"]
         self.dial.ceiling = Budget(**saved["ceiling"]) if saved["ceiling"] else None
         self._grew = bool(saved["grown"])
         if planner.footprint is not None and self._grew:
@@ -168,7 +168,7 @@ class BudgetControl(L.Callback):
             "step": reallocator.step,
             "base": to_plain(self.dial.base),
             "in_force": to_plain(reallocator.planner.budget),
-            "notches": self._signals,
+            "notches": self.signals,
             "largest_batch": self.dial.largest_batch,
             "ceiling": to_plain(self.dial.ceiling) if self.dial.ceiling is not None else {},
             "grown": {key: getattr(footprint, key) for key in _GROWING} if self._grew else {},
@@ -194,7 +194,7 @@ class BudgetControl(L.Callback):
         self._step_of_last_look = trainer.global_step
         step, size = trainer.global_step, num_samples(batch)
         self._read_file()
-        self.dial.notches = self._signals
+        self.dial.notches = self.signals
         if self.relaxation.due(step):
             self._relax()
         budget, why = self.dial.wish(step=step, batch=size * trainer.accumulate_grad_batches)

@@ -209,7 +209,7 @@ class Tryouts:
                 break
             look = narrowed(self.narrow, module=self.task) if narrow else nullcontext()
             with suppress(torch.OutOfMemoryError), look:
-                trial = self._run(way, blocks=blocks, narrow=narrow)
+                trial = self.run(way, blocks=blocks, narrow=narrow)
                 self.rehearse(way, blocks=blocks, specs=specs)
                 seconds = self.rehearsed[way] * size / self.config.batch_size
                 self._keep(way, replace(trial, seconds=seconds))
@@ -224,13 +224,13 @@ class Tryouts:
         narrow = bool(self.less)
         look = narrowed(self.narrow, module=self.task) if narrow else nullcontext()
         with suppress(torch.OutOfMemoryError), uncapped(self.where, budget=self.budget), look:
-            self._keep(way, self._run(way, blocks=blocks, narrow=narrow))
+            self._keep(way, self.run(way, blocks=blocks, narrow=narrow))
             self.looked_at.add(way)
             return True
         clear_cache(self.where)
         return False
 
-    def _run(self, way: Way, *, blocks: Sequence[Sequence[Tensor]], narrow: bool) -> Trial:
+    def run(self, way: Way, *, blocks: Sequence[Sequence[Tensor]], narrow: bool) -> Trial:
         """The trial of a way, that of before where it was measured with weights as they are now."""
         size, checkpointing, release = way
         if self.knows(way) and narrow is (checkpointing in self.narrowed):

@@ -100,7 +100,7 @@ def decide(
         visit.callback(gc.unfreeze)
         gc.freeze()  # caches are emptied before each trial; looking through what has been there takes .2 s each time
         end = monotonic() + DECIDING_S
-        decision = _Decision(config, task=task, data=data, device=device, settings=settings, visit=visit, phases=phases)
+        decision = Decision(config, task=task, data=data, device=device, settings=settings, visit=visit, phases=phases)
         search = partial(
             choose, objective=config.objective, tried=decision.options_after, late=lambda: monotonic() > end
         )
@@ -140,7 +140,7 @@ def tell_release(config: RunConfig) -> None:
     )
 
 
-class _Decision:
+class Decision:
     """What was tried for one run, and options made of it. The task is on the device as long as `visit` lasts."""
 
     def __init__(
@@ -265,16 +265,16 @@ class _Decision:
         return replace(self.table, base_step_s=self.table.base_step_s + self.tryouts.seconds(way) - spared_s)
 
     def options(self) -> list[Option]:
-        options = self._made()
+        options = self.made()
         if not any(option.fits for option in options) and self.tryouts.narrow_down():
-            options = self._made()
+            options = self.made()
         narrow = {option.checkpointing for option in options if option.fits and option.weights != "native"}
         for checkpointing in narrow - self.tryouts.spared.keys():
             self.tryouts.time_narrow(checkpointing)
             options = []
-        return options or self._made()
+        return options or self.made()
 
-    def _made(self) -> list[Option]:
+    def made(self) -> list[Option]:
         self.context = context_bytes(self.where)  # has grown by the kernels of what was tried since
         ways = [way for way in self.axes.ways(batch_size=self.config.batch_size) if way[1] in self.tryouts.tried]
         with self.phases("plans of the options"):
@@ -333,7 +333,7 @@ class _Decision:
             with self.phases("the least option"):
                 if not self.tryouts.measure(least.way, blocks=self.blocks):
                     break
-            options = self._made()
+            options = self.made()
         return options
 
     def _stepped_by(self, way: Way) -> list[OptimizerSpec]:

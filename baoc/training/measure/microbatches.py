@@ -197,7 +197,7 @@ class Trials:
             self._loss(batch)
 
     def _loss(self, batch: Any) -> Tensor:
-        with self._autocast():
+        with self.autocast():
             out = self.module.training_step(batch, 0)
         loss: Any = out["loss"] if isinstance(out, dict) else out
         if not isinstance(loss, Tensor):
@@ -205,10 +205,10 @@ class Trials:
         return loss
 
     def _validate(self, batch: Any) -> None:
-        with self._autocast():
+        with self.autocast():
             self.module.validation_step(batch, 0)
 
-    def _autocast(self) -> AbstractContextManager[Any]:
+    def autocast(self) -> AbstractContextManager[Any]:
         """Lightning's own, which keeps no copies of weights from one use to the next."""
         mixed = MixedPrecision("bf16-mixed", self.device.type) if self._mixed else None
         return mixed.autocast_context_manager() if mixed is not None else nullcontext()

@@ -62,7 +62,7 @@ class SmallBlocks:
             self._releaser.settings = release  # not told again: the run's own optimizer says what it means
             self._releaser.sizes = {small: param.nbytes for param, small in self._small.items()}
         self._grads = {small: torch.full_like(small, 1e-3) for small in self._small.values()}
-        self._compile()
+        self.compile()
 
     def come(self, param: Tensor) -> None:
         """The gradient of a parameter of the network is final. A second one in a step is for training to refuse."""
@@ -78,7 +78,7 @@ class SmallBlocks:
         self.optimizer.mask_nonfinite()
         self.optimizer.step()
 
-    def _compile(self) -> None:
+    def compile(self) -> None:
         if self._releaser is None:
             for backend in self.optimizer.roster.ready():
                 if isinstance(backend, FusedBackend):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from baoc.optim import BlockwiseOptimizer
-from tests.optimizing import Gradients, build, make_params, state_tensors, twin_of, values
+from tests.support.optimizing import Gradients, build, make_params, state_tensors, twin_of, values
 
 Params = dict[str, Tensor]
 
@@ -41,7 +41,7 @@ class Pair:
 
 
 def assert_equal(a: BlockwiseOptimizer, params: Params, b: BlockwiseOptimizer, twins: Params) -> None:
-    assert a._num_steps == b._num_steps
+    assert a.num_steps == b.num_steps
     for mine, theirs in ((values(params), values(twins)), (state_tensors(a), state_tensors(b))):
         assert mine.keys() == theirs.keys()
         for name, value in mine.items():

@@ -1,7 +1,6 @@
-"""Values for tests of the decision core: rules by their tags, a small network, and candidate sets; no torch."""
+"""Values for tests of the decision core: a small network, and candidate sets; no torch."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -15,65 +14,7 @@ from baoc.types import (
     Limits,
     ParamInfo,
     Risk,
-    RuleInfo,
-    Scaling,
-    StateDecl,
-    StateKind,
-    StateLayout,
 )
-
-M = StateDecl(name="m", kind=StateKind.M)
-V = StateDecl(name="v", kind=StateKind.V)
-V_ROW = StateDecl(name="v_row", kind=StateKind.V, layout=StateLayout.PER_ROW)
-V_COLUMN = StateDecl(name="v_column", kind=StateKind.V, layout=StateLayout.PER_COLUMN)
-
-
-def rule(
-    name: str,
-    *states: StateDecl,
-    counts_steps: bool = True,
-    matched: bool = True,
-    hidden_only: bool = False,
-    scaling: Scaling = Scaling.NONE,
-) -> RuleInfo:
-    """A rule that needs a matrix where one of its states, or its scaling, does."""
-    needs_matrix = scaling is not Scaling.NONE or any(state.layout is not StateLayout.FULL for state in states)
-    return RuleInfo(
-        name=name,
-        description=name,
-        states=states,
-        counts_steps=counts_steps,
-        matched=matched,
-        needs_matrix=needs_matrix,
-        hidden_only=hidden_only,
-        scaling=scaling,
-    )
-
-
-def foam(level: int, axis: Axis = Axis.FAN_IN, *, of_squares: bool = False) -> RuleInfo:
-    m, v = (StateDecl(name=k.value, kind=k, layout=StateLayout.FOLDED, level=level, axis=axis) for k in StateKind)
-    suffix = "_sq" if of_squares else "_out" if axis is Axis.FAN_OUT else ""
-    return rule(f"foam_l{level}{suffix}", m, replace(v, of_squares=of_squares))
-
-
-RULES: dict[str, RuleInfo] = {
-    info.name: info
-    for info in (
-        rule("adamw", M, V, matched=False),
-        rule("rmsprop", V),
-        rule("adamw_shared_in", M, V_ROW, matched=False),
-        rule("adamw_shared_out", M, V_COLUMN, matched=False),
-        rule("adafactor", V_ROW, V_COLUMN),
-        rule("adafactor_momentum", M, V_ROW, V_COLUMN, matched=False),
-        rule("lion", M, counts_steps=False),
-        rule("signum", M, counts_steps=False),
-        rule("muon", M, counts_steps=False, hidden_only=True, scaling=Scaling.SPECTRAL),
-        *(foam(level, axis) for axis in Axis for level in (1, 2, 3, 8)),
-        *(foam(level, of_squares=True) for level in (1, 2, 3, 8)),
-        rule("sign", counts_steps=False),
-        rule("column_norm", counts_steps=False, scaling=Scaling.COLUMN),
-    )
-}
 
 
 def param(name: str, *shape: int, module_type: str = "Linear", depth: int | None = None) -> ParamInfo:

@@ -7,14 +7,14 @@ of their own, which `run_interpreted` starts.
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from baoc.optim import BlockwiseOptimizer
-from tests.optimizing import Gradients, build, make_params
+from tests.support.optimizing import Gradients, build, make_params
+from tests.support.paths import ROOT
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 SHAPES = {"a": (9, 37), "b": (40,), "c": (4, 65), "d": (3, 5, 7), "one": (1,), "empty": (0,)}
@@ -26,10 +26,9 @@ MIXED = {
 
 def run_interpreted(file: str) -> None:
     """Runs the tests of a file in an interpreter of Triton's; every one of them has to pass."""
-    root = Path(__file__).parents[2]
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file]
-    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
     assert " passed" in done.stdout and "skipped" not in done.stdout, done.stdout[-500:]
 

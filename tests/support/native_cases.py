@@ -17,7 +17,7 @@ from baoc.optim import BlockwiseOptimizer
 from baoc.optim.backends import native_kinds
 from baoc.optim.weights import master
 from baoc.types import Placement
-from tests.optimizing import Gradients, build, make_params, shapes_for
+from tests.support.optimizing import Gradients, build, make_params, shapes_for
 
 LR = 1e-2
 ODD_CODES = 1e-3  # share of codes and scales that may differ in one step, and at least one

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.offload import Lanes, ring
-from tests.optimizing import Gradients, assert_same, build, make_params, twin_of, values
+from tests.support.optimizing import Gradients, assert_same, build, make_params, twin_of, values
 
 PLACES = ("streamed", "updated")
 SHAPES = {"a": (33, 64), "b": (64,), "c": (48, 40), "d": (257,), "e": (16, 16, 3)}
@@ -39,8 +39,8 @@ class LateLanes:
 
     def __init__(self, *, deaf: Iterable[tuple[str, str]] = ()):
         self._queues: dict[str, deque[Any]] = {}
-        self._given: dict[str, int] = {}
-        self._done: dict[str, int] = {}
+        self.given: dict[str, int] = {}
+        self.done: dict[str, int] = {}
         self._deaf = set(deaf)
         self.kept: list[tuple[Tensor, str]] = []
         self.finished = False
@@ -48,13 +48,13 @@ class LateLanes:
 
     def _give(self, lane: str, task: Any) -> None:
         self._queues.setdefault(lane, deque()).append(task)
-        self._given[lane] = self._given.get(lane, 0) + 1
+        self.given[lane] = self.given.get(lane, 0) + 1
 
     def run(self, lane: str, work: Callable[[], object]) -> None:
         self._give(lane, work)
 
     def mark(self, lane: str) -> tuple[str, int]:
-        return lane, self._given.get(lane, 0)
+        return lane, self.given.get(lane, 0)
 
     def wait(self, lane: str, mark: tuple[str, int] | None) -> None:
         if mark is not None and self._hears(lane, mark[0]):
@@ -76,7 +76,7 @@ class LateLanes:
 
     def _reach(self, lane: str, count: int) -> None:
         """Does what the lane's first `count` tasks need, and nothing else."""
-        while self._done.get(lane, 0) < count:
+        while self.done.get(lane, 0) < count:
             task = self._queues[lane][0]
             if isinstance(task, tuple):
                 self._reach(*task)
@@ -87,7 +87,7 @@ class LateLanes:
         if not isinstance(task, tuple):
             with torch.no_grad():
                 task()
-        self._done[lane] = self._done.get(lane, 0) + 1
+        self.done[lane] = self.done.get(lane, 0) + 1
 
     def drain(self, first: Sequence[str]) -> None:
         while lane := next((name for name in first if self._may(name)), None):
@@ -98,7 +98,7 @@ class LateLanes:
         queue = self._queues.get(lane)
         if not queue:
             return False
-        return not isinstance(queue[0], tuple) or self._done.get(queue[0][0], 0) >= queue[0][1]
+        return not isinstance(queue[0], tuple) or self.done.get(queue[0][0], 0) >= queue[0][1]
 
 
 def states_of(optimizer: BlockwiseOptimizer) -> dict[str, Tensor]:
@@ -131,7 +131,7 @@ class LateHost:
     """Stands for the thread beside the caller: does nothing before somebody waits for it."""
 
     def __init__(self) -> None:
-        self._given: deque[tuple[Future, Callable[[], object]]] = deque()
+        self.given: deque[tuple[Future, Callable[[], object]]] = deque()
 
     def submit(self, work: Callable[[], object]) -> Future:
         host = self
@@ -139,7 +139,7 @@ class LateHost:
         class Late(Future):
             def result(self, timeout: float | None = None) -> object:
                 while not self.done():
-                    future, task = host._given.popleft()
+                    future, task = host.given.popleft()
                     try:
                         future.set_result(task())
                     except BaseException as error:
@@ -147,5 +147,5 @@ class LateHost:
                 return super().result(timeout)
 
         future = Late()
-        self._given.append((future, work))
+        self.given.append((future, work))
         return future

@@ -17,7 +17,7 @@ from baoc.kernels.triton.matrix_kinds import FOLDS
 from baoc.optim.codecs import CODEC_IMPLS, Codec
 from baoc.optim.rules import RULES, RuleContext
 from baoc.types import Axis, StateDecl, StateLayout
-from tests.numerics.kernel_cases import Case, Twin, check_equal
+from tests.support.kernel_cases import Case, Twin, check_equal
 
 # (rows, cols, transposed): lines that are whole groups and not, short and long (one longer than a chunk), odd, of one
 # row or column.
@@ -32,6 +32,7 @@ SHAPES = (
     (2, 2, False),
     (2, 1100, False),
 )
+COVERING = ((3, 160, False), (37, 50, False), (40, 33, True))  # whole groups, parts of groups, transposed
 MEANS = ("adamw_shared_in", "adamw_shared_out", "adafactor", "adafactor_momentum", "column_norm")
 MATRIX_RULES = (*MEANS, *FOLDS)
 RTOL, LOOSE = 5e-6, 1e-4
@@ -71,7 +72,11 @@ def matrix_cases(
 
 
 def few_cases() -> list[MatrixCase]:
-    """The cases among which every branch of the kernels is taken."""
+    """The cases among which every branch of the kernels is taken.
+
+    The first case of a rule sees every shape, its others, of another storage, type or weights, those of `COVERING`:
+    so each pair (rule, shape) is there, and each pair of a rule or a shape of those with storage and weights.
+    """
     float32, bfloat16 = torch.float32, torch.bfloat16
     chosen = [
         ("adamw_shared_in", "fp32", float32, "native"), ("adamw_shared_in", "int8", float32, "native"),
@@ -85,6 +90,7 @@ def few_cases() -> list[MatrixCase]:
         ("foam_l3_out", "int8_log", float32, "native"), ("foam_l1_sq", "int8_root", float32, "native"),
         ("adamw_shared_in", "int4", float32, "native"), ("adafactor_momentum", "int4", float32, "native"),
     ]  # fmt: skip
+    seen: set[str] = set()
     cases = [
         MatrixCase(
             rule=rule, storage=storage, param=dtype, grad=dtype, weights=weights,
@@ -93,6 +99,9 @@ def few_cases() -> list[MatrixCase]:
         for rule, storage, dtype, weights in chosen
     ]  # fmt: skip
     for case in cases:
+        if case.rule in seen:
+            case.shapes = COVERING
+        seen.add(case.rule)
         if case.rule.endswith("_out") and case.rule in FOLDS:  # rows of odd length that a program sees one of
             case.shapes = (*SHAPES[:-1], (5, 161, False))
     long = (

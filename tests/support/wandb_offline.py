@@ -1,0 +1,77 @@
+"""A training job that logs to W&B offline, and the records it left on disk."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from baoc.tracking.files import append_jsonl
+from baoc.tracking.loggers import finishing, log_plan, log_reallocations, log_summary, make_loggers
+from baoc.types import BlockMove, Reallocation
+from tests.support.tiny import TinyBatches, TinyLoader, TinyModule, tiny_trainer
+from tests.support.values import make_plan, make_result
+
+STAYED = Reallocation(
+    step=60,
+    trigger="interval",
+    accepted=False,
+    why="risk 1 -> .99",
+    moves=(),
+    state_bytes_before=8,
+    state_bytes_after=8,
+    risk_before=1.0,
+    risk_after=1.0,
+)
+
+MOVE = BlockMove(
+    block="a",
+    source="adamw",
+    target="sign",
+    kept={"m": "dropped"},
+    bytes_before=80,
+    bytes_after=8,
+    why="saves 72 B",
+)
+
+MOVED = replace(
+    STAYED,
+    step=40,
+    accepted=True,
+    why="risk 2 -> 1",
+    risk_before=2.0,
+    moves=(MOVE,),
+    state_bytes_before=80,
+    update_rms_ratio={"a": 4.76},
+)
+
+PLACES = ("WANDB_DIR", "WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_ARTIFACT_DIR")
+
+
+def job(folder: Path, name: str, module: TinyModule) -> None:
+    wandb = SimpleNamespace(project="p", entity=None, mode="offline")
+    settings: Any = SimpleNamespace(names=("wandb",), wandb=wandb)
+    config = {"name": name, "optim": {"betas": [0.9, 0.99]}}
+    loggers = make_loggers(settings, run_dir=folder / name, name=name, config=config, group="study", tags=["a"])
+    with finishing(loggers):
+        log_plan(loggers, plan=make_plan())
+        log_reallocations(loggers, run_dir=folder / name)  # nothing was decided yet
+        for event in (MOVED, STAYED):
+            append_jsonl(folder / name / "reallocations.jsonl", event)
+        log_reallocations(loggers, run_dir=folder / name)
+        tiny_trainer(logger=loggers, max_steps=4).fit(module, TinyLoader(), TinyBatches())
+        log_summary(loggers, result=make_result())
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """The records of the one offline run below `folder`, read by W&B's own reader."""
+    (run_dir,) = (folder / "wandb").glob("offline-run-*")
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(run_dir)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def one(kind: str, of: list[dict[str, Any]]) -> dict[str, Any]:
+    return [record for record in of if record["type"] == kind][-1][kind]
