@@ -13,7 +13,7 @@ from typing import Any
 from baoc.errors import BadInputError
 
 # Who starts processes, and the variables of their number and of this one's. accelerate and deepspeed set torchrun's.
-_LAUNCHERS = (
+LAUNCHERS = (
     ("torchrun", "WORLD_SIZE", "RANK"),
     ("torchrun", "WORLD_SIZE", "LOCAL_RANK"),
     ("mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
@@ -132,7 +132,7 @@ def _of_slurm(environment: Mapping[str, str]) -> Ranks | None:
 
 
 def _of_launcher(environment: Mapping[str, str]) -> Ranks | None:
-    for launcher, size, rank in _LAUNCHERS:
+    for launcher, size, rank in LAUNCHERS:
         told_by = f"{launcher}: {size if size in environment else rank}"
         found = _several(_number(environment, rank), _number(environment, size), told_by=told_by)
         if found is not None:

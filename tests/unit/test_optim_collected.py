@@ -53,7 +53,7 @@ def go_on_alike(module: nn.Module, optimizer: Any, other: nn.Module, resumed: An
     train(module, optimizer, seed=2)
     train(other, resumed, seed=2)
     assert all(map(torch.equal, module.parameters(), other.parameters()))
-    assert resumed._num_steps == optimizer._num_steps
+    assert resumed.state_dict()["num_steps"] == optimizer.state_dict()["num_steps"]
     assert [group.keys() for group in resumed.param_groups] == [group.keys() for group in optimizer.param_groups]
     assert [group["lr"] for group in resumed.param_groups] == [group["lr"] for group in optimizer.param_groups]
 
@@ -112,7 +112,7 @@ def test_another_plan_takes_what_is_collected() -> None:
     other.load_state_dict(module.state_dict())
     set_optimizer_state_dict(other, resumed, through_file(get_optimizer_state_dict(module, optimizer)))
     assert resumed.load_report is not None and {move.source for move in resumed.load_report.moves} == {"adamw_int8"}
-    assert resumed._num_steps == 3
+    assert resumed.state_dict()["num_steps"] == 3
 
 
 def test_adamw_is_collected_and_taken_over() -> None:
@@ -122,7 +122,7 @@ def test_adamw_is_collected_and_taken_over() -> None:
     resumed = BlockwiseOptimizer(other, "adamw")
     other.load_state_dict(module.state_dict())
     set_optimizer_state_dict(other, resumed, get_optimizer_state_dict(module, theirs))
-    assert resumed._num_steps == 3 and resumed.param_groups[0]["lr"] == 2e-3
+    assert resumed.state_dict()["num_steps"] == 3 and resumed.param_groups[0]["lr"] == 2e-3
     for param, twin in zip(module.parameters(), other.parameters(), strict=True):
         assert torch.equal(theirs.state[param]["exp_avg_sq"], resumed.state[twin]["v"])
 

@@ -13,7 +13,7 @@ from baoc.cli.main import main
 from baoc.config.from_hydra import from_plain
 from baoc.errors import BadInputError
 from baoc.optim import BlockwiseOptimizer
-from baoc.parallel import _LAUNCHERS, ranks_here, unwrapped
+from baoc.parallel import LAUNCHERS, ranks_here, unwrapped
 from baoc.sweep.study import run_study
 from baoc.sweep.study_config import StudyConfig
 from baoc.training.run import run
@@ -55,7 +55,7 @@ ALONE = {
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for key in {key for _, *keys in _LAUNCHERS for key in keys} | set(STEP) | {"SLURM_NTASKS", "SLURM_PROCID"}:
+    for key in {key for _, *keys in LAUNCHERS for key in keys} | set(STEP) | {"SLURM_NTASKS", "SLURM_PROCID"}:
         monkeypatch.delenv(key, raising=False)
 
 
