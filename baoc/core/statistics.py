@@ -8,6 +8,7 @@ they are infinite, so nothing follows from them. scipy is imported on first use,
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import permutations
 from statistics import fmean, stdev
 from typing import Any
@@ -51,6 +52,7 @@ class Interval:
         return f"{self.mean:+.4g} +- {self.half:.2g} (n {self.n})"
 
 
+@cache
 def student_quantile(probability: float, *, degrees: int) -> float:
     """The quantile of Student's t distribution; infinite for no degree of freedom."""
     if degrees < 1:

@@ -1,0 +1,210 @@
+"""Who leaves a race, what it chooses, and what may be claimed of the choice: functions of scores, without any training.
+
+A race compares *entrants* (recipes) on runs that share their seeds. Scores are lower-is-better values at one rung, by
+entrant and seed. How a race goes:
+
+1. At the first rung each entrant keeps the best of its learning rates (`best_rate`).
+2. At each rung the *incumbent* is the best uniform so far. An entrant leaves where it is clearly behind
+   (`clearly_behind`): by three pooled standard deviations before the last rung, as scores of short runs still change
+   places, and by an interval that excludes 0 at the last one. The incumbent never leaves.
+3. The best mixed entrant and the uniforms that are left run once more on fresh seeds, which chose nothing.
+4. `verdict` takes the mixed entrant only if it beats every uniform on the fresh seeds. Otherwise it takes the uniform
+   of fewest bytes that is within the margin of the best one.
+
+What is claimed. Let c be the choice and u the best uniform of the race. For each comparison the one-sided bound of the
+mean of c - u is taken at level 1 - (1 - level) / K over all K comparisons, so that all bounds hold together with
+probability `level` at least (Bonferroni). The claim is that c is worse than the best uniform by no more than
+`Verdict.margin_held`. It equals the margin that was asked for where the data can exclude more than that; with few or
+noisy seeds it is larger, and then the verdict says so. Nothing is claimed about other sizes or horizons.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from baoc.core.statistics import LEVEL, Interval, paired_difference, upper_bound
+
+MARGIN = 0.01  # of the incumbent's score, within which fewer bytes decide
+POOLED_SDS = 3.0
+Scores = Mapping[str, Mapping[int, float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entrant:
+    """A recipe in a race.
+
+    Args:
+        name: as in the scores.
+        state_bytes: of its plan.
+        uniform: one rule and storage for all hidden matrices, which needs no allocation. Only uniforms can be the
+            incumbent that a choice is never worse than.
+        control: it runs beside the others and is never chosen, such as a permutation of a plan over its blocks.
+    """
+
+    name: str
+    state_bytes: int
+    uniform: bool
+    control: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What a race chose.
+
+    Args:
+        choice: name of the entrant.
+        reason: one sentence with the figures.
+        rival: the uniform that the choice is compared with: the best other one.
+        difference: choice - rival over the seeds that count; None where there was no rival.
+        margin: what was asked for, in the scores' unit.
+        margin_held: the choice is worse than the best uniform by no more than this, with probability `level`.
+        level: probability of the claim.
+    """
+
+    choice: str
+    reason: str
+    rival: str | None
+    difference: Interval | None
+    margin: float
+    margin_held: float
+    level: float
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether the seeds sufficed for the margin that was asked for."""
+        return self.margin_held <= self.margin
+
+
+def best_rate(by_rate: Mapping[float, Mapping[int, float]]) -> float:
+    """The learning rate of least mean score; a run that diverged has an infinite score. Ties go to the lower rate."""
+    if not by_rate:
+        raise ValueError("no learning rate has a score: give the scores of at least one")
+    return min(sorted(by_rate), key=lambda rate: _mean(by_rate[rate]))
+
+
+def incumbent(entrants: Sequence[Entrant], scores: Scores) -> str:
+    """The uniform of least mean score; of equal ones that of fewest bytes.
+
+    Raises:
+        ValueError: where no uniform has a score.
+    """
+    uniforms = [entrant for entrant in entrants if entrant.uniform and scores.get(entrant.name)]
+    if not uniforms:
+        raise ValueError("a race needs a uniform entrant with a score, as its choice is held against the best of them")
+    return min(uniforms, key=lambda one: (_mean(scores[one.name]), one.state_bytes)).name
+
+
+def clearly_behind(
+    entrants: Sequence[Entrant], scores: Scores, *, last_rung: bool, level: float = LEVEL
+) -> dict[str, str]:
+    """The entrants that leave at this rung, each with the reason; never the incumbent.
+
+    A run that diverged makes its entrant leave at any rung.
+    """
+    best = incumbent(entrants, scores)
+    finite: dict[str, Interval] = {}
+    leaving: dict[str, str] = {}
+    for entrant in entrants:
+        own = scores.get(entrant.name, {})
+        if entrant.name == best or not own:
+            continue
+        if not all(map(math.isfinite, own.values())):
+            leaving[entrant.name] = "it diverged"
+        else:
+            finite[entrant.name] = paired_difference(own, scores[best], level=level)
+    pooled = _pooled_sd(finite.values())
+    for name, difference in finite.items():
+        if last_rung and difference.low > 0:
+            leaving[name] = f"behind {best} by {difference}"
+        elif not last_rung and difference.mean > POOLED_SDS * pooled:
+            leaving[name] = f"behind {best} by {difference.mean:.4g}, over {POOLED_SDS:g} pooled sd of {pooled:.2g}"
+    return leaving
+
+
+def challenger(entrants: Sequence[Entrant], scores: Scores) -> str | None:
+    """The mixed entrant of least mean score, which is to be confirmed on fresh seeds; None where there is none."""
+    mixed = [one for one in entrants if not one.uniform and not one.control and scores.get(one.name)]
+    return min(mixed, key=lambda one: (_mean(scores[one.name]), one.state_bytes)).name if mixed else None
+
+
+def verdict(
+    entrants: Sequence[Entrant], *, pilot: Scores, fresh: Scores, margin: float = MARGIN, level: float = LEVEL
+) -> Verdict:
+    """The choice among the entrants that reached the last rung.
+
+    Args:
+        entrants: those that are left, with at least one uniform.
+        pilot: scores on the seeds by which entrants left; they choose between uniforms too.
+        fresh: scores on seeds that chose nothing, of the challenger and of the uniforms.
+        margin: share of the incumbent's score within which fewer bytes decide.
+        level: probability of the claim.
+    """
+    both = {name: {**pilot.get(name, {}), **fresh.get(name, {})} for name in (entrant.name for entrant in entrants)}
+    uniforms = [entrant for entrant in entrants if entrant.uniform and both[entrant.name]]
+    best = incumbent(entrants, both)
+    allowed = margin * abs(_mean(both[best]))
+    mixed = challenger(entrants, pilot)
+    comparisons = max(len(uniforms) - 1 + (mixed is not None), 1)
+    each = 1 - (1 - level) / comparisons
+    if mixed is not None and fresh.get(mixed):
+        against = {
+            one.name: paired_difference(fresh[mixed], fresh[one.name]) for one in uniforms if fresh.get(one.name)
+        }
+        bounds = {name: upper_bound(difference, level=each) for name, difference in against.items()}
+        if len(against) == len(uniforms) and max(bounds.values()) < 0:
+            rival = max(against, key=lambda name: against[name].mean)
+            return Verdict(
+                choice=mixed,
+                reason=f"{mixed} beats every uniform on fresh seeds, the best of them by {against[rival]}",
+                rival=rival,
+                difference=against[rival],
+                margin=allowed,
+                margin_held=0.0,
+                level=level,
+            )
+    held = {one.name: _margin_held(one.name, uniforms=uniforms, scores=both, level=each) for one in uniforms}
+    within = [one for one in uniforms if held[one.name] <= allowed]
+    choice = min(within, key=lambda one: (one.state_bytes, _mean(both[one.name]))).name if within else best
+    rivals = [one.name for one in uniforms if one.name != choice]
+    rival = min(rivals, key=lambda name: _mean(both[name]), default=None)
+    difference = paired_difference(both[choice], both[rival]) if rival is not None else None
+    return Verdict(
+        choice=choice,
+        reason=_uniform_reason(choice, rival=rival, difference=difference, within=bool(within), held=held[choice]),
+        rival=rival,
+        difference=difference,
+        margin=allowed,
+        margin_held=max(held[choice], 0.0),
+        level=level,
+    )
+
+
+def _uniform_reason(choice: str, *, rival: str | None, difference: Interval | None, within: bool, held: float) -> str:
+    if rival is None:
+        return f"{choice} is the only uniform of the race, and no mixed recipe is shown to beat it"
+    if within:
+        return f"{choice} has the fewest bytes within the margin of the best uniform; against {rival}: {difference}"
+    return (
+        f"the seeds cannot tell the uniforms apart within the margin: {choice} has the best mean ({difference} against "
+        f"{rival}), and may be worse than the best by {held:.2g}"
+    )
+
+
+def _margin_held(name: str, *, uniforms: Iterable[Entrant], scores: Scores, level: float) -> float:
+    """By how much a uniform may be worse than another one at most; 0 where it has no rival."""
+    rivals = [one.name for one in uniforms if one.name != name]
+    return max(
+        (upper_bound(paired_difference(scores[name], scores[rival]), level=level) for rival in rivals), default=0.0
+    )
+
+
+def _pooled_sd(differences: Iterable[Interval]) -> float:
+    """The standard deviation of paired differences, pooled over entrants; infinite where no entrant has two seeds."""
+    known = [one for one in differences if one.n > 1]
+    degrees = sum(one.n - 1 for one in known)
+    return math.sqrt(sum(one.sd**2 * (one.n - 1) for one in known) / degrees) if degrees else math.inf
+
+
+def _mean(scores: Mapping[int, float]) -> float:
+    return fmean(scores.values())
