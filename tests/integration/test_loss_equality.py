@@ -21,7 +21,7 @@ from baoc.planner import PlannerSettings
 from baoc.tasks import OptimizerSettings, build_task
 from tests.support.tiny import LIGHTNING_NOISE, tiny_trainer
 
-pytestmark = LIGHTNING_NOISE
+pytestmark = [pytest.mark.slow, LIGHTNING_NOISE]
 STEPS, BATCH, LR, DECAY = 50, 32, 3e-3, 0.01
 
 

@@ -21,7 +21,7 @@ from baoc.planner import PlannerSettings
 from baoc.profiling.tracker import PeakMeter
 from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
 
-pytestmark = [LIGHTNING_NOISE, pytest.mark.filterwarnings("ignore:16-bit weights without correction")]
+pytestmark = [pytest.mark.slow, LIGHTNING_NOISE, pytest.mark.filterwarnings("ignore:16-bit weights without correction")]
 
 
 class Deep(TinyModule):
