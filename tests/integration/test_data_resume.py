@@ -17,7 +17,7 @@ from baoc.tasks.vision import VisionTask
 from baoc.training.callbacks import RngState
 from tests.support.tiny import LIGHTNING_NOISE, tiny_trainer
 
-pytestmark = LIGHTNING_NOISE
+pytestmark = [pytest.mark.slow, LIGHTNING_NOISE]
 
 BATCHES = 5  # an epoch of 1,438 samples in batches of 256
 

@@ -11,6 +11,8 @@ from baoc.errors import TrainingFailedError
 from tests.support.deadly_rows import Rows
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 
 def batches(folder: Path, *, lives: int, workers: int = 1) -> list[list[int]]:
     folder.mkdir()

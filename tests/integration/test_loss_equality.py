@@ -22,7 +22,7 @@ from baoc.training.reallocation import ReallocationSettings
 from baoc.training.session import SessionSettings
 from tests.support.tiny import LIGHTNING_NOISE, tiny_trainer
 
-pytestmark = LIGHTNING_NOISE
+pytestmark = [pytest.mark.slow, LIGHTNING_NOISE]
 STEPS, BATCH, LR, DECAY = 50, 32, 3e-3, 0.01
 
 

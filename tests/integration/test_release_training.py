@@ -22,7 +22,7 @@ from baoc.training.reallocation import ReallocationSettings
 from baoc.training.session import SessionSettings
 from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
 
-pytestmark = [LIGHTNING_NOISE, pytest.mark.filterwarnings("ignore:16-bit weights without correction")]
+pytestmark = [pytest.mark.slow, LIGHTNING_NOISE, pytest.mark.filterwarnings("ignore:16-bit weights without correction")]
 
 
 class Deep(TinyModule):

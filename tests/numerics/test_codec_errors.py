@@ -102,6 +102,7 @@ def average(name: str, *, scale: Tensor, noise: bool, dithered: bool) -> Tensor:
     return codec.decode(parts, shape) / (1 - beta**STEPS) / scale.square()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "deviation"), [("bf16", 0.06), ("sqrt8", 0.15), ("log8v", 0.3), ("root8v", 0.15), ("lattice4", 0.6)]
 )
@@ -112,6 +113,7 @@ def test_a_running_average_keeps_its_mean_over_thousands_of_steps(name: str, dev
     assert float(ratio.log().std()) < deviation  # .032 at fp32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bf16", "sqrt8", "log8v", "root8v"])
 def test_a_constant_square_is_reached(name: str) -> None:
     ratio = average(name, scale=torch.full((256,), 0.5), noise=False, dithered=True)
