@@ -51,7 +51,7 @@ def backend_for(block: LiveBlock, *, name: str, numel: int = 0) -> Choice:
     `auto` takes the fastest that can step it: `fused` (Triton, NVIDIA GPUs) for contiguous fp32 and bf16 parameters
     whose rule, storage and weights have a kernel, `native` (C++) for the same on the CPU in an optimizer of at least
     NATIVE_FROM elements, and `eager` for all else. fp32 AdamW on the CPU is eager under `auto`, for that is torch's own
-    step bit for bit. The native step agrees with the eager one to the tolerance that tests/numerics/test_native_*.py
+    step bit for bit. The native step agrees with the eager one to the tolerance that tests/kernels/test_native_*.py
     state (a unit in the last place of an update, a code in thousands), so a machine without a compiler trains the same
     to that tolerance and not to the bit; name a backend where it has to be. A backend that is named takes what it can;
     the rest is eager too, and the log says so.

@@ -1,7 +1,7 @@
 """The C++ backend for the CPU: one call per kind of state steps all tensors of a spec, on torch's number of threads.
 
 Its arithmetic is the eager backend's, operation by operation, so weights and codes are the same bits but for what
-torch itself does not round correctly (MKL's square root) or adds up in another order: tests/numerics/test_native_*.
+torch itself does not round correctly (MKL's square root) or adds up in another order: tests/kernels/test_native_*.
 """
 
 from collections.abc import Mapping, Sequence

@@ -14,7 +14,7 @@ from baoc.types import Plan, Profile, RuleInfo, StateKind, StateLayout
 RECOVERY_STEPS = {StateKind.M: 10, StateKind.V: 100}
 WIDENED = 0.5  # share of a state that was kept per row, column or fold and is now wanted per element
 # Floats per element that converting one tensor may hold beside its states: an average in fp32, expanded, rescaled,
-# decoded again, and the difference. 4 were the most that was measured (tests/integration/test_moves.py).
+# decoded again, and the difference. 4 were the most that was measured (tests/training/test_moves.py).
 CONVERSION_FLOATS = 8
 
 

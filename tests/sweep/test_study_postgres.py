@@ -34,7 +34,7 @@ def tool(name: str) -> str:
     if control is None:
         pytest.fail(
             "PostgreSQL's pg_ctl is not on the path: install its server, or run pytest with "
-            "--ignore=tests/integration/test_study_postgres.py"
+            "--ignore=tests/sweep/test_study_postgres.py"
         )
     return shutil.which(name) or str(Path(control).resolve().parent / name)
 

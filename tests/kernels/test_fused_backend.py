@@ -1,6 +1,6 @@
 """The fused backend of BlockwiseOptimizer against the eager one over tens of steps, by Triton's interpreter on the CPU.
 
-By hand: TRITON_INTERPRET=1 pytest -q tests/numerics/test_fused_backend.py
+By hand: TRITON_INTERPRET=1 pytest -q tests/kernels/test_fused_backend.py
 """
 
 import copy

@@ -1,7 +1,7 @@
 """The fused elementwise step equals the eager rules and codecs, run by Triton's interpreter on the CPU.
 
 Triton decides on import whether it interprets, and others may have imported it by now: so the tests run in a process
-of their own, which `test_interpreted` starts. By hand: TRITON_INTERPRET=1 pytest -q tests/numerics/test_kernels_*.py
+of their own, which `test_interpreted` starts. By hand: TRITON_INTERPRET=1 pytest -q tests/kernels/test_kernels_*.py
 """
 
 import pytest

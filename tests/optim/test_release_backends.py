@@ -1,6 +1,6 @@
 """Blocks stepped one by one in backward, natively and fused, against the same backend stepping all of them at once.
 
-By hand: TRITON_INTERPRET=1 pytest -q tests/numerics/test_release_backends.py
+By hand: TRITON_INTERPRET=1 pytest -q tests/optim/test_release_backends.py
 """
 
 import pytest

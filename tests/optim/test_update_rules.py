@@ -1,4 +1,4 @@
-"""What every update rule promises, whichever is registered; what each computes is in tests/numerics."""
+"""What every update rule promises, whichever is registered; what each computes is in test_rules_reference."""
 
 import pytest
 import torch

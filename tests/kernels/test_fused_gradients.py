@@ -1,6 +1,6 @@
 """Gradients as they come, non-finite, strided, of other types, late: the fused backend does what the eager one does.
 
-By hand: TRITON_INTERPRET=1 pytest -q tests/numerics/test_fused_gradients.py
+By hand: TRITON_INTERPRET=1 pytest -q tests/kernels/test_fused_gradients.py
 """
 
 import copy
