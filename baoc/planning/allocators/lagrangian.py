@@ -2,8 +2,8 @@
 
 At given prices every block chooses alone (one argmin over an array), and the sum is a lower bound of the risk of any
 feasible allocation. The best prices are found by simplex steps on the Dantzig-Wolfe master program (a row per limit);
-the choices seen on the way are repaired into the limits, filled up and improved by swaps. Where the gap stays open,
-what a better answer can still contain is branched on (`core`).
+the choices seen on the way are repaired into the limits, filled up and improved by swaps. `exact` is the allocator that
+closes the gap.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,6 @@ from baoc.planning.allocators.base import (
     make_allocation,
     make_problem,
 )
-from baoc.planning.allocators.core import Relaxed, close
 from baoc.planning.allocators.feasible import find_feasible
 from baoc.planning.allocators.greedy import descend
 from baoc.planning.allocators.moves import fill, repair, settle, swap
@@ -29,8 +28,7 @@ from baoc.types import Allocation, Candidate, Limits
 
 GOOD_GAP = 1e-5
 SMALL = 5_000  # candidates
-CLOSED_GAP = 9e-4  # of the risk: above it, branching is worth its milliseconds
-MOST_NODES = 60
+CLOSED_GAP = 9e-4  # of the risk: below it, further swaps of a large problem are not worth their milliseconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,25 +56,12 @@ class LagrangianAllocator:
             return make_allocation(problem, choice, allocator=self.name, bound=problem.total_risk(choice))
         start = find_feasible(problem)
         dual = maximise(problem, start=start, most_prices=self.most_prices)
-        choice, bound = _round(problem, dual, start=start), dual.bound
-        risk = problem.total_risk(choice)
-        if risk - bound > CLOSED_GAP * abs(risk):
-            closed = close(
-                problem,
-                relaxed(problem, dual, choice=None),
-                best=choice,
-                relax=relax,
-                good_gap=CLOSED_GAP,
-                most_nodes=MOST_NODES,
-            )
-            choice, bound = closed.choice, closed.bound
-        return make_allocation(problem, settle(problem, choice), allocator=self.name, bound=bound)
+        choice = settle(problem, _round(problem, dual, start=start))
+        return make_allocation(problem, choice, allocator=self.name, bound=dual.bound)
 
 
-def maximise(problem: Problem, *, start: Ints | None, most_prices: int, ceiling: float = 0.0) -> Dual:
-    """The prices of the greatest lower bound, from a feasible `start`; without one, from a risk that is of no interest.
-
-    Such a `ceiling` takes the place of a choice that meets the limits exactly, so that none has to be known.
+def maximise(problem: Problem, *, start: Ints, most_prices: int) -> Dual:
+    """The prices of the greatest lower bound, from a feasible `start`.
 
     Master program: weights w of choices seen so far, min sum w risk with sum w = 1 and the mean excess over each limit
     at most 0. Its dual variables are the prices; the choice that is best at those prices enters the basis.
@@ -92,10 +77,10 @@ def maximise(problem: Problem, *, start: Ints | None, most_prices: int, ceiling:
         return np.array([1.0, *excess]) / units, problem.total_risk(choice) / unit_risk
 
     basis = np.eye(size)
-    basis[:, 0], first_cost = column(start) if start is not None else (basis[:, 0], ceiling / unit_risk)
+    basis[:, 0], first_cost = column(start)
     costs = np.array([first_cost, *[0.0] * (size - 1)])
     held: list[Ints | None] = [start, *[None] * (size - 1)]
-    bound, prices, last = -np.inf, np.zeros(size - 1), least_risk(problem) if start is None else start
+    bound, prices, last = -np.inf, np.zeros(size - 1), start
     for _ in range(most_prices):
         value, *duals = np.linalg.solve(basis.T, costs)
         trial = -np.array(duals)
@@ -128,34 +113,6 @@ def _span(problem: Problem, values: Floats) -> float:
     least = np.where(problem.valid, values, np.inf).min(axis=1)
     most = np.where(problem.valid, values, -np.inf).max(axis=1)
     return float((most - least).sum()) or 1.0
-
-
-def relaxed(problem: Problem, dual: Dual, *, choice: Ints | None) -> Relaxed:
-    """The block to split is the one on whose candidates the mixed choices disagree most, in risk."""
-    seen = np.stack(dual.choices)
-    risks = np.take_along_axis(problem.risk, seen.T, axis=1)
-    spread = np.ptp(risks, axis=1)
-    differs = (seen != seen[0]).any(axis=0)
-    split = int(np.where(differs, spread, -1.0).argmax()) if differs.any() else None
-    return Relaxed(
-        bound=dual.bound,
-        prices=dual.prices,
-        choice=choice,
-        split=split,
-        options=np.unique(seen[:, split]) if split is not None else seen[:0, 0],
-    )
-
-
-def relax(problem: Problem, ceiling: float) -> Relaxed:
-    """A relaxation within the branching: few prices, and rounding without swaps."""
-    least = least_risk(problem)
-    if problem.feasible(least):
-        dual = Dual(bound=problem.total_risk(least), prices=np.zeros(len(problem.limits)), choices=(least,))
-        return relaxed(problem, dual, choice=least)
-    dual = maximise(problem, start=None, most_prices=40, ceiling=ceiling)
-    entry = dual.choices[0]
-    repaired = entry if problem.feasible(entry) else repair(problem, entry, prices=dual.prices)
-    return relaxed(problem, dual, choice=None if repaired is None else fill(problem, repaired, prices=dual.prices))
 
 
 def _round(problem: Problem, dual: Dual, *, start: Ints) -> Ints:
