@@ -14,7 +14,7 @@ from baoc.config.faults import FaultsConfig
 from baoc.config.strict import require
 from baoc.config.trainer_arguments import TrainerConfig
 from baoc.errors import BadInputError
-from baoc.profiling.cards import CARDS
+from baoc.planning.cards import CARDS
 from baoc.types import Budget
 
 

@@ -31,7 +31,7 @@ from baoc.config.compose import compose  # noqa: E402
 from baoc.config.from_hydra import from_hydra  # noqa: E402
 from baoc.config.resolve import resolve  # noqa: E402
 from baoc.errors import InfeasibleBudgetError  # noqa: E402
-from baoc.profiling.cards import CARDS  # noqa: E402
+from baoc.planning.cards import CARDS  # noqa: E402
 from baoc.training.measure.absent_card import plan_for  # noqa: E402
 from baoc.training.run import build, quieten  # noqa: E402
 from baoc.training.trainer import session_settings  # noqa: E402

@@ -21,8 +21,8 @@ from baoc.config.schema import (
 from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.frontier.planned import planned_frontier, plans_of
+from baoc.planning.cards import CARDS
 from baoc.profiling import probe_footprint
-from baoc.profiling.cards import CARDS
 from baoc.profiling.lowered import as_native
 from baoc.tasks.base import Task
 from baoc.training import run as training

@@ -25,13 +25,13 @@ from baoc.errors import BadInputError
 from baoc.models.switches import disable_checkpointing, enable_checkpointing
 from baoc.optim.backends.fused import has_kernel, temporary_bytes
 from baoc.optim.offload import arrival_bytes
+from baoc.planning.cards import CARDS, Card
 from baoc.planning.microbatch import Axes, Trial, best, footprint_at, make_option, none_fits, released
 from baoc.planning.planner import Planner
 from baoc.planning.risk import RISKS
 from baoc.planning.stored_profile import read_profile, transferred
 from baoc.planning.transfer import hidden_seconds
 from baoc.profiling import describe
-from baoc.profiling.cards import CARDS, Card
 from baoc.profiling.depth import LONG, SHORT, Layers, extended, layers_of
 from baoc.profiling.device import LATE_MODULES_BYTES
 from baoc.profiling.footprint import FRAGMENTATION, PAGES_BYTES
