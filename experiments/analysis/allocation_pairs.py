@@ -10,13 +10,11 @@ better), the half width of its 95 % interval, and the number of seeds in which t
 
 import csv
 from collections.abc import Iterable
-from math import sqrt
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
-from scipy.stats import t
-
+from baoc.core.statistics import mean_interval
 from baoc.tracking.files import write_csv
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -51,16 +49,16 @@ def pairs(found: dict[tuple[str, int], dict[str, float]]) -> list[dict[str, Any]
             for rival in (f"random_{percent}", *UNIFORM):
                 seeds = [qualities for (own, _), qualities in sorted(found.items()) if own == task]
                 differences = [qualities[f"exact_{percent}"] - qualities[rival] for qualities in seeds]
-                n, sd = len(differences), stdev(differences)
+                told = mean_interval(differences, level=0.95)
                 rows.append(
                     {
                         "task": task,
                         "state_percent": percent,
                         "rival": rival.split("_")[0],
-                        "n": n,
-                        "difference": round(mean(differences), 5),
-                        "sd": round(sd, 5),
-                        "half_95": round(float(t.ppf(0.975, n - 1)) * sd / sqrt(n), 5),
+                        "n": told.n,
+                        "difference": round(told.mean, 5),
+                        "sd": round(told.sd, 5),
+                        "half_95": round(told.half, 5),
                         "better": sum(difference < 0 for difference in differences),
                     }
                 )

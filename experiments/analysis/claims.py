@@ -19,12 +19,11 @@ import argparse
 import csv
 import re
 from collections.abc import Iterable, Sequence
-from math import sqrt
 from pathlib import Path
 from statistics import mean, stdev
 from string import ascii_uppercase
 
-from scipy.stats import t
+from baoc.core.statistics import mean_interval
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "experiments" / "results"
@@ -85,9 +84,8 @@ def remade(claim: Claim) -> tuple[float, float | None]:
     assert statistic == "paired", f"{claim['figure']}: there is no statistic {statistic!r}"
     by_seed = {row["seed"]: float(row[claim["column"]]) * scale for row in rivals}
     differences = [value - by_seed[row["seed"]] for value, row in zip(values, rows, strict=True)]
-    sd, n = stdev(differences), len(differences)
-    half = float(t.ppf(0.975, n - 1)) * sd / sqrt(n)
-    return mean(differences), half if claim["interval"].startswith("95 %") else sd
+    told = mean_interval(differences, level=0.95)
+    return told.mean, told.half if claim["interval"].startswith("95 %") else told.sd
 
 
 def selected(table: str, *, where: str) -> list[dict[str, str]]:

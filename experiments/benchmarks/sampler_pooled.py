@@ -13,9 +13,8 @@ from math import sqrt
 from pathlib import Path
 from typing import Any
 
-from scipy.stats import t
-
 from baoc.config.environment import commit
+from baoc.core.statistics import student_quantile
 from baoc.tracking.files import write_csv
 from experiments.benchmarks.sampler_held_out import Study
 from experiments.benchmarks.sampler_race import AXES, TASKS, summary, volumes
@@ -55,7 +54,8 @@ def pooled(tables: Sequence[Path], *, reference: str) -> list[dict[str, Any]]:
         found = {study: volumes(costs, worst=TASKS[study[0]][2], axis=axis) for study, costs in studies.items()}
         for row in summary(found, reference=reference):
             if row["sampler"] != reference:
-                half = t.ppf(0.975, row["n"] - 1) * row["difference_sd"] / sqrt(row["n"]) if row["n"] > 1 else None
+                quantile = student_quantile(0.975, degrees=row["n"] - 1)
+                half = quantile * row["difference_sd"] / sqrt(row["n"]) if row["n"] > 1 else None
                 rows.append({"state_axis": axis, **row, "half_95": half})
     return rows
 
