@@ -15,8 +15,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from scipy.stats import t as student
-
+from baoc.core.statistics import mean_interval
 from baoc.tracking.files import write_csv
 
 REFERENCE = "adamw"
@@ -71,12 +70,10 @@ def _difference(
         return {"difference": "", "half_width": "", "better": ""}
     reference = [float(runs[REFERENCE][best[REFERENCE]][seed]["value"]) for seed in seeds]
     paired = [own - other for own, other in zip(values, reference, strict=True)]
-    half = (
-        student.ppf(0.5 + LEVEL / 2, len(paired) - 1) * stdev(paired) / math.sqrt(len(paired)) if paired[1:] else None
-    )
+    told = mean_interval(paired, level=LEVEL)
     return {
-        "difference": round(mean(paired), 5),
-        "half_width": "" if half is None else round(half, 5),
+        "difference": round(told.mean, 5),
+        "half_width": round(told.half, 5) if told.n > 1 else "",
         "better": sum(one < 0 for one in paired),
     }
 

@@ -139,8 +139,12 @@ class Rig:
 
     def _capture(self) -> None:
         """As torch describes it: some steps on another stream, then the capture, which makes the gradients. A replay
-        writes them anew, so nobody may drop or zero them."""
-        side = torch.cuda.Stream()
+        writes them anew, so nobody may drop or zero them.
+
+        No other capture may have that stream: cuBLAS has one workspace per stream, so graphs that were captured on the
+        same one write over each other's. Streams without priority come round again after 32; nobody else has priority.
+        """
+        side = torch.cuda.Stream(priority=-1)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(3):
@@ -153,7 +157,7 @@ class Rig:
         gc.collect()
         gc.disable()  # graphs of finished optimizers must not be freed while this one is captured
         try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
                 self.last_loss = self._forward_backward()
         finally:
             gc.enable()

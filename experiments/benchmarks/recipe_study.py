@@ -8,10 +8,12 @@ come, in an order that is balanced wherever it is cut; `--done` copies rows of a
 The long phase trains AdamW and the two best recipes for ten times the steps at the rates that `longer` names, on other
 seeds. experiments/analysis/recipe_study.py makes the table again.
 
-For one NVIDIA GPU: forward, backward and clipping are one CUDA graph per task and slot, the optimizer steps after its
-replay, and each of a few processes has several runs under way on streams of their own. First it is checked that graphs
-and plain launches give the same losses (else that task runs plainly), and OUT/steps.csv gets step times of an otherwise
-idle device. A run's own seconds were shared with others: they are no measure of speed.
+For one NVIDIA GPU: forward, backward and clipping are one CUDA graph per task and process, the optimizer steps after
+its replay, and each of some processes has one run under way (`--slots` more would share the workspace of products that
+optimizers captured). First it is checked that graphs and plain launches give the same losses (else that task runs
+plainly), and OUT/steps.csv gets step times of an otherwise idle device. A run's own seconds were shared with others:
+they are no measure of speed. For several GPUs start one of these on each, `--part 0 2` and `--part 1 2` say, each with
+CUDA_VISIBLE_DEVICES (a UUID) and CUDA_MPS_PIPE_DIRECTORY of its own.
 """
 
 import argparse
@@ -64,12 +66,14 @@ def short_jobs(options: Options, *, seeds: Sequence[int], steps: int | None) -> 
 
 def long_jobs(options: Options, rows: Sequence[Any], *, seeds: Sequence[int], steps: int | None) -> list[Job]:
     settings = sorted(longer(rows), key=lambda setting: FACTORS.index(setting[3]))
-    return [
+    jobs = [
         Job("long", task, recipe, beta2, factor, seed, steps or LONGER * TASKS[task].steps)
         for seed in seeds
         for task, recipe, beta2, factor in settings
         if task in options.tasks
     ]
+    # After the first seed the slowest task comes last, so that where it is cut the others have that seed as a whole.
+    return sorted(jobs, key=lambda job: (job.seed, job.seed != seeds[0] and job.task == "language"))
 
 
 # -- many at once -----------------------------------------------------------------------------------------------------
@@ -331,10 +335,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", nargs="+", type=int)
     parser.add_argument("--steps", type=int, help="instead of each task's own: to try the script")
     parser.add_argument("--limit", type=int, help="of runs")
+    parser.add_argument(
+        "--part", type=int, nargs=2, default=(0, 1), metavar=("I", "N"), help="every Nth run, from I on"
+    )
     parser.add_argument("--tiny", action="store_true", help="tiny networks: to try the script")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--procs", type=int, help="processes; 4 on a GPU with MPS, else 2")
-    parser.add_argument("--slots", type=int, help="runs under way in each; 4 on a GPU with MPS, else 8")
+    parser.add_argument("--procs", type=int, help="processes; 12 on a GPU with MPS, else 2")
+    parser.add_argument("--slots", type=int, default=1, help="runs under way in each")
     parser.add_argument("--graphs", choices=["on", "off"], default="on")
     parser.add_argument("--check", choices=["on", "off"], default="on")
     parser.add_argument("--check-seconds", type=float, default=200)
@@ -349,17 +356,17 @@ def main() -> None:
     begun, given = time.time(), arguments()
     given.out.mkdir(parents=True, exist_ok=True)
     cuda = given.device.startswith("cuda")
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # streams of one process run side by side
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", str(given.slots + 1))  # MPS has few for all processes together
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     mps = cuda and given.mps == "auto" and start_mps()
-    given.procs = given.procs or ((4 if mps else 2) if cuda else 1)
+    given.procs = given.procs or ((12 if mps else 2) if cuda else 1)
     options = Options(
         device=given.device,
         tasks=tuple(given.tasks),
         recipes=tuple(given.recipes),
         fashion=given.fashion,
         tiny=given.tiny,
-        slots=given.slots or ((4 if mps else 8) if cuda else 1),
+        slots=given.slots,
         end=begun + given.seconds,
     )
     seeds = given.seeds or SEEDS[given.phase]
@@ -369,7 +376,8 @@ def main() -> None:
     )
     done = [row for row in read_rows(given.done) if row["status"] != "error"] if given.done else []
     kept = {tuple(row[name] for name in Job._fields) for row in done}
-    jobs = [job for job in jobs if job.key not in kept][: given.limit]
+    part, num_parts = given.part
+    jobs = [job for job in jobs if job.key not in kept][part::num_parts][: given.limit]
     print(
         f"{len(jobs)} runs to do, {len(done)} done before; {given.procs} processes x {options.slots} slots, "
         f"MPS {'on' if mps else 'off'}, torch {torch.__version__}, {given.device}",
