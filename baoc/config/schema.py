@@ -144,7 +144,7 @@ class ReallocationConfig:
     after a decision, AdamW's usual one or the one on the profiled gradients.
     """
 
-    mode: Literal["off", "once", "interval", "drift"] = "once"
+    mode: Literal["off", "once", "interval", "drift"] = "off"
     warmup_steps: int = 40
     interval: int = 100
     drift_threshold: float = 0.5

@@ -26,7 +26,7 @@ def config(**changes: Any) -> RunConfig:
         "budget": parse_budget("state_25"),
         "model": ModelConfig(options={"dropout": 0.1}),
         "risk": RiskConfig(name="statistics"),
-        "reallocation": ReallocationConfig(warmup_steps=6),
+        "reallocation": ReallocationConfig(mode="once", warmup_steps=6),
         "trainer": TrainerConfig(
             max_steps=14,
             gradient_clip_val=1.0,

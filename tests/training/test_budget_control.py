@@ -243,7 +243,7 @@ def test_calm_blocks_give_up_state_for_good(
     assert watch.state_bytes[13] == watch.state_bytes[12]
     assert "gradients have calmed down to shares of what they were" in " ".join(capsys.readouterr().out.split())
     with pytest.raises(BadInputError, match=r"budget\.relaxation needs gradients that are sampled all along"):
-        run(tmp_path / "day" / "no", monkeypatch, watch, **changes | {"reallocation": ReallocationConfig()})
+        run(tmp_path / "day" / "no", monkeypatch, watch, **changes | {"reallocation": ReallocationConfig(mode="once")})
 
 
 def test_a_schedule_goes_on_over_accumulated_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

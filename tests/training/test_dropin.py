@@ -39,7 +39,7 @@ def train(optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor], *, steps
 def settings(**planner: object) -> SessionSettings:
     return SessionSettings(
         planner=PlannerSettings(**planner),  # pyright: ignore[reportArgumentType]
-        reallocation=ReallocationSettings(warmup_steps=6),
+        reallocation=ReallocationSettings(mode="once", warmup_steps=6),
     )
 
 

@@ -205,7 +205,7 @@ def test_two_optimizers_are_refused():
 
 def test_statistics_move_blocks_after_warm_up():
     settings = SessionSettings(
-        planner=PlannerSettings(risk="statistics"), reallocation=ReallocationSettings(warmup_steps=6)
+        planner=PlannerSettings(risk="statistics"), reallocation=ReallocationSettings(mode="once", warmup_steps=6)
     )
     events = []
     strategy = BaocStrategy("state_25", settings=settings, reallocation_listeners=[lambda e, p, s: events.append(e)])
@@ -216,7 +216,7 @@ def test_statistics_move_blocks_after_warm_up():
 
 
 def test_with_accumulation_noise_comes_from_the_two_halves_of_a_step():
-    settings = SessionSettings(reallocation=ReallocationSettings(warmup_steps=50))
+    settings = SessionSettings(reallocation=ReallocationSettings(mode="once", warmup_steps=50))
     strategy = BaocStrategy("8gb", settings=settings)
     fit(strategy, data=loader(batch_size=4), accumulate_grad_batches=4, gradient_clip_val=0.1, steps=8)
     profiler = strategy.reallocator.profiler

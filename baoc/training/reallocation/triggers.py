@@ -26,7 +26,7 @@ class ReallocationSettings:
     `drift_threshold`: mean absolute log ratio of the statistics to those of the last decision that calls for a new one.
     """
 
-    mode: str = "once"
+    mode: str = "off"
     warmup_steps: int = 40
     interval: int = 100
     min_gain: float = 0.02
