@@ -5,7 +5,11 @@ latency (seconds) · link (copies) · device (context, cap).
 """
 
 from baoc.profiling.describe import describe, named_tensors
-from baoc.profiling.device import (
+from baoc.profiling.footprint import FirstStepMemory, probe_footprint, step_temporary_bytes
+from baoc.profiling.gradients import GradientProfiler
+from baoc.profiling.latency import measure_latency
+from baoc.profiling.link import measure_link
+from baoc.profiling.memory import (
     cap_device,
     clear_cache,
     context_bytes,
@@ -15,10 +19,6 @@ from baoc.profiling.device import (
     uncap_device,
     uncapped,
 )
-from baoc.profiling.footprint import FirstStepMemory, probe_footprint, step_temporary_bytes
-from baoc.profiling.gradients import GradientProfiler
-from baoc.profiling.latency import measure_latency
-from baoc.profiling.link import measure_link
 from baoc.profiling.tracker import MemoryTracker
 
 __all__ = [

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from baoc.errors import BadInputError
-from baoc.profiling import device as devices
-from baoc.profiling.as_on_cuda import CachingAllocator
-from baoc.profiling.dropping import Dropped, storage_bytes
+from baoc.profiling import memory
+from baoc.profiling.cuda_emulation import CachingAllocator
+from baoc.profiling.gradient_dropper import GradientDropper, storage_bytes
+from baoc.profiling.param_restorer import ParamRestorer
 from baoc.profiling.timeline import Timeline
 from baoc.profiling.tracker import MemoryTracker, PeakMeter
-from baoc.profiling.writes import Unwritten
 from baoc.types import Footprint, Moment
 from baoc.units import KIB, MIB
 
@@ -73,12 +73,12 @@ def probe_footprint(
     device = next((param.device for param in params), torch.device("cpu"))
     module = source if isinstance(source, nn.Module) else None
     with (
-        restored(module, params) as unwritten,  # first, as what is there is counted when the meter is made
+        restored(module, params) as restorer,  # first, as what is there is counted when the meter is made
         PeakMeter(device, source, allocator=allocator) as meter,
-        Dropped(released, meter=meter) as dropped,
+        GradientDropper(released, meter=meter) as dropped,
     ):
         named = {} if module is None else {name: p for name, p in module.named_parameters() if p.requires_grad}
-        run = _watched(run_micro_batch, unwritten) if warm else run_micro_batch
+        run = _watched(run_micro_batch, restorer) if warm else run_micro_batch
         peak, moments, order = _training_peak(
             run, params, meter, dropped, accumulation=accumulation, named=named, warm=warm, thinned=thinned
         )
@@ -93,7 +93,7 @@ def probe_footprint(
         validation_bytes=max((moment.num_bytes for moment in validation), default=0),
         resident_bytes=resident_bytes,
         ema_bytes=ema_bytes,
-        context_bytes=devices.settle_context(device) or context_bytes,
+        context_bytes=memory.settle_context(device) or context_bytes,
         reserve_bytes=_reserve(device, peak=peak) if reserve_bytes is None else reserve_bytes,
         step_temporary_bytes={name: step_temporary_bytes(p, device=device) for name, p in (step_probes or {}).items()},
         released=bool(released),
@@ -102,7 +102,7 @@ def probe_footprint(
     )
 
 
-def _left(params: Sequence[Tensor], meter: PeakMeter, dropped: Dropped, *, released: bool) -> tuple[int, int]:
+def _left(params: Sequence[Tensor], meter: PeakMeter, dropped: GradientDropper, *, released: bool) -> tuple[int, int]:
     """Bytes of gradients, and of all that is there, when an optimizer steps. BadInputError where no gradient came."""
     if all(param.grad is None for param in params) and not dropped.gradients_bytes:
         raise BadInputError(NO_GRADIENT)
@@ -175,7 +175,7 @@ class FirstStepMemory:
             forward_backward_bytes=meter.peak_bytes - held,
             validation_bytes=0,
             resident_bytes=self._stepping_bytes - held if released else weights + gradients,
-            context_bytes=devices.settle_context(device) or self._context_bytes,
+            context_bytes=memory.settle_context(device) or self._context_bytes,
             reserve_bytes=_reserve(device, peak=meter.peak_bytes),
             released=released,
         )
@@ -184,7 +184,7 @@ class FirstStepMemory:
 def _reserve(device: torch.device, *, peak: int) -> int:
     """SCALARS_BYTES; on CUDA LATE_MODULES_BYTES, PAGES_BYTES and the share FRAGMENTATION of the peak."""
     if device.type == "cuda":
-        return devices.LATE_MODULES_BYTES + PAGES_BYTES + int(FRAGMENTATION * peak)
+        return memory.LATE_MODULES_BYTES + PAGES_BYTES + int(FRAGMENTATION * peak)
     return SCALARS_BYTES
 
 
@@ -192,7 +192,7 @@ def _training_peak(
     run: Callable[[], object],
     params: Sequence[Tensor],
     meter: PeakMeter,
-    dropped: Dropped,
+    dropped: GradientDropper,
     *,
     accumulation: int,
     named: Mapping[str, Tensor],
@@ -262,26 +262,26 @@ def _drop_gradients(params: Sequence[Tensor]) -> None:
         param.grad = None
 
 
-def _watched(run: Callable[[], object], unwritten: Unwritten) -> Callable[[], object]:
+def _watched(run: Callable[[], object], restorer: ParamRestorer) -> Callable[[], object]:
     """`run`, the first time watched for writes into parameters, unless these were looked at before."""
 
     def watched() -> object:
-        if unwritten.looked_at:
+        if restorer.was_watched:
             return run()
-        with unwritten.watching():
+        with restorer.watching():
             found = run()
-        unwritten.was_whole()
+        restorer.mark_watched()
         return found
 
     return watched
 
 
 @contextmanager
-def restored(module: nn.Module | None, params: Sequence[Tensor]) -> Iterator[Unwritten]:
+def restored(module: nn.Module | None, params: Sequence[Tensor]) -> Iterator[ParamRestorer]:
     """Puts RNG states, training modes, buffers and what was written into parameters back; gradients are None inside at
     first, and afterwards."""
     _drop_gradients(params)
-    unwritten = Unwritten(params)
+    restorer = ParamRestorer(params)
     random_state, numpy_state = random.getstate(), _numpy_random()
     modes = [(child, child.training) for child in module.modules()] if module is not None else []
     buffers = [
@@ -293,9 +293,9 @@ def restored(module: nn.Module | None, params: Sequence[Tensor]) -> Iterator[Unw
     cuda = [param.device for param in params if param.device.type == "cuda"]
     try:
         with torch.random.fork_rng(devices=sorted({device.index for device in cuda}), device_type="cuda"):
-            yield unwritten
+            yield restorer
     finally:
-        unwritten.put_back()
+        restorer.restore()
         random.setstate(random_state)
         if numpy_state is not None:
             sys.modules["numpy"].random.set_state(numpy_state)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from baoc import __version__
-from baoc.profiling.device import clear_cache
+from baoc.profiling.memory import clear_cache
 from baoc.types import LatencyTable
 
 MakeStep = Callable[[int, int], Callable[[], None]]

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import (
     _push_mode,  # pyright: ignore[reportPrivateUsage]
 )
 
-from baoc.profiling.as_on_cuda import CachingAllocator
+from baoc.profiling.cuda_emulation import CachingAllocator
 
 
 class MemoryTracker(TorchDispatchMode):

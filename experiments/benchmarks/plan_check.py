@@ -91,7 +91,7 @@ def trials_of(config: Any, task: Any, data: Any, *, where: torch.device, fake: b
         val_batch=None,
         device=where,
         precision=str(config.trainer.precision),
-        as_on_cuda=fake and torch.cuda.is_available(),
+        emulate_cuda=fake and torch.cuda.is_available(),
     )
     return trials, mode
 
@@ -171,7 +171,7 @@ def main() -> None:
     parser.add_argument("--details", type=Path)
     asked = parser.parse_args()
     if torch.cuda.is_available():
-        from baoc.profiling.device import settle_allocator
+        from baoc.profiling.memory import settle_allocator
 
         settle_allocator("cuda")
     rows: list[dict[str, object]] = []

@@ -22,8 +22,8 @@ from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.frontier.planned import planned_frontier, plans_of
 from baoc.profiling import probe_footprint
+from baoc.profiling.bf16_params import as_native
 from baoc.profiling.cards import CARDS
-from baoc.profiling.lowered import as_native
 from baoc.tasks.base import Task
 from baoc.training import run as training
 from baoc.training.measure.absent_card import card_of, planned_axes
@@ -63,7 +63,7 @@ def test_what_no_option_fits_names_the_least(tmp_path: Path, monkeypatch: pytest
 
     def told(found: Footprint, *, less: Mapping[str, int]) -> Footprint:
         looked.append(found.weights_bytes)
-        return as_native(found, less=less)
+        return as_native(found, savings=less)
 
     monkeypatch.setattr("baoc.training.measure.absent_card.as_native", told)
     with pytest.raises(
@@ -144,7 +144,7 @@ def test_one_recorded_pass_tells_what_an_allocator_holds_after_two(accumulation:
     """Gradients of a first pass lie among its activations: what is reserved is more than what is ever held."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from baoc.profiling.as_on_cuda import LARGE_PAGE, CachingAllocator
+    from baoc.profiling.cuda_emulation import LARGE_PAGE, CachingAllocator
     from baoc.training.measure.absent_card import fake_
 
     net = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048) for _ in range(3)], torch.nn.Linear(2048, 20_000))

@@ -12,7 +12,7 @@ from torch import nn
 from baoc.core.budgets import parse_budget
 from baoc.planning.microbatch import Axes, none_fits
 from baoc.planning.planner import Planner, PlannerSettings
-from baoc.profiling.phases import Phases
+from baoc.profiling.phase_timer import PhaseTimer
 from baoc.tasks.ema import EmaWeights
 from baoc.training.callbacks.budget_control import BudgetControl
 from baoc.training.lightning import BaocStrategy
@@ -224,6 +224,6 @@ def test_a_refusal_names_what_the_least_option_was_measured_to_take() -> None:
         return True
 
     tryouts = SimpleNamespace(capped=True, knows=lambda way: (way[0], way[2]) in known, measure=measure)
-    decision = SimpleNamespace(budget=parse_budget("8mb"), tryouts=tryouts, phases=Phases(), blocks=[], made=made)
+    decision = SimpleNamespace(budget=parse_budget("8mb"), tryouts=tryouts, phases=PhaseTimer(), blocks=[], made=made)
     found = Decision.least_measured(cast(Any, decision), made())
     assert min(o.peak_bytes for o in found) == 80 and known == {(1, False), (8, True)}, "the rest is known to need more"

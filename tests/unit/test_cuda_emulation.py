@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from baoc.models.switches import enable_checkpointing
-from baoc.profiling.as_on_cuda import LARGE_PAGE, SMALL_PAGE, SMALLEST, CachingAllocator, CudaAutocast
+from baoc.profiling.cuda_emulation import LARGE_PAGE, SMALL_PAGE, SMALLEST, CachingAllocator, CudaAutocast
 from baoc.profiling.timeline import Timeline
 from baoc.profiling.tracker import MemoryTracker, PeakMeter
 from baoc.units import KIB, MIB
