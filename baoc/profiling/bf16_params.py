@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from baoc.profiling.memory import clear_cache, lifted
-from baoc.types import Footprint, Moment
+from baoc.types import Footprint, PeakInterval
 
 BF16 = torch.bfloat16
 
@@ -119,21 +119,23 @@ def as_native(found: Footprint, *, savings: Mapping[str, int]) -> Footprint:
     waiting = found.gradients_bytes if found.released else savings[largest]
     copies = {**savings, largest: savings[largest] + waiting}
     before = [0, *accumulate(savings.get(name, 0) for name in found.gradient_order)]
-    whole = Moment(name="training", num_bytes=found.forward_backward_bytes)
-    validation = Moment(name="validation", num_bytes=found.validation_bytes)
+    whole = PeakInterval(name="training", num_bytes=found.forward_backward_bytes)
+    validation = PeakInterval(name="validation", num_bytes=found.validation_bytes)
 
-    def raised(moment: Moment) -> Moment:
-        gradients = saved if moment.gradients is None else before[moment.gradients]
+    def raised(interval: PeakInterval) -> PeakInterval:
+        gradients = saved if interval.gradients is None else before[interval.gradients]
         more = saved + gradients + sum(copies.values())
-        return replace(moment, num_bytes=moment.num_bytes + more, copies={**moment.copies, **copies})
+        return replace(interval, num_bytes=interval.num_bytes + more, copies={**interval.copies, **copies})
 
-    moments = tuple(map(raised, found.moments or (whole, *([validation] if found.validation_bytes else []))))
+    intervals = tuple(map(raised, found.intervals or (whole, *([validation] if found.validation_bytes else []))))
     return replace(
         found,
         weights_bytes=found.weights_bytes + saved,
         gradients_bytes=found.gradients_bytes + (waiting if found.released else saved),
-        forward_backward_bytes=max(moment.num_bytes for moment in moments if moment.name != "validation"),
-        validation_bytes=max((moment.num_bytes for moment in moments if moment.name == "validation"), default=0),
+        forward_backward_bytes=max(interval.num_bytes for interval in intervals if interval.name != "validation"),
+        validation_bytes=max(
+            (interval.num_bytes for interval in intervals if interval.name == "validation"), default=0
+        ),
         resident_bytes=found.resident_bytes + (saved if found.released else 2 * saved),
-        moments=moments,
+        intervals=intervals,
     )

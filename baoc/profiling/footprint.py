@@ -21,7 +21,7 @@ from baoc.profiling.gradient_dropper import GradientDropper, storage_bytes
 from baoc.profiling.param_restorer import ParamRestorer
 from baoc.profiling.timeline import Timeline
 from baoc.profiling.tracker import MemoryTracker, PeakMeter
-from baoc.types import Footprint, Moment
+from baoc.types import Footprint, PeakInterval
 from baoc.units import KIB, MIB
 
 __all__ = ["FirstStepMemory", "MemoryTracker", "StepProbe", "probe_footprint", "step_temporary_bytes"]
@@ -66,7 +66,7 @@ def probe_footprint(
     `reserve_bytes`: see `_reserve`. `released`: the parameters of each block, where an optimizer releases gradients;
     then `resident_bytes` is the most that is alive when a block is stepped, and `gradients_bytes` the most of
     gradients. Without `warm` it runs once, beside made-up gradients, for fake tensors; `allocator` tells what a card
-    would have reserved after two passes. Without `thinned`, `moments` are all stretches, named by what ended them. On
+    would have reserved after two passes. Without `thinned`, `intervals` are all stretches, named by what ended them. On
     CUDA the context is read when all has run.
     """
     params = list(source.parameters()) if isinstance(source, nn.Module) else list(source)
@@ -79,7 +79,7 @@ def probe_footprint(
     ):
         named = {} if module is None else {name: p for name, p in module.named_parameters() if p.requires_grad}
         run = _watched(run_micro_batch, restorer) if warm else run_micro_batch
-        peak, moments, order = _training_peak(
+        peak, intervals, order = _training_peak(
             run, params, meter, dropped, accumulation=accumulation, named=named, warm=warm, thinned=thinned
         )
         gradients_bytes, resident_bytes = _left(params, meter, dropped, released=bool(released))
@@ -90,14 +90,14 @@ def probe_footprint(
         weights_bytes=storage_bytes([*params, *(module.buffers() if module else ())]),
         gradients_bytes=gradients_bytes,
         forward_backward_bytes=peak,
-        validation_bytes=max((moment.num_bytes for moment in validation), default=0),
+        validation_bytes=max((interval.num_bytes for interval in validation), default=0),
         resident_bytes=resident_bytes,
         ema_bytes=ema_bytes,
         context_bytes=memory.settle_context(device) or context_bytes,
         reserve_bytes=_reserve(device, peak=peak) if reserve_bytes is None else reserve_bytes,
         step_temporary_bytes={name: step_temporary_bytes(p, device=device) for name, p in (step_probes or {}).items()},
         released=bool(released),
-        moments=(*moments, *validation) if moments else (),
+        intervals=(*intervals, *validation) if intervals else (),
         gradient_order=order,
     )
 
@@ -198,10 +198,10 @@ def _training_peak(
     named: Mapping[str, Tensor],
     warm: bool,
     thinned: bool,
-) -> tuple[int, tuple[Moment, ...], tuple[str, ...]]:
+) -> tuple[int, tuple[PeakInterval, ...], tuple[str, ...]]:
     """Peak of a micro-batch that finds the gradients of the one before, or of one that does not, as in training.
 
-    And its moments, with the order of gradients, where the loop leaves the backward to us and gradients stay.
+    And its intervals, with the order of gradients, where the loop leaves the backward to us and gradients stay.
     """
     meter.reset_peak()
     if warm:
@@ -222,19 +222,19 @@ def _training_peak(
         line.reserve(meter.reserved_again(stand_ins))
     if own_backward and all(gradient() is not None for gradient in gradients):
         return first, (), ()  # the loop around it drops gradients, and does so before the forward
-    moments = line.moments("training") if thinned else tuple(line.stretches)
-    second = max(moment.num_bytes for moment in line.stretches) + line.slack_bytes
+    intervals = line.merged("training") if thinned else tuple(line.intervals)
+    second = max(interval.num_bytes for interval in line.intervals) + line.slack_bytes
     if own_backward or not named or dropped.gradients_bytes:
         return max(first, second), (), ()
     if first > second:
-        moments = (*moments, Moment(name="first", num_bytes=first))
-    return max(first, second), moments, tuple(line.order)
+        intervals = (*intervals, PeakInterval(name="first", num_bytes=first))
+    return max(first, second), intervals, tuple(line.order)
 
 
 def _validation(
     run: Callable[[], object] | None, module: nn.Module | None, meter: PeakMeter, *, named: Mapping[str, Tensor]
-) -> tuple[Moment, ...]:
-    """The moments of a validation batch, in evaluation and inference mode, beside the gradients."""
+) -> tuple[PeakInterval, ...]:
+    """The intervals of a validation batch, in evaluation and inference mode, beside the gradients."""
     if run is None:
         return ()
     if module is not None:
@@ -242,7 +242,7 @@ def _validation(
     meter.forget()
     with torch.inference_mode(), Timeline(meter, named=named, held=True) as line:
         run()
-    return line.moments("validation")
+    return line.merged("validation")
 
 
 def _one_micro_batch(run: Callable[[], object], params: Sequence[Tensor], *, drop: Callable[[], None] | None) -> bool:

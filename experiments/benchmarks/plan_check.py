@@ -124,7 +124,8 @@ def row_of(name: str, *, details: Path | None) -> dict[str, object]:
     if details is not None:
         details.mkdir(parents=True, exist_ok=True)
         kept = {
-            which: [asdict(m) | {"copies": len(m.copies)} for m in found[which].moments] for which in ("fake", "probe")
+            which: [asdict(m) | {"copies": len(m.copies)} for m in found[which].intervals]
+            for which in ("fake", "probe")
         }
         (details / f"{name}.json").write_text(json.dumps(kept | {"workspaces": found.get("workspaces", {})}))
     return row | {"seconds": round(time.time() - began, 1)}

@@ -51,8 +51,8 @@ def test_fake_tensors_count_what_real_ones_take(name, checkpointing, tmp_path):
     fake, real = (footprint(name, fake=f, **given) for f in (True, False))
     assert fake.gradient_order == real.gradient_order
     assert (fake.weights_bytes, fake.gradients_bytes) == (real.weights_bytes, real.gradients_bytes)
-    assert [m.copies for m in fake.moments] == [m.copies for m in real.moments]
-    for found, measured in zip(fake.moments, real.moments, strict=True):
+    assert [m.copies for m in fake.intervals] == [m.copies for m in real.intervals]
+    for found, measured in zip(fake.intervals, real.intervals, strict=True):
         near = max(SCALARS_BYTES, measured.num_bytes / 100)  # tables of a task, such as of noise levels
         assert abs(found.num_bytes - measured.num_bytes) <= near
     assert abs(fake.resident_bytes - real.resident_bytes) <= SCALARS_BYTES

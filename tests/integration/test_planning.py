@@ -120,7 +120,7 @@ def test_fake_tensors_are_probed_as_real_ones_are():
         fake, cold = (probe(net, fake_batch(batch), warm=warm) for warm in (True, False))
     assert fake == real
     assert cold.forward_backward_bytes == real.forward_backward_bytes and cold.resident_bytes == real.resident_bytes
-    assert cold.moments[2:] == real.moments[2:]  # the batch is first seen in the second
+    assert cold.intervals[2:] == real.intervals[2:]  # the batch is first seen in the second
 
 
 def test_a_plan_leaves_open_what_a_run_of_it_would_decide():

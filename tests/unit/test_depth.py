@@ -63,8 +63,8 @@ def test_a_few_layers_say_what_the_whole_network_needs(name, accumulation, check
         replace(
             footprint,
             forward_backward_bytes=0,  # what is reserved beyond is an estimate
-            moments=tuple(
-                replace(m, num_bytes=m.num_bytes - footprint.forward_backward_bytes) for m in footprint.moments
+            intervals=tuple(
+                replace(m, num_bytes=m.num_bytes - footprint.forward_backward_bytes) for m in footprint.intervals
             ),
         )
         for footprint in (whole, made)

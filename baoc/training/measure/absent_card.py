@@ -255,7 +255,7 @@ class _Shapes:
     def _option(self, way: tuple[int, bool, bool]) -> Option | None:
         """None where it is not known what released gradients would leave."""
         size, checkpointing, release = way
-        if release and not footprint_at(self.tried, micro_batch=size).moments:
+        if release and not footprint_at(self.tried, micro_batch=size).intervals:
             return None
         return make_option(
             self.planner,

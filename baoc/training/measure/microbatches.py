@@ -119,10 +119,10 @@ class Trials:
         extra = sum(part.validation_bytes(self.module) for part in ema) if val_batch is not None else 0
         footprint = replace(footprint, validation_bytes=footprint.validation_bytes + extra)
         if extra:
-            moments = tuple(
-                replace(m, num_bytes=m.num_bytes + extra) if m.name == "validation" else m for m in footprint.moments
+            intervals = tuple(
+                replace(m, num_bytes=m.num_bytes + extra) if m.name == "validation" else m for m in footprint.intervals
             )
-            footprint = replace(footprint, moments=moments)
+            footprint = replace(footprint, intervals=intervals)
         if narrowed:
             footprint = as_native(footprint, savings=narrowed)
         return Trial(micro_batch=micro_batch, footprint=footprint, seconds=seconds)
