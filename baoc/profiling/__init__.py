@@ -1,7 +1,7 @@
-"""What a network, its gradients and a device are like: all that a plan is made of, measured or read off.
+"""Measures everything a plan is made of: the network, its gradients, and the device.
 
-describe (names, shapes, roles) · gradients and shadow (what blocks can do without) · footprint and tracker (bytes) ·
-latency (seconds) · link (copies) · device (context, cap).
+describe: names, shapes, roles of parameters. gradients, shadow: what each block loses with cheaper states. footprint,
+timeline, tracker: bytes. latency: seconds. link: copy rates. memory: CUDA context and cap. cards: GPUs that are absent.
 """
 
 from baoc.profiling.describe import describe, named_tensors
