@@ -1,8 +1,8 @@
-"""A Frechet distance between two sets of digits, on features of a small classifier that is part of the package.
+"""Frechet distance between two sets of digits, on features of a small classifier that is part of the package.
 
-Heusel et al. 2017 take Inception's features, which need a download and 299 x 299 photographs. Features of a network
-with fixed random weights would need no file, but tell digits from flipped or blended ones four times less clearly.
-Distances compare runs on the embedded set; they are no FID and mean nothing beside published ones.
+Heusel et al. 2017 use Inception's features, which need a download and 299 x 299 photographs. Features of a random
+network need no file, but separate digits from flipped or blended ones four times less clearly. Use the distances to
+compare runs on the embedded digits; they are not FID and not comparable to published values.
 """
 
 from collections.abc import Mapping
@@ -60,7 +60,7 @@ def frechet_distance(images: Tensor, reference: Tensor) -> float:
     net = FeatureNet.load()
     features, real = net(images).double(), net(reference).double()
     scale = real.std(0)
-    used = scale > 1e-6  # a rectifier that is never on tells nothing
+    used = scale > 1e-6  # a ReLU that is never active carries no information
     return _distance(features[:, used] / scale[used], real[:, used] / scale[used])
 
 

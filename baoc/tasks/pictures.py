@@ -11,9 +11,9 @@ LEAST_PIXELS = 32  # an image is enlarged to at least this many pixels a side, a
 
 
 def write_grid(images: Tensor, path: Path, *, columns: int) -> None:
-    """(N, C, S, S) with values in [-1, 1] -> `path`, row by row; one channel is grey, of others the first three count.
+    """Writes images (N, C, S, S) with values in [-1, 1] row by row: 1 channel as grey, 3 as RGB.
 
-    More than three channels (latents) are no colours: each is stretched to the range it has.
+    Of latents (other channel counts) the first three channels are shown, each scaled to its own range.
     """
     images = images.detach().float().cpu().nan_to_num(nan=-1.0)
     if images.shape[1] not in (1, 3):
