@@ -297,7 +297,7 @@ def test_a_hub_set_without_a_network_says_what_to_do(monkeypatch):
     import datasets
 
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: (_ for _ in ()).throw(ConnectionError("offline")))
-    with pytest.raises(BadInputError, match=r"uoft-cs/cifar10 cannot be had .*\(offline\): name a local copy with"):
+    with pytest.raises(BadInputError, match=r"uoft-cs/cifar10 cannot be loaded .*\(offline\): name a copy with"):
         build_data("cifar10", task="vision", batch_size=4)
     with pytest.raises(BadInputError, match=r"dataset=images needs dataset.path=PATH .* or dataset.hub=NAME"):
         build_data("images", task="vision", batch_size=4)
