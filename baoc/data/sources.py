@@ -117,7 +117,8 @@ class WorkerPool:
         remaining = list(requests)
         deaths = 0
         while remaining:
-            mine = self._begin(remaining)
+            self._requests[:] = remaining
+            self._pass = mine = self._pass + 1
             made = iter(self._loader)
             while remaining and self._pass == mine:  # until another pass takes the workers
                 try:
@@ -149,11 +150,6 @@ class WorkerPool:
             ) from error
         log.warning("a data worker died (%s): new ones make its batch again", text)
         self._loader = self._start()
-
-    def _begin(self, requests: list[BatchRequest]) -> int:
-        self._requests[:] = requests
-        self._pass += 1
-        return self._pass
 
 
 def _end_with_the_run(_: int) -> None:

@@ -116,7 +116,7 @@ class StreamLoader:
         return {"seed": self._seed, "batch_size": self.batch_size, "block_size": self._block_size, "rank": self._rank}
 
     def _ahead(self, threads: ThreadPoolExecutor, start: StreamPosition) -> Iterator[tuple[StreamPosition, Batch]]:
-        """Batches in order, each with the place behind it, made a few at a time."""
+        """Batches in order, each with the position after it, made a few in advance."""
         waiting: deque[tuple[StreamPosition, Future[Batch]]] = deque()
         for place, samples in self._samples(start):
             seed = seed_of(self._seed, self._rank, place.epoch, place.block, place.batch)
@@ -153,12 +153,8 @@ class StreamLoader:
             if not block:
                 return
             self._stream_at[place] = position
-            self._forget()
+            # a checkpoint needs no block before that of the newest returned batch; reading is a few batches ahead
+            needed = replace(self._farthest, batch=0)
+            self._stream_at = {at: held for at, held in self._stream_at.items() if at >= needed}
             yield place, block
             place = replace(place, block=place.block + 1)
-
-    def _forget(self) -> None:
-        """Drops positions of blocks before that of the newest returned batch; reading is a few batches ahead."""
-        needed = replace(self._farthest, batch=0)
-        for place in [place for place in self._stream_at if place < needed]:
-            del self._stream_at[place]

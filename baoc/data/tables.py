@@ -88,7 +88,7 @@ def load_parquet(path: Path, *, streaming: bool = False) -> Mapping[str, Any]:
     except BadInputError:
         raise
     except Exception as error:  # pyarrow and datasets raise many kinds
-        raise BadInputError(f"dataset.path={path} cannot be read as parquet ({_first_line(error)})") from error
+        raise BadInputError(f"dataset.path={path} cannot be read as parquet ({first_line(error)})") from error
 
 
 def load_hub(name: str, *, streaming: bool = False) -> Mapping[str, Any]:
@@ -98,7 +98,7 @@ def load_hub(name: str, *, streaming: bool = False) -> Mapping[str, Any]:
         return datasets.load_dataset(name, streaming=streaming)
     except Exception as error:  # no network, no such set, no access to a gated one
         raise BadInputError(
-            f"data set {name} cannot be loaded from the Hugging Face hub ({_first_line(error)}): name a copy with "
+            f"data set {name} cannot be loaded from the Hugging Face hub ({first_line(error)}): name a copy with "
             "dataset.path=PATH (a folder per class, or parquet files), or log in with `hf auth login` if it is gated"
         ) from error
 
@@ -164,5 +164,6 @@ def _find(features: Mapping[str, Any], *, asked: str | None, usual: Sequence[str
     return found
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """The first line of an error's text, or its class if it has none."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

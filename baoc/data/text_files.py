@@ -112,7 +112,9 @@ def measure(source: TextFiles) -> Content:
         boundaries.update(f"{len(chunk.text)}:{chunk.ends};".encode())
         num_bytes += len(chunk.text)
     if num_bytes == 0:
-        raise BadInputError(f"{_named(source)} is empty: {_HOW}")
+        files = source.files
+        what = str(files[0]) if len(files) == 1 else f"the text of {len(files)} files, {files[0]} to {files[-1].name},"
+        raise BadInputError(f"{what} is empty: {_HOW}")
     boundaries.update(content.digest())
     return Content(num_bytes=num_bytes, sha256=content.hexdigest(), key=boundaries.hexdigest())
 
@@ -255,8 +257,3 @@ def _opened(file: Path) -> Any:
         return file.open("rb")
     except OSError as error:
         raise BadInputError(f"{file} cannot be read: {error.strerror}") from error
-
-
-def _named(source: TextFiles) -> str:
-    files = source.files
-    return str(files[0]) if len(files) == 1 else f"the text of {len(files)} files, {files[0]} to {files[-1].name},"

@@ -12,12 +12,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Generator
 
 from baoc.data.base import DataModule, rank_of
-from baoc.data.loader import Batch, SequentialLoader
+from baoc.data.loader import SequentialLoader
 from baoc.data.stream import StreamLoader
-from baoc.data.tables import require_datasets
+from baoc.data.tables import first_line, require_datasets
 from baoc.data.text import PackedTokens, batch_of, check_sizes
 from baoc.data.text_files import TextChunk
 from baoc.data.token_arrays import Encoded, encode_chunks, token_dtype
@@ -47,7 +46,7 @@ def _open(hub: str, *, config: str | None, split: str) -> Any:
     except Exception as error:  # network, hub and library raise different kinds
         name = hub if config is None else f"{hub} ({config})"
         raise BadInputError(
-            f"the hub gave no split {split} of {name}: {_first_line(error)}. Check the name and the network, or give "
+            f"the hub gave no split {split} of {name}: {first_line(error)}. Check the name and the network, or give "
             "dataset.path=FOLDER with a copy of its files"
         ) from error
 
@@ -97,7 +96,7 @@ class StreamDataModule(DataModule):
         rank, _ = rank_of(self)
         return StreamLoader(
             self._open,
-            make=_stacked,
+            make=lambda windows, _: batch_of(np.stack(windows)),
             batch_size=self.batch_size,
             seed=self.seed,
             accumulate=self.accumulate,
@@ -157,7 +156,7 @@ class Documents:
                 row = next(rows, None)
             except Exception as error:
                 raise TrainingFailedError(
-                    f"the stream of {self._name} broke ({_first_line(error)}): resume=auto goes on from the last "
+                    f"the stream of {self._name} broke ({first_line(error)}): resume=auto goes on from the last "
                     "checkpoint"
                 ) from error
             if row is None:
@@ -233,10 +232,6 @@ def _ahead(batches: Iterator[list[Any]]) -> Iterator[Any]:
                 future.cancel()
 
 
-def _stacked(windows: list[Tokens], generator: Generator) -> Batch:
-    return batch_of(np.stack(windows))
-
-
 def _first_tokens(documents: Documents, *, tokenizer: Tokenizer, num_tokens: int) -> tuple[Encoded, int]:
     """(at least `num_tokens` tokens from the beginning, number of documents they come from)."""
     parts: list[Tokens] = []
@@ -249,7 +244,3 @@ def _first_tokens(documents: Documents, *, tokenizer: Tokenizer, num_tokens: int
             break
     tokens = np.concatenate(parts) if parts else np.empty(0, token_dtype(tokenizer.vocab_size))
     return Encoded(tokens=tokens, num_bytes=num_bytes), len(parts)
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)

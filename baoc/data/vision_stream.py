@@ -63,13 +63,14 @@ class StreamedImages(DataModule):
         self._train = undecoded(train, column=self._columns.image)
         held = undecoded(train if val is None else val, column=self._columns.image)
         self._held = self._encoded(list(islice(held, NUM_VAL)))
+        splits = getattr(train.info, "splits", None) or {}
         declared = getattr(train.features[self._columns.label], "names", None)
         self.spec = ImageDataSpec(
             dataset=name,
             image_size=image_size,
             channels=3,
             num_classes=len(declared) if declared else int(self._held.labels.max()) + 1,
-            num_train=_declared_length(train),
+            num_train=int(getattr(splits.get("train"), "num_examples", None) or 0),
             num_val=len(self._held),
         )
         scaling = unit_range if task == "diffusion" else standardise
@@ -165,8 +166,3 @@ def _shuffled_files(table: Any, *, seed: int, epoch: int) -> Any:
     order = torch.randperm(table.num_shards, generator=generator_of(seed, epoch)).tolist()
     files = [table.shard(num_shards=table.num_shards, index=file) for file in order]
     return require_datasets().concatenate_datasets(files)
-
-
-def _declared_length(table: Any) -> int:
-    splits = getattr(table.info, "splits", None) or {}
-    return int(getattr(splits.get("train"), "num_examples", None) or 0)

@@ -67,11 +67,11 @@ def _load_file(model: nn.Module, file: Path, *, head: tuple[str, ...], given: st
     except (OSError, SafetensorError) as error:
         raise BadInputError(f"model.pretrained={given} cannot be read ({error}): get it anew") from error
     expected = model.state_dict()
-    aliases = _aliases(model)
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - dict(model.named_parameters()).keys()
     tensors = {_named_as(name, expected): tensor for name, tensor in held.items()}
     for name in head:
         tensors.pop(name, None)
-    missing = [name for name in expected if name not in tensors and name not in head and name not in aliases]
+    missing = [name for name in expected if name not in tensors and name not in head and name not in tied]
     _refuse_mismatch(
         given,
         missing=missing,
@@ -126,12 +126,6 @@ def _named_as(name: str, expected: Mapping[str, Tensor]) -> str:
         if candidate in expected:
             return candidate
     return name
-
-
-def _aliases(model: nn.Module) -> set[str]:
-    """Later names of tied parameters, which files hold once."""
-    once = {name for name, _ in model.named_parameters()}
-    return {name for name, _ in model.named_parameters(remove_duplicate=False)} - once
 
 
 def _refuse_mismatch(

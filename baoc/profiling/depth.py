@@ -90,7 +90,8 @@ def extended(short: Footprint, long: Footprint, *, layers: Layers, sizes: Mappin
     if low is None or high is None or len(low) != len(high):
         return None
     intervals: list[PeakInterval] = []
-    nbytes = _copied_bytes(long.intervals, prefix=prefix)
+    copies = (copy for interval in long.intervals for copy in interval.copies.items())
+    nbytes = {_place(f" {name}", prefix=prefix)[1][1:]: size for name, size in copies}  # without the layer's prefix
     for a, b in zip(low, high, strict=True):
         made = _extrapolated(a, b, prefix=prefix, depth=depth, nbytes=nbytes)
         if made is None:
@@ -137,11 +138,6 @@ def _place(event: str, *, prefix: str) -> tuple[int | None, str]:
         return None, event
     layer, _, rest = name.removeprefix(prefix).partition(".")
     return int(layer), f"{kind} {rest}"
-
-
-def _copied_bytes(intervals: Sequence[PeakInterval], *, prefix: str) -> dict[str, int]:
-    """Bytes of each copy by parameter name, without the layer's prefix."""
-    return {_place(f" {k}", prefix=prefix)[1][1:]: v for interval in intervals for k, v in interval.copies.items()}
 
 
 def _extrapolated(

@@ -184,7 +184,7 @@ class _Layers:
         for position, part in enumerate(parts):
             is_list = isinstance(module, nn.ModuleList | nn.Sequential)
             module = module.get_submodule(part)
-            if is_list and _num_holders(module) > 1:
+            if is_list and sum(any(True for _ in m.parameters(recurse=False)) for m in module.modules()) > 1:
                 found = ".".join(parts[: position + 1])
             if isinstance(module, nn.ModuleList | nn.Sequential):
                 continue
@@ -198,8 +198,3 @@ class _Layers:
         parts = name.split(".")
         position = next((i for i, part in enumerate(parts[:-2]) if part.isdigit()), None)
         return None if position is None else ".".join(parts[: position + 1])
-
-
-def _num_holders(module: nn.Module) -> int:
-    """How many modules of the subtree hold parameters of their own."""
-    return sum(any(True for _ in child.parameters(recurse=False)) for child in module.modules())

@@ -44,12 +44,16 @@ def measure_link(
         for direction, copies in directions.items():
             copy = _copying(copies, streams=streams)
             rates[direction].append(size * len(copies) / _seconds(copy, device=device, max_s=share, clock=clock))
+    param = torch.nn.Parameter(torch.full((host_numel,), 0.02))
+    param.grad = torch.full((host_numel,), 1e-3)
+    optimizer = torch.optim.AdamW([param], fused=True)
+    host_s = _seconds(lambda: optimizer.step() and None, device=torch.device("cpu"), max_s=share, clock=clock)
     return LinkRates(
         sizes=sizes,
         in_rates=tuple(rates["in"]),
         out_rates=tuple(rates["out"]),
         both_rates=tuple(rates["both"]),
-        host_element_s=_host_element_s(host_numel, max_s=share, clock=clock),
+        host_element_s=host_s / host_numel,
         source="measured",
     )
 
@@ -83,10 +87,3 @@ def _seconds(
     while len(found) < most and clock() - began + found[-1] < max_s:
         found.append(once())
     return median(found)
-
-
-def _host_element_s(numel: int, *, max_s: float, clock: Callable[[], float]) -> float:
-    param = torch.nn.Parameter(torch.full((numel,), 0.02))
-    param.grad = torch.full((numel,), 1e-3)
-    optimizer = torch.optim.AdamW([param], fused=True)
-    return _seconds(lambda: optimizer.step() and None, device=torch.device("cpu"), max_s=max_s, clock=clock) / numel

@@ -61,17 +61,10 @@ def frechet_distance(images: Tensor, reference: Tensor) -> float:
     features, real = net(images).double(), net(reference).double()
     scale = real.std(0)
     used = scale > 1e-6  # a ReLU that is never active carries no information
-    return _distance(features[:, used] / scale[used], real[:, used] / scale[used])
-
-
-def _distance(one: Tensor, other: Tensor) -> float:
+    one, other = features[:, used] / scale[used], real[:, used] / scale[used]
     first, second = torch.cov(one.T), torch.cov(other.T)
-    root = _root(first)
+    values, vectors = torch.linalg.eigh(first)
+    root = (vectors * values.clamp_min(0).sqrt()) @ vectors.T
     cross = torch.linalg.eigvalsh(root @ second @ root).clamp_min(0).sqrt().sum()
     means = (one.mean(0) - other.mean(0)).square().sum()
     return float(means + first.trace() + second.trace() - 2 * cross)
-
-
-def _root(matrix: Tensor) -> Tensor:
-    values, vectors = torch.linalg.eigh(matrix)
-    return (vectors * values.clamp_min(0).sqrt()) @ vectors.T

@@ -61,9 +61,9 @@ def test_what_no_option_fits_names_the_least(tmp_path: Path, monkeypatch: pytest
     the context, too."""
     looked: list[int] = []
 
-    def told(found: Footprint, *, less: Mapping[str, int]) -> Footprint:
+    def told(found: Footprint, *, savings: Mapping[str, int]) -> Footprint:
         looked.append(found.weights_bytes)
-        return as_native(found, savings=less)
+        return as_native(found, savings=savings)
 
     monkeypatch.setattr("baoc.training.measure.absent_card.as_native", told)
     with pytest.raises(

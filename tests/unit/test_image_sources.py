@@ -123,7 +123,10 @@ def test_a_model_gets_images_of_its_size(tmp_path):
         (lambda root: picture().save(root / "1.png") or root, r"holds 1 images and no folders"),
         (lambda root: (root / "a").mkdir() or root, r"a holds no image \(.bmp .*\): remove the folder"),
         (lambda root: write_folder(root, classes=("a",)), r"holds one class, a: there is nothing to tell apart"),
-        (lambda root: ((root / "x.tar").write_text("") and root / "x.tar") or root / "x.tar", r"x.tar holds no labelled"),
+        (
+            lambda root: ((root / "x.tar").write_text("") and root / "x.tar") or root / "x.tar",
+            r"x.tar holds no label",
+        ),
     ],
 )
 def test_each_wrong_folder_is_named(make, text, tmp_path):

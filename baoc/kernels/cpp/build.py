@@ -117,10 +117,11 @@ def compiled(source: Path, *, flags: Sequence[str]) -> Path:
 def _kept(stem: str, parts: Sequence[str], make: Callable[[Path], None]) -> Path:
     """The cached library for the hash of `parts`; `make(path)` builds it if there is none."""
     name = f"{stem}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:24]}.so"
-    for folder in (cache_folder(), Path(tempfile.gettempdir()) / f"baoc-{_user()}"):
+    user = os.getuid() if hasattr(os, "getuid") else 0
+    for folder in (cache_folder(), Path(tempfile.gettempdir()) / f"baoc-{user}"):
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if os.name == "posix" and folder.stat().st_uid not in (os.getuid(), 0):
+            if hasattr(os, "getuid") and folder.stat().st_uid not in (user, 0):
                 continue  # another user could have put a library there
             path = folder / name
             if not path.exists():
@@ -129,10 +130,6 @@ def _kept(stem: str, parts: Sequence[str], make: Callable[[Path], None]) -> Path
         except OSError as error:
             log.info("folder %s cannot keep the library: %s", folder, error)
     raise Unavailable(f"neither {cache_folder()} nor the folder for temporary files can be written; set ${CACHE}")
-
-
-def _user() -> int:
-    return os.getuid() if hasattr(os, "getuid") else 0
 
 
 def _cpu_flags(command: list[str]) -> tuple[tuple[str, ...], str]:
