@@ -1,7 +1,7 @@
-"""Data sets by name, as Lightning DataModules. They do not know that training is budgeted.
+"""Data sets by name, as Lightning DataModules. They do not depend on budgets.
 
-To add one: a file with a DataModule that has `.spec`, and a row here. Rows name their code instead of importing it, so
-that listing them costs nothing.
+To add one: a file with a DataModule that has `.spec`, and a row here. Rows name their module instead of importing it,
+so that listing them imports nothing.
 """
 
 from collections.abc import Mapping
@@ -19,11 +19,14 @@ __all__ = ["DATASETS", "Dataset", "build_data", "require_task"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
-    """One row. `builder` in `module` makes the DataModule; it takes the arguments of `build_data` and `options`.
+    """A row of DATASETS. `builder` in `module` makes the DataModule from the arguments of `build_data` and `options`.
 
-    `path_row`: the row that reads `dataset.path` when a user gives one (None: this row itself, which can do without);
-    a row that names itself cannot do without. `options`: their defaults; `option_types`: the type of an option whose
-    default does not tell it, where a default of None means text or null.
+    Args:
+        path_row: the row that reads a user's `dataset.path`. None is this row, which also works without a path; a row
+            that names itself requires one.
+        options: names and defaults.
+        option_types: types of options whose default does not show them; a default of None means text or null.
+        takes_path: False for generated data.
     """
 
     name: str
@@ -48,7 +51,7 @@ _IMAGES = {
     "image_size": None,
     "workers": None,
     "hub": None,
-    "streaming": None,  # null streams what comes from the hub
+    "streaming": None,  # null streams hub sets only
     "image_column": None,
     "label_column": None,
 }
@@ -56,7 +59,7 @@ _IMAGE_TYPES = {"image_size": int | None, "workers": int | None, "streaming": bo
 
 
 def _images(name: str, description: str, **row: Any) -> "Dataset":
-    """A row that `build_images` reads: from `dataset.path`, else from the hub set that its option `hub` names."""
+    """A row for `build_images`: from `dataset.path`, or the set of the Hugging Face hub in its option `hub`."""
     options = {**_IMAGES, **row.pop("options", {})}
     return Dataset(
         name=name,
@@ -72,7 +75,7 @@ def _images(name: str, description: str, **row: Any) -> "Dataset":
 
 _TEXT = {
     "tokenizer": "bytes",
-    "vocab_size": 4096,  # of tokenizer=bpe
+    "vocab_size": 4096,  # for tokenizer=bpe
     "sequence_length": 128,
     "val_fraction": 0.05,
     "max_val_sequences": 512,
@@ -83,7 +86,7 @@ _HUB_TEXT = {"hub": None, "hub_config": None, "train_split": "train", "val_split
 
 
 def _text(name: str, description: str, **row: Any) -> "Dataset":
-    """A row of tokens for language models, read from `dataset.path` where one is given."""
+    """A row of tokens for language models, read from `dataset.path` if one is given."""
     options = {**_TEXT, **row.pop("options", {})}
     return Dataset(
         name=name,
@@ -221,14 +224,14 @@ def build_data(
     path: str | None = None,
     **options: Any,
 ) -> "DataModule":
-    """The DataModule of a row, for `task`. A `path` replaces the images of an embedded row by the user's own.
+    """Builds the DataModule `name` for `task`. A `path` replaces the data of an embedded set by the user's own.
 
-    BadInputError for an unknown name or option, a set that does not serve the task, and data that cannot be used.
+    Raises BadInputError for an unknown name or option, a set that does not serve the task, and unusable data.
     """
     require_task(name, task=task)
     row = DATASETS[name]
     if path is not None and not row.takes_path:
-        raise BadInputError(f"dataset {name} is made up and reads no dataset.path={path}: leave it away")
+        raise BadInputError(f"dataset {name} is generated and reads no dataset.path={path}: leave it out")
     if path is not None:
         row, options = DATASETS[row.path_row or name], {**options, "path": path}
     elif row.needs_path:
@@ -236,13 +239,13 @@ def build_data(
     for key in options.keys() - {*row.options, "path"}:
         raise unknown_name(key, what=f"option of dataset {row.name}", allowed=row.options)
     if len(row.tasks) > 1:
-        options["task"] = task  # values are scaled as the task wants them
+        options["task"] = task  # decides how values are scaled
     builder = getattr(import_module(row.module), row.builder)
     return builder(batch_size=batch_size, seed=seed, accumulate=accumulate, **{**row.options, **options})
 
 
 def require_task(name: str, *, task: str) -> None:
-    """BadInputError if data set `name` is unknown or does not serve `task`, with those that do."""
+    """Raises BadInputError if data set `name` is unknown or does not serve `task`; the message lists those that do."""
     if name not in DATASETS:
         raise unknown_name(name, what="dataset", allowed=DATASETS)
     serves = DATASETS[name].tasks

@@ -1,6 +1,6 @@
-"""What every DataModule shares: one training loader per fit, whose position travels in checkpoints.
+"""Base class of DataModules: one training loader per fit, whose position is saved in checkpoints.
 
-A subclass says how its loaders are made; stopping and going on with the very next sample is settled here.
+Subclasses make the loaders; this class resumes them at the next sample.
 """
 
 from abc import abstractmethod
@@ -16,7 +16,7 @@ from baoc.types import DataSpec
 
 
 class TrainLoader(Protocol):
-    """Batches of training samples, and the place to go on from; ShuffledLoader and StreamLoader say how."""
+    """Batches of training samples with a position to resume from: a ShuffledLoader or StreamLoader."""
 
     def __iter__(self) -> Iterator[Batch]: ...
 
@@ -30,10 +30,9 @@ class TrainLoader(Protocol):
 class DataModule(L.LightningDataModule):
     """`batch_size` is the micro-batch, `accumulate` the number of them in an optimizer step.
 
-    `seed` decides the order of training samples and what is random about them, never which of them are held back. The
-    position inside an epoch travels in Lightning's checkpoint twice: with the loader, and here, because Lightning drops
-    the loader's where the loader was built before the loops were restored (a schedule that asks for the number of steps
-    under max_epochs builds it).
+    `seed` determines the order and augmentation of training samples, not which samples are held out. The position
+    within an epoch is saved by the loader and again here, because Lightning discards the loader's if the loader was
+    built before the loops were restored, for example by a schedule that needs the number of steps under max_epochs.
     """
 
     spec: DataSpec
@@ -48,24 +47,24 @@ class DataModule(L.LightningDataModule):
 
     @abstractmethod
     def make_train_loader(self, *, limit: int | None) -> TrainLoader:
-        """A new training loader; `limit` is the number of batches after which the trainer ends an epoch, if it does."""
+        """A new training loader. `limit`: batches after which the trainer ends an epoch; None for all."""
 
     @abstractmethod
     def make_overfit_loader(self) -> SequentialLoader:
-        """The training samples in an order that never changes, so that the first batches are the same each epoch."""
+        """The training samples in a fixed order, so that the first batches are the same in each epoch."""
 
     @abstractmethod
     def val_dataloader(self) -> SequentialLoader: ...
 
     def setup(self, stage: str) -> None:
-        """Lightning calls this first in each fit, before it restores a checkpoint: a new fit starts a new pass."""
+        """Starts a new pass. Lightning calls this first in each fit, before it restores a checkpoint."""
         if stage == "fit":
             self._loader = self._resume = None
 
     def train_dataloader(self) -> TrainLoader | SequentialLoader:
-        """The one loader of this fit; asking again gives the same object, so its position has one owner.
+        """The training loader of this fit, the same object at each call, so that there is one position.
 
-        Under Trainer(overfit_batches=...) the order is fixed instead, so that the same batches come each epoch.
+        Under Trainer(overfit_batches=...) the loader has a fixed order instead.
         """
         if getattr(self.trainer, "overfit_batches", 0) > 0:
             return self.make_overfit_loader()
@@ -84,7 +83,7 @@ class DataModule(L.LightningDataModule):
             self._loader.load_state_dict(self._resume)
 
     def shuffled(self, source: Source | Mapping[str, Tensor], *, limit: int | None, **settings: Any) -> ShuffledLoader:
-        """The training loader of samples that are all at hand; `settings`: indices, transform and workers."""
+        """A ShuffledLoader over `source`; `settings`: indices, transform and workers."""
         rank, num_ranks = rank_of(self)
         return ShuffledLoader(
             source,
@@ -98,7 +97,7 @@ class DataModule(L.LightningDataModule):
         )
 
     def _limit(self) -> int | None:
-        """Batches of an epoch that Trainer(limit_train_batches=...) wants; a fraction of them is resolved here."""
+        """Trainer(limit_train_batches=...) as a number of batches; a fraction is converted."""
         limit = None if self.trainer is None else self.trainer.limit_train_batches
         if isinstance(limit, float):
             per_step = self.batch_size * self.accumulate

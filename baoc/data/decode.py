@@ -1,6 +1,6 @@
-"""Image files to tensors: decoding with Pillow, fitting to a square, and the random crops and flips of training.
+"""Image files to tensors: decoding with Pillow, resizing to a square, and random crops and flips for training.
 
-All randomness comes from a generator that the caller seeds, so a batch can be made again exactly.
+All randomness comes from a generator that the caller seeds, so a batch can be repeated exactly.
 """
 
 import io
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Augment = Literal["none", "flip", "crop_flip"]
-_CROP_AREA, _CROP_RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # Inception-style crops (Szegedy et al. 2015), as ViT trains
+_CROP_AREA, _CROP_RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # Inception-style crops (Szegedy et al. 2015), as used for ViT
 _GREY_MODES = ("1", "L", "LA", "I", "I;16", "F")
 
 
@@ -30,7 +30,7 @@ def check_augment(augment: str) -> Augment:
 
 
 def open_image(content: bytes | Path, *, where: str) -> "Image":
-    """A decoded image, its EXIF orientation applied. TrainingFailedError names `where` it came from if it is broken."""
+    """Decodes an image and applies its EXIF orientation. Raises TrainingFailedError with `where` for a broken one."""
     pillow = require_pillow()
     try:
         image = pillow.Image.open(io.BytesIO(content if isinstance(content, bytes) else content.read_bytes()))
@@ -38,7 +38,7 @@ def open_image(content: bytes | Path, *, where: str) -> "Image":
         return pillow.ImageOps.exif_transpose(image)
     except Exception as error:  # Pillow raises many kinds: UnidentifiedImageError, SyntaxError, struct.error, ...
         why = f"{type(error).__name__}: {error}"
-        if isinstance(error, pillow.UnidentifiedImageError):  # its text is the address of our buffer
+        if isinstance(error, pillow.UnidentifiedImageError):  # its text is the address of the buffer
             why = "no image format is recognised"
         raise TrainingFailedError(f"{where} cannot be decoded as an image ({why}): replace or remove it") from error
 
@@ -70,7 +70,7 @@ def fit(image: "Image", *, size: int) -> "Image":
 
 
 def random_fit(image: "Image", *, size: int, augment: Augment, generator: Generator) -> "Image":
-    """As `fit`, but for `crop_flip` a random part of random area and aspect ratio, and mirrored half of the time."""
+    """`fit`, for `crop_flip` of a box of random area and aspect ratio; then mirrored with probability 1/2."""
     if augment == "none":
         return fit(image, size=size)
     fitted = (
@@ -83,8 +83,8 @@ def random_fit(image: "Image", *, size: int, augment: Augment, generator: Genera
 
 
 def vary(images: Tensor, *, augment: Augment, generator: Generator) -> Tensor:
-    """(B, C, S, S) of any dtype in memory -> the same, varied: shifted by up to an eighth after padding with zeros
-    (Krizhevsky's crop: 4 pixels of 32), and mirrored half of the time."""
+    """Augments images (B, C, S, S) of any dtype: mirrors each with probability 1/2, and for `crop_flip` pads with zeros
+    and crops again, a shift of up to an eighth (Krizhevsky's 4 pixels of 32)."""
     if augment == "none":
         return images
     num, _, size, _ = images.shape
@@ -107,7 +107,7 @@ def _resized(image: "Image", *, box: tuple[float, float, float, float], size: in
 
 
 def _random_box(image: "Image", *, generator: Generator) -> tuple[float, float, float, float]:
-    """A part of 8 to 100 % of the area, 3:4 to 4:3 in shape; where ten draws do not fit inside, the central square."""
+    """A box of 8 to 100 % of the area and aspect ratio 3:4 to 4:3; the central square if ten draws do not fit."""
     for _ in range(10):
         area, log_ratio, across, down = torch.rand(4, generator=generator).tolist()
         area = image.width * image.height * (_CROP_AREA[0] + area * (_CROP_AREA[1] - _CROP_AREA[0]))

@@ -1,4 +1,4 @@
-"""A user's own folder of images, one folder per class, and where its training and validation parts are."""
+"""Lists a user's folder of images with one subfolder per class, and finds its training and validation parts."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ _HOW = "a folder of images has one folder per class, such as cats/1.png and dogs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """Files in the order of their paths; `labels[i]` is the place of file i's class in `classes`."""
+    """Files sorted by path; `labels[i]` is the index of file i's class in `classes`."""
 
     files: tuple[Path, ...]
     labels: tuple[int, ...]
@@ -20,8 +20,10 @@ class Listing:
 
 
 def find_parts(path: Path) -> tuple[Path, Path | None]:
-    """Folders of the training and validation images: `train` and `val` (or `test`) in `path` where both exist, else
-    `path` itself, from which validation images are then held back."""
+    """Folders of training and validation images: `train` and `val` (or `test`) in `path` if both exist.
+
+    Otherwise (`path`, None), and validation images are held out of `path`.
+    """
     named = {entry.name.lower(): entry for entry in path.iterdir() if entry.is_dir()}
     train = next((named[name] for name in _TRAIN if name in named), None)
     val = next((named[name] for name in _VAL if name in named), None)

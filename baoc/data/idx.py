@@ -23,7 +23,7 @@ _HOW = (
 
 
 def read_fashion_mnist(path: str | None) -> ImageSet:
-    """The 60,000 training images; the 10,000 test images are left untouched, so validation images come from these."""
+    """The 60,000 training images, of which validation images are held out. The 10,000 test images are not read."""
     folder = FASHION_MNIST if path is None else Path(path).expanduser()
     if not folder.is_dir():
         given = f"dataset.path={folder}" if path is not None else str(folder)
@@ -42,7 +42,7 @@ def read_fashion_mnist(path: str | None) -> ImageSet:
 
 
 def read_idx(file: Path, *, dims: int) -> NDArray[np.uint8]:
-    """An array of unsigned bytes with `dims` dimensions; BadInputError names a file that is none."""
+    """An array of unsigned bytes with `dims` dimensions. Raises BadInputError if the file is not one."""
     try:
         with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as stream:
             content = stream.read()

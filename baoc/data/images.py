@@ -1,4 +1,4 @@
-"""Sets of labelled images, read whole into memory and checked before anything is trained on them.
+"""Reads sets of labelled images from .npz files into memory and checks them.
 
 `digits.npz` holds the UCI digits of E. Alpaydin and C. Kaynak (CC BY 4.0), 1,797 images of 8 x 8 pixels with values
 0 to 16, as scikit-learn's `load_digits` gives them. A user's own .npz has the same two arrays, `images` and `labels`.
@@ -34,13 +34,13 @@ class ImageSet:
 
 
 def read_digits() -> ImageSet:
-    """The embedded set; reads no network and no other package."""
+    """The embedded set; needs no network."""
     with as_file(files("baoc.data") / "digits.npz") as path:
         return read_npz(path, name="digits")
 
 
 def read_npz(path: str | Path, *, name: str | None = None) -> ImageSet:
-    """Images and labels of a .npz file; BadInputError names the file and says what is wrong with it."""
+    """Images and labels of a .npz file. Raises BadInputError with the file and the fault."""
     path = Path(path).expanduser()
     arrays = _load(path)
     images = _check_images(arrays["images"], path=path)

@@ -1,8 +1,8 @@
-"""Reads latents and their labels from .npy and parquet files, and says which file is wrong and how.
+"""Reads latents and their labels from .npy and parquet files.
 
-Beside FILE.npy with an array (N, C, S, S) of any float type lies FILE.labels.npy (or labels.npy) with N integers; a
-folder holds any number of such files. Parquet files have the columns `latent` (nested lists [C][S][S], or flat lists of
-4 * S * S numbers) and `label`. Without labels, all latents are of one class.
+FILE.npy holds an array (N, C, S, S) of any float type, and FILE.labels.npy (or labels.npy) beside it N integers; a
+folder may hold several such files. Parquet files have the columns `latent` (nested lists [C][S][S], or flat lists of
+4 * S * S numbers) and `label`. Without labels, all latents belong to one class.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ FLAT_CHANNELS = 4  # of latents that parquet keeps as flat lists
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentRows:
-    """A source of batches: `shards` are (n, C, S, S) each, one after another; `labels` (N,) int64."""
+    """A source of batches: concatenated `shards` of (n, C, S, S), and `labels` (N,) int64."""
 
     name: str
     shards: tuple[Tensor, ...]
@@ -54,7 +54,7 @@ class LatentRows:
 
 
 def read_latents(path: str | Path) -> LatentRows:
-    """Latents and labels below `path`; BadInputError names the file that cannot be used."""
+    """Latents and labels at `path`. Raises BadInputError with the file that cannot be used."""
     path = Path(path).expanduser()
     if not path.exists():
         raise BadInputError(f"dataset.path={path} does not exist: {_HOW}")
@@ -69,7 +69,7 @@ def read_latents(path: str | Path) -> LatentRows:
             )
     labels = np.concatenate([part[1] for part in parts])
     if len(labels) < 2:
-        raise BadInputError(f"{path} holds {len(labels)} latent: a part is held back, so 2 are the least")
+        raise BadInputError(f"{path} holds {len(labels)} latent: validation holds some out, so at least 2 are needed")
     return LatentRows(
         name=path.stem,
         shards=tuple(torch.from_numpy(latents) for latents, _ in parts),
@@ -79,7 +79,7 @@ def read_latents(path: str | Path) -> LatentRows:
 
 
 def _files(path: Path) -> list[Path]:
-    """The files of latents that `path` means, in the order of their names (numbers by value)."""
+    """The files of latents at `path`, sorted by name (numbers by value)."""
     if path.is_file():
         if path.suffix not in (".npy", ".parquet"):
             raise BadInputError(f"dataset.path={path} is neither .npy nor .parquet: {_HOW}")
@@ -101,7 +101,7 @@ def _read_npy(file: Path) -> tuple[NDArray[Any], NDArray[np.int64]]:
 
 def _load(file: Path, *, mapped: bool) -> NDArray[Any]:
     try:
-        return np.load(file, mmap_mode="c" if mapped else None, allow_pickle=False)  # c: writing would change no file
+        return np.load(file, mmap_mode="c" if mapped else None, allow_pickle=False)  # c: copy on write
     except (OSError, ValueError, EOFError) as error:
         raise BadInputError(f"{file} cannot be read as .npy ({error}): {_HOW}") from error
 
@@ -142,7 +142,7 @@ def _unnested(column: Any, *, num_rows: int, file: Path) -> NDArray[Any]:
                 "nested lists [C][S][S]"
             )
         sizes = [FLAT_CHANNELS, side, side]
-    values = np.require(column.to_numpy(zero_copy_only=False), requirements="W")  # torch takes no others
+    values = np.require(column.to_numpy(zero_copy_only=False), requirements="W")  # torch needs a writable array
     return values.reshape(num_rows, *sizes)
 
 

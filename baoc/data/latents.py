@@ -1,7 +1,7 @@
 """Latents of an autoencoder as a DataModule, for diffusion: a user's .npy or parquet files, or noise for benchmarks.
 
-Batches are `{"images": (B, C, S, S) float32, "labels": (B,) int64}`, scaled to a deviation of 1. Files are mapped into
-memory, not read, so a set may be larger than that.
+Batches are `{"images": (B, C, S, S) float32, "labels": (B,) int64}`, scaled to standard deviation 1. Files are memory
+mapped, so a set may be larger than memory.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from baoc.data.loader import Batch, SequentialLoader, ShuffledLoader
 from baoc.errors import BadInputError
 from baoc.types import ImageDataSpec
 
-SAMPLED = 4096  # latents whose deviation stands for that of all
+SAMPLED = 4096  # latents from which the standard deviation is estimated
 
 
 def build_latents(path: str, **settings: Any) -> "LatentDataModule":
@@ -25,8 +25,7 @@ def build_latents(path: str, **settings: Any) -> "LatentDataModule":
 def build_random_latents(
     *, num_samples: int, num_classes: int, path: str | None = None, **settings: Any
 ) -> "LatentDataModule":
-    """Standard normal numbers in the shape of Stable Diffusion's latents of 256 x 256 images: nothing can be learned
-    from them, but a step costs what a step costs."""
+    """Standard normal noise in the shape of Stable Diffusion's latents of 256 x 256 images, for benchmarks."""
     if path is not None:
         raise BadInputError(f"dataset random_latents reads no dataset.path={path}: use dataset=latents for your own")
     if num_samples < 2 or num_classes < 1:
@@ -42,8 +41,10 @@ def build_random_latents(
 
 
 class LatentDataModule(DataModule):
-    """`split_seed` decides which are held back, so that runs of several seeds are judged alike. `scale` multiplies all
-    latents; None takes 1 / deviation of the training part (of at most 4,096 of them)."""
+    """Latents with a random split by `split_seed`, which is independent of the run's seed.
+
+    `scale` multiplies all latents; None takes 1 / standard deviation of at most SAMPLED training latents.
+    """
 
     spec: ImageDataSpec
 
@@ -77,7 +78,7 @@ class LatentDataModule(DataModule):
         self.scale = self._one_over_deviation() if scale is None else float(scale)
 
     def resize_to(self, image_size: int) -> None:
-        """Refuses: a latent that was resized is no latent of its autoencoder any more."""
+        """Raises BadInputError for another size: resized latents do not belong to their autoencoder."""
         if image_size != self.spec.image_size:
             raise BadInputError(
                 f"latents of {self.spec.image_size} x {self.spec.image_size} do not fit a model that takes "

@@ -1,7 +1,7 @@
-"""Loaders of batches: in order for validation, shuffled anew each epoch for training.
+"""Batch loaders: in order for validation, shuffled in each epoch for training.
 
-`ShuffledLoader` can stop anywhere and go on with the very same batches. Its order comes from (seed, epoch) alone, by a
-generator of its own, so the global random state is neither read nor moved.
+`ShuffledLoader` can resume after any batch. Its order depends on (seed, epoch) alone and is drawn from its own
+generator, so the global random state is neither read nor changed.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baoc.data.sources import Batch, BatchMaker, Order, Source, TensorRows, Transform, WorkerPool
+from baoc.data.sources import Batch, BatchMaker, BatchRequest, Source, TensorRows, Transform, WorkerPool
 from baoc.errors import BadInputError, CheckpointError
 
 __all__ = ["Batch", "SequentialLoader", "ShuffledLoader", "Transform"]
@@ -20,8 +20,11 @@ __all__ = ["Batch", "SequentialLoader", "ShuffledLoader", "Transform"]
 class SequentialLoader:
     """Batches in order, the last one possibly smaller: for validation.
 
-    `source`: tensors by name, each (N, ...), or anything with `gather`. `indices`: the rows that belong to this loader,
-    all by default. `transform` sees a whole batch. `workers`: processes that make batches ahead, 0 for none.
+    Args:
+        source: tensors by name, each (N, ...), or a Source.
+        indices: the rows of this loader; None for all.
+        transform: applied to a whole batch.
+        workers: processes that make batches ahead of time, 0 for none.
     """
 
     def __init__(
@@ -45,23 +48,23 @@ class SequentialLoader:
         return -(-len(self._indices) // self.batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
-        yield from self._made([Order(rows=rows) for rows in self._indices.split(self.batch_size)])
+        yield from self._made([BatchRequest(rows=rows) for rows in self._indices.split(self.batch_size)])
 
-    def _made(self, orders: list[Order]) -> Iterator[Batch]:
-        return map(self._make, orders) if self._pool is None else self._pool.batches(orders)
+    def _made(self, requests: list[BatchRequest]) -> Iterator[Batch]:
+        return map(self._make, requests) if self._pool is None else self._pool.batches(requests)
 
 
 class ShuffledLoader(SequentialLoader):
-    """Batches of one size in an order drawn anew each epoch: for training.
+    """Batches of one size in an order drawn for each epoch: for training.
 
-    Rows that do not fill a batch are left out of that epoch. `accumulate` micro-batches make an optimizer step: an
-    epoch holds whole steps only, so `batch_size=16, accumulate=4` sees the samples of `batch_size=64`, step by step.
-    Of `num_ranks` processes each takes its `rank`'s share of every batch, which then counts num_ranks x batch_size.
+    An epoch has whole optimizer steps of `accumulate` micro-batches only, and leaves out the remaining rows. Thus
+    `batch_size=16, accumulate=4` uses the samples of `batch_size=64`, step by step. Each of `num_ranks` processes takes
+    its `rank`'s share of a global batch of num_ranks x batch_size.
 
-    Each pass starts where `load_state_dict` last put the loader, else at the start of an epoch; finishing a pass moves
-    on to the next epoch. Lightning never finishes one (it counts batches), but calls `sampler.set_epoch` before each.
-    A pass begun elsewhere, such as a look at one batch before training, does not disturb the others; `state_dict` tells
-    the position of the one that came farthest. `limit`: batches after which a trainer ends its epochs, if not all.
+    A pass (one `iter`) starts at the position of the last `load_state_dict`, or at the start of an epoch. A finished
+    pass moves on to the next epoch. Lightning counts batches and never finishes a pass, but calls `sampler.set_epoch`
+    before each. Several passes may be open, such as one for a probe before training; `state_dict` has the position of
+    the one that came farthest. `limit`: batches after which the trainer ends an epoch; None for all.
     """
 
     def __init__(
@@ -94,18 +97,18 @@ class ShuffledLoader(SequentialLoader):
         self.num_ranks = num_ranks
         self.epoch = 0
         self._start = 0  # batch at which a pass begins; above 0 where an epoch was left in its middle
-        self._position = 0  # batches of this epoch handed out, by the pass that came farthest
-        self._trainer_epoch: int | None = None  # what set_epoch was last told, by this process
+        self._position = 0  # batches of this epoch returned by the pass that came farthest
+        self._trainer_epoch: int | None = None  # argument of the last set_epoch in this process
         self._resumed = False
 
     def __len__(self) -> int:
         return len(self._indices) // (self._global_batch * self.accumulate) * self.accumulate
 
     def __iter__(self) -> Iterator[Batch]:
-        # A generator, so epoch and start are read when the first batch is asked for, not when Lightning calls iter():
-        # it does so up to twice before it has restored a checkpoint and set the epoch.
-        orders = self._orders(self.epoch)
-        for position, batch in enumerate(self._made(orders[self._start :]), start=self._start):
+        # A generator, so that epoch and start are read at the first batch and not at iter(): Lightning calls that up
+        # to twice before it has restored a checkpoint and set the epoch.
+        requests = self._requests(self.epoch)
+        for position, batch in enumerate(self._made(requests[self._start :]), start=self._start):
             self._position = max(self._position, position + 1)
             yield batch
         self._go_to(self.epoch + 1)
@@ -116,11 +119,11 @@ class ShuffledLoader(SequentialLoader):
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """A pass of the trainer begins, which counts it as `epoch`. The first call places a fresh loader there.
+        """Called by Lightning before each of its epochs. The first call moves a new loader to `epoch`.
 
-        Otherwise the number is not believed, only that it changed: the loader goes on behind its last batch, in the
-        next epoch if this one is finished. Lightning 2.6.6, resumed under max_steps, has already counted the epoch that
-        max_steps cut short, may count the last finished one twice, and may end one after its first batch.
+        Later only a change of the number counts, not its value: the loader continues after its last batch, in the next
+        epoch if this one is finished. Lightning 2.6.6 resumed under max_steps has already counted the epoch that
+        max_steps ended early, may count the last finished one twice, and may end one after its first batch.
         """
         if self._trainer_epoch is None and not self._resumed:
             self._go_to(epoch)
@@ -138,11 +141,11 @@ class ShuffledLoader(SequentialLoader):
             self.epoch, self._start, self._position = epoch, 0, 0
 
     def state_dict(self) -> dict[str, int]:
-        """Position in plain numbers, and what the order depends on."""
+        """The position, and the settings that determine the order."""
         return {"epoch": self.epoch, "position": self._position, **self._identity()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a saved position. CheckpointError if this loader would give other batches than the saved one."""
+        """Resumes at a saved position. Raises CheckpointError if this loader would return other batches."""
         check_position(state_dict, keys={"epoch", "position"}, identity=self._identity())
         self.epoch = int(state_dict["epoch"])
         self._start = self._position = int(state_dict["position"])
@@ -161,12 +164,12 @@ class ShuffledLoader(SequentialLoader):
             "num_samples": len(self._indices),
         }
 
-    def _orders(self, epoch: int) -> list[Order]:
-        """Every batch of an epoch that this rank makes."""
+    def _requests(self, epoch: int) -> list[BatchRequest]:
+        """This rank's batches of an epoch."""
         order = self._indices[torch.randperm(len(self._indices), generator=generator_of(self.seed, epoch))]
         starts = range(self.rank * self.batch_size, len(self) * self._global_batch, self._global_batch)
         size = self.batch_size
-        return [Order(rows=order[at : at + size], seed=seed_of(self.seed, epoch, at)) for at in starts]
+        return [BatchRequest(rows=order[at : at + size], seed=seed_of(self.seed, epoch, at)) for at in starts]
 
 
 def generator_of(*key: int) -> torch.Generator:
@@ -174,13 +177,13 @@ def generator_of(*key: int) -> torch.Generator:
 
 
 def seed_of(*key: int) -> int:
-    """A seed that differs wherever any number of `key` does."""
+    """A seed that depends on every number of `key`."""
     digest = hashlib.sha256(":".join(map(str, key)).encode()).digest()
     return int.from_bytes(digest[:4], "big")
 
 
 def check_position(state_dict: Mapping[str, Any], *, keys: set[str], identity: Mapping[str, object]) -> None:
-    """CheckpointError if a loader's saved position lacks one of `keys`, or if what its order depends on has changed."""
+    """Raises CheckpointError if a saved position lacks one of `keys`, or if the settings `identity` have changed."""
     missing = (keys | identity.keys()) - state_dict.keys()
     if missing:
         raise CheckpointError(f"the data position of the checkpoint lacks {', '.join(sorted(missing))}")

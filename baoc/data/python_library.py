@@ -1,7 +1,7 @@
-"""The frozen text: the standard library of CPython 3.11.7, the same bytes whichever Python reads it.
+"""A frozen text for comparable runs: the source of the standard library of CPython 3.11.7.
 
-`dataset=pysource` reads the library of the Python that runs, so its text depends on the version. What is compared over
-machines reads this asset: the 452 files of pysource in their order, one after the other. Copyright of the Python
+`dataset=pysource` reads the library of the running Python, so its text depends on the version. Comparisons between
+machines read this asset: the 452 files of pysource in their order, concatenated. Copyright of the Python
 Software Foundation; licence and notice are in python_library.LICENSE. experiments/analysis/python_library.py makes it.
 """
 
@@ -17,7 +17,7 @@ SHA256 = "a54086002a5603858aa21fd68f70c9986968eac87403de9160080e45b0eb66e7"  # o
 
 
 def read_python_library() -> bytes:
-    """The text. Raises BadInputError where the installed asset is not the one that was frozen."""
+    """The text. Raises BadInputError if the installed asset differs from the frozen one."""
     packed = files("baoc.data") / ASSET
     try:
         text = lzma.decompress(packed.read_bytes())

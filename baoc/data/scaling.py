@@ -1,4 +1,4 @@
-"""Pixels to the numbers a network is trained on. Free of Lightning, since worker processes import it."""
+"""Scales pixels to the values a network is trained on. Imports no Lightning, as worker processes import it."""
 
 from dataclasses import dataclass
 
@@ -9,12 +9,12 @@ from torch.nn import functional as F
 from baoc.data.sources import Batch
 from baoc.data.stored import EncodedImages, ImageSource
 
-_SAMPLED = 512  # encoded images from which mean and deviation are taken; a whole set would have to be decoded
+_SAMPLED = 512  # encoded images decoded to estimate mean and standard deviation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaling:
-    """Images to float32, (value - mean) / std by channel, resized to `size` pixels a side where that is given."""
+    """Images to float32: (value - mean) / std per channel, then resized to `size` pixels per side, if given."""
 
     mean: Tensor  # (C, 1, 1), as std
     std: Tensor
@@ -28,9 +28,9 @@ class Scaling:
 
 
 def standardise(source: ImageSource, *, rows: Tensor) -> Scaling:
-    """Mean and standard deviation per channel, (C, 1, 1), over `rows`; a constant channel gets deviation 1.
+    """Scaling by mean and standard deviation per channel over `rows`; a constant channel gets deviation 1.
 
-    In float64 and by parts, so that a large uint8 set is never held as floats.
+    Computed in float64 and in parts, so that a large uint8 set is never held as floats.
     """
     if isinstance(source, EncodedImages) and len(rows) > _SAMPLED:
         rows = rows[torch.linspace(0, len(rows) - 1, _SAMPLED).long()]  # evenly: a folder is ordered by class
@@ -48,7 +48,7 @@ def standardise(source: ImageSource, *, rows: Tensor) -> Scaling:
 
 
 def unit_range(source: ImageSource, *, rows: Tensor) -> Scaling:
-    """The least and largest value of the training images to -1 and 1; those of encoded images are 0 and 255."""
+    """Scaling of the smallest and largest training value to -1 and 1; encoded images are assumed to span 0 to 255."""
     low, high = torch.tensor(0.0), torch.tensor(255.0)
     if not isinstance(source, EncodedImages):
         ends = [torch.stack(source.gather(part)["images"].aminmax()).float() for part in rows.split(4096)]

@@ -1,7 +1,7 @@
-"""Where batches come from: samples by number, made in this process or in worker processes, always in order.
+"""Makes batches of numbered samples in this process or in worker processes, always in order.
 
-What is random about a batch follows from its own seed, never from the worker that happens to make it, so the number of
-workers changes nothing but speed.
+The randomness of a batch depends on its own seed and not on the worker that makes it, so the number of workers changes
+only speed.
 """
 
 import logging
@@ -26,9 +26,9 @@ Transform = Callable[[Batch], Batch]
 
 
 class Source(Protocol):
-    """Samples by number. `gather` takes rows (B,) int64 and gives tensors of B rows each.
+    """Numbered samples. `gather` takes rows (B,) int64 and returns tensors of B rows each.
 
-    With worker processes a source is pickled once per worker: keep in it what is cheap to send, such as paths.
+    A source is pickled once per worker process, so it should hold little data, such as paths.
     """
 
     def __len__(self) -> int: ...
@@ -38,7 +38,7 @@ class Source(Protocol):
 
 @runtime_checkable
 class RandomSource(Source, Protocol):
-    """A source that varies its training samples; all randomness comes from `generator`."""
+    """A source that augments training samples; all randomness comes from `generator`."""
 
     def gather_random(self, rows: Tensor, *, generator: Generator) -> Batch: ...
 
@@ -60,8 +60,8 @@ class TensorRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """One batch to be made: its rows, and the seed of what is random about it; None takes the samples as they are."""
+class BatchRequest:
+    """One batch to make: its rows, and the seed of its augmentation; None for no augmentation."""
 
     rows: Tensor
     seed: int | None = None
@@ -72,29 +72,29 @@ class BatchMaker:
     source: Source
     transform: Transform | None = None
 
-    def __call__(self, order: Order) -> Batch:
-        if order.seed is not None and isinstance(self.source, RandomSource):
-            generator = Generator().manual_seed(order.seed)
-            batch = self.source.gather_random(order.rows, generator=generator)
+    def __call__(self, request: BatchRequest) -> Batch:
+        if request.seed is not None and isinstance(self.source, RandomSource):
+            generator = Generator().manual_seed(request.seed)
+            batch = self.source.gather_random(request.rows, generator=generator)
         else:
-            batch = self.source.gather(order.rows)
+            batch = self.source.gather(request.rows)
         return batch if self.transform is None else self.transform(batch)
 
 
 class WorkerPool:
     """Worker processes that make batches ahead of time and live as long as the loader that owns them.
 
-    One pass at a time: starting a pass ends the one before, which then goes on in a pass of its own (`is_current`).
-    Started by a server process instead of by forking this one, whose threads and CUDA context a fork would break.
+    Only one pass uses the workers at a time: a new pass takes them over, and the earlier one restarts when it is
+    continued. Workers come from a fork server, as forking this process would break its threads and CUDA context.
 
-    A worker that dies (killed by the system for its memory, say) is replaced together with the others, and its batch is
-    made again, the very same one; after MAX_DEATHS in a row without a batch between them, TrainingFailedError.
+    If a worker dies, for example killed for its memory, all workers are replaced and the same batch is made again.
+    After MAX_DEATHS in a row without a batch, TrainingFailedError is raised.
     """
 
     def __init__(self, make: BatchMaker, *, workers: int):
         if workers < 1:
             raise BadInputError(f"workers must be 0 (none) or more, not {workers}")
-        self._orders: list[Order] = []
+        self._requests: list[BatchRequest] = []
         self._pass = 0
         self._making, self._workers = _Making(make), workers
         self._loader = self._start()
@@ -103,23 +103,24 @@ class WorkerPool:
         return DataLoader(
             self._making,
             batch_size=None,
-            sampler=_Orders(self._orders),
+            sampler=_RequestSampler(self._requests),
             num_workers=self._workers,
             persistent_workers=True,
             pin_memory=torch.cuda.is_available(),
             multiprocessing_context="forkserver",
             worker_init_fn=_end_with_the_run,
-            generator=Generator(),  # the DataLoader draws from it; the global random state is the model's
+            generator=Generator(),  # so that the DataLoader does not draw from the global random state
         )
 
-    def batches(self, orders: Iterable[Order]) -> Iterator[Batch]:
-        """The batches of `orders`, in this order. Raises what making one raised."""
-        remaining = list(orders)
+    def batches(self, requests: Iterable[BatchRequest]) -> Iterator[Batch]:
+        """The batches of `requests`, in this order. Raises what making one raised."""
+        remaining = list(requests)
         deaths = 0
         while remaining:
-            mine = self._begin(remaining)
+            self._requests[:] = remaining
+            self._pass = mine = self._pass + 1
             made = iter(self._loader)
-            while remaining and self._pass == mine:  # else another pass took the workers meanwhile
+            while remaining and self._pass == mine:  # until another pass takes the workers
                 try:
                     batch = next(made)
                 except (RuntimeError, OSError, EOFError) as error:
@@ -133,10 +134,10 @@ class WorkerPool:
                 yield batch
 
     def _replace(self, error: Exception, *, deaths: int) -> None:
-        """New workers in the place of dead ones. Raises what was no death, and after too many TrainingFailedError.
+        """Starts new workers if `error` is the death of a worker; raises it otherwise, and after too many deaths.
 
-        A death shows as the DataLoader's own words, or as a broken connection to a worker that held a tensor of ours;
-        what a living one raised is told as "Caught ... in DataLoader worker process".
+        A death shows as the DataLoader's "DataLoader worker ..." or as a broken connection to a worker. Errors raised
+        in a living worker start with "Caught ... in DataLoader worker process".
         """
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         broken = isinstance(error, ConnectionError | EOFError) and not text.startswith("Caught")
@@ -150,15 +151,10 @@ class WorkerPool:
         log.warning("a data worker died (%s): new ones make its batch again", text)
         self._loader = self._start()
 
-    def _begin(self, orders: list[Order]) -> int:
-        self._orders[:] = orders
-        self._pass += 1
-        return self._pass
-
 
 def _end_with_the_run(_: int) -> None:
-    """In a worker: a run that is killed would leave it to the server process, in which it would wait for ever."""
-    run = multiprocessing.parent_process()  # the run, not the server that has forked this process
+    """Runs in a worker and ends it with the run: a killed run would leave its workers waiting in the fork server."""
+    run = multiprocessing.parent_process()  # the run, not the fork server
     assert run is not None
 
     def follow() -> None:
@@ -168,25 +164,25 @@ def _end_with_the_run(_: int) -> None:
     threading.Thread(target=follow, daemon=True).start()
 
 
-class _Orders:
-    """A sampler that reads the list as it is when a pass begins."""
+class _RequestSampler:
+    """A sampler over the present content of a list, which changes with each pass."""
 
-    def __init__(self, orders: list[Order]):
-        self._orders = orders
+    def __init__(self, requests: list[BatchRequest]):
+        self._requests = requests
 
     def __len__(self) -> int:
-        return len(self._orders)
+        return len(self._requests)
 
-    def __iter__(self) -> Iterator[Order]:
-        return iter(list(self._orders))
+    def __iter__(self) -> Iterator[BatchRequest]:
+        return iter(list(self._requests))
 
 
 class _Making(Dataset[Any]):
     def __init__(self, make: BatchMaker):
         self._make = make
 
-    def __getitem__(self, order: Order) -> Any:
+    def __getitem__(self, request: BatchRequest) -> Any:
         try:
-            return self._make(order)
+            return self._make(request)
         except (BadInputError, TrainingFailedError) as error:
-            return error  # as a value: the DataLoader would wrap its text in a traceback
+            return error  # as a value, because the DataLoader would wrap its text in a traceback

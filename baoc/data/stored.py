@@ -1,6 +1,6 @@
-"""Labelled images as sources of batches: in memory, or encoded on disk and decoded when they are asked for.
+"""Labelled images as sources of batches: in memory, or encoded on disk and decoded for each batch.
 
-Small images are decoded once and kept; photographs are decoded by worker processes while training goes on.
+Small images are decoded once and kept; photographs are decoded by worker processes during training.
 """
 
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ from baoc.data.sources import Batch
 from baoc.units import MIB
 
 MEMORY_BYTES = 512 * MIB  # decoded images up to this size are kept in memory
-SMALL = 64  # pixels a side; random crops of larger images need the image as it was
-LARGEST = 224  # pixels a side that images are fitted to unless asked for otherwise
+SMALL = 64  # pixels per side; random crops of larger images are taken from the original image
+LARGEST = 224  # pixels per side of larger images, unless a size is given
 
 
 class Items(Protocol):
-    """Encoded images by number: the content, and where it came from for messages."""
+    """Numbered encoded images: (content, origin for error messages)."""
 
     def __len__(self) -> int: ...
 
@@ -30,7 +30,7 @@ class Items(Protocol):
 
 
 class Files:
-    """Items of files, kept as text: a million paths are sent to each worker."""
+    """Items of files. Paths are kept as str, as up to a million of them are pickled for each worker."""
 
     def __init__(self, files: Sequence[Path]):
         self._files = [str(file) for file in files]
@@ -71,7 +71,7 @@ class MemoryImages:
 
 @dataclass(slots=True, kw_only=True)
 class EncodedImages:
-    """Images that are decoded and fitted to `image_size` pixels a side when a batch asks for them: uint8 tensors."""
+    """Images that are decoded and resized to `image_size` pixels per side for each batch, as uint8."""
 
     items: Items
     labels: Tensor
@@ -99,7 +99,7 @@ class EncodedImages:
         return replace(self, image_size=image_size)
 
     def in_memory(self) -> MemoryImages:
-        """Everything decoded, on a few threads: Pillow releases the interpreter lock while it decodes."""
+        """Decodes all images on four threads, as Pillow releases the interpreter lock."""
         with ThreadPoolExecutor(4) as threads:
             parts = list(threads.map(self.gather, torch.arange(len(self)).split(64)))
         return MemoryImages(
@@ -117,10 +117,10 @@ ImageSource = MemoryImages | EncodedImages
 def encoded_images(
     items: Items, *, labels: Tensor, image_size: int | None, augment: Augment, like: ImageSource | None = None
 ) -> ImageSource:
-    """A source over `items`; in memory where that is small and changes nothing.
+    """A source over `items`, decoded into memory if it is small and augmentation does not need the original size.
 
-    `image_size` None takes the shorter side of the first image, at most 224 pixels. `like`: the training source, whose
-    size and channels a validation source shares. Raises TrainingFailedError, naming the file, for a broken image.
+    `image_size` None takes the shorter side of the first image, at most LARGEST pixels. `like`: the training source,
+    whose size and channels a validation source shares. Raises TrainingFailedError with the file of a broken image.
     """
     if like is not None:
         size, channels = like.image_size, like.channels

@@ -1,7 +1,7 @@
-"""Training batches from a stream that is too large to number, such as a hub data set: shuffled, sharded, resumable.
+"""Training batches from a stream without random access, such as a hub data set: shuffled, sharded, resumable.
 
-A block of samples is read, shuffled and handed out batch by batch. The stream's own position is kept at the start of
-each block, so going on means reading one block again, and then the very next sample follows.
+A block of samples is read, shuffled and returned batch by batch. The stream's position is saved at the start of each
+block, so resuming reads one block again and continues with the next sample.
 """
 
 from collections import deque
@@ -17,11 +17,11 @@ from baoc.data.loader import check_position, generator_of, seed_of
 from baoc.data.sources import Batch
 from baoc.errors import BadInputError
 
-_AHEAD = 3  # batches that are made while the newest one is used
+_AHEAD = 3  # batches that are made in advance
 
 
 class Stream(Protocol):
-    """What `datasets.IterableDataset` is: samples in order, whose position can be read and set."""
+    """Samples in order with a position that can be saved and restored, as `datasets.IterableDataset`."""
 
     def __iter__(self) -> Iterator[Any]: ...
 
@@ -31,8 +31,8 @@ class Stream(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class Place:
-    """Batches of `block` of `epoch` that were handed out; places are ordered as the batches are."""
+class StreamPosition:
+    """Number of batches returned of a block of an epoch; ordered as the batches are."""
 
     epoch: int = 0
     block: int = 0
@@ -40,11 +40,13 @@ class Place:
 
 
 class StreamLoader:
-    """`open_stream(epoch)` gives the rank's share of that epoch, its files in an order of its own.
+    """Shuffled batches of a stream. Passes and resuming work as in ShuffledLoader, but there is no length.
 
-    `make(samples, generator)` turns `batch_size` samples into a batch, on threads. A block holds `buffer` samples,
-    rounded up to whole steps of `accumulate` batches; what does not fill a step at the end of an epoch is left out.
-    Passes, looks and resuming behave as those of ShuffledLoader; there is no length.
+    Args:
+        open_stream: epoch -> this rank's share of the stream.
+        make: (`batch_size` samples, generator) -> batch; runs on `threads`.
+        buffer: samples of a block, rounded up to whole steps of `accumulate` batches. Samples at the end of an epoch
+            that do not fill a step are left out.
     """
 
     def __init__(
@@ -69,8 +71,8 @@ class StreamLoader:
         self._block_size = -(-buffer // per_step) * per_step
         self._open, self._make = open_stream, make
         self._seed, self._rank, self._threads = seed, rank, threads
-        self._start = self._farthest = Place()
-        self._stream_at: dict[Place, dict[str, Any]] = {}  # the stream's own position at the start of a block
+        self._start = self._farthest = StreamPosition()
+        self._stream_at: dict[StreamPosition, dict[str, Any]] = {}  # the stream's own position at the start of a block
         self._trainer_epoch: int | None = None
 
     def __iter__(self) -> Iterator[Batch]:
@@ -79,7 +81,7 @@ class StreamLoader:
             for reached, batch in self._ahead(threads, place):
                 self._farthest = max(self._farthest, reached)
                 yield batch
-        self._start = self._farthest = max(self._farthest, Place(epoch=place.epoch + 1))
+        self._start = self._farthest = max(self._farthest, StreamPosition(epoch=place.epoch + 1))
 
     @property
     def sampler(self) -> "StreamLoader":
@@ -87,7 +89,7 @@ class StreamLoader:
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """A new epoch of the trainer goes on behind the last batch: only that the number changed is believed."""
+        """Called by Lightning before each epoch: if the number changed, continues after the last batch."""
         if self._trainer_epoch is not None and epoch != self._trainer_epoch:
             self._start = self._farthest
         self._trainer_epoch = epoch
@@ -103,9 +105,9 @@ class StreamLoader:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a saved position. CheckpointError if this loader would give other batches than the saved one."""
+        """Resumes at a saved position. Raises CheckpointError if this loader would return other batches."""
         check_position(state_dict, keys={"epoch", "block", "batch", "stream"}, identity=self._identity())
-        block = Place(epoch=int(state_dict["epoch"]), block=int(state_dict["block"]))
+        block = StreamPosition(epoch=int(state_dict["epoch"]), block=int(state_dict["block"]))
         self._start = self._farthest = replace(block, batch=int(state_dict["batch"]))
         self._stream_at = {block: state_dict["stream"]} if state_dict["stream"] is not None else {}
         self._trainer_epoch = None
@@ -113,9 +115,9 @@ class StreamLoader:
     def _identity(self) -> dict[str, int]:
         return {"seed": self._seed, "batch_size": self.batch_size, "block_size": self._block_size, "rank": self._rank}
 
-    def _ahead(self, threads: ThreadPoolExecutor, start: Place) -> Iterator[tuple[Place, Batch]]:
-        """Batches in order, each with the place behind it, made a few at a time."""
-        waiting: deque[tuple[Place, Future[Batch]]] = deque()
+    def _ahead(self, threads: ThreadPoolExecutor, start: StreamPosition) -> Iterator[tuple[StreamPosition, Batch]]:
+        """Batches in order, each with the position after it, made a few in advance."""
+        waiting: deque[tuple[StreamPosition, Future[Batch]]] = deque()
         for place, samples in self._samples(start):
             seed = seed_of(self._seed, self._rank, place.epoch, place.block, place.batch)
             made = threads.submit(self._make, samples, torch.Generator().manual_seed(seed))
@@ -126,7 +128,7 @@ class StreamLoader:
         for reached, made in waiting:
             yield reached, made.result()
 
-    def _samples(self, start: Place) -> Iterator[tuple[Place, list[Any]]]:
+    def _samples(self, start: StreamPosition) -> Iterator[tuple[StreamPosition, list[Any]]]:
         """The samples of each batch of an epoch, from `start` on."""
         for place, block in self._blocks(replace(start, batch=0)):
             generator = generator_of(self._seed, self._rank, place.epoch, place.block)
@@ -136,8 +138,8 @@ class StreamLoader:
                 rows = order[batch * self.batch_size : (batch + 1) * self.batch_size]
                 yield replace(place, batch=batch), [block[row] for row in rows]
 
-    def _blocks(self, place: Place) -> Iterator[tuple[Place, list[Any]]]:
-        """Blocks of whole steps; remembers where the stream stood before each that may be gone back to."""
+    def _blocks(self, place: StreamPosition) -> Iterator[tuple[StreamPosition, list[Any]]]:
+        """Blocks of whole steps. Keeps the stream's position before each block that a checkpoint may need."""
         stream = self._open(place.epoch)
         if (position := self._stream_at.get(place)) is not None:
             stream.load_state_dict(position)
@@ -151,12 +153,8 @@ class StreamLoader:
             if not block:
                 return
             self._stream_at[place] = position
-            self._forget()
+            # a checkpoint needs no block before that of the newest returned batch; reading is a few batches ahead
+            needed = replace(self._farthest, batch=0)
+            self._stream_at = {at: held for at, held in self._stream_at.items() if at >= needed}
             yield place, block
             place = replace(place, block=place.block + 1)
-
-    def _forget(self) -> None:
-        """Of the blocks before the newest batch handed out, which is up to a few behind the newest one read."""
-        needed = replace(self._farthest, batch=0)
-        for place in [place for place in self._stream_at if place < needed]:
-            del self._stream_at[place]

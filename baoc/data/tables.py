@@ -1,6 +1,6 @@
-"""Labelled images in tables: parquet files of a user's own, and sets on the Hugging Face hub, both through `datasets`.
+"""Labelled images in tables: the user's parquet files and sets of the Hugging Face hub, both through `datasets`.
 
-`datasets` is an extra and imported when a table is read, nowhere else.
+`datasets` is an optional dependency and imported only when a table is read.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,14 +19,14 @@ _IMAGES, _LABELS = ("image", "img", "images", "jpg", "png"), ("label", "labels",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """Names of the two columns; None finds them by their usual names."""
+    """Names of the two columns; None searches for the usual names."""
 
     image: str | None = None
     label: str | None = None
 
 
 class TableItems:
-    """Encoded images of a table with random access, which `datasets` maps from disk instead of reading it whole."""
+    """Encoded images of a table with random access, which `datasets` maps from disk."""
 
     def __init__(self, table: Any, *, column: str, name: str):
         self._table = table
@@ -52,7 +52,7 @@ def image_bytes(value: Any, *, where: str) -> bytes:
 
 
 def undecoded(table: Any, *, column: str) -> Any:
-    """The table with its image column as encoded bytes: decoding is ours, with the errors that name the row."""
+    """The table with its image column as encoded bytes, so that errors of decoding can name the row."""
     datasets = require_datasets()
     is_image = isinstance(table.features[column], datasets.Image)
     return table.cast_column(column, datasets.Image(decode=False)) if is_image else table
@@ -68,7 +68,7 @@ def require_datasets() -> Any:
 
 
 def parquet_files(path: Path) -> dict[str, list[str]]:
-    """Split -> files: by folder or file name (train*, validation*, test*), all of them training where none is named."""
+    """Split -> files, by names of folders and files (validation*, test*, ...); all others are training files."""
     files = [path] if path.is_file() else sorted(path.rglob("*.parquet"))
     parts: dict[str, list[str]] = {"train": [], "validation": []}
     for file in files:
@@ -81,24 +81,24 @@ def parquet_files(path: Path) -> dict[str, list[str]]:
 
 
 def load_parquet(path: Path, *, streaming: bool = False) -> Mapping[str, Any]:
-    """Split -> table of the parquet files at `path`. BadInputError names the path if they cannot be read."""
+    """Split -> table of the parquet files at `path`. Raises BadInputError if they cannot be read."""
     datasets = require_datasets()
     try:
         return datasets.load_dataset("parquet", data_files=parquet_files(path), streaming=streaming)
     except BadInputError:
         raise
     except Exception as error:  # pyarrow and datasets raise many kinds
-        raise BadInputError(f"dataset.path={path} cannot be read as parquet ({_first_line(error)})") from error
+        raise BadInputError(f"dataset.path={path} cannot be read as parquet ({first_line(error)})") from error
 
 
 def load_hub(name: str, *, streaming: bool = False) -> Mapping[str, Any]:
-    """Split -> table of a set on the hub (from its cache where it lies there). BadInputError says what else to do."""
+    """Split -> table of a set of the hub or its local cache. Raises BadInputError if it is not available."""
     datasets = require_datasets()
     try:
         return datasets.load_dataset(name, streaming=streaming)
     except Exception as error:  # no network, no such set, no access to a gated one
         raise BadInputError(
-            f"data set {name} cannot be had from the Hugging Face hub ({_first_line(error)}): name a local copy with "
+            f"data set {name} cannot be loaded from the Hugging Face hub ({first_line(error)}): name a copy with "
             "dataset.path=PATH (a folder per class, or parquet files), or log in with `hf auth login` if it is gated"
         ) from error
 
@@ -110,7 +110,7 @@ def split_of(tables: Mapping[str, Any], *, validation: bool = False) -> Any | No
 
 
 def find_columns(features: Mapping[str, Any], *, asked: Columns, name: str) -> tuple[str, str]:
-    """Image and label column. BadInputError lists the columns there are."""
+    """(image column, label column). Raises BadInputError with the existing columns."""
     return (
         _find(features, asked=asked.image, usual=_IMAGES, key="dataset.image_column", name=name),
         _find(features, asked=asked.label, usual=_LABELS, key="dataset.label_column", name=name),
@@ -118,9 +118,9 @@ def find_columns(features: Mapping[str, Any], *, asked: Columns, name: str) -> t
 
 
 def labels_of(table: Any, *, column: str, name: str, classes: Sequence[str] | None = None) -> tuple[Tensor, list[str]]:
-    """Labels (N,) int64 counting from 0, and the classes' names; text becomes numbers in alphabetical order.
+    """(labels (N,) int64 from 0, names of the classes); text labels are numbered in alphabetical order.
 
-    `classes`: those of the training table, for a validation table. BadInputError for a label that is none of them.
+    `classes`: of the training table, for a validation table. Raises BadInputError for a label that is not a class.
     """
     values = table[column]
     values = values if isinstance(values, list) else values[:]  # datasets 4 and later read columns lazily
@@ -130,12 +130,12 @@ def labels_of(table: Any, *, column: str, name: str, classes: Sequence[str] | No
         raise BadInputError(f"row {list(values).index(None)} of {name} has no {column}: fill it in, or remove the row")
     classes = _classes(table, values, column=column, name=name) if classes is None else classes
     if isinstance(values[0], str):
-        places = {text: place for place, text in enumerate(classes)}
-        if foreign := set(values) - places.keys():
+        numbers = {text: number for number, text in enumerate(classes)}
+        if foreign := set(values) - numbers.keys():
             raise BadInputError(
                 f"{sorted(foreign)[0]!r} in column {column} of {name} is no class of the training images"
             )
-        values = [places[value] for value in values]
+        values = [numbers[value] for value in values]
     labels = torch.tensor(values, dtype=torch.int64)
     if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < len(classes):
         raise BadInputError(f"labels of {name} reach from {labels.min()} to {labels.max()}, for {len(classes)} classes")
@@ -143,15 +143,13 @@ def labels_of(table: Any, *, column: str, name: str, classes: Sequence[str] | No
 
 
 def _classes(table: Any, values: Sequence[Any], *, column: str, name: str) -> Sequence[str]:
-    """What the table declares, else its texts, else the numbers up to its largest."""
+    """The declared names, or the text labels, or the numbers up to the largest label."""
     declared = getattr(table.features[column], "names", None)
     if declared:
         return declared
     found = sorted(set(values))
-    return [str(value) for value in found] if isinstance(values[0], str) else _numbers(found, name)
-
-
-def _numbers(found: Sequence[Any], name: str) -> list[str]:
+    if isinstance(values[0], str):
+        return [str(value) for value in found]
     if not all(isinstance(value, int) and value >= 0 for value in found):
         raise BadInputError(f"labels of {name} must be text or whole numbers from 0, not {found[0]!r}")
     return [str(number) for number in range(max(found) + 1)]
@@ -166,5 +164,6 @@ def _find(features: Mapping[str, Any], *, asked: str | None, usual: Sequence[str
     return found
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """The first line of an error's text, or its class if it has none."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

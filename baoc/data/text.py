@@ -1,7 +1,7 @@
 """Text as packed sequences of tokens, in a Lightning DataModule.
 
-Batches are `{"tokens": (B, T), "targets": (B, T)}`, int64: the targets are the tokens one place later. Documents follow
-each other, each sequence begins where the last one ended, so every token is predicted once in an epoch.
+Batches are `{"tokens": (B, T), "targets": (B, T)}`, int64; targets are the tokens shifted by one. Documents are
+concatenated and each sequence begins where the last one ended, so every token is predicted once per epoch.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from baoc.data.base import DataModule
 from baoc.data.loader import Batch, SequentialLoader, ShuffledLoader
-from baoc.data.text_files import Piece, TextFiles, before, behind, find, measure, python_source
+from baoc.data.text_files import TextChunk, TextFiles, after_cut, before_cut, find, measure, python_source
 from baoc.data.token_arrays import Encoded, encode
 from baoc.data.tokens import Tokens, load_tokenizer
 from baoc.errors import BadInputError
@@ -25,7 +25,7 @@ def build_pysource(**options: Any) -> DataModule:
 
 
 def build_text(*, path: str | None = None, hub: str | None = None, **options: Any) -> DataModule:
-    """A file or folder at `path`; without one, the set `hub` of the Hugging Face hub, as a stream."""
+    """Text of a file or folder at `path`, or of the set `hub` of the Hugging Face hub as a stream."""
     if path is not None:
         return _of_files(find(path, pattern=options["pattern"], text_column=options["text_column"]), **options)
     if hub is None:
@@ -41,9 +41,9 @@ def _of_files(source: TextFiles, **options: Any) -> "TextDataModule":
 
 
 class TextDataModule(DataModule):
-    """Text of files, split by bytes: the last `val_fraction` is held back, the same for every seed.
+    """Text of files. The last `val_fraction` of the bytes is the validation part, for every seed.
 
-    `max_val_sequences` of the held-back part, spread evenly over it, are what a validation reads; None reads all.
+    Validation reads `max_val_sequences` sequences spread evenly over that part; None reads all.
     """
 
     spec: TextDataSpec
@@ -67,7 +67,7 @@ class TextDataModule(DataModule):
         content = measure(source)
         cut = content.num_bytes - max(1, round(content.num_bytes * val_fraction))
         key = f"{content.key} {cut}"
-        train, val = (_part(source, side, cut) for side in (before, behind))
+        train, val = (_part(source, side, cut) for side in (before_cut, after_cut))
         library = load_tokenizer(tokenizer, vocab_size=vocab_size, training_text=train, text_key=key)
         trained = encode(train, tokenizer=library, num_bytes=cut, text_key=f"{key} train")
         held = encode(val, tokenizer=library, num_bytes=content.num_bytes - cut, text_key=f"{key} val")
@@ -95,14 +95,14 @@ class TextDataModule(DataModule):
 
 
 class PackedTokens:
-    """Sequences of `length` tokens by number, from an array of all tokens (N,) in memory or mapped from disk."""
+    """Numbered sequences of `length` tokens of an array of all tokens (N,), in memory or mapped from disk."""
 
     def __init__(self, tokens: Tokens, *, length: int):
         self.tokens = tokens
         self._length = length
 
     def __len__(self) -> int:
-        """The last token is nobody's input, so that every sequence has a target behind it."""
+        """The last token is only a target, so that every sequence has one more token after it."""
         return max(0, len(self.tokens) - 1) // self._length
 
     def gather(self, rows: Tensor) -> Batch:
@@ -123,13 +123,13 @@ def check_sizes(*, sequence_length: int, max_val_sequences: int | None) -> None:
 
 
 def spread(count: int, *, at_most: int | None) -> Tensor:
-    """Numbers below `count`, all or `at_most` of them at equal distances."""
+    """Indices below `count`: all, or `at_most` of them evenly spaced."""
     kept = count if at_most is None else min(count, at_most)
     return torch.arange(kept) * count // kept
 
 
-def _part(source: TextFiles, side: Callable[..., Iterator[Piece]], cut: int) -> Callable[[], Iterator[Piece]]:
-    return lambda: side(source.pieces(), cut)
+def _part(source: TextFiles, side: Callable[..., Iterator[TextChunk]], cut: int) -> Callable[[], Iterator[TextChunk]]:
+    return lambda: side(source.chunks(), cut)
 
 
 def _packed(encoded: Encoded, *, length: int, name: str, part: str) -> PackedTokens:
@@ -138,6 +138,6 @@ def _packed(encoded: Encoded, *, length: int, name: str, part: str) -> PackedTok
         share = "a larger" if part == "validation" else "a smaller"
         raise BadInputError(
             f"the {part} text of {name} has {len(encoded.tokens)} tokens, too few for one sequence of {length} and the "
-            f"token behind it: give more text, a smaller dataset.sequence_length or {share} dataset.val_fraction"
+            f"token after it: give more text, a smaller dataset.sequence_length or {share} dataset.val_fraction"
         )
     return packed

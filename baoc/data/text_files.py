@@ -1,7 +1,7 @@
-"""Text in files as a stream of pieces: which files a path means, how each is read, and what is wrong with one.
+"""Reads text files as a stream of chunks: plain text, JSON lines (also gzipped, as C4 is distributed) and parquet.
 
-A piece is some megabytes of UTF-8 at most and never ends inside a character, so sets of any size pass through without
-being held. Plain text, JSON lines (also gzipped, as C4 is distributed) and parquet are read.
+A chunk is at most CHUNK_BYTES of UTF-8 and never ends inside a character, so sets of any size are read in little
+memory.
 """
 
 import codecs
@@ -19,20 +19,20 @@ from typing import Any
 from baoc.data.tables import require_datasets
 from baoc.errors import BadInputError
 
-PIECE_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 20
 _TEXT = (".txt", ".text", ".md")
 _JSON = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".json.gz")
 _PARQUET = (".parquet",)
 _HOW = f"give a text file in UTF-8, a folder of them ({', '.join(_TEXT)}), JSON lines or parquet"
-# Of the standard library: without tests, and without what differs between machines or is no code that people write.
+# Left out of the standard library: tests, files that differ between machines, and generated code.
 _NO_SOURCE = {"test", "tests", "idlelib", "lib2to3", "encodings", "turtledemo", "pydoc_data", "__phello__"}
 _NO_SOURCE |= {"site-packages", "dist-packages", "__pycache__"}
 _BUILT = ("config-", "_sysconfigdata")  # written when Python was built
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """A part of a document; `ends`: it is the document's last."""
+class TextChunk:
+    """A part of a document; `ends`: it is the last part."""
 
     text: bytes
     ends: bool
@@ -40,13 +40,13 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextFiles:
-    """The files of a set in their order. `pieces` reads them anew each time; BadInputError names a file it cannot."""
+    """The ordered files of a set. Each call of `chunks` reads them again; BadInputError names an unreadable file."""
 
     name: str
     files: tuple[Path, ...]
     text_column: str = "text"
 
-    def pieces(self) -> Iterator[Piece]:
+    def chunks(self) -> Iterator[TextChunk]:
         for file in self.files:
             name = file.name.lower()
             if name.endswith(_PARQUET):
@@ -59,7 +59,7 @@ class TextFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Content:
-    """`sha256` of all text, one file after the other; `key` tells also where documents end."""
+    """`sha256` of the concatenated text; `key` is a hash that also depends on the ends of documents."""
 
     num_bytes: int
     sha256: str
@@ -67,7 +67,7 @@ class Content:
 
 
 def python_source() -> TextFiles:
-    """Python's own standard library, the files sorted by their path in it. The content depends on Python's version."""
+    """The source of Python's standard library, sorted by path. The content depends on Python's version."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files: list[Path] = []
     for folder, subfolders, names in os.walk(root):
@@ -76,15 +76,16 @@ def python_source() -> TextFiles:
     files = sorted((file for file in files if not file.name.startswith(_BUILT)), key=lambda file: file.as_posix())
     if not files:
         raise BadInputError(
-            f"this Python keeps no source of its standard library in {root}: give dataset.path=FILE.txt instead"
+            f"this Python has no source of its standard library in {root}: give dataset.path=FILE.txt instead"
         )
     return TextFiles(name="pysource", files=tuple(root / file for file in files))
 
 
 def find(path: str | Path, *, pattern: str | None = None, text_column: str = "text") -> TextFiles:
-    """The text of a file, or of a folder with all folders in it. `pattern`: which names, instead of the known endings.
+    """The text of a file, or of a folder and its subfolders.
 
-    Names that begin with a dot are left out. Raises BadInputError for a path without text.
+    `pattern`: a glob for names of files, instead of the known endings. Names that begin with a dot are left out. Raises
+    BadInputError for a path without text.
     """
     path = Path(path).expanduser()
     if not path.exists():
@@ -104,86 +105,88 @@ def find(path: str | Path, *, pattern: str | None = None, text_column: str = "te
 
 
 def measure(source: TextFiles) -> Content:
-    """Reads everything once; text that nothing can be learned from is refused."""
+    """Reads everything once and hashes it. Raises BadInputError if there is no text."""
     content, boundaries, num_bytes = hashlib.sha256(), hashlib.sha256(), 0
-    for piece in source.pieces():
-        content.update(piece.text)
-        boundaries.update(f"{len(piece.text)}:{piece.ends};".encode())
-        num_bytes += len(piece.text)
+    for chunk in source.chunks():
+        content.update(chunk.text)
+        boundaries.update(f"{len(chunk.text)}:{chunk.ends};".encode())
+        num_bytes += len(chunk.text)
     if num_bytes == 0:
-        raise BadInputError(f"{_named(source)} is empty: {_HOW}")
+        files = source.files
+        what = str(files[0]) if len(files) == 1 else f"the text of {len(files)} files, {files[0]} to {files[-1].name},"
+        raise BadInputError(f"{what} is empty: {_HOW}")
     boundaries.update(content.digest())
     return Content(num_bytes=num_bytes, sha256=content.hexdigest(), key=boundaries.hexdigest())
 
 
-def before(pieces: Iterable[Piece], cut: int) -> Iterator[Piece]:
-    """What lies before byte `cut`, up to the next end of a character."""
-    for piece, at in _with_cut(pieces, cut):
+def before_cut(chunks: Iterable[TextChunk], cut: int) -> Iterator[TextChunk]:
+    """The text before byte `cut`, up to the next end of a character."""
+    for chunk, at in _with_cut(chunks, cut):
         if at is None:
-            yield piece
+            yield chunk
         else:
             if at:
-                yield Piece(text=piece.text[:at], ends=piece.ends and at == len(piece.text))
+                yield TextChunk(text=chunk.text[:at], ends=chunk.ends and at == len(chunk.text))
             return
 
 
-def behind(pieces: Iterable[Piece], cut: int) -> Iterator[Piece]:
-    """The rest: `before` and `behind` hold every byte once."""
+def after_cut(chunks: Iterable[TextChunk], cut: int) -> Iterator[TextChunk]:
+    """The text after `before_cut`: together they hold every byte once."""
     found = False
-    for piece, at in _with_cut(pieces, cut):
+    for chunk, at in _with_cut(chunks, cut):
         if found:
-            yield piece
+            yield chunk
         elif at is not None:
             found = True
-            if piece.text[at:]:
-                yield Piece(text=piece.text[at:], ends=piece.ends)
+            if chunk.text[at:]:
+                yield TextChunk(text=chunk.text[at:], ends=chunk.ends)
 
 
-def _with_cut(pieces: Iterable[Piece], cut: int) -> Iterator[tuple[Piece, int | None]]:
-    """Each piece, with the place of the cut in the one that holds it."""
+def _with_cut(chunks: Iterable[TextChunk], cut: int) -> Iterator[tuple[TextChunk, int | None]]:
+    """Each chunk with the offset of the cut in it; None if it is in another chunk."""
     start = 0
-    for piece in pieces:
-        size = len(piece.text)
+    for chunk in chunks:
+        size = len(chunk.text)
         at = None
         if start <= cut < start + size:
             at = cut - start
-            while at < size and piece.text[at] & 0xC0 == 0x80:  # inside a character of UTF-8
+            while at < size and chunk.text[at] & 0xC0 == 0x80:  # inside a UTF-8 character
                 at += 1
         start += size
-        yield piece, at
+        yield chunk, at
 
 
 # -- kinds of files ---------------------------------------------------------------------------------------------------
 
 
-def _plain_text(file: Path) -> Iterator[Piece]:
-    """One document; a piece ends with a line where there is one."""
+def _plain_text(file: Path) -> Iterator[TextChunk]:
+    """One document; chunks end with a line where possible."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     held, read = b"", 0
     with _opened(file) as stream:
         while True:
-            chunk = stream.read(PIECE_BYTES)
+            new = stream.read(CHUNK_BYTES)
             try:
-                decoder.decode(chunk, final=not chunk)
+                decoder.decode(new, final=not new)
             except UnicodeDecodeError as error:
-                raise _undecodable(file, error, read=read, pending=len(error.object) - len(chunk)) from error
-            if not chunk:
+                raise _undecodable(file, error, read=read, pending=len(error.object) - len(new)) from error
+            if not new:
                 break
-            read += len(chunk)
-            *complete, held = _cut(held + chunk)
+            read += len(new)
+            *complete, held = _cut(held + new)
             for text in complete:
-                yield Piece(text=text, ends=False)
+                yield TextChunk(text=text, ends=False)
     if held:
-        yield Piece(text=held, ends=True)
+        yield TextChunk(text=held, ends=True)
 
 
 def _cut(text: bytes) -> list[bytes]:
-    """`text` in parts of PIECE_BYTES at most, each ending with a line or, in a long one, with a character."""
+    """`text` in parts of at most CHUNK_BYTES, which end with a line or, within a long line, with a character."""
     parts: list[bytes] = []
-    while len(text) > PIECE_BYTES:
-        at = text.rfind(b"\n", 0, PIECE_BYTES) + 1
+    while len(text) > CHUNK_BYTES:
+        at = text.rfind(b"\n", 0, CHUNK_BYTES) + 1
         if not at:
-            at = PIECE_BYTES
+            at = CHUNK_BYTES
             while text[at] & 0xC0 == 0x80:
                 at -= 1
         parts.append(text[:at])
@@ -191,12 +194,12 @@ def _cut(text: bytes) -> list[bytes]:
     return [*parts, text]
 
 
-def _of_documents(documents: Iterable[str]) -> Iterator[Piece]:
+def _of_documents(documents: Iterable[str]) -> Iterator[TextChunk]:
     for document in documents:
         if document:
             *parts, last = _cut(document.encode("utf-8", errors="replace"))  # JSON may escape half a surrogate pair
-            yield from (Piece(text=part, ends=False) for part in parts)
-            yield Piece(text=last, ends=True)
+            yield from (TextChunk(text=part, ends=False) for part in parts)
+            yield TextChunk(text=last, ends=True)
 
 
 def _json_documents(file: Path, *, column: str) -> Iterator[str]:
@@ -222,7 +225,7 @@ def _parquet_documents(file: Path, *, column: str) -> Iterator[str]:
             yield _text_of(row, column=column, where=f"{file}, row {number}")
     except BadInputError:
         raise
-    except Exception as error:  # pyarrow and datasets raise what they like
+    except Exception as error:  # pyarrow and datasets raise many kinds
         raise BadInputError(f"{file} cannot be read as parquet ({str(error).splitlines()[0]})") from error
 
 
@@ -241,7 +244,7 @@ def _no_column(column: str, *, held: Sequence[str], where: str) -> BadInputError
 
 
 def _undecodable(file: Path, error: UnicodeDecodeError, *, read: int = 0, pending: int = 0) -> BadInputError:
-    """`read`: bytes of the file before the chunk that failed; `pending`: of these, what the decoder still held."""
+    """`read`: bytes of the file before the part that failed; `pending`: bytes of these that the decoder still held."""
     at = read - pending + error.start
     return BadInputError(
         f"{file} is not UTF-8 text (byte {at}: {error.reason}): convert it, for example with iconv -t utf-8, "
@@ -254,8 +257,3 @@ def _opened(file: Path) -> Any:
         return file.open("rb")
     except OSError as error:
         raise BadInputError(f"{file} cannot be read: {error.strerror}") from error
-
-
-def _named(source: TextFiles) -> str:
-    files = source.files
-    return str(files[0]) if len(files) == 1 else f"the text of {len(files)} files, {files[0]} to {files[-1].name},"

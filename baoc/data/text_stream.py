@@ -1,7 +1,7 @@
-"""Text of the Hugging Face hub, packed into sequences while it is read: no copy on disk, any size.
+"""Streams text of the Hugging Face hub and packs it into sequences, without a copy on disk.
 
-Documents are read and encoded on a thread ahead of training. Behind every sequence the place in the stream is known to
-the token, in plain values, so `StreamLoader` goes on with the very next one.
+A thread reads and tokenizes documents ahead of training. The position after each sequence is known to the token, so
+`StreamLoader` resumes at the next one.
 """
 
 from collections import deque
@@ -12,27 +12,26 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Generator
 
 from baoc.data.base import DataModule, rank_of
-from baoc.data.loader import Batch, SequentialLoader
+from baoc.data.loader import SequentialLoader
 from baoc.data.stream import StreamLoader
-from baoc.data.tables import require_datasets
+from baoc.data.tables import first_line, require_datasets
 from baoc.data.text import PackedTokens, batch_of, check_sizes
-from baoc.data.text_files import Piece
-from baoc.data.token_arrays import Encoded, encode_pieces, token_dtype
+from baoc.data.text_files import TextChunk
+from baoc.data.token_arrays import Encoded, encode_chunks, token_dtype
 from baoc.data.tokens import Tokenizer, Tokens, load_tokenizer
 from baoc.errors import BadInputError, TrainingFailedError
 from baoc.types import TextDataSpec
 
-SHUFFLED = 1024  # sequences that are read and shuffled at once
-DOCUMENTS = 64  # encoded at once, on several threads
-_AHEAD = 64  # of these batches, read while training goes on
-_VAL_SEQUENCES = 512  # where max_val_sequences says null: a stream has no end to read to
+SHUFFLED = 1024  # sequences of a block that is shuffled
+DOCUMENTS = 64  # tokenized at once, on several threads
+_AHEAD = 64  # batches of documents that are read in advance
+_VAL_SEQUENCES = 512  # for max_val_sequences=null, as a stream may have no end
 
 
 def build_stream(hub: str, **options: Any) -> "StreamDataModule":
-    """The DataModule of the set `hub`, its configuration `hub_config`. BadInputError where the hub gives none."""
+    """The DataModule of the set `hub` with configuration `hub_config`. Raises BadInputError if it is unavailable."""
     train = _open(hub, config=options["hub_config"], split=options["train_split"])
     val_split = options["val_split"]
     val = None if val_split is None else _open(hub, config=options["hub_config"], split=val_split)
@@ -44,16 +43,16 @@ def _open(hub: str, *, config: str | None, split: str) -> Any:
     library = require_datasets()
     try:
         return library.load_dataset(hub, config, split=split, streaming=True)
-    except Exception as error:  # of the network, the hub, or the library, each of its own kind
+    except Exception as error:  # network, hub and library raise different kinds
         name = hub if config is None else f"{hub} ({config})"
         raise BadInputError(
-            f"the hub gave no split {split} of {name}: {_first_line(error)}. Check the name and the network, or give "
+            f"the hub gave no split {split} of {name}: {first_line(error)}. Check the name and the network, or give "
             "dataset.path=FOLDER with a copy of its files"
         ) from error
 
 
 class StreamDataModule(DataModule):
-    """`train` and `val` are streams of the library. Without a `val`, the first documents of `train` are held back."""
+    """`train` and `val` are streams of `datasets`. Without `val`, the first documents of `train` are held out."""
 
     spec: TextDataSpec
 
@@ -79,7 +78,7 @@ class StreamDataModule(DataModule):
         held, num_documents = _first_tokens(
             train if val is None else val, tokenizer=self._tokenizer, num_tokens=num_val * sequence_length + 1
         )
-        self._train = train.behind(num_documents) if val is None else train
+        self._train = train.skip(num_documents) if val is None else train
         self._val = PackedTokens(held.tokens, length=sequence_length)
         self._val_rows = torch.arange(min(num_val, len(self._val)))
         if len(self._val) == 0:
@@ -97,7 +96,7 @@ class StreamDataModule(DataModule):
         rank, _ = rank_of(self)
         return StreamLoader(
             self._open,
-            make=_stacked,
+            make=lambda windows, _: batch_of(np.stack(windows)),
             batch_size=self.batch_size,
             seed=self.seed,
             accumulate=self.accumulate,
@@ -115,32 +114,32 @@ class StreamDataModule(DataModule):
         return SequentialLoader(self._val, batch_size=self.batch_size, indices=self._val_rows)
 
     def _open(self, epoch: int) -> "PackedStream":
-        """The same for every epoch: a stream is seldom read twice, and its sequences are shuffled by epoch anyway."""
+        """The same stream in every epoch; sequences are shuffled within blocks by epoch."""
         documents = self._train.for_rank(*rank_of(self))
         return PackedStream(documents, tokenizer=self._tokenizer, length=self._length)
 
 
 class Documents:
-    """The texts of a stream, a few at a time, with the place behind them."""
+    """The texts of a stream, a few at a time, with the position after them."""
 
     def __init__(self, stream: Any, *, name: str, column: str):
         self._stream = stream
         self._name = name
         self._column = column
 
-    def batches(self, state: Any | None) -> Iterator[tuple[list[Piece], Any]]:
-        """(documents, the library's state behind them) from `state` on, by a copy of the stream of its own.
+    def batches(self, state: Any | None) -> Iterator[tuple[list[TextChunk], Any]]:
+        """(documents, the library's state after them) from `state` on, read from a copy of the stream.
 
-        Raises BadInputError for a missing column, TrainingFailedError for a stream that breaks.
+        Raises BadInputError for a missing column, TrainingFailedError if reading fails.
         """
         stream = require_datasets().concatenate_datasets([self._stream])
         if state is not None:
             stream.load_state_dict(state)
         rows = self._read(iter(stream))
         while texts := [self._text(row) for row in islice(rows, DOCUMENTS)]:
-            yield [Piece(text=text, ends=True) for text in texts], stream.state_dict()
+            yield [TextChunk(text=text, ends=True) for text in texts], stream.state_dict()
 
-    def behind(self, num_documents: int) -> "Documents":
+    def skip(self, num_documents: int) -> "Documents":
         return Documents(self._stream.skip(num_documents), name=self._name, column=self._column)
 
     def for_rank(self, rank: int, num_ranks: int) -> "Documents":
@@ -157,7 +156,7 @@ class Documents:
                 row = next(rows, None)
             except Exception as error:
                 raise TrainingFailedError(
-                    f"the stream of {self._name} broke ({_first_line(error)}): resume=auto goes on from the last "
+                    f"the stream of {self._name} broke ({first_line(error)}): resume=auto goes on from the last "
                     "checkpoint"
                 ) from error
             if row is None:
@@ -173,10 +172,10 @@ class Documents:
 
 
 class PackedStream:
-    """Documents -> sequences, each (T + 1,) with the token behind it; a `Stream` as `StreamLoader` wants it.
+    """A `Stream` for `StreamLoader`: documents packed into sequences of (T + 1,) tokens, which overlap by one token.
 
-    Its state is `{"documents": the library's before a batch of documents, "skip": tokens of that batch and the next
-    ones that belong to earlier sequences}`.
+    Its state is `{"documents": the library's state before a batch of documents, "skip": number of tokens from there on
+    that belong to earlier sequences}`.
     """
 
     def __init__(self, documents: Documents, *, tokenizer: Tokenizer, length: int):
@@ -197,17 +196,17 @@ class PackedStream:
             yield window
 
     def _windows(self) -> Iterator[list[tuple[Tokens, dict[str, Any]]]]:
-        """Sequences with the place behind each, as many as a batch of documents completes."""
+        """The sequences that each batch of documents completes, with the position after each sequence."""
         length, state = self._length, self._place["documents"]
         held = np.empty(0, token_dtype(self._tokenizer.vocab_size))
-        # Places are counted in tokens from the first one that is used; the first batch may begin before it.
+        # Positions count tokens from the first one that is used; the first batch may begin before it.
         begin, end = 0, -self._place["skip"]
-        batches: deque[tuple[Any, int]] = deque()  # the library's state before a batch, the place of its first token
-        for documents, behind in self._documents.batches(state):
+        batches: deque[tuple[Any, int]] = deque()  # the library's state before a batch, position of its first token
+        for documents, after in self._documents.batches(state):
             batches.append((state, end))
-            new = np.concatenate([tokens for tokens, _ in encode_pieces(documents, tokenizer=self._tokenizer)])
+            new = np.concatenate([tokens for tokens, _ in encode_chunks(documents, tokenizer=self._tokenizer)])
             held = np.concatenate([held, new[max(0, -end) :]])
-            end, state = end + len(new), behind
+            end, state = end + len(new), after
             windows: list[tuple[Tokens, dict[str, Any]]] = []
             for start in range(0, len(held) - length, length):
                 place = begin + start + length
@@ -220,7 +219,7 @@ class PackedStream:
 
 
 def _ahead(batches: Iterator[list[Any]]) -> Iterator[Any]:
-    """The items of all `batches` in order, which a thread reads some way ahead."""
+    """The items of all `batches` in order, read ahead by a thread."""
     with ThreadPoolExecutor(1) as thread:
         waiting: deque[Future[list[Any] | None]] = deque()
         try:
@@ -233,23 +232,15 @@ def _ahead(batches: Iterator[list[Any]]) -> Iterator[Any]:
                 future.cancel()
 
 
-def _stacked(windows: list[Tokens], generator: Generator) -> Batch:
-    return batch_of(np.stack(windows))
-
-
 def _first_tokens(documents: Documents, *, tokenizer: Tokenizer, num_tokens: int) -> tuple[Encoded, int]:
-    """At least `num_tokens` tokens from the beginning, and the number of documents they took."""
+    """(at least `num_tokens` tokens from the beginning, number of documents they come from)."""
     parts: list[Tokens] = []
     num_bytes = count = 0
     for batch, _ in documents.batches(None):
-        for tokens, size in encode_pieces(batch, tokenizer=tokenizer):
+        for tokens, size in encode_chunks(batch, tokenizer=tokenizer):
             parts.append(tokens)
             num_bytes, count = num_bytes + size, count + len(tokens)
         if count >= num_tokens:
             break
     tokens = np.concatenate(parts) if parts else np.empty(0, token_dtype(tokenizer.vocab_size))
     return Encoded(tokens=tokens, num_bytes=num_bytes), len(parts)
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -1,4 +1,4 @@
-"""Text as an array of token numbers: uint8, uint16 or int32, whichever is enough, mapped from disk when it is large."""
+"""Tokenizes text into an array of the smallest fitting dtype (uint8, uint16, int32), mapped from disk if large."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -7,17 +7,17 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from baoc.data.text_files import PIECE_BYTES, Piece
+from baoc.data.text_files import CHUNK_BYTES, TextChunk
 from baoc.data.token_cache import cached, write_whole
 from baoc.data.tokens import ByteTokenizer, Tokenizer, Tokens
 
 IN_MEMORY_BYTES = 256 << 20  # larger token arrays stay on disk
-_HEADER_BYTES = 8  # before the tokens of a cached array: how many bytes of text they stand for
+_HEADER_BYTES = 8  # at the start of a cached array: the number of bytes of its text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoded:
-    """`tokens`: (N,), possibly mapped from disk; `num_bytes` of text that they stand for, end tokens for none."""
+    """`tokens` (N,), possibly mapped from disk, and `num_bytes` of the text without end tokens."""
 
     tokens: Tokens
     num_bytes: int
@@ -27,54 +27,57 @@ class Encoded:
         return self.num_bytes / max(1, len(self.tokens))
 
 
-def encode(pieces: Callable[[], Iterator[Piece]], *, tokenizer: Tokenizer, num_bytes: int, text_key: str) -> Encoded:
-    """The tokens of `pieces()`, an end token behind each document. `num_bytes`: about how much text there is.
+def encode(
+    chunks: Callable[[], Iterator[TextChunk]], *, tokenizer: Tokenizer, num_bytes: int, text_key: str
+) -> Encoded:
+    """The tokens of `chunks()`, with an end token after each document; read from the cache if it holds them.
 
-    From the cache where it holds them; bytes of a set that fits memory are not cached, being the text itself.
+    Byte tokens of a small set are not cached, as they are the text itself. `num_bytes`: approximate size of the text.
+    `text_key`: identifies the text in the cache.
     """
     dtype = token_dtype(tokenizer.vocab_size)
     if isinstance(tokenizer, ByteTokenizer) and num_bytes <= IN_MEMORY_BYTES:
-        parts = [tokens for tokens, _ in encode_pieces(pieces(), tokenizer=tokenizer)]
+        parts = [tokens for tokens, _ in encode_chunks(chunks(), tokenizer=tokenizer)]
         tokens = np.concatenate(parts) if parts else np.empty(0, dtype)
         return Encoded(tokens=tokens, num_bytes=len(tokens))
     path = cached("tokens", text_key, tokenizer.fingerprint, suffix=".bin")
     if not path.is_file():
-        write_whole(path, write=lambda stream: _write_tokens(stream, pieces(), tokenizer=tokenizer))
+        write_whole(path, write=lambda stream: _write_tokens(stream, chunks(), tokenizer=tokenizer))
     return _read_tokens(path, dtype=dtype)
 
 
-def encode_pieces(pieces: Iterable[Piece], *, tokenizer: Tokenizer) -> Iterator[tuple[Tokens, int]]:
-    """(tokens, bytes of text) piece by piece; the library encodes several at once, on several threads."""
+def encode_chunks(chunks: Iterable[TextChunk], *, tokenizer: Tokenizer) -> Iterator[tuple[Tokens, int]]:
+    """(tokens, bytes of text) of each chunk; the library encodes several at once on several threads."""
     dtype = token_dtype(tokenizer.vocab_size)
-    for batch in _batched(pieces):
-        for piece, ids in zip(batch, tokenizer.encode([piece.text for piece in batch]), strict=True):
+    for batch in _batched(chunks):
+        for chunk, ids in zip(batch, tokenizer.encode([chunk.text for chunk in batch]), strict=True):
             tokens = np.asarray(ids, dtype=dtype)
-            if piece.ends and tokenizer.end is not None:
+            if chunk.ends and tokenizer.end is not None:
                 tokens = np.append(tokens, np.asarray(tokenizer.end, dtype=dtype))
-            yield tokens, len(piece.text)
+            yield tokens, len(chunk.text)
 
 
 def token_dtype(vocab_size: int) -> Any:
     return np.uint8 if vocab_size <= 1 << 8 else np.uint16 if vocab_size <= 1 << 16 else np.int32
 
 
-def _batched(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    batch: list[Piece] = []
+def _batched(chunks: Iterable[TextChunk]) -> Iterator[list[TextChunk]]:
+    batch: list[TextChunk] = []
     size = 0
-    for piece in pieces:
-        batch.append(piece)
-        size += len(piece.text)
-        if size >= 4 * PIECE_BYTES:
+    for chunk in chunks:
+        batch.append(chunk)
+        size += len(chunk.text)
+        if size >= 4 * CHUNK_BYTES:
             yield batch
             batch, size = [], 0
     if batch:
         yield batch
 
 
-def _write_tokens(stream: BinaryIO, pieces: Iterable[Piece], *, tokenizer: Tokenizer) -> None:
+def _write_tokens(stream: BinaryIO, chunks: Iterable[TextChunk], *, tokenizer: Tokenizer) -> None:
     stream.write(bytes(_HEADER_BYTES))
     total = 0
-    for tokens, num_bytes in encode_pieces(pieces, tokenizer=tokenizer):
+    for tokens, num_bytes in encode_chunks(chunks, tokenizer=tokenizer):
         stream.write(tokens.tobytes())
         total += num_bytes
     stream.seek(0)

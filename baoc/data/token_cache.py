@@ -1,4 +1,4 @@
-"""The folder where trained tokenizers and token arrays are kept, each under a name made from what it was made of."""
+"""The cache of trained tokenizers and token arrays, whose file names are hashes of what they were made from."""
 
 import hashlib
 import os
@@ -11,19 +11,19 @@ from baoc.errors import OutputError
 
 
 def cache_folder() -> Path:
-    """BAOC_CACHE, else `baoc` in the user's cache folder."""
+    """$BAOC_CACHE, or `baoc` in the user's cache folder."""
     given = os.environ.get("BAOC_CACHE")
     return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baoc"
 
 
 def cached(kind: str, *made_of: str, suffix: str) -> Path:
-    """The file, there or not, of what `made_of` tells apart from all others of its `kind`."""
+    """Path of the file of a `kind` that was made from `made_of`, whether it exists or not."""
     digest = hashlib.sha256("\n".join(("1", *made_of)).encode()).hexdigest()
     return cache_folder() / f"{kind}-{digest[:32]}{suffix}"
 
 
 def write_whole(path: Path, *, write: Callable[[Any], object]) -> None:
-    """All or nothing, so that a run that is killed, or another one beside it, never reads half a file."""
+    """Writes a file in one rename, so that no run ever reads a part of it. Raises OutputError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as stream:

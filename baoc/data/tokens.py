@@ -1,6 +1,6 @@
-"""Text to token numbers: bytes as they are, a tokenizer by file, or byte-level BPE trained on the training text.
+"""Tokenizers: bytes, a tokenizer file, a tokenizer of the hub, or byte-level BPE trained on the training text.
 
-What takes long is done once: a trained tokenizer lies in a cache, found again by the text it was trained on.
+A trained tokenizer is cached by a hash of its training text.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from baoc.data.text_files import PIECE_BYTES, Piece
+from baoc.data.text_files import CHUNK_BYTES, TextChunk
 from baoc.data.token_cache import cached, write_whole
 from baoc.errors import BadInputError
 
@@ -26,7 +26,7 @@ Tokens = NDArray[Any]
 
 
 class Tokenizer(Protocol):
-    """`end`: the token behind each document, if there is one. `fingerprint` changes with what `encode` gives."""
+    """`end`: the token after each document, or None. `fingerprint`: changes whenever `encode` would."""
 
     vocab_size: int
     end: int | None
@@ -36,7 +36,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """Each byte is a token. Documents follow each other without anything between."""
+    """Each byte is a token; there is no end token."""
 
     vocab_size: int = 256
     end: int | None = None
@@ -47,10 +47,10 @@ class ByteTokenizer:
 
 
 class LibraryTokenizer:
-    """A `tokenizers.Tokenizer`; nothing is added at the borders of a text, nothing padded or cut."""
+    """A `tokenizers.Tokenizer` without special tokens, padding and truncation."""
 
     def __init__(self, tokenizer: Any, *, end: str | None = None):
-        """`end`: the name of the end token, if known; else the usual names are looked for."""
+        """`end`: the name of the end token; None searches for the usual names."""
         tokenizer.no_padding()
         tokenizer.no_truncation()
         self._tokenizer = tokenizer
@@ -66,7 +66,7 @@ class LibraryTokenizer:
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model, by the package of that name."""
+    """A SentencePiece model, read by the package sentencepiece."""
 
     def __init__(self, processor: Any, *, content: bytes):
         self._processor = processor
@@ -83,11 +83,11 @@ class SentencePieceTokenizer:
 
 
 def load_tokenizer(
-    name: str, *, vocab_size: int, training_text: Callable[[], Iterator[Piece]] | None, text_key: str
+    name: str, *, vocab_size: int, training_text: Callable[[], Iterator[TextChunk]] | None, text_key: str
 ) -> Tokenizer:
-    """The tokenizer that `dataset.tokenizer` names. `vocab_size`, `training_text` and its key are for `bpe` alone.
+    """The tokenizer that `dataset.tokenizer` names. `vocab_size`, `training_text` and `text_key` are for `bpe` only.
 
-    BadInputError for a file that is missing or no tokenizer, a package that is missing, a hub that is out of reach.
+    Raises BadInputError for a missing file, a file that is not a tokenizer, a missing package or an unreachable hub.
     """
     if name == "bytes":
         return ByteTokenizer()
@@ -151,7 +151,7 @@ def _from_sentencepiece(path: Path) -> Tokenizer:
         raise BadInputError(f"{path} is no SentencePiece model ({error}). {_HOW}") from error
 
 
-def _trained_bpe(*, vocab_size: int, training_text: Callable[[], Iterator[Piece]], text_key: str) -> Tokenizer:
+def _trained_bpe(*, vocab_size: int, training_text: Callable[[], Iterator[TextChunk]], text_key: str) -> Tokenizer:
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -175,6 +175,6 @@ def _trained_bpe(*, vocab_size: int, training_text: Callable[[], Iterator[Piece]
     return _from_file(path)
 
 
-def training_texts(pieces: Iterable[Piece]) -> Iterator[str]:
-    for piece in islice(pieces, BPE_TRAINING_BYTES // PIECE_BYTES):
-        yield piece.text.decode("utf-8")
+def training_texts(chunks: Iterable[TextChunk]) -> Iterator[str]:
+    for chunk in islice(chunks, BPE_TRAINING_BYTES // CHUNK_BYTES):
+        yield chunk.text.decode("utf-8")

@@ -1,7 +1,7 @@
-"""Labelled images as a Lightning DataModule: split, standardised, resized where a model asks for it.
+"""Labelled images as a Lightning DataModule: split, scaled, and resized for models with a fixed input size.
 
-Batches are `{"images": (B, C, S, S) float32, "labels": (B,) int64}`. What depends on values (mean, standard deviation)
-is taken from the training part alone. Where images come from is `vision_sets`.
+Batches are `{"images": (B, C, S, S) float32, "labels": (B,) int64}`. Mean and standard deviation come from the training
+part alone. `vision_sets` reads the images.
 """
 
 import os
@@ -21,7 +21,7 @@ from baoc.types import ImageDataSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelledImages:
-    """A set of images. `val` None: validation images are held back from `train`."""
+    """A set of images. `val` None: validation images are held out of `train`."""
 
     name: str
     train: ImageSource
@@ -30,9 +30,14 @@ class LabelledImages:
 
 
 class VisionDataModule(DataModule):
-    """`split_seed` decides the split, so that runs of several seeds are judged on the same images. `workers`: processes
-    that decode; None takes some where images are decoded while training goes on. `task`: values have mean 0 and
-    deviation 1 for vision, and lie in [-1, 1] for diffusion."""
+    """Training and validation loaders of labelled images.
+
+    Args:
+        val_fraction: share of images held out, if the set has no validation part.
+        split_seed: of that split, independent of the run's seed.
+        workers: processes that decode images; None starts some if images are decoded during training.
+        task: "vision" scales values to mean 0 and deviation 1, "diffusion" to [-1, 1].
+    """
 
     spec: ImageDataSpec
 
@@ -65,9 +70,9 @@ class VisionDataModule(DataModule):
         self.scaling = scaling(self._train, rows=self._train_rows)
 
     def resize_to(self, image_size: int) -> None:
-        """Hand out images of `image_size` pixels a side; `spec` keeps the original size.
+        """Makes batches with `image_size` pixels per side; `spec` keeps the original size.
 
-        Encoded images are fitted to it when they are decoded, others are resized batch by batch.
+        Encoded images are resized when they are decoded, others batch by batch.
         """
         if isinstance(self._train, EncodedImages):
             self._train = self._train.with_size(image_size)
@@ -93,7 +98,7 @@ class VisionDataModule(DataModule):
 
 
 def _split(num_images: int, *, val_fraction: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Rows of the training and the validation images."""
+    """(rows of training images, rows of validation images)."""
     if not 0 < val_fraction < 1:
         raise BadInputError(f"val_fraction must lie between 0 and 1, not {val_fraction}; 0.2 holds back a fifth")
     if num_images < 2:

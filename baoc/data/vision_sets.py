@@ -1,6 +1,6 @@
-"""The rows of DATASETS that hold labelled images: each builder finds its images and makes the DataModule of them.
+"""Builders of the DATASETS rows with labelled images: each reads its images and returns their DataModule.
 
-Images that lie on disk, whatever their format, go through `build_images`; a hub set is read through `datasets`.
+`build_images` reads images on disk in any format, and hub sets through `datasets`.
 """
 
 from pathlib import Path
@@ -35,7 +35,7 @@ def build_fashion_mnist(path: str | None = None, *, augment: str, **settings: An
 def build_synthetic(
     *, num_samples: int, num_classes: int, image_size: int, channels: int, **settings: Any
 ) -> VisionDataModule:
-    """Random pixels and labels, the same for every seed: for measuring throughput and memory, never quality."""
+    """Random pixels and labels, the same for every seed, for measuring throughput and memory."""
     for name, value in (("num_samples", num_samples), ("image_size", image_size), ("channels", channels)):
         if value < 1:
             raise BadInputError(f"dataset.{name} must be at least 1, not {value}")
@@ -62,9 +62,9 @@ def build_images(
     streaming: bool | None = None,
     **settings: Any,
 ) -> Any:
-    """Images at `path`, whatever they lie in, else those of the hub set `hub`.
+    """Images at `path` (folders, parquet or .npz), or of the hub set `hub`.
 
-    `streaming` (None: what comes from the hub) reads while training goes on and stores nothing.
+    `streaming` reads during training and stores nothing; None streams hub sets only.
     """
     if image_size is not None and image_size < 1:
         raise BadInputError(f"dataset.image_size must be at least 1 pixel, or null, not {image_size}")
@@ -108,7 +108,7 @@ def _of_path(path: Path, *, augment: Any, image_size: int | None) -> LabelledIma
     if path.suffix == ".npz":
         return _of_arrays(read_npz(path), augment=augment)
     if not path.is_dir():
-        raise BadInputError(f"dataset.path={path} is nothing that holds labelled images: it must be {_KINDS}")
+        raise BadInputError(f"dataset.path={path} holds no labelled images: it must be {_KINDS}")
     train_folder, val_folder = find_parts(path)
     listing = list_images(train_folder)
     train = encoded_images(

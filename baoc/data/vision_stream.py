@@ -1,7 +1,7 @@
-"""Labelled images streamed from the hub or from parquet files, for sets that are too large to keep or to number.
+"""Labelled images streamed from the hub or from parquet files, for sets that are too large to store.
 
-Validation images are the validation part's first `NUM_VAL`, or the stream's first ones where it has none, which
-training then skips. `datasets` reads; decoding, shuffling and the place to go on from are ours.
+Validation uses the first `NUM_VAL` images of the validation part; without one, the first images of the stream, which
+training then skips. `datasets` reads the stream; this package decodes, shuffles and resumes.
 """
 
 from collections.abc import Mapping
@@ -24,13 +24,14 @@ from baoc.errors import BadInputError
 from baoc.types import ImageDataSpec
 
 NUM_VAL = 2000
-BLOCK = 2048  # samples that are shuffled among each other; their encoded images are held in memory
+BLOCK = 2048  # samples that are shuffled together; their encoded images are held in memory
 
 
 class StreamedImages(DataModule):
-    """Labels are whole numbers; how many classes there are is declared by the table, else seen in what is held back.
+    """Batches of a stream whose labels are whole numbers.
 
-    `num_train` of the spec is what the table declares, 0 where it does not.
+    The number of classes is declared by the table, or found in the validation images. `num_train` of the spec is the
+    declared number of images, 0 if there is none.
     """
 
     spec: ImageDataSpec
@@ -49,7 +50,7 @@ class StreamedImages(DataModule):
         task: str = "vision",
         **batches: Any,
     ):
-        """`val_fraction` and `split_seed` mean nothing here: a stream is split by what comes first."""
+        """`val_fraction` and `split_seed` have no effect: a stream is split by order."""
         super().__init__(**batches)
         train, val = split_of(tables), split_of(tables, validation=True)
         if train is None:
@@ -62,13 +63,14 @@ class StreamedImages(DataModule):
         self._train = undecoded(train, column=self._columns.image)
         held = undecoded(train if val is None else val, column=self._columns.image)
         self._held = self._encoded(list(islice(held, NUM_VAL)))
+        splits = getattr(train.info, "splits", None) or {}
         declared = getattr(train.features[self._columns.label], "names", None)
         self.spec = ImageDataSpec(
             dataset=name,
             image_size=image_size,
             channels=3,
             num_classes=len(declared) if declared else int(self._held.labels.max()) + 1,
-            num_train=_declared_length(train),
+            num_train=int(getattr(splits.get("train"), "num_examples", None) or 0),
             num_val=len(self._held),
         )
         scaling = unit_range if task == "diffusion" else standardise
@@ -97,7 +99,7 @@ class StreamedImages(DataModule):
         return SequentialLoader(self._held, batch_size=self.batch_size, transform=self._scaling)
 
     def _open(self, epoch: int) -> Any:
-        """The training stream of an epoch: its files in an order drawn from seed and epoch, samples in file order."""
+        """The training stream of an epoch: files in an order drawn from seed and epoch, samples in file order."""
         return (
             self._train.skip(self._num_skipped)
             if self._num_skipped
@@ -135,7 +137,7 @@ class StreamedImages(DataModule):
 
 
 class _Samples:
-    """Items that were read from a stream and are kept encoded."""
+    """Encoded images in memory, as Items."""
 
     def __init__(self, contents: list[bytes], name: str):
         self._contents, self._name = contents, name
@@ -155,15 +157,12 @@ def _columns(table: Any, asked: Columns, name: str) -> tuple[str, str]:
 
 
 def _shuffled_files(table: Any, *, seed: int, epoch: int) -> Any:
-    """The table's files one after the other, in an order drawn from seed and epoch. `datasets`' own shuffle, with the
-    least of buffers, loses a sample where it goes on from a saved position."""
+    """The table's files one after the other, in an order drawn from seed and epoch.
+
+    `datasets`' own shuffle, even with the smallest buffer, loses a sample when it resumes at a saved position.
+    """
     if table.num_shards < 2:
         return table
     order = torch.randperm(table.num_shards, generator=generator_of(seed, epoch)).tolist()
     files = [table.shard(num_shards=table.num_shards, index=file) for file in order]
     return require_datasets().concatenate_datasets(files)
-
-
-def _declared_length(table: Any) -> int:
-    splits = getattr(table.info, "splits", None) or {}
-    return int(getattr(splits.get("train"), "num_examples", None) or 0)

@@ -1,7 +1,7 @@
-"""Networks by name and size. They do not know that their optimizer is budgeted.
+"""Networks by name and size. They do not depend on budgets.
 
-To add a family: a file with `build(settings, *, spec, **options) -> Module`, and a row here. Rows name their code
-instead of importing it, so that listing them costs neither torch nor transformers.
+To add a family: a file with `build(settings, *, spec, **options) -> Module`, and a row here. Rows name their module
+instead of importing it, so that listing them imports neither torch nor transformers.
 """
 
 from collections.abc import Mapping
@@ -19,10 +19,13 @@ __all__ = ["MODELS", "ModelFamily", "ModelSize", "SizeChoice", "build_model", "c
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
-    """One named size: `settings` are what the family's `build` reads, in its own words.
+    """One named size.
 
-    `lr` is what fp32 AdamW trains it well with. `micro_batch`: samples per forward with which 8 GiB suffice on a GPU,
-    or the least that needs more; None where the whole batch does.
+    Args:
+        settings: arguments of the family's `build`.
+        lr: a good learning rate for fp32 AdamW.
+        micro_batch: samples per forward that fit into 8 GiB on a GPU, or the smallest number if none does; None if the
+            whole batch fits.
     """
 
     name: str
@@ -34,10 +37,12 @@ class ModelSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFamily:
-    """One row: the task it is trained for, its sizes by name, and its options with their defaults.
+    """A row of MODELS: the task it is trained for, its sizes by name, and its options with their defaults.
 
-    `option_types`: the type of an option whose default does not tell it; a default of None means text or null.
-    `imports`: modules of a library that building it imports, for those who build many and fork.
+    Args:
+        auto: device type -> size that `auto` takes.
+        option_types: types of options whose default does not show them; a default of None means text or null.
+        imports: library modules that building it imports; a fork server imports them in advance.
     """
 
     name: str
@@ -45,7 +50,7 @@ class ModelFamily:
     task: str
     module: str
     sizes: Mapping[str, ModelSize]
-    auto: Mapping[str, str]  # device -> the size that `auto` takes there
+    auto: Mapping[str, str]
     options: Mapping[str, Any] = field(default_factory=dict)
     option_types: Mapping[str, Any] = field(default_factory=dict)
     imports: tuple[str, ...] = ()
@@ -65,7 +70,7 @@ def _vit_224(name: str, description: str, *, patch: int = 16, **settings: Any) -
     return _size(name, f"{description} on 224 x 224", patch=patch, image=224, **settings)
 
 
-# `grid`: patches a side, the patch then follows from the image; else `patch` and `image` in pixels.
+# `grid`: patches per side, with a patch size that follows from the image; or `patch` and `image` in pixels.
 _VIT_SIZES = (
     _size("tiny", "0.2M, 4 x 4 patches on the data's own images", lr=3e-3, width=64, depth=4, heads=4, grid=4),
     _size("mini", "5.4M, patch 4 on 32 x 32 (ViT-Ti/4)", lr=1e-3, width=192, depth=12, heads=3, patch=4, image=32),
@@ -76,7 +81,7 @@ _VIT_SIZES = (
 )
 
 
-# `patch` in pixels, or `max_grid` patches a side at most; the image is the data's, enlarged to whole patches.
+# `patch` in pixels, or at most `max_grid` patches per side; the data's image is enlarged to whole patches.
 _DIT_SIZES = (
     _size("tiny", "0.3M, up to 8 x 8 patches, of 2 pixels or more", lr=1e-2, width=64, depth=4, heads=4, max_grid=8),
     _size("s2", "33M, patch 2 (DiT-S/2)", lr=4e-4, width=384, depth=12, heads=6, patch=2, micro_batch=128),
@@ -86,7 +91,7 @@ _DIT_SIZES = (
 )
 
 
-# `width` of the first level, twice that of the others; `head_width` 0 is one head, as wide as its level.
+# `width` of the first level; the others have twice that. `head_width` 0 is one head of the level's width.
 _UNET_SIZES = (
     _size(
         "tiny",
@@ -169,8 +174,10 @@ MODELS: dict[str, ModelFamily] = {
 
 
 def choose_size(name: str, *, size: str = "auto", device: str = "cpu") -> SizeChoice:
-    """The size that is meant by `size`, and why. `auto` suits the device: one that trains in minutes on a laptop's CPU,
-    one on which budgets of 4 to 16 GiB bind on a GPU."""
+    """The named size and why it was chosen.
+
+    `auto` takes a size that trains in minutes on a laptop's CPU, or one that budgets of 4 to 16 GiB limit on a GPU.
+    """
     family = _family(name)
     if size == "auto":
         taken = family.sizes[family.auto[device]]
@@ -186,11 +193,11 @@ def choose_size(name: str, *, size: str = "auto", device: str = "cpu") -> SizeCh
 def build_model(
     name: str, *, spec: Any, size: str = "auto", device: str = "cpu", seed: int | None = None, **options: Any
 ) -> "nn.Module":
-    """A freshly initialised float32 network for the data that `spec` describes.
+    """Builds a freshly initialised float32 network for the data that `spec` describes.
 
-    With a `seed` the weights depend on nothing else and the global random state stays as it was. Works on the meta
-    device (`with torch.device("meta")`), where nothing is allocated; `device` only decides what size `auto` is.
-    BadInputError for unknown names and options.
+    With a `seed`, the weights depend on it alone and the global random state is unchanged. `device` only selects the
+    size for `auto`. Under `torch.device("meta")` nothing is allocated. Raises BadInputError for unknown names and
+    options.
     """
     family = _family(name)
     choice = choose_size(name, size=size, device=device)

@@ -1,6 +1,6 @@
-"""Training a part of a network: frozen parameters, and low-rank adapters on frozen layers through peft.
+"""Trains a part of a network: frozen parameters, and low-rank adapters (LoRA) by peft.
 
-peft is an extra and imported when adapters are asked for, nowhere else.
+peft is an optional dependency and imported only when adapters are added.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,9 +17,9 @@ _ADAPTER = "default"
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> int:
-    """Parameters whose names match one of `patterns` (globs) are not trained any more; gives their number of elements.
+    """Freezes parameters whose names match one of the glob `patterns`; returns the number of frozen elements.
 
-    BadInputError for a pattern that matches nothing, and if nothing is left to train.
+    Raises BadInputError for a pattern that matches nothing, and if nothing is left to train.
     """
     named = dict(model.named_parameters())
     for pattern in patterns:
@@ -39,10 +39,15 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> int:
 def add_lora(
     model: nn.Module, *, rank: int, alpha: float | None = None, targets: Sequence[str] = (), seed: int | None = None
 ) -> int:
-    """Adapters of `rank` on the linear layers whose names end in one of `targets`, in place; gives how many there are.
+    """Adds LoRA adapters in place and freezes everything else; returns the number of adapted layers.
 
-    Without targets: every linear layer but the head. Everything else is frozen; a head that is to be trained is thawed
-    by the caller. `alpha` None is twice the rank. BadInputError without peft and for targets that match nothing.
+    Args:
+        targets: ends of the names of linear layers to adapt; empty adapts every linear layer but the head.
+        alpha: LoRA's scale; None is twice the rank.
+        seed: of the adapters' initial values; leaves the global generator unchanged.
+
+    Raises:
+        BadInputError: peft is not installed, or `targets` match no layer.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -50,7 +55,10 @@ def add_lora(
         raise BadInputError("model.lora needs peft, which is not installed: pip install 'baoc[lora]'") from error
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     head = {name.rpartition(".")[0] for name in head_names(model)}
-    chosen = [name for name in linear if _ends(name, targets)] if targets else [n for n in linear if n not in head]
+    if targets:
+        chosen = [name for name in linear if any(f".{name}".endswith(f".{target}") for target in targets)]
+    else:
+        chosen = [name for name in linear if name not in head]
     if not chosen:
         ends = sorted({name.rpartition(".")[2] for name in linear})
         raise BadInputError(
@@ -68,7 +76,7 @@ def add_lora(
 
 
 def merged(state: Mapping[str, Tensor], *, model: nn.Module) -> dict[str, Tensor]:
-    """A state dict of `model` as if there had never been adapters: their product is added to the layers they adapt."""
+    """A state dict of `model` without adapters: the product of each pair is added to the weight it adapts."""
     state = dict(state)
     for name, module in model.named_modules():
         if hasattr(module, "lora_A") and hasattr(module, "base_layer"):
@@ -80,7 +88,3 @@ def merged(state: Mapping[str, Tensor], *, model: nn.Module) -> dict[str, Tensor
             if (bias := state.pop(f"{name}.base_layer.bias", None)) is not None:
                 state[f"{name}.bias"] = bias
     return state
-
-
-def _ends(name: str, targets: Sequence[str]) -> bool:
-    return any(name == target or name.endswith(f".{target}") for target in targets)

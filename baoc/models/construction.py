@@ -1,4 +1,4 @@
-"""The surroundings in which every network is built, whatever the caller's default dtype and random state are."""
+"""Makes building a network independent of the caller's default dtype and random state."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ import torch
 
 @contextmanager
 def float32_and_seed(seed: int | None) -> Iterator[None]:
-    """float32 as the default dtype; with a `seed`, the CPU generator set to it. Both are put back afterwards."""
+    """Inside, the default dtype is float32 and the CPU generator has the `seed`, if given. Restores both."""
     dtype = torch.get_default_dtype()
     random_state = torch.get_rng_state() if seed is not None else None
     torch.set_default_dtype(torch.float32)

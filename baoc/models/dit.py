@@ -1,8 +1,8 @@
 """Diffusion transformer of Peebles & Xie 2023 (adaLN-Zero), for images and latents with class labels.
 
-Our own: the library's repeats timestep and class embedders in every layer (DiT-S/2 has 39.8M parameters there instead
-of 32.9M). Against the published network two things are left out: the learned variance (half of the last layer's
-outputs) and the fixed positions, which are a buffer here and no parameter.
+This is not diffusers' implementation, which repeats timestep and class embedders in every layer (39.8M parameters for
+DiT-S/2 instead of 32.9M). It differs from the published network in two points: there is no learned variance (half of
+the last layer's outputs), and the fixed positions are a buffer instead of a parameter.
 """
 
 import math
@@ -23,7 +23,7 @@ _LAYER = re.compile(r"^layers\.(\d+)\.(attention|mlp|modulation)\.")
 
 
 def build(settings: Mapping[str, int], *, spec: Any) -> "DiffusionTransformer":
-    """`settings` as in the size rows: width, depth, heads, and either patch or max_grid (patches a side)."""
+    """`settings` of the size rows: width, depth, heads, and either patch or max_grid (patches per side)."""
     if not isinstance(spec, ImageDataSpec):
         raise BadInputError(f"model dit denoises images; a data set described by {type(spec).__name__} has none")
     patch = settings.get("patch") or max(2, -(-spec.image_size // settings["max_grid"]))
@@ -39,10 +39,10 @@ def build(settings: Mapping[str, int], *, spec: Any) -> "DiffusionTransformer":
 
 
 class DiffusionTransformer(nn.Module):
-    """Noisy images (B, channels, image_size, image_size), timesteps (B,), labels (B,) -> prediction of images' shape.
+    """(images (B, channels, image_size, image_size), timesteps (B,), labels (B,)) -> prediction of the images' shape.
 
-    Label `null_label` (= `num_classes`) stands for no label, as classifier-free guidance needs it. `checkpoint_units`
-    are the modules whose activations may be recomputed instead of kept.
+    Label `null_label` (= `num_classes`) stands for no label, for classifier-free guidance. `checkpoint_units` are the
+    modules whose activations may be recomputed.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class DiffusionTransformer(nn.Module):
     def parameter_blocks(self) -> dict[str, tuple[str, ...]]:
         """Block name -> names of its parameters, each exactly once: attention, mlp, modulation and norm of `layers.N`.
 
-        The vectors (biases; norms have no weights here) of a layer make its norm block, so that every other block holds
-        matrices only and every rule that works by row or column applies to it.
+        The vectors of a layer (biases, as norms have no weights) form its norm block, so that all other blocks hold
+        matrices only and rules by row or column apply to them.
         """
         blocks: dict[str, list[str]] = {}
         for name, parameter in self.named_parameters():
@@ -100,8 +100,10 @@ class DiffusionTransformer(nn.Module):
         return pixels.permute(0, 5, 1, 3, 2, 4).reshape(-1, self.channels, self.image_size, self.image_size)
 
     def _initialise(self) -> None:
-        """The published one: Xavier matrices, small embeddings, and zeros where a layer meets its residual stream, so
-        that the network begins as the identity on tokens with output 0."""
+        """The published initialisation: Xavier matrices, small embeddings, and zero gates of the residual branches.
+
+        The network starts as the identity on tokens, with output 0.
+        """
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Conv2d):
                 nn.init.xavier_uniform_(module.weight.view(module.weight.shape[0], -1))
@@ -175,8 +177,11 @@ class FinalLayer(nn.Module):
 
 
 def modulated_norm(tokens: Tensor, *, shift: Tensor, scale: Tensor) -> Tensor:
-    """LayerNorm without weights, then scale and shift. Under autocast the norm gives float32; what is kept of it for
-    the backward pass takes the dtype of the matmul that follows, half the bytes. Tokens of 16 bits stay so."""
+    """LayerNorm without weights, then scale and shift.
+
+    Under autocast the norm returns float32. It is cast to the dtype of the following matmul, so that backward keeps
+    half the bytes. bf16 tokens stay bf16.
+    """
     with torch.autocast(tokens.device.type, enabled=False) if tokens.dtype is torch.bfloat16 else nullcontext():
         normed = F.layer_norm(tokens, tokens.shape[-1:], eps=1e-6).to(scale.dtype)
     return torch.addcmul(shift, normed, 1 + scale)
@@ -191,7 +196,7 @@ def sinusoids(positions: Tensor, *, width: int) -> Tensor:
 
 
 def grid_positions(grid: int, *, width: int) -> Tensor:
-    """(grid * grid, width): half of the values tell the column of a patch, half its row."""
+    """(grid * grid, width): half of the values encode the column of a patch, half its row."""
     steps = torch.arange(grid, dtype=torch.float32)
     rows, columns = torch.meshgrid(steps, steps, indexing="ij")
     return torch.cat([sinusoids(part.flatten(), width=width // 2) for part in (columns, rows)], dim=-1)

@@ -1,4 +1,4 @@
-"""Weights out: `model.safetensors`, with the configuration beside it that the network's library loads it back by."""
+"""Exports weights as safetensors, with the configuration that the network's library needs to load them."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,16 +11,16 @@ from baoc.models.adapters import merged
 
 
 def export_model(model: nn.Module, *, folder: Path, weights: Mapping[str, Tensor] | None = None) -> Path:
-    """Writes the network to `folder` and gives the file of its weights.
+    """Writes the network to `folder` and returns the file of its weights.
 
-    `weights`: name -> tensor that takes the place of a parameter of this name, such as the float32 value of a weight
-    that is kept in parts. A network of transformers or diffusers is read back by `from_pretrained(folder)`; adapters
-    are merged into what they adapt; tied tensors are written once, as the libraries do.
+    Networks of transformers and diffusers can be loaded by `from_pretrained(folder)`. Adapters are merged into the
+    weights they adapt. Tied tensors are written once, as the libraries do. `weights` replace parameters of the same
+    name, for example by the float32 values of weights that are kept as bf16 and a correction.
     """
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    state = {name: tensor.detach().cpu() for name, tensor in _once(model.state_dict()).items()}
+    state = {name: tensor.detach().cpu() for name, tensor in _without_aliases(model.state_dict()).items()}
     state.update({name: tensor for name, tensor in (weights or {}).items() if name in state})
     state = merged(state, model=model)
     net: Any = getattr(model, "net", None)
@@ -38,8 +38,8 @@ def export_model(model: nn.Module, *, folder: Path, weights: Mapping[str, Tensor
     return file
 
 
-def _once(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The first name of each tensor only."""
+def _without_aliases(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Keeps only the first name of each tensor."""
     seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
     kept: dict[str, Tensor] = {}
     for name, tensor in state.items():

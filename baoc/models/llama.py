@@ -1,6 +1,6 @@
-"""Language models of transformers, freshly initialised: Llama by named size, or any causal model by its configuration.
+"""Freshly initialised language models of transformers: Llama by named size, or any causal model by its config.
 
-transformers takes seconds to import, so it is imported when a network is built and nowhere else.
+transformers takes seconds to import, so it is imported only when a network is built.
 """
 
 import re
@@ -14,21 +14,21 @@ from torch import Tensor, nn
 
 from baoc.core.blocks import role_of
 from baoc.errors import BadInputError
-from baoc.types import Role, TextDataSpec
+from baoc.types import TextDataSpec
 
-VOCAB_SIZE = 32_000  # of the published sizes, where the data says none
+VOCAB_SIZE = 32_000  # of the published sizes, if the data has none
 _LAYER = re.compile(r"\b(?:layers?|h|blocks?)\.(\d+)\.")
-# Between the last hidden state and the logits these do nothing but multiply by the head.
+# Model types whose logits are the product of the last hidden state and the head, with nothing between.
 _PLAIN_HEAD = {"llama", "gpt2", "gpt_neox", "mistral", "qwen2", "qwen3", "phi3", "smollm3", "opt"}
 
 
 def build(
     settings: Mapping[str, int], *, spec: Any, source: str, name_or_path: str | None, vocab_size: int
 ) -> "CausalLM":
-    """`settings` as in the size rows: width, hidden, depth, heads. With source=hf they are those of `name_or_path`.
+    """Builds the model of the size's `settings` (width, hidden, depth, heads), or of `name_or_path` with source=hf.
 
-    `vocab_size` 0 takes the data's. BadInputError for data that is no text, a vocabulary that is too small for it, and
-    a configuration that is not there.
+    `vocab_size` 0 takes the data's. Raises BadInputError for data that is not text, a vocabulary that is too small, and
+    a configuration that cannot be read.
     """
     if not isinstance(spec, TextDataSpec):
         raise BadInputError(f"model llama reads text; a data set described by {type(spec).__name__} has none")
@@ -49,7 +49,7 @@ def build(
 
 
 def llama_config(settings: Mapping[str, int], *, vocab_size: int, spec: TextDataSpec) -> Any:
-    """The shapes of the GaLore line of work: untied embeddings, no biases, as many key and value heads as heads."""
+    """The shapes used by GaLore: untied embeddings, no biases, no grouped-query attention."""
     from transformers import LlamaConfig
 
     return LlamaConfig(
@@ -73,20 +73,23 @@ def llama_config(settings: Mapping[str, int], *, vocab_size: int, spec: TextData
 class CausalLM(nn.Module):
     """Tokens (B, T), int64 -> logits (B, T, vocabulary). `net` is the library's model.
 
-    `checkpoint_units` are the modules whose activations may be recomputed instead of kept.
+    `checkpoint_units` are the modules whose activations may be recomputed.
     """
 
     def __init__(self, net: nn.Module):
         super().__init__()
         self.net: Any = net
-        self.train()  # transformers hands models over in evaluation mode
+        self.train()  # transformers returns models in evaluation mode
 
     def forward(self, tokens: Tensor) -> Tensor:
         with _one_sequence(tokens):
             return self.net(input_ids=tokens, use_cache=False).logits
 
     def features(self, tokens: Tensor) -> Tensor:
-        """The last hidden state (B, T, width); `head` makes logits of it. BadInputError where more lies between."""
+        """The last hidden state (B, T, width), of which `head` makes logits.
+
+        Raises BadInputError for model types that may compute more than that.
+        """
         kind = self.net.config.model_type
         if kind not in _PLAIN_HEAD:
             raise BadInputError(f"task.loss_chunk is not known to be right for a model of type {kind}: set it to 0")
@@ -105,23 +108,24 @@ class CausalLM(nn.Module):
     def parameter_blocks(self) -> dict[str, tuple[str, ...]]:
         """Block name -> names of its parameters, each exactly once; `layers.N.attention`, `.mlp`, `.norm` by layer.
 
-        Vectors go into a norm block, so that the others hold matrices only; a head tied to the embedding is part of it.
+        Vectors form a norm block, so that other blocks hold matrices only. A tied head belongs to the embedding.
         """
         types = {name: type(module).__name__ for name, module in self.named_modules()}
         blocks: dict[str, list[str]] = {}
         for name, parameter in self.named_parameters():
             role = role_of(name, shape=parameter.shape, module_type=types[name.rpartition(".")[0]])
             layer = _LAYER.search(name)
-            blocks.setdefault(_block(role, layer=layer.group(1) if layer else None), []).append(name)
+            block = role.value if layer is None else f"layers.{layer.group(1)}.{role.value}"
+            blocks.setdefault(block, []).append(name)
         return {block: tuple(names) for block, names in blocks.items()}
 
 
 @contextmanager
 def _one_sequence(tokens: Tensor) -> Iterator[None]:
-    """Lets the library take a fake batch for what a real one is found to be: rows of one sequence each.
+    """Tells transformers that the rows of a fake batch hold one sequence each, as it finds out for real batches.
 
-    It looks for sequences that are packed into one row by their positions, which here are always 0, 1, 2 and so on.
-    Where it cannot look, as at fake tensors, it makes a mask for each layer, which a real step has not.
+    The library searches the positions for packed sequences; positions here are always 0, 1, 2, ... It cannot read the
+    values of fake tensors, and would then build an attention mask for each layer that a real step does not have.
     """
     if not isinstance(tokens, torch._subclasses.FakeTensor):
         yield
@@ -136,10 +140,6 @@ def _one_sequence(tokens: Tensor) -> Iterator[None]:
         masking_utils.find_packed_sequence_indices = found
 
 
-def _block(role: Role, *, layer: str | None) -> str:
-    return role.value if layer is None else f"layers.{layer}.{role.value}"
-
-
 def _read_config(name_or_path: str, *, vocab_size: int) -> Any:
     from transformers import AutoConfig
 
@@ -151,7 +151,7 @@ def _read_config(name_or_path: str, *, vocab_size: int) -> Any:
         raise BadInputError(f"model.name_or_path={name_or_path}: there is no config.json in {folder}")
     try:
         config = AutoConfig.from_pretrained(str(folder) if folder.is_dir() else name_or_path)
-    except Exception as error:  # OSError, ValueError, and what a hub out of reach raises
+    except Exception as error:  # OSError, ValueError, and errors of the network
         raise BadInputError(
             f"model.name_or_path={name_or_path} gives no configuration ({str(error).splitlines()[0]}): check the name "
             "and the network, or give the folder of a config.json"
@@ -164,7 +164,7 @@ def _read_config(name_or_path: str, *, vocab_size: int) -> Any:
 
 
 def _check_fit(config: Any, *, spec: TextDataSpec) -> None:
-    """Every token of the data needs a row in the embedding, every place of a sequence a position."""
+    """Raises BadInputError unless the embedding has a row for every token and a position for every place."""
     held, positions = config.vocab_size, getattr(config, "max_position_embeddings", None)
     if held < spec.vocab_size:
         raise BadInputError(

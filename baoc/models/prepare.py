@@ -1,4 +1,4 @@
-"""What is done to a network after it is built: weights of a user's, frozen parts, adapters, and the switches."""
+"""Prepares a network after it is built: pretrained weights, adapters, frozen parameters, options of activations."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from baoc.models.switches import enable_bf16_activations, enable_checkpointing, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preparation:
-    """`lora_rank` None adds no adapters. The rest as `baoc.config.schema.ModelConfig` says."""
+    """Options of `prepare`, documented in `baoc.config.schema.ModelConfig`. `lora_rank` None adds no adapters."""
 
     pretrained: str | None = None
     new_head: bool = False
@@ -26,15 +26,16 @@ class Preparation:
 
 
 def prepare(model: nn.Module, asked: Preparation, *, name: str, seed: int | None = None) -> tuple[str, ...]:
-    """Does to `model`, in place, what is `asked`; gives a phrase for each thing done. BadInputError says why not."""
+    """Changes `model` in place as `asked`; returns a phrase for each change. Raises BadInputError if one fails."""
     done: list[str] = []
     if asked.pretrained is not None:
         fresh = load_pretrained(model, asked.pretrained, new_head=asked.new_head)
         done.append(f"weights of {asked.pretrained}" + (f", {len(fresh)} tensors of the head fresh" if fresh else ""))
     if asked.lora_rank is not None:
         num = add_lora(model, rank=asked.lora_rank, alpha=asked.lora_alpha, targets=asked.lora_targets, seed=seed)
-        if asked.new_head or asked.pretrained is None:
-            _thaw_head(model)
+        if asked.new_head or asked.pretrained is None:  # adapters alone cannot train a random head
+            for head in head_names(model):
+                model.get_parameter(head).requires_grad_(True)
         done.append(f"adapters of rank {asked.lora_rank} on {num} layers")
     if asked.freeze:
         done.append(f"{freeze(model, asked.freeze):,} parameters frozen")
@@ -47,10 +48,3 @@ def prepare(model: nn.Module, asked: Preparation, *, name: str, seed: int | None
         enable_compile(model)
         done.append("compiled")
     return tuple(done)
-
-
-def _thaw_head(model: nn.Module) -> None:
-    """A head that was not trained before must be: no adapter makes classes out of random weights."""
-    named = dict(model.named_parameters())
-    for name in head_names(model):
-        named[name].requires_grad_(True)

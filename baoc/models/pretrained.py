@@ -1,7 +1,7 @@
-"""Weights that a user brings: a folder that the library's `from_pretrained` reads, or a safetensors file.
+"""Loads the user's weights: a folder for the library's `from_pretrained`, or a safetensors file.
 
-Strict: every tensor of the network must be there in its shape, and nothing else. Only a head may be left fresh, when
-that is asked for. What does not fit is named.
+Loading is strict: every tensor of the network must be there with its shape, and no others. Only the head may keep its
+initial values, on request. Error messages name the tensors that do not match.
 """
 
 from collections.abc import Mapping
@@ -18,10 +18,10 @@ _SHOWN = 4
 
 
 def load_pretrained(model: nn.Module, path: str, *, new_head: bool = False) -> tuple[str, ...]:
-    """Put the weights at `path` into `model`, in place; gives the names of parameters that stay fresh.
+    """Loads the weights at `path` into `model` in place; returns the names of parameters that keep initial values.
 
-    A folder is read by the network's own library, with its settings (such as the epsilon of norms). BadInputError for a
-    path that holds no weights, and for tensors that are missing, too many or of another shape.
+    A folder is read by the network's library, including settings such as the epsilon of norms. Raises BadInputError for
+    a path without weights, and for missing, unexpected or differently shaped tensors.
     """
     found = Path(path).expanduser()
     if not found.exists():
@@ -37,7 +37,7 @@ def load_pretrained(model: nn.Module, path: str, *, new_head: bool = False) -> t
 
 
 def head_names(model: nn.Module) -> tuple[str, ...]:
-    """Names of the parameters that make the output: logits of classes, or the prediction."""
+    """Names of the parameters of the output layer."""
     types = {name: type(module).__name__ for name, module in model.named_modules()}
     heads = [
         name.rpartition(".")[0]
@@ -67,11 +67,11 @@ def _load_file(model: nn.Module, file: Path, *, head: tuple[str, ...], given: st
     except (OSError, SafetensorError) as error:
         raise BadInputError(f"model.pretrained={given} cannot be read ({error}): get it anew") from error
     expected = model.state_dict()
-    aliases = _aliases(model)
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - dict(model.named_parameters()).keys()
     tensors = {_named_as(name, expected): tensor for name, tensor in held.items()}
     for name in head:
         tensors.pop(name, None)
-    missing = [name for name in expected if name not in tensors and name not in head and name not in aliases]
+    missing = [name for name in expected if name not in tensors and name not in head and name not in tied]
     _refuse_mismatch(
         given,
         missing=missing,
@@ -93,7 +93,7 @@ def _load_folder(model: nn.Module, folder: Path, *, head: tuple[str, ...], given
         settings["num_labels"] = net.config.num_labels
     try:
         loaded, info = type(net).from_pretrained(folder, **settings)
-    except Exception as error:  # OSError, ValueError, safetensors' errors, and what a foreign config.json leads to
+    except Exception as error:  # OSError, ValueError, errors of safetensors and of other libraries' config.json
         raise BadInputError(
             f"model.pretrained={given} cannot be read by {type(net).__name__} ({str(error).strip().splitlines()[0]})"
         ) from error
@@ -121,17 +121,11 @@ def _load_folder(model: nn.Module, folder: Path, *, head: tuple[str, ...], given
 
 
 def _named_as(name: str, expected: Mapping[str, Tensor]) -> str:
-    """A stored name as this network spells it: with or without the wrapper's and the task's prefixes."""
+    """The network's name for a stored tensor, which may have or lack the prefixes of the wrapper and the task."""
     for candidate in (name, name.removeprefix("model."), f"net.{name}", f"net.{name.removeprefix('model.')}"):
         if candidate in expected:
             return candidate
     return name
-
-
-def _aliases(model: nn.Module) -> set[str]:
-    """Names of tensors that share their memory with an earlier one: files hold them once."""
-    once = {name for name, _ in model.named_parameters()}
-    return {name for name, _ in model.named_parameters(remove_duplicate=False)} - once
 
 
 def _refuse_mismatch(
@@ -142,7 +136,7 @@ def _refuse_mismatch(
     shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]],
     head: tuple[str, ...],
 ) -> None:
-    """BadInputError unless all is empty. A head of another number of classes says so, and what to do."""
+    """Raises BadInputError unless all are empty, with a message of its own for a head with other classes."""
     if not missing and not unexpected and not shapes:
         return
     if not missing and not unexpected and set(shapes) <= set(head):
@@ -153,10 +147,10 @@ def _refuse_mismatch(
             "model.new_head=true to start with a fresh head, or take the data that it was trained on"
         )
     parts = [
-        *([f"missing: {_some(missing)}"] if missing else []),
-        *([f"not in this network: {_some(unexpected)}"] if unexpected else []),
+        *([f"missing: {_first_few(missing)}"] if missing else []),
+        *([f"not in this network: {_first_few(unexpected)}"] if unexpected else []),
         *(
-            [f"of another shape: {_some([f'{n} {a} instead of {b}' for n, (a, b) in shapes.items()])}"]
+            [f"of another shape: {_first_few([f'{n} {a} instead of {b}' for n, (a, b) in shapes.items()])}"]
             if shapes
             else []
         ),
@@ -167,7 +161,7 @@ def _refuse_mismatch(
     )
 
 
-def _some(names: list[str]) -> str:
+def _first_few(names: list[str]) -> str:
     names = sorted(names)
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more

@@ -1,6 +1,6 @@
-"""Switches that every network has: recomputed activations, activations of 16 bits, and torch.compile.
+"""Options of every network: activation checkpointing, bf16 activations, and torch.compile.
 
-None of them changes a parameter's name, type or value.
+None of them changes the name, dtype or value of a parameter.
 """
 
 from collections.abc import Callable
@@ -20,10 +20,10 @@ from baoc.errors import BadInputError
 
 
 def enable_checkpointing(model: nn.Module, *, name: str) -> int:
-    """Keep only what goes into each of the network's `checkpoint_units` and compute the rest again in the backward
-    pass; gives their number. Random numbers (dropout) come out the same. BadInputError for a network that has none.
+    """Recomputes the activations of the network's `checkpoint_units` in backward; returns the number of units.
 
-    The units' class is exchanged for one that recomputes, so that copies, pickles and names stay as they are.
+    Dropout repeats its random numbers. The class of the units is replaced by a subclass, so that copies, pickles and
+    parameter names do not change. Raises BadInputError for a network without units.
     """
     units: list[nn.Module] = list(getattr(model, "checkpoint_units", ()))
     if not units:
@@ -36,7 +36,7 @@ def enable_checkpointing(model: nn.Module, *, name: str) -> int:
 
 
 def disable_checkpointing(model: nn.Module) -> None:
-    """Keeps all activations again; does nothing to a network that did already."""
+    """Reverses `enable_checkpointing`; does nothing to a network that keeps all activations."""
     for unit in getattr(model, "checkpoint_units", ()):
         if type(unit) in _classes.values():
             unit.__class__ = type(unit).__mro__[1]
@@ -68,7 +68,10 @@ def _recomputing(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _under(modes: list[Any], forward: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs under the function modes of the first pass (a plan's types), which a backward pass leaves behind."""
+    """Runs `forward` under the function modes of the first pass, as backward runs without them.
+
+    Planning for an absent card uses such a mode to compute in CUDA's dtypes.
+    """
     with ExitStack() as stack:
         if not _get_current_function_mode_stack():
             for mode in modes:
@@ -80,14 +83,13 @@ def _under(modes: list[Any], forward: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def enable_bf16_activations(model: nn.Module, *, name: str) -> int:
-    """All that flows between the network's layers is bf16 under bf16 autocast, forward and backward; gives the number
-    of modules that were changed for it. BadInputError for a network that names no `checkpoint_units`.
+    """Makes activations between layers bf16 under bf16 autocast, forward and backward; returns the number of changes.
 
-    Autocast alone runs matrix products in bf16 and norms in float32, whose outputs keep the residual stream in float32:
-    twice the bytes to keep for the backward pass and to move. Here norms take and give bf16 (their kernels sum in
-    float32 all the same), embeddings give bf16, and what goes into a unit is cast. Parameters stay as they are stored
-    and are cast where they are used, so their gradients come in their own type; losses are the task's and stay in
-    float32.
+    Autocast alone runs matmuls in bf16 and norms in float32, whose outputs keep the residual stream in float32: twice
+    the bytes to keep and to move. Here norms take and return bf16 (their kernels still accumulate in float32),
+    embeddings return bf16, and the inputs of `checkpoint_units` are cast. Parameters keep their dtype and are cast
+    where they are used, so gradients have the parameters' dtype. Losses stay in float32. Raises BadInputError for a
+    network without `checkpoint_units`.
     """
     units: list[nn.Module] = list(getattr(model, "checkpoint_units", ()))
     if not units:
@@ -117,7 +119,7 @@ def _computing_in_bf16(cls: type[nn.Module], forward: Callable[..., Tensor]) -> 
 
 
 def _bf16_forward(module: nn.Module) -> Callable[..., Tensor] | None:
-    """What takes the place of a module's forward pass; None where autocast alone gives bf16."""
+    """The forward that replaces a module's; None if its output is bf16 under autocast alone."""
     if type(module) in _bf16_classes.values():
         return None
     if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):  # transformers', of T5's kind
@@ -127,7 +129,7 @@ def _bf16_forward(module: nn.Module) -> Callable[..., Tensor] | None:
 
 
 def _in_bf16(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional inputs of float32 as bf16; those by name (masks, positions) have types that their users mean."""
+    """Casts positional float32 inputs to bf16; keyword inputs (masks, positions) keep their dtype."""
     return tuple(_low(value) for value in args), kwargs
 
 
@@ -151,7 +153,7 @@ def _rms_norm(self: Any, tokens: Tensor) -> Tensor:
 
 
 def _library_rms_norm(self: Any, tokens: Tensor) -> Tensor:
-    """In one kernel where torch has one, which keeps its input alone for the backward pass."""
+    """Uses torch's fused RMS norm, which keeps only its input for backward."""
     with torch.autocast(tokens.device.type, enabled=False):
         return F.rms_norm(_low(tokens), tokens.shape[-1:], _low(self.weight), self.variance_epsilon)
 
@@ -161,5 +163,5 @@ def _embedding(self: Any, tokens: Tensor) -> Tensor:
 
 
 def enable_compile(model: nn.Module) -> None:
-    """torch.compile of the whole network, in place; the first steps then take as long as compiling does."""
+    """Compiles the whole network in place by torch.compile; the first steps include compilation."""
     model.compile()

@@ -1,6 +1,6 @@
-"""UNet of Ho et al. 2020 for images and latents with class labels, on diffusers' implementation.
+"""UNet of Ho et al. 2020 for images and latents with class labels, as diffusers implements it.
 
-diffusers is an extra and takes seconds to import, so it is imported when a network is built and nowhere else.
+diffusers is an optional dependency and takes seconds to import, so it is imported only when a network is built.
 """
 
 import re
@@ -17,8 +17,8 @@ _PART = re.compile(r"^net\.(down|up|mid)_block(?:s\.(\d+))?\.(resnets|attentions
 
 
 def build(settings: Mapping[str, int], *, spec: Any) -> "UNet":
-    """`settings` as in the size rows: width of the first of `levels` (the others have twice that), residual modules a
-    level, which level attends, width of a head (0: one head), groups of a norm."""
+    """`settings` of the size rows: width of the first of `levels` (the others have twice that), residual modules per
+    level, the level with attention, width of a head (0: one head), groups of a norm."""
     if not isinstance(spec, ImageDataSpec):
         raise BadInputError(f"model unet denoises images; a data set described by {type(spec).__name__} has none")
     if find_spec("diffusers") is None:
@@ -38,10 +38,10 @@ def build(settings: Mapping[str, int], *, spec: Any) -> "UNet":
 
 
 class UNet(nn.Module):
-    """Noisy images (B, channels, image_size, image_size), timesteps (B,), labels (B,) -> prediction of images' shape.
+    """(images (B, channels, image_size, image_size), timesteps (B,), labels (B,)) -> prediction of the images' shape.
 
     Label `null_label` (= `num_classes`) stands for no label. `checkpoint_units` are the modules whose activations may
-    be recomputed instead of kept.
+    be recomputed.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class UNet(nn.Module):
 
     @property
     def checkpoint_units(self) -> list[nn.Module]:
-        """The residual and attention modules: a whole level would have to hand its skips through the recomputation."""
+        """Residual and attention modules; recomputing a whole level would have to include its skip connections."""
         levels: list[Any] = [*self.net.down_blocks, self.net.mid_block, *self.net.up_blocks]
         return [unit for level in levels for unit in (*level.resnets, *(getattr(level, "attentions", None) or ()))]
 
@@ -92,8 +92,8 @@ class UNet(nn.Module):
     def parameter_blocks(self) -> dict[str, tuple[str, ...]]:
         """Block name -> names of its parameters, each exactly once: conv, attention, modulation and norm by layer.
 
-        A layer is a residual module with the attention behind it, `down.1.0`; resampling is a layer of its own. The
-        vectors of a layer (norms, biases) make its norm block, so that every other block holds matrices only.
+        A layer is a residual module with the attention after it, such as `down.1.0`; resampling is a layer of its own.
+        The vectors of a layer (norms, biases) form its norm block, so that other blocks hold matrices only.
         """
         blocks: dict[str, list[str]] = {}
         for name, parameter in self.named_parameters():

@@ -1,4 +1,4 @@
-"""Cards that a plan may be made for without having them: memory as on the label, and approximate rates."""
+"""GPUs that can be planned for without having one: their memory, and approximate rates from data sheets."""
 
 from dataclasses import dataclass
 
@@ -6,17 +6,20 @@ from baoc.planning.transfer import STORED, slower
 from baoc.types import LinkRates
 from baoc.units import GIB, MIB
 
-UTILISATION = 0.4  # of the peak arithmetic rate that training is taken to reach: a guess, as models differ
-BANDWIDTH_SHARE = 0.8  # of the memory's rate that a fused optimizer step is taken to reach
+UTILISATION = 0.4  # share of the peak arithmetic rate that training is assumed to reach; a guess, as models differ
+BANDWIDTH_SHARE = 0.8  # share of the memory bandwidth that a fused optimizer step is assumed to reach
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """`flops`: dense bf16 per second by the data sheet; `bandwidth`: bytes per second of memory.
+    """One GPU model.
 
-    `link`: to the host, as measured on an H100; PCIe 4 is taken to carry half of it. `context_bytes`: of the CUDA
-    context with loaded kernels; measured on an H100 (0.70 GiB), taken over for others. `workspace_bytes`: what cuBLAS
-    keeps in torch's allocator for forward and backward; measured on an H200, by torch's defaults elsewhere.
+    Args:
+        flops: dense bf16 FLOP/s of the data sheet.
+        bandwidth: bytes/s of its memory, of the data sheet.
+        context_bytes: CUDA context with loaded kernels; measured on an H100 (0.70 GiB) and an H200, assumed elsewhere.
+        link: rates to the host, measured on an H100; PCIe 4 is assumed to carry half.
+        workspace_bytes: cuBLAS workspaces of forward and backward; measured on an H200, torch's defaults elsewhere.
     """
 
     name: str
@@ -29,7 +32,7 @@ class Card:
     workspace_bytes: int = 64 * MIB
 
     def step_seconds(self, *, flops: float, moved_bytes: float) -> float:
-        """Seconds of so much arithmetic, and of an optimizer step that moves so many bytes."""
+        """Estimated seconds of `flops` of arithmetic and of an optimizer step that moves `moved_bytes`."""
         return flops / (UTILISATION * self.flops) + moved_bytes / (BANDWIDTH_SHARE * self.bandwidth)
 
 

@@ -76,7 +76,7 @@ def levels(footprint: Footprint, *, specs: Collection[str]) -> list[tuple[int, f
 def saved_bytes(block: Block, spec: OptimizerSpec, *, count: Savings, footprint: Footprint) -> int:
     """What the weights of `spec` save on the block, counted as `count` says."""
     less = saved(block, spec=spec)
-    if count == "copies" and footprint.moments:
+    if count == "copies" and footprint.intervals:
         return footprint.saved_at_most(less)
     return sum(less.values()) * (1 if count == "weights" else 2)
 

@@ -13,7 +13,7 @@ from baoc.planning.cost import native_bytes
 from baoc.planning.limits import saved_by
 from baoc.planning.messages import more_specs, too_small_host
 from baoc.planning.planner import Planner
-from baoc.types import Block, Budget, Footprint, LatencyTable, Moment, Option, Plan
+from baoc.types import Block, Budget, Footprint, LatencyTable, Option, PeakInterval, Plan
 from baoc.units import format_bytes
 
 STATE_ADVICE = "more catalogue.specs, such as '*', or fewer roles in catalogue.keep_fp32_roles"
@@ -76,12 +76,14 @@ def footprint_at(trials: Sequence[Trial], *, micro_batch: int) -> Footprint:
         return math.ceil(a + share * max(0, b - a))  # more samples never need less
 
     made = {name: line(getattr(low.footprint, name), getattr(high.footprint, name)) for name in _LINES}
-    moments = _moments(low.footprint.moments, high.footprint.moments, line=line)
-    return replace(high.footprint, micro_batch=micro_batch, moments=moments, **made)
+    intervals = _intervals(low.footprint.intervals, high.footprint.intervals, line=line)
+    return replace(high.footprint, micro_batch=micro_batch, intervals=intervals, **made)
 
 
-def _moments(low: Sequence[Moment], high: Sequence[Moment], *, line: Callable[[int, int], int]) -> tuple[Moment, ...]:
-    """Moments on the same line, where both trials have the same ones; else none, and savings count for less."""
+def _intervals(
+    low: Sequence[PeakInterval], high: Sequence[PeakInterval], *, line: Callable[[int, int], int]
+) -> tuple[PeakInterval, ...]:
+    """Intervals on the same line, where both trials have the same ones; else none, and savings count for less."""
     alike = [(a.name, a.gradients) for a in low] == [(b.name, b.gradients) for b in high]
     if not alike:
         return ()
@@ -91,29 +93,29 @@ def _moments(low: Sequence[Moment], high: Sequence[Moment], *, line: Callable[[i
 def released(footprint: Footprint, *, blocks: Sequence[Block]) -> Footprint | None:
     """The footprint where the gradients of each block are used and dropped when the last of them has come.
 
-    None without moments, from which alone it can be told.
+    None without intervals: only they say which gradients are alive at the peak.
     """
     order = footprint.gradient_order
-    if not footprint.moments:
+    if not footprint.intervals:
         return None
     gradients = {param.name: native_bytes(param) for block in blocks for param in block.params}
     held_bytes = held_at_most(order, blocks=blocks)
     total, sums = sum(gradients.values()), [0]
     for name in order:
         sums.append(sums[-1] + gradients.get(name, 0))
-    moments = tuple(
+    intervals = tuple(
         replace(
-            moment,
-            num_bytes=moment.num_bytes - _dropped(moment, total=total, sums=sums, held_bytes=held_bytes),
+            interval,
+            num_bytes=interval.num_bytes - _dropped(interval, total=total, sums=sums, held_bytes=held_bytes),
             gradients=0,
         )
-        for moment in footprint.moments
+        for interval in footprint.intervals
     )
     return replace(
         footprint,
-        moments=moments,
-        forward_backward_bytes=max((m.num_bytes for m in moments if m.name != "validation"), default=0),
-        validation_bytes=max((m.num_bytes for m in moments if m.name == "validation"), default=0),
+        intervals=intervals,
+        forward_backward_bytes=max((m.num_bytes for m in intervals if m.name != "validation"), default=0),
+        validation_bytes=max((m.num_bytes for m in intervals if m.name == "validation"), default=0),
         resident_bytes=footprint.resident_bytes - max(0, total - held_bytes),
     )
 
@@ -135,9 +137,9 @@ def held_at_most(order: Sequence[str], *, blocks: Sequence[Block]) -> int:
     return most
 
 
-def _dropped(moment: Moment, *, total: int, sums: Sequence[int], held_bytes: int) -> int:
-    """Gradients that are not there at a moment: all of the step before, or what came and went in this one."""
-    return total if moment.gradients is None else max(0, sums[moment.gradients] - held_bytes)
+def _dropped(interval: PeakInterval, *, total: int, sums: Sequence[int], held_bytes: int) -> int:
+    """Gradients that are not there in an interval: all of the step before, or what came and went in this one."""
+    return total if interval.gradients is None else max(0, sums[interval.gradients] - held_bytes)
 
 
 def seconds_at(trials: Sequence[Trial], *, micro_batch: int) -> float:

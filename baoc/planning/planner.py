@@ -270,7 +270,7 @@ class Planner:
             return base
         saved = self._once(
             ("savings", count),
-            (footprint.moments, footprint.gradient_order),
+            (footprint.intervals, footprint.gradient_order),
             lambda: savings(self.blocks, specs=self.specs, count=count, footprint=footprint),
         )
         # Footprints of different micro-batches mostly save the same, so the candidates are kept by what is saved.

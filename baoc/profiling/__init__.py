@@ -1,11 +1,15 @@
-"""What a network, its gradients and a device are like: all that a plan is made of, measured or read off.
+"""Measures everything a plan is made of: the network, its gradients, and the device.
 
-describe (names, shapes, roles) · gradients and shadow (what blocks can do without) · footprint and tracker (bytes) ·
-latency (seconds) · link (copies) · device (context, cap).
+describe: names, shapes, roles of parameters. gradients, shadow: what each block loses with cheaper states. footprint,
+timeline, tracker: bytes. latency: seconds. link: copy rates. memory: CUDA context and cap. cards: GPUs that are absent.
 """
 
 from baoc.profiling.describe import describe, named_tensors
-from baoc.profiling.device import (
+from baoc.profiling.footprint import FirstStepMemory, probe_footprint, step_temporary_bytes
+from baoc.profiling.gradients import GradientProfiler
+from baoc.profiling.latency import measure_latency
+from baoc.profiling.link import measure_link
+from baoc.profiling.memory import (
     cap_device,
     clear_cache,
     context_bytes,
@@ -15,10 +19,6 @@ from baoc.profiling.device import (
     uncap_device,
     uncapped,
 )
-from baoc.profiling.footprint import FirstStepMemory, probe_footprint, step_temporary_bytes
-from baoc.profiling.gradients import GradientProfiler
-from baoc.profiling.latency import measure_latency
-from baoc.profiling.link import measure_link
 from baoc.profiling.tracker import MemoryTracker
 
 __all__ = [

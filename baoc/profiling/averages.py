@@ -1,4 +1,4 @@
-"""The running sums of one stream of sampled gradients, per piece of the slices; `summary` makes statistics of them."""
+"""Running sums over sampled gradients, per piece of the slices; `summary` turns them into statistics per block."""
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ BYTES_PER_PIECE = 8 * (len(SUMS) + 2 * len(FOLD_LEVELS))
 
 
 class Averages:
-    """EMA of g and of g^2 on the slices, as AdamW keeps them, and the sums of everything derived from them."""
+    """AdamW's averages m and v of the sampled gradients, and sums of what is derived from them."""
 
     def __init__(self, slices: Slices, *, betas: tuple[float, float], eps: float, device: torch.device):
         self._slices, self._betas, self._eps = slices, betas, eps

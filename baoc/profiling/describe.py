@@ -1,6 +1,6 @@
-"""A module, named parameters or parameter groups -> ParamInfo: all that planning knows of a network.
+"""Describes the parameters of a module, of named tensors or of parameter groups as ParamInfo, which planning reads.
 
-Reads names, shapes and module types only, so a model on the meta device is described without allocating anything.
+Only names, shapes and module types are read, so a model on the meta device is described without allocating memory.
 """
 
 import re
@@ -16,10 +16,10 @@ from baoc.errors import BadInputError
 from baoc.parallel import unwrapped
 from baoc.types import ParamInfo
 
-# Inside these, a list holds heads, experts or sublayers of one layer, not layers.
+# Inside these modules, a list holds heads, experts or sublayers of one layer, not layers.
 _ONE_LAYER_TYPE = re.compile(r"attention|mlp$|feedforward|moe|experts", re.IGNORECASE)
 _ONE_LAYER_NAME = re.compile(r"(self_?|cross_?)?att(ention|n)|mlp|ffn?|feed_?forward|.*moe|experts", re.IGNORECASE)
-# Weights stored (in, out): GPT-2's Conv1D, and transposed convolutions seen as (in, out * kernel).
+# Modules whose weights are stored (in, out): GPT-2's Conv1D, and transposed convolutions as (in, out * kernel).
 _TRANSPOSED_TYPE = re.compile(r"Conv1D|ConvTranspose\dd")
 
 
@@ -31,14 +31,18 @@ class _Owner:
 
 
 def describe(source: Any, *, optimizer_groups: Sequence[Mapping[str, Any]] | None = None) -> tuple[ParamInfo, ...]:
-    """The trainable parameters of `source`, in its order, each tied one once with its other names as aliases.
+    """The trainable parameters of `source` in order. A tied parameter appears once, with its other names as aliases.
 
-    `source`: a module; a mapping or pairs (name, tensor); plain tensors (named param0, param1, ... by position); or a
-    sequence of parameter groups (dicts with "params" of any of these). Roles and depth come from module types and
-    enclosing names; without a module, from names and shapes as far as they tell.
-    `optimizer_groups` (torch's `param_groups`) gives each parameter the index of its group; what no group holds is left
-    out. Raises BadInputError for a parameter in two groups, one that the optimizer has and `source` has not, two
-    tensors of one name, and a lazy module's parameter that has no shape yet.
+    Roles and depth come from module types and names; without a module, from names and shapes as far as possible.
+
+    Args:
+        source: a module; a mapping or pairs (name, tensor); plain tensors (named param0, param1, ... by position); or a
+            sequence of parameter groups (dicts with "params" of any of these).
+        optimizer_groups: torch's `param_groups`. Each parameter gets the index of its group; others are left out.
+
+    Raises:
+        BadInputError: a parameter is in two groups, or in the optimizer but not in `source`; two tensors have one name;
+            a lazy module's parameter has no shape yet.
     """
     source = unwrapped(source)
     owners = _owners(source)
@@ -72,7 +76,7 @@ def describe(source: Any, *, optimizer_groups: Sequence[Mapping[str, Any]] | Non
 
 
 def named_tensors(source: Any) -> dict[str, Tensor]:
-    """Name -> tensor of the trainable parameters of `source`, under the names that `describe` gives them."""
+    """Name -> trainable parameter of `source`, with the names of `describe`."""
     return {owner.name: owner.tensor for owner in _owners(unwrapped(source)).values() if owner.tensor.requires_grad}
 
 
@@ -84,7 +88,7 @@ def _is_groups(source: Any) -> bool:
 
 
 def _owners(source: Any) -> dict[int, _Owner]:
-    """Identity of a tensor -> its first name and the others, in order of first appearance."""
+    """id of a tensor -> its first name and its aliases, in order of appearance."""
     owners: dict[int, _Owner] = {}
     taken: dict[str, int] = {}
     for name, tensor in _named(source):
@@ -107,14 +111,14 @@ def _named(source: Any) -> Iterator[tuple[str, Tensor]]:
         names: dict[int, str] = {}
         for position, entry in enumerate(source):
             if isinstance(entry, Tensor):
-                # a tensor that is listed twice keeps its name: it is a duplicate, not an alias
+                # a tensor that is listed twice keeps one name: it is a duplicate, not an alias
                 yield names.setdefault(id(entry), f"param{position}"), entry
             else:
                 yield entry
 
 
 def _entries(group: Mapping[str, Any]) -> list[Any]:
-    """The tensors or (name, tensor) pairs of a parameter group; torch keeps names apart, under "param_names"."""
+    """The tensors or (name, tensor) pairs of a parameter group; torch keeps names in a list "param_names"."""
     params = group["params"]
     if isinstance(params, Tensor):
         params = [params]
@@ -126,7 +130,7 @@ def _entries(group: Mapping[str, Any]) -> list[Any]:
 
 
 def _group_of(groups: Iterable[Mapping[str, Any]], *, known: Mapping[int, _Owner]) -> dict[int, int]:
-    """Identity of a tensor -> index of its group."""
+    """id of a tensor -> index of its group."""
     group_of: dict[int, int] = {}
     for index, group in enumerate(groups):
         for entry in _entries(group):
@@ -180,7 +184,7 @@ class _Layers:
         for position, part in enumerate(parts):
             is_list = isinstance(module, nn.ModuleList | nn.Sequential)
             module = module.get_submodule(part)
-            if is_list and _num_holders(module) > 1:
+            if is_list and sum(any(True for _ in m.parameters(recurse=False)) for m in module.modules()) > 1:
                 found = ".".join(parts[: position + 1])
             if isinstance(module, nn.ModuleList | nn.Sequential):
                 continue
@@ -194,8 +198,3 @@ class _Layers:
         parts = name.split(".")
         position = next((i for i, part in enumerate(parts[:-2]) if part.isdigit()), None)
         return None if position is None else ".".join(parts[: position + 1])
-
-
-def _num_holders(module: nn.Module) -> int:
-    """How many modules of the subtree hold parameters of their own."""
-    return sum(any(True for _ in child.parameters(recurse=False)) for child in module.modules())

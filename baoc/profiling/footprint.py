@@ -1,7 +1,24 @@
-"""Runs a training and a validation micro-batch before training, to know the bytes of a step apart from optimizer state.
+"""Predicts the peak memory of a training step, apart from optimizer state, from one probe of the network.
 
-Everything is left as it was: RNG, modes, buffers; gradients are None. On CUDA the allocator is asked; elsewhere (CPU,
-meta) storages are counted, so a model on the meta device is measured without memory or arithmetic.
+How a peak is predicted:
+1. `probe_footprint` restores everything that it touches (`restored`): RNG states, training modes, buffers, parameters
+   that forward writes into. Gradients are None before and after.
+2. It runs a micro-batch twice. The first run creates the gradients of a step before; the second one runs beside them,
+   as every later step does. If gradients are set to None between forward and backward, the probe does the same.
+3. Bytes are measured by `tracker.PeakMeter`: on CUDA by torch's allocator; on the CPU and on meta by `MemoryTracker`,
+   which counts the storages that are alive after each operator. Planning for an absent card runs fake tensors through
+   an emulated CUDA allocator (`cuda_emulation`), which adds the pages that the real one would reserve.
+4. `timeline.Timeline` cuts the second run into intervals, each with its peak and with the gradients and bf16 copies of
+   weights that are alive all through it. What reserved memory exceeds the largest interval by is added to each.
+5. A validation batch runs in the same way, in inference mode, beside the gradients.
+6. `step_temporary_bytes` measures what an optimizer step allocates and frees, on the largest tensor of a spec.
+7. `Footprint.peak_bytes` takes the largest part (an interval, a validation batch, an optimizer step, a sample of the
+   gradient profiler, loading of weights) and adds what is there in all of them: optimizer state, EMA weights, profiler
+   buffers, CUDA context and reserve. With bf16 weights each interval loses only what was certainly alive in it.
+
+The prediction is meant to be an upper bound: a peak below it costs some unused memory, a peak above it ends the run.
+Parts are therefore added even where they need not coincide, merged intervals keep the largest peak and the smallest
+savings, and the reserve covers what a probe cannot see: fragmentation beside optimizer states, pages, late kernels.
 """
 
 import random
@@ -15,25 +32,25 @@ import torch
 from torch import Tensor, nn
 
 from baoc.errors import BadInputError
-from baoc.profiling import device as devices
-from baoc.profiling.as_on_cuda import CachingAllocator
-from baoc.profiling.dropping import Dropped, storage_bytes
+from baoc.profiling import memory
+from baoc.profiling.cuda_emulation import CachingAllocator
+from baoc.profiling.gradient_dropper import GradientDropper, storage_bytes
+from baoc.profiling.param_restorer import ParamRestorer
 from baoc.profiling.timeline import Timeline
 from baoc.profiling.tracker import MemoryTracker, PeakMeter
-from baoc.profiling.writes import Unwritten
-from baoc.types import Footprint, Moment
+from baoc.types import Footprint, PeakInterval
 from baoc.units import KIB, MIB
 
 __all__ = ["FirstStepMemory", "MemoryTracker", "StepProbe", "probe_footprint", "step_temporary_bytes"]
 
 StepProbe = Callable[[], Callable[[], None]]
 
-# Of the probe's peak: what torch's allocator reserves more when optimizer state lies between activations. Seen: 1.7 %
-# (ViT-B/16, batch 32, bf16 autocast, fused AdamW, H100, one run).
+# Share of the probe's peak that torch's allocator reserves in addition when optimizer states lie between activations.
+# Measured: 1.7 % (ViT-B/16, batch 32, bf16 autocast, fused AdamW, H100, one run).
 FRAGMENTATION = 0.02
-# What the allocator takes from the device comes in pages, of 20 MiB for large tensors and of 2 MiB for small ones.
+# The allocator takes memory from the device in pages of 20 MiB for large tensors and of 2 MiB for small ones.
 PAGES_BYTES = 22 * MIB
-SCALARS_BYTES = 16 * KIB  # losses, logged values and gradient norms, which a loop keeps and a probe does not see
+SCALARS_BYTES = 16 * KIB  # losses, logged values and gradient norms, which a loop keeps alive and a probe does not
 
 NO_GRADIENT = (
     "no parameter has a gradient after the probe: it must run forward and backward on one batch, on the model that is "
@@ -57,29 +74,40 @@ def probe_footprint(
     allocator: CachingAllocator | None = None,
     thinned: bool = True,
 ) -> Footprint:
-    """The Footprint of training `source` (a module, or its parameters) on one micro-batch.
+    """The Footprint of training on one micro-batch. The module docstring says how it is made.
 
-    `run_micro_batch` either returns a loss, whose backward is then called in Lightning's order (forward with the
-    gradients of the step before alive, gradients dropped, backward), or runs backward itself; then gradients are taken
-    to be dropped before it, unless it drops them itself. It runs twice, so that the gradients of the step before exist.
-    `run_validation_batch` runs in evaluation and inference mode. `step_probes`: see `step_temporary_bytes`, by spec.
-    `reserve_bytes`: see `_reserve`. `released`: the parameters of each block, where an optimizer releases gradients;
-    then `resident_bytes` is the most that is alive when a block is stepped, and `gradients_bytes` the most of
-    gradients. Without `warm` it runs once, beside made-up gradients, for fake tensors; `allocator` tells what a card
-    would have reserved after two passes. Without `thinned`, `moments` are all stretches, named by what ended them. On
-    CUDA the context is read when all has run.
+    Args:
+        source: the module, or its parameters.
+        run_micro_batch: runs forward and returns the loss, or runs forward and backward. For a returned loss, backward
+            is called in Lightning's order: forward beside the gradients of the step before, gradients set to None,
+            backward. A callable that runs backward itself is assumed to find gradients None, unless it drops them.
+        run_validation_batch: runs in evaluation and inference mode.
+        accumulation: micro-batches per optimizer step; above 1, gradients stay for the next one.
+        step_probes: spec -> probe of its optimizer step, see `step_temporary_bytes`.
+        context_bytes: of the CUDA context where it cannot be measured. On CUDA it is read after everything has run.
+        reserve_bytes: instead of the default reserve, see `_reserve`.
+        ema_bytes: of averaged weights.
+        released: the parameters of each block, for an optimizer that steps blocks inside backward and drops their
+            gradients. Then `resident_bytes` is the largest live total when a block is stepped, and `gradients_bytes`
+            the largest total of gradients.
+        warm: False runs once instead of twice, beside zero gradients: for fake tensors.
+        allocator: emulates the reserved memory of a card, for fake tensors.
+        thinned: False keeps every raw interval, named by the event that ended it.
+
+    Raises:
+        BadInputError: no parameter has a gradient afterwards.
     """
     params = list(source.parameters()) if isinstance(source, nn.Module) else list(source)
     device = next((param.device for param in params), torch.device("cpu"))
     module = source if isinstance(source, nn.Module) else None
     with (
-        restored(module, params) as unwritten,  # first, as what is there is counted when the meter is made
+        restored(module, params) as restorer,  # first: the meter counts what is alive when it is made
         PeakMeter(device, source, allocator=allocator) as meter,
-        Dropped(released, meter=meter) as dropped,
+        GradientDropper(released, meter=meter) as dropped,
     ):
         named = {} if module is None else {name: p for name, p in module.named_parameters() if p.requires_grad}
-        run = _watched(run_micro_batch, unwritten) if warm else run_micro_batch
-        peak, moments, order = _training_peak(
+        run = _watched(run_micro_batch, restorer) if warm else run_micro_batch
+        peak, intervals, order = _training_peak(
             run, params, meter, dropped, accumulation=accumulation, named=named, warm=warm, thinned=thinned
         )
         gradients_bytes, resident_bytes = _left(params, meter, dropped, released=bool(released))
@@ -90,20 +118,20 @@ def probe_footprint(
         weights_bytes=storage_bytes([*params, *(module.buffers() if module else ())]),
         gradients_bytes=gradients_bytes,
         forward_backward_bytes=peak,
-        validation_bytes=max((moment.num_bytes for moment in validation), default=0),
+        validation_bytes=max((interval.num_bytes for interval in validation), default=0),
         resident_bytes=resident_bytes,
         ema_bytes=ema_bytes,
-        context_bytes=devices.settle_context(device) or context_bytes,
+        context_bytes=memory.settle_context(device) or context_bytes,
         reserve_bytes=_reserve(device, peak=peak) if reserve_bytes is None else reserve_bytes,
         step_temporary_bytes={name: step_temporary_bytes(p, device=device) for name, p in (step_probes or {}).items()},
         released=bool(released),
-        moments=(*moments, *validation) if moments else (),
+        intervals=(*intervals, *validation) if intervals else (),
         gradient_order=order,
     )
 
 
-def _left(params: Sequence[Tensor], meter: PeakMeter, dropped: Dropped, *, released: bool) -> tuple[int, int]:
-    """Bytes of gradients, and of all that is there, when an optimizer steps. BadInputError where no gradient came."""
+def _left(params: Sequence[Tensor], meter: PeakMeter, dropped: GradientDropper, *, released: bool) -> tuple[int, int]:
+    """(bytes of gradients, bytes of everything alive) when an optimizer steps. BadInputError without any gradient."""
     if all(param.grad is None for param in params) and not dropped.gradients_bytes:
         raise BadInputError(NO_GRADIENT)
     if released:
@@ -112,11 +140,10 @@ def _left(params: Sequence[Tensor], meter: PeakMeter, dropped: Dropped, *, relea
 
 
 def step_temporary_bytes(probe: StepProbe, *, device: torch.device | str) -> int:
-    """Bytes that an optimizer step holds beyond what lives before and after it.
+    """Bytes that an optimizer step allocates beyond what is alive before and after it.
 
-    `probe()` makes the parameter, gradient and state (a spec on its largest tensor, say) and returns its step, which is
-    run twice, as a first step may measure what later ones know. Tensors on the meta device will do where the step does
-    not look at numbers.
+    `probe()` makes parameter, gradient and state (for example of a spec on its largest tensor) and returns the step. It
+    is run twice, as a first step may compute what later ones reuse. Meta tensors suffice if no values are read.
     """
     with PeakMeter(torch.device(device)) as meter:
         step = probe()
@@ -130,10 +157,10 @@ def step_temporary_bytes(probe: StepProbe, *, device: torch.device | str) -> int
 
 
 class FirstStepMemory:
-    """Measures the first step of a loop that is not ours: from when it is made to `finish`, or to `stop` if none came.
+    """Measures the first step of the caller's own training loop, from construction to `finish` (or `stop`).
 
-    Forward and backward cannot be told from the step here, and neither can the step's own temporaries: the peak of all
-    stands for them, which is no less than it should be.
+    Forward, backward and the optimizer step cannot be distinguished here. The peak of all of them is used for each,
+    which is an upper bound.
     """
 
     def __init__(self, params: Sequence[Tensor], *, context_bytes: int = 0):
@@ -145,20 +172,20 @@ class FirstStepMemory:
         self._meter.__enter__()
 
     def note_block(self) -> None:
-        """To be called before a block is stepped in the backward pass, where gradients are released."""
+        """To be called before a block is stepped inside backward, if gradients are released."""
         assert self._meter is not None
         gradients = storage_bytes([param.grad for param in self._params if param.grad is not None])
         self._gradients_bytes = max(self._gradients_bytes, gradients)
         self._stepping_bytes = max(self._stepping_bytes, self._meter.current_bytes)
 
     def stop(self) -> None:
-        """Ends measuring where the loop never came to a step; nothing if it did."""
+        """Ends measuring if no step was finished."""
         if self._meter is not None:
             self._meter.leave()
             self._meter = None
 
     def finish(self, *, state_bytes: int) -> Footprint:
-        """The Footprint, `state_bytes` of optimizer state taken off where they were there all the time (CUDA)."""
+        """The Footprint. On CUDA, `state_bytes` of optimizer state were alive all the time and are subtracted."""
         assert self._meter is not None, "the first step was finished before"
         meter, self._meter = self._meter, None
         meter.__exit__(None, None, None)
@@ -175,16 +202,16 @@ class FirstStepMemory:
             forward_backward_bytes=meter.peak_bytes - held,
             validation_bytes=0,
             resident_bytes=self._stepping_bytes - held if released else weights + gradients,
-            context_bytes=devices.settle_context(device) or self._context_bytes,
+            context_bytes=memory.settle_context(device) or self._context_bytes,
             reserve_bytes=_reserve(device, peak=meter.peak_bytes),
             released=released,
         )
 
 
 def _reserve(device: torch.device, *, peak: int) -> int:
-    """SCALARS_BYTES; on CUDA LATE_MODULES_BYTES, PAGES_BYTES and the share FRAGMENTATION of the peak."""
+    """SCALARS_BYTES; on CUDA LATE_MODULES_BYTES + PAGES_BYTES + FRAGMENTATION * peak."""
     if device.type == "cuda":
-        return devices.LATE_MODULES_BYTES + PAGES_BYTES + int(FRAGMENTATION * peak)
+        return memory.LATE_MODULES_BYTES + PAGES_BYTES + int(FRAGMENTATION * peak)
     return SCALARS_BYTES
 
 
@@ -192,16 +219,17 @@ def _training_peak(
     run: Callable[[], object],
     params: Sequence[Tensor],
     meter: PeakMeter,
-    dropped: Dropped,
+    dropped: GradientDropper,
     *,
     accumulation: int,
     named: Mapping[str, Tensor],
     warm: bool,
     thinned: bool,
-) -> tuple[int, tuple[Moment, ...], tuple[str, ...]]:
-    """Peak of a micro-batch that finds the gradients of the one before, or of one that does not, as in training.
+) -> tuple[int, tuple[PeakInterval, ...], tuple[str, ...]]:
+    """(peak, intervals, order of gradients) of a micro-batch; the last two are empty where they cannot be known.
 
-    And its moments, with the order of gradients, where the loop leaves the backward to us and gradients stay.
+    The peak is the larger one of a first micro-batch without gradients and of a later one beside them. Intervals need
+    a loop that leaves backward to the probe, named parameters, and gradients that are not released.
     """
     meter.reset_peak()
     if warm:
@@ -213,7 +241,7 @@ def _training_peak(
         meter.record()
     first = meter.peak_bytes
     stand_ins = {s._cdata: s.nbytes() for s in (p.grad.untyped_storage() for p in params if p.grad is not None)}
-    # Only weak references, and to storages: a gradient that was held here would not be freed where training frees it.
+    # Weak references to the storages: a gradient that is held here would not be freed where training frees it.
     gradients = [weakref.ref(param.grad.untyped_storage()) for param in params if param.grad is not None]
     with Timeline(meter, named=named, held=True) as line:
         own_backward = _one_micro_batch(run, params, drop=line.dropped if accumulation == 1 else None)
@@ -221,20 +249,20 @@ def _training_peak(
     if not warm:
         line.reserve(meter.reserved_again(stand_ins))
     if own_backward and all(gradient() is not None for gradient in gradients):
-        return first, (), ()  # the loop around it drops gradients, and does so before the forward
-    moments = line.moments("training") if thinned else tuple(line.stretches)
-    second = max(moment.num_bytes for moment in line.stretches) + line.slack_bytes
+        return first, (), ()  # gradients were neither freed nor replaced: the caller's loop drops them before forward
+    intervals = line.merged("training") if thinned else tuple(line.intervals)
+    second = max(interval.num_bytes for interval in line.intervals) + line.slack_bytes
     if own_backward or not named or dropped.gradients_bytes:
         return max(first, second), (), ()
     if first > second:
-        moments = (*moments, Moment(name="first", num_bytes=first))
-    return max(first, second), moments, tuple(line.order)
+        intervals = (*intervals, PeakInterval(name="first", num_bytes=first))
+    return max(first, second), intervals, tuple(line.order)
 
 
 def _validation(
     run: Callable[[], object] | None, module: nn.Module | None, meter: PeakMeter, *, named: Mapping[str, Tensor]
-) -> tuple[Moment, ...]:
-    """The moments of a validation batch, in evaluation and inference mode, beside the gradients."""
+) -> tuple[PeakInterval, ...]:
+    """The intervals of a validation batch in evaluation and inference mode, beside the gradients."""
     if run is None:
         return ()
     if module is not None:
@@ -242,11 +270,14 @@ def _validation(
     meter.forget()
     with torch.inference_mode(), Timeline(meter, named=named, held=True) as line:
         run()
-    return line.moments("validation")
+    return line.merged("validation")
 
 
 def _one_micro_batch(run: Callable[[], object], params: Sequence[Tensor], *, drop: Callable[[], None] | None) -> bool:
-    """Forward and backward; True if `run` did the backward itself. `drop`: gradients go between the two, it is told."""
+    """Runs forward and backward; True if `run` ran backward itself.
+
+    `drop`: called after gradients were set to None between forward and backward; None lets them accumulate.
+    """
     loss = run()
     if not isinstance(loss, Tensor) or not loss.requires_grad or loss.grad_fn is None:
         return True
@@ -262,26 +293,25 @@ def _drop_gradients(params: Sequence[Tensor]) -> None:
         param.grad = None
 
 
-def _watched(run: Callable[[], object], unwritten: Unwritten) -> Callable[[], object]:
-    """`run`, the first time watched for writes into parameters, unless these were looked at before."""
+def _watched(run: Callable[[], object], restorer: ParamRestorer) -> Callable[[], object]:
+    """`run`, watched for writes into parameters unless an earlier probe watched them."""
 
     def watched() -> object:
-        if unwritten.looked_at:
+        if restorer.was_watched:
             return run()
-        with unwritten.watching():
+        with restorer.watching():
             found = run()
-        unwritten.was_whole()
+        restorer.mark_watched()
         return found
 
     return watched
 
 
 @contextmanager
-def restored(module: nn.Module | None, params: Sequence[Tensor]) -> Iterator[Unwritten]:
-    """Puts RNG states, training modes, buffers and what was written into parameters back; gradients are None inside at
-    first, and afterwards."""
+def restored(module: nn.Module | None, params: Sequence[Tensor]) -> Iterator[ParamRestorer]:
+    """Restores RNG states, training modes, buffers and written parameters. Gradients are None at the start and end."""
     _drop_gradients(params)
-    unwritten = Unwritten(params)
+    restorer = ParamRestorer(params)
     random_state, numpy_state = random.getstate(), _numpy_random()
     modes = [(child, child.training) for child in module.modules()] if module is not None else []
     buffers = [
@@ -293,9 +323,9 @@ def restored(module: nn.Module | None, params: Sequence[Tensor]) -> Iterator[Unw
     cuda = [param.device for param in params if param.device.type == "cuda"]
     try:
         with torch.random.fork_rng(devices=sorted({device.index for device in cuda}), device_type="cuda"):
-            yield unwritten
+            yield restorer
     finally:
-        unwritten.put_back()
+        restorer.restore()
         random.setstate(random_state)
         if numpy_state is not None:
             sys.modules["numpy"].random.set_state(numpy_state)
@@ -310,5 +340,5 @@ def restored(module: nn.Module | None, params: Sequence[Tensor]) -> Iterator[Unw
 
 
 def _numpy_random() -> Any:
-    """State of numpy's global generator, if anyone has imported numpy."""
+    """State of numpy's global generator; None if numpy is not imported."""
     return sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None

@@ -1,7 +1,7 @@
-"""Watches gradients during warm-up and turns them into the statistics that risk models and migration rest on.
+"""Samples gradients during training and computes the statistics that risk models and state migration use.
 
-Streaming and sampled: a few slices of every block, never a copy of the gradients; see `slices` for which elements and
-`statistics` for the formulas.
+It reads a few slices of every block and never copies whole gradients. `slices` chooses the elements, `statistics` has
+the formulas, `schedule` chooses the steps.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,11 +26,11 @@ SHADOW_CALLS = 3000  # rule steps before shadow samples thin out in the same way
 
 
 class GradientProfiler:
-    """Samples gradients of `params` (by name) block by block; `profile()` says what they are like.
+    """Samples gradients of `params` (by name) block by block; `profile()` returns their statistics.
 
-    `observe()` goes between clipping and the optimizer's step, and returns whether it sampled. Step 0 is never sampled:
-    gates that start at zero make its gradients exactly zero. Non-finite elements count as 0. Noise comes from
-    consecutive steps, or from accumulation halves where `observe_half` is called.
+    Call `observe()` between gradient clipping and the optimizer's step; it returns whether it sampled. Step 0 is never
+    sampled: gates that start at zero make its gradients exactly zero. Non-finite elements count as 0. Noise is
+    estimated from consecutive steps, or from the halves of an accumulated step if `observe_half` is called.
 
     Limits: buffers hold at most `max_bytes` (16 MiB; from 10M parameters up 0.2 B each) and are allocated at once.
     Below 10M parameters, which steps are sampled follows from their numbers alone (every `sample_every`-th; after 64
@@ -100,7 +100,7 @@ class GradientProfiler:
         return sum(tensor.nbytes for tensor in self.buffers())
 
     def buffers(self) -> list[Tensor]:
-        """Every tensor it holds, for whoever counts memory; none once released."""
+        """Every tensor it holds, for counting memory; none once released."""
         if self._released:
             return []
         return [
@@ -118,7 +118,7 @@ class GradientProfiler:
 
     @torch.no_grad()
     def observe(self, *, step: int | None = None) -> bool:
-        """Samples the gradients that `params` hold now, if this step's turn has come. `step` counts from 0."""
+        """Samples the present gradients of `params` if the schedule chooses this step. `step` counts from 0."""
         turn = self._next_turn(step)
         if turn is Turn.SKIP:
             self._fraction = None
@@ -305,7 +305,7 @@ class GradientProfiler:
         return self._moments.moments()
 
     def settle(self) -> None:
-        """Says that the first decision has been made: what is sampled from then on has to be cheaper."""
+        """To be called at the first allocation: from then on sampling gets a smaller share of the time."""
         self._schedule.settle()
 
     def release(self) -> None:

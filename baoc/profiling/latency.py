@@ -1,6 +1,6 @@
-"""Seconds of an optimizer step per spec, as a line over tensors and elements, from steps that it is given to time.
+"""Times optimizer steps and fits seconds per spec as a linear function of the numbers of tensors and elements.
 
-Only a step_time budget asks for all specs; timings are kept per machine, so that a second plan costs nothing.
+Only a step_time budget needs all specs. Timings are cached per machine, so that a second plan costs nothing.
 """
 
 import hashlib
@@ -19,18 +19,18 @@ from typing import Any
 import torch
 
 from baoc import __version__
-from baoc.profiling.device import clear_cache
+from baoc.profiling.memory import clear_cache
 from baoc.types import LatencyTable
 
 MakeStep = Callable[[int, int], Callable[[], None]]
 
-SMALL = 2**12  # elements of a tensor whose step is all launching
-LARGE = {"cpu": 2**18, "cuda": 2**23}  # and of one whose step is all arithmetic and memory
-MANY = 9  # small tensors, to tell what each costs
+SMALL = 2**12  # elements of a tensor whose step is dominated by launch overhead
+LARGE = {"cpu": 2**18, "cuda": 2**23}  # and of one whose step is dominated by memory and arithmetic
+MANY = 9  # small tensors stepped together, for the seconds per tensor
 MAX_S = 5.0
 MAX_REPEATS = 15
-_SLEEP_CYCLES = 4_000_000  # some milliseconds in which the host runs ahead of the device
-_SOURCES = ("kernels", "rules", "codecs", "optim")  # what a step is made of
+_SLEEP_CYCLES = 4_000_000  # some milliseconds, in which the host launches the step ahead of the device
+_SOURCES = ("kernels", "rules", "codecs", "optim")  # folders whose code a step runs
 _SCHEMA = 2
 
 
@@ -51,26 +51,27 @@ def measure_latency(
     cache_dir: Path | str | None = None,
     clock: Callable[[], float] = perf_counter,
 ) -> LatencyTable:
-    """The line of every one of `steps`, from medians of three steps: a small tensor, many of them, a large one.
+    """Times each spec on one small tensor, on MANY of them and on a large one, and fits `Line`s.
 
-    `steps` maps a spec to a callable that, given the elements of a tensor and a number of tensors, sets these up and
-    returns their step. All of it takes about `max_s` at most (every step runs twice at least), set-up included. With
-    `cache_dir`, specs that were timed before on this device, by these versions and thread count, are read back; a file
-    that cannot be read is measured again, and one that cannot be written is done without.
+    Args:
+        steps: spec -> callable (elements of a tensor, number of tensors) that sets these up and returns their step.
+        max_s: about the most seconds for all specs, set-up included; each step runs at least twice.
+        cache_dir: where timings are read from and written to. They are valid for this device, these versions and this
+            thread count. A file that cannot be read or written is ignored.
     """
     device = torch.device(device)
     key = machine(device)
     known = read_lines(cache_dir, key=key)
     missing = [spec for spec in steps if spec not in known]
     share = max_s / max(1, len(missing) * 3)
-    whole: dict[str, Line] = {}  # timed on tensors large enough to be of use to other runs
+    cacheable: dict[str, Line] = {}  # timed on tensors of full size
     for spec in missing:
         line, large = _line(steps[spec], device=device, share=share, clock=clock)
         known[spec] = line
         if large >= LARGE.get(device.type, LARGE["cpu"]):
-            whole[spec] = line
-    if whole:
-        _write(cache_dir, key=key, lines=read_lines(cache_dir, key=key) | whole)
+            cacheable[spec] = line
+    if cacheable:
+        _write(cache_dir, key=key, lines=read_lines(cache_dir, key=key) | cacheable)
     return LatencyTable(
         device=key["device"],
         step_s=median(known[spec].step_s for spec in steps) if steps else 0.0,
@@ -80,9 +81,9 @@ def measure_latency(
 
 
 def fit_line(*, small_s: float, many_s: float, large_s: float, large: int) -> Line:
-    """The line through three steps: of one tensor of SMALL elements, of MANY such, and of one of `large` elements.
+    """The Line through three timings: one tensor of SMALL elements, MANY such tensors, one of `large` elements.
 
-    Nothing is negative: noise may make the larger one the faster one.
+    Terms are at least 0, as noise may make the larger step the faster one.
     """
     element_s = max(0.0, (large_s - small_s) / (large - SMALL))
     tensor_s = max(0.0, (many_s - small_s) / (MANY - 1) - element_s * SMALL)
@@ -90,7 +91,7 @@ def fit_line(*, small_s: float, many_s: float, large_s: float, large: int) -> Li
 
 
 def _line(make: MakeStep, *, device: torch.device, share: float, clock: Callable[[], float]) -> tuple[Line, int]:
-    """The line of a spec, and how large its largest tensor was: less than LARGE where memory has no room for more."""
+    """(line of a spec, elements of the large tensor); fewer than LARGE if memory does not suffice for that many."""
 
     def timed(numel: int, tensors: int) -> float:
         began = clock()
@@ -110,10 +111,10 @@ def _line(make: MakeStep, *, device: torch.device, share: float, clock: Callable
 
 
 def _timed(step: Callable[[], object], *, device: torch.device, limit: float, clock: Callable[[], float]) -> float:
-    """Median seconds of `step` after one run that is not counted, repeated while `limit` lasts.
+    """Median seconds of `step`, repeated for about `limit` seconds, after one warm-up run.
 
-    On CUDA those of the device alone, as it is busy with a backward pass while a step is launched; and after three
-    runs, as the first ones compile, measure and are captured in a graph.
+    On CUDA only the device's time counts, as in training it is busy with backward while the step is launched. There are
+    three warm-up runs, in which kernels are compiled, tuned and captured in a graph.
     """
     began = clock()
     for _ in range(3 if device.type == "cuda" else 1):
@@ -156,11 +157,15 @@ def series_seconds(
     group: int = 1,
     clock: Callable[[], float] = perf_counter,
 ) -> float:
-    """Seconds of one `run` among many that follow each other, as in training, where nobody waits for the device.
+    """Seconds of one `run` in a series, as in training, where the host does not wait for the device each time.
 
-    One run first that is not counted, unless `warm` is False; then `least` to `most` while `max_s` lasts, of which one
-    is run to know how many, unless `once_s` tells it. On CUDA the mean of a series, else the median. Training looks at
-    its losses once per step, so `group` runs, those of a step, are launched without waiting for the device.
+    Mean of the series on CUDA, median elsewhere.
+
+    Args:
+        max_s: about the most seconds of the series, in which there are `least` to `most` runs.
+        warm: whether one run goes first that is not counted.
+        once_s: seconds of one run, if known; otherwise one run is timed to choose the length of the series.
+        group: runs launched without waiting for the device: the micro-batches of a step, whose losses are read once.
     """
     began = clock()
     if warm:
@@ -185,7 +190,7 @@ def series_seconds(
 
 
 def wait(device: torch.device) -> None:
-    """Until the device has done what it was given."""
+    """Waits until a CUDA device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -194,7 +199,7 @@ def wait(device: torch.device) -> None:
 
 
 def machine(device: torch.device) -> dict[str, str]:
-    """All that a timing depends on beside the spec: device, threads, versions, and the source of what steps."""
+    """What a timing depends on beside the spec: device, threads, versions, and the source code of the step."""
     cuda = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device)
@@ -210,7 +215,7 @@ def machine(device: torch.device) -> dict[str, str]:
 
 
 def source_hash(folders: Iterable[Path]) -> str:
-    """Of every source file below the folders, with their names."""
+    """Hash of the names and contents of all source files below the folders."""
     digest = hashlib.sha256()
     for folder in folders:
         for path in sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".cpp", ".h")):
@@ -234,7 +239,7 @@ def _path(cache_dir: Path | str, key: Mapping[str, str]) -> Path:
 
 
 def read_lines(cache_dir: Path | str | None, *, key: Mapping[str, str]) -> dict[str, Line]:
-    """Spec -> line of an earlier run; nothing where there is none or it cannot be read."""
+    """Spec -> line from the cache; empty where there is no file or it cannot be read."""
     if cache_dir is None:
         return {}
     try:
@@ -249,12 +254,12 @@ def read_lines(cache_dir: Path | str | None, *, key: Mapping[str, str]) -> dict[
 def _read_line(line: Any) -> Line:
     step_s, tensor_s, element_s = (float(value) for value in line)
     if not all(0 <= value < float("inf") for value in (step_s, tensor_s, element_s)):
-        raise ValueError(f"no seconds: {line}")
+        raise ValueError(f"not seconds: {line}")
     return Line(step_s=step_s, tensor_s=tensor_s, element_s=element_s)
 
 
 def _write(cache_dir: Path | str | None, *, key: Mapping[str, str], lines: Mapping[str, Line]) -> None:
-    """Replaces the file at once, so that two runs at a time leave a whole one; a cache is never worth a failure."""
+    """Replaces the file in one rename, so that two runs leave a whole one. Errors of the file system are ignored."""
     if cache_dir is None:
         return
     path = _path(cache_dir, key)

@@ -1,4 +1,4 @@
-"""Measures the link between host and device, each way and both ways at once, and how fast the host steps by itself."""
+"""Measures copy rates between host and device, in each direction and both at once, and the host's optimizer step."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -12,10 +12,10 @@ from baoc.planning.transfer import PIECE_BYTES
 from baoc.types import LinkRates
 from baoc.units import MIB
 
-SIZES = (MIB, 4 * MIB, PIECE_BYTES)  # of the piece that is copied
+SIZES = (MIB, 4 * MIB, PIECE_BYTES)  # bytes of a copy
 MAX_S = 0.8
 LEAST_REPEATS = 3
-HOST_NUMEL = 2**22  # elements of the step on the host
+HOST_NUMEL = 2**22  # elements of the optimizer step on the host
 
 
 def measure_link(
@@ -26,10 +26,10 @@ def measure_link(
     host_numel: int = HOST_NUMEL,
     clock: Callable[[], float] = perf_counter,
 ) -> LinkRates:
-    """Rates of copies between pinned host memory and `device`, from medians, in about `max_s` seconds.
+    """Median rates of copies between pinned host memory and `device`, measured in about `max_s` seconds.
 
-    Both ways are copies on two streams that are begun together. The host's step is that of torch's fused AdamW with as
-    many threads as this process has.
+    For both directions at once, copies start together on two streams. The host's step is torch's fused AdamW on as many
+    threads as this process uses.
     """
     device = torch.device(device)
     pinned = device.type == "cuda"
@@ -39,23 +39,27 @@ def measure_link(
         here = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
         there = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
         streams = [torch.cuda.Stream(device) for _ in range(2)] if pinned else []
-        ways = {"in": [(there[0], here[0])], "out": [(here[1], there[1])]}
-        ways["both"] = [*ways["in"], *ways["out"]]
-        for way, copies in ways.items():
+        directions = {"in": [(there[0], here[0])], "out": [(here[1], there[1])]}
+        directions["both"] = [*directions["in"], *directions["out"]]
+        for direction, copies in directions.items():
             copy = _copying(copies, streams=streams)
-            rates[way].append(size * len(copies) / _seconds(copy, device=device, max_s=share, clock=clock))
+            rates[direction].append(size * len(copies) / _seconds(copy, device=device, max_s=share, clock=clock))
+    param = torch.nn.Parameter(torch.full((host_numel,), 0.02))
+    param.grad = torch.full((host_numel,), 1e-3)
+    optimizer = torch.optim.AdamW([param], fused=True)
+    host_s = _seconds(lambda: optimizer.step() and None, device=torch.device("cpu"), max_s=share, clock=clock)
     return LinkRates(
         sizes=sizes,
         in_rates=tuple(rates["in"]),
         out_rates=tuple(rates["out"]),
         both_rates=tuple(rates["both"]),
-        host_element_s=_host_element_s(host_numel, max_s=share, clock=clock),
+        host_element_s=host_s / host_numel,
         source="measured",
     )
 
 
 def _copying(copies: list[tuple[Tensor, Tensor]], *, streams: list[torch.cuda.Stream]) -> Callable[[], None]:
-    """A callable that begins all copies (to, from), each in a stream of its own where there are any."""
+    """A callable that starts all copies (to, from), each on its own stream on CUDA."""
 
     def run() -> None:
         for index, (to, source) in enumerate(copies):
@@ -68,7 +72,7 @@ def _copying(copies: list[tuple[Tensor, Tensor]], *, streams: list[torch.cuda.St
 def _seconds(
     run: Callable[[], None], *, device: torch.device, max_s: float, clock: Callable[[], float], most: int = 50
 ) -> float:
-    """Median seconds of `run` after one that is not counted."""
+    """Median seconds of `run` after one warm-up run."""
 
     def once() -> float:
         start = clock()
@@ -83,10 +87,3 @@ def _seconds(
     while len(found) < most and clock() - began + found[-1] < max_s:
         found.append(once())
     return median(found)
-
-
-def _host_element_s(numel: int, *, max_s: float, clock: Callable[[], float]) -> float:
-    param = torch.nn.Parameter(torch.full((numel,), 0.02))
-    param.grad = torch.full((numel,), 1e-3)
-    optimizer = torch.optim.AdamW([param], fused=True)
-    return _seconds(lambda: optimizer.step() and None, device=torch.device("cpu"), max_s=max_s, clock=clock) / numel

@@ -1,4 +1,7 @@
-"""Row and column second moments of whole matrices: rows + cols numbers from which a stateless block becomes Adam."""
+"""Averages of g^2 by row and column of whole matrices, from which a block without state can start Adam's v.
+
+They take rows + cols numbers per matrix, and v is their outer product over the mean (as in Adafactor).
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,16 +13,16 @@ from baoc.types import Block, Moments, ParamInfo
 
 
 class RowColMoments:
-    """Running averages (decay `beta`) of the row and column sums of g^2, for every matrix among `blocks`.
+    """Exponential averages (decay `beta`) of the row and column sums of g^2, for the matrices among `blocks`.
 
-    All in one fp32 buffer; `max_bytes` bounds it, the largest matrices first. Costs two reductions of the gradient and
-    no copy of it. A row or column with a non-finite element keeps its average.
+    They lie in one fp32 buffer of at most `max_bytes`; matrices with the most elements per number come first. A sample
+    takes two reductions of the gradient and no copy of it. A row or column with a non-finite element keeps its average.
     """
 
     def __init__(
         self, blocks: Sequence[Block], *, beta: float, max_bytes: int, device: torch.device, by_parts: bool = False
     ):
-        """`by_parts`: gradients of one sample come a few at a time, so their norms are kept until all are there."""
+        """`by_parts`: gradients of a step come a few at a time, so a second buffer keeps their norms until the end."""
         self._beta = beta
         self._params = _chosen([p for block in blocks for p in block.params], max_bytes=max_bytes // (1 + by_parts))
         self.average = torch.zeros(sum(map(_length, self._params)), dtype=torch.float32, device=device)
@@ -61,7 +64,7 @@ class RowColMoments:
             self._add(self.norms)
 
     def _add(self, norms: Tensor) -> None:
-        """A sample of row and column norms, which are squared in place."""
+        """Adds one sample of row and column norms, which are squared in place."""
         sums = norms.square_()
         self.num_samples += 1
         known = self.average / max(1 - self._beta ** (self.num_samples - 1), 1e-30)
@@ -87,10 +90,10 @@ class RowColMoments:
 
 
 def _norms(grad: Tensor) -> list[Tensor]:
-    """Norms of the rows and of the columns of a gradient as it is stored, fp32."""
+    """fp32 norms of the rows and of the columns of a gradient, as stored."""
     grad = stored_matrix(grad)
     rest = tuple(range(1, grad.ndim))
-    # A norm may be taken in a wider type than its input's, never in a narrower one.
+    # vector_norm computes in a wider dtype than its input's on request, never in a narrower one.
     wide = torch.float64 if grad.dtype is torch.float64 else torch.float32
     rows = torch.linalg.vector_norm(grad, dim=rest, dtype=wide).to(torch.float32)
     return [rows, torch.linalg.vector_norm(grad, dim=0, dtype=wide).reshape(-1).to(torch.float32)]
@@ -108,7 +111,7 @@ def _length(param: ParamInfo) -> int:
 
 
 def _chosen(params: Sequence[ParamInfo], *, max_bytes: int) -> tuple[ParamInfo, ...]:
-    """The matrices, in order; if they need more than `max_bytes`, those that need least per element."""
+    """The matrices in order; if all need more than `max_bytes`, those that need the fewest bytes per element."""
     matrices = [param for param in params if param.matrix_shape is not None]
     left = max_bytes
     kept: set[str] = set()

@@ -1,4 +1,4 @@
-"""Which steps profiling samples, and how long it has taken."""
+"""Decides which steps the gradient profiler samples, so that it takes a bounded share of the training time."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -6,43 +6,43 @@ from enum import StrEnum
 from time import perf_counter, thread_time
 from typing import Any
 
-LARGE_PARAMS = 10_000_000  # from here on limits are shares of time and size; below, they are absolute
-MAX_S = 3.0
-MAX_SHARE = 0.05  # of the time until the first decision
-LATER_SHARE = 0.01  # of the time since, where sampling goes on
-FADING = 0.9  # of what the dearest sample took, with each that is taken
+LARGE_PARAMS = 10_000_000  # from here on, limits are shares of time and size; below, they are absolute
+MAX_S = 3.0  # processor seconds of sampling, below LARGE_PARAMS
+MAX_SHARE = 0.05  # of the time until the first allocation
+LATER_SHARE = 0.01  # of the time since then
+FADING = 0.9  # decay of the largest cost of a sample, with each sample
 OCTAVE = 64  # steps at full rate, then as many at half of it, twice as many at a quarter, and so on
 
 
 class Turn(StrEnum):
     SKIP = "skip"
-    GATHER = "gather"  # keep the gradient, for the pair that the next step makes with it
+    GATHER = "gather"  # keep the gradient, to be paired with that of the next step
     SAMPLE = "sample"
 
 
 class Schedule:
-    """Decides by counting, and by the clock only as far as it must.
+    """Decides by step numbers for small networks, and by time for large ones.
 
-    Below LARGE_PARAMS the only question ever asked of a clock is whether MAX_S are used up, so what is sampled (and
-    with it every result) does not depend on the machine's speed until they are. These are processor seconds: on a
-    machine that is busy with other work the same run would else end sampling earlier. From LARGE_PARAMS on a step is
-    skipped unless what a sample costs fits into `max_share` of the time since `start`, and from `settle` on, into
-    LATER_SHARE of the time since then; shadow runs, where there are any, get half of that for themselves. That time is
-    the wall's, on the host: on a GPU what launching costs.
+    Below LARGE_PARAMS, which steps are sampled depends on their numbers alone until MAX_S processor seconds are used
+    up, so results repeat on any machine. Wall time would end sampling earlier on a busy machine.
+
+    From LARGE_PARAMS on, a step is sampled if a sample's cost fits into `max_share` of the time since `start`; after
+    `settle`, into LATER_SHARE of the time since then. Shadow runs get half of that. These are wall seconds of the host:
+    on a GPU, the time to launch kernels.
     """
 
     def __init__(
         self, *, num_params: int, sample_every: int = 1, max_share: float = MAX_SHARE, shadow_every: int | None = None
     ):
-        """`shadow_every`: samples that shadows follow at full rate; None without shadows."""
+        """`shadow_every`: how many samples shadow runs follow before they thin out; None without shadow runs."""
         self.large = num_params >= LARGE_PARAMS
         self._sample_every, self._shadow_rate = sample_every, shadow_every
         self._share = max_share
         self._portion = 1.0 if shadow_every is None else 0.5
-        self._settled: dict[str, float] | None = None  # seconds elapsed and spent when the first decision fell
+        self._settled: dict[str, float] | None = None  # seconds elapsed and spent at the first allocation
         self._spent = {"sample": 0.0, "shadow": 0.0}
         self._newest = {"gather": 0.0, "sample": 0.0, "shadow": 0.0, "profile": 0.0}  # seconds
-        self._dearest = dict(self._newest)  # of those before, which fade: costs scatter by half, and a share is a limit
+        self._dearest = dict(self._newest)  # fading maximum of earlier ones: costs vary by half, and a share is a limit
         self._seen = 0
         self._sampled = 0
         self._armed = False
@@ -51,12 +51,12 @@ class Schedule:
         self._before = 0.0  # elapsed before a resume
 
     def start(self) -> None:
-        """Starts the time that shares are taken of; later calls change nothing."""
+        """Starts the clock; later calls change nothing."""
         if self._began is None:
             self._began = perf_counter()
 
     def settle(self) -> None:
-        """Says that the first decision has been made; later calls change nothing."""
+        """To be called at the first allocation; later calls change nothing."""
         if self._settled is None:
             self._settled = {"elapsed": self.elapsed_s, **self._spent}
 
@@ -69,7 +69,7 @@ class Schedule:
         return sum(self._spent.values())
 
     def turn(self) -> Turn:
-        """What the coming step is for."""
+        """What to do in the coming step."""
         if self.large:
             if self._armed:
                 return Turn.SAMPLE
@@ -83,12 +83,12 @@ class Schedule:
         return Turn.GATHER if (self._seen + 1) % stride == 0 else Turn.SKIP
 
     def advance(self, turn: Turn) -> None:
-        """Says that the step is over."""
+        """To be called when the turn of a step is known."""
         self._seen += 1
         self._armed = turn is Turn.GATHER
 
     def shadow_turn(self) -> bool:
-        """True if the sample just taken is one for the shadows too."""
+        """True if shadow runs use the sample just taken, too."""
         assert self._shadow_rate is not None
         self._sampled += 1
         if self.large:
@@ -99,19 +99,19 @@ class Schedule:
         since, share = self._settled or {"elapsed": 0.0, kind: 0.0}, self._share
         if self._settled is not None:
             share = min(share, LATER_SHARE)
-            more_s += self._cost("profile") if kind == "sample" else 0.0  # which the next decision needs
+            more_s += self._cost("profile") if kind == "sample" else 0.0  # of the next reallocation
         spent = self._spent[kind] - since[kind] + self._cost(kind) + more_s
         return spent <= share * self._portion * (self.elapsed_s - since["elapsed"])
 
     def _cost(self, kind: str) -> float:
-        """Seconds that the next one may take."""
+        """Seconds that the next one is expected to take at most."""
         return max(self._newest[kind], self._dearest[kind])
 
     @contextmanager
     def running(self, kind: str, *, more: bool = False) -> Iterator[None]:
-        """Takes the time of what runs inside: `gather`, `sample`, `shadow`, or any other word, counted as sampling.
+        """Times what runs inside as `gather`, `sample`, `shadow`, or another name, which counts as sampling.
 
-        `more`: it goes on with what ran last under this name.
+        `more`: adds to the last one of this name instead of starting a new one.
         """
         began, busy = perf_counter(), thread_time()
         try:
@@ -127,7 +127,7 @@ class Schedule:
                 self._newest[kind] = seconds
 
     def forget(self) -> None:
-        """Takes what ran so far as a rehearsal: it tells what things cost, and was not spent."""
+        """Sets the seconds spent to 0 after a rehearsal, and keeps what was learned of costs."""
         self._spent = dict.fromkeys(self._spent, 0.0)
 
     def state_dict(self) -> dict[str, Any]:
@@ -143,5 +143,5 @@ class Schedule:
 
 
 def thinning(index: int, *, full_rate: int) -> int:
-    """Every how many: 1 for the first `full_rate`, then 2 for as many, 4 for twice as many, and so on."""
+    """The stride at `index`: 1 for the first `full_rate`, then 2 for as many, 4 for twice as many, and so on."""
     return 2 ** (index // full_rate).bit_length()

@@ -1,6 +1,6 @@
-"""Shadow runs: candidate specs on sampled slices, with real rules and codecs, beside fp32 AdamW on the same stream.
+"""Shadow runs: candidate specs step the sampled slices with their real rules and codecs, beside fp32 AdamW.
 
-What is measured is how far a spec's update is from AdamW's; what that is worth is for risk weights to say
+They measure how far a spec's update is from AdamW's on the same gradients. Risk weights turn the distances into a risk
 (docs/methods.md#risk).
 """
 
@@ -20,13 +20,13 @@ from baoc.profiling.slices import Slices
 from baoc.types import Block, OptimizerSpec, ParamInfo, Role, RuleInfo, StateDecl, StateKind, StateLayout
 
 TERMS = ("cosine", "rel_error", "vmetric", "descent_next")
-MATRICES = 2  # per block, evenly spread: each is stepped by itself by every rule that needs matrices
+MATRICES = 2  # measured per block, evenly spread: rules that need matrices step each one by itself
 _ALIGN = PACKED_GROUP  # elements; the groups of every codec divide it
-BURN_IN = 2  # first samples that are not measured: averages of one or two gradients are the gradients
+BURN_IN = 2  # samples that are not measured: an average of one or two gradients is close to the gradient
 
 
 def bytes_per_element(specs: Sequence[OptimizerSpec]) -> float:
-    """What shadowing `specs` holds for each sampled element, reference and update included; an upper estimate."""
+    """Upper estimate of the bytes that shadow runs of `specs` hold per sampled element, reference included."""
     total = 0.0
     for spec in (SPECS["adamw"], *specs):
         storage = STORAGES[spec.storage]
@@ -36,21 +36,21 @@ def bytes_per_element(specs: Sequence[OptimizerSpec]) -> float:
 
 def _element_bytes(decl: StateDecl, *, codec: str) -> float:
     if decl.layout in (StateLayout.PER_ROW, StateLayout.PER_COLUMN):
-        return 0.5  # one of at least 8 elements
+        return 0.5  # one fp32 value for at least 8 elements
     return CODECS[codec].nbytes(2**12) / 2**12 / (2**decl.level if decl.layout is StateLayout.FOLDED else 1)
 
 
 def elementwise(info: RuleInfo) -> bool:
-    """True for a rule that treats every element alone: all its slices can be stepped as one vector.
+    """True for a rule that steps each element by itself, so that all slices can be stepped as one vector.
 
-    Read off the tags: a rule that reduces over a tensor declares it by `needs_matrix` or a layout other than FULL.
+    A rule that reduces over a tensor declares `needs_matrix` or a state layout other than FULL.
     """
     return not info.needs_matrix and not info.hidden_only and all(d.layout is StateLayout.FULL for d in info.states)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Unit:
-    """A tensor that a rule steps: one piece of the buffer, or the whole of it. `starts`: where its states begin."""
+    """A tensor that a rule steps: a piece of the buffer, or all of it. `starts`: offsets of its states."""
 
     param: ParamInfo
     start: int
@@ -58,10 +58,10 @@ class _Unit:
 
 
 class ShadowRun:
-    """One spec on everything it applies to; `update` holds its last direction, 0 where it does not apply.
+    """One spec on all blocks it applies to. `update` holds its last update direction, 0 elsewhere.
 
-    A state of all units lies in one coded tensor, each unit's part beginning with a new group, so that the codec runs
-    once; the groups are those of the optimizer.
+    The states of all units lie in one encoded tensor, so that the codec runs once. The part of a unit starts with a new
+    quantisation group, so groups are those of the optimizer.
     """
 
     def __init__(self, spec: OptimizerSpec, *, slices: Slices, device: torch.device):
@@ -90,7 +90,7 @@ class ShadowRun:
         self._sizes = sizes
 
     def step(self, flat: Tensor, *, count: int, betas: tuple[float, float], eps: float) -> None:
-        """One step of every unit on the gradients in `flat`; `count` is 1 at the first."""
+        """Steps every unit on the gradients in `flat`; `count` starts at 1."""
         values = [
             codec.decode(parts, (size,))
             for codec, parts, size in zip(self.codecs, self.states, self._sizes, strict=True)
@@ -106,7 +106,7 @@ class ShadowRun:
             )
             self._step_unit(unit, flat, values, ctx)
         for decl, codec, parts, value in zip(self.decls, self.codecs, self.states, values, strict=True):
-            # as the optimizer does it, see optim.state.Kept
+            # as in the optimizer
             phased = decl.kind is StateKind.V or codec.info.phased
             codec.encode_(parts, value, phase=count if phased else None)
 
@@ -124,19 +124,21 @@ class ShadowRun:
             torch.div(direction.numerator, direction.denominator, out=target).div_(direction.divisor)
 
     def tensors(self) -> list[Tensor]:
-        """Everything it keeps, in a fixed order."""
+        """All its tensors in a fixed order."""
         return [self.update, *(part for parts in self.states for part in parts.values())]
 
 
 class Shadow:
-    """Runs `specs` on the buffer of `slices` and keeps, per block and spec, sums of the terms.
+    """Steps `specs` on the buffer of `slices` and sums four terms per block and spec.
 
-    With u_ref AdamW's update and u the spec's, scaled to the same RMS over the block's slice if its rule is matched:
-    cosine 1 - cos(u, u_ref); rel_error ||u - u_ref|| / ||u_ref||; vmetric the same in the norm sum(sqrt(v) x^2);
-    descent_next the share of AdamW's descent on the *next* gradient that is lost, (D_ref - D) / max(D_ref, s), where
-    D = sum_t <g_{t+1}, u_t> and s = sqrt(sum_t <g_{t+1}, u_ref,t>^2) keeps a descent lost in noise from dividing.
-    The first three are means over samples, all after BURN_IN samples. Of a block's matrices MATRICES are looked at, by
-    every spec, so that specs are compared on the same elements.
+    With u_ref AdamW's update and u the spec's, scaled to the same RMS over the block's slices if its rule is matched:
+    - cosine: 1 - cos(u, u_ref)
+    - rel_error: ||u - u_ref|| / ||u_ref||
+    - vmetric: the same in the norm sum(sqrt(v) x^2)
+    - descent_next: the lost share of AdamW's descent on the *next* gradient, (D_ref - D) / max(D_ref, s), with
+      D = sum_t <g_{t+1}, u_t> and s = sqrt(sum_t <g_{t+1}, u_ref,t>^2), which bounds it where D_ref is lost in noise.
+
+    The first three are means over the samples after BURN_IN. Every spec is measured on the same MATRICES of a block.
     """
 
     def __init__(
@@ -152,7 +154,7 @@ class Shadow:
         self._reference = ShadowRun(SPECS["adamw"], slices=slices, device=device)
         self._runs = [ShadowRun(spec, slices=slices, device=device) for spec in specs]
         shape = (len(slices.blocks), len(specs))
-        self._sums = torch.zeros((4, *shape), dtype=torch.float64, device=device)  # three terms, then descents
+        self._sums = torch.zeros((4, *shape), dtype=torch.float64, device=device)  # three terms, then the descent
         self._scale = torch.ones(shape, dtype=torch.float64, device=device)  # of the last updates
         self._descent = torch.zeros((2, shape[0]), dtype=torch.float64, device=device)  # of AdamW, and its squares
         self._chosen = torch.tensor([float(chosen) for chosen in _chosen(slices)], dtype=torch.float64, device=device)
@@ -175,11 +177,11 @@ class Shadow:
 
     @property
     def num_calls(self) -> int:
-        """Rule steps of one sample, which is what its time goes with."""
+        """Rule steps per sample, to which its time is proportional."""
         return sum(len(run.units) for run in (self._reference, *self._runs))
 
     def observe_next(self, flat: Tensor) -> None:
-        """Takes the gradient that follows a sample; a second call before the next sample counts nothing."""
+        """Takes the gradient of the step after a sample; further calls before the next sample have no effect."""
         if self.num_samples <= BURN_IN or self._num_next == self.num_samples:
             return
         self._num_next = self.num_samples
@@ -191,7 +193,7 @@ class Shadow:
             self._sums[3] += torch.stack(gained, dim=1) * self._scale
 
     def observe(self, flat: Tensor) -> None:
-        """Steps every spec and the reference on the gradients in `flat` and adds up the terms."""
+        """Steps the reference and every spec on the gradients in `flat` and adds to the sums."""
         self.num_samples += 1
         for run in (self._reference, *self._runs):
             run.step(flat, count=self.num_samples, betas=self._betas, eps=self._eps)
@@ -223,7 +225,7 @@ class Shadow:
         return self._slices.block_sums(self._slices.sums(flat) * self._chosen)
 
     def terms(self) -> dict[str, dict[str, dict[str, float]]]:
-        """Block -> spec -> term -> value, for the specs that apply; empty before there is one sample after burn-in."""
+        """Block -> spec -> term -> value for the specs that apply; empty before the first sample after BURN_IN."""
         measured = self.num_samples - BURN_IN
         if measured < 1:
             return {}
@@ -257,14 +259,14 @@ class Shadow:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over a state of the same specs on the same slices."""
+        """Restores a state of the same specs on the same slices."""
         self.num_samples, self._num_next = state["num_samples"], state["num_next"]
         for mine, theirs in zip(self._tensors(), state["tensors"], strict=True):
             mine.copy_(theirs)
 
 
 def _chosen(slices: Slices) -> list[bool]:
-    """Per piece whether shadows look at it: vectors, and of each block's matrices MATRICES, evenly spread."""
+    """Whether each piece is measured: all vectors, and MATRICES evenly spread matrices of each block."""
     chosen = [True] * len(slices.pieces)
     for index in range(len(slices.blocks)):
         order = {param.name: i for i, param in enumerate(slices.blocks[index].params)}
@@ -278,12 +280,12 @@ def _chosen(slices: Slices) -> list[bool]:
 
 
 def is_reference(spec: OptimizerSpec) -> bool:
-    """Whether shadows are measured by what `spec` does, whatever becomes of weights and places."""
+    """True for fp32 AdamW in any weight format and placement: shadow runs are measured against it."""
     return (spec.rule, spec.storage) == ("adamw", "fp32")
 
 
 def shadowed(specs: Sequence[OptimizerSpec], *, blocks: Sequence[Block]) -> list[OptimizerSpec]:
-    """The specs that apply to any of `blocks`, fp32 AdamW left out: its distance from itself is known."""
+    """The specs that apply to any of `blocks`, without fp32 AdamW, whose distance from itself is 0."""
     return [
         spec
         for spec in specs

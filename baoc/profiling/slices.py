@@ -1,8 +1,8 @@
-"""Which elements of every parameter are sampled, and the flat buffer that they share.
+"""Chooses the sampled elements of every parameter and lays them out in one flat buffer.
 
-One buffer for all parameters makes the statistics a few large operations instead of many small ones. Each parameter's
-piece is padded to a whole number of quantisation groups, so groups in the buffer are those of the optimizer, and pieces
-of one shape lie side by side, so that matrices are handled as a batch.
+With one buffer, statistics take a few large operations instead of many small ones. Each parameter's piece is padded to
+whole quantisation groups, so that groups in the buffer are those of the optimizer. Pieces of one shape are adjacent, so
+that matrices are processed as a batch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,15 +14,15 @@ from torch import Tensor
 from baoc.core.catalogue import GROUP
 from baoc.types import Block, ParamInfo
 
-MIN_ROWS = 8  # of a matrix, before whole columns are kept: fewer tell nothing about sharing along fan-out
-NUM_BANDS = 8  # row bands per matrix, so that a fused q, k, v is seen in all its parts
+MIN_ROWS = 8  # of a sampled matrix: fewer do not show what sharing along fan-out loses
+NUM_BANDS = 8  # row bands per matrix, so that all parts of a fused q, k, v are sampled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
     """The sampled elements of one parameter. `shape` is (rows, cols) as stored, or (numel,) of a vector.
 
-    `sampled` describes them as a parameter of their own. `rows` holds row indices, or None where all are taken.
+    `sampled` describes them as a parameter of that shape. `rows` are the sampled rows; None means all.
     """
 
     param: ParamInfo
@@ -50,7 +50,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Matrices of one sampled shape, `count` of them from piece `first` on."""
+    """Adjacent matrices of one sampled shape: `count` of them from piece `first` on."""
 
     first: int
     count: int
@@ -68,12 +68,12 @@ class Batch:
 
 
 class Slices:
-    """The pieces of all `blocks`, together at most about `max_elements` elements.
+    """The pieces of all `blocks`, together about `max_elements` elements at most.
 
-    Small blocks are taken whole and large ones get equal shares. A matrix gives row bands of whole rows, a vector a
-    prefix; a share of fewer than MIN_ROWS rows gives the first columns of MIN_ROWS rows instead. Where a share is less
-    than two quantisation groups per parameter, some parameters are passed over, but never all of a block: that floor is
-    what may exceed `max_elements`. `lengths` are the pieces' groups, for segment sums.
+    Small blocks are sampled whole and large ones get equal shares. Of a matrix, bands of whole rows are sampled, of a
+    vector a prefix. If the share is less than MIN_ROWS rows, the first columns of MIN_ROWS rows are sampled instead. If
+    it is less than two quantisation groups per parameter, some parameters are left out, but never all of a block; only
+    this floor may exceed `max_elements`. `lengths`: quantisation groups per piece, for segment sums.
     """
 
     def __init__(self, blocks: Sequence[Block], *, max_elements: int, device: torch.device):

@@ -1,6 +1,6 @@
-"""Sums per sampled piece -> GradientStats per block: where the statistics of one block's pieces are put together.
+"""Combines the running sums of sampled pieces into GradientStats per block.
 
-Sums over elements are added up over a block's pieces; what is a ratio per matrix is averaged, weighted by parameters.
+Sums over elements are added over a block's pieces. Ratios per matrix are averaged, weighted by numbers of parameters.
 """
 
 from collections.abc import Mapping

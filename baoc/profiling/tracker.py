@@ -1,6 +1,7 @@
-"""Counts the bytes of live tensor storages at every operator: how peak memory is defined where there is no GPU.
+"""Measures live and peak tensor memory: by counting storages at each operator, or on CUDA by torch's allocator.
 
-Resident set size cannot say what a step needs: it holds the allocator's free lists and the interpreter. Storages can.
+On the CPU the resident set size does not tell what a step needs, as it includes the allocator's free lists and the
+interpreter. `torch.distributed._tools.MemTracker` does not reset its peak within a step.
 """
 
 import weakref
@@ -16,27 +17,29 @@ from torch.utils._python_dispatch import (
     _push_mode,  # pyright: ignore[reportPrivateUsage]
 )
 
-from baoc.profiling.as_on_cuda import CachingAllocator
+from baoc.profiling.cuda_emulation import CachingAllocator
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Live bytes and their peak, over all storages seen by operators that run inside `with tracker:`.
+    """Live bytes and their peak over all storages that operators inside `with tracker:` return or receive.
 
-    A storage counts once, whatever views and aliases it has, from the operator that first returns or receives it until
-    it is freed (also outside the `with`); a resize is followed. Nothing is kept alive: a weak reference per storage
-    tells of its end, so tensors that autograd saves count for as long as the graph holds them. Tensors that exist
-    already are told with `prime`; else they join at their first use. `device` limits the count to one device type, meta
-    included; None counts all. Not seen: workspace that a kernel allocates and frees inside one operator. With an
-    `allocator` bytes are those that it would hold for them, and `reserved_bytes` what it would have reserved.
+    A storage counts once, however many views it has, from the first operator that sees it until it is freed, also
+    outside of the `with`. Resizes are followed. The tracker keeps only weak references, so tensors saved by autograd
+    count as long as the graph holds them. Existing tensors count from `prime`, or from their first use. Workspace that
+    a kernel allocates and frees inside one operator is not counted.
 
-    May be entered many times; `peak_bytes` goes on until `reset_peak`. For one thread at a time.
+    The tracker may be entered many times; `peak_bytes` continues until `reset_peak`. Use it from one thread at a time.
+
+    Args:
+        device: counts only this device type, "meta" included; None counts all.
+        allocator: an emulated allocator; bytes are then rounded as it rounds, and `reserved_bytes` is what it reserves.
     """
 
     def __init__(self, *, device: str | torch.device | None = None, allocator: CachingAllocator | None = None):
         super().__init__()
         self._allocator = allocator
         self._device = torch.device(device).type if device is not None else None
-        self._live: dict[int, tuple[weakref.ref[Any], int]] = {}  # address of the storage -> (its end, its bytes)
+        self._live: dict[int, tuple[weakref.ref[Any], int]] = {}  # storage's address -> (weak reference, bytes)
         self._composite: dict[Any, bool] = {}
         self._resize: Callable[..., Any] | None = None
         self._depth = 0
@@ -45,7 +48,7 @@ class MemoryTracker(TorchDispatchMode):
 
     @property
     def current_bytes(self) -> int:
-        """Bytes of the storages that are alive now, of those that were seen."""
+        """Bytes of the counted storages that are alive now."""
         return self._current
 
     @property
@@ -55,14 +58,14 @@ class MemoryTracker(TorchDispatchMode):
 
     @property
     def reserved_bytes(self) -> int:
-        """What the allocator has reserved by now, as it gives nothing back; without one, `peak_bytes`."""
+        """Bytes that the emulated allocator has reserved, which it never returns; `peak_bytes` without one."""
         return self._peak if self._allocator is None else self._allocator.reserved_bytes
 
     def reset_peak(self) -> None:
         self._peak = self._current
 
     def prime(self, *held: Any) -> "MemoryTracker":
-        """Counts what is alive already: modules (parameters, buffers, gradients), tensors, and containers of these."""
+        """Counts existing tensors: of modules (parameters, buffers, gradients), tensors, and containers of these."""
         for value in held:
             self._prime(value)
         self._peak = max(self._peak, self._current)
@@ -87,7 +90,7 @@ class MemoryTracker(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if self._is_composite(func):
-            # inference mode hands composite operators over whole; their parts allocate, so they must be seen
+            # inference mode does not decompose composite operators, but their parts allocate
             with self:
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
@@ -105,14 +108,17 @@ class MemoryTracker(TorchDispatchMode):
         return out
 
     def _is_composite(self, func: Any) -> bool:
-        """Whether `func` is made of parts here. One with a kernel of its own (silu_backward) runs that, as untracked:
-        its parts would round differently, so a step would not be the same step when it is tracked."""
+        """Whether `func` runs as a composition of other operators on this device.
+
+        An operator with a kernel of its own (silu_backward) is not decomposed: its parts would round differently, and
+        a tracked step must compute the same numbers.
+        """
         known = self._composite.get(func)
         if known is None:
             backend = {"meta": "Meta"}.get(self._device or "cpu", (self._device or "cpu").upper())
             has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
             known = (
-                func.namespace != "prim"  # what fake tensors ask of themselves
+                func.namespace != "prim"  # queries of fake tensors
                 and has_kernel(func.name(), "CompositeImplicitAutograd")
                 and not has_kernel(func.name(), backend)
             )
@@ -157,7 +163,7 @@ class MemoryTracker(TorchDispatchMode):
         self._allocator.allocate(key, after)
         self._current = self._allocator.allocated_bytes
 
-    # -- entering: UntypedStorage.resize_ is no operator, so it is wrapped meanwhile --------------------------------
+    # -- entering: UntypedStorage.resize_ is not an operator, so it is patched meanwhile -------------------------------
 
     def __enter__(self) -> "MemoryTracker":
         if self._depth == 0:
@@ -174,7 +180,7 @@ class MemoryTracker(TorchDispatchMode):
             torch.UntypedStorage.resize_ = self._resize  # pyright: ignore[reportAttributeAccessIssue]
 
     def leave(self) -> None:
-        """As the end of `with`, whenever it comes: modes that were entered after this one stay. Of this thread."""
+        """Ends `with` on this thread although dispatch modes that were entered later are still active; these stay."""
         above = []
         while (mode := _get_current_dispatch_mode()) is not None and mode is not self:
             above.append(_pop_mode())
@@ -195,9 +201,9 @@ class MemoryTracker(TorchDispatchMode):
 
 
 class PeakMeter:
-    """Live and peak bytes on one device, by its own definition: tracked storages, or on CUDA the allocator's.
+    """Live and peak bytes on one device: of torch's allocator on CUDA, of a MemoryTracker elsewhere.
 
-    With an `allocator`, tracked storages as if it held them.
+    `held`: existing tensors and modules to count. `allocator`: an emulated one, see MemoryTracker.
     """
 
     def __init__(self, device: torch.device, *held: Any, allocator: CachingAllocator | None = None):
@@ -220,26 +226,26 @@ class PeakMeter:
             self._tracker.__exit__(*exc)
 
     def forget(self) -> None:
-        """Gives back what is reserved and not in use, which would count as the peak of what comes next."""
+        """Empties torch's cache on CUDA, as cached memory would count in the next peak of reserved memory."""
         if self._tracker is None:
             torch.cuda.empty_cache()
 
     def record(self) -> None:
-        """From here on the allocator, if it is imitated, writes down what it is asked for."""
+        """Starts the record of an emulated allocator."""
         if self._allocator is not None:
             self._allocator.record()
 
     def reserved_again(self, gradients: Mapping[int, int]) -> int:
-        """See `CachingAllocator.reserved_again`; 0 without one."""
+        """See `CachingAllocator.reserved_again`; 0 without an emulated allocator."""
         return 0 if self._allocator is None else self._allocator.reserved_again(gradients)
 
     def arrived(self, param: Tensor) -> None:
-        """`param` has its gradient."""
+        """To be called when the gradient of `param` was accumulated."""
         if self._allocator is not None and param.grad is not None:
             self._allocator.arrived(param.grad.untyped_storage()._cdata)
 
     def leave(self) -> None:
-        """As the end of `with`, also where modes were entered after it that are still on."""
+        """See `MemoryTracker.leave`."""
         if self._tracker is not None:
             self._tracker.leave()
 
@@ -251,21 +257,21 @@ class PeakMeter:
 
     @property
     def current_bytes(self) -> int:
-        return self._tracker.current_bytes if self._tracker is not None else self._told("allocated_bytes", "current")
+        return self._tracker.current_bytes if self._tracker is not None else self._stat("allocated_bytes", "current")
 
     @property
     def peak_bytes(self) -> int:
-        """On CUDA, and with an allocator, of reserved memory, as that is what other processes lose."""
+        """Peak of reserved memory on CUDA and with an emulated allocator; of live storages elsewhere."""
         if self._tracker is not None:
             return self._tracker.reserved_bytes
-        return self._told("reserved_bytes", "peak")
+        return self._stat("reserved_bytes", "peak")
 
     @property
     def peak_allocated_bytes(self) -> int:
-        return self._tracker.peak_bytes if self._tracker is not None else self._told("allocated_bytes", "peak")
+        return self._tracker.peak_bytes if self._tracker is not None else self._stat("allocated_bytes", "peak")
 
-    def _told(self, what: str, when: str) -> int:
-        """By the allocator; torch's own functions flatten and sort all of its numbers first, which a look at every
-        gradient of a network would wait for."""
+    def _stat(self, what: str, when: str) -> int:
+        """One number of the CUDA allocator. `torch.cuda.memory_stats` flattens and sorts all of them, which is too slow
+        to be done at every gradient."""
         stats: Any = torch.cuda.memory_stats_as_nested_dict(self.device)
         return stats[what]["all"][when] if stats else 0

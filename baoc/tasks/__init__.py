@@ -1,6 +1,6 @@
-"""Tasks by name: a network, its loss and its metric as a LightningModule. They do not know that they are budgeted.
+"""Tasks by name: LightningModules with a network, a loss and a metric. They do not depend on budgets.
 
-To add one: a file with a subclass of `baoc.tasks.base.Task`, and a row here.
+To add a task: a file with a subclass of `baoc.tasks.base.Task`, and a row here.
 """
 
 from collections.abc import Mapping
@@ -21,10 +21,12 @@ __all__ = ["TASKS", "OptimizerSettings", "TaskRow", "build_task"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskRow:
-    """One row; `cls` in `module` is the Task, `options` are its own settings beside the optimizer's, with defaults.
+    """A row of TASKS: class `cls` of `module`.
 
-    `option_types`: the type of an option whose default does not tell it; a default of None means text or null.
-    `seeded`: the option that takes the run's seed where it is null.
+    Args:
+        options: names and defaults of the task's settings beside the optimizer's.
+        option_types: types of options whose default does not show them; a default of None means text or null.
+        seeded: the option that takes the run's seed if it is null.
     """
 
     name: str
@@ -85,9 +87,9 @@ def build_task(
     optimizer: OptimizerSettings | None = None,
     **options: Any,
 ) -> "Task":
-    """The LightningModule of a row around `model`, for the data that `spec` describes (see `Task`).
+    """Builds the LightningModule `name` around `model`, for the data that `spec` describes (see `Task`).
 
-    `seed` decides what is random about the task, if anything is. BadInputError for an unknown name or option.
+    `seed` determines the task's randomness. Raises BadInputError for an unknown name or option.
     """
     if name not in TASKS:
         raise unknown_name(name, what="task", allowed=TASKS)

@@ -1,6 +1,6 @@
-"""What every task shares: AdamW with a no-decay group and a step-wise schedule, and settings that checkpoints may hold.
+"""Base class of tasks: AdamW with a no-decay group, a step-wise schedule, and settings that checkpoints can hold.
 
-Works under a plain `lightning.Trainer`; BaocStrategy replaces the optimizer and keeps its groups and schedule.
+Tasks run under a plain `lightning.Trainer`. BaocStrategy replaces the optimizer and keeps its groups and schedule.
 """
 
 import math
@@ -20,7 +20,7 @@ from baoc.types import DataSpec
 
 
 class Task(L.LightningModule):
-    """A model with its loss. Subclasses add the steps and state by which metric they are judged."""
+    """A model with its loss. Subclasses add the steps and declare the metric that runs are compared by."""
 
     quality: ClassVar[tuple[str, bool]]  # metric key, and whether higher is better
 
@@ -32,11 +32,13 @@ class Task(L.LightningModule):
         spec: DataSpec | None = None,
         **options: Any,
     ):
-        """`spec` describes the data, for tasks whose loss or metric depends on it; None where it is not known.
-
-        `options` are the subclass's own settings. They are kept in `hparams` beside the optimizer's, as numbers and
-        strings only, so that checkpoints load with `weights_only=True`; `load_from_checkpoint(path, model=model)`.
-        `ema_decay` among them, above 0, keeps averages of the weights, which validate in their place."""
+        """Args:
+        optimizer: of AdamW and its schedule.
+        spec: describes the data, for tasks whose loss or metric depends on it; None if not known.
+        options: the subclass's settings, numbers and strings only. `hparams` holds them beside the optimizer's, so that
+            checkpoints load with `weights_only=True`: `load_from_checkpoint(path, model=model)`. An `ema_decay` above
+            0 keeps an exponential moving average of the weights, which is what validation uses.
+        """
         super().__init__()
         self.model = model
         self.spec = spec
@@ -46,11 +48,11 @@ class Task(L.LightningModule):
         self.ema = EmaWeights(ema_decay) if ema_decay != 0 else None
 
     def configure_callbacks(self) -> list[L.Callback]:
-        """What any Trainer that fits or validates this module must run beside it."""
+        """Lightning adds these callbacks to any Trainer that fits or validates the module."""
         return [] if self.ema is None else [self.ema]
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Inside, the weights are their averages, where such are kept."""
+        """Inside, the weights are replaced by their moving averages, if the task keeps any."""
         return nullcontext() if self.ema is None else self.ema.swapped(self)
 
     def configure_optimizers(self) -> Any:
@@ -69,7 +71,7 @@ class Task(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def _groups(self) -> list[dict[str, Any]]:
-        """Trainable parameters in two groups; those with fewer than two dimensions (norms, biases) do not decay."""
+        """Two parameter groups; parameters with fewer than two dimensions (norms, biases) have no weight decay."""
         trainable = [(name, p) for name, p in self.named_parameters() if p.requires_grad]
         decayed = [(name, p) for name, p in trainable if p.ndim >= 2]
         others = [(name, p) for name, p in trainable if p.ndim < 2]

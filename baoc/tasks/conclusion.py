@@ -1,4 +1,4 @@
-"""What a finished diffusion run shows: a grid of samples, and how far they are from the held-out images."""
+"""Samples of a finished diffusion run: a grid as PNG, and on digits their Frechet distance from held-out images."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from baoc.tasks.diffusion import DiffusionTask
 
 NUM_SAMPLES = 80
-COLUMNS = (8, 10)  # least where classes do not fit a row, and most where they do
-AFFORDABLE_ON_CPU = 5_000_000  # parameters; a larger network takes minutes for one grid there
+COLUMNS = (8, 10)  # columns if the classes do not fit into a row; the most columns, one per class, if they do
+AFFORDABLE_ON_CPU = 5_000_000  # parameters; a larger network takes minutes for one grid on a CPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pictures:
-    """`metrics` join the run's own; `path` of a PNG, None where none was made, and `why` not."""
+    """`metrics` to add to the run's; `path` of the PNG, or None and the reason `why` there is none."""
 
     metrics: dict[str, float] = field(default_factory=dict)
     path: Path | None = None
@@ -29,8 +29,11 @@ class Pictures:
 
 
 def conclude(task: "DiffusionTask", data: Any, *, folder: Path, num_samples: int | None) -> Pictures:
-    """`samples.png`: one column per class where they fit. On digits also as many samples as are held out, of the same
-    labels, and their Frechet distance. `num_samples` None is 80, or none of a large network on a CPU."""
+    """Writes `samples.png` to `folder`, with one column per class if they fit.
+
+    On digits it also draws one sample per held-out image, with the same labels, and returns their Frechet distance.
+    `num_samples` None means 80, or none for a large network on a CPU.
+    """
     num_params = sum(parameter.numel() for parameter in task.parameters())
     if num_samples is None and task.device.type == "cpu" and num_params > AFFORDABLE_ON_CPU:
         return Pictures(why=f"{num_params / 1e6:.0f}M parameters on a CPU; ask with task.num_samples=16")
@@ -48,23 +51,23 @@ def conclude(task: "DiffusionTask", data: Any, *, folder: Path, num_samples: int
     if held_out is None or held_out[0].shape[1:] != (1, 8, 8):
         return Pictures(path=path)
     real, real_labels = held_out
-    # Unguided, as guidance makes images of a class alike, and the distance is about how varied they are too.
+    # Without guidance, which makes images of a class alike: the distance also measures variety.
     made = task.sample(real_labels, shape=shape, batch_size=at_once, guidance=1.0, seed=1)
     return Pictures(path=path, metrics={"val/frechet": frechet_distance(made, real)})
 
 
 def samples_at_once(task: "DiffusionTask", *, micro_batch: int) -> int:
-    """Samples that take no more memory than a micro-batch in training.
+    """Number of samples that take no more memory at once than a micro-batch in training.
 
-    Without gradients the activations of one layer are alive at a time, in training those of all layers unless they are
-    recomputed. A layer's temporaries while it runs are taken to be as large as what four layers keep for backward.
+    Sampling keeps the activations of one layer at a time; training keeps those of all layers, unless it recomputes
+    them. The temporaries of a running layer are assumed to be as large as what four layers keep for backward.
     """
     units = len(getattr(task.model, "checkpoint_units", ()))
     return micro_batch if is_checkpointing(task.model) else micro_batch * max(1, units // 4)
 
 
 def grid_labels(count: int, *, num_classes: int) -> tuple[Tensor, int]:
-    """Labels (count,) and the number of columns: a column is a class, or classes are taken evenly from all."""
+    """(labels (count,), number of columns): one column per class, or labels spread evenly over all classes."""
     least, most = COLUMNS
     if num_classes <= most:
         columns = num_classes * max(1, least // num_classes)

@@ -1,12 +1,12 @@
-"""What a process must set before it trains on a CPU."""
+"""Settings of a process that trains on a CPU."""
 
 import torch
 
 
 def prepare_cpu() -> bool:
-    """Flush denormal numbers to zero; False where the CPU cannot.
+    """Flushes denormal numbers to zero; returns False if the CPU cannot.
 
-    A run that has diverged to chance fills its state with denormals and then takes 6 to 8 times as long per step. The
-    setting belongs to a thread and is inherited by those it starts: call this before the first tensor is computed.
+    A run that diverged to chance level fills its states with denormals, and its steps then take 6 to 8 times as long.
+    The setting belongs to a thread and is inherited by threads it starts, so call this before the first computation.
     """
     return torch.set_flush_denormal(True)

@@ -23,15 +23,14 @@ _GOLDEN = (5**0.5 - 1) / 2
 
 
 class DiffusionTask(Task):
-    """Mean squared error of what is predicted (`epsilon` or `v`), on batches `{"images", "labels"}`.
+    """Mean squared error of the prediction (`epsilon` or `v`) on batches `{"images", "labels"}`.
 
-    `model(noisy, timesteps, labels)` predicts; label `null_label` is none. Timesteps, noise and hidden labels of a
-    training step follow from `noise_seed`, the step and the micro-batch alone: nothing is drawn from global generators,
-    and a resumed run sees what it would have seen.
+    `model(noisy, timesteps, labels)` predicts; `null_label` stands for no label. Timesteps, noise and dropped labels of
+    a training step depend only on `noise_seed`, the step and the micro-batch, so a resumed run repeats them and global
+    generators are not used.
 
-    `val/mse` is always the error of the noise, whatever is predicted. Sample i of the validation part has the same
-    timestep and noise in every run of any batch size, so runs can be compared closely. It is taken with the averaged
-    weights where `ema_decay` keeps some.
+    `val/mse` is the error of the noise for both predictions. Validation sample i has the same timestep and noise in
+    every run and at every batch size. With `ema_decay`, validation uses the averaged weights.
     """
 
     quality: ClassVar[tuple[str, bool]] = ("val/mse", False)
@@ -80,7 +79,7 @@ class DiffusionTask(Task):
         self.label_dropout = label_dropout
         self.null_label = self._null_label()
         self._generators: dict[torch.device, torch.Generator] = {}
-        self.at = (0, 0)  # step and micro-batch that the next training batch belongs to
+        self.at = (0, 0)  # step and micro-batch of the current training batch
         self._num_validated = 0
 
     # -- training ---------------------------------------------------------------------------------------------------
@@ -104,7 +103,7 @@ class DiffusionTask(Task):
         return loss
 
     def generator(self, device: torch.device) -> torch.Generator:
-        """The device's own generator, at the numbers of this training step and micro-batch."""
+        """The task's generator on `device`, seeded for this training step and micro-batch."""
         if device not in self._generators:
             self._generators[device] = torch.Generator(device)
         key = f"{self.hparams['noise_seed']}:{self.at[0]}:{self.at[1]}"
@@ -138,9 +137,11 @@ class DiffusionTask(Task):
         guidance: float | None = None,
         seed: int = 0,
     ) -> Tensor:
-        """(N, *shape) float32 on the CPU, one image per label (N,), made `batch_size` at a time with the weights that
-        are in place; `averaged()` puts the averages there. Pictures (1 or 3 channels) are held inside [-1, 1].
-        `guidance` None is the task's own."""
+        """Draws images (N, *shape), float32 on the CPU, one per label (N,), `batch_size` at a time.
+
+        It uses the present weights; `averaged()` replaces them by their averages. Images of 1 or 3 channels are clipped
+        to [-1, 1]. `guidance` None takes the task's setting.
+        """
         settings, training = self.hparams, self.training
         generator = torch.Generator().manual_seed(seed)
         self.eval()
@@ -164,7 +165,7 @@ class DiffusionTask(Task):
         return torch.cat(made)
 
     def conclude(self, data: Any, *, folder: Path) -> Pictures:
-        """What a finished run adds: samples.png in `folder`, and on digits the Frechet distance, val/frechet."""
+        """Writes samples.png to `folder` after a run; on digits its metrics hold the Frechet distance, val/frechet."""
         return conclude(self, data, folder=folder, num_samples=self.hparams["num_samples"])
 
     def _null_label(self) -> int:
@@ -173,14 +174,14 @@ class DiffusionTask(Task):
         null_label: Any = getattr(self.model, "null_label", None)
         if null_label is None and self.label_dropout:
             raise BadInputError(
-                "label_dropout hides labels behind one more, null_label, which the model does not name: give the model "
-                "that attribute, the task a spec, or label_dropout=0"
+                "label_dropout needs a label that stands for none, and the model has no attribute null_label: give the "
+                "model that attribute, the task a spec, or label_dropout=0"
             )
         return -1 if null_label is None else int(null_label)
 
 
 def fixed_noise(start: int, count: int, *, shape: tuple[int, ...]) -> Tensor:
-    """Noise (count, *shape) of the validation samples from number `start` on, the same however they are batched."""
+    """Noise (count, *shape) of validation samples `start` onwards, independent of the batch size."""
     first, last = start // VALIDATION_CHUNK, (start + count - 1) // VALIDATION_CHUNK
     generator = torch.Generator()
     chunks = [
@@ -192,6 +193,6 @@ def fixed_noise(start: int, count: int, *, shape: tuple[int, ...]) -> Tensor:
 
 
 def fixed_timesteps(start: int, count: int) -> Tensor:
-    """Their timesteps: multiples of the golden ratio modulo 1, so that any run of samples covers all evenly."""
+    """Timesteps (count,) of the same samples: multiples of the golden ratio modulo 1, which cover all evenly."""
     places = torch.arange(start + 1, start + count + 1, dtype=torch.float64) * _GOLDEN % 1
     return (places * NUM_TIMESTEPS).long()

@@ -1,8 +1,8 @@
-"""Exponential moving averages of the weights, as a callback that every task can bring along.
+"""Exponential moving averages of the weights, as a callback that tasks add to the Trainer.
 
 After each optimizer step average <- average + (1 - d)(weight - average), d = min(decay, (1 + n) / (10 + n)) after n
 steps, so that a short run forgets its random start too (the warm-up of Polyak averaging in TensorFlow's moving
-averages). Averages are float32 whatever the weights are, and take in what bf16 weights keep beside them.
+averages). Averages are float32 in every case, and include the corrections that bf16 weights keep in optimizer state.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,18 +19,18 @@ from baoc.optim import BlockwiseOptimizer
 from baoc.optim.masters import kept
 from baoc.optim.weights import CORRECTION, master
 
-CHUNK = 2**22  # elements of a bf16 weight that are made float32 at a time
+CHUNK = 2**22  # elements of a bf16 weight that are converted to float32 at a time
 ALIGNMENT = 4  # float32 values; every average starts at a multiple of 16 bytes
 SMALL = (torch.bfloat16, torch.float16)
-ROUNDED = ("bf16-true", "16-true")  # precisions whose modules see inputs of their own small type only
+ROUNDED = ("bf16-true", "16-true")  # precisions in which modules only accept inputs of their own 16-bit dtype
 
 
 class EmaWeights(L.Callback):
-    """Averages of a module's trainable parameters, which take the weights' place while it validates.
+    """Averages of a module's trainable parameters, which replace the weights during validation and test.
 
-    They live in one piece of memory on the module's device, `nbytes` long. `swapped(module)` exchanges the two without
-    another copy (the parameters point at the averages meanwhile; where a module sees bf16 inputs only, at a rounded
-    copy of them). Checkpoints hold them under `callbacks`, key "EmaWeights", by parameter name.
+    They lie in one tensor on the module's device, `nbytes` long. `swapped(module)` lets the parameters point to the
+    averages, without a copy unless the module needs bf16. Checkpoints hold the averages by parameter name under
+    `callbacks`, key "EmaWeights".
     """
 
     def __init__(self, decay: float):
@@ -52,24 +52,24 @@ class EmaWeights(L.Callback):
 
     @staticmethod
     def nbytes(module: nn.Module) -> int:
-        """Bytes of the averages of `module` all run long."""
+        """Bytes of the averages of `module`."""
         return 4 * sum(_padded(p.numel()) for p in module.parameters() if p.requires_grad)
 
     def validation_bytes(self, module: nn.Module) -> int:
-        """What a validation holds beside them: the rounded copies, for modules that see bf16 inputs only."""
+        """Bytes that validation needs beside the averages: 16-bit copies, for modules that only accept 16 bits."""
         if not self._rounded:
             return 0
         small = [p for p in module.parameters() if p.requires_grad and p.dtype in SMALL]
         return sum(p.numel() * p.element_size() for p in small)
 
     def buffers(self) -> list[Tensor]:
-        """All that it keeps on the device now."""
+        """All tensors that it keeps on the device now."""
         return [*self.averages.values(), *self._live.values()]
 
     # -- averaging --------------------------------------------------------------------------------------------------
 
     def start(self, module: nn.Module) -> None:
-        """Allocates the averages: those of a checkpoint that was loaded, else the weights as they are."""
+        """Allocates the averages, with the values of a loaded checkpoint or of the present weights."""
         named = {name: p for name, p in module.named_parameters() if p.requires_grad}
         if not named or self.averages.keys() == named.keys():
             return
@@ -86,7 +86,7 @@ class EmaWeights(L.Callback):
 
     @torch.no_grad()
     def update(self, module: nn.Module, *, optimizer: Optimizer | None = None) -> None:
-        """Takes in the weights after a step; `optimizer` holds what bf16 weights keep beside them."""
+        """Averages in the weights after a step; `optimizer` holds the corrections of bf16 weights."""
         self.start(module)
         decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
         self.num_updates += 1
@@ -190,7 +190,7 @@ def _fitting(average: Tensor, parameter: Tensor, *, name: str) -> Tensor:
 
 
 def _lerp_exact_(average: Tensor, parameter: Tensor, *, state: Mapping[str, Tensor], weight: float) -> None:
-    """The same with the numbers that a small parameter stands for, by parts, so that no float32 copy of it is held."""
+    """Averages in the exact values of a 16-bit parameter, in chunks, so that there is no float32 copy of it."""
     if not parameter.is_contiguous():
         here = {key: state[key].to(parameter.device) for key in (CORRECTION,) if key in state}
         average.lerp_(master(parameter, here).float(), weight)

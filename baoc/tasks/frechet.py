@@ -1,8 +1,8 @@
-"""A Frechet distance between two sets of digits, on features of a small classifier that is part of the package.
+"""Frechet distance between two sets of digits, on features of a small classifier that is part of the package.
 
-Heusel et al. 2017 take Inception's features, which need a download and 299 x 299 photographs. Features of a network
-with fixed random weights would need no file, but tell digits from flipped or blended ones four times less clearly.
-Distances compare runs on the embedded set; they are no FID and mean nothing beside published ones.
+Heusel et al. 2017 use Inception's features, which need a download and 299 x 299 photographs. Features of a random
+network need no file, but separate digits from flipped or blended ones four times less clearly. Use the distances to
+compare runs on the embedded digits; they are not FID and not comparable to published values.
 """
 
 from collections.abc import Mapping
@@ -60,18 +60,11 @@ def frechet_distance(images: Tensor, reference: Tensor) -> float:
     net = FeatureNet.load()
     features, real = net(images).double(), net(reference).double()
     scale = real.std(0)
-    used = scale > 1e-6  # a rectifier that is never on tells nothing
-    return _distance(features[:, used] / scale[used], real[:, used] / scale[used])
-
-
-def _distance(one: Tensor, other: Tensor) -> float:
+    used = scale > 1e-6  # a ReLU that is never active carries no information
+    one, other = features[:, used] / scale[used], real[:, used] / scale[used]
     first, second = torch.cov(one.T), torch.cov(other.T)
-    root = _root(first)
+    values, vectors = torch.linalg.eigh(first)
+    root = (vectors * values.clamp_min(0).sqrt()) @ vectors.T
     cross = torch.linalg.eigvalsh(root @ second @ root).clamp_min(0).sqrt().sum()
     means = (one.mean(0) - other.mean(0)).square().sum()
     return float(means + first.trace() + second.trace() - 2 * cross)
-
-
-def _root(matrix: Tensor) -> Tensor:
-    values, vectors = torch.linalg.eigh(matrix)
-    return (vectors * values.clamp_min(0).sqrt()) @ vectors.T

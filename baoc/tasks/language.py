@@ -17,13 +17,13 @@ from baoc.types import DataSpec, TextDataSpec
 
 
 class LanguageTask(Task):
-    """Cross-entropy in float32 on batches `{"tokens", "targets"}` (B, T), for a model that gives logits.
+    """Cross-entropy in float32 on batches `{"tokens", "targets"}` (B, T), for a model that returns logits.
 
-    val/bpb, bits per byte of text, compares tokenizers: the loss per token in bits over the bytes that a token stands
-    for, which `spec` tells (without it, one). val/ppl is the exponential of the mean loss.
+    val/bpb (bits per byte) is the loss per token in bits over the mean bytes per token of `spec` (1 without a spec); it
+    is comparable between tokenizers. val/ppl is the exponential of the mean loss.
 
-    `loss_chunk`: 0, or so many tokens at a time go through the model's head, recomputed in the backward pass, so that
-    the logits of all tokens never exist at once. The same loss but for the order of a sum.
+    `loss_chunk` above 0 runs the model's head on that many tokens at a time and recomputes it in backward, so that the
+    logits of all tokens never exist at once. The loss is equal up to the order of a sum.
     """
 
     quality: ClassVar[tuple[str, bool]] = ("val/bpb", False)
@@ -45,7 +45,7 @@ class LanguageTask(Task):
         super().__init__(model, spec=spec, optimizer=optimizer, **options)
         self.loss_chunk = int(loss_chunk)
         self.bytes_per_token = spec.bytes_per_token if isinstance(spec, TextDataSpec) else 1.0
-        self._val_loss = MeanMetric()  # one mean over all tokens of all ranks: the exponential needs it
+        self._val_loss = MeanMetric()  # mean over all tokens of all ranks, before the exponential
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss = self._loss(batch)

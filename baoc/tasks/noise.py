@@ -1,4 +1,4 @@
-"""The noise schedule of a diffusion: how much signal is left at each timestep, and what a prediction means there.
+"""Noise schedules of diffusion: the share of signal at each timestep, and conversions between predictions.
 
 x_t = a x_0 + s e with a^2 = alpha_bar(t), s^2 = 1 - alpha_bar(t) (Ho et al. 2020), and v = a e - s x_0 (Salimans & Ho
 2022). So one of x_0, e and v gives the others, with x_t.
@@ -53,7 +53,7 @@ class NoiseSchedule:
     def split(
         self, noisy: Tensor, predicted: Tensor, timesteps: Tensor, *, prediction: Prediction
     ) -> tuple[Tensor, Tensor]:
-        """What a prediction says of (x_0, e), in float32."""
+        """(x_0, e) that a prediction implies, float32."""
         a, s = self.signal_and_noise(timesteps)
         noisy, predicted = noisy.float(), predicted.float()
         if prediction == "v":

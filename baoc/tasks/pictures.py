@@ -11,13 +11,15 @@ LEAST_PIXELS = 32  # an image is enlarged to at least this many pixels a side, a
 
 
 def write_grid(images: Tensor, path: Path, *, columns: int) -> None:
-    """(N, C, S, S) with values in [-1, 1] -> `path`, row by row; one channel is grey, of others the first three count.
+    """Writes images (N, C, S, S) with values in [-1, 1] row by row: 1 channel as grey, 3 as RGB.
 
-    More than three channels (latents) are no colours: each is stretched to the range it has.
+    Of latents (other channel counts) the first three channels are shown, each scaled to its own range.
     """
     images = images.detach().float().cpu().nan_to_num(nan=-1.0)
     if images.shape[1] not in (1, 3):
-        images = _stretched(images[:, :3])
+        images = images[:, :3]
+        low, high = images.amin((0, 2, 3), keepdim=True), images.amax((0, 2, 3), keepdim=True)
+        images = (images - low) / (high - low).clamp_min(1e-12) * 2 - 1
     images = images if images.shape[1] in (1, 3) else images[:, :1]
     pixels = ((images.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
     enlarge = -(-LEAST_PIXELS // pixels.shape[-1])
@@ -49,9 +51,3 @@ def _tiled(pixels: Tensor, *, columns: int) -> Tensor:
         top, left = index // columns * (size + 1) + 1, index % columns * (size + 1) + 1
         canvas[top : top + size, left : left + size] = image.permute(1, 2, 0)
     return canvas
-
-
-def _stretched(images: Tensor) -> Tensor:
-    """Each channel from its own range to [-1, 1]."""
-    low, high = images.amin((0, 2, 3), keepdim=True), images.amax((0, 2, 3), keepdim=True)
-    return (images - low) / (high - low).clamp_min(1e-12) * 2 - 1

@@ -1,4 +1,4 @@
-"""What a task's own optimizer is built from, checked once, and its learning rate over time. Free of torch."""
+"""Settings of a task's AdamW and its learning rate schedule, validated once. Imports no torch."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ SCHEDULES = ("cosine", "constant")
 class OptimizerSettings:
     """AdamW and its schedule. `warmup_fraction` is of all steps, `final_lr_fraction` of `lr`.
 
-    The defaults are those of the digits run. Values become plain Python numbers, whatever a config system hands over.
+    The defaults suit the digits run. Values are converted to plain Python numbers.
     """
 
     lr: float = 3e-3

@@ -14,10 +14,10 @@ from baoc.types import DataSpec
 
 
 class VisionTask(Task):
-    """Cross-entropy on batches `{"images", "labels"}`, for a model that gives logits.
+    """Cross-entropy on batches `{"images", "labels"}`, for a model that returns logits.
 
-    `label_smoothing` and `mixup` act on training only: val/loss is always the plain cross-entropy, comparable between
-    settings. It is taken with the averaged weights where `ema_decay` keeps some.
+    `label_smoothing` and `mixup` apply to training only: val/loss is the plain cross-entropy, comparable between
+    settings. With `ema_decay`, validation uses the averaged weights.
     """
 
     quality: ClassVar[tuple[str, bool]] = ("val/loss", False)
@@ -58,9 +58,9 @@ class VisionTask(Task):
         return F.cross_entropy(logits.float(), labels, label_smoothing=self.label_smoothing)
 
     def _mixed_loss(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Mixup (Zhang et al. 2018, arXiv 1710.09412): each image is blended with another of its batch, its loss too.
+        """Mixup (Zhang et al. 2018, arXiv 1710.09412): blends each image, and its loss, with another of the batch.
 
-        One share for the batch, drawn on the CPU from torch's own generator, whose state checkpoints keep.
+        There is one share per batch, drawn on the CPU from torch's global generator, whose state checkpoints keep.
         """
         share = float(torch.distributions.Beta(self.mixup, self.mixup).sample())
         partner = torch.randperm(len(images)).to(images.device)

@@ -14,9 +14,9 @@ from baoc.errors import InfeasibleBudgetError
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.weights import master
 from baoc.profiling import clear_cache, uncapped
-from baoc.profiling.device import LATE_MODULES_BYTES
+from baoc.profiling.bf16_params import BF16, cast_to_bf16
 from baoc.profiling.footprint import PAGES_BYTES
-from baoc.profiling.lowered import NARROW, narrowed
+from baoc.profiling.memory import LATE_MODULES_BYTES
 from baoc.types import Budget, Footprint, Plan
 from baoc.units import format_bytes
 
@@ -81,7 +81,7 @@ def visiting(
 
 
 def _come(module: nn.Module, *, stack: ExitStack, narrow: Mapping[str, Tensor], device: torch.device) -> None:
-    stack.enter_context(narrowed(narrow, device=device))
+    stack.enter_context(cast_to_bf16(narrow, device=device))
     module.to(device)
 
 
@@ -137,8 +137,8 @@ class Between:
     def narrow(self, module: nn.Module) -> None:
         """Parameters that lose nothing become bf16, where they are."""
         for param in module.parameters():
-            near = param.detach().to(NARROW)
-            if param.element_size() > NARROW.itemsize and torch.equal(near.to(param.dtype), param.detach()):
+            near = param.detach().to(BF16)
+            if param.element_size() > BF16.itemsize and torch.equal(near.to(param.dtype), param.detach()):
                 self._whole[param] = param.dtype
                 param.data = near
 

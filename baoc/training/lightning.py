@@ -25,8 +25,8 @@ from baoc.optim.release import take_from_others
 from baoc.parallel import refuse_ranks
 from baoc.planning.planner import Planner, may_place
 from baoc.profiling import cap_device, clear_cache, context_bytes, describe, free_bytes, uncapped
+from baoc.profiling.bf16_params import as_native, bf16_savings, cast_to_bf16
 from baoc.profiling.footprint import PAGES_BYTES
-from baoc.profiling.lowered import as_native, narrowed, narrowed_bytes
 from baoc.training.arriving_weights import MIXED, Between, leave, must_wait, needs_room, no_room, visiting
 from baoc.training.gradient_release import leave_clipping, leaves_gradients, released_clipping, take_clipping_back
 from baoc.training.measure.probe import Probe, silent, unwrapped
@@ -207,7 +207,7 @@ class BaocStrategy(SingleDeviceStrategy):
         infos, params = describe(module, optimizer_groups=theirs.param_groups), dict(module.named_parameters())
         released = released_blocks(infos, params=params, settings=settings, declared=declared)
         narrow = narrow_params(infos, params=params, settings=settings, declared=declared)
-        less, known = narrowed_bytes(narrow), {"context_bytes": self.context_bytes}
+        less, known = bf16_savings(narrow), {"context_bytes": self.context_bytes}
         look = partial(probe.footprint, specs, released=released, **known)
         with ExitStack() as visit:
             if self._waits:
@@ -216,7 +216,7 @@ class BaocStrategy(SingleDeviceStrategy):
             inside = {} if self._waits else narrow  # what a look is still to narrow
             whole = not (less and (self._waits or only_narrow(settings.planner)))
             footprint, tight = self._probe_footprint(look, narrow=inside, less=less, whole=whole)
-            with narrowed(inside if tight else {}, module=module):
+            with cast_to_bf16(inside if tight else {}, module=module):
                 timing, full = self._timing(probe, specs, trainer, released=released)
             assembled = partial(
                 assemble,
@@ -301,11 +301,11 @@ class BaocStrategy(SingleDeviceStrategy):
                 return look(), False
             clear_cache(self.root_device)
         if less:
-            with suppress(torch.OutOfMemoryError), narrowed(narrow, module=self.lightning_module):
-                return as_native(look(), less=less), True
+            with suppress(torch.OutOfMemoryError), cast_to_bf16(narrow, module=self.lightning_module):
+                return as_native(look(), savings=less), True
             clear_cache(self.root_device)
-        with uncapped(self.root_device, budget=self.budget), narrowed(narrow, module=self.lightning_module):
-            return as_native(look(), less=less), True
+        with uncapped(self.root_device, budget=self.budget), cast_to_bf16(narrow, module=self.lightning_module):
+            return as_native(look(), savings=less), True
 
     def _timing(
         self,

@@ -18,7 +18,7 @@ from baoc.errors import BudgetBreachedError, CheckpointError
 from baoc.planning.allocators import ALLOCATORS
 from baoc.planning.planner import PlannerSettings
 from baoc.profiling import context_bytes, context_now
-from baoc.profiling.device import LATE_MODULES_BYTES
+from baoc.profiling.memory import LATE_MODULES_BYTES
 from baoc.tasks.base import Task
 from baoc.tracking import log_plan, log_reallocations
 from baoc.training.callbacks import (

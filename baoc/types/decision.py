@@ -160,12 +160,11 @@ class Allocation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
-    """A stretch of a step by its largest live total, and what of it falls when weights are kept in 16 bits.
+class PeakInterval:
+    """The peak of an interval of a step (`num_bytes`), and which gradients and bf16 copies were alive all through it.
 
-    `gradients`: so many gradients are there from its beginning on, the first of `Footprint.gradient_order`; None is
-    all of them. `copies`: bytes of the 16-bit copies that autocast had made of fp32 parameters, by name, as far as they
-    lived from its beginning to its end; parameters of 16 bits need none.
+    `gradients`: how many, the first of `Footprint.gradient_order`; None is all of them. `copies`: bytes of the 16-bit
+    copies that autocast made of fp32 parameters, by name; parameters kept in 16 bits need none.
     """
 
     name: str
@@ -200,7 +199,7 @@ class Footprint:
     reserve_bytes: int = 0  # for modules that load late
     arrival_bytes: int = 0
     step_temporary_bytes: Mapping[str, int] = field(default_factory=dict[str, int])
-    moments: tuple[Moment, ...] = ()  # stretches of forward, backward and validation, where they could be told
+    intervals: tuple[PeakInterval, ...] = ()  # of forward, backward and validation; empty if not known
     gradient_order: tuple[str, ...] = ()  # parameters in the order in which their gradients come
     source: str = "probe"  # probe | prior
     released: bool = False
@@ -209,46 +208,49 @@ class Footprint:
         """Predicted peak with `state_bytes` of optimizer state, `specs` being those in use.
 
         `saved`: bytes that parameters of 16 bits have less than native ones, by name; their gradients have as many
-        less. Each moment counts only what it is known to lose by them, so the peak stays an upper bound.
+        less. Each interval counts only what it is known to lose by them, so the peak stays an upper bound.
         """
         known = self.step_temporary_bytes
         # A streamed block is stepped as one on the device is, whose row ends before the @.
         temporary = max((known.get(spec, known.get(spec.partition("@")[0], 0)) for spec in specs), default=0)
         held = 0 if self.released else None  # of gradients released in backward it is not known which are there
-        step = Moment(name="step", num_bytes=self.resident_bytes + temporary, gradients=held)
+        step = PeakInterval(name="step", num_bytes=self.resident_bytes + temporary, gradients=held)
         fixed = self.ema_bytes + self.profile_bytes + self.context_bytes + self.reserve_bytes
         return max(self._less(self._parts(step), saved=saved or {})) + fixed + state_bytes
 
-    def _parts(self, step: Moment) -> tuple[Moment, ...]:
-        whole = Moment(name="forward and backward", num_bytes=self.forward_backward_bytes)
+    def _parts(self, step: PeakInterval) -> tuple[PeakInterval, ...]:
+        whole = PeakInterval(name="forward and backward", num_bytes=self.forward_backward_bytes)
         # Where gradients are released they are gone, and activations with them, when a sample of all is put together.
         beside = self.weights_bytes if self.released else self.resident_bytes
-        sample = Moment(
+        sample = PeakInterval(
             name="sample",
             num_bytes=beside + self.profile_temporary_bytes,
             gradients=0 if self.released else None,
         )
-        arrival = Moment(name="arrival", num_bytes=self.weights_bytes + self.arrival_bytes)
+        arrival = PeakInterval(name="arrival", num_bytes=self.weights_bytes + self.arrival_bytes)
         beside_steps = (step, sample, arrival)
-        return (*(self.moments or (whole, Moment(name="validation", num_bytes=self.validation_bytes))), *beside_steps)
+        return (
+            *(self.intervals or (whole, PeakInterval(name="validation", num_bytes=self.validation_bytes))),
+            *beside_steps,
+        )
 
     def saved_at_most(self, saved: Mapping[str, int]) -> int:
-        """What parameters of 16 bits save at the largest moment of forward, backward and validation."""
-        largest = max(self.moments, key=lambda moment: moment.num_bytes, default=None)
+        """What parameters of 16 bits save at the largest interval of forward, backward and validation."""
+        largest = max(self.intervals, key=lambda interval: interval.num_bytes, default=None)
         return sum(saved.values()) if largest is None else largest.num_bytes - self._less((largest,), saved=saved)[0]
 
-    def _less(self, moments: tuple[Moment, ...], *, saved: Mapping[str, int]) -> list[int]:
-        """Bytes of each moment with `saved` taken off its weights, its gradients and its copies."""
+    def _less(self, intervals: tuple[PeakInterval, ...], *, saved: Mapping[str, int]) -> list[int]:
+        """Bytes of each interval with `saved` taken off its weights, its gradients and its copies."""
         if not saved:
-            return [moment.num_bytes for moment in moments]
+            return [interval.num_bytes for interval in intervals]
         weights = sum(saved.values())
         before = [0, *accumulate(saved.get(name, 0) for name in self.gradient_order)]
         return [
-            moment.num_bytes
+            interval.num_bytes
             - weights
-            - (weights if moment.gradients is None else before[moment.gradients])
-            - sum(moment.copies[name] for name in saved if name in moment.copies)
-            for moment in moments
+            - (weights if interval.gradients is None else before[interval.gradients])
+            - sum(interval.copies[name] for name in saved if name in interval.copies)
+            for interval in intervals
         ]
 
 

@@ -136,16 +136,16 @@ def child(run_dir: Path) -> None:
     """run.py with a thread that writes down what torch's allocator holds."""
     import torch
 
-    from baoc.profiling import device
+    from baoc.profiling import memory
 
     total = torch.cuda.mem_get_info(0)[1]
-    device._free_at_start[0] = total  # others on the card are not this process's context
+    memory.free_at_start[0] = total  # others on the card are not this process's context
     torch.cuda.mem_get_info = lambda *_: (total - CONTEXT_BYTES - torch.cuda.memory_reserved(0), total)
 
     def read() -> None:
         with (run_dir.parent / "trace.csv").open("w") as file:
             while True:
-                file.write(f"{time.time():.4f},{torch.cuda.memory_reserved(0)},{device._nvml_own(0) or 0}\n")
+                file.write(f"{time.time():.4f},{torch.cuda.memory_reserved(0)},{memory.nvml_own(0) or 0}\n")
                 file.flush()
                 time.sleep(0.002)
 

@@ -91,7 +91,7 @@ def trials_of(config: Any, task: Any, data: Any, *, where: torch.device, fake: b
         val_batch=None,
         device=where,
         precision=str(config.trainer.precision),
-        as_on_cuda=fake and torch.cuda.is_available(),
+        emulate_cuda=fake and torch.cuda.is_available(),
     )
     return trials, mode
 
@@ -124,7 +124,8 @@ def row_of(name: str, *, details: Path | None) -> dict[str, object]:
     if details is not None:
         details.mkdir(parents=True, exist_ok=True)
         kept = {
-            which: [asdict(m) | {"copies": len(m.copies)} for m in found[which].moments] for which in ("fake", "probe")
+            which: [asdict(m) | {"copies": len(m.copies)} for m in found[which].intervals]
+            for which in ("fake", "probe")
         }
         (details / f"{name}.json").write_text(json.dumps(kept | {"workspaces": found.get("workspaces", {})}))
     return row | {"seconds": round(time.time() - began, 1)}
@@ -171,7 +172,7 @@ def main() -> None:
     parser.add_argument("--details", type=Path)
     asked = parser.parse_args()
     if torch.cuda.is_available():
-        from baoc.profiling.device import settle_allocator
+        from baoc.profiling.memory import settle_allocator
 
         settle_allocator("cuda")
     rows: list[dict[str, object]] = []

@@ -148,5 +148,5 @@ def test_data_set_that_does_not_serve_the_task_is_refused():
         build_data("digits", task="language", batch_size=8)
     with pytest.raises(BadInputError, match=r"dataset npz needs dataset.path=\.\.\.: your own labelled images"):
         build_data("npz", task="vision", batch_size=8)
-    with pytest.raises(BadInputError, match=r"dataset synthetic_images is made up and reads no dataset.path=x"):
+    with pytest.raises(BadInputError, match=r"dataset synthetic_images is generated and reads no dataset.path=x"):
         build_data("synthetic_images", task="vision", batch_size=8, path="x")

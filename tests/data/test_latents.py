@@ -110,7 +110,7 @@ def test_random_latents_are_noise_of_the_usual_shape():
         (LATENTS[:0], r"has shape \(0, 4, 6, 6\)"),
         (LATENTS[..., :5], r"has shape \(40, 4, 6, 5\); latents must be square"),
         (LATENTS.astype(np.int64), "has dtype int64; latents must be floating-point numbers, best float16"),
-        (LATENTS[:1], "holds 1 latent: a part is held back, so 2 are the least"),
+        (LATENTS[:1], "holds 1 latent: validation holds some out, so at least 2 are needed"),
     ],
 )
 def test_wrong_arrays_are_named(tmp_path, array, text):

@@ -12,7 +12,7 @@ import torch
 from datasets import Dataset
 
 from baoc.data import build_data, text_files, token_arrays
-from baoc.data.text_files import Piece, TextFiles, before, behind, find, measure, python_source
+from baoc.data.text_files import TextChunk, TextFiles, after_cut, before_cut, find, measure, python_source
 from baoc.errors import BadInputError
 
 STORY = "Zoë läuft über die Straße. 雨が降る。\n" * 60  # 2 to 3 bytes in many characters
@@ -35,8 +35,8 @@ def story(tmp_path, text: str = STORY) -> Path:
     return path
 
 
-def joined(pieces) -> bytes:
-    return b"".join(piece.text for piece in pieces)
+def joined(chunks) -> bytes:
+    return b"".join(chunk.text for chunk in chunks)
 
 
 def read(loader) -> torch.Tensor:
@@ -81,27 +81,31 @@ def _ends(loader):
 
 
 def test_split_never_cuts_a_character_and_loses_no_byte():
-    pieces = [Piece(text="äöü".encode(), ends=False), Piece(text="ßx".encode(), ends=True), Piece(text=b"z", ends=True)]
-    whole = joined(pieces)
+    chunks = [
+        TextChunk(text="äöü".encode(), ends=False),
+        TextChunk(text="ßx".encode(), ends=True),
+        TextChunk(text=b"z", ends=True),
+    ]
+    whole = joined(chunks)
     for cut in range(len(whole) + 1):
-        first, second = list(before(pieces, cut)), list(behind(pieces, cut))
+        first, second = list(before_cut(chunks, cut)), list(after_cut(chunks, cut))
         assert joined(first) + joined(second) == whole
         joined(first).decode()
         joined(second).decode()
         assert cut <= len(joined(first)) <= cut + 1
-        assert sum(piece.ends for piece in first + second) == 2
+        assert sum(chunk.ends for chunk in first + second) == 2
 
 
 def test_pieces_of_a_long_line_end_with_characters(tmp_path, monkeypatch):
-    monkeypatch.setattr(text_files, "PIECE_BYTES", 7)
+    monkeypatch.setattr(text_files, "CHUNK_BYTES", 7)
     for content in ("雨" * 50, "ab\ncd\n" * 20, "ä", "a\n", "äöüß\n" * 9):
         source = find(story(tmp_path, content))
-        pieces = list(source.pieces())
-        assert joined(pieces).decode() == content
-        assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True]
-        for piece in pieces:
-            piece.text.decode()
-            assert 0 < len(piece.text) <= 7
+        chunks = list(source.chunks())
+        assert joined(chunks).decode() == content
+        assert [chunk.ends for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+        for chunk in chunks:
+            chunk.text.decode()
+            assert 0 < len(chunk.text) <= 7
 
 
 @pytest.mark.parametrize("length", [1, 5, 16])
@@ -164,8 +168,8 @@ def test_folder_is_read_in_the_order_of_its_paths_without_hidden_files(tmp_path)
     for name, text in {"b.txt": "bb", "a/z.md": "az", ".git/x.txt": "no", "c.py": "no", "B.TXT": "BB"}.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
-    assert joined(find(folder).pieces()) == b"BBazbb"
-    assert joined(find(folder, pattern="*.py").pieces()) == b"no"
+    assert joined(find(folder).chunks()) == b"BBazbb"
+    assert joined(find(folder, pattern="*.py").chunks()) == b"no"
     assert find(folder).name == "mine"
 
 
@@ -187,7 +191,7 @@ def write_rows(folder: Path, kind: str) -> Path:
 @pytest.mark.parametrize("kind", ["jsonl", "json.gz", "parquet"])
 def test_rows_of_a_column_are_documents(tmp_path, kind):
     source = find(write_rows(tmp_path, kind))
-    assert list(source.pieces()) == [Piece(text=row["text"].encode(), ends=True) for row in ROWS if row["text"]]
+    assert list(source.chunks()) == [TextChunk(text=row["text"].encode(), ends=True) for row in ROWS if row["text"]]
     assert source.name == "rows"
 
 
@@ -195,7 +199,7 @@ def test_kinds_may_lie_in_one_folder(tmp_path):
     for kind in ("jsonl", "parquet", "json.gz"):
         write_rows(tmp_path, kind)
     story(tmp_path)
-    text = joined(find(tmp_path).pieces())
+    text = joined(find(tmp_path).chunks())
     assert text.count(b"second\nline") == 3
     assert text.count(STORY.encode()) == 1
 
@@ -251,7 +255,7 @@ def test_path_without_text_is_named(tmp_path):
 
 @pytest.mark.parametrize("before_it", [0, 20])
 def test_file_that_is_no_utf8_is_named_with_the_place(tmp_path, monkeypatch, before_it):
-    monkeypatch.setattr(text_files, "PIECE_BYTES", 9)
+    monkeypatch.setattr(text_files, "CHUNK_BYTES", 9)
     path = tmp_path / "latin.txt"
     path.write_bytes("ä".encode() * before_it + "naïve".encode("latin-1"))
     with pytest.raises(BadInputError, match=rf"latin.txt is not UTF-8 text \(byte {2 * before_it + 2}: invalid"):

@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from baoc.data import build_data, token_cache, tokens
-from baoc.data.text_files import Piece
+from baoc.data.text_files import TextChunk
 from baoc.data.token_arrays import encode, token_dtype
 from baoc.data.tokens import ByteTokenizer, load_tokenizer
 from baoc.errors import BadInputError, OutputError
@@ -25,7 +25,7 @@ def cache(tmp_path, monkeypatch) -> Path:
 
 
 def pieces(*texts: str, ends: bool = True):
-    return lambda: iter([Piece(text=text.encode(), ends=ends) for text in texts or (TEXT,)])
+    return lambda: iter([TextChunk(text=text.encode(), ends=ends) for text in texts or (TEXT,)])
 
 
 def bpe(vocab_size: int = 280, *, text=None, key: str = "text"):
@@ -105,7 +105,7 @@ def test_cache_tells_texts_sizes_and_tokenizers_apart(cache):
 
 def test_half_written_file_never_takes_the_place_of_a_whole_one(cache):
     def broken():
-        yield Piece(text=b"abc", ends=True)
+        yield TextChunk(text=b"abc", ends=True)
         raise KeyboardInterrupt
 
     trained = bpe()

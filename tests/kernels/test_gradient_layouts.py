@@ -121,7 +121,7 @@ def test_few_gradients_are_looked_at_closely_though_they_stay_where_they_are() -
 def test_looking_one_by_one_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where there is no compiler, or a torch of another make."""
     asked = []
-    monkeypatch.setattr(staging, "look_at", asked.append)
+    monkeypatch.setattr(staging, "grad_addresses", asked.append)
     test_gradients_that_come_and_go_between_places_are_found_each_time()
     test_some_gradients_missing_and_back_again()
     test_strided_and_other_types_at_new_places_are_copied_and_plain_ones_after_them_are_not()

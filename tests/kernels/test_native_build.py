@@ -77,7 +77,7 @@ def test_small_networks_ask_for_no_compiler(caplog: pytest.LogCaptureFixture):
 
 def test_a_compiler_that_is_not_there(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CXX", "no-such-compiler -O2")
-    with pytest.raises(build.Unavailable, match="names 'no-such-compiler', which is not to be found"):
+    with pytest.raises(build.Unavailable, match="names 'no-such-compiler', which is not found"):
         build.library()
 
 

@@ -130,7 +130,8 @@ class TestBaocOptimizer:
         def make() -> BaocOptimizer:
             torch.manual_seed(0)
             settings = SessionSettings(
-                planner=PlannerSettings(risk="statistics"), reallocation=ReallocationSettings(mode="once", warmup_steps=6)
+                planner=PlannerSettings(risk="statistics"),
+                reallocation=ReallocationSettings(mode="once", warmup_steps=6),
             )
             model = nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 4))
             return BaocOptimizer(model, budget="state_25", settings=settings)

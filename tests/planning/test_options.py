@@ -19,7 +19,7 @@ from baoc.planning.microbatch import (
     seconds_at,
 )
 from baoc.planning.planner import Planner, PlannerSettings
-from baoc.types import Block, Budget, LatencyTable, Moment, Option, ParamInfo, Role
+from baoc.types import Block, Budget, LatencyTable, Option, ParamInfo, PeakInterval, Role
 from tests.support.planners import ADAMW, MIB, PARAMS, footprint, option
 
 
@@ -42,8 +42,8 @@ def test_a_line_never_falls():
 
 
 def test_trials_of_different_moments_promise_none():
-    other = Trial(micro_batch=2, footprint=replace(footprint(2), moments=footprint(2).moments[:1]))
-    assert footprint_at([trial(1), other], micro_batch=8).moments == ()
+    other = Trial(micro_batch=2, footprint=replace(footprint(2), intervals=footprint(2).intervals[:1]))
+    assert footprint_at([trial(1), other], micro_batch=8).intervals == ()
 
 
 def test_seconds_bend_where_they_were_seen_to_bend():
@@ -64,19 +64,19 @@ def one_block(name: str, *numels: int) -> Block:
 
 
 def test_released_gradients_are_there_one_block_at_a_time():
-    moments = (
-        Moment(name="training", num_bytes=1000, gradients=None),
-        Moment(name="training", num_bytes=900, gradients=0),
-        Moment(name="training", num_bytes=950, gradients=2),
-        Moment(name="validation", num_bytes=800, gradients=None),
+    intervals = (
+        PeakInterval(name="training", num_bytes=1000, gradients=None),
+        PeakInterval(name="training", num_bytes=900, gradients=0),
+        PeakInterval(name="training", num_bytes=950, gradients=2),
+        PeakInterval(name="validation", num_bytes=800, gradients=None),
     )
     blocks = [one_block("a", 30), one_block("b", 20)]
-    before = replace(footprint(1), moments=moments, resident_bytes=700, gradient_order=("b.0", "a.0"))
+    before = replace(footprint(1), intervals=intervals, resident_bytes=700, gradient_order=("b.0", "a.0"))
     found = released(before, blocks=blocks)
     assert found is not None
-    assert [moment.num_bytes for moment in found.moments] == [1000 - 200, 900, 950 - 80, 800 - 200]
+    assert [interval.num_bytes for interval in found.intervals] == [1000 - 200, 900, 950 - 80, 800 - 200]
     assert (found.forward_backward_bytes, found.validation_bytes, found.resident_bytes) == (900, 600, 620)
-    assert released(replace(before, moments=()), blocks=blocks) is None
+    assert released(replace(before, intervals=()), blocks=blocks) is None
 
 
 def test_blocks_whose_gradients_come_in_turns_are_held_together():

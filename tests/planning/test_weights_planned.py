@@ -26,7 +26,7 @@ def test_each_moment_loses_the_gradients_and_copies_that_it_had():
     backward = WEIGHTS + 11 * MIB - (4 + 2) * 2 * NUMEL  # weights of four, gradients of two
     assert backward > forward
     assert FOOTPRINT.peak_bytes(state_bytes=5, saved=less) == backward + 5
-    last = {NAMES[3]: 2 * NUMEL}  # its gradient is not there yet in the second moment
+    last = {NAMES[3]: 2 * NUMEL}  # its gradient is not there yet in the second interval
     assert FOOTPRINT.peak_bytes(state_bytes=0, saved=last) == 2 * WEIGHTS + 8 * MIB - 3 * 2 * NUMEL
 
 
@@ -82,9 +82,9 @@ def test_the_least_is_feasible_and_one_byte_less_is_not(specs: tuple[str, ...]):
 
 def test_what_savings_spare_is_spent_where_counting_them_boldly_is_too_much():
     """Between savings of two gradients, which pass the budget, and of none, which nothing is left to run by."""
-    moments = (FOOTPRINT.moments[0], replace(FOOTPRINT.moments[1], gradients=1))
+    intervals = (FOOTPRINT.intervals[0], replace(FOOTPRINT.intervals[1], gradients=1))
     settings = PlannerSettings(specs=("sign", "sign+split8", "adamw_int8+split8", "adamw+split8"), keep_fp32_roles=())
-    given = {"settings": settings, "footprint": replace(FOOTPRINT, moments=moments)}
+    given = {"settings": settings, "footprint": replace(FOOTPRINT, intervals=intervals)}
     planner = Planner(PARAMS, budget=memory(61 * MIB // 4), **given)
     pool = planner.candidates(risk="prior", profile=None, count="none")
     all_ways = list(product(*pool.values()))
@@ -125,8 +125,8 @@ def test_the_probe_sees_copies_and_the_order_of_gradients():
 
     found = probe_footprint(net, run_micro_batch=micro_batch)
     assert found.gradient_order == ("2.weight", "0.weight")
-    forward = [moment for moment in found.moments if moment.gradients is None]
+    forward = [interval for interval in found.intervals if interval.gradients is None]
     assert forward[0].copies == {} and forward[-1].copies == {"2.weight": 2 * 64 * 64}  # no gradient of the input
-    assert max(moment.num_bytes for moment in found.moments) == found.forward_backward_bytes
-    counts = [moment.gradients for moment in found.moments if moment.gradients is not None]
+    assert max(interval.num_bytes for interval in found.intervals) == found.forward_backward_bytes
+    counts = [interval.gradients for interval in found.intervals if interval.gradients is not None]
     assert counts == [0, 0, 1, 2]  # the copy goes when it was used, which ends a moment before the first gradient comes

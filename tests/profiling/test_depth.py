@@ -11,7 +11,7 @@ from baoc.config.compose import compose
 from baoc.config.from_hydra import from_hydra
 from baoc.config.resolve import resolve
 from baoc.models.switches import enable_checkpointing
-from baoc.profiling.as_on_cuda import LARGE_PAGE
+from baoc.profiling.cuda_emulation import LARGE_PAGE
 from baoc.profiling.depth import LONG, SHORT, extended, layers_of
 from baoc.training.measure.absent_card import fake_, fake_batch
 from baoc.training.measure.microbatches import Trials
@@ -45,7 +45,7 @@ def test_a_few_layers_say_what_the_whole_network_needs(name, accumulation, check
             val_batch=None,
             device=torch.device("cpu"),
             precision="bf16-mixed",
-            as_on_cuda=True,
+            emulate_cuda=True,
         )
 
         def run(*, thinned: bool):
@@ -63,8 +63,8 @@ def test_a_few_layers_say_what_the_whole_network_needs(name, accumulation, check
         replace(
             footprint,
             forward_backward_bytes=0,  # what is reserved beyond is an estimate
-            moments=tuple(
-                replace(m, num_bytes=m.num_bytes - footprint.forward_backward_bytes) for m in footprint.moments
+            intervals=tuple(
+                replace(m, num_bytes=m.num_bytes - footprint.forward_backward_bytes) for m in footprint.intervals
             ),
         )
         for footprint in (whole, made)

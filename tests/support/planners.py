@@ -2,7 +2,7 @@
 
 from baoc.core.budgets import parse_budget
 from baoc.planning.planner import Planner, PlannerSettings
-from baoc.types import Footprint, GradientStats, Moment, Option, ParamInfo, Plan, Role
+from baoc.types import Footprint, GradientStats, Option, ParamInfo, PeakInterval, Plan, Role
 from tests.support.decision import transformer
 
 MIB = 2**20
@@ -58,7 +58,10 @@ def footprint(micro_batch: int) -> Footprint:
         forward_backward_bytes=peak,
         validation_bytes=3 * MIB + micro_batch * 1000,
         resident_bytes=4 * MIB,
-        moments=(Moment(name="training", num_bytes=peak, gradients=None), Moment(name="training", num_bytes=peak - 7)),
+        intervals=(
+            PeakInterval(name="training", num_bytes=peak, gradients=None),
+            PeakInterval(name="training", num_bytes=peak - 7),
+        ),
         gradient_order=("b", "a"),
     )
 

@@ -1,6 +1,6 @@
 """A footprint of four layers whose parameters can be kept in bf16."""
 
-from baoc.types import Footprint, Moment, ParamInfo, Role
+from baoc.types import Footprint, ParamInfo, PeakInterval, Role
 
 MIB = 2**20
 
@@ -25,9 +25,9 @@ FOOTPRINT = Footprint(
     forward_backward_bytes=2 * WEIGHTS + 8 * MIB,
     validation_bytes=0,
     resident_bytes=2 * WEIGHTS,
-    moments=(
-        Moment(name="training", num_bytes=2 * WEIGHTS + 8 * MIB, gradients=None, copies=COPIES),
-        Moment(name="training", num_bytes=WEIGHTS + 11 * MIB, gradients=2),
+    intervals=(
+        PeakInterval(name="training", num_bytes=2 * WEIGHTS + 8 * MIB, gradients=None, copies=COPIES),
+        PeakInterval(name="training", num_bytes=WEIGHTS + 11 * MIB, gradients=2),
     ),
     gradient_order=NAMES,
 )

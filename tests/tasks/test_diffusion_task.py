@@ -331,6 +331,6 @@ def test_impossible_options_are_refused(options, text):
 
 
 def test_labels_cannot_be_hidden_from_a_model_that_names_none():
-    with pytest.raises(BadInputError, match="label_dropout hides labels behind one more, null_label, which the model"):
+    with pytest.raises(BadInputError, match="label_dropout needs a label that stands for none, and the model has"):
         DiffusionTask(nn.Identity())
     DiffusionTask(nn.Identity(), label_dropout=0.0)

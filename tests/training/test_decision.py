@@ -242,7 +242,7 @@ class Card:
             raise torch.OutOfMemoryError("full")
         return Trial(
             micro_batch=size,
-            footprint=replace(footprint(size), forward_backward_bytes=10 + size, moments=()),
+            footprint=replace(footprint(size), forward_backward_bytes=10 + size, intervals=()),
             seconds=self.slow * max(size, 8),
         )
 

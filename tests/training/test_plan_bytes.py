@@ -9,8 +9,8 @@ from baoc.config.compose import compose
 from baoc.config.from_hydra import from_hydra
 from baoc.config.resolve import resolve
 from baoc.models.switches import enable_checkpointing
+from baoc.profiling.bf16_params import cast_to_bf16
 from baoc.profiling.footprint import SCALARS_BYTES
-from baoc.profiling.lowered import narrowed
 from baoc.training.measure.absent_card import fake_, fake_batch
 from baoc.training.measure.microbatches import Trials
 from baoc.training.run import build
@@ -33,7 +33,7 @@ def footprint(name: str, *, checkpointing: bool, fake: bool, narrow: bool, run_d
         device = torch.device("cpu")
         trials = Trials(task, batch=batch, val_batch=None, device=device, precision="bf16-mixed")
         params = {name: param for name, param in task.named_parameters() if param.ndim > 1 and narrow}
-        with narrowed(params):
+        with cast_to_bf16(params):
             return trials.run(micro_batch, accumulation=1, timed=False).footprint
 
     if not fake:
@@ -51,8 +51,8 @@ def test_fake_tensors_count_what_real_ones_take(name, checkpointing, tmp_path):
     fake, real = (footprint(name, fake=f, **given) for f in (True, False))
     assert fake.gradient_order == real.gradient_order
     assert (fake.weights_bytes, fake.gradients_bytes) == (real.weights_bytes, real.gradients_bytes)
-    assert [m.copies for m in fake.moments] == [m.copies for m in real.moments]
-    for found, measured in zip(fake.moments, real.moments, strict=True):
+    assert [m.copies for m in fake.intervals] == [m.copies for m in real.intervals]
+    for found, measured in zip(fake.intervals, real.intervals, strict=True):
         near = max(SCALARS_BYTES, measured.num_bytes / 100)  # tables of a task, such as of noise levels
         assert abs(found.num_bytes - measured.num_bytes) <= near
     assert abs(fake.resident_bytes - real.resident_bytes) <= SCALARS_BYTES

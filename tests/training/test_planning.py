@@ -23,7 +23,7 @@ from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.frontier.planned import planned_frontier, plans_of
 from baoc.planning.cards import CARDS
 from baoc.profiling import probe_footprint
-from baoc.profiling.lowered import as_native
+from baoc.profiling.bf16_params import as_native
 from baoc.tasks.base import Task
 from baoc.training import run as training
 from baoc.training.measure.absent_card import card_of, planned_axes
@@ -61,9 +61,9 @@ def test_what_no_option_fits_names_the_least(tmp_path: Path, monkeypatch: pytest
     the context, too."""
     looked: list[int] = []
 
-    def told(found: Footprint, *, less: Mapping[str, int]) -> Footprint:
+    def told(found: Footprint, *, savings: Mapping[str, int]) -> Footprint:
         looked.append(found.weights_bytes)
-        return as_native(found, less=less)
+        return as_native(found, savings=savings)
 
     monkeypatch.setattr("baoc.training.measure.absent_card.as_native", told)
     with pytest.raises(
@@ -120,7 +120,7 @@ def test_fake_tensors_are_probed_as_real_ones_are():
         fake, cold = (probe(net, fake_batch(batch), warm=warm) for warm in (True, False))
     assert fake == real
     assert cold.forward_backward_bytes == real.forward_backward_bytes and cold.resident_bytes == real.resident_bytes
-    assert cold.moments[2:] == real.moments[2:]  # the batch is first seen in the second
+    assert cold.intervals[2:] == real.intervals[2:]  # the batch is first seen in the second
 
 
 def test_a_plan_leaves_open_what_a_run_of_it_would_decide():
@@ -144,7 +144,7 @@ def test_one_recorded_pass_tells_what_an_allocator_holds_after_two(accumulation:
     """Gradients of a first pass lie among its activations: what is reserved is more than what is ever held."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from baoc.profiling.as_on_cuda import LARGE_PAGE, CachingAllocator
+    from baoc.profiling.cuda_emulation import LARGE_PAGE, CachingAllocator
     from baoc.training.measure.absent_card import fake_
 
     net = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048) for _ in range(3)], torch.nn.Linear(2048, 20_000))

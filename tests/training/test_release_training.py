@@ -37,7 +37,9 @@ class Deep(TinyModule):
 
 def settings(release: bool | GradientRelease = True, **planner: Any) -> SessionSettings:
     return SessionSettings(
-        planner=PlannerSettings(**planner), reallocation=ReallocationSettings(mode="once", warmup_steps=4), release=release
+        planner=PlannerSettings(**planner),
+        reallocation=ReallocationSettings(mode="once", warmup_steps=4),
+        release=release,
     )
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from baoc.core.budgets import parse_budget
 from baoc.planning.microbatch import Axes, none_fits
 from baoc.planning.planner import Planner, PlannerSettings
-from baoc.profiling.phases import Phases
+from baoc.profiling.phase_timer import PhaseTimer
 from baoc.tasks.ema import EmaWeights
 from baoc.training.callbacks.budget_control import BudgetControl
 from baoc.training.lightning import BaocStrategy
@@ -22,7 +22,7 @@ from baoc.training.reallocation.budget_schedule import BudgetChange, BudgetDial
 from baoc.training.reallocation.conversion import usable
 from baoc.training.reallocation.move_cost import transit
 from baoc.training.reallocation.relaxation import offers
-from baoc.types import Candidate, Cost, Footprint, Moment, Option, Plan, Profile, Risk, to_plain
+from baoc.types import Candidate, Cost, Footprint, Option, PeakInterval, Plan, Profile, Risk, to_plain
 from tests.support.decision import stats, transformer
 from tests.support.planners import option, planner, uniform
 from tests.support.weight_footprints import FOOTPRINT
@@ -98,7 +98,7 @@ def test_a_move_starts_from_the_weights_that_are_there() -> None:
 
 def test_released_gradients_are_not_taken_off_twice() -> None:
     """When a block is stepped, only some gradients are there: saving on all of them would promise too little."""
-    released = replace(FOOTPRINT, moments=(), gradient_order=(), released=True, step_temporary_bytes={"adamw": 2**25})
+    released = replace(FOOTPRINT, intervals=(), gradient_order=(), released=True, step_temporary_bytes={"adamw": 2**25})
     less = {name: 512 * 512 * 2 for name in FOOTPRINT.gradient_order}
     whole = released.peak_bytes(state_bytes=0, specs=("adamw",))
     assert released.peak_bytes(state_bytes=0, specs=("adamw",), saved=less) == whole - sum(less.values())
@@ -144,11 +144,14 @@ def planned(control: BudgetControl, of: Planner, plan: Plan) -> None:
 
 
 def test_a_footprint_that_grew_before_a_resume_stays_grown() -> None:
-    """The moments of the new probe are of the smaller batch, and would decide the peak if they stayed."""
+    """The intervals of the new probe are of the smaller batch, and would decide the peak if they stayed."""
     of = planner("8mb")
     assert of.footprint is not None
-    moments = (Moment(name="training", num_bytes=5_000_000), Moment(name="validation", num_bytes=2_000_000))
-    of.footprint = replace(of.footprint, moments=moments)
+    intervals = (
+        PeakInterval(name="training", num_bytes=5_000_000),
+        PeakInterval(name="validation", num_bytes=2_000_000),
+    )
+    of.footprint = replace(of.footprint, intervals=intervals)
     plan = uniform(of, "sign")
     control = BudgetControl()
     base = to_plain(of.budget)
@@ -160,9 +163,9 @@ def test_a_footprint_that_grew_before_a_resume_stays_grown() -> None:
 
 
 def test_copies_of_averages_count_at_the_moment_of_validation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the probe told moments apart, they decide the peak, so what a validation holds more belongs to them too."""
-    moments = (Moment(name="training", num_bytes=3000), Moment(name="validation", num_bytes=2900))
-    found = replace(FOOTPRINT, weights_bytes=0, resident_bytes=0, moments=moments, validation_bytes=2900)
+    """Where the probe tells intervals apart, they decide the peak, so EMA copies in validation count there too."""
+    intervals = (PeakInterval(name="training", num_bytes=3000), PeakInterval(name="validation", num_bytes=2900))
+    found = replace(FOOTPRINT, weights_bytes=0, resident_bytes=0, intervals=intervals, validation_bytes=2900)
     monkeypatch.setattr("baoc.training.measure.probe.probe_footprint", lambda *_, **__: found)
     module, averages = L.LightningModule(), EmaWeights(0.9)
     module.weight = nn.Parameter(torch.zeros(4))
@@ -224,6 +227,6 @@ def test_a_refusal_names_what_the_least_option_was_measured_to_take() -> None:
         return True
 
     tryouts = SimpleNamespace(capped=True, knows=lambda way: (way[0], way[2]) in known, measure=measure)
-    decision = SimpleNamespace(budget=parse_budget("8mb"), tryouts=tryouts, phases=Phases(), blocks=[], made=made)
+    decision = SimpleNamespace(budget=parse_budget("8mb"), tryouts=tryouts, phases=PhaseTimer(), blocks=[], made=made)
     found = Decision.least_measured(cast(Any, decision), made())
     assert min(o.peak_bytes for o in found) == 80 and known == {(1, False), (8, True)}, "the rest is known to need more"

@@ -13,7 +13,7 @@ from torch import nn
 from baoc import BaocStrategy
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.planning.planner import PlannerSettings
-from baoc.profiling import device as device_module
+from baoc.profiling import memory
 from baoc.training import lightning as strategy_module
 from baoc.training.measure.probe import Probe
 from baoc.training.reallocation import ReallocationSettings
@@ -244,9 +244,9 @@ def test_the_cap_is_back_after_a_look_without_it(monkeypatch, narrow):
         return look(probe, *args, **kwargs)
 
     monkeypatch.setattr(Probe, "footprint", footprint)
-    for module in (strategy_module, device_module):
+    for module in (strategy_module, memory):
         monkeypatch.setattr(module, "cap_device", lambda device, *, budget: calls.append("cap"))
-    monkeypatch.setattr(device_module, "uncap_device", lambda device: calls.append("uncap"))
+    monkeypatch.setattr(memory, "uncap_device", lambda device: calls.append("uncap"))
     planner = PlannerSettings(specs=("*", "*+split8") if narrow else ("*",))
     plan = BaocStrategy("8gb", settings=SessionSettings(planner=planner))
     fit(plan, steps=2, **({"precision": "bf16-mixed"} if narrow else {}))

@@ -17,7 +17,7 @@ from torch import nn
 from baoc import BaocStrategy
 from baoc.core.budgets import parse_budget
 from baoc.errors import InfeasibleBudgetError
-from baoc.profiling import device as device_module
+from baoc.profiling import memory
 from baoc.profiling.footprint import PAGES_BYTES
 from baoc.tasks.ema import EmaWeights
 from baoc.training import arriving_weights as arrival
@@ -196,7 +196,7 @@ def test_weights_wait_where_the_budget_does_not_hold_them(monkeypatch: pytest.Mo
     module = Classifier()
     weights = sum(value.nbytes for value in [*module.parameters(), *module.buffers()])
     for missing in (0, 1):
-        budget = parse_budget(f"{weights + device_module.LATE_MODULES_BYTES + PAGES_BYTES + 2**20 - missing}b")
+        budget = parse_budget(f"{weights + memory.LATE_MODULES_BYTES + PAGES_BYTES + 2**20 - missing}b")
         for device, waits in (("cuda:0", bool(missing)), ("cpu", False)):
             found = arrival.must_wait(module, device=torch.device(device), budget=budget, context_bytes=2**20)
             assert found is waits
@@ -213,8 +213,8 @@ def test_what_has_no_room_within_the_cap_comes_outside_of_it(monkeypatch: pytest
             raise torch.OutOfMemoryError("full")
 
     monkeypatch.setattr(nn.Module, "to", to)
-    monkeypatch.setattr(device_module, "uncap_device", lambda device: calls.append("uncapped"))
-    monkeypatch.setattr(device_module, "cap_device", lambda device, *, budget: calls.append("capped"))
+    monkeypatch.setattr(memory, "uncap_device", lambda device: calls.append("uncapped"))
+    monkeypatch.setattr(memory, "cap_device", lambda device, *, budget: calls.append("capped"))
     given = {"narrow": narrow, "device": torch.device("cpu"), "budget": parse_budget("1mb")}
     rooms[:] = [0, 0, 1]
     with arrival.visiting(module, **given):
@@ -238,8 +238,8 @@ def test_states_that_may_find_no_room_beside_whole_weights_send_them_to_the_host
     footprint = replace(footprint, device="cuda:0")
     allocation = replace(found.allocation, saved_bytes=1)
     whole = footprint.weights_bytes + allocation.state_bytes + footprint.reserve_bytes + footprint.profile_bytes
-    for memory, needed in ((whole, False), (whole - 1, True)):
-        tight = replace(found, allocation=allocation, budget=parse_budget(f"{memory}b"))
+    for memory_bytes, needed in ((whole, False), (whole - 1, True)):
+        tight = replace(found, allocation=allocation, budget=parse_budget(f"{memory_bytes}b"))
         assert arrival.needs_room(tight, footprint=footprint) is needed
         assert not arrival.needs_room(replace(tight, allocation=found.allocation), footprint=footprint)
 

@@ -1,8 +1,7 @@
 """The optimizer step on the CPU in C++: one call per kind for all its tensors, compiled where it runs.
 
-`NativeTable` is made once per kind; its eager twin is `baoc.optim.rules` with `baoc.optim.codecs` and
-`baoc.kernels.weights`. The library needs a C++17 compiler and nothing of torch; `library` raises `Unavailable` where
-there is none.
+`NativeTable` is made once per kind; `baoc.optim.rules`, `baoc.optim.codecs` and `baoc.kernels.weights` compute the same
+in eager torch. The library needs a C++17 compiler but no torch headers; without one, `library` raises `Unavailable`.
 """
 
 from baoc.kernels.cpp.build import Unavailable, is_loaded, library

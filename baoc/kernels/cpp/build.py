@@ -1,7 +1,7 @@
-"""Compiling `step.cpp` with the system's C++ compiler when it is first needed, and keeping the library in a cache.
+"""Compiles `step.cpp` with the system's C++ compiler on first use and keeps the library in a cache folder.
 
-What is in the cache is found by a hash of the sources, the flags and everything that the compiler says of itself and of
-this CPU. Files are written aside and renamed, so processes may compile at the same time.
+The file name contains a hash of the sources, the flags, and the macros that the compiler predefines for this CPU. Files
+are written under a temporary name and renamed, so several processes may compile at the same time.
 """
 
 import ctypes
@@ -24,19 +24,19 @@ COMPILERS = ("c++", "g++", "clang++")
 CACHE = "BAOC_CACHE"  # environment variable: the folder to keep libraries in
 FLAGS = (
     "-std=c++17", "-O3", "-shared", "-fPIC", "-pthread", "-fvisibility=hidden",
-    "-ffp-contract=off",  # what is fused is written so, because torch's kernels are held to bit for bit
+    "-ffp-contract=off",  # fused multiply-adds are explicit in the source: results match torch's kernels bit for bit
     "-fno-math-errno", "-fno-trapping-math",
 )  # fmt: skip
-_CPU_FLAGS = (("-march=native",), ("-mcpu=native",), ())  # the first that the compiler knows
-_LONGEST_S = 300
+_CPU_FLAGS = (("-march=native",), ("-mcpu=native",), ())  # the first that the compiler accepts is used
+_TIMEOUT_S = 300
 
 
 class Unavailable(Exception):
-    """There is no library, and the text says why."""
+    """The library cannot be built or loaded; the text says why."""
 
 
 def cache_folder() -> Path:
-    """Where libraries are kept: $BAOC_CACHE, else the user's cache as the platform has it."""
+    """$BAOC_CACHE, or the platform's cache folder of the user."""
     given = os.environ.get(CACHE)
     if given:
         return Path(given).expanduser()
@@ -48,11 +48,11 @@ def cache_folder() -> Path:
 
 
 def compiler() -> list[str]:
-    """The command of the compiler: $CXX, else the first of `COMPILERS` on the PATH."""
+    """The compiler's command: $CXX, or the first of COMPILERS on the PATH. Raises Unavailable without one."""
     given = shlex.split(os.environ.get("CXX", ""))
     if given:
         if shutil.which(given[0]) is None:
-            raise Unavailable(f"$CXX names {given[0]!r}, which is not to be found")
+            raise Unavailable(f"$CXX names {given[0]!r}, which is not found")
         return given
     found = next((path for name in COMPILERS if (path := shutil.which(name))), None)
     if found is None:
@@ -61,12 +61,12 @@ def compiler() -> list[str]:
 
 
 def is_loaded() -> bool:
-    """True if this process has the library already; asking for it may take a compiler's time."""
+    """True if this process has loaded the library; `library()` may have to compile it first."""
     return bool(library_or_why.cache_info().currsize) and not isinstance(library_or_why(), Unavailable)
 
 
 def library() -> ctypes.CDLL:
-    """The compiled step. Raises Unavailable where it cannot be had; asks once per process."""
+    """The compiled step. Tried once per process; raises Unavailable where it cannot be built or loaded."""
     found = library_or_why()
     if isinstance(found, Unavailable):
         raise found
@@ -75,9 +75,10 @@ def library() -> ctypes.CDLL:
 
 @lru_cache(maxsize=1)
 def library_or_why() -> ctypes.CDLL | Unavailable:
+    """The library, or the error that `library` raises; a warning is logged once."""
     try:
         return load(compiled_step())
-    except (OSError, RuntimeError) as error:  # also of Path.home(), where there is no home
+    except (OSError, RuntimeError) as error:  # Path.home() raises RuntimeError without a home folder
         why = Unavailable(f"the native step cannot be built or loaded: {error}")
     except Unavailable as error:
         why = error
@@ -86,6 +87,7 @@ def library_or_why() -> ctypes.CDLL | Unavailable:
 
 
 def load(path: Path) -> ctypes.CDLL:
+    """Loads a library and declares the types of its functions."""
     loaded = ctypes.CDLL(str(path))
     loaded.baoc_step.argtypes, loaded.baoc_step.restype = [ctypes.c_void_p], None
     loaded.baoc_all_finite.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32]
@@ -95,78 +97,77 @@ def load(path: Path) -> ctypes.CDLL:
 
 
 def compiled_step() -> Path:
-    """Path of the library, compiled if the cache does not have it."""
+    """Path of the library, which is compiled unless the cache has it."""
     command = compiler()
-    flags, told = _cpu_flags(command)
-    if "__AVX512F__" in told:
+    flags, macros = _cpu_flags(command)
+    if "__AVX512F__" in macros:
         flags = (*flags, "-mprefer-vector-width=512")
     files = sorted(path for path in SOURCES.iterdir() if path.suffix in (".cpp", ".h"))
-    parts = [*command, *FLAGS, *flags, told, platform.platform(), *(path.read_text() for path in files)]
+    parts = [*command, *FLAGS, *flags, macros, platform.platform(), *(path.read_text() for path in files)]
     return _kept("step", parts, lambda path: compile_source([*command, *FLAGS, *flags], target=path))
 
 
 def compiled(source: Path, *, flags: Sequence[str]) -> Path:
-    """Path of the library of one source in C, which takes the compiler a moment. Raises Unavailable or OSError."""
+    """Path of the library of a single C source, compiled unless cached. Raises Unavailable or OSError."""
     command = [*compiler(), *flags, "-x", "c"]
     parts = [*command, platform.platform(), source.read_text()]
     return _kept(source.stem, parts, lambda path: compile_source(command, target=path, source=source))
 
 
 def _kept(stem: str, parts: Sequence[str], make: Callable[[Path], None]) -> Path:
-    """The library in the cache that was made of `parts`, made now if there is none."""
+    """The cached library for the hash of `parts`; `make(path)` builds it if there is none."""
     name = f"{stem}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:24]}.so"
-    for folder in (cache_folder(), Path(tempfile.gettempdir()) / f"baoc-{_user()}"):
+    user = os.getuid() if hasattr(os, "getuid") else 0
+    for folder in (cache_folder(), Path(tempfile.gettempdir()) / f"baoc-{user}"):
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if _foreign(folder):
-                continue
+            if hasattr(os, "getuid") and folder.stat().st_uid not in (user, 0):
+                continue  # another user could have put a library there
             path = folder / name
             if not path.exists():
                 make(path)
             return path
         except OSError as error:
-            log.info("no library is kept in %s: %s", folder, error)
+            log.info("folder %s cannot keep the library: %s", folder, error)
     raise Unavailable(f"neither {cache_folder()} nor the folder for temporary files can be written; set ${CACHE}")
 
 
-def _user() -> int:
-    return os.getuid() if hasattr(os, "getuid") else 0
-
-
-def _foreign(folder: Path) -> bool:
-    """True if another user could have put a library there."""
-    return hasattr(os, "getuid") and folder.stat().st_uid not in (os.getuid(), 0)
-
-
 def _cpu_flags(command: list[str]) -> tuple[tuple[str, ...], str]:
-    """The flags that mean this CPU, and what the compiler then predefines: its version, the CPU's instructions."""
-    said = ""
+    """(flags for this CPU, the macros that the compiler predefines with them: its version, the CPU's instructions)."""
+    stderr = ""
     for flags in _CPU_FLAGS:
         done = _run([*command, *flags, "-dM", "-E", "-x", "c++", os.devnull])
         if done.returncode == 0:
             return flags, done.stdout
-        said = done.stderr
-    raise Unavailable(f"{command[0]} does not work: {said.strip()[-500:]}")
+        stderr = done.stderr
+    raise Unavailable(f"{command[0]} does not work: {stderr.strip()[-500:]}")
 
 
 def compile_source(command: list[str], *, target: Path, source: Path = SOURCES / "step.cpp") -> None:
+    """Compiles `source` to `target`, in one rename. Raises Unavailable with the compiler's error."""
     log.info("compiling %s of the native optimizer step with %s, once for this machine", source.name, command[0])
-    handle, aside = tempfile.mkstemp(dir=target.parent, prefix=target.stem, suffix=".tmp")
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.stem, suffix=".tmp")
     os.close(handle)
     try:
-        done = _run([*command, str(source), "-o", aside])
+        done = _run([*command, str(source), "-o", temporary])
         if done.returncode != 0:
             raise Unavailable(f"{command[0]} cannot compile the native step: {done.stderr.strip()[-1000:]}")
-        os.replace(aside, target)
+        os.replace(temporary, target)
     finally:
-        Path(aside).unlink(missing_ok=True)
+        Path(temporary).unlink(missing_ok=True)
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "LC_ALL": "C"}
     try:
         return subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=_LONGEST_S, env=environment, check=False
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_TIMEOUT_S,
+            env=environment,
+            check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise Unavailable(f"{command[0]} took more than {_LONGEST_S} s") from error
+        raise Unavailable(f"{command[0]} took more than {_TIMEOUT_S} s") from error

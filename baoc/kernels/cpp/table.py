@@ -1,4 +1,7 @@
-"""All tensors of one kind for the native step: a table of addresses, those of gradients made anew in each step."""
+"""Steps all tensors of one kind with one call of the C++ library, from a table of their addresses.
+
+Addresses of parameters and states are written once; those of gradients are refreshed before each step.
+"""
 
 import ctypes
 from array import array
@@ -13,7 +16,7 @@ from baoc.kernels.cpp.build import library
 RULES = ("adamw", "rmsprop", "lion", "signum", "sign", "adamw_shared_in", "adamw_shared_out", "foam_in", "foam_out")
 CODECS = ("fp32", "bf16", "softsign8", "sqrt8", "log8m", "log8v", "root8m", "root8v", "root4", "lattice4")
 WEIGHTS = ("fp32", "bf16", "split8", "split16", "bf16_sr")
-THRESHOLDS = 2 * 6 * 32  # numbers: of the lanes, of log8v, and of lattice4 for k = 0 ... 3; the same of one half
+THRESHOLDS = 2 * 6 * 32  # fp32 values: of the lanes, log8v, and lattice4 for k = 0 ... 3; then the same at one half
 CODES = 256
 _WIDTH = 16
 _PARAM, _GRAD, _FINITE, _M, _M_SCALE, _V, _V_SCALE, _CORRECTION, _NUMEL, _ROWS, _COLS, _FIRST, _DEN, _NOISE, _BYTES = (
@@ -25,10 +28,10 @@ _NOISE_PER_STEP = 0x85EBCA77  # as baoc.kernels.weights.random_bits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeKind:
-    """What one table steps. Names are of the lists above.
+    """Rule, codecs of m and v, and weight format of a table, by the names listed above.
 
-    `fold`: elements that a state of FOAM stands for; `of_squares`: its v is the mean of their squares, not the square
-    of their mean.
+    `fold`: parameter elements per state element of FOAM; `of_squares`: FOAM's v is the mean of squares, not the square
+    of the mean.
     """
 
     rule: str
@@ -63,7 +66,7 @@ class Settings:
 
 
 class _Job(ctypes.Structure):
-    """As step.cpp has it."""
+    """Field by field the `Job` of step.cpp."""
 
     _fields_ = (
         *(
@@ -77,10 +80,13 @@ class _Job(ctypes.Structure):
 
 
 class NativeTable:
-    """`states[i]` belong to `params[i]`, which are contiguous and on the CPU; `shapes[i]` is (rows, cols) as stored.
+    """The addresses of contiguous CPU parameters and their states. Build a new table when a tensor is replaced.
 
-    Tensors are kept alive. Whoever replaces one has to make another table. `values`: fp32 [2, 256], the numbers that
-    the logarithmic codes of m and of the root of v stand for at a scale of 1. `seeds`: those of random rounding.
+    Args:
+        states: for each parameter, the tensors of its state by name.
+        shapes: for each parameter, (rows, cols) as stored.
+        values: fp32 [2, 256], the decoded values of the logarithmic codes of m and of sqrt(v) at scale 1.
+        seeds: for each parameter, the seed of stochastic rounding.
     """
 
     def __init__(
@@ -115,16 +121,19 @@ class NativeTable:
 
     @property
     def moved(self) -> bool:
-        """True if a parameter is not where it was."""
+        """True if the storage of a parameter has another address than when the table was made."""
         return self._rows[_PARAM::_WIDTH] != array("q", [param.data_ptr() for param in self.params])
 
     def refresh(self, masks: Mapping[Tensor, Tensor]) -> list[bool]:
-        """Notes where the gradients and their masks (True where finite) are now. Returns who has a gradient."""
+        """Reads the addresses of the gradients and of their `masks` (True where finite).
+
+        Returns for each parameter whether it has a gradient. Gradients that the library cannot read are copied.
+        """
         grads, addresses, sizes = [param.grad for param in self.params], [], []
         self._held = []
         for grad in grads:
-            if grad is not None and not _is_readable(grad):
-                grad = _readable(grad)
+            if grad is not None and not (grad.is_contiguous() and grad.dtype in (torch.float32, torch.bfloat16)):
+                grad = grad.to(torch.bfloat16 if grad.dtype is torch.bfloat16 else torch.float32).contiguous()
                 self._held.append(grad)
             addresses.append(0 if grad is None else grad.data_ptr())
             sizes.append(0 if grad is None else grad.element_size())
@@ -147,11 +156,17 @@ class NativeTable:
         whole: bool,
         store: bool = True,
     ) -> tuple[list[float], list[int]]:
-        """Steps the tensors that have gradients, `settings` being a row for each.
+        """Steps the tensors that have gradients.
 
-        `thresholds`: fp32 [THRESHOLDS]. `whole`: the update is made before it is added, as torch adds what it is given,
-        and its squares are summed. Without `store` nothing is changed. Returns the sums and the elements in them, by
-        tensor.
+        Args:
+            settings: a row of `Settings` for each tensor.
+            thresholds: fp32 [THRESHOLDS], of the codecs' dithered rounding in this step.
+            phase: the step's number, for stochastic rounding.
+            whole: compute the whole update before adding it, as torch does, and sum its squares.
+            store: False leaves parameters and states as they are.
+
+        Returns:
+            For each tensor, the sum of squares of the update and the number of elements in it.
         """
         noise = phase * _NOISE_PER_STEP
         if self.kind.weights == "bf16_sr":
@@ -173,12 +188,3 @@ class NativeTable:
 
 def _address(numbers: "array[int] | array[float]") -> int:
     return numbers.buffer_info()[0]
-
-
-def _is_readable(grad: Tensor) -> bool:
-    return grad.is_contiguous() and grad.dtype in (torch.float32, torch.bfloat16)
-
-
-def _readable(grad: Tensor) -> Tensor:
-    """Contiguous, and fp32 where it was a type that the native step does not read."""
-    return grad.contiguous() if grad.dtype is torch.bfloat16 else grad.to(torch.float32).contiguous()

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from baoc.kernels.cpp.looks import look_at
+from baoc.kernels.cpp.grad_addresses import grad_addresses
 from baoc.kernels.triton.kinds import Options, Row
 from baoc.kernels.triton.table import WIDTH, FusedTable
 
@@ -73,16 +73,16 @@ class Gradients:
         self._wanted = list(self._dtypes)  # the type that the launch of each reads
         self._seen = array("q")
         self._few = len(self.params) <= _FEW
-        self._look = None if self._few else look_at(self.params)
+        self._reader = None if self._few else grad_addresses(self.params)
         self.layouts: dict[bytes, _Layout] = {}
         self._copies: list[Tensor] = []
 
     def refresh(self) -> None:
         """Takes note of where the gradients are. A sparse one has no address: torch raises."""
-        look = self._look
-        seen = self._seen_one_by_one() if look is None or not look.all_seen() else look.seen
+        reader = self._reader
+        seen = self._seen_one_by_one() if reader is None or not reader.read() else reader.addresses
         if seen != self._seen or self._few:
-            seen = seen[:]  # the next look writes to it
+            seen = seen[:]  # the next read overwrites it
             self._recall_or_notice(seen)
             self._seen = seen
         if self.copied:

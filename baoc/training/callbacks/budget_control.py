@@ -138,7 +138,7 @@ class BudgetControl(L.Callback):
         self.dial.ceiling = Budget(**saved["ceiling"]) if saved["ceiling"] else None
         self._grew = bool(saved["grown"])
         if planner.footprint is not None and self._grew:
-            planner.footprint = replace(planner.footprint, **saved["grown"], moments=())  # which the probe had anew
+            planner.footprint = replace(planner.footprint, **saved["grown"], intervals=())  # which the probe had anew
         planner.budget, why = Budget(**saved["in_force"]), "as when the checkpoint was taken"
         if both_auto:
             planner.budget, why = self.dial.wish(step=saved.get("step", 0), batch=0)

@@ -29,7 +29,7 @@ def grown(footprint: Footprint, *, micro_batch: int, saved_bytes: int = 0, large
         micro_batch=micro_batch,
         forward_backward_bytes=fixed + int(seen * ratio),
         resident_bytes=min(footprint.resident_bytes, fixed) + int(data * ratio),
-        moments=(),  # they are of the smaller batch
+        intervals=(),  # they are of the smaller batch
     )
 
 

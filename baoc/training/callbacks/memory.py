@@ -14,7 +14,7 @@ import lightning as L
 import torch
 
 from baoc.errors import BudgetBreachedError
-from baoc.profiling.device import context_now
+from baoc.profiling.memory import context_now
 from baoc.profiling.tracker import MemoryTracker
 from baoc.training.callbacks.trainer_state import logs_now
 from baoc.types import Budget

@@ -32,10 +32,10 @@ from baoc.planning.risk import RISKS
 from baoc.planning.stored_profile import read_profile, transferred
 from baoc.planning.transfer import hidden_seconds
 from baoc.profiling import describe
+from baoc.profiling.bf16_params import as_native, bf16_savings, cast_to_bf16
 from baoc.profiling.depth import LONG, SHORT, Layers, extended, layers_of
-from baoc.profiling.device import LATE_MODULES_BYTES
 from baoc.profiling.footprint import FRAGMENTATION, PAGES_BYTES
-from baoc.profiling.lowered import as_native, narrowed, narrowed_bytes
+from baoc.profiling.memory import LATE_MODULES_BYTES
 from baoc.tasks.base import Task
 from baoc.tracking import console, files
 from baoc.training.arriving_weights import weights_bytes
@@ -193,7 +193,7 @@ class _Shapes:
         self.planner.budget = budget
         # On a card, what has no room in full is looked at with weights in 16 bits where a plan may keep such.
         self.narrow = narrow_params(infos, params=dict(task.named_parameters()), settings=settings, declared=declared)
-        self.less, self.tight = narrowed_bytes(self.narrow), False
+        self.less, self.tight = bf16_savings(self.narrow), False
         self.only_narrow = only_narrow(settings.planner)
         trained = [param for param in task.parameters() if param.requires_grad]
         largest = max(trained, key=lambda param: param.numel())
@@ -218,7 +218,7 @@ class _Shapes:
                 val_batch=None,
                 device=torch.device("cpu"),
                 precision=precision,
-                as_on_cuda=True,
+                emulate_cuda=True,
             )
             layers = layers_of(self.task, parts=getattr(self.task.model, "checkpoint_units", ()))
             tried = partial(self._tried, trials, accumulation=accumulation, layers=layers)
@@ -255,7 +255,7 @@ class _Shapes:
     def _option(self, way: tuple[int, bool, bool]) -> Option | None:
         """None where it is not known what released gradients would leave."""
         size, checkpointing, release = way
-        if release and not footprint_at(self.tried, micro_batch=size).moments:
+        if release and not footprint_at(self.tried, micro_batch=size).intervals:
             return None
         return make_option(
             self.planner,
@@ -268,7 +268,7 @@ class _Shapes:
 
     def _tried(self, trials: Trials, size: int, *, accumulation: int, layers: Layers | None) -> Trial:
         """A trial of the whole network, made of those of a few of its layers where that comes to the same."""
-        with narrowed(self.narrow if self.tight else {}):
+        with cast_to_bf16(self.narrow if self.tight else {}):
             return self._tried_so(trials, size, accumulation=accumulation, layers=layers)
 
     def _tried_so(self, trials: Trials, size: int, *, accumulation: int, layers: Layers | None) -> Trial:
@@ -334,7 +334,7 @@ class _Shapes:
     def footprint(self, micro_batch: int, *, release: bool) -> Footprint:
         """As it would be on the card: its context, what the allocator reserves more, and the gradients' samples."""
         looked = self._as_tried(micro_batch, release=release)
-        found = as_native(looked, less=self.less) if self.tight else looked
+        found = as_native(looked, savings=self.less) if self.tight else looked
         return replace(
             found,
             device=self.card.name,

@@ -16,7 +16,7 @@ from baoc.config.schema import RunConfig
 from baoc.models.switches import disable_checkpointing, enable_checkpointing
 from baoc.planning.microbatch import Axes, Trial, footprint_at, released, seconds_at
 from baoc.profiling import clear_cache, context_bytes, uncapped
-from baoc.profiling.lowered import narrowed
+from baoc.profiling.bf16_params import cast_to_bf16
 from baoc.tasks.base import Task
 from baoc.training.measure.microbatches import Trials, grow
 from baoc.types import Block, Budget, Footprint, OptimizerSpec
@@ -129,13 +129,13 @@ class Tryouts:
         clear_cache(self.where)
         if self.narrow:
             self.narrowed.add(checkpointing)
-            with suppress(torch.OutOfMemoryError), narrowed(self.narrow, module=self.task):
+            with suppress(torch.OutOfMemoryError), cast_to_bf16(self.narrow, module=self.task):
                 self.tried[checkpointing] = grown()
                 return
             clear_cache(self.where)
         # All gradients at once were tried; where they are released there may be room still.
         self.no_room |= {(size, checkpointing, False) for size in sizes}
-        with uncapped(self.where, budget=self.budget), narrowed(self.narrow, module=self.task):
+        with uncapped(self.where, budget=self.budget), cast_to_bf16(self.narrow, module=self.task):
             self.tried[checkpointing] = [look(sizes[0])]
 
     def narrow_down(self) -> bool:
@@ -145,7 +145,7 @@ class Tryouts:
         for kind in kinds:
             self.switch(kind)
             sizes, look = list(self.axes.micro_batches), partial(self._look, kind)
-            with suppress(torch.OutOfMemoryError), narrowed(self.narrow, module=self.task):
+            with suppress(torch.OutOfMemoryError), cast_to_bf16(self.narrow, module=self.task):
                 self.tried[kind] = grow(look, sizes=sizes, max_s=TRIALS_S, fits=self._may_fit)
         return bool(kinds)
 
@@ -181,7 +181,7 @@ class Tryouts:
             return
         self.switch(checkpointing)
         known = sorted(self.tried[checkpointing], key=lambda trial: trial.micro_batch)
-        with suppress(torch.OutOfMemoryError), narrowed(self.narrow):
+        with suppress(torch.OutOfMemoryError), cast_to_bf16(self.narrow):
             for trial in {trial.micro_batch: trial for trial in (known[0], known[-1])}.values():
                 per_step = self.config.batch_size // trial.micro_batch
                 seconds = self.trials.timed(trial.micro_batch, per_step=per_step)
@@ -207,7 +207,7 @@ class Tryouts:
         for narrow in (False, True) if checkpointing not in self.narrowed else (True,):
             if narrow and not self.less:
                 break
-            look = narrowed(self.narrow, module=self.task) if narrow else nullcontext()
+            look = cast_to_bf16(self.narrow, module=self.task) if narrow else nullcontext()
             with suppress(torch.OutOfMemoryError), look:
                 trial = self.run(way, blocks=blocks, narrow=narrow)
                 self.rehearse(way, blocks=blocks, specs=specs)
@@ -222,7 +222,7 @@ class Tryouts:
         """Bytes of this way as it would be run, outside of the cap; whether the device had room for that."""
         self.switch(way[1])
         narrow = bool(self.less)
-        look = narrowed(self.narrow, module=self.task) if narrow else nullcontext()
+        look = cast_to_bf16(self.narrow, module=self.task) if narrow else nullcontext()
         with suppress(torch.OutOfMemoryError), uncapped(self.where, budget=self.budget), look:
             self._keep(way, self.run(way, blocks=blocks, narrow=narrow))
             self.looked_at.add(way)

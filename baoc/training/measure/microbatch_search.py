@@ -28,8 +28,8 @@ from baoc.optim.offload import arrival_bytes
 from baoc.planning.microbatch import Axes, best, divisors, footprint_at, make_option, none_fits, option_rows
 from baoc.planning.planner import Planner
 from baoc.profiling import cap_device, clear_cache, context_bytes, describe, free_bytes, uncapped
-from baoc.profiling.lowered import narrowed_bytes
-from baoc.profiling.phases import Phases
+from baoc.profiling.bf16_params import bf16_savings
+from baoc.profiling.phase_timer import PhaseTimer
 from baoc.tasks.base import Task
 from baoc.tracking import console, files
 from baoc.training.arriving_weights import must_wait, visiting
@@ -93,7 +93,7 @@ def decide(
     Raises InfeasibleBudgetError where no option fits, with the least budget that one would need. Random numbers and
     the network's weights are as before.
     """
-    phases = Phases()
+    phases = PhaseTimer()
     with ExitStack() as visit:  # weights that a budget does not hold in full are back first, whatever comes of it
         visit.callback(restore_rng, capture_rng())
         visit.callback(clear_cache, torch.device(device))  # what was tried is no part of the run
@@ -109,7 +109,7 @@ def decide(
             options, chosen = search(decision.least_measured(options))
         leave(options, run_dir=run_dir, objective=config.objective)
         files.write_json(run_dir / "deciding.json", {"total_s": phases.total_s, "phases_s": phases.seconds})
-        console.say(f"the decision took {phases.told()}")
+        console.say(f"the decision took {phases.summary()}")
         if chosen is None:
             raise none_fits(options, budget=decision.budget, axes=decision.axes, specs=decision.planner.specs)
         decision.tryouts.switch(chosen.checkpointing)
@@ -152,7 +152,7 @@ class Decision:
         device: str,
         settings: SessionSettings,
         visit: ExitStack,
-        phases: Phases,
+        phases: PhaseTimer,
     ):
         self.config, self.task, self.phases = config, task, phases
         self.footprints: dict[Way, Footprint] = {}
@@ -165,7 +165,7 @@ class Decision:
         infos, declared = describe(task, optimizer_groups=task._groups()), declared_blocks(task, unwrapped(task))
         self.params = {name: param for name, param in task.named_parameters() if param.requires_grad}
         narrow = narrow_params(infos, params=self.params, settings=settings, declared=declared)
-        less = narrowed_bytes(narrow)
+        less = bf16_savings(narrow)
         with phases("device and weights"):
             capped, waits = self._bring(narrow, visit=visit)
         self.tryouts = Tryouts(

@@ -19,10 +19,10 @@ from torch import Tensor
 from baoc.errors import BadInputError
 from baoc.planning.microbatch import Trial, footprint_at, seconds_at
 from baoc.profiling import clear_cache, probe_footprint
-from baoc.profiling.as_on_cuda import CachingAllocator, CudaAutocast
+from baoc.profiling.bf16_params import as_native
+from baoc.profiling.cuda_emulation import CachingAllocator, CudaAutocast
 from baoc.profiling.latency import series_seconds, wait
-from baoc.profiling.lowered import as_native
-from baoc.profiling.phases import Phases
+from baoc.profiling.phase_timer import PhaseTimer
 from baoc.tasks.ema import EmaWeights
 from baoc.training.measure.benchmark_steps import rehearse
 from baoc.training.measure.probe import batch_size_of, silent
@@ -53,7 +53,7 @@ def resized(batch: Any, micro_batch: int) -> Any:
 class Trials:
     """Micro-batches of `module` on `device`, which it is on already.
 
-    `batch` and `val_batch` are real ones, of any size. With `as_on_cuda` all of them are fake tensors of a CPU, and
+    `batch` and `val_batch` are real ones, of any size. With `emulate_cuda` all of them are fake tensors of a CPU, and
     flow as on a card. Raises BadInputError for a precision whose weights a Trainer would convert.
     """
 
@@ -65,17 +65,17 @@ class Trials:
         val_batch: Any,
         device: torch.device,
         precision: str,
-        as_on_cuda: bool = False,
-        phases: Phases | None = None,
+        emulate_cuda: bool = False,
+        phases: PhaseTimer | None = None,
     ):
         if precision not in PRECISIONS:
             raise BadInputError(
                 f"micro_batch=auto tries micro-batches at trainer.precision={' or '.join(PRECISIONS)}, not "
                 f"{precision}: give a micro_batch, or one of these"
             )
-        self.module, self.device, self.phases = module, device, phases or Phases()
+        self.module, self.device, self.phases = module, device, phases or PhaseTimer()
         self._batch, self._val_batch = batch, val_batch
-        self._as_on_cuda = as_on_cuda
+        self._emulate_cuda = emulate_cuda
         self._mixed = precision == "bf16-mixed"
 
     def run(
@@ -108,8 +108,8 @@ class Trials:
                 micro_batch=micro_batch,
                 accumulation=accumulation,
                 context_bytes=context_bytes,
-                warm=not self._as_on_cuda,
-                allocator=CachingAllocator() if self._as_on_cuda else None,
+                warm=not self._emulate_cuda,
+                allocator=CachingAllocator() if self._emulate_cuda else None,
                 released=released,
                 thinned=thinned,
                 ema_bytes=sum(part.nbytes(self.module) for part in ema),
@@ -119,12 +119,12 @@ class Trials:
         extra = sum(part.validation_bytes(self.module) for part in ema) if val_batch is not None else 0
         footprint = replace(footprint, validation_bytes=footprint.validation_bytes + extra)
         if extra:
-            moments = tuple(
-                replace(m, num_bytes=m.num_bytes + extra) if m.name == "validation" else m for m in footprint.moments
+            intervals = tuple(
+                replace(m, num_bytes=m.num_bytes + extra) if m.name == "validation" else m for m in footprint.intervals
             )
-            footprint = replace(footprint, moments=moments)
+            footprint = replace(footprint, intervals=intervals)
         if narrowed:
-            footprint = as_native(footprint, less=narrowed)
+            footprint = as_native(footprint, savings=narrowed)
         return Trial(micro_batch=micro_batch, footprint=footprint, seconds=seconds)
 
     def timed(self, micro_batch: int, *, per_step: int) -> float:
@@ -215,7 +215,7 @@ class Trials:
 
     def _flowing(self) -> AbstractContextManager[Any]:
         """Around forward and backward, which computes recomputed activations as the forward did."""
-        return CudaAutocast() if self._as_on_cuda else nullcontext()
+        return CudaAutocast() if self._emulate_cuda else nullcontext()
 
     def _seeded(self) -> AbstractContextManager[Any]:
         devices = [self.device] if self.device.type == "cuda" else []

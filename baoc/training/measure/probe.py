@@ -120,8 +120,8 @@ class Probe:
             arrival_bytes=arrival_bytes(specs, device=footprint.device),
             ema_bytes=sum(ema.nbytes(self.module) for ema in self._ema),
             validation_bytes=footprint.validation_bytes + extra,
-            moments=tuple(
-                replace(m, num_bytes=m.num_bytes + extra) if m.name == "validation" else m for m in footprint.moments
+            intervals=tuple(
+                replace(m, num_bytes=m.num_bytes + extra) if m.name == "validation" else m for m in footprint.intervals
             ),
         )
 

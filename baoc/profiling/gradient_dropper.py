@@ -1,4 +1,4 @@
-"""Drops gradients in the backward pass of a probe, as an optimizer that releases them does after stepping a block."""
+"""Drops gradients during a probe's backward pass, as an optimizer does that steps blocks inside backward."""
 
 from collections.abc import Sequence
 
@@ -8,11 +8,11 @@ from torch.utils.hooks import RemovableHandle
 from baoc.profiling.tracker import PeakMeter
 
 
-class Dropped:
-    """Inside of `with`, a block's gradients go as soon as all of its parameters have theirs; without blocks, nothing.
+class GradientDropper:
+    """Inside `with`, sets a block's gradients to None as soon as all its parameters have theirs. No blocks: no-op.
 
-    `gradients_bytes`: the most that gradients took at once. `stepping_bytes`: the most that was alive, all in all, at
-    the moments when a block would be stepped.
+    `gradients_bytes`: the largest total of gradients alive at once. `stepping_bytes`: the largest live total of all
+    tensors at the points where a block would be stepped.
     """
 
     def __init__(self, blocks: Sequence[Sequence[Tensor]], *, meter: PeakMeter):
@@ -23,15 +23,15 @@ class Dropped:
         self._block_of = {param: block for block in self._blocks for param in block}
         self._handles: list[RemovableHandle] = []
 
-    def __enter__(self) -> "Dropped":
-        self._handles = [param.register_post_accumulate_grad_hook(self._ready) for param in self._block_of]
+    def __enter__(self) -> "GradientDropper":
+        self._handles = [param.register_post_accumulate_grad_hook(self._on_gradient) for param in self._block_of]
         return self
 
     def __exit__(self, *exc: object) -> None:
         for handle in self._handles:
             handle.remove()
 
-    def _ready(self, param: Tensor) -> None:
+    def _on_gradient(self, param: Tensor) -> None:
         alive = [other.grad for other in self._block_of if other.grad is not None]
         self.gradients_bytes = max(self.gradients_bytes, storage_bytes(alive))
         block = self._block_of[param]
@@ -44,12 +44,12 @@ class Dropped:
             param.grad = None
 
     def finish(self) -> None:
-        """Ends a backward: blocks of which some parameters had no gradient are stepped now."""
+        """Ends a backward pass: drops blocks of which only some parameters received a gradient."""
         for block in self._blocks:
             if any(param.grad is not None for param in block):
                 self._drop(block)
 
 
 def storage_bytes(tensors: Sequence[Tensor]) -> int:
-    """Bytes of the storages of `tensors`, each once."""
+    """Bytes of the storages behind `tensors`, counting a shared storage once."""
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from baoc.planning.planner import PlannerSettings
-from baoc.profiling import describe, lowered, probe_footprint
-from baoc.profiling.lowered import as_native, narrowed, narrowed_bytes
+from baoc.profiling import bf16_params, describe, probe_footprint
+from baoc.profiling.bf16_params import as_native, bf16_savings, cast_to_bf16
 from baoc.training.session import SessionSettings, narrow_params, only_narrow
 from baoc.types import Footprint
 
@@ -46,7 +46,7 @@ def test_weights_are_bf16_inside_and_as_before_afterwards():
     net = network()
     turned = net[3].weight.data = net[3].weight.data.t().contiguous().t()
     before = {name: param.detach().clone() for name, param in net.named_parameters()}
-    with pytest.raises(KeyError), narrowed(matrices(net)):
+    with pytest.raises(KeyError), cast_to_bf16(matrices(net)):
         assert {p.dtype for p in matrices(net).values()} == {torch.bfloat16}
         assert net[1].weight.dtype is torch.float32 and net[3].weight.stride() == turned.stride()
         net[0].weight.grad = torch.ones_like(net[0].weight)
@@ -67,8 +67,8 @@ def test_weights_come_back_where_the_cap_has_no_room_for_them(monkeypatch: pytes
             raise torch.OutOfMemoryError("over the cap")
         return empty(*args, **kwargs)
 
-    monkeypatch.setattr(lowered, "lifted", lambda device: nullcontext(caps.append(device)))
-    with narrowed(matrices(net)):
+    monkeypatch.setattr(bf16_params, "lifted", lambda device: nullcontext(caps.append(device)))
+    with cast_to_bf16(matrices(net)):
         monkeypatch.setattr(torch, "empty_strided", full)
     assert len(asked) == 3 and caps == [torch.device("cpu")], "the first weight was back already"
     assert all(torch.equal(param, before[name]) for name, param in net.named_parameters())
@@ -86,14 +86,14 @@ def test_all_of_a_module_comes_anew_so_that_pages_are_those_of_one_that_waited(m
             raise torch.OutOfMemoryError("over the cap")
         return to(module, home)
 
-    monkeypatch.setattr(lowered, "card_of", lambda _: torch.device("cpu"))
+    monkeypatch.setattr(bf16_params, "single_cuda_device", lambda _: torch.device("cpu"))
     monkeypatch.setattr(nn.Module, "to", moved)
-    monkeypatch.setattr(lowered, "lifted", lambda device: nullcontext(order.append(["lifted"])))
-    with pytest.raises(torch.OutOfMemoryError), narrowed(matrices(net), module=net):
+    monkeypatch.setattr(bf16_params, "lifted", lambda device: nullcontext(order.append(["lifted"])))
+    with pytest.raises(torch.OutOfMemoryError), cast_to_bf16(matrices(net), module=net):
         raise AssertionError("the look has no room")
     assert set(order[0]) == {"bfloat16", "float32"} and set(order[1]) == {"float32"}
     fails[:] = [False, True, False]
-    with narrowed(matrices(net), module=net):
+    with cast_to_bf16(matrices(net), module=net):
         assert {p.dtype for p in matrices(net).values()} == {torch.bfloat16}
     assert order[-2] == ["lifted"], "whole ones that were there before may pass the cap"
     assert all(torch.equal(param, before[name]) for name, param in net.named_parameters())
@@ -104,11 +104,11 @@ def test_all_of_a_module_comes_anew_so_that_pages_are_those_of_one_that_waited(m
 def test_savings_give_back_what_was_measured(released: bool, accumulation: int):
     net = network()
     native = probed(net, released=released, accumulation=accumulation)
-    less = narrowed_bytes(matrices(net))
+    less = bf16_savings(matrices(net))
     assert less == {"0.weight": 2 * 256 * 512, "3.weight": 2 * 512 * 512}
-    with narrowed(matrices(net)):
+    with cast_to_bf16(matrices(net)):
         found = probed(net, released=released, accumulation=accumulation)
-    told = as_native(found, less=less)
+    told = as_native(found, savings=less)
     for state_bytes in (0, 10_000):
         assert told.peak_bytes(state_bytes=state_bytes, saved=less) == found.peak_bytes(state_bytes=state_bytes)
         assert told.peak_bytes(state_bytes=state_bytes) >= native.peak_bytes(state_bytes=state_bytes)

@@ -1,6 +1,6 @@
-"""What a process holds on a CUDA device beside its tensors, and how it is kept from taking more than its budget.
+"""CUDA memory outside of torch's tensors (the context), free memory, and the cap that holds a process to its budget.
 
-On any other device there is no context and no cap: the same functions answer 0, or do nothing.
+Other devices have no context and no cap: the same functions return 0 or do nothing there.
 """
 
 import ctypes
@@ -17,22 +17,22 @@ from baoc.kernels.host_memory import available_host_bytes
 from baoc.types import Budget
 from baoc.units import MIB, format_bytes
 
-# Of kernels and libraries that load later, as seen on an H200 (ViT-S/16 and a Llama, one run each): 148 MiB came with
-# the first forward and backward, where the context had 610, and 73 more until training had begun.
-EARLY_MODULES_BYTES = 144 * MIB
-LATE_MODULES_BYTES = 88 * MIB
-LAST_MODULES_BYTES = 8 * MIB  # of the late ones, whatever has loaded by now
+# The context grows as kernels and libraries load. Measured on an H200 (ViT-S/16 and a Llama, one run each): 610 MiB at
+# first, 148 more after the first forward and backward, 73 more until training had begun.
+EARLY_MODULES_BYTES = 144 * MIB  # reserved for the first forward and backward
+LATE_MODULES_BYTES = 88 * MIB  # reserved for what loads after that
+LAST_MODULES_BYTES = 8 * MIB  # part of the late reserve that is always kept, whatever has loaded
 
 free_at_start: dict[int, int] = {}  # device index -> bytes that were free before this process used it
 first_context: dict[int, int] = {}  # device index -> bytes of the context at its first reading
 settled_context: dict[int, int] = {}  # device index -> bytes of the context after the first forward and backward
-_fractions: dict[int, float] = {}  # device index -> the cap that is in force, of the card's memory
+_fractions: dict[int, float] = {}  # device index -> the cap in force, as a fraction of the card's memory
 
 
 def free_bytes(device: torch.device | str) -> int:
-    """Bytes that this process may still take on `device`: on CUDA what is free on the card and in torch's cache.
+    """Bytes that this process may use on `device`: on CUDA free memory, torch's cache and this process's context.
 
-    Elsewhere the memory that the system calls available.
+    On other devices the available memory of the system. Raises BadInputError where that is not known.
     """
     device = torch.device(device)
     if device.type != "cuda":
@@ -47,12 +47,12 @@ def free_bytes(device: torch.device | str) -> int:
 
 
 def context_bytes(device: torch.device | str) -> int:
-    """Bytes that plans and caps take the CUDA context for, with LATE_MODULES_BYTES beside it; 0 on other devices.
+    """Bytes that plans and caps assume for the CUDA context, LATE_MODULES_BYTES not included; 0 on other devices.
 
-    What it was after the first look at a forward and backward (`settle_context`), as long as kernels that have loaded
-    since leave LAST_MODULES_BYTES of LATE_MODULES_BYTES; from there on it grows with them. So it does not matter how
-    many a process had loaded when it planned, and a least budget that one process names is one for the next. Before
-    such a look, what is there and EARLY_MODULES_BYTES.
+    Before the first forward and backward: its present size plus EARLY_MODULES_BYTES. After it (`settle_context`): its
+    size then, however many kernels load later, until these leave less than LAST_MODULES_BYTES of LATE_MODULES_BYTES;
+    from there on it grows with them. A plan thus does not depend on how many kernels the process had loaded, and the
+    least budget that one process reports holds in the next.
     """
     device = torch.device(device)
     if device.type != "cuda":
@@ -64,7 +64,7 @@ def context_bytes(device: torch.device | str) -> int:
 
 
 def settle_context(device: torch.device | str) -> int:
-    """`context_bytes` from now on, a forward and backward having been run; only the first call decides."""
+    """Fixes `context_bytes` after a forward and backward have run, and returns it. Only the first call has effect."""
     device = torch.device(device)
     if device.type == "cuda":
         index, now = _index(device), context_now(device)
@@ -73,19 +73,19 @@ def settle_context(device: torch.device | str) -> int:
 
 
 def context_now(device: torch.device | str) -> int:
-    """Bytes of the CUDA context and its loaded kernels, 0 on other devices.
+    """Present bytes of the CUDA context and its loaded kernels; 0 on other devices.
 
-    What the driver says that this process holds, less torch's own, where it tells processes apart. Else the fall of
-    free memory since the start, in which what other processes took or gave back meanwhile counts too, and without a
-    reading from before the context (no NVML) all that the card holds. Grows as kernels load, so it is to be read again
-    after a step, and what is read lower than before is another process's doing.
+    Read from the driver: what this process holds, less what torch's allocator reserved. If the driver does not tell
+    processes apart, the fall of free memory since the start is used, which includes what other processes took or
+    returned; without NVML, everything that the card holds. The context grows as kernels load, so read it again after a
+    step. A lower reading than before comes from another process.
     """
     device = torch.device(device)
     if device.type != "cuda":
         return 0
     index = _index(device)
     before = _remember_free(index)
-    torch.zeros(1, device=device)  # the context exists from here on
+    torch.zeros(1, device=device)  # creates the context
     fall, own = before - torch.cuda.mem_get_info(index)[0], nvml_own(index)
     held = fall if own is None else own
     return max(0, held - torch.cuda.memory_reserved(index))
@@ -96,24 +96,24 @@ _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def settle_allocator(device: torch.device | str) -> None:
-    """Lets what torch's allocator reserves grow and shrink in place, unless the user has settings of his own.
+    """Switches torch's allocator to expandable segments, unless the user set the allocator's environment variables.
 
-    Else states that come to lie between activations leave gaps that are reserved and of no use.
+    Fixed segments would keep unusable gaps where optimizer states lie between activations.
     """
     if torch.device(device).type == "cuda" and not any(os.environ.get(name) for name in _ALLOCATOR_VARIABLES):
         allocator_settings()(ALLOCATOR)
 
 
 def allocator_settings() -> Any:
-    """Torch's own setter; the older name warns where there is the newer one."""
+    """torch's setter of allocator settings under its name in this version: the old name warns in new versions."""
     return getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
 
 
 def cap_device(device: torch.device | str, *, budget: Budget) -> None:
-    """Lets torch's allocator reserve no more than the memory budget less context and LATE_MODULES_BYTES.
+    """Caps torch's allocator at the memory budget less the context and LATE_MODULES_BYTES, at most the card's memory.
 
-    Does nothing off CUDA, and without a memory budget only settles the allocator. A budget above the card's memory caps
-    at that. Raises BadInputError if nothing is left.
+    Does nothing on other devices. Without a memory budget only the allocator's settings are made. Raises BadInputError
+    if nothing is left.
     """
     device = torch.device(device)
     settle_allocator(device)
@@ -135,7 +135,7 @@ def _set_fraction(device: torch.device, fraction: float) -> None:
 
 
 def recap_device(device: torch.device | str, *, budget: Budget) -> None:
-    """The cap of a budget that took another's place: as `cap_device`, and none where memory is limited no more."""
+    """Replaces the cap by that of a new `budget`, or removes it if the budget does not limit memory."""
     if budget.memory_bytes is None:
         uncap_device(device)
     else:
@@ -143,7 +143,7 @@ def recap_device(device: torch.device | str, *, budget: Budget) -> None:
 
 
 def uncap_device(device: torch.device | str) -> None:
-    """Takes the cap away again and gives cached memory back."""
+    """Removes the cap and empties torch's cache."""
     device = torch.device(device)
     if device.type == "cuda":
         _set_fraction(device, 1.0)
@@ -152,10 +152,10 @@ def uncap_device(device: torch.device | str) -> None:
 
 @contextmanager
 def uncapped(device: torch.device | str, *, budget: Budget) -> Iterator[None]:
-    """Inside, the cap is away, for a look at what weights and gradients in full need, never to train.
+    """Inside, there is no cap: for measuring what native weights and gradients need, never for training.
 
-    What was held meanwhile is given back, and no part of the peak that is measured afterwards. An error goes on as what
-    it is, where the context has grown so that no cap leaves anything.
+    Afterwards memory is returned and peak statistics are reset, so that later peaks do not include it. An error inside
+    is raised unchanged, even if the context has grown so much that the cap cannot be set again.
     """
     uncap_device(device)
     try:
@@ -176,7 +176,7 @@ def _cap_again(device: torch.device | str, *, budget: Budget) -> None:
 
 @contextmanager
 def lifted(device: torch.device | str) -> Iterator[None]:
-    """Inside, the cap is away, and afterwards as it was: to put back what was there before."""
+    """Inside, there is no cap; afterwards the same cap as before. For restoring tensors that were there before it."""
     device = torch.device(device)
     if device.type != "cuda":
         yield
@@ -190,7 +190,7 @@ def lifted(device: torch.device | str) -> Iterator[None]:
 
 
 def clear_cache(device: torch.device | str) -> None:
-    """Gives back what nobody holds any more, cycles and cuBLAS workspaces included; does nothing off CUDA."""
+    """Frees unreferenced memory on CUDA: reference cycles, cuBLAS workspaces and torch's cache."""
     if torch.device(device).type == "cuda":
         gc.collect()
         getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
@@ -202,7 +202,7 @@ def _index(device: torch.device) -> int:
 
 
 def _remember_free(index: int) -> int:
-    """Free bytes before the context; read once per device, from NVML, which makes no context itself."""
+    """Free bytes before the context was created. Read once per device, from NVML, which creates no context."""
     if index not in free_at_start:
         free = None if torch.cuda.is_initialized() else nvml_free(index)
         free_at_start[index] = free if free is not None else torch.cuda.mem_get_info(index)[1]
@@ -223,12 +223,12 @@ class _NvmlProcess(ctypes.Structure):
 
 
 _MOST_PROCESSES = 256
-_NOT_TOLD = 2**64 - 1  # NVML_VALUE_NOT_AVAILABLE
+_NOT_AVAILABLE = 2**64 - 1  # NVML_VALUE_NOT_AVAILABLE
 
 
 @contextmanager
 def nvml(index: int) -> Iterator[tuple[Any, ctypes.c_void_p] | None]:
-    """The driver's management library and its handle of a device; None where there is none."""
+    """(NVML, its handle of device `index`); None where there is no NVML or no such device."""
     visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     name = visible[index] if index < len(visible) else str(index)
     try:
@@ -251,7 +251,7 @@ def nvml(index: int) -> Iterator[tuple[Any, ctypes.c_void_p] | None]:
 
 
 def nvml_free(index: int) -> int | None:
-    """Free bytes of a device; None where the driver cannot tell."""
+    """Free bytes of a device by NVML; None where it does not tell."""
     memory = _NvmlMemory()
     with nvml(index) as found:
         if found is None or found[0].nvmlDeviceGetMemoryInfo(found[1], ctypes.byref(memory)):
@@ -260,18 +260,18 @@ def nvml_free(index: int) -> int | None:
 
 
 def nvml_own(index: int) -> int | None:
-    """Bytes that this process holds on a device; None where the driver does not tell processes apart.
+    """Bytes that this process holds on a device by NVML; None where the driver does not tell processes apart.
 
-    In a container the driver may know this process by another number than it knows itself by: then it is told only if
-    it is the single one.
+    In a container the driver may know this process under another pid. Then the answer is used only if there is a single
+    process on the device.
     """
     processes, count = (_NvmlProcess * _MOST_PROCESSES)(), ctypes.c_uint(_MOST_PROCESSES)
     with nvml(index) as found:
         ask = getattr(found[0], "nvmlDeviceGetComputeRunningProcesses_v3", None) if found is not None else None
         if found is None or ask is None or ask(found[1], ctypes.byref(count), processes):
             return None
-    told = [process for process in processes[: count.value] if process.used != _NOT_TOLD]
-    mine = [process.used for process in told if process.pid == os.getpid()]
-    if not mine and len(told) == count.value == 1:
-        mine = [told[0].used]
+    known = [process for process in processes[: count.value] if process.used != _NOT_AVAILABLE]
+    mine = [process.used for process in known if process.pid == os.getpid()]
+    if not mine and len(known) == count.value == 1:
+        mine = [known[0].used]
     return mine[0] if len(mine) == 1 else None

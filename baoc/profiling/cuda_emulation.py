@@ -1,7 +1,7 @@
-"""Lets fake tensors of a CPU flow as they would on a CUDA device: autocast's types, and the caching allocator's pages.
+"""Emulates two properties of CUDA on fake CPU tensors: autocast's dtypes and the caching allocator's reserved memory.
 
-A build of torch without CUDA cannot run autograd on fake CUDA tensors, so a plan for an absent card uses the CPU's. Two
-things differ there: which functions autocast runs in float32, and that memory is reserved in pages, with gaps.
+A torch build without CUDA cannot run autograd on fake CUDA tensors, so plans for an absent card run fake CPU tensors.
+There, autocast keeps other functions in float32, and no allocator reserves memory in pages with gaps.
 """
 
 from bisect import bisect_left, insort
@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from baoc.units import MIB
 
-# torch/docs/source/amp.md, "CUDA Ops that can autocast to float32": what CPUs leave in bf16 is done in float32 there.
+# torch/docs/source/amp.md, "CUDA Ops that can autocast to float32": autocast on the CPU leaves them in bf16.
 _FLOAT32 = {
     *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log1p", "log2", "logsumexp", "pow", "__pow__"),
     *("__rpow__", "reciprocal", "__rdiv__", "__rtruediv__", "rsqrt", "sinh", "tan", "softplus", "softmin", "norm"),
@@ -24,11 +24,11 @@ _FLOAT32 = {
     *("huber_loss", "kl_div", "l1_loss", "margin_ranking_loss", "mse_loss", "multi_margin_loss", "nll_loss"),
     *("multilabel_margin_loss", "poisson_nll_loss", "smooth_l1_loss", "soft_margin_loss", "triplet_margin_loss"),
 }
-_FLOAT32_OUT = {"cumprod", "cumsum", "log_softmax", "prod", "softmax", "sum"}  # these take the type of their result
+_FLOAT32_OUT = {"cumprod", "cumsum", "log_softmax", "prod", "softmax", "sum"}  # float32 by their argument `dtype`
 
 
 class CudaAutocast(TorchFunctionMode):
-    """Inside of `torch.autocast("cpu")`, functions take the types that `torch.autocast("cuda")` gives them."""
+    """Inside `torch.autocast("cpu")`, functions compute in the dtypes of `torch.autocast("cuda")`."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -40,26 +40,26 @@ class CudaAutocast(TorchFunctionMode):
         with torch.autocast("cpu", enabled=False):
             if name in _FLOAT32_OUT and args and _is_half(args[0]) and kwargs.get("dtype") is None:
                 return func(*args, **{**kwargs, "dtype": torch.float32})
-            return func(*map(_whole, args), **{key: _whole(value) for key, value in kwargs.items()})
+            return func(*map(_to_float32, args), **{key: _to_float32(value) for key, value in kwargs.items()})
 
 
 def _is_half(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
 
 
-def _whole(value: Any) -> Any:
+def _to_float32(value: Any) -> Any:
     return value.float() if _is_half(value) else value
 
 
-FREED, ARRIVED = -1, -2  # in what an allocator has recorded, where else bytes stand
-SMALLEST, SMALL = 512, MIB  # bytes: what sizes are rounded up to, and what still is of the small pool
+FREED, ARRIVED = -1, -2  # events in the allocator's record, in place of the bytes of an allocation
+SMALLEST, SMALL = 512, MIB  # bytes: the multiple that sizes are rounded up to; the largest size of the small pool
 SMALL_PAGE, LARGE_PAGE = 2 * MIB, 20 * MIB
 
 
 class CachingAllocator:
-    """What torch's CUDA allocator would hold with expandable segments: best fit, split, joined again when freed.
+    """What torch's CUDA allocator reserves with expandable segments: best fit, blocks split and merged when freed.
 
-    After c10/cuda/CUDACachingAllocator.cpp of torch 2.11. Nothing is given back, as there is no cap here.
+    Follows c10/cuda/CUDACachingAllocator.cpp of torch 2.11. Reserved memory is never returned, as there is no cap.
     """
 
     def __init__(self) -> None:
@@ -91,20 +91,20 @@ class CachingAllocator:
             pool.give(block)
 
     def record(self) -> None:
-        """From here on what is asked for is written down, for `reserved_again`."""
+        """Records allocations and frees from here on, for `reserved_again`."""
         self._log = []
         self._start = {key: block.size for key, (_, block) in self._held.items()}
 
     def arrived(self, gradient: int) -> None:
-        """The gradient that lies in this storage has come, or had something added."""
+        """Records that the gradient in this storage was computed or accumulated into."""
         if self._log is not None:
             self._log.append((gradient, ARRIVED))
 
     def reserved_again(self, gradients: Mapping[int, int]) -> int:
-        """What would be reserved after a pass without gradients in the beginning and one beside those of the first.
+        """Bytes reserved after two passes: the first starts without gradients, the second beside those of the first.
 
-        `gradients`: storage -> bytes of stand-ins that were there from the start of what was recorded, in their place.
-        Those of a first pass come to lie among its activations, and the second one's find no room between them.
+        Gradients of the first pass lie among its activations, and the second pass finds no room between them. The
+        recorded pass started with stand-ins for the gradients: `gradients` maps their storages to bytes.
         """
         assert self._log is not None, "nothing was recorded"
         log, self._log = self._log, None
@@ -120,7 +120,7 @@ class CachingAllocator:
     def _replay(
         self, log: Sequence[tuple[int, int]], turn: int, *, gradients: Mapping[int, int], dropped: bool
     ) -> None:
-        before = [key for key in self._held if isinstance(key, tuple)]  # what the turn before left
+        before = [key for key in self._held if isinstance(key, tuple)]  # left by the pass before
         for key, what in log:
             if what == ARRIVED:
                 if turn == 1 and not dropped and key in gradients:
@@ -138,7 +138,7 @@ class CachingAllocator:
 
 @dataclass(slots=True, eq=False)
 class _Block:
-    """A stretch of a segment, between its neighbours."""
+    """A block of a segment, linked to its neighbours by address."""
 
     address: int
     size: int
@@ -151,7 +151,7 @@ class _Block:
 
 
 class _Pool:
-    """One expandable segment: blocks that lie side by side, and pages that are mapped behind them when needed."""
+    """One expandable segment: adjacent blocks, and pages that are mapped behind them when needed."""
 
     def __init__(self, *, page: int):
         self.page = page
@@ -160,11 +160,11 @@ class _Pool:
         self.free: list[_Block] = []
 
     def take(self, size: int) -> _Block:
-        """The smallest free block that is large enough, split; else the segment grows by whole pages."""
+        """Takes the smallest free block that is large enough and splits it, or grows the segment by whole pages."""
         at = bisect_left(self.free, (size, -1), key=lambda block: (block.size, block.address))
         if at < len(self.free):
             if self.free[at] is self.last and at + 1 < len(self.free):
-                at += 1  # a block that could grow counts as large as it could be, so others come first
+                at += 1  # the allocator counts the last block as large as it could grow, so others come first
             block = self.free.pop(at)
         else:
             block = self._grown(size)
@@ -174,12 +174,12 @@ class _Pool:
         return block
 
     def give(self, block: _Block) -> None:
-        """Free again, and one with its free neighbours."""
+        """Frees `block` and merges it with its free neighbours."""
         block.free = True
         for other in (block.previous, block.next):
             if other is not None and other.free:
                 self.free.pop(bisect_left(self.free, (other.size, other.address), key=lambda b: (b.size, b.address)))
-                block = self._joined(min(block, other, key=lambda b: b.address))
+                block = self._merged(min(block, other, key=lambda b: b.address))
         insort(self.free, block)
 
     def _grown(self, size: int) -> _Block:
@@ -207,7 +207,7 @@ class _Pool:
             self.last = rest
         insort(self.free, rest)
 
-    def _joined(self, left: _Block) -> _Block:
+    def _merged(self, left: _Block) -> _Block:
         right = left.next
         assert right is not None
         left.size += right.size

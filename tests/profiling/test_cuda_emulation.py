@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from baoc.models.switches import enable_checkpointing
-from baoc.profiling.as_on_cuda import LARGE_PAGE, SMALL_PAGE, SMALLEST, CachingAllocator, CudaAutocast
+from baoc.profiling.cuda_emulation import LARGE_PAGE, SMALL_PAGE, SMALLEST, CachingAllocator, CudaAutocast
 from baoc.profiling.timeline import Timeline
 from baoc.profiling.tracker import MemoryTracker, PeakMeter
 from baoc.units import KIB, MIB
@@ -99,7 +99,7 @@ def test_copies_that_go_end_the_stretch_that_contained_them():
         torch.zeros(256)
         copies.clear()
         torch.zeros(512)
-    largest = max(line.stretches, key=lambda moment: moment.num_bytes)
+    largest = max(line.intervals, key=lambda interval: interval.num_bytes)
     assert set(largest.copies) == {"a", "b"} and largest.num_bytes == 2 * 16 * KIB + 2 * 8 * KIB + KIB
-    last = line.stretches[-1]
+    last = line.intervals[-1]
     assert not last.copies and last.num_bytes == 2 * 16 * KIB + 2 * KIB, "without what went before it"

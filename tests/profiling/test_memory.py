@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from baoc.errors import BadInputError
-from baoc.profiling import cap_device, context_bytes, context_now, device, free_bytes, recap_device, uncapped
+from baoc.profiling import cap_device, context_bytes, context_now, free_bytes, memory, recap_device, uncapped
 from baoc.types import Budget
 from baoc.units import GIB, MIB
 
@@ -27,16 +27,16 @@ class Card:
         self.fraction: float | None = None
         self.settings: list[str] = []
         self.initialized = False
-        monkeypatch.setattr(device, "free_at_start", {})
-        monkeypatch.setattr(device, "first_context", {})
-        monkeypatch.setattr(device, "settled_context", {})
+        monkeypatch.setattr(memory, "free_at_start", {})
+        monkeypatch.setattr(memory, "first_context", {})
+        monkeypatch.setattr(memory, "settled_context", {})
         self.own: int | None = None
-        monkeypatch.setattr(device, "nvml_free", lambda index: self.free if nvml else None)
-        monkeypatch.setattr(device, "nvml_own", lambda index: self.own)
-        monkeypatch.setattr(device, "allocator_settings", lambda: self.settings.append)
+        monkeypatch.setattr(memory, "nvml_free", lambda index: self.free if nvml else None)
+        monkeypatch.setattr(memory, "nvml_own", lambda index: self.own)
+        monkeypatch.setattr(memory, "allocator_settings", lambda: self.settings.append)
         monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
         monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-        monkeypatch.setattr(device.torch, "zeros", lambda *_, **__: self.start())
+        monkeypatch.setattr(memory.torch, "zeros", lambda *_, **__: self.start())
         for name, answer in {
             "is_initialized": lambda: self.initialized,
             "mem_get_info": lambda index: (self.start().free, self.total),
@@ -78,17 +78,17 @@ def test_what_other_processes_take_meanwhile_is_no_context_where_the_driver_tell
 def test_kernels_that_load_take_of_the_room_that_was_kept_for_them(monkeypatch):
     """So a process that plans early and one that plans late come to the same, until that room is nearly used up."""
     card = Card(monkeypatch)
-    early, late, last = device.EARLY_MODULES_BYTES, device.LATE_MODULES_BYTES, device.LAST_MODULES_BYTES
+    early, late, last = memory.EARLY_MODULES_BYTES, memory.LATE_MODULES_BYTES, memory.LAST_MODULES_BYTES
     assert context_bytes("cuda:0") == GIB // 2 + early and context_now("cuda:0") == GIB // 2
     card.context = settled = GIB // 2 + 100 * MIB  # a forward and backward was run
-    assert device.settle_context("cuda:0") == settled == context_bytes("cuda:0")
+    assert memory.settle_context("cuda:0") == settled == context_bytes("cuda:0")
     card.context = settled + late - last
-    assert device.settle_context("cuda:0") == settled == context_bytes("cuda:0")
+    assert memory.settle_context("cuda:0") == settled == context_bytes("cuda:0")
     cap_device("cuda:0", budget=Budget(name="8gb", memory_bytes=8 * GIB))
     assert card.fraction == pytest.approx((8 * GIB - settled - late) / (80 * GIB))
     card.context += MIB
     assert context_bytes("cuda:0") == settled + MIB
-    assert context_bytes("cpu") == device.settle_context("cpu") == 0
+    assert context_bytes("cpu") == memory.settle_context("cpu") == 0
 
 
 def test_what_other_processes_give_back_meanwhile_makes_no_context_smaller(monkeypatch):
@@ -96,10 +96,10 @@ def test_what_other_processes_give_back_meanwhile_makes_no_context_smaller(monke
     card = Card(monkeypatch)
     context_bytes("cuda:0")
     card.context, card.others = GIB // 2 + 100 * MIB, 2 * GIB
-    assert device.settle_context("cuda:0") == context_bytes("cuda:0") == GIB // 2
+    assert memory.settle_context("cuda:0") == context_bytes("cuda:0") == GIB // 2
     card.own = card.context
     assert context_now("cuda:0") == GIB // 2 + 100 * MIB
-    grown = 100 * MIB + device.LAST_MODULES_BYTES - device.LATE_MODULES_BYTES
+    grown = 100 * MIB + memory.LAST_MODULES_BYTES - memory.LATE_MODULES_BYTES
     assert context_bytes("cuda:0") == GIB // 2 + grown
 
 
@@ -131,8 +131,8 @@ def test_own_bytes_by_the_driver(monkeypatch, processes, own):
     def library(index):
         yield Library(processes), None
 
-    monkeypatch.setattr(device, "nvml", library)
-    assert device.nvml_own(0) == own
+    monkeypatch.setattr(memory, "nvml", library)
+    assert memory.nvml_own(0) == own
 
 
 def test_without_a_reading_from_before_all_that_is_not_torch_s_counts(monkeypatch):
@@ -151,7 +151,7 @@ def test_auto_is_what_the_card_had_free_and_what_torch_holds_unused(monkeypatch)
 def test_the_cap_leaves_room_for_context_and_late_modules(monkeypatch):
     card = Card(monkeypatch)
     cap_device("cuda:0", budget=Budget(name="8gb", memory_bytes=8 * GIB))
-    later = device.EARLY_MODULES_BYTES + device.LATE_MODULES_BYTES
+    later = memory.EARLY_MODULES_BYTES + memory.LATE_MODULES_BYTES
     assert card.fraction == pytest.approx((8 * GIB - GIB // 2 - later) / (80 * GIB))
     cap_device("cuda:0", budget=Budget(name="state_25", state_fraction=0.25))
     cap_device("cuda:0", budget=Budget(name="100gb", memory_bytes=100 * GIB))

@@ -1,0 +1,74 @@
+"""Restores parameters that a forward pass writes into, so that a probe leaves the weights as it found them.
+
+`nn.Embedding(max_norm=...)` renormalises the rows that it looks up; other modules average or clip weights in forward.
+Hardly any module does so, and copies of all weights would take time and memory. The first probe of a module therefore
+watches which parameters are written, and only these are copied, before the first write.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.weak import WeakTensorKeyDictionary
+
+_WRITTEN = WeakTensorKeyDictionary()  # parameters that some forward pass wrote into
+_WATCHED = WeakTensorKeyDictionary()  # the first parameter of each module that was watched to the end
+
+
+class ParamRestorer:
+    """Keeps CPU copies of those of `params` that are known to be written to, or are written to under `watching()`."""
+
+    def __init__(self, params: Iterable[Tensor]):
+        self._params = list(params)
+        self._copies: dict[Tensor, Tensor] = {}
+        for param in self._params:
+            if param in _WRITTEN:
+                self._keep(param)
+
+    def watching(self) -> TorchDispatchMode:
+        """A dispatch mode that copies each parameter before the first write into it."""
+        return _WriteWatcher(self._params, self._keep)
+
+    @property
+    def was_watched(self) -> bool:
+        """Whether an earlier probe watched these parameters to the end."""
+        return not self._params or self._params[0] in _WATCHED
+
+    def mark_watched(self) -> None:
+        """To be called when the watched pass has ended: a pass that ran out of memory has not shown all its writes."""
+        if self._params:
+            _WATCHED[self._params[0]] = True
+
+    def _keep(self, param: Tensor) -> None:
+        _WRITTEN[param] = True
+        if param not in self._copies:
+            with _disable_current_modes():  # a memory tracker would count the copy
+                self._copies[param] = param.detach().to("cpu", copy=True)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Copies the kept values back; the parameters may have another dtype or device by now."""
+        for param, copy in self._copies.items():
+            param.detach().copy_(copy)
+
+
+class _WriteWatcher(TorchDispatchMode):
+    def __init__(self, params: Iterable[Tensor], keep: Any):
+        super().__init__()
+        self._by_storage = {param.untyped_storage()._cdata: param for param in params if param.device.type != "meta"}
+        self._keep = keep
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            for index, declared in enumerate(func._schema.arguments):
+                if declared.alias_info is not None and declared.alias_info.is_write:
+                    given = args[index] if index < len(args) else kwargs.get(declared.name)
+                    for tensor in given if isinstance(given, list | tuple) else [given]:
+                        if isinstance(tensor, Tensor):
+                            param = self._by_storage.get(tensor.untyped_storage()._cdata)
+                            if param is not None:
+                                self._keep(param)
+        return func(*args, **kwargs)
