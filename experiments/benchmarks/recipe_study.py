@@ -8,12 +8,13 @@ come, in an order that is balanced wherever it is cut; `--done` copies rows of a
 The long phase trains AdamW and the two best recipes for ten times the steps at the rates that `longer` names, on other
 seeds. experiments/analysis/recipe_study.py makes the table again.
 
-For one NVIDIA GPU: forward, backward and clipping are one CUDA graph per task and process, the optimizer steps after
-its replay, and each of some processes has one run under way (`--slots` more would share the workspace of products that
-optimizers captured). First it is checked that graphs and plain launches give the same losses (else that task runs
-plainly), and OUT/steps.csv gets step times of an otherwise idle device. A run's own seconds were shared with others:
-they are no measure of speed. For several GPUs start one of these on each, `--part 0 2` and `--part 1 2` say, each with
-CUDA_VISIBLE_DEVICES (a UUID) and CUDA_MPS_PIPE_DIRECTORY of its own.
+For one NVIDIA GPU: forward, backward and clipping are one CUDA graph per task and slot, the optimizer steps after its
+replay, and each of some processes has `--slots` runs under way on streams of their own. Fastest was one process of six
+without MPS (CUDA_DEVICE_MAX_CONNECTIONS=32, `--procs 1 --slots 6 --mps off`). First it is checked that graphs and plain
+launches give the same losses (else that task runs plainly), and OUT/steps.csv gets step times of an otherwise idle
+device. A run's own seconds were shared with others: they are no measure of speed. For several GPUs start one of these
+on each, `--part 0 2` and `--part 1 2` say, each with CUDA_VISIBLE_DEVICES (a UUID) and CUDA_MPS_PIPE_DIRECTORY of its
+own.
 """
 
 import argparse

@@ -8,6 +8,7 @@ from baoc.core.catalogue import NATIVE
 from baoc.errors import CheckpointError
 from baoc.planning.planner import Planner, PlannerSettings
 from baoc.profiling import GradientProfiler, schedule
+from baoc.training.reallocation import ReallocationSettings
 from baoc.training.session import SessionSettings, make_profiler
 from baoc.types import Budget, StateKind, profile_from_plain, to_plain
 from baoc.units import MIB
@@ -344,6 +345,8 @@ def test_a_rule_has_one_shadow_wherever_its_states_and_weights_are_kept():
         budget=Budget(name="s", state_fraction=0.5),
         settings=PlannerSettings(specs=rows, risk="shadow", keep_fp32_roles=()),
     )
-    profiler = make_profiler(planner, params, settings=SessionSettings(), betas=(0.9, 0.999))
+    profiler = make_profiler(
+        planner, params, settings=SessionSettings(reallocation=ReallocationSettings(mode="once")), betas=(0.9, 0.999)
+    )
     assert profiler is not None and profiler.shadow is not None
     assert set(profiler.shadow.spec_names) == {"adamw_int8", "lion_int8"}
