@@ -1,6 +1,6 @@
 """Processes for trials, forked from a server that has imported torch and Lightning once, without threads or CUDA.
 
-Whatever happens to a trial leaves the study and its other trials alone; a trial begins in milliseconds.
+A trial starts in milliseconds, and its crash leaves the study and the other trials alone.
 """
 
 import ctypes
@@ -19,36 +19,42 @@ from types import ModuleType
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 PRELOAD = "baoc.sweep.preload"
-_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
-ORPHAN_S = 120.0  # how long a trial waits for an earlier attempt that still writes into its folder
-_SERVER_VARIABLES = {"OPENBLAS_NUM_THREADS": "1"}  # numpy's pool would be threads that a fork loses
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
+ORPHAN_S = 120.0  # how long a trial waits for an earlier attempt that still holds its folder
+_SERVER_VARIABLES = {"OPENBLAS_NUM_THREADS": "1"}  # a fork would lose the threads of numpy's pool
 
 
 def preload(*modules: str) -> None:
-    """What the server imports before its first fork; without effect on a server that runs already."""
+    """Sets the modules that the server imports before its first fork; has no effect once the server runs."""
     _CONTEXT.set_forkserver_preload(list(modules))
 
 
 def start(
     body: Callable[[], None], *, log: Path, lock: Path, arguments: Sequence[str], variables: Mapping[str, str]
 ) -> ForkServerProcess:
-    """`body()` in a process of its own session: its output goes to `log`, `arguments` are its sys.argv[1:].
+    """Runs `body()` in a new process that leads its own session.
 
-    It holds `lock` while it lives, and is asked to end (SIGTERM) when the server ends, which ends with this process.
-    `body` must be picklable: a function of a module, or a partial of one.
+    The process holds `lock` while it lives. It is asked to end (SIGTERM) when the server ends, which ends with this
+    process.
+
+    Args:
+        body: must be picklable: a function of a module, or a partial of one.
+        log: file that its stdout and stderr are appended to.
+        arguments: its sys.argv[1:].
+        variables: added to its environment.
     """
-    process = _CONTEXT.Process(target=_child, args=(body, str(log), str(lock), list(arguments), dict(variables)))
-    with _variables(_SERVER_VARIABLES), _without_main():
+    process = _CONTEXT.Process(target=_child_main, args=(body, str(log), str(lock), list(arguments), dict(variables)))
+    with _default_environment(_SERVER_VARIABLES), _hidden_main_module():
         process.start()
     return process
 
 
-def _child(body: Callable[[], None], log: str, lock: str, arguments: list[str], variables: dict[str, str]) -> None:
-    os.setsid()  # a Ctrl-C in the terminal is the study's to pass on
-    die_with_parent()
-    _die_first()
-    _output_to(log)
-    held = _hold(lock)
+def _child_main(body: Callable[[], None], log: str, lock: str, arguments: list[str], variables: dict[str, str]) -> None:
+    os.setsid()  # the study, not the terminal, passes Ctrl-C on
+    end_with_parent()
+    _prefer_oom_kill()
+    _redirect_output(log)
+    lock_file = _acquire_lock(lock)
     os.environ.update(variables)
     torch = sys.modules.get("torch")
     if torch is not None and "OMP_NUM_THREADS" in variables:
@@ -57,40 +63,40 @@ def _child(body: Callable[[], None], log: str, lock: str, arguments: list[str], 
     try:
         body()
     finally:
-        os.close(held)
+        os.close(lock_file)
 
 
-def die_with_parent() -> None:
-    """If the study is killed, its trials are asked to end as well (SIGTERM). On Linux; elsewhere they end their run."""
+def end_with_parent() -> None:
+    """Asks this process to end (SIGTERM) when its parent dies; on Linux only, elsewhere it runs to its end."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() == 1 and os.getpid() != 1:
             sys.exit(f"-{signal.SIGTERM}: the study ended before its trial began")
 
 
-def _die_first() -> None:
-    """A machine short of memory shall kill a trial, not the study."""
+def _prefer_oom_kill() -> None:
+    """Makes the kernel kill this process before the study when memory runs out."""
     try:
         Path("/proc/self/oom_score_adj").write_text("500")
     except OSError:
         return
 
 
-def _output_to(log: str) -> None:
+def _redirect_output(log: str) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
 
 
-def _hold(lock: str) -> int:
-    """The open file that holds the lock; waits for an attempt whose study was killed and that still writes here."""
+def _acquire_lock(lock: str) -> int:
+    """Opens and locks a file; waits for an attempt of a killed study that still writes into the folder."""
     file = os.open(lock, os.O_WRONLY | os.O_CREAT, 0o666)
     end = time.monotonic() + ORPHAN_S
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # what the trial forks (loaders of data) may outlive it, and would hold its next attempt up
+            # data loaders that the trial forks may outlive it and would keep the lock from the next attempt
             os.register_at_fork(after_in_child=partial(os.close, file))
             return file
         except OSError:
@@ -100,8 +106,8 @@ def _hold(lock: str) -> int:
 
 
 @contextmanager
-def _without_main() -> Iterator[None]:
-    """A child would import the script that started the study again, and with it start the study once more."""
+def _hidden_main_module() -> Iterator[None]:
+    """Hides `__main__` from multiprocessing: the child would import the script and start the study again."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -111,8 +117,8 @@ def _without_main() -> Iterator[None]:
 
 
 @contextmanager
-def _variables(values: Mapping[str, str]) -> Iterator[None]:
-    """The environment while the server starts: it lasts as long as the server."""
+def _default_environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Sets variables that are not set, while the server starts and inherits them."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update({name: value for name, value in values.items() if before[name] is None})
     try:
