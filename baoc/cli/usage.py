@@ -1,6 +1,6 @@
-"""`--help`: how a run is asked for, every group with its options, every value as composed.
+"""`--help`: how to start a run, every group with its options, and every value as composed.
 
-Written here because Hydra's own help reads the whole of conf/ again for each group, which takes most of a second.
+Hydra's own help reads all of conf/ again for each group, which takes most of a second.
 """
 
 from collections.abc import Sequence
@@ -32,8 +32,8 @@ lists Hydra's own flags, such as --shell-completion. Exit codes: 0 done, 2 bad i
 the folder for what is kept between runs, instead of the user's cache: tokens, measured seconds, the CPU's library."""
 
 
-def text(overrides: Sequence[str]) -> str:
-    """The help; `overrides` change the values it shows. Raises what composing raises."""
+def help_text(overrides: Sequence[str]) -> str:
+    """The help, with the values that `overrides` compose. Raises what composing raises."""
     composed = OmegaConf.to_yaml(compose(overrides))
     return "\n".join(
         [

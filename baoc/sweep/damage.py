@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from scipy.optimize import nnls
 
 from baoc.errors import BadInputError
-from baoc.frontier.kinds import by_kind
+from baoc.frontier.comparable_runs import group_by_workload
 from baoc.frontier.runs import RunFolder, find_runs, result_of
 from baoc.tracking.files import read_json
 
@@ -52,13 +52,13 @@ class Rank:
 def damages(runs: Sequence[RunFolder]) -> list[Damage]:
     """The damage of every finished run with its own allocation, in the given order. Raises BadInputError if the runs
     are of several workloads, or none of them is the reference."""
-    kinds = by_kind(runs)
-    if len(kinds) != 1:
+    workloads = group_by_workload(runs)
+    if len(workloads) != 1:
         raise BadInputError(
-            f"damage is measured among runs of one task, model and data set, and there are {len(kinds)} kinds: give "
-            "folders of one"
+            f"damage is measured among runs of one task, model and data set, and there are {len(workloads)} kinds: "
+            "give folders of one"
         )
-    finished = kinds[0][1]
+    finished = workloads[0][1]
     results = [result_of(run) for run in finished]
     references: dict[int, list[float]] = {}
     for result in results:

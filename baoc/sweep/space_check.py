@@ -10,7 +10,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from baoc.cli.problems import explain
+from baoc.cli.hydra_errors import translate_error
 from baoc.config.from_hydra import from_hydra
 from baoc.errors import BadInputError
 from baoc.sweep.study_config import Param, StudyConfig
@@ -33,7 +33,7 @@ def check_space(config: StudyConfig, *, compose: Callable[[list[str]], DictConfi
         try:
             from_hydra(compose([*config.fixed, *words]))
         except (HydraException, OmegaConfBaseException, BadInputError) as error:
-            reason = error if isinstance(error, BadInputError) else explain(error)
+            reason = error if isinstance(error, BadInputError) else translate_error(error)
             raise BadInputError(
                 f"study {config.name} would try {' '.join(words)}, which is no run: {reason or error}\n"
                 f"correct {key} (or hydra.sweeper.fixed, which comes before it)"

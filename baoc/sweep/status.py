@@ -16,7 +16,7 @@ from rich.table import Table
 from baoc.errors import BadInputError
 from baoc.frontier.commands import Arguments, command
 from baoc.frontier.pareto import pareto
-from baoc.frontier.runs import ABOUT
+from baoc.frontier.runs import STUDY_FILE
 from baoc.sweep.early_stopping import violates_constraint
 from baoc.sweep.storage import open_storage
 from baoc.sweep.workers import WorkerRegistry
@@ -117,9 +117,9 @@ def _duration(seconds: float) -> str:
 
 def load_study(folder: Path, *, storage: str | None = None) -> tuple[optuna.Study, Mapping[str, str], int]:
     """(study, objectives, number of trials) of a study's folder; `storage` is needed if its URL has a password."""
-    if not (folder / ABOUT).is_file():
-        raise BadInputError(f"there is no {ABOUT} in {folder}: give the folder of a study (outputs/studies/NAME)")
-    about = read_json(folder / ABOUT)
+    if not (folder / STUDY_FILE).is_file():
+        raise BadInputError(f"there is no {STUDY_FILE} in {folder}: give the folder of a study (outputs/studies/NAME)")
+    about = read_json(folder / STUDY_FILE)
     url = storage or _resolve_storage(about["storage"], folder=folder)
     if ":***@" in url:
         raise BadInputError(f"the study is kept in {url}: give its URL with the password as --storage URL")

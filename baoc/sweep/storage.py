@@ -41,7 +41,7 @@ from optuna.trial import Trial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
 from baoc.errors import BadInputError, OutputError
-from baoc.frontier.runs import ABOUT, about_study
+from baoc.frontier.runs import STUDY_FILE, read_study_file
 from baoc.sweep.sampling import initial_trials, make_sampler
 from baoc.sweep.study_config import StudyConfig
 from baoc.tracking.console import say
@@ -73,8 +73,9 @@ def open_study(config: StudyConfig, *, folder: Path) -> optuna.Study:
         home = _check_home_folder(study, config=config, folder=folder)
         for params, attributes in trials[len(study.trials) :]:  # all, or what a killed start has left out
             study.enqueue_trial(params, user_attrs=attributes)
-        about = {"name": config.name, "storage": without_password(url), "n_trials": len(trials)}
-        write_json(folder / ABOUT, {"schema": 1, **about, "objectives": dict(config.objectives), "home": home["id"]})
+        about: dict[str, Any] = {"name": config.name, "storage": without_password(url), "n_trials": len(trials)}
+        about |= {"objectives": dict(config.objectives), "home": home["id"]}
+        write_json(folder / STUDY_FILE, {"schema": 1, **about})
         if HOME_KEY not in study.user_attrs:  # after the file, so that a start killed in between recognises its folder
             study.set_user_attr(HOME_KEY, home)
     return study
@@ -289,7 +290,7 @@ def without_password(url: str) -> str:
 
 def _check_folder_name(config: StudyConfig, *, folder: Path) -> None:
     """Raises BadInputError if the folder belongs to another study: folders of trials are named by their number only."""
-    about = about_study(folder)
+    about = read_study_file(folder)
     known = about.get("name") if about else config.name
     if known != config.name:
         raise BadInputError(
@@ -318,7 +319,7 @@ def _check_home_folder(study: optuna.Study, *, config: StudyConfig, folder: Path
     elsewhere. Raises BadInputError for another folder: each would hold a part of the runs, and neither frontier would
     be right."""
     known = study.user_attrs.get(HOME_KEY)
-    own = about_study(folder).get(HOME_KEY)
+    own = read_study_file(folder).get(HOME_KEY)
     if known is not None and own != known["id"]:
         raise BadInputError(
             f"study {config.name} has its runs in {known['path']}, and {folder} is another folder: go on in that one "

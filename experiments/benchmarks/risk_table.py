@@ -17,7 +17,7 @@ from typing import Any
 
 from baoc.errors import BadInputError
 from baoc.frontier.runs import find_runs
-from baoc.sweep.calibrate import UNIT, winner_of
+from baoc.sweep.calibrate import UNIT_WEIGHTS, winner_of
 from baoc.sweep.damage import LEAST_RUNS, Damage, damages, held_out, ranks
 from baoc.sweep.status import load_study
 from baoc.tracking.files import write_csv
@@ -71,7 +71,7 @@ def rank_rows(found: Sequence[Damage]) -> list[dict[str, Any]]:
         if len(own) < LEAST_RUNS:
             continue
         fitted = held_out(own)
-        every = [*ranks(own, weights={UNIT: {}}), *([] if fitted is None else [fitted])]
+        every = [*ranks(own, weights={UNIT_WEIGHTS: {}}), *([] if fitted is None else [fitted])]
         told += [{"budget": budget} | asdict(rank) for rank in every]
     return told
 

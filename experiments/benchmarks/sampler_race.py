@@ -32,8 +32,8 @@ import yaml
 from optuna.trial import FrozenTrial, TrialState
 
 from baoc.config.environment import commit
-from baoc.frontier.pareto import MOST_DOUBLINGS, doublings, hypervolume
-from baoc.frontier.runs import ABOUT
+from baoc.frontier.pareto import MAX_DOUBLINGS, doublings, hypervolume
+from baoc.frontier.runs import STUDY_FILE
 from baoc.sweep import forkserver
 from baoc.sweep.early_stopping import violates_constraint
 from baoc.sweep.sampling import tpe_startup
@@ -137,11 +137,11 @@ def start_study(words: Sequence[str], *, folder: Path, end: float, source: Path,
 
 def read_trials(folder: Path) -> tuple[FrozenTrial, ...]:
     """Of a study that may be incomplete; none where it has not begun."""
-    if not (folder / ABOUT).is_file():
+    if not (folder / STUDY_FILE).is_file():
         return ()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     storage = open_storage(storage_url(None, folder=folder))
-    return tuple(optuna.load_study(study_name=read_json(folder / ABOUT)["name"], storage=storage).trials)
+    return tuple(optuna.load_study(study_name=read_json(folder / STUDY_FILE)["name"], storage=storage).trials)
 
 
 def costs_of(trials: Iterable[FrozenTrial], *, whole_bytes: float) -> list[tuple[float, float] | None]:
@@ -157,7 +157,7 @@ def costs_of(trials: Iterable[FrozenTrial], *, whole_bytes: float) -> list[tuple
 
 def place(share: float, *, axis: str) -> float:
     """Of a share of AdamW's state, from 0 to 1: itself, or by doublings (log2), where a 128th and less is 0."""
-    return share if axis == "share" else 1.0 - doublings(share, up_to=1.0) / MOST_DOUBLINGS
+    return share if axis == "share" else 1.0 - doublings(share, up_to=1.0) / MAX_DOUBLINGS
 
 
 def volumes(
