@@ -42,7 +42,8 @@ def translate_error(error: BaseException) -> BadInputError | None:
             f"cannot read {given!r}: {reason}\n"
             "write group=option or group.key=value; quote a value that holds , = or spaces, as in 'name=\"a,b\"'"
         )
-    return _override_error(str(error)) or BadInputError(_with_cause(error))
+    lines = [str(error).strip(), str(error.__cause__ or "").strip()]
+    return _override_error(str(error)) or BadInputError("\n".join(dict.fromkeys(line for line in lines if line)))
 
 
 def _missing_option(error: MissingConfigException) -> BadInputError:
@@ -121,8 +122,3 @@ def _unknown_option(group: str, leaf: str) -> BadInputError:
         return BadInputError(f"{group}.{option} is an option of {group}={words} only: choose one, or drop it")
     options = dict.fromkeys(key for row in registry_of(group).values() for key in row.options)
     return unknown_key(leaf, allowed=[*own_keys(group), *options], path=group)
-
-
-def _with_cause(error: HydraException) -> str:
-    lines = [str(error).strip(), str(error.__cause__ or "").strip()]
-    return "\n".join(dict.fromkeys(line for line in lines if line))

@@ -35,18 +35,15 @@ the folder for what is kept between runs, instead of the user's cache: tokens, m
 def help_text(overrides: Sequence[str]) -> str:
     """The help, with the values that `overrides` compose. Raises what composing raises."""
     composed = OmegaConf.to_yaml(compose(overrides))
+    folders = sorted(folder.name for folder in assets.conf().iterdir() if folder.is_dir() and folder.name != "hydra")
+    groups = [*folders, *COLLECTIONS]
     return "\n".join(
         [
             _HEAD.format(lists=" ".join(LISTS)),
             "\n== Groups (group=option) ==",
-            *(f"{group}: {', '.join(assets.options(group)) or '(none yet)'}" for group in _groups()),
+            *(f"{group}: {', '.join(assets.options(group)) or '(none yet)'}" for group in groups),
             "\n== Values (group.key=value) ==",
             composed,
             _TAIL,
         ]
     )
-
-
-def _groups() -> list[str]:
-    folders = sorted(folder.name for folder in assets.conf().iterdir() if folder.is_dir() and folder.name != "hydra")
-    return [*folders, *COLLECTIONS]

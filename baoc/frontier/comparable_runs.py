@@ -61,17 +61,13 @@ def quality_objective(runs: Sequence[RunFolder]) -> Objective:
 
 def workload_frontier(runs: Sequence[RunFolder], *, names: RunLabels) -> Frontier:
     """Frontier of quality, peak bytes and state bytes for runs of one workload, averaged over seeds."""
-    points = average_seeds([frontier_point(run, label=names[run.path]) for run in _once(runs, names=names)])
-    return build_frontier(points, objectives=(quality_objective(runs), *(Objective(name=axis) for axis in AXES)))
-
-
-def _once(runs: Sequence[RunFolder], *, names: RunLabels) -> list[RunFolder]:
-    """The first run of each label and seed. Studies share baselines, and a repeated run is no second seed: its spread
-    of 0 would make any difference look significant."""
+    # Of each label and seed the first run counts. Studies share baselines, and a repeated run is no second seed: its
+    # spread of 0 would make any difference look significant.
     first: dict[tuple[str, int], RunFolder] = {}
     for run in runs:
         first.setdefault((names[run.path], result_of(run)["seed"]), run)
-    return list(first.values())
+    points = average_seeds([frontier_point(run, label=names[run.path]) for run in first.values()])
+    return build_frontier(points, objectives=(quality_objective(runs), *(Objective(name=axis) for axis in AXES)))
 
 
 def hypervolume_histories(runs: Sequence[RunFolder], *, group: Grouping = by_family) -> list[dict[str, Any]]:

@@ -99,9 +99,12 @@ def _group_data(runs: Sequence[RunFolder], *, names: RunLabels, group: Grouping,
         for entry, own in zip(points, groups, strict=True)
     }
     summary = summary_sentence(entries, levels, metric=metric, quality=objective, adamw_bytes=adamw_bytes)
+    steps = _steps(runs)
+    if not steps.isdigit():
+        summary = f"Unlike runs: they trained for {steps} steps; give runs of one length. {summary}"
     return {
         "about": _describe_runs(runs, points=len(entries)),
-        "verdict": _length_warning(runs) + summary,
+        "verdict": summary,
         "levels": [_level(level, short=short) for level in levels],
         "points": [
             _point(entry, seeds[entry.label], family=own, short=short[entry.label])
@@ -147,12 +150,6 @@ def _describe_runs(runs: Sequence[RunFolder], *, points: int) -> str:
 def _steps(runs: Sequence[RunFolder]) -> str:
     steps = sorted({result_of(run)["num_steps"] for run in runs})
     return f"{steps[0]}" if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
-
-
-def _length_warning(runs: Sequence[RunFolder]) -> str:
-    """A warning if runs trained for different numbers of steps; otherwise empty."""
-    steps = _steps(runs)
-    return "" if steps.isdigit() else f"Unlike runs: they trained for {steps} steps; give runs of one length. "
 
 
 def short_names(labels: Sequence[str]) -> dict[str, str]:

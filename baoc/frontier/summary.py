@@ -84,11 +84,13 @@ def summary_sentence(
         return f"No run has a finite {metric} within any of the compared limits."
     ranked = sorted(level.best.items(), key=lambda item: quality.cost(item[1][0].point))
     better = "higher" if quality.higher_is_better else "lower"
-    (first, (best, of)), others = ranked[0], ranked[1:]
+    (first, (best, num_points)), others = ranked[0], ranked[1:]
     parts = [
-        f"Within {level.name}, {first} is best: {metric} {_quality_text(best, of)}, {better} is better.",
-        *[f"{_sentence_start(family)}: {_quality_text(entry, n)}." for family, (entry, n) in others],
+        f"Within {level.name}, {first} is best: {metric} {_quality_text(best, num_points)}, {better} is better.",
     ]
+    for family, (entry, num_points) in others:
+        name = family.capitalize() if family in ("uniform", "random feasible") else family  # a study's name stays
+        parts.append(f"{name}: {_quality_text(entry, num_points)}.")
     if others:
         parts.append(_significance(best.point, others[0][1][0].point, rival=others[0][0]))
     adamw = [entry for entry in entries if entry.allocator == ADAMW and isfinite(entry.point.quality)]
@@ -117,8 +119,3 @@ def _significance(best: FrontierPoint, rival_point: FrontierPoint, *, rival: str
     if gap > 2 * error:
         return f"{text} beyond two standard errors ({2 * error:.2g})."
     return f"{text} within two standard errors ({2 * error:.2g}), so it is not distinguishable from chance."
-
-
-def _sentence_start(family: str) -> str:
-    """A family's name at the start of a sentence; a study's name is not capitalised."""
-    return family.capitalize() if family in ("uniform", "random feasible") else family

@@ -74,11 +74,12 @@ def winner_of(study: optuna.Study, *, folder: Path) -> Winner:
         )
     sign = 1.0 if study.directions[0].name == "MINIMIZE" else -1.0
     best = min(searched, key=lambda t: sign * t.values[0])
+    overrides = [word.partition("=") for word in best.user_attrs["words"] if word.startswith(WEIGHT)]  # as run: rounded
     pairs = list(zip(_qualities(folder, best), _qualities(folder, unit), strict=True))
     differences = [mine - other for mine, other in pairs]
     return Winner(
         trial=best.number,
-        weights=_weights(best),
+        weights={key.removeprefix(WEIGHT): float(value) for key, _, value in overrides},
         quality=best.values[0],
         unit_trial=unit.number,
         unit_quality=unit.values[0],
@@ -87,12 +88,6 @@ def winner_of(study: optuna.Study, *, folder: Path) -> Winner:
         n=len(differences),
         num_trials=len(searched),
     )
-
-
-def _weights(trial: FrozenTrial) -> dict[str, float]:
-    """The weights as they were run: overrides are rounded."""
-    words = [word for word in trial.user_attrs["words"] if word.startswith(WEIGHT)]
-    return {key.removeprefix(WEIGHT): float(value) for key, value in (word.split("=", 1) for word in words)}
 
 
 def _qualities(folder: Path, trial: FrozenTrial) -> list[float]:

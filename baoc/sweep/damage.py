@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean
 
 import numpy as np
+import yaml
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
@@ -106,15 +107,9 @@ def terms_of(folder: Path) -> tuple[dict[str, float], str]:
                 for key, value in row.items():
                     if key.startswith("risk/"):
                         terms[key.removeprefix("risk/")] = terms.get(key.removeprefix("risk/"), 0.0) + float(value or 0)
-    return _unweighted(terms, folder), str(plan["risk_model"])
-
-
-def _unweighted(terms: Mapping[str, float], folder: Path) -> dict[str, float]:
-    import yaml
-
-    config = yaml.safe_load((folder / "config.yaml").read_text())
-    weights = config["risk"]["weights"]
-    return {name: value / w if (w := float(weights.get(name, 1.0))) else 0.0 for name, value in terms.items()}
+    weights = yaml.safe_load((folder / "config.yaml").read_text())["risk"]["weights"]
+    unweighted = {name: value / w if (w := float(weights.get(name, 1.0))) else 0.0 for name, value in terms.items()}
+    return unweighted, str(plan["risk_model"])
 
 
 def ranks(found: Sequence[Damage], *, weights: Mapping[str, Mapping[str, float]], seed: int = 0) -> list[Rank]:

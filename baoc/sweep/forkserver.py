@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -52,8 +52,12 @@ def start(
 def _child_main(body: Callable[[], None], log: str, lock: str, arguments: list[str], variables: dict[str, str]) -> None:
     os.setsid()  # the study, not the terminal, passes Ctrl-C on
     end_with_parent()
-    _prefer_oom_kill()
-    _redirect_output(log)
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("500")  # out of memory, the kernel kills this before the study
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
     lock_file = _acquire_lock(lock)
     os.environ.update(variables)
     torch = sys.modules.get("torch")
@@ -72,21 +76,6 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() == 1 and os.getpid() != 1:
             sys.exit(f"-{signal.SIGTERM}: the study ended before its trial began")
-
-
-def _prefer_oom_kill() -> None:
-    """Makes the kernel kill this process before the study when memory runs out."""
-    try:
-        Path("/proc/self/oom_score_adj").write_text("500")
-    except OSError:
-        return
-
-
-def _redirect_output(log: str) -> None:
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
 
 
 def _acquire_lock(lock: str) -> int:

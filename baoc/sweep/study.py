@@ -207,16 +207,15 @@ class _Worker:
     def _fill(self) -> None:
         """Starts trials until `workers` run, no trial is available, or no GPU has room."""
         while len(self.running) < self.config.workers:
-            trial = self.held or self._take_over() or self._next_waiting()
+            trial = self.held or self._take_over()
             if trial is None:
-                return
+                waiting = next_trial(self.study, config=self.config, folder=self.folder)
+                if waiting is None:
+                    return
+                trial = self._choose_overrides(waiting)
             self.held = None if self._start_trial(trial) else trial
             if self.held is not None:
                 return
-
-    def _next_waiting(self) -> FrozenTrial | None:
-        trial = next_trial(self.study, config=self.config, folder=self.folder)
-        return None if trial is None else self._choose_overrides(trial)
 
     def _choose_overrides(self, trial: Trial) -> FrozenTrial:
         """Samples the trial's settings and stores its overrides and its owner."""

@@ -282,6 +282,8 @@ def print_result(result: RunResult, *, run_dir: str | Path) -> None:
     quality = f"{result.quality.name} {result.quality.value:.4g}"
     others = ", ".join(f"{k} {v:.4g}" for k, v in result.metrics.items() if k != result.quality.name)
     share = result.state_bytes / max(result.state_bytes_adamw, 1)
+    has_prediction = result.step_s_predicted == result.step_s_predicted  # not NaN
+    predicted = f" ({_ms(result.step_s_predicted * 1e3)} ms predicted)" if has_prediction else ""
     rows = {
         "quality": f"{quality} ({'higher' if result.quality.higher_is_better else 'lower'} is better)",
         "metrics": others or None,
@@ -292,7 +294,7 @@ def print_result(result: RunResult, *, run_dir: str | Path) -> None:
         f"{format_bytes(result.state_bytes_adamw)}",
         "step": "too few untracked steps to time one"
         if result.step_ms != result.step_ms
-        else f"{_ms(result.step_ms)} ms{_predicted(result.step_s_predicted)}, {result.samples_per_s:,.0f} samples/s",
+        else f"{_ms(result.step_ms)} ms{predicted}, {result.samples_per_s:,.0f} samples/s",
         "steps": f"{result.num_steps}, {_count(result.num_reallocations, 'reallocation')}",
     }
     _print_pairs(f"{result.name}, done", rows.items(), run_dir=run_dir)
@@ -304,10 +306,6 @@ def _ms(value: float) -> str:
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
-
-
-def _predicted(seconds: float) -> str:
-    return "" if seconds != seconds else f" ({_ms(seconds * 1e3)} ms predicted)"
 
 
 def _budget_verdict(result: RunResult) -> str | None:
