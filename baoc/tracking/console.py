@@ -40,7 +40,6 @@ __all__ = [
 PLAIN_WIDTH = 100
 MAX_WIDTH = 160
 
-
 _live_consoles: list[Console] = []  # those that draw a progress bar; rich draws over another console's output
 
 
