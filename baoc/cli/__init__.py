@@ -1,1 +1,1 @@
-"""The command `python run.py ...`: listings, refusals, jobs of a multirun, exit codes, one process per folder."""
+"""The command `python run.py ...`: listings, error messages, jobs of a multirun, exit codes, the run lock."""

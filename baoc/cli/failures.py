@@ -1,4 +1,4 @@
-"""Every way a run can end badly, as one message and one exit code; what fits none is a bug, with its traceback."""
+"""Maps every way a run can fail to one message and one exit code; anything else is a bug, with its traceback."""
 
 import errno
 import sys
@@ -6,12 +6,12 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from baoc.cli.problems import explain
+from baoc.cli.hydra_errors import translate_error
 from baoc.errors import BaocError, BudgetBreachedError, OutputError
 
 INTERRUPTED = 130
 BUG = 1
-_TERMINATED = "SIGTERMException"  # Lightning's, a SystemExit without a code, which would read as success
+_TERMINATED = "SIGTERMException"  # Lightning's; a SystemExit without a code, which would count as success
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 _NOT_WRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG}
@@ -20,7 +20,7 @@ _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """`kind` is the error's class name; `details` is a traceback, for bugs only."""
+    """`kind` is the error's class name; `details` is the traceback, for bugs only."""
 
     kind: str
     message: str
@@ -29,7 +29,7 @@ class Failure:
 
 
 def failure_of(error: BaseException) -> Failure:
-    """What is said of `error`, and the exit code."""
+    """The message and the exit code of an error."""
     kind = type(error).__name__
     if kind == _TERMINATED:
         return Failure(kind=kind, message="terminated (SIGTERM)", exit_code=INTERRUPTED)
@@ -39,16 +39,16 @@ def failure_of(error: BaseException) -> Failure:
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         return Failure(kind=kind, message=error.code if isinstance(error.code, str) else "", exit_code=code)
-    known = error if isinstance(error, BaocError) else explain(error) or _from_system(error)
-    if known is not None:
-        return Failure(kind=kind, message=str(known), exit_code=known.exit_code)
+    expected = error if isinstance(error, BaocError) else translate_error(error) or _system_error(error)
+    if expected is not None:
+        return Failure(kind=kind, message=str(expected), exit_code=expected.exit_code)
     details = "".join(traceback.format_exception(error))
     message = f"{kind}: {error}\nthis is a bug in baoc: please report it with the traceback above and the command"
     return Failure(kind=kind, message=message, exit_code=BUG, details=details)
 
 
 def report(failure: Failure, *, where: str = "") -> None:
-    """Say it on stderr: a bug with its traceback, everything else as one message."""
+    """Prints a failure on stderr: a bug with its traceback, everything else as one message."""
     text = f"{where}{failure.message}".strip()
     if failure.details:
         print(failure.details, file=sys.stderr)
@@ -57,20 +57,21 @@ def report(failure: Failure, *, where: str = "") -> None:
         print(f"{prefix}{text}", file=sys.stderr, flush=True)
 
 
-def _from_system(error: BaseException) -> BaocError | None:
-    """A full disk, a folder that cannot be written and exhausted memory, wherever in the chain of causes they stand."""
-    for link in _chain(error):
-        if isinstance(link, OSError) and link.errno in _DISK_FULL:
+def _system_error(error: BaseException) -> BaocError | None:
+    """A full disk, an unwritable folder or exhausted memory, anywhere in the chain of causes."""
+    for cause in _cause_chain(error):
+        if isinstance(cause, OSError) and cause.errno in _DISK_FULL:
             return OutputError(
-                f"no space left on the device{_file(link)}: free some, or write elsewhere with hydra.run.dir=PATH"
+                f"no space left on the device{_path_suffix(cause)}: "
+                "free some, or write elsewhere with hydra.run.dir=PATH"
             )
-        if isinstance(link, OSError) and link.errno in _NOT_WRITABLE:
+        if isinstance(cause, OSError) and cause.errno in _NOT_WRITABLE:
             return OutputError(
-                f"cannot open or write{_file(link)}: {link.strerror}; a run writes into hydra.run.dir=PATH"
+                f"cannot open or write{_path_suffix(cause)}: {cause.strerror}; a run writes into hydra.run.dir=PATH"
             )
-        if _is_out_of_memory(link):
+        if _is_out_of_memory(cause):
             return BudgetBreachedError(
-                f"out of memory: {str(link).splitlines()[0] if str(link) else 'the machine has none left'}\n"
+                f"out of memory: {str(cause).splitlines()[0] if str(cause) else 'the machine has none left'}\n"
                 "set a smaller micro_batch, model.size or budget"
             )
     return None
@@ -83,20 +84,20 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def _is_interrupt(error: BaseException) -> bool:
-    """Ctrl-C itself, or the SystemExit that Lightning makes of it."""
+    """Whether the error is Ctrl-C, or the SystemExit that Lightning makes of it."""
     return isinstance(error, KeyboardInterrupt) or (
-        isinstance(error, SystemExit) and any(isinstance(link, KeyboardInterrupt) for link in _chain(error))
+        isinstance(error, SystemExit) and any(isinstance(cause, KeyboardInterrupt) for cause in _cause_chain(error))
     )
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    link: BaseException | None = error
+def _cause_chain(error: BaseException) -> Iterator[BaseException]:
+    cause: BaseException | None = error
     seen: set[int] = set()
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
-        yield link
-        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        yield cause
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
 
 
-def _file(error: OSError) -> str:
+def _path_suffix(error: OSError) -> str:
     return f" {error.filename}" if error.filename else ""

@@ -1,6 +1,6 @@
-"""One job of a command: its folder, its run, and what is kept of a failure, which never disturbs other jobs.
+"""One job of a command: its folder, its run, and the record of its failure, which never disturbs other jobs.
 
-`run_job` is what Hydra calls, in this process or in a launcher's, so what it has to tell goes into the job's folder.
+Hydra calls `run_job` in this process or in a launcher's, so failures are recorded in the job's folder.
 """
 
 import json
@@ -18,94 +18,94 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from baoc.cli.failures import INTERRUPTED, Failure, failure_of, report
-from baoc.cli.run_lock import FolderInUseError, claimed
+from baoc.cli.run_lock import FolderInUseError, lock_folder
 from baoc.config.from_hydra import from_hydra, write_config
 from baoc.config.schema import RunConfig
 from baoc.errors import BadInputError
 from baoc.parallel import refuse_ranks
 
 ERROR_FILE = "error.json"
-_OWN_FILES = (".hydra", "baoc.log", ERROR_FILE)  # what a job leaves that never got as far as its configuration
+_EARLY_FILES = (".hydra", "baoc.log", ERROR_FILE)  # files of a job that failed before its configuration was read
 
 
 @dataclass(slots=True, kw_only=True)
-class Session:
-    """What this process saw of its command: set by `begin`, filled while Hydra runs."""
+class CommandState:
+    """What this process knows of its command: reset by `reset_state`, filled while Hydra runs."""
 
     argv: tuple[str, ...] = ()
     failures: list[Failure] = field(default_factory=list)
     sweep_dir: Path | None = None
 
 
-SESSION = Session()
+STATE = CommandState()
 
 
 class RememberMultirun(Callback):
-    """Hydra's callback that tells where a multirun's folder is; only the parent process sees it."""
+    """Hydra callback that records a multirun's folder; only the parent process sees it."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        SESSION.sweep_dir = Path(config.hydra.sweep.dir)
+        STATE.sweep_dir = Path(config.hydra.sweep.dir)
 
 
-def begin(argv: Sequence[str]) -> None:
-    """Forget an earlier command of this process."""
-    SESSION.argv, SESSION.failures, SESSION.sweep_dir = tuple(argv), [], None
+def reset_state(argv: Sequence[str]) -> None:
+    """Forgets an earlier command of this process."""
+    STATE.argv, STATE.failures, STATE.sweep_dir = tuple(argv), [], None
 
 
 def run_job(config: DictConfig) -> None:
-    """Run one composed configuration. Failures are reported and kept, not raised; only an interrupt is."""
+    """Runs one composed configuration. Failures are reported and recorded, not raised, except an interrupt."""
     hydra = HydraConfig.get()
     run_dir = Path(hydra.runtime.output_dir)
-    alone = hydra.mode == RunMode.RUN
+    is_single_run = hydra.mode == RunMode.RUN
     overrides = list(hydra.overrides.task)
-    if not alone:
+    if not is_single_run:
         print(f"\n--- run {hydra.job.num}: {' '.join(overrides) or 'defaults'}", flush=True)
     try:
-        if alone and (study := hydra.runtime.choices.get("sweeps")):
+        if is_single_run and (study := hydra.runtime.choices.get("sweeps")):
             raise BadInputError(
                 f"sweeps={study} is a study of many runs: start it with -m, as in python run.py -m sweeps={study}"
             )
-        refuse_ranks("run")  # before one of them finds another at work in their folder
-        with claimed(run_dir):
-            run_config = _prepare(config, run_dir=run_dir)
+        refuse_ranks("run")  # before one rank finds the folder locked by another
+        with lock_folder(run_dir):
+            run_config = _begin_folder(config, run_dir=run_dir)
             _train(run_config, run_dir=run_dir, command=command_of(overrides))
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         failure = failure_of(error)
         if failure.exit_code == 0:
             return
-        SESSION.failures.append(failure)
+        STATE.failures.append(failure)
         if not isinstance(error, FolderInUseError):
-            _keep(failure, run_dir=run_dir, alone=alone)
+            _record_failure(failure, run_dir=run_dir, is_single_run=is_single_run)
         if failure.exit_code == INTERRUPTED:
-            raise KeyboardInterrupt(_how_to_go_on(run_dir, failure=failure)) from None
-        report(failure, where="" if alone else f"run {hydra.job.num}: ")
+            raise KeyboardInterrupt(_resume_hint(run_dir, failure=failure)) from None
+        report(failure, where="" if is_single_run else f"run {hydra.job.num}: ")
 
 
 def command_of(overrides: Sequence[str]) -> str:
-    """The command that makes a job again by itself."""
+    """The command that repeats one job."""
     return shlex.join(["python", "run.py", *overrides])
 
 
 def failed_jobs(sweep_dir: Path) -> list[Failure]:
-    """Failures of a multirun's jobs in the order of their numbers, whichever process ran them."""
-    found = []
+    """Failures of a multirun's jobs by job number, whichever process ran them."""
+    failures = []
     for file in sweep_dir.glob(f"*/{ERROR_FILE}"):
         number = file.parent.name.split("_")[0]
-        kept = json.loads(file.read_text(encoding="utf-8"))
-        failure = Failure(kind=kept["kind"], message=kept["message"], exit_code=kept["exit_code"])
-        found.append((int(number) if number.isdigit() else sys.maxsize, file.parent.name, failure))
-    return [failure for *_, failure in sorted(found, key=lambda entry: entry[:2])]
+        record = json.loads(file.read_text(encoding="utf-8"))
+        failure = Failure(kind=record["kind"], message=record["message"], exit_code=record["exit_code"])
+        failures.append((int(number) if number.isdigit() else sys.maxsize, file.parent.name, failure))
+    return [failure for *_, failure in sorted(failures, key=lambda entry: entry[:2])]
 
 
-def _how_to_go_on(run_dir: Path, *, failure: Failure) -> str:
+def _resume_hint(run_dir: Path, *, failure: Failure) -> str:
     if any(run_dir.rglob("*.ckpt")):
         why = f" ({failure.message})" if failure.kind == "PreemptedError" else ""
         return f"interrupted; resume={run_dir} goes on from the newest checkpoint{why}"
     return "interrupted before the first checkpoint"
 
 
-def _prepare(config: DictConfig, *, run_dir: Path) -> RunConfig:
-    """Check the configuration and begin the run's folder: nothing of an earlier run is overwritten."""
+def _begin_folder(config: DictConfig, *, run_dir: Path) -> RunConfig:
+    """Checks the configuration and writes config.yaml. Raises BadInputError rather than overwrite an earlier run."""
     run_config = from_hydra(config)
     if run_config.resume is None and any((run_dir / name).exists() for name in ("result.json", "metrics.jsonl")):
         raise BadInputError(
@@ -118,23 +118,23 @@ def _prepare(config: DictConfig, *, run_dir: Path) -> RunConfig:
 
 
 def _train(config: RunConfig, *, run_dir: Path, command: str) -> None:
-    from baoc.cli.light import import_metrics
+    from baoc.cli.fast_import import import_torchmetrics
     from baoc.config.environment import write_environment
 
-    import_metrics()
+    import_torchmetrics()
     from baoc.training.run import run
 
-    write_environment(run_dir / "env.json", command=command, argv=SESSION.argv, device=config.device)
+    write_environment(run_dir / "env.json", command=command, argv=STATE.argv, device=config.device)
     run(config, run_dir=run_dir, command=command)
 
 
-def _keep(failure: Failure, *, run_dir: Path, alone: bool) -> None:
-    """`error.json` in the job's folder; a folder that holds nothing else than what Hydra wrote goes again."""
+def _record_failure(failure: Failure, *, run_dir: Path, is_single_run: bool) -> None:
+    """Writes `error.json` into the job's folder; removes a single run's folder that holds only Hydra's files."""
     try:
-        if alone and all(entry.name in _OWN_FILES for entry in run_dir.iterdir()):
+        if is_single_run and all(entry.name in _EARLY_FILES for entry in run_dir.iterdir()):
             shutil.rmtree(run_dir)
             return
         text = json.dumps({"schema": 1, **asdict(failure)}, indent=2)
         (run_dir / ERROR_FILE).write_text(text + "\n", encoding="utf-8")
     except OSError:
-        return  # the disk may be what failed; the failure itself is reported all the same
+        return  # the disk may be what failed; the failure itself is still reported

@@ -1,4 +1,4 @@
-"""`--list NAME`: what there is, one line each, in plain columns."""
+"""`--list NAME`: the available names with one-line descriptions, in plain columns."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,7 +12,7 @@ Rows = list[tuple[str, str]]
 
 
 def lines(name: str) -> list[str]:
-    """The lines of `--list name`. Raises BadInputError that names the lists there are."""
+    """The lines of `--list name`. Raises BadInputError that names the available lists."""
     if name not in LISTS:
         hint = did_you_mean(name, LISTS)
         raise BadInputError(f"--list {name}: there is no such list{hint}\nallowed: {', '.join(LISTS)}")
@@ -58,7 +58,7 @@ def _tasks() -> Rows:
 
 
 def _specs() -> Rows:
-    """Rows with native weights and their bytes of state per parameter, then what may follow: weights, then place."""
+    """Specs with native weights and their state bytes per parameter, then the suffixes for weights and placement."""
     from baoc.core.catalogue import NATIVE, PLACEMENTS, WEIGHTS
     from baoc.core.rule_tags import RULE_INFOS
     from baoc.planning.cost import bytes_per_parameter
@@ -87,7 +87,7 @@ def _allocators() -> Rows:
 def _risks() -> Rows:
     from baoc.planning.risk import RISKS
 
-    presets = [row for row in _options("risk")() if row[0] not in RISKS]  # the same risks with weights of their own
+    presets = [row for row in _options("risk")() if row[0] not in RISKS]  # the same risk models with other weights
     return [*_described(RISKS), *presets]
 
 

@@ -1,4 +1,4 @@
-"""The command: `python run.py ...` and the console script `baoc`, which are the same. Imports nothing heavy."""
+"""The command `python run.py ...`, also installed as the console script `baoc`. Imports nothing heavy."""
 
 import os
 import shutil
@@ -20,22 +20,20 @@ from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError
 from baoc.parallel import refuse_ranks
 
-# What one command may ask Hydra for
-_WAYS = (("-m", "--multirun"), ("-r", "--run"), ("-c", "--cfg"), ("-i", "--info"), ("-sc", "--shell-completion"))
-_FULL_ERROR = "HYDRA_FULL_ERROR"  # with it, Hydra raises its errors instead of printing them and exiting with 1
+# Flags of Hydra that exclude each other
+_HYDRA_FLAGS = (("-m", "--multirun"), ("-r", "--run"), ("-c", "--cfg"), ("-i", "--info"), ("-sc", "--shell-completion"))
+_FULL_ERROR = "HYDRA_FULL_ERROR"  # makes Hydra raise its errors instead of exiting with 1
 
 
 def main(argv: Sequence[str] | None = None, *, single: bool = False) -> int:
-    """Run a command line and return its exit code (docs/troubleshooting.md).
-
-    `single`: it is one run, as a trial's is.
-    """
+    """Runs a command line and returns its exit code (docs/troubleshooting.md). `single`: the command is one run, as
+    that of a trial, which is composed once."""
     given = list(sys.argv[1:] if argv is None else argv)
-    jobs.begin(given)
+    jobs.reset_state(given)
     try:
-        if not _answer(given):
-            _refuse_two_ways(given)
-            if not _shows(given):
+        if not _print_information(given):
+            _refuse_conflicting_flags(given)
+            if not _only_shows(given):
                 refuse_ranks("study" if any(word.startswith("sweeps=") for word in given) else "run")
             register(_overrides(given))
             if single:
@@ -45,83 +43,85 @@ def main(argv: Sequence[str] | None = None, *, single: bool = False) -> int:
                 _run_hydra(given)
         sys.stdout.flush()
         code = 0
-    except BrokenPipeError:  # the reader went away, as in `--list specs | head`
+    except BrokenPipeError:  # the reader has ended, as in `--list specs | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return INTERRUPTED
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         failure = failure_of(error)
         report(failure)
         code = failure.exit_code
-    return _close(code)
+    return _finish(code)
 
 
-def _answer(given: Sequence[str]) -> bool:
-    """Answer what needs no Hydra run: --list, --version, --help. False if `given` asks for none of them."""
+def _print_information(given: Sequence[str]) -> bool:
+    """Handles --list, --version and --help, which need no Hydra run; False if none of them is given."""
     if any(word.split("=")[0] == "--list" for word in given):
         print("\n".join(lines(_list_name(given))))
     elif "--version" in given:
         print(f"baoc {baoc.__version__}")
     elif "--help" in given or "-h" in given:
-        print(usage.text(_overrides(given)))
+        print(usage.help_text(_overrides(given)))
     else:
         return False
     return True
 
 
-def _refuse_two_ways(given: Sequence[str]) -> None:
-    """Hydra's own refusal is a ValueError, which would be told as a bug."""
+def _refuse_conflicting_flags(given: Sequence[str]) -> None:
+    """Raises BadInputError for Hydra flags that exclude each other, since Hydra's ValueError would count as a bug."""
     flags = [word.split("=")[0] for word in given if word.startswith("-")]
-    ways = {names: flag for flag in reversed(flags) for names in _WAYS if _spells(flag, *names)}
-    found = [ways[names] for names in _WAYS if names in ways]
+    requested = {names: flag for flag in reversed(flags) for names in _HYDRA_FLAGS if _is_flag(flag, *names)}
+    found = [requested[names] for names in _HYDRA_FLAGS if names in requested]
     if len(found) > 1:
         shown = "python run.py sweeps=NAME --cfg hydra -p hydra.sweeper"
-        rest = f"; what a sweep is made of is shown without -m: {shown}" if _WAYS[0] in ways else ""
+        rest = f"; what a sweep is made of is shown without -m: {shown}" if _HYDRA_FLAGS[0] in requested else ""
         raise BadInputError(f"{' and '.join(found)} exclude each other: leave one out{rest}")
 
 
-def _shows(given: Sequence[str]) -> bool:
-    """Whether Hydra is asked to tell something, and nothing is run."""
-    return any(_spells(word.split("=")[0], *names) for word in given for names in _WAYS[2:] if word.startswith("-"))
+def _only_shows(given: Sequence[str]) -> bool:
+    """Whether Hydra only prints something and runs nothing."""
+    flags = [word.split("=")[0] for word in given if word.startswith("-")]
+    return any(_is_flag(flag, *names) for flag in flags for names in _HYDRA_FLAGS[2:])
 
 
-def _spells(flag: str, short: str, long: str) -> bool:
-    """Whether Hydra's parser takes `flag` for this one: the beginning of a long name will do, and -cjob for -c job."""
+def _is_flag(flag: str, short: str, long: str) -> bool:
+    """Whether Hydra's parser reads `flag` as this one: it accepts the start of a long name, and -cjob for -c job."""
     begun = len(flag) > 2 and long.startswith(flag)
     return begun or flag == short or (short == "-c" and flag.removeprefix(short) in ("job", "hydra", "all"))
 
 
-def _close(code: int) -> int:
-    """After a multirun, show its frontier. The exit code is the command's, else that of its first failed job."""
-    sweep_dir = jobs.SESSION.sweep_dir
-    study = sweep_dir is not None and (sweep_dir / "study.lock").exists()  # it has told its failures itself
-    failures = jobs.SESSION.failures if sweep_dir is None else [] if study else jobs.failed_jobs(sweep_dir)
+def _finish(code: int) -> int:
+    """Reports the frontier of a multirun; returns the command's exit code, or that of its first failed job."""
+    sweep_dir = jobs.STATE.sweep_dir
+    study = sweep_dir is not None and (sweep_dir / "study.lock").exists()  # it has reported its failures itself
+    failures = jobs.STATE.failures if sweep_dir is None else [] if study else jobs.failed_jobs(sweep_dir)
     if sweep_dir is not None and sweep_dir.is_dir():
         if study and code == BadInputError.exit_code:
-            pass  # refused; what is there already would hide why
+            pass  # refused; a frontier of earlier trials would hide the message
         elif study or any(entry.is_dir() for entry in sweep_dir.iterdir()):
-            _show_frontier(sweep_dir)
+            _report_frontier(sweep_dir)
         else:  # refused before its first job
             shutil.rmtree(sweep_dir)
     return code or next((failure.exit_code for failure in failures), 0)
 
 
-def _show_frontier(sweep_dir: Path) -> None:
+def _report_frontier(sweep_dir: Path) -> None:
     if any(sweep_dir.glob("*/plan.json")):
         from baoc.frontier.planned import planned_frontier
 
         print(f"compare them in {planned_frontier(sweep_dir)}")
         return
-    if not any(found for depth in ("*", "*/*") for found in sweep_dir.glob(f"{depth}/result.json")):  # seeds of a trial
+    results = [*sweep_dir.glob("*/result.json"), *sweep_dir.glob("*/*/result.json")]  # the latter: repeats of a trial
+    if not results:
         print("no run has finished, so there is no frontier", file=sys.stderr)
         return
     try:
-        from baoc.frontier.folders import frontier_of
+        from baoc.frontier.build import frontier_of
         from baoc.frontier.picture import picture_of
         from baoc.frontier.wandb_frontier import log_frontier
 
         found = frontier_of(sweep_dir)
         print(f"compare them in {sweep_dir / 'frontier.html'}")
-        if (sweep_dir / "study.lock").exists():  # a multirun is looked at; a study is mailed around in the morning
+        if (sweep_dir / "study.lock").exists():  # studies run unattended, and their picture is sent around
             picture_of(sweep_dir / "frontier.html")
         log_frontier(sweep_dir, found)
     except Exception as error:
@@ -138,14 +138,14 @@ def _list_name(argv: Sequence[str]) -> str:
 
 
 def _overrides(argv: Sequence[str]) -> list[str]:
-    """The words of a command line that are overrides; while a shell completes one, its words instead."""
+    """The overrides of a command line; during shell completion, those of the line that is being completed."""
     if "COMP_LINE" in os.environ:
         words = os.environ["COMP_LINE"].split()
-        return [word for word in words if not word.startswith("budget=") or _reads_as_budget(word)]
+        return [word for word in words if not word.startswith("budget=") or _is_budget(word)]
     return [word for word in argv if not word.startswith("-")]
 
 
-def _reads_as_budget(word: str) -> bool:
+def _is_budget(word: str) -> bool:
     try:
         parse_budget(word.removeprefix("budget="))
     except BadInputError:
@@ -155,8 +155,8 @@ def _reads_as_budget(word: str) -> bool:
 
 @contextmanager
 def _composed_once() -> Iterator[None]:
-    """Hydra composes every command line twice, the first time to read hydra.mode alone: a sixth of a second of each
-    trial. Without an answer it goes by the command line, which asks for one run."""
+    """Makes Hydra compose once: it composes first for hydra.mode alone, a sixth of a second per trial. Without an
+    answer it follows the command line, which asks for one run."""
     from hydra._internal.hydra import Hydra
 
     get_mode = Hydra.get_mode
@@ -168,7 +168,7 @@ def _composed_once() -> Iterator[None]:
 
 
 def _run_hydra(argv: Sequence[str]) -> None:
-    """Hydra on `argv` as the process's command line, raising its errors; both are put back."""
+    """Runs Hydra with `argv` as the process's command line; raises its errors and restores sys.argv and the flag."""
     old_argv, old_flag = sys.argv, os.environ.get(_FULL_ERROR)
     sys.argv, os.environ[_FULL_ERROR] = [old_argv[0], *argv], "1"
     try:

@@ -1,6 +1,6 @@
-"""One process per run folder: whoever trains in it holds a lock that the system lets go of however the process ends.
+"""One process per run folder: it holds a lock, which the system releases however the process ends.
 
-Two runs in one folder would put each other's metrics aside and mix their checkpoints.
+Two runs in one folder would supersede each other's metrics and mix their checkpoints.
 """
 
 import errno
@@ -23,17 +23,15 @@ _HELD = (errno.EACCES, errno.EAGAIN)
 
 
 class FolderInUseError(BadInputError):
-    """Another process is in this folder, and nothing in it is to be touched."""
+    """Another process runs in this folder; nothing in it may be changed."""
 
 
 @contextmanager
-def claimed(folder: Path) -> Iterator[None]:
-    """Holds `folder` for this process; forked workers do not keep it. Raises FolderInUseError where another does.
-
-    Nothing is held on systems and file systems without such locks, nor where the folder cannot be written: that is told
-    by what is written first.
-    """
-    file = _locked(folder / LOCK)
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Holds the folder's lock; forked workers do not keep it. Raises FolderInUseError if another process holds it. Does
+    nothing on systems and file systems without such locks, or if the folder cannot be written: the first write reports
+    that."""
+    file = _acquire(folder / LOCK)
     try:
         yield
     finally:
@@ -43,7 +41,8 @@ def claimed(folder: Path) -> Iterator[None]:
             file.close()
 
 
-def _locked(path: Path) -> IO[str] | None:
+def _acquire(path: Path) -> IO[str] | None:
+    """The open lock file with this process's name in it; None if the system offers no lock."""
     if fcntl is None:
         return None
     while True:
@@ -66,8 +65,8 @@ def _locked(path: Path) -> IO[str] | None:
         with suppress(FileNotFoundError):
             if os.fstat(file.fileno()).st_ino == path.stat().st_ino:
                 break
-        file.close()  # its holder has just removed it: whoever comes now would lock another one
-    with suppress(OSError):  # a full disk: the lock holds, and who has it is not told
+        file.close()  # its holder has just removed it, and the next process would lock a new file
+    with suppress(OSError):  # on a full disk the lock holds without its holder's name
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()

@@ -1,6 +1,6 @@
-"""`--help`: how a run is asked for, every group with its options, every value as composed.
+"""`--help`: how to start a run, every group with its options, and every value as composed.
 
-Written here because Hydra's own help reads the whole of conf/ again for each group, which takes most of a second.
+Hydra's own help reads all of conf/ again for each group, which takes most of a second.
 """
 
 from collections.abc import Sequence
@@ -32,21 +32,18 @@ lists Hydra's own flags, such as --shell-completion. Exit codes: 0 done, 2 bad i
 the folder for what is kept between runs, instead of the user's cache: tokens, measured seconds, the CPU's library."""
 
 
-def text(overrides: Sequence[str]) -> str:
-    """The help; `overrides` change the values it shows. Raises what composing raises."""
+def help_text(overrides: Sequence[str]) -> str:
+    """The help, with the values that `overrides` compose. Raises what composing raises."""
     composed = OmegaConf.to_yaml(compose(overrides))
+    folders = sorted(folder.name for folder in assets.conf().iterdir() if folder.is_dir() and folder.name != "hydra")
+    groups = [*folders, *COLLECTIONS]
     return "\n".join(
         [
             _HEAD.format(lists=" ".join(LISTS)),
             "\n== Groups (group=option) ==",
-            *(f"{group}: {', '.join(assets.options(group)) or '(none yet)'}" for group in _groups()),
+            *(f"{group}: {', '.join(assets.options(group)) or '(none yet)'}" for group in groups),
             "\n== Values (group.key=value) ==",
             composed,
             _TAIL,
         ]
     )
-
-
-def _groups() -> list[str]:
-    folders = sorted(folder.name for folder in assets.conf().iterdir() if folder.is_dir() and folder.name != "hydra")
-    return [*folders, *COLLECTIONS]

@@ -1,4 +1,4 @@
-"""From a command line to one frozen `RunConfig`: the schema of conf/, its Hydra door, and the command itself.
+"""From conf/ and a command line to one frozen `RunConfig`: schema, validation, composition, resolved defaults.
 
-`schema` and `strict` import no Hydra, so every stage may take a RunConfig; start reading there.
+`schema` and `strict` import no Hydra, so that every stage may take a RunConfig; start reading there.
 """

@@ -1,4 +1,4 @@
-"""Where conf/, experiments/ and sweeps/ lie: inside an installed wheel, or beside the package in a checkout."""
+"""Locates conf/, experiments/ and sweeps/: inside an installed wheel, or beside the package in a checkout."""
 
 from functools import cache
 from pathlib import Path
@@ -22,13 +22,13 @@ def conf() -> Path:
 
 
 def options(group: str) -> dict[str, Path]:
-    """Name -> file of every option of a group of conf/, or of `experiments` or `sweeps`; none where there is none."""
+    """Name -> file of every option of a group of conf/, or of `experiments` or `sweeps`; empty for an unknown group."""
     folder = root() / group if group in ("experiments", "sweeps") else conf() / group
     return {file.stem: file for file in sorted(folder.glob("*.yaml"))}
 
 
 def description(file: Path) -> str:
-    """The first comment of an option's file, which says in one line what it is."""
+    """The first comment of an option's file: its one-line description."""
     for line in file.read_text(encoding="utf-8").splitlines():
         if line.startswith("#") and "@package" not in line:
             return line.lstrip("# ").strip()

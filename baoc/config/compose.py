@@ -1,4 +1,4 @@
-"""Compose a run from overrides without a command line: for tests, trial processes and notebooks."""
+"""Composes a run from overrides without a command line, for tests, trial processes and notebooks."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,8 @@ VERSION_BASE = "1.3"
 
 
 def compose(overrides: Sequence[str] = ()) -> DictConfig:
-    """What `python run.py OVERRIDES` would compose. Raises Hydra's own errors; `problems.explain` words them."""
+    """The configuration that `python run.py OVERRIDES` composes. Raises Hydra's own errors, which
+    `baoc.cli.hydra_errors` translates."""
     register(overrides)
     with initialize_config_dir(config_dir=str(assets.conf()), version_base=VERSION_BASE, job_name="baoc"):
         return hydra_compose(config_name="config", overrides=list(overrides))

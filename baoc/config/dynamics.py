@@ -1,4 +1,4 @@
-"""How the budget changes while a run trains; written under `budget` in conf/, as `budget.schedule` and the like."""
+"""How the budget changes during training; written under `budget` in conf/, as in `budget.schedule`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -12,7 +12,7 @@ KEYS = ("schedule", "relaxation")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleEntry:
-    """`budget` (any spelling) from `step` steps on, or from the first step of `batch` samples on."""
+    """A `budget` (any spelling) that holds from step `step` on, or from the first step with `batch` samples on."""
 
     budget: str | int | float
     step: int | None = None
@@ -20,15 +20,20 @@ class ScheduleEntry:
 
     def __post_init__(self) -> None:
         parse_budget(self.budget)
-        one = (self.step is None) != (self.batch is None)
+        has_one = (self.step is None) != (self.batch is None)
         given = {"step": self.step, "batch": self.batch}
-        require(one, "budget.schedule", given, "entries with either step or batch, as in {step: 200, budget: state_10}")
+        require(
+            has_one,
+            "budget.schedule",
+            given,
+            "entries with either step or batch, as in {step: 200, budget: state_10}",
+        )
         require((self.step or self.batch or 0) >= 1, "budget.schedule", given, "entries of 1 or more steps or samples")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelaxationConfig:
-    """Late in training blocks that have calmed down give up state: see `baoc.training.reallocation.relaxation`."""
+    """Late in training, blocks with calm statistics give up state; see `baoc.training.reallocation.relaxation`."""
 
     from_step: int | None = None
     every: int = 100
@@ -45,12 +50,14 @@ class RelaxationConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicsConfig:
+    """The keys under `budget` that change it during training."""
+
     schedule: tuple[ScheduleEntry, ...] = ()
     relaxation: RelaxationConfig = field(default_factory=RelaxationConfig)
 
 
 def gather_dynamics(budget: Any) -> tuple[Any, dict[str, Any]]:
-    """`budget` of conf/ without what changes it, and that; entries of a schedule get the keys they leave out."""
+    """Splits `budget` of conf/ into the budget and its DynamicsConfig; entries of a schedule get the keys they omit."""
     if not isinstance(budget, Mapping):
         return budget, {}
     found = {key: budget[key] for key in KEYS if key in budget}

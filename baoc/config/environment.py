@@ -1,6 +1,6 @@
-"""What a run was made with, for `env.json` and `result.json`: versions, commit, device, threads, arguments.
+"""The environment of a run for `env.json` and `result.json`: versions, commit, device, threads, arguments.
 
-Holds nothing that names the machine or its user.
+Contains nothing that identifies the machine or its user.
 """
 
 import json
@@ -22,7 +22,7 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES
 
 
 def environment(*, command: str, argv: Sequence[str], device: str) -> dict[str, Any]:
-    """`env.json` as plain values. `device` is what the configuration asks for; what there is stands beside it."""
+    """`env.json` as plain values. `device` is the configured one, stored beside the devices present."""
     return {
         "schema": SCHEMA,
         "baoc": baoc.__version__,
@@ -33,7 +33,7 @@ def environment(*, command: str, argv: Sequence[str], device: str) -> dict[str, 
         "device": {"asked": device, **_devices()},
         "variables": {name: os.environ[name] for name in _THREAD_VARIABLES if name in os.environ},
         "command": command,
-        "argv": list(argv),  # of the whole command; empty in a process of a launcher's
+        "argv": list(argv),  # of the whole command; empty in a launcher's process
     }
 
 
@@ -44,7 +44,7 @@ def write_environment(path: Path, *, command: str, argv: Sequence[str], device: 
 
 @cache
 def commit() -> str:
-    """The commit of the checkout, `-dirty` where tracked files differ from it; `unknown` outside a checkout."""
+    """The checkout's commit, with `-dirty` if tracked files differ from it; `unknown` outside a checkout."""
     root = assets.root()
     if not (root / ".git").exists():
         return "unknown"
@@ -57,7 +57,7 @@ def commit() -> str:
 
 @cache
 def versions() -> dict[str, str]:
-    """Installed versions of what decides a run's numbers; packages that are absent are left out."""
+    """Installed versions of the packages that affect a run's numbers; absent ones are left out."""
     found = {}
     for package in PACKAGES:
         try:

@@ -1,4 +1,4 @@
-"""What a run does about what goes wrong in its middle; conf/config.yaml, `faults`."""
+"""What a run does about non-finite losses; `faults` in conf/config.yaml."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,10 +8,8 @@ from baoc.config.strict import require
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultsConfig:
-    """`nonfinite_loss`: what a NaN or infinite loss costs: its step, the steps back to the last checkpoint, or the run.
-
-    `patience`: such steps in a row that `skip` bears. `max_rewinds`: how often `rewind` goes back in one run.
-    """
+    """`nonfinite_loss`: skip the step, rewind to the last checkpoint, or stop the run. `patience` is the number of such
+    steps in a row after which `skip` stops the run. `max_rewinds` limits `rewind` per run."""
 
     nonfinite_loss: Literal["skip", "rewind", "stop"] = "skip"
     patience: int = 20

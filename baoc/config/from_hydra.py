@@ -1,4 +1,4 @@
-"""The one door from a composed configuration to a RunConfig, and back to plain values for `config.yaml`."""
+"""Converts a composed configuration to a RunConfig, and back to plain values for `config.yaml`."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -23,7 +23,8 @@ from baoc.types import Budget, Role, to_plain
 
 
 def from_hydra(config: DictConfig) -> RunConfig:
-    """A composed configuration -> RunConfig. Raises BadInputError, which names the key, on what the schema refuses."""
+    """The RunConfig of a composed configuration. Raises BadInputError, which names the key, for what the schema
+    refuses."""
     try:
         plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
@@ -34,7 +35,7 @@ def from_hydra(config: DictConfig) -> RunConfig:
 
 
 def from_plain(plain: Mapping[str, Any], *, complete: bool = False) -> RunConfig:
-    """Plain mappings in the shape of conf/ -> RunConfig; what is absent takes its default unless `complete`."""
+    """The RunConfig of plain mappings in the shape of conf/; absent keys take their default unless `complete`."""
     given = {key: value for key, value in plain.items() if key not in ("experiments", "sweeps", "debug")}
     if "trainer" in given:
         _refuse_owned(given["trainer"])
@@ -44,13 +45,13 @@ def from_plain(plain: Mapping[str, Any], *, complete: bool = False) -> RunConfig
     if "budget" in given:
         budget, dynamics = gather_dynamics(given["budget"])
         given["budget"] = _budget_fields(budget)
-        build(DynamicsConfig, dynamics, path="budget")  # where a fault in it is written
+        build(DynamicsConfig, dynamics, path="budget")  # checked here for messages that name keys under `budget`
         given.update({"dynamics": dynamics} if dynamics or complete else {})
     return build(RunConfig, given, complete=complete)
 
 
 def to_conf(config: RunConfig) -> dict[str, Any]:
-    """A RunConfig as plain values in the shape of conf/; `from_plain` reads it back."""
+    """Plain values of a RunConfig in the shape of conf/; the inverse of `from_plain`."""
     plain = to_plain(config)
     plain.update({group: spread(getattr(config, group)) for group in GROUPS})
     plain["budget"] = budget_node(config.budget) | plain.pop("dynamics")
@@ -58,13 +59,13 @@ def to_conf(config: RunConfig) -> dict[str, Any]:
 
 
 def write_config(config: RunConfig, *, path: Path) -> None:
-    """`config.yaml`: every value, interpolations resolved."""
+    """Writes `config.yaml`: every value, with interpolations resolved."""
     text = yaml.safe_dump(to_conf(config), sort_keys=False, default_flow_style=False, allow_unicode=True)
     path.write_text(text, encoding="utf-8")
 
 
 def read_config(path: Path) -> RunConfig:
-    """What `write_config` wrote, by this version or an older one. Raises BadInputError."""
+    """Reads a `config.yaml` of this version or an older one. Raises BadInputError if it is unreadable or invalid."""
     try:
         plain = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -75,7 +76,7 @@ def read_config(path: Path) -> RunConfig:
 
 
 def check_names(config: RunConfig) -> None:
-    """BadInputError for a name that nothing holds: model, dataset, task, allocator, risk, term, spec, role, path."""
+    """Raises BadInputError for an unknown model, dataset, task, allocator, risk, term, spec, role or path."""
     from baoc.core.catalogue import select
     from baoc.planning.allocators import ALLOCATORS
     from baoc.planning.risk import RISKS
@@ -101,7 +102,7 @@ def check_names(config: RunConfig) -> None:
 
 
 def _check_task(config: RunConfig) -> None:
-    """The model and the data must serve the task: the network's output and the batches must fit the loss."""
+    """Raises BadInputError unless the model's output and the data's batches fit the task's loss."""
     from baoc.data import require_task
     from baoc.models import MODELS
 

@@ -1,7 +1,7 @@
-"""What Hydra cannot find in conf/ by itself: sizes used as a budget, and the files of experiments/ and sweeps/.
+"""ConfigStore nodes that conf/ has no file for: sizes used as a budget, and the files of experiments/ and sweeps/.
 
-Each becomes a ConfigStore node before composing, so `budget=7.5gb` and `experiments=NAME` work like any other option. A
-node of a name that conf/ has a file for would never be read.
+They are registered before composing, so that `budget=7.5gb` and `experiments=NAME` work like any other option. Hydra
+prefers a file of conf/ to a node of the same name.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,15 +21,12 @@ from baoc.errors import BadInputError
 from baoc.types import Budget
 
 COLLECTIONS = ("experiments", "sweeps")
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # several times faster; PyYAML may be built without it
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # several times faster, where PyYAML is built with it
 
 
 def register(overrides: Sequence[str] = ()) -> None:
-    """Make every size that `overrides`, an experiment or a sweep names an option of `budget`.
-
-    Raises BadInputError if one is malformed. Also registers the experiments and sweeps themselves and the resolvers
-    that conf/ uses. Safe to call again.
-    """
+    """Registers the resolvers, the experiments, the sweeps, and every size that these or `overrides` use as a budget.
+    May be called again. Raises BadInputError for a malformed size."""
     register_resolvers()
     register_budgets(budget_values(overrides))
     for group in COLLECTIONS:
@@ -40,7 +37,7 @@ def register(overrides: Sequence[str] = ()) -> None:
 
 
 def register_budgets(values: Iterable[str]) -> None:
-    """ConfigStore nodes for those `values` that no file of conf/budget has."""
+    """Registers a node for each of `values` that is no preset."""
     for value in values:
         if value not in PRESETS:
             node = budget_node(parse_budget(value))
@@ -62,7 +59,7 @@ def budget_node(budget: Budget) -> dict[str, Any]:
 
 
 def budget_values(overrides: Sequence[str]) -> list[str]:
-    """The options that `overrides` ask of the group `budget`, those of a sweep one by one."""
+    """The options of the group `budget` that `overrides` select, those of a sweep one by one."""
     values: list[str] = []
     for text in overrides:
         if not text.lstrip("+").startswith("budget="):
@@ -70,7 +67,7 @@ def budget_values(overrides: Sequence[str]) -> list[str]:
         try:
             (override,) = OverridesParser.create().parse_overrides([text])
         except HydraException:
-            continue  # composing will refuse it, with Hydra's own position of the fault
+            continue  # composing refuses it, with the position of the fault
         values += _values(override)
     return values
 
@@ -80,14 +77,14 @@ def register_resolvers() -> None:
 
 
 def job_folder(num: int, summary: str) -> str:
-    """`0_budget=4gb`: the folder of a multirun's job, from its number and its overrides, safe in any file system."""
+    """`0_budget=4gb`: the folder name of a multirun's job, from its number and overrides, safe in any file system."""
     safe = "".join(char if char.isalnum() or char in "_.=,+-" else "-" for char in summary)
     return f"{num}_{safe[:80]}".rstrip("_.")
 
 
 def _values(override: Override) -> list[str]:
     if override.is_sweep_override():
-        if not override.is_discrete_sweep() or isinstance(override.value(), Glob):  # which matches files only
+        if not override.is_discrete_sweep() or isinstance(override.value(), Glob):  # a glob matches files only
             return []
         sweep = override.sweep_string_iterator()
         return [_unquoted(value) for value in sweep]

@@ -1,7 +1,8 @@
-"""Options that a model, task or data set declares in its own row: written flat beside `name`, checked against the row.
+"""Options that a model, task or data set declares in its registry row: flat keys beside `name`, checked against the
+row.
 
-So `model.dropout`, `task.label_smoothing` and `dataset.val_fraction` are keys like any other, and a family that brings
-an option of its own changes its row and its file in conf/ only.
+`model.dropout`, `task.label_smoothing` and `dataset.val_fraction` are therefore keys like any other, and a new option
+changes its row and its file in conf/ only.
 """
 
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from baoc.types import to_plain
 
 
 class Row(Protocol):
-    """What a row of MODELS, TASKS or DATASETS says of its options: their defaults, and types that these do not tell."""
+    """A row of MODELS, TASKS or DATASETS: defaults of its options, and types that the defaults do not show."""
 
     @property
     def options(self) -> Mapping[str, Any]: ...
@@ -28,10 +29,8 @@ GROUPS: Mapping[str, Any] = {"task": TaskConfig, "model": ModelConfig, "dataset"
 
 
 def gather(group: str, given: object, *, complete: bool) -> dict[str, Any]:
-    """A flat node of `group` as its dataclass wants it: what is not a field of its own moves into `options`.
-
-    What is absent takes the row's default unless `complete`. BadInputError for an unknown name, key or type.
-    """
+    """Moves keys of a flat node that are not fields of the group's dataclass into `options`. Absent options take the
+    row's default unless `complete`. Raises BadInputError for an unknown name or key, or a wrong type."""
     if not isinstance(given, Mapping):
         raise BadInputError(f"{group} must be a group of keys, not {plain_text(given)}: choose it with {group}=NAME")
     registry, own = registry_of(group), own_keys(group)
@@ -58,13 +57,13 @@ def own_keys(group: str) -> list[str]:
 
 
 def spread(config: TaskConfig | ModelConfig | DatasetConfig) -> dict[str, Any]:
-    """The flat node again: options beside the group's own fields."""
+    """The inverse of `gather`: options as flat keys beside the group's own fields."""
     plain = to_plain(config)
     return {**{key: value for key, value in plain.items() if key != "options"}, **plain["options"]}
 
 
 def type_of(row: Row, key: str) -> Any:
-    """The type an option must have: declared, else that of its default; null beside text where the default is null."""
+    """The type of an option: the declared one, or that of its default; text or null for a default of null."""
     if key in row.option_types:
         return row.option_types[key]
     default = row.options[key]

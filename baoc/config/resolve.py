@@ -1,6 +1,6 @@
-"""What `auto` and null mean on the device at hand: size of the model, learning rate, micro-batch and precision.
+"""Replaces `auto` and null by values for the device: model size, learning rate, micro-batch and precision.
 
-`config.yaml` keeps what the user said; from here on every stage reads plain values.
+`config.yaml` keeps what the user set; all later stages read the resolved values.
 """
 
 from dataclasses import dataclass, replace
@@ -12,11 +12,9 @@ from baoc.models import ModelSize, choose_size
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
-    """`reasons`: one sentence for each value that was chosen, for the start-up summary.
-
-    `open`: micro-batch and checkpointing are still to be decided (`training.measure.microbatch_search`);
-    `micro_batch` is a stand-in then.
-    """
+    """A resolved configuration. `reasons` has one sentence per chosen value, for the start-up summary. `open`: the
+    micro-batch search still decides micro-batch and checkpointing (`training.measure.microbatch_search`), and
+    `micro_batch` is a placeholder."""
 
     config: RunConfig
     size: ModelSize
@@ -25,45 +23,43 @@ class Resolved:
     open: bool = False
 
 
-STAND_IN = 8  # samples of the batch that trials are made of
+STAND_IN = 8  # samples of the example batch while the micro-batch is undecided
 
 
 def is_open(config: RunConfig, *, device: str) -> bool:
-    """Whether micro-batch, checkpointing and allocation are to be decided together.
-
-    They are where the user says so (micro_batch=auto, or an objective other than quality), and by themselves on CUDA
-    where memory is limited and no micro-batch is given; released gradients make one of the whole batch.
-    """
+    """Whether the micro-batch search decides micro-batch, checkpointing and allocation together. It does on request
+    (micro_batch=auto, or an objective other than quality), and by default on CUDA with limited memory and no given
+    micro-batch. Released gradients need the whole batch as one micro-batch."""
     if config.mode == "eval":
         return False
-    asked = config.micro_batch == "auto" or config.objective != "quality"
-    if config.optim.release_gradients and not asked:
+    requested = config.micro_batch == "auto" or config.objective != "quality"
+    if config.optim.release_gradients and not requested:
         return False
     limited = config.budget.memory_bytes is not None or config.budget.name == "auto"
-    taken = config.trainer.precision in (None, "auto", "32-true", "bf16-mixed")
-    return asked or (device == "cuda" and config.micro_batch is None and limited and taken)
+    supported = config.trainer.precision in (None, "auto", "32-true", "bf16-mixed")
+    return requested or (device == "cuda" and config.micro_batch is None and limited and supported)
 
 
 def divisor(number: int, *, most: int) -> int:
-    """The largest whole part of `number` that is at most `most`."""
+    """The largest divisor of `number` that is at most `most`."""
     return max(n for n in range(1, min(number, most) + 1) if number % n == 0)
 
 
 def resolve(config: RunConfig, *, device: str) -> Resolved:
-    """`config` with every choice made that depends on the device (`cpu` or `cuda`); what the user set stays."""
+    """`config` with every device-dependent value chosen (`cpu` or `cuda`); values that the user set stay."""
     choice = choose_size(config.model.name, size=config.model.size, device=device)
     size, reasons = choice.size, []
     optim, trainer, micro_batch = config.optim, config.trainer, config.micro_batch
     if optim.lr is None:
         optim = replace(optim, lr=size.lr)
         reasons.append(f"optim.lr={size.lr:g} suits {config.model.name} {size.name}")
-    small = config.model.activations == "bf16"
+    is_bf16 = config.model.activations == "bf16"
     if trainer.precision == "auto":
-        trainer = replace(trainer, precision="bf16-mixed" if device == "cuda" or small else "32-true")
+        trainer = replace(trainer, precision="bf16-mixed" if device == "cuda" or is_bf16 else "32-true")
         reasons.append(
-            f"trainer.precision={trainer.precision} " + ("for model.activations=bf16" if small else f"on {device}")
+            f"trainer.precision={trainer.precision} " + ("for model.activations=bf16" if is_bf16 else f"on {device}")
         )
-    if small and trainer.precision not in ("bf16-mixed", "bf16-true", "bf16"):
+    if is_bf16 and trainer.precision not in ("bf16-mixed", "bf16-true", "bf16"):
         raise BadInputError(
             f"model.activations=bf16 needs layers that take bf16, but trainer.precision={trainer.precision} runs them "
             "in their weights' own type: set trainer.precision=bf16-mixed, or model.activations=null"

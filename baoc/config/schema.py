@@ -1,7 +1,7 @@
-"""What a run is, as frozen values: one dataclass per group of conf/, and `RunConfig` that holds them all.
+"""The configuration of a run as frozen dataclasses: one per group of conf/, and `RunConfig` with all of them.
 
-Free of Hydra and torch. A field's type is what `strict.build` checks; a field's default is what conf/ writes again, so
-that a RunConfig can also be made in a test without composing. Checks of one value sit in its own `__post_init__`.
+Free of Hydra and torch. `strict.build` checks the field types. Defaults repeat those of conf/, so that a test can make
+a RunConfig without composing. Each class checks its values in `__post_init__`.
 """
 
 import re
@@ -20,7 +20,8 @@ from baoc.types import Budget
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskConfig:
-    """What is learned: the loss and metric of `baoc.tasks`, brought by the model. `options` are those of its row."""
+    """The task, which sets loss and metric (`baoc.tasks`); the model brings it. `options` are those of its registry
+    row."""
 
     name: str = "vision"
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -28,10 +29,9 @@ class TaskConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraConfig:
-    """Low-rank adapters (peft) on the layers that `targets` match; the rest is frozen. `rank` null is none.
-
-    `alpha` null is twice the rank. `targets`: ends of module names; empty takes every linear layer but the head.
-    """
+    """Low-rank adapters (peft) on the layers that `targets` match; all other parameters are frozen. `rank` null means
+    no adapters, `alpha` null twice the rank. `targets` are suffixes of module names; empty selects every linear layer
+    except the head."""
 
     rank: int | None = None
     alpha: float | None = None
@@ -48,13 +48,13 @@ class LoraConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Which network, and what is done to it. `options` are its own (see `baoc.models.MODELS`), written beside `size`.
+    """The network and its preparation. `options` are its own (`baoc.models.MODELS`), written as keys beside `size`.
 
-    `pretrained`: a folder or safetensors file to start from; null is a random start. `new_head` leaves out its head,
+    `pretrained`: a folder or safetensors file to start from; null starts at random. `new_head` skips the file's head,
     for other classes. `freeze`: patterns of parameter names that are not trained. `checkpointing` recomputes
-    activations in the backward pass; null leaves it to the decision over micro-batches, and is off where none is taken.
-    `activations`: bf16 keeps norms and the residual stream in bf16 too, where bf16-mixed alone makes them float32.
-    `compile` is torch.compile.
+    activations in the backward pass; null leaves it to the micro-batch search, and is off without one. `activations`:
+    bf16 keeps norms and the residual stream in bf16 too, which bf16-mixed alone computes in float32. `compile` applies
+    torch.compile.
     """
 
     name: str = "vit"
@@ -75,7 +75,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetConfig:
-    """Which data. `path` is where it lies; null takes what is embedded or installed. `options` are those of its row."""
+    """The data set. `path` null uses the embedded or installed data. `options` are those of its registry row."""
 
     name: str = "digits"
     path: str | None = None
@@ -84,11 +84,9 @@ class DatasetConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlocksConfig:
-    """How parameters become blocks: the model's own declaration first, then `patterns`, then `by`.
-
-    `patterns` are (block name, regular expression or glob) pairs, first match wins. `merge` is the penalty per segment
-    of the dynamic program that merges neighbours that behave alike; null merges nothing.
-    """
+    """How parameters are grouped into blocks: by the model's own declaration, then by `patterns`, then by `by`.
+    `patterns` are (block name, regular expression or glob) pairs; the first match wins. `merge` is the penalty per
+    segment of the dynamic program that merges similar neighbours; null merges nothing."""
 
     by: Literal["layer_role", "layer", "role", "tensor", "model"] = "layer_role"
     patterns: tuple[tuple[str, str], ...] = ()
@@ -101,7 +99,7 @@ class BlocksConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CatalogueConfig:
-    """Which specs the allocator may choose from (names or globs), and the roles that stay on fp32 AdamW."""
+    """The specs that the allocator may choose (names or globs), and the roles that stay on fp32 AdamW."""
 
     specs: tuple[str, ...] = ("*",)
     keep_fp32_roles: tuple[str, ...] = ("embedding", "head", "norm")
@@ -112,7 +110,7 @@ class CatalogueConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RiskConfig:
-    """Which risk model, and the weight of each of its terms (missing ones count 1)."""
+    """The risk model, and the weights of its terms (1 if absent)."""
 
     name: str = "statistics"
     weights: Mapping[str, float] = field(default_factory=dict)
@@ -124,7 +122,7 @@ class RiskConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorConfig:
-    """Which allocator. `every`: of host_every_kth alone, which k: one block in so many is streamed."""
+    """The allocator. `every` is the k of host_every_kth: one block in k is streamed."""
 
     name: str = "exact"
     every: int | None = None
@@ -136,12 +134,12 @@ class AllocatorConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReallocationConfig:
-    """When the allocation is chosen anew. Steps are optimizer steps.
+    """When the allocation is chosen again. All steps are optimizer steps.
 
-    `warmup_steps`: profiled before the first reallocation. `interval`: between later ones (interval, drift).
-    `drift_threshold`: relative change of a block's statistics that counts as drift. `min_gain`: the share of the
-    total risk that a proposal must save to be worth its moves. `update_rms`: what the size of updates is matched to
-    after a decision, AdamW's usual one or the one on the profiled gradients.
+    `warmup_steps` are profiled before the first reallocation. `interval` separates later ones (modes interval and
+    drift). `drift_threshold` is the relative change of a block's statistics that counts as drift. `min_gain` is the
+    share of the total risk that a proposal must save. `update_rms` is the size that updates are matched to after a
+    reallocation: AdamW's usual one, or that on the profiled gradients.
     """
 
     mode: Literal["off", "once", "interval", "drift"] = "off"
@@ -160,15 +158,14 @@ class ReallocationConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimConfig:
-    """What every rule shares. `warmup_fraction` of the steps rise linearly to `lr`, then `schedule` goes on.
+    """Settings that all update rules share.
 
-    A cosine ends at `final_lr_fraction` of `lr`. `lr` null is what suits the model's size.
-
-    `matching`: what rules without momentum are scaled to, AdamW's update without its momentum, or AdamW's (`rms`).
-
-    `nonfinite`: what a NaN or infinity in a gradient costs: its element, its step, or the run. `release_gradients`:
-    each block is stepped in backward and drops its gradients; a batch is one micro-batch then. Null leaves it to the
-    decision over micro-batches, and is off where none is taken.
+    The learning rate rises linearly to `lr` over `warmup_fraction` of the steps, then follows `schedule`; cosine ends
+    at `final_lr_fraction` of `lr`. `lr` null depends on the model's size. `matching` scales rules without momentum to
+    AdamW's update without its momentum (`displacement`), or to AdamW's (`rms`). `nonfinite`: a NaN or infinity in a
+    gradient skips its element, skips its step, or stops the run. `release_gradients` steps each block in backward and
+    frees its gradients, which needs one micro-batch per batch; null leaves it to the micro-batch search, and is off
+    without one.
     """
 
     lr: float | None = None
@@ -199,7 +196,7 @@ class OptimConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WandbConfig:
-    """`mode=auto`: online where there is a key, else offline; the run never waits for a network."""
+    """`mode=auto` is online if there is a key and a network, else offline; the run never waits for a network."""
 
     project: str = "baoc"
     entity: str | None = None
@@ -216,9 +213,9 @@ class LoggerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
-    """`every_n_steps` and `every_minutes`: whichever comes first, null for never; the last step is always written.
-    `keep`: how many of the newest stay. `export`: the weights of a finished run as safetensors, which the model's
-    library loads."""
+    """A checkpoint is written every `every_n_steps` or `every_minutes`, whichever comes first (null: never), and at the
+    end. `keep` is the number of newest checkpoints to keep. `export` writes the final weights as safetensors for the
+    model's library."""
 
     every_n_steps: int | None = None
     every_minutes: float | None = 10.0  # a killed run of hours has lost minutes, and a short one loses no time
@@ -235,7 +232,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """One run, whole: what `baoc.training.run.run` is given and what `config.yaml` in the run folder says."""
+    """One run: the argument of `baoc.training.run.run` and the content of `config.yaml` in the run folder."""
 
     name: str = "run"
     seed: int = 0
@@ -294,7 +291,7 @@ class RunConfig:
 
     @property
     def micro_batch_size(self) -> int:
-        """Samples per forward and backward."""
+        """Samples per forward and backward pass."""
         return self.micro_batch if isinstance(self.micro_batch, int) else self.batch_size
 
     @property

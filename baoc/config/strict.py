@@ -1,7 +1,6 @@
-"""Plain mappings -> dataclasses, refusing what a schema does not name or type.
+"""Builds dataclasses from plain mappings; unknown keys and wrong types are errors.
 
-Hydra composes; this decides. Every refusal names the key as it is written on the command line, what was given, what is
-allowed, and the closest name where one is close.
+Each message names the key as the command line writes it, the given value, the allowed ones, and similar names.
 """
 
 import types
@@ -18,7 +17,7 @@ T = TypeVar("T")
 
 
 def require(condition: bool, key: str, value: object, allowed: str) -> None:
-    """BadInputError that names `key`, its `value` and what is `allowed`, unless `condition` holds."""
+    """Raises BadInputError with `key`, its `value` and what is `allowed`, unless `condition` holds."""
     if not condition:
         raise BadInputError(f"{key}={plain_text(value)} is not allowed: it must be {allowed}")
 
@@ -31,9 +30,11 @@ def plain_text(value: object) -> str:
 
 
 def build(cls: type[T], given: object, *, path: str = "", complete: bool = False) -> T:
-    """An instance of the dataclass `cls` from a mapping; `path` is where the mapping stands, as in `optim`.
+    """An instance of the dataclass `cls` from a mapping.
 
-    Fields that are absent take their default, unless `complete` asks for every one.
+    Args:
+        path: key of the mapping, as in `optim`.
+        complete: absent fields are errors instead of taking their default.
     """
     where = path or "the configuration"
     if not isinstance(given, Mapping):
@@ -54,20 +55,20 @@ def build(cls: type[T], given: object, *, path: str = "", complete: bool = False
 
 
 def unknown_key(key: str, *, allowed: Iterable[str], path: str = "") -> BadInputError:
-    """The refusal of a key that `path` does not have."""
+    """The error for a key that `path` does not have."""
     prefix = f"{path}." if path else ""
     hint = did_you_mean(key, allowed, prefix=prefix)
     return BadInputError(f"unknown key {prefix}{key}{hint}\n{path or 'a run'} has: {', '.join(allowed)}")
 
 
 def did_you_mean(given: str, allowed: Iterable[str], *, prefix: str = "") -> str:
-    """`; did you mean a or b?`, or nothing where no name is close."""
+    """`; did you mean a or b?`, or empty if no name is similar."""
     close = get_close_matches(given, list(allowed), n=3, cutoff=0.6)
     return f"; did you mean {' or '.join(prefix + name for name in close)}?" if close else ""
 
 
 def convert(value: Any, hint: Any, *, key: str, complete: bool = False) -> Any:
-    """`value` as the type `hint` says, or BadInputError. Ints are taken for floats, lists for tuples; nothing else."""
+    """`value` as the type `hint`; raises BadInputError. An int converts to float, a list to a tuple, nothing else."""
     origin = typing.get_origin(hint)
     if is_dataclass(hint):
         return build(cast(type, hint), value, path=key, complete=complete)
@@ -134,7 +135,7 @@ def _wrong_type(value: object, hint: Any, *, key: str) -> BadInputError:
 
 
 def describe(hint: Any) -> str:
-    """A type in the words of a message."""
+    """A type in words, for messages."""
     names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
     if hint in names:
         return names[hint]

@@ -1,4 +1,4 @@
-"""Lightning's Trainer arguments as conf/trainer has them: which are passed through, and which BAOC decides itself."""
+"""Lightning's Trainer arguments in conf/trainer: those passed through, and those that BAOC sets itself."""
 
 import re
 from collections.abc import Mapping
@@ -28,19 +28,16 @@ TRAINER_OWNED: Mapping[str, str] = {
     "use_distributed_sampler": "one device per run until several are supported",
 }
 
-
 PRECISIONS = ("auto", "32-true", "32", "bf16-mixed", "bf16-true", "bf16", "16-mixed", "16-true", "16", "64-true", "64")
 
-_SHARES = ("val_check_interval", "limit_train_batches", "limit_val_batches", "overfit_batches")  # or whole numbers
+# Each a whole number of batches, or a share from 0.0 to 1.0.
+_SHARES = ("val_check_interval", "limit_train_batches", "limit_val_batches", "overfit_batches")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerConfig:
-    """Lightning's Trainer arguments under their own names and defaults, passed through as they are.
-
-    Arguments that BAOC decides are in TRAINER_OWNED, each with what to set instead. `precision=auto` is decided when
-    the device is known (`baoc.config.resolve`).
-    """
+    """Lightning's Trainer arguments with their own names and defaults. TRAINER_OWNED lists the arguments that BAOC
+    sets, each with the setting to use instead. `precision=auto` is resolved for the device (`baoc.config.resolve`)."""
 
     precision: int | str | None = None
     max_epochs: int | None = None
@@ -75,15 +72,15 @@ class TrainerConfig:
             require(clip >= 0, "trainer.gradient_clip_val", clip, "zero or more, or null for no clipping")
         for key in ("max_epochs", *_SHARES[:3], "check_val_every_n_epoch"):
             value = getattr(self, key)
-            some = value is None or value > 0 or (key, value) == ("max_epochs", -1)
-            require(some, f"trainer.{key}", value, "more than 0, for else nothing is trained or validated")
+            is_positive = value is None or value > 0 or (key, value) == ("max_epochs", -1)
+            require(is_positive, f"trainer.{key}", value, "more than 0, since 0 trains or validates nothing")
         for key in _SHARES:
             value = getattr(self, key)
-            share = not isinstance(value, float) or 0 <= value <= 1
-            require(share, f"trainer.{key}", value, "a whole number of batches, or a share from 0.0 to 1.0")
+            is_valid = not isinstance(value, float) or 0 <= value <= 1
+            require(is_valid, f"trainer.{key}", value, "a whole number of batches, or a share from 0.0 to 1.0")
         if self.max_time is not None:
-            days = re.fullmatch(r"\d+:\d\d:\d\d:\d\d", self.max_time) is not None
-            require(days, "trainer.max_time", self.max_time, "days:hours:minutes:seconds, as in '00:12:00:00'")
+            is_duration = re.fullmatch(r"\d+:\d\d:\d\d:\d\d", self.max_time) is not None
+            require(is_duration, "trainer.max_time", self.max_time, "days:hours:minutes:seconds, as in '00:12:00:00'")
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments for `lightning.Trainer`."""

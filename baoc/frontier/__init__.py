@@ -1,1 +1,1 @@
-"""What budgets bought: Pareto fronts of finished runs, their tables, the page, and their W&B run."""
+"""Pareto frontiers of finished runs: tables, the HTML page, and a W&B run."""

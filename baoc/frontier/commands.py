@@ -1,4 +1,4 @@
-"""What the commands of `python -m baoc.sweep.NAME` share: an error of the user's is one line, and exit code 2."""
+"""Entry points of the `python -m baoc.sweep.NAME` commands: a user's error is one line and exit code 2."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -6,11 +6,11 @@ from functools import wraps
 
 from baoc.errors import BaocError
 
-Arguments = Sequence[str] | None  # None: those of the process
+Arguments = Sequence[str] | None  # None: sys.argv[1:]
 
 
 def command(main: Callable[[Arguments], int | None]) -> Callable[..., int]:
-    """`main(argv)` as an entry point: its exit code, 0 where it gives none, 2 where it raises what a user can mend."""
+    """Decorates `main(argv)`: its exit code or 0; 2 with a one-line message for a BaocError or OSError."""
 
     @wraps(main)
     def run(argv: Arguments = None) -> int:

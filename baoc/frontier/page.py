@@ -1,6 +1,6 @@
 """frontier.html: one page that compares frontiers and opens without a network.
 
-Everything the page shows is computed here and lies in it as JSON; its script only filters and draws.
+All values are computed here and embedded as JSON; the page's script only filters and draws.
 """
 
 import csv
@@ -13,43 +13,43 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from baoc.frontier.kinds import (
+from baoc.frontier.comparable_runs import (
     Grouping,
-    Names,
-    apart,
+    RunLabels,
     by_family,
-    by_kind,
     by_study,
     failed_jobs,
-    frontier_of_kind,
-    histories,
-    knees,
-    names_of,
-    of_several_studies,
-    quality_of,
-    volumes,
+    group_by_workload,
+    has_several_studies,
+    hypervolume_histories,
+    hypervolume_shares,
+    knee_labels,
+    label_runs,
+    labels_with_study,
+    quality_objective,
+    workload_frontier,
 )
-from baoc.frontier.runs import Kind, RunFolder, result_of
-from baoc.frontier.verdict import Entry, Level, levels, sentence
+from baoc.frontier.runs import RunFolder, Workload, result_of
+from baoc.frontier.summary import ComparedPoint, MemoryLevel, best_at_levels, summary_sentence
 from baoc.tracking.files import read_json, read_jsonl, write_text
 from baoc.types import FrontierPoint
 
-MOST_CURVE_POINTS = 200
+MAX_CURVE_POINTS = 200
 
 
 def page_data(runs: Sequence[RunFolder], *, title: str) -> dict[str, Any]:
-    """What the page shows, as plain values: per kind of run its points, hypervolumes and blocks; the failed jobs."""
-    names = names_of(runs)
+    """The page's JSON: points, hypervolumes and blocks per workload (`kinds`), and the failed jobs."""
+    names = label_runs(runs)
     jobs = failed_jobs(runs, names=names)
     return {
         "title": title,
-        "kinds": [_kind(kind, members, names=names) for kind, members in by_kind(runs)],
+        "kinds": [_workload_data(workload, members, names=names) for workload, members in group_by_workload(runs)],
         "failed": [{"run": job.run, "label": job.label, "code": job.exit_code, "message": job.message} for job in jobs],
     }
 
 
 def write_page(runs: Sequence[RunFolder], *, path: Path, title: str) -> None:
-    """Writes the page, Plotly's script included (about 4.5 MB)."""
+    """Writes the page with Plotly's script in it (about 4.5 MB)."""
     from plotly.offline import get_plotlyjs
 
     assets = files("baoc.frontier") / "assets"
@@ -65,61 +65,65 @@ def write_page(runs: Sequence[RunFolder], *, path: Path, title: str) -> None:
     write_text(path, text)
 
 
-def _kind(kind: Kind, runs: Sequence[RunFolder], *, names: Names) -> dict[str, Any]:
-    """Compared by family; `study` has what differs where runs of several studies are compared by these."""
-    task, model, dataset, quality = kind
-    told = {
+def _workload_data(workload: Workload, runs: Sequence[RunFolder], *, names: RunLabels) -> dict[str, Any]:
+    """One workload, grouped by family; `study` has the groups by study if there are several."""
+    task, model, dataset, quality = workload
+    data = {
         "name": " / ".join(part for part in (task, model, dataset) if part),
         "quality": quality,
-        "higher": quality_of(runs).higher_is_better,
+        "higher": quality_objective(runs).higher_is_better,
         "runs": [run.name for run in runs],
         "study": None,
     }
-    told |= _view(runs, names=names, group=by_family, metric=quality)
-    if of_several_studies(runs):
-        told["study"] = _view(runs, names=names, group=by_study, metric=quality)
-    return told
+    data |= _group_data(runs, names=names, group=by_family, metric=quality)
+    if has_several_studies(runs):
+        data["study"] = _group_data(runs, names=names, group=by_study, metric=quality)
+    return data
 
 
-def _view(runs: Sequence[RunFolder], *, names: Names, group: Grouping, metric: str) -> dict[str, Any]:
-    objective = quality_of(runs)
-    own_names = apart(runs, names=names) if group is by_study else names
+def _group_data(runs: Sequence[RunFolder], *, names: RunLabels, group: Grouping, metric: str) -> dict[str, Any]:
+    objective = quality_objective(runs)
+    own_names = labels_with_study(runs, names=names) if group is by_study else names
     seeds: dict[str, list[RunFolder]] = {}
     for run in runs:
         seeds.setdefault(own_names[run.path], []).append(run)
-    points = frontier_of_kind(runs, names=own_names).points
+    points = workload_frontier(runs, names=own_names).points
     groups = [group(seeds[entry.label][0]) for entry in points]
     entries = [_entry(entry, seeds[entry.label], family=own) for entry, own in zip(points, groups, strict=True)]
-    whole = max(result_of(run)["state_bytes_adamw"] for run in runs)
-    found = levels(entries, quality=objective, adamw_bytes=whole)
-    plain = {entry.label: names[seeds[entry.label][0].path] for entry in points}
-    brief, often = short_names(list(dict.fromkeys(plain.values()))), Counter(plain.values())
+    adamw_bytes = max(result_of(run)["state_bytes_adamw"] for run in runs)
+    levels = best_at_levels(entries, quality=objective, adamw_bytes=adamw_bytes)
+    setting = {entry.label: names[seeds[entry.label][0].path] for entry in points}
+    brief, counts = short_names(list(dict.fromkeys(setting.values()))), Counter(setting.values())
     short = {
-        entry.label: (f"{own}: " if often[plain[entry.label]] > 1 else "") + brief[plain[entry.label]]
+        entry.label: (f"{own}: " if counts[setting[entry.label]] > 1 else "") + brief[setting[entry.label]]
         for entry, own in zip(points, groups, strict=True)
     }
+    summary = summary_sentence(entries, levels, metric=metric, quality=objective, adamw_bytes=adamw_bytes)
+    steps = _steps(runs)
+    if not steps.isdigit():
+        summary = f"Unlike runs: they trained for {steps} steps; give runs of one length. {summary}"
     return {
-        "about": _about(runs, points=len(entries)),
-        "verdict": _warning(runs) + sentence(entries, found, metric=metric, quality=objective, adamw_bytes=whole),
-        "levels": [_level(level, short=short) for level in found],
+        "about": _describe_runs(runs, points=len(entries)),
+        "verdict": summary,
+        "levels": [_level(level, short=short) for level in levels],
         "points": [
             _point(entry, seeds[entry.label], family=own, short=short[entry.label])
             for entry, own in zip(points, groups, strict=True)
         ],
-        "volumes": volumes(points, groups=groups, quality=objective),
-        "histories": histories(runs, group=group),
-        "knees": knees(points, quality=objective),
+        "volumes": hypervolume_shares(points, groups=groups, quality=objective),
+        "histories": hypervolume_histories(runs, group=group),
+        "knees": knee_labels(points, quality=objective),
     }
 
 
-def _entry(point: FrontierPoint, seeds: Sequence[RunFolder], *, family: str) -> Entry:
+def _entry(point: FrontierPoint, seeds: Sequence[RunFolder], *, family: str) -> ComparedPoint:
     result = result_of(seeds[0])
     budget = result["budget"]
     limit = int(budget["limit"]) if budget["kind"] == "memory" and budget["limit"] else None
-    return Entry(point=point, family=family, allocator=result["allocator"], memory_limit=limit)
+    return ComparedPoint(point=point, family=family, allocator=result["allocator"], memory_limit=limit)
 
 
-def _level(level: Level, *, short: Mapping[str, str]) -> dict[str, Any]:
+def _level(level: MemoryLevel, *, short: Mapping[str, str]) -> dict[str, Any]:
     best = {
         family: {
             "quality": entry.point.quality,
@@ -133,8 +137,8 @@ def _level(level: Level, *, short: Mapping[str, str]) -> dict[str, Any]:
     return {"name": level.name, "best": best}
 
 
-def _about(runs: Sequence[RunFolder], *, points: int) -> str:
-    """What the points are, for who did not start them."""
+def _describe_runs(runs: Sequence[RunFolder], *, points: int) -> str:
+    """The number of runs, parameters, steps, seeds and points, for readers who did not start them."""
     seeds = len({result_of(run)["seed"] for run in runs})
     return (
         f"{len(runs)} finished runs of {result_of(runs[0])['num_params']:,} parameters, {_steps(runs)} steps, "
@@ -148,37 +152,31 @@ def _steps(runs: Sequence[RunFolder]) -> str:
     return f"{steps[0]}" if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
 
 
-def _warning(runs: Sequence[RunFolder]) -> str:
-    """Before a verdict on runs of which some trained for longer, which is no merit of theirs."""
-    steps = _steps(runs)
-    return "" if steps.isdigit() else f"Unlike runs: they trained for {steps} steps; give runs of one length. "
-
-
 def short_names(labels: Sequence[str]) -> dict[str, str]:
-    """Label -> what a figure has room for: values without the keys that are plain from them, and of a uniform baseline
-    its name alone. Where two would be alike, both keep the whole label."""
-    told = {label: _short(label) for label in labels}
-    often = Counter(told.values())
-    return {label: name if often[name] == 1 else label for label, name in told.items()}
+    """Label -> short name for a figure: values whose keys follow from them, or the name alone of a uniform baseline.
+    Labels whose short names would be equal stay whole."""
+    names = {label: _short_name(label) for label in labels}
+    counts = Counter(names.values())
+    return {label: name if counts[name] == 1 else label for label, name in names.items()}
 
 
-def _short(label: str) -> str:
+def _short_name(label: str) -> str:
     words: dict[str, str] = {}
     for word in label.split(" "):
         key, _, value = word.partition("=")
         words[key] = value
     allocator = words.get("allocator", "")
     uniform = allocator.startswith("uniform_")
-    told = [allocator.removeprefix("uniform_")] if allocator else []
+    parts = [allocator.removeprefix("uniform_")] if allocator else []
     for key, value in words.items():
-        if key in ("allocator", "reallocation.mode") or value in ("null", ""):  # whether blocks move follows
+        if key in ("allocator", "reallocation.mode") or value in ("null", ""):  # the allocator implies the mode
             continue
         if (key == "risk" and (uniform or allocator == "random")) or (uniform and value == "unlimited"):
             continue
-        if uniform and key == "optim.matching" and value == "displacement":  # as by default
+        if uniform and key == "optim.matching" and value == "displacement":  # the default
             continue
-        told.append(value if key in ("budget", "risk", "optim.matching") else f"{key.rpartition('.')[2]} {value}")
-    return " ".join(told) or label
+        parts.append(value if key in ("budget", "risk", "optim.matching") else f"{key.rpartition('.')[2]} {value}")
+    return " ".join(parts) or label
 
 
 def _point(entry: FrontierPoint, seeds: Sequence[RunFolder], *, family: str, short: str) -> dict[str, Any]:
@@ -189,45 +187,46 @@ def _point(entry: FrontierPoint, seeds: Sequence[RunFolder], *, family: str, sho
         "family": family,
         "allocator": result["allocator"],
         "budget": result["budget"]["name"],
-        "quality": _finite(entry.quality),
+        "quality": _null_if_not_finite(entry.quality),
         "spread": entry.quality_spread,
         "seeds": entry.num_seeds,
         "peak_mib": entry.peak_bytes / 2**20,
         "state_mib": entry.state_bytes / 2**20,
         "state_share": 100 * entry.state_bytes / result["state_bytes_adamw"],
-        "samples_per_s": _finite(entry.samples_per_s),
-        "risk": _finite(result["risk_total"]),
+        "samples_per_s": _null_if_not_finite(entry.samples_per_s),
+        "risk": _null_if_not_finite(result["risk_total"]),
         "dominated": entry.dominated,
         "command": result["command"],
-        "choices": _choices(seeds[0]),
-        "kept": _kept(seeds[0]),
-        "curves": _curves(seeds[0], keys=("train/loss", result["quality"]["name"])),
+        "choices": _read_choices(seeds[0]),
+        "kept": _kept_state_percent(seeds[0]),
+        "curves": _read_curves(seeds[0], keys=("train/loss", result["quality"]["name"])),
     }
 
 
-def _choices(run: RunFolder) -> dict[str, str]:
+def _read_choices(run: RunFolder) -> dict[str, str]:
     file = run.path / "allocation.json"
     return dict(read_json(file)["choices"]) if file.is_file() else {}
 
 
-def _kept(run: RunFolder) -> dict[str, float]:
-    """Block -> the share of fp32 AdamW's state that its spec keeps, in percent; without those it is not known of."""
+def _kept_state_percent(run: RunFolder) -> dict[str, float]:
+    """Block -> state bytes of its spec in percent of fp32 AdamW's; blocks without both numbers are left out."""
     file = run.path / "candidates.csv"
     if not file.is_file():
         return {}
-    chosen, whole, own = _choices(run), dict[str, float](), dict[str, float]()
+    chosen, adamw_bytes, own = _read_choices(run), dict[str, float](), dict[str, float]()
     with file.open(encoding="utf-8", newline="") as rows:
         for row in csv.DictReader(rows):
             block = row["block"]
             if row["spec"] == "adamw":
-                whole[block] = float(row["state_bytes"])
+                adamw_bytes[block] = float(row["state_bytes"])
             if row["spec"] == chosen.get(block):
                 own[block] = float(row["state_bytes"])
-    return {block: 100 * kept / whole[block] for block, kept in own.items() if whole.get(block)}
+    return {block: 100 * kept / adamw_bytes[block] for block, kept in own.items() if adamw_bytes.get(block)}
 
 
-def _curves(run: RunFolder, *, keys: Sequence[str]) -> dict[str, list[list[float]]]:
-    """Metric -> (step, value) pairs, thinned evenly to MOST_CURVE_POINTS, the last one kept; absent ones left out."""
+def _read_curves(run: RunFolder, *, keys: Sequence[str]) -> dict[str, list[list[float]]]:
+    """Metric -> (step, value) pairs, evenly thinned to MAX_CURVE_POINTS with the last one kept; absent metrics are left
+    out."""
     file = run.path / "metrics.jsonl"
     rows = read_jsonl(file) if file.is_file() else []
     curves: dict[str, list[list[float]]] = {}
@@ -235,12 +234,12 @@ def _curves(run: RunFolder, *, keys: Sequence[str]) -> dict[str, list[list[float
         found = [
             [row["step"], row[key]] for row in rows if isinstance(row.get(key), int | float) and isfinite(row[key])
         ]
-        every = -(-len(found) // MOST_CURVE_POINTS) or 1
+        stride = -(-len(found) // MAX_CURVE_POINTS) or 1
         if found:
-            thinned = found[::every]
+            thinned = found[::stride]
             curves[key] = thinned if thinned[-1] is found[-1] else [*thinned, found[-1]]
     return curves
 
 
-def _finite(value: float | None) -> float | None:
+def _null_if_not_finite(value: float | None) -> float | None:
     return value if value is not None and isfinite(value) else None

@@ -1,6 +1,6 @@
-"""What budgets bought: which runs are dominated, the hypervolume of those that are not, and the rows of frontier.csv.
+"""Dominance, hypervolume and knee of runs, and the rows of frontier.csv.
 
-Everything is minimised inside; objectives that are better when higher are negated on the way in.
+All objectives are minimised inside; those that are better when higher are negated first.
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ from baoc.errors import BadInputError
 from baoc.types import FrontierPoint
 
 _VALUES = ("quality", "peak_bytes", "state_bytes", "samples_per_s")
-MOST_DOUBLINGS = 7.0  # 1/128 of the reference and less are one place: no state at all is not infinitely good
-MEASURE = "quality x doublings"  # what a hypervolume of a frontier is counted in
+MAX_DOUBLINGS = 7.0  # 1/128 of the reference and less count alike: no state at all is not infinitely good
+MEASURE = "quality x doublings"  # unit of a frontier's hypervolume
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +36,9 @@ class Objective:
     def gain(self, point: FrontierPoint, *, reference: float) -> float:
         """How much better than `reference` (in the objective's own unit) a point is, along the axis of a hypervolume.
 
-        Quality counts as it is. Bytes and samples/s count in doublings: budgets are halved and doubled, and a run that
-        is twice as fast is so on any device and network, so their ratios mean something and their differences do not;
-        by plain bytes a front that keeps 2 % of the state has 98 % of the box, whatever else it found.
+        Quality counts linearly, bytes and samples/s in doublings: their ratios carry over between devices and networks,
+        their differences do not. In plain bytes, a front that keeps 2 % of the state would have 98 % of the volume
+        whatever else it found.
         """
         value = float(getattr(point, self.name))
         if self.name == "quality":
@@ -50,10 +50,8 @@ class Objective:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frontier:
     """Points with their `dominated` flags, in the given order. `reference` is in the objectives' own units and order.
-
-    `hypervolume` is measured from the reference along `Objective.gain`: quality as it is, bytes and samples/s by their
-    doublings, of which each axis has MOST_DOUBLINGS at most; None where there are more than three objectives.
-    """
+    `hypervolume` is measured from the reference along `Objective.gain`, with at most MAX_DOUBLINGS per axis of bytes or
+    samples/s; None for more than three objectives."""
 
     points: tuple[FrontierPoint, ...]
     objectives: tuple[Objective, ...]
@@ -68,10 +66,12 @@ class Frontier:
 def build_frontier(
     points: Sequence[FrontierPoint], *, objectives: Sequence[Objective], reference: Sequence[float] | None = None
 ) -> Frontier:
-    """Marks what is dominated and measures the rest. A point with a non-finite objective (a diverged run) is dominated.
+    """Marks dominated points and measures the hypervolume of the rest; a non-finite objective counts as dominated.
 
-    `reference` defaults to the worst finite value of each objective, so that frontiers are compared only where it is
-    given. Points of several tasks or models do not belong on one frontier: raises BadInputError.
+    Args:
+        reference: the worst finite value of each objective by default. Hypervolumes compare only for the same one.
+
+    Raises BadInputError for points of several tasks or models.
     """
     kinds = sorted({f"{point.task}/{point.model}" for point in points})
     if len(kinds) > 1:
@@ -87,34 +87,33 @@ def build_frontier(
         worst = [max(values) for values in zip(*alive, strict=True)] or [0.0] * len(objectives)
         reference = [-value if o.higher_is_better else value for o, value in zip(objectives, worst, strict=True)]
     inside = [point for point, ok in zip(points, finite, strict=True) if ok]
-    places = [_place(point, objectives=objectives, reference=reference) for point in inside]
+    relative_costs = [_relative_cost(point, objectives=objectives, reference=reference) for point in inside]
     return Frontier(
         points=tuple(replace(point, dominated=flag) for point, flag in zip(points, dominated, strict=True)),
         objectives=tuple(objectives),
         reference=tuple(float(value) for value in reference),
-        hypervolume=hypervolume(places, reference=[0.0] * len(objectives)) if len(objectives) <= 3 else None,
+        hypervolume=hypervolume(relative_costs, reference=[0.0] * len(objectives)) if len(objectives) <= 3 else None,
     )
 
 
 def doublings(value: float, *, up_to: float) -> float:
-    """How often `value` is doubled to reach `up_to`: the log2 of their ratio, negative where it is more already.
-
-    It ends at MOST_DOUBLINGS either way, so that what holds 0 bytes (`sign` keeps no state) has a place and does not
-    swamp the rest: a budget of 1 % is 6.6 doublings below AdamW's state, and all that is further down counts as 7. Two
-    zeros are none apart.
-    """
+    """How often `value` doubles to reach `up_to`: log2 of their ratio, negative if `value` is larger. Clipped to
+    MAX_DOUBLINGS either way, so that 0 bytes (`sign` keeps no state) has a position that does not outweigh the rest: a
+    budget of 1 % is 6.6 doublings below AdamW's state, and everything further down counts as 7. 0 for two zeros."""
     if value <= 0 or up_to <= 0:
-        return MOST_DOUBLINGS * ((up_to > 0) - (value > 0))
-    return max(-MOST_DOUBLINGS, min(log2(up_to) - log2(value), MOST_DOUBLINGS))
+        return MAX_DOUBLINGS * ((up_to > 0) - (value > 0))
+    return max(-MAX_DOUBLINGS, min(log2(up_to) - log2(value), MAX_DOUBLINGS))
 
 
-def _place(point: FrontierPoint, *, objectives: Sequence[Objective], reference: Sequence[float]) -> tuple[float, ...]:
-    """Where a point lies as seen from the reference, which is 0 on every axis; minimised."""
+def _relative_cost(
+    point: FrontierPoint, *, objectives: Sequence[Objective], reference: Sequence[float]
+) -> tuple[float, ...]:
+    """Coordinates of a point relative to the reference, which is 0 on every axis; minimised."""
     return tuple(-o.gain(point, reference=value) for o, value in zip(objectives, reference, strict=True))
 
 
 def pareto(costs: Sequence[Sequence[float]]) -> list[bool]:
-    """For each point whether no other is at least as good everywhere and better somewhere; equal points both stay."""
+    """For each point whether no other one dominates it; equal points all stay."""
     return [not any(_dominates(other, cost) for other in costs) for cost in costs]
 
 
@@ -124,11 +123,9 @@ def _dominates(a: Sequence[float], b: Sequence[float]) -> bool:
 
 
 def hypervolume(costs: Sequence[Sequence[float]], *, reference: Sequence[float]) -> float:
-    """Volume that the points dominate up to `reference`, exactly, in one to three dimensions (minimised).
-
-    Three dimensions are swept along the last axis: between two neighbouring values lies an area of two dimensions times
-    a height. Points that are not better than the reference everywhere add nothing.
-    """
+    """Exact volume that the points dominate up to `reference`, in one to three dimensions (minimised). Three dimensions
+    are swept along the last axis: between neighbouring values lies a two-dimensional area times a height. Points that
+    are not better than the reference in every dimension add nothing."""
     inside = sorted({tuple(cost) for cost in costs if all(c < r for c, r in zip(cost, reference, strict=True))})
     if not 1 <= len(reference) <= 3:
         raise BadInputError(f"a hypervolume is measured in 1 to 3 dimensions, not {len(reference)}")
@@ -138,16 +135,16 @@ def hypervolume(costs: Sequence[Sequence[float]], *, reference: Sequence[float])
         return reference[0] - inside[0][0]
     if len(reference) == 2:
         return _area(inside, reference=reference)
-    levels = sorted({point[2] for point in inside})
+    heights = sorted({point[2] for point in inside})
     volume = 0.0
-    for level, above in zip(levels, [*levels[1:], reference[2]], strict=True):
-        slice_ = [point[:2] for point in inside if point[2] <= level]
-        volume += _area(slice_, reference=reference[:2]) * (above - level)
+    for level, above in zip(heights, [*heights[1:], reference[2]], strict=True):
+        below = [point[:2] for point in inside if point[2] <= level]
+        volume += _area(below, reference=reference[:2]) * (above - level)
     return volume
 
 
 def _area(points: Sequence[Sequence[float]], *, reference: Sequence[float]) -> float:
-    """Area under a staircase; `points` are better than the reference in both dimensions."""
+    """Area under a staircase of points that are better than the reference in both dimensions."""
     area, ceiling = 0.0, reference[1]
     for x, y in sorted((point[0], point[1]) for point in points):
         if y < ceiling:
@@ -159,19 +156,21 @@ def _area(points: Sequence[Sequence[float]], *, reference: Sequence[float]) -> f
 def hypervolume_history(
     points: Sequence[FrontierPoint], *, objectives: Sequence[Objective], reference: Sequence[float]
 ) -> list[float]:
-    """The hypervolume after each of `points`, in their order: how fast a search found its front. It never falls.
+    """The hypervolume after each of `points`, in their order: how fast a search finds its front. Never decreases.
 
-    `reference` is in the objectives' own units, and axes are those of a Frontier's hypervolume. Points with a
-    non-finite objective add nothing.
+    Args:
+        reference: in the objectives' own units; the axes are those of a Frontier's hypervolume.
+
+    Points with a non-finite objective add nothing.
     """
     kept: list[tuple[float, ...]] = []
     found: list[float] = []
     for point in points:
-        place = _place(point, objectives=objectives, reference=reference)
+        relative = _relative_cost(point, objectives=objectives, reference=reference)
         if all(isfinite(objective.cost(point)) for objective in objectives) and not any(
-            _dominates(other, place) for other in kept
+            _dominates(other, relative) for other in kept
         ):
-            kept = [other for other in kept if not _dominates(place, other)] + [place]
+            kept = [other for other in kept if not _dominates(relative, other)] + [relative]
             found.append(hypervolume(kept, reference=[0.0] * len(objectives)))
         else:
             found.append(found[-1] if found else 0.0)
@@ -179,12 +178,9 @@ def hypervolume_history(
 
 
 def knee(points: Sequence[FrontierPoint], *, quality: Objective, memory: Objective) -> FrontierPoint | None:
-    """The point of the front of two objectives from which more memory buys little quality and less costs much.
-
-    It is the one farthest below the line through the front's ends (as in Kneedle; Satopaa et al., 2011), quality scaled
-    to the range between them and bytes by their doublings up to the front's most (`doublings`). None where no point of
-    the front lies below that line, as with fewer than three.
-    """
+    """The point of a front of two objectives beyond which more memory buys little quality. It is the point farthest
+    below the line through the front's ends (Kneedle; Satopaa et al., 2011), with quality scaled to its range and bytes
+    to their doublings up to the largest. None if no point lies below that line, as for fewer than three."""
     costs = [(quality.cost(point), memory.cost(point)) for point in points]
     known = [(cost, point) for cost, point in zip(costs, points, strict=True) if all(map(isfinite, cost))]
     kept = pareto([cost for cost, _ in known])
@@ -199,16 +195,14 @@ def knee(points: Sequence[FrontierPoint], *, quality: Objective, memory: Objecti
         1.0 - (x - logs[0]) / (logs[-1] - logs[0]) - (cost[0] - best) / (worst - best)
         for x, (cost, _) in zip(logs, front, strict=True)
     ]
-    at = max(range(len(front)), key=lambda place: below[place])
+    at = max(range(len(front)), key=lambda index: below[index])
     return front[at][1] if below[at] > 1e-9 else None
 
 
-def over_seeds(points: Sequence[FrontierPoint]) -> tuple[FrontierPoint, ...]:
-    """One point per (task, model, label), in order of first appearance: means of quality and throughput.
-
-    Bytes are the largest of the seeds, since a budget must hold for each of them. The spread is the sample standard
-    deviation of the quality. Points that are means already are not averaged again.
-    """
+def average_seeds(points: Sequence[FrontierPoint]) -> tuple[FrontierPoint, ...]:
+    """One point per (task, model, label), in order of first appearance: means of quality and throughput over seeds.
+    Bytes are the maximum over seeds, since a budget must hold for each. The spread is the sample standard deviation of
+    the quality. The points must not be means already."""
     groups: dict[tuple[str, str, str], list[FrontierPoint]] = {}
     for point in points:
         assert point.num_seeds == 1, f"{point.run} is a mean over seeds already"
@@ -233,7 +227,7 @@ def _mean(group: Sequence[FrontierPoint]) -> FrontierPoint:
 
 
 def frontier_rows(frontier: Frontier) -> list[dict[str, Any]]:
-    """The flat rows of frontier.csv, best quality first among equals in `dominated`; undominated ones come first."""
+    """The rows of frontier.csv: undominated points first, each group by quality, best first."""
     by_quality = next((o for o in frontier.objectives if o.name == "quality"), Objective(name="quality"))
     ranked = sorted(frontier.points, key=lambda point: (point.dominated, by_quality.cost(point)))
     names = ("run", "task", "model", "label", *_VALUES, "num_seeds", "quality_spread", "dominated")

@@ -1,4 +1,4 @@
-"""frontier.png beside frontier.html, where a Chromium is installed: the page as it opens, for mails and reports."""
+"""frontier.png beside frontier.html: a screenshot of the page by an installed Chromium, for mails and reports."""
 
 import os
 import shutil
@@ -7,27 +7,27 @@ import tempfile
 from pathlib import Path
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
-SIZE = (1400, 1800)  # pixels: the frontiers and the table, as they stand on the page
-PATIENCE_S = 60.0
+SIZE = (1400, 1800)  # pixels: the page's frontiers and its table
+TIMEOUT_S = 60.0
 
 
 def browser() -> str | None:
-    """The first Chromium on the path."""
+    """Path of the first Chromium on PATH; None if there is none."""
     return next((found for name in BROWSERS if (found := shutil.which(name))), None)
 
 
 def picture_of(page: Path) -> Path | None:
-    """Draws `page` into a PNG of the same name; None where there is no browser, or it does not come to an end."""
+    """Renders `page` into a PNG of the same name; None if there is no browser, or it fails or times out."""
     program = browser()
     if program is None:
         return None
     png = page.with_suffix(".png")
     with tempfile.TemporaryDirectory() as profile:
         command = [program, "--headless=new", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={profile}"]
-        command += ["--no-sandbox"] if os.geteuid() == 0 else []  # it refuses to run as root otherwise
+        command += ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium refuses to run as root with its sandbox
         command += [f"--window-size={SIZE[0]},{SIZE[1]}", "--virtual-time-budget=10000", f"--screenshot={png}"]
         try:
-            done = subprocess.run([*command, page.absolute().as_uri()], capture_output=True, timeout=PATIENCE_S)
+            done = subprocess.run([*command, page.absolute().as_uri()], capture_output=True, timeout=TIMEOUT_S)
         except (OSError, subprocess.TimeoutExpired):
             return None
     return png if done.returncode == 0 and png.is_file() else None

@@ -1,6 +1,7 @@
-"""The planned frontier of a multirun with mode=plan: what each budget would buy, without any run."""
+"""The planned frontier of a multirun with mode=plan: the predictions for each budget, without any run."""
 
 import json
+from operator import le
 from pathlib import Path
 from typing import Any
 
@@ -8,23 +9,22 @@ from baoc.tracking import console, files
 
 
 def plans_of(folder: Path) -> list[dict[str, Any]]:
-    """The plan.json of every job of a multirun, by peak; with `dominated`, where another has less risk or more samples
-    per second at no larger peak and is worse in nothing."""
+    """The plan.json of every job of a multirun, ordered by peak, with `dominated`. A plan is dominated if another one
+    for the same device is at least as good in peak, risk and samples/s, and better in one."""
     found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*/plan.json"))]
-    for plan in found:
-        plan["dominated"] = any(_beats(other, plan) for other in found)
+    costs = [(plan["peak_bytes"], plan["risk"], -(plan["samples_per_s"] or 0.0)) for plan in found]
+    for plan, cost in zip(found, costs, strict=True):
+        plan["dominated"] = any(
+            other["device"] == plan["device"] and other_cost != cost and all(map(le, other_cost, cost))
+            for other, other_cost in zip(found, costs, strict=True)
+        )
     return sorted(found, key=lambda plan: (plan["name"].rpartition("_")[0], plan["peak_bytes"]))
 
 
 def planned_frontier(folder: Path) -> Path:
-    """Prints the plans as a table and leaves them as planned.csv."""
+    """Prints the plans as a table, writes planned.csv and returns its path."""
     plans = plans_of(folder)
     console.print_planned(plans)
     path = folder / "planned.csv"
     files.write_csv(path, plans)
     return path
-
-
-def _beats(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    mine, theirs = ((plan["peak_bytes"], plan["risk"], -(plan["samples_per_s"] or 0.0)) for plan in (a, b))
-    return a["device"] == b["device"] and mine != theirs and all(x <= y for x, y in zip(mine, theirs, strict=True))

@@ -1,28 +1,28 @@
-"""`python -m baoc.frontier.report FOLDER...`: rebuilds frontier.csv and frontier.html from any set of run folders.
+"""`python -m baoc.frontier.report FOLDER...` builds frontier.csv and frontier.html from any set of run folders.
 
-Several folders (studies, multiruns, single runs) become one page, so that their frontiers are compared.
+Several folders (studies, multiruns, single runs) become one page, so that their frontiers can be compared.
 """
 
 import argparse
 import sys
 from pathlib import Path
 
+from baoc.frontier.build import build_report
 from baoc.frontier.commands import Arguments, command
-from baoc.frontier.folders import report
 from baoc.frontier.picture import BROWSERS, picture_of
 from baoc.tracking.console import say
 
 
 @command
 def main(argv: Arguments = None) -> None:
-    """Exit code 0, or 2 where a folder holds no run or cannot be read or written."""
+    """Returns exit code 0, or 2 if a folder holds no run or cannot be read or written."""
     parser = argparse.ArgumentParser(prog="python -m baoc.frontier.report", description=__doc__)
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="folders of runs, at any depth")
     parser.add_argument("--out", type=Path, help="where to write; the first folder by default")
     parser.add_argument("--picture", action="store_true", help="frontier.png beside the page, by a Chromium")
     given = parser.parse_args(argv)
     out = given.out or given.folders[0]
-    report(given.folders, out=out)
+    build_report(given.folders, out=out)
     if given.picture:
         png = picture_of(out / "frontier.html")
         say(f"drawn in {png}" if png else f"no picture: none of {', '.join(BROWSERS)} is there and draws it")

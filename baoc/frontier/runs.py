@@ -1,4 +1,4 @@
-"""Finds the runs below a folder, and says by which settings they differ: that is how a frontier names its points."""
+"""Finds run folders, and labels runs by the settings in which they differ."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,109 +12,107 @@ from baoc.tracking.files import read_json
 from baoc.types import RESULT_SCHEMA, FailedRun, FrontierPoint
 
 RESULT, ERROR, CONFIG = "result.json", "error.json", "config.yaml"
-ABOUT = "study.json"  # in the folder of a study
-# Settings that do not change what is trained; runs that differ in these only are seeds of one another.
+STUDY_FILE = "study.json"  # in a study's folder
+# Settings that do not change what is trained; runs that differ only in these are seeds of one another.
 INCIDENTAL = ("seed", "name", "resume", "logger", "checkpoint", "mode")
-FOREIGN = {".hydra", "wandb"}  # folders inside a run that have a config.yaml of their own
+SKIPPED_FOLDERS = {".hydra", "wandb"}  # folders inside a run with another config.yaml
 
-Kind = tuple[str, str, str, str]  # task, model, data set, quality metric
+Workload = tuple[str, str, str, str]  # task, model, data set, quality metric
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFolder:
-    """A run's folder: its result where it has one, its error where it failed, and its settings, flattened."""
+    """A run's folder: its flattened settings, its result if it finished, and its error if it failed."""
 
     path: Path
     name: str  # relative to the folder that was searched
     settings: Mapping[str, Any]
     result: Mapping[str, Any] | None
     error: Mapping[str, Any] | None
-    study: str = ""  # the folder it came from, where several are compared
+    study: str = ""  # name of its study's folder, if several are compared
 
     @property
-    def kind(self) -> Kind:
-        """Runs of one kind may be compared."""
+    def workload(self) -> Workload:
+        """(task, model, data set, quality metric): runs are comparable if these agree."""
         result = result_of(self)
         dataset = str(self.settings.get("dataset.name", ""))
         return result["task"], result["model"], dataset, result["quality"]["name"]
 
 
 def result_of(run: RunFolder) -> Mapping[str, Any]:
-    """`result.json` of a run that is known to be finished."""
+    """`result.json` of a finished run."""
     assert run.result is not None
     return run.result
 
 
-def about_study(folder: Path) -> Mapping[str, Any]:
-    """What a study's folder says of it; nothing where it is no study's."""
-    return read_json(folder / ABOUT) if (folder / ABOUT).is_file() else {}
+def read_study_file(folder: Path) -> Mapping[str, Any]:
+    """The content of a study folder's study.json; empty for other folders."""
+    return read_json(folder / STUDY_FILE) if (folder / STUDY_FILE).is_file() else {}
 
 
 def find_runs(folder: Path) -> list[RunFolder]:
-    """Every run at or below `folder`, finished or not, in the order of their names (numbers by value)."""
-    marked = {path.parent for name in (RESULT, ERROR, CONFIG) for path in folder.rglob(name)}
-    runs = [path for path in marked if not set(path.relative_to(folder).parts) & FOREIGN]
-    return [_read(path, folder=folder) for path in sorted(runs, key=_natural)]
+    """Every run at or below `folder`, finished or not, ordered by name (leading numbers by value)."""
+    folders = {path.parent for name in (RESULT, ERROR, CONFIG) for path in folder.rglob(name)}
+    runs = [path for path in folders if not set(path.relative_to(folder).parts) & SKIPPED_FOLDERS]
+    return [_read(path, folder=folder) for path in sorted(runs, key=_natural_key)]
 
 
-def labels(runs: Sequence[RunFolder]) -> list[str]:
-    """For each run the settings in which not all of its kind agree, as `budget=state_25 allocator=random`; alike for
-    seeds. A budget is told by its name, unless two different ones share it; weights of risk that are 1 are not told.
-    Where all agree it is the budget alone."""
-    kinds: dict[tuple[str, ...], list[int]] = {}
-    for place, run in enumerate(runs):
+def setting_labels(runs: Sequence[RunFolder]) -> list[str]:
+    """For each run the settings that vary among runs of its workload, as in `budget=state_25 allocator=random`. Seeds
+    of a run share a label. A budget is shown by its name, unless different ones share it; risk weights of 1 are not
+    shown. If nothing varies, the label is the budget."""
+    workloads: dict[tuple[str, ...], list[int]] = {}
+    for index, run in enumerate(runs):
         key = tuple(str(run.settings.get(f"{group}.name")) for group in ("task", "model", "dataset"))
-        kinds.setdefault(key, []).append(place)
-    told = [run.name for run in runs]
-    for places in kinds.values():
-        for place, label in zip(places, _labels_of_kind([runs[place] for place in places]), strict=True):
-            told[place] = label
-    return told
+        workloads.setdefault(key, []).append(index)
+    labels = [run.name for run in runs]
+    for indices in workloads.values():
+        for index, label in zip(indices, _workload_labels([runs[index] for index in indices]), strict=True):
+            labels[index] = label
+    return labels
 
 
-def _labels_of_kind(runs: Sequence[RunFolder]) -> list[str]:
-    told = [dict(run.settings) for run in runs]
-    known = [settings for settings in told if settings]  # a job that failed early has none
-    limits = {str(sorted((k, str(v)) for k, v in settings.items() if k.startswith("budget."))) for settings in known}
-    if len(limits) == len({settings.get("budget.name") for settings in known}):
-        told = [_short_budget(settings) for settings in told]
-        known = [settings for settings in told if settings]
-    keys = list(dict.fromkeys(key for settings in known for key in settings))
-    varying = [key for key in keys if len({str(settings.get(key)) for settings in known}) > 1]
+def _workload_labels(runs: Sequence[RunFolder]) -> list[str]:
+    all_settings = [dict(run.settings) for run in runs]
+    complete = [settings for settings in all_settings if settings]  # a job that failed early has none
+    limits = {str(sorted((k, str(v)) for k, v in settings.items() if k.startswith("budget."))) for settings in complete}
+    if len(limits) == len({settings.get("budget.name") for settings in complete}):
+        all_settings = [_budget_as_name(settings) for settings in all_settings]
+        complete = [settings for settings in all_settings if settings]
+    keys = list(dict.fromkeys(key for settings in complete for key in settings))
+    varying = [key for key in keys if len({str(settings.get(key)) for settings in complete}) > 1]
     shown = varying or ["budget"]
-    return [
-        " ".join(f"{key.removesuffix('.name')}={_word(settings[key])}" for key in shown if _told(key, settings))
-        or run.name
-        for settings, run in zip(told, runs, strict=True)
-    ]
+    labels = []
+    for settings, run in zip(all_settings, runs, strict=True):
+        own = [key for key in shown if key in settings]
+        own = [key for key in own if not (key.startswith("risk.weights.") and settings[key] == 1)]
+        words = [f"{key.removesuffix('.name')}={_override_text(settings[key])}" for key in own]
+        labels.append(" ".join(words) or run.name)
+    return labels
 
 
-def _told(key: str, settings: Mapping[str, Any]) -> bool:
-    return key in settings and not (key.startswith("risk.weights.") and settings[key] == 1)
-
-
-def _word(value: Any) -> str:
-    """As a command line has it."""
+def _override_text(value: Any) -> str:
+    """A value as the command line writes it."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def point(run: RunFolder, *, label: str) -> FrontierPoint:
-    """A finished run as a frontier sees it; what was not finite (null in JSON) is NaN again."""
+def frontier_point(run: RunFolder, *, label: str) -> FrontierPoint:
+    """A finished run as a point; null in JSON (not finite) is NaN."""
     result = result_of(run)
     return FrontierPoint(
         run=run.name,
         task=result["task"],
         model=result["model"],
         label=label,
-        quality=_number(result["quality"]["value"]),
+        quality=_nan_if_null(result["quality"]["value"]),
         peak_bytes=result["peak_bytes"],
         state_bytes=result["state_bytes"],
-        samples_per_s=_number(result["samples_per_s"]),
+        samples_per_s=_nan_if_null(result["samples_per_s"]),
     )
 
 
-def failed(run: RunFolder, *, label: str) -> FailedRun | None:
-    """Why a run has no result, or, where it has one, why it ended badly all the same (a breached budget)."""
+def failed_run(run: RunFolder, *, label: str) -> FailedRun | None:
+    """Why a run has no result, or why it ended badly despite one (a breached budget); None if neither."""
     if run.error is not None:
         return FailedRun(run=run.name, label=label, exit_code=run.error["exit_code"], message=run.error["message"])
     if run.result is None:
@@ -135,38 +133,38 @@ def _read(path: Path, *, folder: Path) -> RunFolder:
 
 
 def _settings(path: Path, *, result: Mapping[str, Any] | None) -> dict[str, Any]:
-    """`config.yaml` as dotted keys without what is incidental; else what the result itself says of its settings."""
+    """`config.yaml` as dotted keys without INCIDENTAL ones; without that file, the settings that the result records."""
     file = path / CONFIG
     if not file.is_file():
         if result is None:
             return {}
-        told = {key: result[key] for key in ("model", "allocator", "risk", "num_steps")}
-        return told | {"budget.name": result["budget"]["name"], "budget.limit": result["budget"]["limit"]}
+        settings = {key: result[key] for key in ("model", "allocator", "risk", "num_steps")}
+        return settings | {"budget.name": result["budget"]["name"], "budget.limit": result["budget"]["limit"]}
     try:
         config = yaml.safe_load(file.read_text())
     except yaml.YAMLError as error:
         raise BadInputError(f"{file} is not YAML ({str(error).splitlines()[0]}): it was damaged; remove it") from None
-    return _flat({key: value for key, value in (config or {}).items() if key not in INCIDENTAL})
+    return _flatten({key: value for key, value in (config or {}).items() if key not in INCIDENTAL})
 
 
-def _flat(value: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
+def _flatten(value: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, item in value.items():
         if isinstance(item, Mapping) and item:
-            flat |= _flat(item, prefix=f"{prefix}{key}.")
+            flat |= _flatten(item, prefix=f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = item
     return flat
 
 
-def _short_budget(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _budget_as_name(settings: Mapping[str, Any]) -> dict[str, Any]:
     name = settings.get("budget.name")
     rest = {key: value for key, value in settings.items() if not key.startswith("budget.")}
     return ({"budget": name} if name is not None else {}) | rest
 
 
-def _natural(path: Path) -> list[tuple[bool, int, str]]:
-    """Sorts 2 before 10: numbers at the beginning of a folder's name by value, before names without one."""
+def _natural_key(path: Path) -> list[tuple[bool, int, str]]:
+    """Sort key for paths: leading numbers of a folder's name by value, before names without one."""
     keys = []
     for part in path.parts:
         digits = part[: len(part) - len(part.lstrip("0123456789"))]
@@ -174,5 +172,5 @@ def _natural(path: Path) -> list[tuple[bool, int, str]]:
     return keys
 
 
-def _number(value: float | None) -> float:
+def _nan_if_null(value: float | None) -> float:
     return float("nan") if value is None else float(value)

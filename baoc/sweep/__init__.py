@@ -1,1 +1,1 @@
-"""A study: Optuna chooses settings, each trial trains each in its own process, the storage keeps every answer."""
+"""Studies: Optuna chooses settings, each trial trains in its own process, the storage keeps every result."""

@@ -1,7 +1,7 @@
-"""`python -m baoc.sweep.calibrate FOLDER...`: how well risk ranks damage, and the best weights of a risk_weights study.
+"""`python -m baoc.sweep.calibrate FOLDER...`: how well predicted risk ranks measured damage.
 
-With `--write NAME` the winner becomes conf/risk/NAME.yaml with its evidence, to be used as risk=NAME. With `--fit NAME`
-the weights are those that explain the damage of the runs best, if they also rank runs of seeds that were held out.
+`--write NAME` writes the best weights of a risk_weights study to conf/risk/NAME.yaml with their evidence, for use as
+risk=NAME. `--fit NAME` writes the weights that explain the runs' damage best, if they also rank runs of held-out seeds.
 """
 
 import argparse
@@ -25,21 +25,20 @@ from baoc.frontier.commands import Arguments, command
 from baoc.frontier.runs import find_runs
 from baoc.planning.risk import RISKS
 from baoc.sweep.damage import LEAST_RUNS, Damage, Rank, damages, fit, held_out, ranks
-from baoc.sweep.early import violated
-from baoc.sweep.status import load
+from baoc.sweep.early_stopping import violates_constraint
+from baoc.sweep.status import load_study
 from baoc.tracking.console import make_console, say
 from baoc.tracking.files import read_json, write_csv, write_text
 
 WEIGHT = "risk.weights."
-UNIT = "weights of 1"
+UNIT_WEIGHTS = "weights of 1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Winner:
-    """The best trial of a risk_weights study beside the one with weights of 1, run by run (the same budget and seed).
-
-    `difference` is winner - unit, so below 0 is better where the objective is minimised.
-    """
+    """The best trial of a risk_weights study against the one with weights of 1, paired by run (budget and seed).
+    `difference` is winner - unit: negative is better for a minimised objective. `spread` is the standard deviation of
+    the paired differences."""
 
     trial: int
     weights: Mapping[str, float]
@@ -53,16 +52,15 @@ class Winner:
 
     @property
     def t(self) -> float:
-        """Mean over standard error of the paired differences; the winner was picked as the best of many, so beyond 2
-        is no proof."""
+        """Mean over standard error of the paired differences; above 2 is no proof, since the winner is selected."""
         if not self.spread:
             return copysign(inf, self.difference) if self.difference else 0.0
         return self.difference / (self.spread / sqrt(self.n))
 
 
 def winner_of(study: optuna.Study, *, folder: Path) -> Winner:
-    """Raises BadInputError where the study searches no weights, or its trial with weights of 1 has not finished."""
-    done = [t for t in study.get_trials(states=(TrialState.COMPLETE,)) if not violated(t)]
+    """Raises BadInputError if the study searches no weights, or its trial with weights of 1 has not finished."""
+    done = [t for t in study.get_trials(states=(TrialState.COMPLETE,)) if not violates_constraint(t)]
     searched = [t for t in done if any(key.startswith(WEIGHT) for key in t.params)]
     if not searched:
         raise BadInputError(
@@ -76,11 +74,12 @@ def winner_of(study: optuna.Study, *, folder: Path) -> Winner:
         )
     sign = 1.0 if study.directions[0].name == "MINIMIZE" else -1.0
     best = min(searched, key=lambda t: sign * t.values[0])
+    overrides = [word.partition("=") for word in best.user_attrs["words"] if word.startswith(WEIGHT)]  # as run: rounded
     pairs = list(zip(_qualities(folder, best), _qualities(folder, unit), strict=True))
     differences = [mine - other for mine, other in pairs]
     return Winner(
         trial=best.number,
-        weights=_weights(best),
+        weights={key.removeprefix(WEIGHT): float(value) for key, _, value in overrides},
         quality=best.values[0],
         unit_trial=unit.number,
         unit_quality=unit.values[0],
@@ -91,29 +90,25 @@ def winner_of(study: optuna.Study, *, folder: Path) -> Winner:
     )
 
 
-def _weights(trial: FrozenTrial) -> dict[str, float]:
-    """As they were run: the overrides are rounded."""
-    words = [word for word in trial.user_attrs["words"] if word.startswith(WEIGHT)]
-    return {key.removeprefix(WEIGHT): float(value) for key, value in (word.split("=", 1) for word in words)}
-
-
 def _qualities(folder: Path, trial: FrozenTrial) -> list[float]:
-    """Of a trial's runs, in the order of `repeats`."""
+    """Qualities of a trial's runs, in the order of `repeats`."""
     own = folder / f"{trial.number:04d}"
     found = sorted(own.glob("*/result.json"), key=lambda file: int(file.parent.name)) or [own / "result.json"]
     return [float(read_json(file)["quality"]["value"]) for file in found]
 
 
 def risk_file(winner: Winner, *, study: optuna.Study, model: str, found: Sequence[Rank]) -> str:
-    """The text of conf/risk/NAME.yaml: the weights of all terms of `model`, and where they come from."""
-    told = yaml.safe_load(assets.options("risk")[model].read_text(encoding="utf-8"))
-    weights = {term: float(winner.weights.get(term, weight)) for term, weight in told["weights"].items()}
-    verdict = "not told from" if abs(winner.t) < 2 else "better than" if winner.difference < 0 else "worse than"
+    """The text of conf/risk/NAME.yaml: weights of all terms of `model`, with their origin."""
+    defaults = yaml.safe_load(assets.options("risk")[model].read_text(encoding="utf-8"))
+    weights = {term: float(winner.weights.get(term, weight)) for term, weight in defaults["weights"].items()}
+    comparison = (
+        "not distinguishable from" if abs(winner.t) < 2 else "better than" if winner.difference < 0 else "worse than"
+    )
     lines = [
         f"# Weights of risk={model} that were the best of {winner.num_trials} in study {study.study_name}",
         f"# Evidence (commit {commit() or 'unknown'}): trial {winner.trial} has quality {winner.quality:.4g}, weights",
         f"# of 1 have {winner.unit_quality:.4g}; paired difference {winner.difference:+.4g}, sd {winner.spread:.4g}, "
-        f"n {winner.n}, t {winner.t:+.1f}: {verdict} weights of 1.",
+        f"n {winner.n}, t {winner.t:+.1f}: {comparison} weights of 1.",
         "# The best of many looks better than it is; n are its budgets and seeds, which it was chosen by.",
     ]
     lines += [f"# Rank correlation with damage, {r.what}: {_interval(r)}" for r in found if r.what.startswith("total")]
@@ -125,7 +120,7 @@ def _interval(rank: Rank) -> str:
 
 
 def show(found: Sequence[Rank]) -> None:
-    """The table of rank correlations. What does not exclude 0 does not rank damage here."""
+    """Prints the table of rank correlations. An interval that contains 0 is not distinguishable from no correlation."""
     table = Table(title="Rank correlation with damage (Spearman; 95 % by resampling runs)", title_justify="left")
     for column in ("predicted by", "rho", "from", "to", "runs", "excludes 0"):
         table.add_column(column)
@@ -138,78 +133,81 @@ def show(found: Sequence[Rank]) -> None:
 def calibrate(
     folders: Sequence[Path], *, write: str | None = None, fitted: str | None = None, storage: str | None = None
 ) -> list[Rank]:
-    """Ranks the runs below `folders`; with `write`, the winner of the study in the first one goes into conf/risk, with
-    `fitted` the weights that fit the runs."""
+    """Ranks the runs below `folders`.
+
+    Args:
+        write: name under which the winner of the first folder's study is written to conf/risk.
+        fitted: name under which the fitted weights are written.
+        storage: URL of the study's storage, if it has a password.
+    """
     winner, study = None, None
     if write is not None:
-        study, _, _ = load(folders[0], storage=storage)
+        study, _, _ = load_study(folders[0], storage=storage)
         winner = winner_of(study, folder=folders[0])
-    sets: dict[str, Mapping[str, float]] = {UNIT: {}}
+    weight_sets: dict[str, Mapping[str, float]] = {UNIT_WEIGHTS: {}}
     if winner is not None:
-        sets["weights of the winner"] = winner.weights
+        weight_sets["weights of the winner"] = winner.weights
     runs = [run for folder in folders for run in find_runs(folder)]
     found: list[Rank] = []
     try:
-        found = ranks_by_model(damages(runs), weights=sets)
+        found = ranks_by_model(damages(runs), weights=weight_sets)
         show(found)
     except BadInputError as error:
         if winner is None:
             raise
         say(f"risk was not ranked: {error}")
     if fitted is not None:
-        _write_fit(damages(runs), name=fitted)
+        _save_fit(damages(runs), name=fitted)
     if winner is not None and study is not None:
-        _write(winner, study=study, name=str(write), runs=runs, found=found)
+        _save_winner(winner, study=study, name=str(write), runs=runs, found=found)
     return found
 
 
 def ranks_by_model(found: Sequence[Damage], *, weights: Mapping[str, Mapping[str, float]]) -> list[Rank]:
-    """`ranks` of the runs of each risk model, as terms of different models are not of one measure."""
+    """`ranks` for the runs of each risk model, since terms of different models are in different units."""
     models = sorted({run.risk_model for run in found})
     groups = {model: [run for run in found if run.risk_model == model] for model in models}
-    told = {model: group for model, group in groups.items() if len(group) >= LEAST_RUNS}
-    if len(models) < 2 or not told:
+    large_enough = {model: group for model, group in groups.items() if len(group) >= LEAST_RUNS}
+    if len(models) < 2 or not large_enough:
         return _with_held_out(found, weights=weights)
-    every = [(model, rank) for model, group in told.items() for rank in _with_held_out(group, weights=weights)]
+    every = [(model, rank) for model, group in large_enough.items() for rank in _with_held_out(group, weights=weights)]
     return [replace(rank, what=f"{rank.what} ({model})") for model, rank in every]
 
 
 def _with_held_out(found: Sequence[Damage], *, weights: Mapping[str, Mapping[str, float]]) -> list[Rank]:
-    told, fitted = ranks(found, weights=weights), held_out(found)
-    return told if fitted is None else [*told, fitted]
+    by_weights, fitted = ranks(found, weights=weights), held_out(found)
+    return by_weights if fitted is None else [*by_weights, fitted]
 
 
 def fitted_file(found: Sequence[Damage]) -> str:
-    """The text of a conf/risk file with fitted weights and their evidence, for runs of one risk model.
-
-    Raises BadInputError where they do not rank the runs of seeds that were held out better than weights of 1 do.
-    """
+    """The text of a conf/risk file with fitted weights and their evidence, for runs of one risk model. Raises
+    BadInputError if they do not rank runs of held-out seeds better than weights of 1."""
     models = sorted({run.risk_model for run in found})
     if len(models) != 1:
         raise BadInputError(f"weights are fitted to runs of one risk model, and these have {', '.join(models)}")
-    told, unit, weights = held_out(found), f"total, {UNIT}, at equal budgets", fit(found)
-    plain = next((rank for rank in ranks(found, weights={UNIT: {}}) if rank.what == unit), None)
-    if told is None or plain is None or not weights:
+    fitted, unit, weights = held_out(found), f"total, {UNIT_WEIGHTS}, at equal budgets", fit(found)
+    plain = next((rank for rank in ranks(found, weights={UNIT_WEIGHTS: {}}) if rank.what == unit), None)
+    if fitted is None or plain is None or not weights:
         raise BadInputError(
             "weights cannot be fitted: that needs several runs at each budget, of at least two seeds, whose risk goes "
             "with their damage (allocator=random at a few budgets)"
         )
-    if not (told.low > 0 and told.rho > plain.rho):
+    if not (fitted.low > 0 and fitted.rho > plain.rho):
         raise BadInputError(
-            f"fitted weights rank runs of held-out seeds at equal budgets by {_interval(told)}, weights of 1 by "
+            f"fitted weights rank runs of held-out seeds at equal budgets by {_interval(fitted)}, weights of 1 by "
             f"{_interval(plain)}: that is no better, so nothing was written"
         )
     file = yaml.safe_load(assets.options("risk")[models[0]].read_text(encoding="utf-8"))
     merged = {term: round(weights.get(term, float(weight)), 4) for term, weight in file["weights"].items()}
     lines = [
         f"# Weights of risk={models[0]} fitted to the damage of {len(found)} runs (commit {commit() or 'unknown'}).",
-        f"# Rank correlation with damage at equal budgets: {_interval(told)} on seeds that were held out,",
+        f"# Rank correlation with damage at equal budgets: {_interval(fitted)} on seeds that were held out,",
         f"# weights of 1 {_interval(plain)}. A term that did not vary keeps its weight.",
     ]
     return "\n".join(lines) + "\n" + yaml.safe_dump({"name": models[0], "weights": merged}, sort_keys=False)
 
 
-def _write_fit(found: Sequence[Damage], *, name: str) -> None:
+def _save_fit(found: Sequence[Damage], *, name: str) -> None:
     text = fitted_file(found)
     if name in RISKS:
         raise BadInputError(f"--fit {name} would overwrite that risk model: choose a name of its own")
@@ -221,7 +219,7 @@ def _write_fit(found: Sequence[Damage], *, name: str) -> None:
     )
 
 
-def _write(winner: Winner, *, study: optuna.Study, name: str, runs: Sequence[Any], found: Sequence[Rank]) -> None:
+def _save_winner(winner: Winner, *, study: optuna.Study, name: str, runs: Sequence[Any], found: Sequence[Rank]) -> None:
     model = next(str(run.result["risk"]) for run in runs if run.result is not None)
     if name in RISKS:
         raise BadInputError(f"--write {name} would overwrite that risk model: choose a name of its own")
@@ -235,7 +233,7 @@ def _write(winner: Winner, *, study: optuna.Study, name: str, runs: Sequence[Any
 
 @command
 def main(argv: Arguments = None) -> None:
-    """Exit code 0, or 2 where there is too little to say anything."""
+    """Returns exit code 0, or 2 if there are too few runs."""
     parser = argparse.ArgumentParser(prog="python -m baoc.sweep.calibrate", description=__doc__)
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help=f"runs, {LEAST_RUNS} at least")
     parser.add_argument("--write", metavar="NAME", help="write the winner of the first folder's study")

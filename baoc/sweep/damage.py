@@ -1,7 +1,7 @@
-"""How well predicted risk ranks measured damage: the question that every use of a risk rests on (docs/methods.md).
+"""How well predicted risk ranks measured damage (docs/methods.md); every use of a risk model rests on this.
 
-A run's damage is its quality less that of fp32 AdamW everywhere (the same seed, or the mean of its seeds). Its risk is
-the sum of its final allocation's terms, which `candidates.csv` keeps apart, so that any weights can be judged later.
+A run's damage is its quality minus that of fp32 AdamW everywhere (same seed, or the mean of its seeds). Its risk is the
+sum of its final allocation's terms. `candidates.csv` keeps the terms apart, so that any weights can be judged later.
 """
 
 import csv
@@ -11,11 +11,12 @@ from pathlib import Path
 from statistics import fmean
 
 import numpy as np
+import yaml
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
 from baoc.errors import BadInputError
-from baoc.frontier.kinds import by_kind
+from baoc.frontier.comparable_runs import group_by_workload
 from baoc.frontier.runs import RunFolder, find_runs, result_of
 from baoc.tracking.files import read_json
 
@@ -27,7 +28,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damage:
-    """One run: what its allocation was predicted to cost, by term, and what it cost in quality (worse is positive)."""
+    """One run: the predicted risk of its allocation by term, and its loss of quality (positive is worse)."""
 
     run: str
     terms: Mapping[str, float]
@@ -40,7 +41,7 @@ class Damage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
-    """Spearman's rank correlation with the damage over `n` runs, and a 95 % interval by resampling runs."""
+    """Spearman's rank correlation with the damage over `n` runs, with a 95 % interval by resampling runs."""
 
     what: str
     rho: float
@@ -50,17 +51,15 @@ class Rank:
 
 
 def damages(runs: Sequence[RunFolder]) -> list[Damage]:
-    """Of every finished run with an allocation of its own, in the given order.
-
-    Raises BadInputError where the runs are of several kinds, or none of them is the reference.
-    """
-    kinds = by_kind(runs)
-    if len(kinds) != 1:
+    """The damage of every finished run with its own allocation, in the given order. Raises BadInputError if the runs
+    are of several workloads, or none of them is the reference."""
+    workloads = group_by_workload(runs)
+    if len(workloads) != 1:
         raise BadInputError(
-            f"damage is measured among runs of one task, model and data set, and there are {len(kinds)} kinds: give "
-            "folders of one"
+            f"damage is measured among runs of one task, model and data set, and there are {len(workloads)} kinds: "
+            "give folders of one"
         )
-    finished = kinds[0][1]
+    finished = workloads[0][1]
     results = [result_of(run) for run in finished]
     references: dict[int, list[float]] = {}
     for result in results:
@@ -94,16 +93,13 @@ def damages(runs: Sequence[RunFolder]) -> list[Damage]:
 
 
 def terms_of(folder: Path) -> tuple[dict[str, float], str]:
-    """The risk terms of a run's last allocation, summed over its blocks at weights of 1, and the risk model's name.
-
-    Empty where the run kept no candidates. A term that was weighted is divided by its weight again; one of weight 0 is
-    lost and counts 0.
-    """
+    """(risk terms, risk model) of a run's last allocation, summed over its blocks at weights of 1. Empty if the run
+    kept no candidates. Weighted terms are divided by their weight; a term of weight 0 counts 0."""
     candidates, allocation = folder / "candidates.csv", folder / "allocation.json"
     if not candidates.is_file() or not allocation.is_file():
         return {}, ""
-    told = read_json(allocation)
-    chosen = dict(told["choices"])
+    plan = read_json(allocation)
+    chosen = dict(plan["choices"])
     terms: dict[str, float] = {}
     with candidates.open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
@@ -111,31 +107,22 @@ def terms_of(folder: Path) -> tuple[dict[str, float], str]:
                 for key, value in row.items():
                     if key.startswith("risk/"):
                         terms[key.removeprefix("risk/")] = terms.get(key.removeprefix("risk/"), 0.0) + float(value or 0)
-    return _unweighted(terms, folder), str(told["risk_model"])
-
-
-def _unweighted(terms: Mapping[str, float], folder: Path) -> dict[str, float]:
-    import yaml
-
-    config = yaml.safe_load((folder / "config.yaml").read_text())
-    weights = config["risk"]["weights"]
-    return {name: value / w if (w := float(weights.get(name, 1.0))) else 0.0 for name, value in terms.items()}
+    weights = yaml.safe_load((folder / "config.yaml").read_text())["risk"]["weights"]
+    unweighted = {name: value / w if (w := float(weights.get(name, 1.0))) else 0.0 for name, value in terms.items()}
+    return unweighted, str(plan["risk_model"])
 
 
 def ranks(found: Sequence[Damage], *, weights: Mapping[str, Mapping[str, float]], seed: int = 0) -> list[Rank]:
-    """How well the total risk under each named set of weights ranks the damage; then each term, and fewer bytes alone.
-
-    Bytes are what any risk must beat: a smaller state may do more damage whatever it is spent on. "At equal budgets"
-    both are taken less their mean over the runs of a budget, which is the comparison that an allocator makes. Raises
-    BadInputError where there are too few runs to rank.
-    """
+    """Rank correlations with the damage: of the total risk under each set of weights, of each term, and of fewer bytes.
+    Bytes are the baseline that any risk must beat. "At equal budgets" subtracts from both their mean over the runs of a
+    budget, as an allocator compares specs within a budget. Raises BadInputError for fewer than LEAST_RUNS runs."""
     if len(found) < LEAST_RUNS:
         raise BadInputError(
             f"{len(found)} runs have an allocation of their own and a quality: ranking needs at least {LEAST_RUNS}, "
             "better 30"
         )
     damage = np.array([run.damage for run in found])
-    names = sorted({name for run in found for name in run.terms})
+    terms = sorted({name for run in found for name in run.terms})
     columns = {f"total, {name}": totals(found, weights=own) for name, own in weights.items()}
     equal = equal_budgets(found)
     within = [
@@ -144,7 +131,7 @@ def ranks(found: Sequence[Damage], *, weights: Mapping[str, Mapping[str, float]]
         if len(equal) and np.ptp(equal @ column) > 1e-12 * np.ptp(column)
     ]
     columns["fewer state bytes"] = np.array([-float(run.state_bytes) for run in found])
-    columns |= {f"term {name}": np.array([run.terms.get(name, 0.0) for run in found]) for name in names}
+    columns |= {f"term {name}": np.array([run.terms.get(name, 0.0) for run in found]) for name in terms}
     return [
         *[_rank(what, column, damage, seed=seed) for what, column in columns.items() if np.ptp(column) > 0],
         *within,
@@ -152,13 +139,13 @@ def ranks(found: Sequence[Damage], *, weights: Mapping[str, Mapping[str, float]]
 
 
 def totals(found: Sequence[Damage], *, weights: Mapping[str, float]) -> Floats:
-    """The total risk of each run; a term without a weight keeps 1."""
+    """The total risk of each run, [runs]; a term without a weight has weight 1."""
     return np.array([sum(weights.get(term, 1.0) * value for term, value in run.terms.items()) for run in found])
 
 
 def equal_budgets(found: Sequence[Damage]) -> Floats:
-    """A matrix that takes values less their mean over the runs of the same budget, [runs kept, runs]; runs that are
-    alone with their budget are left out."""
+    """A matrix [runs kept, runs] that subtracts the mean over the runs of the same budget. Runs that are alone in their
+    budget are left out."""
     names = np.array([run.budget for run in found])
     same = (names[:, None] == names[None, :]).astype(np.float64)
     counts = same.sum(1)
@@ -166,11 +153,11 @@ def equal_budgets(found: Sequence[Damage]) -> Floats:
 
 
 def fit(found: Sequence[Damage], *, ridge: float = 0.1, least: float = 0.05) -> dict[str, float]:
-    """Weights of the terms under which total risk is nearest to the damage at equal budgets, by least squares.
+    """Weights with which the total risk fits the damage at equal budgets, by non-negative least squares.
 
-    Terms are scaled to their spread; `ridge` keeps them small, against one run's share of the fit. Weights have mean 1,
-    as only ratios matter to an allocator, and none is below `least`: what did no harm to these runs may do some to
-    others. A term that does not vary here is not among them. Empty where no term goes with damage.
+    Terms are scaled to their spread. `ridge` limits the influence of single runs. Weights have mean 1, since an
+    allocator uses their ratios only, and are at least `least`: a term that did no harm here may do some elsewhere.
+    Terms that do not vary are left out. Empty if no term correlates with damage.
     """
     equal = equal_budgets(found)
     names = sorted({name for run in found for name in run.terms})
@@ -192,8 +179,8 @@ def fit(found: Sequence[Damage], *, ridge: float = 0.1, least: float = 0.05) -> 
 
 
 def held_out(found: Sequence[Damage], *, seed: int = 0) -> Rank | None:
-    """How well fitted weights rank runs that they were not fitted on, at equal budgets: each training seed in turn is
-    left out. None where there are fewer than two seeds, or nothing could be fitted."""
+    """The rank correlation of fitted weights at equal budgets, each training seed left out of the fit in turn. None for
+    fewer than two seeds, or if nothing could be fitted."""
     seeds = sorted({run.seed for run in found})
     predicted, damage = [], []
     for one in seeds if len(seeds) > 1 else ():
@@ -220,7 +207,7 @@ def _rank(what: str, predicted: Floats, damage: Floats, *, seed: int) -> Rank:
 
 
 def spearman(a: Floats, b: Floats) -> float:
-    """Pearson's correlation of ranks, equal values sharing their mean rank; NaN where one of them is constant."""
+    """Pearson's correlation of ranks; ties share their mean rank. NaN if one side is constant."""
     x, y = _ranked(a), _ranked(b)
     x, y = x - x.mean(), y - y.mean()
     norm = float(np.sqrt((x @ x) * (y @ y)))

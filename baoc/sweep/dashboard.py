@@ -1,6 +1,6 @@
 """`python -m baoc.sweep.dashboard --entity E --project P`: the W&B workspace and report of a project, as code.
 
-The same command makes them or changes them. Without a key or a network they are validated and written as JSON.
+The same command creates or updates them. Without a key or a network they are validated and written as JSON.
 """
 
 import argparse
@@ -18,8 +18,8 @@ from baoc.tracking.files import read_json, write_text
 from baoc.tracking.wandb_run import choose_mode
 
 WORKSPACE, REPORT = "BAOC frontiers", "BAOC: what budgets buy"
-GROUP = "Group"  # W&B's own: the study or multirun of a run
-KEPT = ".baoc_dashboard.json"  # where the last one is, so that the next call changes it
+GROUP = "Group"  # W&B's name of a run's group: its study or multirun
+URLS_FILE = ".baoc_dashboard.json"  # URLs of the last call, which the next one updates
 AXES = (
     ("memory/state_gib", "optimizer state, GiB"),
     ("memory/peak_gib", "peak memory, GiB"),
@@ -37,8 +37,8 @@ COLUMNS = (
 
 
 def panels() -> dict[str, list[Any]]:
-    """Section -> panels, in the order they stand. Needs wandb-workspaces."""
-    wr = _reports()
+    """Panels by section, in order. Needs wandb-workspaces."""
+    _, wr = _library()
     scatters = [
         wr.ScatterPlot(title=f"quality over {title}", x=wr.SummaryMetric(axis), y=wr.SummaryMetric("quality"))
         for axis, title in AXES
@@ -62,8 +62,8 @@ def panels() -> dict[str, list[Any]]:
 
 
 def workspace(entity: str, project: str) -> Any:
-    """Sections of panels over all runs of the project, grouped by study."""
-    ws = _workspaces()
+    """A workspace with these sections over all runs of the project, grouped by study."""
+    ws, _ = _library()
     return ws.Workspace(
         entity=entity,
         project=project,
@@ -75,9 +75,9 @@ def workspace(entity: str, project: str) -> Any:
 
 
 def report(entity: str, project: str) -> Any:
-    """The same as a page with words: what the points are, and what is compared."""
-    wr = _reports()
-    runs = wr.Runset(name="all runs", groupby=[GROUP])  # of the report's own project; named, it would ask a server
+    """A report with the same panels and an explanation of the points."""
+    _, wr = _library()
+    runs = wr.Runset(name="all runs", groupby=[GROUP])  # of the report's project; naming it would query a server
     blocks: list[Any] = [
         wr.H1(text=REPORT),
         wr.P(
@@ -94,33 +94,33 @@ def report(entity: str, project: str) -> Any:
 
 
 def as_json(made: Any) -> dict[str, Any]:
-    """What would be sent to the server; building it validates every panel."""
+    """The JSON that the server would get; building it validates every panel."""
     return json.loads(made._to_model().model_dump_json(by_alias=True, exclude_none=True))
 
 
 def publish(entity: str, project: str, *, out: Path) -> list[str]:
-    """Makes or changes both on the server; their addresses. The last ones are found by what stands in `out`."""
-    kept = read_json(out / KEPT) if (out / KEPT).is_file() else {}
+    """Creates or updates both on the server and returns their URLs; `out` keeps those of the last call."""
+    kept = read_json(out / URLS_FILE) if (out / URLS_FILE).is_file() else {}
     key = f"{entity}/{project}"
     known = kept.get(key, {})
     made, page = workspace(entity, project), report(entity, project)
     if "workspace" in known:
-        old = _workspaces().Workspace.from_url(known["workspace"])
+        old = _library()[0].Workspace.from_url(known["workspace"])
         old.sections, old.settings, old.runset_settings = made.sections, made.settings, made.runset_settings
         made = old
     if "report" in known:
-        old = _reports().Report.from_url(known["report"])
+        old = _library()[1].Report.from_url(known["report"])
         old.blocks = page.blocks
         page = old
     made.save()
     page.save()
     kept[key] = {"workspace": made.url, "report": page.url}
-    write_text(out / KEPT, json.dumps(kept, indent=2) + "\n")
+    write_text(out / URLS_FILE, json.dumps(kept, indent=2) + "\n")
     return [made.url, page.url]
 
 
 def write(entity: str, project: str, *, out: Path) -> list[Path]:
-    """Both as JSON files in `out`."""
+    """Writes both as JSON files into `out`."""
     files = []
     for name, made in (("workspace", workspace(entity, project)), ("report", report(entity, project))):
         file = out / f"wandb_{name}.json"
@@ -129,20 +129,12 @@ def write(entity: str, project: str, *, out: Path) -> list[Path]:
     return files
 
 
-def _workspaces() -> Any:
-    return _library()[0]
-
-
-def _reports() -> Any:
-    return _library()[1]
-
-
 @cache
 def _library() -> tuple[Any, Any]:
-    """wandb-workspaces: workspaces and reports."""
+    """wandb-workspaces: its (workspaces, reports) modules."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # it is written against an older pydantic
+            warnings.simplefilter("ignore", DeprecationWarning)  # it uses an older pydantic's names
             import wandb_workspaces.reports.v2 as wr
             import wandb_workspaces.workspaces as ws
     except ImportError as error:
@@ -152,7 +144,7 @@ def _library() -> tuple[Any, Any]:
 
 @command
 def main(argv: Arguments = None) -> None:
-    """Exit code 0, or 2 where wandb-workspaces is missing or the folder cannot be written."""
+    """Returns exit code 0, or 2 if wandb-workspaces is missing or the folder cannot be written."""
     parser = argparse.ArgumentParser(prog="python -m baoc.sweep.dashboard", description=__doc__)
     parser.add_argument("--entity", required=True, help="the user or team that the project belongs to")
     parser.add_argument("--project", required=True)

@@ -1,4 +1,4 @@
-"""Workers of a study through one of Hydra's launchers (joblib, submitit): each is a job that asks the storage."""
+"""Runs a study's workers as jobs of a Hydra launcher (joblib, submitit); each job takes trials from the storage."""
 
 import multiprocessing
 from collections.abc import Sequence
@@ -13,17 +13,16 @@ from omegaconf import DictConfig
 from baoc.errors import BaocError
 from baoc.sweep.study import run_study, study_folder
 from baoc.sweep.study_config import StudyConfig
-from baoc.sweep.trial import COMMAND
+from baoc.sweep.trial_process import COMMAND
 from baoc.tracking.console import say
 
 
 def launch_workers(
     study: StudyConfig, *, config: DictConfig, context: HydraContext, extra: Sequence[str], code: str = COMMAND
 ) -> None:
-    """`study.workers` jobs of one trial at a time, each in `workers/N` of the study's folder; returns when all ended.
-
-    A worker that failed is said; its trials are the others', or the next start's. Raises BaocError if all failed.
-    """
+    """Starts `study.workers` jobs of one trial at a time, each in `workers/N` of the study's folder, and waits for
+    them. A failed worker is reported; its trials go to the others or to the next start. Raises BaocError if all of them
+    failed."""
     folder = study_folder(config.hydra.sweep.dir)
     body = partial(work, study=replace(study, workers=1), folder=str(folder), extra=tuple(extra), code=code)
     launcher = Plugins.instance().instantiate_launcher(hydra_context=context, task_function=body, config=config)
@@ -37,6 +36,8 @@ def launch_workers(
 
 
 def work(_: DictConfig, *, study: StudyConfig, folder: str, extra: tuple[str, ...], code: str) -> None:
-    """What a launched job does: one trial after another, until none waits."""
-    multiprocessing.set_start_method("forkserver", force=True)  # joblib's is its own, which children cannot take over
-    run_study(study, folder=folder, extra=extra, code=code, stay=False)
+    """Body of a launched job: one trial after another, until none is waiting."""
+    multiprocessing.set_start_method(
+        "forkserver", force=True
+    )  # joblib sets a start method of its own, without a fork server
+    run_study(study, folder=folder, extra=extra, code=code, wait_for_others=False)

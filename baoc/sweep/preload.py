@@ -1,7 +1,7 @@
-"""Imported once by the server that trials are forked from: what every run needs. Starts no thread and no CUDA.
+"""Imported once by the fork server of trials: what every run needs. Starts no thread and no CUDA.
 
-Composing once fills what a first composing fills: Hydra's plugins, its grammar's tables, the nodes of experiments/ and
-sweeps/. Trials inherit all of it, and then compose in half the time.
+Composing once fills Hydra's caches (plugins, grammar tables, nodes of experiments/ and sweeps/). Trials inherit them
+and compose in half the time.
 """
 
 from baoc import data

@@ -1,4 +1,4 @@
-"""The progress of a whole study in the terminal: a bar, counts and the best values; in a log, a line per trial."""
+"""A study's progress on the terminal: a bar, counts and the best values; in a log file, a line per ended trial."""
 
 import time
 from types import TracebackType
@@ -15,17 +15,17 @@ from baoc.sweep.status import Status, status_of
 from baoc.sweep.study_config import StudyConfig
 from baoc.tracking.console import attach_live, detach_live, make_console, say
 
-REFRESH_S = 2.0  # the storage may be a server that others use
+REFRESH_S = 2.0  # each refresh reads the storage, which may be a shared server
 
 
 class Progress:
-    """A context: inside, what is said stands above the bar. Without a terminal there is no bar."""
+    """A context manager. Messages are printed above the bar; without a terminal there is no bar."""
 
     def __init__(self, study: optuna.Study, *, config: StudyConfig, console: Console | None = None):
         self.study, self.config = study, config
         self._console = console or make_console()
         self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
-        self._next = 0.0
+        self._next_s = 0.0
         self._total = min(config.n_trials, len(study.get_trials(deepcopy=False)) or config.n_trials)
 
     def __enter__(self) -> Self:
@@ -43,30 +43,27 @@ class Progress:
             self._live.stop()
             detach_live(self._console)
 
-    def say(self, text: str) -> None:
-        say(text)
-
-    def told(self, text: str) -> None:
-        """A trial has ended."""
+    def trial_ended(self, text: str) -> None:
+        """Prints a trial's outcome."""
         status = self.status()
         say(f"{text}  [{status.text}]" if self._live is None else text)
         self.refresh(force=True)
 
     def refresh(self, *, force: bool = False) -> None:
-        """Draws anew, every two seconds or when something happened."""
-        if self._live is None or (time.monotonic() < self._next and not force):
+        """Draws the bar again, at most every REFRESH_S unless `force`."""
+        if self._live is None or (time.monotonic() < self._next_s and not force):
             return
-        self._next = time.monotonic() + REFRESH_S
-        self._live.update(drawn(self.status(), name=self.config.name), refresh=True)
+        self._next_s = time.monotonic() + REFRESH_S
+        self._live.update(render(self.status(), name=self.config.name), refresh=True)
 
     def status(self) -> Status:
-        """Of the storage, so that other workers' trials count."""
+        """Counts from the storage, with the trials of all workers."""
         trials = self.study.get_trials(deepcopy=False)
         return status_of(trials, total=self._total, objectives=self.config.objectives)
 
 
-def drawn(status: Status, *, name: str) -> Group:
-    """The bar, the counts and the best values as they stand in the terminal."""
+def render(status: Status, *, name: str) -> Group:
+    """The bar, the counts and the best values."""
     ended = status.done + status.pruned + status.failed
     bar = Table.grid(padding=(0, 1))
     share = Text(f"{100 * ended // max(status.total, 1)} %")

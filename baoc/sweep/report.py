@@ -1,4 +1,4 @@
-"""`python -m baoc.sweep.report FOLDER...` is the earlier name of `python -m baoc.frontier.report`."""
+"""`python -m baoc.sweep.report FOLDER...`, the earlier name of `python -m baoc.frontier.report`."""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""What a trial tries: its point of the space depends on the study's seed, the trial's number and what was finished.
+"""Samples a trial's settings from the study's seed, the trial's number and the finished trials.
 
-So a trial that was killed before it began is drawn again as it was, and random and grid studies give the same set of
-trials whatever was killed in between, and on however many workers.
+A trial that is killed before it starts is therefore sampled again as before, and random and grid studies try the same
+set of trials whatever is killed and on however many workers.
 """
 
 from collections.abc import Sequence
@@ -14,74 +14,74 @@ from optuna.distributions import BaseDistribution
 from optuna.samplers import BaseSampler
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from baoc.sweep.along_front import BUDGET, STARTUP, AlongFront
+from baoc.sweep.frontier_sampler import BUDGET, STARTUP, FrontierSampler
 from baoc.sweep.study_config import Param, StudyConfig
 
-TPE_STARTUP = 5  # where it draws by Optuna's own rules
+TPE_STARTUP = 5  # random trials of Optuna's own TPE
 
 
 def make_sampler(config: StudyConfig, *, number: int) -> BaseSampler:
-    """The sampler by name, seeded for one trial. All but random and grid learn from violated constraints."""
+    """The sampler of `config.sampler`, seeded for one trial. All but random and grid use violated constraints."""
     seed = int(np.random.SeedSequence([config.seed, number]).generate_state(1)[0])
-    if config.sampler in ("random", "grid"):  # the points of a grid are enqueued
+    if config.sampler in ("random", "grid"):  # a grid's points are enqueued by `initial_trials`
         return optuna.samplers.RandomSampler(seed=seed)
     if config.sampler == "nsgaii":
-        return _OfTheSpace(optuna.samplers.NSGAIISampler(seed=seed))
+        return _SearchedTrialsSampler(optuna.samplers.NSGAIISampler(seed=seed))
     if config.sampler == "gp":
-        return _OfTheSpace(optuna.samplers.GPSampler(seed=seed, warn_independent_sampling=False))
-    if along_a_front(config):
-        return AlongFront(seed=seed, objectives=config.objectives)
+        return _SearchedTrialsSampler(optuna.samplers.GPSampler(seed=seed, warn_independent_sampling=False))
+    if uses_frontier_sampler(config):
+        return FrontierSampler(seed=seed, objectives=config.objectives)
     liar = config.workers > 1
-    return _OfTheSpace(optuna.samplers.TPESampler(seed=seed, n_startup_trials=TPE_STARTUP, constant_liar=liar))
+    return _SearchedTrialsSampler(
+        optuna.samplers.TPESampler(seed=seed, n_startup_trials=TPE_STARTUP, constant_liar=liar)
+    )
 
 
-def along_a_front(config: StudyConfig) -> bool:
-    """Whether TPE draws as `AlongFront`: quality beside other objectives, over a range of budgets."""
+def uses_frontier_sampler(config: StudyConfig) -> bool:
+    """Whether TPE is a `FrontierSampler`: quality among several objectives, over a range of budgets."""
     ranged = any(param.key == BUDGET and not param.choices for param in config.space)
     return ranged and "quality" in config.objectives and len(config.objectives) > 1
 
 
 def tpe_startup(config: StudyConfig) -> int:
-    """Searched trials that TPE draws at random, as the random sampler would."""
-    return STARTUP if along_a_front(config) else TPE_STARTUP
+    """Number of searched trials that TPE draws at random."""
+    return STARTUP if uses_frontier_sampler(config) else TPE_STARTUP
 
 
-def queue(config: StudyConfig) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """(params, user attributes) of every trial in the order of their numbers: baselines, points of a grid, free ones.
-
-    As long as the study is to be; a grid ends with its last point.
-    """
-    told: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        (point_of(words, config.space), {"overrides": list(words)}) for words in config.baselines
+def initial_trials(config: StudyConfig) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """(params, user attributes) of every trial by number: baselines, then points of a grid or free trials. The list has
+    `n_trials` entries; a grid may have fewer."""
+    trials: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (point_from_overrides(words, config.space), {"overrides": list(words)}) for words in config.baselines
     ]
-    told += [(point, {}) for point in grid(config)]
+    trials += [(point, {}) for point in grid_points(config)]
     if config.sampler != "grid":
-        told += [({}, {})] * max(config.n_trials - len(told), 0)
-    return told[: config.n_trials]
+        trials += [({}, {})] * max(config.n_trials - len(trials), 0)
+    return trials[: config.n_trials]
 
 
-def grid(config: StudyConfig) -> list[dict[str, Any]]:
-    """Every combination of choices for the grid sampler, the last setting changing first; else none."""
+def grid_points(config: StudyConfig) -> list[dict[str, Any]]:
+    """Every combination of choices, the last setting changing first; empty for other samplers than grid."""
     if config.sampler != "grid":
         return []
     points: list[dict[str, Any]] = []
     for values in product(*(param.choices for param in config.space)):
         point: dict[str, Any] = {}
         for param, value in zip(config.space, values, strict=True):
-            if param.matters(point):
+            if param.is_active(point):
                 point[param.key] = value
         if point not in points:
             points.append(point)
     return points
 
 
-def point_of(words: Sequence[str], space: Sequence[Param]) -> dict[str, Any]:
-    """The point of the space that a baseline is: all settings that matter are given, as values that may be drawn, and
-    nothing else is. Else none ({}): samplers do not see it."""
+def point_from_overrides(words: Sequence[str], space: Sequence[Param]) -> dict[str, Any]:
+    """The point of the space that a baseline's overrides describe; {} if it is not one. It is one if the overrides give
+    every active setting a value that may be drawn, and nothing else. Samplers do not see other baselines."""
     given = dict(word.split("=", 1) for word in words if "=" in word)
     point: dict[str, Any] = {}
     for param in space:
-        if not param.matters(point):
+        if not param.is_active(point):
             continue
         value = param.value_of(given.get(param.key))
         if value is None:
@@ -91,18 +91,18 @@ def point_of(words: Sequence[str], space: Sequence[Param]) -> dict[str, Any]:
 
 
 def suggest(trial: Trial, config: StudyConfig) -> list[str]:
-    """The overrides of a trial: its baseline's, or one per setting that matters beside the others."""
+    """A trial's overrides: those of its baseline, or one per active setting."""
     own = trial.user_attrs.get("overrides")
     if own is not None:
-        if trial._cached_frozen_trial.system_attrs.get("fixed_params"):  # a point of the space, queued as that
+        if trial._cached_frozen_trial.system_attrs.get("fixed_params"):  # it is a point of the space
             for param in config.space:
-                if param.matters(trial.params):
+                if param.is_active(trial.params):
                     _suggest(trial, param)
         return list(own)
     chosen: dict[str, Any] = {}
     words: list[str] = []
     for param in config.space:
-        if param.matters(chosen):
+        if param.is_active(chosen):
             chosen[param.key] = _suggest(trial, param)
             words.append(param.override(chosen[param.key]))
     return words
@@ -116,9 +116,9 @@ def _suggest(trial: Trial, param: Param) -> Any:
     return trial.suggest_float(param.key, param.low, param.high, log=param.log, step=param.step)
 
 
-class _OfTheSpace(BaseSampler):
-    """A sampler that sees no baselines without a point in the space: samplers that search settings jointly take those
-    that all trials have in common, so they would search each alone, or fail."""
+class _SearchedTrialsSampler(BaseSampler):
+    """Hides baselines outside the space from a sampler. A sampler of joint settings uses those that all trials have in
+    common; with such baselines it would sample each setting alone, or fail."""
 
     def __init__(self, inner: BaseSampler):
         self.inner = inner
@@ -144,11 +144,11 @@ class _OfTheSpace(BaseSampler):
 
 
 def _without_baselines(study: optuna.Study) -> optuna.Study:
-    return cast(optuna.Study, _Searched(study))
+    return cast(optuna.Study, _SearchedTrialsView(study))
 
 
-class _Searched:
-    """A study of those trials only that have a point in the space (or may still get one)."""
+class _SearchedTrialsView:
+    """A study that shows only trials with a point in the space, or without one yet."""
 
     def __init__(self, study: optuna.Study):
         self._study = study
@@ -161,11 +161,11 @@ class _Searched:
         return self.get_trials()
 
     def get_trials(self, *args: Any, **options: Any) -> list[FrozenTrial]:
-        return [trial for trial in self._study.get_trials(*args, **options) if _searched(trial)]
+        return [trial for trial in self._study.get_trials(*args, **options) if _is_searched(trial)]
 
     def _get_trials(self, *args: Any, **options: Any) -> list[FrozenTrial]:
-        return [trial for trial in self._study._get_trials(*args, **options) if _searched(trial)]
+        return [trial for trial in self._study._get_trials(*args, **options) if _is_searched(trial)]
 
 
-def _searched(trial: FrozenTrial) -> bool:
+def _is_searched(trial: FrozenTrial) -> bool:
     return bool(trial.params) or "overrides" not in trial.user_attrs

@@ -1,4 +1,4 @@
-"""`python -m baoc.sweep.status FOLDER`: how far a study is, also one that runs elsewhere. Changes nothing."""
+"""`python -m baoc.sweep.status FOLDER` prints how far a study is, on whichever machine it runs. Changes nothing."""
 
 import argparse
 import sys
@@ -16,10 +16,10 @@ from rich.table import Table
 from baoc.errors import BadInputError
 from baoc.frontier.commands import Arguments, command
 from baoc.frontier.pareto import pareto
-from baoc.frontier.runs import ABOUT
-from baoc.sweep.early import violated
+from baoc.frontier.runs import STUDY_FILE
+from baoc.sweep.early_stopping import violates_constraint
 from baoc.sweep.storage import open_storage
-from baoc.sweep.workers import Register
+from baoc.sweep.workers import WorkerRegistry
 from baoc.tracking.console import make_console
 from baoc.tracking.files import read_json
 from baoc.units import format_bytes
@@ -28,21 +28,21 @@ ENDED = (TrialState.COMPLETE, TrialState.FAIL, TrialState.PRUNED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Best:
-    """The best trial of one objective among those that kept their budget."""
+class BestTrial:
+    """The best feasible trial of one objective."""
 
     objective: str
     value: float
     number: int
 
     def __str__(self) -> str:
-        told = format_bytes(self.value) if self.objective.endswith("_bytes") else f"{self.value:.4g}"
-        return f"{self.objective} {told} (trial {self.number})"
+        value = format_bytes(self.value) if self.objective.endswith("_bytes") else f"{self.value:.4g}"
+        return f"{self.objective} {value} (trial {self.number})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """A study at one moment. `violated`: of the done ones, over budget, out of memory or diverged."""
+    """A study's counts at one moment. `violated` counts completed trials that breached their budget or diverged."""
 
     total: int
     done: int
@@ -50,8 +50,8 @@ class Status:
     pruned: int
     failed: int
     running: int
-    left_s: float | None
-    best: tuple[Best, ...]
+    remaining_s: float | None
+    best: tuple[BestTrial, ...]
     on_front: int
 
     @property
@@ -60,24 +60,24 @@ class Status:
 
     @property
     def text(self) -> str:
-        left = "" if self.left_s is None else f", {_duration(self.left_s)} left"
-        counts = (
+        left = "" if self.remaining_s is None else f", {_duration(self.remaining_s)} left"
+        return (
             f"{self.done}/{self.total} done ({self.violated} over budget or diverged), {self.pruned} ended early, "
             f"{self.failed} failed, {self.running} running, {self.waiting} waiting{left}"
         )
-        return counts
 
 
 def status_of(
     trials: Sequence[FrozenTrial], *, total: int, objectives: Mapping[str, str], workers: int | None = None
 ) -> Status:
-    """Counts, the best of each objective, and the time left: what is not ended times the median time of a trial, over
-    the places that work at once (`workers`, or as many as run now)."""
+    """Counts, the best trial of each objective, and the remaining time. The remaining time is the number of trials to
+    come times the median duration of a trial, divided by the trials that run at once (`workers`, or as many as run
+    now)."""
     ended = [trial for trial in trials if trial.state in ENDED]
     complete = [trial for trial in ended if trial.state is TrialState.COMPLETE]
-    good = [trial for trial in complete if not violated(trial)]
+    good = [trial for trial in complete if not violates_constraint(trial)]
     running = sum(trial.state is TrialState.RUNNING for trial in trials)
-    places = workers or running
+    num_parallel = workers or running
     times = [trial.duration.total_seconds() for trial in ended if trial.duration is not None]
     rest = max(total - len(ended), 0)
     return Status(
@@ -87,44 +87,40 @@ def status_of(
         pruned=sum(trial.state is TrialState.PRUNED for trial in ended),
         failed=sum(trial.state is TrialState.FAIL for trial in ended),
         running=running,
-        left_s=median(times) * rest / places if times and places else None,
+        remaining_s=median(times) * rest / num_parallel if times and num_parallel else None,
         best=_best(good, objectives=objectives),
-        on_front=len(front(good, objectives=objectives)),
+        on_front=len(pareto_trials(good, objectives=objectives)),
     )
 
 
-def front(trials: Sequence[FrozenTrial], *, objectives: Mapping[str, str]) -> list[FrozenTrial]:
-    """Those that no other beats, out of complete ones."""
-    signs = [-1.0 if way == "maximize" else 1.0 for way in objectives.values()]
+def pareto_trials(trials: Sequence[FrozenTrial], *, objectives: Mapping[str, str]) -> list[FrozenTrial]:
+    """Those of some complete trials that no other one dominates."""
+    signs = [-1.0 if direction == "maximize" else 1.0 for direction in objectives.values()]
     costs = [[sign * value for sign, value in zip(signs, trial.values, strict=True)] for trial in trials]
     return [trial for trial, keep in zip(trials, pareto(costs), strict=True) if keep]
 
 
-def _best(trials: Sequence[FrozenTrial], *, objectives: Mapping[str, str]) -> tuple[Best, ...]:
+def _best(trials: Sequence[FrozenTrial], *, objectives: Mapping[str, str]) -> tuple[BestTrial, ...]:
     found = []
-    for at, (name, way) in enumerate(objectives.items()):
-        ranked = sorted(trials, key=lambda trial, at=at: trial.values[at], reverse=way == "maximize")
+    for at, (name, direction) in enumerate(objectives.items()):
+        ranked = sorted(trials, key=lambda trial, at=at: trial.values[at], reverse=direction == "maximize")
         if ranked:
-            found.append(Best(objective=name, value=ranked[0].values[at], number=ranked[0].number))
+            found.append(BestTrial(objective=name, value=ranked[0].values[at], number=ranked[0].number))
     return tuple(found)
 
 
 def _duration(seconds: float) -> str:
-    return (
-        f"{seconds:.0f} s"
-        if seconds < 120
-        else f"{seconds / 60:.0f} min"
-        if seconds < 7200
-        else f"{seconds / 3600:.1f} h"
-    )
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def load(folder: Path, *, storage: str | None = None) -> tuple[optuna.Study, Mapping[str, str], int]:
-    """The study of a folder, its objectives and its total. `storage` is needed where its URL has a password."""
-    if not (folder / ABOUT).is_file():
-        raise BadInputError(f"there is no {ABOUT} in {folder}: give the folder of a study (outputs/studies/NAME)")
-    about = read_json(folder / ABOUT)
-    url = storage or _where(about["storage"], folder=folder)
+def load_study(folder: Path, *, storage: str | None = None) -> tuple[optuna.Study, Mapping[str, str], int]:
+    """(study, objectives, number of trials) of a study's folder; `storage` is needed if its URL has a password."""
+    if not (folder / STUDY_FILE).is_file():
+        raise BadInputError(f"there is no {STUDY_FILE} in {folder}: give the folder of a study (outputs/studies/NAME)")
+    about = read_json(folder / STUDY_FILE)
+    url = storage or _resolve_storage(about["storage"], folder=folder)
     if ":***@" in url:
         raise BadInputError(f"the study is kept in {url}: give its URL with the password as --storage URL")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -132,13 +128,11 @@ def load(folder: Path, *, storage: str | None = None) -> tuple[optuna.Study, Map
     return study, about["objectives"], int(about["n_trials"])
 
 
-def _where(url: str, *, folder: Path) -> str:
-    """The storage that a folder names; its own file where the folder was moved or copied since.
-
-    Raises BadInputError where it is a file that is gone, which opening it would make anew.
-    """
+def _resolve_storage(url: str, *, folder: Path) -> str:
+    """The URL of the storage that the folder's study.json names; of the file in the folder if that was moved or copied.
+    Raises BadInputError if the file is gone: opening it would create an empty one."""
     kind, slashes, path = url.partition(":///")
-    path, mark, settings = path.partition("?")  # such as timeout=60
+    path, mark, settings = path.partition("?")  # options such as timeout=60
     if kind not in ("sqlite", "journal") or not slashes:
         return url
     own = folder.absolute() / Path(path).name
@@ -152,7 +146,7 @@ def _where(url: str, *, folder: Path) -> str:
 
 
 def show(study: optuna.Study, *, objectives: Mapping[str, str], total: int) -> None:
-    """The counts, the best, and what runs where for how long."""
+    """Prints the counts, the best trials, and a table of the running ones."""
     trials = study.get_trials(deepcopy=False)
     status = status_of(trials, total=total, objectives=objectives)
     console = make_console()
@@ -163,22 +157,19 @@ def show(study: optuna.Study, *, objectives: Mapping[str, str], total: int) -> N
     table = Table(title="Running", title_justify="left")
     for column in ("trial", "settings", "for", "attempt", "worker"):
         table.add_column(column)
-    register, attributes = Register(study), study.user_attrs
+    registry, attributes = WorkerRegistry(study), study.user_attrs
     for trial in trials:
         if trial.state is TrialState.RUNNING:
             worker = trial.user_attrs.get("worker")
-            where = attributes.get(worker or "", {}).get("machine", "none yet").split("/")[0]
-            gone = (
-                " (gone: begun again by the next worker)"
-                if register.gone(worker, attributes, trial=trial.number)
-                else ""
-            )
+            machine = attributes.get(worker or "", {}).get("machine", "none yet").split("/")[0]
+            is_dead = registry.is_dead(worker, attributes, trial=trial.number)
+            note = " (dead: the next worker takes the trial over)" if is_dead else ""
             began = trial.datetime_start or datetime.now()
             fixed = attributes.get("definition", {}).get("fixed", [])
             words = " ".join(trial.user_attrs.get("words", [])[len(fixed) :])
             attempt = str(int(trial.user_attrs.get("attempts", 0)) + 1)
             table.add_row(
-                str(trial.number), words, _duration((datetime.now() - began).total_seconds()), attempt, where + gone
+                str(trial.number), words, _duration((datetime.now() - began).total_seconds()), attempt, machine + note
             )
     if table.row_count:
         console.print(table)
@@ -186,14 +177,14 @@ def show(study: optuna.Study, *, objectives: Mapping[str, str], total: int) -> N
 
 @command
 def main(argv: Arguments = None) -> int:
-    """Exit code 0, or 2 where there is no study or its storage does not answer."""
+    """Returns exit code 0, or 2 if there is no study or its storage does not answer."""
     parser = argparse.ArgumentParser(prog="python -m baoc.sweep.status", description=__doc__)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="the study's folder")
     parser.add_argument("--storage", help="the storage's URL, where it has a password")
     parser.add_argument("--every", type=float, metavar="SECONDS", help="show it again and again, until all has ended")
     given = parser.parse_args(argv)
     try:
-        study, objectives, total = load(given.folder, storage=given.storage)
+        study, objectives, total = load_study(given.folder, storage=given.storage)
         while True:
             show(study, objectives=objectives, total=total)
             trials = study.get_trials(deepcopy=False)

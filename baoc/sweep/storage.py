@@ -1,17 +1,34 @@
-"""Where a study is kept: one Optuna storage for all its workers, made once whoever comes first, and never torn.
+"""Where a study is stored: one Optuna storage for all its workers.
 
-All trials stand in it from the start, waiting; a worker takes the next one, which the storage gives to one only. So the
-total holds without any further agreement between workers.
+A trial's life, from waiting to told:
+
+1. `open_study` adds all `n_trials` trials to the storage at once, in state WAITING. The total therefore holds without
+   any agreement between workers. A start that is killed here is completed by the next one.
+2. `next_trial` sets the state to RUNNING. The storage grants that to one worker only; sqlite cannot lock a row, so its
+   workers take turns by a lock file.
+3. The worker stores itself as the owner (`worker`) and the sampled overrides (`words`) as attributes of the trial, then
+   starts the process in the folder `NNNN` of the trial's number.
+4. When the process ends, the worker tells the values and the constraints. Optuna refuses to change a finished trial, so
+   each trial is told once.
+5. A process that is killed is started again by its worker, up to `retries` times, and resumes from its newest
+   checkpoint. A run that had finished is recognised by its result file and is not repeated.
+6. A worker that is killed leaves RUNNING trials behind. Another worker, or the next start of the command, sees the
+   missing heartbeat (`workers.py`), makes itself the owner under `setup_lock`, and goes on with the same number, folder
+   and overrides; a trial without overrides is sampled again from the same seed.
+7. A worker that wakes up after such a takeover no longer finds itself as the owner and drops the trial.
+8. A writer that is killed in mid-line leaves a torn line in a journal. `RepairedJournal` moves it into `NAME.torn`
+   before the next read or append. sqlite and servers roll back an unfinished transaction themselves.
 """
 
 import fcntl
+import os
 import random
 import sqlite3
 import time
 import uuid
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
@@ -24,85 +41,82 @@ from optuna.trial import Trial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
 from baoc.errors import BadInputError, OutputError
-from baoc.frontier.runs import ABOUT, about_study
-from baoc.sweep.sampling import make_sampler, queue
+from baoc.frontier.runs import STUDY_FILE, read_study_file
+from baoc.sweep.sampling import initial_trials, make_sampler
 from baoc.sweep.study_config import StudyConfig
 from baoc.tracking.console import say
 from baoc.tracking.files import LineFile, write_json
 
 LOCK = "study.lock"
-HOME = "home"  # the study's attribute that names the one folder of its runs
+HOME_KEY = "home"  # study attribute: id and path of the one folder that holds the study's runs
 
 
 def open_study(config: StudyConfig, *, folder: Path) -> optuna.Study:
-    """The study in the storage, new or known, with `n_trials` trials. Several processes may call this at once.
-
-    Raises BadInputError if a known one is of another definition, or the database cannot be reached.
-    """
+    """Creates or loads the study, with `n_trials` trials. Several processes may call this at once. Raises BadInputError
+    if the stored study has another definition or another folder, or if the database cannot be reached."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     url = storage_url(config.storage, folder=folder)
     with setup_lock(folder, url=url):
-        _refuse_other_study(config, folder=folder)
+        _check_folder_name(config, folder=folder)
         storage = open_storage(url)
         _check_definition(config, storage)
         study = optuna.create_study(
             study_name=config.name,
             storage=storage,
-            directions=[StudyDirection[way.upper()] for way in config.objectives.values()],
+            directions=[StudyDirection[direction.upper()] for direction in config.objectives.values()],
             load_if_exists=True,
         )
         if "definition" not in study.user_attrs:
             study.set_user_attr("definition", config.definition())
-        trials = queue(config)
-        _check_queue(study, trials, config=config)
-        home = _home(study, config=config, folder=folder)
-        for params, attributes in trials[len(study.trials) :]:  # all, or the rest where a start was killed
+        trials = initial_trials(config)
+        _check_trials(study, trials, config=config)
+        home = _check_home_folder(study, config=config, folder=folder)
+        for params, attributes in trials[len(study.trials) :]:  # all, or what a killed start has left out
             study.enqueue_trial(params, user_attrs=attributes)
-        about = {"name": config.name, "storage": without_password(url), "n_trials": len(trials)}
-        write_json(folder / ABOUT, {"schema": 1, **about, "objectives": dict(config.objectives), "home": home["id"]})
-        if HOME not in study.user_attrs:  # after the file: a start that is killed in between knows its own folder again
-            study.set_user_attr(HOME, home)
+        about: dict[str, Any] = {"name": config.name, "storage": without_password(url), "n_trials": len(trials)}
+        about |= {"objectives": dict(config.objectives), "home": home["id"]}
+        write_json(folder / STUDY_FILE, {"schema": 1, **about})
+        if HOME_KEY not in study.user_attrs:  # after the file, so that a start killed in between recognises its folder
+            study.set_user_attr(HOME_KEY, home)
     return study
 
 
 def next_trial(study: optuna.Study, *, config: StudyConfig, folder: Path) -> Trial | None:
-    """The next waiting trial of the first `n_trials`, now this worker's; None where there is none.
-
-    sqlite cannot lock a row, so that two workers could take the same one: they take turns by a lock in `folder`.
-    """
+    """Makes the next waiting trial of the first `n_trials` this worker's; None if there is none. sqlite cannot lock a
+    row, and two workers could get the same trial: they take turns by a lock in `folder`."""
     storage = study._storage
-    with _turn(folder) if config.storage is None or config.storage.startswith("sqlite") else nullcontext():
+    with folder_lock(folder) if config.storage is None or config.storage.startswith("sqlite") else nullcontext():
         for waiting in storage.get_all_trials(study._study_id, deepcopy=False, states=(TrialState.WAITING,)):
-            if waiting.number < config.n_trials and _take(storage, waiting._trial_id):
-                return trial_of(study, waiting._trial_id, number=waiting.number, config=config)
+            if waiting.number >= config.n_trials:
+                continue
+            with suppress(optuna.exceptions.UpdateFinishedTrialError):  # another worker has even finished it
+                if storage.set_trial_state_values(waiting._trial_id, state=TrialState.RUNNING):
+                    return make_trial(study, waiting._trial_id, number=waiting.number, config=config)
     return None
 
 
 @contextmanager
-def _turn(folder: Path) -> Iterator[None]:
+def folder_lock(folder: Path) -> Iterator[None]:
+    """Holds the lock file of the study's folder; waits for other processes of this machine."""
     with (folder / LOCK).open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
-def trial_of(study: optuna.Study, trial_id: int, *, number: int, config: StudyConfig) -> Trial:
-    """A trial that suggests as the sampler of its number does."""
+def make_trial(study: optuna.Study, trial_id: int, *, number: int, config: StudyConfig) -> Trial:
+    """A Trial whose suggestions come from the sampler that is seeded for its number."""
     study.sampler = make_sampler(config, number=number)
-    study._thread_local.cached_all_trials = None  # as `ask` does: what others have finished since counts
+    study._thread_local.cached_all_trials = None  # as `Study.ask` does, so that the sampler sees the newest results
     return Trial(study, trial_id)
 
 
-def _take(storage: BaseStorage, trial_id: int) -> bool:
-    try:
-        return storage.set_trial_state_values(trial_id, state=TrialState.RUNNING)
-    except optuna.exceptions.UpdateFinishedTrialError:
-        return False
-
-
 def storage_url(asked: str | None, *, folder: Path) -> str:
-    """`null` is sqlite in the study's folder, `journal` a journal file there; a URL stays as it is.
+    """The URL of a storage setting.
 
-    Raises BadInputError where a URL cannot name the folder.
+    Args:
+        asked: null is sqlite in the study's folder, `journal` a journal file there; a URL is returned unchanged.
+
+    Raises BadInputError if a URL cannot contain the folder's path.
     """
     if asked is None and "?" in str(folder):
         raise BadInputError(
@@ -115,23 +129,23 @@ def storage_url(asked: str | None, *, folder: Path) -> str:
 
 
 def open_storage(url: str) -> BaseStorage:
-    """Raises BadInputError where the database does not answer, or its driver is missing."""
+    """Opens a storage. Raises BadInputError if the database does not answer, is damaged, or lacks its driver."""
     if url.startswith("journal:///"):
         try:
-            return JournalStorage(MendedJournal(url.removeprefix("journal:///")))
+            return JournalStorage(RepairedJournal(url.removeprefix("journal:///")))
         except (ValueError, KeyError) as error:
-            raise _damaged(url, error) from error
-    sqlite = {"connect_args": {"timeout": 60, "factory": _Wal}}
-    server = {"pool_size": 1, "max_overflow": 3, "pool_pre_ping": True}  # see `rest`
+            raise _unreadable(url, error) from error
+    sqlite = {"connect_args": {"timeout": 60, "factory": _WalConnection}}
+    server = {"pool_size": 1, "max_overflow": 3, "pool_pre_ping": True}  # few connections: see `release_connections`
     options: dict[str, Any] = sqlite if url.startswith("sqlite") else server
     try:
         storage = RDBStorage(url, engine_kwargs=options)
-        be_patient(storage.engine)
+        retry_connections(storage.engine)
         weakref.finalize(storage, storage.engine.dispose)
         return storage
     except Exception as error:
         if url.startswith("sqlite"):
-            raise _damaged(url, error) from error
+            raise _unreadable(url, error) from error
         raise BadInputError(
             f"the study's storage {without_password(url)} cannot be opened ({str(error).splitlines()[0]}): is the "
             "server up, does the database exist, and is its driver installed (pip install 'psycopg[binary]' for "
@@ -140,47 +154,46 @@ def open_storage(url: str) -> BaseStorage:
         ) from error
 
 
-def _damaged(url: str, error: Exception) -> BadInputError:
+def _unreadable(url: str, error: Exception) -> BadInputError:
     return BadInputError(
-        f"the study's storage {without_password(url)} cannot be opened ({_reason(error)}): make room if the disk is "
-        "full, bring the file back if it was damaged, or begin anew in another folder (hydra.sweep.dir=FOLDER)"
+        f"the study's storage {without_password(url)} cannot be opened ({_root_cause(error)}): make room if the disk "
+        "is full, bring the file back if it was damaged, or begin anew in another folder (hydra.sweep.dir=FOLDER)"
     )
 
 
 @contextmanager
-def storage_told(asked: str | None, *, folder: Path) -> Iterator[None]:
-    """A storage that fails in between is told as one sentence. Raises OutputError."""
+def explain_storage_errors(asked: str | None, *, folder: Path) -> Iterator[None]:
+    """Turns an error of the storage inside the block into an OutputError of one sentence."""
     try:
         yield
     except (optuna.exceptions.StorageInternalError, SQLAlchemyError) as error:
         url = without_password(storage_url(asked, folder=folder))
         raise OutputError(
-            f"the study's storage {url} does not take or give records ({_reason(error)}): free its disk, end what "
+            f"the study's storage {url} does not take or give records ({_root_cause(error)}): free its disk, end what "
             "locks it, or start its server; then give the same command again, which goes on from what the storage holds"
         ) from error
 
 
-def _reason(error: BaseException) -> str:
-    """The first line of what is behind it: Optuna wraps what a database says."""
+def _root_cause(error: BaseException) -> str:
+    """The first line of the innermost cause, since Optuna and SQLAlchemy wrap the database's message."""
     while error.__cause__ is not None:
         error = error.__cause__
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def rest(storage: BaseStorage) -> None:
-    """Gives a server its connection back until the next question. To be called when a worker goes on to train.
-
-    200 workers that train would hold 200 connections, and a server has 100; one for each of the dozen questions that a
-    trial asks would cost the server more than the questions.
-    """
+def release_connections(storage: BaseStorage) -> None:
+    """Closes a server's idle connections; for a worker that goes on to train. 200 training workers would hold 200
+    connections, and PostgreSQL allows 100 by default. Opening one for each of a trial's dozen queries would cost the
+    server more than the queries."""
     engine = getattr(getattr(storage, "_backend", storage), "engine", None)
     if engine is not None and engine.dialect.name != "sqlite":
         engine.dispose()
 
 
-def be_patient(engine: Any, *, patience_s: float = 60.0) -> None:
-    """A server that has all its connections in use (100 by default), or is being started again, is asked once more:
-    with many workers that is what fails first, and it must not end one of them."""
+def retry_connections(engine: Any, *, patience_s: float = 60.0) -> None:
+    """Repeats refused connections of `engine` for up to `patience_s` seconds, with growing pauses. A server refuses
+    connections while it restarts or has all of them in use (100 by default). That is the first failure with many
+    workers, and it must not end one of them."""
     from sqlalchemy import event
 
     def connect(dialect: Any, _: Any, arguments: Any, options: Any) -> Any:
@@ -197,9 +210,10 @@ def be_patient(engine: Any, *, patience_s: float = 60.0) -> None:
     event.listen(engine, "do_connect", connect)
 
 
-class _Wal(sqlite3.Connection):
-    """Write-ahead: several times faster, and as safe from kills. Losing power may lose the last records; their trials
-    are then told again from their folders. For files on this machine: several machines need a journal or a server."""
+class _WalConnection(sqlite3.Connection):
+    """sqlite with a write-ahead log: several times faster and as safe against kills. A power cut may lose the last
+    records; their trials are then told again from their folders. The log needs shared memory, so that workers on
+    several machines need a journal or a server."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
@@ -207,18 +221,16 @@ class _Wal(sqlite3.Connection):
         self.execute("pragma synchronous=normal")
 
 
-class MendedJournal(JournalFileBackend):
-    """A journal whose torn last line, left by a writer that was killed, is set aside before anyone reads or appends.
-
-    Optuna's own refuses to read beyond it, for good.
-    """
+class RepairedJournal(JournalFileBackend):
+    """A journal file whose torn last line is set aside before it is read or appended to. A writer that is killed in
+    mid-line leaves such a line, and Optuna's backend raises on every read once another record follows it."""
 
     def __init__(self, path: str):
         lock = JournalFileSymlinkLock(path)
         super().__init__(path, lock)
         lock.acquire()
         try:
-            self._mend()
+            self._set_torn_line_aside()
         finally:
             lock.release()
 
@@ -226,30 +238,28 @@ class MendedJournal(JournalFileBackend):
         lock = self._lock
         lock.acquire()
         try:
-            self._mend()
+            self._set_torn_line_aside()
             with LineFile(self._file_path) as file:
                 for log in logs:
                     file.append(log)
         finally:
             lock.release()
 
-    def _mend(self) -> None:
+    def _set_torn_line_aside(self) -> None:
         path = Path(self._file_path)
-        if path.stat().st_size and not _ends_whole(path):
-            LineFile(path).close()
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(size - 1, 0))
+            is_torn = file.read(1) not in (b"", b"\n")
+        if is_torn:
+            LineFile(path).close()  # opening it does the work
             say(f"{path} ended in a torn line: set aside in {path.name}.torn")
-
-
-def _ends_whole(path: Path) -> bool:
-    with path.open("rb") as file:
-        file.seek(-1, 2)
-        return file.read(1) == b"\n"
 
 
 @contextmanager
 def setup_lock(folder: Path, *, url: str) -> Iterator[None]:
-    """One worker at a time, on all machines that share the folder or the PostgreSQL server."""
-    with _turn(folder):
+    """Admits one worker at a time, on all machines that share the folder or the PostgreSQL server."""
+    with folder_lock(folder):
         if not url.startswith("postgresql"):
             yield
             return
@@ -259,7 +269,7 @@ def setup_lock(folder: Path, *, url: str) -> Iterator[None]:
 
         try:
             engine = sqlalchemy.create_engine(url, poolclass=sqlalchemy.pool.NullPool)
-            with engine.connect() as connection:  # two workers on an empty database would both make its tables
+            with engine.connect() as connection:  # two workers on an empty database would both create its tables
                 connection.execute(sqlalchemy.text("select pg_advisory_lock(hashtext('baoc study'))"))
                 yield
         except (OperationalError, ImportError) as error:
@@ -270,7 +280,7 @@ def setup_lock(folder: Path, *, url: str) -> Iterator[None]:
 
 
 def without_password(url: str) -> str:
-    """For files and messages: a password in a URL is nobody else's."""
+    """The URL with its password masked, for files and messages."""
     parts = urlsplit(url)
     if parts.password is None:
         return url
@@ -278,9 +288,9 @@ def without_password(url: str) -> str:
     return urlunsplit(parts._replace(netloc=f"{parts.username}:***@{host}"))
 
 
-def _refuse_other_study(config: StudyConfig, *, folder: Path) -> None:
-    """Two studies in one folder would take each other's results for their own: trials are known by their numbers."""
-    about = about_study(folder)
+def _check_folder_name(config: StudyConfig, *, folder: Path) -> None:
+    """Raises BadInputError if the folder belongs to another study: folders of trials are named by their number only."""
+    about = read_study_file(folder)
     known = about.get("name") if about else config.name
     if known != config.name:
         raise BadInputError(
@@ -292,23 +302,24 @@ def _refuse_other_study(config: StudyConfig, *, folder: Path) -> None:
 def _check_definition(config: StudyConfig, storage: BaseStorage) -> None:
     """Raises BadInputError if the storage has a study of this name with another space or other objectives."""
     known = {study.study_name: study.user_attrs.get("definition") for study in optuna.get_all_study_summaries(storage)}
-    kept, asked = known.get(config.name), config.definition()
-    changes = _changes(kept, asked) if kept else []
+    stored = known.get(config.name)
+    changes = _differences(stored, config.definition()) if stored else []
     if changes:
-        told = "; ".join(f"{path} {_told(old)} and was asked for {_told(new)}" for path, old, new in changes)
+        text = "; ".join(
+            f"{path} {_setting_text(old)} and was asked for {_setting_text(new)}" for path, old, new in changes
+        )
         raise BadInputError(
-            f"study {config.name} has {told}: trials of both cannot be compared. Give it another hydra.sweeper.name, "
+            f"study {config.name} has {text}: trials of both cannot be compared. Give it another hydra.sweeper.name, "
             "or the settings it has"
         )
 
 
-def _home(study: optuna.Study, *, config: StudyConfig, folder: Path) -> dict[str, str]:
-    """The id and the path of the study's folder, which a folder keeps where it is moved or mounted elsewhere.
-
-    Raises BadInputError for another folder: each would hold some of the runs, and a frontier of either be wrong.
-    """
-    known = study.user_attrs.get(HOME)
-    own = about_study(folder).get(HOME)
+def _check_home_folder(study: optuna.Study, *, config: StudyConfig, folder: Path) -> dict[str, str]:
+    """The id and path of the study's folder. The id is stored in the folder too, so it may be moved or mounted
+    elsewhere. Raises BadInputError for another folder: each would hold a part of the runs, and neither frontier would
+    be right."""
+    known = study.user_attrs.get(HOME_KEY)
+    own = read_study_file(folder).get(HOME_KEY)
     if known is not None and own != known["id"]:
         raise BadInputError(
             f"study {config.name} has its runs in {known['path']}, and {folder} is another folder: go on in that one "
@@ -317,11 +328,12 @@ def _home(study: optuna.Study, *, config: StudyConfig, folder: Path) -> dict[str
     return known or {"id": own or uuid.uuid4().hex, "path": str(folder)}
 
 
-def _check_queue(
+def _check_trials(
     study: optuna.Study, trials: Sequence[tuple[dict[str, Any], dict[str, Any]]], *, config: StudyConfig
 ) -> None:
-    """Raises BadInputError where a grid would lack points, as the study has drawn other trials in their places; says
-    which baselines are not tried, as the study has begun without them."""
+    """Compares the stored trials with those that the configuration would create. Raises BadInputError if points of a
+    grid would be missing, since the study has other trials in their places. Prints the baselines that are not tried,
+    since the study was begun without them."""
     kept = study.get_trials(deepcopy=False)
     pairs = list(zip(kept, trials, strict=False))
     if config.sampler == "grid":
@@ -341,19 +353,19 @@ def _check_queue(
         )
 
 
-def _changes(old: Any, new: Any, *, path: str = "") -> list[tuple[str, Any, Any]]:
-    """(dotted path, old, new) of what differs; what one side lacks is None there."""
+def _differences(old: Any, new: Any, *, path: str = "") -> list[tuple[str, Any, Any]]:
+    """(dotted path, old, new) of each difference; a value that one side lacks is None there."""
     if old == new:
         return []
     if isinstance(old, dict) and isinstance(new, dict):
         keys = dict.fromkeys((*old, *new))
         return [
-            found for key in keys for found in _changes(old.get(key), new.get(key), path=f"{path}.{key}".strip("."))
+            found for key in keys for found in _differences(old.get(key), new.get(key), path=f"{path}.{key}".strip("."))
         ]
     return [(path, old, new)]
 
 
-def _told(value: Any) -> str:
-    if isinstance(value, dict):  # a setting that only one of them searches, without what it leaves open
+def _setting_text(value: Any) -> str:
+    if isinstance(value, dict):  # a setting that only one of the two searches, without its defaults
         return "{" + ", ".join(f"{key}: {v}" for key, v in value.items() if v not in (None, [], {}, 0.0, False)) + "}"
     return "none" if value is None else str(value)

@@ -1,16 +1,15 @@
-"""A study: Optuna chooses settings, each trial trains them in a process of its own, and every answer is kept at once.
+"""One worker of a study: Optuna chooses settings, each trial trains in its own process, each result is stored at once.
 
-The storage is the only truth. Whatever is killed, the same command goes on: trials of workers that are gone are taken
-over under their number and in their folder, and the total stays `n_trials`. Any number of workers share a storage.
+The storage is the only shared state (`storage.py` walks through a trial's life). The same command resumes a study that
+was killed: trials of dead workers are taken over with their number and folder, and the total stays `n_trials`.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
 
 import optuna
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -22,58 +21,77 @@ from baoc.errors import BadInputError, OutputError, TrainingFailedError
 from baoc.frontier.runs import ERROR
 from baoc.models import MODELS
 from baoc.parallel import refuse_ranks
-from baoc.sweep import children
-from baoc.sweep.answers import Answer, answer_of, infeasible
-from baoc.sweep.early import Watch
-from baoc.sweep.interrupts import POLL_S, Interrupts
-from baoc.sweep.memory import Places, cards_here
+from baoc.sweep import forkserver
+from baoc.sweep.early_stopping import EarlyStopping
+from baoc.sweep.gpu_slots import GpuSlots, find_gpus
 from baoc.sweep.progress import Progress
 from baoc.sweep.sampling import suggest
-from baoc.sweep.storage import LOCK, next_trial, open_study, rest, setup_lock, storage_told, storage_url, trial_of
+from baoc.sweep.signals import POLL_S, SignalHandler
+from baoc.sweep.storage import (
+    LOCK,
+    explain_storage_errors,
+    make_trial,
+    next_trial,
+    open_study,
+    release_connections,
+    setup_lock,
+    storage_url,
+)
 from baoc.sweep.study_config import StudyConfig
-from baoc.sweep.trial import COMMAND, Outcome, TrialProcess
-from baoc.sweep.workers import Register
+from baoc.sweep.trial_outcome import TrialOutcome, is_infeasible, trial_outcome
+from baoc.sweep.trial_process import COMMAND, RunOutcome, TrialProcess
+from baoc.sweep.workers import WorkerRegistry
+from baoc.tracking.console import say
 from baoc.tracking.files import write_json
 
-LOOK_S = 5.0  # between two looks at other workers' trials
-PATIENCE_S = 120.0  # for the checkpoint and the end of a run that was asked for both; then it is killed
-STOP_S = 30.0  # the same where the study ends; less than others wait for a beat
-STARTS = 3  # how often a process is begun whose server of forks was killed in that moment
+TAKEOVER_POLL_S = 5.0  # between two searches for trials of dead workers
+END_PATIENCE_S = 120.0  # for a run to write its checkpoint and end once it was asked to; then it is killed
+STOP_PATIENCE_S = 30.0  # the same when the whole study stops; shorter than the heartbeat timeout of other workers
+MAX_STARTS = 3  # attempts to fork a process, since a signal may kill the fork server at that moment
 
 
 def run_study(
-    config: StudyConfig, *, folder: str | Path, extra: Sequence[str] = (), code: str = COMMAND, stay: bool = True
+    config: StudyConfig,
+    *,
+    folder: str | Path,
+    extra: Sequence[str] = (),
+    code: str = COMMAND,
+    wait_for_others: bool = True,
 ) -> optuna.Study:
-    """Works on the study in `folder` until it has `n_trials`; `extra` overrides come on top of `fixed`.
+    """Works on the study in `folder` until `n_trials` trials have ended.
 
-    `code` is the Python program of a trial, whose arguments are its overrides. With `stay`, a worker without work waits
-    for the others' trials, to take them over if they are killed.
+    Args:
+        extra: overrides that follow those of `config.fixed`.
+        code: the Python program of a trial; its arguments are the trial's overrides.
+        wait_for_others: an idle worker waits for the others' trials, to take them over if their worker dies.
 
-    Raises BadInputError where the storage holds a study of another space or objectives, OutputError where it fails in
-    mid-study (a full disk, a lock that is not given back, a server that went away): trials are ended with a checkpoint.
+    Raises:
+        BadInputError: the storage holds a study of this name with another space or other objectives.
+        OutputError: the storage fails during the study (full disk, held lock, lost server). Running trials are asked
+            for a checkpoint first.
     """
     refuse_ranks("study")
     folder = study_folder(folder)
     config = with_extra(config, extra)
-    with storage_told(config.storage, folder=folder):
+    with explain_storage_errors(config.storage, folder=folder):
         study = open_study(config, folder=folder)
     if code == COMMAND:
-        children.preload(children.PRELOAD, *modules_of(config))
-    runner = _Runner(study, config=config, folder=folder, code=code, stay=stay)
-    with storage_told(config.storage, folder=folder), runner.interrupts.taken():
+        forkserver.preload(forkserver.PRELOAD, *model_modules(config))
+    worker = _Worker(study, config=config, folder=folder, code=code, wait_for_others=wait_for_others)
+    with explain_storage_errors(config.storage, folder=folder), worker.signals.installed():
         try:
-            runner.run()
+            worker.run()
         except BaseException:
-            runner.stop()
+            worker.stop()
             with suppress(StorageInternalError, OutputError):  # the storage may be what failed
-                runner.register.end()
+                worker.registry.end()
             raise
-        runner.register.end()
+        worker.registry.end()
     return study
 
 
 def study_folder(path: str | Path) -> Path:
-    """Makes it where it is not there. Raises OutputError where it cannot be written."""
+    """The study's folder as an absolute path, created if absent. Raises OutputError if it cannot be written."""
     folder = Path(path).absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -88,7 +106,7 @@ def study_folder(path: str | Path) -> Path:
 
 
 def refuse_all_failed(study: optuna.Study) -> None:
-    """Raises TrainingFailedError where trials have ended, and all of them failed: what a command must not call done."""
+    """Raises TrainingFailedError if every ended trial failed, so that the command does not exit with 0."""
     ended = [trial for trial in study.get_trials(deepcopy=False) if trial.state.is_finished()]
     if ended and all(trial.state is TrialState.FAIL for trial in ended):
         last = ended[-1].user_attrs.get("text", "failed")
@@ -96,7 +114,8 @@ def refuse_all_failed(study: optuna.Study) -> None:
 
 
 def with_extra(config: StudyConfig, extra: Sequence[str]) -> StudyConfig:
-    """Command-line overrides join `fixed`. Raises BadInputError for several values, which belong into the space."""
+    """`config` with the command line's overrides appended to `fixed`. Raises BadInputError for an override with several
+    values, which belongs in the space, and for a mode that does not train."""
     own = tuple(word for word in extra if not word.startswith(("sweeps=", "hydra")))
     parser = OverridesParser.create()
     several = next((word for word in own if parser.parse_override(word).is_sweep_override()), None)
@@ -114,9 +133,9 @@ def with_extra(config: StudyConfig, extra: Sequence[str]) -> StudyConfig:
     return replace(config, fixed=(*config.fixed, *own))
 
 
-def modules_of(config: StudyConfig) -> list[str]:
-    """What building the networks of all trials imports: a third of a second (transformers) or a whole one (diffusers)
-    that each trial would pay. Only what an override names; other trials import for themselves."""
+def model_modules(config: StudyConfig) -> list[str]:
+    """Modules that building the trials' networks imports, for models that an override names. The fork server imports
+    them once; each trial would pay 0.3 s (transformers) to 1 s (diffusers)."""
     chosen = [str(value) for param in config.space if param.key == "model" for value in param.choices]
     lists = [config.fixed, *config.baselines, *config.repeats]
     chosen += [word.removeprefix("model=") for words in lists for word in words if word.startswith("model=")]
@@ -125,263 +144,270 @@ def modules_of(config: StudyConfig) -> list[str]:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Running:
-    """A trial at work: one process after another, one for each of its runs."""
+class _RunningTrial:
+    """A trial that this worker runs: one process after another, one for each entry of `repeats`."""
 
     trial: FrozenTrial
-    words: list[str]
-    card: str | None
+    overrides: list[str]
+    gpu: str | None
     budget_bytes: int | None
     process: TrialProcess
-    watch: Watch
-    outcomes: list[Outcome] = field(default_factory=list)
-    ended_early: str = ""  # why; then its process has been asked to end
-    stalled: str = ""  # the same, where it hung
-    asked: float = 0.0  # when its process was asked to end
+    early_stopping: EarlyStopping
+    outcomes: list[RunOutcome] = field(default_factory=list)
+    stop_reason: str = ""  # set by early stopping, once the process was asked to end
+    hang_reason: str = ""  # the same for a process that writes nothing
+    asked_s: float = 0.0  # monotonic time at which the process was asked to end
 
 
-class _Runner:
-    """Keeps up to `workers` trials running; a free place is filled at once."""
+class _Worker:
+    """Keeps up to `config.workers` trials running in processes of this machine."""
 
-    def __init__(self, study: optuna.Study, *, config: StudyConfig, folder: Path, code: str, stay: bool):
-        self.study, self.config, self.folder, self.code, self.stay = study, config, folder, code, stay
-        self.running: dict[int, _Running] = {}
-        self.register = Register(study)
-        self.interrupts = Interrupts()
+    def __init__(self, study: optuna.Study, *, config: StudyConfig, folder: Path, code: str, wait_for_others: bool):
+        self.study, self.config, self.folder, self.code = study, config, folder, code
+        self.wait_for_others = wait_for_others
+        self.running: dict[int, _RunningTrial] = {}  # by trial number
+        self.registry = WorkerRegistry(study)
+        self.signals = SignalHandler()
         self.progress = Progress(study, config=config)
-        cards = cards_here(config.gpus) if code == COMMAND or config.gpus != "auto" else ()
-        self.places = Places(cards=cards, per_card=config.per_gpu)
-        self.held: Trial | FrozenTrial | None = None  # drawn, and waiting for a card with room
-        self._looked = -LOOK_S
+        gpus = find_gpus(config.gpus) if code == COMMAND or config.gpus != "auto" else ()
+        self.slots = GpuSlots(gpus=gpus, per_gpu=config.per_gpu)
+        self.held: FrozenTrial | None = None  # owned by this worker, and waiting for a GPU with room
+        self._searched_s = -TAKEOVER_POLL_S
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
+        """Starts and watches trials until none is left that this worker could run."""
         with self.progress:
-            self.register.beat(running=0)
+            self.registry.beat(running=0)
             while True:
                 self._fill()
-                self.interrupts.check()
-                if not self.running and self.held is None and not self._others_work():
+                self.signals.check()
+                if not self.running and self.held is None and not self._may_take_over():
                     break
-                rest(self.study._storage)
-                wait([own.process.sentinel for own in self.running.values()], timeout=POLL_S)
-                self._look_after()
+                release_connections(self.study._storage)
+                wait([running.process.sentinel for running in self.running.values()], timeout=POLL_S)
+                self._poll_trials()
 
     def stop(self) -> None:
-        """Asks all trials for a checkpoint and an end, and waits for them; a second Ctrl-C kills them."""
-        end = time.monotonic() + STOP_S
+        """Asks all trials for a checkpoint and waits for their end; a second Ctrl-C kills them."""
+        end = time.monotonic() + STOP_PATIENCE_S
         try:
-            for own in self.running.values():
-                own.process.ask_to_end()
-            for own in self.running.values():
-                own.process.stop(patience_s=max(end - time.monotonic(), 0.0))
+            for running in self.running.values():
+                running.process.ask_to_end()
+            for running in self.running.values():
+                running.process.stop(patience_s=max(end - time.monotonic(), 0.0))
         except KeyboardInterrupt:
-            with self.interrupts.waiting():  # a third one must not leave any of them
-                for own in self.running.values():
-                    own.process.kill()
-                for own in self.running.values():
-                    own.process.stop(patience_s=0.0)
+            with self.signals.deferred():  # a third Ctrl-C must not leave a process behind
+                for running in self.running.values():
+                    running.process.kill()
+                for running in self.running.values():
+                    running.process.stop(patience_s=0.0)
 
     def _fill(self) -> None:
+        """Starts trials until `workers` run, no trial is available, or no GPU has room."""
         while len(self.running) < self.config.workers:
-            trial = self.held or self._orphan() or self._drawn()
+            trial = self.held or self._take_over()
             if trial is None:
-                return
-            self.held = None if self._begin(trial) else trial
+                waiting = next_trial(self.study, config=self.config, folder=self.folder)
+                if waiting is None:
+                    return
+                trial = self._choose_overrides(waiting)
+            self.held = None if self._start_trial(trial) else trial
             if self.held is not None:
                 return
 
-    def _drawn(self) -> FrozenTrial | None:
-        trial = next_trial(self.study, config=self.config, folder=self.folder)
-        return None if trial is None else self._words_for(trial)
-
-    def _words_for(self, trial: Trial) -> FrozenTrial:
-        trial.set_user_attr("worker", self.register.own.name)
+    def _choose_overrides(self, trial: Trial) -> FrozenTrial:
+        """Samples the trial's settings and stores its overrides and its owner."""
+        trial.set_user_attr("worker", self.registry.identity.name)
         trial.set_user_attr("words", [*self.config.fixed, *suggest(trial, self.config)])
         return self.study._storage.get_trial(trial._trial_id)
 
-    def _orphan(self) -> FrozenTrial | None:
-        """A running trial whose worker is gone, now this worker's; looked for every few seconds."""
-        if time.monotonic() - self._looked < LOOK_S:
+    def _take_over(self) -> FrozenTrial | None:
+        """A running trial of a dead worker, owned by this worker from now on; None if there is none. Searches the
+        storage every TAKEOVER_POLL_S only."""
+        if time.monotonic() - self._searched_s < TAKEOVER_POLL_S:
             return None
-        self._looked = time.monotonic()
+        self._searched_s = time.monotonic()
         url = storage_url(self.config.storage, folder=self.folder)
-        theirs = self._theirs()
-        attributes = self.study.user_attrs  # after the trials: their workers stand in it
-        for trial in theirs:
-            if not self._gone(trial, attributes):
+        foreign = self._foreign_trials()
+        attributes = self.study.user_attrs  # read after the trials, so that it holds the worker of each of them
+        for trial in foreign:
+            owner = trial.user_attrs.get("worker")
+            if not self.registry.is_dead(owner, attributes, trial=trial.number):
                 continue
             with setup_lock(self.folder, url=url):
                 now = self.study._storage.get_trial(trial._trial_id)
-                if now.state is not TrialState.RUNNING or now.user_attrs.get("worker") != trial.user_attrs.get(
-                    "worker"
-                ):
-                    continue  # somebody was faster
-                Trial(self.study, trial._trial_id).set_user_attr("worker", self.register.own.name)
-            self._looked = -LOOK_S  # there may be more
-            self.progress.say(f"trial {trial.number} goes on: its worker is gone")
-            if "words" not in now.user_attrs:
-                return self._words_for(trial_of(self.study, now._trial_id, number=now.number, config=self.config))
+                if now.state is not TrialState.RUNNING or now.user_attrs.get("worker") != owner:
+                    continue  # another worker was faster
+                Trial(self.study, trial._trial_id).set_user_attr("worker", self.registry.identity.name)
+            self._searched_s = -TAKEOVER_POLL_S  # there may be more of them
+            say(f"trial {trial.number} is taken over: its worker is dead")
+            if "words" not in now.user_attrs:  # killed before its settings were stored
+                new = make_trial(self.study, now._trial_id, number=now.number, config=self.config)
+                return self._choose_overrides(new)
             return now
         return None
 
-    def _theirs(self) -> list[FrozenTrial]:
+    def _foreign_trials(self) -> list[FrozenTrial]:
+        """Running trials that are not this worker's."""
         running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-        own = {self.held.number} if self.held is not None else set()
-        return [trial for trial in running if trial.number not in self.running and trial.number not in own]
+        own = {*self.running, *([self.held.number] if self.held is not None else [])}
+        return [trial for trial in running if trial.number not in own]
 
-    def _others_work(self) -> bool:
-        """Whether a trial may still become this worker's."""
-        theirs = self._theirs()
-        if self.stay:
-            return bool(theirs)
+    def _may_take_over(self) -> bool:
+        """Whether a trial of another worker may still become this worker's."""
+        foreign = self._foreign_trials()
+        if self.wait_for_others:
+            return bool(foreign)
         attributes = self.study.user_attrs
-        return any(self._gone(trial, attributes) for trial in theirs)
-
-    def _gone(self, trial: FrozenTrial, attributes: Mapping[str, Any]) -> bool:
-        return self.register.gone(trial.user_attrs.get("worker"), attributes, trial=trial.number)
+        return any(
+            self.registry.is_dead(trial.user_attrs.get("worker"), attributes, trial=trial.number) for trial in foreign
+        )
 
     # -- one trial --------------------------------------------------------------------------------------------------
 
-    def _begin(self, trial: Trial | FrozenTrial) -> bool:
-        """Whether it begins; else no card has room for it now."""
-        frozen = trial if isinstance(trial, FrozenTrial) else self.study._storage.get_trial(trial._trial_id)
-        words = list(frozen.user_attrs["words"])
-        budget_bytes = _memory_budget(words)
-        card = self.places.take(budget_bytes)
-        if card is None and self.places.cards:
+    def _start_trial(self, trial: FrozenTrial) -> bool:
+        """Starts the trial's first process; False if no GPU has room for it now."""
+        overrides = list(trial.user_attrs["words"])
+        budget_bytes = _memory_budget_bytes(overrides)
+        gpu = self.slots.acquire(budget_bytes)
+        if gpu is None and self.slots.gpus:
             return False
-        baseline = "overrides" in frozen.user_attrs
-        watch = Watch(self.study, frozen, config=self.config, exempt=baseline)
-        with self.interrupts.waiting():
-            process = self._process(frozen.number, words, part=0, card=card)
-            self.running[frozen.number] = _Running(
-                trial=frozen, words=words, card=card, budget_bytes=budget_bytes, process=process, watch=watch
+        is_baseline = "overrides" in trial.user_attrs
+        early_stopping = EarlyStopping(self.study, trial, config=self.config, exempt=is_baseline)
+        with self.signals.deferred():
+            process = self._start_process(trial.number, overrides, repeat=0, gpu=gpu)
+            self.running[trial.number] = _RunningTrial(
+                trial=trial,
+                overrides=overrides,
+                gpu=gpu,
+                budget_bytes=budget_bytes,
+                process=process,
+                early_stopping=early_stopping,
             )
         return True
 
-    def _process(self, number: int, words: Sequence[str], *, part: int, card: str | None) -> TrialProcess:
+    def _start_process(self, number: int, overrides: Sequence[str], *, repeat: int, gpu: str | None) -> TrialProcess:
         folder = self.folder / f"{number:04d}"
-        own: Sequence[str] = ()
         if self.config.repeats:
-            folder, own = folder / str(part), self.config.repeats[part]
+            folder, overrides = folder / str(repeat), [*overrides, *self.config.repeats[repeat]]
         variables = {"WANDB_RUN_GROUP": self.config.name, "WANDB_JOB_TYPE": "trial"}
-        if card is not None:
-            variables["CUDA_VISIBLE_DEVICES"] = card
-        overrides = [*words, *own]
-        for left in reversed(range(STARTS)):
+        if gpu is not None:
+            variables["CUDA_VISIBLE_DEVICES"] = gpu
+        for remaining in reversed(range(MAX_STARTS)):
             try:
                 return TrialProcess(
                     overrides, folder=folder, threads=self.config.threads, code=self.code, variables=variables
                 )
             except (EOFError, ConnectionError):
                 time.sleep(POLL_S)
-                if not left or self.interrupts.came:
+                if not remaining or self.signals.received:
                     raise
         raise AssertionError("unreachable")
 
-    def _look_after(self) -> None:
-        beaten = self.register.beat(running=len(self.running))
-        for number, own in list(self.running.items()):
-            outcome = own.process.poll()
+    def _poll_trials(self) -> None:
+        """Handles processes that have ended, trials that other workers own by now, early stops and hangs."""
+        did_beat = self.registry.beat(running=len(self.running))
+        for running in list(self.running.values()):
+            outcome = running.process.poll()
             try:
-                if (beaten or outcome is not None) and not self._mine(own):
-                    self._leave(own)
+                if (did_beat or outcome is not None) and not self._owns(running):
+                    self._drop(running)
                 elif outcome is not None:
-                    self._ended(own, outcome)
-                elif own.ended_early or own.stalled:
-                    if time.monotonic() - own.asked > PATIENCE_S:
-                        own.process.kill()
+                    self._process_ended(running, outcome)
+                elif running.stop_reason or running.hang_reason:
+                    if time.monotonic() - running.asked_s > END_PATIENCE_S:
+                        running.process.kill()
                 else:
-                    self._judge(own, number)
-            except UpdateFinishedTrialError:  # it became another's a moment ago
-                self._leave(own)
+                    self._stop_if_beaten_or_hung(running)
+            except UpdateFinishedTrialError:  # another worker has finished it since `_owns`
+                self._drop(running)
         self.progress.refresh()
 
-    def _mine(self, own: _Running) -> bool:
-        """Whether no other worker has taken the trial over, as one does where this machine slept."""
-        now = self.study._storage.get_trial(own.trial._trial_id)
-        return now.state is TrialState.RUNNING and now.user_attrs.get("worker") == self.register.own.name
+    def _owns(self, running: _RunningTrial) -> bool:
+        """Whether this worker still owns the trial; another one takes it over if this machine slept."""
+        now = self.study._storage.get_trial(running.trial._trial_id)
+        return now.state is TrialState.RUNNING and now.user_attrs.get("worker") == self.registry.identity.name
 
-    def _leave(self, own: _Running) -> None:
-        """Ends this worker's part in a trial that is another's."""
-        self.progress.say(f"trial {own.trial.number} is another worker's: this one gave no sign of life, and leaves it")
-        own.process.stop(patience_s=0.0)
-        self._free(own)
+    def _drop(self, running: _RunningTrial) -> None:
+        """Kills the process of a trial that another worker owns."""
+        say(f"trial {running.trial.number} was taken over by another worker: this one missed heartbeats")
+        running.process.stop(patience_s=0.0)
+        self._free(running)
 
-    def _judge(self, own: _Running, number: int) -> None:
-        """Asks a run to end that another trial beats, or that hangs."""
-        own.ended_early = own.watch.verdict(own.process.folder, part=len(own.outcomes))
+    def _stop_if_beaten_or_hung(self, running: _RunningTrial) -> None:
+        running.stop_reason = running.early_stopping.stop_reason(running.process.folder, repeat=len(running.outcomes))
         limit_s = self.config.stall_s
-        if not own.ended_early and limit_s and own.process.silent_s() > limit_s:
-            own.stalled = f"it wrote nothing for {limit_s} s (hydra.sweeper.stall_s)"
-        if own.ended_early or own.stalled:
-            told = f"ends early: {own.ended_early}" if own.ended_early else f"hangs: {own.stalled}"
-            self.progress.say(f"trial {number} {told}")
-            own.asked = time.monotonic()
-            own.process.ask_to_end()
+        if not running.stop_reason and limit_s and running.process.silent_s() > limit_s:
+            running.hang_reason = f"it wrote nothing for {limit_s} s (hydra.sweeper.stall_s)"
+        if running.stop_reason or running.hang_reason:
+            text = f"ends early: {running.stop_reason}" if running.stop_reason else f"hangs: {running.hang_reason}"
+            say(f"trial {running.trial.number} {text}")
+            running.asked_s = time.monotonic()
+            running.process.ask_to_end()
 
-    def _ended(self, own: _Running, outcome: Outcome) -> None:
-        """One run of the trial ended: the trial goes on, goes into another attempt, or is answered."""
-        number, parts = own.trial.number, len(self.config.repeats) or 1
-        if own.ended_early and outcome.result is None:
-            answer = Answer(state=TrialState.PRUNED, text=f"ended early: {own.ended_early}")
-            _explain(own.process.folder, answer.text, exit_code=outcome.exit_code)
-            self._tell(own, answer)
+    def _process_ended(self, running: _RunningTrial, outcome: RunOutcome) -> None:
+        """Prunes the trial, retries the run, starts the next repeat, or tells the study the trial's outcome."""
+        if running.stop_reason and outcome.result is None:
+            text = f"ended early: {running.stop_reason}"
+            error = {"schema": 1, "kind": "EndedEarly", "message": text, "exit_code": outcome.exit_code}
+            write_json(running.process.folder / ERROR, error)  # replaces "interrupted" in the frontier's tables
+            self._tell(running, TrialOutcome(state=TrialState.PRUNED, text=text))
             return
-        if outcome.killed:
-            self._again(own, replace(outcome, message=own.stalled or outcome.message))
+        if outcome.should_retry:
+            self._retry(running, replace(outcome, message=running.hang_reason or outcome.message))
             return
-        own.outcomes.append(outcome)
-        if outcome.answered and not infeasible(outcome) and len(own.outcomes) < parts:
-            with self.interrupts.waiting():
-                own.process = self._process(number, own.words, part=len(own.outcomes), card=own.card)
+        running.outcomes.append(outcome)
+        num_runs = len(self.config.repeats) or 1
+        if outcome.is_conclusive and not is_infeasible(outcome) and len(running.outcomes) < num_runs:
+            self._start_repeat(running)
             return
-        self._tell(own, answer_of(own.outcomes, objectives=self.config.objectives))
+        self._tell(running, trial_outcome(running.outcomes, objectives=self.config.objectives))
 
-    def _again(self, own: _Running, outcome: Outcome) -> None:
-        """Another attempt at a trial whose own process was killed or failed through a bug, within the limit."""
-        trial = self.study._storage.get_trial(own.trial._trial_id)
+    def _start_repeat(self, running: _RunningTrial) -> None:
+        """Starts the process of the first repeat that has no outcome yet."""
+        with self.signals.deferred():
+            running.process = self._start_process(
+                running.trial.number, running.overrides, repeat=len(running.outcomes), gpu=running.gpu
+            )
+
+    def _retry(self, running: _RunningTrial, outcome: RunOutcome) -> None:
+        """Another attempt at a run that was killed or failed through a bug; the trial fails after `retries` of them."""
+        trial = self.study._storage.get_trial(running.trial._trial_id)
         attempts = int(trial.user_attrs.get("attempts", 0)) + 1
         Trial(self.study, trial._trial_id).set_user_attr("attempts", attempts)
         if attempts > self.config.retries:
             text = f"failed: it was killed or failed {attempts} times, at last with {outcome.exit_code}: "
-            self._tell(own, Answer(state=TrialState.FAIL, text=text + outcome.message))
+            self._tell(running, TrialOutcome(state=TrialState.FAIL, text=text + outcome.message))
             return
-        self.progress.say(f"trial {trial.number} is begun again ({outcome.message}), attempt {attempts + 1}")
-        with self.interrupts.waiting():
-            own.process = self._process(trial.number, own.words, part=len(own.outcomes), card=own.card)
-        own.stalled = ""
+        say(f"trial {trial.number} is begun again ({outcome.message}), attempt {attempts + 1}")
+        self._start_repeat(running)
+        running.hang_reason = ""
 
-    def _tell(self, own: _Running, answer: Answer) -> None:
-        trial = Trial(self.study, own.trial._trial_id)
-        for name, value in answer.constraints.items():
-            if name not in trial.constraints:  # a start that was killed right here has set it
+    def _tell(self, running: _RunningTrial, outcome: TrialOutcome) -> None:
+        """Finishes the trial in the study and frees its place."""
+        trial = Trial(self.study, running.trial._trial_id)
+        for name, value in outcome.constraints.items():
+            if name not in trial.constraints:  # an earlier attempt may have been killed between here and `tell`
                 trial.set_constraint(name, value)
-        if answer.state is not None or any(answer.constraints.values()):
-            trial.set_user_attr("text", answer.text)
-        self.study.tell(own.trial.number, answer.values, state=answer.state)
-        self._free(own)
-        words = " ".join(own.words[len(self.config.fixed) :])
-        self.progress.told(f"trial {own.trial.number} ({words}): {answer.text}")
+        if outcome.state is not None or any(outcome.constraints.values()):
+            trial.set_user_attr("text", outcome.text)
+        self.study.tell(running.trial.number, outcome.values, state=outcome.state)
+        self._free(running)
+        settings = " ".join(running.overrides[len(self.config.fixed) :])
+        self.progress.trial_ended(f"trial {running.trial.number} ({settings}): {outcome.text}")
 
-    def _free(self, own: _Running) -> None:
-        """Its place is the next trial's."""
-        del self.running[own.trial.number]
-        if own.card is not None:
-            self.places.give_back(own.card, own.budget_bytes)
-
-
-def _explain(folder: Path, text: str, *, exit_code: int) -> None:
-    """What a frontier says of the run instead of "interrupted"."""
-    write_json(folder / ERROR, {"schema": 1, "kind": "EndedEarly", "message": text, "exit_code": exit_code})
+    def _free(self, running: _RunningTrial) -> None:
+        del self.running[running.trial.number]
+        if running.gpu is not None:
+            self.slots.release(running.gpu, running.budget_bytes)
 
 
-def _memory_budget(words: Sequence[str]) -> int | None:
-    """Bytes that the trial may hold on its card, where its overrides say so."""
-    given = [word.removeprefix("budget=") for word in words if word.startswith("budget=")]
+def _memory_budget_bytes(overrides: Sequence[str]) -> int | None:
+    """Device memory that the overrides allow the trial; None if they set no valid memory budget."""
+    given = [word.removeprefix("budget=") for word in overrides if word.startswith("budget=")]
     try:
         return parse_budget(given[-1]).memory_bytes if given else None
     except BadInputError:
-        return None  # the run refuses it
+        return None  # the run itself refuses it

@@ -1,4 +1,4 @@
-"""What a study is: objectives, the space that is searched, its baselines, and how many trials at a time."""
+"""What a study is: its objectives, the space it searches, its baselines, and how many trials run at once."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -10,15 +10,13 @@ from baoc.errors import BadInputError, unknown_name
 OBJECTIVES = {"quality": None, "peak_bytes": "minimize", "state_bytes": "minimize", "samples_per_s": "maximize"}
 SAMPLERS = ("tpe", "nsgaii", "gp", "random", "grid")
 _KEYS = ("choices", "low", "high", "log", "step", "format", "when")
-_WHOLE = (("n_trials", 1), ("workers", 1), ("threads", 1), ("retries", 0), ("per_gpu", 1), ("stall_s", 0))
+_MINIMUM = (("n_trials", 1), ("workers", 1), ("threads", 1), ("retries", 0), ("per_gpu", 1), ("stall_s", 0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Param:
-    """One setting that is searched: choices, or a range of numbers. `format` turns a value into the override's.
-
-    `when`: earlier settings of the space and the values with which this one matters; with others it is left alone.
-    """
+    """One searched setting: choices, or a range of numbers. `format` turns a value into the text of an override. `when`
+    maps earlier settings of the space to the values with which this one is active."""
 
     key: str
     choices: tuple[Any, ...] = ()
@@ -30,13 +28,14 @@ class Param:
     when: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def override(self, value: Any) -> str:
+        """The override `key=value` of a value."""
         return f"{self.key}={self._text(value)}"
 
     def _text(self, value: Any) -> str:
         return "null" if value is None else self.format.format(value)
 
     def value_of(self, text: str | None) -> Any:
-        """The value that `override` writes as `text`; None where none that may be drawn is."""
+        """The value that `override` writes as `text`; None if no value of the space is written so."""
         if text is None:
             return None
         if self.choices:
@@ -48,23 +47,21 @@ class Param:
             value = float(text[len(parts[0]) : len(text) - len(parts[1])])
         except ValueError:
             return None
-        whole = isinstance(self.low, int) and isinstance(self.high, int)
-        if not self.low <= value <= self.high or (whole and value != int(value)):
+        is_int = isinstance(self.low, int) and isinstance(self.high, int)
+        if not self.low <= value <= self.high or (is_int and value != int(value)):
             return None
-        return int(value) if whole else value
+        return int(value) if is_int else value
 
-    def matters(self, chosen: Mapping[str, Any]) -> bool:
-        """Whether it is searched beside what was `chosen` so far."""
+    def is_active(self, chosen: Mapping[str, Any]) -> bool:
+        """Whether the setting is searched beside the values `chosen` so far."""
         return all(key in chosen and chosen[key] in values for key, values in self.when.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlyStop:
-    """A trial ends at a rung where another was better in every objective, in quality by `margin` of its own value.
-
-    `rungs` are optimizer steps, at which the run must validate and log `metric`, the key of its quality. `least`: how
-    many other trials must have passed the rung before one is ended there. `margin` 0.1 is a tenth.
-    """
+    """A trial ends at a rung where another one was better in every objective, in quality by `margin` of its own value.
+    `rungs` are optimizer steps at which the run validates and logs `metric`, the key of its quality. `least` is the
+    number of other trials that must have passed the rung before one is ended there. A `margin` of 0.1 is a tenth."""
 
     rungs: tuple[int, ...] = ()
     metric: str = "val/loss"
@@ -74,14 +71,16 @@ class EarlyStop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudyConfig:
-    """`sweeps/NAME.yaml`. `objectives` maps a result's field to minimize or maximize. `n_trials` is the total.
+    """`sweeps/NAME.yaml`.
 
-    `fixed` are overrides of every trial, `baselines` lists of overrides that are tried first. `repeats`: lists of
-    overrides; a trial then is one run with each of them, and its values are those of `over_seeds`. `retries`: how often
-    a trial that was killed, failed through a bug, or hung is begun again; a run hangs when it has written neither a
-    metric nor a line for `stall_s` seconds (0: it never does). `storage`: null is sqlite in the study's folder,
-    `journal` a journal file there, else a database's URL. `gpus`: `auto`, or indices; `per_gpu` trials share a card
-    where their memory budgets fit it together.
+    `objectives` maps a result's field to minimize or maximize. `fixed` are overrides of every trial; `baselines` are
+    lists of overrides that are tried first. With `repeats`, a trial runs once with each of these lists of overrides,
+    and its values are joined as for seeds. `n_trials` is the total over all starts.
+
+    `retries` is how often a run that was killed, failed through a bug or hung is started again; it hangs if it has
+    written neither a metric nor a line for `stall_s` seconds (0 disables this). `storage`: null is sqlite in the
+    study's folder, `journal` a journal file there, else a database URL. `gpus`: `auto` or indices; `per_gpu` trials
+    share a GPU if their memory budgets fit it together.
     """
 
     name: str
@@ -103,7 +102,7 @@ class StudyConfig:
     per_gpu: int = 1
 
     def definition(self) -> dict[str, Any]:
-        """What makes trials comparable: a study goes on only with the same."""
+        """The settings that make trials comparable: a study resumes only with the same ones."""
         known = {
             "objectives": dict(self.objectives),
             "space": {p.key: {k: _plain(getattr(p, k)) for k in _KEYS if k != "when" or p.when} for p in self.space},
@@ -113,7 +112,7 @@ class StudyConfig:
 
 
 def read_study(given: Any) -> StudyConfig:
-    """Plain values (hydra.sweeper) -> StudyConfig. Raises BadInputError that names the key."""
+    """A StudyConfig from plain values (hydra.sweeper). Raises BadInputError that names the key."""
     values = {key: value for key, value in dict(given).items() if key != "_target_"}
     known = [item.name for item in fields(StudyConfig)]
     for key in values:
@@ -125,7 +124,7 @@ def read_study(given: Any) -> StudyConfig:
     sampler = values.get("sampler", "tpe")
     if sampler not in SAMPLERS:
         raise unknown_name(str(sampler), what="sampler", allowed=SAMPLERS)
-    for key, least in _WHOLE:
+    for key, least in _MINIMUM:
         if not isinstance(values.get(key, 1), int) or values.get(key, 1) < least:
             raise BadInputError(f"hydra.sweeper.{key}={values[key]}: give a whole number of at least {least}")
     values["objectives"] = _objectives(values["objectives"])
@@ -140,12 +139,14 @@ def read_study(given: Any) -> StudyConfig:
 
 
 def _objectives(given: Any) -> dict[str, str]:
-    objectives = {str(name): str(way) for name, way in dict(given).items()}
-    for name, way in objectives.items():
+    objectives = {str(name): str(direction) for name, direction in dict(given).items()}
+    for name, direction in objectives.items():
         if name not in OBJECTIVES:
             raise unknown_name(name, what="objective", allowed=OBJECTIVES)
-        if way not in ("minimize", "maximize") or OBJECTIVES[name] not in (None, way):
-            raise BadInputError(f"objective {name} is {way!r}: allowed is {OBJECTIVES[name] or 'minimize or maximize'}")
+        if direction not in ("minimize", "maximize") or OBJECTIVES[name] not in (None, direction):
+            raise BadInputError(
+                f"objective {name} is {direction!r}: allowed is {OBJECTIVES[name] or 'minimize or maximize'}"
+            )
     return objectives
 
 
@@ -170,8 +171,9 @@ def _space(given: Any, *, sampler: str) -> tuple[Param, ...]:
 
 
 def _dotted(given: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
-    """Key -> its range or choices. A command line can only nest (++hydra.sweeper.space.optim.lr.low=0.001 is a mapping
-    in a mapping) what a file writes with dots, and adds to it; choices and a range replace each other."""
+    """Maps dotted keys to ranges or choices. A command line can only nest keys
+    (++hydra.sweeper.space.optim.lr.low=0.001) that a file writes with dots; both are merged. Choices and a range
+    replace each other."""
     found: dict[str, Any] = {}
     for key, spec in given.items():
         nested = isinstance(spec, Mapping) and spec and not set(_KEYS) & set(spec)
@@ -184,8 +186,8 @@ def _dotted(given: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
             if not isinstance(known, Mapping) or not isinstance(values, Mapping):
                 found[name] = values
                 continue
-            same = ("choices" in values) == ("choices" in known) or not {"choices", "low", "high"} & set(values)
-            found[name] = {**{k: item for k, item in known.items() if same or k in ("when", "format")}, **values}
+            same_sort = ("choices" in values) == ("choices" in known) or not {"choices", "low", "high"} & set(values)
+            found[name] = {**{k: item for k, item in known.items() if same_sort or k in ("when", "format")}, **values}
     return found
 
 

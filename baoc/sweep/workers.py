@@ -1,7 +1,8 @@
-"""Who works on a study, and who of them is gone: a trial of a worker that is gone may be taken over.
+"""Heartbeats of a study's workers: a running trial whose worker is dead may be taken over.
 
-A worker beats into the storage. On its own machine it is known by its process, elsewhere by beats that stopped, which
-each worker times with its own clock, so that clocks of machines need not agree.
+Each worker writes heartbeats into the study's attributes. A worker of the same machine is dead if its process is; one
+of another machine if its heartbeat has not changed for PATIENCE_S of the reader's clock, so that the machines' clocks
+need not agree. Optuna's own heartbeat fails a stale trial and queues a copy under a new number, for SQL storages only.
 """
 
 import os
@@ -16,13 +17,13 @@ from typing import Any
 import optuna
 
 BEAT_S = 10.0
-PATIENCE_S = 60.0  # without a beat
-PREFIX = "worker:"
+PATIENCE_S = 60.0  # without a new heartbeat
+PREFIX = "worker:"  # of the study's user attributes, one per worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Identity:
-    """One worker: a process of a machine (since its boot), and when that process began, as numbers come again."""
+class WorkerIdentity:
+    """A worker's machine, process and process start, since process ids are reused."""
 
     machine: str
     process: int
@@ -30,9 +31,10 @@ class Identity:
     unique: str
 
     @staticmethod
-    def own() -> "Identity":
-        return Identity(
-            machine=machine(), process=os.getpid(), began=process_began(os.getpid()), unique=uuid.uuid4().hex[:8]
+    def of_this_process() -> "WorkerIdentity":
+        process = os.getpid()
+        return WorkerIdentity(
+            machine=machine_id(), process=process, began=process_start(process), unique=uuid.uuid4().hex[:8]
         )
 
     @property
@@ -40,16 +42,17 @@ class Identity:
         return f"{PREFIX}{self.unique}"
 
 
-def machine() -> str:
-    """This machine since its boot, and where process numbers mean the same: containers have numbers of their own, and
-    may share the machine's host name."""
-    boot, numbers = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
-    since = boot.read_text()[:8] if boot.is_file() else ""
-    return f"{socket.gethostname()}/{since}/{os.readlink(numbers) if numbers.is_symlink() else ''}"
+def machine_id() -> str:
+    """`host/boot/pid namespace`: within one of these, a process id names one process at a time. Containers number their
+    processes separately and may share the machine's host name."""
+    boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    boot_id = boot.read_text()[:8] if boot.is_file() else ""
+    return f"{socket.gethostname()}/{boot_id}/{os.readlink(namespace) if namespace.is_symlink() else ''}"
 
 
-def process_began(process: int) -> str:
-    """When a process of this machine began, in the kernel's own units; empty where there is none."""
+def process_start(process: int) -> str:
+    """When a process of this machine started, in the kernel's clock ticks. Empty if there is no such process; `?` if
+    the system does not tell."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[19]
     except OSError:
@@ -63,51 +66,50 @@ def process_began(process: int) -> str:
     return "" if Path("/proc/self/stat").is_file() else "?"
 
 
-class Register:
-    """Writes this worker's beats and judges the others by theirs."""
+class WorkerRegistry:
+    """Writes this worker's heartbeats and decides from the others' whether they are dead."""
 
     def __init__(self, study: optuna.Study, *, clock: Callable[[], float] = time.monotonic):
         self.study, self.clock = study, clock
-        self.own = Identity.own()
+        self.identity = WorkerIdentity.of_this_process()
         self._beats = 0
-        self._last = -BEAT_S
-        self._seen: dict[str, tuple[int, float]] = {}  # worker -> its newest beat and when it was first seen here
-        self._unclaimed: dict[int, float] = {}  # trial -> when it was first seen running without a worker
+        self._last_beat_s = -BEAT_S
+        self._seen: dict[str, tuple[int, float]] = {}  # worker -> its newest beat, and when this worker first saw it
+        self._unowned: dict[int, float] = {}  # trial -> when it was first seen running without a worker
 
     def beat(self, *, running: int) -> bool:
-        """Says "alive" if it is time to; whether it did."""
-        if self._beats and self.clock() - self._last < BEAT_S:
+        """Writes a heartbeat if BEAT_S have passed since the last one; returns whether it did."""
+        if self._beats and self.clock() - self._last_beat_s < BEAT_S:
             return False
-        self._beats, self._last = self._beats + 1, self.clock()
+        self._beats, self._last_beat_s = self._beats + 1, self.clock()
         self._write(running=running, ended=False)
         return True
 
     def end(self) -> None:
-        """From now on this worker's trials may be taken over."""
+        """Marks this worker as ended, so that its trials may be taken over at once."""
         self._write(running=0, ended=True)
 
-    def gone(self, worker: str | None, attributes: Mapping[str, Any], *, trial: int) -> bool:
-        """Whether the worker of a running trial has ended or stopped beating; `attributes` are the study's.
-
-        A trial without a worker was drawn a moment ago and is being begun; unless its worker was killed right there.
-        """
-        told = attributes.get(worker or "")
-        if told is None:
-            others = [name for name in attributes if name.startswith(PREFIX) and name != self.own.name]
-            since = self._unclaimed.setdefault(trial, self.clock())
-            alone = all(self.gone(other, attributes, trial=trial) for other in others)
-            return alone or self.clock() - since > PATIENCE_S
-        if told["ended"]:
+    def is_dead(self, worker: str | None, attributes: Mapping[str, Any], *, trial: int) -> bool:
+        """Whether the worker of a running trial has ended or lost its heartbeat; `attributes` are the study's. A trial
+        without a worker was just drawn and is about to start, unless its worker was killed at that moment: it counts as
+        dead if all other workers are, or after PATIENCE_S."""
+        entry = attributes.get(worker or "")
+        if entry is None:
+            others = [name for name in attributes if name.startswith(PREFIX) and name != self.identity.name]
+            since = self._unowned.setdefault(trial, self.clock())
+            all_dead = all(self.is_dead(other, attributes, trial=trial) for other in others)
+            return all_dead or self.clock() - since > PATIENCE_S
+        if entry["ended"]:
             return True
-        if told["machine"] == self.own.machine:
-            return process_began(told["process"]) != told["began"]
+        if entry["machine"] == self.identity.machine:
+            return process_start(entry["process"]) != entry["began"]
         beat, since = self._seen.get(str(worker), (-1, 0.0))
-        if told["beat"] != beat:
-            self._seen[str(worker)] = (told["beat"], self.clock())
+        if entry["beat"] != beat:
+            self._seen[str(worker)] = (entry["beat"], self.clock())
             return False
         return self.clock() - since > PATIENCE_S
 
     def _write(self, *, running: int, ended: bool) -> None:
-        own = self.own
-        value = {"machine": own.machine, "process": own.process, "began": own.began}
-        self.study.set_user_attr(own.name, {**value, "beat": self._beats, "running": running, "ended": ended})
+        own = self.identity
+        entry = {"machine": own.machine, "process": own.process, "began": own.began}
+        self.study.set_user_attr(own.name, {**entry, "beat": self._beats, "running": running, "ended": ended})

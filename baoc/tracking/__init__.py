@@ -1,7 +1,7 @@
-"""What a run leaves behind and shows: files, metrics, loggers, checkpoints' health, and tables on the terminal.
+"""What a run records and shows: files, metrics, loggers, verified checkpoints, and tables on the terminal.
 
-Names are resolved on first use: `files` and `console` need neither torch nor Lightning, so a plan or a frontier can be
-shown without loading them.
+Names are imported on first use: `files` and `console` need neither torch nor Lightning, so that a plan or a frontier
+can be shown without loading them.
 """
 
 from importlib import import_module

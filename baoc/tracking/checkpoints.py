@@ -1,6 +1,7 @@
-"""Reads checkpoints, telling a missing, torn, damaged or foreign file apart; and finds the one to resume from.
+"""Loads checkpoints, with one message each for a missing, torn, damaged or foreign file, and finds the one to resume
+from.
 
-torch itself loads a file with flipped bytes without a word, as it leaves the checksums in its archive unread.
+torch loads a file with flipped bytes without an error, since it does not read its archive's checksums.
 """
 
 import logging
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from baoc.errors import CheckpointError
-from baoc.tracking.checksum import seal_holds
+from baoc.tracking.checksum import checksum_matches
 from baoc.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -24,8 +25,8 @@ log = logging.getLogger(__name__)
 CHECKPOINT_SCHEMA = 1
 SCHEMA_KEY = "baoc_schema"
 META_KEY = "baoc"
-WRITTEN_KEY = "written_s"  # in what META_KEY holds: seconds since 1970, as a copied file has a time of its own
-SEALED_KEY = "baoc_sealed"  # in a checkpoint that was written with a seal, so that a lost one is noticed
+WRITTEN_KEY = "written_s"  # inside META_KEY: seconds since 1970, since copying a file changes its own time
+CHECKSUM_KEY = "baoc_sealed"  # true in a checkpoint that was written with a checksum, so that a lost one is noticed
 FOLDER = "checkpoints"
 SUFFIX = ".ckpt"
 LAST = f"last{SUFFIX}"
@@ -33,13 +34,16 @@ REMEDY = "give resume=auto (the newest intact one), or the path of another check
 
 
 def load_checked(path: str | os.PathLike[str], *, ours: bool = True, weights_only: bool = True) -> dict[str, Any]:
-    """The content of a checkpoint, on the CPU, after its checksums were read.
+    """The content of a checkpoint, on the CPU, after its checksums were verified.
 
-    `ours=False` also takes Lightning's checkpoints of other programs. `weights_only=False` runs code that the file
-    brings: for files from a trusted source only. Raises CheckpointError, whose text says what is wrong and what to do.
+    Args:
+        ours: False also accepts Lightning checkpoints of other programs.
+        weights_only: False runs code from the file; for trusted sources only.
+
+    Raises CheckpointError, which says what is wrong and what to do.
     """
     path = Path(path)
-    sealed = _check_archive(path)
+    has_checksum = _check_archive(path)
     try:
         content = torch.load(path, map_location="cpu", weights_only=weights_only)
     except pickle.UnpicklingError as error:
@@ -54,7 +58,7 @@ def load_checked(path: str | os.PathLike[str], *, ours: bool = True, weights_onl
         raise CheckpointError(
             f"{path} was not written by baoc: it holds no {SCHEMA_KEY!r} but {keys or 'nothing'}; {REMEDY}"
         )
-    if content.get(SEALED_KEY) and not sealed:
+    if content.get(CHECKSUM_KEY) and not has_checksum:
         raise CheckpointError(f"{path} is damaged: the SHA-256 at its end is gone; {REMEDY}")
     schema = content.get(SCHEMA_KEY, CHECKPOINT_SCHEMA)
     if not isinstance(schema, int) or schema > CHECKPOINT_SCHEMA:
@@ -68,17 +72,19 @@ def load_checked(path: str | os.PathLike[str], *, ours: bool = True, weights_onl
 def resolve_resume(
     given: str | os.PathLike[str], *, run_root: str | os.PathLike[str], match: Mapping[str, Any] | None = None
 ) -> Path | None:
-    """The checkpoint that `resume=` means.
+    """The checkpoint that `resume=` selects.
 
-    `auto`: the newest intact one below `run_root` whose description agrees with `match`, None where there is none;
-    damaged ones are named in a message and passed over. A folder: its newest intact one. A file: itself. Raises
-    CheckpointError where a path was given and no intact checkpoint is there.
+    Args:
+        given: `auto` for the newest intact checkpoint below `run_root` whose description agrees with `match` (None if
+            there is none; damaged ones are logged and skipped), a folder for its newest intact one, or a file.
+
+    Raises CheckpointError if a path was given and no intact checkpoint is there.
     """
     if str(given) == "auto":
-        return _newest(Path(run_root), match=match)
+        return _find_newest(Path(run_root), match=match)
     path = Path(given).expanduser()
     if path.is_dir():
-        found = _newest(path, match=None)
+        found = _find_newest(path, match=None)
         if found is None:
             raise CheckpointError(f"{path} holds no intact checkpoint (*{SUFFIX}, also in its sub-folders); {REMEDY}")
         return found
@@ -86,46 +92,46 @@ def resolve_resume(
     return path
 
 
-def _newest(folder: Path, *, match: Mapping[str, Any] | None) -> Path | None:
+def _find_newest(folder: Path, *, match: Mapping[str, Any] | None) -> Path | None:
     if not folder.is_dir():
         return None
     for path in newest_first(path for path in folder.rglob(f"*{SUFFIX}") if path.is_file() and path.name[0] != "."):
         try:
-            about = load_checked(path).get(META_KEY, {})
+            meta = load_checked(path).get(META_KEY, {})
         except CheckpointError as error:
             log.warning("passed over when looking for a checkpoint to resume: %s", error)
             continue
-        if all(about.get(key) == value for key, value in (match or {}).items()):
+        if all(meta.get(key) == value for key, value in (match or {}).items()):
             return path
     return None
 
 
 def newest_first(paths: Iterable[Path]) -> list[Path]:
-    """Checkpoints by when they were written; of files written together the last one is the plain choice."""
+    """Checkpoints by the time they were written, newest first; of files written together `last.ckpt` comes first."""
     return sorted(paths, key=lambda path: (_written_s(path), path.name == LAST, path.name), reverse=True)
 
 
 def _written_s(path: Path) -> float:
-    """By the checkpoint itself, else (of an earlier version, or damaged) by the file system. Hundreds may lie beside a
-    run, so no tensor is made."""
+    """Seconds since 1970 that the checkpoint itself records; the file's own time if it is old or damaged. A folder may
+    hold hundreds of checkpoints, so no tensor is loaded."""
     with suppress(Exception), zipfile.ZipFile(path) as archive:
         (name,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
         with archive.open(name) as file:
-            return float(_Outline(file).load()[META_KEY][WRITTEN_KEY])
+            return float(_PlainUnpickler(file).load()[META_KEY][WRITTEN_KEY])
     return path.stat().st_mtime
 
 
-class _Outline(pickle.Unpickler):
-    """Plain values as they are, and something empty in place of all else: nothing that a file names is called."""
+class _PlainUnpickler(pickle.Unpickler):
+    """Unpickles plain values and puts placeholders for all other objects, so that nothing in the file is called."""
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        return _Empty
+        return _Placeholder
 
     def persistent_load(self, pid: Any, /) -> None:
         return None
 
 
-class _Empty(dict[Any, Any]):
+class _Placeholder(dict[Any, Any]):
     __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType, reportIncompatibleVariableOverride]
 
     def __init__(self, *args: Any, **options: Any):
@@ -136,12 +142,13 @@ class _Empty(dict[Any, Any]):
 
 
 def _check_archive(path: Path) -> bool:
-    """CheckpointError unless `path` is a whole torch archive whose checksums agree; True if a seal says so."""
+    """Whether `path` has a checksum; raises CheckpointError unless it is a whole torch archive with matching
+    checksums."""
     if path.is_dir():
         raise CheckpointError(f"{path} is a folder, not a checkpoint file; {REMEDY}")
     if not path.exists():
-        beside = sorted(p.name for p in path.parent.glob(f"*{SUFFIX}")) if path.parent.is_dir() else []
-        hint = f"that folder holds {', '.join(beside[:8])}" if beside else "that folder holds no checkpoint"
+        names = sorted(p.name for p in path.parent.glob(f"*{SUFFIX}")) if path.parent.is_dir() else []
+        hint = f"that folder holds {', '.join(names[:8])}" if names else "that folder holds no checkpoint"
         raise CheckpointError(f"there is no checkpoint {path}: {hint}; {REMEDY}")
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -153,10 +160,10 @@ def _check_archive(path: Path) -> bool:
         )
     if not head.startswith(b"PK"):
         raise CheckpointError(f"{path} is no checkpoint: it is not a torch archive (it begins with {head!r}); {REMEDY}")
-    sealed = seal_holds(path)
-    if sealed:
+    matches = checksum_matches(path)
+    if matches:
         return True
-    if sealed is False:
+    if matches is False:
         raise CheckpointError(f"{path} is damaged: it does not agree with the SHA-256 at its end; {REMEDY}")
     try:
         with zipfile.ZipFile(path) as archive:

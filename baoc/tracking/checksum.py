@@ -1,7 +1,7 @@
-"""A SHA-256 over a whole checkpoint, kept in the checkpoint itself as the comment of its archive.
+"""A SHA-256 over a whole checkpoint, stored in the checkpoint as its archive's comment.
 
-The archive's own checksums are 32 bits wide and cover the contents of its entries, not what describes them. One file
-holds both, so a checkpoint and its hash are renamed together; every reader of such archives passes over comments.
+The archive's own checksums have 32 bits and cover its entries' contents, not their headers. One file holds both, so
+that a checkpoint and its hash are renamed together; readers of ZIP archives ignore the comment.
 """
 
 import hashlib
@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import IO
 
 MARK = b"baoc-sha256:"
-_LENGTH = 2  # bytes at the end of an archive without a comment that say so
-_TRAILER = _LENGTH + len(MARK) + 64
-_PART = 1 << 22
+_LENGTH_BYTES = 2  # a ZIP archive ends with the length of its comment, 0 for none
+_TRAILER_BYTES = _LENGTH_BYTES + len(MARK) + 64
+_CHUNK_BYTES = 1 << 22
 
 
-class SealingFile:
-    """What `torch.save` writes to: passes everything on to `file` and hashes it; `seal` then adds the comment."""
+class ChecksumFile:
+    """The file that `torch.save` writes to: passes bytes on to `file` and hashes them."""
 
     def __init__(self, file: IO[bytes]):
         self._file = file
@@ -29,29 +29,29 @@ class SealingFile:
     def flush(self) -> None:
         self._file.flush()
 
-    def seal(self) -> None:
-        """To be called once, when the archive is complete."""
+    def append_checksum(self) -> None:
+        """Writes the hash as the archive's comment. To be called once, when the archive is complete."""
         comment = MARK + self._hash.hexdigest().encode()
-        self._file.seek(-_LENGTH, os.SEEK_END)
-        self._file.write(len(comment).to_bytes(_LENGTH, "little") + comment)
+        self._file.seek(-_LENGTH_BYTES, os.SEEK_END)
+        self._file.write(len(comment).to_bytes(_LENGTH_BYTES, "little") + comment)
 
 
-def seal_holds(path: Path) -> bool | None:
-    """Whether the file is what was sealed; None where it has no seal, as files of other programs have none."""
+def checksum_matches(path: Path) -> bool | None:
+    """Whether the file agrees with its checksum; None if it has none, as files of other programs."""
     size = path.stat().st_size
-    if size <= _TRAILER:
+    if size <= _TRAILER_BYTES:
         return None
     with path.open("rb") as file:
-        file.seek(size - _TRAILER + _LENGTH)
+        file.seek(size - _TRAILER_BYTES + _LENGTH_BYTES)
         trailer = file.read()
         if not trailer.startswith(MARK):
             return None
         file.seek(0)
-        found, left = hashlib.sha256(), size - _TRAILER
-        while left:
-            part = file.read(min(_PART, left))
-            found.update(part)
-            left -= len(part)
-        length = file.read(_LENGTH)
-    found.update(bytes(_LENGTH))  # an archive without a comment ends in zeros
-    return trailer == MARK + found.hexdigest().encode() and int.from_bytes(length, "little") == len(trailer)
+        digest, remaining = hashlib.sha256(), size - _TRAILER_BYTES
+        while remaining:
+            chunk = file.read(min(_CHUNK_BYTES, remaining))
+            digest.update(chunk)
+            remaining -= len(chunk)
+        length = file.read(_LENGTH_BYTES)
+    digest.update(bytes(_LENGTH_BYTES))  # it was hashed as an archive without a comment
+    return trailer == MARK + digest.hexdigest().encode() and int.from_bytes(length, "little") == len(trailer)

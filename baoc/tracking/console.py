@@ -1,7 +1,7 @@
-"""What a run says on the terminal: who trains what on which budget, the allocation, its changes, and how it ended.
+"""A run's output on the terminal: start-up summary, allocation, reallocations, result, and tables of frontiers.
 
-Tables keep to 100 columns where the output is no terminal (a log file, a multirun's job); then there are no colours
-either. The console is made anew for each print, so that whoever redirects stdout gets the text.
+Without a terminal (a log file, a multirun's job), tables are 100 columns wide and have no colours. Each print makes a
+new console, so that a redirected stdout gets the text.
 """
 
 import os
@@ -32,30 +32,29 @@ __all__ = [
     "print_planned",
     "print_reallocation",
     "print_result",
-    "print_settled",
     "print_startup",
+    "print_update_ratios",
     "say",
 ]
 
 PLAIN_WIDTH = 100
 MAX_WIDTH = 160
 
-
-_live: list[Console] = []  # consoles that draw a progress bar; rich draws over what another console prints
+_live_consoles: list[Console] = []  # those that draw a progress bar; rich draws over another console's output
 
 
 def attach_live(console: Console) -> None:
-    """From now on everything is printed above what `console` draws, until `detach_live`."""
-    _live.append(console)
+    """Prints everything above the progress bar of `console`, until `detach_live`."""
+    _live_consoles.append(console)
 
 
 def detach_live(console: Console) -> None:
-    if console in _live:
-        _live.remove(console)
+    if console in _live_consoles:
+        _live_consoles.remove(console)
 
 
-class LastingConsole(Console):
-    """What is printed for nobody is lost, and the run goes on: rich would end it where a pipe's reader has gone."""
+class PipeSafeConsole(Console):
+    """Goes quiet if the reader of a pipe is gone; rich would end the run."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -64,24 +63,24 @@ class LastingConsole(Console):
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """A console on today's stdout (or stderr): 100 columns and no colours where that is no terminal."""
-    if _live and not stderr:
-        return _live[-1]
-    console = LastingConsole(stderr=stderr, highlight=False, soft_wrap=False)
+    """A console on the current stdout or stderr; 100 columns and no colours if it is not a terminal."""
+    if _live_consoles and not stderr:
+        return _live_consoles[-1]
+    console = PipeSafeConsole(stderr=stderr, highlight=False, soft_wrap=False)
     if not console.is_terminal:
-        return LastingConsole(stderr=stderr, highlight=False, width=PLAIN_WIDTH, no_color=True, color_system=None)
+        return PipeSafeConsole(stderr=stderr, highlight=False, width=PLAIN_WIDTH, no_color=True, color_system=None)
     if console.width > MAX_WIDTH:
         console.width = MAX_WIDTH
     return console
 
 
 def say(text: str) -> None:
-    """One line, whatever its length."""
+    """Prints one line without wrapping it."""
     make_console().print(text, markup=False, soft_wrap=True)
 
 
 def print_error(text: str) -> None:
-    """What went wrong, on stderr."""
+    """Prints an error on stderr."""
     make_console(stderr=True).print(text, markup=False, soft_wrap=True, style="red")
 
 
@@ -103,7 +102,7 @@ def print_startup(
     run_dir: str | Path | None = None,
     chosen: Sequence[str] = (),
 ) -> None:
-    """The start-up summary; what is None is left out. `chosen`: what was decided for the user, and why."""
+    """The start-up summary; values of None are left out. `chosen`: what was decided for the user, with reasons."""
     accumulated = batch_size // micro_batch if micro_batch else 1
     rows = {
         "task": task,
@@ -120,7 +119,7 @@ def print_startup(
 
 
 def describe_budget(budget: Budget) -> str:
-    """`8gb: 8.00 GiB (8589934592 bytes) of device memory`, and so on for each limit."""
+    """The limits of a budget, as in `8gb: 8.00 GiB (8589934592 bytes) of device memory`."""
     limits = []
     if budget.memory_bytes is not None:
         limits.append(f"{format_bytes(budget.memory_bytes)} ({budget.memory_bytes} bytes) of device memory")
@@ -136,7 +135,7 @@ def describe_budget(budget: Budget) -> str:
 
 
 def print_plan(plan: Plan, *, title: str = "Allocation") -> None:
-    """The allocation as a table, then its totals, and whether the budget binds."""
+    """Prints the allocation as a table, then its totals, and whether the budget binds."""
     table = _table(title)
     table.add_column("block", overflow="fold", max_width=28)
     table.add_column("spec", overflow="fold", max_width=24)
@@ -159,7 +158,7 @@ def print_plan(plan: Plan, *, title: str = "Allocation") -> None:
 
 
 def plan_lines(plan: Plan) -> list[str]:
-    """Totals of a plan: state, risk, peak, and the range of budgets that would bind."""
+    """Totals of a plan: state, risk, peak, and the range of budgets that bind."""
     allocation = plan.allocation
     share = allocation.state_bytes / max(plan.state_bytes_adamw, 1)
     gap = "" if allocation.gap is None else ", proven optimal" if allocation.gap == 0 else f", gap {allocation.gap:.2g}"
@@ -180,20 +179,20 @@ def plan_lines(plan: Plan) -> list[str]:
     if plan.budget.kind == "memory":
         lines.append(f"predicted peak {format_bytes(plan.peak_bytes)} ({plan.peak_bytes} bytes)")
     low, high = plan.least_feasible_bytes, plan.most_useful_bytes
-    span = f"from {_exactly(low, 'the least feasible')} to {_exactly(high)}"
+    span = f"from {_format_exact(low, 'the least feasible')} to {_format_exact(high)}"
     verdict = "binds" if plan.binding else "does not bind: nothing is given up"
     return [*lines, f"budget {plan.budget.name} {verdict}; budgets that bind go {span} of {measure}"]
 
 
-def _exactly(num_bytes: int, remark: str = "") -> str:
-    """`7.50 GiB (8053063680 bytes, remark)`; fewer than 1024 bytes are exact as they are."""
+def _format_exact(num_bytes: int, remark: str = "") -> str:
+    """`7.50 GiB (8053063680 bytes, remark)`; below 1024 bytes the exact number only."""
     if num_bytes < KIB:
         return f"{num_bytes} bytes" + (f" ({remark})" if remark else "")
     return f"{format_bytes(num_bytes)} ({num_bytes} bytes" + (f", {remark})" if remark else ")")
 
 
 def _host_lines(plan: Plan) -> list[str]:
-    """What host placement takes: of the host, of the link, and of the device for staging."""
+    """What host placement uses: pinned memory, time of transfers and CPU steps, staging memory on the device."""
     allocation = plan.allocation
     if not allocation.host_bytes:
         return []
@@ -209,10 +208,9 @@ def _host_lines(plan: Plan) -> list[str]:
 
 
 def print_options(options: Sequence[Option], *, objective: str) -> None:
-    """What the decision was taken from: one row per way to run the global batch, > before the one that is run, and
-    behind those that cannot be the reason."""
+    """Prints the options of the micro-batch search, one row each; > marks the chosen one, others give their reason."""
     table = _table(f"Options by objective={objective} (predicted)")
-    # Words are broken where there is no room, never figures: what the decision rests on is to be read in full.
+    # Only words wrap, so that every figure is readable in full.
     table.add_column("", no_wrap=True)
     table.add_column("option", ratio=1)
     table.add_column("weights", min_width=7)
@@ -230,7 +228,7 @@ def print_options(options: Sequence[Option], *, objective: str) -> None:
 
 
 def print_planned(plans: Sequence[Mapping[str, Any]]) -> None:
-    """Plans of a multirun; a * marks those that no other dominates."""
+    """Prints the plans of a multirun; a * marks those that no other one dominates."""
     table = _table("Planned frontier")
     for header in ("", "budget", "device"):
         table.add_column(header, no_wrap=True)
@@ -252,9 +250,9 @@ def print_planned(plans: Sequence[Mapping[str, Any]]) -> None:
 
 
 def print_reallocation(event: Reallocation) -> None:
-    """One line per decision, and one per moved block where it was accepted (24 at most)."""
+    """Prints one line per decision, and one per moved block if it was accepted (24 at most)."""
     console = make_console()
-    verdict = f"{_counted(len(event.moves), 'block')} moved" if event.accepted else "nothing moved"
+    verdict = f"{_count(len(event.moves), 'block')} moved" if event.accepted else "nothing moved"
     console.print(
         f"step {event.step}, reallocation ({event.trigger}): {verdict}; {event.why}; state "
         f"{format_bytes(event.state_bytes_before)} -> {format_bytes(event.state_bytes_after)}",
@@ -268,21 +266,23 @@ def print_reallocation(event: Reallocation) -> None:
         console.print(f"  and {len(event.moves) - 24} more, in reallocations.jsonl", markup=False)
 
 
-def print_settled(step: int, *, ratios: Mapping[str, float]) -> None:
-    """One line, one step after a move: how large updates are now beside what they were (24 blocks at most)."""
+def print_update_ratios(step: int, *, ratios: Mapping[str, float]) -> None:
+    """Prints, one step after a move, the RMS of updates over that before the move (24 blocks at most)."""
     if not ratios:
         return
-    told = ", ".join(f"{block} {ratio:.3g}" for block, ratio in list(ratios.items())[:24])
+    shown = ", ".join(f"{block} {ratio:.3g}" for block, ratio in list(ratios.items())[:24])
     more = f" and {len(ratios) - 24} more, in reallocations.jsonl" if len(ratios) > 24 else ""
-    text = f"step {step + 1}, RMS of updates over that before the move: {told}{more}"
+    text = f"step {step + 1}, RMS of updates over that before the move: {shown}{more}"
     make_console().print(text, markup=False, soft_wrap=True)
 
 
 def print_result(result: RunResult, *, run_dir: str | Path) -> None:
-    """The closing summary: quality, peak against budget, state, time, and where everything lies."""
+    """Prints the closing summary: quality, peak against budget, state, time, and the run folder."""
     quality = f"{result.quality.name} {result.quality.value:.4g}"
     others = ", ".join(f"{k} {v:.4g}" for k, v in result.metrics.items() if k != result.quality.name)
     share = result.state_bytes / max(result.state_bytes_adamw, 1)
+    has_prediction = result.step_s_predicted == result.step_s_predicted  # not NaN
+    predicted = f" ({_ms(result.step_s_predicted * 1e3)} ms predicted)" if has_prediction else ""
     rows = {
         "quality": f"{quality} ({'higher' if result.quality.higher_is_better else 'lower'} is better)",
         "metrics": others or None,
@@ -293,22 +293,18 @@ def print_result(result: RunResult, *, run_dir: str | Path) -> None:
         f"{format_bytes(result.state_bytes_adamw)}",
         "step": "too few untracked steps to time one"
         if result.step_ms != result.step_ms
-        else f"{_ms(result.step_ms)} ms{_predicted(result.step_s_predicted)}, {result.samples_per_s:,.0f} samples/s",
-        "steps": f"{result.num_steps}, {_counted(result.num_reallocations, 'reallocation')}",
+        else f"{_ms(result.step_ms)} ms{predicted}, {result.samples_per_s:,.0f} samples/s",
+        "steps": f"{result.num_steps}, {_count(result.num_reallocations, 'reallocation')}",
     }
     _print_pairs(f"{result.name}, done", rows.items(), run_dir=run_dir)
 
 
 def _ms(value: float) -> str:
-    return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"  # where .3g alone writes 1.66e+03
+    return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"  # .3g alone writes 1.66e+03
 
 
-def _counted(number: int, what: str) -> str:
+def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
-
-
-def _predicted(seconds: float) -> str:
-    return "" if seconds != seconds else f" ({_ms(seconds * 1e3)} ms predicted)"
 
 
 def _budget_verdict(result: RunResult) -> str | None:
@@ -330,7 +326,7 @@ def print_frontier(
     quality: str = "quality",
     title: str = "Frontier",
 ) -> None:
-    """Runs by quality against bytes; a * marks those that no other dominates, failed jobs come last with the reason."""
+    """Prints runs by quality and bytes; a * marks undominated ones, failed jobs come last with the reason."""
     console = make_console()
     if points:
         console.print(_frontier_table(points, quality=quality, title=title))
@@ -345,17 +341,17 @@ def print_frontier(
 
 
 def print_studies(rows: Sequence[Mapping[str, Any]], *, title: str) -> None:
-    """What share of the area that all studies dominate together each dominates; `rows` as `kinds.volumes` has them."""
+    """Prints the share of the common hypervolume that each study dominates; `rows` are those of `volumes`."""
     shares: dict[str, dict[str, str]] = {}
     for row in rows:
-        told = shares.setdefault(row["family"], {"points": str(row["points"])})
-        told[row["axis"]] = "n/a" if row["share"] is None else f"{row['share']:.1f} %"
+        cells = shares.setdefault(row["family"], {"points": str(row["points"])})
+        cells[row["axis"]] = "n/a" if row["share"] is None else f"{row['share']:.1f} %"
     table = _table(title)
     table.add_column("study", overflow="fold", ratio=1)
     for header in ("points", "area over state", "area over peak"):
         table.add_column(header, justify="right", no_wrap=True)
-    for study, told in shares.items():
-        table.add_row(escape(study), told["points"], told["state_bytes"], told["peak_bytes"])
+    for study, cells in shares.items():
+        table.add_row(escape(study), cells["points"], cells["state_bytes"], cells["peak_bytes"])
     console = make_console()
     console.print(table)
     console.print("area: what a study's points dominate, of what all dominate together, along doublings of memory")
@@ -387,7 +383,7 @@ def _table(title: str) -> Table:
 
 
 def _print_pairs(title: str, pairs: Iterable[tuple[str, str | None]], *, run_dir: str | Path | None) -> None:
-    """Keys and values below each other; the run's folder comes last and is never broken, so that it can be copied."""
+    """Prints keys and values; the run folder comes last and is not wrapped, so that it can be copied."""
     table = Table(box=None, show_header=False, title=title, title_justify="left", title_style="bold", pad_edge=False)
     table.add_column(style="dim", no_wrap=True, min_width=len("run folder"))
     table.add_column(overflow="fold")

@@ -1,7 +1,7 @@
-"""Files that are whole or absent: written aside, fsynced, renamed; and JSON lines that survive a kill.
+"""Files that are either complete or absent, and JSON lines files that survive a kill.
 
-Everything a run leaves goes through here, so a full disk or an interrupt never leaves a half-written file that looks
-whole, and a line torn by a kill is told from a finished one.
+Files are written beside their target, fsynced and renamed. A full disk or an interrupt therefore never leaves a partial
+file that looks complete, and a torn line is distinguishable from a finished one.
 """
 
 import csv
@@ -22,12 +22,12 @@ from baoc.types import to_plain
 
 log = logging.getLogger(__name__)
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 REALLOCATIONS_FILE = "reallocations.jsonl"
 
 
 @contextmanager
-def explained(path: Path) -> Iterator[None]:
+def as_output_error(path: Path) -> Iterator[None]:
     """Turns an OSError while writing `path` into an OutputError that says what to do."""
     try:
         yield
@@ -36,7 +36,7 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def output_error(path: Path, error: OSError) -> OutputError:
-    if error.errno in FULL:
+    if error.errno in DISK_FULL:
         return OutputError(
             f"no space left for {path.name} in {path.parent}: nothing half-written was kept; free space or set "
             "hydra.run.dir (hydra.sweep.dir for a multirun) to a folder on another disk"
@@ -48,14 +48,12 @@ def output_error(path: Path, error: OSError) -> OutputError:
 
 
 @contextmanager
-def written_aside(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """A file to write `path`'s new content to; it takes the name only when the block ends without an error.
-
-    Raises OutputError where the folder cannot be written; `path` then holds what it held before.
-    """
+def atomic_write(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+    """A temporary file that replaces `path` when the block ends without an error. Raises OutputError if the folder
+    cannot be written; `path` then keeps its content."""
     path = Path(path)
     aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
-    with explained(path):
+    with as_output_error(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with aside.open("xb") as file:
@@ -67,11 +65,11 @@ def written_aside(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
             with suppress(OSError):
                 aside.unlink(missing_ok=True)
             raise
-        _sync_folder(path.parent)
+        _fsync_folder(path.parent)
 
 
-def _sync_folder(folder: Path) -> None:
-    """Makes a rename durable; systems that cannot open a folder do without."""
+def _fsync_folder(folder: Path) -> None:
+    """Makes a rename durable, on systems that can open a folder."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -81,19 +79,19 @@ def _sync_folder(folder: Path) -> None:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    with written_aside(path) as file:
+    with atomic_write(path) as file:
         file.write(text.encode())
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
-    """A value of `baoc.types` (or plain containers of them) as indented JSON; NaN and infinities become null."""
-    write_text(path, json.dumps(to_plain(value), indent=2, allow_nan=False, default=_scalar) + "\n")
+    """Writes a value of `baoc.types`, or plain containers of them, as indented JSON; NaN and infinities become null."""
+    write_text(path, json.dumps(to_plain(value), indent=2, allow_nan=False, default=_json_default) + "\n")
 
 
 def write_csv(
     path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]], *, columns: Sequence[str] | None = None
 ) -> None:
-    """Rows as CSV; `columns` defaults to every key in order of first appearance, None becomes an empty cell."""
+    """Writes rows as CSV; `columns` defaults to every key in order of first appearance, None becomes an empty cell."""
     names = list(columns) if columns is not None else list(dict.fromkeys(key for row in rows for key in row))
     buffer = io.StringIO()
     writer = csv.DictWriter(buffer, names, restval="", extrasaction="ignore", lineterminator="\n")
@@ -103,7 +101,7 @@ def write_csv(
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """The value in a JSON file; BadInputError where it is missing or not JSON."""
+    """The value in a JSON file. Raises BadInputError if the file is missing or not JSON."""
     path = Path(path)
     try:
         return json.loads(path.read_text())
@@ -114,23 +112,21 @@ def read_json(path: str | os.PathLike[str]) -> Any:
 
 
 class LineFile:
-    """An append-only file of JSON lines: each record is on the disk when `append` returns.
-
-    Opening it sets a torn last line aside (into `NAME.torn`), so that what is appended never sticks to it.
-    """
+    """An append-only file of JSON lines; each record is on disk when `append` returns. Opening it moves a torn last
+    line into `NAME.torn`, so that the next record starts on its own line."""
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
-        with explained(self.path):
+        with as_output_error(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-            self._mend()
+            self._set_torn_line_aside()
 
     def append(self, record: Any) -> None:
-        """Writes one record; on a full disk the part that was written is cut off again, and OutputError is raised."""
-        line = json.dumps(to_plain(record), allow_nan=False, default=_scalar).encode() + b"\n"
+        """Writes one record. Raises OutputError on a full disk, after the partial line was cut off again."""
+        line = json.dumps(to_plain(record), allow_nan=False, default=_json_default).encode() + b"\n"
         size = os.fstat(self._descriptor).st_size
-        with explained(self.path):
+        with as_output_error(self.path):
             try:
                 written = 0
                 while written < len(line):
@@ -146,14 +142,14 @@ class LineFile:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def _mend(self) -> None:
+    def _set_torn_line_aside(self) -> None:
         size = os.fstat(self._descriptor).st_size
         if size == 0 or os.pread(self._descriptor, 1, size - 1) == b"\n":
             return
         content = self.path.read_bytes()
         start = content.rfind(b"\n") + 1
         tail = content[start:]
-        if _record(tail) is not None:  # only the line break is missing: no proper prefix of an object is an object
+        if _parse_object(tail) is not None:  # only the line break is missing: no proper prefix of a JSON object is one
             os.write(self._descriptor, b"\n")
             return
         with self.path.with_name(self.path.name + ".torn").open("ab") as torn:
@@ -171,23 +167,21 @@ class LineFile:
 
 
 def append_jsonl(path: str | os.PathLike[str], record: Any) -> None:
-    """One more line of JSON, on the disk when this returns."""
+    """Appends one line of JSON; it is on disk when this returns."""
     with LineFile(path) as file:
         file.append(record)
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The records of a JSON lines file. A torn last line is left out with a message; the file is not touched.
-
-    Raises BadInputError where the file is missing, or a line before the last one is not a JSON object.
-    """
+    """The records of a JSON lines file. A torn last line is skipped with a warning; the file is not changed. Raises
+    BadInputError if the file is missing, or a line before the last one is not a JSON object."""
     path = Path(path)
     if not path.is_file():
         raise BadInputError(f"there is no file {path}: give the folder of a run")
     lines = path.read_bytes().split(b"\n")
     records: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
-        record = _record(line)
+        record = _parse_object(line)
         if record is not None:
             records.append(record)
         elif number == len(lines) and line:
@@ -197,7 +191,7 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return records
 
 
-def _record(line: bytes) -> dict[str, Any] | None:
+def _parse_object(line: bytes) -> dict[str, Any] | None:
     try:
         value = json.loads(line)
     except ValueError:
@@ -205,8 +199,8 @@ def _record(line: bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _scalar(value: Any) -> Any:
-    """JSON for what is not of `baoc.types`: paths, and the scalars of numpy and torch."""
+def _json_default(value: Any) -> Any:
+    """JSON for values outside `baoc.types`: paths, and scalars of numpy and torch."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:

@@ -1,7 +1,7 @@
-"""Our own loggers: every logged step on the disk before training goes on, and the same numbers as a CSV.
+"""Lightning loggers that write each step to disk before training goes on: metrics.jsonl, and metrics.csv from it.
 
-W&B loses up to an eighth of the logged steps when a process is killed, and Lightning's CSVLogger deletes its file when
-a run is resumed in the same folder. `metrics.jsonl` is therefore what frontiers are made from.
+W&B loses up to an eighth of the logged steps if a process is killed, and Lightning's CSVLogger deletes its file if a
+run is resumed in the same folder. Frontiers are therefore made from `metrics.jsonl`.
 """
 
 import time
@@ -17,7 +17,7 @@ from baoc.tracking.metrics import FIXED_KEYS, METRICS_FILE, METRICS_SCHEMA, read
 
 
 class _FolderLogger(Logger):
-    """What Lightning asks of a logger that writes into the run folder itself."""
+    """The part of Lightning's Logger interface that both loggers share."""
 
     def __init__(self, run_dir: str | Path, *, name: str | None = None):
         super().__init__()
@@ -41,11 +41,11 @@ class _FolderLogger(Logger):
         return str(self.run_dir)
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """Nothing: config.yaml in the run folder holds every value."""
+        """Does nothing: config.yaml in the run folder holds every value."""
 
 
 class JsonlLogger(_FolderLogger):
-    """Lightning logger that appends to `metrics.jsonl` and fsyncs each line (about 1 ms on a local disk)."""
+    """Appends to `metrics.jsonl` and fsyncs each line (about 1 ms on a local disk)."""
 
     def __init__(self, run_dir: str | Path, *, name: str | None = None):
         super().__init__(run_dir, name=name)
@@ -53,13 +53,13 @@ class JsonlLogger(_FolderLogger):
         self._file: LineFile | None = None
         self._last_step = -1
         self._epoch = 0
-        # Seconds go on from those of an earlier attempt in the same file.
+        # time_s continues from an earlier attempt in the same file.
         earlier = read_jsonl(self.path) if self.path.is_file() else []
         self._start = time.monotonic() - max((line["time_s"] for line in earlier), default=0.0)
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Appends one line. Lightning hands `epoch` in among the metrics; without a step the next one is taken."""
+        """Appends one line. Lightning passes `epoch` among the metrics; without a step the next one is taken."""
         values = {key: value for key, value in metrics.items() if key not in FIXED_KEYS}
         self._last_step = step = self._last_step + 1 if step is None else int(step)
         self._epoch = int(metrics.get("epoch", self._epoch))
@@ -70,10 +70,8 @@ class JsonlLogger(_FolderLogger):
 
     @rank_zero_only
     def resume_from(self, *, step: int) -> int:
-        """The run goes on after `step` optimizer steps: what an earlier attempt logged beyond them is set aside.
-
-        Steps count from 0 here, so lines of `step` and later are superseded; 0 supersedes a whole earlier run.
-        """
+        """Moves lines of `step` and later aside: the run continues after `step` optimizer steps, and steps count from
+        0. 0 moves a whole earlier run. Returns the number of lines moved."""
         self._close()
         self._last_step = step - 1
         return supersede(self.path, from_step=step)
@@ -97,7 +95,7 @@ class CsvLogger(_FolderLogger):
         self._written = time.monotonic()
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Nothing: the line is in metrics.jsonl by now, as that logger comes first."""
+        """Does nothing: JsonlLogger comes first and has written the line to metrics.jsonl."""
 
     @rank_zero_only
     def save(self) -> None:

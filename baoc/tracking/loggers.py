@@ -1,7 +1,7 @@
-"""The loggers of one run, chosen by conf/logger: metrics.jsonl always, metrics.csv and W&B on request.
+"""The loggers of one run, as conf/logger selects them: metrics.jsonl always, metrics.csv and W&B on request.
 
-Also what is logged once per run (the allocation as a table, the result as summary scalars) and how loggers are closed,
-so that a job that fails never leaves a run open for the next job to log into.
+Also logs once per run the allocation as a table and the result as summary values, and closes loggers, so that a failed
+job leaves no open run for the next job to log into.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ REALLOCATION_COLUMNS = (
 
 
 class LoggerSettings(Protocol):
-    """What `make_loggers` reads of conf/logger."""
+    """The part of conf/logger that `make_loggers` reads."""
 
     @property
     def names(self) -> Sequence[str] | None: ...
@@ -47,10 +47,8 @@ def make_loggers(
     tags: Sequence[str] = (),
     say: Callable[[str], None] = say,
 ) -> list[Logger]:
-    """Loggers for a Lightning Trainer, `metrics.jsonl` first. `config` as plain containers goes to W&B.
-
-    Raises BadInputError for an unknown name, before anything is opened.
-    """
+    """Loggers for a Lightning Trainer, `metrics.jsonl` first; W&B gets `config`, which holds plain containers. Raises
+    BadInputError for an unknown name, before anything is opened."""
     names = tuple(settings.names or ())
     for given in names:
         if given not in NAMES:
@@ -75,17 +73,17 @@ def make_loggers(
 
 
 def log_plan(loggers: Sequence[Logger], *, plan: Plan, key: str = "allocation") -> None:
-    """The allocation as a W&B table: one row per block."""
+    """Logs the allocation as a W&B table, one row per block."""
     rows = plan_rows(plan)
     columns = ["block", "role", "parameters", "spec", "state_bytes", "risk", "why"]
     data = [[row.block, row.role, row.num_params, row.spec, row.state_bytes, row.risk, row.why] for row in rows]
-    for logger in _wandb(loggers):
+    for logger in _open_wandb_loggers(loggers):
         logger.log_table(key, columns=columns, data=data)
 
 
 def log_reallocations(loggers: Sequence[Logger], *, run_dir: Path) -> None:
-    """The decisions so far as a W&B table, from reallocations.jsonl: a row per moved block, or per decision to stay."""
-    path, open_runs = run_dir / REALLOCATIONS_FILE, _wandb(loggers)
+    """Logs reallocations.jsonl as a W&B table: one row per moved block, or per decision without moves."""
+    path, open_runs = run_dir / REALLOCATIONS_FILE, _open_wandb_loggers(loggers)
     if not open_runs or not path.is_file():
         return
     data = [row for event in read_jsonl(path) for row in _event_rows(event)]
@@ -94,29 +92,29 @@ def log_reallocations(loggers: Sequence[Logger], *, run_dir: Path) -> None:
 
 
 def _event_rows(event: Mapping[str, Any]) -> list[list[Any]]:
-    of_event = [event["step"], event["trigger"], event["risk_before"], event["risk_after"]]
+    shared = [event["step"], event["trigger"], event["risk_before"], event["risk_after"]]
     if not event["moves"]:
         size = [event["state_bytes_before"], event["state_bytes_after"], None]
-        return [[*of_event, None, None, None, None, *size, event["why"]]]
+        return [[*shared, None, None, None, None, *size, event["why"]]]
     ratios = event["update_rms_ratio"]
     rows = []
     for move in event["moves"]:
-        states = ", ".join(f"{state} {fate}" for state, fate in move["kept"].items())
+        states = ", ".join(f"{state} {conversion}" for state, conversion in move["kept"].items())
         size = [move["bytes_before"], move["bytes_after"], ratios.get(move["block"])]
         rows.append(
-            [*of_event, move["block"], move["source"], move["target"], states, *size, f"{event['why']}; {move['why']}"]
+            [*shared, move["block"], move["source"], move["target"], states, *size, f"{event['why']}; {move['why']}"]
         )
     return rows
 
 
 def log_picture(loggers: Sequence[Logger], *, key: str, path: Path) -> None:
-    """An image file, where W&B is in use and Pillow is there, which it reads images with."""
-    for logger in _wandb(loggers) if find_spec("PIL") is not None else ():
+    """Logs an image file to W&B, if Pillow is installed."""
+    for logger in _open_wandb_loggers(loggers) if find_spec("PIL") is not None else ():
         logger.log_image(key, images=[str(path)])
 
 
 def log_summary(loggers: Sequence[Logger], *, result: RunResult) -> None:
-    """The result as summary scalars: what scatter plots over runs need."""
+    """Logs the result as summary values, which scatter plots over runs use."""
     values: dict[str, Any] = {
         result.quality.name: result.quality.value,
         "quality": result.quality.value,
@@ -135,12 +133,12 @@ def log_summary(loggers: Sequence[Logger], *, result: RunResult) -> None:
     if result.budget_bytes is not None:
         held = result.peak_bytes if result.budget.get("kind") == "memory" else result.state_bytes
         values["budget/slack_gib"] = gib(result.budget_bytes - held)
-    for logger in _wandb(loggers):
+    for logger in _open_wandb_loggers(loggers):
         logger.log_summary({key: value for key, value in values.items() if value is not None})
 
 
 def finish_loggers(loggers: Sequence[Logger], *, exit_code: int = 0) -> None:
-    """Closes what is still open; any exit code but 0 marks a W&B run failed. Safe to call twice."""
+    """Closes open loggers; an exit code other than 0 marks the W&B run as failed. May be called twice."""
     for logger in loggers:
         if isinstance(logger, WandbRunLogger):
             logger.finish(exit_code=exit_code)
@@ -150,7 +148,7 @@ def finish_loggers(loggers: Sequence[Logger], *, exit_code: int = 0) -> None:
 
 @contextmanager
 def finishing(loggers: Sequence[Logger]) -> Iterator[None]:
-    """Closes `loggers` at the end of the block, as failed if it ends by an error, with that error's exit code."""
+    """Closes `loggers` at the end of the block; after an error as failed, with that error's exit code."""
     try:
         yield
     except BaseException as error:
@@ -160,5 +158,5 @@ def finishing(loggers: Sequence[Logger]) -> Iterator[None]:
     finish_loggers(loggers)
 
 
-def _wandb(loggers: Sequence[Logger]) -> list[WandbRunLogger]:
+def _open_wandb_loggers(loggers: Sequence[Logger]) -> list[WandbRunLogger]:
     return [logger for logger in loggers if isinstance(logger, WandbRunLogger) and not logger.closed]

@@ -1,6 +1,6 @@
-"""The schema of `metrics.jsonl` and how it is read: one value per metric and step, whatever happened to the run.
+"""The schema of `metrics.jsonl` and its reader: one value per metric and step, however often the run was resumed.
 
-Each line is {"schema", "step", "epoch", "time_s", metric keys...}. `step` counts optimizer steps from 0 as Lightning's
+Each line is {"schema", "step", "epoch", "time_s", metric keys...}. `step` counts optimizer steps from 0, as Lightning's
 loggers do; several lines may share a step (training, validation, epoch end). NaN and infinities are null.
 """
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from baoc.errors import BadInputError
-from baoc.tracking.files import LineFile, explained, read_jsonl, written_aside
+from baoc.tracking.files import LineFile, as_output_error, atomic_write, read_jsonl
 
 METRICS_SCHEMA = 1
 METRICS_FILE = "metrics.jsonl"
@@ -18,10 +18,8 @@ FIXED_KEYS = ("schema", "step", "epoch", "time_s")
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """One dict per step, in the order of steps: its lines merged, the later one winning.
-
-    `path` is a metrics.jsonl or the run folder that holds it. Raises BadInputError for a newer schema.
-    """
+    """One dict per step, ordered by step; of several lines of a step the last value of a key wins. `path` is a
+    metrics.jsonl or its run folder. Raises BadInputError for a newer schema."""
     by_step: dict[int, dict[str, Any]] = {}
     for line in read_jsonl(metrics_path(path)):
         if line["schema"] > METRICS_SCHEMA:
@@ -46,26 +44,23 @@ def metrics_path(path: str | os.PathLike[str]) -> Path:
 def supersede(
     path: str | os.PathLike[str], *, from_step: int, also: Callable[[Mapping[str, Any]], bool] = lambda line: False
 ) -> int:
-    """Takes lines of `from_step` and later, and those for which `also` is true, out of `path`, as a resumed run will
-    write them again; returns how many.
-
-    They were true of an attempt that is no longer part of the run, so they are kept, in `NAME.superseded`. Both files
-    are whole at any moment: a kill in between leaves at worst the same lines in both.
-    """
+    """Moves lines of `from_step` and later, and those for which `also` is true, from `path` into `NAME.superseded`. A
+    resumed run writes these steps again; the earlier attempt's values are kept beside it. Both files are complete at
+    any moment: a kill in between leaves at worst the same lines in both. Returns the number of lines moved."""
     path = Path(path)
     if not path.is_file():
         return 0
-    LineFile(path).close()  # sets a torn last line aside
+    LineFile(path).close()  # moves a torn last line aside
     lines = [line for line in path.read_bytes().split(b"\n") if line]
-    later = [record["step"] >= from_step or also(record) for record in read_jsonl(path)]
-    gone = [line for line, is_later in zip(lines, later, strict=True) if is_later]
-    if not gone:
+    is_superseded = [record["step"] >= from_step or also(record) for record in read_jsonl(path)]
+    superseded = [line for line, moves in zip(lines, is_superseded, strict=True) if moves]
+    if not superseded:
         return 0
     aside = path.with_name(path.name + ".superseded")
-    with explained(aside), aside.open("ab") as file:
-        file.write(b"".join(line + b"\n" for line in gone))
+    with as_output_error(aside), aside.open("ab") as file:
+        file.write(b"".join(line + b"\n" for line in superseded))
         file.flush()
         os.fsync(file.fileno())
-    with written_aside(path) as file:
-        file.write(b"".join(line + b"\n" for line, is_later in zip(lines, later, strict=True) if not is_later))
-    return len(gone)
+    with atomic_write(path) as file:
+        file.write(b"".join(line + b"\n" for line, moves in zip(lines, is_superseded, strict=True) if not moves))
+    return len(superseded)

@@ -1,4 +1,4 @@
-"""The rows of the allocation table: one per block, and, for deep models, one per kind of block.
+"""Rows of the allocation table: one per block, or, for deep models, one per kind of block.
 
 Free of rich, so that W&B's table and the terminal show the same numbers.
 """
@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from baoc.types import Block, Candidate, Plan, Reason
 from baoc.units import format_bytes
 
-COLLAPSE_ABOVE = 24  # blocks; below, every block has its row
+COLLAPSE_ABOVE = 24  # number of blocks up to which each has its own row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRow:
-    """One line of the allocation table; `num_blocks` of them lie behind it."""
+    """One row of the allocation table, for `num_blocks` blocks."""
 
     block: str
     role: str
@@ -45,29 +45,27 @@ def plan_rows(plan: Plan) -> list[PlanRow]:
                 state_bytes=chosen.cost.state_bytes if chosen else None,
                 risk=chosen.risk.total if chosen else None,
                 host_bytes=chosen.cost.host_bytes if chosen else 0,
-                why=_why(chosen, options=options, reason=texts.get(block.name)),
+                why=_explain_choice(chosen, options=options, reason=texts.get(block.name)),
             )
         )
     return rows
 
 
 def collapsed_rows(plan: Plan, *, above: int = COLLAPSE_ABOVE) -> list[PlanRow]:
-    """`plan_rows`, but where there are more than `above` blocks, those alike but for their layer share a row.
-
-    Alike means: the same name with the layer's number taken out, the same role and the same spec. Bytes, parameters
-    and risks are summed; the reason is that of the first, with how many stand behind it.
-    """
+    """`plan_rows`; above `above` blocks, those that differ in their layer only share a row. They have the same name
+    without the layer's number, the same role and the same spec. Bytes, parameters and risks are sums; the reason is the
+    first block's, with the number of blocks."""
     rows = plan_rows(plan)
     if len(rows) <= above:
         return rows
     groups: dict[tuple[str, str], list[tuple[Block, PlanRow]]] = {}
     for block, row in zip(plan.blocks, rows, strict=True):
         groups.setdefault((_pattern(block), row.spec), []).append((block, row))
-    return [_merged(pattern, members) for (pattern, _), members in groups.items()]
+    return [_merge_rows(pattern, members) for (pattern, _), members in groups.items()]
 
 
-def _why(chosen: Candidate | None, *, options: Sequence[Candidate], reason: Reason | None) -> str:
-    """The next cheaper and dearer spec in a few words: what each would change, and the term that decides."""
+def _explain_choice(chosen: Candidate | None, *, options: Sequence[Candidate], reason: Reason | None) -> str:
+    """The next cheaper and dearer spec: the bytes and risk that each would change, and the deciding risk term."""
     if reason is None:
         return ""
     by_spec = {option.spec: option for option in options}
@@ -93,7 +91,7 @@ def _pattern(block: Block) -> str:
     return re.sub(rf"(?<!\d){block.depth}(?!\d)", "*", block.name, count=1)
 
 
-def _merged(pattern: str, members: Sequence[tuple[Block, PlanRow]]) -> PlanRow:
+def _merge_rows(pattern: str, members: Sequence[tuple[Block, PlanRow]]) -> PlanRow:
     rows = [row for _, row in members]
     if len(rows) == 1:
         return rows[0]
@@ -102,7 +100,7 @@ def _merged(pattern: str, members: Sequence[tuple[Block, PlanRow]]) -> PlanRow:
     risks = [row.risk for row in rows if row.risk is not None]
     return replace(
         rows[0],
-        block=pattern.replace("*", f"{{{_ranges(depths)}}}", 1),
+        block=pattern.replace("*", f"{{{_format_ranges(depths)}}}", 1),
         num_params=sum(row.num_params for row in rows),
         state_bytes=sum(sizes) if len(sizes) == len(rows) else None,
         risk=sum(risks) if len(risks) == len(rows) else None,
@@ -112,7 +110,7 @@ def _merged(pattern: str, members: Sequence[tuple[Block, PlanRow]]) -> PlanRow:
     )
 
 
-def _ranges(numbers: Sequence[int]) -> str:
+def _format_ranges(numbers: Sequence[int]) -> str:
     """[0, 1, 2, 5] -> "0-2,5"."""
     parts: list[list[int]] = []
     for number in numbers:

@@ -1,7 +1,7 @@
-"""One W&B run per job: online where there is a key and a network, else offline, never a wait.
+"""One W&B run per job: online if there is a key and a network, otherwise offline, without a wait.
 
-wandb waits 90 s for a network by default, asks for a key on a terminal, and lets a second job log into the run that a
-crashed first one left open. Here the choice is made before `wandb.init`, and every run is opened as one of its own.
+wandb itself waits 90 s for a network, asks for a key on a terminal, and lets a second job log into the run that a
+crashed one left open. Here the mode is chosen before `wandb.init`, and every job opens its own run.
 """
 
 import io
@@ -22,14 +22,14 @@ from baoc.types import to_plain
 
 INIT_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 3.0
-LET_GO_TIMEOUT_S = 5.0
-FINISH_TIMEOUT_S = 60.0  # what is not uploaded by then stays in the run folder for `wandb sync`
+CLOSE_TIMEOUT_S = 5.0
+FINISH_TIMEOUT_S = 60.0  # data not uploaded by then stays in the run folder for `wandb sync`
 PUBLIC_HOST = "api.wandb.ai"
 MODES = ("auto", "online", "offline", "disabled")
 
 
 class WandbSettings(Protocol):
-    """The part of conf/logger that is about W&B."""
+    """The W&B part of conf/logger."""
 
     @property
     def project(self) -> str: ...
@@ -40,85 +40,78 @@ class WandbSettings(Protocol):
 
 
 class WandbRunLogger(WandbLogger):
-    """Lightning's W&B logger around a run of its own. A failed fit closes the run as failed, exit code 1.
-
-    Networks that come and go are wandb's affair. Where its own process is gone or refuses, that is said once, and the
-    run goes on without it.
-    """
+    """Lightning's W&B logger for one run; a failed fit closes the run with exit code 1. wandb handles network outages
+    itself. If its process is gone or refuses, this is printed once and training goes on without W&B."""
 
     def __init__(self, run: Any, *, project: str, run_dir: Path, say: Callable[[str], None] = print):
         super().__init__(experiment=run, project=project, save_dir=run_dir)
-        self.closed = self._bearing = self._plain = False
+        self.closed = self._guarding = self._media_refused = False
         self._say = say
-        self._bear(lambda: run.define_metric("trainer/global_step", hidden=True))
-        self._bear(lambda: run.define_metric("*", step_metric="trainer/global_step", step_sync=True))
+        self._guard(lambda: run.define_metric("trainer/global_step", hidden=True))
+        self._guard(lambda: run.define_metric("*", step_metric="trainer/global_step", step_sync=True))
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         log = super().log_hyperparams
-        self._bear(lambda: log(*args, **kwargs))
+        self._guard(lambda: log(*args, **kwargs))
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         log = super().log_metrics
-        self._bear(lambda: log(metrics, step))  # the last words of a failed fit come after `finalize`
+        self._guard(lambda: log(metrics, step))  # a failed fit logs after `finalize`
 
     def log_table(self, key: str, *args: Any, **kwargs: Any) -> None:
         log = super().log_table
-        self._bear(lambda: log(key, *args, **kwargs), lacks=key)
+        self._guard(lambda: log(key, *args, **kwargs), media=key)
 
     def log_image(self, key: str, *args: Any, **kwargs: Any) -> None:
         log = super().log_image
-        self._bear(lambda: log(key, *args, **kwargs), lacks=key)
+        self._guard(lambda: log(key, *args, **kwargs), media=key)
 
     def log_summary(self, values: Mapping[str, Any]) -> None:
-        self._bear(lambda: self.experiment.summary.update(values))
+        self._guard(lambda: self.experiment.summary.update(values))
 
     def finalize(self, status: str) -> None:
-        """Lightning calls this after each fit and each validation; only a failure ends the run here."""
+        """Called by Lightning after each fit and validation; ends the run after a failure only."""
         finalize = super().finalize
-        self._bear(lambda: finalize(status))
+        self._guard(lambda: finalize(status))
         if status != "success":
             self.finish(exit_code=1)
 
     def finish(self, *, exit_code: int) -> None:
-        """Ends the run, once; any exit code but 0 marks it failed."""
-        self._bear(lambda: self.experiment.finish(exit_code=exit_code))
+        """Ends the run, once; an exit code other than 0 marks it as failed."""
+        self._guard(lambda: self.experiment.finish(exit_code=exit_code))
         self.closed = True
 
-    def _bear(self, call: Callable[[], Any], *, lacks: str | None = None) -> None:
-        """What wandb raises ends its part in the run, not the run. Nothing is done once that part has ended.
-
-        A table or a picture (`lacks`) that is refused costs those alone: they take more of a server than numbers do,
-        and each of them waits for one that does not answer.
-        """
-        if self.closed or (lacks is not None and self._plain):
+    def _guard(self, call: Callable[[], Any], *, media: str | None = None) -> None:
+        """Runs `call`; an exception closes the W&B run, and later calls do nothing. An exception from logging `media`
+        (a table or a picture) disables these only: they demand more of a server than numbers do, and each of them waits
+        for one that does not answer."""
+        if self.closed or (media is not None and self._media_refused):
             return
-        if self._bearing:  # a table is logged as a metric
+        if self._guarding:  # log_table calls log_metrics
             call()
             return
-        self._bearing = True
+        self._guarding = True
         try:
             call()
         except Exception as error:
-            if lacks is not None:
-                self._plain = True
-                self._say(f"W&B: {lacks}, and tables and pictures after it, are left out ({_why(error)})")
+            if media is not None:
+                self._media_refused = True
+                self._say(f"W&B: {media}, and tables and pictures after it, are left out ({_describe(error)})")
                 return
             self.closed = True
-            self._say(f"W&B: lost ({_why(error)}); the run goes on without it, metrics.jsonl holds every step")
-            let_go(self.experiment)
+            self._say(f"W&B: lost ({_describe(error)}); the run goes on without it, metrics.jsonl holds every step")
+            close_wandb(self.experiment)
         finally:
-            self._bearing = False
+            self._guarding = False
 
 
-def _why(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0][:100] if str(error) else 'no reason given'}"
 
 
-def let_go(run: Any = None, *, timeout_s: float = LET_GO_TIMEOUT_S) -> None:
-    """Ends `run` and wandb's own process, or what is left of them, which would else end with a traceback.
-
-    In a thread, because it waits for uploads.
-    """
+def close_wandb(run: Any = None, *, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+    """Ends `run` and wandb's own process, which would otherwise end with a traceback. Runs in a thread with a timeout,
+    because it waits for uploads."""
 
     def end() -> None:
         import wandb
@@ -146,7 +139,7 @@ def open_run(
     say: Callable[[str], None],
     init_timeout_s: float = INIT_TIMEOUT_S,
 ) -> WandbRunLogger | None:
-    """Opens the run of one job and says in one line where it goes; None where W&B is disabled."""
+    """Opens the run of one job and prints its address; None if W&B is disabled or cannot start."""
     mode, why = choose_mode(settings.mode)
     if mode == "disabled":
         return None
@@ -157,7 +150,7 @@ def open_run(
         "project": settings.project,
         "entity": settings.entity,
         "name": name,
-        "group": os.environ.get("WANDB_RUN_GROUP") or group,  # a study names itself and its trials so
+        "group": os.environ.get("WANDB_RUN_GROUP") or group,  # set by a study for its trials
         "job_type": os.environ.get("WANDB_JOB_TYPE") or job_type,
         "tags": list(tags),
         "config": to_plain(config),
@@ -170,19 +163,19 @@ def open_run(
     run = None
     if mode == "online":
         try:
-            with redirect_stderr(io.StringIO()):  # it would say where it found the key
+            with redirect_stderr(io.StringIO()):  # it prints where it found the key
                 run = wandb.init(**options, mode="online", settings=quiet)
-        except Exception as error:  # a bad key, no network, a server that fails: none of them may stop a training run
-            why = _why(error)
+        except Exception as error:  # a bad key, no network or a failing server must not stop a training run
+            why = _describe(error)
     if run is None:
         try:
             run = wandb.init(**options, mode="offline", settings=quiet)
-        except Exception:  # its process, which jobs share, died in an earlier one
-            let_go()
+        except Exception:  # wandb's process, which jobs share, died during an earlier job
+            close_wandb()
             try:
                 run = wandb.init(**options, mode="offline", settings=quiet)
             except Exception as error:
-                say(f"W&B: left out ({_why(error)}); metrics.jsonl holds every step")
+                say(f"W&B: left out ({_describe(error)}); metrics.jsonl holds every step")
                 return None
         say(f"W&B: offline ({why}); upload it later with: wandb sync {Path(run.dir).parent}")
     else:
@@ -190,21 +183,20 @@ def open_run(
     return WandbRunLogger(run, project=settings.project, run_dir=run_dir, say=say)
 
 
-def choose_mode(asked: str) -> tuple[str, str]:
-    """(`online` | `offline` | `disabled`, why). `auto` follows WANDB_MODE, then looks for a key and a network.
-
-    Raises BadInputError for an unknown mode, and for `online` without a key, as wandb would wait for one to be typed.
-    """
-    if asked not in MODES:
-        raise BadInputError(f"logger.wandb.mode={asked!r} is not allowed: choose one of {', '.join(MODES)}")
-    from_environment = {"dryrun": "offline"}.get(wish := os.environ.get("WANDB_MODE", ""), wish)
-    if asked == "auto" and from_environment in ("offline", "disabled"):
-        return from_environment, "WANDB_MODE says so"
-    if asked in ("offline", "disabled"):
-        return asked, "logger.wandb.mode says so"
+def choose_mode(setting: str) -> tuple[str, str]:
+    """(`online` | `offline` | `disabled`, reason). `auto` follows WANDB_MODE, then checks for a key and a network.
+    Raises BadInputError for an unknown mode, and for `online` without a key, since wandb would ask for one on the
+    terminal."""
+    if setting not in MODES:
+        raise BadInputError(f"logger.wandb.mode={setting!r} is not allowed: choose one of {', '.join(MODES)}")
+    environment_mode = {"dryrun": "offline"}.get(variable := os.environ.get("WANDB_MODE", ""), variable)
+    if setting == "auto" and environment_mode in ("offline", "disabled"):
+        return environment_mode, "WANDB_MODE says so"
+    if setting in ("offline", "disabled"):
+        return setting, "logger.wandb.mode says so"
     url = base_url()
     if not has_key(url):
-        if asked == "online":
+        if setting == "online":
             raise BadInputError(
                 "logger.wandb.mode=online needs a key: set WANDB_API_KEY or run `wandb login`, or use mode=auto, which "
                 "goes offline without one"
@@ -216,7 +208,7 @@ def choose_mode(asked: str) -> tuple[str, str]:
 
 
 def base_url() -> str:
-    """The server that wandb talks to: WANDB_BASE_URL, or what `wandb login --host` wrote, or the public one."""
+    """The W&B server: WANDB_BASE_URL, the host of `wandb login --host`, or the public one."""
     if url := os.environ.get("WANDB_BASE_URL"):
         return url
     import wandb
@@ -225,14 +217,14 @@ def base_url() -> str:
 
 
 def has_key(url: str) -> bool:
-    """Whether wandb would find credentials without asking: WANDB_API_KEY, an identity token, or netrc."""
+    """Whether wandb finds credentials without asking: WANDB_API_KEY, an identity token, or netrc."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     named = os.environ.get("NETRC")
-    places = [Path(named)] if named else [Path("~/.netrc"), Path("~/_netrc")]
-    for place in places:
+    netrc_files = [Path(named)] if named else [Path("~/.netrc"), Path("~/_netrc")]
+    for file in netrc_files:
         try:
-            entries = netrc.netrc(place.expanduser()).hosts
+            entries = netrc.netrc(file.expanduser()).hosts
         except (OSError, netrc.NetrcParseError):
             continue
         if entries.keys() & {urlsplit(url).netloc, PUBLIC_HOST}:
@@ -241,24 +233,22 @@ def has_key(url: str) -> bool:
 
 
 def reachable(url: str, *, timeout_s: float = CONNECT_TIMEOUT_S) -> bool:
-    """Whether the server accepts a connection within `timeout_s`; taken for granted behind a proxy.
-
-    In a thread, because a name look-up without a network cannot be given a limit.
-    """
+    """Whether the server accepts a connection within `timeout_s`; assumed true behind a proxy. Runs in a thread, since
+    a name look-up without a network has no timeout."""
     if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy")):
         return True
     parts = urlsplit(url)
-    answered = threading.Event()
+    connected = threading.Event()
 
     def connect() -> None:
         try:
             port = parts.port or (443 if parts.scheme == "https" else 80)
             socket.create_connection((parts.hostname or "", port), timeout=timeout_s).close()
-            answered.set()
+            connected.set()
         except OSError:
             pass
 
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
     thread.join(timeout_s)
-    return answered.is_set()
+    return connected.is_set()

@@ -74,7 +74,7 @@ class Recorder:
 
     def settled(self, step: int, trigger: str, ratios: dict[str, float]) -> None:
         """One step after a move: how its blocks' updates changed in size goes into the move's own line."""
-        console.print_settled(step, ratios=ratios)
+        console.print_update_ratios(step, ratios=ratios)
         path = self.run_dir / files.REALLOCATIONS_FILE
         if not ratios or not path.is_file():
             return

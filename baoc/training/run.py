@@ -282,7 +282,7 @@ def conclude(result: RunResult, *, parts: Parts, run_dir: Path) -> None:
     """result.json, a frontier of this one run, W&B's summary, and the closing summary; a breach ends in an error."""
     files.write_json(run_dir / "result.json", result)
     parts.recorder.concluded(result)
-    from baoc.frontier.folders import frontier_of
+    from baoc.frontier.build import frontier_of
 
     frontier_of(run_dir, show=False, page=False)
     log_reallocations(parts.loggers, run_dir=run_dir)

@@ -17,7 +17,7 @@ from optuna.trial import FrozenTrial
 
 from baoc.config.environment import commit
 from baoc.frontier.pareto import doublings, hypervolume
-from baoc.sweep.early import beaten_by, values_at
+from baoc.sweep.early_stopping import find_dominating_trial, values_at_rung
 from baoc.sweep.study import run_study
 from baoc.sweep.study_config import read_study
 from baoc.tracking.files import write_csv
@@ -65,12 +65,12 @@ def replay(trials: Sequence[FrozenTrial], *, folder: Path, rungs: Sequence[int],
         rows = read_metrics(own)
         ended = 0
         for rung in rungs:
-            values = values_at(rows, rung=rung, folder=own, names=WAYS, metric="val/loss")
+            values = values_at_rung(rows, rung=rung, folder=own, names=WAYS, metric="val/loss")
             assert values is not None, f"{own} did not validate at step {rung}"
             others = list(known[rung])
             known[rung].append((trial.number, values))
             free = trial.number >= len(STUDY["baselines"]) and len(others) >= LEAST
-            if free and beaten_by(values, others, objectives=WAYS, margin=margin) is not None:
+            if free and find_dominating_trial(values, others, objectives=WAYS, margin=margin) is not None:
                 ended = rung
                 break
         steps += ended or STEPS

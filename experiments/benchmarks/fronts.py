@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from baoc.frontier.kinds import family_of
+from baoc.frontier.comparable_runs import family_of
 from baoc.frontier.pareto import doublings, hypervolume, pareto
 from baoc.frontier.runs import RunFolder, find_runs
 from baoc.sweep.calibrate import WEIGHT

@@ -17,9 +17,9 @@ from typing import Any
 
 from baoc.errors import BadInputError
 from baoc.frontier.runs import find_runs
-from baoc.sweep.calibrate import UNIT, winner_of
+from baoc.sweep.calibrate import UNIT_WEIGHTS, winner_of
 from baoc.sweep.damage import LEAST_RUNS, Damage, damages, held_out, ranks
-from baoc.sweep.status import load
+from baoc.sweep.status import load_study
 from baoc.tracking.files import write_csv
 
 PLAIN = [item.name for item in fields(Damage) if item.name != "terms"]
@@ -52,7 +52,7 @@ def read_table(file: Path) -> list[Damage]:
 
 def tell_study(folder: Path) -> None:
     """Every trial's weights and quality, and the winner beside weights of 1."""
-    study, _, _ = load(folder)
+    study, _, _ = load_study(folder)
     for trial in study.get_trials(deepcopy=False):
         words = [word.removeprefix("risk.weights.") for word in trial.user_attrs.get("words", ()) if "weights" in word]
         own = trial.user_attrs.get("overrides")
@@ -71,7 +71,7 @@ def rank_rows(found: Sequence[Damage]) -> list[dict[str, Any]]:
         if len(own) < LEAST_RUNS:
             continue
         fitted = held_out(own)
-        every = [*ranks(own, weights={UNIT: {}}), *([] if fitted is None else [fitted])]
+        every = [*ranks(own, weights={UNIT_WEIGHTS: {}}), *([] if fitted is None else [fitted])]
         told += [{"budget": budget} | asdict(rank) for rank in every]
     return told
 

@@ -18,7 +18,7 @@ import yaml
 from baoc.config import assets
 from baoc.frontier.runs import find_runs
 from baoc.sweep.calibrate import WEIGHT, winner_of
-from baoc.sweep.status import load
+from baoc.sweep.status import load_study
 from baoc.sweep.study import run_study
 from baoc.sweep.study_config import StudyConfig, read_study
 from baoc.tracking.files import write_csv
@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--rivals", nargs="+", default=list(RIVALS), choices=RIVALS)
     parser.add_argument("--more", nargs="*", default=[], help="overrides on top of the study's, as other lengths")
     given = parser.parse_args()
-    study, _, _ = load(given.study)
+    study, _, _ = load_study(given.study)
     if given.risk:
         weights = yaml.safe_load(assets.options("risk")[given.risk].read_text(encoding="utf-8"))["weights"]
     else:

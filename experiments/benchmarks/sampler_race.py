@@ -32,10 +32,10 @@ import yaml
 from optuna.trial import FrozenTrial, TrialState
 
 from baoc.config.environment import commit
-from baoc.frontier.pareto import MOST_DOUBLINGS, doublings, hypervolume
-from baoc.frontier.runs import ABOUT
-from baoc.sweep import children
-from baoc.sweep.early import violated
+from baoc.frontier.pareto import MAX_DOUBLINGS, doublings, hypervolume
+from baoc.frontier.runs import STUDY_FILE
+from baoc.sweep import forkserver
+from baoc.sweep.early_stopping import violates_constraint
 from baoc.sweep.sampling import tpe_startup
 from baoc.sweep.storage import open_storage, storage_url
 from baoc.sweep.study import run_study
@@ -137,11 +137,11 @@ def start_study(words: Sequence[str], *, folder: Path, end: float, source: Path,
 
 def read_trials(folder: Path) -> tuple[FrozenTrial, ...]:
     """Of a study that may be incomplete; none where it has not begun."""
-    if not (folder / ABOUT).is_file():
+    if not (folder / STUDY_FILE).is_file():
         return ()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     storage = open_storage(storage_url(None, folder=folder))
-    return tuple(optuna.load_study(study_name=read_json(folder / ABOUT)["name"], storage=storage).trials)
+    return tuple(optuna.load_study(study_name=read_json(folder / STUDY_FILE)["name"], storage=storage).trials)
 
 
 def costs_of(trials: Iterable[FrozenTrial], *, whole_bytes: float) -> list[tuple[float, float] | None]:
@@ -150,14 +150,14 @@ def costs_of(trials: Iterable[FrozenTrial], *, whole_bytes: float) -> list[tuple
     for trial in trials:
         if not trial.state.is_finished():
             break  # workers go by number: behind it is no more than they have begun
-        good = trial.state is TrialState.COMPLETE and not violated(trial)
+        good = trial.state is TrialState.COMPLETE and not violates_constraint(trial)
         found.append((trial.values[0], trial.values[1] / whole_bytes) if good else None)
     return found
 
 
 def place(share: float, *, axis: str) -> float:
     """Of a share of AdamW's state, from 0 to 1: itself, or by doublings (log2), where a 128th and less is 0."""
-    return share if axis == "share" else 1.0 - doublings(share, up_to=1.0) / MOST_DOUBLINGS
+    return share if axis == "share" else 1.0 - doublings(share, up_to=1.0) / MAX_DOUBLINGS
 
 
 def volumes(
@@ -179,7 +179,7 @@ def trial_rows(task: str, *, sampler: str, seed: int, trials: Sequence[FrozenTri
         values = dict(zip(("quality", "state_bytes"), trial.values or (None, None), strict=False))
         words = trial.user_attrs.get("words", [])
         own: dict[str, Any] = {"task": task, "sampler": sampler, "seed": seed, "trial": trial.number}
-        own |= {"state": trial.state.name, "violated": violated(trial)} | values
+        own |= {"state": trial.state.name, "violated": violates_constraint(trial)} | values
         given = dict(word.split("=", 1) for word in words)
         own |= {key: trial.params.get(key, given.get(key)) for key in keys}
         own["baseline"] = "overrides" in trial.user_attrs
@@ -213,7 +213,7 @@ def summary(found: Mapping[tuple[str, str, int], Mapping[int, float]], *, refere
 
 def median_quality(trials: Iterable[FrozenTrial], *, first: int) -> float | None:
     """Of the trials from number `first` on that count; None where there is none."""
-    own = [t for t in trials if t.number >= first and t.state is TrialState.COMPLETE and not violated(t)]
+    own = [t for t in trials if t.number >= first and t.state is TrialState.COMPLETE and not violates_constraint(t)]
     return median(trial.values[0] for trial in own) if own else None
 
 
@@ -306,7 +306,7 @@ def main() -> None:
     parser.add_argument("--study", nargs=3, metavar=("TASK", "SAMPLER", "SEED"), help="run this one alone, in FOLDER")
     given = parser.parse_args()
     if given.study:
-        children.die_with_parent()  # a race that is killed leaves no study behind
+        forkserver.end_with_parent()  # a race that is killed leaves no study behind
         task, sampler, seed = given.study
         length = {"trials": given.trials, "steps": given.steps, "workers": given.study_workers}
         config = study_config(task, sampler=sampler, seed=int(seed), **length)

@@ -27,7 +27,7 @@ from optuna.trial import TrialState, create_trial
 from scipy.optimize import minimize
 
 from baoc.frontier.pareto import hypervolume
-from baoc.sweep.sampling import make_sampler, point_of
+from baoc.sweep.sampling import make_sampler, point_from_overrides
 from baoc.sweep.study_config import StudyConfig
 from baoc.tracking.files import write_csv
 from experiments.benchmarks.sampler_race import TASKS, study_config
@@ -66,7 +66,9 @@ class Surrogate:
             fixed = {row["trial"]: row for row in own if row["seed"] == seed and row["baseline"] == "True"}
             whole = float(fixed["0"]["state_bytes"])  # the first baseline is fp32 AdamW
             self.baselines.append([(float(r["quality"]), float(r["state_bytes"]) / whole) for r in fixed.values()])
-        self.defaults = [point for words in self.config.baselines if (point := point_of(words, self.config.space))]
+        self.defaults = [
+            point for words in self.config.baselines if (point := point_from_overrides(words, self.config.space))
+        ]
 
     def unit(self, params: Params) -> list[float]:
         """Budget and learning rate in their logarithm, risk and matching, each from 0 to 1."""

@@ -15,10 +15,10 @@ from pathlib import Path
 from statistics import mean, median, stdev
 
 from baoc.config.environment import commit
-from baoc.sweep import children
+from baoc.sweep import forkserver
 from baoc.sweep.study import run_study
 from baoc.sweep.study_config import read_study
-from baoc.sweep.trial import COMMAND
+from baoc.sweep.trial_process import COMMAND
 from baoc.tracking.files import write_csv
 
 # What a trial leaves, in no time.
@@ -59,7 +59,7 @@ def stubs(*, trials: int, workers: int, storage: str | None) -> dict[str, object
         "storage": storage,
     }
     with tempfile.TemporaryDirectory() as folder:
-        children.preload(children.PRELOAD)  # paid once, and part of the time
+        forkserver.preload(forkserver.PRELOAD)  # paid once, and part of the time
         began = time.monotonic()
         study = run_study(read_study(given), folder=folder, code=STUB)
         seconds = time.monotonic() - began
@@ -91,7 +91,7 @@ def real(*, trials: int, steps: int) -> dict[str, object]:
         "workers": 1,
     }
     with tempfile.TemporaryDirectory() as folder:
-        children.preload(children.PRELOAD)
+        forkserver.preload(forkserver.PRELOAD)
         run_study(read_study(given | {"n_trials": 1}), folder=folder, code=TIMED)  # pays for the imports
         cpu = time.process_time()
         study = run_study(read_study(given), folder=folder, code=TIMED)

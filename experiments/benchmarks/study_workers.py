@@ -17,9 +17,9 @@ from statistics import median
 from typing import Any
 
 from baoc.config.environment import commit
-from baoc.sweep.storage import next_trial, open_storage, open_study, rest, storage_url, without_password
+from baoc.sweep.storage import next_trial, open_storage, open_study, release_connections, storage_url, without_password
 from baoc.sweep.study_config import StudyConfig, read_study
-from baoc.sweep.workers import Register
+from baoc.sweep.workers import WorkerRegistry
 from baoc.tracking.files import write_csv
 
 
@@ -41,25 +41,25 @@ def work(given: StudyConfig, *, folder: Path, seconds: float, seed: int) -> list
 
     storage = open_storage(storage_url(given.storage, folder=folder))
     study = optuna.load_study(study_name=given.name, storage=storage)
-    register, rng, spent = Register(study), random.Random(seed), []
-    rest(study._storage)
+    registry, rng, spent = WorkerRegistry(study), random.Random(seed), []
+    release_connections(study._storage)
     time.sleep(rng.uniform(0, seconds))
     while True:
         began = time.monotonic()
-        register.beat(running=1)
+        registry.beat(running=1)
         trial = next_trial(study, config=given, folder=folder)
         if trial is None:
             return spent
         x = trial.suggest_float("x", 0.0, 1.0)
-        trial.set_user_attr("worker", register.own.name)
+        trial.set_user_attr("worker", registry.identity.name)
         trial.set_user_attr("words", [f"x={x}"])
-        rest(study._storage)
+        release_connections(study._storage)
         asked = time.monotonic() - began
         time.sleep(rng.uniform(0.5, 1.5) * seconds)
         began = time.monotonic()
         trial.set_constraint("budget", 0.0)
         study.tell(trial.number, [x, 1.0])
-        rest(study._storage)
+        release_connections(study._storage)
         spent.append(asked + time.monotonic() - began)
 
 

@@ -63,7 +63,7 @@ def training(monkeypatch, tmp_path: Path) -> Callable[[Train], list[str]]:
 def frontiers(monkeypatch) -> list[Path]:
     """Folders that a frontier was asked of."""
     asked: list[Path] = []
-    monkeypatch.setattr("baoc.frontier.folders.frontier_of", asked.append)
+    monkeypatch.setattr("baoc.frontier.build.frontier_of", asked.append)
     return asked
 
 
@@ -158,8 +158,8 @@ def test_a_run_is_never_written_over_another(training, tmp_path: Path, capsys):
 HOLD = """
 import sys
 from pathlib import Path
-from baoc.cli.run_lock import claimed
-with claimed(Path(sys.argv[1])):
+from baoc.cli.run_lock import lock_folder
+with lock_folder(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
 """

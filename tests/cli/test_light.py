@@ -9,8 +9,8 @@ CODE = """
 import sys
 from lightning_utilities.core import imports
 before = imports.package_available, imports.RequirementCache.__bool__
-from baoc.cli.light import import_metrics
-import_metrics()
+from baoc.cli.fast_import import import_torchmetrics
+import_torchmetrics()
 import baoc.training.run, torch, torchmetrics
 assert (imports.package_available, imports.RequirementCache.__bool__) == before and imports.package_available("scipy")
 metric = torchmetrics.MeanMetric()

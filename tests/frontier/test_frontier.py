@@ -7,13 +7,13 @@ import pytest
 from baoc.errors import BadInputError
 from baoc.frontier.pareto import (
     Objective,
+    average_seeds,
     build_frontier,
     doublings,
     frontier_rows,
     hypervolume,
     hypervolume_history,
     knee,
-    over_seeds,
     pareto,
 )
 from tests.support.frontier_points import point
@@ -95,11 +95,11 @@ def test_what_does_not_belong_on_one_frontier_is_refused():
 
 def test_seeds_become_one_point_with_its_spread():
     runs = [point("a", 0.1, 4, run="s0", speed=1), point("b", 0.5, 2), point("a", 0.3, 5, run="s1", speed=3)]
-    a, b = over_seeds(runs)
+    a, b = average_seeds(runs)
     assert (a.run, a.quality, a.state_bytes, a.samples_per_s, a.num_seeds) == ("s0 s1", pytest.approx(0.2), 5, 2.0, 2)
     assert a.quality_spread == pytest.approx(math.sqrt(0.02))
     assert (b.num_seeds, b.quality_spread) == (1, None)
-    diverged = over_seeds([point("a", 0.1, 4), point("a", math.nan, 4)])[0]
+    diverged = average_seeds([point("a", 0.1, 4), point("a", math.nan, 4)])[0]
     assert math.isnan(diverged.quality)
     assert diverged.quality_spread is None, "a seed that diverged is not averaged away"
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baoc.frontier.pareto import MOST_DOUBLINGS, Objective, build_frontier, hypervolume, hypervolume_history, pareto
+from baoc.frontier.pareto import MAX_DOUBLINGS, Objective, build_frontier, hypervolume, hypervolume_history, pareto
 from tests.support.frontier_points import point
 
 SIDE = 5
@@ -39,8 +39,8 @@ def test_hypervolume_counts_dominated_cells(dimensions: int, data: st.DataObject
 def test_a_frontier_counts_cells_of_quality_by_doublings(runs: list[tuple[int, int, int]], axes: tuple[str, ...]):
     """Bytes are 0 or powers of 2, rates are powers of 2, so that each doubling is one cell."""
     found = [point(str(r), r[0], int(2 ** r[1]) if r[1] >= 0 else 0, speed=2.0 ** r[2]) for r in runs]
-    spans = [SIDE, int(MOST_DOUBLINGS), SIDE][: 1 + len(axes)]
-    at = [(quality, max(log - (TOP - int(MOST_DOUBLINGS)), 0), SIDE - rate) for quality, log, rate in runs]
+    spans = [SIDE, int(MAX_DOUBLINGS), SIDE][: 1 + len(axes)]
+    at = [(quality, max(log - (TOP - int(MAX_DOUBLINGS)), 0), SIDE - rate) for quality, log, rate in runs]
     wanted = sum(
         any(all(p <= c for p, c in zip(place, cell, strict=False)) for place in at)
         for cell in product(*map(range, spans))

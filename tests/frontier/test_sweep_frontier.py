@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from baoc.errors import BadInputError
-from baoc.frontier.folders import frontier_of
+from baoc.frontier.build import frontier_of
 from baoc.types import Quality
 from tests.support.sweep_jobs import config, error, job
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from baoc.frontier.folders import frontier_of
-from baoc.frontier.kinds import family_of
-from baoc.frontier.page import MOST_CURVE_POINTS, page_data
+from baoc.frontier.build import frontier_of
+from baoc.frontier.comparable_runs import family_of
+from baoc.frontier.page import MAX_CURVE_POINTS, page_data
 from baoc.frontier.report import main
 from baoc.frontier.runs import find_runs
 from baoc.tracking.files import write_json
@@ -65,7 +65,7 @@ def test_diverged_runs_curves_and_choices(tmp_path: Path):
     (point,) = kind["points"]
     assert point["quality"] is None and point["choices"] == {"head": "sign"}
     curve = point["curves"]["train/loss"]
-    assert len(curve) <= MOST_CURVE_POINTS + 1 and curve[0] == [0, 1.0] and curve[-1][0] == 1000
+    assert len(curve) <= MAX_CURVE_POINTS + 1 and curve[0] == [0, 1.0] and curve[-1][0] == 1000
     assert all(row["share"] is None for row in kind["volumes"])
 
 

@@ -1,4 +1,4 @@
-"""What the page says in words: who is best at equal memory, whether that is told from chance, and short names."""
+"""The page's sentence: who is best at equal memory, whether that is distinguishable from chance, and short names."""
 
 import csv
 import json
@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from baoc.frontier.folders import title_of
+from baoc.frontier.build import title_of
 from baoc.frontier.page import page_data, short_names
 from baoc.frontier.pareto import Objective
 from baoc.frontier.runs import find_runs
-from baoc.frontier.verdict import Entry, headline, levels, sentence
+from baoc.frontier.summary import ComparedPoint, best_at_levels, choose_level, summary_sentence
 from baoc.types import FrontierPoint
 from tests.support.sweep_jobs import job
 
@@ -21,13 +21,15 @@ FAMILIES = {"exact": "BAOC", "random": "random feasible"}
 def entry(quality: float, state: int, *, allocator: str = "exact", peak: int = 1000, limit: int | None = None, **more):
     told = {"run": "r", "task": "vision", "model": "vit", "label": allocator, "samples_per_s": 1.0}
     point = FrontierPoint(quality=quality, state_bytes=state, peak_bytes=peak, **told, **more)
-    return Entry(point=point, family=FAMILIES.get(allocator, "uniform"), allocator=allocator, memory_limit=limit)
+    return ComparedPoint(
+        point=point, family=FAMILIES.get(allocator, "uniform"), allocator=allocator, memory_limit=limit
+    )
 
 
 def test_the_best_of_each_family_within_a_limit_and_of_how_many():
     entries = [entry(0.2, 20), entry(0.1, 25), entry(0.05, 40), entry(0.3, 9, allocator="random")]
     entries += [entry(float("nan"), 5), entry(0.08, 100, allocator="uniform_adamw")]
-    half, quarter, tenth = levels(entries, quality=LOSS, adamw_bytes=100)
+    half, quarter, tenth = best_at_levels(entries, quality=LOSS, adamw_bytes=100)
     assert [level.name for level in (half, quarter, tenth)] == [f"{n}% of fp32 AdamW's state" for n in (50, 25, 10)]
     told = {name: (own.point.quality, of) for name, (own, of) in quarter.best.items()}
     assert told == {"BAOC": (0.1, 2), "random feasible": (0.3, 1)}
@@ -36,15 +38,15 @@ def test_the_best_of_each_family_within_a_limit_and_of_how_many():
 
 def test_memory_budgets_are_compared_by_peak_at_their_own_limits():
     entries = [entry(0.2, 1, peak=2**30, limit=2**30), entry(0.1, 1, peak=2**31, limit=2**31)]
-    large, small = levels(entries, quality=LOSS, adamw_bytes=100)
+    large, small = best_at_levels(entries, quality=LOSS, adamw_bytes=100)
     assert (large.name, small.name) == ("2.00 GiB peak memory", "1.00 GiB peak memory")
     assert large.best["BAOC"][0].point.quality == 0.1 and small.best["BAOC"][0].point.quality == 0.2
 
 
 def test_the_headline_is_where_most_families_stand():
     entries = [entry(0.1, 8), entry(0.3, 9, allocator="random"), entry(0.08, 25, allocator="uniform_foam")]
-    found = levels(entries, quality=LOSS, adamw_bytes=100)
-    chosen = headline(found, adamw_bytes=100)
+    found = best_at_levels(entries, quality=LOSS, adamw_bytes=100)
+    chosen = choose_level(found, adamw_bytes=100)
     assert chosen is not None and chosen.limit == 25
 
 
@@ -52,28 +54,31 @@ def test_the_headline_is_where_most_families_stand():
     "gap, told",
     [
         (0.1, "The difference of 0.1 to random feasible is beyond two standard errors (0.028)."),
-        (0.02, "within two standard errors (0.028), so it is not told from chance."),
+        (0.02, "within two standard errors (0.028), so it is not distinguishable from chance."),
     ],
 )
 def test_a_difference_is_held_against_its_spread(gap: float, told: str):
     more = {"num_seeds": 2, "quality_spread": 0.014142}
     entries = [entry(0.1, 8, **more), entry(0.1 + gap, 9, allocator="random", **more)]
     entries += [entry(0.05, 100, allocator="uniform_adamw", **more)]
-    found = levels(entries, quality=LOSS, adamw_bytes=100)
-    text = sentence(entries, found, metric="val/loss", quality=LOSS, adamw_bytes=100)
+    found = best_at_levels(entries, quality=LOSS, adamw_bytes=100)
+    text = summary_sentence(entries, found, metric="val/loss", quality=LOSS, adamw_bytes=100)
     assert text.startswith("Within 25% of fp32 AdamW's state, BAOC is best: val/loss 0.1 (sd 0.014, 2 seeds), lower is")
     assert told in text and text.endswith("fp32 AdamW, all of its state: 0.05 (sd 0.014, 2 seeds).")
 
 
 def test_one_seed_tells_nothing_from_chance_and_higher_may_be_better():
     entries = [entry(0.9, 8), entry(0.8, 7), entry(0.95, 9, allocator="random")]
-    found = levels(entries, quality=ACCURACY, adamw_bytes=100)
-    text = sentence(entries, found, metric="val/acc", quality=ACCURACY, adamw_bytes=100)
+    found = best_at_levels(entries, quality=ACCURACY, adamw_bytes=100)
+    text = summary_sentence(entries, found, metric="val/acc", quality=ACCURACY, adamw_bytes=100)
     assert text == (
         "Within 25% of fp32 AdamW's state, random feasible is best: val/acc 0.95 (1 seed), higher is better. BAOC: 0.9 "
-        "(1 seed), the best of 2 points. With one seed the difference of 0.05 to BAOC is not told from chance."
+        "(1 seed), the best of 2 points. With one seed the difference of 0.05 to BAOC is not "
+        "distinguishable from chance."
     )
-    assert "No run has a finite val/acc" in sentence([], (), metric="val/acc", quality=ACCURACY, adamw_bytes=100)
+    assert "No run has a finite val/acc" in summary_sentence(
+        [], (), metric="val/acc", quality=ACCURACY, adamw_bytes=100
+    )
 
 
 def test_short_names_leave_out_what_is_plain_and_stay_different():

@@ -10,8 +10,8 @@ import pytest
 from optuna.distributions import FloatDistribution
 from optuna.trial import FrozenTrial, create_trial
 
-from baoc.sweep.along_front import HEADROOM, STARTUP, behind, bounds
-from baoc.sweep.sampling import along_a_front, make_sampler, point_of, suggest, tpe_startup
+from baoc.sweep.frontier_sampler import HEADROOM, STARTUP, budget_bounds, quality_residuals
+from baoc.sweep.sampling import make_sampler, point_from_overrides, suggest, tpe_startup, uses_frontier_sampler
 from baoc.sweep.study_config import StudyConfig, read_study
 
 SPACE = {
@@ -77,17 +77,19 @@ def test_what_is_left_behind_the_trend_has_no_trend_and_ranks_by_what_is_better(
     memory = np.geomspace(1, 60, 12)
     good = np.arange(12) % 3 == 0
     quality = 0.8 * memory**-0.2 * np.where(good, 0.9, 1.1)
-    left = np.array(behind(np.stack([quality, memory], 1).tolist(), objectives=OBJECTIVES))
+    left = np.array(quality_residuals(np.stack([quality, memory], 1).tolist(), objectives=OBJECTIVES))
     assert left[good].max() < left[~good].min()
     assert abs(np.polyfit(np.log(memory), left, 1)[0]) < 1e-9
     higher = (("quality", "maximize"), ("state_bytes", "minimize"))
-    assert behind(np.stack([1 / quality, memory], 1).tolist(), objectives=higher) == pytest.approx(list(left))
-    assert behind([], objectives=OBJECTIVES) == []
+    assert quality_residuals(np.stack([1 / quality, memory], 1).tolist(), objectives=higher) == pytest.approx(
+        list(left)
+    )
+    assert quality_residuals([], objectives=OBJECTIVES) == []
 
 
 def test_budgets_that_may_hold_a_point_of_the_front():
     def of(*trials: FrozenTrial) -> tuple[float, float]:
-        return bounds(trials, objectives=OBJECTIVES, space=BUDGETS)
+        return budget_bounds(trials, objectives=OBJECTIVES, space=BUDGETS)
 
     assert of() == (1.0, 60.0)
     best, worse = point(5.0, [0.5, 5e4]), point(40.0, [0.7, 4e5])
@@ -104,8 +106,8 @@ def test_budgets_that_may_hold_a_point_of_the_front():
 def test_a_baseline_that_is_a_point_of_the_space_is_one():
     space = config().space
     whole = ["budget=state_25", "rule=a", "lr=0.003"]
-    assert point_of(whole, space) == {"budget": 25.0, "lr": 0.003, "rule": "a"}
-    assert point_of(["budget=state_25", "rule=b", "lr=0.003", "beta=4"], space)["beta"] == 4
+    assert point_from_overrides(whole, space) == {"budget": 25.0, "lr": 0.003, "rule": "a"}
+    assert point_from_overrides(["budget=state_25", "rule=b", "lr=0.003", "beta=4"], space)["beta"] == 4
     for words in (
         ["budget=state_25"],
         [*whole, "allocator=random"],
@@ -116,22 +118,22 @@ def test_a_baseline_that_is_a_point_of_the_space_is_one():
         [*whole, "beta=4"],
         [],
     ):
-        assert point_of(words, space) == {}, words
+        assert point_from_overrides(words, space) == {}, words
 
 
 def test_a_baseline_of_an_earlier_version_is_not_told_as_a_point_that_it_is_not():
     """Those were queued without their settings, which a sampler would draw now."""
     study = optuna.create_study(directions=["minimize", "minimize"])
     whole = ["budget=state_25", "rule=a", "lr=0.003"]
-    for params in ({}, point_of(whole, config().space)):
+    for params in ({}, point_from_overrides(whole, config().space)):
         study.enqueue_trial(params, user_attrs={"overrides": whole})
         trial = study.ask()
         assert suggest(trial, config()) == whole and trial.params == params
 
 
 def test_other_studies_keep_optunas_rules():
-    assert along_a_front(config()) and tpe_startup(config()) == STARTUP
+    assert uses_frontier_sampler(config()) and tpe_startup(config()) == STARTUP
     one = {"objectives": {"quality": "minimize"}}
     few = {"space": {**SPACE, "budget": {"choices": ["state_10", "state_25"]}}}
     for changes in (one, few):
-        assert not along_a_front(config(**changes))
+        assert not uses_frontier_sampler(config(**changes))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from baoc.sweep.early import beaten_by, values_at
+from baoc.sweep.early_stopping import find_dominating_trial, values_at_rung
 
 TWO = {"quality": "minimize", "state_bytes": "minimize"}
 
@@ -22,16 +22,21 @@ TWO = {"quality": "minimize", "state_bytes": "minimize"}
     ],
 )
 def test_beaten_is_worse_in_everything_and_by_the_margin(own: dict, other: dict, beaten: bool):
-    found = beaten_by(own, [(7, other)], objectives=TWO, margin=0.1)
+    found = find_dominating_trial(own, [(7, other)], objectives=TWO, margin=0.1)
     assert found == (7 if beaten else None)
 
 
 def test_measured_objectives_need_the_margin_and_exact_ones_do_not():
     ways = {"quality": "maximize", "samples_per_s": "maximize"}
     own = {"quality": 0.5, "samples_per_s": 100.0}
-    assert beaten_by(own, [(1, {"quality": 0.6, "samples_per_s": 120.0})], objectives=ways, margin=0.1) == 1
-    assert beaten_by(own, [(1, {"quality": 0.6, "samples_per_s": 101.0})], objectives=ways, margin=0.1) is None
-    assert beaten_by(own, [(1, {"quality": 0.52, "samples_per_s": 120.0})], objectives=ways, margin=0.1) is None
+    assert find_dominating_trial(own, [(1, {"quality": 0.6, "samples_per_s": 120.0})], objectives=ways, margin=0.1) == 1
+    assert (
+        find_dominating_trial(own, [(1, {"quality": 0.6, "samples_per_s": 101.0})], objectives=ways, margin=0.1) is None
+    )
+    assert (
+        find_dominating_trial(own, [(1, {"quality": 0.52, "samples_per_s": 120.0})], objectives=ways, margin=0.1)
+        is None
+    )
 
 
 def test_values_are_those_of_the_first_validation_at_the_rung(tmp_path: Path):
@@ -43,7 +48,8 @@ def test_values_are_those_of_the_first_validation_at_the_rung(tmp_path: Path):
     ]
     names = ("quality", "state_bytes", "peak_bytes", "samples_per_s")
     at = {
-        rung: values_at(rows, rung=rung, folder=tmp_path, names=names, metric="val/loss") for rung in (10, 20, 21, 50)
+        rung: values_at_rung(rows, rung=rung, folder=tmp_path, names=names, metric="val/loss")
+        for rung in (10, 20, 21, 50)
     }
     first = {"quality": 1.5, "state_bytes": 77, "peak_bytes": 2**30, "samples_per_s": 10.0}
     assert at[10] == at[20] == first

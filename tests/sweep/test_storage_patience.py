@@ -7,7 +7,7 @@ import sqlalchemy
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.pool import NullPool
 
-from baoc.sweep.storage import be_patient
+from baoc.sweep.storage import retry_connections
 
 
 def engine_that_refuses(times: int, monkeypatch: pytest.MonkeyPatch) -> tuple[sqlalchemy.Engine, list[int]]:
@@ -27,7 +27,7 @@ def engine_that_refuses(times: int, monkeypatch: pytest.MonkeyPatch) -> tuple[sq
 
 def test_a_refused_connection_is_asked_for_again(monkeypatch: pytest.MonkeyPatch):
     engine, tries = engine_that_refuses(2, monkeypatch)
-    be_patient(engine, patience_s=30.0)
+    retry_connections(engine, patience_s=30.0)
     with engine.connect() as connection:
         assert connection.execute(sqlalchemy.text("select 1")).scalar() == 1
     assert len(tries) == 3
@@ -35,7 +35,7 @@ def test_a_refused_connection_is_asked_for_again(monkeypatch: pytest.MonkeyPatch
 
 def test_patience_ends(monkeypatch: pytest.MonkeyPatch):
     engine, tries = engine_that_refuses(10**6, monkeypatch)
-    be_patient(engine, patience_s=0.2)
+    retry_connections(engine, patience_s=0.2)
     with pytest.raises(OperationalError, match="too many clients"):
         engine.connect()
     assert len(tries) > 1

@@ -14,12 +14,12 @@ from optuna.trial import TrialState
 
 from baoc.config.compose import compose
 from baoc.errors import BadInputError
-from baoc.sweep.answers import WORST
-from baoc.sweep.composing import points, refuse_unknown_settings
 from baoc.sweep.sampling import make_sampler
+from baoc.sweep.space_check import check_space, covering_points
 from baoc.sweep.storage import open_study
 from baoc.sweep.study import run_study, study_folder, with_extra
 from baoc.sweep.study_config import StudyConfig, read_study
+from baoc.sweep.trial_outcome import WORST
 from hydra_plugins.baoc_sweeper import SETTINGS
 from tests.support.paths import ROOT
 from tests.support.studies import STUB, attempts, config
@@ -292,7 +292,7 @@ def test_a_command_line_may_nest_what_a_file_writes_with_dots():
 )
 def test_a_space_that_is_no_runs_is_refused_before_anything_trains(key: str, spec: dict[str, object], message: str):
     with pytest.raises(BadInputError, match=message):
-        refuse_unknown_settings(config(space={key: spec}, fixed=["model=vit"]), compose=compose)
+        check_space(config(space={key: spec}, fixed=["model=vit"]), compose=compose)
 
 
 def test_points_hold_every_choice_and_leave_out_what_does_not_matter():
@@ -301,7 +301,7 @@ def test_points_hold_every_choice_and_leave_out_what_does_not_matter():
         "risk": {"choices": ["prior", "statistics"], "when": {"allocator": ["exact", "greedy"]}},
         "optim.lr": {"low": 0.5, "high": 1.0},
     }
-    assert points(config(space=space).space) == [
+    assert covering_points(config(space=space).space) == [
         ["allocator=exact", "risk=prior", "optim.lr=0.5"],
         ["allocator=random", "optim.lr=0.5"],
         ["allocator=greedy", "risk=prior", "optim.lr=0.5"],
@@ -309,13 +309,11 @@ def test_points_hold_every_choice_and_leave_out_what_does_not_matter():
     ]
     nested = {"a": {"choices": ["x", "y"]}, "b": {"choices": ["p", "q"], "when": {"a": ["y"]}}}
     nested["c"] = {"choices": ["m", "n"], "when": {"b": ["q"]}}
-    assert ["a=y", "b=q", "c=n"] in points(config(space=nested).space)
+    assert ["a=y", "b=q", "c=n"] in covering_points(config(space=nested).space)
 
 
 @pytest.mark.parametrize("key", ["repeats", "baselines"])
 def test_repeats_and_baselines_are_composed_as_well(key: str):
     changes = {key: [["seed=0"], ["seeed=1"]]}
     with pytest.raises(BadInputError, match=rf"unknown key seeed(.|\n)*correct hydra.sweeper.{key}"):
-        refuse_unknown_settings(
-            config(space={"seed": {"choices": [1]}}, fixed=["model=vit"], **changes), compose=compose
-        )
+        check_space(config(space={"seed": {"choices": [1]}}, fixed=["model=vit"], **changes), compose=compose)

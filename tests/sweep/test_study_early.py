@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from optuna.trial import TrialState
 
-from baoc.sweep.status import load, main, status_of
+from baoc.sweep.status import load_study, main, status_of
 from baoc.sweep.study import run_study
 from baoc.sweep.study_config import StudyConfig, read_study
 
@@ -81,7 +81,7 @@ def test_one_that_has_fewer_bytes_and_one_within_the_margin_go_on(tmp_path: Path
 def test_the_status_of_a_study_is_read_from_its_folder_alone(tmp_path: Path, capsys):
     run_study(config(fixed=[], n_trials=1, storage="journal"), folder=tmp_path / "study", code=STUB)
     moved = (tmp_path / "study").rename(tmp_path / "moved")  # study.json names the storage by its path
-    study, objectives, total = load(moved)
+    study, objectives, total = load_study(moved)
     status = status_of(study.trials, total=total, objectives=objectives)
     assert (status.done, status.waiting, status.on_front) == (1, 0, 1)
     assert [(best.objective, best.value, best.number) for best in status.best] == [
@@ -98,4 +98,4 @@ def test_the_status_of_a_study_is_read_from_its_folder_alone(tmp_path: Path, cap
 def test_a_storage_with_settings_in_its_url_is_found(tmp_path: Path):
     url = f"sqlite:///{tmp_path / 'all.db'}?timeout=30"
     run_study(config(fixed=[], n_trials=1, storage=url), folder=tmp_path / "study", code=STUB)
-    assert len(load(tmp_path / "study")[0].trials) == 1
+    assert len(load_study(tmp_path / "study")[0].trials) == 1

@@ -18,7 +18,7 @@ from optuna.trial import TrialState
 
 from baoc.errors import BadInputError
 from baoc.sweep.status import main
-from baoc.sweep.storage import next_trial, open_study, rest, without_password
+from baoc.sweep.storage import next_trial, open_study, release_connections, without_password
 from tests.support.paths import ROOT
 from tests.support.studies import attempts, config
 from tests.support.waiting import PATIENCE_S, wait_until
@@ -131,12 +131,12 @@ def test_a_worker_that_trains_holds_no_connection_and_asks_over_one(tmp_path: Pa
         command = [tool("psql"), "-h", str(server), "-U", "postgres", "-tAc", count]
         return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
-    rest(storage)
+    release_connections(storage)
     assert held() == 0
     trial = next_trial(study, config=config(n_trials=2, storage=url), folder=tmp_path)
     assert trial is not None
     trial.set_user_attr("worker", "w")
     study.tell(trial.number, [1.0, 1.0])
     assert held() == 1 and len(made) == 1, "a connection for each question would cost more than the questions"
-    rest(storage)
+    release_connections(storage)
     assert held() == 0

@@ -48,7 +48,7 @@ def test_counts_best_front_and_time_left():
     status = status_of(trials, total=12, objectives=OBJECTIVES)
     assert (status.done, status.violated, status.pruned, status.failed) == (4, 1, 1, 1)
     assert (status.running, status.waiting) == (2, 4)
-    assert status.left_s == 20 * 6 / 2  # six are not ended, two at a time, the median took 20 s
+    assert status.remaining_s == 20 * 6 / 2  # six are not ended, two at a time, the median took 20 s
     assert [str(best) for best in status.best] == ["quality 0.4 (trial 1)", "samples_per_s 10 (trial 0)"]
     assert status.on_front == 2
     assert (
@@ -58,7 +58,7 @@ def test_counts_best_front_and_time_left():
 
 def test_nothing_is_known_before_the_first_trial():
     status = status_of([], total=3, objectives=OBJECTIVES)
-    assert status.left_s is None and status.best == () and status.waiting == 3
+    assert status.remaining_s is None and status.best == () and status.waiting == 3
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -68,7 +68,7 @@ def test_a_terminal_gets_a_bar_and_a_log_a_line_per_trial(terminal: bool, capsys
     console = Console(file=io.StringIO(), force_terminal=terminal, width=120, highlight=False)
     with Progress(study, config=read_study(given), console=console) as progress:
         study.add_trial(optuna.trial.create_trial(value=0.25))
-        progress.told("trial 0 (x=1): quality 0.25")
+        progress.trial_ended("trial 0 (x=1): quality 0.25")
     drawn = console.file.getvalue()  # type: ignore[attr-defined]
     for text in ("50 %", "1/2 done", "best: quality 0.25 (trial 0)", "trial 0 (x=1)"):
         assert (text in drawn) == terminal, text

@@ -14,8 +14,8 @@ from optuna.trial import TrialState
 
 from baoc.errors import BadInputError, OutputError, TrainingFailedError
 from baoc.sweep import study as study_module
-from baoc.sweep import trial
-from baoc.sweep.memory import num_out_of_memory
+from baoc.sweep import trial_process
+from baoc.sweep.gpu_slots import count_oom_kills
 from baoc.sweep.storage import open_study
 from baoc.sweep.study import refuse_all_failed, run_study
 from baoc.tracking.files import read_json, write_json
@@ -89,7 +89,7 @@ def test_an_interrupt_while_a_trial_begins_ends_that_trial_too(which, server_gon
 
 def test_a_trial_that_the_kernel_kills_for_memory_is_a_violated_constraint(tmp_path: Path, monkeypatch):
     counts = iter([3, 4, 4, 4, 4, 4])
-    monkeypatch.setattr(trial, "num_out_of_memory", lambda: next(counts))
+    monkeypatch.setattr(trial_process, "count_oom_kills", lambda: next(counts))
     given = config(n_trials=2, workers=1, baselines=[["x=0.1", "mode=die"]], retries=0)
     study = run_study(given, folder=tmp_path, code=STUB)
     killed, good = study.trials
@@ -100,8 +100,8 @@ def test_a_trial_that_the_kernel_kills_for_memory_is_a_violated_constraint(tmp_p
 
 def test_the_kernels_counter_is_read_where_it_is(tmp_path: Path):
     (tmp_path / "events").write_text("low 0\noom 2\noom_kill 5\n")
-    assert num_out_of_memory([tmp_path / "none", tmp_path / "events"]) == 5
-    assert num_out_of_memory([tmp_path / "none"]) == 0
+    assert count_oom_kills([tmp_path / "none", tmp_path / "events"]) == 5
+    assert count_oom_kills([tmp_path / "none"]) == 0
 
 
 def test_a_torn_last_line_of_a_journal_is_set_aside_and_the_study_goes_on(tmp_path: Path, capsys):
@@ -147,7 +147,7 @@ def test_a_storage_that_fails_in_between_ends_the_study_in_one_sentence_and_it_g
 
 def test_a_trial_that_another_worker_took_over_is_left_to_it(tmp_path: Path, monkeypatch, capsys):
     """This machine slept, and its trials are another's, one of them finished: it ends its part and goes on."""
-    beat, taken = study_module.Register.beat, []
+    beat, taken = study_module.WorkerRegistry.beat, []
 
     def taken_over(register, *, running):
         if running == 2 and not taken:
@@ -160,12 +160,12 @@ def test_a_trial_that_another_worker_took_over_is_left_to_it(tmp_path: Path, mon
             return True
         return beat(register, running=running)
 
-    monkeypatch.setattr(study_module.Register, "beat", taken_over)
+    monkeypatch.setattr(study_module.WorkerRegistry, "beat", taken_over)
     given = config(n_trials=3, baselines=[["x=0.1", "mode=wait_once"], ["x=0.2", "mode=wait_once"]])
-    study = run_study(given, folder=tmp_path, code=STUB, stay=False)
+    study = run_study(given, folder=tmp_path, code=STUB, wait_for_others=False)
     assert len(taken) == 2 and study.trials[0].values == [7.0, 7.0]
     assert study.trials[2].state is TrialState.COMPLETE
-    assert capsys.readouterr().out.count("is another worker's: this one gave no sign of life, and leaves it") >= 2
+    assert capsys.readouterr().out.count("was taken over by another worker: this one missed heartbeats") >= 2
 
 
 def test_a_server_of_forks_that_is_killed_as_a_trial_begins_is_started_again(tmp_path: Path, monkeypatch):
@@ -173,13 +173,13 @@ def test_a_server_of_forks_that_is_killed_as_a_trial_begins_is_started_again(tmp
 
     def broken(*args, **options):
         tried.append(1)
-        if len(tried) < study_module.STARTS:
+        if len(tried) < study_module.MAX_STARTS:
             raise EOFError
         return start(*args, **options)
 
     monkeypatch.setattr(study_module, "TrialProcess", broken)
     (only,) = run_study(config(n_trials=1), folder=tmp_path, code=STUB).trials
-    assert only.state is TrialState.COMPLETE and len(tried) == study_module.STARTS
+    assert only.state is TrialState.COMPLETE and len(tried) == study_module.MAX_STARTS
 
 
 def test_what_a_killed_trial_forked_does_not_hold_up_its_next_attempt(tmp_path: Path):
@@ -255,7 +255,7 @@ def test_no_two_workers_draw_the_same_trial(tmp_path: Path):
 
 def test_a_trial_that_hangs_is_ended_begun_again_and_fails_in_the_end(tmp_path: Path, monkeypatch, capsys):
     """Once: its second attempt goes on. Always, deaf to SIGTERM even: it fails, and the others finish."""
-    monkeypatch.setattr(study_module, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(study_module, "END_PATIENCE_S", 1.0)
     deaf = STUB.replace('mode == "slow"', 'mode == "deaf"').replace(
         "time.sleep(0.3)", "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(900)"
     )
@@ -282,7 +282,7 @@ def test_a_trial_that_writes_does_not_hang(tmp_path: Path):
 def test_any_folder_can_be_given_to_hydra(value: str):
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    assert OverridesParser.create().parse_override(f"k={trial.quoted(value)}").value() == value
+    assert OverridesParser.create().parse_override(f"k={trial_process.quote(value)}").value() == value
 
 
 def test_two_studies_in_one_folder_are_refused_and_the_first_is_untouched(tmp_path: Path):

@@ -11,20 +11,20 @@ from baoc.cli.main import main
 from baoc.models import MODELS
 from baoc.sweep import study
 from baoc.sweep.study_config import read_study
-from baoc.sweep.trial import COMMAND
+from baoc.sweep.trial_process import COMMAND
 
 
-def modules_of(**given: object) -> list[str]:
+def model_modules(**given: object) -> list[str]:
     known = {"name": "s", "objectives": {"quality": "minimize"}, "space": {"seed": {"choices": [0, 1]}}}
-    return study.modules_of(read_study(known | given))
+    return study.model_modules(read_study(known | given))
 
 
 def test_only_networks_that_overrides_name_are_imported_beforehand():
-    assert modules_of() == []
-    assert modules_of(fixed=["model=dit", "optim.lr=1e-3"]) == ["baoc.models.dit"]
-    both = modules_of(space={"model": {"choices": ["vit", "llama"]}}, repeats=[["model=vit"], ["seed=1"]])
+    assert model_modules() == []
+    assert model_modules(fixed=["model=dit", "optim.lr=1e-3"]) == ["baoc.models.dit"]
+    both = model_modules(space={"model": {"choices": ["vit", "llama"]}}, repeats=[["model=vit"], ["seed=1"]])
     assert both == [module for name in ("vit", "llama") for module in (MODELS[name].module, *MODELS[name].imports)]
-    assert modules_of(baselines=[["model=unheard_of"]]) == [], "a trial of it says what is wrong"
+    assert model_modules(baselines=[["model=unheard_of"]]) == [], "a trial of it says what is wrong"
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from baoc.frontier.folders import frontier_of
+from baoc.frontier.build import frontier_of
 from baoc.frontier.wandb_frontier import log_frontier
 from baoc.sweep.dashboard import COLUMNS, main, panels
 from baoc.tracking.files import write_json

@@ -14,12 +14,12 @@ from baoc.errors import BadInputError, OutputError
 from baoc.tracking.files import (
     LineFile,
     append_jsonl,
+    atomic_write,
     read_json,
     read_jsonl,
     write_csv,
     write_json,
     write_text,
-    written_aside,
 )
 from baoc.types import Cost, Role
 
@@ -74,7 +74,7 @@ def test_json_refuses_what_it_cannot_hold_and_keeps_the_old_file(tmp_path: Path)
 
 def test_a_failure_while_writing_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     write_text(tmp_path / "a.txt", "old")
-    with pytest.raises(KeyboardInterrupt), written_aside(tmp_path / "a.txt") as file:
+    with pytest.raises(KeyboardInterrupt), atomic_write(tmp_path / "a.txt") as file:
         file.write(b"half")
         raise KeyboardInterrupt
     assert names(tmp_path) == ["a.txt"]

@@ -9,7 +9,7 @@ import torch
 
 from baoc.errors import CheckpointError
 from baoc.tracking import load_checked, resolve_resume
-from baoc.tracking.checksum import seal_holds
+from baoc.tracking.checksum import checksum_matches
 from baoc.training.callbacks import AsideCheckpointIO
 
 
@@ -26,16 +26,16 @@ def flip(path: Path, *, bit: int) -> None:
     path.write_bytes(content)
 
 
-def test_a_sealed_one_is_read_by_us_and_by_torch(tmp_path: Path) -> None:
+def test_one_with_a_checksum_is_read_by_us_and_by_torch(tmp_path: Path) -> None:
     path = save(tmp_path / "a.ckpt", step=3)
-    assert seal_holds(path) is True
+    assert checksum_matches(path) is True
     assert load_checked(path)["global_step"] == 3
     assert torch.load(path, weights_only=True, mmap=True)["global_step"] == 3
 
 
 @pytest.mark.parametrize("where", ["everywhere", "end"])
 def test_any_flipped_bit_is_refused(tmp_path: Path, where: str) -> None:
-    """Paddings, headers and the seal itself too, where the archive's own checksums do not look."""
+    """Paddings, headers and the checksum itself too, where the archive's own checksums do not look."""
     path = save(tmp_path / "a.ckpt", step=3)
     whole = path.read_bytes()
     first = 0 if where == "everywhere" else 8 * (len(whole) - 80)

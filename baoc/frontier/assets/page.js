@@ -142,7 +142,7 @@ function heat(kind, shown, axis) {
   const blocks = [...new Set(ordered.flatMap((point) => Object.keys(point.choices)))];
   const names = ordered.map((point, at) => `${at + 1}. ${point.short.length > 44 ? point.short.slice(0, 43) + "…" : point.short}`);
   const kept = (point, block) => (block in point.kept ? point.kept[block] : block in point.choices ? 0 : null);
-  const told = (point, block) => (block in point.choices ? `${point.choices[block]}<br>` +
+  const blockText = (point, block) => (block in point.choices ? `${point.choices[block]}<br>` +
     (block in point.kept ? `${number(point.kept[block], 3)} % of fp32 AdamW's state` : "its state is not recorded") : "");
   const roomy = ordered.length <= (NARROW ? 2 : 9);
   const holder = byId("heat");
@@ -152,7 +152,7 @@ function heat(kind, shown, axis) {
   Plotly.react("heat", [{type: "heatmap", x: names, y: blocks, xgap: 2, ygap: 1, zmin: 0, zmax: 10, colorscale: [[0, "#f3f0e6"], [0.35, "#b9d3e3"], [0.6, "#5c9bc4"], [1, "#123f66"]],
     z: blocks.map((block) => ordered.map((point) => { const share = kept(point, block); return share === null ? null : Math.sqrt(Math.min(share, 100)); })),
     text: blocks.map((block) => ordered.map((point) => point.choices[block] || "")), texttemplate: roomy ? "%{text}" : "", textfont: {size: 10},
-    customdata: blocks.map((block) => ordered.map((point) => told(point, block))), hovertemplate: "%{y}<br>%{x}<br><b>%{customdata}</b><extra></extra>",
+    customdata: blocks.map((block) => ordered.map((point) => blockText(point, block))), hovertemplate: "%{y}<br>%{x}<br><b>%{customdata}</b><extra></extra>",
     colorbar: {title: {text: "% of AdamW's<br>state kept"}, tickvals: [0, 1, 5, 10, 25, 50, 100].map(Math.sqrt), ticktext: ["0", "1", "5", "10", "25", "50", "100"], thickness: 14}}],
   {margin: {l: 20, r: 20, t: 36, b: 30}, yaxis: {autorange: "reversed", automargin: true, tickfont: {size: 11}, dtick: 1}, xaxis: {tickangle: 35, automargin: true, tickfont: {size: 11}, dtick: 1}}, CONFIG);
 }
@@ -160,8 +160,8 @@ function heat(kind, shown, axis) {
 function levels(kind) {
   const families = [...new Set(kind.levels.flatMap((level) => Object.keys(level.best)))];
   const best = (level) => Object.entries(level.best).sort((a, b) => (kind.higher ? -1 : 1) * (a[1].quality - b[1].quality))[0][0];
-  const told = (own) => (own ? `${number(own.quality)}${own.spread === null ? "" : ` ± ${number(own.spread, 2)}`}, n ${own.seeds}: ${own.name}${own.of > 1 ? ` (best of ${own.of})` : ""}` : "none fits");
-  const holder = table("levels", [`at most (${judged(kind)})`, ...families], kind.levels.map((level) => [level.name, ...families.map((family) => told(level.best[family]))]));
+  const bestText = (own) => (own ? `${number(own.quality)}${own.spread === null ? "" : ` ± ${number(own.spread, 2)}`}, n ${own.seeds}: ${own.name}${own.of > 1 ? ` (best of ${own.of})` : ""}` : "none fits");
+  const holder = table("levels", [`at most (${judged(kind)})`, ...families], kind.levels.map((level) => [level.name, ...families.map((family) => bestText(level.best[family]))]));
   kind.levels.forEach((level, at) => { holder.rows[at + 1].cells[1 + families.indexOf(best(level))].style.fontWeight = "600"; });
 }
 
@@ -207,8 +207,8 @@ function choose() {
   const whole = data.kinds[byId("kind").value];
   const kind = view(whole);
   byId("compare").hidden = !whole.study;
-  byId("told").hidden = kind !== whole;
-  byId("told_studies").hidden = kind === whole;
+  byId("families_note").hidden = kind !== whole;
+  byId("studies_note").hidden = kind === whole;
   byId("families").replaceChildren(...[...new Set(kind.points.map((point) => point.family))].map((family) => {
     const label = document.createElement("label");
     const box = Object.assign(document.createElement("input"), {type: "checkbox", value: family, checked: true});

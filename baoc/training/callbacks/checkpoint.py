@@ -23,18 +23,18 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from baoc.errors import BadInputError, CheckpointError
 from baoc.tracking.checkpoints import (
     CHECKPOINT_SCHEMA,
+    CHECKSUM_KEY,
     FOLDER,
     LAST,
     META_KEY,
     SCHEMA_KEY,
-    SEALED_KEY,
     SUFFIX,
     WRITTEN_KEY,
     load_checked,
     newest_first,
 )
-from baoc.tracking.checksum import SealingFile
-from baoc.tracking.files import FULL, written_aside
+from baoc.tracking.checksum import ChecksumFile
+from baoc.tracking.files import DISK_FULL, atomic_write
 from baoc.training.callbacks.trainer_state import accumulating, fast_dev_run, is_final_batch, validation_follows
 
 log = logging.getLogger(__name__)
@@ -50,11 +50,11 @@ class AsideCheckpointIO(TorchCheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         assert storage_options is None, "local files only"
-        with written_aside(path) as file:
-            sealing = SealingFile(file)
+        with atomic_write(path) as file:
+            hashing_file = ChecksumFile(file)
             try:
-                torch.save({**checkpoint, SEALED_KEY: True}, cast(IO[bytes], sealing))
-                sealing.seal()
+                torch.save({**checkpoint, CHECKSUM_KEY: True}, cast(IO[bytes], hashing_file))
+                hashing_file.append_checksum()
             except RuntimeError as error:
                 raise _full_disk(error) or error from error
 
@@ -253,7 +253,7 @@ def _link(source: Path, path: Path) -> None:
         os.link(source, aside)
         aside.replace(path)
     except OSError:
-        with written_aside(path) as file, source.open("rb") as content:
+        with atomic_write(path) as file, source.open("rb") as content:
             shutil.copyfileobj(content, file)
 
 
@@ -261,7 +261,7 @@ def _full_disk(error: BaseException) -> OSError | None:
     """torch.save wraps the OSError of a full disk in a RuntimeError about positions; this finds it again."""
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, OSError) and cause.errno in FULL:
+        if isinstance(cause, OSError) and cause.errno in DISK_FULL:
             return OSError(cause.errno, os.strerror(cause.errno or errno.ENOSPC))
         cause = cause.__cause__ or cause.__context__
     return None

@@ -1,4 +1,4 @@
-"""Hydra's composition errors in this project's words: what was given, what is allowed, what to do."""
+"""Translates Hydra's composition errors into messages that say what was given, what is allowed and what to do."""
 
 import re
 from collections.abc import Mapping
@@ -19,12 +19,12 @@ from baoc.errors import BadInputError
 
 _UNRESOLVED = (GrammarParseError, InterpolationResolutionError, MissingMandatoryValue)
 _SWEEPER = "hydra.sweeper."
-_MISCONFIGURED = "MisconfigurationException"  # Lightning's, which is not imported here
+_MISCONFIGURED = "MisconfigurationException"  # Lightning's; importing it here would be slow
 _NEEDS_MULTIRUN = re.compile(r"(?:Ambiguous value for argument|Sweep parameters) '(.*?)'(?:\n| requires)", re.DOTALL)
 
 
-def explain(error: BaseException) -> BadInputError | None:
-    """What Hydra refused, as a BadInputError; None for what is none of its refusals."""
+def translate_error(error: BaseException) -> BadInputError | None:
+    """The BadInputError for an error of Hydra, OmegaConf or Lightning's Trainer arguments; None for any other error."""
     if isinstance(error, ValueError) and "Config group override must be" in str(error):
         return BadInputError("a group cannot be null: choose one of its options, such as budget=unlimited")
     if isinstance(error, _UNRESOLVED):
@@ -37,12 +37,13 @@ def explain(error: BaseException) -> BadInputError | None:
         return _missing_option(error)
     if isinstance(error, OverrideParseException):
         given = getattr(error, "override", "")
-        fault = str(error).split("\nSee http")[0].splitlines()[-1]
+        reason = str(error).split("\nSee http")[0].splitlines()[-1]
         return BadInputError(
-            f"cannot read {given!r}: {fault}\n"
+            f"cannot read {given!r}: {reason}\n"
             "write group=option or group.key=value; quote a value that holds , = or spaces, as in 'name=\"a,b\"'"
         )
-    return _refused_override(str(error)) or BadInputError(_with_cause(error))
+    lines = [str(error).strip(), str(error.__cause__ or "").strip()]
+    return _override_error(str(error)) or BadInputError("\n".join(dict.fromkeys(line for line in lines if line)))
 
 
 def _missing_option(error: MissingConfigException) -> BadInputError:
@@ -55,7 +56,7 @@ def _missing_option(error: MissingConfigException) -> BadInputError:
     return BadInputError(f"{text}\nallowed: {allowed}")
 
 
-def _refused_override(text: str) -> BadInputError | None:
+def _override_error(text: str) -> BadInputError | None:
     if match := _NEEDS_MULTIRUN.search(text):
         return BadInputError(f"{match.group(1)} names several values: add -m to make one run for each of them")
     if match := re.match(r"Could not append to config. An item is already at '(.*?)'", text):
@@ -66,13 +67,13 @@ def _refused_override(text: str) -> BadInputError | None:
     if match := re.match(r"Could not override '(.*?)'", text):
         key = match.group(1)
         if key.startswith(_SWEEPER):
-            return _unknown_setting(key.removeprefix(_SWEEPER))
-        return None if key.startswith("hydra.") else _unknown(key)
+            return _unknown_sweeper_setting(key.removeprefix(_SWEEPER))
+        return None if key.startswith("hydra.") else _unknown_key(key)
     return None
 
 
-def _unknown_setting(leaf: str) -> BadInputError:
-    """A setting that studies do not have, or that only they have."""
+def _unknown_sweeper_setting(leaf: str) -> BadInputError:
+    """The error for a setting that studies do not have, or that only studies have."""
     node = ConfigStore.instance().load("hydra/sweeper/baoc.yaml").node
     allowed = ["name", "objectives", "space", *(str(key) for key in node if key != "_target_")]
     if leaf.split(".")[0] in ("space", "objectives", "early_stop"):
@@ -84,8 +85,8 @@ def _unknown_setting(leaf: str) -> BadInputError:
     return unknown_key(leaf, allowed=allowed, path=_SWEEPER.removesuffix("."))
 
 
-def _unknown(key: str) -> BadInputError:
-    """The refusal of a key, next to those that its group has."""
+def _unknown_key(key: str) -> BadInputError:
+    """The error for an unknown key, with the keys that its group has."""
     if key in COLLECTIONS:
         return BadInputError(f"there are no {key} yet: the folder {key}/ holds no yaml file")
     group, _, leaf = key.partition(".")
@@ -106,23 +107,18 @@ def _unknown(key: str) -> BadInputError:
 
 
 def _unknown_option(group: str, leaf: str) -> BadInputError:
-    """An option that no model, task or data set has, or that the chosen one has not."""
+    """The error for an option that no model, task or data set has, or that the chosen one lacks."""
     option, *deeper = leaf.split(".")
     if option in own_keys(group):
         below = to_conf(RunConfig())[group][option]
-        if isinstance(below, Mapping):  # such as model.lora.rnk
+        if isinstance(below, Mapping):  # as in model.lora.rnk
             return unknown_key(".".join(deeper), allowed=below, path=f"{group}.{option}")
         return BadInputError(f"unknown key {group}.{leaf}: {group}.{option} is a value, not a group of keys")
     holders = [name for name, row in registry_of(group).items() if option in row.options]
     if holders:
         words = "|".join(holders)
-        if group == "task":  # which a model brings
+        if group == "task":  # the model sets the task
             words += f" (model={'|'.join(row.name for row in registry_of('model').values() if row.task in holders)})"
         return BadInputError(f"{group}.{option} is an option of {group}={words} only: choose one, or drop it")
     options = dict.fromkeys(key for row in registry_of(group).values() for key in row.options)
     return unknown_key(leaf, allowed=[*own_keys(group), *options], path=group)
-
-
-def _with_cause(error: HydraException) -> str:
-    lines = [str(error).strip(), str(error.__cause__ or "").strip()]
-    return "\n".join(dict.fromkeys(line for line in lines if line))

@@ -1,0 +1,160 @@
+"""Builds the frontier of run folders: frontier.csv, hypervolume.csv, frontier.html, and tables on the terminal."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from baoc.errors import BadInputError
+from baoc.frontier.comparable_runs import (
+    ALL,
+    RunLabels,
+    by_study,
+    failed_jobs,
+    group_by_workload,
+    has_several_studies,
+    hypervolume_histories,
+    knee_labels,
+    label_runs,
+    quality_objective,
+    study_volumes,
+    workload_frontier,
+)
+from baoc.frontier.page import write_page
+from baoc.frontier.pareto import MEASURE, Frontier, frontier_rows
+from baoc.frontier.runs import STUDY_FILE, RunFolder, Workload, find_runs
+from baoc.tracking.console import print_frontier, print_studies
+from baoc.tracking.files import write_csv
+from baoc.types import FailedRun
+
+MULTIRUN = "multirun.yaml"  # written by Hydra into a multirun's folder
+SINGLE = "single runs"  # study name of runs that were given one by one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepFrontier:
+    """One frontier per workload (task, model, data set, quality metric), and the failed jobs."""
+
+    frontiers: tuple[Frontier, ...]
+    failed: tuple[FailedRun, ...]
+
+
+def frontier_of(sweep_dir: str | Path, *, show: bool = True, page: bool = True) -> SweepFrontier:
+    """Builds the frontier of one folder in that folder; see `build_report`."""
+    return build_report([Path(sweep_dir)], out=Path(sweep_dir), show=show, page=page)
+
+
+def build_report(folders: Sequence[Path], *, out: Path, show: bool = True, page: bool = True) -> SweepFrontier:
+    """Reads every run at or below `folders`, writes the files into `out` and prints a table per workload.
+
+    Writes `frontier.csv`, `hypervolume.csv` (its history along doublings of memory, in percent) and, with `page`,
+    `frontier.html`. Runs that differ only in their seed are one point: the mean of their quality, the maximum of their
+    bytes. Of runs with the same seed, as baselines of two studies, the first counts. A point is dominated if another
+    one is at least as good in quality, peak bytes and state bytes, and better in one. Failed jobs are rows with their
+    exit code and message.
+
+    Raises BadInputError if a folder holds no run.
+    """
+    runs = _runs_in(folders)
+    names, workloads = label_runs(runs), group_by_workload(runs)
+    failed = failed_jobs(runs, names=names)
+    frontiers = [workload_frontier(members, names=names) for _, members in workloads]
+    rows: list[dict[str, Any]] = []
+    history: list[dict[str, Any]] = []
+    for (workload, members), frontier in zip(workloads, frontiers, strict=True):
+        best = knee_labels(frontier.points, quality=quality_objective(members))
+        for row in frontier_rows(frontier):
+            knee_of = " ".join(axis for axis, label in best.items() if label == row["label"])
+            rows.append({**row, "knee_of": knee_of, "quality_name": workload[3], "exit_code": 0, "message": ""})
+        history += _history_rows(workload, members)
+    rows += [
+        {"run": job.run, "label": job.label, "exit_code": job.exit_code, "message": " ".join(job.message.split())}
+        for job in failed
+    ]
+    out.mkdir(parents=True, exist_ok=True)
+    write_csv(out / "frontier.csv", rows)
+    if history:
+        write_csv(out / "hypervolume.csv", history)
+    if page:
+        write_page(runs, path=out / "frontier.html", title=title_of(folders))
+    if show:
+        _print_tables(frontiers, workloads=workloads, names=names, failed=failed)
+    return SweepFrontier(frontiers=tuple(frontiers), failed=failed)
+
+
+def title_of(folders: Sequence[Path]) -> str:
+    """Names of up to three folders, and the number of others."""
+    names = [folder.absolute().name for folder in folders]
+    rest = len(names) - 3
+    return f"Frontier of {', '.join(names if rest < 2 else names[:3])}" + (f" and {rest} more" if rest > 1 else "")
+
+
+def _history_rows(workload: Workload, runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
+    about = {"task": workload[0], "model": workload[1], "dataset": workload[2], "measure": MEASURE}
+    lines = [("", line["family"], line) for line in hypervolume_histories(runs)]
+    if has_several_studies(runs):
+        lines += [(line["family"], ALL, line) for line in hypervolume_histories(runs, group=by_study)]
+    return [
+        {**about, "axis": line["axis"], "study": study, "family": family, "run": runs[place - 1].name, "share": share}
+        for study, family, line in lines
+        for place, share in zip(line["runs"], line["share"], strict=True)
+    ]
+
+
+def _runs_in(folders: Sequence[Path]) -> list[RunFolder]:
+    """The runs of all folders, each once, with their study; for several folders, names start with the folder's name."""
+    found: dict[Path, tuple[RunFolder, Path | None]] = {}
+    prefixes = _shortest_unique_names(folders)
+    for folder in folders:
+        runs = find_runs(folder)
+        if not runs:
+            raise BadInputError(f"there is no run in {folder}: give the folder of a run or of a multirun")
+        for run in runs:
+            alone = len(folders) == 1 or run.path == folder
+            named = run if alone else replace(run, name=f"{prefixes[folder.resolve()]}/{run.name}")
+            study, known = _study_of(run, folder=folder), found.get(run.path.resolve())
+            if known is None or (known[1] is None and study is not None):  # given both alone and with its study
+                found[run.path.resolve()] = (named, study)
+    studies = _shortest_unique_names([study for _, study in found.values() if study is not None])
+    return [replace(run, study=SINGLE if study is None else studies[study]) for run, study in found.values()]
+
+
+def _study_of(run: RunFolder, *, folder: Path) -> Path | None:
+    """The folder of a run's study or multirun, or else the searched one; None if that is the run itself."""
+    if run.path == folder:
+        return None
+    root, at = folder.resolve(), run.path.resolve().parent
+    if not at.is_relative_to(root):  # reached through a symbolic link
+        return root
+    while at != root and not any((at / mark).is_file() for mark in (STUDY_FILE, MULTIRUN)):
+        at = at.parent
+    return at
+
+
+def _shortest_unique_names(folders: Iterable[Path]) -> dict[Path, str]:
+    """A name for each (resolved) folder: its own, with as many parent names as make it unique."""
+    paths = list(dict.fromkeys(folder.resolve() for folder in folders))
+    for depth in range(1, max((len(path.parts) for path in paths), default=1)):
+        names = ["/".join(path.parts[-depth:]) for path in paths]
+        if len(set(names)) == len(paths):
+            return dict(zip(paths, names, strict=True))
+    return {path: str(path) for path in paths}
+
+
+def _print_tables(
+    frontiers: Sequence[Frontier],
+    *,
+    workloads: Sequence[tuple[Workload, Sequence[RunFolder]]],
+    names: RunLabels,
+    failed: Sequence[FailedRun],
+) -> None:
+    """Prints per workload the frontier, in the order of frontier.csv, and its studies; then the failed jobs."""
+    for (workload, members), frontier in zip(workloads, frontiers, strict=True):
+        order = {row["run"]: place for place, row in enumerate(frontier_rows(frontier))}
+        ranked = sorted(frontier.points, key=lambda p: order[p.run])
+        about = ", ".join(part for part in workload[:3] if part)
+        print_frontier(ranked, quality=workload[3], title=f"Frontier of {about}")
+        if has_several_studies(members):
+            print_studies(study_volumes(members, names=names), title=f"Studies of {about}")
+    if failed:
+        print_frontier([], failed=failed)

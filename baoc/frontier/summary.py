@@ -1,0 +1,121 @@
+"""The text of the frontier page: the best point of each family at equal memory, and a sentence about it.
+
+Readers come with a budget, so families are compared within the same memory: shares of fp32 AdamW's state, or the runs'
+own memory budgets. The best of many is biased upwards, so each is given with the number it was selected from.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite, sqrt
+
+from baoc.frontier.pareto import Objective
+from baoc.types import FrontierPoint
+from baoc.units import format_bytes
+
+STATE_SHARES = (0.5, 0.25, 0.1, 0.03)  # of fp32 AdamW's state
+PREFERRED_SHARES = (0.25, 0.1, 0.5, 0.03)  # order in which equally good levels are chosen for the sentence
+SLACK = 1.001  # padding may take a few bytes more than a quarter
+ADAMW = "uniform_adamw"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedPoint:
+    """A point of a frontier with its family, allocator and memory budget."""
+
+    point: FrontierPoint
+    family: str
+    allocator: str
+    memory_limit: int | None = None  # bytes of its memory budget, if it had one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryLevel:
+    """The best point of each family within `limit` bytes of `axis`, with the number of points it is the best of."""
+
+    name: str
+    axis: str
+    limit: float
+    best: Mapping[str, tuple[ComparedPoint, int]]
+
+
+def best_at_levels(
+    entries: Sequence[ComparedPoint], *, quality: Objective, adamw_bytes: int
+) -> tuple[MemoryLevel, ...]:
+    """The best points at shares of fp32 AdamW's state (`adamw_bytes`), or at the runs' own memory budgets."""
+    limits = sorted({e.memory_limit for e in entries if e.memory_limit is not None}, reverse=True)
+    compared = [(f"{format_bytes(limit)} peak memory", "peak_bytes", float(limit)) for limit in limits]
+    if not compared:
+        compared = [
+            (f"{share:.0%} of fp32 AdamW's state", "state_bytes", share * adamw_bytes) for share in STATE_SHARES
+        ]
+    levels = []
+    for name, axis, limit in compared:
+        best: dict[str, tuple[ComparedPoint, int]] = {}
+        for family in dict.fromkeys(e.family for e in entries):
+            fits = [
+                e
+                for e in entries
+                if e.family == family and isfinite(e.point.quality) and getattr(e.point, axis) <= limit * SLACK
+            ]
+            if fits:
+                best[family] = (min(fits, key=lambda e: quality.cost(e.point)), len(fits))
+        levels.append(MemoryLevel(name=name, axis=axis, limit=limit, best=best))
+    return tuple(level for level in levels if level.best)
+
+
+def choose_level(levels: Sequence[MemoryLevel], *, adamw_bytes: int) -> MemoryLevel | None:
+    """The level of the sentence: most families have a point there; among equals PREFERRED_SHARES decides."""
+    order = [share * adamw_bytes for share in PREFERRED_SHARES]
+    ranked = sorted(levels, key=lambda lv: (-len(lv.best), order.index(lv.limit) if lv.limit in order else 0))
+    return ranked[0] if ranked else None
+
+
+def summary_sentence(
+    entries: Sequence[ComparedPoint],
+    levels: Sequence[MemoryLevel],
+    *,
+    metric: str,
+    quality: Objective,
+    adamw_bytes: int,
+) -> str:
+    """Which family is best at equal memory, whether the difference is significant, and the quality of fp32 AdamW."""
+    level = choose_level(levels, adamw_bytes=adamw_bytes)
+    if level is None:
+        return f"No run has a finite {metric} within any of the compared limits."
+    ranked = sorted(level.best.items(), key=lambda item: quality.cost(item[1][0].point))
+    better = "higher" if quality.higher_is_better else "lower"
+    (first, (best, num_points)), others = ranked[0], ranked[1:]
+    parts = [
+        f"Within {level.name}, {first} is best: {metric} {_quality_text(best, num_points)}, {better} is better.",
+    ]
+    for family, (entry, num_points) in others:
+        name = family.capitalize() if family in ("uniform", "random feasible") else family  # a study's name stays
+        parts.append(f"{name}: {_quality_text(entry, num_points)}.")
+    if others:
+        parts.append(_significance(best.point, others[0][1][0].point, rival=others[0][0]))
+    adamw = [entry for entry in entries if entry.allocator == ADAMW and isfinite(entry.point.quality)]
+    if adamw:
+        best = min(adamw, key=lambda entry: quality.cost(entry.point))
+        parts.append(f"fp32 AdamW, all of its state: {_quality_text(best)}.")
+    return " ".join(parts)
+
+
+def _quality_text(entry: ComparedPoint, num_points: int = 1) -> str:
+    """The quality of a point that is the best of `num_points`, with its spread over seeds."""
+    point = entry.point
+    seeds = "1 seed" if point.num_seeds == 1 else f"{point.num_seeds} seeds"
+    spread = "" if point.quality_spread is None else f"sd {point.quality_spread:.2g}, "
+    selection = f", the best of {num_points} points" if num_points > 1 else ""
+    return f"{point.quality:.4g} ({spread}{seeds}){selection}"
+
+
+def _significance(best: FrontierPoint, rival_point: FrontierPoint, *, rival: str) -> str:
+    """Compares the difference of two means with two standard errors; unpaired, since points need not share seeds."""
+    gap = abs(best.quality - rival_point.quality)
+    if best.quality_spread is None or rival_point.quality_spread is None:
+        return f"With one seed the difference of {gap:.2g} to {rival} is not distinguishable from chance."
+    error = sqrt(best.quality_spread**2 / best.num_seeds + rival_point.quality_spread**2 / rival_point.num_seeds)
+    text = f"The difference of {gap:.2g} to {rival} is"
+    if gap > 2 * error:
+        return f"{text} beyond two standard errors ({2 * error:.2g})."
+    return f"{text} within two standard errors ({2 * error:.2g}), so it is not distinguishable from chance."

@@ -1,0 +1,134 @@
+"""Early stopping for several objectives: a trial ends at a rung where another trial is better in every objective.
+
+Optuna's pruners support one objective only. Here a trial's objectives at a rung (its validation there, its bytes so
+far) are stored as attributes of the trial, so that finished, pruned and running trials of all workers are compared at
+equal steps.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.trial import FrozenTrial, Trial, TrialState
+
+from baoc.sweep.study_config import StudyConfig
+from baoc.tracking.files import read_json
+from baoc.tracking.metrics import METRICS_FILE, read_metrics
+from baoc.units import GIB
+
+_METRICS = {"peak_bytes": ("memory/peak_gib", GIB), "samples_per_s": ("throughput/samples_per_s", 1.0)}
+_MEASURED = ("quality", "samples_per_s")  # with noise, so that only a difference above the margin counts
+Values = Mapping[str, float | None]
+
+
+def rung_attribute(rung: int, *, repeat: int) -> str:
+    """Name of the user attribute with a trial's objectives at a rung; `repeat` is the index of the trial's run."""
+    return f"rung:{repeat}:{rung}"
+
+
+class EarlyStopping:
+    """Follows the metrics of one trial. An `exempt` trial (a baseline) is recorded but never stopped."""
+
+    def __init__(self, study: optuna.Study, trial: FrozenTrial, *, config: StudyConfig, exempt: bool):
+        self.study, self.trial, self.exempt = study, trial, exempt
+        self.objectives, self.stop = config.objectives, config.early_stop
+        self._passed_rungs: set[str] = set()
+        self._read_bytes: dict[Path, int] = {}
+
+    def stop_reason(self, folder: Path, *, repeat: int = 0) -> str:
+        """Why the trial should end; empty if it should go on. Reads the run's metrics if their file has grown, then
+        stores and compares the objectives at each rung passed since."""
+        file = folder / METRICS_FILE
+        size = file.stat().st_size if self.stop.rungs and file.is_file() else 0
+        if size == self._read_bytes.get(file, 0):
+            return ""
+        self._read_bytes[file] = size
+        rows = read_metrics(file)
+        for rung in self.stop.rungs:
+            key = rung_attribute(rung, repeat=repeat)
+            if key in self._passed_rungs:
+                continue
+            values = values_at_rung(rows, rung=rung, folder=folder, names=self.objectives, metric=self.stop.metric)
+            if values is None:
+                break
+            self._passed_rungs.add(key)
+            Trial(self.study, self.trial._trial_id).set_user_attr(key, dict(values))
+            dominating = None if self.exempt else self._dominated_by(values, key=key)
+            if dominating is not None:
+                return f"trial {dominating} is better in everything at step {rung}"
+        return ""
+
+    def _dominated_by(self, values: Values, *, key: str) -> int | None:
+        """The number of a trial that is better in everything at this rung; None if there is none, or too few to
+        compare."""
+        states = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.RUNNING)
+        others = {
+            trial.number: trial.user_attrs[key]
+            for trial in self.study.get_trials(deepcopy=False, states=states)
+            if trial.number != self.trial.number and key in trial.user_attrs and not violates_constraint(trial)
+        }
+        if len(others) < self.stop.least:
+            return None
+        return find_dominating_trial(values, others.items(), objectives=self.objectives, margin=self.stop.margin)
+
+
+def violates_constraint(trial: FrozenTrial) -> bool:
+    """Whether a trial breached its budget or diverged; its values do not count."""
+    return any(value > 0 for value in trial.constraints.values())
+
+
+def values_at_rung(
+    rows: Sequence[Mapping[str, Any]], *, rung: int, folder: Path, names: Iterable[str], metric: str
+) -> dict[str, float | None] | None:
+    """A run's objectives at its first validation at or after `rung` optimizer steps; None if it has not come that far.
+
+    Args:
+        rows: of `read_metrics`, one per step.
+        metric: key of the quality; the value is None if it was not finite.
+    """
+    at = next((i for i, row in enumerate(rows) if row["step"] + 1 >= rung and metric in row), None)
+    if at is None:
+        return None
+    values: dict[str, float | None] = {}
+    for name in names:
+        if name == "quality":
+            values[name] = rows[at][metric]
+        elif name in _METRICS:
+            logged, unit = _METRICS[name]
+            found = [row[logged] for row in rows[: at + 1] if row.get(logged) is not None]
+            values[name] = found[-1] * unit if found else None
+        else:
+            plan = folder / "allocation.json"
+            values[name] = read_json(plan)[name] if plan.is_file() else None
+    return values
+
+
+def find_dominating_trial(
+    values: Values, others: Iterable[tuple[int, Values]], *, objectives: Mapping[str, str], margin: float
+) -> int | None:
+    """The number of a trial that is better in every objective; None if there is none.
+
+    Measured objectives (quality, throughput) must be better by `margin` as a share of the own value; bytes, which are
+    exact, must not be larger. Any finite quality beats one that is not finite. An unknown value of another objective
+    beats nothing and is not beaten.
+    """
+    for number, other in others:
+        if all(
+            _is_better(other.get(name), values.get(name), name=name, direction=direction, margin=margin)
+            for name, direction in objectives.items()
+        ):
+            return number
+    return None
+
+
+def _is_better(other: float | None, own: float | None, *, name: str, direction: str, margin: float) -> bool:
+    if name != "quality" and (other is None or own is None):
+        return False
+    sign = -1.0 if direction == "maximize" else 1.0
+    a = inf if other is None else sign * other
+    b = inf if own is None else sign * own
+    if name not in _MEASURED:
+        return a <= b
+    return a < inf and (b == inf or a <= b - margin * abs(b))

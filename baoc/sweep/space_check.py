@@ -1,0 +1,64 @@
+"""Checks that every point of a study's space composes to a valid run.
+
+A mistyped key is reported at once, not after the hours that the baselines train.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from baoc.cli.hydra_errors import translate_error
+from baoc.config.from_hydra import from_hydra
+from baoc.errors import BadInputError
+from baoc.sweep.study_config import Param, StudyConfig
+
+MAX_POINTS = 24  # of the space that are composed, at 0.25 s each
+
+
+def check_space(config: StudyConfig, *, compose: Callable[[list[str]], DictConfig]) -> None:
+    """Composes the baselines, the repeats, and points of the space that cover each choice (an even sample of
+    MAX_POINTS). Raises BadInputError, which names the point and the key to correct, if one of them is not a valid
+    run."""
+    points = covering_points(config.space)
+    stride = -(-len(points) // MAX_POINTS) or 1
+    repeat = config.repeats[0] if config.repeats else ()
+    sample = [*points[: len(points) - 1 : stride], points[-1]]
+    candidates = [([*words, *repeat], "hydra.sweeper.space") for words in sample]
+    candidates += [([*points[0], *words], "hydra.sweeper.repeats") for words in config.repeats[1:]]
+    candidates += [([*words, *repeat], "hydra.sweeper.baselines") for words in config.baselines]
+    for words, key in candidates:
+        try:
+            from_hydra(compose([*config.fixed, *words]))
+        except (HydraException, OmegaConfBaseException, BadInputError) as error:
+            reason = error if isinstance(error, BadInputError) else translate_error(error)
+            raise BadInputError(
+                f"study {config.name} would try {' '.join(words)}, which is no run: {reason or error}\n"
+                f"correct {key} (or hydra.sweeper.fixed, which comes before it)"
+            ) from error
+
+
+def covering_points(space: Sequence[Param]) -> list[list[str]]:
+    """Overrides of points that together contain every choice of every setting; of a range the lower end. The first
+    point takes every first choice; each further one changes one choice. Inactive settings are left out."""
+    values_of = {param.key: param.choices or (param.low,) for param in space}
+    first = {key: values[0] for key, values in values_of.items()}
+    required: dict[str, dict[str, Any]] = {}  # values of other settings that make one active, transitively
+    for param in space:
+        own = {key: next((v for v in values if v in values_of[key]), values[0]) for key, values in param.when.items()}
+        required[param.key] = {key: value for gate in own for key, value in required[gate].items()} | own
+    points = [first] + [
+        first | required[param.key] | {param.key: choice} for param in space for choice in param.choices[1:]
+    ]
+    points += [first | required[param.key] for param in space if not param.is_active(first)]
+    overrides: list[list[str]] = []
+    for point in points:
+        chosen: dict[str, Any] = {}
+        for param in space:
+            if param.is_active(chosen):
+                chosen[param.key] = point[param.key]
+        words = [param.override(chosen[param.key]) for param in space if param.key in chosen]
+        overrides += [words] if words not in overrides else []
+    return overrides

@@ -1,0 +1,57 @@
+"""Maps the outcomes of a trial's runs to what the study is told: values, a violated constraint, or a failure."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from statistics import fmean
+
+from optuna.trial import TrialState
+
+from baoc.sweep.trial_process import RunOutcome
+
+WORST = 1e30  # objective value of a trial without one; its constraint is violated, which keeps it off every front
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialOutcome:
+    """Arguments of `Study.tell`, with constraints (met at 0, violated above) and a text for the terminal."""
+
+    text: str
+    values: list[float] | None = None
+    state: TrialState | None = None  # None: complete, with values
+    constraints: Mapping[str, float] = field(default_factory=dict)
+
+
+def is_infeasible(outcome: RunOutcome) -> bool:
+    """Whether the run ended because of its settings: over its budget, out of memory, or diverged."""
+    return outcome.violation > 0 or outcome.diverged
+
+
+def trial_outcome(outcomes: Sequence[RunOutcome], *, objectives: Mapping[str, str]) -> TrialOutcome:
+    """The outcome of a trial from those of its runs, in order; the last run decides whether it failed. Quality and
+    throughput are means over the runs, bytes their maximum, as on a frontier. A diverged run violates a constraint, as
+    a breached budget does: with a bad value alone it would stay on a front where no other trial has its bytes."""
+    last = outcomes[-1]
+    if not last.is_conclusive:
+        return TrialOutcome(state=TrialState.FAIL, text=f"failed: {last.message}")
+    values = [_objective_value(outcomes, name, direction) for name, direction in objectives.items()]
+    diverged = float(last.diverged or (any(abs(value) >= WORST for value in values) and not last.violation))
+    text = ", ".join(f"{name} {value:.6g}" for name, value in zip(objectives, values, strict=True))
+    return TrialOutcome(
+        values=values,
+        text=last.message if last.violation else f"diverged: {last.message}" if diverged else text,
+        constraints={"budget": last.violation} | ({"diverged": diverged} if diverged else {}),
+    )
+
+
+def _objective_value(outcomes: Sequence[RunOutcome], name: str, direction: str) -> float:
+    worst = WORST if direction == "minimize" else -WORST
+    values: list[float] = []
+    for outcome in outcomes:
+        if outcome.result is None:
+            return worst
+        value = outcome.result["quality"]["value"] if name == "quality" else outcome.result[name]
+        if value is None or not isfinite(value):
+            return worst
+        values.append(float(value))
+    return max(values) if name.endswith("_bytes") else fmean(values)

@@ -1,0 +1,213 @@
+"""One run of a trial in its own process: how it starts, resumes from its checkpoint, and what its outcome is."""
+
+import os
+import re
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+from baoc.cli.failures import BUG, INTERRUPTED
+from baoc.errors import BadInputError, BudgetBreachedError, DivergedError, InfeasibleBudgetError
+from baoc.frontier.runs import CONFIG, ERROR, RESULT
+from baoc.sweep import forkserver
+from baoc.sweep.gpu_slots import count_oom_kills
+from baoc.tracking.files import read_json
+from baoc.tracking.metrics import METRICS_FILE
+
+COMMAND = "import sys; from baoc.cli.main import main; sys.exit(main(sys.argv[1:], single=True))"
+LOCK, LOG = "trial.lock", "trial.log"
+# Exit codes that say something about the settings; they are not failures.
+INFEASIBLE, BREACHED = InfeasibleBudgetError.exit_code, BudgetBreachedError.exit_code
+_UNQUOTED = re.compile(r"[A-Za-z0-9_./:+@-]+")  # values that Hydra reads without quotes
+_SERVER_LOST = 255  # multiprocessing's exit code if its server was killed
+_TAIL_BYTES, _MESSAGE_CHARS = 2**16, 500  # read from a log's end for its last line; kept of that line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOutcome:
+    """How a run ended. `result` is the content of result.json if it counts; `diverged` if the loss was not finite."""
+
+    exit_code: int
+    result: dict[str, Any] | None
+    message: str = ""
+    diverged: bool = False
+
+    @property
+    def violation(self) -> float:
+        """1 if the budget was infeasible or breached, or memory ran out; otherwise 0."""
+        return float(self.exit_code in (INFEASIBLE, BREACHED))
+
+    @property
+    def is_conclusive(self) -> bool:
+        """Whether the outcome says something about the settings; a bad input, a bug or a kill does not."""
+        return self.result is not None or self.violation > 0 or self.diverged
+
+    @property
+    def should_retry(self) -> bool:
+        """Whether the run was killed or failed through a bug, so that another attempt may succeed."""
+        return not self.is_conclusive and (self.exit_code < 0 or self.exit_code in (BUG, INTERRUPTED, _SERVER_LOST))
+
+
+class TrialProcess:
+    """A process that runs `python run.py OVERRIDES` into `folder`, or resumes from the folder's newest checkpoint."""
+
+    def __init__(
+        self,
+        overrides: Sequence[str],
+        *,
+        folder: Path,
+        threads: int,
+        code: str = COMMAND,
+        variables: Mapping[str, str] | None = None,
+    ):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self._oom_kills_before = count_oom_kills()
+        self._file_sizes, self._last_write_s = self._read_file_sizes(), time.monotonic()
+        self.process: ForkServerProcess = forkserver.start(
+            partial(_trial_main, code, list(overrides), str(folder)),
+            log=folder / LOG,
+            lock=folder / LOCK,
+            arguments=overrides,
+            variables={"OMP_NUM_THREADS": str(threads), **(variables or {})},
+        )
+
+    @property
+    def sentinel(self) -> int:
+        """File descriptor that becomes readable when the process has ended."""
+        return self.process.sentinel
+
+    def poll(self) -> RunOutcome | None:
+        """The outcome, or None while the process runs."""
+        code = self.process.exitcode
+        if code is None:
+            return None
+        if code == -signal.SIGKILL and count_oom_kills() > self._oom_kills_before:
+            return RunOutcome(
+                exit_code=BREACHED, result=None, message="the machine ran out of memory and the trial was killed"
+            )
+        return read_outcome(self.folder, exit_code=code)
+
+    def silent_s(self) -> float:
+        """Seconds since the run last wrote a metric or a line, or started; time in which the machine sleeps does not
+        count."""
+        sizes = self._read_file_sizes()
+        if sizes != self._file_sizes:
+            self._file_sizes, self._last_write_s = sizes, time.monotonic()
+        return time.monotonic() - self._last_write_s
+
+    def _read_file_sizes(self) -> list[int]:
+        files = [self.folder / name for name in (METRICS_FILE, LOG)]
+        return [file.stat().st_size if file.is_file() else 0 for file in files]
+
+    def ask_to_end(self) -> None:
+        """Asks the run to write a checkpoint and end (SIGTERM); does not wait."""
+        self.process.terminate()
+
+    def kill(self) -> None:
+        """Kills the process with its children: data loaders and ranks of a hanging run would hang on."""
+        try:
+            os.killpg(self.process.pid or 0, signal.SIGKILL)  # it leads a session, see `forkserver.start`
+        except (ProcessLookupError, PermissionError):
+            self.process.kill()  # it has not made its session yet
+
+    def stop(self, *, patience_s: float = 30.0) -> None:
+        """Waits up to `patience_s` seconds for the end, then kills the process."""
+        self.process.join(patience_s)
+        if self.process.exitcode is None:
+            self.kill()
+            self.process.join()
+
+
+def _trial_main(code: str, overrides: Sequence[str], folder: str) -> None:
+    """Body of the trial's process: starts the run, resumes it, or exits as the recorded result says."""
+    path = Path(folder)
+    if (path / RESULT).is_file():  # the study was killed after the result and before it told the trial
+        _exit_as_recorded(path, overrides)
+    checkpoints = any(path.rglob("*.ckpt"))
+    status = _run_command(code, overrides, path, resume=checkpoints)
+    if checkpoints and status == BadInputError.exit_code:  # the checkpoint is of the last step, or damaged
+        status = _run_command(code, overrides, path, resume=False)
+    sys.exit(status)
+
+
+def _exit_as_recorded(folder: Path, overrides: Sequence[str]) -> None:
+    """Exits with the code of the run that wrote the folder's result. Exits with 2 if that result is damaged or has
+    other settings: it must neither be taken for this trial's nor be lost."""
+    try:
+        result = read_json(folder / RESULT)
+    except BadInputError as error:
+        print(error)
+        sys.exit(error.exit_code)
+    recorded = shlex.split(result.get("command", ""))
+    missing = [word for word in overrides if recorded and word not in recorded and not word.startswith("hydra")]
+    if missing:
+        print(
+            f"{folder} holds the result of other settings (without {' '.join(missing)}), perhaps of another study: move"
+            " it away, or give the study another hydra.sweep.dir"
+        )
+        sys.exit(BadInputError.exit_code)
+    sys.exit(BREACHED if result.get("budget_met") is False else 0)
+
+
+def quote(value: str) -> str:
+    """A value as Hydra's command line reads it, with quotes if it needs them."""
+    if _UNQUOTED.fullmatch(value):
+        return value
+    # Hydra reads a backslash as an escape before a quote only
+    escaped = re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value)
+    return f"'{escaped}'"
+
+
+def _run_command(code: str, overrides: Sequence[str], folder: Path, *, resume: bool) -> int:
+    """Runs the trial's program in this process; returns its exit code. Clears the folder unless `resume`."""
+    words = [*overrides, f"hydra.run.dir={quote(str(folder))}"]
+    if resume:
+        words.append(f"resume={quote(str(folder))}")
+    else:
+        for name in (RESULT, ERROR, CONFIG, METRICS_FILE):  # the log is kept
+            (folder / name).unlink(missing_ok=True)
+        for checkpoint in folder.rglob("*.ckpt"):
+            checkpoint.unlink()
+    sys.argv = ["run.py", *words]
+    try:
+        exec(compile(code, "<trial>", "exec"), {"__name__": "__main__"})
+    except SystemExit as ended:
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    return 0
+
+
+def read_outcome(folder: Path, *, exit_code: int) -> RunOutcome:
+    """The outcome of a run from its folder; a result counts only after exit code 0 or a breached budget."""
+    result, error = folder / RESULT, folder / ERROR
+    try:
+        values = read_json(result) if result.is_file() and exit_code in (0, BREACHED) else None
+        failure = read_json(error) if error.is_file() and exit_code else {}
+    except BadInputError as damaged:  # fails this trial, not the study
+        return RunOutcome(exit_code=exit_code, result=None, message=str(damaged))
+    message = failure.get("message", "")
+    if not message and exit_code:
+        message = _last_line(folder / LOG) or f"ended with {exit_code}"
+    diverged = failure.get("kind") == DivergedError.__name__
+    if values is not None and values["quality"]["value"] is None:
+        diverged, message = True, message or "its quality is no number"
+    return RunOutcome(exit_code=exit_code, result=values, message=message, diverged=diverged)
+
+
+def _last_line(log: Path) -> str:
+    """The last line of a log; empty if the process was killed before it wrote one."""
+    if not log.is_file():
+        return ""
+    with log.open("rb") as file:
+        file.seek(max(log.stat().st_size - _TAIL_BYTES, 0))
+        lines = file.read().decode("utf-8", errors="replace").strip().splitlines()
+    return lines[-1][-_MESSAGE_CHARS:] if lines else ""
