@@ -14,7 +14,7 @@ from baoc.errors import CheckpointError
 from baoc.profiling.averages import BUFFERS, BYTES_PER_PIECE, Averages
 from baoc.profiling.moments import RowColMoments
 from baoc.profiling.schedule import LARGE_PARAMS, MAX_SHARE, Schedule, Turn
-from baoc.profiling.shadow import Shadow, bytes_per_element, shadowed
+from baoc.profiling.shadow import BURN_IN, Shadow, bytes_per_element, shadowed
 from baoc.profiling.slices import Slices
 from baoc.profiling.tracker import PeakMeter
 from baoc.types import Block, GradientStats, Moments, OptimizerSpec, Profile
@@ -226,18 +226,23 @@ class GradientProfiler:
 
     @torch.no_grad()
     def temporary_bytes(self) -> int:
-        """What a sample holds for a moment beyond `nbytes`, measured on the parameters as gradients. No less than them:
-        a checkpoint copies those where the device is the host, `profile` takes about as much. Leaves it as it was."""
+        """What a sample or a profile holds for a moment beyond `nbytes`, measured on the parameters as gradients.
+
+        No less than `nbytes`: a checkpoint copies those where the device is the host. So many samples are taken that
+        shadows measure, too. Leaves it as it was.
+        """
         device = self._grad.device
         if device.type == "meta" or self._released:
             return self.nbytes
         fresh, held = self.state_dict(), [*self.buffers(), *self._params.values()]
         with PeakMeter(device, held) as meter:
             before = meter.current_bytes
-            for turn in (Turn.GATHER, Turn.SAMPLE):
+            for turn in (Turn.GATHER, *(Turn.SAMPLE for _ in range(BURN_IN + 1)), Turn.GATHER):
                 self._step += 1
                 values = {name: param.detach() for name, param in self._params.items()}
                 self._take(turn, values, shadow=turn is Turn.SAMPLE)
+            self._averages.statistics(lr=self._lr)
+            self.moments()
             most = meter.peak_allocated_bytes - before
         self.load_state_dict(fresh)
         self._schedule.forget()

@@ -33,7 +33,8 @@ REMEDY = "give resume=auto (the newest intact one), or the path of another check
 
 
 def load_checked(path: str | os.PathLike[str], *, ours: bool = True, weights_only: bool = True) -> dict[str, Any]:
-    """The content of a checkpoint, on the CPU, after its checksums were read.
+    """The content of a checkpoint, on the CPU, after its checksums were read. Its tensors are pages of the file, mapped
+    privately: writing to them leaves the file as it is.
 
     `ours=False` also takes Lightning's checkpoints of other programs. `weights_only=False` runs code that the file
     brings: for files from a trusted source only. Raises CheckpointError, whose text says what is wrong and what to do.
@@ -41,7 +42,10 @@ def load_checked(path: str | os.PathLike[str], *, ours: bool = True, weights_onl
     path = Path(path)
     sealed = _check_archive(path)
     try:
-        content = torch.load(path, map_location="cpu", weights_only=weights_only)
+        # Mapped, so that a checkpoint takes no memory beside what is filled from it, and a budget that held a run
+        # holds its resumption as well. Files of torch before 1.6 are no archives and cannot be.
+        mapped = zipfile.is_zipfile(path)
+        content = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=mapped)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} holds Python objects beside tensors and plain values, which are not loaded as they may run code "

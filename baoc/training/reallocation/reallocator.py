@@ -40,8 +40,9 @@ class Reallocator:
     """Watches gradients, asks the planner again when its trigger fires, and moves the optimizer to what was accepted.
 
     `listeners` are called after each decision, accepted or not; `settled_listeners` one step after a move, with its
-    step, its trigger and the ratio of the update RMS after to before by block. `tracked` wraps a migration, so that
-    whoever measures memory can include it. The plan in force is `plan`, the profile it rests on `profile`.
+    step, its trigger and the ratio of the update RMS after to before by block. `tracked` wraps decisions and
+    migrations, each under its name, so that whoever measures memory can include them. The plan in force is `plan`, the
+    profile it rests on `profile`.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Reallocator:
         self.listeners: list[Listener] = []
         self.settled_listeners: list[Callable[[int, str, dict[str, float]], None]] = []
         self._switch: dict[str, Any] = {}  # of a move whose first update is still to come
-        self.tracked: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.tracked: Callable[[str], AbstractContextManager[Any]] = nullcontext
         self._saved_bytes: int | None = None  # of states in the checkpoint that was loaded
         self.step = 0
         self.last_decision = 0
@@ -149,7 +150,8 @@ class Reallocator:
             watched_from=self.watched_from,
         )
         if TRIGGERS[self.settings.mode](self.settings, now):
-            self.decide(trigger=self.settings.mode)
+            with self.tracked("decision"):
+                self.decide(trigger=self.settings.mode)
 
     # -- a decision by gradients ----------------------------------------------------------------------------------
 
@@ -235,7 +237,8 @@ class Reallocator:
         """
         if self.profiler is None or self.first_profile is None or not self.watching:
             return None
-        now = self.profiler.profile()
+        with self.tracked("decision"):
+            now = self.profiler.profile()
         calm = calm_blocks(self.first_profile, now, share=settings.calm)
         pool = self.planner.candidates(risk=self.planner.settings.risk, profile=now)
         found = offers(self.plan, pool, calm=calm, max_risk=settings.max_risk)
@@ -320,7 +323,7 @@ class Reallocator:
         rms_before = self.optimizer.update_rms(changes) if self.step else {}
         self._switch = {"step": self.step, "trigger": trigger, "rms": rms_before}
         texts = {reason.block: reason.text for reason in proposal.reasons}
-        with self.tracked():
+        with self.tracked("migration"):
             moments = self.profiler.moments() if self.profiler is not None else {}
             done = self.optimizer.migrate(proposal.allocation.choices, moments=moments)
         return tuple(replace(move, why=texts.get(move.block, "")) for move in done)
