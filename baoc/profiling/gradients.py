@@ -228,8 +228,7 @@ class GradientProfiler:
     def temporary_bytes(self) -> int:
         """What a sample or a profile holds for a moment beyond `nbytes`, measured on the parameters as gradients.
 
-        No less than `nbytes`: a checkpoint copies those where the device is the host. So many samples are taken that
-        shadows measure, too. Leaves it as it was.
+        So many samples are taken that shadows measure, too. Leaves it as it was.
         """
         device = self._grad.device
         if device.type == "meta" or self._released:
@@ -246,7 +245,7 @@ class GradientProfiler:
             most = meter.peak_allocated_bytes - before
         self.load_state_dict(fresh)
         self._schedule.forget()
-        return max(most, self.nbytes)
+        return most
 
     @torch.no_grad()
     def observe_half(self, *, step: int | None = None, fraction: float = 0.5) -> None:
@@ -323,19 +322,19 @@ class GradientProfiler:
 
     # -- resume ---------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        """Tensors, numbers, strings, lists and dicts; copies, so that the state does not move on, and on the host, so
-        that a device which weights fill holds no second one."""
+    def state_dict(self, *, copies: bool = True) -> dict[str, Any]:
+        """Tensors, numbers, strings, lists and dicts, on the host, so that a device which weights fill holds no second
+        one. `copies`: on a CPU too, so that the state does not move on; not needed by who writes it at once."""
         if self._released:
             return {}
         return {
             "layout": self._layout(),
-            "tensors": {name: tensor.to("cpu", copy=True) for name, tensor in self._tensors().items()},
+            "tensors": {name: tensor.to("cpu", copy=copies) for name, tensor in self._tensors().items()},
             "moments": {
-                "average": self._moments.average.to("cpu", copy=True),
+                "average": self._moments.average.to("cpu", copy=copies),
                 "num_samples": self._moments.num_samples,
             },
-            "shadow": self.shadow.state_dict() if self.shadow is not None else {},
+            "shadow": self.shadow.state_dict(copies=copies) if self.shadow is not None else {},
             "count": dict(self._averages.count),
             "step": self._step,
             "prev_step": self._prev_step,

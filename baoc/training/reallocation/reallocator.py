@@ -367,8 +367,9 @@ class Reallocator:
 
     # -- resume ---------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        """Tensors, numbers, strings, lists and dicts only, so `weights_only` loading takes it."""
+    def state_dict(self, *, copies: bool = True) -> dict[str, Any]:
+        """Tensors, numbers, strings, lists and dicts only, so `weights_only` loading takes it. `copies`: see
+        `GradientProfiler.state_dict`."""
         return {
             "step": self.step,
             "last_decision": self.last_decision,
@@ -383,7 +384,7 @@ class Reallocator:
             "left": dict(self.left),
             "switch": dict(self._switch),
             "state_bytes": self.optimizer.state_bytes(),
-            "profiler": self.profiler.state_dict() if self.profiler is not None and self.watching else {},
+            "profiler": self.profiler.state_dict(copies=copies) if self.profiler is not None and self.watching else {},
         }
 
     def load_state_dict(self, state: dict[str, Any], *, converting: bool = False) -> list[str]:
