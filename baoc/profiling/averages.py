@@ -43,6 +43,7 @@ class Averages:
         held["energy"].lerp_(slices.sums(square), 1 - beta1)
         held["descent"] += slices.dots(grad, update)
         held["update"].lerp_(slices.sums(update.square_()), 1 - beta1)
+        del square, root, update  # which are as large as all that is sampled
         for batch in slices.batches:
             matrices = batch.view(grad)
             pieces = slice(batch.first, batch.first + batch.count)

@@ -280,6 +280,7 @@ def export(task: Task, *, parts: Parts, folder: Path) -> None:
     """The network as its library loads it, in float32 even where the optimizer keeps weights in parts; its averaged
     weights where the task keeps such, as it is judged by them."""
     assert parts.strategy.reallocator is not None
+    task.zero_grad(set_to_none=True)  # which float32 copies of weights are to take the place of
     weights: dict[str, torch.Tensor] = {}
     if task.ema is not None and task.ema.averages:
         weights = {name: average.cpu() for name, average in task.ema.averages.items()}

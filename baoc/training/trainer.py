@@ -18,11 +18,14 @@ from baoc.core.budgets import parse_budget
 from baoc.errors import BudgetBreachedError, CheckpointError
 from baoc.planning.allocators import ALLOCATORS
 from baoc.planning.planner import PlannerSettings
+from baoc.planning.risk import RISKS
 from baoc.profiling import context_bytes, context_now
 from baoc.profiling.device import LATE_MODULES_BYTES
+from baoc.profiling.shadow import BURN_IN
 from baoc.tasks.base import Task
 from baoc.tracking import log_plan, log_reallocations
 from baoc.training.callbacks import (
+    TRACKED_STEPS,
     BudgetControl,
     FinalPictures,
     LossGuard,
@@ -155,7 +158,12 @@ def assemble_trainer(
     `latency`: what is known of a step's seconds already, by the decision or by the run that is resumed.
     """
     recorder = Recorder(run_dir)
-    memory = MemoryMonitor(config.budget, every_step=bool(os.environ.get(TRACK_EVERY_STEP)))
+    shadows = config.reallocation.mode != "off" and "shadow" in RISKS[config.risk.name].needs
+    memory = MemoryMonitor(
+        config.budget,
+        tracked_steps=TRACKED_STEPS + (BURN_IN if shadows else 0),  # up to the first sample that shadows measure by
+        every_step=bool(os.environ.get(TRACK_EVERY_STEP)),
+    )
     memory.predicted = lambda: recorder.peak_bytes_predicted
     steps = StepMonitor(leave_out=lambda: memory.tracked, batch_size=config.micro_batch_size)
     checkpoint = make_checkpoint(config, task=task, run_dir=run_dir, memory=memory)

@@ -20,6 +20,8 @@ from baoc.training.callbacks.trainer_state import logs_now
 from baoc.types import Budget
 from baoc.units import format_bytes, gib
 
+TRACKED_STEPS = 3
+
 
 class MemoryMonitor(L.Callback):
     """Peak device memory of a run, as docs/budgets.md#memory-what-counts defines it for the device.
@@ -40,7 +42,7 @@ class MemoryMonitor(L.Callback):
         self,
         budget: Budget | None = None,
         *,
-        tracked_steps: int = 3,
+        tracked_steps: int = TRACKED_STEPS,
         every_step: bool = False,
         context_bytes: int = 0,
         predicted_bytes: int | None = None,
