@@ -4,6 +4,7 @@ Hydra composes; this decides. Every refusal names the key as it is written on th
 allowed, and the closest name where one is close.
 """
 
+import sys
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -85,6 +86,8 @@ def convert(value: Any, hint: Any, *, key: str, complete: bool = False) -> Any:
     if hint is Any:
         return value
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        if abs(value) > sys.float_info.max:
+            raise BadInputError(f"{key} is a number of {len(str(abs(value)))} digits: it must be below 1.8e308")
         return float(value)
     if hint is float and isinstance(value, float) and not isfinite(value):
         raise BadInputError(f"{key}={value} is not allowed: it must be a finite number")
