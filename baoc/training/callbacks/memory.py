@@ -105,10 +105,12 @@ class MemoryMonitor(L.Callback):
             return
         self._note(outer)
         self._tracker.reset_peak()
+        self._label = label
         try:
             yield
         finally:
             self._note(label)
+            self._label = outer
 
     @property
     def highest_bytes(self) -> int:

@@ -145,13 +145,18 @@ class Reallocator:
         now = Moment(
             step=self.step,
             last_decision=self.last_decision,
-            profile=self.profiler.profile,
+            profile=self._profiled,
             reference=self.profile,
             watched_from=self.watched_from,
         )
         if TRIGGERS[self.settings.mode](self.settings, now):
             with self.tracked("decision"):
                 self.decide(trigger=self.settings.mode)
+
+    def _profiled(self) -> Profile:
+        assert self.profiler is not None
+        with self.tracked("decision"):
+            return self.profiler.profile()
 
     # -- a decision by gradients ----------------------------------------------------------------------------------
 
@@ -237,8 +242,7 @@ class Reallocator:
         """
         if self.profiler is None or self.first_profile is None or not self.watching:
             return None
-        with self.tracked("decision"):
-            now = self.profiler.profile()
+        now = self._profiled()
         calm = calm_blocks(self.first_profile, now, share=settings.calm)
         pool = self.planner.candidates(risk=self.planner.settings.risk, profile=now)
         found = offers(self.plan, pool, calm=calm, max_risk=settings.max_risk)
