@@ -21,6 +21,9 @@ def is_size(text: str) -> bool:
     return match is not None and match.group(2).lower() in _UNITS
 
 
+MOST = 2.0**80  # of any unit
+
+
 def parse_size(text: str) -> int:
     """`"7.5gb"` -> bytes, rounded down. Raises BadInputError on anything else, zero included."""
     if not is_size(text):
@@ -29,6 +32,8 @@ def parse_size(text: str) -> int:
             f"{', '.join(sorted(_UNITS))}, for example 8gb, 7.5gb or 300mb"
         )
     number, unit = _SIZE.fullmatch(text).groups()  # pyright: ignore[reportOptionalMemberAccess]
+    if float(number) > MOST:
+        raise BadInputError(f"a memory size of {len(text)} characters is more than any device has: write one like 8gb")
     size = int(float(number) * _UNITS[unit.lower()])
     if size <= 0:
         raise BadInputError(f"a memory size of {text!r} holds nothing: give a positive one, for example 8gb or 300mb")

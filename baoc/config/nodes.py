@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, Override
+from hydra.core.override_parser.types import Glob, Override, QuotedString
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
@@ -20,14 +20,20 @@ from baoc.core.budgets import PRESETS, parse_budget
 from baoc.errors import BadInputError
 from baoc.types import Budget
 
+MOST_SHOWN = 60  # characters of what was given
 COLLECTIONS = ("experiments", "sweeps")
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # several times faster, where PyYAML is built with it
 
 
 def register(overrides: Sequence[str] = ()) -> None:
     """Registers the resolvers, the experiments, the sweeps, and every size that these or `overrides` use as a budget.
-    May be called again. Raises BadInputError for a malformed size."""
+    May be called again.
+
+    Raises:
+        BadInputError: for a malformed size, or a group that is given what names no option.
+    """
     register_resolvers()
+    check_choices(overrides)
     register_budgets(budget_values(overrides))
     for group in COLLECTIONS:
         for name, file in assets.options(group).items():
@@ -58,17 +64,44 @@ def budget_node(budget: Budget) -> dict[str, Any]:
     }
 
 
+def check_choices(overrides: Sequence[str]) -> None:
+    """BadInputError where a group is given a list of lists, a number in a list, an interpolation: Hydra has no words
+    for what is neither a name nor a list of names."""
+    for text in overrides:
+        group, equals, given = text.lstrip("+~").partition("=")
+        group = group.partition("@")[0]
+        known = assets.options(group) if equals and group.replace("_", "").isalpha() else {}
+        known = {} if group == "budget" else known  # which takes sizes, too, and refuses all else in its own words
+        override = _parsed(text) if known else None
+        if override is None:
+            continue
+        value = override.value()
+        items = value if isinstance(value, list) else [] if override.is_sweep_override() else [value]
+        names = all(isinstance(item, str | QuotedString | None) and "${" not in str(item) for item in items)
+        if not names or (isinstance(value, list) and None in value) or (text.startswith("~") and value is None):
+            shown = given if len(given) <= MOST_SHOWN else f"{given[:MOST_SHOWN]}..."
+            raise BadInputError(
+                f"{group} cannot be {shown}: choose one of its options, such as {group}={next(iter(known))}"
+            )
+
+
+def _parsed(text: str) -> Override | None:
+    """None for what composing will refuse, with Hydra's own position of the fault."""
+    try:
+        (override,) = OverridesParser.create().parse_overrides([text])
+    except HydraException:
+        return None
+    return override
+
+
 def budget_values(overrides: Sequence[str]) -> list[str]:
     """The options of the group `budget` that `overrides` select, those of a sweep one by one."""
     values: list[str] = []
     for text in overrides:
         if not text.lstrip("+").startswith("budget="):
             continue
-        try:
-            (override,) = OverridesParser.create().parse_overrides([text])
-        except HydraException:
-            continue  # composing refuses it, with the position of the fault
-        values += _values(override)
+        if (override := _parsed(text)) is not None:
+            values += _values(override)
     return values
 
 

@@ -35,6 +35,8 @@ def gather(group: str, given: object, *, complete: bool) -> dict[str, Any]:
         raise BadInputError(f"{group} must be a group of keys, not {plain_text(given)}: choose it with {group}=NAME")
     registry, own = registry_of(group), own_keys(group)
     name = given.get("name", GROUPS[group]().name)
+    if not isinstance(name, str):
+        raise BadInputError(f"{group}.name must be one name, not {plain_text(name)}: choose it with {group}=NAME")
     if name not in registry:
         raise unknown_name(name, what=group, allowed=registry)
     row = registry[name]

@@ -3,6 +3,7 @@
 Each message names the key as the command line writes it, the given value, the allowed ones, and similar names.
 """
 
+import sys
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -86,6 +87,8 @@ def convert(value: Any, hint: Any, *, key: str, complete: bool = False) -> Any:
     if hint is Any:
         return value
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        if abs(value) > sys.float_info.max:
+            raise BadInputError(f"{key} is a number of {len(str(abs(value)))} digits: it must be below 1.8e308")
         return float(value)
     if hint is float and isinstance(value, float) and not isfinite(value):
         raise BadInputError(f"{key}={value} is not allowed: it must be a finite number")

@@ -41,8 +41,9 @@ class Averages:
         root = held["v"].sqrt().div_((1 - beta2**samples) ** 0.5).add_(self._eps)
         update = (held["m"] / root).div_(1 - beta1**samples)  # AdamW's, on the sampled stream
         held["energy"].lerp_(slices.sums(square), 1 - beta1)
-        held["descent"] += slices.sums(grad * update)
+        held["descent"] += slices.dots(grad, update)
         held["update"].lerp_(slices.sums(update.square_()), 1 - beta1)
+        del square, root, update  # which are as large as all that is sampled
         for batch in slices.batches:
             matrices = batch.view(grad)
             pieces = slice(batch.first, batch.first + batch.count)
@@ -52,7 +53,7 @@ class Averages:
 
     def pair(self, a: Tensor, c: Tensor) -> None:
         """Gradients of two consecutive steps: E <a, c> = ||E g||^2, E ||a - c||^2 / 2 = tr Cov(g)."""
-        self.tensors["signal"] += self._slices.sums(a * c)
+        self.tensors["signal"] += self._slices.dots(a, c)
         self.tensors["noise"] += self._slices.sums((a - c).square_()) / 2
 
     def halves(self, first: Tensor, whole: Tensor, *, fraction: float) -> None:
@@ -62,7 +63,7 @@ class Averages:
         """
         c = (whole - first).div_(1 - fraction)
         a = first.div_(fraction)
-        self.tensors["half_signal"] += self._slices.sums(a * c)
+        self.tensors["half_signal"] += self._slices.dots(a, c)
         self.tensors["half_noise"] += self._slices.sums((a - c).square_()) * fraction * (1 - fraction)
         self.count["halves"] += 1
 

@@ -14,7 +14,7 @@ from baoc.errors import CheckpointError
 from baoc.profiling.averages import BUFFERS, BYTES_PER_PIECE, Averages
 from baoc.profiling.moments import RowColMoments
 from baoc.profiling.schedule import LARGE_PARAMS, MAX_SHARE, Schedule, Turn
-from baoc.profiling.shadow import Shadow, bytes_per_element, shadowed
+from baoc.profiling.shadow import BURN_IN, Shadow, bytes_per_element, shadowed
 from baoc.profiling.slices import Slices
 from baoc.profiling.tracker import PeakMeter
 from baoc.types import Block, GradientStats, Moments, OptimizerSpec, Profile
@@ -226,22 +226,26 @@ class GradientProfiler:
 
     @torch.no_grad()
     def temporary_bytes(self) -> int:
-        """What a sample holds for a moment beyond `nbytes`, measured on the parameters as gradients. No less than them:
-        a checkpoint copies those where the device is the host, `profile` takes about as much. Leaves it as it was."""
+        """What a sample or a profile holds for a moment beyond `nbytes`, measured on the parameters as gradients.
+
+        So many samples are taken that shadows measure, too. Leaves it as it was.
+        """
         device = self._grad.device
         if device.type == "meta" or self._released:
             return self.nbytes
         fresh, held = self.state_dict(), [*self.buffers(), *self._params.values()]
         with PeakMeter(device, held) as meter:
             before = meter.current_bytes
-            for turn in (Turn.GATHER, Turn.SAMPLE):
+            for turn in (Turn.GATHER, *(Turn.SAMPLE for _ in range(BURN_IN + 1)), Turn.GATHER):
                 self._step += 1
                 values = {name: param.detach() for name, param in self._params.items()}
                 self._take(turn, values, shadow=turn is Turn.SAMPLE)
+            self._averages.statistics(lr=self._lr)
+            self.moments()
             most = meter.peak_allocated_bytes - before
         self.load_state_dict(fresh)
         self._schedule.forget()
-        return max(most, self.nbytes)
+        return most
 
     @torch.no_grad()
     def observe_half(self, *, step: int | None = None, fraction: float = 0.5) -> None:
@@ -318,19 +322,19 @@ class GradientProfiler:
 
     # -- resume ---------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        """Tensors, numbers, strings, lists and dicts; copies, so that the state does not move on, and on the host, so
-        that a device which weights fill holds no second one."""
+    def state_dict(self, *, copies: bool = True) -> dict[str, Any]:
+        """Tensors, numbers, strings, lists and dicts, on the host, so that a device which weights fill holds no second
+        one. `copies`: on a CPU too, so that the state does not move on; not needed by who writes it at once."""
         if self._released:
             return {}
         return {
             "layout": self._layout(),
-            "tensors": {name: tensor.to("cpu", copy=True) for name, tensor in self._tensors().items()},
+            "tensors": {name: tensor.to("cpu", copy=copies) for name, tensor in self._tensors().items()},
             "moments": {
-                "average": self._moments.average.to("cpu", copy=True),
+                "average": self._moments.average.to("cpu", copy=copies),
                 "num_samples": self._moments.num_samples,
             },
-            "shadow": self.shadow.state_dict() if self.shadow is not None else {},
+            "shadow": self.shadow.state_dict(copies=copies) if self.shadow is not None else {},
             "count": dict(self._averages.count),
             "step": self._step,
             "prev_step": self._prev_step,

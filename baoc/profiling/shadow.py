@@ -251,11 +251,12 @@ class Shadow:
         runs = [tensor for run in (self._reference, *self._runs) for tensor in run.tensors()]
         return [*runs, self._sums, self._scale, self._descent]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, copies: bool = True) -> dict[str, Any]:
+        """See `GradientProfiler.state_dict`."""
         return {
             "num_samples": self.num_samples,
             "num_next": self._num_next,
-            "tensors": [tensor.to("cpu", copy=True) for tensor in self._tensors()],
+            "tensors": [tensor.to("cpu", copy=copies) for tensor in self._tensors()],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

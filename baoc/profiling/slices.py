@@ -15,6 +15,7 @@ from baoc.core.catalogue import GROUP
 from baoc.types import Block, ParamInfo
 
 MIN_ROWS = 8  # of a sampled matrix: fewer do not show what sharing along fan-out loses
+LEAST_PART, MOST_PARTS = 2**15, 16
 NUM_BANDS = 8  # row bands per matrix, so that all parts of a fused q, k, v are sampled
 
 
@@ -88,6 +89,7 @@ class Slices:
         pieces.sort(key=lambda piece: (not piece.matrix, piece.shape, piece.sampled.transposed))  # stable
         self.blocks = tuple(blocks)
         self.pieces, self.numel = _placed(pieces)
+        self._part = max(LEAST_PART, self.numel // MOST_PARTS // GROUP * GROUP)  # elements that are summed up at a time
         self.batches = _batches(self.pieces)
         self._pieces_of: dict[str, list[int]] = {}
         for index, piece in enumerate(self.pieces):
@@ -149,8 +151,17 @@ class Slices:
 
     def sums(self, flat: Tensor) -> Tensor:
         """Per piece the sum of its elements of `flat`: [num pieces] float64, deterministic."""
-        groups = flat.view(-1, GROUP).sum(1, dtype=torch.float64)
-        return self.group_sums(groups)
+        # By parts, as torch makes a float64 copy of what it sums up in float64.
+        parts = [part.view(-1, GROUP).sum(1, dtype=torch.float64) for part in flat.split(self._part)]
+        return self.group_sums(torch.cat(parts))
+
+    def dots(self, one: Tensor, other: Tensor) -> Tensor:
+        """Per piece the sum of products, as `sums` of `one * other`, which is never there at once."""
+        parts = [
+            (a * b).view(-1, GROUP).sum(1, dtype=torch.float64)
+            for a, b in zip(one.split(self._part), other.split(self._part), strict=True)
+        ]
+        return self.group_sums(torch.cat(parts))
 
     def group_sums(self, groups: Tensor) -> Tensor:
         """Per piece the sum of one float64 number per quantisation group."""

@@ -3,12 +3,15 @@
 A matrix argument is a batch [count, fan_out, fan_in]; where an axis is meant, it is the last one, so callers transpose.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from baoc.core.catalogue import GROUP
 
 FOLD_LEVELS = (1, 2, 3, 8)
+BAND = 2**15  # elements that are made float64 at a time, as a copy of all would be the largest thing that a run holds
 SNR_CEILING = 1e6  # where v does not vary at all
 NOISE_CEILING = 1e6  # where the two gradients have nothing in common
 
@@ -59,27 +62,41 @@ def signal_to_noise(second: Tensor) -> Tensor:
     Lines without any gradient are left out; NaN where none is left. An estimate of V from n independent Gaussian
     samples cannot show more than about n / 2.
     """
-    lines = _scaled(second).double()
-    mean = lines.mean(-1)
-    square = mean.square()
-    snr = square / (lines.var(-1) + square / SNR_CEILING)
-    return torch.where(mean > 0, snr, torch.nan).nanmean(-1)
+    found: list[Tensor] = []
+    for lines in _scaled(second):
+        mean = lines.mean(-1)
+        square = mean.square()
+        snr = square / (lines.var(-1) + square / SNR_CEILING)
+        found.append(torch.where(mean > 0, snr, torch.nan))
+    return torch.cat(found, dim=1).nanmean(-1)
 
 
 def factor_residual(second: Tensor) -> Tensor:
     """||V - rank1(V)|| / ||V|| per matrix; rank1 is the outer product of row and column means over the mean."""
-    v = _scaled(second).double()
-    row, col = v.mean(2, keepdim=True), v.mean(1, keepdim=True)
-    rank1 = row * col / row.mean(1, keepdim=True)
-    return _ratio((v - rank1).square().sum((1, 2)).sqrt(), v.square().sum((1, 2)).sqrt())
+    rows: list[Tensor] = []
+    col = second.new_zeros((len(second), 1, second.shape[2]), dtype=torch.float64)
+    for band in _scaled(second):
+        rows.append(band.mean(2, keepdim=True))
+        col += band.sum(1, keepdim=True)
+    col /= second.shape[1]
+    col /= torch.cat(rows, dim=1).mean(1, keepdim=True)
+    residual, whole = (second.new_zeros(len(second), dtype=torch.float64) for _ in range(2))
+    for row, band in zip(rows, _scaled(second), strict=True):
+        residual += (row * col).sub_(band).square_().sum((1, 2))
+        whole += band.square_().sum((1, 2))
+    return _ratio(residual.sqrt(), whole.sqrt())
 
 
 def log_groups(second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(count, sum, sum of squares) of log v over the positive elements of each group of 32: float64 [groups] each."""
-    groups = second.view(-1, GROUP)
-    positive = groups > 0
-    logs = torch.where(positive, groups, 1.0).double().log_()
-    return positive.sum(1, dtype=torch.float64), logs.sum(1), logs.square_().sum(1)
+    count, total, squares = (second.new_empty(len(second) // GROUP, dtype=torch.float64) for _ in range(3))
+    for start in range(0, len(count), BAND // GROUP):
+        part = slice(start, start + BAND // GROUP)
+        groups = second.view(-1, GROUP)[part]
+        positive = groups > 0
+        logs = torch.where(positive, groups, 1.0).double().log_()
+        count[part], total[part], squares[part] = positive.sum(1), logs.sum(1), logs.square_().sum(1)
+    return count, total, squares
 
 
 def spread_of(count: Tensor, total: Tensor, squares: Tensor) -> Tensor:
@@ -101,9 +118,12 @@ def _fold_sums(sums: Tensor, *, times: int) -> Tensor:
     return sums.unflatten(-1, (-1, size)).sum(-1)
 
 
-def _scaled(second: Tensor) -> Tensor:
-    """Each matrix over its largest element, so that squares of small second moments do not vanish."""
-    return second / second.amax((1, 2), keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny)
+def _scaled(second: Tensor) -> Iterator[Tensor]:
+    """Each matrix over its largest element, so that squares of small second moments do not vanish: float64, by bands of
+    rows."""
+    largest = second.amax((1, 2), keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny)
+    for band in second.split(max(1, BAND // (len(second) * second.shape[2])), dim=1):
+        yield (band / largest).double()
 
 
 def _ratio(over: Tensor, under: Tensor) -> Tensor:

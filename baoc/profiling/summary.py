@@ -11,6 +11,7 @@ from torch import Tensor
 
 from baoc.profiling.slices import Slices
 from baoc.profiling.statistics import (
+    BAND,
     FOLD_LEVELS,
     coherence,
     factor_residual,
@@ -33,19 +34,19 @@ def summarise(
     """Statistics by block name after `count["samples"]` >= 2 samples, from the tensors of `Averages`."""
     m, v = sums["m"], sums["v"]
     samples = count["samples"]
-    start1, start2 = 1 - betas[0] ** samples, 1 - betas[1] ** samples
+    start1 = 1 - betas[0] ** samples  # v is taken as it is: what is told of it does not change with its scale
     held = {name: slices.block_sums(values) for name, values in sums.items() if name not in ("m", "v")}
     sizes = slices.block_sums(_per_piece(slices, [piece.numel for piece in slices.pieces], like=sums["energy"]))
     pair = "half_" if count["halves"] else ""
-    logs = _log_statistics(slices, v / start2)
+    logs = _log_statistics(slices, v)
     columns = {
         "grad_rms": (held["energy"] / start1 / sizes).sqrt(),
-        "coherence": coherence(slices.block_sums(slices.sums(m * m)), held["energy"], beta=betas[0], samples=samples),
+        "coherence": coherence(slices.block_sums(slices.dots(m, m)), held["energy"], beta=betas[0], samples=samples),
         "noise": noise_ratio(held[f"{pair}noise"], held[f"{pair}signal"]),
         "update_rms": (held["update"] / start1 / sizes).sqrt(),
         "anisotropy": logs[0],
         "spread": logs[1],
-        **_matrix_statistics(slices, v / start2),
+        **_matrix_statistics(slices, v),
     }
     values = {name: column.tolist() for name, column in columns.items()}
     shares = _descent_shares(slices, sums["descent"], lr=lr)
@@ -81,9 +82,11 @@ def _matrix_statistics(slices: Slices, v: Tensor) -> dict[str, Tensor]:
     names = ("snr_fan_in", "snr_fan_out", "factor_residual")
     found = torch.full((len(slices.pieces), len(names)), nan, dtype=torch.float64, device=v.device)
     for batch in slices.batches:
-        second = batch.view(v)
-        columns = (signal_to_noise(second), signal_to_noise(second.transpose(1, 2)), factor_residual(second))
-        found[batch.first : batch.first + batch.count] = torch.stack(columns, dim=1)
+        at_once = max(1, BAND // batch.padded)
+        for start, second in enumerate(batch.view(v).split(at_once)):
+            columns = (signal_to_noise(second), signal_to_noise(second.transpose(1, 2)), factor_residual(second))
+            first = batch.first + start * at_once
+            found[first : first + len(second)] = torch.stack(columns, dim=1)
     weights = _per_piece(slices, [piece.param.numel for piece in slices.pieces], like=v).unsqueeze(1)
     known = ~found.isnan()
     total = slices.block_sums(torch.where(known, found, 0.0) * weights)

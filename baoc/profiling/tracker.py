@@ -5,7 +5,8 @@ interpreter. `torch.distributed._tools.MemTracker` does not reset its peak withi
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ class MemoryTracker(TorchDispatchMode):
         self._allocator = allocator
         self._device = torch.device(device).type if device is not None else None
         self._live: dict[int, tuple[weakref.ref[Any], int]] = {}  # storage's address -> (weak reference, bytes)
+        self._left_out: dict[int, weakref.ref[Any]] = {}
         self._composite: dict[Any, bool] = {}
         self._resize: Callable[..., Any] | None = None
         self._depth = 0
@@ -69,6 +71,14 @@ class MemoryTracker(TorchDispatchMode):
         for value in held:
             self._prime(value)
         self._peak = max(self._peak, self._current)
+        return self
+
+    def leave_out(self, *tensors: Tensor) -> "MemoryTracker":
+        """Does not count these: the pages of a file that is mapped, which the system takes back when it likes."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            self._left_out[key] = weakref.ref(storage, lambda _, key=key: self._left_out.pop(key, None))
         return self
 
     def _prime(self, value: Any) -> None:
@@ -142,6 +152,8 @@ class MemoryTracker(TorchDispatchMode):
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
+        if key in self._left_out:
+            return
         nbytes = storage.nbytes()
         known = self._live.get(key)
         if known is not None:
@@ -198,6 +210,20 @@ class MemoryTracker(TorchDispatchMode):
             return out
 
         return resize_
+
+
+@contextmanager
+def untracked() -> Iterator[None]:
+    """Inside, no tracker sees operators: for reading data, which is no part of what a step holds on its device."""
+    above: list[TorchDispatchMode] = []
+    while (mode := _get_current_dispatch_mode()) is not None:
+        above.append(mode)
+        _pop_mode()
+    try:
+        yield
+    finally:
+        for mode in reversed(above):
+            _push_mode(mode)
 
 
 class PeakMeter:

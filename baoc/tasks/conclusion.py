@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from baoc.models.switches import is_checkpointing
+from baoc.profiling.tracker import untracked
 from baoc.tasks.frechet import frechet_distance
 from baoc.tasks.pictures import write_grid
 
@@ -76,5 +77,6 @@ def grid_labels(count: int, *, num_classes: int) -> tuple[Tensor, int]:
 
 
 def _held_out(data: Any) -> tuple[Tensor, Tensor]:
-    batches = list(data.val_dataloader())
+    with untracked():
+        batches = list(data.val_dataloader())
     return torch.cat([batch["images"] for batch in batches]), torch.cat([batch["labels"] for batch in batches])

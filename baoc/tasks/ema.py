@@ -5,8 +5,8 @@ steps, so that a short run forgets its random start too (the warm-up of Polyak a
 averages). Averages are float32 in every case, and include the corrections that bf16 weights keep in optimizer state.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import lightning as L
@@ -39,6 +39,7 @@ class EmaWeights(L.Callback):
         self.decay = decay
         self.num_updates = 0
         self.averages: dict[str, Tensor] = {}
+        self.tracked: Callable[[], AbstractContextManager[Any]] = nullcontext  # wraps averaging, to measure memory
         self._rounded = False
         self._last_step = -1
         self._pending: Mapping[str, Any] | None = None
@@ -149,7 +150,8 @@ class EmaWeights(L.Callback):
     ) -> None:
         if trainer.global_step != self._last_step:  # else micro-batches are still accumulated
             self._last_step = trainer.global_step
-            self.update(pl_module, optimizer=trainer.optimizers[0])
+            with self.tracked():
+                self.update(pl_module, optimizer=trainer.optimizers[0])
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.swap_in(pl_module)

@@ -34,7 +34,8 @@ REMEDY = "give resume=auto (the newest intact one), or the path of another check
 
 
 def load_checked(path: str | os.PathLike[str], *, ours: bool = True, weights_only: bool = True) -> dict[str, Any]:
-    """The content of a checkpoint, on the CPU, after its checksums were verified.
+    """The content of a checkpoint, on the CPU, after its checksums were verified. Its tensors are pages of the file,
+    mapped privately: writing to them leaves the file as it is.
 
     Args:
         ours: False also accepts Lightning checkpoints of other programs.
@@ -45,7 +46,10 @@ def load_checked(path: str | os.PathLike[str], *, ours: bool = True, weights_onl
     path = Path(path)
     has_checksum = _check_archive(path)
     try:
-        content = torch.load(path, map_location="cpu", weights_only=weights_only)
+        # Mapped, so that a checkpoint takes no memory beside what is filled from it, and a budget that held a run
+        # holds its resumption as well. Files of torch before 1.6 are no archives and cannot be.
+        mapped = zipfile.is_zipfile(path)
+        content = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=mapped)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} holds Python objects beside tensors and plain values, which are not loaded as they may run code "

@@ -6,6 +6,7 @@
 import logging
 import math
 import warnings
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -89,9 +90,12 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
                 return None
             if parts.trainer.interrupted:
                 raise KeyboardInterrupt
-            result = measure(config, parts=parts, task=task, metrics=final_metrics(parts, task, data), command=command)
+            metrics = final_metrics(parts, task, data)
+            check_quality(metrics, task=task, step=parts.trainer.global_step)
             if config.checkpoint.export:
-                export(task, parts=parts, folder=run_dir / "model")
+                with parts.memory.track("export"):
+                    export(task, parts=parts, folder=run_dir / "model")
+            result = measure(config, parts=parts, task=task, metrics=metrics, command=command)
             conclude(result, parts=parts, run_dir=run_dir)
             return result
 
@@ -198,6 +202,7 @@ def final_metrics(parts: Parts, task: Task, data: L.LightningDataModule) -> dict
             accelerator=parts.strategy.root_device.type,
             devices=1,
             plugins=[LightningEnvironment()],
+            callbacks=[parts.memory.final_validation()],
             precision=parts.trainer.precision,
             logger=False,
             enable_checkpointing=False,
@@ -211,17 +216,22 @@ def final_metrics(parts: Parts, task: Task, data: L.LightningDataModule) -> dict
     return {**metrics, **parts.pictures.metrics}
 
 
+def check_quality(metrics: Mapping[str, float], *, task: Task, step: int) -> None:
+    """DivergedError if the quality is not finite."""
+    name, _ = task.quality
+    if not math.isfinite(metrics.get(name, math.nan)):
+        raise DivergedError(
+            f"training ended at step {step} with {name} = {metrics.get(name, 'never measured')}: lower optim.lr, set "
+            "trainer.gradient_clip_val, or let it validate (trainer.val_check_interval)"
+        )
+
+
 def measure(config: RunConfig, *, parts: Parts, task: Task, metrics: dict[str, float], command: str) -> RunResult:
-    """The result of a finished run, from what was measured. Raises DivergedError if the quality is not finite."""
+    """The result of a finished run, from what was measured."""
     trainer, reallocator = parts.trainer, parts.strategy.reallocator
     assert reallocator is not None
     plan, optimizer = reallocator.plan, reallocator.optimizer
     name, higher = task.quality
-    if not math.isfinite(metrics.get(name, math.nan)):
-        raise DivergedError(
-            f"training ended at step {trainer.global_step} with {name} = {metrics.get(name, 'never measured')}: lower "
-            "optim.lr, set trainer.gradient_clip_val, or let it validate (trainer.val_check_interval)"
-        )
     budget = parts.strategy.budget
     peak, state = parts.memory.highest_bytes, optimizer.state_bytes()
     if budget.memory_bytes is not None:  # earlier budgets of the run were enforced while they were in force
@@ -246,6 +256,7 @@ def measure(config: RunConfig, *, parts: Parts, task: Task, metrics: dict[str, f
         least_feasible_bytes=plan.least_feasible_bytes,
         peak_bytes=peak,
         peak_bytes_predicted=parts.memory.highest_predicted_bytes,
+        peak_by_stretch=dict(parts.memory.peaks),
         state_bytes=state,
         state_bytes_predicted=plan.allocation.state_bytes,
         state_bytes_adamw=plan.state_bytes_adamw,
@@ -269,6 +280,7 @@ def export(task: Task, *, parts: Parts, folder: Path) -> None:
     """The network as its library loads it, in float32 even where the optimizer keeps weights in parts; its averaged
     weights where the task keeps such, as it is judged by them."""
     assert parts.strategy.reallocator is not None
+    task.zero_grad(set_to_none=True)  # which float32 copies of weights are to take the place of
     weights: dict[str, torch.Tensor] = {}
     if task.ema is not None and task.ema.averages:
         weights = {name: average.cpu() for name, average in task.ema.averages.items()}

@@ -1,5 +1,6 @@
 """The Trainer of a run, with the strategy and all that watches it; and what its failures mean to the user."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -17,11 +18,14 @@ from baoc.core.budgets import parse_budget
 from baoc.errors import BudgetBreachedError, CheckpointError
 from baoc.planning.allocators import ALLOCATORS
 from baoc.planning.planner import PlannerSettings
+from baoc.planning.risk import RISKS
 from baoc.profiling import context_bytes, context_now
 from baoc.profiling.memory import LATE_MODULES_BYTES
+from baoc.profiling.shadow import BURN_IN
 from baoc.tasks.base import Task
 from baoc.tracking import log_plan, log_reallocations
 from baoc.training.callbacks import (
+    TRACKED_STEPS,
     BudgetControl,
     FinalPictures,
     LossGuard,
@@ -37,6 +41,9 @@ from baoc.training.plan_files import Recorder
 from baoc.training.reallocation import BudgetChange, ReallocationSettings, RelaxationSettings
 from baoc.training.session import SessionSettings
 from baoc.types import LatencyTable, Plan, Reallocation, Role
+
+# Set in the environment, it has every step and stretch of a run on a CPU measured, at several times the cost of a step.
+TRACK_EVERY_STEP = "BAOC_TRACK_EVERY_STEP"
 
 
 class ValidatedAt(L.Callback):
@@ -151,7 +158,12 @@ def assemble_trainer(
     `latency`: what is known of a step's seconds already, by the decision or by the run that is resumed.
     """
     recorder = Recorder(run_dir)
-    memory = MemoryMonitor(config.budget)
+    shadows = config.reallocation.mode != "off" and "shadow" in RISKS[config.risk.name].needs
+    memory = MemoryMonitor(
+        config.budget,
+        tracked_steps=TRACKED_STEPS + (BURN_IN if shadows else 0),  # up to the first sample that shadows measure by
+        every_step=bool(os.environ.get(TRACK_EVERY_STEP)),
+    )
     memory.predicted = lambda: recorder.peak_bytes_predicted
     steps = StepMonitor(leave_out=lambda: memory.tracked, batch_size=config.micro_batch_size)
     checkpoint = make_checkpoint(config, task=task, run_dir=run_dir, memory=memory)
@@ -160,7 +172,7 @@ def assemble_trainer(
         lambda _, plan: watch_memory(memory, task=task, strategy=strategy, predicted_bytes=plan.peak_bytes)
     )
     control = make_control(config, run_dir=run_dir, memory=memory)
-    validated, pictures, preemption = ValidatedAt(), FinalPictures(run_dir), Preemption(checkpoint)
+    validated, pictures, preemption = ValidatedAt(), FinalPictures(run_dir, track=memory.track), Preemption(checkpoint)
     bar = progress_bar(enabled=config.trainer.enable_progress_bar)
     callbacks: list[L.Callback] = [
         RngState(),
@@ -211,7 +223,10 @@ def watch_memory(memory: MemoryMonitor, *, task: Task, strategy: BaocStrategy, p
     profiler = strategy.reallocator.profiler
     held = [part.buffers for part in (profiler, task.ema) if part is not None]
     memory.held = lambda: [buffers() for buffers in held]
-    strategy.reallocator.tracked = lambda: memory.track("migration")
+    strategy.reallocator.tracked = memory.track
+    if task.ema is not None and memory.every_step:
+        task.ema.tracked = lambda: memory.track("averaging")
+    memory.watch_resume()
 
 
 @contextmanager

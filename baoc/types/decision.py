@@ -194,7 +194,7 @@ class Footprint:
     resident_bytes: int
     ema_bytes: int = 0
     profile_bytes: int = 0
-    profile_temporary_bytes: int = 0  # while gradients are sampled, and while a checkpoint copies the samples
+    profile_temporary_bytes: int = 0  # while gradients are sampled, and while a decision looks at them
     context_bytes: int = 0
     reserve_bytes: int = 0  # for modules that load late
     arrival_bytes: int = 0

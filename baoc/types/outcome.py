@@ -52,6 +52,8 @@ class RunResult:
     """`result.json`. Bytes and seconds are measured unless the name ends in `_predicted`.
 
     `step_s_predicted`: of a whole step of the plan that was in force last; NaN where nothing was timed.
+    `peak_by_stretch`: the most that each tracked stretch held in this attempt (training, decision, checkpoint, ...);
+    empty on CUDA, where `peak_bytes` is of all stretches together.
     """
 
     schema: int
@@ -84,6 +86,7 @@ class RunResult:
     versions: Mapping[str, str]
     command: str
     step_s_predicted: float = math.nan
+    peak_by_stretch: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from baoc.core.catalogue import SPECS, STORAGES
 from baoc.core.rule_tags import RULE_INFOS
 from baoc.errors import InfeasibleBudgetError
 from baoc.planning.cost import saved
+from baoc.planning.limits import Savings, saved_bytes
 from baoc.planning.planner import Planner, PlannerSettings
 from baoc.planning.risk import RISKS
 from baoc.profiling import probe_footprint
@@ -130,3 +131,14 @@ def test_the_probe_sees_copies_and_the_order_of_gradients():
     assert max(interval.num_bytes for interval in found.intervals) == found.forward_backward_bytes
     counts = [interval.gradients for interval in found.intervals if interval.gradients is not None]
     assert counts == [0, 0, 1, 2]  # the copy goes when it was used, which ends a moment before the first gradient comes
+
+
+@pytest.mark.parametrize(("count", "times"), [("weights", 1), ("gradients", 2)])
+def test_savings_are_those_of_the_weights_and_where_they_count_of_as_many_gradients(count: Savings, times: int):
+    made = planner(memory(1024 * MIB), "adamw", "adamw+split8")
+    assert made.footprint is not None
+    for block in made.blocks:
+        spec = made.specs["adamw+split8"]
+        saves = sum(saved(block, spec=spec).values())
+        assert saves > 0
+        assert saved_bytes(block, spec, count=count, footprint=made.footprint) == times * saves

@@ -268,3 +268,20 @@ def test_the_first_step_of_a_plain_loop_bounds_its_peak():
     assert footprint.resident_bytes == 2 * sum(p.nbytes for p in params)
     with pytest.raises(AssertionError, match="finished before"):
         memory.finish(state_bytes=0)
+
+
+def test_a_first_step_that_releases_gradients_keeps_the_most_of_any_block():
+    """The first block is stepped beside both gradients and the activations, the second beside less."""
+    net = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    first, second = net.parameters()
+    memory = FirstStepMemory([first, second])
+    first.grad, second.grad = torch.ones(64, 64), torch.ones(64, 64)
+    activations = torch.ones(64, 64)
+    memory.note_block()
+    del activations
+    second.grad = None
+    memory.note_block()
+    first.grad = None
+    footprint = memory.finish(state_bytes=0)
+    assert footprint.gradients_bytes == 2 * 64 * 64 * F32
+    assert footprint.resident_bytes == 5 * 64 * 64 * F32

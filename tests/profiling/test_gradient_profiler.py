@@ -7,10 +7,10 @@ from torch import Tensor, nn
 from baoc.core.catalogue import NATIVE
 from baoc.errors import CheckpointError
 from baoc.planning.planner import Planner, PlannerSettings
-from baoc.profiling import GradientProfiler, schedule
+from baoc.profiling import GradientProfiler, MemoryTracker, schedule
 from baoc.training.reallocation import ReallocationSettings
 from baoc.training.session import SessionSettings, make_profiler
-from baoc.types import Budget, StateKind, profile_from_plain, to_plain
+from baoc.types import Budget, OptimizerSpec, StateKind, profile_from_plain, to_plain
 from baoc.units import MIB
 from tests.support.gradients import Stream, make_block, make_params, normal
 
@@ -350,3 +350,51 @@ def test_a_rule_has_one_shadow_wherever_its_states_and_weights_are_kept():
     )
     assert profiler is not None and profiler.shadow is not None
     assert set(profiler.shadow.spec_names) == {"adamw_int8", "lion_int8"}
+
+
+LARGE = [make_block("one", (1024, 512)), make_block("many", *[(64, 96) for _ in range(8)]), make_block("v", (5000,))]
+
+
+@pytest.mark.parametrize("specs", [[], SPEC_ROWS], ids=["statistics", "shadow"])
+@pytest.mark.parametrize("halves", [False, True], ids=["steps", "halves"])
+def test_samples_and_profiles_hold_no_more_than_was_charged_for_them(specs: list[OptimizerSpec], halves: bool):
+    stream = Stream(LARGE, shadow_specs=specs)
+    profiler = stream.profiler
+    charged, held = profiler.temporary_bytes(), [*profiler.buffers(), *stream.params.values()]
+    tracker = MemoryTracker()
+    for step in range(1, 7):
+        stream.set({p.name: normal(*p.shape, seed=step) for block in LARGE for p in block.params})
+        tracker.prime(held, [param.grad for param in stream.params.values()])
+        with tracker:
+            tracker.reset_peak()
+            before = tracker.current_bytes
+            if halves:
+                profiler.observe_half(step=step)
+                profiler.observe_half(step=step)
+            assert profiler.observe(step=step)
+            profiler.profile()
+            profiler.moments()
+            assert tracker.peak_bytes - before <= charged
+    assert charged < (1 if specs else 0.85) * profiler.nbytes, "no copy of all that is sampled"
+
+
+def test_a_profile_is_made_by_bands():
+    stream = run(Stream(BLOCKS), 3)
+    large = Stream(LARGE)
+    for step in range(1, 4):
+        large.feed({p.name: normal(*p.shape, seed=step) for block in LARGE for p in block.params})
+    for one in (stream, large):
+        tracker = MemoryTracker().prime(one.profiler.buffers())
+        with tracker:
+            before = tracker.current_bytes
+            one.profile()
+        assert tracker.peak_bytes - before < 2**20 + one.profiler.nbytes / 4
+
+
+def test_a_state_that_is_written_at_once_is_no_copy():
+    profiler = run(Stream(BLOCKS, shadow_specs=SPEC_ROWS), 3).profiler
+    held = {tensor.data_ptr() for tensor in profiler.buffers()}
+    for copies in (False, True):
+        state = profiler.state_dict(copies=copies)
+        saved = [*state["tensors"].values(), state["moments"]["average"], *state["shadow"]["tensors"]]
+        assert all((tensor.data_ptr() in held) is not copies for tensor in saved if tensor.numel())

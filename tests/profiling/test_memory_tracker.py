@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from baoc.profiling import MemoryTracker
+from baoc.profiling.tracker import untracked
 
 F32 = 4
 
@@ -212,3 +213,28 @@ def test_gradients_are_bit_for_bit_those_of_an_untracked_step(act):
             module(x).square().mean().backward()
         grads.append([parameter.grad for parameter in module.parameters()])
     assert all(torch.equal(untracked, tracked) for untracked, tracked in zip(*grads, strict=True))
+
+
+def test_what_is_left_out_does_not_count_and_its_address_counts_again_once_it_is_free():
+    mapped, mine = torch.zeros(1000), torch.zeros(1000)
+    tracker = MemoryTracker().leave_out(mapped)
+    with tracker:
+        mine.copy_(mapped)
+        mapped.view(10, 100).add_(1)
+    assert tracker.peak_bytes == 1000 * F32
+    del mapped
+    gc.collect()
+    with tracker:
+        torch.zeros(1000)
+    assert tracker.peak_bytes == 2000 * F32
+
+
+def test_operators_inside_untracked_are_not_seen_and_tracking_goes_on_behind():
+    x = torch.zeros(100)
+    with MemoryTracker().prime(x) as outer, MemoryTracker() as inner:
+        with untracked():
+            kept = torch.zeros(5000)
+        assert outer.peak_bytes == 100 * F32
+        x + 1
+    assert (outer.peak_bytes, inner.peak_bytes) == (200 * F32, 200 * F32)
+    assert len(kept) == 5000

@@ -141,6 +141,35 @@ def test_a_part_inside_a_tracked_part_counts_in_both() -> None:
     assert monitor.peaks["training"] >= 4 * WIDE
 
 
+def test_what_a_part_held_before_a_part_inside_it_stays_its_own() -> None:
+    class Inside(TinyModule):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            if self.trainer.global_step == 1:
+                with monitor.track("decision"):
+                    torch.ones(WIDE).sum()
+                    with monitor.track("migration"):
+                        torch.ones(8).sum()
+            return super().training_step(batch, batch_idx)
+
+    monitor = MemoryMonitor()
+    fit(monitor, module=Inside())
+    assert monitor.peaks["decision"] >= 4 * WIDE > monitor.peaks["migration"]
+    assert monitor.highest == "decision"
+
+
+def test_every_step_is_tracked_where_that_is_asked_for() -> None:
+    class Late(TinyModule):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            if self.trainer.global_step == 5:
+                torch.ones(WIDE).sum()
+            return super().training_step(batch, batch_idx)
+
+    usual, every = MemoryMonitor(), MemoryMonitor(every_step=True)
+    fit(usual, module=Late())
+    fit(every, module=Late())
+    assert usual.peaks["training"] < 4 * WIDE <= every.peaks["training"]
+
+
 def test_a_run_that_holds_more_than_its_budget_is_stopped() -> None:
     monitor = MemoryMonitor(Budget(name="100kb", memory_bytes=100 * 1024), predicted_bytes=90 * 1024)
     text = (

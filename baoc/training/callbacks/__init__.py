@@ -7,7 +7,7 @@ SafeCheckpoint last by itself.
 from baoc.training.callbacks.budget_control import BudgetControl
 from baoc.training.callbacks.checkpoint import AsideCheckpointIO, SafeCheckpoint
 from baoc.training.callbacks.loss_guard import LossGuard
-from baoc.training.callbacks.memory import MemoryMonitor
+from baoc.training.callbacks.memory import TRACKED_STEPS, MemoryMonitor
 from baoc.training.callbacks.pictures import FinalPictures
 from baoc.training.callbacks.preemption import Preemption
 from baoc.training.callbacks.progress import RunProgress, progress_bar
@@ -15,6 +15,7 @@ from baoc.training.callbacks.resume import RngState
 from baoc.training.callbacks.steps import StepMonitor
 
 __all__ = [
+    "TRACKED_STEPS",
     "AsideCheckpointIO",
     "BudgetControl",
     "FinalPictures",

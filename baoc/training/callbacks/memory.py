@@ -5,7 +5,7 @@ docs/budgets.md#memory-what-counts defines the peak.
 
 import mmap
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,31 +20,38 @@ from baoc.training.callbacks.trainer_state import logs_now
 from baoc.types import Budget
 from baoc.units import format_bytes, gib
 
+TRACKED_STEPS = 3
+
 
 class MemoryMonitor(L.Callback):
     """Peak device memory of a run, as docs/budgets.md#memory-what-counts defines it for the device.
 
     On a CPU: the largest live storage bytes that operators see during the first `tracked_steps` optimizer steps (each
-    with all its micro-batches: forward, backward, step), the first validation batch, and whatever runs inside `track`
-    (migrations, checkpoints). `tracked` is True meanwhile, as tracking slows a step. On CUDA: `context_bytes`, read
-    again as kernels load, and the most that the allocator reserved, the whole run long; nothing is slowed.
+    with all its micro-batches: forward, backward, step), the first validation batch, the loading of a checkpoint, and
+    whatever runs inside `track` (decisions, migrations, checkpoints, samples, export). `tracked` is True meanwhile, as
+    tracking slows a step; `every_step` tracks all steps and all validation batches, at that cost. On CUDA:
+    `context_bytes`, read again as kernels load, and the most that the allocator reserved, the whole run long; nothing
+    is slowed.
 
     `budget`'s memory limit is enforced where `enforce`: BudgetBreachedError ends the run (exit code 4). Place this
-    after StepMonitor, so that its own work is not timed. `peaks` says which part held how much.
+    after StepMonitor, so that its own work is not timed. `peaks` says which stretch held how much, `highest` which one
+    held most.
     """
 
     def __init__(
         self,
         budget: Budget | None = None,
         *,
-        tracked_steps: int = 3,
+        tracked_steps: int = TRACKED_STEPS,
+        every_step: bool = False,
         context_bytes: int = 0,
         predicted_bytes: int | None = None,
         enforce: bool = True,
     ):
         self.budget_bytes = budget.memory_bytes if budget is not None else None
         self.budget_name = budget.name if budget is not None else ""
-        self.tracked_steps = tracked_steps
+        self.tracked_steps = sys.maxsize if every_step else tracked_steps
+        self.every_step = every_step
         self.context_bytes = context_bytes
         self.predicted_bytes = predicted_bytes
         self.enforce = enforce
@@ -59,6 +66,7 @@ class MemoryMonitor(L.Callback):
         self._first_step = 0
         self._seen_validation: set[bool] = set()  # keyed by sanity checking: gradients are there only in training
         self._label: str | None = None
+        self._batch: Any = None  # that is alive now
         self._slowed = False
         self._trainer: L.Trainer | None = None
 
@@ -68,6 +76,12 @@ class MemoryMonitor(L.Callback):
     def tracked(self) -> bool:
         """True if operators were followed since the batch began, so that its timing is not to be trusted."""
         return self._slowed
+
+    @property
+    def highest(self) -> str:
+        """The stretch of this attempt that held most, "" before anything was measured and on CUDA, where the allocator
+        knows of no stretches."""
+        return max(reversed(self.peaks), key=self.peaks.__getitem__, default="")  # of equal ones the one inside
 
     @property
     def peak_bytes(self) -> int:
@@ -83,7 +97,7 @@ class MemoryMonitor(L.Callback):
         """Measures what happens inside as `label`; inside another tracked part it counts there as well."""
         outer = self._label
         if self._tracker is None or outer is None:
-            self._enter(label)
+            self._enter(label, self._batch)
             try:
                 yield
             finally:
@@ -91,10 +105,12 @@ class MemoryMonitor(L.Callback):
             return
         self._note(outer)
         self._tracker.reset_peak()
+        self._label = label
         try:
             yield
         finally:
             self._note(label)
+            self._label = outer
 
     @property
     def highest_bytes(self) -> int:
@@ -159,13 +175,27 @@ class MemoryMonitor(L.Callback):
         else:
             self._tracker = MemoryTracker(device=self._device)
 
+    def watch_resume(self) -> None:
+        """To be called when a plan is made: where a checkpoint is about to be loaded, this is measured, up to the first
+        batch. The file is mapped, so that its own pages are not held."""
+        saved = None if self._trainer is None else self._trainer._checkpoint_connector._loaded_checkpoint
+        if saved and self._tracker is not None:
+            self._tracker.leave_out(*tensors_in(saved))
+            self._enter("resume")
+
+    def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._exit()
+
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._exit()
+        if "resume" in self.peaks:
+            self.check_budget(during="loading a checkpoint", step=trainer.global_step)
         self._first_step = trainer.global_step  # not 0 after a resume
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._slowed = False
+        self._slowed, self._batch = False, batch
         if trainer.global_step - self._first_step < self.tracked_steps:
             self._enter("training", batch)
 
@@ -173,6 +203,7 @@ class MemoryMonitor(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._exit()
+        self._batch = None
         logs = logs_now(trainer)
         if self.tracked or logs or trainer.global_step - self._first_step <= self.tracked_steps:
             self._read_context()
@@ -186,7 +217,7 @@ class MemoryMonitor(L.Callback):
     def on_validation_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        if trainer.sanity_checking not in self._seen_validation:
+        if self.every_step or trainer.sanity_checking not in self._seen_validation:
             self._seen_validation.add(bool(trainer.sanity_checking))
             self._enter("validation", batch)
 
@@ -205,6 +236,10 @@ class MemoryMonitor(L.Callback):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._exit()
+
+    def final_validation(self) -> L.Callback:
+        """For the Trainer of a validation after training, whose first batch is measured."""
+        return _FinalValidation(self)
 
     def values(self) -> dict[str, float]:
         """Metric keys and values as they are now."""
@@ -238,13 +273,49 @@ class MemoryMonitor(L.Callback):
     def _exit(self) -> None:
         """Ends the tracked part, if there is one."""
         if self._tracker is not None and self._label is not None:
-            self._tracker.__exit__(None, None, None)
+            self._tracker.leave()
             self._note(self._label)
             self._label = None
 
     def _note(self, label: str) -> None:
         assert self._tracker is not None
         self.peaks[label] = max(self.peaks.get(label, 0), self._tracker.peak_bytes)
+
+
+class _FinalValidation(L.Callback):
+    """Measures a validation that a Trainer of its own runs, as a stretch of the run's `monitor`."""
+
+    def __init__(self, monitor: MemoryMonitor):
+        self._monitor = monitor
+        self._seen = False
+
+    def on_validation_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if self._monitor.every_step or not self._seen:
+            self._seen = True
+            self._monitor._enter("final validation", batch)
+
+    def on_validation_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._monitor._exit()
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor of nested dicts, lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from (tensor for item in value.values() for tensor in tensors_in(item))
+    elif isinstance(value, list | tuple):
+        yield from (tensor for item in value for tensor in tensors_in(item))
 
 
 def resident_bytes() -> int | None:

@@ -4,6 +4,8 @@ At the end of training the network is still on its device, and the optimizer's s
 sampling needs counts towards the peak as any other part of the run.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,12 @@ from baoc.training.callbacks.trainer_state import fast_dev_run
 
 
 class FinalPictures(L.Callback):
-    """Calls `task.conclude(datamodule, folder=...)` with averaged weights, for tasks that have it."""
+    """Calls `task.conclude(datamodule, folder=...)` with averaged weights, for tasks that have it. `track`: as of
+    SafeCheckpoint."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, *, track: Callable[[str], AbstractContextManager[Any]] | None = None):
         self.folder = folder
+        self.track = track or (lambda label: nullcontext())
         self.metrics: dict[str, float] = {}
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -27,7 +31,8 @@ class FinalPictures(L.Callback):
         if conclude is None or data is None or fast_dev_run(trainer) or trainer.interrupted:
             return
         pl_module.zero_grad(set_to_none=True)  # the last step's, which nobody reads any more
-        with trainer.precision_plugin.forward_context(), pl_module.averaged():  # pyright: ignore[reportCallIssue]
+        averaged = pl_module.averaged()  # pyright: ignore[reportCallIssue]
+        with trainer.precision_plugin.forward_context(), averaged, self.track("samples"):
             pictures = conclude(data, folder=self.folder)
         self.metrics = dict(pictures.metrics)
         for logger in trainer.loggers:

@@ -40,8 +40,9 @@ class Reallocator:
     """Watches gradients, asks the planner again when its trigger fires, and moves the optimizer to what was accepted.
 
     `listeners` are called after each decision, accepted or not; `settled_listeners` one step after a move, with its
-    step, its trigger and the ratio of the update RMS after to before by block. `tracked` wraps a migration, so that
-    whoever measures memory can include it. The plan in force is `plan`, the profile it rests on `profile`.
+    step, its trigger and the ratio of the update RMS after to before by block. `tracked` wraps decisions and
+    migrations, each under its name, so that whoever measures memory can include them. The plan in force is `plan`, the
+    profile it rests on `profile`.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Reallocator:
         self.listeners: list[Listener] = []
         self.settled_listeners: list[Callable[[int, str, dict[str, float]], None]] = []
         self._switch: dict[str, Any] = {}  # of a move whose first update is still to come
-        self.tracked: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.tracked: Callable[[str], AbstractContextManager[Any]] = nullcontext
         self._saved_bytes: int | None = None  # of states in the checkpoint that was loaded
         self.step = 0
         self.last_decision = 0
@@ -144,12 +145,18 @@ class Reallocator:
         now = Moment(
             step=self.step,
             last_decision=self.last_decision,
-            profile=self.profiler.profile,
+            profile=self._profiled,
             reference=self.profile,
             watched_from=self.watched_from,
         )
         if TRIGGERS[self.settings.mode](self.settings, now):
-            self.decide(trigger=self.settings.mode)
+            with self.tracked("decision"):
+                self.decide(trigger=self.settings.mode)
+
+    def _profiled(self) -> Profile:
+        assert self.profiler is not None
+        with self.tracked("decision"):
+            return self.profiler.profile()
 
     # -- a decision by gradients ----------------------------------------------------------------------------------
 
@@ -235,7 +242,7 @@ class Reallocator:
         """
         if self.profiler is None or self.first_profile is None or not self.watching:
             return None
-        now = self.profiler.profile()
+        now = self._profiled()
         calm = calm_blocks(self.first_profile, now, share=settings.calm)
         pool = self.planner.candidates(risk=self.planner.settings.risk, profile=now)
         found = offers(self.plan, pool, calm=calm, max_risk=settings.max_risk)
@@ -320,7 +327,7 @@ class Reallocator:
         rms_before = self.optimizer.update_rms(changes) if self.step else {}
         self._switch = {"step": self.step, "trigger": trigger, "rms": rms_before}
         texts = {reason.block: reason.text for reason in proposal.reasons}
-        with self.tracked():
+        with self.tracked("migration"):
             moments = self.profiler.moments() if self.profiler is not None else {}
             done = self.optimizer.migrate(proposal.allocation.choices, moments=moments)
         return tuple(replace(move, why=texts.get(move.block, "")) for move in done)
@@ -364,8 +371,9 @@ class Reallocator:
 
     # -- resume ---------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        """Tensors, numbers, strings, lists and dicts only, so `weights_only` loading takes it."""
+    def state_dict(self, *, copies: bool = True) -> dict[str, Any]:
+        """Tensors, numbers, strings, lists and dicts only, so `weights_only` loading takes it. `copies`: see
+        `GradientProfiler.state_dict`."""
         return {
             "step": self.step,
             "last_decision": self.last_decision,
@@ -380,7 +388,7 @@ class Reallocator:
             "left": dict(self.left),
             "switch": dict(self._switch),
             "state_bytes": self.optimizer.state_bytes(),
-            "profiler": self.profiler.state_dict() if self.profiler is not None and self.watching else {},
+            "profiler": self.profiler.state_dict(copies=copies) if self.profiler is not None and self.watching else {},
         }
 
     def load_state_dict(self, state: dict[str, Any], *, converting: bool = False) -> list[str]:
