@@ -2,7 +2,8 @@
 
 Schema 2: {"baoc_schema": 2, "num_steps": int, "param_groups": [{settings, "param_names", "params": indices}],
 "state": {index: {key: tensor}}, "blocks": {block: {"spec", "rule", "storage", "weights", "params", and "match",
-"tuned" and "unseeded" where there are any}}}. State and groups are laid out as torch's, so that what collects them does:
+"tuned" and "unseeded" where there are any}}}. State and groups are laid out as torch's, so that what collects them
+does:
 torch.distributed.checkpoint's get_optimizer_state_dict puts names of its own for the indices, and drops the rest. So
 the first group has that too, as text under "baoc". Schema 1 had names for the indices of the state.
 

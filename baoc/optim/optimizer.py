@@ -100,9 +100,7 @@ class BlockwiseOptimizer(Optimizer):
         self._keeps_betas = tuning is not None and bool(tuning.betas)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(groups.to_groups(params), {key: groups.plain(value) for key, value in defaults.items()})
-        roster = Roster(
-            self.state, backend=backend, target_rms=target_rms or {}, matched_by=matched_by, tuning=tuning
-        )
+        roster = Roster(self.state, backend=backend, target_rms=target_rms or {}, matched_by=matched_by, tuning=tuning)
         take_from_others([param for group in self.param_groups for param in group["params"]])
         roster.build(self.param_groups, specs=specs, blocks=blocks, device=device)
         self._roster = roster
@@ -221,7 +219,10 @@ class BlockwiseOptimizer(Optimizer):
         return self.ahead.last_backward(flush_only=flush_only)
 
     def options(self) -> list[Options]:
-        """What the parameter groups say now, then what tuned blocks make of it. Raises BadInputError for what no schedule can mean."""
+        """What the parameter groups say now, then what tuned blocks make of it.
+
+        Raises BadInputError for what no schedule can mean.
+        """
         plain = [options_of(group) for group in self.param_groups]
         rows = self.roster.rows
         return plain if not rows else plain + [self._tuned(plain[group], tuned, group) for group, tuned in rows]

@@ -65,7 +65,7 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """A named set of parameters sharing one optimizer spec. `part` is that of all its parameters, None if they differ."""
+    """A named set of parameters sharing one optimizer spec. `part` is that of all of them, None if they differ."""
 
     name: str
     params: tuple[ParamInfo, ...]

@@ -133,7 +133,12 @@ def test_a_beta_that_a_schedule_moves_is_the_schedules_and_the_other_one_stays()
     optimizer = build(params)
     assert [options.betas for options in optimizer.options()] == [(0.9, 0.999), (0.8, 0.95), (0.7, 0.9), (0.8, 0.95)]
     torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=10)  # it begins at a momentum of .95
-    assert [options.betas for options in optimizer.options()] == [(0.95, 0.999), (0.95, 0.95), (0.95, 0.9), (0.95, 0.95)]
+    assert [options.betas for options in optimizer.options()] == [
+        (0.95, 0.999),
+        (0.95, 0.95),
+        (0.95, 0.9),
+        (0.95, 0.95),
+    ]
 
 
 def test_a_checkpoint_keeps_settings_by_block_and_goes_on_bit_for_bit():
