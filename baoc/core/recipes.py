@@ -449,7 +449,14 @@ RECIPES.update(
             source=_SLIM,
             fallback=("adamw_int8",),
         ),
-        _row("lion", "Lion everywhere", _by_role("lion", embedding="lion"), share=0.5001, source=_LION, betas=_LION_BETAS),
+        _row(
+            "lion",
+            "Lion, norms in fp32 AdamW",
+            _by_role("lion", embedding="lion"),
+            share=0.5001,
+            source=_LION,
+            betas=_LION_BETAS,
+        ),
         _row(
             "lion8",
             "8-bit Lion, norms in fp32 AdamW",
