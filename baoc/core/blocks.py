@@ -190,7 +190,7 @@ def _by_declaration(params: Sequence[ParamInfo], *, declared: Mapping[str, Seque
 
 
 def _block(name: str, params: tuple[ParamInfo, ...]) -> Block:
-    """A block takes the role of most of its elements, a depth only if all of it is in that layer, and likewise a part."""
+    """A block takes the role of most of its elements, and depth and part only if all of it has the same."""
     sizes: dict[Role, int] = {}
     for param in params:
         sizes[param.role] = sizes.get(param.role, 0) + param.numel

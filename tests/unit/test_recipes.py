@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import pytest
@@ -21,13 +22,14 @@ from baoc.training.run import session_settings
 from baoc.types import Budget, ParamInfo, Part, Plan, Role
 from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, tiny_trainer
 
-LLAMA = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 def llama(**sizes: int) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(LlamaConfig(**{"vocab_size": 128, **LLAMA, **sizes}, tie_word_embeddings=False))
+    given: dict[str, Any] = {"vocab_size": 128, **LLAMA, **sizes, "tie_word_embeddings": False}
+    return LlamaForCausalLM(LlamaConfig(**given))
 
 
 def plan(network: nn.Module, recipe: Recipe | str, *, state: float | None = None, **settings: str) -> Plan:
@@ -261,3 +263,9 @@ def test_a_strategy_takes_a_recipe():
 def test_a_pick_is_told_by_role():
     block = partition(describe(llama()), by="layer_part")[1]
     assert pick(block, recipe=RECIPES["slimadam"]).role == "attention_qk"
+
+
+def test_the_page_has_a_row_for_each_recipe():
+    page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
+    rows = [f"| `{r.name}` | {r.share:.1%} | {r.description} | {r.source} |" for r in RECIPES.values()]
+    assert [line for line in page.splitlines() if line.startswith("| `")] == rows
