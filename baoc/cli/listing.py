@@ -84,6 +84,14 @@ def _allocators() -> Rows:
     return _described(ALLOCATORS)
 
 
+def _recipes() -> Rows:
+    """Recipes, and their state on Llama 130M as a share of fp32 AdamW's."""
+    from baoc.core.recipes import RECIPES
+
+    rows = [(name, f"{row.share:6.1%}  {row.description} ({row.source})") for name, row in RECIPES.items()]
+    return [*rows, ("FILE.yaml", "a recipe of your own: docs/recipes.md")]
+
+
 def _risks() -> Rows:
     from baoc.planning.risk import RISKS
 
@@ -106,6 +114,7 @@ LISTS: dict[str, Callable[[], Rows]] = {
     "experiments": _options("experiments"),
     "sweeps": _options("sweeps"),
     "allocators": _allocators,
+    "recipes": _recipes,
     "risks": _risks,
     "rules": _rules,
     "storages": _storages,

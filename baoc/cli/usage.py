@@ -23,6 +23,7 @@ BAOC gives every block of a network the cheapest optimizer it can safely use, in
                                                         {lists}
 
 budget= takes a preset, any size (7.5gb, 300mb; 8gb is 8 GiB) or state_N, N % of fp32 AdamW's optimizer state.
+recipe= takes a recipe by name (--list recipes) or a FILE.yaml; recipe.mlp=SPEC changes it for a role.
 budget.step_time=1.2 beside it bounds a step to 1.2 times one with torch's fused AdamW."""
 
 _TAIL = """\

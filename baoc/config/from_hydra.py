@@ -1,7 +1,7 @@
 """Converts a composed configuration to a RunConfig, and back to plain values for `config.yaml`."""
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,12 +11,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from baoc.config import assets
 from baoc.config.dynamics import DynamicsConfig, gather_dynamics
-from baoc.config.nodes import budget_node
+from baoc.config.nodes import NO_RECIPE, budget_node, node_of_recipe
 from baoc.config.options import GROUPS, gather, registry_of, spread
 from baoc.config.schema import RunConfig
 from baoc.config.strict import build, require, unknown_key
 from baoc.config.trainer_arguments import TRAINER_OWNED
 from baoc.core.budgets import parse_budget
+from baoc.core.recipes import Recipe, recipe_from_node
 from baoc.errors import BadInputError, unknown_name
 from baoc.models import choose_size
 from baoc.types import Budget, Role, to_plain
@@ -47,13 +48,19 @@ def from_plain(plain: Mapping[str, Any], *, complete: bool = False) -> RunConfig
         given["budget"] = _budget_fields(budget)
         build(DynamicsConfig, dynamics, path="budget")  # checked here for messages that name keys under `budget`
         given.update({"dynamics": dynamics} if dynamics or complete else {})
-    return build(RunConfig, given, complete=complete)
+    recipe = _recipe(given.get("recipe"))
+    given["recipe"] = None if recipe is None else {item.name: getattr(recipe, item.name) for item in fields(Recipe)}
+    run = build(RunConfig, given, complete=complete)
+    if recipe is not None and run.allocator.name == "exact":  # which was not chosen: `register` refuses where it was
+        run = replace(run, allocator=replace(run.allocator, name="recipe"))
+    return run
 
 
 def to_conf(config: RunConfig) -> dict[str, Any]:
     """Plain values of a RunConfig in the shape of conf/; the inverse of `from_plain`."""
     plain = to_plain(config)
     plain.update({group: spread(getattr(config, group)) for group in GROUPS})
+    plain["recipe"] = node_of_recipe(config.recipe)
     plain["budget"] = budget_node(config.budget) | plain.pop("dynamics")
     return plain
 
@@ -120,6 +127,15 @@ def _refuse_owned(trainer: object) -> None:
     for key in trainer if isinstance(trainer, Mapping) else ():
         if key in TRAINER_OWNED:
             raise BadInputError(f"trainer.{key} is decided by BAOC: {TRAINER_OWNED[key]}")
+
+
+def _recipe(given: object) -> Recipe | None:
+    """The recipe of a node; none where it is called so, or where there is no node, as in older runs."""
+    if given is None or (isinstance(given, Mapping) and given.get("name") == NO_RECIPE):
+        return None
+    if not isinstance(given, Mapping):
+        raise BadInputError(f"recipe must be a group of keys, not {given}: choose one with recipe=NAME")
+    return recipe_from_node(given)
 
 
 def _budget_fields(given: object) -> dict[str, Any]:

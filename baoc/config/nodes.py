@@ -4,6 +4,7 @@ They are registered before composing, so that `budget=7.5gb` and `experiments=NA
 prefers a file of conf/ to a node of the same name.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ from omegaconf import OmegaConf
 
 from baoc.config import assets
 from baoc.core.budgets import PRESETS, parse_budget
+from baoc.core.recipes import RECIPES, Recipe, find_recipe, is_file, recipe_node
 from baoc.errors import BadInputError
 from baoc.types import Budget
 
 MOST_SHOWN = 60  # characters of what was given
+NO_RECIPE = "none"  # the option of the group `recipe` that leaves the choice to an allocator
 COLLECTIONS = ("experiments", "sweeps")
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # several times faster, where PyYAML is built with it
 
@@ -35,6 +38,7 @@ def register(overrides: Sequence[str] = ()) -> None:
     register_resolvers()
     check_choices(overrides)
     register_budgets(budget_values(overrides))
+    register_recipes(overrides)
     for group in COLLECTIONS:
         for name, file in assets.options(group).items():
             node = _load(file)
@@ -48,6 +52,56 @@ def register_budgets(values: Iterable[str]) -> None:
         if value not in PRESETS:
             node = budget_node(parse_budget(value))
             ConfigStore.instance().store(group="budget", name=value, node=node, provider="baoc")
+
+
+def register_recipes(overrides: Sequence[str] = ()) -> None:
+    """ConfigStore nodes for the recipes of the catalogue and the files that `overrides` name.
+
+    Each has the keys below `recipe` that overrides set, so that unknown ones are told in this project's words. Raises
+    BadInputError for a recipe that cannot be read, and for one beside another allocator.
+    """
+    asked = [value for value in option_values(overrides, group="recipe") if value != NO_RECIPE]
+    others = [value for value in option_values(overrides, group="allocator") if value != "recipe"]
+    if asked and others:
+        raise BadInputError(
+            f"recipe={asked[0]} and allocator={others[0]} exclude each other: a recipe says what every block runs, so "
+            "that nothing is left to an allocator. Leave one out"
+        )
+    keys = [text.lstrip("+").partition("=")[0].split(".")[1:] for text in overrides]
+    keys = [key for key, text in zip(keys, overrides, strict=True) if text.lstrip("+").startswith("recipe.")]
+    if keys and not asked and not any(text.startswith(("experiments=", "sweeps=")) for text in overrides):
+        word = f"recipe.{'.'.join(keys[0])}"
+        raise BadInputError(f"{word} changes a recipe, and none is named: add recipe=NAME, one of {', '.join(RECIPES)}")
+    found = {name: find_recipe(name) for name in [*RECIPES, *asked]}
+    store = ConfigStore.instance()
+    store.store(group="recipe", name=NO_RECIPE, node={"name": NO_RECIPE}, provider="baoc")
+    for name, recipe in found.items():
+        node = node_of_recipe(recipe)
+        for key in keys:
+            held = node
+            for part in key[:-1]:
+                held = held.setdefault(part, {})
+            held.setdefault(key[-1], None)
+        store.store(group="recipe", name=option_of(name), node=node, provider="baoc")
+
+
+def node_of_recipe(recipe: Recipe | None) -> dict[str, Any]:
+    return {"name": NO_RECIPE} if recipe is None else recipe_node(recipe)
+
+
+def option_of(recipe: str) -> str:
+    """What Hydra is to call a recipe: a file's path would be looked for among the options of groups."""
+    return re.sub(r"[^\w.-]+", "-", recipe).strip("-.").removesuffix(".yaml") if is_file(recipe) else recipe
+
+
+def with_recipe_files(words: Sequence[str]) -> list[str]:
+    """A command line with the options that `register` has made in place of the files of recipes."""
+    found = []
+    for word in words:
+        key, _, value = word.partition("=")
+        files = key.lstrip("+") == "recipe" and any(map(is_file, value.split(",")))
+        found.append(f"{key}={','.join(map(option_of, value.split(',')))}" if files else word)
+    return found
 
 
 def budget_node(budget: Budget) -> dict[str, Any]:
@@ -96,9 +150,14 @@ def _parsed(text: str) -> Override | None:
 
 def budget_values(overrides: Sequence[str]) -> list[str]:
     """The options of the group `budget` that `overrides` select, those of a sweep one by one."""
+    return option_values(overrides, group="budget")
+
+
+def option_values(overrides: Sequence[str], *, group: str) -> list[str]:
+    """The options of a group that `overrides` select, those of a sweep one by one."""
     values: list[str] = []
     for text in overrides:
-        if not text.lstrip("+").startswith("budget="):
+        if not text.lstrip("+").startswith(f"{group}="):
             continue
         if (override := _parsed(text)) is not None:
             values += _values(override)

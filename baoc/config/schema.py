@@ -13,6 +13,7 @@ from baoc.config.dynamics import DynamicsConfig
 from baoc.config.faults import FaultsConfig
 from baoc.config.strict import require
 from baoc.config.trainer_arguments import TrainerConfig
+from baoc.core.recipes import Recipe
 from baoc.errors import BadInputError
 from baoc.planning.cards import CARDS
 from baoc.types import Budget
@@ -88,7 +89,7 @@ class BlocksConfig:
     `patterns` are (block name, regular expression or glob) pairs; the first match wins. `merge` is the penalty per
     segment of the dynamic program that merges similar neighbours; null merges nothing."""
 
-    by: Literal["layer_role", "layer", "role", "tensor", "model"] = "layer_role"
+    by: Literal["layer_role", "layer_part", "layer", "role", "tensor", "model"] = "layer_role"
     patterns: tuple[tuple[str, str], ...] = ()
     merge: float | None = None
 
@@ -252,6 +253,7 @@ class RunConfig:
     catalogue: CatalogueConfig = field(default_factory=CatalogueConfig)
     risk: RiskConfig = field(default_factory=RiskConfig)
     allocator: AllocatorConfig = field(default_factory=AllocatorConfig)
+    recipe: Recipe | None = None  # takes the place of an allocator
     reallocation: ReallocationConfig = field(default_factory=ReallocationConfig)
     trainer: TrainerConfig = field(default_factory=lambda: TrainerConfig(max_steps=400, gradient_clip_val=1.0))
     optim: OptimConfig = field(default_factory=OptimConfig)

@@ -10,9 +10,9 @@ from math import isfinite, log
 from typing import Literal
 
 from baoc.errors import BadInputError
-from baoc.types import Block, GradientStats, ParamInfo, Role
+from baoc.types import Block, GradientStats, ParamInfo, Part, Role
 
-By = Literal["layer_role", "layer", "role", "tensor", "model"]
+By = Literal["layer_role", "layer_part", "layer", "role", "tensor", "model"]
 
 _EMBEDDING = re.compile(r"embed|position|cls_token|class_token|mask_token|^(wte|wpe|pos|patchify)$", re.IGNORECASE)
 _MODULATION = re.compile(r"adaln|ada_?ln|modulation|time_emb_proj|film", re.IGNORECASE)
@@ -22,6 +22,16 @@ _MLP = re.compile(
     r"mlp|ffn|feed_?forward|experts?$|^(ff|fc\d|w[123]|linear[12]|intermediate|(gate|up|down|gate_up)_proj)$",
     re.IGNORECASE,
 )
+# Parts of attention and mlp by the name of the layer that holds them; query, key and value in one tensor have no part.
+_FUSED = re.compile(r"qkv|kv_|c_attn|in_proj|query_key_value|key_value|to_kv", re.IGNORECASE)
+_QK = re.compile(r"^((to_|add_)?[qk](_proj|_lin|_[ab]_proj)?|query|key|w[qk])$", re.IGNORECASE)
+_VO = re.compile(
+    r"^((to_|add_)?[vo](_proj|_lin)?|to_(add_)?out|value|w[vo]|out_(proj|lin)|c_proj|proj|output|dense)$", re.IGNORECASE
+)
+_IN = re.compile(
+    r"^((gate|up|gate_up)_proj|fc1|c_fc|w[13]|wi(_\d)?|lin(ear)?1|intermediate|fc_in|dense_h_to_4h)$", re.IGNORECASE
+)
+_OUT = re.compile(r"^(down_proj|fc2|c_proj|w2|wo|lin(ear)?2|output|fc_out|dense_4h_to_h)$", re.IGNORECASE)
 
 
 def role_of(name: str, *, shape: Sequence[int], module_type: str) -> Role:
@@ -51,6 +61,29 @@ def role_of(name: str, *, shape: Sequence[int], module_type: str) -> Role:
     return Role.MLP if "output" in parts and outside != parts else Role.OTHER  # BERT's layer.N.output.dense
 
 
+def part_of(param: ParamInfo) -> Part | None:
+    """Which part of attention or mlp a matrix is, by its name, else by its shape; None where neither tells.
+
+    An mlp widens on its way in and narrows on its way out. Attention's matrices are of one shape, so only names tell.
+    """
+    layers = param.name.split(".")[:-1] or [param.name]
+    if param.matrix_shape is None:
+        return None
+    if param.role is Role.ATTENTION and not _FUSED.search(param.name):
+        return _first_match(layers, {Part.QK: _QK, Part.VO: _VO})
+    if param.role is Role.MLP:
+        rows, cols = param.matrix_shape
+        by_shape = None if rows == cols or len(param.shape) != 2 else Part.IN if rows > cols else Part.OUT
+        return _first_match(layers, {Part.IN: _IN, Part.OUT: _OUT}) or by_shape
+    return None
+
+
+def _first_match(layers: Sequence[str], patterns: Mapping[Part, re.Pattern[str]]) -> Part | None:
+    """The part that the innermost layer with a telling name has."""
+    found = (part for layer in reversed(layers) for part, pattern in patterns.items() if pattern.match(layer))
+    return next(found, None)
+
+
 def partition(
     params: Sequence[ParamInfo],
     *,
@@ -63,7 +96,8 @@ def partition(
     `declared` is the model's own answer (block -> parameter names). `patterns` are the user's (block name, glob or
     regular expression) pairs: they override the model, the first match wins, and the block name may hold groups of the
     expression (`layer\\1.attn`). What is left goes by `by`. Raises BadInputError for a pattern that decides nothing, a
-    parameter declared twice, an unknown `by`, and for no parameters at all.
+    parameter declared twice, an unknown `by`, and for no parameters at all. With `by="layer_part"` parts of attention
+    and mlp are apart, in blocks that the model declares too.
     """
     if not params:
         raise BadInputError(
@@ -72,11 +106,14 @@ def partition(
     if by not in _BY:
         raise BadInputError(f"unknown blocks.by {by!r}: choose one of {', '.join(_BY)}")
     assigned = _by_pattern(params, patterns=patterns)
+    whole = set(assigned)
     for name, block in _by_declaration(params, declared=declared or {}).items():
         assigned.setdefault(name, block)
     members: dict[str, list[ParamInfo]] = {}
     for param in params:
-        members.setdefault(assigned.get(param.name) or _BY[by](param), []).append(param)
+        name = assigned.get(param.name) or _BY[by](param)
+        part = part_of(param) if by == "layer_part" and param.name not in whole else None
+        members.setdefault(name if part is None else f"{name}.{part.value}", []).append(param)
     blocks = tuple(_block(name, tuple(held)) for name, held in members.items())
     _check(params, blocks=blocks)
     return blocks
@@ -97,6 +134,7 @@ def _layer(param: ParamInfo) -> str:
 
 _BY: dict[str, Callable[[ParamInfo], str]] = {
     "layer_role": _layer_role,
+    "layer_part": _layer_role,
     "layer": _layer,
     "role": lambda param: param.role.value,
     "tensor": lambda param: param.name,
@@ -152,16 +190,18 @@ def _by_declaration(params: Sequence[ParamInfo], *, declared: Mapping[str, Seque
 
 
 def _block(name: str, params: tuple[ParamInfo, ...]) -> Block:
-    """A block takes the role of most of its elements, and a depth only if all of it is in that layer."""
+    """A block takes the role of most of its elements, and depth and part only if all of it has the same."""
     sizes: dict[Role, int] = {}
     for param in params:
         sizes[param.role] = sizes.get(param.role, 0) + param.numel
     depths = {param.depth for param in params}
+    parts = {part_of(param) for param in params}
     return Block(
         name=name,
         params=params,
         role=max(sizes, key=lambda role: sizes[role]),
         depth=depths.pop() if len(depths) == 1 else None,
+        part=parts.pop() if len(parts) == 1 else None,
     )
 
 

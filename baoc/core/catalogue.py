@@ -81,12 +81,13 @@ _RULES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("adafactor_momentum", "m, and v per row and per column (1): Adafactor", _M_ONLY),
     ("lion", "m (1): sign of the interpolated momentum", _FULL),
     ("signum", "m (1): sign of the momentum", _M_ONLY),
-    ("muon", "m (1): orthogonalized momentum, hidden matrices only: Muon", _NARROW),
+    ("muon", "m (1): orthogonalized momentum, hidden matrices only: Muon", _M_ONLY),
     *_foam_rules("", "fan-in", ("fp32", "int8")),
     *_foam_rules("_out", "fan-out", ("fp32", "int8")),
     *_foam_rules("_sq", "fan-in, v of squares", ("fp32", "int8")),
     ("sign", "nothing (0): sign of the gradient", ("fp32",)),
     ("column_norm", "nothing (0): gradient with columns of one norm", ("fp32",)),
+    ("column_norm_momentum", "m (1): momentum with columns of one norm, of SCALE's head", _M_ONLY),
 )
 
 

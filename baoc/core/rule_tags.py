@@ -89,5 +89,13 @@ RULE_INFOS: dict[str, RuleInfo] = {
             needs_matrix=True,
             scaling=Scaling.COLUMN,
         ),
+        RuleInfo(
+            name="column_norm_momentum",
+            description="momentum with every column scaled to norm 1",
+            states=(_M_UNCORRECTED,),
+            counts_steps=False,
+            needs_matrix=True,
+            scaling=Scaling.COLUMN,
+        ),
     )
 }

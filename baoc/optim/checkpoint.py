@@ -1,8 +1,9 @@
 """Optimizer checkpoints: tensors and plain values only, told by parameter name, and convertible between plans.
 
 Schema 2: {"baoc_schema": 2, "num_steps": int, "param_groups": [{settings, "param_names", "params": indices}],
-"state": {index: {key: tensor}}, "blocks": {block: {"spec", "rule", "storage", "weights", "params", and "match" and
-"unseeded" where there are any}}}. State and groups are laid out as torch's, so that what collects them does:
+"state": {index: {key: tensor}}, "blocks": {block: {"spec", "rule", "storage", "weights", "params", and "match",
+"tuned" and "unseeded" where there are any}}}. State and groups are laid out as torch's, so that what collects them
+does:
 torch.distributed.checkpoint's get_optimizer_state_dict puts names of its own for the indices, and drops the rest. So
 the first group has that too, as text under "baoc". Schema 1 had names for the indices of the state.
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from baoc.core.catalogue import SPECS
+from baoc.core.recipes import Tuned
 from baoc.errors import BadInputError, CheckpointError
 from baoc.optim import groups
 from baoc.optim import migrate as migration
@@ -41,6 +43,7 @@ class Saved:
     groups: Sequence[tuple[tuple[str, ...], Mapping[str, Any]]]  # names and settings
     matches: Mapping[str, tuple[tuple[str, ...], Tensor]] = field(default_factory=dict)  # by block: names and match
     unseeded: frozenset[str] = frozenset()  # parameters whose v waits for a gradient
+    tuned: Mapping[str, Tuned] = field(default_factory=dict)  # by parameter name, of blocks with settings of their own
     num_steps: int = 0
 
     def renamed(self, owners: Mapping[str, str]) -> "Saved":
@@ -56,6 +59,7 @@ class Saved:
             groups=[(tuple(map(own, names)), settings) for names, settings in self.groups],
             matches={own(block): (tuple(map(own, names)), match) for block, (names, match) in self.matches.items()},
             unseeded=frozenset(map(own, self.unseeded)),
+            tuned={own(name): tuned for name, tuned in self.tuned.items()},
         )
 
     def of(self, names: Collection[str]) -> "Saved":
@@ -86,7 +90,9 @@ def save(
         assert waiting is not None
         if name in index:
             state[index[name]] = dict(held)
-            entry = _spec_entry(waiting.specs[name], params=[name], unseeded=waiting.unseeded)
+            entry = _spec_entry(
+                waiting.specs[name], params=[name], unseeded=waiting.unseeded, tuned=waiting.tuned.get(name)
+            )
             blocks[_free(name, taken=blocks)] = entry
     own = {"baoc_schema": SCHEMA, "num_steps": num_steps, "blocks": blocks}
     groups = _plain_groups(param_groups)
@@ -95,13 +101,18 @@ def save(
 
 
 def _block_entry(live: LiveBlock) -> dict[str, Any]:
-    entry = _spec_entry(live.spec, params=[slot.name for slot in live.slots], unseeded=live.unseeded)
+    tuned = live.slots[0].tuned if live.slots else None
+    entry = _spec_entry(live.spec, params=[slot.name for slot in live.slots], unseeded=live.unseeded, tuned=tuned)
     return entry if live.match is None else {**entry, "match": live.match}
 
 
-def _spec_entry(spec: OptimizerSpec, *, params: list[str], unseeded: Collection[str]) -> dict[str, Any]:
+def _spec_entry(
+    spec: OptimizerSpec, *, params: list[str], unseeded: Collection[str], tuned: Tuned | None
+) -> dict[str, Any]:
     waiting = [name for name in params if name in unseeded]
     entry = {"spec": spec.name, "rule": spec.rule, "storage": spec.storage, "weights": spec.weights, "params": params}
+    if tuned is not None:
+        entry["tuned"] = {"lr": tuned.lr, "betas": None if tuned.betas is None else list(tuned.betas)}
     return {**entry, "unseeded": waiting} if waiting else entry
 
 
@@ -201,7 +212,7 @@ def _read_own(checkpoint: Mapping[str, Any]) -> Saved:
     if checkpoint["baoc_schema"] != 1:
         names = {key: name for group in checkpoint["param_groups"] for key, name in _names_of(group).items()}
         states = {names[key]: state for key, state in states.items()}
-    specs, matches, unseeded = {}, {}, set()
+    specs, matches, unseeded, tuned = {}, {}, set(), {}
     for block, entry in checkpoint["blocks"].items():
         try:
             spec = _read_spec(entry)
@@ -209,6 +220,8 @@ def _read_own(checkpoint: Mapping[str, Any]) -> Saved:
             raise CheckpointError(f"block {block} of the checkpoint cannot be read: {error}") from error
         specs |= dict.fromkeys(entry["params"], spec)
         unseeded |= set(entry.get("unseeded", ()))
+        if "tuned" in entry:
+            tuned |= dict.fromkeys(entry["params"], _read_tuned(entry["tuned"]))
         if "match" in entry:
             if not isinstance(entry["match"], Tensor) or entry["match"].shape != (2,):
                 raise TypeError(f"match of block {block}")
@@ -219,8 +232,14 @@ def _read_own(checkpoint: Mapping[str, Any]) -> Saved:
         groups=[_saved_group(group, names=group["param_names"]) for group in checkpoint["param_groups"]],
         matches=matches,
         unseeded=frozenset(unseeded),
+        tuned=tuned,
         num_steps=checkpoint["num_steps"],
     )
+
+
+def _read_tuned(entry: Mapping[str, Any]) -> Tuned:
+    betas = entry["betas"]
+    return Tuned(lr=float(entry["lr"]), betas=None if betas is None else (float(betas[0]), float(betas[1])))
 
 
 def _read_spec(entry: Mapping[str, Any]) -> OptimizerSpec:
@@ -287,7 +306,7 @@ def to_adamw(roster: Roster, *, param_groups: list[dict[str, Any]]) -> dict[str,
                     adamw,
                     roster.state[slot.param],
                     new,
-                    betas=param_groups[slot.group]["betas"],
+                    betas=slot.betas(param_groups),
                     moments=None,
                     fates=Fates(),
                     seeded=slot.name not in live.unseeded,

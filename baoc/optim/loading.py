@@ -16,7 +16,7 @@ from baoc.optim import migrate as migration
 from baoc.optim.checkpoint import Saved, alike
 from baoc.optim.migrate import Fates
 from baoc.optim.registry import Roster
-from baoc.optim.state import LiveBlock, Slot, State, allocate, make_slot, new_match
+from baoc.optim.state import FIRST_BETAS, LiveBlock, Slot, State, allocate, make_slot, new_match
 from baoc.parallel import unwrapped_name
 from baoc.types import BlockMove, Placement
 
@@ -113,7 +113,8 @@ def _check(slot: Slot, *, saved: Saved) -> Slot:
     name, spec = slot.name, saved.specs.get(slot.name)
     if spec is None:
         raise CheckpointError(f"the checkpoint has a state of {name} but no block for it: it is damaged, use another")
-    source = make_slot(slot.name, slot.param, info=slot.info, group=slot.group, spec=spec)
+    tuned = saved.tuned.get(slot.name)
+    source = make_slot(slot.name, slot.param, info=slot.info, group=slot.group, spec=spec, tuned=tuned)
     wanted = [(part.key, part.shape, part.dtype) for part in source.parts]
     if source.counts_steps:
         wanted.append(("step", (), torch.float32))
@@ -149,6 +150,8 @@ def _match_groups(saved: Saved, *, param_groups: list[dict[str, Any]]) -> list[d
         groups.check_settings({**group, **new})
         if "betas" in new:
             new["betas"] = tuple(float(beta) for beta in new["betas"])
+            if FIRST_BETAS in group:  # those of a checkpoint without it were as no schedule had moved them
+                new[FIRST_BETAS] = tuple(new.get(FIRST_BETAS, new["betas"]))
         found.append(new)
     return found
 
@@ -186,7 +189,7 @@ def _load_block(
             if live.matched:
                 before = LiveBlock(block=live.block, spec=spec, rule=source.rule, slots=[source])
                 rms.append(migration.last_rms(before, state={slot.param: old}, param_groups=groups))
-            betas = groups[slot.group]["betas"]
+            betas = slot.betas(groups)
             fresh, seeded = saved.num_steps == 0, not unseeded
             unseeded = migration.convert(
                 source, slot, old, state, betas=betas, moments=None, fates=fates, fresh=fresh, seeded=seeded

@@ -192,7 +192,7 @@ def last_rms(live: LiveBlock, *, state: Mapping[Tensor, State], param_groups: li
         if (slot.counts_steps and step == 0) or not slot.param.numel():
             continue
         group = param_groups[slot.group]
-        ctx = slot.context(step=step, betas=group["betas"], eps=group["eps"])
+        ctx = slot.context(step=step, betas=slot.betas(param_groups), eps=group["eps"])
         states = {kept.decl.name: kept.decode(state[slot.param]) for kept in slot.kept}
         direction = slot.rule.last(states=states, ctx=ctx)
         if direction is None:
@@ -245,7 +245,7 @@ def move(
                 slot,
                 old,
                 new,
-                betas=param_groups[slot.group]["betas"],
+                betas=slot.betas(param_groups),
                 moments=moments.get(slot.name),
                 fates=fates,
                 fresh=fresh,

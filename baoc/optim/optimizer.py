@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from baoc.core.recipes import Tuned, Tuning
 from baoc.errors import BadInputError, unknown_name
 from baoc.kernels import capturing
 from baoc.optim import admission, checkpoint, groups, loading, masters, matching, replay, seeding, step_hooks
@@ -20,10 +21,10 @@ from baoc.optim import migrate as migration
 from baoc.optim.backends import BACKENDS, Options, StepInputs, options_of
 from baoc.optim.nonfinite import Guard
 from baoc.optim.overlap import Ahead
-from baoc.optim.registry import Roster, make_live
+from baoc.optim.registry import Roster
 from baoc.optim.release import Releaser, take_from_others
 from baoc.optim.release_settings import GradientRelease, check_policy, settings_of
-from baoc.optim.state import alone
+from baoc.optim.state import FIRST_BETAS, alone, betas_of
 from baoc.types import Block, BlockMove, Moments, OptimizerSpec
 
 # Wrapped by schedulers, or set by whoever owns us: not part of a copy.
@@ -55,6 +56,8 @@ class BlockwiseOptimizer(Optimizer):
         backend: "auto", or the backend that steps every block.
         release: Step each block in the backward pass, and drop its gradients. True, or GradientRelease(clip_norm=...),
             because clip_grad_norm_ finds none afterwards. Accumulation is refused; `step()` is called as before.
+        tuning: Multiples of the learning rate and betas by rule and role, see `baoc.core.recipes`. A schedule goes on
+            acting: it moves the rate that is multiplied, and a beta that it moves is the schedule's.
         device: Parameters that are elsewhere move there one by one, in the format of their spec.
     """
 
@@ -73,6 +76,7 @@ class BlockwiseOptimizer(Optimizer):
         target_rms: Mapping[str, float] | None = None,
         backend: str = "auto",
         release: bool | GradientRelease = False,
+        tuning: Tuning | None = None,
         device: torch.device | None = None,
     ):
         if backend not in ("auto", *BACKENDS):
@@ -93,9 +97,10 @@ class BlockwiseOptimizer(Optimizer):
         self._stalling: set[str] = set()  # blocks that were warned of
         self._unseeded = False  # whether the next step has to start some v
         self._roster: Roster | None = None
+        self._keeps_betas = tuning is not None and bool(tuning.betas)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(groups.to_groups(params), {key: groups.plain(value) for key, value in defaults.items()})
-        roster = Roster(self.state, backend=backend, target_rms=target_rms or {}, matched_by=matched_by)
+        roster = Roster(self.state, backend=backend, target_rms=target_rms or {}, matched_by=matched_by, tuning=tuning)
         take_from_others([param for group in self.param_groups for param in group["params"]])
         roster.build(self.param_groups, specs=specs, blocks=blocks, device=device)
         self._roster = roster
@@ -118,6 +123,8 @@ class BlockwiseOptimizer(Optimizer):
         super().add_param_group(param_group)
         group, index = self.param_groups[-1], len(self.param_groups) - 1
         group["betas"] = tuple(float(beta) for beta in group["betas"])
+        if self._keeps_betas:
+            group.setdefault(FIRST_BETAS, group["betas"])
         if self._roster is not None:
             pairs = zip(group["param_names"], group["params"], strict=True)
             infos = [groups.param_info(name, param, group=index) for name, param in pairs if param.requires_grad]
@@ -212,8 +219,18 @@ class BlockwiseOptimizer(Optimizer):
         return self.ahead.last_backward(flush_only=flush_only)
 
     def options(self) -> list[Options]:
-        """What the parameter groups say now. Raises BadInputError for what no schedule can mean."""
-        return [options_of(group) for group in self.param_groups]
+        """What the parameter groups say now, then what tuned blocks make of it.
+
+        Raises BadInputError for what no schedule can mean.
+        """
+        plain = [options_of(group) for group in self.param_groups]
+        rows = self.roster.rows
+        return plain if not rows else plain + [self._tuned(plain[group], tuned, group) for group, tuned in rows]
+
+    def _tuned(self, options: Options, tuned: Tuned, group: int) -> Options:
+        """A group's settings as a block of it has them that learns at a rate and with betas of its own."""
+        betas = betas_of(tuned, self.param_groups[group])
+        return Options(lr=options.lr * tuned.lr, betas=betas, eps=options.eps, weight_decay=options.weight_decay)
 
     def inputs(self, masks: Mapping[Tensor, Tensor], *, options: Sequence[Options], phase: int) -> StepInputs:
         """What backends are told of a step; `phase` is its number, from 1."""
@@ -344,7 +361,7 @@ class BlockwiseOptimizer(Optimizer):
             spec = groups.to_spec(given)
             groups.check_applies(spec, block=live[name].block)
             if spec != live[name].spec:
-                targets.append(make_live(live[name].block, spec=spec, param_groups=self.param_groups))
+                targets.append(self.roster.made(live[name].block, spec=spec, param_groups=self.param_groups))
         self._check_between_steps("migrate was called")
         admission.check(targets)
         self.roster.forget_overwritten()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from baoc.core.recipes import Tuned, Tuning
 from baoc.optim import admission, groups, matching
 from baoc.optim.backends import Backend, Choice, build_alone, build_backends
 from baoc.optim.offload import HostArena, Rings, drop_stale, make_room, order_of_travel, settle
@@ -61,12 +62,15 @@ class Roster:
         backend: str,
         target_rms: Mapping[str, float],
         matched_by: matching.Matching = "rms",
+        tuning: Tuning | None = None,
     ):
         self.state: dict[Tensor, State] = {}
         self._shown = shown
         self.arena = HostArena()
         self.matched_by = matched_by
         self.backend = backend
+        self.tuning = tuning
+        self.rows: list[tuple[int, Tuned]] = []  # of the options of a step behind those of the groups: group and change
         self.target_rms = dict(target_rms)
         self.live: dict[str, LiveBlock] = {}
         self.names: dict[Tensor, str] = {}
@@ -109,12 +113,17 @@ class Roster:
         for group in param_groups:  # tied parameters are called what their block calls them
             pairs = zip(group["params"], group["param_names"], strict=True)
             group["param_names"] = [self.names.get(param, name) for param, name in pairs]
-        lives = [make_live(block, spec=chosen[block.name], param_groups=param_groups) for block in blocks]
+        lives = [self.made(block, spec=chosen[block.name], param_groups=param_groups) for block in blocks]
         admission.check(lives, device=device)
         reserved = self.arena.reserve(order_of_travel(lives), device=device)
         for live in lives:
             self.enlist(live, device=device, states=reserved.get(live))
         self.refresh(param_groups)
+
+    def made(self, block: Block, *, spec: OptimizerSpec, param_groups: list[dict[str, Any]]) -> LiveBlock:
+        """A block with its slots, tuned as its rule and role are, and no state yet."""
+        tuned = None if self.tuning is None else self.tuning.of(block, rule=spec.rule)
+        return make_live(block, spec=spec, param_groups=param_groups, tuned=tuned)
 
     def enlist(self, live: LiveBlock, *, device: torch.device | None = None, states: list[State] | None = None) -> None:
         """A block before its first step gets its states, and its weights what its spec keeps of them, on `device`."""
@@ -164,8 +173,18 @@ class Roster:
         """To be called after anything changed: what a step goes through is made anew."""
         self.drop_backends()
         self._gather()
+        self._give_rows(num_groups=len(param_groups))
         self.listed = [list(group["params"]) for group in param_groups]
         self.frozen = [p for group in self.listed for p in group if p not in self.names]
+
+    def _give_rows(self, *, num_groups: int) -> None:
+        """Slots of one group that are tuned alike share a row of the options of a step."""
+        slots = [slot for live in self.live.values() for slot in live.slots if slot.tuned is not None]
+        found = {(slot.group, slot.tuned): slot.tuned for slot in slots}
+        self.rows = [(group, tuned) for (group, _), tuned in found.items() if tuned is not None]
+        places = {key: num_groups + index for index, key in enumerate(found)}
+        for slot in slots:
+            slot.row = places[slot.group, slot.tuned]
 
     def drop_backends(self) -> None:
         self.settle()
@@ -343,7 +362,7 @@ class Roster:
         for info, block in late:  # all are looked at before any gets state
             groups.check_param(where[info.name][0], name=info.name)
             groups.check_applies(spec, block=block)
-        lives = [make_live(block, spec=spec, param_groups=param_groups) for _, block in late]
+        lives = [self.made(block, spec=spec, param_groups=param_groups) for _, block in late]
         admission.check(lives)
         for (info, _), live in zip(late, lives, strict=True):
             self.names[where[info.name][0]] = info.name
@@ -423,11 +442,13 @@ class Roster:
         return sum(state["step"].nbytes for state in states if "step" in state)
 
 
-def make_live(block: Block, *, spec: OptimizerSpec, param_groups: list[dict[str, Any]]) -> LiveBlock:
+def make_live(
+    block: Block, *, spec: OptimizerSpec, param_groups: list[dict[str, Any]], tuned: Tuned | None = None
+) -> LiveBlock:
     """A block with its slots, and no state yet."""
     where = groups.named_params(param_groups)
     slots = [
-        make_slot(info.name, where[info.name][0], info=info, group=where[info.name][1], spec=spec)
+        make_slot(info.name, where[info.name][0], info=info, group=where[info.name][1], spec=spec, tuned=tuned)
         for info in block.params
     ]
     return LiveBlock(block=block, spec=spec, rule=RULES[spec.rule], slots=slots)

@@ -36,7 +36,7 @@ def _seed_block(live: LiveBlock, *, state: Mapping[Tensor, State], param_groups:
         grad = grad.detach().to(torch.float32)
         square = torch.where(usable(grad), grad, 0.0).square_()
         if bool(square.any()):
-            _start(slot, state[slot.param], square, betas=param_groups[slot.group]["betas"])
+            _start(slot, state[slot.param], square, betas=slot.betas(param_groups))
             live.unseeded.discard(slot.name)
 
 

@@ -9,11 +9,13 @@ the host have their slab there, in the optimizer's arena.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from baoc.core.catalogue import STORAGES
+from baoc.core.recipes import Tuned
 from baoc.errors import BadInputError
 from baoc.optim.codecs import CODEC_IMPLS, Codec
 from baoc.optim.rules import RULES, RuleContext, UpdateRule
@@ -22,6 +24,7 @@ from baoc.planning.cost import aligned
 from baoc.types import Block, OptimizerSpec, ParamInfo, Placement, StateDecl, StateKind, StateLayout
 
 State = dict[str, Tensor]
+FIRST_BETAS = "first_betas"  # key of a parameter group: its betas before any schedule, where some blocks have their own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +76,7 @@ class Slot:
     param: Tensor
     info: ParamInfo
     group: int  # index into param_groups
+    row: int  # index into the options of a step: that of its group, or of a row behind all groups where it is tuned
     rule: UpdateRule
     weights: str
     kept: tuple[Kept, ...]
@@ -83,6 +87,7 @@ class Slot:
     matrix: tuple[int, int] | None
     on_cpu: bool
     placement: str = Placement.DEVICE
+    tuned: Tuned | None = None  # what changes of its group's settings
     adopted: int = -1  # version of the parameter when its data became what `weights` says
     taken_in: int | None = None  # sum of the bits of split weights as they came, until the first step
 
@@ -100,6 +105,11 @@ class Slot:
     def placed_on_host(self) -> bool:
         return self.placement != Placement.DEVICE
 
+    def betas(self, param_groups: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+        """Those that its rule runs with now."""
+        group = param_groups[self.group]
+        return group["betas"] if self.tuned is None else betas_of(self.tuned, group)
+
     def context(
         self, *, step: int, betas: tuple[float, float], eps: float, finite: Tensor | None = None
     ) -> RuleContext:
@@ -112,6 +122,18 @@ class Slot:
             matrix=self.matrix,
             transposed=self.info.transposed,
         )
+
+
+def betas_of(tuned: Tuned, group: Mapping[str, Any]) -> tuple[float, float]:
+    """The betas of a tuned block: its own, but for one that a schedule has moved off the group's first value."""
+    now = group["betas"]
+    if tuned.betas is None:
+        return now
+    first = group.get(FIRST_BETAS, now)
+    return (
+        tuned.betas[0] if now[0] == first[0] else now[0],
+        tuned.betas[1] if now[1] == first[1] else now[1],
+    )
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -161,7 +183,9 @@ class Bucket:
     blocks: list[LiveBlock] = field(default_factory=list)
 
 
-def make_slot(name: str, param: Tensor, *, info: ParamInfo, group: int, spec: OptimizerSpec) -> Slot:
+def make_slot(
+    name: str, param: Tensor, *, info: ParamInfo, group: int, spec: OptimizerSpec, tuned: Tuned | None = None
+) -> Slot:
     rule, storage = RULES[spec.rule], STORAGES[spec.storage]
     empty = param.numel() == 0  # it is never stepped, so it has no state either
     kept, parts = [], []
@@ -181,7 +205,9 @@ def make_slot(name: str, param: Tensor, *, info: ParamInfo, group: int, spec: Op
         param=param,
         info=info,
         group=group,
+        row=group,
         rule=rule,
+        tuned=tuned,
         weights=spec.weights,
         kept=tuple(kept),
         parts=tuple(parts),

@@ -91,10 +91,12 @@ def build_candidates(
     link: LinkRates = STORED,
     shared: bool = False,
     keep_fp32_roles: Collection[Role | str] = (),
+    only: Mapping[str, str] | None = None,
 ) -> CandidateSets:
     """Every applicable candidate of every block, dominated ones too, by bytes ascending (then risk, seconds, row).
 
-    `shared`: the device is the host, whose memory counts as its own. Raises BadInputError for a block on which no
+    `shared`: the device is the host, whose memory counts as its own. `only`: block -> the one spec that it may run, of
+    blocks that have no choice. Raises BadInputError for a block on which no
     spec may run.
     """
     total = max(sum(block.numel for block in blocks), 1)
@@ -107,7 +109,7 @@ def build_candidates(
         risks: dict[str, Risk] = {}  # by the row's name on the device: a step is the same wherever its states are kept
         made: list[Candidate] = []
         for spec in specs.values():
-            if reasons[spec.name] is not None:
+            if reasons[spec.name] is not None or (only or {}).get(block.name, spec.name) != spec.name:
                 continue
             name, rule = on_device(spec.name), rules[spec.rule]
             if name not in risks:

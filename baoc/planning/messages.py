@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from baoc.errors import InfeasibleBudgetError
 from baoc.planning.allocators import NoFeasibleAllocation, possible
+from baoc.planning.allocators.recipe import recipe_bytes, recipes_within
 from baoc.planning.limits import Try, allocated, least_of
 from baoc.planning.transfer import pinned_bytes
 from baoc.types import Allocation, Budget, Candidate, Footprint, LatencyTable, Limits, Plan, Profile, Reason
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 
 SEARCHES, SEARCH_STEP, START_S = 240, 1.05, 1e-5  # from 10 microseconds on, as far as a second
+MOST_RECIPES = 4  # that a refusal names
 HOST_ADVICE = "states on the host, by budget.host_memory or catalogue=host"
 
 ADVICE_MEMORY = (
@@ -110,6 +112,8 @@ def _refusal(
     budget = planner.budget
     allowed = budget.memory_bytes if budget.memory_bytes is not None else limits.state_bytes
     needed = _host_needed(refused)
+    if planner.settings.recipe is not None and allowed is not None and limits.state_bytes is not None:
+        return recipe_too_large(planner, allowed_bytes=allowed, least_bytes=least_bytes, room_bytes=limits.state_bytes)
     if allowed is None or (needed is not None and least_bytes <= allowed):
         assert needed is not None
         return too_small_host(budget, needed_bytes=needed, least_bytes=least_bytes)
@@ -122,6 +126,32 @@ def _refusal(
         footprint=planner.footprint,
         specs=planner.specs,
         host_needed=needed,
+    )
+
+
+def recipe_too_large(
+    planner: "Planner", *, allowed_bytes: int, least_bytes: int, room_bytes: int
+) -> InfeasibleBudgetError:
+    """A recipe needs what it needs: its bytes, and recipes of the catalogue that would fit in its place."""
+    recipe, budget = planner.settings.recipe, planner.budget
+    assert recipe is not None
+    held = recipe_bytes(planner.blocks, recipe=recipe)
+    others = recipes_within(planner.blocks, state_bytes=room_bytes)
+    adamw = max(planner.state_bytes_adamw, 1)
+    names = ", ".join(f"{name} ({size / adamw:.1%})" for name, size in others[:MOST_RECIPES])
+    fitting = f"recipes that fit: {names}" if names else "no recipe of the catalogue fits"
+    memory = budget.memory_bytes is not None
+    unit = "of device memory" if memory else "of optimizer state"
+    fraction = "" if memory else f" (state_fraction={least_bytes / adamw:.4f})"
+    advice = (fitting, "no recipe, so that an allocator chooses", *(ADVICE_MEMORY if memory else ()))
+    return InfeasibleBudgetError(
+        f"budget {budget.name} cannot be met: it allows {format_bytes(allowed_bytes)} {unit} ({allowed_bytes} bytes), "
+        f"and recipe={recipe.title}, which keeps {format_bytes(held)} ({held} bytes, {held / adamw:.1%} of fp32 "
+        f"AdamW's) of state, needs {format_bytes(least_bytes)} ({least_bytes} bytes){fraction}. What would do: "
+        f"{'; '.join(advice)}",
+        budget_bytes=allowed_bytes,
+        least_feasible_bytes=least_bytes,
+        advice=advice,
     )
 
 

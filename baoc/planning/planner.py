@@ -12,11 +12,13 @@ from typing import Any
 
 from baoc.core.blocks import partition
 from baoc.core.catalogue import STORAGES, select
+from baoc.core.recipes import RECIPES, Recipe
 from baoc.core.rule_tags import RULE_INFOS
 from baoc.errors import BadInputError
 from baoc.planning.allocators import ALLOCATORS, NoFeasibleAllocation
 from baoc.planning.allocators.base import Allocator
 from baoc.planning.allocators.hosted import HostedAllocator
+from baoc.planning.allocators.recipe import Pick, RecipeAllocator, pick
 from baoc.planning.candidates import build_candidates, undominated
 from baoc.planning.cost import adamw_state_bytes, cost, whole_step_seconds
 from baoc.planning.limits import Savings, Try, all_tries, allocated, charged, least_of, saved_by, savings, spend
@@ -37,6 +39,7 @@ from baoc.types import (
     ParamInfo,
     Plan,
     Profile,
+    Reason,
     Role,
 )
 
@@ -46,7 +49,11 @@ FEW_BLOCKS = 64  # with more, every level is tried by prices, and only the best 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerSettings:
-    """What a user chooses about planning; defaults are those of `conf/`."""
+    """What a user chooses about planning; defaults are those of `conf/`.
+
+    A `recipe` chooses in place of an allocator: it brings its own rows of the catalogue, runs them on every role, and
+    has blocks by part where it tells parts apart. Blocks made otherwise than by layer and role stay as they are.
+    """
 
     specs: tuple[str, ...] = ("*",)
     keep_fp32_roles: tuple[Role, ...] = (Role.EMBEDDING, Role.HEAD, Role.NORM)
@@ -59,6 +66,26 @@ class PlannerSettings:
     every: int | None = None  # of allocator=host_every_kth
     flush_only: bool = False  # updated blocks' gradients come to the host in backward, and wait there
     seed: int = 0
+    recipe: Recipe | None = None
+
+    def __post_init__(self) -> None:
+        if self.recipe is None:
+            if self.allocator == "recipe":
+                raise BadInputError(
+                    f"allocator=recipe needs a recipe: name one with recipe=NAME, such as {', '.join(RECIPES)}, or a "
+                    "FILE.yaml"
+                )
+            return
+        if self.allocator not in ("exact", "recipe"):
+            raise BadInputError(
+                f"recipe={self.recipe.name} and allocator={self.allocator} exclude each other: a recipe says what "
+                "every block runs, so that nothing is left to an allocator. Leave one out"
+            )
+        own: dict[str, Any] = {"allocator": "recipe", "specs": self.recipe.rows, "keep_fp32_roles": ()}
+        if self.blocks_by == "layer_role" and self.recipe.tells_parts:
+            own["blocks_by"] = "layer_part"
+        for key, value in own.items():
+            object.__setattr__(self, key, value)
 
 
 def known(name: str, options: Mapping[str, object], what: str) -> str:
@@ -107,6 +134,8 @@ class Planner:
         self.blocks: tuple[Block, ...] = partition(
             self.params, declared=declared, patterns=settings.patterns, by=settings.blocks_by
         )
+        if settings.recipe is not None:
+            self.allocator = RecipeAllocator(picks={b.name: pick(b, recipe=settings.recipe) for b in self.blocks})
         self.state_bytes_adamw = adamw_state_bytes(self.blocks)
         self._made: dict[Any, tuple[tuple[Any, ...], Any]] = {}  # by risk and count; made anew where its basis changed
         if budget.memory_bytes is not None and footprint is None:
@@ -248,6 +277,7 @@ class Planner:
     ) -> dict[str, tuple[Candidate, ...]]:
         """Every spec that applies to each block, dominated ones included, cheapest first."""
         count = self.counts[0] if count is None else count
+        picks = self.allocator.picks if isinstance(self.allocator, RecipeAllocator) else None
         base = self._once(
             ("candidates", risk, self.host_counts),
             (profile, self._lines, self.budget),
@@ -263,6 +293,7 @@ class Planner:
                 link=self.link,
                 shared=self.host_counts,
                 keep_fp32_roles=self.settings.keep_fp32_roles,
+                only={} if picks is None else {block: one.spec for block, one in picks.items()},
             ),
         )
         footprint = self.footprint
@@ -412,6 +443,7 @@ class Planner:
         )
         allowed = self.budget.memory_bytes if self.budget.memory_bytes is not None else limits.state_bytes
         shared = allocation.host_bytes if self.host_counts else 0
+        picks = self.allocator.picks if isinstance(self.allocator, RecipeAllocator) else None
         return Plan(
             blocks=self.blocks,
             candidates={block: tuple(options) for block, options in pool.items()},
@@ -426,8 +458,16 @@ class Planner:
             state_bytes_adamw=self.state_bytes_adamw,
             least_feasible_bytes=least,
             most_useful_bytes=useful,
-            reasons=reasons(allocation, pool),
+            reasons=reasons(allocation, pool) if picks is None else _recipe_reasons(allocation, picks),
         )
+
+
+def _recipe_reasons(allocation: Allocation, picks: Mapping[str, Pick]) -> tuple[Reason, ...]:
+    """By which role each block runs its spec, and which blocks fell back."""
+    return tuple(
+        Reason(block=block, spec=spec, cheaper=None, dearer=None, text=picks[block].text)
+        for block, spec in allocation.choices.items()
+    )
 
 
 def _by_risk(candidate: Candidate) -> tuple[float, float, int]:

@@ -174,7 +174,8 @@ def plan_lines(plan: Plan) -> list[str]:
         )
     lines += _host_lines(plan)
     if plan.budget.kind == "none":
-        return [*lines, "no memory or state limit: every block runs what has the least risk"]
+        runs = "the recipe asks of it" if allocation.allocator == "recipe" else "has the least risk"
+        return [*lines, f"no memory or state limit: every block runs what {runs}"]
     measure = "device memory" if plan.budget.kind == "memory" else "optimizer state"
     if plan.budget.kind == "memory":
         lines.append(f"predicted peak {format_bytes(plan.peak_bytes)} ({plan.peak_bytes} bytes)")

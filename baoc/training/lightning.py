@@ -32,7 +32,15 @@ from baoc.training.gradient_release import leave_clipping, leaves_gradients, rel
 from baoc.training.measure.probe import Probe, silent, unwrapped
 from baoc.training.measure.step_time import soon_timed, with_link
 from baoc.training.reallocation import Reallocator
-from baoc.training.session import SessionSettings, assemble, narrow_params, only_narrow, released_blocks
+from baoc.training.session import (
+    RecipeLike,
+    SessionSettings,
+    assemble,
+    narrow_params,
+    only_narrow,
+    released_blocks,
+    with_recipe,
+)
 from baoc.training.user_optimizer import (
     count_steps_for_schedulers,
     declared_blocks,
@@ -85,6 +93,7 @@ class BaocStrategy(SingleDeviceStrategy):
         budget: A budget in any spelling of the command line: "8gb", "state_25", {"step_time": 1.2}, "auto".
         device: "auto" (the Trainer's accelerator), "cpu", "cuda" or "cuda:N".
         settings: Planner, reallocation and optimizer settings.
+        recipe: A recipe by name or file, or a `Recipe`: what each role runs, in place of the planner's choice.
         latency: Optimizer step times measured before; None measures them where a step-time limit needs them.
         plan_only: `fit` plans and ends before training.
         record_latency: Measure the step times of the chosen specs even if no limit needs them.
@@ -102,6 +111,7 @@ class BaocStrategy(SingleDeviceStrategy):
         *,
         device: str = "auto",
         settings: SessionSettings | None = None,
+        recipe: RecipeLike | None = None,
         latency: LatencyTable | None = None,
         plan_only: bool = False,
         record_latency: bool = False,
@@ -115,7 +125,7 @@ class BaocStrategy(SingleDeviceStrategy):
         named = {"auto": "cpu", "cuda": "cuda:0"}  # auto is settled in setup_environment; Lightning wants an index
         super().__init__(device=named.get(device, device), **kwargs)
         self.budget = parse_budget(budget)
-        self.settings = settings or SessionSettings()
+        self.settings = with_recipe(settings or SessionSettings(), recipe=recipe)
         self.latency = latency
         self.decided: Footprint | None = None  # of this very step, by which a decision has found that it fits
         self.plan_only = plan_only

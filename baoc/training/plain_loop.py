@@ -29,7 +29,14 @@ from baoc.profiling import (
 )
 from baoc.training.measure.step_temporaries import step_temporaries
 from baoc.training.reallocation import ReallocationSettings, Reallocator
-from baoc.training.session import SessionSettings, make_profiler, released_blocks
+from baoc.training.session import (
+    RecipeLike,
+    SessionSettings,
+    make_profiler,
+    released_blocks,
+    tuning_of,
+    with_recipe,
+)
 from baoc.types import Budget, Footprint, Plan, profile_from_plain
 
 PLAIN_WARMUP_STEPS = 100
@@ -47,6 +54,7 @@ class BaocOptimizer(BlockwiseOptimizer):
         probe: Runs one forward and backward pass on a typical batch, so that a memory budget is planned before
             training. Without it the first step runs on the plan of least state and measures its memory.
         settings: Planner, reallocation and optimizer settings. The default warm-up is 100 steps.
+        recipe: A recipe by name or file, or a `Recipe`: what each role runs, in place of the planner's choice.
         release: Step each block in the backward pass and drop its gradients, see BlockwiseOptimizer. None takes
             the value in `settings`.
 
@@ -67,8 +75,10 @@ class BaocOptimizer(BlockwiseOptimizer):
         probe: Callable[[], object] | None = None,
         settings: SessionSettings | None = None,
         release: bool | GradientRelease | None = None,
+        recipe: RecipeLike | None = None,
     ):
         settings = settings or SessionSettings(reallocation=ReallocationSettings(warmup_steps=PLAIN_WARMUP_STEPS))
+        settings = with_recipe(settings, recipe=recipe)
         if release is not None:
             settings = replace(settings, release=release)
         refuse_ranks("optimizer")
@@ -105,6 +115,7 @@ class BaocOptimizer(BlockwiseOptimizer):
             nonfinite=settings.nonfinite,
             rms_matching=settings.rms_matching,
             release=settings.release,
+            tuning=tuning_of(settings),
         )
         self.reallocator = Reallocator(
             planner=planner, optimizer=weakref.proxy(self), plan=plan, settings=settings.reallocation, profiler=profiler

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from baoc.core.blocks import partition
 from baoc.core.catalogue import SPECS, base_name, on_device, select
+from baoc.core.recipes import Recipe, Tuning, find_recipe
 from baoc.core.rule_tags import RULE_INFOS
 from baoc.kernels.host_memory import check_host_memory
 from baoc.optim import BlockwiseOptimizer, GradientRelease
@@ -23,6 +25,7 @@ from baoc.training.reallocation.reallocator import Reallocator
 from baoc.training.reallocation.triggers import ReallocationSettings
 from baoc.types import Budget, Footprint, LatencyTable, ParamInfo
 
+RecipeLike = str | Path | Mapping[str, Any] | Recipe  # a name, a file, the contents of one, or a recipe
 MOST_RETIMED = 4  # plans whose specs are timed before one is taken
 
 
@@ -41,6 +44,21 @@ class SessionSettings:
     rms_matching: bool | Matching = True
     release: bool | GradientRelease = False
     overlap: bool = True
+
+
+def with_recipe(settings: SessionSettings, *, recipe: RecipeLike | None) -> SessionSettings:
+    """The settings with a recipe in the place of their allocator. Raises BadInputError where another one was set."""
+    if recipe is None:
+        return settings
+    found = find_recipe(recipe)
+    matching = settings.rms_matching if found.matching else False
+    return replace(settings, planner=replace(settings.planner, recipe=found), rms_matching=matching)
+
+
+def tuning_of(settings: SessionSettings) -> Tuning | None:
+    """What the recipe changes of rates and betas."""
+    recipe = settings.planner.recipe
+    return None if recipe is None else recipe.tuning
 
 
 def make_profiler(
@@ -174,6 +192,7 @@ def assemble(
         nonfinite=settings.nonfinite,
         rms_matching=settings.rms_matching,
         release=settings.release,
+        tuning=tuning_of(settings),
         device=device,
         **defaults,
     )

@@ -84,7 +84,9 @@ def session_settings(config: RunConfig) -> SessionSettings:
         every=config.allocator.every,
         flush_only=traits.flush_only and not config.trainer.gradient_clip_val,
         seed=config.seed,
+        recipe=config.recipe,
     )
+    matching = traits.matching if config.recipe is None else config.recipe.matching
     return SessionSettings(
         planner=planner,
         reallocation=ReallocationSettings(**asdict(config.reallocation)),
@@ -92,7 +94,7 @@ def session_settings(config: RunConfig) -> SessionSettings:
         nonfinite=config.optim.nonfinite,
         release=bool(config.optim.release_gradients),
         overlap=traits.overlap,
-        rms_matching=config.optim.matching if traits.matching else False,
+        rms_matching=config.optim.matching if matching else False,
     )
 
 

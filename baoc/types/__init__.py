@@ -20,7 +20,7 @@ from baoc.types.decision import (
     Reason,
     Risk,
 )
-from baoc.types.network import Block, DataSpec, ImageDataSpec, ParamInfo, Role, TextDataSpec, matrix_shape
+from baoc.types.network import Block, DataSpec, ImageDataSpec, ParamInfo, Part, Role, TextDataSpec, matrix_shape
 from baoc.types.option import Option
 from baoc.types.outcome import RESULT_SCHEMA, BlockMove, FailedRun, FrontierPoint, Quality, Reallocation, RunResult
 from baoc.types.plain import latency_from_plain, profile_from_plain, to_plain
@@ -62,6 +62,7 @@ __all__ = [
     "OptimizerSpec",
     "Option",
     "ParamInfo",
+    "Part",
     "PeakInterval",
     "Placement",
     "PlacementInfo",

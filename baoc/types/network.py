@@ -19,6 +19,15 @@ class Role(StrEnum):
     OTHER = "other"
 
 
+class Part(StrEnum):
+    """Which part of attention or mlp a matrix is, where its name or shape tells."""
+
+    QK = "qk"  # query and key
+    VO = "vo"  # value and output
+    IN = "in"  # into the mlp, its gate included
+    OUT = "out"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamInfo:
     """One trainable parameter, tied ones once: the first name owns, the others are `aliases`."""
@@ -56,12 +65,13 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """A named set of parameters sharing one optimizer spec."""
+    """A named set of parameters sharing one optimizer spec. `part` is that of all of them, None if they differ."""
 
     name: str
     params: tuple[ParamInfo, ...]
     role: Role
     depth: int | None = None
+    part: Part | None = None
 
     @property
     def numel(self) -> int:

@@ -124,7 +124,9 @@ def test_what_a_user_gets_wrong_is_named():
     params = transformer(layers=1)
     with pytest.raises(BadInputError, match="there is no trainable parameter to optimize: unfreeze one"):
         partition([])
-    with pytest.raises(BadInputError, match=r"unknown blocks.by 'layers': choose one of layer_role, layer, role"):
+    with pytest.raises(
+        BadInputError, match=r"unknown blocks.by 'layers': choose one of layer_role, layer_part, layer, role"
+    ):
         partition(params, by="layers")
     with pytest.raises(BadInputError, match=r"'attn' \(block 'a'\) matches no parameter .* whole name.*embed_tokens"):
         partition(params, patterns=[("a", "attn")])

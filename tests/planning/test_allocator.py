@@ -28,7 +28,7 @@ ADAMW = adamw_state_bytes(BLOCKS)
 
 def has_choice(allocator: Allocator) -> bool:
     """Baselines run what they are named for."""
-    return not allocator.name.startswith(("uniform_", "host_"))
+    return not allocator.name.startswith(("uniform_", "host_", "recipe"))
 
 
 def pool(allocator: Allocator) -> dict[str, tuple[Candidate, ...]]:
@@ -39,7 +39,9 @@ def pool(allocator: Allocator) -> dict[str, tuple[Candidate, ...]]:
 
 def named(options: Candidates, *, allocator: Allocator) -> Candidates:
     """With the spec that a baseline runs in place of s0."""
-    rows = getattr(allocator, "rows", ()) or (getattr(allocator, "spec", "s0"),)
+    rows = getattr(allocator, "rows", ()) or (
+        getattr(allocator, "spec", "adamw" if allocator.name == "recipe" else "s0"),
+    )
     return {
         b: [replace(c, spec=rows[0]) if c.spec == "s0" else c for c in held]
         + [replace(c, spec=row) for row in rows[1:] for c in held if c.spec == "s0"]

@@ -45,7 +45,7 @@ def step_bucket(bucket: Bucket, inputs: StepInputs) -> None:
 
 def _step_plain(slot: Slot, inputs: StepInputs) -> None:
     """A function, so that nothing of one tensor's step is there in that of the next: a plan counts one of them."""
-    options, finite = inputs.options[slot.group], inputs.masks.get(slot.param)
+    options, finite = inputs.options[slot.row], inputs.masks.get(slot.param)
     direction = advance(slot, inputs, finite=finite)
     apply_(slot, direction, inputs=inputs, options=options, finite=finite)
 
@@ -74,7 +74,7 @@ def _step_scaled(slot: Slot, inputs: StepInputs, *, match: Tensor, measure: matc
     factor = matching.factor(match, norm=norm, count=count)
     measure.add(norm, factor=factor, count=count)
     matched = Direction(numerator=update, divisor=direction.divisor)
-    options = inputs.options[slot.group]
+    options = inputs.options[slot.row]
     apply_(slot, matched, inputs=inputs, options=options, finite=finite, factor=factor)
 
 
@@ -95,7 +95,7 @@ def _own_norm(slot: Slot, inputs: StepInputs) -> tuple[float | Tensor, int]:
 
 def advance(slot: Slot, inputs: StepInputs, *, finite: Tensor | None, store: bool = True) -> Direction:
     """Runs the rule on the parameter's gradient and, unless told otherwise, stores the states it leaves."""
-    state, options = inputs.state[slot.param], inputs.options[slot.group]
+    state, options = inputs.state[slot.param], inputs.options[slot.row]
     step = 0
     if slot.counts_steps:
         count = state["step"]

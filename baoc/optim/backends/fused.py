@@ -310,7 +310,7 @@ def _table(kind: Kind, *, members: Sequence[tuple[LiveBlock, Slot]], state: Mapp
         [slot.param for slot in slots],
         kind=kind,
         states=[state[slot.param] for slot in slots],
-        groups=[slot.group for slot in slots],
+        groups=[slot.row for slot in slots],
         matches=[block.match for block, _ in members],
         shapes=shapes,
         seeds=[seed_of(slot.name) if kind.weights == "bf16_sr" else 0 for slot in slots],

@@ -142,9 +142,9 @@ class _Unit:
         rows = []
         for _, slot in table.members:
             step = int(self.state[slot.param]["step"].item()) + 1 if slot.counts_steps else 0
-            key = (slot.group, step)
+            key = (slot.row, step)
             if key not in known:
-                known[key] = native_kinds.settings_of(self.rule, options[slot.group], step=step)
+                known[key] = native_kinds.settings_of(self.rule, options[slot.row], step=step)
             rows.append(known[key])
         table.settings, table.divisors = [row[0] for row in rows], [row[1] for row in rows]
 

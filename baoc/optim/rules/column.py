@@ -1,4 +1,4 @@
-"""The gradient with each of its columns made of one length: adaptive between inputs, and stateless.
+"""The gradient, or its average, with each column made of one length: adaptive between inputs without a v.
 
 docs/methods.md#column-norm has the formula.
 """
@@ -23,11 +23,30 @@ class ColumnNorm(Rule):
     """
 
     def direction(self, grad: Tensor, *, states: dict[str, Tensor], ctx: RuleContext) -> Direction:
-        assert ctx.matrix is not None
-        matrix = as_matrix(grad, ctx)
-        largest = matrix.abs().amax(0).clamp_(min=_TINY)  # squares of gradients far below 1 would be lost
-        norm = torch.linalg.vector_norm(matrix / largest, dim=0).mul_(largest).clamp_(min=_TINY)
-        return Direction(numerator=grad, denominator=from_matrix(norm.expand(ctx.matrix), ctx, shape=tuple(grad.shape)))
+        return _of_one_length(grad, ctx=ctx)
 
 
-RULES = (ColumnNorm(RULE_INFOS["column_norm"]),)
+class ColumnNormMomentum(Rule):
+    """m_j / |m_j| for each column, m the average of g: what SCALE (arXiv 2506.16659) runs on the head.
+
+    Excluded elements of m are 0 in the norm. The length of m plays no part, and so neither does its bias.
+    """
+
+    def direction(self, grad: Tensor, *, states: dict[str, Tensor], ctx: RuleContext) -> Direction:
+        m = states["m"].lerp_(grad, 1 - ctx.beta1)
+        return _of_one_length(m if ctx.finite is None else torch.where(ctx.finite, m, 0.0), ctx=ctx)
+
+    def last(self, *, states: dict[str, Tensor], ctx: RuleContext) -> Direction | None:
+        return _of_one_length(states["m"], ctx=ctx)
+
+
+def _of_one_length(update: Tensor, *, ctx: RuleContext) -> Direction:
+    """`update` with each column divided by its norm."""
+    assert ctx.matrix is not None
+    matrix = as_matrix(update, ctx)
+    largest = matrix.abs().amax(0).clamp_(min=_TINY)  # squares of gradients far below 1 would be lost
+    norm = torch.linalg.vector_norm(matrix / largest, dim=0).mul_(largest).clamp_(min=_TINY)
+    return Direction(numerator=update, denominator=from_matrix(norm.expand(ctx.matrix), ctx, shape=tuple(update.shape)))
+
+
+RULES = (ColumnNorm(RULE_INFOS["column_norm"]), ColumnNormMomentum(RULE_INFOS["column_norm_momentum"]))

@@ -7,11 +7,20 @@ from baoc.planning.allocators.greedy import GreedyAllocator
 from baoc.planning.allocators.hosted import HOSTED
 from baoc.planning.allocators.lagrangian import LagrangianAllocator
 from baoc.planning.allocators.random import RandomAllocator
+from baoc.planning.allocators.recipe import RecipeAllocator
 from baoc.planning.allocators.uniform import UNIFORM
 
 ALLOCATORS: dict[str, Allocator] = {
     allocator.name: allocator
-    for allocator in (ExactAllocator(), LagrangianAllocator(), GreedyAllocator(), RandomAllocator(), *UNIFORM, *HOSTED)
+    for allocator in (
+        ExactAllocator(),
+        LagrangianAllocator(),
+        GreedyAllocator(),
+        RandomAllocator(),
+        RecipeAllocator(),
+        *UNIFORM,
+        *HOSTED,
+    )
 }
 
 __all__ = ["ALLOCATORS", "Allocator", "NoFeasibleAllocation", "least_bytes", "possible"]

@@ -1,0 +1,476 @@
+"""Recipes: what each role of a network runs, as one value that has a name.
+
+A recipe gives a spec to each role, and to rules and roles a multiple of the learning rate and betas of their own. The
+rows of RECIPES are published methods, as their authors run them and with cheap states on embedding and head (`_lean`).
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, cast
+
+from baoc.core.catalogue import SPECS, WEIGHTS, with_weights
+from baoc.core.rule_tags import RULE_INFOS
+from baoc.errors import BadInputError
+from baoc.types import Block, Part, Role
+
+FALLBACK = "adamw"  # runs anywhere
+HIDDEN = "hidden"  # every matrix that is neither embedding nor head
+FIRST = "first"  # those of the first layer
+OUTER = (Role.EMBEDDING, Role.HEAD, Role.NORM)
+PARTS: Mapping[Role, tuple[Part, ...]] = {Role.ATTENTION: (Part.QK, Part.VO), Role.MLP: (Part.IN, Part.OUT)}
+ROLES: tuple[str, ...] = (
+    *(role.value for role in OUTER),
+    HIDDEN,
+    FIRST,
+    *(
+        key
+        for role in Role
+        if role not in OUTER
+        for key in (role.value, *(f"{role.value}_{part.value}" for part in PARTS.get(role, ())))
+    ),
+)
+_SUFFIXES = (".yaml", ".yml")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuned:
+    """What a recipe changes of one block's settings: a multiple of the group's `lr`, and betas in place of its own."""
+
+    lr: float = 1.0
+    betas: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """Multiples of the learning rate by rule and role, and betas by rule. The first part of a rule's name stands for
+    all that begin with it: `foam` for foam_l2 and foam_l3_out. A rule's and a role's multiple are multiplied."""
+
+    lr: Mapping[str, float] = field(default_factory=dict[str, float])
+    betas: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
+
+    def of(self, block: Block, *, rule: str) -> Tuned | None:
+        """What changes for a block that runs `rule`; None where nothing does."""
+        names = list(_names_of(rule))
+        by_rule = next((self.lr[name] for name in names if name in self.lr), 1.0)
+        by_role = next((self.lr[key] for key in keys_of(block) if key in self.lr), 1.0)
+        betas = next((self.betas[name] for name in names if name in self.betas), None)
+        tuned = Tuned(lr=by_rule * by_role, betas=betas)
+        return None if tuned == Tuned() else tuned
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """One spec per role, and how fast it learns.
+
+    Args:
+        name: What it is called.
+        description: One line for `--list recipes`.
+        source: Where the method is published.
+        specs: Role (ROLES) -> spec. The most special role counts: `first`, `attention_qk`, `attention`, `hidden`. Roles
+            without a spec run `fallback`.
+        lr: Rule or role -> multiple of the learning rate.
+        betas: Rule -> betas, in place of the parameter group's.
+        fallback: Specs that a block takes where its own does not apply, the first that does; at last fp32 AdamW.
+        weights: Format of the weights of all roles but norms, where a spec does not name one.
+        matching: Updates are scaled to the RMS of AdamW's, so that one learning rate serves all rules.
+        share: State on Llama 130M as a share of fp32 AdamW's, of rows of the catalogue.
+    """
+
+    name: str
+    description: str = ""
+    source: str = ""
+    specs: Mapping[str, str] = field(default_factory=dict[str, str])
+    lr: Mapping[str, float] = field(default_factory=dict[str, float])
+    betas: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
+    fallback: tuple[str, ...] = ()
+    weights: str = "native"
+    matching: bool = True
+    share: float | None = None
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @property
+    def title(self) -> str:
+        """Its name, and whether it is no longer what the catalogue calls so."""
+        changed = self.name in RECIPES and replace(self, share=None) != replace(RECIPES[self.name], share=None)
+        return f"{self.name} (changed)" if changed else self.name
+
+    @property
+    def tuning(self) -> Tuning | None:
+        return Tuning(lr=self.lr, betas=self.betas) if self.lr or self.betas else None
+
+    @property
+    def tells_parts(self) -> bool:
+        """Whether parts of attention or mlp differ, for which blocks have to be made by part."""
+        parts = {f"{role.value}_{part.value}" for role, held in PARTS.items() for part in held}
+        return not parts.isdisjoint({*self.specs, *self.lr})
+
+    @property
+    def tells_layers(self) -> bool:
+        return FIRST in self.specs or FIRST in self.lr
+
+    def wish(self, block: Block) -> tuple[str, str]:
+        """The role by which a block goes, and the spec that this one asks for."""
+        for key in keys_of(block):
+            if key in self.specs:
+                return key, self._row(self.specs[key], role=block.role)
+        return block.role.value, self._row((*self.fallback, FALLBACK)[0], role=block.role)
+
+    def chain(self, block: Block) -> tuple[str, ...]:
+        """The spec that a block is to run, and what it runs instead where that does not apply."""
+        others = [self._row(spec, role=block.role) for spec in (*self.fallback, FALLBACK)]
+        return tuple(dict.fromkeys((self.wish(block)[1], *others, FALLBACK)))
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """Every row of the catalogue that some block may run."""
+        given = [*self.specs.values(), *self.fallback, FALLBACK]
+        found = [self._row(spec, role=role) for spec in given for role in (Role.OTHER, Role.NORM)]
+        return tuple(dict.fromkeys((*found, FALLBACK)))
+
+    def _row(self, spec: str, *, role: Role) -> str:
+        plain = role is Role.NORM or self.weights == "native" or "+" in spec
+        return spec if plain else with_weights(SPECS[spec], self.weights).name
+
+
+def keys_of(block: Block) -> Iterator[str]:
+    """Names of a block's role, the most special first."""
+    if block.role in OUTER:
+        yield block.role.value
+        return
+    if block.depth == 0:
+        yield FIRST
+    if block.part is not None:
+        yield f"{block.role.value}_{block.part.value}"
+    yield block.role.value
+    yield HIDDEN
+
+
+def _names_of(rule: str) -> Iterator[str]:
+    """The rule's name, then its beginnings: foam_l2_out, foam_l2, foam."""
+    parts = rule.split("_")
+    yield from ("_".join(parts[:count]) for count in range(len(parts), 0, -1))
+
+
+RULES: tuple[str, ...] = tuple(dict.fromkeys(name for rule in RULE_INFOS for name in reversed(list(_names_of(rule)))))
+
+
+# -- checks -----------------------------------------------------------------------------------------------------------
+
+
+def _check(recipe: Recipe) -> None:
+    if not recipe.name or "\n" in recipe.name:
+        raise BadInputError(f"a recipe is called {recipe.name!r}: give it a name of one line")
+    for role, spec in recipe.specs.items():
+        if role not in ROLES:
+            raise _unknown(recipe, role)
+        _check_spec(spec, key=f"recipe.{role}")
+    for spec in recipe.fallback:
+        _check_spec(spec, key="recipe.fallback")
+    if recipe.weights not in WEIGHTS:
+        raise BadInputError(f"recipe.weights={recipe.weights} is not allowed: choose one of {', '.join(WEIGHTS)}")
+    for key, factor in recipe.lr.items():
+        if key not in (*RULES, *ROLES):
+            raise _unknown_in("lr", key, allowed=(*RULES, *ROLES))
+        if not isinstance(cast(object, factor), int | float) or isinstance(factor, bool) or not 0 < factor < 1e6:
+            raise BadInputError(f"recipe.lr.{key}={factor} is not allowed: it must be a multiple of the rate, above 0")
+    for key, betas in recipe.betas.items():
+        if key not in RULES:
+            raise _unknown_in("betas", key, allowed=RULES)
+        numbers = [beta for beta in betas if isinstance(cast(object, beta), int | float) and 0 <= beta < 1]
+        if len(betas) != 2 or len(numbers) != 2:
+            raise BadInputError(f"recipe.betas.{key}={list(betas)} is not allowed: it must be two numbers in [0, 1)")
+
+
+def _check_spec(spec: object, *, key: str) -> None:
+    if spec not in SPECS:
+        near = get_close_matches(str(spec), SPECS, n=3)
+        close = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise BadInputError(
+            f"{key}={spec}: there is no such optimizer spec{close}\n`python run.py --list specs` shows every one"
+        )
+
+
+def _unknown(recipe: Recipe, key: str) -> BadInputError:
+    near = get_close_matches(key, (*ROLES, *_KEYS), n=3)
+    close = f"; did you mean {' or '.join(f'recipe.{name}' for name in near)}?" if near else ""
+    return BadInputError(
+        f"unknown key recipe.{key} of recipe {recipe.name}{close}\nroles are {', '.join(ROLES)}; beside them a recipe "
+        f"has {', '.join(_KEYS)}"
+    )
+
+
+def _unknown_in(group: str, key: str, *, allowed: tuple[str, ...]) -> BadInputError:
+    near = get_close_matches(key, allowed, n=3)
+    close = f"; did you mean {' or '.join(f'recipe.{group}.{name}' for name in near)}?" if near else ""
+    which = "rules, or beginnings of their names," if group == "betas" else "rules, beginnings of their names, or roles"
+    return BadInputError(
+        f"unknown key recipe.{group}.{key}{close}\nit goes by {which} such as muon, foam"
+        + (f"; roles are {', '.join(ROLES)}" if group == "lr" else "")
+        + "; `python run.py --list rules` shows every rule"
+    )
+
+
+# -- as plain values --------------------------------------------------------------------------------------------------
+
+_KEYS = tuple(item.name for item in fields(Recipe) if item.name not in ("specs", "share"))
+
+
+def recipe_node(recipe: Recipe) -> dict[str, Any]:
+    """A recipe in the words of a file: roles beside its other keys."""
+    return {
+        "name": recipe.name,
+        "description": recipe.description,
+        "source": recipe.source,
+        **{role: recipe.specs.get(role) for role in ROLES},
+        "lr": dict(recipe.lr),
+        "betas": {rule: list(betas) for rule, betas in recipe.betas.items()},
+        "fallback": list(recipe.fallback),
+        "weights": recipe.weights,
+        "matching": recipe.matching,
+    }
+
+
+def recipe_from_node(node: Mapping[str, Any], *, name: str = "") -> Recipe:
+    """What `recipe_node` wrote, or a file; what is null counts as not there. `base` names a recipe to start from."""
+    given = {str(key): value for key, value in node.items() if value is not None}
+    name = str(given.pop("name", name))
+    base = find_recipe(str(given.pop("base"))) if "base" in given else Recipe(name=name or "unnamed")
+    specs = {**base.specs, **{key: value for key, value in given.items() if key not in _KEYS}}
+    lr = {**base.lr, **_mapping(given.get("lr"), key="lr")}
+    betas = {**base.betas, **{k: _pair(v, key=k) for k, v in _mapping(given.get("betas"), key="betas").items()}}
+    fallback = given.get("fallback", base.fallback)
+    if isinstance(fallback, str) or not isinstance(fallback, list | tuple):
+        raise BadInputError(f"recipe.fallback={fallback} is not allowed: it must be a list of specs")
+    matching = given.get("matching", base.matching)
+    if not isinstance(matching, bool):
+        raise BadInputError(f"recipe.matching={matching} is not allowed: it must be true or false")
+    return Recipe(
+        name=name or base.name,
+        description=str(given.get("description", base.description)),
+        source=str(given.get("source", base.source)),
+        specs=specs,
+        lr=lr,
+        betas=betas,
+        fallback=tuple(cast("list[str]", fallback)),
+        weights=str(given.get("weights", base.weights)),
+        matching=matching,
+    )
+
+
+def _mapping(given: object, *, key: str) -> dict[str, Any]:
+    if given is not None and not isinstance(given, Mapping):
+        raise BadInputError(f"recipe.{key}={given} is not allowed: it must be a group of keys, such as {{muon: ...}}")
+    held = cast("Mapping[str, Any]", given or {})
+    return {str(name): value for name, value in held.items() if value is not None}
+
+
+def _pair(value: object, *, key: str) -> tuple[float, float]:
+    if not isinstance(value, list | tuple) or len(cast("list[Any]", value)) != 2:
+        raise BadInputError(f"recipe.betas.{key}={value} is not allowed: it must be two numbers in [0, 1)")
+    return cast("tuple[float, float]", tuple(cast("list[float]", value)))
+
+
+def find_recipe(given: str | Path | Mapping[str, Any] | Recipe) -> Recipe:
+    """A recipe by name, from a YAML file, from plain values, or as it is. Raises BadInputError."""
+    if isinstance(given, Recipe):
+        return given
+    if isinstance(given, Mapping):
+        return recipe_from_node(given)
+    if str(given) in RECIPES:
+        return RECIPES[str(given)]
+    if is_file(str(given)):
+        return read_recipe(Path(given))
+    near = get_close_matches(str(given), RECIPES, n=3)
+    close = f"; did you mean {' or '.join(near)}?" if near else ""
+    raise BadInputError(
+        f"recipe={given}: there is no such recipe{close}\nallowed: {', '.join(RECIPES)}, or a FILE.yaml with a spec by "
+        "role; `python run.py --list recipes` says what each is"
+    )
+
+
+def is_file(given: str) -> bool:
+    """Whether a recipe is given as a file."""
+    return given.endswith(_SUFFIXES)
+
+
+def read_recipe(path: Path) -> Recipe:
+    import yaml
+
+    try:
+        node = yaml.safe_load(path.expanduser().read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise BadInputError(f"recipe={path} cannot be read: {error}") from error
+    if not isinstance(node, dict):
+        raise BadInputError(f"recipe={path} must hold roles and specs, such as `hidden: muon_int8`")
+    return recipe_from_node(cast("dict[str, Any]", node), name=path.stem)
+
+
+# -- the catalogue ----------------------------------------------------------------------------------------------------
+
+
+def _by_role(hidden: str, *, embedding: str = FALLBACK, head: str | None = None, **others: str) -> dict[str, str]:
+    return {"embedding": embedding, "head": head or embedding, "norm": FALLBACK, HIDDEN: hidden, **others}
+
+
+_ADAMW = "arXiv 1711.05101"
+_ADAMW8, _ADAMW4 = "arXiv 2110.02861", "arXiv 2309.01507"
+_MUON, _MUON8 = "kellerjordan.github.io/posts/muon, arXiv 2502.16982", "arXiv 2509.23106"
+_FOAM, _FACTORED = "arXiv 2512.07112", "arXiv 1804.04235"
+_LION, _SIGNUM = "arXiv 2302.06675", "arXiv 1802.04434"
+_SCALE, _SLIM = "arXiv 2506.16659", "arXiv 2503.01843"
+
+_MOMENTUM = {"muon": (0.95, 0.95)}
+_LION_BETAS = {"lion": (0.9, 0.99)}
+
+
+def _row(name: str, description: str, specs: Mapping[str, str], *, share: float, source: str, **more: Any) -> Recipe:
+    return Recipe(name=name, description=description, specs=specs, share=share, source=source, **more)
+
+
+RECIPES: dict[str, Recipe] = {}
+RECIPES.update(
+    (recipe.name, recipe)
+    for recipe in (
+        _row("adamw", "fp32 AdamW everywhere", _by_role("adamw"), share=1.0000, source=_ADAMW),
+        _row(
+            "adamw8",
+            "8-bit AdamW, norms in fp32",
+            _by_role("adamw_int8", embedding="adamw_int8"),
+            share=0.2657,
+            source=_ADAMW8,
+        ),
+        _row(
+            "adamw4",
+            "4-bit AdamW, norms in fp32",
+            _by_role("adamw_int4", embedding="adamw_int4"),
+            share=0.1329,
+            source=_ADAMW4,
+        ),
+        _row(
+            "muon",
+            "Muon on hidden matrices, fp32 AdamW on the rest",
+            _by_role("muon"),
+            share=0.6833,
+            source=_MUON,
+            betas=_MOMENTUM,
+        ),
+        _row(
+            "muon8",
+            "8-bit Muon on hidden matrices, fp32 AdamW on the rest",
+            _by_role("muon_int8"),
+            share=0.4508,
+            source=_MUON8,
+            betas=_MOMENTUM,
+        ),
+        _row(
+            "muon8_lean",
+            "8-bit Muon on hidden matrices, 8-bit AdamW on embedding and head",
+            _by_role("muon_int8", embedding="adamw_int8"),
+            share=0.1816,
+            source=_MUON8,
+            betas=_MOMENTUM,
+            fallback=("adamw_int8",),
+        ),
+        _row(
+            "muon4_lean",
+            "4-bit Muon on hidden matrices, 4-bit AdamW on embedding and head",
+            _by_role("muon_int4", embedding="adamw_int4"),
+            share=0.0909,
+            source=_MUON8,
+            betas=_MOMENTUM,
+            fallback=("adamw_int4",),
+        ),
+        _row(
+            "foam",
+            "FOAM at level 2 on hidden matrices with its own step size, fp32 AdamW on the rest",
+            _by_role("foam_l2"),
+            share=0.5250,
+            source=_FOAM,
+            matching=False,
+        ),
+        _row(
+            "foam8",
+            "8-bit FOAM at level 2 on hidden matrices, fp32 AdamW on the rest",
+            _by_role("foam_l2_int8"),
+            share=0.4087,
+            source=_FOAM,
+        ),
+        _row(
+            "foam8_lean",
+            "8-bit FOAM at level 2 on hidden matrices, 8-bit AdamW on embedding and head",
+            _by_role("foam_l2_int8", embedding="adamw_int8"),
+            share=0.1396,
+            source=_FOAM,
+            fallback=("adamw_int8",),
+        ),
+        _row(
+            "adafactor_m8",
+            "Adafactor with 8-bit momentum on all matrices",
+            _by_role("adafactor_momentum_int8", embedding="adafactor_momentum_int8"),
+            share=0.1338,
+            source=_FACTORED,
+        ),
+        _row(
+            "scale",
+            "column norms on all matrices, with momentum on the head alone: SCALE",
+            _by_role("column_norm", embedding="column_norm", head="column_norm_momentum"),
+            share=0.0918,
+            source=_SCALE,
+        ),
+        _row(
+            "scale8",
+            "column norms on all matrices, with 8-bit momentum on the head alone",
+            _by_role("column_norm", embedding="column_norm", head="column_norm_momentum_int8"),
+            share=0.0245,
+            source=_SCALE,
+        ),
+        _row(
+            "slimadam",
+            "AdamW with v shared by role: along fan-in for q, k, embedding and head, else along fan-out",
+            _by_role(
+                "adamw_shared_out", embedding="adamw_shared_in", attention="adamw", attention_qk="adamw_shared_in",
+                attention_vo="adamw_shared_out",
+            ),
+            share=0.5006,
+            source=_SLIM,
+        ),
+        _row(
+            "slimadam8",
+            "the same with 8-bit momentum",
+            _by_role(
+                "adamw_shared_out_int8", embedding="adamw_shared_in_int8", attention="adamw_int8",
+                attention_qk="adamw_shared_in_int8", attention_vo="adamw_shared_out_int8",
+            ),
+            share=0.1335,
+            source=_SLIM,
+            fallback=("adamw_int8",),
+        ),
+        _row(
+            "lion",
+            "Lion, norms in fp32 AdamW",
+            _by_role("lion", embedding="lion"),
+            share=0.5001,
+            source=_LION,
+            betas=_LION_BETAS,
+        ),
+        _row(
+            "lion8",
+            "8-bit Lion, norms in fp32 AdamW",
+            _by_role("lion_int8", embedding="lion_int8"),
+            share=0.1329,
+            source=_LION,
+            betas=_LION_BETAS,
+        ),
+        _row(
+            "signum8",
+            "8-bit Signum, norms in fp32 AdamW",
+            _by_role("signum_int8", embedding="signum_int8"),
+            share=0.1329,
+            source=_SIGNUM,
+        ),
+    )
+)  # fmt: skip

@@ -1,0 +1,88 @@
+"""Each block runs what a recipe asks of its role, or what the recipe has instead where that does not apply."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from baoc.core.catalogue import SPECS
+from baoc.core.recipes import FALLBACK, RECIPES, Recipe
+from baoc.core.rule_tags import RULE_INFOS
+from baoc.errors import BadInputError
+from baoc.planning.allocators.base import AllocatorTraits, make_allocation, make_problem, unmet
+from baoc.planning.candidates import applies
+from baoc.planning.cost import state_bytes
+from baoc.types import Allocation, Block, Candidate, Limits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pick:
+    """What a block runs of a recipe: by which role, the spec, and why not the one that the role asks for."""
+
+    role: str
+    spec: str
+    wished: str
+    why_not: str = ""
+
+    @property
+    def text(self) -> str:
+        if not self.why_not:
+            return f"the recipe's spec for {self.role}"
+        return f"falls back: the recipe asks {self.wished} of {self.role}, but {self.why_not}"
+
+
+def pick(block: Block, *, recipe: Recipe) -> Pick:
+    """The first spec of the recipe's chain that applies to the block."""
+    (role, wished), refused = recipe.wish(block), ""
+    for name in recipe.chain(block):
+        why = applies(block, spec=SPECS[name], rule=RULE_INFOS[SPECS[name].rule])
+        if why is None:
+            return Pick(role=role, spec=name, wished=wished, why_not=refused)
+        refused = refused or why
+    raise BadInputError(
+        f"recipe {recipe.title}: neither {wished} nor {FALLBACK} may run on block {block.name} ({refused}): give the "
+        "recipe a fallback that runs anywhere"
+    )
+
+
+def recipe_bytes(blocks: Sequence[Block], *, recipe: Recipe) -> int:
+    """State bytes of a recipe on these blocks, on the device and on the host."""
+    specs = {block.name: SPECS[pick(block, recipe=recipe).spec] for block in blocks}
+    return sum(state_bytes(block, spec=specs[block.name], rule=RULE_INFOS[specs[block.name].rule]) for block in blocks)
+
+
+def recipes_within(blocks: Sequence[Block], *, state_bytes: int) -> list[tuple[str, int]]:
+    """Recipes of the catalogue that keep at most so many bytes of state on these blocks, the largest first."""
+    sizes = [(name, recipe_bytes(blocks, recipe=recipe)) for name, recipe in RECIPES.items()]
+    return sorted(((name, size) for name, size in sizes if size <= state_bytes), key=lambda entry: -entry[1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecipeAllocator:
+    """`picks` by block; a block without one runs fp32 AdamW, or else its candidate of least risk.
+
+    There is no choice, so NoFeasibleAllocation has the recipe's own totals.
+    """
+
+    name: str = "recipe"
+    description: str = "what recipe=NAME asks of each role"
+    picks: Mapping[str, Pick] = field(default_factory=dict[str, Pick])
+
+    @property
+    def traits(self) -> AllocatorTraits:
+        return AllocatorTraits(every_candidate=True)
+
+    def __call__(self, candidates: Mapping[str, Sequence[Candidate]], *, limits: Limits, seed: int = 0) -> Allocation:
+        problem = make_problem(candidates, limits=limits)
+        rows = zip(problem.names, problem.candidates, strict=True)
+        choice = np.array([self._index(name, options) for name, options in rows], dtype=np.int64)
+        if not problem.feasible(choice):
+            raise unmet(problem, problem.used(choice))
+        return make_allocation(problem, choice, allocator=self.name)
+
+    def _index(self, block: str, options: Sequence[Candidate]) -> int:
+        wanted = self.picks[block].spec if block in self.picks else FALLBACK
+        by_spec = {candidate.spec: index for index, candidate in enumerate(options)}
+        if wanted in by_spec:
+            return by_spec[wanted]
+        return min(range(len(options)), key=lambda index: (options[index].risk.total, index))
