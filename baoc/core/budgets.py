@@ -37,9 +37,9 @@ _KEYS = ("name", *_MEMORY_KEYS, "state_fraction", "step_time", "host_memory")
 def parse_budget(given: str | int | float | Budget | Mapping[str, Any]) -> Budget:
     """Any spelling of a budget -> Budget; BadInputError, which lists the spellings, on anything else.
 
-    An int is bytes of device memory, as text too, a float the fraction of fp32 AdamW's state bytes in (0, 1]. A mapping may hold
-    `name`, `memory` (a size or bytes; `memory_bytes` is the same), `state_fraction`, `step_time` and `host_memory` (a
-    size or bytes, too: pinned host memory for states that may be kept there).
+    An int is bytes of device memory, as text too, a float the fraction of fp32 AdamW's state bytes in (0, 1]. A mapping
+    may hold `name`, `memory` (a size or bytes; `memory_bytes` is the same), `state_fraction`, `step_time` and
+    `host_memory` (a size or bytes, too: pinned host memory for states that may be kept there).
     """
     if isinstance(given, Budget):
         return _checked(given)
@@ -62,7 +62,8 @@ def resolve_auto(budget: Budget, *, free_bytes: int) -> Budget:
 
 def spellings() -> str:
     """One line that says what `budget=` takes, for messages and help."""
-    return f"a preset ({', '.join(PRESETS)}), a size such as 7.5gb or 300mb, whole bytes, or state_N for N % of AdamW's state"
+    sizes = "a size such as 7.5gb or 300mb, whole bytes"
+    return f"a preset ({', '.join(PRESETS)}), {sizes}, or state_N for N % of AdamW's state"
 
 
 def _parse_text(text: str) -> Budget:
