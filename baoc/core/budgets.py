@@ -28,6 +28,7 @@ PRESETS: Mapping[str, Budget] = {
     UNLIMITED: Budget(name=UNLIMITED),
 }
 
+LEAST_TEXT_BYTES = MIB  # of a number as text, as a shell variable has it; a smaller one lacks its unit
 _STATE = re.compile(r"state_(\d+(?:\.\d+)?)")
 _MEMORY_KEYS = ("memory", "memory_bytes")
 _KEYS = ("name", *_MEMORY_KEYS, "state_fraction", "step_time", "host_memory")
@@ -36,9 +37,9 @@ _KEYS = ("name", *_MEMORY_KEYS, "state_fraction", "step_time", "host_memory")
 def parse_budget(given: str | int | float | Budget | Mapping[str, Any]) -> Budget:
     """Any spelling of a budget -> Budget; BadInputError, which lists the spellings, on anything else.
 
-    An int is bytes of device memory, a float the fraction of fp32 AdamW's state bytes in (0, 1]. A mapping may hold
-    `name`, `memory` (a size or bytes; `memory_bytes` is the same), `state_fraction`, `step_time` and `host_memory` (a
-    size or bytes, too: pinned host memory for states that may be kept there).
+    An int is bytes of device memory, as text too, a float the fraction of fp32 AdamW's state bytes in (0, 1]. A mapping
+    may hold `name`, `memory` (a size or bytes; `memory_bytes` is the same), `state_fraction`, `step_time` and
+    `host_memory` (a size or bytes, too: pinned host memory for states that may be kept there).
     """
     if isinstance(given, Budget):
         return _checked(given)
@@ -61,13 +62,16 @@ def resolve_auto(budget: Budget, *, free_bytes: int) -> Budget:
 
 def spellings() -> str:
     """One line that says what `budget=` takes, for messages and help."""
-    return f"a preset ({', '.join(PRESETS)}), a size such as 7.5gb or 300mb, or state_N for N % of AdamW's state"
+    sizes = "a size such as 7.5gb or 300mb, whole bytes"
+    return f"a preset ({', '.join(PRESETS)}), {sizes}, or state_N for N % of AdamW's state"
 
 
 def _parse_text(text: str) -> Budget:
     name = text.strip().lower()
     if name in PRESETS:
         return PRESETS[name]
+    if name.isdecimal() and int(name) >= LEAST_TEXT_BYTES:
+        return parse_budget(int(name))
     if is_size(name):
         compact = "".join(name.split())
         return Budget(name=compact, memory_bytes=parse_size(compact))
@@ -102,7 +106,7 @@ def _parse_mapping(mapping: object) -> Budget:
 
 def _size(value: object, *, key: str) -> int:
     if isinstance(value, str):
-        return parse_size(value)
+        return int(value) if value.isdecimal() and int(value) >= LEAST_TEXT_BYTES else parse_size(value)
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     raise BadInputError(f"budget.{key}={value!r} is no size: write 8gb, 7.5gb or 300mb, or whole bytes")

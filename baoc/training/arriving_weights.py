@@ -85,11 +85,16 @@ def _come(module: nn.Module, *, stack: ExitStack, narrow: Mapping[str, Tensor], 
     module.to(device)
 
 
-def needs_room(plan: Plan, *, footprint: Footprint) -> bool:
+def needs_room(plan: Plan, *, footprint: Footprint | None) -> bool:
     """Whether the optimizer's states may find no room beside weights that are on the device in full, before these are
     narrowed."""
     memory = plan.budget.memory_bytes
-    if not footprint.device.startswith("cuda") or memory is None or not plan.allocation.saved_bytes:
+    if (
+        footprint is None
+        or not footprint.device.startswith("cuda")
+        or memory is None
+        or not plan.allocation.saved_bytes
+    ):
         return False
     fixed = footprint.context_bytes + footprint.reserve_bytes + footprint.profile_bytes
     return footprint.weights_bytes + plan.allocation.state_bytes + fixed > memory

@@ -4,10 +4,9 @@ Lightning calls `setup_optimizers` when the module is on its device and the data
 decision happens there. Later decisions hang on the optimizer's own step, so no callback of the user's is needed.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import lightning as L
@@ -19,28 +18,17 @@ from torch.optim import Optimizer
 
 from baoc.core.budgets import parse_budget, resolve_auto
 from baoc.core.catalogue import select
-from baoc.errors import BadInputError, InfeasibleBudgetError
+from baoc.errors import BadInputError
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.release import take_from_others
 from baoc.parallel import refuse_ranks
-from baoc.planning.planner import Planner, may_place
-from baoc.profiling import cap_device, clear_cache, context_bytes, describe, free_bytes, uncapped
-from baoc.profiling.bf16_params import as_native, bf16_savings, cast_to_bf16
-from baoc.profiling.footprint import PAGES_BYTES
+from baoc.planning.planner import Planner
+from baoc.profiling import cap_device, context_bytes, describe, free_bytes
 from baoc.training.arriving_weights import MIXED, Between, leave, must_wait, needs_room, no_room, visiting
 from baoc.training.gradient_release import leave_clipping, leaves_gradients, released_clipping, take_clipping_back
 from baoc.training.measure.probe import Probe, silent, unwrapped
-from baoc.training.measure.step_time import soon_timed, with_link
 from baoc.training.reallocation import Reallocator
-from baoc.training.session import (
-    RecipeLike,
-    SessionSettings,
-    assemble,
-    narrow_params,
-    only_narrow,
-    released_blocks,
-    with_recipe,
-)
+from baoc.training.session import RecipeLike, Session, SessionSettings, with_recipe
 from baoc.training.user_optimizer import (
     count_steps_for_schedulers,
     declared_blocks,
@@ -49,10 +37,8 @@ from baoc.training.user_optimizer import (
     rebind_schedulers,
     widened,
 )
-from baoc.types import Budget, Footprint, LatencyTable, OptimizerSpec, Plan, Profile, Reallocation
+from baoc.types import Budget, Footprint, LatencyTable, Plan, Profile, Reallocation
 
-TIMING_S = 5.0  # what a latency table may take where a step_time limit needs it
-RECORDING_S = 0.5  # and where it is only written down
 PlanListener = Callable[[Planner, Plan], None]
 
 
@@ -65,22 +51,6 @@ class _GradientGuard(L.Callback):
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         if getattr(trainer.precision_plugin, "scaler", None) is None and isinstance(optimizer, BlockwiseOptimizer):
             optimizer.mask_nonfinite()
-
-
-@dataclass(slots=True, kw_only=True)
-class _Timing:
-    """A latency table that is completed with what plans turn out to use."""
-
-    probe: Probe
-    specs: Sequence[OptimizerSpec]
-    table: LatencyTable
-    max_s: float
-
-    def retime(self, names: set[str]) -> LatencyTable:
-        timed = set(self.table.fixed_s) - set(self.table.assumed)
-        table = self.probe.latency(self.specs, needed=timed | names, given=self.table, max_s=self.max_s)
-        self.table = replace(table, link=self.table.link, hidden_s=self.table.hidden_s)
-        return self.table
 
 
 class BaocStrategy(SingleDeviceStrategy):
@@ -211,77 +181,36 @@ class BaocStrategy(SingleDeviceStrategy):
         """Plan and optimizer by a look at the first step, which leaves the module on its device."""
         module = self.lightning_module
         assert module is not None
-        probe = Probe(trainer, self)
-        specs = list(select(self.settings.planner.specs).values())
-        declared = declared_blocks(module, unwrapped(module))
-        infos, params = describe(module, optimizer_groups=theirs.param_groups), dict(module.named_parameters())
-        released = released_blocks(infos, params=params, settings=settings, declared=declared)
-        narrow = narrow_params(infos, params=params, settings=settings, declared=declared)
-        less, known = bf16_savings(narrow), {"context_bytes": self.context_bytes}
-        look = partial(probe.footprint, specs, released=released, **known)
+        probe, defaults = Probe(trainer, self), hyperparameters(theirs)
+        session = Session(
+            describe(module, optimizer_groups=theirs.param_groups),
+            params=dict(module.named_parameters()),
+            budget=self.budget,
+            settings=settings,
+            betas=tuple(defaults["betas"]),
+            device=self.root_device,
+            declared=declared_blocks(module, unwrapped(module)),
+            module=module,
+        )
         with ExitStack() as visit:
             if self._waits:
-                there = visiting(module, narrow=narrow, device=self.root_device, budget=self.budget, **known)
-                visit.enter_context(there)
-            inside = {} if self._waits else narrow  # what a look is still to narrow
-            whole = not (less and (self._waits or only_narrow(settings.planner)))
-            footprint, tight = self._probe_footprint(look, narrow=inside, less=less, whole=whole)
-            with cast_to_bf16(inside if tight else {}, module=module):
-                timing, full = self._timing(probe, specs, trainer, released=released)
-            assembled = partial(
-                assemble,
-                infos,
-                params=params,
-                groups=named_groups(theirs, module),
-                defaults=hyperparameters(theirs),
-                budget=self.budget if full is None else replace(self.budget, step_time=None),
-                settings=settings,
-                declared=declared,
-                latency=timing.table if timing is not None else None,
-                retime=timing.retime if timing is not None else None,
-                arrive=partial(self._arrive, visit=visit, narrow=narrow),
+                given = {"device": self.root_device, "budget": self.budget, "context_bytes": self.context_bytes}
+                visit.enter_context(visiting(module, narrow=session.narrow, **given))
+            session.measure(
+                probe,
+                latency=self.latency,
+                record_latency=self.record_latency,
+                hides=settings.overlap and not settings.planner.flush_only and leaves_gradients(trainer),
+                weights_wait=self._waits,
+                decided=self.decided,
             )
-            reallocator, again = None, bool(narrow) and not tight
-            # An error is gone before the next look, and with its frames the profiler that they held.
-            with suppress(InfeasibleBudgetError) if again or self.decided is not None else nullcontext():
-                reallocator = assembled(footprint=self.with_context(footprint))
-            if reallocator is None and again:
-                clear_cache(self.root_device)
-                footprint, _ = self._probe_footprint(look, narrow=narrow, less=less, whole=False)
-                with suppress(InfeasibleBudgetError) if self.decided is not None else nullcontext():
-                    reallocator = assembled(footprint=footprint)
-            if reallocator is None:
-                clear_cache(self.root_device)
-                reallocator = assembled(footprint=self.as_decided(self.with_context(footprint)))
-        if full is not None and self.budget.step_time is not None:
-            raise full
-        return reallocator
-
-    def _arrive(
-        self, plan: Plan, *, footprint: Footprint | None, visit: ExitStack, narrow: Mapping[str, torch.Tensor]
-    ) -> torch.device | None:
-        """Where the optimizer is to bring weights that are on the host, when a plan is made; None where none are."""
-        if not self._waits:
-            if footprint is None or not needs_room(plan, footprint=footprint):
-                return None
-            leave(narrow)
-        visit.close()
-        return self.root_device
-
-    def with_context(self, footprint: Footprint) -> Footprint:
-        """The footprint with the context as it is taken for now that steps were looked at, and a cap that leaves it."""
-        now = max(footprint.context_bytes, context_bytes(self.root_device))
-        if now != self.context_bytes:
-            self.context_bytes = now
-            cap_device(self.root_device, budget=self.budget)
-        return replace(footprint, context_bytes=now)
-
-    def as_decided(self, footprint: Footprint) -> Footprint:
-        """What the decision measured of this step, where that is less by pages alone; else this look, which refuses."""
-        assert self.decided is not None
-        decided = self.with_context(self.decided)
-        more = footprint.peak_bytes(state_bytes=0) - decided.peak_bytes(state_bytes=0)
-        return decided if more <= PAGES_BYTES else footprint
+            self.context_bytes = session.context_bytes
+            visit.close()
+            device = self.root_device if self._waits else None
+            if device is None and needs_room(session.plan, footprint=session.planner.footprint):
+                leave(session.narrow)
+                device = self.root_device
+            return session.start(named_groups(theirs, module), defaults=defaults, device=device)
 
     def _only_optimizer(self) -> Optimizer:
         if len(self.optimizers) != 1:
@@ -290,57 +219,6 @@ class BaocStrategy(SingleDeviceStrategy):
                 "all parameters into one AdamW with parameter groups"
             )
         return self.optimizers[0]
-
-    def _probe_footprint(
-        self,
-        look: Callable[[], Footprint],
-        *,
-        narrow: Mapping[str, torch.Tensor],
-        less: Mapping[str, int],
-        whole: bool = True,
-    ) -> tuple[Footprint, bool]:
-        """The footprint, measured under the budget's cap: with weights in full, and where that is too little (or not
-        `whole`), with weights of 16 bits where a plan may keep such, so that a plan which holds the budget by them is
-        found within it; and whether that was so. `narrow` are those that are yet to be narrowed, `less` tells all.
-
-        A third look, outside of the cap, is there for the refusal to name what would fit. Each comes after the error
-        and the activations that its traceback held are gone, and the cap is back before anything is trained.
-        """
-        if whole:
-            with suppress(torch.OutOfMemoryError):
-                return look(), False
-            clear_cache(self.root_device)
-        if less:
-            with suppress(torch.OutOfMemoryError), cast_to_bf16(narrow, module=self.lightning_module):
-                return as_native(look(), savings=less), True
-            clear_cache(self.root_device)
-        with uncapped(self.root_device, budget=self.budget), cast_to_bf16(narrow, module=self.lightning_module):
-            return as_native(look(), savings=less), True
-
-    def _timing(
-        self,
-        probe: Probe,
-        specs: Sequence[OptimizerSpec],
-        trainer: L.Trainer,
-        *,
-        released: Sequence[Sequence[torch.Tensor]],
-    ) -> "tuple[_Timing | None, torch.OutOfMemoryError | None]":
-        """The latency table to plan with or to record, None where nobody asks for one; or that there was no room to
-        time a step, where mostly no plan fits either, and the refusal says what would."""
-        limited = self.budget.step_time is not None
-        if self.latency is None and not limited and not self.record_latency:
-            return None, None
-        max_s = TIMING_S if limited else RECORDING_S
-        needed = soon_timed(specs, device=self.root_device) if limited else set[str]()
-        try:
-            table = self.latency or probe.latency(specs, needed=needed, max_s=max_s, released=released)
-        except torch.OutOfMemoryError as error:
-            clear_cache(self.root_device)
-            return None, error.with_traceback(None)  # whose frames hold activations
-        if limited and self.latency is None and may_place(self.settings.planner, budget=self.budget):
-            hides = self.settings.overlap and not self.settings.planner.flush_only and leaves_gradients(trainer)
-            table = with_link(table, device=self.root_device, accumulation=probe.accumulation, hides=hides)
-        return _Timing(probe=probe, specs=specs, table=table, max_s=max_s), None
 
     def _refuse_unsupported(self, trainer: L.Trainer) -> None:
         if not trainer.lightning_module.automatic_optimization:
@@ -440,7 +318,7 @@ class BaocStrategy(SingleDeviceStrategy):
         """The optimizer's state with what the reallocator needs to go on: plan, profile, counters."""
         state: dict[str, Any] = dict(super().optimizer_state(optimizer))
         if self.reallocator is not None:
-            state["online"] = self.reallocator.state_dict(copies=False)  # written at once
+            state["online"] = self.reallocator.state_dict()
         return state
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

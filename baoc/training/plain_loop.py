@@ -4,7 +4,8 @@ The loop stays as it is; the optimizer plans when it is built, watches gradients
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -12,32 +13,25 @@ import torch
 from torch import Tensor, nn
 
 from baoc.core.budgets import parse_budget, resolve_auto
-from baoc.core.catalogue import select
 from baoc.errors import BadInputError, CheckpointError
 from baoc.optim import BlockwiseOptimizer, GradientRelease
 from baoc.optim.groups import check_names, check_settings, check_tensor, members_of, plain, raw_groups
 from baoc.optim.release import take_from_others
 from baoc.parallel import refuse_ranks, unwrapped
-from baoc.planning.planner import Planner
 from baoc.profiling import (
     FirstStepMemory,
     cap_device,
     context_bytes,
     describe,
     free_bytes,
-    probe_footprint,
+    uncapped,
 )
-from baoc.training.measure.step_temporaries import step_temporaries
-from baoc.training.reallocation import ReallocationSettings, Reallocator
-from baoc.training.session import (
-    RecipeLike,
-    SessionSettings,
-    make_profiler,
-    released_blocks,
-    tuning_of,
-    with_recipe,
-)
-from baoc.types import Budget, Footprint, Plan, profile_from_plain
+from baoc.profiling.memory import settle_allocator
+from baoc.training.arriving_weights import leave, needs_room
+from baoc.training.measure.caller_probe import CallerProbe
+from baoc.training.reallocation import ReallocationSettings
+from baoc.training.session import RecipeLike, Session, SessionSettings, make_profiler, with_recipe
+from baoc.types import Budget, Plan, profile_from_plain
 
 PLAIN_WARMUP_STEPS = 100
 
@@ -51,8 +45,9 @@ class BaocOptimizer(BlockwiseOptimizer):
         params: A module, named parameters, plain parameters, or groups of either. A module or names make the plan and
             checkpoints readable.
         budget: A budget in any spelling of the command line: "8gb", "state_25", "auto".
-        probe: Runs one forward and backward pass on a typical batch, so that a memory budget is planned before
-            training. Without it the first step runs on the plan of least state and measures its memory.
+        probe: Runs one forward and backward pass on a typical batch, or returns its loss, so that limits on memory and
+            time are planned before training. Without it the first step runs on the plan of least state and measures its
+            memory, outside of the cap; a limit on time needs it.
         settings: Planner, reallocation and optimizer settings. The default warm-up is 100 steps.
         recipe: A recipe by name or file, or a `Recipe`: what each role runs, in place of the planner's choice.
         release: Step each block in the backward pass and drop its gradients, see BlockwiseOptimizer. None takes
@@ -91,40 +86,50 @@ class BaocOptimizer(BlockwiseOptimizer):
         device = next((p.device for p in named.values()), torch.device("cpu"))
         take_from_others([param for _, param in pairs])  # whose hooks would step in the probe
         limit = resolve_auto(parse_budget(budget), free_bytes=free_bytes(device))
-        needs_memory = limit.memory_bytes is not None
-        cap_device(device, budget=limit)
-        infos = describe(module if module is not None else pairs, optimizer_groups=groups)
-        declared: Any = module.parameter_blocks() if hasattr(module, "parameter_blocks") else None  # pyright: ignore
-        footprint = None
-        if needs_memory and probe is not None:
-            source = module if module is not None else [param for _, param in pairs]
-            released = released_blocks(infos, params=named, settings=settings, declared=declared)
-            footprint = _probed(source, probe, device=device, released=released)
-            footprint = _with_temporaries(footprint, params=named.values(), specs=settings.planner.specs)
-        unknown = needs_memory and probe is None
-        asked = Budget(name=limit.name) if unknown else limit
-        planner = Planner(infos, budget=asked, settings=settings.planner, declared=declared, footprint=footprint)
-        profiler = make_profiler(planner, named, settings=settings, betas=betas)
-        plan = planner.least() if unknown else planner.propose(risk="prior")
-        super().__init__(
-            groups,
-            plan.allocation.choices,
-            blocks=planner.blocks,
-            **options,
-            backend=settings.backend,
-            nonfinite=settings.nonfinite,
-            rms_matching=settings.rms_matching,
-            release=settings.release,
-            tuning=tuning_of(settings),
+        if limit.step_time is not None and probe is None:
+            raise BadInputError(
+                f"budget.step_time={limit.step_time:g} needs seconds of a step before training: give probe=, a "
+                "callable that runs one forward and backward, or leave step_time out"
+            )
+        unknown = limit.memory_bytes is not None and probe is None
+        session = Session(
+            describe(module if module is not None else pairs, optimizer_groups=groups),
+            params=named,
+            budget=limit,
+            settings=settings,
+            betas=betas,
+            device=device,
+            declared=module.parameter_blocks() if hasattr(module, "parameter_blocks") else None,  # pyright: ignore
+            module=module,
         )
-        self.reallocator = Reallocator(
-            planner=planner, optimizer=weakref.proxy(self), plan=plan, settings=settings.reallocation, profiler=profiler
-        )
+        first_cap = ExitStack()  # the first step is a look: what passes the budget is refused by number after it
+        if unknown:
+            settle_allocator(device)
+            first_cap.enter_context(uncapped(device, budget=limit))
+        else:
+            cap_device(device, budget=limit)
+        try:
+            if probe is None:
+                session.assume()
+            else:
+                source = module if module is not None else [param for _, param in pairs]
+                session.measure(CallerProbe(probe, source=source))
+            arrives = needs_room(session.plan, footprint=session.planner.footprint)
+            if arrives:
+                leave(session.narrow)
+            super().__init__(groups, **session.arguments(), device=device if arrives else None, **options)
+        except BaseException:
+            first_cap.close()
+            raise
+        self.reallocator = session.reallocator(weakref.proxy(self))
         self._settings = settings
         self._first_step: FirstStepMemory | None = None
-        self._limit = limit
+        self._session: Session | None = None  # and the cap that comes after it, until the first step is measured
+        self._first_cap: ExitStack | None = None
         if unknown:
+            self._session, self._first_cap = session, first_cap
             self._measure_first_step(list(named.values()), device=device)
+            weakref.finalize(self, first_cap.close).atexit = False
         self.reallocator.attach()
 
     def _measure_first_step(self, params: Sequence[Tensor], *, device: torch.device) -> None:
@@ -143,19 +148,18 @@ class BaocOptimizer(BlockwiseOptimizer):
         """After the very first step: the memory of its forward and backward is known, so the budget can be planned."""
         if self._first_step is None:
             return
+        assert self._session is not None and self._first_cap is not None
+        session, first_cap, first_step = self._session, self._first_cap, self._first_step
+        self._session = self._first_cap = self._first_step = None
         planner, profiler = self.reallocator.planner, self.reallocator.profiler
-        planner.footprint = _with_temporaries(
-            self._first_step.finish(state_bytes=self.state_bytes()),
-            params=self.roster.names,
-            specs=planner.settings.specs,
-        )
+        planner.footprint = session.complete(first_step.finish(state_bytes=self.state_bytes()))
         if profiler is not None:
             planner.count_profile(profiler.nbytes, temporary_bytes=profiler.temporary_bytes())
-        self._first_step = None
         if self.releaser is not None:
             self.releaser.before_block = None
-        planner.budget = self._limit
-        self.reallocator.replan(why="the first step told what forward and backward need")
+        planner.budget = session.budget
+        with first_cap:
+            self.reallocator.replan(why="the first step told what forward and backward need")
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -224,23 +228,6 @@ class BaocOptimizer(BlockwiseOptimizer):
 
 def _learn_footprint(optimizer: Any, *_: object) -> None:
     optimizer._learn_footprint()
-
-
-def _probed(
-    source: nn.Module | Sequence[Tensor],
-    probe: Callable[[], object],
-    *,
-    device: torch.device,
-    released: Sequence[Sequence[Tensor]],
-) -> Footprint:
-    """The footprint of forward and backward as `probe` runs them."""
-    context = context_bytes(device)
-    return probe_footprint(source, run_micro_batch=probe, context_bytes=context, released=released)
-
-
-def _with_temporaries(footprint: Footprint, *, params: Iterable[Tensor], specs: Sequence[str]) -> Footprint:
-    """The footprint with what a step of each spec holds while it works on the largest of `params`."""
-    return replace(footprint, step_temporary_bytes=step_temporaries(select(specs).values(), params=params))
 
 
 def name_parameters(params: Any) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:

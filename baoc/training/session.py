@@ -1,31 +1,45 @@
-"""Puts planner, optimizer, profiler and reallocator together, the same way for Lightning and for a plain loop."""
+"""Session: footprint, latency, plan and profiler of one network under one budget, then its optimizer's Reallocator.
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+`BaocStrategy` and `BaocOptimizer` differ in who measures a step, which is a `Measurer`; what is made of that is here.
+"""
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from baoc.core.blocks import partition
 from baoc.core.catalogue import SPECS, base_name, on_device, select
 from baoc.core.recipes import Recipe, Tuning, find_recipe
 from baoc.core.rule_tags import RULE_INFOS
+from baoc.errors import InfeasibleBudgetError
 from baoc.kernels.host_memory import check_host_memory
 from baoc.optim import BlockwiseOptimizer, GradientRelease
 from baoc.optim.matching import Matching
+from baoc.optim.offload import arrival_bytes
 from baoc.planning.allocators import ALLOCATORS
 from baoc.planning.candidates import applies
-from baoc.planning.planner import Planner, PlannerSettings
+from baoc.planning.planner import Planner, PlannerSettings, may_place
 from baoc.planning.risk import RISKS
-from baoc.profiling import GradientProfiler, clear_cache, uncapped
+from baoc.profiling import GradientProfiler, cap_device, clear_cache, context_bytes, uncapped
+from baoc.profiling.bf16_params import as_native, bf16_savings, cast_to_bf16
+from baoc.profiling.footprint import PAGES_BYTES
+from baoc.training.measure.step_temporaries import step_temporaries
+from baoc.training.measure.step_time import soon_timed, with_link
 from baoc.training.reallocation.reallocator import Reallocator
 from baoc.training.reallocation.triggers import ReallocationSettings
-from baoc.types import Budget, Footprint, LatencyTable, ParamInfo
+from baoc.types import Budget, Footprint, LatencyTable, OptimizerSpec, ParamInfo, Plan
 
 RecipeLike = str | Path | Mapping[str, Any] | Recipe  # a name, a file, the contents of one, or a recipe
+log = logging.getLogger(__name__)
+TIMING_S = 5.0  # what a latency table may take where a step_time limit needs it
+RECORDING_S = 0.5  # and where it is only written down
 MOST_RETIMED = 4  # plans whose specs are timed before one is taken
 
 
@@ -142,62 +156,264 @@ def only_narrow(planner: PlannerSettings) -> bool:
     return all(spec.weights != "native" for spec in rows if only in (None, spec.name))
 
 
-def assemble(
-    infos: Sequence[ParamInfo],
-    *,
-    params: Mapping[str, Tensor],
-    groups: Sequence[dict[str, Any]],
-    defaults: Mapping[str, Any],
-    budget: Budget,
-    settings: SessionSettings,
-    declared: Mapping[str, Sequence[str]] | None = None,
-    footprint: Footprint | None = None,
-    latency: LatencyTable | None = None,
-    retime: Callable[[set[str]], LatencyTable] | None = None,
-    arrive: Callable[..., torch.device | None] | None = None,
-) -> Reallocator:
-    """Plans with role priors, builds the optimizer on that plan, and attaches what will reallocate it.
+class Measurer(Protocol):
+    """Measures a training step before there is an optimizer."""
 
-    The Reallocator holds planner, plan and optimizer. `groups` are the user's, with (name, parameter) pairs; `defaults`
-    are lr, betas, eps and weight_decay. `retime` gives a latency table in which the specs that it is told (names) are
-    timed: what a plan rests on is not left to assumptions, and a limit on time is planned for again then. `arrive` is
-    called with the plan and `footprint=` before the optimizer is built, and says where that is to bring parameters that
-    wait elsewhere. Raises InfeasibleBudgetError, or BadInputError where the host lacks the memory, before anything is
-    allocated for the optimizer.
+    accumulation: int  # micro-batches of a step
+
+    def footprint(self, *, context_bytes: int, released: Sequence[Sequence[Tensor]] = ()) -> Footprint:
+        """Bytes of a step without optimizer state; with the parameters of each block `released`, gradients go in
+        backward."""
+        ...
+
+    def latency(
+        self,
+        specs: Sequence[OptimizerSpec],
+        *,
+        max_s: float,
+        needed: Collection[str],
+        given: LatencyTable | None = None,
+        released: Sequence[Sequence[Tensor]] = (),
+    ) -> LatencyTable:
+        """Seconds of a step, `needed` specs timed; the rest of a step is as in a `given` table."""
+        ...
+
+
+class Session:
+    """Plans once a Measurer has looked at a step, and is given the optimizer afterwards.
+
+    `weights_wait`: weights in 16 bits stand in for those of `narrow` already, as the device does not hold them in full.
+    `betas` are the optimizer's, for the profiler.
     """
-    planner = Planner(
-        infos, budget=budget, settings=settings.planner, declared=declared, footprint=footprint, latency=latency
-    )
-    profiler = _profiler_with_room(planner, params, settings=settings, betas=tuple(defaults["betas"]))
-    plan = planner.propose(risk="prior")
-    for _ in range(MOST_RETIMED if retime is not None else 0):
-        assumed = set(map(on_device, plan.allocation.choices.values())) & set(
-            planner.latency.assumed if planner.latency else ()
+
+    def __init__(
+        self,
+        infos: Sequence[ParamInfo],
+        *,
+        params: Mapping[str, Tensor],
+        budget: Budget,
+        settings: SessionSettings,
+        betas: tuple[float, float],
+        device: torch.device,
+        declared: Mapping[str, Sequence[str]] | None = None,
+        module: nn.Module | None = None,
+    ):
+        self.infos, self.params, self.declared, self.module = tuple(infos), params, declared, module
+        self.budget, self.settings, self.betas, self.device = budget, settings, betas, device
+        network = {"params": params, "settings": settings, "declared": declared}
+        self.released = released_blocks(infos, **network)
+        self.narrow = narrow_params(infos, **network)
+        self.less = bf16_savings(self.narrow)
+        self.context_bytes = context_bytes(device)
+        self.latency: LatencyTable | None = None
+        self.planner: Planner
+        self.plan: Plan
+        self.profiler: GradientProfiler | None = None
+        wide = [info.name for info in infos if info.dtype == "float64"]
+        if wide:
+            log.warning(
+                "%d of %d parameters are float64 (%s, ...), and no spec keeps optimizer state in more than float32: "
+                "updates are no more precise than that. torch.optim.AdamW keeps float64 states",
+                len(wide), len(infos), wide[0],
+            )  # fmt: skip
+
+    # -- the plan -------------------------------------------------------------------------------------------------
+
+    def measure(
+        self,
+        measurer: Measurer,
+        *,
+        latency: LatencyTable | None = None,
+        record_latency: bool = False,
+        hides: bool = False,
+        weights_wait: bool = False,
+        decided: Footprint | None = None,
+    ) -> None:
+        """Plans by what `measurer` finds within the budget's cap.
+
+        `latency`: step times that were measured before. `record_latency`: measure them even if no limit needs them.
+        `hides`: gradients are final in backward, so that host placement can pass there. `decided`: a footprint by which
+        this very step was found to fit. Raises InfeasibleBudgetError, or BadInputError where the host lacks the memory.
+        """
+        inside = {} if weights_wait else self.narrow  # what a look is still to narrow
+        whole = not (self.less and (weights_wait or only_narrow(self.settings.planner)))
+        look = partial(self._look, measurer)
+        footprint, tight = look(narrow=inside, whole=whole)
+        with cast_to_bf16(inside if tight else {}, module=self.module):
+            full = self._time(measurer, latency=latency, record=record_latency, hides=hides)
+        propose = partial(
+            self._propose, measurer, budget=self.budget if full is None else replace(self.budget, step_time=None)
         )
-        if not assumed:
-            break
-        assert retime is not None
-        planner.latency = retime(assumed)
-        plan = planner.propose(risk="prior") if budget.step_time is not None else plan
-    if plan.host_bytes:
-        check_host_memory(plan.host_bytes, what="states on the host, and what passes there,")
-    device = arrive(plan, footprint=planner.footprint) if arrive is not None else None
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()  # states get memory of their own, not gaps in what the probe's activations have left
-    optimizer = BlockwiseOptimizer(
-        groups,
-        plan.allocation.choices,
-        blocks=planner.blocks,
-        backend=settings.backend,
-        nonfinite=settings.nonfinite,
-        rms_matching=settings.rms_matching,
-        release=settings.release,
-        tuning=tuning_of(settings),
-        device=device,
-        **defaults,
-    )
-    reallocator = Reallocator(
-        planner=planner, optimizer=optimizer, plan=plan, settings=settings.reallocation, profiler=profiler
-    )
-    reallocator.attach()
-    return reallocator
+        again, found = bool(self.narrow) and not tight, False
+        # An error is gone before the next look, and with its frames the profiler that they held.
+        with suppress(InfeasibleBudgetError) if again or decided is not None else nullcontext():
+            propose(self.with_context(footprint))
+            found = True
+        if not found and again:
+            clear_cache(self.device)
+            footprint, _ = look(narrow=self.narrow, whole=False)
+            with suppress(InfeasibleBudgetError) if decided is not None else nullcontext():
+                propose(footprint)
+                found = True
+        if not found:
+            assert decided is not None
+            clear_cache(self.device)
+            propose(self.as_decided(self.with_context(footprint), decided=decided))
+        if full is not None and self.budget.step_time is not None:
+            raise full
+
+    def assume(self, footprint: Footprint | None = None) -> None:
+        """Plans by a footprint that is known, or without one: then by least state where a memory budget needs one."""
+        if footprint is not None or self.budget.memory_bytes is None:
+            self._propose(None, footprint, budget=self.budget)
+            return
+        self.planner = self._planner(None, budget=replace(self.budget, memory_bytes=None))
+        self.profiler = make_profiler(self.planner, self.params, settings=self.settings, betas=self.betas)
+        self.plan = self.planner.least()
+
+    def complete(self, footprint: Footprint) -> Footprint:
+        """The footprint with what does not depend on who measured it: a step's temporaries, and arriving weights."""
+        specs = list(select(self.settings.planner.specs).values())
+        return replace(
+            footprint,
+            step_temporary_bytes=step_temporaries(specs, params=[p for p in self.params.values() if p.requires_grad]),
+            arrival_bytes=arrival_bytes(specs, device=footprint.device),
+        )
+
+    def _look(self, measurer: Measurer, *, narrow: Mapping[str, Tensor], whole: bool) -> tuple[Footprint, bool]:
+        """The footprint, measured under the budget's cap: with weights in full, and where that is too little (or not
+        `whole`), with weights of 16 bits where a plan may keep such, so that a plan which holds the budget by them is
+        found within it; and whether that was so. `narrow` are those that are yet to be narrowed.
+
+        A third look, outside of the cap, is there for the refusal to name what would fit. Each comes after the error
+        and the activations that its traceback held are gone, and the cap is back before anything is trained.
+        """
+
+        def look() -> Footprint:
+            return self.complete(measurer.footprint(context_bytes=self.context_bytes, released=self.released))
+
+        if whole:
+            with suppress(torch.OutOfMemoryError):
+                return look(), False
+            clear_cache(self.device)
+        if self.less:
+            with suppress(torch.OutOfMemoryError), cast_to_bf16(narrow, module=self.module):
+                return as_native(look(), savings=self.less), True
+            clear_cache(self.device)
+        with uncapped(self.device, budget=self.budget), cast_to_bf16(narrow, module=self.module):
+            return as_native(look(), savings=self.less), True
+
+    def _time(
+        self, measurer: Measurer, *, latency: LatencyTable | None, record: bool, hides: bool
+    ) -> torch.OutOfMemoryError | None:
+        """The latency table to plan with or to record, none where nobody asks for one. An error tells that there was no
+        room to time a step, where mostly no plan fits either, and the refusal says what would."""
+        limited = self.budget.step_time is not None
+        if latency is not None or not (limited or record):
+            self.latency = latency
+            return None
+        specs = list(select(self.settings.planner.specs).values())
+        needed = soon_timed(specs, device=self.device) if limited else set[str]()
+        try:
+            table = measurer.latency(specs, needed=needed, max_s=self._max_s, released=self.released)
+        except torch.OutOfMemoryError as error:
+            clear_cache(self.device)
+            return error.with_traceback(None)  # whose frames hold activations
+        if limited and may_place(self.settings.planner, budget=self.budget):
+            table = with_link(table, device=self.device, accumulation=measurer.accumulation, hides=hides)
+        self.latency = table
+        return None
+
+    @property
+    def _max_s(self) -> float:
+        return TIMING_S if self.budget.step_time is not None else RECORDING_S
+
+    def _retimed(self, measurer: Measurer, names: set[str]) -> LatencyTable:
+        """The table with the specs of these names timed beside those that are."""
+        assert self.latency is not None
+        timed = set(self.latency.fixed_s) - set(self.latency.assumed)
+        specs = list(select(self.settings.planner.specs).values())
+        table = measurer.latency(specs, needed=timed | names, given=self.latency, max_s=self._max_s)
+        self.latency = replace(table, link=self.latency.link, hidden_s=self.latency.hidden_s)
+        return self.latency
+
+    def _planner(self, footprint: Footprint | None, *, budget: Budget) -> Planner:
+        return Planner(
+            self.infos,
+            budget=budget,
+            settings=self.settings.planner,
+            declared=self.declared,
+            footprint=footprint,
+            latency=self.latency,
+        )
+
+    def _propose(self, measurer: Measurer | None, footprint: Footprint | None, *, budget: Budget) -> None:
+        """What a plan rests on is not left to assumed seconds: its specs are timed, and a limit on time is planned for
+        again then."""
+        planner = self._planner(footprint, budget=budget)
+        profiler = _profiler_with_room(planner, self.params, settings=self.settings, betas=self.betas)
+        plan = planner.propose(risk="prior")
+        for _ in range(MOST_RETIMED if measurer is not None else 0):
+            used = set(map(on_device, plan.allocation.choices.values()))
+            assumed = used & set(planner.latency.assumed if planner.latency else ())
+            if not assumed:
+                break
+            assert measurer is not None
+            planner.latency = self._retimed(measurer, assumed)
+            plan = planner.propose(risk="prior") if budget.step_time is not None else plan
+        if plan.host_bytes:
+            check_host_memory(plan.host_bytes, what="states on the host, and what passes there,")
+        self.planner, self.profiler, self.plan = planner, profiler, plan
+
+    def with_context(self, footprint: Footprint) -> Footprint:
+        """The footprint with the context as it is taken for now that steps were looked at, and a cap that leaves it."""
+        now = max(footprint.context_bytes, context_bytes(self.device))
+        if now != self.context_bytes:
+            self.context_bytes = now
+            cap_device(self.device, budget=self.budget)
+        return replace(footprint, context_bytes=now)
+
+    def as_decided(self, footprint: Footprint, *, decided: Footprint) -> Footprint:
+        """What the decision measured of this step, where that is less by pages alone; else this look, which refuses."""
+        decided = self.with_context(decided)
+        more = footprint.peak_bytes(state_bytes=0) - decided.peak_bytes(state_bytes=0)
+        return decided if more <= PAGES_BYTES else footprint
+
+    # -- the optimizer --------------------------------------------------------------------------------------------
+
+    def arguments(self) -> dict[str, Any]:
+        """What a BlockwiseOptimizer on this plan is built with beside its parameters and hyperparameters."""
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()  # states get memory of their own, not gaps that the probe's activations have left
+        settings = self.settings
+        return {
+            "specs": self.plan.allocation.choices,
+            "blocks": self.planner.blocks,
+            "backend": settings.backend,
+            "nonfinite": settings.nonfinite,
+            "rms_matching": settings.rms_matching,
+            "release": settings.release,
+            "tuning": tuning_of(settings),
+        }
+
+    def reallocator(self, optimizer: Any) -> Reallocator:
+        """What will reallocate the optimizer that was built on this plan; to be attached."""
+        return Reallocator(
+            planner=self.planner,
+            optimizer=optimizer,
+            plan=self.plan,
+            settings=self.settings.reallocation,
+            profiler=self.profiler,
+        )
+
+    def start(
+        self, groups: Sequence[dict[str, Any]], *, defaults: Mapping[str, Any], device: torch.device | None = None
+    ) -> Reallocator:
+        """The optimizer on this plan, attached to what will reallocate it, which holds both.
+
+        `groups` are the user's, with (name, parameter) pairs; `defaults` are lr, betas, eps and weight_decay; `device`
+        is where the optimizer is to bring parameters that wait elsewhere.
+        """
+        reallocator = self.reallocator(BlockwiseOptimizer(groups, **self.arguments(), device=device, **defaults))
+        reallocator.attach()
+        return reallocator

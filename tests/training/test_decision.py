@@ -351,8 +351,8 @@ def test_weights_in_full_that_pass_the_cap_are_tried_in_16_bits(tmp_path: Path, 
     assert result.budget_met and seen.count(False) <= 4 and seen[-1]
     assert chosen(tmp_path / "day" / "narrow")["weights"] == "native split8"
     seen.clear()  # a cap that does not even hold the weights alone: those in full never come
-    for module in ("training.measure.microbatch_search", "training.lightning"):
-        monkeypatch.setattr(f"baoc.{module}.must_wait", lambda *_, **__: True)
+    for module in ("measure.microbatch_search", "lightning"):
+        monkeypatch.setattr(f"baoc.training.{module}.must_wait", lambda *_, **__: True)
     (run_dir := tmp_path / "day" / "waits").mkdir()
     off = ReallocationConfig(mode="off")
     planned = config(micro_batch=8, mode="plan", reallocation=off, trainer=given, catalogue=wide, **asked)

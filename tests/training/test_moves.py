@@ -18,7 +18,7 @@ from baoc.profiling import describe
 from baoc.profiling.tracker import MemoryTracker
 from baoc.training import run as training
 from baoc.training.reallocation import ReallocationSettings, reallocator
-from baoc.training.session import SessionSettings, assemble
+from baoc.training.session import Session, SessionSettings
 from baoc.types import Footprint
 from tests.support.training_runs import config, logged
 from tests.support.watched_runs import Watch, events, run
@@ -42,17 +42,19 @@ def session(budget: int | str, *, mode: str = "off") -> tuple[nn.Module, Any]:
         validation_bytes=0,
         resident_bytes=2 * WEIGHTS,
     )
-    made = assemble(
+    defaults = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+    planned = Session(
         describe(net),
         params=dict(net.named_parameters()),
-        groups=[{"params": list(net.named_parameters())}],
-        defaults={"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
+        betas=defaults["betas"],
+        device=torch.device("cpu"),
         budget=parse_budget(budget),
         settings=SessionSettings(
             planner=PlannerSettings(keep_fp32_roles=()), reallocation=ReallocationSettings(mode=mode), backend="eager"
         ),
-        footprint=footprint,
     )
+    planned.assume(footprint)
+    made = planned.start([{"params": list(net.named_parameters())}], defaults=defaults)
     for _ in range(3):
         made.optimizer.zero_grad()
         net(torch.randn(4, WIDTH)).square().sum().backward()

@@ -183,7 +183,7 @@ def test_copies_of_averages_count_at_the_moment_of_validation(monkeypatch: pytes
         gradient_clip_algorithm=None,
     )
     probe = Probe(trainer, BaocStrategy("8gb", device="cpu"))
-    assert probe.footprint([], context_bytes=0).peak_bytes(state_bytes=0) == 3400
+    assert probe.footprint(context_bytes=0).peak_bytes(state_bytes=0) == 3400
 
 
 def test_auto_that_is_asked_for_in_mid_run_is_a_limit_too() -> None:

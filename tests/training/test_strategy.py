@@ -19,6 +19,7 @@ from baoc.training.measure.probe import Probe
 from baoc.training.reallocation import ReallocationSettings
 from baoc.training.session import SessionSettings
 from tests.support.classifier import QUIET, Classifier, fit, loader, same
+from tests.support.sessions import session
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*does not have many workers.*", "ignore:.*smaller than the logging interval.*"
@@ -87,10 +88,10 @@ def test_a_look_counts_for_less_than_the_decision_where_it_takes_pages_more_alon
     fit(strategy, steps=1)
     decided = strategy.reallocator.planner.footprint
     assert decided is not None
-    strategy.decided, look = decided, replace(decided, reserve_bytes=decided.reserve_bytes + 512)
+    look = replace(decided, reserve_bytes=decided.reserve_bytes + 512)
     for page, nearest in ((512, decided), (511, look)):
-        monkeypatch.setattr("baoc.training.lightning.PAGES_BYTES", page)
-        assert strategy.as_decided(look) == nearest
+        monkeypatch.setattr("baoc.training.session.PAGES_BYTES", page)
+        assert session("8gb").as_decided(look, decided=decided) == nearest
 
 
 def test_accumulation_equals_one_large_batch():

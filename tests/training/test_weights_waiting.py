@@ -17,12 +17,14 @@ from torch import nn
 from baoc import BaocStrategy
 from baoc.core.budgets import parse_budget
 from baoc.errors import InfeasibleBudgetError
+from baoc.planning.planner import Planner
 from baoc.profiling import memory
 from baoc.profiling.footprint import PAGES_BYTES
 from baoc.tasks.ema import EmaWeights
 from baoc.training import arriving_weights as arrival
 from baoc.training import lightning as strategy_module
 from baoc.training.measure.probe import Probe
+from baoc.training.session import Session
 from tests.support.classifier import QUIET, Classifier, fit, loader, same
 from tests.support.reduced_weights import SPECS, run, strategy
 
@@ -48,26 +50,23 @@ class Card:
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     card = Card()
-    look, assemble, looked_at = Probe.footprint, strategy_module.assemble, []
+    look, start, looked_at = Probe.footprint, Session.start, []
 
     def footprint(probe: Probe, *args: Any, **kwargs: Any) -> Any:
         looked_at[:] = [probe.module]
         card.note(probe.module)
         return look(probe, *args, **kwargs)
 
-    def assembling(*args: Any, arrive: Any, **kwargs: Any) -> Any:
-        def coming(*plan: Any, **planned: Any) -> torch.device | None:
-            comes = card.small or card.crowded
-            assert arrive(*plan, **planned) == (torch.device("cpu") if comes else None)
-            card.note(looked_at[0])
-            return torch.device("cpu:0") if comes else None
-
-        return assemble(*args, arrive=coming, **kwargs)
+    def starting(session: Session, groups: Any, *, defaults: Any, device: torch.device | None) -> Any:
+        comes = card.small or card.crowded
+        assert device == (torch.device("cpu") if comes else None)
+        card.note(looked_at[0])
+        return start(session, groups, defaults=defaults, device=torch.device("cpu:0") if comes else None)
 
     monkeypatch.setattr(strategy_module, "must_wait", lambda *_, **__: card.small)
     monkeypatch.setattr(strategy_module, "needs_room", lambda *_, **__: card.crowded)
     monkeypatch.setattr(Probe, "footprint", footprint)
-    monkeypatch.setattr(strategy_module, "assemble", assembling)
+    monkeypatch.setattr(Session, "start", starting)
     return card
 
 
@@ -247,11 +246,11 @@ def test_states_that_may_find_no_room_beside_whole_weights_send_them_to_the_host
 def test_what_a_refused_plan_held_is_gone_when_it_is_looked_again(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a card it would be in the peak of the second look, and its bytes counted once more."""
     card.small = False
-    assemble, look, held = strategy_module.assemble, Probe.footprint, []
+    propose, look, held = Planner.propose, Probe.footprint, []
 
     def refusing(*args: Any, **kwargs: Any) -> Any:
         if held:
-            return assemble(*args, **kwargs)
+            return propose(*args, **kwargs)
         profiler = nn.Linear(1, 1)
         held.append(weakref.ref(profiler))
         raise InfeasibleBudgetError("too little", budget_bytes=1, least_feasible_bytes=2)
@@ -260,7 +259,7 @@ def test_what_a_refused_plan_held_is_gone_when_it_is_looked_again(card: Card, mo
         assert all(reference() is None for reference in held)
         return look(*args, **kwargs)
 
-    monkeypatch.setattr(strategy_module, "assemble", refusing)
+    monkeypatch.setattr(Planner, "propose", refusing)
     monkeypatch.setattr(Probe, "footprint", looking)
     fit(strategy(*SPECS), steps=1, precision="bf16-mixed")
     assert len(held) == 1 and card.seen[:2] == ["float32", "bfloat16 float32"]

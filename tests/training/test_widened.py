@@ -8,10 +8,11 @@ from baoc.core.budgets import parse_budget
 from baoc.core.catalogue import SPECS
 from baoc.optim.backends.fused import has_kernel
 from baoc.planning.planner import PlannerSettings
-from baoc.training.lightning import BaocStrategy, widened
+from baoc.training.lightning import widened
 from baoc.training.session import SessionSettings
 from baoc.types import Budget
 from tests.support.planners import footprint
+from tests.support.sessions import session
 
 
 @pytest.mark.parametrize(
@@ -41,9 +42,10 @@ def test_specs_with_a_kernel_are_told_without_compiling_any():
 def test_a_context_that_has_grown_is_counted_and_lowers_the_cap(monkeypatch: pytest.MonkeyPatch):
     """Kernels load while steps are rehearsed; a run at its least budget would else hold them beyond it."""
     caps: list[Budget] = []
-    monkeypatch.setattr("baoc.training.lightning.cap_device", lambda device, budget: caps.append(budget))
-    monkeypatch.setattr("baoc.training.lightning.context_bytes", lambda device: 100)
-    run = BaocStrategy("8gb", device="cpu")
+    monkeypatch.setattr("baoc.training.session.cap_device", lambda device, budget: caps.append(budget))
+    monkeypatch.setattr("baoc.training.session.context_bytes", lambda device: 100)
+    run = session("8gb")
+    run.context_bytes = 0
     before = replace(footprint(8), context_bytes=60)
     assert run.with_context(before).context_bytes == run.context_bytes == 100 and caps == [run.budget]
     assert run.with_context(replace(before, context_bytes=110)).context_bytes == 110 and len(caps) == 2

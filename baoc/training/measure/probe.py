@@ -15,13 +15,11 @@ from torchmetrics import Metric
 
 from baoc.data.token_cache import cache_folder
 from baoc.errors import BadInputError
-from baoc.optim.offload import arrival_bytes
 from baoc.planning.allocators import ALLOCATORS
 from baoc.profiling import probe_footprint
 from baoc.tasks.ema import EmaWeights
 from baoc.training.callbacks.resume import capture_rng, restore_rng
 from baoc.training.measure.benchmark_steps import rehearse
-from baoc.training.measure.step_temporaries import step_temporaries
 from baoc.training.measure.step_time import time_specs
 from baoc.types import Footprint, LatencyTable, OptimizerSpec
 
@@ -95,14 +93,11 @@ class Probe:
         self._only = ALLOCATORS[strategy.settings.planner.allocator].traits.only_spec
         self._validate = None if val_batch is None else _validation(strategy, val_batch)
 
-    def footprint(
-        self, specs: Sequence[OptimizerSpec], *, context_bytes: int, released: Sequence[Sequence[Tensor]] = ()
-    ) -> Footprint:
-        """The module's own bytes, and what a step of each of `specs` holds for the largest parameter.
+    def footprint(self, *, context_bytes: int, released: Sequence[Sequence[Tensor]] = ()) -> Footprint:
+        """The module's bytes, averages of its weights included.
 
         `released`: the parameters of each block, where gradients are released in backward.
         """
-        temporaries = step_temporaries(specs, params=(p for p in self.module.parameters() if p.requires_grad))
         with silent(self.module):
             footprint = probe_footprint(
                 self.module,
@@ -116,8 +111,6 @@ class Probe:
         extra = sum(ema.validation_bytes(self.module) for ema in self._ema) if self._validate is not None else 0
         return replace(
             footprint,
-            step_temporary_bytes=temporaries,
-            arrival_bytes=arrival_bytes(specs, device=footprint.device),
             ema_bytes=sum(ema.nbytes(self.module) for ema in self._ema),
             validation_bytes=footprint.validation_bytes + extra,
             intervals=tuple(

@@ -1,0 +1,84 @@
+"""The Measurer of a plain loop: a callable of the caller's that runs one forward and backward."""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from baoc.data.token_cache import cache_folder
+from baoc.profiling import probe_footprint
+from baoc.profiling.footprint import restored
+from baoc.profiling.latency import series_seconds
+from baoc.training.measure.step_time import time_specs
+from baoc.types import Footprint, LatencyTable, OptimizerSpec
+
+FINITE_BYTES = 4  # per element, that a look for non-finite elements reads
+SHARE = 0.2  # of what a latency table may take, that forward and backward do
+
+
+class CallerProbe:
+    """`run` is the caller's; it returns a loss, or runs backward itself, and may return the loss then, too.
+
+    `source`: the module that is trained, or its parameters.
+    """
+
+    accumulation = 1
+
+    def __init__(self, run: Callable[[], object], *, source: nn.Module | Sequence[Tensor]):
+        self._run, self._source = run, source
+        self._module = source if isinstance(source, nn.Module) else None
+        self._all = list(source.parameters()) if isinstance(source, nn.Module) else list(source)
+        self._params = [param for param in self._all if param.requires_grad]
+
+    def footprint(self, *, context_bytes: int, released: Sequence[Sequence[Tensor]] = ()) -> Footprint:
+        """Bytes of the forward and backward that the caller runs."""
+        given = {"context_bytes": context_bytes, "released": released}
+        return probe_footprint(self._source, run_micro_batch=self._once, **given)
+
+    def latency(
+        self,
+        specs: Sequence[OptimizerSpec],
+        *,
+        max_s: float,
+        needed: Collection[str],
+        given: LatencyTable | None = None,
+        released: Sequence[Sequence[Tensor]] = (),
+    ) -> LatencyTable:
+        """Seconds of forward and backward, and of the optimizer step of `specs`; clipping of the caller's own is left
+        out. Gradients are None afterwards."""
+        device, rest_s = self._params[0].device, 0.0
+        if given is None:
+            with restored(self._module, self._all):
+                rest_s = series_seconds(self._step, device=device, max_s=SHARE * max_s)
+        table = time_specs(
+            specs,
+            device=device,
+            num_elements=sum(param.numel() for param in self._params),
+            num_tensors=len(self._params),
+            rest_s=rest_s,
+            upkeep_bytes=FINITE_BYTES,
+            needed=needed,
+            max_s=max_s,
+            cache_dir=cache_folder(),
+        )
+        if given is None:
+            return table
+        return replace(table, base_step_s=given.base_step_s, reference_step_s=given.reference_step_s)
+
+    def _once(self) -> object:
+        """The loss, where its backward is still to be run."""
+        came: list[bool] = []
+        handles = [p.register_post_accumulate_grad_hook(lambda _: came.append(True)) for p in self._params]
+        try:
+            loss = self._run()
+        finally:
+            for handle in handles:
+                handle.remove()
+        return None if came else loss
+
+    def _step(self) -> None:
+        loss = self._once()
+        if isinstance(loss, Tensor) and loss.requires_grad:
+            loss.backward()
+        for param in self._params:
+            param.grad = None
