@@ -7,6 +7,8 @@ from baoc.config import assets
 from baoc.config.strict import did_you_mean
 from baoc.core.budgets import PRESETS
 from baoc.errors import BadInputError
+from baoc.types import Budget
+from baoc.units import format_bytes
 
 Rows = list[tuple[str, str]]
 
@@ -31,8 +33,16 @@ def _described(registry: Mapping[str, Any]) -> Rows:
 
 def _budgets() -> Rows:
     files = assets.options("budget")
-    rows = [(name, assets.description(files[name])) for name in PRESETS]
+    rows = [
+        (name, assets.description(files[name]) if name in files else _limit(budget)) for name, budget in PRESETS.items()
+    ]
     return [*rows, ("SIZE", "any size, such as 7.5gb or 300mb"), ("state_N", "N % of fp32 AdamW's optimizer state")]
+
+
+def _limit(budget: Budget) -> str:
+    if budget.memory_bytes is not None:
+        return f"{format_bytes(budget.memory_bytes)} of device memory"
+    return f"Optimizer state of at most {100 * (budget.state_fraction or 0):g} % of fp32 AdamW's"
 
 
 def _models() -> Rows:

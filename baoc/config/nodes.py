@@ -1,4 +1,4 @@
-"""ConfigStore nodes that conf/ has no file for: sizes used as a budget, and the files of experiments/ and sweeps/.
+"""ConfigStore nodes that conf/ has no file for: budgets, uniform baselines, recipes, experiments and sweeps.
 
 They are registered before composing, so that `budget=7.5gb` and `experiments=NAME` work like any other option. Hydra
 prefers a file of conf/ to a node of the same name.
@@ -17,7 +17,8 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from baoc.config import assets
-from baoc.core.budgets import PRESETS, parse_budget
+from baoc.core.baselines import UNIFORM_BASELINES
+from baoc.core.budgets import AUTO, PRESETS, UNLIMITED, parse_budget
 from baoc.core.recipes import RECIPES, Recipe, find_recipe, is_file, recipe_node
 from baoc.errors import BadInputError
 from baoc.types import Budget
@@ -25,6 +26,7 @@ from baoc.types import Budget
 MOST_SHOWN = 60  # characters of what was given
 NO_RECIPE = "none"  # the option of the group `recipe` that leaves the choice to an allocator
 COLLECTIONS = ("experiments", "sweeps")
+IN_FILES = (AUTO, UNLIMITED)  # presets that conf/budget has files for
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # several times faster, where PyYAML is built with it
 
 
@@ -37,7 +39,11 @@ def register(overrides: Sequence[str] = ()) -> None:
     """
     register_resolvers()
     check_choices(overrides)
-    register_budgets(budget_values(overrides))
+    register_budgets([*PRESETS, *budget_values(overrides)])
+    for baseline in UNIFORM_BASELINES:
+        ConfigStore.instance().store(
+            group="allocator", name=baseline.name, node={"name": baseline.name}, provider="baoc"
+        )
     register_recipes(overrides)
     for group in COLLECTIONS:
         for name, file in assets.options(group).items():
@@ -47,11 +53,18 @@ def register(overrides: Sequence[str] = ()) -> None:
 
 
 def register_budgets(values: Iterable[str]) -> None:
-    """Registers a node for each of `values` that is no preset."""
+    """Registers a node for each of `values` that conf/budget has no file for: Hydra would take one for a schema."""
     for value in values:
-        if value not in PRESETS:
-            node = budget_node(parse_budget(value))
-            ConfigStore.instance().store(group="budget", name=value, node=node, provider="baoc")
+        if value in IN_FILES:
+            continue
+        node = budget_node(parse_budget(value))
+        ConfigStore.instance().store(group="budget", name=value, node=node, provider="baoc")
+
+
+def options(group: str) -> list[str]:
+    """The names of a group's options: files of conf/, then presets of budgets or uniform baselines."""
+    generated = {"budget": PRESETS, "allocator": [row.name for row in UNIFORM_BASELINES]}.get(group, ())
+    return list(dict.fromkeys([*assets.options(group), *generated]))
 
 
 def register_recipes(overrides: Sequence[str] = ()) -> None:

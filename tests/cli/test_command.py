@@ -26,7 +26,7 @@ def test_help_shows_groups_and_values_and_imports_nothing_heavy(run_python):
     assert done.stdout.endswith("EXIT 0 []\n"), done.stderr
     for text in (
         "python run.py model=vit budget=8gb",
-        "budget: 10gb",
+        "budget: auto, unlimited, 2gb",
         "allocator: exact",
         "max_steps: 400",
         "name: 7.5gb",

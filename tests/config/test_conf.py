@@ -9,7 +9,7 @@ import yaml
 from baoc.config import assets
 from baoc.config.compose import compose
 from baoc.config.from_hydra import from_hydra
-from baoc.config.nodes import budget_values, job_folder
+from baoc.config.nodes import budget_values, job_folder, options
 from baoc.config.options import own_keys, registry_of
 from baoc.config.resolve import resolve
 from baoc.config.schema import RunConfig
@@ -31,7 +31,7 @@ FITTING = [
     for dataset, data in registry_of("dataset").items()
     if row.task in data.tasks
 ]
-FREE = {group: list(assets.options(group)) for group in GROUPS if group not in OPTIONS and assets.options(group)}
+FREE = {group: found for group in GROUPS if group not in OPTIONS and (found := options(group))}
 ROWS = [
     {group: options[row % len(options)] for group, options in FREE.items()} | FITTING[row % len(FITTING)]
     for row in range(max(len(FITTING), *map(len, FREE.values())))
@@ -90,9 +90,9 @@ def test_defaults_of_the_schema_are_those_of_conf():
 
 
 def test_budgets_of_conf_are_the_presets():
-    assert set(assets.options("budget")) == set(PRESETS)
-    for name, preset in PRESETS.items():
-        assert parse_budget(read("budget", name)) == preset
+    assert set(options("budget")) == set(PRESETS)
+    for name in assets.options("budget"):
+        assert parse_budget(read("budget", name)) == PRESETS[name]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_budgets_of_conf_are_the_presets():
     [("allocator", ALLOCATORS), ("risk", RISKS), *((group, registry_of(group)) for group in OPTIONS)],
 )
 def test_options_of_conf_are_those_of_the_registry(group: str, registry):
-    own = [option for option in assets.options(group) if group != "risk" or read(group, option)["name"] == option]
+    own = [option for option in options(group) if group != "risk" or read(group, option)["name"] == option]
     assert set(own) == set(registry)
 
 

@@ -1,0 +1,61 @@
+"""Uniform baselines: one spec everywhere, as its authors publish it. `allocator=uniform_NAME` runs one.
+
+Each has a twin `uniform_NAME_matched`, whose updates are scaled to the RMS of AdamW's, so that AdamW's learning rate
+serves it.
+"""
+
+from dataclasses import dataclass, replace
+
+from baoc.types import Role
+
+FALLBACK = "adamw"  # of blocks to which the spec does not apply
+_OUTER = frozenset({Role.EMBEDDING, Role.HEAD, Role.NORM})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UniformBaseline:
+    """`spec` on every block where it applies, fp32 AdamW on the others and on `kept` roles."""
+
+    name: str
+    spec: str
+    kept: frozenset[Role] = frozenset()
+    matching: bool = False
+
+    @property
+    def description(self) -> str:
+        but = f", {FALLBACK} on {', '.join(sorted(self.kept))}" if self.kept else ""
+        matched = ", update RMS matched to AdamW's" if self.matching else ", as published"
+        return f"{self.spec} wherever it applies{but}, else {FALLBACK}{matched}"
+
+
+_PUBLISHED: tuple[tuple[str, str, frozenset[Role]], ...] = (
+    ("adamw", "adamw", frozenset()),
+    ("bf16", "adamw_bf16", frozenset()),
+    ("adamw8bit", "adamw_int8", frozenset()),
+    ("adamw8bit_log", "adamw_int8_log", frozenset()),
+    ("adamw8bit_root", "adamw_int8_root", frozenset()),
+    ("adamw4bit", "adamw_int4", frozenset()),
+    ("rmsprop", "rmsprop", frozenset()),
+    ("rmsprop8bit", "rmsprop_int8", frozenset()),
+    ("shared_in", "adamw_shared_in", frozenset({Role.NORM})),
+    ("shared_out", "adamw_shared_out", frozenset({Role.NORM})),
+    ("adafactor", "adafactor", frozenset()),
+    ("adafactor_momentum", "adafactor_momentum", frozenset()),
+    ("lion", "lion", frozenset()),
+    ("lion8bit", "lion_int8", frozenset()),
+    ("signum", "signum", frozenset()),
+    ("signum8bit", "signum_int8", frozenset()),
+    ("foam", "foam_l2", _OUTER),  # its authors leave embeddings and head to Adam
+    ("foam8bit", "foam_l2_int8", _OUTER),
+    ("foam_sq", "foam_l2_sq", _OUTER),
+    ("foam_l3", "foam_l3", _OUTER),
+    ("foam_l8", "foam_l8", _OUTER),
+    ("muon", "muon", _OUTER),
+    ("sign", "sign", frozenset()),
+    ("column_norm", "column_norm", frozenset()),
+)
+_ROWS = tuple(UniformBaseline(name=f"uniform_{name}", spec=spec, kept=kept) for name, spec, kept in _PUBLISHED)
+UNIFORM_BASELINES: tuple[UniformBaseline, ...] = (
+    *_ROWS,
+    *(replace(row, name=f"{row.name}_matched", matching=True) for row in _ROWS),
+)
