@@ -318,7 +318,7 @@ class BaocStrategy(SingleDeviceStrategy):
         """The optimizer's state with what the reallocator needs to go on: plan, profile, counters."""
         state: dict[str, Any] = dict(super().optimizer_state(optimizer))
         if self.reallocator is not None:
-            state["online"] = self.reallocator.state_dict()
+            state["online"] = self.reallocator.state_dict(copies=False)  # written at once
         return state
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ from baoc.optim.offload import Inline, streaming
 from baoc.optim.offload.lanes import IN, MAIN, OUT, STEP
 from baoc.planning.planner import PlannerSettings
 from baoc.profiling import GradientProfiler
+from baoc.training.reallocation import ReallocationSettings
 from baoc.training.session import SessionSettings
 from tests.support.optimizing import Gradients, assert_same, build, make_params, run_steps, twin_of, values
 from tests.support.placing import HERE, LateLanes, rings
@@ -227,7 +228,11 @@ def test_a_sample_is_put_together_when_released_gradients_are_gone(monkeypatch: 
 
     monkeypatch.setattr(GradientProfiler, "finish_parts", finish)
     with rings(lanes=lanes, piece_bytes=2000):
-        settings = SessionSettings(planner=PlannerSettings(specs=("adamw@streamed",), keep_fp32_roles=()), release=True)
+        settings = SessionSettings(
+            planner=PlannerSettings(specs=("adamw@streamed",), keep_fp32_roles=()),
+            reallocation=ReallocationSettings(mode="once"),
+            release=True,
+        )
         optimizer = BaocOptimizer(params.items(), budget="state_50", settings=settings)
         for _ in range(3):
             torch.stack([param.sum() for param in params.values()]).sum().backward()

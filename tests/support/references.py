@@ -98,8 +98,13 @@ class Sign(Reference):
         return grad.sign()
 
 
+@dataclass
 class ColumnNorm(Reference):
+    momentum: bool = False
+
     def step(self, grad: Tensor, keep: Tensor) -> Tensor:
+        if self.momentum:
+            grad = self.average("m", grad, self.beta1, keep)
         update = torch.zeros_like(grad)
         for j in range(grad.shape[1]):
             length = grad[keep[:, j], j].square().sum().sqrt()
@@ -170,6 +175,7 @@ REFERENCES: dict[str, Callable[[], Reference]] = {
     "signum": Signum,
     "sign": Sign,
     "column_norm": ColumnNorm,
+    "column_norm_momentum": lambda: ColumnNorm(momentum=True),
     "muon": Muon,
     **{f"foam_l{n}_sq": (lambda n=n: Foam(level=n, of_squares=True)) for n in (1, 2, 3, 8)},
     **{f"foam_l{n}": (lambda n=n: Foam(level=n)) for n in (1, 2, 3, 8)},

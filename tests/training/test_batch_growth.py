@@ -50,7 +50,8 @@ class Watch(L.Callback):
 
 def fit(budget: str | int, **options: Any) -> tuple[L.Trainer, Watch, MemoryMonitor, list[str]]:
     said: list[str] = []
-    strategy, watch = BaocStrategy(budget, device="cpu"), Watch()
+    settings = SessionSettings(reallocation=ReallocationSettings(mode="once"))
+    strategy, watch = BaocStrategy(budget, device="cpu", settings=settings), Watch()
     memory = MemoryMonitor(strategy.budget)
     control = BudgetControl(memory=memory, tell=said.append, **options)
     trainer = tiny_trainer(strategy=strategy, max_steps=12, callbacks=[control, memory, watch])

@@ -26,7 +26,7 @@ def small(budget: str, *, steps: int = STEPS, **changes: Any) -> RunConfig:
     made = config(
         budget=parse_budget(budget),
         batch_size=8,
-        reallocation=ReallocationConfig(warmup_steps=7),
+        reallocation=ReallocationConfig(mode="once", warmup_steps=7),
         checkpoint=CheckpointConfig(every_n_steps=4),
         **changes,
     )
