@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from baoc.core.recipes import Tuning
-from baoc.kernels import available
 from baoc.optim import BlockwiseOptimizer
 from baoc.types import Block, ParamInfo, Role
+from tests.support.fused_pair import INTERPRETING, run_interpreted
 
 TUNING = Tuning(lr={"adamw": 0.5, "head": 4.0}, betas={"adamw": (0.8, 0.95), "lion": (0.7, 0.9)})
 NAMES = ("a", "b", "head")
@@ -60,11 +60,16 @@ def each_alone(specs: dict[str, str] = SPECS, **given: object) -> dict[str, nn.P
     return params
 
 
-@pytest.mark.parametrize("backend", ["eager", "native", "fused"])
+if not INTERPRETING:
+
+    @pytest.mark.slow
+    def test_fused_interpreted() -> None:
+        run_interpreted(__file__)
+
+
+@pytest.mark.parametrize("backend", ["eager", "native", *(["fused"] if INTERPRETING else [])])
 @pytest.mark.parametrize("specs", [SPECS, dict.fromkeys(NAMES, "adamw_int8")], ids=["fp32", "int8"])
 def test_each_block_steps_as_an_optimizer_of_its_own_would(backend: str, specs: dict[str, str]):
-    if backend == "fused" and not available(torch.device("cpu")):
-        pytest.skip("needs TRITON_INTERPRET=1, with which CI runs these too")
     tuning = TUNING if specs is SPECS else Tuning(lr={"adamw": 0.5, "head": 4.0}, betas={"adamw": (0.8, 0.95)})
     params, alone = make_params(), {}
     optimizer = build(params, specs, backend=backend, tuning=tuning)
