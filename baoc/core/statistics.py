@@ -143,7 +143,7 @@ def rank_correlation(x: Sequence[float], y: Sequence[float], *, seed: int = 0) -
     return RankCorrelation(rho=found / norm, p=p, n=len(x))
 
 
-def ranks(values: Sequence[float]) -> Floats:
+def ranks(values: Sequence[float] | Floats) -> Floats:
     """Ranks from 0; equal values share their mean rank."""
     _, inverse, counts = np.unique(np.asarray(values, dtype=np.float64), return_inverse=True, return_counts=True)
     ends = np.cumsum(counts)

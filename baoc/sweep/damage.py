@@ -15,6 +15,7 @@ import yaml
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
+from baoc.core import statistics
 from baoc.errors import BadInputError
 from baoc.frontier.comparable_runs import group_by_workload
 from baoc.frontier.runs import RunFolder, find_runs, result_of
@@ -208,16 +209,10 @@ def _rank(what: str, predicted: Floats, damage: Floats, *, seed: int) -> Rank:
 
 def spearman(a: Floats, b: Floats) -> float:
     """Pearson's correlation of ranks; ties share their mean rank. NaN if one side is constant."""
-    x, y = _ranked(a), _ranked(b)
+    x, y = statistics.ranks(a), statistics.ranks(b)
     x, y = x - x.mean(), y - y.mean()
     norm = float(np.sqrt((x @ x) * (y @ y)))
     return float(x @ y) / norm if norm else float("nan")
-
-
-def _ranked(values: Floats) -> Floats:
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ends = np.cumsum(counts)
-    return ((ends - counts + ends - 1) / 2)[inverse]
 
 
 def damages_below(folders: Sequence[Path]) -> list[Damage]:
