@@ -253,6 +253,7 @@ def match_blocks(blocks: Iterable[Block], *, params: Mapping[str, Tensor]) -> di
     Raises BadInputError unless every trainable parameter is in exactly one block, with the shape it has there.
     """
     found: dict[str, str] = {}
+    taken: set[str] = set()
     for block in blocks:
         for info in block.params:
             name = next((n for n in (info.name, *info.aliases) if n in params), None)
@@ -261,12 +262,13 @@ def match_blocks(blocks: Iterable[Block], *, params: Mapping[str, Tensor]) -> di
                     f"block {block.name} has {info.name}, which the optimizer was not given (it has {some(params)}): "
                     "pass a module or named parameters, described with the same names"
                 )
-            if name in found.values():
+            if name in taken:
                 raise BadInputError(f"{name} is in two blocks, one of them {block.name}: each parameter has one block")
             if tuple(params[name].shape) != info.shape:
                 raise BadInputError(f"{name} has shape {tuple(params[name].shape)}, its block says {info.shape}")
             found[info.name] = name
-    left = [name for name in params if name not in set(found.values())]
+            taken.add(name)
+    left = [name for name in params if name not in taken]
     if left:
         raise BadInputError(f"no block has {some(left)}: every trainable parameter needs one")
     return found

@@ -354,14 +354,14 @@ class BlockwiseOptimizer(Optimizer):
         `moments` (by parameter name) start v where a block had none. Nothing changes if any of `specs` is refused. Done
         block by block, those that shrink first, so memory never exceeds the larger plan by more than a block.
         """
-        live, targets = self.roster.live, []
+        live, targets, where = self.roster.live, [], groups.named_params(self.param_groups)
         for name, given in specs.items():
             if name not in live:
                 raise unknown_name(name, what="block", allowed=live)
             spec = groups.to_spec(given)
             groups.check_applies(spec, block=live[name].block)
             if spec != live[name].spec:
-                targets.append(self.roster.made(live[name].block, spec=spec, param_groups=self.param_groups))
+                targets.append(self.roster.made(live[name].block, spec=spec, where=where))
         self._check_between_steps("migrate was called")
         admission.check(targets)
         self.roster.forget_overwritten()

@@ -107,23 +107,25 @@ class Roster:
         infos = [groups.param_info(n, p, group=g) for n, (p, g) in where.items() if p.requires_grad]
         blocks = [groups.single_block(info) for info in infos] if blocks is None else list(blocks)
         owners = groups.match_blocks(blocks, params={info.name: where[info.name][0] for info in infos})
-        blocks = [groups.as_it_is(block, {name: where[owner][0] for name, owner in owners.items()}) for block in blocks]
+        params = {name: where[owner][0] for name, owner in owners.items()}
+        blocks = [groups.as_it_is(block, params) for block in blocks]
         chosen = groups.specs_by_block(specs, blocks=blocks)
         self.names = {where[name][0]: owner for owner, name in owners.items()}
         for group in param_groups:  # tied parameters are called what their block calls them
             pairs = zip(group["params"], group["param_names"], strict=True)
             group["param_names"] = [self.names.get(param, name) for param, name in pairs]
-        lives = [self.made(block, spec=chosen[block.name], param_groups=param_groups) for block in blocks]
+        where = groups.named_params(param_groups)
+        lives = [self.made(block, spec=chosen[block.name], where=where) for block in blocks]
         admission.check(lives, device=device)
         reserved = self.arena.reserve(order_of_travel(lives), device=device)
         for live in lives:
             self.enlist(live, device=device, states=reserved.get(live))
         self.refresh(param_groups)
 
-    def made(self, block: Block, *, spec: OptimizerSpec, param_groups: list[dict[str, Any]]) -> LiveBlock:
-        """A block with its slots, tuned as its rule and role are, and no state yet."""
+    def made(self, block: Block, *, spec: OptimizerSpec, where: Mapping[str, tuple[Tensor, int]]) -> LiveBlock:
+        """A block with its slots, tuned as its rule and role are, and no state yet. `where`: `groups.named_params`."""
         tuned = None if self.tuning is None else self.tuning.of(block, rule=spec.rule)
-        return make_live(block, spec=spec, param_groups=param_groups, tuned=tuned)
+        return make_live(block, spec=spec, where=where, tuned=tuned)
 
     def enlist(self, live: LiveBlock, *, device: torch.device | None = None, states: list[State] | None = None) -> None:
         """A block before its first step gets its states, and its weights what its spec keeps of them, on `device`."""
@@ -362,7 +364,7 @@ class Roster:
         for info, block in late:  # all are looked at before any gets state
             groups.check_param(where[info.name][0], name=info.name)
             groups.check_applies(spec, block=block)
-        lives = [self.made(block, spec=spec, param_groups=param_groups) for _, block in late]
+        lives = [self.made(block, spec=spec, where=where) for _, block in late]
         admission.check(lives)
         for (info, _), live in zip(late, lives, strict=True):
             self.names[where[info.name][0]] = info.name
@@ -443,10 +445,9 @@ class Roster:
 
 
 def make_live(
-    block: Block, *, spec: OptimizerSpec, param_groups: list[dict[str, Any]], tuned: Tuned | None = None
+    block: Block, *, spec: OptimizerSpec, where: Mapping[str, tuple[Tensor, int]], tuned: Tuned | None = None
 ) -> LiveBlock:
     """A block with its slots, and no state yet."""
-    where = groups.named_params(param_groups)
     slots = [
         make_slot(info.name, where[info.name][0], info=info, group=where[info.name][1], spec=spec, tuned=tuned)
         for info in block.params
