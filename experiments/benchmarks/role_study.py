@@ -8,8 +8,12 @@ smallest network of its family, all runs of a list at once (role_runs.py). Lists
 recipe_lists.py:
 
 - `rates`: whole recipes at six rates on two seeds, which choose each recipe's rate;
-- `roles`: on other seeds, one after the other until the time is over, the base at its best rate, one role of it
-  replaced, every whole recipe at its own best rate, and mixtures of several roles.
+- `roles`, `whole`, `mixture`: on other seeds, one after the other until the time is over, the base at its best rate,
+  one role of it replaced, every whole recipe at its own best rate, and mixtures of several roles.
+
+`--second --rows ROWS --choices CHOICES` runs the lists of the second call: `rates` and `roles` of tasks that ROWS does
+not have, `confirm`, on eight seeds that chose nothing, seeds of `roles` that ROWS does not have, and `long`, of eight
+times the steps.
 
 Rows go to OUT/rows_TASK.csv when a list has ended. Runs on a CPU too (`--size test --device cpu`), to try it.
 """
@@ -22,13 +26,21 @@ import os
 import random
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from baoc.core.recipes import RECIPES, Recipe, recipe_from_node
 from experiments.benchmarks.recipe_lists import (
+    BUDGETS,
+    CONFIRM_FACTORS,
+    CONFIRM_WHOLE,
+    FEWER_FACTORS,
+    FEWER_WHOLE,
     HIDDEN_SPECS,
+    LONG_RUNS,
+    LONG_STEPS,
     MIXTURE_SEED,
     MORE_WHOLE,
     NUM_MIXTURES,
@@ -56,14 +68,17 @@ def whole_recipes() -> dict[str, Recipe]:
     }
 
 
-def rate_runs(seeds: Sequence[int]) -> list[Any]:
+def rate_runs(
+    seeds: Sequence[int], *, recipes: Sequence[str] | None = None, factors: Sequence[float] = ROLE_FACTORS
+) -> list[Any]:
     from experiments.benchmarks.role_runs import Run
 
     return [
         Run(phase="rates", label=f"{name}@{factor:g}", recipe=recipe, factor=factor, seed=seed)
         for seed in seeds
-        for factor in ROLE_FACTORS
+        for factor in factors
         for name, recipe in whole_recipes().items()
+        if recipes is None or name in recipes
     ]
 
 
@@ -84,7 +99,7 @@ def role_runs(bench: Any, *, best: Mapping[str, float], seed: int) -> list[Any]:
                 if bench.runs_spec(run) and not same:
                     runs.append(run)
     for name, recipe in whole_recipes().items():
-        if name != ROLE_BASE:
+        if name != ROLE_BASE and name in best:
             runs.append(Run(phase="whole", label=name, recipe=recipe, factor=best[name], seed=seed))
     for number, (specs, multiples) in enumerate(mixtures(bench.roles)):
         recipe = replaced(base, specs)
@@ -95,8 +110,6 @@ def role_runs(bench: Any, *, best: Mapping[str, float], seed: int) -> list[Any]:
 
 
 def replaced(base: Recipe, specs: Mapping[str, str]) -> Recipe:
-    from dataclasses import replace
-
     return replace(base, specs={**base.specs, **specs})
 
 
@@ -198,7 +211,7 @@ class Study:
 
         runs = runs[: self.given.limit]
         begun = time.time()
-        need = self.cost * steps * len(runs)
+        need = 0.7 * self.cost * steps * len(runs)  # others may have ended since
         if begun + need > self.end:
             self.say(f"no time for {len(runs)} runs of {steps} steps, which would take {need:.0f} s")
             return []
@@ -207,10 +220,9 @@ class Study:
 
         def go_on(done: int) -> bool:
             spent = time.time() - built
-            if done in (50, 200) or (spent > 60 and done % 500 == 0):
+            if done in (50, 200) or done % 1000 == 0:
                 self.say(f"{done} of {steps} steps of {len(runs)} runs, {1e3 * spent / done:.1f} ms each")
-            late = done >= 200 and built + spent / done * steps > self.end + 5
-            if late or time.time() > self.end:
+            if time.time() > self.end:
                 self.say(f"{len(runs)} runs given up after {done} of {steps} steps")
                 return False
             return True
@@ -241,19 +253,138 @@ def _free() -> None:
 
 
 def study_roles(name: str, given: argparse.Namespace, end: float, graphed: bool) -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = given.gpus[list(ROLE_LRS).index(name) % len(given.gpus)]
     prepare()
     study = Study(name, given, end, graphed)
     steps = given.steps or ROLE_STEPS
-    rated = study.train(rate_runs(ROLE_SEEDS["rates"]), steps=steps)
-    if not rated:
-        return
-    best = best_factors(rated)
-    if given.limit:
-        best = dict.fromkeys(whole_recipes(), 1.0)
-    study.say("best factors " + " ".join(f"{recipe}:{factor:g}" for recipe, factor in best.items()))
-    for seed in ROLE_SEEDS["roles"]:
-        if not study.train(role_runs(study.bench, best=best, seed=seed), steps=steps):
+    best = known_factors(given.rows, name) if given.rows else {}
+    known = bool(best)
+    if not known:
+        recipes, factors = (FEWER_WHOLE, FEWER_FACTORS) if given.second else (None, ROLE_FACTORS)
+        rated = study.train(rate_runs(ROLE_SEEDS["rates"], recipes=recipes, factors=factors), steps=steps)
+        if not rated:
             return
+        best = dict.fromkeys(whole_recipes(), 1.0) if given.limit else best_factors(rated)
+    study.say("best factors " + " ".join(f"{recipe}:{factor:g}" for recipe, factor in best.items()))
+    if not given.second or not known:
+        for seed in ROLE_SEEDS["roles"][: 1 if given.second else None]:
+            runs = role_runs(study.bench, best=best, seed=seed)
+            if given.second:
+                runs = [run for run in runs if run.role_factor == 1 and run.spec != "column_norm_momentum_int8"]
+            if not study.train(runs, steps=steps):
+                return
+    if given.second:
+        choices = json.loads(given.choices.read_text())[study.bench.task.family]
+        runs = [
+            run
+            for seed in ROLE_SEEDS["confirm"]
+            for run in confirm_runs(study.bench, best=best, choices=choices, seed=seed)
+        ]
+        study.train(runs, steps=steps)
+        if known:
+            for seed in sorted({*ROLE_SEEDS["roles"]} - role_seeds(given.rows, name)):
+                study.train(role_runs(study.bench, best=best, seed=seed), steps=steps)
+        study.train(long_runs(best), steps=given.steps or given.long_steps)
+
+
+def known_factors(rows: Path, task: str) -> dict[str, float]:
+    """As `best_factors`, from rows of phase `rates` of a call before."""
+    held: dict[str, dict[float, list[float]]] = {}
+    with rows.open(newline="") as file:
+        for row in csv.DictReader(file):
+            if row["phase"] == "rates" and row["task"] == task:
+                choice = float(row["choice"]) if row["status"] == "finite" else float("inf")
+                name = row["label"].partition("@")[0]
+                held.setdefault(name, {}).setdefault(float(row["factor"]), []).append(choice)
+    return {name: min(factors, key=lambda f: mean(factors[f])) for name, factors in held.items()}
+
+
+def role_seeds(rows: Path, task: str) -> set[int]:
+    """Those whose roles a call before ran."""
+    with rows.open(newline="") as file:
+        return {int(row["seed"]) for row in csv.DictReader(file) if row["phase"] == "roles" and row["task"] == task}
+
+
+def confirm_runs(bench: Any, *, best: Mapping[str, float], choices: Mapping[str, Any], seed: int) -> list[Any]:
+    """AdamW at five rates, whole recipes at their best, and by budget a chosen plan, its permutation, a random plan."""
+    from experiments.benchmarks.role_runs import Run
+
+    recipes, drawn = whole_recipes(), random.Random(MIXTURE_SEED + seed)
+    adamw = recipes["adamw"]
+    runs = [
+        Run(phase="confirm", label=f"adamw@{factor:g}", recipe=adamw, factor=factor, seed=seed)
+        for factor in CONFIRM_FACTORS
+    ]
+    runs += [
+        Run(phase="confirm", label=name, recipe=recipes[name], factor=best[name], seed=seed) for name in CONFIRM_WHOLE
+    ]
+    for budget in BUDGETS:
+        choice = choices[str(budget)]
+        node = {**choice["recipe"], "betas": choice.get("betas", {})}
+        chosen = Run(
+            phase="confirm", label=f"choice_{budget}", recipe=recipe_from_node(node, name=f"choice_{budget}"),
+            factor=choice["factor"], seed=seed, multiples=choice.get("multiples", {}),
+        )  # fmt: skip
+        specs = bench.specs(chosen)
+        permuted = permutation(bench, specs, drawn)
+        runs.append(chosen)
+        if permuted != specs:
+            runs.append(replace(chosen, label=f"permuted_{budget}", plan=permuted, multiples={}))
+        plan = random_plan(bench, limit=budget / 100, drawn=drawn)
+        runs.append(Run(phase="confirm", label=f"random_{budget}", recipe=adamw, factor=1.0, seed=seed, plan=plan))
+    return runs
+
+
+def permutation(bench: Any, specs: Mapping[str, str], drawn: random.Random) -> dict[str, str]:
+    """The same specs on other blocks of equal size, as far as they apply there."""
+    by_size: dict[tuple[int, bool], list[str]] = {}
+    for block in bench.blocks:
+        outer = block.role.value in ("embedding", "head")
+        by_size.setdefault((block.numel, outer), []).append(block.name)
+    found = dict(specs)
+    for names in by_size.values():
+        mixed = [specs[name] for name in names]
+        drawn.shuffle(mixed)
+        found.update(zip(names, mixed, strict=True))
+    return found
+
+
+def random_plan(bench: Any, *, limit: float, drawn: random.Random) -> dict[str, str]:
+    """Block -> a spec at random of those that apply, until what all keep is within `limit` of fp32 AdamW's state."""
+    from baoc.core.catalogue import SPECS
+    from baoc.core.rule_tags import RULE_INFOS
+    from baoc.planning.candidates import applies
+    from baoc.planning.cost import state_bytes
+
+    names = sorted({spec for listed in ROLE_SPECS.values() for spec in listed} - {"column_norm_momentum_int8"})
+    allowed = {
+        block.name: [
+            (name, state_bytes(block, spec=SPECS[name], rule=rule))
+            for name in names
+            for rule in (RULE_INFOS[SPECS[name].rule],)
+            if applies(block, spec=SPECS[name], rule=rule) is None
+        ]
+        for block in bench.blocks
+    }
+    plan = {block: drawn.choice(rows) for block, rows in allowed.items()}
+    while sum(size for _, size in plan.values()) > limit * bench.planner.state_bytes_adamw:
+        block = drawn.choice(list(plan))
+        other = drawn.choice(allowed[block])
+        if other[1] <= plan[block][1]:
+            plan[block] = other
+    return {block: spec for block, (spec, _) in plan.items()}
+
+
+def long_runs(best: Mapping[str, float]) -> list[Any]:
+    from experiments.benchmarks.role_runs import Run
+
+    recipes = whole_recipes()
+    return [
+        Run(phase="long", label=f"{name}@{best[name] * of:g}", recipe=recipes[name], factor=best[name] * of, seed=seed)
+        for seed in ROLE_SEEDS["long"]
+        for name, multiples in LONG_RUNS.items()
+        for of in multiples
+    ]
 
 
 # -- before -----------------------------------------------------------------------------------------------------------
@@ -288,6 +419,7 @@ def check_graph(task: str, given: argparse.Namespace, graphed: Any, place: int) 
     from experiments.benchmarks.role_runs import Bench, Replicas
     from experiments.benchmarks.role_tasks import SIZES, TASKS
 
+    os.environ["CUDA_VISIBLE_DEVICES"] = given.gpus[place % len(given.gpus)]
     prepare()
     bench = Bench(TASKS[task](torch.device(given.device), data=given.data, size=given.size or SIZES[task]))
     runs = [run for run in rate_runs((1,)) if run.factor == 1 and run.recipe.name in ("adamw", "muon8_lean", "scale8")]
@@ -309,6 +441,15 @@ def check_graph(task: str, given: argparse.Namespace, graphed: Any, place: int) 
 
 def compile_all(given: argparse.Namespace, graphed: Any) -> None:
     specs = {spec for listed in ROLE_SPECS.values() for spec in listed}
+    if given.choices:
+        held = json.loads(given.choices.read_text()).values()
+        specs |= {
+            spec
+            for budgets in held
+            for choice in budgets.values()
+            for spec in choice["recipe"].values()
+            if isinstance(spec, str)
+        }
     specs |= {spec for recipe in whole_recipes().values() for spec in (*recipe.specs.values(), *recipe.fallback)}
     ordered, spawn = sorted(specs), mp.get_context("spawn")
     parts = [ordered[place :: given.compilers] for place in range(given.compilers)]
@@ -329,6 +470,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--second", action="store_true", help="the lists of the second call")
+    parser.add_argument(
+        "--rows", type=Path, help="of a call before: tasks that have phase `rates` there take it from there"
+    )
+    parser.add_argument("--choices", type=Path, help="family -> budget -> recipe, factor, betas, of phase `confirm`")
+    parser.add_argument("--long-steps", type=int, default=LONG_STEPS)
+    parser.add_argument("--gpus", nargs="+", default=["0"], help="of language, vision, diffusion, in turn")
     parser.add_argument("--seconds", type=float, default=520)
     parser.add_argument("--tasks", nargs="+", choices=list(ROLE_LRS), default=list(ROLE_LRS))
     parser.add_argument("--device", default="cuda")

@@ -203,7 +203,12 @@ class Vision(_Fashion):
 
     def build(self) -> nn.Module:
         spec = ImageDataSpec(dataset="fashion", image_size=28, channels=1, num_classes=10, num_train=1, num_val=1)
-        return vit.build(self.sizes[self.size], spec=spec, dropout=0.0)
+        from transformers import AttentionInterface
+
+        model = vit.build(self.sizes[self.size], spec=spec, dropout=0.0)
+        AttentionInterface.register("all_patches", _all_patches)  # the library's own makes masks under capture
+        model.net.config._attn_implementation = "all_patches"
+        return model
 
     def plan(self, generator: Generator, steps: int) -> Batch:
         shape = (steps, self.batch)
@@ -309,6 +314,21 @@ class Diffusion(_Fashion):
 
 TASKS: Mapping[str, Any] = {task.name: task for task in (Language, Vision, Diffusion)}
 SIZES: Mapping[str, str] = {"language": "nano", "vision": "tiny", "diffusion": "tiny"}
+
+
+def _all_patches(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any = None,
+    *,
+    scaling: float,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    del module, attention_mask  # every patch sees every other
+    mixed = F.scaled_dot_product_attention(query, key, value, scale=scaling)
+    return mixed.transpose(1, 2).contiguous(), None
 
 
 def _normal(images: Tensor) -> Tensor:
