@@ -118,7 +118,7 @@ class Replicas:
     def __init__(self, bench: Bench, runs: Sequence[Run], *, steps: int, lr: float, graphed: bool = False):
         self.bench, self.task, self.runs, self.steps = bench, bench.task, list(runs), steps
         self.lr = lr
-        device: Any = self.task.device  # pyright: ignore[reportAttributeAccessIssue]
+        device = self.task.device
         self.device = device
         seeds = sorted({run.seed for run in runs})
         self.of = torch.tensor([seeds.index(run.seed) for run in runs], device=device)
@@ -183,7 +183,7 @@ class Replicas:
         squares = torch.stack([grad.flatten(1).square().sum(1) for grad in grads]).sum(0)
         scale = (CLIP / (squares.sqrt() + 1e-6)).clamp(max=1.0)
         scaled = [grad * scale.view(-1, *(1,) * (grad.ndim - 1)) for grad in grads]
-        torch._foreach_copy_(list(self.grads.values()), scaled)  # pyright: ignore[reportPrivateUsage]
+        torch._foreach_copy_(list(self.grads.values()), scaled)  # pyright: ignore[reportPrivateImportUsage]
         self.losses.copy_(losses.detach())
         self.at.add_(1)
 

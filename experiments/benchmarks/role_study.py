@@ -170,7 +170,7 @@ def by_role(bench: Any, run: Any) -> dict[str, str]:
 class Writer:
     def __init__(self, path: Path):
         self._file = path.open("w", newline="")
-        self._writer = csv.DictWriter(self._file, COLUMNS)
+        self._writer: Any = csv.DictWriter(self._file, COLUMNS)
         self._writer.writeheader()
 
     def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -306,7 +306,10 @@ def role_seeds(rows: Path, task: str) -> set[int]:
 
 
 def confirm_runs(bench: Any, *, best: Mapping[str, float], choices: Mapping[str, Any], seed: int) -> list[Any]:
-    """AdamW at five rates, whole recipes at their best, and by budget a chosen plan, its permutation, a random plan."""
+    """AdamW at five rates, whole recipes at their best, choices and their permutations, a random plan by budget.
+
+    A choice without a factor runs at the best one of `muon8_lean_m90`.
+    """
     from experiments.benchmarks.role_runs import Run
 
     recipes, drawn = whole_recipes(), random.Random(MIXTURE_SEED + seed)
@@ -318,18 +321,20 @@ def confirm_runs(bench: Any, *, best: Mapping[str, float], choices: Mapping[str,
     runs += [
         Run(phase="confirm", label=name, recipe=recipes[name], factor=best[name], seed=seed) for name in CONFIRM_WHOLE
     ]
-    for budget in BUDGETS:
-        choice = choices[str(budget)]
-        node = {**choice["recipe"], "betas": choice.get("betas", {})}
-        chosen = Run(
-            phase="confirm", label=f"choice_{budget}", recipe=recipe_from_node(node, name=f"choice_{budget}"),
-            factor=choice["factor"], seed=seed, multiples=choice.get("multiples", {}),
-        )  # fmt: skip
+    held = [(bench.specs(run), run.recipe.betas, run.factor) for run in runs]
+    for name, choice in choices.items():
+        recipe = recipe_from_node({**choice["recipe"], "betas": choice["betas"]}, name=f"choice_{name}")
+        factor = choice["factor"] or best["muon8_lean_m90"]
+        chosen = Run(phase="confirm", label=recipe.name, recipe=recipe, factor=factor, seed=seed)
         specs = bench.specs(chosen)
-        permuted = permutation(bench, specs, drawn)
+        if (specs, recipe.betas, factor) in held:  # what is chosen at several budgets, or a whole recipe, runs once
+            continue
+        held.append((specs, recipe.betas, factor))
         runs.append(chosen)
+        permuted = permutation(bench, specs, drawn)
         if permuted != specs:
-            runs.append(replace(chosen, label=f"permuted_{budget}", plan=permuted, multiples={}))
+            runs.append(replace(chosen, label=f"permuted_{name}", plan=permuted))
+    for budget in BUDGETS:
         plan = random_plan(bench, limit=budget / 100, drawn=drawn)
         runs.append(Run(phase="confirm", label=f"random_{budget}", recipe=adamw, factor=1.0, seed=seed, plan=plan))
     return runs
@@ -494,7 +499,7 @@ def main() -> None:
     if given.device.startswith("cuda"):
         compile_all(given, graphed)
         print(f"{time.strftime('%H:%M:%S')} kernels are compiled, {end - time.time():.0f} s left", flush=True)
-    on = dict(zip(ROLE_LRS, map(bool, graphed), strict=True))
+    on = {task: bool(graphed[place]) for place, task in enumerate(ROLE_LRS)}
     workers = [spawn.Process(target=study_roles, args=(task, given, end, on[task])) for task in given.tasks]
     for worker in workers:
         worker.start()
