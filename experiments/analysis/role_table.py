@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import mean
 
 from baoc.core.statistics import Interval, mean_interval, paired_difference, rank_correlation
+from experiments.benchmarks.recipe_lists import BUDGETS, CONFIRM_WHOLE
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "role_table.csv"
 LEVEL = 0.90
@@ -151,6 +152,32 @@ def against(rows: Sequence[Row], *, reference: Callable[[str], bool]) -> list[st
     return [line for _, line in sorted(lines)]
 
 
+def pairs(rows: Sequence[Row]) -> list[str]:
+    """What was chosen at each budget against what else fits, and Muon's two momenta, on the same seeds."""
+    values, shares = by_seed(rows), _shares(rows)
+    lines = []
+    for budget in BUDGETS:
+        # A choice that equals a whole recipe ran once, under the recipe's name.
+        chosen = f"choice_{budget}" if f"choice_{budget}" in values else "muon8_lean_m90"
+        others = [label for label in (*CONFIRM_WHOLE, f"random_{budget}") if label in values and label != chosen]
+        for label in others:
+            if shares[label] <= budget / 100 and not (label.startswith("muon8_lean") and chosen != "muon8_lean_m90"):
+                lines.append(f"  {budget} %: {chosen} - {label} {_paired(values, chosen, label)}")
+    for label in values:
+        if label.startswith("permuted_"):
+            own = f"choice_{label.removeprefix('permuted_')}"
+            lines.append(f"  {own} - {label} {_paired(values, own, label)}")
+    lines.append(f"  momentum .9 - .95: muon8_lean {_paired(values, 'muon8_lean_m90', 'muon8_lean')}")
+    return lines
+
+
+def _paired(values: Mapping[str, Mapping[int, float]], ours: str, theirs: str) -> str:
+    told = paired_difference(values[ours], values[theirs], level=LEVEL)
+    better = sum(value < values[theirs][seed] for seed, value in values[ours].items())
+    margin = "" if abs(told.mean) > told.half else f", not told: more than {abs(told.mean) + told.half:.4f} is excluded"
+    return f"{shown(told)}, better in {better}{margin}"
+
+
 def shown(told: Interval) -> str:
     return f"{told.mean:+.4f}" + (f" +- {told.half:.4f}, n {told.n}" if told.n > 1 else ", n 1")
 
@@ -177,6 +204,7 @@ PARTS: Mapping[str, tuple[tuple[str, ...], Callable[[Sequence[Row]], list[str]]]
     "whole recipes minus the base": (("roles", "whole"), whole),
     "are roles additive?": (("roles", "mixture"), additivity),
     "on seeds that chose nothing, minus AdamW at its best of five rates": (("confirm",), confirmed),
+    "what was chosen against what else fits, on the same seeds": (("confirm",), pairs),
     "eight times the steps, minus AdamW at its best rate": (("long",), confirmed),
 }
 
