@@ -82,7 +82,7 @@ def save(
     loaded states of parameters that are frozen so far.
     """
     roster.forget_overwritten()
-    roster.settle()
+    roster.synchronize()
     index = {name: i for i, name in enumerate(name for group in param_groups for name in group["param_names"])}
     state = {index[name]: {k: alone(v) for k, v in roster.state[p].items()} for p, name in roster.names.items()}
     blocks = {name: _block_entry(live) for name, live in roster.live.items()}

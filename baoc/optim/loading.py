@@ -10,13 +10,13 @@ from torch import Tensor
 
 from baoc.core.catalogue import SPECS
 from baoc.errors import CheckpointError
-from baoc.kernels.weights import merge_weights
 from baoc.optim import groups, weights
 from baoc.optim import migrate as migration
 from baoc.optim.checkpoint import Saved, alike
 from baoc.optim.migrate import Fates
 from baoc.optim.registry import Roster
 from baoc.optim.state import FIRST_BETAS, LiveBlock, Slot, State, allocate, make_slot, new_match
+from baoc.optim.weights import merge_weights
 from baoc.parallel import unwrapped_name
 from baoc.types import BlockMove, Placement
 

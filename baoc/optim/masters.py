@@ -28,7 +28,7 @@ def export(roster: Roster, *, param_groups: list[dict[str, Any]]) -> dict[str, T
 def kept(roster: Roster) -> Mapping[Tensor, State]:
     """Parameter -> its state where that is kept, which may be the host. Waits for corrections on their way there."""
     if any(live.on_host and live.spec.weights in weights.CORRECTIONS for live in roster.live.values()):
-        roster.settle()
+        roster.synchronize()
     return roster.state
 
 

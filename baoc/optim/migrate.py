@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baoc.optim import inherit, matching, weights
+from baoc.optim import inherit, weights
+from baoc.optim.backends.eager import update_norm
 from baoc.optim.registry import Roster
 from baoc.optim.state import Kept, LiveBlock, Slot, State, allocate, step_of
 from baoc.planning.cost import state_bytes, weight_bytes
@@ -197,9 +198,7 @@ def last_rms(live: LiveBlock, *, state: Mapping[Tensor, State], param_groups: li
         direction = slot.rule.last(states=states, ctx=ctx)
         if direction is None:
             return None
-        norm, numel = matching.update_norm(
-            direction.update(), divisor=direction.divisor, finite=None, on_cpu=slot.on_cpu
-        )
+        norm, numel = update_norm(direction.update(), divisor=direction.divisor, finite=None, on_cpu=slot.on_cpu)
         total += float(norm) ** 2
         count += numel
     return (total / count) ** 0.5 if count else None

@@ -3,20 +3,24 @@
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from baoc.core.recipes import Tuned, Tuning
-from baoc.optim import admission, groups, matching
-from baoc.optim.backends import Backend, Choice, build_alone, build_backends
+from baoc.errors import BadInputError
+from baoc.kernels.host_memory import check_host_memory
+from baoc.optim import groups, matching
+from baoc.optim.backends import Backend, Choice, StepUnit, build_alone, build_backends
+from baoc.optim.nonfinite import new_bad
 from baoc.optim.offload import HostArena, Rings, drop_stale, make_room, order_of_travel, settle
 from baoc.optim.rules import RULES
 from baoc.optim.state import LiveBlock, Slot, State, allocate, make_slot, new_match, packed, tensor_bytes
-from baoc.optim.wrappers import refuse_shard
-from baoc.planning.cost import aligned
+from baoc.optim.wrappers import refuse_casts, refuse_shard
+from baoc.planning.cost import aligned, passing_bytes
+from baoc.planning.transfer import buffer_bytes
 from baoc.types import Block, OptimizerSpec, ParamInfo, Placement
 from baoc.units import format_bytes
 
@@ -25,24 +29,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 FALLBACK = "adamw"  # what a parameter that comes late runs, unless one spec was given for all
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Alone:
-    """What is stepped by itself in backward; to the guard what the whole roster is else."""
-
-    backend: Backend
-    guarded: Mapping[Tensor, str]
-
-    @property
-    def marking(self) -> list[Backend]:
-        return [self.backend] if self.backend.excludes_nonfinite else []
-
-    def forget_marks(self) -> None:
-        self.backend.forget_marks()
-
-    def new_bad(self, *, wait: bool) -> dict[str, int]:
-        return self.backend.new_bad(wait=wait)
 
 
 class Roster:
@@ -76,14 +62,13 @@ class Roster:
         self.names: dict[Tensor, str] = {}
         self.frozen: list[Tensor] = []
         self.listed: list[list[Tensor]] = []  # parameters by group
-        self._witness: tuple[State, str, Tensor] | None = None  # a state that backends hold
-        self._backends: list[Backend] | None = None
+        self.unit: StepUnit | None = None  # what a step goes through, once it is built
+        self.witness: tuple[State, str, Tensor] | None = None  # a state that its backends hold
         self._rings: Rings | None = None
         self._finals: dict[Tensor, int] = {}  # parameter -> when its gradient is final in backward, among others
-        self._alone: dict[tuple[str, ...], Alone] = {}
+        self._alone: dict[tuple[str, ...], StepUnit] = {}
         self.groups: dict[str, tuple[str, ...]] = {}  # block -> those that are stepped with it in backward
         self._choices: dict[str, Choice] = {}
-        self._guarded: dict[Tensor, str] = {}
         self._unread: dict[str, int] = {}  # what backends that are gone found in gradients
         self.late_spec: str | OptimizerSpec | None = None  # what was given for all
         self.placed = self.unstepped = False  # `unstepped`: some weights came since the last step
@@ -114,7 +99,7 @@ class Roster:
             pairs = zip(group["params"], group["param_names"], strict=True)
             group["param_names"] = [self.names.get(param, name) for param, name in pairs]
         lives = [self.made(block, spec=chosen[block.name], param_groups=param_groups) for block in blocks]
-        admission.check(lives, device=device)
+        check_new(lives, device=device)
         reserved = self.arena.reserve(order_of_travel(lives), device=device)
         for live in lives:
             self.enlist(live, device=device, states=reserved.get(live))
@@ -160,7 +145,7 @@ class Roster:
     def __getstate__(self) -> dict[str, Any]:
         """Without the states: whoever owns them puts them back into the copy, and packs them again."""
         self.drop_backends()
-        return {**self.__dict__, "state": {}, "_shown": {}, "arena": HostArena(), "_witness": None}
+        return {**self.__dict__, "state": {}, "_shown": {}, "arena": HostArena()}
 
     def adopt(self, shown: dict[Tensor, State]) -> None:
         """Takes the states of a copy, all of which are in `shown`, and puts them where they belong."""
@@ -187,9 +172,13 @@ class Roster:
             slot.row = places[slot.group, slot.tuned]
 
     def drop_backends(self) -> None:
-        self.settle()
-        self._unread = self.new_bad(wait=True)
-        self._backends, self._witness, self._alone, self.groups, self._rings = None, None, {}, {}, None
+        self.synchronize()
+        self._keep_counts()
+        self.unit, self.witness, self._alone, self.groups, self._rings = None, None, {}, {}, None
+
+    def _keep_counts(self) -> None:
+        """What backends found in gradients, before they go."""
+        self._unread |= new_bad(self.everything, wait=True)
 
     def _gather(self) -> None:
         """Host-placed states into the arena, in the order in which they pass."""
@@ -197,49 +186,64 @@ class Roster:
         if self.arena.gather(on_cpu, state=self.state):
             self.drop_backends()
 
-    def ready(self) -> list[Backend]:
-        """The backends, for parameters as they are now."""
-        if not self.placed or ((seen := self._witness) is not None and seen[0].get(seen[1]) is not seen[2]):
+    def ready(self) -> StepUnit:
+        """What a step goes through, for parameters as they are now."""
+        if not self.placed or ((seen := self.witness) is not None and seen[0].get(seen[1]) is not seen[2]):
             self.place()
-        elif any([backend.moved for backend in self._backends or ()]):  # a list is faster than a generator
+        elif self.unit is not None and any([backend.moved for backend in self.unit.backends]):
             self.drop_backends()
-        backends = self.backends
+        unit = self._built()
         self.forget_overwritten(begins=True)
-        return backends
+        return unit
+
+    def _built(self) -> StepUnit:
+        if self.unit is None:
+            backends, self._choices = build_backends(
+                self.live.values(), state=self.state, name=self.backend, rings=self.rings
+            )
+            looking = {live for b in backends if not b.excludes_nonfinite for k in b.buckets for live in k.blocks}
+            self.unit = StepUnit(
+                backends=backends,
+                guarded={slot.param: self.names[slot.param] for live in looking for slot in live.slots},
+                joins=[ring.join for ring in self.rings],
+                unread=self._unread,
+            )
+            slots = [slot for live in self.live.values() for slot in live.slots if slot.parts]
+            if slots:
+                state, key = self.state[slots[0].param], slots[0].parts[0].key
+                self.witness = state, key, state[key]
+        return self.unit
 
     @property
     def backends(self) -> list[Backend]:
-        if self._backends is None:
-            self._backends, self._choices = build_backends(
-                self.live.values(), state=self.state, name=self.backend, rings=self.rings
-            )
-            held = (
-                (self.state[s.param], part.key) for live in self.live.values() for s in live.slots for part in s.parts
-            )
-            self._witness = next(((state, key, state[key]) for state, key in held), None)
-            looking = {live for b in self._backends if not b.excludes_nonfinite for k in b.buckets for live in k.blocks}
-            self._guarded = {slot.param: self.names[slot.param] for live in looking for slot in live.slots}
-        return self._backends
+        return self._built().backends
 
-    def alone(self, names: tuple[str, ...]) -> Alone:
+    @property
+    def everything(self) -> StepUnit:
+        """All backends there are now, those of blocks that backward steps included, to be asked what they found."""
+        units = [*filter(None, [self.unit]), *self._alone.values()]
+        backends = [backend for unit in units for backend in unit.backends]
+        return StepUnit(backends=backends, guarded={}, unread=self._unread)
+
+    def alone(self, names: tuple[str, ...]) -> StepUnit:
         """What steps some blocks by themselves, on the backend that steps them among all others too, one for all."""
         unit = self._alone.get(names)
-        if unit is not None and not unit.backend.moved:
+        if unit is not None and not unit.backends[0].moved:
             return unit
         if unit is not None:
-            self._unread = self.new_bad(wait=True)
+            self._keep_counts()
         lives = [self.live[name] for name in names]
         backend = build_alone(lives, state=self.state, backend=self.choices[names[0]].backend, rings=self.rings)
         slots = () if backend.excludes_nonfinite else [slot for live in lives for slot in live.slots]
-        self._alone[names] = unit = Alone(
-            backend=backend, guarded={slot.param: self.names[slot.param] for slot in slots}
-        )
+        guarded = {slot.param: self.names[slot.param] for slot in slots}
+        self._alone[names] = unit = StepUnit(backends=[backend], guarded=guarded)
         return unit
 
     def regroup(self, groups: Sequence[tuple[str, ...]]) -> None:
         """Blocks of a group are stepped together in backward from now on. What stepped them goes, for step counts are
         views of the newest."""
-        self._unread, self._alone = self.new_bad(wait=True), {}
+        self._keep_counts()
+        self._alone = {}
         self.groups = {name: group for group in groups for name in group}
 
     def can_join(self, live: LiveBlock, *, others: Sequence[LiveBlock]) -> bool:
@@ -283,7 +287,7 @@ class Roster:
         if self._rings is not None:
             self._rings.join()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Returns when all states are where they are kept. To be called before anybody reads them."""
         if self._rings is not None:
             self._rings.settle()
@@ -294,7 +298,7 @@ class Roster:
         if not live.on_host:
             yield
             return
-        self.settle()
+        self.synchronize()
         home = {slot.param: self.state[slot.param] for slot in live.slots}
         away = allocate(live.slots, at_home=False)
         for slot, there in zip(live.slots, away, strict=True):
@@ -318,41 +322,10 @@ class Roster:
     @property
     def choices(self) -> dict[str, Choice]:
         """Block -> the backend that steps it, and why not another."""
-        assert self.backends is not None
+        self._built()
         return self._choices
 
-    # -- non-finite gradients -------------------------------------------------------------------------------------
-
-    @property
-    def guarded(self) -> dict[Tensor, str]:
-        """Parameter -> name, of those whose non-finite gradients somebody has to find before the step."""
-        assert self.backends is not None
-        return self._guarded
-
-    @property
-    def marking(self) -> list[Backend]:
-        """Backends that exclude non-finite elements themselves."""
-        return [backend for backend in self.backends if backend.excludes_nonfinite]
-
-    def forget_marks(self) -> None:
-        for backend in self._built():
-            backend.forget_marks()
-
-    @property
-    def holds_addresses(self) -> bool:
-        """True while there are backends, which may keep tensors alive that others have put away."""
-        return bool(self._built())
-
-    def _built(self) -> list[Backend]:
-        return [*(self._backends or ()), *(unit.backend for unit in self._alone.values())]
-
-    def new_bad(self, *, wait: bool) -> dict[str, int]:
-        """Parameter -> non-finite elements that backends found since this was last asked."""
-        found, self._unread = self._unread, {}
-        for backend in self._built():
-            for name, count in backend.new_bad(wait=wait).items():
-                found[name] = found.get(name, 0) + count
-        return found
+    # -- parameters that come late -------------------------------------------------------------------------------------
 
     def admit(self, infos: Iterable[ParamInfo], *, param_groups: list[dict[str, Any]]) -> None:
         """Parameters that no plan knows: each becomes a block with the spec given for all, else fp32 AdamW."""
@@ -363,7 +336,7 @@ class Roster:
             groups.check_param(where[info.name][0], name=info.name)
             groups.check_applies(spec, block=block)
         lives = [self.made(block, spec=spec, param_groups=param_groups) for _, block in late]
-        admission.check(lives)
+        check_new(lives)
         for (info, _), live in zip(late, lives, strict=True):
             self.names[where[info.name][0]] = info.name
             self.enlist(live)
@@ -452,3 +425,25 @@ def make_live(
         for info in block.params
     ]
     return LiveBlock(block=block, spec=spec, rule=RULES[spec.rule], slots=slots)
+
+
+def check_new(lives: Sequence[LiveBlock], *, device: torch.device | None = None) -> None:
+    """Raises BadInputError where the blocks' weights cannot be kept as their specs say, where host-placed ones cannot
+    pass, or where there is no room for what they need there.
+
+    `device`: where their parameters will be, if they are not there yet.
+    """
+    refuse_casts(lives)
+    placed = order_of_travel(lives)
+    for live in placed:
+        devices = sorted({str(device or slot.param.device) for slot in live.slots})
+        if len(devices) > 1:
+            raise BadInputError(
+                f"block {live.block.name} cannot run {live.spec.name}: its parameters are on {', '.join(devices)}, "
+                "and the states of a host-placed block pass to one device. Make them two blocks"
+            )
+    if placed and placed[0].slots[0].param.device.type != "meta":
+        updated = [live for live in placed if live.spec.placement == Placement.HOST_UPDATED]
+        passing = buffer_bytes([passing_bytes(live.block, spec=live.spec) for live in updated])
+        needed = sum(live.slab_bytes for live in placed) + passing
+        check_host_memory(needed, what="the states of host-placed blocks")

@@ -18,7 +18,7 @@ from baoc.kernels.triton.upload import Upload, memory_of
 
 _PAD = 4  # tensors: slices of a table begin at multiples of 16 bytes, so that kernels are compiled once
 _NUM_SHARED = NUM_LANES + 4  # numbers for all tensors: lanes, the phase (and padding)
-_PER_PHASE = 0x85EBCA77  # as baoc.kernels.weights
+_PER_PHASE = 0x85EBCA77  # as baoc.optim.weights
 _SUM_LANES, _MATCH_LANES = 1024, 64
 
 

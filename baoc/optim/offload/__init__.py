@@ -6,7 +6,7 @@ from torch import Tensor
 
 from baoc.optim.offload.arena import HostArena
 from baoc.optim.offload.arrival import arrival_bytes, drop_stale, make_room, settle
-from baoc.optim.offload.lanes import Inline, Lanes
+from baoc.optim.offload.ring import Inline, Lanes
 from baoc.optim.offload.streaming import Streaming
 from baoc.optim.offload.updating import Updating, on_host
 from baoc.optim.state import LiveBlock, State

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from baoc.optim.offload.arena import slab_of
-from baoc.optim.offload.lanes import IN, MAIN, OUT, STEP
-from baoc.optim.offload.ring import Ring
+from baoc.optim.offload.ring import IN, MAIN, OUT, STEP, Ring
 from baoc.optim.state import LiveBlock, State, views
 
 # A piece costs the host half a millisecond, whatever its size (H200, 16 cores: 98 of them 56 ms, more than backward

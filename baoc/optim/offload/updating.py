@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from baoc.kernels.host_memory import Lock, host_memory
-from baoc.optim.offload.lanes import IN, MAIN, OUT
-from baoc.optim.offload.ring import Ring
+from baoc.optim.offload.ring import IN, MAIN, OUT, Ring
 from baoc.optim.state import LiveBlock, Slot, State
 from baoc.planning.cost import aligned
 from baoc.types import Placement
