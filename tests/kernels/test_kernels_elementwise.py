@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from baoc.kernels import Cut, FusedTable, Kind, fused_step, launch
-from baoc.kernels.triton.upload import Upload
+from baoc.kernels.triton.staging import Upload
 from baoc.kernels.usable import usable
 from baoc.optim.codecs import lanes
 from tests.support.fused_pair import INTERPRETING, run_interpreted

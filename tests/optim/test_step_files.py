@@ -1,41 +1,16 @@
 """How many files a step is read in: those of baoc/ that one `step()` enters once nothing changes any more."""
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from types import FrameType
-
 import pytest
 import torch
 
-import baoc
 from baoc.core.catalogue import NATIVE
 from baoc.kernels.cpp import library
 from tests.support.optimizing import Gradients, build, make_params, run_steps
+from tests.support.step_files import MOST, entered
 
-ROOT = Path(baoc.__file__).parent
 SHAPES = {"a": (40, 30), "b": (24, 36)}
-MOST = 6
 # A rule that sees matrices is read in `rules/matrix.py` too, and host-placed blocks pass through a ring.
 HOSTED = {"backends/hosted.py", "offload/ring.py", "offload/streaming.py", "offload/updating.py"}
-
-
-@contextmanager
-def entered() -> Iterator[set[str]]:
-    """Files of baoc/ whose functions are called inside, as paths from `baoc/optim` or `baoc`."""
-    found: set[str] = set()
-
-    def note(frame: FrameType, event: str, arg: object) -> None:
-        path = Path(frame.f_code.co_filename)
-        if event == "call" and path.is_relative_to(ROOT):
-            found.add(path.relative_to(ROOT).as_posix().removeprefix("optim/"))
-
-    sys.setprofile(note)
-    try:
-        yield found
-    finally:
-        sys.setprofile(None)
 
 
 def files_of_a_step(spec: str, *, backend: str) -> set[str]:
