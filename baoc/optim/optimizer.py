@@ -30,7 +30,7 @@ from baoc.optim import migrate as migration
 from baoc.optim.backends import BACKENDS, Options, StepInputs, StepUnit
 from baoc.optim.backward import DropGradients, GradientRelease, KeepGradients, release_settings, take_from_others
 from baoc.optim.nonfinite import NonFiniteFilter
-from baoc.optim.registry import Roster, check_new
+from baoc.optim.registry import BlockRegistry, check_new
 from baoc.optim.state import FIRST_BETAS, LiveBlock, alone, betas_of
 from baoc.types import Block, BlockMove, Moments, OptimizerSpec
 
@@ -126,11 +126,13 @@ class BlockwiseOptimizer(Optimizer):
         self.num_steps = 0  # the codecs' phase
         self._stalling: set[str] = set()  # blocks that were warned of
         self._unseeded = False  # whether the next step has to start some v
-        self._roster: Roster | None = None
+        self._roster: BlockRegistry | None = None
         self._keeps_betas = tuning is not None and bool(tuning.betas)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(groups.to_groups(params), {key: groups.plain(value) for key, value in defaults.items()})
-        roster = Roster(self.state, backend=backend, target_rms=target_rms or {}, matched_by=matched_by, tuning=tuning)
+        roster = BlockRegistry(
+            self.state, backend=backend, target_rms=target_rms or {}, matched_by=matched_by, tuning=tuning
+        )
         take_from_others([param for group in self.param_groups for param in group["params"]])
         roster.build(self.param_groups, specs=specs, blocks=blocks, device=device)
         self._roster = roster
@@ -141,7 +143,7 @@ class BlockwiseOptimizer(Optimizer):
         self._warn_of_stalling(roster.live)
 
     @property
-    def roster(self) -> Roster:
+    def roster(self) -> BlockRegistry:
         assert self._roster is not None
         return self._roster
 
@@ -159,7 +161,7 @@ class BlockwiseOptimizer(Optimizer):
             pairs = zip(group["param_names"], group["params"], strict=True)
             infos = [groups.param_info(name, param, group=index) for name, param in pairs if param.requires_grad]
             try:
-                self._roster.admit(infos, param_groups=self.param_groups)
+                self._roster.add_late_params(infos, param_groups=self.param_groups)
             except BadInputError:
                 self.param_groups.pop()
                 raise
@@ -255,7 +257,7 @@ class BlockwiseOptimizer(Optimizer):
                 "add_param_group, and build another optimizer where some were replaced"
             )
         if registry.frozen and any([param.grad is not None for param in registry.frozen]):
-            registry.admit_thawed(self.param_groups)
+            registry.add_thawed_params(self.param_groups)
             self._welcome()
 
     def _ready(self) -> StepUnit:
@@ -457,7 +459,7 @@ class BlockwiseOptimizer(Optimizer):
             spec = groups.to_spec(given)
             groups.check_applies(spec, block=live[name].block)
             if spec != live[name].spec:
-                targets.append(self.roster.made(live[name].block, spec=spec, param_groups=self.param_groups))
+                targets.append(self.roster.make_block(live[name].block, spec=spec, param_groups=self.param_groups))
         self._check_between_steps("migrate was called")
         check_new(targets)
         self.roster.forget_overwritten()

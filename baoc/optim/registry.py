@@ -1,4 +1,20 @@
-"""Which parameters run what: the live blocks of an optimizer, their slots and buckets, and late parameters."""
+"""The registry: which parameters of an optimizer are in which block, under which spec, with which states and backend.
+
+What it holds, from the outside in:
+
+1. A `Block` is a set of parameters that an allocation gave one spec. `LiveBlock` is a block as it runs: spec, rule,
+   update matching, and one `Slot` per parameter (group, codecs, how weights are kept). `live` maps names to them.
+2. `build` checks blocks and specs against the parameter groups, allocates every state, and gives weights the format of
+   their spec (`add_block`). `add_late_params` does the same for parameters that come later: in a new group, or frozen
+   before and with a gradient now. These run the spec that was given for all, else fp32 AdamW.
+3. States are views of one slab of bytes per block. `state` maps parameters to them. Slabs of host-placed blocks lie in
+   the `arena`, in CPU memory, and `visiting` brings a block's states to the device for whoever reads or converts them.
+4. A step goes through a `StepUnit`: the backends of all blocks, and what the finite check has to look at. It is built
+   by `ready` when it is first asked for and kept in `unit`. Backends hold addresses, so it is dropped (`refresh`,
+   `drop_backends`) by whoever replaces a state, a match or a parameter's data. What others did behind its back is
+   noticed by `witness`, one state that was replaced when all were, and by each backend's `moved`.
+5. Blocks that are stepped in backward have a unit of their own (`alone`), on the same backend.
+"""
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,7 +31,7 @@ from baoc.kernels.host_memory import check_host_memory
 from baoc.optim import groups, matching
 from baoc.optim.backends import Backend, Choice, StepUnit, build_alone, build_backends
 from baoc.optim.nonfinite import new_bad
-from baoc.optim.offload import HostArena, Rings, drop_stale, make_room, order_of_travel, settle
+from baoc.optim.offload import HostArena, Pipelines, drop_stale, fill, make_room, order_of_travel
 from baoc.optim.rules import RULES
 from baoc.optim.state import LiveBlock, Slot, State, allocate, make_slot, new_match, packed, tensor_bytes
 from baoc.optim.wrappers import refuse_casts, refuse_shard
@@ -31,14 +47,22 @@ log = logging.getLogger(__name__)
 FALLBACK = "adamw"  # what a parameter that comes late runs, unless one spec was given for all
 
 
-class Roster:
-    """Live blocks over `state` (parameter -> its tensors).
+class BlockRegistry:
+    """Live blocks of one optimizer and their states. The module's text says how the parts belong together.
 
-    `shown` is the optimizer's own dict of the same. It shows nothing of blocks that are placed on the host, for whoever
-    walks through it, as Lightning does at the start of a fit, moves what is there to the device.
-    `names` maps every parameter that has state to its name, `frozen` holds the others, and `backends` is what a step
-    goes through: built when first asked for, and anew after `refresh`. Whoever replaces a tensor of the state, a match,
-    or a parameter's data calls that, because backends may hold addresses; copies come without backends.
+    Args:
+        shown: The optimizer's own dict of parameter -> states. It shows nothing of host-placed blocks, because whoever
+            walks through it, as Lightning does at the start of a fit, moves what is there to the device.
+        backend: "auto", or the name of the backend that is to step every block.
+        target_rms: Update RMS of AdamW by block, where it was measured.
+        matched_by: How updates are matched, see `baoc.optim.matching`.
+        tuning: Multiples of the learning rate and betas by rule and role.
+
+    Attributes:
+        names: Parameter -> name, of those that have state.
+        frozen: The parameters that have none.
+        listed: All parameters, by group, as the parameter groups had them when backends were last dropped.
+        rows: Group and change, of the options of a step that follow those of the groups.
     """
 
     def __init__(
@@ -61,10 +85,10 @@ class Roster:
         self.live: dict[str, LiveBlock] = {}
         self.names: dict[Tensor, str] = {}
         self.frozen: list[Tensor] = []
-        self.listed: list[list[Tensor]] = []  # parameters by group
+        self.listed: list[list[Tensor]] = []
         self.unit: StepUnit | None = None  # what a step goes through, once it is built
         self.witness: tuple[State, str, Tensor] | None = None  # a state that its backends hold
-        self._rings: Rings | None = None
+        self._rings: Pipelines | None = None
         self._finals: dict[Tensor, int] = {}  # parameter -> when its gradient is final in backward, among others
         self._alone: dict[tuple[str, ...], StepUnit] = {}
         self.groups: dict[str, tuple[str, ...]] = {}  # block -> those that are stepped with it in backward
@@ -98,29 +122,36 @@ class Roster:
         for group in param_groups:  # tied parameters are called what their block calls them
             pairs = zip(group["params"], group["param_names"], strict=True)
             group["param_names"] = [self.names.get(param, name) for param, name in pairs]
-        lives = [self.made(block, spec=chosen[block.name], param_groups=param_groups) for block in blocks]
+        lives = [self.make_block(block, spec=chosen[block.name], param_groups=param_groups) for block in blocks]
         check_new(lives, device=device)
         reserved = self.arena.reserve(order_of_travel(lives), device=device)
         for live in lives:
-            self.enlist(live, device=device, states=reserved.get(live))
+            self.add_block(live, device=device, states=reserved.get(live))
         self.refresh(param_groups)
 
-    def made(self, block: Block, *, spec: OptimizerSpec, param_groups: list[dict[str, Any]]) -> LiveBlock:
+    def make_block(self, block: Block, *, spec: OptimizerSpec, param_groups: list[dict[str, Any]]) -> LiveBlock:
         """A block with its slots, tuned as its rule and role are, and no state yet."""
         tuned = None if self.tuning is None else self.tuning.of(block, rule=spec.rule)
         return make_live(block, spec=spec, param_groups=param_groups, tuned=tuned)
 
-    def enlist(self, live: LiveBlock, *, device: torch.device | None = None, states: list[State] | None = None) -> None:
-        """A block before its first step gets its states, and its weights what its spec keeps of them, on `device`."""
+    def add_block(
+        self, live: LiveBlock, *, device: torch.device | None = None, states: list[State] | None = None
+    ) -> None:
+        """Adds a block before its first step: allocates its states and brings its weights into the format of its spec.
+
+        Args:
+            device: Where parameters come to that wait elsewhere; None leaves them where they are.
+            states: States that were allocated already, in the order of its slots.
+        """
         waiting = make_room(live, device=device)
         for slot, state in zip(live.slots, states or allocate(live.slots), strict=True):
-            self.put(slot, state)
-            settle(slot, state, whole=waiting.pop(slot.param, None))
+            self.set_state(slot, state)
+            fill(slot, state, whole=waiting.pop(slot.param, None))
         self.unstepped = True
         self.add_match(live, target=self.target(live.block.name))
         self.live[live.block.name] = live
 
-    def put(self, slot: Slot, state: State) -> None:
+    def set_state(self, slot: Slot, state: State) -> None:
         """Makes `state` that of the slot's parameter."""
         self.state[slot.param] = state
         self._shown[slot.param] = {} if slot.placed_on_host else state
@@ -155,7 +186,7 @@ class Roster:
         self._gather()
 
     def refresh(self, param_groups: list[dict[str, Any]]) -> None:
-        """To be called after anything changed: what a step goes through is made anew."""
+        """To be called after blocks, states or groups changed: backends are built anew by the next step."""
         self.drop_backends()
         self._gather()
         self._give_rows(num_groups=len(param_groups))
@@ -260,10 +291,10 @@ class Roster:
     # -- states on the host ---------------------------------------------------------------------------------------
 
     @property
-    def rings(self) -> Rings:
+    def rings(self) -> Pipelines:
         """Through which host-placed blocks pass to be stepped; made when it is first asked for."""
         if self._rings is None:
-            self._rings = Rings(self.travelling(), home=self.state)
+            self._rings = Pipelines(self.travelling(), home=self.state)
         return self._rings
 
     def travelling(self) -> list[LiveBlock]:
@@ -290,7 +321,7 @@ class Roster:
     def synchronize(self) -> None:
         """Returns when all states are where they are kept. To be called before anybody reads them."""
         if self._rings is not None:
-            self._rings.settle()
+            self._rings.synchronize()
 
     @contextmanager
     def visiting(self, live: LiveBlock, *, keep: bool = True) -> Iterator[None]:
@@ -317,7 +348,7 @@ class Roster:
                     for key, value in home[slot.param].items() if keep else ():
                         value.copy_(there[key])
             if keep and self._rings is not None:
-                self._rings.forget()
+                self._rings.invalidate()
 
     @property
     def choices(self) -> dict[str, Choice]:
@@ -327,19 +358,22 @@ class Roster:
 
     # -- parameters that come late -------------------------------------------------------------------------------------
 
-    def admit(self, infos: Iterable[ParamInfo], *, param_groups: list[dict[str, Any]]) -> None:
-        """Parameters that no plan knows: each becomes a block with the spec given for all, else fp32 AdamW."""
+    def add_late_params(self, infos: Iterable[ParamInfo], *, param_groups: list[dict[str, Any]]) -> None:
+        """Gives states to parameters that no plan has: each becomes a block of its own.
+
+        Raises BadInputError, with nothing changed, where one cannot be optimized or cannot run the spec.
+        """
         where = groups.named_params(param_groups)
         spec = groups.to_spec(self.late_spec or FALLBACK)
         late = [(info, self._late_block(info)) for info in infos]
         for info, block in late:  # all are looked at before any gets state
             groups.check_param(where[info.name][0], name=info.name)
             groups.check_applies(spec, block=block)
-        lives = [self.made(block, spec=spec, param_groups=param_groups) for _, block in late]
+        lives = [self.make_block(block, spec=spec, param_groups=param_groups) for _, block in late]
         check_new(lives)
         for (info, _), live in zip(late, lives, strict=True):
             self.names[where[info.name][0]] = info.name
-            self.enlist(live)
+            self.add_block(live)
         self.refresh(param_groups)
         if not late:
             return
@@ -359,12 +393,12 @@ class Roster:
             block = replace(block, name=f"{block.name}_late")
         return block
 
-    def admit_thawed(self, param_groups: list[dict[str, Any]]) -> None:
-        """Admits parameters that were frozen when the optimizer was built and have a gradient now."""
+    def add_thawed_params(self, param_groups: list[dict[str, Any]]) -> None:
+        """Gives states to parameters that were frozen when the optimizer was built and have a gradient now."""
         late = {param for param in self.frozen if param.grad is not None}
         if late:
             where = groups.named_params(param_groups).items()
-            self.admit(
+            self.add_late_params(
                 [groups.param_info(name, param, group=group) for name, (param, group) in where if param in late],
                 param_groups=param_groups,
             )
@@ -389,7 +423,7 @@ class Roster:
             slot.on_cpu = slot.param.device.type == "cpu"
             if "step" in state:
                 state["step"] = state["step"].cpu()
-            self.put(slot, state)
+            self.set_state(slot, state)
 
     def block_bytes(self, live: LiveBlock) -> int:
         """Live bytes of a block's state on its parameters' device, its matching state included."""

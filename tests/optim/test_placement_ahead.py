@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from baoc.errors import BadInputError
 from baoc.optim import BeforeStep, BlockwiseOptimizer
 from baoc.optim.offload import streaming, updating
-from baoc.optim.offload.ring import MAIN, OUT
+from baoc.optim.offload.pipeline import MAIN, OUT
 from tests.support.optimizing import Gradients, assert_same, build, make_params, values
 from tests.support.placing import PLACES, SHAPES, LateHost, LateLanes, Twins, rings, states_of
 from tests.support.releasing import backward

@@ -10,7 +10,7 @@ from tests.support.step_files import MOST, entered
 
 SHAPES = {"a": (40, 30), "b": (24, 36)}
 # A rule that sees matrices is read in `rules/matrix.py` too, and host-placed blocks pass through a ring.
-HOSTED = {"backends/hosted.py", "offload/ring.py", "offload/streaming.py", "offload/updating.py"}
+HOSTED = {"backends/hosted.py", "offload/pipeline.py", "offload/streaming.py", "offload/updating.py"}
 
 
 def files_of_a_step(spec: str, *, backend: str) -> set[str]:

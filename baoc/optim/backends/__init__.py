@@ -18,7 +18,7 @@ from baoc.optim.backends.eager import EagerBackend, changed
 from baoc.optim.backends.fused import FusedBackend
 from baoc.optim.backends.hosted import HostedBackend, StreamedBackend, UpdatedBackend
 from baoc.optim.backends.native import NativeBackend, native_refusal
-from baoc.optim.offload import Rings, Streaming, Updating, on_host
+from baoc.optim.offload import Pipelines, Streaming, Updating, on_host
 from baoc.optim.state import LiveBlock, Slot, State, to_buckets
 from baoc.types import OptimizerSpec, Placement
 
@@ -84,7 +84,7 @@ def stand_in(spec: OptimizerSpec, *, device: torch.device, numel: int) -> str:
 
 
 def build_backends(
-    blocks: Iterable[LiveBlock], *, state: Mapping[Tensor, State], name: str, rings: Rings
+    blocks: Iterable[LiveBlock], *, state: Mapping[Tensor, State], name: str, rings: Pipelines
 ) -> tuple[list[Backend], dict[str, Choice]]:
     """The backends that are needed, those that work beside the others first, and who steps each block."""
     blocks = list(blocks)
@@ -108,7 +108,9 @@ def build_backends(
     return backends, choices
 
 
-def build_alone(blocks: Sequence[LiveBlock], *, state: Mapping[Tensor, State], backend: str, rings: Rings) -> Backend:
+def build_alone(
+    blocks: Sequence[LiveBlock], *, state: Mapping[Tensor, State], backend: str, rings: Pipelines
+) -> Backend:
     """A backend for some blocks by themselves, stepped in the middle of a backward pass, which then drops their
     gradients. On the host there is one of them.
 

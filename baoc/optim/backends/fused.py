@@ -2,7 +2,7 @@
 
 On the host a step costs a look at where the gradients are and a few numbers per parameter group, whatever the number of
 blocks. It therefore takes addresses of parameters, states and matches once: whoever replaces one of them calls
-`Roster.refresh`. A parameter that was moved behind its back is noticed by looking at a few of them in each step.
+`BlockRegistry.refresh`. A parameter that was moved behind its back is noticed by looking at a few of them in each step.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

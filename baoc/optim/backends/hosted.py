@@ -24,8 +24,8 @@ from baoc.optim.state import State, to_buckets
 class HostedBackend(Backend):
     """Steps pieces of host-placed blocks, in backward or all that are left when it is called.
 
-    What runs beside the caller then is waited for by `Roster.join`. `releases`: gradients are dropped as soon as a step
-    returns, which `Streaming.step` and `Updating.step` have to know.
+    What runs beside the caller then is waited for by the unit's `joins`. `releases`: gradients are dropped as soon as a
+    step returns, which `Streaming.step` and `Updating.step` have to know.
     """
 
     looks_ahead = False  # True if it looks for non-finite gradients itself where it steps ahead

@@ -1,8 +1,10 @@
-"""What streamed and updated blocks have in common: lanes, in which work runs beside the caller, and the ring of pieces.
+"""What streaming and CPU updates have in common: a pipeline of pieces through a ring of buffers, and its lanes.
 
-A lane does its work in order; lanes know nothing of each other but for marks. A mark is taken when a lane has come so
-far, and another lane waits for it. `MAIN` is the caller's own lane, in which forward and backward run. A ring is the
-room through which blocks pass in pieces.
+A piece is a run of host-placed blocks that are copied and stepped together. `StagingPipeline` cuts blocks into pieces;
+`Streaming` and `Updating` move them. Work runs in lanes: on a GPU a CUDA stream each (`Streams`), elsewhere at once in
+the caller's order (`Inline`). Within a lane work is done in order. Between lanes it is ordered by marks alone: a mark,
+a CUDA event, is taken when a lane has come so far, and another lane waits for it. `MAIN` is the caller's own lane, in
+which forward and backward run.
 """
 
 from abc import ABC, abstractmethod
@@ -109,16 +111,16 @@ def lanes_for(device: torch.device) -> Lanes:
     return Streams(device) if device.type == "cuda" else Inline()
 
 
-class RingPiece(Protocol):
+class StagedPiece(Protocol):
     """Blocks that pass together."""
 
     blocks: list[LiveBlock]
 
 
-P = TypeVar("P", bound=RingPiece)
+P = TypeVar("P", bound=StagedPiece)
 
 
-class Ring(ABC, Generic[P]):
+class StagingPipeline(ABC, Generic[P]):
     """The blocks of one device in the order in which they are to pass, their room, and the lanes beside the caller's.
 
     A piece always passes through the same place, so that whoever steps it keeps the addresses.
@@ -156,10 +158,10 @@ class Ring(ABC, Generic[P]):
         """What the caller launches from now on sees the weights as they were stepped."""
 
     @abstractmethod
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Waits until states are at home, and nothing is on its way."""
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """States were changed at home: what is on the way is old."""
 
     def drain(self) -> None:
