@@ -169,19 +169,6 @@ def _check_duplicate(name: str, *, owner: tuple[str, dict[str, Any]], settings: 
         log.info("%s is tied to %s: one state, one update", name, first)
 
 
-def check_listed(param_groups: Sequence[Mapping[str, Any]], *, listed: list[list[Tensor]]) -> None:
-    """Raises BadInputError where someone put other parameters into the groups than are `listed`."""
-    try:
-        if [group["params"] for group in param_groups] == listed:  # by identity first, so it takes no time
-            return
-    except RuntimeError:
-        pass  # two tensors differ, and their comparison is no truth value
-    raise BadInputError(
-        "the parameters in param_groups are not those that this optimizer has states of: add new ones with "
-        "add_param_group, and build another optimizer where some were replaced"
-    )
-
-
 def check_tensor(param: Any, *, name: str) -> None:
     if not isinstance(param, Tensor):
         raise BadInputError(f"{name} is a {type(param).__name__}, not a tensor: {_ALLOWED}")

@@ -20,7 +20,7 @@ from baoc.core.budgets import parse_budget, resolve_auto
 from baoc.core.catalogue import select
 from baoc.errors import BadInputError
 from baoc.optim import BlockwiseOptimizer
-from baoc.optim.release import take_from_others
+from baoc.optim.backward import take_from_others
 from baoc.parallel import refuse_ranks
 from baoc.planning.planner import Planner
 from baoc.profiling import cap_device, context_bytes, describe, free_bytes

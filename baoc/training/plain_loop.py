@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from baoc.core.budgets import parse_budget, resolve_auto
 from baoc.errors import BadInputError, CheckpointError
 from baoc.optim import BlockwiseOptimizer, GradientRelease
+from baoc.optim.backward import take_from_others
 from baoc.optim.groups import check_names, check_settings, check_tensor, members_of, plain, raw_groups
-from baoc.optim.release import take_from_others
 from baoc.parallel import refuse_ranks, unwrapped
 from baoc.profiling import (
     FirstStepMemory,

@@ -5,7 +5,7 @@ from typing import get_args, get_type_hints
 
 from baoc.config.schema import RunConfig
 from baoc.optim import checkpoint
-from baoc.optim.codecs.base import Codec
+from baoc.optim.codecs import Codec
 from baoc.optim.rules.base import UpdateRule
 from baoc.tracking.checkpoints import CHECKPOINT_SCHEMA
 from baoc.tracking.metrics import METRICS_SCHEMA

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from baoc.errors import BadInputError, CheckpointError, InfeasibleBudgetError
-from baoc.optim import BlockwiseOptimizer
+from baoc.optim import BeforeStep, BlockwiseOptimizer
 from baoc.parallel import refuse_ranks
 from baoc.planning.planner import Planner
 from baoc.profiling import GradientProfiler
@@ -88,7 +88,7 @@ class Reallocator:
         if self.optimizer.releaser is not None:
             self.optimizer.releaser.observer = self
         else:
-            self.optimizer.observer, self.optimizer.observing = self.observe, lambda: self.watching
+            self.optimizer.before_step.append(BeforeStep(call=self.observe, wanted=lambda: self.watching))
         self.optimizer.register_step_post_hook(lambda *_: self.after_step())
 
     @property

@@ -1,4 +1,8 @@
-"""The backend of streamed blocks: each piece is stepped by a backend of its own, on the staged states in its buffer."""
+"""Backends of blocks whose states are in CPU memory: each piece of them is stepped by a backend of its own.
+
+Streamed pieces are stepped on the device, on the staged states in their buffer; updated pieces on the CPU, natively or
+in eager torch, on staged gradients. How pieces pass is told in `baoc.optim.offload`.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -9,15 +13,19 @@ from torch import Tensor
 from baoc.errors import BadInputError
 from baoc.optim.backends.base import Backend, StepInputs
 from baoc.optim.backends.fused import FusedBackend
-from baoc.optim.offload.streaming import Piece, Streaming
+from baoc.optim.nonfinite import all_finite, mask_
+from baoc.optim.offload.streaming import Piece as StreamedPiece
+from baoc.optim.offload.streaming import Streaming
+from baoc.optim.offload.updating import Piece as UpdatedPiece
+from baoc.optim.offload.updating import Updating
 from baoc.optim.state import State, to_buckets
 
 
 class HostedBackend(Backend):
     """Steps pieces of host-placed blocks, in backward or all that are left when it is called.
 
-    What runs beside the caller then is waited for by `Roster.join`. `releases`: gradients are dropped as soon as a step
-    returns, which `Streaming.step` and `Updating.step` have to know.
+    What runs beside the caller then is waited for by the unit's `joins`. `releases`: gradients are dropped as soon as a
+    step returns, which `Streaming.step` and `Updating.step` have to know.
     """
 
     looks_ahead = False  # True if it looks for non-finite gradients itself where it steps ahead
@@ -54,7 +62,7 @@ class StreamedBackend(HostedBackend):
 
     def __init__(
         self,
-        pieces: Sequence[Piece],
+        pieces: Sequence[StreamedPiece],
         *,
         streaming: Streaming,
         build: type[Backend],
@@ -83,7 +91,7 @@ class StreamedBackend(HostedBackend):
 
     @property
     def moved(self) -> bool:
-        return any(backend.moved for backend in self.inner)
+        return any([backend.moved for backend in self.inner])
 
     def mark(self) -> None:
         for index, backend in enumerate(self.inner):
@@ -103,3 +111,50 @@ class StreamedBackend(HostedBackend):
         for backend in self.inner:
             found |= backend.new_bad(wait=wait)
         return found
+
+
+class UpdatedBackend(HostedBackend):
+    """`build` is the backend that steps the host's twins of the blocks."""
+
+    looks_ahead = True
+
+    def __init__(
+        self,
+        pieces: Sequence[UpdatedPiece],
+        *,
+        updating: Updating,
+        build: type[Backend],
+        state: Mapping[Tensor, State],
+        releases: bool = False,
+    ):
+        super().__init__(pieces, state=state, releases=releases)
+        self.name = f"updated {build.name}"
+        self._updating = updating
+        self._inner = [build(to_buckets(piece.twins), state=piece.state) for piece in pieces]
+
+    def step(self, index: int, inputs: StepInputs, *, ahead: bool = False) -> None:
+        piece = self.pieces[index]
+        if not piece.has_gradients:
+            return
+        looks = ahead or piece.flushed  # at what the host has, which nobody has seen
+        found = {} if looks else inputs.masks
+        masks = {weight: found[p].cpu() for p, weight in piece.twin_of().items() if p in found}
+        given = replace(inputs, state=piece.state, masks=masks)
+        self._updating.step(piece, lambda: self._run(index, given, looks=looks), releases=self._releases)
+
+    def flush(self, index: int) -> bool:
+        if self.pieces[index].has_gradients:
+            self._updating.flush(self.pieces[index])
+        return True
+
+    def _run(self, index: int, inputs: StepInputs, *, looks: bool) -> None:
+        """`looks`: nobody has looked at the gradients yet. What is found is counted when the guard does, at `step`."""
+        names = {slot.param: slot.name for twin in self.pieces[index].twins for slot in twin.slots}
+        params = [param for param in names if param.grad is not None]
+        if looks and not all_finite(params, names=names):
+            inputs = replace(inputs, masks=mask_(params))
+        self._inner[index](inputs)
+
+    @property
+    def moved(self) -> bool:
+        return any([piece.moved for piece in self.pieces])
