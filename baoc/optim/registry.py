@@ -125,6 +125,15 @@ class Roster:
         tuned = None if self.tuning is None else self.tuning.of(block, rule=spec.rule)
         return make_live(block, spec=spec, param_groups=param_groups, tuned=tuned)
 
+    def retune(self, tuning: Tuning | None, *, param_groups: list[dict[str, Any]]) -> None:
+        """Gives every block the rates and betas of another tuning."""
+        self.tuning = tuning
+        for live in self.live.values():
+            tuned = None if tuning is None else tuning.of(live.block, rule=live.spec.rule)
+            for slot in live.slots:
+                slot.tuned, slot.row = tuned, slot.group
+        self.refresh(param_groups)
+
     def enlist(self, live: LiveBlock, *, device: torch.device | None = None, states: list[State] | None = None) -> None:
         """A block before its first step gets its states, and its weights what its spec keeps of them, on `device`."""
         waiting = make_room(live, device=device)
