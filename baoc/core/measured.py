@@ -78,7 +78,7 @@ class MeasuredRecipe:
 
     Args:
         recipe: what was run.
-        rate: multiple of fp32 AdamW's best learning rate, for all rules alike.
+        rate: multiple of fp32 AdamW's learning rate, for all rules alike.
         value: mean of the final loss.
         sd: standard deviation of it over seeds.
         change: against the family's reference.
@@ -137,13 +137,13 @@ class Family:
         return known is not None and known.additive
 
     def entry(self, keys: Sequence[str], spec: str) -> Change | None:
-        """The change of a block's role: of the first key that was measured, or of its parts together."""
+        """The change of a block's role: of the first key that was measured, or of its parts where they add up."""
         for key in keys:
             if spec in self.roles.get(key, {}):
                 return self.roles[key][spec]
-            parts = [held[spec] for name, held in self.roles.items() if name.startswith(f"{key}_") and spec in held]
-            if len(parts) > 1 and len(parts) == sum(name.startswith(f"{key}_") for name in self.roles):
-                return added(parts)
+            parts = [held for name, held in self.roles.items() if name.startswith(f"{key}_")]
+            if self.may_add(spec) and parts and all(spec in held for held in parts):
+                return added([held[spec] for held in parts])
         return None
 
 

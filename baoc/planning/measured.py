@@ -119,6 +119,8 @@ def mixture(planner: "Planner", *, family: Family) -> Choice | None:
     if family.base is None or not family.roles:
         return None
     base = family.recipe(family.base)
+    alike = [one for one in ranked(planner, family=family) if one.recipe.specs == base.recipe.specs]
+    base = next(iter(alike), base)  # the same specs at betas that measured better
     blocks: dict[str, list[Block]] = {}
     for block in planner.blocks:
         blocks.setdefault(next(key for key in keys_of(block) if key != "first"), []).append(block)

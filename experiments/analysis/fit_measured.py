@@ -3,14 +3,15 @@
     python -m experiments.analysis.fit_measured            # from experiments/results, into baoc/core
     python -m experiments.analysis.fit_measured --check    # fails where the file differs from what the rows give
 
-A family takes the role study where results/role_study.csv has it, else study A (results/recipe_study_short.csv).
+A family takes the role study where results/role_table.csv has it, else study A (results/recipe_study_short.csv).
 
 - Whole recipes. Of its settings (rate, beta2) a recipe takes that of the lowest rate whose `choice` is within half a
   percent of the least, and not distinguishable from it (90 %, paired): curves are flat at the top, and lower rates bear
-  longer runs. Changes are of `value`, on data that chose nothing, paired by seed.
+  longer runs. Changes are of `value`, on data that chose nothing, paired by seed. Rates are multiples of AdamW's: in
+  study A of its best one, in the role study of the product's own, around which AdamW's curve is flat.
 - Rules by role. The change of the final loss where one role of the base runs another spec: d = role + spec +
   interaction. The first two are fitted by least squares; interactions are shrunk towards 0 by their variance over
-  that of a measurement. A mean of few seeds has the pooled standard deviation.
+  that of a measurement. All differences of a kind have one standard deviation, as each has few seeds.
 - How they add up. A recipe that runs a spec in all hidden roles was measured as a whole, too: `factor` is its change
   over the sum of its entries. Where the two can be told apart (90 %) and differ by more than a tenth, or their
   difference is known less well than the sum is large, entries of the spec are not to be added.
@@ -24,7 +25,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "experiments" / "results"
 OUT = ROOT / "baoc" / "core" / "measured.json"
 UNITS = {"language": "bits per byte", "vision": "nats", "diffusion": "MSE"}
+PHASES = ("rates", "whole", "roles", "confirm")  # of the role study; mixtures and long runs are told elsewhere
 ALIKE = 0.1  # of the sum: what may be left though it can be told
 WIDEST = 1.0  # half of an interval, as a share of the sum, beyond which it tells nothing
 HIDDEN_ROLES = ("attention", "mlp", "modulation", "conv", "other")
@@ -95,26 +97,18 @@ def settings_of_study_a(rows: Iterable[Row], family: str) -> list[Setting]:
 
 
 def settings_of_roles(rows: Iterable[Row], family: str) -> list[Setting]:
-    """Settings of the role study: recipes as wholes (phases rates and whole), and single roles replaced (roles).
-
-    Runs that chose the rate are left out where there are others at it.
-    """
+    """Settings of the role study: recipes as wholes, and single roles replaced (phase roles)."""
     found: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
     for row in rows:
-        if row["family"] == family and row["phase"] in ("rates", "whole", "roles"):
-            name = row["label"].partition("@")[0]
+        if row["task"] == family and row["phase"] in PHASES:
+            name = BASE if row["label"] == "base" else row["label"].partition("@")[0]
             multiple = row["factor"] if row["role"] else "1"
-            key = (row["phase"], name, row["role"], row["spec"], float(row["rate_factor"]), float(multiple))
+            key = (name, row["role"], row["spec"], float(row["rate_factor"]), float(multiple))
             found[key].append(row)
     made: list[Setting] = []
-    for (phase, name, role, spec, rate, multiple), held in found.items():
-        if phase == "rates":
-            continue
-        base = name == "base"
+    for (name, role, spec, rate, multiple), held in found.items():
         node = _node(held[0], name=name)
-        made.append(
-            _setting(name, held, rate=rate, recipe=node, role="" if base else role, spec=spec, multiple=multiple)
-        )
+        made.append(_setting(name, held, rate=rate, recipe=node, role=role, spec=spec, multiple=multiple))
     return made
 
 
@@ -150,20 +144,34 @@ def difference(ours: Values, theirs: Values, *, sd: float | None = None) -> dict
     """Mean of ours - theirs over shared seeds, and that mean's standard deviation; `sd` is one pair's where known."""
     shared = sorted(ours.keys() & theirs.keys())
     paired = [ours[seed] - theirs[seed] for seed in shared]
-    spread = sd if sd is not None else stdev(paired) if len(paired) > 1 else math.nan
+    spread = stdev(paired) if sd is None and len(paired) > 1 else sd if sd is not None else math.nan
     return {"mean": fmean(paired), "sd": spread / math.sqrt(len(paired)), "n": len(paired)}
 
 
 def chosen(settings: Sequence[Setting]) -> Setting:
-    """The setting of the lowest rate that is as good as the one of the least mean of `choice`."""
-    best = min(settings, key=lambda one: fmean(one.choice.values()))
+    """The setting of the lowest rate that is as good as that of the least mean of `choice`, on seeds that all have."""
+    seeds = set.intersection(*(set(one.choice) for one in settings))
+    means = {id(one): fmean(one.choice[seed] for seed in seeds) for one in settings}
+    best = min(settings, key=lambda one: means[id(one)])
     near = [best]
     for one in settings:
-        more = difference(one.choice, best.choice)
+        more = difference({seed: one.choice[seed] for seed in seeds}, best.choice)
         if one is not best and math.isfinite(more["mean"]):
             half = student_quantile(0.95, degrees=max(more["n"] - 1, 1)) * more["sd"]
-            near += [one] if more["mean"] <= min(half, FLAT * abs(fmean(best.choice.values()))) else []
-    return min(near, key=lambda one: (one.rate, fmean(one.choice.values())))
+            near += [one] if more["mean"] <= min(half, FLAT * abs(means[id(best)])) else []
+    return min(near, key=lambda one: (one.rate, means[id(one)]))
+
+
+def typical_sd(pairs: Iterable[Sequence[float]]) -> float:
+    """The standard deviation of differences, by the median of their variances; NaN where none has two values.
+
+    The median, as some recipes spread far more than the rest; over that of a chi-squared variable of as many degrees.
+    """
+    held = [values for values in pairs if len(values) > 1 and any(values)]
+    if not held:
+        return math.nan
+    degrees = median(len(values) - 1 for values in held)
+    return math.sqrt(median(stdev(values) ** 2 for values in held) / (1 - 2 / (9 * degrees)) ** 3)
 
 
 def hidden_specs(node: Mapping[str, Any]) -> set[str]:
@@ -171,8 +179,11 @@ def hidden_specs(node: Mapping[str, Any]) -> set[str]:
     return {spec for role, spec in recipe.specs.items() if role == "hidden" or role.split("_")[0] in HIDDEN_ROLES}
 
 
-def wholes(settings: Sequence[Setting]) -> tuple[list[dict[str, Any]], str]:
-    """Recipes as the file holds them, and the reference: the uniform of the least mean value."""
+def wholes(settings: Sequence[Setting], *, unit: float | None = None) -> tuple[list[dict[str, Any]], str]:
+    """Recipes as the file holds them, and the reference: the uniform of the least mean value.
+
+    `unit`: the rate that multiples are of; by default AdamW's best one.
+    """
     by_name: dict[str, list[Setting]] = defaultdict(list)
     for one in settings:
         by_name["adamw" if one.name.startswith("adamw_b") else one.name].append(one)
@@ -180,22 +191,30 @@ def wholes(settings: Sequence[Setting]) -> tuple[list[dict[str, Any]], str]:
     best = {name: one for name, one in best.items() if all(map(math.isfinite, one.value.values()))}
     uniform = {name: len(hidden_specs(one.recipe)) <= 1 for name, one in best.items()}
     reference = min((n for n in best if uniform[n]), key=lambda name: fmean(best[name].value.values()))
+    own = best[reference].value
+    sd = typical_sd(
+        [
+            [one.value[s] - own[s] for s in one.value.keys() & own.keys()]
+            for one in best.values()
+            if one.value is not own
+        ]
+    )
     made: list[dict[str, Any]] = []
     for name, one in best.items():
         others = sorted((o for o in best if o != name), key=lambda o: fmean(best[o].value.values()))
         rival = next(
             (o for o in others if uniform[o] and hidden_specs(best[o].recipe) != hidden_specs(one.recipe)), None
         )
-        beside = dict.fromkeys(other for other in (rival, "adamw") if other in best and other != name)
+        beside = list(dict.fromkeys(o for o in (rival, "adamw") if o is not None and o in best and o != name))
         made.append(
             {
                 "recipe": {**one.recipe, "name": name},
-                "rate": one.rate / best["adamw"].rate,
+                "rate": one.rate / (unit or best["adamw"].rate),
                 "value": fmean(one.value.values()),
-                "sd": stdev(one.value.values()),
+                "sd": stdev(one.value.values()) if len(one.value) > 1 else math.nan,
                 "uniform": uniform[name],
-                "change": difference(one.value, best[reference].value),
-                "against": {other: difference(one.value, best[other].value) for other in beside if other is not None},
+                "change": difference(one.value, own, sd=sd if one.value is not own else 0.0),
+                "against": {other: difference(one.value, best[other].value, sd=sd) for other in beside},
             }
         )
     return sorted(made, key=lambda held: held["change"]["mean"]), reference
@@ -214,17 +233,12 @@ def best_of_roles(settings: Sequence[Setting]) -> dict[tuple[str, str], Setting]
     return {key: one for key, one in best.items() if all(map(math.isfinite, one.value.values()))}
 
 
-def entries(settings: Sequence[Setting], base: Setting) -> dict[tuple[str, str], dict[str, Any]]:
-    """(role, spec) -> raw change, with the standard deviation that all of them have together."""
+def entries(settings: Sequence[Setting], base: Setting, *, otherwise: float) -> dict[tuple[str, str], dict[str, Any]]:
+    """(role, spec) -> raw change, with the standard deviation that all of them have together, or `otherwise`."""
     best = best_of_roles(settings)
     paired = [[one.value[s] - base.value[s] for s in one.value.keys() & base.value.keys()] for one in best.values()]
-    degrees = sum(len(values) - 1 for values in paired)
-    pooled = (
-        math.sqrt(sum((len(v) - 1) * stdev(v) ** 2 for v in paired if len(v) > 1) / degrees) if degrees else math.nan
-    )
-    return {
-        key: {**difference(one.value, base.value, sd=pooled), "multiple": one.multiple} for key, one in best.items()
-    }
+    sd = typical_sd(paired) if any(len(values) > 1 for values in paired) else otherwise
+    return {key: {**difference(one.value, base.value, sd=sd), "multiple": one.multiple} for key, one in best.items()}
 
 
 def shrunk(raw: Mapping[tuple[str, str], Mapping[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
@@ -290,11 +304,15 @@ def additivity(settings: Sequence[Setting], base: Setting, roles: Sequence[str])
 # -- the file ---------------------------------------------------------------------------------------------------------
 
 
-def family_of_rows(settings: Sequence[Setting], *, base: str | None, about: Mapping[str, Any]) -> dict[str, Any]:
+def family_of_rows(
+    settings: Sequence[Setting], *, base: str | None, about: Mapping[str, Any], unit: float | None = None
+) -> dict[str, Any]:
     """A family as the file holds it. `base` is the recipe of which roles were replaced."""
-    recipes, reference = wholes([one for one in settings if not one.role])
-    of_base = next((one for one in settings if one.name == base and not one.role), None)
-    raw = entries(settings, of_base) if of_base is not None else {}
+    recipes, reference = wholes([one for one in settings if not one.role], unit=unit)
+    bases = [one for one in settings if one.name == base and not one.role]
+    of_base = max(bases, key=lambda one: len(one.value)) if bases and base is not None else None
+    base_sd = max((one["change"]["sd"] * math.sqrt(one["change"]["n"]) for one in recipes), default=math.nan)
+    raw = entries(settings, of_base, otherwise=base_sd) if of_base is not None else {}
     fitted = shrunk(raw)
     roles: dict[str, dict[str, Any]] = defaultdict(dict)
     for (role, spec), change in fitted.items():
@@ -307,14 +325,15 @@ def family_of_rows(settings: Sequence[Setting], *, base: str | None, about: Mapp
 def fit(*, study_a: Sequence[Row], roles: Sequence[Row]) -> dict[str, Any]:
     made: dict[str, Any] = {}
     for family, unit in UNITS.items():
-        own = [row for row in roles if row["family"] == family]
+        own = [row for row in roles if row["task"] == family]
         if own:
-            settings = [_named(one, "base", BASE) for one in settings_of_roles(own, family)]
+            settings = settings_of_roles(own, family)
             adamw = next(int(row["state_bytes"]) for row in own if row["label"].startswith("adamw_b95"))
             steps = int(own[0]["steps"])
             about = {"unit": unit, "num_params": adamw // 8, "size": own[0]["size"], "steps": steps}
             horizon = "data that hardly repeat"
-            made[family] = family_of_rows(settings, base=BASE, about={**about, "horizon": f"{steps} steps, {horizon}"})
+            about["horizon"] = f"{steps} steps, {horizon}"
+            made[family] = family_of_rows(settings, base=BASE, about=about, unit=1.0)
             continue
         held = [row for row in study_a if row["task"] == family]
         if held:
@@ -324,12 +343,6 @@ def fit(*, study_a: Sequence[Row], roles: Sequence[Row]) -> dict[str, Any]:
                 settings_of_study_a(held, family), base=None, about={**about, "horizon": f"{steps} steps"}
             )
     return {"command": "python -m experiments.analysis.fit_measured", "families": rounded(made)}
-
-
-def _named(setting: Setting, old: str, new: str) -> Setting:
-    from dataclasses import replace
-
-    return replace(setting, name=new, recipe={"name": new, "base": new}) if setting.name == old else setting
 
 
 def rounded(value: Any) -> Any:
@@ -349,7 +362,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     given = parser.parse_args()
-    found = text_of(fit(study_a=read(RESULTS / "recipe_study_short.csv"), roles=read(RESULTS / "role_study.csv")))
+    found = text_of(fit(study_a=read(RESULTS / "recipe_study_short.csv"), roles=read(RESULTS / "role_table.csv")))
     if given.check:
         assert OUT.read_text(encoding="utf-8") == found, f"{OUT} is not what the rows give: run without --check"
     else:

@@ -242,7 +242,7 @@ def test_a_multiple_of_the_rate_fades_with_the_distance_in_size():
 def test_the_shipped_table_names_its_reference_and_where_it_was_measured():
     for family in families().values():
         assert family.recipe(family.reference).change.mean == 0 and family.recipe(family.reference).uniform
-        assert family.recipe("adamw").rate == 1.0 and family.num_params > 1e5 and family.steps >= 400
+        assert "adamw" in family.recipes[0].against and family.num_params > 1e5 and family.steps >= 400
         assert all(one.change.n >= 2 for one in family.recipes)
 
 
