@@ -1,19 +1,21 @@
 """The choice by measurement: the recipe that measured best of those that fit, or a mixture where the table supports it.
 
 Whole recipes are tried from the best measured one on, each planned under every limit of the budget. A mixture replaces
-roles of the recipe that the table's entries were measured in. It is taken only if its mean change plus `kappa` standard
-deviations is below that of the best recipe that fits, so that what is added up has to be better beyond its own error.
+roles of the recipe that the table's entries were measured in. It is taken only if it is better than the best recipe
+that fits beyond its own error, and beyond what the best of so many entries shows by chance.
 """
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import sqrt
+from statistics import NormalDist
 from typing import TYPE_CHECKING
 
+from baoc.core.catalogue import WEIGHTS
 from baoc.core.measured import Change, Family, MeasuredRecipe, added, at_rate, faded
 from baoc.core.recipes import Recipe, keys_of
-from baoc.core.statistics import student_quantile
+from baoc.core.statistics import LEVEL, student_quantile
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.planning.allocators import NoFeasibleAllocation
 from baoc.planning.allocators.exact import ExactAllocator
@@ -62,7 +64,14 @@ def choose(planner: "Planner", *, family: Family) -> Choice | None:
         return mixed
     difference = mixed.change.mean - best.change.mean
     sd = sqrt(mixed.change.sd**2 + best.change.sd**2)
-    return mixed if difference + planner.kappa * sd < 0 else best
+    return mixed if difference + planner.kappa * picked_of(family) * sd < 0 else best
+
+
+def picked_of(family: Family) -> float:
+    """How many times more standard deviations the best of all entries has to be better by than one that was named
+    before: each was measured at two rates, so that the best looks better than it is (Bonferroni)."""
+    tried = 2 * sum(len(held) for held in family.roles.values())
+    return NormalDist().inv_cdf(1 - (1 - LEVEL) / max(tried, 1)) / NormalDist().inv_cdf(LEVEL)
 
 
 def ranked(planner: "Planner", *, family: Family) -> list[MeasuredRecipe]:
@@ -70,14 +79,21 @@ def ranked(planner: "Planner", *, family: Family) -> list[MeasuredRecipe]:
     return sorted(family.recipes, key=lambda one: (one.change.bound(planner.kappa), one.change.mean))
 
 
+def formats(planner: "Planner") -> list[str]:
+    """Formats of the weights that are offered, native first: others only where a recipe fits by them alone."""
+    return sorted({spec.weights for spec in planner.specs.values()}, key=list(WEIGHTS).index)
+
+
 def whole(planner: "Planner", *, family: Family) -> Iterator[Choice]:
     """Measured recipes that fit, the best first."""
     for one in ranked(planner, family=family):
         rate = faded(one.rate, num_params=planner.num_params, measured=family.num_params)
-        recipe = at_rate(one.recipe, rate)
-        plan = recipe_plan(planner, recipe)
-        if plan is not None:
-            yield Choice(recipe=recipe, plan=plan, change=one.change, rate=rate, measured=one)
+        for weights in formats(planner):
+            recipe = replace(at_rate(one.recipe, rate), weights=weights)
+            plan = recipe_plan(planner, recipe)
+            if plan is not None:
+                yield Choice(recipe=recipe, plan=plan, change=one.change, rate=rate, measured=one)
+                break
 
 
 def useful_bytes(planner: "Planner", *, family: Family) -> int:
@@ -119,8 +135,6 @@ def mixture(planner: "Planner", *, family: Family) -> Choice | None:
     if family.base is None or not family.roles:
         return None
     base = family.recipe(family.base)
-    alike = [one for one in ranked(planner, family=family) if one.recipe.specs == base.recipe.specs]
-    base = next(iter(alike), base)  # the same specs at betas that measured better
     blocks: dict[str, list[Block]] = {}
     for block in planner.blocks:
         blocks.setdefault(next(key for key in keys_of(block) if key != "first"), []).append(block)
@@ -208,10 +222,15 @@ def basis_of(choice: Choice, *, family: Family, plan: Plan, num_params: int) -> 
         half = student_quantile(0.95, degrees=max(change.n - 1, 1)) * change.sd
     where = f"n {change.n}, {family.unit}, measured at {family.size}, {family.horizon}"
     far = f"; not measured at {_count(num_params)}" if num_params > FAR * family.num_params else ""
+    narrow = (
+        f"; weights {WEIGHTS[recipe.weights].description}, which were not measured"
+        if recipe.weights != "native"
+        else ""
+    )
     rate = f"; {choice.rate:.3g} times AdamW's learning rate" if choice.rate != 1 else ""
     return Basis(
         by="measured",
-        text=f"{held}; {told}, {where}{far}{rate}",
+        text=f"{held}; {told}, {where}{far}{narrow}{rate}",
         recipe=recipe.name,
         family=family.name,
         reference=against,

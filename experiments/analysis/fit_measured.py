@@ -7,7 +7,8 @@ A family takes the role study where results/role_table.csv has it, else study A 
 
 - Whole recipes. Of its settings (rate, beta2) a recipe takes that of the lowest rate whose `choice` is within half a
   percent of the least, and not distinguishable from it (90 %, paired): curves are flat at the top, and lower rates bear
-  longer runs. Changes are of `value`, on data that chose nothing, paired by seed. Rates are multiples of AdamW's: in
+  longer runs. Changes are of `value`, on data that chose nothing, paired by seed; of recipes that were run again on
+  fresh seeds (phase confirm) those count alone. Rates are multiples of AdamW's: in
   study A of its best one, in the role study of the product's own, around which AdamW's curve is flat.
 - Rules by role. The change of the final loss where one role of the base runs another spec: d = role + spec +
   interaction. The first two are fitted by least squares; interactions are shrunk towards 0 by their variance over
@@ -38,7 +39,23 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "experiments" / "results"
 OUT = ROOT / "baoc" / "core" / "measured.json"
 UNITS = {"language": "bits per byte", "vision": "nats", "diffusion": "MSE"}
-PHASES = ("rates", "whole", "roles", "confirm")  # of the role study; mixtures and long runs are told elsewhere
+FRESH = "confirm"  # phase of the role study on seeds that chose nothing
+PHASES = ("rates", "whole", "roles", FRESH)  # mixtures, controls and long runs are told elsewhere
+# What the role study confirmed under the name of a budget, by task.
+CONFIRMED: Mapping[tuple[str, str], str] = {
+    ("language", "choice_10"): "muon4_lean_m90",
+    ("diffusion", "choice_10"): "muon4_lean_m90",
+    ("vision", "choice_10"): "muon4_outer8_m90",
+    ("language", "choice_mixed_10"): "muon48_vo_out_m90",
+    ("vision", "choice_mixed_10"): "muon48_vo_m90",
+    ("vision", "choice_15"): "muon8_norm8_m90",
+    ("diffusion", "choice_15"): "muon8_outer4_norm8_m90",
+    ("vision", "choice_mixed_15"): "muon8_foam_qk_m90",
+    ("diffusion", "choice_mixed_15"): "muon84_modulation_m90",
+    ("language", "choice_outer32_25"): "muon8_m90",
+    ("vision", "choice_outer32_25"): "muon8_m90",
+    ("diffusion", "choice_outer32_25"): "muon8_m90",
+}
 ALIKE = 0.1  # of the sum: what may be left though it can be told
 WIDEST = 1.0  # half of an interval, as a share of the sum, beyond which it tells nothing
 HIDDEN_ROLES = ("attention", "mlp", "modulation", "conv", "other")
@@ -64,6 +81,7 @@ class Setting:
     role: str = ""
     spec: str = ""
     multiple: float = 1.0
+    fresh: bool = False  # on seeds that chose neither recipe nor rate
 
 
 # -- raw rows ---------------------------------------------------------------------------------------------------------
@@ -97,28 +115,40 @@ def settings_of_study_a(rows: Iterable[Row], family: str) -> list[Setting]:
 
 
 def settings_of_roles(rows: Iterable[Row], family: str) -> list[Setting]:
-    """Settings of the role study: recipes as wholes, and single roles replaced (phase roles)."""
+    """Settings of the role study: recipes as wholes, fresh ones apart, and single roles replaced (phase roles)."""
     found: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
     for row in rows:
-        if row["task"] == family and row["phase"] in PHASES:
-            name = BASE if row["label"] == "base" else row["label"].partition("@")[0]
+        name = row["label"].partition("@")[0]
+        if row["task"] == family and row["phase"] in PHASES and not name.startswith(("random_", "permuted_")):
             multiple = row["factor"] if row["role"] else "1"
-            key = (name, row["role"], row["spec"], float(row["rate_factor"]), float(multiple))
+            name = BASE if name == "base" else CONFIRMED.get((family, name), name)
+            key = (name, row["role"], row["spec"], float(row["rate_factor"]), float(multiple), row["phase"] == FRESH)
             found[key].append(row)
     made: list[Setting] = []
-    for (name, role, spec, rate, multiple), held in found.items():
+    for (name, role, spec, rate, multiple, fresh), held in found.items():
         node = _node(held[0], name=name)
-        made.append(_setting(name, held, rate=rate, recipe=node, role=role, spec=spec, multiple=multiple))
+        made.append(_setting(name, held, rate=rate, recipe=node, role=role, spec=spec, multiple=multiple, fresh=fresh))
     return made
 
 
 def _node(row: Row, *, name: str) -> dict[str, Any]:
-    """What a row ran, in the words of a recipe."""
+    """What a row ran, in the words of a recipe. Those confirmed by budget run Muon at momentum .9."""
     if name in RECIPES:
         return {"name": name, "base": name}
     if name in MORE:
         return {"name": name, **MORE[name]}
-    return {"name": name, **{role: spec for role, spec in json.loads(row["recipe"]).items() if "." not in role}}
+    by_role = {role: spec for role, spec in json.loads(row["recipe"]).items() if "." not in role}
+    hidden = {spec for role, spec in by_role.items() if role.split("_")[0] in HIDDEN_ROLES}
+    if len(hidden) == 1:
+        by_role = {role: spec for role, spec in by_role.items() if role.split("_")[0] not in HIDDEN_ROLES}
+        by_role["hidden"] = hidden.pop()
+    betas = {"muon": MUON_STUDY_A} if name in CONFIRMED.values() else {}
+    return {
+        "name": name,
+        **by_role,
+        "fallback": [by_role["embedding"]] if "embedding" in by_role else [],
+        "betas": betas,
+    }
 
 
 def _setting(name: str, rows: Sequence[Row], *, rate: float, recipe: dict[str, Any], **replaced: Any) -> Setting:
@@ -142,8 +172,7 @@ def _setting(name: str, rows: Sequence[Row], *, rate: float, recipe: dict[str, A
 
 def difference(ours: Values, theirs: Values, *, sd: float | None = None) -> dict[str, Any]:
     """Mean of ours - theirs over shared seeds, and that mean's standard deviation; `sd` is one pair's where known."""
-    shared = sorted(ours.keys() & theirs.keys())
-    paired = [ours[seed] - theirs[seed] for seed in shared]
+    paired = differences(ours, theirs)
     spread = stdev(paired) if sd is None and len(paired) > 1 else sd if sd is not None else math.nan
     return {"mean": fmean(paired), "sd": spread / math.sqrt(len(paired)), "n": len(paired)}
 
@@ -160,6 +189,19 @@ def chosen(settings: Sequence[Setting]) -> Setting:
             half = student_quantile(0.95, degrees=max(more["n"] - 1, 1)) * more["sd"]
             near += [one] if more["mean"] <= min(half, FLAT * abs(means[id(best)])) else []
     return min(near, key=lambda one: (one.rate, means[id(one)]))
+
+
+def best_of(settings: Sequence[Setting]) -> dict[str, Setting]:
+    """Name -> its chosen setting, of those that did not diverge; AdamW is the best of its betas."""
+    by_name: dict[str, list[Setting]] = defaultdict(list)
+    for one in settings:
+        by_name["adamw" if one.name.startswith("adamw_b") else one.name].append(one)
+    best = {name: chosen(held) for name, held in by_name.items()}
+    return {name: one for name, one in best.items() if all(map(math.isfinite, one.value.values()))}
+
+
+def differences(ours: Values, theirs: Values) -> list[float]:
+    return [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
 
 
 def typical_sd(pairs: Iterable[Sequence[float]]) -> float:
@@ -184,37 +226,32 @@ def wholes(settings: Sequence[Setting], *, unit: float | None = None) -> tuple[l
 
     `unit`: the rate that multiples are of; by default AdamW's best one.
     """
-    by_name: dict[str, list[Setting]] = defaultdict(list)
-    for one in settings:
-        by_name["adamw" if one.name.startswith("adamw_b") else one.name].append(one)
-    best = {name: chosen(held) for name, held in by_name.items()}
-    best = {name: one for name, one in best.items() if all(map(math.isfinite, one.value.values()))}
-    uniform = {name: len(hidden_specs(one.recipe)) <= 1 for name, one in best.items()}
-    reference = min((n for n in best if uniform[n]), key=lambda name: fmean(best[name].value.values()))
-    own = best[reference].value
-    sd = typical_sd(
-        [
-            [one.value[s] - own[s] for s in one.value.keys() & own.keys()]
-            for one in best.values()
-            if one.value is not own
-        ]
-    )
+    cohorts = [[one for one in settings if one.fresh], [one for one in settings if not one.fresh]]
+    best = [best_of(cohort) for cohort in cohorts]
+    names = list(dict.fromkeys(name for held in best for name in held))
+    first = best[0] or best[1]  # the reference is chosen among fresh ones where there are such
+    uniform = {name: len(hidden_specs((best[0].get(name) or best[1][name]).recipe)) <= 1 for name in names}
+    reference = min((n for n in first if uniform[n]), key=lambda name: fmean(first[name].value.values()))
     made: list[dict[str, Any]] = []
-    for name, one in best.items():
-        others = sorted((o for o in best if o != name), key=lambda o: fmean(best[o].value.values()))
-        rival = next(
-            (o for o in others if uniform[o] and hidden_specs(best[o].recipe) != hidden_specs(one.recipe)), None
-        )
-        beside = list(dict.fromkeys(o for o in (rival, "adamw") if o is not None and o in best and o != name))
+    for name in names:
+        cohort = best[0] if name in best[0] else best[1]
+        one, own = cohort[name], cohort.get(reference)
+        if own is None:
+            continue
+        sd = typical_sd([differences(other.value, own.value) for other in cohort.values()])
+        others = sorted((o for o in cohort if o != name), key=lambda o: fmean(cohort[o].value.values()))
+        specs = hidden_specs(one.recipe)
+        rival = next((o for o in others if uniform[o] and hidden_specs(cohort[o].recipe) != specs), None)
+        beside = list(dict.fromkeys(o for o in (rival, "adamw") if o is not None and o in cohort and o != name))
         made.append(
             {
                 "recipe": {**one.recipe, "name": name},
-                "rate": one.rate / (unit or best["adamw"].rate),
+                "rate": one.rate / (unit or cohort["adamw"].rate),
                 "value": fmean(one.value.values()),
                 "sd": stdev(one.value.values()) if len(one.value) > 1 else math.nan,
                 "uniform": uniform[name],
-                "change": difference(one.value, own, sd=sd if one.value is not own else 0.0),
-                "against": {other: difference(one.value, best[other].value, sd=sd) for other in beside},
+                "change": difference(one.value, own.value, sd=sd if one is not own else 0.0),
+                "against": {other: difference(one.value, cohort[other].value, sd=sd) for other in beside},
             }
         )
     return sorted(made, key=lambda held: held["change"]["mean"]), reference
@@ -236,7 +273,7 @@ def best_of_roles(settings: Sequence[Setting]) -> dict[tuple[str, str], Setting]
 def entries(settings: Sequence[Setting], base: Setting, *, otherwise: float) -> dict[tuple[str, str], dict[str, Any]]:
     """(role, spec) -> raw change, with the standard deviation that all of them have together, or `otherwise`."""
     best = best_of_roles(settings)
-    paired = [[one.value[s] - base.value[s] for s in one.value.keys() & base.value.keys()] for one in best.values()]
+    paired = [differences(one.value, base.value) for one in best.values()]
     sd = typical_sd(paired) if any(len(values) > 1 for values in paired) else otherwise
     return {key: {**difference(one.value, base.value, sd=sd), "multiple": one.multiple} for key, one in best.items()}
 
@@ -275,7 +312,7 @@ def additivity(settings: Sequence[Setting], base: Setting, roles: Sequence[str])
     found: dict[str, dict[str, Any]] = {}
     own = recipe_from_node(base.recipe)
     for one in settings:
-        specs = hidden_specs(one.recipe) if not one.role and one is not base else set()
+        specs = hidden_specs(one.recipe) if not one.role and not one.fresh and one is not base else set()
         if len(specs) != 1 or (spec := next(iter(specs))) in found or spec in hidden_specs(base.recipe):
             continue
         recipe = recipe_from_node(one.recipe)
@@ -309,7 +346,7 @@ def family_of_rows(
 ) -> dict[str, Any]:
     """A family as the file holds it. `base` is the recipe of which roles were replaced."""
     recipes, reference = wholes([one for one in settings if not one.role], unit=unit)
-    bases = [one for one in settings if one.name == base and not one.role]
+    bases = [one for one in settings if one.name == base and not one.role and not one.fresh]
     of_base = max(bases, key=lambda one: len(one.value)) if bases and base is not None else None
     base_sd = max((one["change"]["sd"] * math.sqrt(one["change"]["n"]) for one in recipes), default=math.nan)
     raw = entries(settings, of_base, otherwise=base_sd) if of_base is not None else {}
@@ -358,11 +395,16 @@ def text_of(held: Mapping[str, Any]) -> str:
     return json.dumps(held, indent=1) + "\n"
 
 
+def shipped() -> str:
+    """The file as the recorded rows give it."""
+    return text_of(fit(study_a=read(RESULTS / "recipe_study_short.csv"), roles=read(RESULTS / "role_table.csv")))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     given = parser.parse_args()
-    found = text_of(fit(study_a=read(RESULTS / "recipe_study_short.csv"), roles=read(RESULTS / "role_table.csv")))
+    found = shipped()
     if given.check:
         assert OUT.read_text(encoding="utf-8") == found, f"{OUT} is not what the rows give: run without --check"
     else:
