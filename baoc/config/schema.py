@@ -113,7 +113,7 @@ class CatalogueConfig:
 class RiskConfig:
     """The risk model, and the weights of its terms (1 if absent)."""
 
-    name: str = "statistics"
+    name: str = "measured"
     weights: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

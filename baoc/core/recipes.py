@@ -13,7 +13,7 @@ from typing import Any, cast
 from baoc.core.catalogue import SPECS, WEIGHTS, with_weights
 from baoc.core.rule_tags import RULE_INFOS
 from baoc.errors import BadInputError
-from baoc.types import Block, Part, Role
+from baoc.types import Block, Part, Plan, Role
 
 FALLBACK = "adamw"  # runs anywhere
 HIDDEN = "hidden"  # every matrix that is neither embedding nor head
@@ -58,6 +58,12 @@ class Tuning:
         betas = next((self.betas[name] for name in names if name in self.betas), None)
         tuned = Tuned(lr=by_rule * by_role, betas=betas)
         return None if tuned == Tuned() else tuned
+
+
+def tuning_of(plan: Plan) -> Tuning | None:
+    """What a plan changes of rates and betas; None where it leaves them."""
+    basis = plan.basis
+    return Tuning(lr=basis.lr, betas=basis.betas) if basis is not None and (basis.lr or basis.betas) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

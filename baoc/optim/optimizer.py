@@ -440,6 +440,15 @@ class BlockwiseOptimizer(Optimizer):
                 live.match[0] = self.roster.own_target(live, target=float(target))
 
     @torch.no_grad()
+    def retune(self, tuning: Tuning | None) -> None:
+        """Rates and betas by rule and role from the next step on, of blocks that are there and of those that come."""
+        if tuning == self.roster.tuning:
+            return
+        self._keeps_betas = tuning is not None and bool(tuning.betas)
+        for group in self.param_groups if self._keeps_betas else ():
+            group.setdefault(FIRST_BETAS, group["betas"])
+        self.roster.retune(tuning, param_groups=self.param_groups)
+
     def migrate(
         self,
         specs: Mapping[str, str | OptimizerSpec],

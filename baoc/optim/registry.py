@@ -136,6 +136,15 @@ class BlockRegistry:
         tuned = None if self.tuning is None else self.tuning.of(block, rule=spec.rule)
         return make_live(block, spec=spec, where=where, tuned=tuned)
 
+    def retune(self, tuning: Tuning | None, *, param_groups: list[dict[str, Any]]) -> None:
+        """Gives every block the rates and betas of another tuning."""
+        self.tuning = tuning
+        for live in self.live.values():
+            tuned = None if tuning is None else tuning.of(live.block, rule=live.spec.rule)
+            for slot in live.slots:
+                slot.tuned, slot.row = tuned, slot.group
+        self.refresh(param_groups)
+
     def add_block(
         self, live: LiveBlock, *, device: torch.device | None = None, states: list[State] | None = None
     ) -> None:

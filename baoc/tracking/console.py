@@ -145,7 +145,7 @@ def print_plan(plan: Plan, *, title: str = "Allocation") -> None:
     for row in collapsed_rows(plan):
         size = "-" if row.state_bytes is None else format_bytes(row.state_bytes)
         size = f"{format_bytes(row.host_bytes)} h" if row.host_bytes else size
-        risk = "-" if row.risk is None else f"{row.risk:.3g}"
+        risk = "-" if row.risk is None or _is_measured(plan) else f"{row.risk:.3g}"
         table.add_row(escape(row.block), escape(row.spec), size, risk, escape(row.why))
     console = make_console()
     console.print(table)
@@ -162,11 +162,13 @@ def plan_lines(plan: Plan) -> list[str]:
     allocation = plan.allocation
     share = allocation.state_bytes / max(plan.state_bytes_adamw, 1)
     gap = "" if allocation.gap is None else ", proven optimal" if allocation.gap == 0 else f", gap {allocation.gap:.2g}"
+    risk = f"; risk {allocation.risk:.4g} by risk={plan.risk_model} (allocator={allocation.allocator}{gap})"
     lines = [
         f"state {format_bytes(allocation.state_bytes)} ({allocation.state_bytes} bytes), {share:.1%} of fp32 AdamW's "
-        f"{format_bytes(plan.state_bytes_adamw)}; risk {allocation.risk:.4g} by risk={plan.risk_model} "
-        f"(allocator={allocation.allocator}{gap})"
+        f"{format_bytes(plan.state_bytes_adamw)}{'' if _is_measured(plan) else risk}"
     ]
+    if plan.basis is not None:
+        lines.append(f"chosen by {plan.basis.by}: {plan.basis.text}")
     if plan.budget.step_time is not None and plan.limits.step_s is not None:
         lines.append(
             f"optimizer step {allocation.step_s * 1e3:.3g} ms predicted, {plan.limits.step_s * 1e3:.3g} ms allowed by "
@@ -174,15 +176,22 @@ def plan_lines(plan: Plan) -> list[str]:
         )
     lines += _host_lines(plan)
     if plan.budget.kind == "none":
-        runs = "the recipe asks of it" if allocation.allocator == "recipe" else "has the least risk"
+        asks = "the recipe asks of it" if allocation.allocator == "recipe" else "has the least risk"
+        runs = "measured best" if _is_measured(plan) else asks
         return [*lines, f"no memory or state limit: every block runs what {runs}"]
     measure = "device memory" if plan.budget.kind == "memory" else "optimizer state"
     if plan.budget.kind == "memory":
         lines.append(f"predicted peak {format_bytes(plan.peak_bytes)} ({plan.peak_bytes} bytes)")
     low, high = plan.least_feasible_bytes, plan.most_useful_bytes
     span = f"from {_format_exact(low, 'the least feasible')} to {_format_exact(high)}"
-    verdict = "binds" if plan.binding else "does not bind: nothing is given up"
+    nothing = "no recipe of more state measured better" if _is_measured(plan) else "nothing is given up"
+    verdict = "binds" if plan.binding else f"does not bind: {nothing}"
     return [*lines, f"budget {plan.budget.name} {verdict}; budgets that bind go {span} of {measure}"]
+
+
+def _is_measured(plan: Plan) -> bool:
+    """Whether no risk was weighed: what is known of the choice stands in its basis."""
+    return plan.basis is not None and plan.basis.by == "measured"
 
 
 def _format_exact(num_bytes: int, remark: str = "") -> str:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from baoc.core.blocks import partition
 from baoc.core.catalogue import SPECS, base_name, on_device, select
-from baoc.core.recipes import Recipe, Tuning, find_recipe
+from baoc.core.measured import AUTO
+from baoc.core.recipes import Recipe, find_recipe, tuning_of
 from baoc.core.rule_tags import RULE_INFOS
 from baoc.errors import InfeasibleBudgetError
 from baoc.kernels.host_memory import check_host_memory
@@ -25,7 +26,7 @@ from baoc.optim.matching import Matching
 from baoc.optim.offload import arrival_bytes
 from baoc.planning.allocators import ALLOCATORS
 from baoc.planning.candidates import applies
-from baoc.planning.planner import Planner, PlannerSettings, may_place
+from baoc.planning.planner import MEASURED, Planner, PlannerSettings, may_place
 from baoc.planning.risk import RISKS
 from baoc.profiling import GradientProfiler, cap_device, clear_cache, context_bytes, uncapped
 from baoc.profiling.bf16_params import as_native, bf16_savings, cast_to_bf16
@@ -51,7 +52,7 @@ class SessionSettings:
     with `planner.flush_only` the host only gets their gradients then, see `BlockwiseOptimizer.last_backward`.
     """
 
-    planner: PlannerSettings = field(default_factory=PlannerSettings)
+    planner: PlannerSettings = field(default_factory=lambda: PlannerSettings(risk=MEASURED, family=AUTO))
     reallocation: ReallocationSettings = field(default_factory=ReallocationSettings)
     backend: str = "auto"
     nonfinite: str = "skip_element"
@@ -67,12 +68,6 @@ def with_recipe(settings: SessionSettings, *, recipe: RecipeLike | None) -> Sess
     found = find_recipe(recipe)
     matching = settings.rms_matching if found.matching else False
     return replace(settings, planner=replace(settings.planner, recipe=found), rms_matching=matching)
-
-
-def tuning_of(settings: SessionSettings) -> Tuning | None:
-    """What the recipe changes of rates and betas."""
-    recipe = settings.planner.recipe
-    return None if recipe is None else recipe.tuning
 
 
 def make_profiler(
@@ -106,7 +101,7 @@ def _profiler_with_room(
     clear_cache(device)
     with uncapped(device, budget=planner.budget):
         make_profiler(planner, params, settings=settings, betas=betas)
-    planner.propose(risk="prior")
+    planner.propose()
     raise torch.OutOfMemoryError("there is no room for statistics of gradients, which reallocation=off does without")
 
 
@@ -352,7 +347,7 @@ class Session:
         again then."""
         planner = self._planner(footprint, budget=budget)
         profiler = _profiler_with_room(planner, self.params, settings=self.settings, betas=self.betas)
-        plan = planner.propose(risk="prior")
+        plan = planner.propose()
         for _ in range(MOST_RETIMED if measurer is not None else 0):
             used = set(map(on_device, plan.allocation.choices.values()))
             assumed = used & set(planner.latency.assumed if planner.latency else ())
@@ -360,7 +355,7 @@ class Session:
                 break
             assert measurer is not None
             planner.latency = self._retimed(measurer, assumed)
-            plan = planner.propose(risk="prior") if budget.step_time is not None else plan
+            plan = planner.propose() if budget.step_time is not None else plan
         if plan.host_bytes:
             check_host_memory(plan.host_bytes, what="states on the host, and what passes there,")
         self.planner, self.profiler, self.plan = planner, profiler, plan
@@ -393,7 +388,7 @@ class Session:
             "nonfinite": settings.nonfinite,
             "rms_matching": settings.rms_matching,
             "release": settings.release,
-            "tuning": tuning_of(settings),
+            "tuning": tuning_of(self.plan),
         }
 
     def reallocator(self, optimizer: Any) -> Reallocator:

@@ -15,6 +15,7 @@ from lightning.pytorch.loggers import Logger
 
 from baoc.config.schema import RunConfig
 from baoc.core.budgets import parse_budget
+from baoc.core.measured import AUTO
 from baoc.errors import BudgetBreachedError, CheckpointError
 from baoc.planning.allocators import ALLOCATORS
 from baoc.planning.planner import PlannerSettings
@@ -85,6 +86,7 @@ def session_settings(config: RunConfig) -> SessionSettings:
         flush_only=traits.flush_only and not config.trainer.gradient_clip_val,
         seed=config.seed,
         recipe=config.recipe,
+        family=None if config.model.pretrained or config.model.lora.rank else AUTO,  # trained from scratch, as measured
     )
     matching = traits.matching if config.recipe is None else config.recipe.matching
     return SessionSettings(

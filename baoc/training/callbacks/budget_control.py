@@ -150,7 +150,7 @@ class BudgetControl(L.Callback):
     def _check(self, planner: Planner, change: BudgetChange) -> None:
         before, planner.budget = planner.budget, resolve_auto(change.budget, free_bytes=self.dial.free_bytes or 0)
         try:
-            planner.propose(risk="prior")
+            planner.propose()
         except InfeasibleBudgetError as error:
             raise InfeasibleBudgetError(
                 f"budget.schedule, {change.when}: {error}",

@@ -133,7 +133,7 @@ def plan_for(
     made.planner.footprint = made.footprint(chosen.micro_batch, release=chosen.release)
     made.planner.latency = made.latency(chosen.micro_batch)
     profile, said = stored_profile(config, planner=made.planner)
-    plan = made.planner.propose(risk=None if profile is not None else "prior", profile=profile)
+    plan = made.planner.propose(profile=profile)
     Recorder(run_dir).planned(made.planner, plan, profile=profile)
     console.say(
         f"planned for {card.name} ({card.description}), which is not here: bytes are counted from shapes, risks are "

@@ -312,7 +312,7 @@ class Decision:
         before = self._plans.get(way)
         if before is None or before[0] != self.planner.footprint or self.planner.budget.step_time is not None:
             try:
-                found = self.planner.propose(risk="prior")
+                found = self.planner.propose()
             except InfeasibleBudgetError as error:
                 found = error.with_traceback(None)
             before = self._plans[way] = self.planner.footprint, found

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from baoc.core.recipes import tuning_of
 from baoc.errors import BadInputError, CheckpointError, InfeasibleBudgetError
 from baoc.optim import BeforeStep, BlockwiseOptimizer
 from baoc.parallel import refuse_ranks
@@ -263,8 +264,7 @@ class Reallocator:
         `limit`: bytes that the move itself may not pass, if any. Raises InfeasibleBudgetError where nothing
         meets them; the plan in force then stays.
         """
-        known = self.profile is not None
-        proposal = self.planner.propose(risk=None if known else "prior", profile=self.profile)
+        proposal = self.planner.propose(profile=self.profile)
         risk_before = self.planner.price(self.plan.allocation.choices, risk=proposal.risk_model, profile=self.profile)
         if blocked := self._make_way(proposal, memory=limit):
             raise InfeasibleBudgetError(
@@ -329,6 +329,7 @@ class Reallocator:
         texts = {reason.block: reason.text for reason in proposal.reasons}
         with self.tracked("migration"):
             moments = self.profiler.moments() if self.profiler is not None else {}
+            self.optimizer.retune(tuning_of(proposal))
             done = self.optimizer.migrate(proposal.allocation.choices, moments=moments)
         return tuple(replace(move, why=texts.get(move.block, "")) for move in done)
 
