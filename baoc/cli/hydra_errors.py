@@ -12,8 +12,8 @@ from baoc.config.from_hydra import to_conf
 from baoc.config.nodes import COLLECTIONS
 from baoc.config.options import GROUPS, own_keys, registry_of
 from baoc.config.schema import RunConfig
-from baoc.config.strict import did_you_mean, unknown_key
 from baoc.config.trainer_arguments import TRAINER_OWNED
+from baoc.config.validate import did_you_mean, unknown_key
 from baoc.core.budgets import spellings
 from baoc.errors import BadInputError
 

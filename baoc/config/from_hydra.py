@@ -14,8 +14,8 @@ from baoc.config.dynamics import DynamicsConfig, gather_dynamics
 from baoc.config.nodes import NO_RECIPE, budget_node, node_of_recipe
 from baoc.config.options import GROUPS, gather, registry_of, spread
 from baoc.config.schema import RunConfig
-from baoc.config.strict import build, require, unknown_key
 from baoc.config.trainer_arguments import TRAINER_OWNED
+from baoc.config.validate import build, require, unknown_key
 from baoc.core.budgets import parse_budget
 from baoc.core.recipes import Recipe, recipe_from_node
 from baoc.errors import BadInputError, unknown_name
