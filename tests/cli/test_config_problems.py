@@ -66,6 +66,7 @@ from baoc.config.from_hydra import from_hydra
         (["seed=range(3)"], "seed=range(3) names several values: add -m"),
         (["seed=${nope}"], "a value refers to what is not there: Interpolation key 'nope' not found"),
         (["name=???"], "a value refers to what is not there: Missing mandatory value: name"),
+        ([f"optim.lr=1{'0' * 5000}"], "a number of more than 4300 digits is given: no setting takes one"),
         (["optim.lr=inf"], "optim.lr=inf is not allowed: it must be a finite number"),
         (["trainer.val_check_interval=0"], "trainer.val_check_interval=0 is not allowed: it must be more than 0"),
         (["trainer.limit_train_batches=-3"], "trainer.limit_train_batches=-3 is not allowed: it must be more than 0"),
