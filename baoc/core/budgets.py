@@ -118,7 +118,12 @@ def _number(given: Mapping[str, Any], key: str) -> float | None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise BadInputError(f"budget.{key}={value!r} is no number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise BadInputError(
+            f"budget.{key} is a number above 1.8e308: give a smaller one, or null for no limit"
+        ) from None
 
 
 def _name(budget: Budget) -> str:

@@ -129,7 +129,7 @@ class StudyConfig:
     stall_s: Annotated[int, at_least(0, " seconds")] = 1800
     early_stop: EarlyStop = field(default_factory=EarlyStop)
     storage: str | None = None
-    gpus: str | tuple[str | int, ...] = "auto"
+    gpus: str | tuple[str, ...] = "auto"
     per_gpu: Annotated[int, at_least(1, " trials")] = 1
 
     def definition(self) -> dict[str, Any]:
@@ -146,8 +146,9 @@ def read_study(given: Mapping[str, Any]) -> StudyConfig:
     """A StudyConfig from plain values (hydra.sweeper). Raises BadInputError that names the key."""
     values = {key: value for key, value in given.items() if key != "_target_"}
     values = {key: value for key, value in values.items() if not (value is None and key in _LISTS)}
-    if type(values.get("gpus")) is int or values.get("gpus", "auto") is None:  # one, or none
-        values["gpus"] = [] if values["gpus"] is None else [values["gpus"]]
+    if not isinstance(gpus := values.get("gpus", "auto"), str | bool | Mapping):
+        listed = gpus if isinstance(gpus, list | tuple) else [] if gpus is None else [gpus]
+        values["gpus"] = [str(item) if type(item) is int else item for item in listed]
     for key in ("name", "objectives", "space"):
         if values.get(key) in (None, "", {}, [], ()):
             raise BadInputError(f"the study has no {PATH}.{key}: choose one with sweeps=NAME, or give it")

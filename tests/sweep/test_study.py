@@ -1,6 +1,7 @@
 """Studies whose trials are stubs: totals, kills, retries, constraints, and what is refused."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -277,6 +278,43 @@ def test_several_values_beside_a_study_are_refused(tmp_path: Path):
         with_extra(config(), ["seed=range(3)"])
     one = ["name='a,b'", "~logger", "blocks.patterns=[a,b]"]
     assert with_extra(config(), ["sweeps=s", *one]).fixed == tuple(one)
+
+
+@pytest.mark.parametrize("word", ["x=0.2", "+x=0.2", "~x", "seed=3", "model=vit"])
+def test_what_the_study_sets_itself_is_not_overruled_in_silence(word: str):
+    study = config(baselines=[["seed=1"]], repeats=[["model=dit"]])
+    with pytest.raises(BadInputError, match=rf"^{re.escape(word)} is overruled by hydra.sweeper.(space|baselines|rep)"):
+        with_extra(study, [word])
+    assert with_extra(study, ["optim.lr=0.1", "hydra.sweeper.seed=1"]).fixed == ("optim.lr=0.1",)
+
+
+@pytest.mark.parametrize("content", ['{"name": "s', "", "[1]", None], ids=str)
+def test_a_damaged_study_file_is_written_again(content: str | None, tmp_path: Path):
+    folder = study_folder(tmp_path / "a")
+    open_study(config(n_trials=1), folder=folder)
+    whole = (folder / "study.json").read_text()
+    (folder / "study.json").unlink()
+    if content is not None:
+        (folder / "study.json").write_text(content)
+    assert len(open_study(config(n_trials=1), folder=folder).trials) == 1
+    assert (folder / "study.json").read_text() == whole
+
+
+def test_what_changed_since_a_study_began_is_told(tmp_path: Path, capsys):
+    open_study(config(n_trials=1), folder=tmp_path)
+    assert "was begun with" not in capsys.readouterr().out
+    open_study(config(n_trials=1, seed=7, sampler="nsgaii"), folder=tmp_path)
+    said = capsys.readouterr().out
+    assert "was begun with sampler random: trials that are left are drawn with nsgaii" in said
+    assert "was begun with seed 0: trials that are left are drawn with 7" in said
+
+
+def test_a_folder_of_trials_without_its_database_is_refused(tmp_path: Path):
+    open_study(config(n_trials=1), folder=tmp_path)
+    (tmp_path / "0000").mkdir()
+    (tmp_path / "study.db").unlink()
+    with pytest.raises(BadInputError, match="holds 1 trials, and the storage has no study s to go on with"):
+        open_study(config(n_trials=1), folder=tmp_path)
 
 
 def test_every_setting_of_a_study_can_be_given_on_the_command_line():
