@@ -55,7 +55,7 @@ ODD = ("null", "true", "false", "???", "${budget}", "${nope}", "${oc.env:NOPE}",
 POOLS = (WORDS, NUMBERS, NUMBERS, NUMBERS, EDGES, HUGE, LISTS, GROUPED, ODD)
 OPERATORS = (*[""] * 9, "+", "++", "~")
 MODELS = ("vit", "vit", "llama", "dit", "unet")
-LIMIT_S = 60
+LIMIT_S, SLOW = 60, -2  # what a try may take, and its code where it took longer
 MEMORY_BYTES = 24 * 2**30  # of address space: what a try may ask for
 
 
@@ -162,13 +162,17 @@ def tried(number: int, *, seed: int) -> Try:
         signal.alarm(LIMIT_S)
         try:
             code = ends(words, folder=Path(folder) / "run")
+        except TimeoutError:
+            code = SLOW
         except BaseException as error:  # which the command itself would let through
             code = -1
             said.write(f"Traceback\n{type(error).__name__}: {error}\n")
         finally:
             signal.alarm(0)
+    if f"longer than {LIMIT_S} s" in said.getvalue():  # the command took the alarm for a fault of its own
+        code = SLOW
     lines = [line for line in said.getvalue().splitlines() if line.strip()]
-    faulty = code in (-1, 1) or any(line.startswith("Traceback") for line in lines)
+    faulty = code in (-1, 1) or (code != SLOW and any(line.startswith("Traceback") for line in lines))
     told = next((line for line in lines if line.startswith("baoc:")), lines[0] if lines else "")
     return Try(
         number=number,
