@@ -15,7 +15,7 @@ from baoc.config.nodes import NO_RECIPE, budget_node, node_of_recipe
 from baoc.config.options import GROUPS, gather, registry_of, spread
 from baoc.config.schema import RunConfig
 from baoc.config.trainer_arguments import TRAINER_OWNED
-from baoc.config.validate import build, require, unknown_key
+from baoc.config.validate import build, convert, refuse_unwritable, require, unknown_key
 from baoc.core.budgets import parse_budget
 from baoc.core.recipes import Recipe, recipe_from_node
 from baoc.errors import BadInputError, unknown_name
@@ -37,6 +37,7 @@ def from_hydra(config: DictConfig) -> RunConfig:
 
 def from_plain(plain: Mapping[str, Any], *, complete: bool = False) -> RunConfig:
     """The RunConfig of plain mappings in the shape of conf/; absent keys take their default unless `complete`."""
+    refuse_unwritable(plain, key="")
     given = {key: value for key, value in plain.items() if key not in ("experiments", "sweeps", "debug")}
     if "trainer" in given:
         _refuse_owned(given["trainer"])
@@ -135,6 +136,8 @@ def _recipe(given: object) -> Recipe | None:
         return None
     if not isinstance(given, Mapping):
         raise BadInputError(f"recipe must be a group of keys, not {given}: choose one with recipe=NAME")
+    for key in ("name", "base", "description", "source", "weights"):
+        convert(given.get(key), str | None, key=f"recipe.{key}")
     return recipe_from_node(given)
 
 

@@ -93,10 +93,12 @@ def _parse_mapping(mapping: object) -> Budget:
     if len(sizes) > 1:
         raise BadInputError("budget.memory and budget.memory_bytes are the same limit: give one of them")
     memory_bytes = _size(sizes[0], key="memory") if sizes else None
-    host = given.get("host_memory")
+    host, name = given.get("host_memory"), given.get("name")
+    if name is not None and not isinstance(name, str):
+        raise BadInputError(f"budget.name={name!r} is not allowed: it must be text, or null")
     fraction, step_time = (_number(given, key) for key in ("state_fraction", "step_time"))
     budget = Budget(
-        name=str(given.get("name") or ""),
+        name=name or "",
         memory_bytes=memory_bytes,
         state_fraction=fraction,
         step_time=step_time,

@@ -144,6 +144,7 @@ class StudyConfig:
 
 def read_study(given: Mapping[str, Any]) -> StudyConfig:
     """A StudyConfig from plain values (hydra.sweeper). Raises BadInputError that names the key."""
+    refuse_unwritable(given, key=PATH)
     values = {key: value for key, value in given.items() if key != "_target_"}
     values = {key: value for key, value in values.items() if not (value is None and key in _LISTS)}
     if not isinstance(gpus := values.get("gpus", "auto"), str | bool | Mapping):
@@ -152,7 +153,6 @@ def read_study(given: Mapping[str, Any]) -> StudyConfig:
     for key in ("name", "objectives", "space"):
         if values.get(key) in (None, "", {}, [], ()):
             raise BadInputError(f"the study has no {PATH}.{key}: choose one with sweeps=NAME, or give it")
-    refuse_unwritable(values, key=PATH)
     space = _space(values["space"])
     config = replace(build(StudyConfig, {**values, "space": []}, path=PATH), space=space)
     for name, direction in config.objectives.items():
