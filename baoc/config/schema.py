@@ -128,7 +128,7 @@ class ReallocationConfig:
 
     mode: Annotated[Literal["off", "once", "interval", "drift"], OFF] = "off"
     warmup_steps: Annotated[int, at_least(2, " (step 0 is skipped)")] = 40
-    interval: Annotated[int, at_least(1, " steps")] = 100
+    interval: Annotated[int, at_least(2, " steps")] = 100
     drift_threshold: Annotated[float, ABOVE_0] = 0.5
     min_gain: Annotated[float, Allowed("at least 0 and below 1", ge=0, lt=1)] = 0.02
     update_rms: Literal["usual", "profiled"] = "usual"
