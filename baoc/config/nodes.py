@@ -6,6 +6,7 @@ prefers a file of conf/ to a node of the same name.
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -31,25 +32,32 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # several times faster,
 
 
 def register(overrides: Sequence[str] = ()) -> None:
-    """Registers the resolvers, the experiments, the sweeps, and every size that these or `overrides` use as a budget.
-    May be called again.
+    """Registers what there always is, once, and every size and recipe that `overrides` name. May be called again.
 
     Raises:
         BadInputError: for a malformed size, or a group that is given what names no option.
     """
-    register_resolvers()
+    files = [(group, *item) for group in COLLECTIONS for item in assets.options(group).items()]
+    _register_fixed(tuple((group, name, file, file.stat().st_mtime_ns) for group, name, file in files))
     check_choices(overrides)
-    register_budgets([*PRESETS, *budget_values(overrides)])
-    for baseline in UNIFORM_BASELINES:
-        ConfigStore.instance().store(
-            group="allocator", name=baseline.name, node={"name": baseline.name}, provider="baoc"
-        )
+    register_budgets(budget_values(overrides))
     register_recipes(overrides)
-    for group in COLLECTIONS:
-        for name, file in assets.options(group).items():
-            node = _load(file)
-            register_budgets(_budgets_in(node))
-            ConfigStore.instance().store(group=group, name=name, node=node, package="_global_", provider="baoc")
+
+
+@lru_cache(maxsize=1)
+def _register_fixed(files: tuple[tuple[str, str, Path, int], ...]) -> None:
+    """Resolvers, presets, uniform baselines, recipes of the catalogue, experiments and sweeps, with their budgets."""
+    OmegaConf.register_new_resolver("baoc.job_folder", job_folder, replace=True)
+    store = ConfigStore.instance()
+    register_budgets(PRESETS)
+    for baseline in UNIFORM_BASELINES:
+        store.store(group="allocator", name=baseline.name, node={"name": baseline.name}, provider="baoc")
+    for name, recipe in {NO_RECIPE: None, **RECIPES}.items():
+        store.store(group="recipe", name=name, node=node_of_recipe(recipe), provider="baoc")
+    for group, name, file, _ in files:
+        node = _load(file)
+        register_budgets(_budgets_in(node))
+        store.store(group=group, name=name, node=node, package="_global_", provider="baoc")
 
 
 def register_budgets(values: Iterable[str]) -> None:
@@ -68,7 +76,7 @@ def options(group: str) -> list[str]:
 
 
 def register_recipes(overrides: Sequence[str] = ()) -> None:
-    """ConfigStore nodes for the recipes of the catalogue and the files that `overrides` name.
+    """ConfigStore nodes for the recipes that `overrides` name or change.
 
     Each has the keys below `recipe` that overrides set, so that unknown ones are told in this project's words. Raises
     BadInputError for a recipe that cannot be read, and for one beside another allocator.
@@ -85,17 +93,14 @@ def register_recipes(overrides: Sequence[str] = ()) -> None:
     if keys and not asked and not any(text.startswith(("experiments=", "sweeps=")) for text in overrides):
         word = f"recipe.{'.'.join(keys[0])}"
         raise BadInputError(f"{word} changes a recipe, and none is named: add recipe=NAME, one of {', '.join(RECIPES)}")
-    found = {name: find_recipe(name) for name in [*RECIPES, *asked]}
-    store = ConfigStore.instance()
-    store.store(group="recipe", name=NO_RECIPE, node={"name": NO_RECIPE}, provider="baoc")
-    for name, recipe in found.items():
-        node = node_of_recipe(recipe)
+    for name in [*(RECIPES if keys else ()), *asked]:
+        node = node_of_recipe(find_recipe(name))
         for key in keys:
             held = node
             for part in key[:-1]:
                 held = held.setdefault(part, {})
-            held.setdefault(key[-1], None)
-        store.store(group="recipe", name=option_of(name), node=node, provider="baoc")
+            held.setdefault(key[-1], None)  # which counts as not there
+        ConfigStore.instance().store(group="recipe", name=option_of(name), node=node, provider="baoc")
 
 
 def node_of_recipe(recipe: Recipe | None) -> dict[str, Any]:
@@ -107,13 +112,18 @@ def option_of(recipe: str) -> str:
     return re.sub(r"[^\w.-]+", "-", recipe).strip("-.").removesuffix(".yaml") if is_file(recipe) else recipe
 
 
-def with_recipe_files(words: Sequence[str]) -> list[str]:
-    """A command line with the options that `register` has made in place of the files of recipes."""
+def as_options(words: Sequence[str]) -> list[str]:
+    """A command line with the options that `register` has made in place of the files of recipes and of whole bytes,
+    which Hydra would take for a number."""
     found = []
     for word in words:
         key, _, value = word.partition("=")
-        files = key.lstrip("+") == "recipe" and any(map(is_file, value.split(",")))
-        found.append(f"{key}={','.join(map(option_of, value.split(',')))}" if files else word)
+        values = value.split(",")
+        if key.lstrip("+") == "recipe" and any(map(is_file, values)):
+            word = f"{key}={','.join(map(option_of, values))}"
+        elif key.lstrip("+") == "budget" and any(text.isdecimal() for text in values):
+            word = f"{key}=" + ",".join(repr(text) if text.isdecimal() else text for text in values)
+        found.append(word)
     return found
 
 
@@ -175,10 +185,6 @@ def option_values(overrides: Sequence[str], *, group: str) -> list[str]:
         if (override := _parsed(text)) is not None:
             values += _values(override)
     return values
-
-
-def register_resolvers() -> None:
-    OmegaConf.register_new_resolver("baoc.job_folder", job_folder, replace=True)
 
 
 def job_folder(num: int, summary: str) -> str:

@@ -244,6 +244,7 @@ def print_planned(plans: Sequence[Mapping[str, Any]]) -> None:
         table.add_column(header, no_wrap=True)
     for header in ("micro-batch", "peak", "state", "samples/s", "risk"):
         table.add_column(header, justify="right", no_wrap=True)
+    table.add_column("differs in")
     for plan in plans:
         rate, size = plan["samples_per_s"], plan["micro_batch"]
         table.add_row(
@@ -255,6 +256,7 @@ def print_planned(plans: Sequence[Mapping[str, Any]]) -> None:
             format_bytes(plan["state_bytes"]),
             "-" if rate is None else f"{rate:,.0f}",
             f"{plan['risk']:.3g}",
+            escape(plan["settings"]),
         )
     make_console().print(table)
 

@@ -27,6 +27,7 @@ from baoc.profiling import cap_device, context_bytes, describe, free_bytes
 from baoc.training.arriving_weights import MIXED, Between, leave, must_wait, needs_room, no_room, visiting
 from baoc.training.gradient_release import leave_clipping, leaves_gradients, released_clipping, take_clipping_back
 from baoc.training.measure.probe import Probe, silent, unwrapped
+from baoc.training.own_words import in_own_words
 from baoc.training.reallocation import Reallocator
 from baoc.training.session import RecipeLike, Session, SessionSettings, with_recipe
 from baoc.training.user_optimizer import (
@@ -148,6 +149,7 @@ class BaocStrategy(SingleDeviceStrategy):
             raise no_room(module, **given)
         super().model_to_device()
 
+    @in_own_words
     def setup_optimizers(self, trainer: L.Trainer) -> None:
         """Plans, and puts a BlockwiseOptimizer in the place of the user's; its groups and schedulers stay."""
         module = self.lightning_module

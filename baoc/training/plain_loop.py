@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from baoc.core.budgets import parse_budget, resolve_auto
+from baoc.core.catalogue import SPECS, on_device, select
 from baoc.errors import BadInputError, CheckpointError
 from baoc.optim import BlockwiseOptimizer, GradientRelease
 from baoc.optim.backward import take_from_others
@@ -26,11 +27,15 @@ from baoc.profiling import (
     free_bytes,
     uncapped,
 )
+from baoc.profiling.bf16_params import cast_to_bf16
 from baoc.profiling.memory import settle_allocator
 from baoc.training.arriving_weights import leave, needs_room
 from baoc.training.measure.caller_probe import CallerProbe
+from baoc.training.measure.probe import unwrapped as declaring
+from baoc.training.own_words import in_own_words
 from baoc.training.reallocation import ReallocationSettings
 from baoc.training.session import RecipeLike, Session, SessionSettings, make_profiler, with_recipe
+from baoc.training.user_optimizer import declared_blocks, widened
 from baoc.types import Budget, Plan, profile_from_plain
 
 PLAIN_WARMUP_STEPS = 100
@@ -58,6 +63,7 @@ class BaocOptimizer(BlockwiseOptimizer):
         InfeasibleBudgetError: No allocation meets the budget; without a probe the first `step()` may raise it.
     """
 
+    @in_own_words
     def __init__(
         self,
         params: Any,
@@ -92,6 +98,8 @@ class BaocOptimizer(BlockwiseOptimizer):
                 "callable that runs one forward and backward, or leave step_time out"
             )
         unknown = limit.memory_bytes is not None and probe is None
+        in_bf16 = all(param.dtype == torch.bfloat16 for param in named.values())
+        settings = widened(settings, device=device.type, budget=limit, precision="bf16-true" if in_bf16 else "32-true")
         session = Session(
             describe(module if module is not None else pairs, optimizer_groups=groups),
             params=named,
@@ -99,7 +107,7 @@ class BaocOptimizer(BlockwiseOptimizer):
             settings=settings,
             betas=betas,
             device=device,
-            declared=module.parameter_blocks() if hasattr(module, "parameter_blocks") else None,  # pyright: ignore
+            declared=declared_blocks(module, declaring(module)) if module is not None else None,
             module=module,
         )
         first_cap = ExitStack()  # the first step is a look: what passes the budget is refused by number after it
@@ -113,7 +121,7 @@ class BaocOptimizer(BlockwiseOptimizer):
                 session.assume()
             else:
                 source = module if module is not None else [param for _, param in pairs]
-                session.measure(CallerProbe(probe, source=source))
+                measure_narrow(session, CallerProbe(probe, source=source))
             arrives = needs_room(session.plan, footprint=session.planner.footprint)
             if arrives:
                 leave(session.narrow)
@@ -144,6 +152,7 @@ class BaocOptimizer(BlockwiseOptimizer):
     def plan(self) -> Plan:
         return self.reallocator.plan
 
+    @in_own_words
     def _learn_footprint(self) -> None:
         """After the very first step: the memory of its forward and backward is known, so the budget can be planned."""
         if self._first_step is None:
@@ -228,6 +237,25 @@ class BaocOptimizer(BlockwiseOptimizer):
 
 def _learn_footprint(optimizer: Any, *_: object) -> None:
     optimizer._learn_footprint()
+
+
+def measure_narrow(session: Session, probe: CallerProbe) -> None:
+    """Measures and plans, and looks again with the weights that the plan keeps in 16 bits: layers take these under bf16
+    autocast only, which is the caller's. Raises BadInputError where the probe is without it."""
+    try:
+        session.measure(probe)
+        if any(SPECS[base].weights != "native" for base in map(on_device, session.plan.allocation.choices.values())):
+            with cast_to_bf16(session.narrow, module=session.module):
+                probe.footprint(context_bytes=session.context_bytes, released=session.released)
+    except RuntimeError as error:
+        if not session.narrow or "dtype" not in str(error):
+            raise
+        low = [spec for spec, row in select(session.settings.planner.specs).items() if row.weights != "native"]
+        raise BadInputError(
+            f"the catalogue has specs with bf16 weights ({', '.join(low[:3])}, ...), but the probe's layers get inputs "
+            f"of another type ({str(error).splitlines()[0]}): run forward under torch.autocast(..., "
+            "dtype=torch.bfloat16), in the probe and in the loop, or leave these specs out"
+        ) from error
 
 
 def name_parameters(params: Any) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:

@@ -19,7 +19,7 @@ from baoc.core.catalogue import SPECS, base_name, on_device, select
 from baoc.core.measured import AUTO
 from baoc.core.recipes import Recipe, find_recipe, tuning_of
 from baoc.core.rule_tags import RULE_INFOS
-from baoc.errors import InfeasibleBudgetError
+from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.kernels.host_memory import check_host_memory
 from baoc.optim import BlockwiseOptimizer, GradientRelease
 from baoc.optim.matching import Matching
@@ -50,6 +50,7 @@ class SessionSettings:
 
     `overlap`: blocks whose states are on the host are stepped in backward, where nothing is to change their gradients;
     with `planner.flush_only` the host only gets their gradients then, see `BlockwiseOptimizer.last_backward`.
+    `from_conf`: they were read from conf/, so that refusals name its keys.
     """
 
     planner: PlannerSettings = field(default_factory=lambda: PlannerSettings(risk=MEASURED, family=AUTO))
@@ -59,6 +60,7 @@ class SessionSettings:
     rms_matching: bool | Matching = True
     release: bool | GradientRelease = False
     overlap: bool = True
+    from_conf: bool = False
 
 
 def with_recipe(settings: SessionSettings, *, recipe: RecipeLike | None) -> SessionSettings:
@@ -236,6 +238,9 @@ class Session:
         footprint, tight = look(narrow=inside, whole=whole)
         with cast_to_bf16(inside if tight else {}, module=self.module):
             full = self._time(measurer, latency=latency, record=record_latency, hides=hides)
+        if full is not None:  # nothing that is timed stays, and seconds are the same outside of the cap
+            with uncapped(self.device, budget=self.budget), cast_to_bf16(inside if tight else {}, module=self.module):
+                full = self._time(measurer, latency=latency, record=record_latency, hides=hides)
         propose = partial(
             self._propose, measurer, budget=self.budget if full is None else replace(self.budget, step_time=None)
         )
@@ -255,7 +260,10 @@ class Session:
             clear_cache(self.device)
             propose(self.as_decided(self.with_context(footprint), decided=decided))
         if full is not None and self.budget.step_time is not None:
-            raise full
+            raise BadInputError(
+                f"budget.step_time={self.budget.step_time:g} needs seconds of a step, and the device has no room to "
+                f"time one ({str(full).splitlines()[0]}): leave step_time out, or run with less on the device"
+            )
 
     def assume(self, footprint: Footprint | None = None) -> None:
         """Plans by a footprint that is known, or without one: then by least state where a memory budget needs one."""

@@ -90,6 +90,7 @@ def session_settings(config: RunConfig) -> SessionSettings:
     )
     matching = traits.matching if config.recipe is None else config.recipe.matching
     return SessionSettings(
+        from_conf=True,
         planner=planner,
         reallocation=ReallocationSettings(**asdict(config.reallocation)),
         backend=config.optim.backend,

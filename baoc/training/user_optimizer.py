@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import wraps
 from typing import Any
 
-import lightning as L
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -107,8 +106,8 @@ def widened(settings: SessionSettings, *, device: str, budget: Budget, precision
     return replace(settings, planner=replace(settings.planner, specs=(*settings.planner.specs, *more)))
 
 
-def declared_blocks(module: L.LightningModule, declares: torch.nn.Module) -> dict[str, list[str]] | None:
-    """Blocks that the model declares by `parameter_blocks()`, with names as the LightningModule knows them."""
+def declared_blocks(module: nn.Module, declares: nn.Module) -> dict[str, list[str]] | None:
+    """Blocks that the model declares by `parameter_blocks()`, with names as the module knows them."""
     blocks: Any = getattr(declares, "parameter_blocks", None)
     if blocks is None:
         return None

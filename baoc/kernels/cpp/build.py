@@ -12,16 +12,16 @@ import platform
 import shlex
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 
+from baoc.cache import CACHE, cache_folder
+
 log = logging.getLogger(__name__)
 SOURCES = Path(__file__).parent
 COMPILERS = ("c++", "g++", "clang++")
-CACHE = "BAOC_CACHE"  # environment variable: the folder to keep libraries in
 FLAGS = (
     "-std=c++17", "-O3", "-shared", "-fPIC", "-pthread", "-fvisibility=hidden",
     "-ffp-contract=off",  # fused multiply-adds are explicit in the source: results match torch's kernels bit for bit
@@ -34,18 +34,6 @@ loaded: ctypes.CDLL | None = None  # the library, once `library` has loaded it: 
 
 class Unavailable(Exception):
     """The library cannot be built or loaded; the text says why."""
-
-
-def cache_folder() -> Path:
-    """$BAOC_CACHE, or the platform's cache folder of the user."""
-    given = os.environ.get(CACHE)
-    if given:
-        return Path(given).expanduser()
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "baoc"
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA", Path.home())) / "baoc"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baoc"
 
 
 def compiler() -> list[str]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from baoc.data.token_cache import cache_folder
+from baoc.cache import cache_folder
 from baoc.profiling import probe_footprint
 from baoc.profiling.footprint import restored
 from baoc.profiling.latency import series_seconds

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from baoc.data.token_cache import cache_folder
+from baoc.cache import cache_folder
 from baoc.errors import BadInputError
 from baoc.planning.allocators import ALLOCATORS
 from baoc.profiling import probe_footprint
