@@ -121,6 +121,7 @@ class Planner:
         known(settings.risk, RISKS, "risk")
         known(settings.allocator, ALLOCATORS, "allocator")
         self.params = tuple(params)
+        self.declared = declared
         self.budget = budget
         self.footprint = footprint
         self.latency = latency
@@ -146,6 +147,17 @@ class Planner:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_made": {}}
+
+    def with_settings(self, settings: PlannerSettings) -> "Planner":
+        """The same network under the same budget, planned otherwise."""
+        return Planner(
+            self.params,
+            budget=self.budget,
+            settings=settings,
+            declared=self.declared,
+            footprint=self.footprint,
+            latency=self.latency,
+        )
 
     def count_profile(self, num_bytes: int, *, temporary_bytes: int = 0) -> None:
         """Puts a profiler's buffers into the footprint: they live beside the activations while a run warms up.
