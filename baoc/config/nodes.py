@@ -17,6 +17,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from baoc.config import assets
+from baoc.config.race import seconds_of
 from baoc.core.baselines import UNIFORM_BASELINES
 from baoc.core.budgets import AUTO, PRESETS, UNLIMITED, parse_budget
 from baoc.core.recipes import RECIPES, Recipe, find_recipe, is_file, recipe_node
@@ -25,6 +26,7 @@ from baoc.types import Budget
 
 MOST_SHOWN = 60  # characters of what was given
 NO_RECIPE = "none"  # the option of the group `recipe` that leaves the choice to an allocator
+RACED = "raced"  # the one that takes what an earlier race chose, which the run itself looks up
 COLLECTIONS = ("experiments", "sweeps")
 IN_FILES = (AUTO, UNLIMITED)  # presets that conf/budget has files for
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # several times faster, where PyYAML is built with it
@@ -45,6 +47,7 @@ def register(overrides: Sequence[str] = ()) -> None:
             group="allocator", name=baseline.name, node={"name": baseline.name}, provider="baoc"
         )
     register_recipes(overrides)
+    register_races(option_values(overrides, group="race"))
     for group in COLLECTIONS:
         for name, file in assets.options(group).items():
             node = _load(file)
@@ -85,7 +88,7 @@ def register_recipes(overrides: Sequence[str] = ()) -> None:
     if keys and not asked and not any(text.startswith(("experiments=", "sweeps=")) for text in overrides):
         word = f"recipe.{'.'.join(keys[0])}"
         raise BadInputError(f"{word} changes a recipe, and none is named: add recipe=NAME, one of {', '.join(RECIPES)}")
-    found = {name: find_recipe(name) for name in [*RECIPES, *asked]}
+    found = {name: Recipe(name=RACED) if name == RACED else find_recipe(name) for name in [*RECIPES, RACED, *asked]}
     store = ConfigStore.instance()
     store.store(group="recipe", name=NO_RECIPE, node={"name": NO_RECIPE}, provider="baoc")
     for name, recipe in found.items():
@@ -98,6 +101,20 @@ def register_recipes(overrides: Sequence[str] = ()) -> None:
         store.store(group="recipe", name=option_of(name), node=node, provider="baoc")
 
 
+def register_races(options: Iterable[str]) -> None:
+    """Registers an option of `race` for each duration. Raises BadInputError for what is neither that nor an option."""
+    for option in options:
+        seconds = seconds_of(option)
+        if seconds is not None:
+            capped = {**_load(assets.options("race")["off"]), "first": "capped", "cap_s": seconds}
+            ConfigStore.instance().store(group="race", name=_text_option(option), node=capped, provider="baoc")
+
+
+def _text_option(duration: str) -> str:
+    """A duration as an option's name, which Hydra wants to be text."""
+    return f"{duration}s" if duration.replace(".", "", 1).isdigit() else duration
+
+
 def node_of_recipe(recipe: Recipe | None) -> dict[str, Any]:
     return {"name": NO_RECIPE} if recipe is None else recipe_node(recipe)
 
@@ -107,13 +124,15 @@ def option_of(recipe: str) -> str:
     return re.sub(r"[^\w.-]+", "-", recipe).strip("-.").removesuffix(".yaml") if is_file(recipe) else recipe
 
 
-def with_recipe_files(words: Sequence[str]) -> list[str]:
-    """A command line with the options that `register` has made in place of the files of recipes."""
+def with_made_options(words: Sequence[str]) -> list[str]:
+    """A command line with the options that `register` has made in place of files of recipes and seconds of races."""
+    makers = {"recipe": option_of, "race": _text_option}
     found = []
     for word in words:
         key, _, value = word.partition("=")
-        files = key.lstrip("+") == "recipe" and any(map(is_file, value.split(",")))
-        found.append(f"{key}={','.join(map(option_of, value.split(',')))}" if files else word)
+        make = makers.get(key.lstrip("+"))
+        texts = [] if make is None else [make(_unquoted(text)) for text in value.split(",")]
+        found.append(word if make is None else f"{key}={','.join(texts)}")
     return found
 
 
@@ -138,7 +157,7 @@ def check_choices(overrides: Sequence[str]) -> None:
         group, equals, given = text.lstrip("+~").partition("=")
         group = group.partition("@")[0]
         known = assets.options(group) if equals and group.replace("_", "").isalpha() else {}
-        known = {} if group == "budget" else known  # which takes sizes, too, and refuses all else in its own words
+        known = {} if group in ("budget", "race") else known  # which take sizes and durations, and refuse the rest
         override = _parsed(text) if known else None
         if override is None:
             continue
