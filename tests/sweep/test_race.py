@@ -24,7 +24,7 @@ from baoc.training.race.records import RACE_FILE, find_raced, settle_recipe
 from tests.support.paths import ROOT
 from tests.support.races import NAMES, STUB, WORDS, attempts, config, leave_field
 
-MOST_KILLS = int(os.environ.get("BAOC_KILLS", "6"))
+MOST_KILLS = int(os.environ.get("BAOC_KILLS", "4"))
 QUICK = ("race.seeds=2", "race.confirm_seeds=3", "race.workers=4")
 
 
@@ -130,7 +130,7 @@ def test_kills_at_random_moments_change_nothing(tmp_path: Path):
         process.wait()
     subprocess.run([*command, str(killed), *words], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     subprocess.run([*command, str(whole), *words], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    assert kills >= 3
+    assert kills >= 2
     one, other = (json.loads((folder / RACE_FILE).read_text()) for folder in (killed, whole))
     for changing in ("seconds", "commit", "command"):
         del one[changing], other[changing]
