@@ -122,7 +122,7 @@ def race_before(
     try:
         found = records.find_raced(config, size=size, library=Path(config.race.library))
     except BadInputError:
-        say("no race of this family is known either: the run goes on as it is configured")
+        say(f"no race of this family is known either: the run goes on by risk={config.risk.name}")
         return config
     say(f"taken from an earlier race: {found['told']}")
     return records.with_choice(config, found)
@@ -157,6 +157,12 @@ class _Race:
             raise BadInputError(
                 f"allocator={allocator} says what every block runs, and a race chooses it: leave one out; race.recipes "
                 "has recipes such as adamw"
+            )
+        devices = getattr(self.config.trainer, "devices", 1)
+        if devices not in (None, 1):
+            raise BadInputError(
+                f"a race trains each of its runs on one device, and trainer.devices={devices}: leave it out; "
+                "race.workers run at once, one on each GPU"
             )
         self.field = self._find_field()
         self._check_setup()
