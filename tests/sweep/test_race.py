@@ -263,3 +263,18 @@ def test_an_allocator_that_leaves_no_choice_is_refused(tmp_path: Path):
 def test_a_race_is_given_in_seconds_minutes_or_hours(word: str, seconds: float):
     found = from_hydra(compose([f"race={word}"])).race
     assert (found.first, found.cap_s) == ("capped", seconds) and len(NAMES) == 7
+
+
+@pytest.mark.slow
+def test_a_sibling_is_raced_at_equal_samples_a_parameter_and_the_claim_names_it(tmp_path: Path):
+    leave_field(tmp_path, names=("muon8_lean", "plan"), size="mini", num_params=4000, num_train=0)
+    result = raced(tmp_path, "model.size=mini", "race.size=tiny")
+    assert result is not None
+    record = result.record
+    assert record["measured"]["size"] == "tiny" and record["measured"]["steps"] == 100  # of 400, with a quarter of them
+    assert record["claim"].endswith("not measured at 4,000 parameters and 400 steps, which the run has")
+    assert record["choice"] == "plan" and record["recipe"] is None  # its blocks are another network's
+    with pytest.raises(BadInputError, match=r"race.size=huge_one: vit has tiny, mini"):
+        other = tmp_path / "other"
+        leave_field(other, names=("muon8_lean",), size="mini")
+        raced(other, "model.size=mini", "race.size=huge_one")
