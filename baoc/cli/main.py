@@ -15,7 +15,7 @@ from baoc.cli.failures import INTERRUPTED, failure_of, report
 from baoc.cli.listing import LISTS, lines
 from baoc.config import assets
 from baoc.config.compose import VERSION_BASE
-from baoc.config.nodes import as_options, register
+from baoc.config.nodes import register, with_made_options
 from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError
 from baoc.parallel import refuse_ranks
@@ -33,10 +33,11 @@ def main(argv: Sequence[str] | None = None, *, single: bool = False) -> int:
     try:
         if not _print_information(given):
             _refuse_conflicting_flags(given)
+            given = jobs.with_race_folder(given)
             if not _only_shows(given):
                 refuse_ranks("study" if any(word.startswith("sweeps=") for word in given) else "run")
             register(_overrides(given))
-            given = as_options(given)
+            given = with_made_options(given)
             if single:
                 with _composed_once():
                     _run_hydra(given)

@@ -13,6 +13,7 @@ from baoc.config import assets
 from baoc.config.dynamics import DynamicsConfig, gather_dynamics
 from baoc.config.nodes import NO_RECIPE, budget_node, node_of_recipe
 from baoc.config.options import GROUPS, gather, registry_of, spread
+from baoc.config.race import RaceConfig
 from baoc.config.schema import RunConfig
 from baoc.config.trainer_arguments import TRAINER_OWNED
 from baoc.config.validate import build, convert, refuse_unwritable, require, unknown_key
@@ -71,8 +72,11 @@ def to_conf(config: RunConfig) -> dict[str, Any]:
 
 
 def write_config(config: RunConfig, *, path: Path) -> None:
-    """Writes `config.yaml`: every value, with interpolations resolved."""
-    text = yaml.safe_dump(to_conf(config), sort_keys=False, default_flow_style=False, allow_unicode=True)
+    """Writes `config.yaml`: every value, with interpolations resolved; `race` only where one was asked for."""
+    plain = to_conf(config)
+    if config.race == RaceConfig() and config.mode != "race":
+        del plain["race"]
+    text = yaml.safe_dump(plain, sort_keys=False, default_flow_style=False, allow_unicode=True)
     path.write_text(text, encoding="utf-8")
 
 

@@ -18,6 +18,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from baoc.config import assets
+from baoc.config.race import seconds_of
 from baoc.core.baselines import UNIFORM_BASELINES
 from baoc.core.budgets import AUTO, PRESETS, UNLIMITED, parse_budget
 from baoc.core.recipes import RECIPES, Recipe, find_recipe, is_file, recipe_node
@@ -26,6 +27,7 @@ from baoc.types import Budget
 
 MOST_SHOWN = 60  # characters of what was given
 NO_RECIPE = "none"  # the option of the group `recipe` that leaves the choice to an allocator
+RACED = "raced"  # the one that takes what an earlier race chose, which the run itself looks up
 COLLECTIONS = ("experiments", "sweeps")
 IN_FILES = (AUTO, UNLIMITED)  # presets that conf/budget has files for
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # several times faster, where PyYAML is built with it
@@ -42,6 +44,7 @@ def register(overrides: Sequence[str] = ()) -> None:
     check_choices(overrides)
     register_budgets(budget_values(overrides))
     register_recipes(overrides)
+    register_races(option_values(overrides, group="race"))
 
 
 @lru_cache(maxsize=1)
@@ -52,7 +55,7 @@ def _register_fixed(files: tuple[tuple[str, str, Path, int], ...]) -> None:
     register_budgets(PRESETS)
     for baseline in UNIFORM_BASELINES:
         store.store(group="allocator", name=baseline.name, node={"name": baseline.name}, provider="baoc")
-    for name, recipe in {NO_RECIPE: None, **RECIPES}.items():
+    for name, recipe in {NO_RECIPE: None, **RECIPES, RACED: Recipe(name=RACED)}.items():
         store.store(group="recipe", name=name, node=node_of_recipe(recipe), provider="baoc")
     for group, name, file, _ in files:
         node = _load(file)
@@ -93,14 +96,28 @@ def register_recipes(overrides: Sequence[str] = ()) -> None:
     if keys and not asked and not any(text.startswith(("experiments=", "sweeps=")) for text in overrides):
         word = f"recipe.{'.'.join(keys[0])}"
         raise BadInputError(f"{word} changes a recipe, and none is named: add recipe=NAME, one of {', '.join(RECIPES)}")
-    for name in [*(RECIPES if keys else ()), *asked]:
-        node = node_of_recipe(find_recipe(name))
+    for name in [*([*RECIPES, RACED] if keys else ()), *asked]:
+        node = node_of_recipe(Recipe(name=RACED) if name == RACED else find_recipe(name))
         for key in keys:
             held = node
             for part in key[:-1]:
                 held = held.setdefault(part, {})
             held.setdefault(key[-1], None)  # which counts as not there
         ConfigStore.instance().store(group="recipe", name=option_of(name), node=node, provider="baoc")
+
+
+def register_races(options: Iterable[str]) -> None:
+    """Registers an option of `race` for each duration. Raises BadInputError for what is neither that nor an option."""
+    for option in options:
+        seconds = seconds_of(option)
+        if seconds is not None:
+            capped = {**_load(assets.options("race")["off"]), "first": "capped", "cap_s": seconds}
+            ConfigStore.instance().store(group="race", name=_text_option(option), node=capped, provider="baoc")
+
+
+def _text_option(duration: str) -> str:
+    """A duration as an option's name, which Hydra wants to be text."""
+    return f"{duration}s" if duration.replace(".", "", 1).isdigit() else duration
 
 
 def node_of_recipe(recipe: Recipe | None) -> dict[str, Any]:
@@ -112,18 +129,20 @@ def option_of(recipe: str) -> str:
     return re.sub(r"[^\w.-]+", "-", recipe).strip("-.").removesuffix(".yaml") if is_file(recipe) else recipe
 
 
-def as_options(words: Sequence[str]) -> list[str]:
-    """A command line with the options that `register` has made in place of the files of recipes and of whole bytes,
-    which Hydra would take for a number."""
+def with_made_options(words: Sequence[str]) -> list[str]:
+    """A command line with the options that `register` has made in place of files of recipes, seconds of races and whole
+    bytes, which Hydra would take for a number."""
+    makers = {
+        "recipe": option_of,
+        "race": _text_option,
+        "budget": lambda text: repr(text) if text.isdecimal() else text,
+    }
     found = []
     for word in words:
         key, _, value = word.partition("=")
-        values = value.split(",")
-        if key.lstrip("+") == "recipe" and any(map(is_file, values)):
-            word = f"{key}={','.join(map(option_of, values))}"
-        elif key.lstrip("+") == "budget" and any(text.isdecimal() for text in values):
-            word = f"{key}=" + ",".join(repr(text) if text.isdecimal() else text for text in values)
-        found.append(word)
+        make = makers.get(key.lstrip("+"))
+        texts = [] if make is None else [make(_unquoted(text)) for text in value.split(",")]
+        found.append(word if make is None else f"{key}={','.join(texts)}")
     return found
 
 
@@ -148,7 +167,7 @@ def check_choices(overrides: Sequence[str]) -> None:
         group, equals, given = text.lstrip("+~").partition("=")
         group = group.partition("@")[0]
         known = assets.options(group) if equals and group.replace("_", "").isalpha() else {}
-        known = {} if group == "budget" else known  # which takes sizes, too, and refuses all else in its own words
+        known = {} if group in ("budget", "race") else known  # which take sizes and durations, and refuse the rest
         override = _parsed(text) if known else None
         if override is None:
             continue

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from baoc.config.dynamics import DynamicsConfig
 from baoc.config.faults import FaultsConfig
+from baoc.config.race import RaceConfig
 from baoc.config.trainer_arguments import TrainerConfig
 from baoc.config.validate import ABOVE_0, FROM_0, OFF, SHARE, Allowed, at_least
 from baoc.core.recipes import Recipe
@@ -202,7 +203,7 @@ class RunConfig:
 
     name: Annotated[str, Allowed(_NAME, pattern=r"^[\w.,=+-]+$")] = "run"
     seed: Annotated[int, Allowed("a whole number from 0 to 4294967295", ge=0, lt=2**32)] = 0
-    mode: Literal["train", "eval", "plan"] = "train"
+    mode: Literal["train", "eval", "plan", "race"] = "train"
     device: Literal["auto", "cpu", "cuda", "h100", "h200", "a100", "rtx4090"] = "auto"
     resume: str | None = None  # null | auto | path of a run folder or checkpoint
     profile: str | None = None  # mode=plan: a run folder, or its profile.json
@@ -220,6 +221,7 @@ class RunConfig:
     risk: RiskConfig = field(default_factory=RiskConfig)
     allocator: AllocatorConfig = field(default_factory=AllocatorConfig)
     recipe: Recipe | None = None  # takes the place of an allocator
+    race: RaceConfig = field(default_factory=RaceConfig)
     reallocation: ReallocationConfig = field(default_factory=ReallocationConfig)
     trainer: TrainerConfig = field(default_factory=lambda: TrainerConfig(max_steps=400, gradient_clip_val=1.0))
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -247,6 +249,19 @@ class RunConfig:
             raise BadInputError(
                 f"profile={self.profile} is for mode=plan, where nothing is measured, and a run profiles its own "
                 "gradients: leave it out, or add mode=plan"
+            )
+        if self.race.first != "off" and self.mode == "eval":
+            raise BadInputError("a race chooses what a run trains with, and mode=eval trains nothing: leave race out")
+        if self.mode == "race" and self.resume is not None:
+            raise BadInputError(
+                f"resume={self.resume} holds no race that mode=race could go on with: give the folder of one, or leave "
+                "resume out"
+            )
+        races = self.mode == "race" or (self.race.first != "off" and self.mode == "train")
+        if races and self.recipe is not None:
+            raise BadInputError(
+                f"recipe={self.recipe.name} says what every block runs, and a race chooses it: leave one out, or name "
+                "it in race.recipes"
             )
         if self.mode == "eval" and self.resume is None:
             raise BadInputError("mode=eval evaluates a checkpoint: name it with resume=PATH, or resume=auto")

@@ -144,6 +144,13 @@ class Planner:
             self.params, declared=declared, patterns=settings.patterns, by=settings.blocks_by
         )
         if settings.recipe is not None:
+            absent = [name for name in settings.recipe.blocks if name not in {block.name for block in self.blocks}]
+            if absent:
+                some = ", ".join(absent[:3]) + (", ..." if len(absent) > 3 else "")
+                raise BadInputError(
+                    f"recipe {settings.recipe.title} names blocks that this network does not have ({some}): it is a "
+                    "plan of another network or another blocks.by. Use it there, or give specs by role"
+                )
             self.allocator = RecipeAllocator(picks={b.name: pick(b, recipe=settings.recipe) for b in self.blocks})
         self.state_bytes_adamw = adamw_state_bytes(self.blocks)
         self.num_params = sum(block.numel for block in self.blocks)

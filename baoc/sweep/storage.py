@@ -324,10 +324,10 @@ def _check_definition(config: StudyConfig, storage: BaseStorage, *, folder: Path
             "removed, or is another one. Bring it back, or begin anew in another folder (hydra.sweep.dir=FOLDER)"
         )
     stored = known.get(config.name)
-    changes = _differences(stored, config.definition()) if stored else []
+    changes = differences(stored, config.definition()) if stored else []
     if changes:
         text = "; ".join(
-            f"{path} {_setting_text(old)} and was asked for {_setting_text(new)}" for path, old, new in changes
+            f"{path} {setting_text(old)} and was asked for {setting_text(new)}" for path, old, new in changes
         )
         raise BadInputError(
             f"study {config.name} has {text}: trials of both cannot be compared. Give it another hydra.sweeper.name, "
@@ -376,19 +376,19 @@ def _check_trials(
         )
 
 
-def _differences(old: Any, new: Any, *, path: str = "") -> list[tuple[str, Any, Any]]:
+def differences(old: Any, new: Any, *, path: str = "") -> list[tuple[str, Any, Any]]:
     """(dotted path, old, new) of each difference; a value that one side lacks is None there."""
     if old == new:
         return []
     if isinstance(old, dict) and isinstance(new, dict):
         keys = dict.fromkeys((*old, *new))
         return [
-            found for key in keys for found in _differences(old.get(key), new.get(key), path=f"{path}.{key}".strip("."))
+            found for key in keys for found in differences(old.get(key), new.get(key), path=f"{path}.{key}".strip("."))
         ]
     return [(path, old, new)]
 
 
-def _setting_text(value: Any) -> str:
+def setting_text(value: Any) -> str:
     if isinstance(value, dict):  # a setting that only one of the two searches, without its defaults
         return "{" + ", ".join(f"{key}: {v}" for key, v in value.items() if v not in (None, [], {}, 0.0, False)) + "}"
     return "none" if value is None else str(value)

@@ -24,6 +24,7 @@ __all__ = [
     "attach_live",
     "detach_live",
     "make_console",
+    "make_table",
     "plan_rows",
     "print_error",
     "print_frontier",
@@ -136,7 +137,7 @@ def describe_budget(budget: Budget) -> str:
 
 def print_plan(plan: Plan, *, title: str = "Allocation") -> None:
     """Prints the allocation as a table, then its totals, and whether the budget binds."""
-    table = _table(title)
+    table = make_table(title)
     table.add_column("block", overflow="fold", max_width=28)
     table.add_column("spec", overflow="fold", max_width=24)
     table.add_column("bytes", justify="right", no_wrap=True)
@@ -219,7 +220,7 @@ def _host_lines(plan: Plan) -> list[str]:
 
 def print_options(options: Sequence[Option], *, objective: str) -> None:
     """Prints the options of the micro-batch search, one row each; > marks the chosen one, others give their reason."""
-    table = _table(f"Options by objective={objective} (predicted)")
+    table = make_table(f"Options by objective={objective} (predicted)")
     # Only words wrap, so that every figure is readable in full.
     table.add_column("", no_wrap=True)
     table.add_column("option", ratio=1)
@@ -239,7 +240,7 @@ def print_options(options: Sequence[Option], *, objective: str) -> None:
 
 def print_planned(plans: Sequence[Mapping[str, Any]]) -> None:
     """Prints the plans of a multirun; a * marks those that no other one dominates."""
-    table = _table("Planned frontier")
+    table = make_table("Planned frontier")
     for header in ("", "budget", "device"):
         table.add_column(header, no_wrap=True)
     for header in ("micro-batch", "peak", "state", "samples/s", "risk"):
@@ -358,7 +359,7 @@ def print_studies(rows: Sequence[Mapping[str, Any]], *, title: str) -> None:
     for row in rows:
         cells = shares.setdefault(row["family"], {"points": str(row["points"])})
         cells[row["axis"]] = "n/a" if row["share"] is None else f"{row['share']:.1f} %"
-    table = _table(title)
+    table = make_table(title)
     table.add_column("study", overflow="fold", ratio=1)
     for header in ("points", "area over state", "area over peak"):
         table.add_column(header, justify="right", no_wrap=True)
@@ -371,7 +372,7 @@ def print_studies(rows: Sequence[Mapping[str, Any]], *, title: str) -> None:
 
 
 def _frontier_table(points: Sequence[FrontierPoint], *, quality: str, title: str) -> Table:
-    table = _table(title)
+    table = make_table(title)
     table.add_column("", no_wrap=True)
     table.add_column("run", overflow="fold", ratio=1)
     for header in (quality, "peak", "state", "samples/s", "seeds"):
@@ -390,7 +391,8 @@ def _frontier_table(points: Sequence[FrontierPoint], *, quality: str, title: str
     return table
 
 
-def _table(title: str) -> Table:
+def make_table(title: str) -> Table:
+    """An empty table in the style of all tables."""
     return Table(box=SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False, expand=True)
 
 

@@ -32,6 +32,7 @@ from baoc.tracking import console, files, log_reallocations, log_summary, make_l
 from baoc.tracking.loggers import finishing
 from baoc.training.measure.absent_card import card_of, leave_plan, plan_for, stored_profile
 from baoc.training.measure.microbatch_search import decide
+from baoc.training.race.entrants import leave_entrants
 from baoc.training.resume import check_resume, find_checkpoint, keep, kept, kept_latency, settled
 from baoc.training.trainer import Parts, assemble_trainer, failures, session_settings
 from baoc.types import RESULT_SCHEMA, Quality, RunResult, to_plain
@@ -86,7 +87,7 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
             with failures(device), parts.preemption.listening():
                 parts.trainer.fit(task, datamodule=data, ckpt_path=checkpoint, weights_only=True)
             if config.mode == "plan":
-                leave_planned(config, parts=parts, device=device, run_dir=run_dir)
+                leave_planned(config, parts=parts, task=task, data=data, device=device, run_dir=run_dir)
                 return None
             if parts.trainer.interrupted:
                 raise KeyboardInterrupt
@@ -100,8 +101,9 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
             return result
 
 
-def leave_planned(config: RunConfig, *, parts: Parts, device: str, run_dir: Path) -> None:
-    """mode=plan on the present device: `plan.json`, by the stored profile that was named, if any."""
+def leave_planned(config: RunConfig, *, parts: Parts, task: Task, data: DataModule, device: str, run_dir: Path) -> None:
+    """mode=plan on the present device: `plan.json`, by the stored profile that was named, if any; with race=auto the
+    entrants of a race."""
     assert parts.strategy.reallocator is not None
     planner, plan = parts.strategy.reallocator.planner, parts.strategy.reallocator.plan
     if config.profile is not None:
@@ -111,6 +113,11 @@ def leave_planned(config: RunConfig, *, parts: Parts, device: str, run_dir: Path
         console.say(f"risks are {said}")
     rate = config.batch_size / parts.recorder.step_s_predicted
     leave_plan(plan, config=config, device=device, rate=rate, source="probe", run_dir=run_dir)
+    if config.race.first != "off":
+        num_params = sum(p.numel() for p in task.parameters())
+        leave_entrants(
+            planner, config=config, data=data.spec, num_params=num_params, quality=task.quality, run_dir=run_dir
+        )
 
 
 def quieten() -> None:

@@ -49,7 +49,7 @@ def test_protocols_of_rules_and_codecs():
 
 def test_modes_of_a_run():
     hints = get_type_hints(RunConfig)
-    assert get_args(hints["mode"]) == ("train", "eval", "plan")
+    assert get_args(hints["mode"]) == ("train", "eval", "plan", "race")
     assert get_args(hints["objective"]) == ("quality", "throughput", "balanced")
     assert {"batch_size", "micro_batch", "resume", "device", "optim"} <= names(RunConfig)
 
