@@ -18,11 +18,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from baoc.cli.failures import INTERRUPTED, Failure, failure_of, report
+from baoc.cli.ranks import together
 from baoc.cli.run_lock import FolderInUseError, lock_folder
 from baoc.config.from_hydra import from_hydra, write_config
 from baoc.config.schema import RunConfig
 from baoc.errors import BadInputError
-from baoc.parallel import refuse_ranks
 
 ERROR_FILE = "error.json"
 _EARLY_FILES = (".hydra", "baoc.log", ERROR_FILE)  # files of a job that failed before its configuration was read
@@ -65,7 +65,6 @@ def run_job(config: DictConfig) -> None:
             raise BadInputError(
                 f"sweeps={study} is a study of many runs: start it with -m, as in python run.py -m sweeps={study}"
             )
-        refuse_ranks("run")  # before one rank finds the folder locked by another
         with lock_folder(run_dir):
             run_config = _begin_folder(config, run_dir=run_dir)
             _train(run_config, run_dir=run_dir, command=command_of(overrides))
@@ -125,7 +124,8 @@ def _train(config: RunConfig, *, run_dir: Path, command: str) -> None:
     from baoc.training.run import run
 
     write_environment(run_dir / "env.json", command=command, argv=STATE.argv, device=config.device)
-    run(config, run_dir=run_dir, command=command)
+    with together(config, command=command) as of_all:
+        run(of_all, run_dir=run_dir, command=command)
 
 
 def _record_failure(failure: Failure, *, run_dir: Path, is_single_run: bool) -> None:

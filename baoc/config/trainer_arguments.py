@@ -13,7 +13,6 @@ TRAINER_OWNED: Mapping[str, str] = {
     "barebones": "it would switch off what a budget needs",
     "callbacks": "use BaocStrategy in a Trainer of your own",
     "default_root_dir": "set hydra.run.dir",
-    "devices": "one device per run until several are supported",
     "enable_autolog_hparams": "config.yaml in the run folder holds every value",
     "enable_checkpointing": "set checkpoint.every_n_steps and checkpoint.keep",
     "fast_dev_run": "use debug=fast_dev",
@@ -21,11 +20,11 @@ TRAINER_OWNED: Mapping[str, str] = {
     "limit_test_batches": "a run trains and validates only",
     "logger": "use logger=jsonl|csv|wandb",
     "model_registry": "use BaocStrategy in a Trainer of your own",
-    "num_nodes": "one device per run until several are supported",
+    "num_nodes": "start torchrun or srun on each machine",
     "plugins": "use BaocStrategy in a Trainer of your own",
     "strategy": "BAOC is the strategy; use BaocStrategy in a Trainer of your own for another wrapping",
-    "sync_batchnorm": "one device per run until several are supported",
-    "use_distributed_sampler": "one device per run until several are supported",
+    "sync_batchnorm": "no network here has batch norms",
+    "use_distributed_sampler": "loaders give each rank its share",
 }
 
 PRECISIONS = ("auto", "32-true", "32", "bf16-mixed", "bf16-true", "bf16", "16-mixed", "16-true", "16", "64-true", "64")
@@ -37,8 +36,11 @@ _SHARES = ("val_check_interval", "limit_train_batches", "limit_val_batches", "ov
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerConfig:
     """Lightning's Trainer arguments with their own names and defaults. TRAINER_OWNED lists the arguments that BAOC
-    sets, each with the setting to use instead. `precision=auto` is resolved for the device (`baoc.config.resolve`)."""
+    sets, each with the setting to use instead. `precision=auto` is resolved for the device (`baoc.config.resolve`).
+    `devices`: processes of the run, each with a device of its own, on this machine or as torchrun or srun started them.
+    """
 
+    devices: int = 1
     precision: int | str | None = None
     max_epochs: int | None = None
     min_epochs: int | None = None
@@ -66,6 +68,7 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         allowed = (None, 32, 16, 64, *PRECISIONS)
         require(self.precision in allowed, "trainer.precision", self.precision, f"one of {', '.join(PRECISIONS)}")
+        require(self.devices >= 1, "trainer.devices", self.devices, "1 or more")
         require(self.max_steps == -1 or self.max_steps >= 1, "trainer.max_steps", self.max_steps, "1 or more, or -1")
         if self.gradient_clip_val is not None:
             clip = self.gradient_clip_val
@@ -83,5 +86,5 @@ class TrainerConfig:
             require(is_duration, "trainer.max_time", self.max_time, "days:hours:minutes:seconds, as in '00:12:00:00'")
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments for `lightning.Trainer`."""
-        return {item.name: getattr(self, item.name) for item in fields(self)}
+        """Keyword arguments for `lightning.Trainer`, but for its devices."""
+        return {item.name: getattr(self, item.name) for item in fields(self) if item.name != "devices"}

@@ -17,7 +17,7 @@ from baoc.errors import BadInputError, CheckpointError
 from baoc.optim import BlockwiseOptimizer, GradientRelease
 from baoc.optim.groups import check_names, check_settings, check_tensor, members_of, plain, raw_groups
 from baoc.optim.release import take_from_others
-from baoc.parallel import refuse_ranks, unwrapped
+from baoc.parallel import ALONE, ranks, refuse_ranks, unwrapped
 from baoc.profiling import (
     FirstStepMemory,
     cap_device,
@@ -40,6 +40,9 @@ class BaocOptimizer(BlockwiseOptimizer):
     """AdamW with a budget: the planner chooses the spec of every block, and chooses again after the warm-up.
 
     `plan` is the plan in force. `lr`, `betas`, `eps` and `weight_decay` are those of `torch.optim.AdamW`.
+
+    In a process group it is built, stepped and saved by all ranks together, over DistributedDataParallel: the plan is
+    rank 0's, made by what the rank measured that needs most, and so is each later decision.
 
     Args:
         params: A module, named parameters, plain parameters, or groups of either. A module or names make the plan and
@@ -76,7 +79,9 @@ class BaocOptimizer(BlockwiseOptimizer):
         settings = with_recipe(settings, recipe=recipe)
         if release is not None:
             settings = replace(settings, release=release)
-        refuse_ranks("optimizer")
+        group = ranks()
+        if group is ALONE:
+            refuse_ranks("optimizer")
         params = unwrapped(params)
         module = params if isinstance(params, nn.Module) else None
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
@@ -85,7 +90,9 @@ class BaocOptimizer(BlockwiseOptimizer):
         pairs = [pair for group in groups for pair in group["params"]]
         device = next((p.device for p in named.values()), torch.device("cpu"))
         take_from_others([param for _, param in pairs])  # whose hooks would step in the probe
-        limit = resolve_auto(parse_budget(budget), free_bytes=free_bytes(device))
+        group.share([param for _, param in pairs])  # states are made of them, of some their last bits
+        free = -int(group.most(-free_bytes(device))[0])
+        limit = resolve_auto(parse_budget(budget), free_bytes=free)
         if limit.step_time is not None and probe is None:
             raise BadInputError(
                 f"budget.step_time={limit.step_time:g} needs seconds of a step before training: give probe=, a "
@@ -101,6 +108,7 @@ class BaocOptimizer(BlockwiseOptimizer):
             device=device,
             declared=module.parameter_blocks() if hasattr(module, "parameter_blocks") else None,  # pyright: ignore
             module=module,
+            ranks=group,
         )
         first_cap = ExitStack()  # the first step is a look: what passes the budget is refused by number after it
         if unknown:
@@ -113,7 +121,7 @@ class BaocOptimizer(BlockwiseOptimizer):
                 session.assume()
             else:
                 source = module if module is not None else [param for _, param in pairs]
-                session.measure(CallerProbe(probe, source=source))
+                session.measure(CallerProbe(probe, source=source, averaged=group is not ALONE))
             arrives = needs_room(session.plan, footprint=session.planner.footprint)
             if arrives:
                 leave(session.narrow)
@@ -152,7 +160,7 @@ class BaocOptimizer(BlockwiseOptimizer):
         session, first_cap, first_step = self._session, self._first_cap, self._first_step
         self._session = self._first_cap = self._first_step = None
         planner, profiler = self.reallocator.planner, self.reallocator.profiler
-        planner.footprint = session.complete(first_step.finish(state_bytes=self.state_bytes()))
+        planner.footprint = session.largest(session.complete(first_step.finish(state_bytes=self.state_bytes())))
         if profiler is not None:
             planner.count_profile(profiler.nbytes, temporary_bytes=profiler.temporary_bytes())
         if self.releaser is not None:
