@@ -203,9 +203,9 @@ class BudgetControl(L.Callback):
             return
         self._step_of_last_look = trainer.global_step
         step, size = trainer.global_step, num_samples(batch)
-        if self._vote is None or self._vote.agreed["budget"]:
+        if self._vote is None or self._vote.outcome("budget"):
             self._read_file()
-        self.dial.notches = self.signals if self._vote is None else int(self._vote.agreed["notches"])
+        self.dial.notches = self.signals if self._vote is None else int(self._vote.outcome("notches"))
         if self.relaxation.due(step):
             self._relax()
         budget, why = self.dial.wish(step=step, batch=size * trainer.accumulate_grad_batches)

@@ -212,7 +212,7 @@ class SafeCheckpoint(Checkpoint):
             return False
         if self.urgent() and not accumulating(trainer):
             return True
-        if self._late() if self._vote is None else self._vote.agreed["checkpoint"]:
+        if self._late() if self._vote is None else self._vote.outcome("checkpoint"):
             return not accumulating(trainer)
         return is_final_batch(trainer) or (self.every_n_steps is not None and step % self.every_n_steps == 0)
 
@@ -225,7 +225,7 @@ class SafeCheckpoint(Checkpoint):
             self._prune(self.keep - 1)
         self._last_step, self._written_at = trainer.global_step, monotonic()
         if self._vote is not None:
-            self._vote.agreed["checkpoint"] = 0
+            self._vote.done("checkpoint")
         self._write(trainer, self.last_path)
 
     def _prune(self, keep: int) -> None:

@@ -74,7 +74,7 @@ class LossGuard(L.Callback):
     ) -> None:
         if accumulating(trainer):
             return
-        kind = int(self._worst() if self._vote is None else self._vote.agreed["loss"])
+        kind = int(self._worst() if self._vote is None else self._vote.outcome("loss"))
         if not kind:
             self.num_in_a_row = 0
             return

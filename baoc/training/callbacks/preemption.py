@@ -48,7 +48,7 @@ class Preemption(L.Callback):
         """The signal by which the run ends."""
         if self._vote is None:
             return self.received
-        return (None, *NAMES)[int(self._vote.agreed["signal"])]
+        return (None, *NAMES)[int(self._vote.outcome("signal"))]
 
     @contextmanager
     def listening(self) -> Iterator[None]:

@@ -11,17 +11,24 @@ from baoc.training.callbacks.trainer_state import accumulating
 
 
 class StepVote(L.Callback):
-    """Asks each of `ask` for a number, and keeps in `agreed` the largest that any rank has, by the same name.
+    """Asks each of `ask` for a number; the `outcome` is the largest that any rank has, by the same name.
 
     Votes come before the first step, after each step and after each validation: one small message of all numbers. What
     a callback does by one it then does on all ranks in the same step. Place it before all callbacks that do. A process
-    alone agrees with itself.
+    alone is asked when the outcome is.
     """
 
     def __init__(self) -> None:
         self.ask: dict[str, Callable[[], float]] = {}
-        self.agreed: dict[str, float] = defaultdict(float)
+        self._agreed: dict[str, float] = defaultdict(float)
         self.ranks: Ranks = ALONE
+
+    def outcome(self, name: str) -> float:
+        return self.ask[name]() if self.ranks is ALONE else self._agreed[name]
+
+    def done(self, name: str) -> None:
+        """What was agreed on is done, and is not to be done again before the next vote."""
+        self._agreed[name] = 0.0
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self.ranks = ranks_of(trainer)
@@ -40,8 +47,9 @@ class StepVote(L.Callback):
             self._vote()
 
     def _vote(self) -> None:
-        numbers = self.ranks.most(*(ask() for ask in self.ask.values()))
-        self.agreed.update(zip(self.ask, numbers, strict=True))
+        if self.ranks is not ALONE:
+            numbers = self.ranks.most(*(ask() for ask in self.ask.values()))
+            self._agreed.update(zip(self.ask, numbers, strict=True))
 
 
 def ranks_of(trainer: L.Trainer) -> Ranks:
