@@ -40,7 +40,7 @@ from baoc.training.session import SessionSettings  # noqa: E402
 
 SIZE = int(os.environ.get("WORLD_SIZE", "1"))  # of which Lightning clears the environment
 WARM, WINDOW, WINDOWS = 8, 5, 6
-NETWORKS = {
+NETWORKS: dict[str, tuple[str, str, str, str, dict[str, Any], int]] = {
     "vit-l": ("vision", "vit", "large", "synthetic_images", {"num_samples": 2048}, 32),
     "llama-350m": ("language", "llama", "350m", "pysource", {"sequence_length": 1024}, 8),
 }

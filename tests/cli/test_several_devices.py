@@ -1,4 +1,4 @@
-"""`trainer.devices=N`: N processes of one run, from one command to one exit code, whichever of them something befalls."""
+"""`trainer.devices=N`: N processes of one run, one command and one exit code, whichever of them something befalls."""
 
 import json
 import os
