@@ -67,15 +67,16 @@ def close(one: Path, other: Path, *, within: float = 1e-5) -> bool:
 
 
 def test_one_curve_at_any_number_of_ranks_and_across_a_resume(tmp_path: Path) -> None:
-    """Micro-batches of other sizes, so that a position is the same sample, not the same batch."""
     runs = {name: tmp_path / name / "run" for name in ("one", "two", "one_two", "two_one")}
-    devices = {1: "micro_batch=16", 2: "trainer.devices=2"}
+    devices = {1: "trainer.devices=1", 2: "trainer.devices=2"}
     for name, (before, after) in {"one": (1, 1), "two": (2, 2), "one_two": (1, 2), "two_one": (2, 1)}.items():
         cut = () if before == after else ("trainer.max_steps=8",)
-        code, told = done(runs[name], devices[before], "optim.schedule=constant", *cut)
+        code, told = done(runs[name], devices[before], "optim.schedule=constant", "optim.warmup_fraction=0", *cut)
         assert code == 0, told
         if cut:
-            code, told = done(runs[name], devices[after], "optim.schedule=constant", f"resume={runs[name]}")
+            code, told = done(
+                runs[name], devices[after], "optim.schedule=constant", "optim.warmup_fraction=0", f"resume={runs[name]}"
+            )
             assert code == 0, told
     assert all(close(runs["one"], runs[name]) for name in ("two", "one_two", "two_one"))
     results = {name: json.loads((runs[name] / "result.json").read_text()) for name in ("one", "two")}
@@ -103,7 +104,7 @@ def test_what_befalls_one_rank_ends_or_spares_all(fault: str, tmp_path: Path) ->
     if expected:
         code, told = done(folder, "trainer.devices=2", "budget=state_25", "resume=auto")
         assert code == 0, told
-    assert max(losses(folder)) == 12 and (folder / "result.json").is_file()
+    assert max(losses(folder)) == 11 and (folder / "result.json").is_file()
 
 
 def test_torchrun_trains_one_run(tmp_path: Path) -> None:
