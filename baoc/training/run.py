@@ -131,8 +131,8 @@ def leave_planned(config: RunConfig, *, parts: Parts, device: str, run_dir: Path
 
 
 def quieten() -> None:
-    """Keeps what is not about the run off the terminal: Lightning's tips, its use of a name that torch renamed, its advice
-    for loggers that count batches of an epoch, as ours count steps, and what several ranks are warned of needlessly."""
+    """Keeps what is not about the run off the terminal: Lightning's tips, its use of a name that torch renamed, its
+    advice for loggers that count batches of an epoch, as ours count steps, and what ranks are warned of needlessly."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=r"The number of training batches \(\d+\) is smaller than the logging")
     warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
