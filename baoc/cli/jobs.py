@@ -19,11 +19,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from baoc.cli.failures import INTERRUPTED, Failure, failure_of, report
+from baoc.cli.ranks import together
 from baoc.cli.run_lock import FolderInUseError, lock_folder
 from baoc.config.from_hydra import from_hydra, write_config
 from baoc.config.schema import RunConfig
 from baoc.errors import BadInputError
-from baoc.parallel import refuse_ranks
 
 ERROR_FILE = "error.json"
 RACES = "baoc.sweep.race"  # named, not imported: a stage above this one runs races as studies
@@ -68,7 +68,6 @@ def run_job(config: DictConfig) -> None:
             raise BadInputError(
                 f"sweeps={study} is a study of many runs: start it with -m, as in python run.py -m sweeps={study}"
             )
-        refuse_ranks("run")  # before one rank finds the folder locked by another
         with lock_folder(run_dir):
             run_config = _begin_folder(config, run_dir=run_dir)
             _work(run_config, run_dir=run_dir, overrides=overrides)
@@ -161,7 +160,8 @@ def _work(config: RunConfig, *, run_dir: Path, overrides: Sequence[str]) -> None
         settled = import_module(RACES).race_before(settled, words=overrides, folder=folder, command=command)
     if settled != config:
         write_config(settled, path=run_dir / "config.yaml")
-    run(settled, run_dir=run_dir, command=command)
+    with together(settled, command=command) as of_all:
+        run(of_all, run_dir=run_dir, command=command)
 
 
 def _record_failure(failure: Failure, *, run_dir: Path, is_single_run: bool) -> None:

@@ -209,7 +209,7 @@ class RunConfig:
     profile: str | None = None  # mode=plan: a run folder, or its profile.json
     objective: Literal["quality", "throughput", "balanced"] = "quality"
     batch_size: Annotated[int, at_least(1, " samples")] = 64  # global: samples per optimizer step
-    # Samples per forward; null decides on CUDA only (docs/budgets.md).
+    # Samples per forward of a device; null decides on CUDA only (docs/budgets.md).
     micro_batch: Annotated[int, at_least(1, " samples, auto or null")] | Literal["auto"] | None = None
     task: TaskConfig = field(default_factory=TaskConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -230,16 +230,27 @@ class RunConfig:
     faults: FaultsConfig = field(default_factory=FaultsConfig)
 
     def __post_init__(self) -> None:
-        if isinstance(self.micro_batch, int) and self.batch_size % self.micro_batch:
+        if isinstance(self.micro_batch, int) and self.batch_size % (self.micro_batch * self.trainer.devices):
             raise BadInputError(
-                f"micro_batch={self.micro_batch} does not divide batch_size={self.batch_size}, so their quotient "
-                "is no number of accumulation steps: choose a micro_batch that divides, or null for no accumulation"
+                f"micro_batch={self.micro_batch}{self._on_each} does not divide batch_size={self.batch_size}, so "
+                "their quotient is no number of accumulation steps: choose a micro_batch that divides, or null for "
+                "no accumulation"
+            )
+        if self.micro_batch is None and self.batch_size % self.trainer.devices:
+            raise BadInputError(
+                f"batch_size={self.batch_size} is of all devices together, and trainer.devices={self.trainer.devices} "
+                "does not divide it: choose one that it divides"
             )
         if self.optim.release_gradients and isinstance(self.micro_batch, int) and self.accumulation != 1:
             raise BadInputError(
                 f"optim.release_gradients=true steps in every backward, but micro_batch={self.micro_batch} of "
                 f"batch_size={self.batch_size} accumulates {self.accumulation}: set micro_batch=null or "
                 f"{self.batch_size}, or optim.release_gradients=false"
+            )
+        if self.trainer.devices > 1 and self.optim.release_gradients:
+            raise BadInputError(
+                f"optim.release_gradients=true steps before gradients are averaged over trainer.devices="
+                f"{self.trainer.devices}: set it to false, or trainer.devices=1"
             )
         if self.device in CARDS and self.mode != "plan":
             raise BadInputError(
@@ -268,10 +279,14 @@ class RunConfig:
 
     @property
     def micro_batch_size(self) -> int:
-        """Samples per forward and backward pass."""
-        return self.micro_batch if isinstance(self.micro_batch, int) else self.batch_size
+        """Samples per forward and backward pass of a device."""
+        return self.micro_batch if isinstance(self.micro_batch, int) else self.batch_size // self.trainer.devices
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches per optimizer step."""
-        return self.batch_size // self.micro_batch_size
+        """Micro-batches per optimizer step on each device."""
+        return self.batch_size // (self.micro_batch_size * self.trainer.devices)
+
+    @property
+    def _on_each(self) -> str:
+        return f" on each of trainer.devices={self.trainer.devices}" if self.trainer.devices > 1 else ""

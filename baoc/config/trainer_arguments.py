@@ -12,7 +12,6 @@ TRAINER_OWNED: Mapping[str, str] = {
     "barebones": "it would switch off what a budget needs",
     "callbacks": "use BaocStrategy in a Trainer of your own",
     "default_root_dir": "set hydra.run.dir",
-    "devices": "one device per run until several are supported",
     "enable_autolog_hparams": "config.yaml in the run folder holds every value",
     "enable_checkpointing": "set checkpoint.every_n_steps and checkpoint.keep",
     "fast_dev_run": "use debug=fast_dev",
@@ -20,11 +19,11 @@ TRAINER_OWNED: Mapping[str, str] = {
     "limit_test_batches": "a run trains and validates only",
     "logger": "use logger=jsonl|csv|wandb",
     "model_registry": "use BaocStrategy in a Trainer of your own",
-    "num_nodes": "one device per run until several are supported",
+    "num_nodes": "start torchrun or srun on each machine",
     "plugins": "use BaocStrategy in a Trainer of your own",
     "strategy": "BAOC is the strategy; use BaocStrategy in a Trainer of your own for another wrapping",
-    "sync_batchnorm": "one device per run until several are supported",
-    "use_distributed_sampler": "one device per run until several are supported",
+    "sync_batchnorm": "no network here has batch norms",
+    "use_distributed_sampler": "loaders give each rank its share",
 }
 
 _Precision = Literal[
@@ -48,8 +47,11 @@ _Steps = Annotated[int, at_least(1, ", or -1")]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerConfig:
     """Lightning's Trainer arguments with their own names and defaults. TRAINER_OWNED lists the arguments that BAOC
-    sets, each with the setting to use instead. `precision=auto` is resolved for the device (`baoc.config.resolve`)."""
+    sets, each with the setting to use instead. `precision=auto` is resolved for the device (`baoc.config.resolve`).
+    `devices`: processes of the run, each with a device of its own, on this machine or as torchrun or srun started them.
+    """
 
+    devices: Annotated[int, at_least(1)] = 1
     precision: _Precision | None = None
     max_epochs: Literal[-1] | _Epochs | None = None
     min_epochs: Annotated[int, at_least(0)] | None = None
@@ -75,5 +77,5 @@ class TrainerConfig:
     reload_dataloaders_every_n_epochs: Annotated[int, at_least(0)] = 0
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments for `lightning.Trainer`."""
-        return {item.name: getattr(self, item.name) for item in fields(self)}
+        """Keyword arguments for `lightning.Trainer`, but for its devices."""
+        return {item.name: getattr(self, item.name) for item in fields(self) if item.name != "devices"}

@@ -18,7 +18,7 @@ from baoc.errors import BadInputError, CheckpointError
 from baoc.optim import BlockwiseOptimizer, GradientRelease
 from baoc.optim.backward import take_from_others
 from baoc.optim.groups import check_names, check_settings, check_tensor, members_of, plain, raw_groups
-from baoc.parallel import refuse_ranks, unwrapped
+from baoc.parallel import ALONE, ranks, refuse_ranks, unwrapped
 from baoc.profiling import (
     FirstStepMemory,
     cap_device,
@@ -45,6 +45,9 @@ class BaocOptimizer(BlockwiseOptimizer):
     """AdamW with a budget: the planner chooses the spec of every block, and chooses again after the warm-up.
 
     `plan` is the plan in force. `lr`, `betas`, `eps` and `weight_decay` are those of `torch.optim.AdamW`.
+
+    In a process group it is built, stepped and saved by all ranks together, over DistributedDataParallel: the plan is
+    rank 0's, made by what the rank measured that needs most, and so is each later decision.
 
     Args:
         params: A module, named parameters, plain parameters, or groups of either. A module or names make the plan and
@@ -82,7 +85,9 @@ class BaocOptimizer(BlockwiseOptimizer):
         settings = with_recipe(settings, recipe=recipe)
         if release is not None:
             settings = replace(settings, release=release)
-        refuse_ranks("optimizer")
+        group = ranks()
+        if group is ALONE:
+            refuse_ranks("optimizer")
         params = unwrapped(params)
         module = params if isinstance(params, nn.Module) else None
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
@@ -91,7 +96,9 @@ class BaocOptimizer(BlockwiseOptimizer):
         pairs = [pair for group in groups for pair in group["params"]]
         device = next((p.device for p in named.values()), torch.device("cpu"))
         take_from_others([param for _, param in pairs])  # whose hooks would step in the probe
-        limit = resolve_auto(parse_budget(budget), free_bytes=free_bytes(device))
+        group.share([param for _, param in pairs])  # states are made of them, of some their last bits
+        free = -int(group.most(-free_bytes(device))[0])
+        limit = resolve_auto(parse_budget(budget), free_bytes=free)
         if limit.step_time is not None and probe is None:
             raise BadInputError(
                 f"budget.step_time={limit.step_time:g} needs seconds of a step before training: give probe=, a "
@@ -109,6 +116,7 @@ class BaocOptimizer(BlockwiseOptimizer):
             device=device,
             declared=declared_blocks(module, declaring(module)) if module is not None else None,
             module=module,
+            ranks=group,
         )
         first_cap = ExitStack()  # the first step is a look: what passes the budget is refused by number after it
         if unknown:
@@ -121,7 +129,7 @@ class BaocOptimizer(BlockwiseOptimizer):
                 session.assume()
             else:
                 source = module if module is not None else [param for _, param in pairs]
-                measure_narrow(session, CallerProbe(probe, source=source))
+                measure_narrow(session, CallerProbe(probe, source=source, averaged=group is not ALONE))
             arrives = needs_room(session.plan, footprint=session.planner.footprint)
             if arrives:
                 leave(session.narrow)
@@ -161,7 +169,7 @@ class BaocOptimizer(BlockwiseOptimizer):
         session, first_cap, first_step = self._session, self._first_cap, self._first_step
         self._session = self._first_cap = self._first_step = None
         planner, profiler = self.reallocator.planner, self.reallocator.profiler
-        planner.footprint = session.complete(first_step.finish(state_bytes=self.state_bytes()))
+        planner.footprint = session.largest(session.complete(first_step.finish(state_bytes=self.state_bytes())))
         if profiler is not None:
             planner.count_profile(profiler.nbytes, temporary_bytes=profiler.temporary_bytes())
         if self.releaser is not None:

@@ -21,7 +21,7 @@ from baoc.config.from_hydra import from_hydra
         (["modell=vit"], "unknown key modell; did you mean model or mode?\na run has: name, seed, mode"),
         (["seeed=1"], "unknown key seeed; did you mean seed?"),
         (["trainer.max_stps=3"], "unknown key trainer.max_stps; did you mean trainer.max_steps"),
-        (["trainer.devices=2"], "trainer.devices is decided by BAOC: one device per run"),
+        (["trainer.devices=3"], "batch_size=64 is of all devices together, and trainer.devices=3 does not divide it"),
         (["model.size.x=1"], "unknown key model.size.x: model.size is a value, not a group of keys"),
         (["hydra.foo=1"], "Could not override 'hydra.foo'"),
         (

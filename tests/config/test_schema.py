@@ -59,7 +59,15 @@ def test_accumulation_is_the_quotient_of_the_batches():
         ({"reallocation": {"warmup_steps": 1}}, r"reallocation.warmup_steps=1 is not allowed: it must be 2 or more"),
         ({"trainer": {"max_steps": 0}}, r"trainer.max_steps=0 is not allowed: it must be 1 or more, or -1"),
         ({"trainer": {"max_stps": 1}}, r"unknown key trainer.max_stps; did you mean trainer.max_steps"),
-        ({"trainer": {"devices": 2}}, r"trainer.devices is decided by BAOC: one device per run"),
+        ({"trainer": {"devices": 0}}, r"trainer.devices=0 is not allowed: it must be 1 or more"),
+        (
+            {"trainer": {"devices": 3}},
+            r"batch_size=64 is of all devices together, and trainer.devices=3 does not divide it",
+        ),
+        (
+            {"trainer": {"devices": 2}, "micro_batch": 64},
+            r"micro_batch=64 on each of trainer.devices=2 does not divide",
+        ),
         ({"trainer": {"accumulate_grad_batches": 4}}, r"is decided by BAOC: set micro_batch"),
         ({"logger": {"names": ["tensorboard"]}}, r"logger.names\[0\]=tensorboard is not allowed.*jsonl\|csv\|wandb"),
         ({"logger": {"wandb": {"mode": "on"}}}, r"logger.wandb.mode=on is not allowed"),

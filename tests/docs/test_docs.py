@@ -106,9 +106,6 @@ def test_commands_name_what_exists(command: str):
         assert (ROOT / program).is_file()
     elif rest[0] == "--list":
         assert rest[1] in LISTS
-    elif rest[0] == "trainer.devices=2":
-        with pytest.raises(Exception, match="devices"):  # the page says that it is refused
-            compose(rest)
     elif rest[0] != "--help":
         for overrides in points([argument for argument in rest if argument != "-m"]):
             from_hydra(compose(overrides))

@@ -189,7 +189,7 @@ def test_several_optimizers_manual_optimization_and_devices_are_refused():
 
     with pytest.raises(BadInputError, match="automatic_optimization=False"):
         fit(BaocStrategy("8gb"), module=Manual())
-    with pytest.raises(BadInputError, match="one device for now; set devices=1"):
+    with pytest.raises(BadInputError, match=r"BaocStrategy trains on one device\. Use BaocDDPStrategy, which"):
         fit(BaocStrategy("8gb"), devices=2)
     with pytest.raises(BadInputError, match="device='mps' is not supported"):
         BaocStrategy("8gb", device="mps")

@@ -24,6 +24,8 @@ from baoc.core.budgets import resolve_auto
 from baoc.core.catalogue import SPECS
 from baoc.data.base import DataModule
 from baoc.errors import BadInputError, InfeasibleBudgetError
+from baoc.models.switches import disable_checkpointing, enable_checkpointing
+from baoc.parallel import ALONE, ranks
 from baoc.planning.microbatch import Axes, best, divisors, footprint_at, make_option, none_fits, option_rows
 from baoc.planning.planner import Planner
 from baoc.profiling import cap_device, clear_cache, context_bytes, describe, free_bytes, uncapped
@@ -74,7 +76,7 @@ def axes_of(config: RunConfig, *, task: Task) -> Axes:
     release = config.optim.release_gradients
     if release:
         sizes = (config.batch_size,)  # each backward is a step
-    can = release is None and config.batch_size in sizes and config.optim.nonfinite != "skip_step"
+    can = ranks() is ALONE and release is None and config.batch_size in sizes and config.optim.nonfinite != "skip_step"
     return Axes(
         micro_batches=sizes,
         checkpointing=both if pinned is None else (pinned,),
@@ -121,6 +123,15 @@ def decide(
         option=chosen,
         footprint=decision.footprints.get(chosen.way),
     )
+
+
+def take_over(decided: Decided, *, task: Task, data: DataModule) -> None:
+    """Sets network and data as `decide` has left them where it was made."""
+    option, name = decided.option, decided.config.model.name
+    disable_checkpointing(task.model)
+    if option.checkpointing:
+        enable_checkpointing(task.model, name=name)
+    data.batch_size, data.accumulate = option.micro_batch, option.accumulation
 
 
 def tell_release(config: RunConfig) -> None:

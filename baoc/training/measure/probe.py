@@ -85,6 +85,7 @@ class Probe:
         callbacks: list[L.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         self._ema = [callback for callback in callbacks if isinstance(callback, EmaWeights)]
         self.accumulation = trainer.accumulate_grad_batches
+        self._keeps = strategy.ranks.size > 1  # gradients, in buckets that are there all the time
         self._clip = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
         self._micro_batch = batch_size_of(batch)
         self._batch = batch
@@ -104,7 +105,7 @@ class Probe:
                 run_micro_batch=lambda: self._loss(self._move()),
                 run_validation_batch=self._validate,
                 micro_batch=self._micro_batch,
-                accumulation=self.accumulation,
+                accumulation=max(self.accumulation, 2) if self._keeps else self.accumulation,
                 context_bytes=context_bytes,
                 released=released,
             )
