@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import pytest
@@ -94,7 +95,8 @@ def test_a_strategy_chooses_the_same_and_steps(llama: nn.Module, tmp_path: Path)
         strategy=strategy, accelerator="cpu", max_steps=2, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
     )  # fmt: skip
-    trainer.fit(Module(llama), torch.utils.data.DataLoader(torch.randint(256, (4, 16)), batch_size=2))
+    batches: Any = list(torch.randint(256, (4, 16)))
+    trainer.fit(Module(llama), torch.utils.data.DataLoader(batches, batch_size=2))
     assert strategy.reallocator is not None
     basis, plan = strategy.reallocator.plan.basis, chosen("state_15", llama).propose()
     assert basis is not None and plan.basis is not None and basis.text == plan.basis.text
