@@ -230,8 +230,10 @@ class SafeCheckpoint(Checkpoint):
 
     def _prune(self, keep: int) -> None:
         """Of the older ones the `keep` newest stay: by age, as an attempt that was given up may have gone further."""
-        for path in newest_first(self.folder.glob(f"step_*{SUFFIX}"))[keep:]:
-            path.unlink(missing_ok=True)
+        paths = list(self.folder.glob(f"step_*{SUFFIX}"))
+        if len(paths) > keep:  # to know their age each is opened
+            for path in newest_first(paths)[keep:]:
+                path.unlink(missing_ok=True)
 
     def _save_best(self, trainer: L.Trainer) -> None:
         value = trainer.callback_metrics.get(self.monitor) if self.keep_best and self.monitor else None
