@@ -1,7 +1,8 @@
 """Finding and excluding non-finite gradient elements, at the price of one reduction where there are none."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -103,6 +104,14 @@ class Guard:
         counts = roster.new_bad(wait=wait)
         if counts:
             self._report(counts, when=f"before step {step}", roster=roster)
+
+    @contextmanager
+    def through_cast(self) -> Iterator[None]:
+        """Around a change of weights' types: a gradient that was looked at is so in the type that its weights have
+        afterwards, which makes it another tensor."""
+        known = [param for param in self._seen if self._knows(param)]
+        yield
+        self._seen |= {param: TensorWeakRef(param.grad) for param in known if param.grad is not None}
 
     def _knows(self, param: Tensor) -> bool:
         """True if the parameter's gradient is the tensor that was looked at, whatever was added to it since."""

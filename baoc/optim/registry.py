@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from baoc.core.recipes import Tuned, Tuning
-from baoc.optim import admission, groups, matching
+from baoc.optim import admission, groups, matching, weights
 from baoc.optim.backends import Backend, Choice, build_alone, build_backends
 from baoc.optim.offload import HostArena, Rings, drop_stale, make_room, order_of_travel, settle
 from baoc.optim.rules import RULES
@@ -252,6 +252,18 @@ class Roster:
         for slot in (slot for live in self.live.values() for slot in live.slots) if self.unstepped else ():
             drop_stale(slot, self.state[slot.param], for_good=begins)
         self.unstepped &= not begins
+
+    def note_bits(self) -> None:
+        """Others may write to the weights from here to the next step: those that are as now then have kept theirs.
+
+        Nothing before the first step and after loading, when the corrections came last.
+        """
+        if self.unstepped:
+            return
+        for slot in (slot for live in self.live.values() for slot in live.slots):
+            if weights.CORRECTION in self.state[slot.param] and slot.param.dtype is torch.bfloat16:
+                slot.taken_in = weights.bits_of(slot.param)
+        self.unstepped = True
 
     # -- states on the host ---------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from baoc.core.budgets import parse_budget, resolve_auto
 from baoc.core.catalogue import select
 from baoc.errors import BadInputError
 from baoc.optim import BlockwiseOptimizer
+from baoc.optim.load_watch import watch_loads
 from baoc.optim.release import take_from_others
 from baoc.parallel import refuse_ranks
 from baoc.planning.planner import Planner
@@ -167,6 +168,7 @@ class BaocStrategy(SingleDeviceStrategy):
         if self.lr_scheduler_configs:
             count_steps_for_schedulers(reallocator.optimizer)
         self.optimizers = [reallocator.optimizer]
+        watch_loads(module, reallocator.optimizer)
         if reallocator.optimizer.releaser is not None:
             leave_clipping(self.precision_plugin)
         callbacks: list[L.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
