@@ -34,8 +34,16 @@ from baoc.tracking.checkpoints import (
     newest_first,
 )
 from baoc.tracking.checksum import ChecksumFile
-from baoc.tracking.files import DISK_FULL, atomic_write
-from baoc.training.callbacks.trainer_state import accumulating, fast_dev_run, is_final_batch, validation_follows
+from baoc.tracking.files import NO_ROOM, FolderGuard, atomic_write
+from baoc.tracking.jsonl import JsonlLogger
+from baoc.training.callbacks.trainer_state import (
+    accumulating,
+    fast_dev_run,
+    is_final_batch,
+    logs_now,
+    validation_follows,
+    values_to_log,
+)
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +115,7 @@ class SafeCheckpoint(Checkpoint):
         self.best: dict[str, float] = {}  # file name -> monitored value
         self._last_step = 0  # of the newest last.ckpt
         self._written: tuple[int, Path] | None = None  # step and path of the newest file of any kind
+        self._run_dir: FolderGuard | None = None
         self._warned = False
         self._written_s = 0.0  # of the newest one, or of that from which the run goes on
 
@@ -133,6 +142,7 @@ class SafeCheckpoint(Checkpoint):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._last_step = trainer.global_step
         self._written = None
+        self._run_dir = FolderGuard(self.folder.parent)
         if self.folder.is_dir() and not fast_dev_run(trainer):
             self._tidy(resumed_from=trainer.ckpt_path)
 
@@ -140,6 +150,7 @@ class SafeCheckpoint(Checkpoint):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._is_due(trainer) and (self.urgent() or not validation_follows(trainer)):
+            _log_first(trainer)
             self._save_last(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -236,12 +247,24 @@ class SafeCheckpoint(Checkpoint):
 
     def _write(self, trainer: L.Trainer, path: Path) -> None:
         """A checkpoint of now at `path`: linked where this step's was written just before, under another name."""
+        if self._run_dir is not None:
+            self._run_dir.check()
         if self._written is not None and self._written[0] == trainer.global_step and self._written[1].is_file():
             _link(self._written[1], path)
         else:
             with self.track("checkpoint"):
                 trainer.save_checkpoint(path, weights_only=False)
         self._written = (trainer.global_step, path)
+
+
+def _log_first(trainer: L.Trainer) -> None:
+    """Has the batch's line in metrics.jsonl before its checkpoint: Lightning logs after all callbacks, and what a kill
+    in between took would never be written again, as a resumed run goes on after this step."""
+    if logs_now(trainer):
+        values, step = values_to_log(trainer)
+        for logger in trainer.loggers if values else ():
+            if isinstance(logger, JsonlLogger):
+                logger.log_metrics(values, step=step)
 
 
 def _link(source: Path, path: Path) -> None:
@@ -261,7 +284,7 @@ def _full_disk(error: BaseException) -> OSError | None:
     """torch.save wraps the OSError of a full disk in a RuntimeError about positions; this finds it again."""
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, OSError) and cause.errno in DISK_FULL:
+        if isinstance(cause, OSError) and cause.errno in NO_ROOM:
             return OSError(cause.errno, os.strerror(cause.errno or errno.ENOSPC))
         cause = cause.__cause__ or cause.__context__
     return None
