@@ -168,7 +168,7 @@ class TestWhoseLibraryItIs:
         return tmp_path / "cache"
 
     def kept(self) -> Path:
-        return build._kept(self.NAME, ["source"], lambda path: path.write_bytes(b"built") and None)
+        return build.kept_library(self.NAME, ["source"], lambda path: path.write_bytes(b"built") and None)
 
     def plant(self, folder: Path) -> Path:
         """A library where the real one would be, with a hash that agrees."""
@@ -176,7 +176,7 @@ class TestWhoseLibraryItIs:
         folder.mkdir(parents=True, exist_ok=True)
         planted = folder / own.name
         planted.write_bytes(self.PLANTED)
-        planted.with_suffix(".sha256").write_text(build._hash_of(planted))
+        planted.with_suffix(".sha256").write_text(build.hash_of(planted))
         return planted
 
     def test_its_own_is_built_once(self, cache: Path) -> None:
@@ -190,7 +190,7 @@ class TestWhoseLibraryItIs:
     def test_a_folder_that_others_may_write_is_left(
         self, cache: Path, mode: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        monkeypatch.setattr(build, "_is_own_group", lambda group: False)
+        monkeypatch.setattr(build, "is_own_group", lambda group: False)
         planted = self.plant(cache)
         cache.chmod(mode)
         found = self.kept()
@@ -209,7 +209,7 @@ class TestWhoseLibraryItIs:
         cache.mkdir(mode=0o700)
         cache.chmod(0o775)
         for own in (True, False):
-            monkeypatch.setattr(build, "_is_own_group", lambda group, own=own: own)
+            monkeypatch.setattr(build, "is_own_group", lambda group, own=own: own)
             assert (build.shared_with(cache) is None) == own
 
     @pytest.mark.parametrize("place", ["cache", "fallback"])
@@ -252,7 +252,7 @@ class TestWhoseLibraryItIs:
             found.chmod(0o666)
         elif change == "link":
             (tmp_path / "elsewhere").write_bytes(self.PLANTED)
-            noted.write_text(build._hash_of(tmp_path / "elsewhere"))
+            noted.write_text(build.hash_of(tmp_path / "elsewhere"))
             found.unlink()
             found.symlink_to(tmp_path / "elsewhere")
         elif os.getuid() == 0:
@@ -264,6 +264,6 @@ class TestWhoseLibraryItIs:
             path.unlink(missing_ok=True)
             path.write_bytes(b"built")
 
-        assert build._kept(self.NAME, ["source"], make).read_bytes() == b"built"
+        assert build.kept_library(self.NAME, ["source"], make).read_bytes() == b"built"
         assert made == [found] or (change == "owner" and os.getuid() != 0)
-        assert noted.read_text() == build._hash_of(found)
+        assert noted.read_text() == build.hash_of(found)

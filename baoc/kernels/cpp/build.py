@@ -107,17 +107,17 @@ def compiled_step() -> Path:
         flags = (*flags, "-mprefer-vector-width=512")
     files = sorted(path for path in SOURCES.iterdir() if path.suffix in (".cpp", ".h"))
     parts = [*command, *FLAGS, *flags, macros, platform.platform(), *(path.read_text() for path in files)]
-    return _kept("step", parts, lambda path: compile_source([*command, *FLAGS, *flags], target=path))
+    return kept_library("step", parts, lambda path: compile_source([*command, *FLAGS, *flags], target=path))
 
 
 def compiled(source: Path, *, flags: Sequence[str]) -> Path:
     """Path of the library of a single C source, compiled unless cached. Raises Unavailable or OSError."""
     command = [*compiler(), *flags, "-x", "c"]
     parts = [*command, platform.platform(), source.read_text()]
-    return _kept(source.stem, parts, lambda path: compile_source(command, target=path, source=source))
+    return kept_library(source.stem, parts, lambda path: compile_source(command, target=path, source=source))
 
 
-def _kept(stem: str, parts: Sequence[str], make: Callable[[Path], None]) -> Path:
+def kept_library(stem: str, parts: Sequence[str], make: Callable[[Path], None]) -> Path:
     """The cached library for the hash of `parts`; `make(path)` builds it if there is none.
 
     It runs as the user who loads it, so it comes from a folder in which nobody else could have put it; where there is
@@ -155,18 +155,18 @@ def _verified(path: Path, make: Callable[[Path], None]) -> Path:
     """`path`, a library that is the user's own and whole by the hash beside it; built if it is not there or not so."""
     noted = path.with_suffix(".sha256")
     try:
-        if _fault(path.lstat(), is_folder=False) is None and noted.read_text() == _hash_of(path):
+        if _fault(path.lstat(), is_folder=False) is None and noted.read_text() == hash_of(path):
             return path
     except (OSError, ValueError):
         pass
     make(path)
     aside = noted.with_name(f"{noted.name}.{os.getpid()}")
-    aside.write_text(_hash_of(path))
+    aside.write_text(hash_of(path))
     os.replace(aside, noted)
     return path
 
 
-def _hash_of(path: Path) -> str:
+def hash_of(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
@@ -197,7 +197,7 @@ def _fault(status: os.stat_result, *, is_folder: bool) -> str | None:
         return None  # Windows gives each user a folder of its own
     if status.st_uid not in (_user(), 0):
         return "belongs to another user"
-    if status.st_mode & stat.S_IWOTH or (status.st_mode & stat.S_IWGRP and not _is_own_group(status.st_gid)):
+    if status.st_mode & stat.S_IWOTH or (status.st_mode & stat.S_IWGRP and not is_own_group(status.st_gid)):
         return "may be written by other users"
     return None
 
@@ -206,7 +206,7 @@ def _user() -> int:
     return os.getuid() if hasattr(os, "getuid") else 0
 
 
-def _is_own_group(group: int) -> bool:
+def is_own_group(group: int) -> bool:
     """True for the group of the user alone that many systems make, with a umask under which it may write."""
     import grp
     import pwd
