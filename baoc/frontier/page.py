@@ -6,6 +6,7 @@ All values are computed here and embedded as JSON; the page's script only filter
 import csv
 import html
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
@@ -53,16 +54,21 @@ def write_page(runs: Sequence[RunFolder], *, path: Path, title: str) -> None:
     from plotly.offline import get_plotlyjs
 
     assets = files("baoc.frontier") / "assets"
-    data = json.dumps(page_data(runs, title=title), allow_nan=False).replace("</", "<\\/")
+    parts = {
+        "TITLE": html.escape(title),
+        "DATA": inert_json(page_data(runs, title=title)),
+        "SCRIPT": (assets / "page.js").read_text(encoding="utf-8"),
+        "PLOTLY": get_plotlyjs(),
+    }
     text = (assets / "page.html").read_text(encoding="utf-8")
-    for mark, value in (
-        ("%TITLE%", html.escape(title)),
-        ("%DATA%", data),
-        ("%SCRIPT%", (assets / "page.js").read_text(encoding="utf-8")),
-        ("%PLOTLY%", get_plotlyjs()),
-    ):
-        text = text.replace(mark, value)
-    write_text(path, text)
+    write_text(path, re.sub(f"%({'|'.join(parts)})%", lambda mark: parts[mark[1]], text))  # once: values may hold marks
+
+
+def inert_json(value: Any) -> str:
+    """JSON without a character that means something in HTML: `</script` would end the script that holds it, and
+    `<!--<script` keep it from ending."""
+    text = json.dumps(value, allow_nan=False)
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def _workload_data(workload: Workload, runs: Sequence[RunFolder], *, names: RunLabels) -> dict[str, Any]:
