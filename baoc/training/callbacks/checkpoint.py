@@ -196,7 +196,7 @@ class SafeCheckpoint(Checkpoint):
 
         That one is called by its own step, so that it never takes the name of an older one; a damaged one is set aside.
         """
-        for part in self.folder.glob(".*.tmp"):
+        for part in (*self.folder.glob(".*.tmp"), *self.folder.parent.glob(".*.tmp")):
             part.unlink(missing_ok=True)
         last = self.last_path
         if not last.is_file() or (resumed_from and os.path.realpath(resumed_from) == os.path.realpath(last)):

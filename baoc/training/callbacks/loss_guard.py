@@ -10,7 +10,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from baoc.errors import BadInputError, CheckpointError, TrainingFailedError
+from baoc.errors import BadInputError, CheckpointError, DivergedError, TrainingFailedError
 from baoc.tracking import load_checked, resolve_resume
 from baoc.tracking.console import say
 from baoc.training.callbacks.checkpoint import SafeCheckpoint
@@ -30,7 +30,8 @@ class LossGuard(L.Callback):
     batches that led there are not seen again. After `max_rewinds` the run ends.
     `stop`: the run ends.
 
-    An end is TrainingFailedError, exit code 5. Losses are read once per optimizer step, so a GPU is waited for once.
+    An end is DivergedError, exit code 5, which a study is told as a violated constraint. Losses are read once per
+    optimizer step, so a GPU is waited for once.
     """
 
     def __init__(
@@ -85,16 +86,16 @@ class LossGuard(L.Callback):
 
     def _react(self, trainer: L.Trainer, *, what: str) -> None:
         if self.policy == "stop":
-            raise TrainingFailedError(f"{what}, and faults.nonfinite_loss=stop: {REMEDY}")
+            raise DivergedError(f"{what}, and faults.nonfinite_loss=stop: {REMEDY}")
         if self.policy == "skip":
             if self.num_in_a_row >= self.patience:
-                raise TrainingFailedError(
+                raise DivergedError(
                     f"{what}, as was that of the {self.num_in_a_row - 1} steps before it (faults.patience): {REMEDY}"
                 )
             self.tell(f"{what}: the step changes nothing (number {self.num_bad} of this run)")
             return
         if self.num_rewinds >= self.max_rewinds:
-            raise TrainingFailedError(
+            raise DivergedError(
                 f"{what} after {self.num_rewinds} rewinds (faults.max_rewinds={self.max_rewinds}): {REMEDY}"
             )
         self.num_rewinds += 1
@@ -107,7 +108,7 @@ class LossGuard(L.Callback):
             path = resolve_resume("auto", run_root=self._checkpoint.folder)
         path = path or trainer.ckpt_path
         if path is None:
-            raise TrainingFailedError(
+            raise DivergedError(
                 f"{what}, and there is no checkpoint to rewind to: set checkpoint.every_n_steps, or {REMEDY}"
             )
         try:
