@@ -14,6 +14,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from baoc.errors import BadInputError
 from baoc.frontier.comparable_runs import (
     Grouping,
     RunLabels,
@@ -211,7 +212,13 @@ def _point(entry: FrontierPoint, seeds: Sequence[RunFolder], *, family: str, sho
 
 def _read_choices(run: RunFolder) -> dict[str, str]:
     file = run.path / "allocation.json"
-    return dict(read_json(file)["choices"]) if file.is_file() else {}
+    if not file.is_file():
+        return {}
+    content = read_json(file)
+    choices = content.get("choices") if isinstance(content, dict) else None
+    if not isinstance(choices, dict):
+        raise BadInputError(f"{file} has no choices: it was damaged or is no file of ours; remove it")
+    return dict(choices)
 
 
 def _kept_state_percent(run: RunFolder) -> dict[str, float]:
@@ -220,13 +227,16 @@ def _kept_state_percent(run: RunFolder) -> dict[str, float]:
     if not file.is_file():
         return {}
     chosen, adamw_bytes, own = _read_choices(run), dict[str, float](), dict[str, float]()
-    with file.open(encoding="utf-8", newline="") as rows:
-        for row in csv.DictReader(rows):
-            block = row["block"]
-            if row["spec"] == "adamw":
-                adamw_bytes[block] = float(row["state_bytes"])
-            if row["spec"] == chosen.get(block):
-                own[block] = float(row["state_bytes"])
+    try:
+        with file.open(encoding="utf-8", newline="") as rows:
+            for row in csv.DictReader(rows):
+                block = row["block"]
+                if row["spec"] == "adamw":
+                    adamw_bytes[block] = float(row["state_bytes"])
+                if row["spec"] == chosen.get(block):
+                    own[block] = float(row["state_bytes"])
+    except (KeyError, TypeError, ValueError, csv.Error) as error:
+        raise BadInputError(f"{file} is no table of candidates ({error}): it was damaged; remove it") from error
     return {block: 100 * kept / adamw_bytes[block] for block, kept in own.items() if adamw_bytes.get(block)}
 
 

@@ -58,7 +58,7 @@ class JsonlLogger(_FolderLogger):
         self._epoch = 0
         # time_s continues from an earlier attempt in the same file.
         earlier = read_jsonl(self.path) if self.path.is_file() else []
-        self._start = time.monotonic() - max((line["time_s"] for line in earlier), default=0.0)
+        self._start = time.monotonic() - max((line.get("time_s", 0.0) for line in earlier), default=0.0)
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:

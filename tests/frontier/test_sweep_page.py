@@ -177,3 +177,16 @@ def test_studies_are_compared_with_each_other(tmp_path: Path, capsys: pytest.Cap
     assert main([str(tmp_path / "a/study/0"), str(tmp_path / "b/study/1"), "--out", str(tmp_path / "single")]) == 0
     (kind,) = data_in(tmp_path / "single" / "frontier.html")["kinds"]
     assert kind["study"] is None, "runs that were given one by one are no studies"
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", "3", "null", ""])
+@pytest.mark.parametrize("name", ["result.json", "error.json", "config.yaml", "allocation.json", "candidates.csv"])
+def test_a_damaged_file_of_a_run_is_told_by_name(tmp_path: Path, name: str, content: str, capsys):
+    """Read by report and calibrate alike; what is empty may as well hold nothing."""
+    job(tmp_path / "0", loss=0.1)
+    write_json(tmp_path / "0" / "allocation.json", {"choices": {"head": "sign"}})
+    (tmp_path / "0" / name).write_text(content)
+    code = main([str(tmp_path)])
+    assert code == 0 or (code == 2 and name in capsys.readouterr().err)
+    if (name, content) in (("result.json", "{}"), ("result.json", "[]"), ("allocation.json", "[]")):
+        assert code == 2
