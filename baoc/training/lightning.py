@@ -23,6 +23,7 @@ from baoc.core.catalogue import select
 from baoc.errors import BadInputError
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.backward import take_from_others
+from baoc.optim.load_watch import watch_loads
 from baoc.parallel import ALONE, Ranks, check_same, ranks, refuse_ranks
 from baoc.planning.planner import Planner
 from baoc.profiling import cap_device, context_bytes, describe, free_bytes
@@ -154,6 +155,7 @@ class BudgetedStrategy(Strategy):
         if self.lr_scheduler_configs:
             count_steps_for_schedulers(reallocator.optimizer)
         self.optimizers = [reallocator.optimizer]
+        watch_loads(module, reallocator.optimizer)
         if reallocator.optimizer.releaser is not None:
             leave_clipping(self.precision_plugin)
         callbacks: list[L.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]

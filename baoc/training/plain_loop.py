@@ -18,6 +18,7 @@ from baoc.errors import BadInputError, CheckpointError
 from baoc.optim import BlockwiseOptimizer, GradientRelease
 from baoc.optim.backward import take_from_others
 from baoc.optim.groups import check_names, check_settings, check_tensor, members_of, plain, raw_groups
+from baoc.optim.load_watch import watch_loads
 from baoc.parallel import ALONE, ranks, refuse_ranks, unwrapped
 from baoc.profiling import (
     FirstStepMemory,
@@ -134,6 +135,8 @@ class BaocOptimizer(BlockwiseOptimizer):
             if arrives:
                 leave(session.narrow)
             super().__init__(groups, **session.arguments(), device=device if arrives else None, **options)
+            if module is not None:
+                watch_loads(module, self)
         except BaseException:
             first_cap.close()
             raise
