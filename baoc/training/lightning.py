@@ -24,9 +24,11 @@ from baoc.optim.release import take_from_others
 from baoc.parallel import refuse_ranks
 from baoc.planning.planner import Planner
 from baoc.profiling import cap_device, context_bytes, describe, free_bytes
+from baoc.profiling.tracker import PeakMeter
 from baoc.training.arriving_weights import MIXED, Between, leave, must_wait, needs_room, no_room, visiting
 from baoc.training.gradient_release import leave_clipping, leaves_gradients, released_clipping, take_clipping_back
 from baoc.training.measure.probe import Probe, silent, unwrapped
+from baoc.training.narration import Narrator, loggers_of
 from baoc.training.reallocation import Reallocator
 from baoc.training.session import RecipeLike, Session, SessionSettings, with_recipe
 from baoc.training.user_optimizer import (
@@ -67,6 +69,7 @@ class BaocStrategy(SingleDeviceStrategy):
         latency: Optimizer step times measured before; None measures them where a step-time limit needs them.
         plan_only: `fit` plans and ends before training.
         record_latency: Measure the step times of the chosen specs even if no limit needs them.
+        verbose: Print the plan, each move, and at the end whether the budget held; the Trainer's loggers get the same.
 
     Raises:
         InfeasibleBudgetError: By `Trainer.fit`, before the first step; and BadInputError for what is not supported.
@@ -85,6 +88,7 @@ class BaocStrategy(SingleDeviceStrategy):
         latency: LatencyTable | None = None,
         plan_only: bool = False,
         record_latency: bool = False,
+        verbose: bool = True,
         plan_listeners: Iterable[PlanListener] = (),
         reallocation_listeners: Iterable[Callable[[Reallocation, Plan, Profile | None], None]] = (),
         **kwargs: Any,
@@ -100,6 +104,9 @@ class BaocStrategy(SingleDeviceStrategy):
         self.decided: Footprint | None = None  # of this very step, by which a decision has found that it fits
         self.plan_only = plan_only
         self.record_latency = record_latency
+        self.verbose = verbose
+        self._narrator: Narrator | None = None
+        self._first_step: PeakMeter | None = None
         self.plan_listeners = list(plan_listeners)
         self.reallocation_listeners = list(reallocation_listeners)
         self.resume_listeners: list[Callable[[int, Plan], None]] = []  # called with step and plan after a load
@@ -172,6 +179,14 @@ class BaocStrategy(SingleDeviceStrategy):
         callbacks: list[L.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         if self._guard not in callbacks:
             callbacks.insert(0, self._guard)
+        self._narrator = narrator = Narrator(
+            reallocator,
+            name="BaocStrategy",
+            verbose=self.verbose,
+            device=self.root_device,
+            log=loggers_of(trainer) if self.verbose else None,
+        )
+        narrator.begin()
         for listener in self.plan_listeners:
             listener(reallocator.planner, reallocator.plan)
         if self.plan_only:
@@ -246,6 +261,7 @@ class BaocStrategy(SingleDeviceStrategy):
         Weights and states leave the device here. Backends know them by address and hold on to them, so they go first:
         a validation that follows brings the weights back, and finds the room that they had.
         """
+        self._end_first_step()
         if self.reallocator is not None:
             optimizer = self.reallocator.optimizer
             optimizer.roster.refresh(optimizer.param_groups)
@@ -267,6 +283,41 @@ class BaocStrategy(SingleDeviceStrategy):
                 "leave these specs out"
             )
 
+    # -- what it says ---------------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force; None before a fit."""
+        return self.reallocator.plan if self.reallocator is not None else None
+
+    @property
+    def budget_met(self) -> bool | None:
+        """Whether the limit on memory or state holds so far; None without such a limit, and where no peak is known."""
+        return self._narrator.budget_met if self._narrator is not None else None
+
+    def summary(self) -> str:
+        """The plan in force as a table by role and spec, its totals, and how state and peak stand to the budget."""
+        return "BaocStrategy: no plan before a fit" if self._narrator is None else self._narrator.summary()
+
+    def on_train_start(self) -> None:
+        """On a CPU the first step is measured for the verdict; a CUDA device tells its peak at the end."""
+        module = self.lightning_module
+        if not self.verbose or module is None or self.root_device.type != "cpu" or self.budget.memory_bytes is None:
+            return
+        self._first_step = PeakMeter(self.root_device, [module, [optimizer.state for optimizer in self.optimizers]])
+        self._first_step.__enter__()
+
+    def _end_first_step(self) -> None:
+        if self._first_step is not None:
+            meter, self._first_step = self._first_step, None
+            meter.leave()
+            if self._narrator is not None:
+                self._narrator.first_step_bytes = meter.peak_bytes
+
+    def on_train_end(self) -> None:
+        if self._narrator is not None:
+            self._narrator.conclude()
+
     # -- training -------------------------------------------------------------------------------------------------
 
     def optimizer_step(
@@ -282,6 +333,7 @@ class BaocStrategy(SingleDeviceStrategy):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         finally:
             self._last = False
+            self._end_first_step()
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Any:
         """Lets host-placed blocks be stepped in the last backward of a step, if their gradients are final then."""
@@ -337,6 +389,8 @@ class BaocStrategy(SingleDeviceStrategy):
         # The plan on which this run started may have kept in fewer bits what the model had loaded in all of its own.
         optimizer.load_weights({name: saved[name] for name in optimizer.load_report.whole_names if name in saved})
         if online is not None:
+            if self._narrator is not None:
+                self._narrator.resumed()
             for listener in self.resume_listeners:
                 listener(self.reallocator.step, self.reallocator.plan)
             self.reallocator.tell_conversion(optimizer.load_report.moves, notes=notes)

@@ -27,10 +27,13 @@ from baoc.profiling import (
     uncapped,
 )
 from baoc.profiling.memory import settle_allocator
+from baoc.tracking.console import say
 from baoc.training.arriving_weights import leave, needs_room
 from baoc.training.measure.caller_probe import CallerProbe
+from baoc.training.narration import Narrator
 from baoc.training.reallocation import ReallocationSettings
 from baoc.training.session import RecipeLike, Session, SessionSettings, make_profiler, with_recipe
+from baoc.training.user_optimizer import check_switches, groups_of, hyperparameters
 from baoc.types import Budget, Plan, profile_from_plain
 
 PLAIN_WARMUP_STEPS = 100
@@ -48,10 +51,14 @@ class BaocOptimizer(BlockwiseOptimizer):
         probe: Runs one forward and backward pass on a typical batch, or returns its loss, so that limits on memory and
             time are planned before training. Without it the first step runs on the plan of least state and measures its
             memory, outside of the cap; a limit on time needs it.
+        model: The network of which `params` are, where these are no module: names, roles and blocks are then its own.
+        verbose: Print the plan, each move, and at the end whether the budget held.
         settings: Planner, reallocation and optimizer settings. The default warm-up is 100 steps.
         recipe: A recipe by name or file, or a `Recipe`: what each role runs, in place of the planner's choice.
         release: Step each block in the backward pass and drop its gradients, see BlockwiseOptimizer. None takes
             the value in `settings`.
+        switches: `fused`, `foreach` and `capturable` of `torch.optim.AdamW` have no effect. `amsgrad`, `maximize` and
+            `differentiable` are refused where they are true.
 
     Raises:
         BadInputError: An argument is not supported.
@@ -71,17 +78,21 @@ class BaocOptimizer(BlockwiseOptimizer):
         settings: SessionSettings | None = None,
         release: bool | GradientRelease | None = None,
         recipe: RecipeLike | None = None,
+        model: nn.Module | None = None,
+        verbose: bool = True,
+        **switches: bool | None,
     ):
+        check_switches(switches)
         settings = settings or SessionSettings(reallocation=ReallocationSettings(warmup_steps=PLAIN_WARMUP_STEPS))
         settings = with_recipe(settings, recipe=recipe)
         if release is not None:
             settings = replace(settings, release=release)
         refuse_ranks("optimizer")
-        params = unwrapped(params)
-        module = params if isinstance(params, nn.Module) else None
+        params, model = unwrapped(params), unwrapped(model)
+        module = params if isinstance(params, nn.Module) else model
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         check_settings({key: plain(value) for key, value in options.items()})
-        named, groups = name_parameters(params)
+        named, groups = name_parameters(params, model=model)
         pairs = [pair for group in groups for pair in group["params"]]
         device = next((p.device for p in named.values()), torch.device("cpu"))
         take_from_others([param for _, param in pairs])  # whose hooks would step in the probe
@@ -122,6 +133,7 @@ class BaocOptimizer(BlockwiseOptimizer):
             first_cap.close()
             raise
         self.reallocator = session.reallocator(weakref.proxy(self))
+        self._narrator = Narrator(self.reallocator, name="BaocOptimizer", verbose=verbose, device=device)
         self._settings = settings
         self._first_step: FirstStepMemory | None = None
         self._session: Session | None = None  # and the cap that comes after it, until the first step is measured
@@ -131,6 +143,39 @@ class BaocOptimizer(BlockwiseOptimizer):
             self._measure_first_step(list(named.values()), device=device)
             weakref.finalize(self, first_cap.close).atexit = False
         self.reallocator.attach()
+        self._narrator.conclude_with(self)
+        if unknown and verbose:
+            say(f"BaocOptimizer: budget {limit.name} is planned for after the first step, which measures its memory")
+        else:
+            self._narrator.begin()
+
+    @classmethod
+    def from_optimizer(
+        cls, optimizer: torch.optim.Optimizer, model: nn.Module | None = None, **arguments: Any
+    ) -> "BaocOptimizer":
+        """The budgeted optimizer in the place of a `torch.optim.AdamW` that somebody else's code built.
+
+        Groups with all their keys, lr, betas, eps and weight_decay are `optimizer`'s, and its states where it has
+        stepped. Build learning-rate schedules on what this returns.
+
+        Args:
+            optimizer: AdamW, or Adam without weight decay.
+            model: The network: names, roles and blocks are its own.
+            arguments: Those of BaocOptimizer, beside the four that `optimizer` says.
+        """
+        said = "BaocOptimizer.from_optimizer was given"
+        defaults = hyperparameters(optimizer, said=said)
+        if twice := sorted(set(arguments) & set(defaults)):
+            raise BadInputError(f"{twice[0]} is given beside an optimizer that says it: leave it out")
+        if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+            raise BadInputError(
+                f"{said} an optimizer that a learning-rate schedule is built on, which would go on moving that one's "
+                "rate: build the schedule afterwards, on the optimizer that from_optimizer returns"
+            )
+        ours = cls(groups_of(optimizer), model=model, **{**defaults, **arguments})
+        if optimizer.state:
+            ours.load_state_dict(optimizer.state_dict())
+        return ours
 
     def _measure_first_step(self, params: Sequence[Tensor], *, device: torch.device) -> None:
         self._first_step = FirstStepMemory(params, context_bytes=context_bytes(device))
@@ -144,6 +189,15 @@ class BaocOptimizer(BlockwiseOptimizer):
     def plan(self) -> Plan:
         return self.reallocator.plan
 
+    @property
+    def budget_met(self) -> bool | None:
+        """Whether the limit on memory or state holds so far; None without such a limit, and where no peak is known."""
+        return self._narrator.budget_met
+
+    def summary(self) -> str:
+        """The plan in force as a table by role and spec, its totals, and how state and peak stand to the budget."""
+        return self._narrator.summary()
+
     def _learn_footprint(self) -> None:
         """After the very first step: the memory of its forward and backward is known, so the budget can be planned."""
         if self._first_step is None:
@@ -152,7 +206,10 @@ class BaocOptimizer(BlockwiseOptimizer):
         session, first_cap, first_step = self._session, self._first_cap, self._first_step
         self._session = self._first_cap = self._first_step = None
         planner, profiler = self.reallocator.planner, self.reallocator.profiler
-        planner.footprint = session.complete(first_step.finish(state_bytes=self.state_bytes()))
+        state_bytes = self.state_bytes()
+        planner.footprint = session.complete(first_step.finish(state_bytes=state_bytes))
+        held = state_bytes if planner.footprint.device.startswith("cuda") else 0
+        self._narrator.first_step_bytes = planner.footprint.forward_backward_bytes + held
         if profiler is not None:
             planner.count_profile(profiler.nbytes, temporary_bytes=profiler.temporary_bytes())
         if self.releaser is not None:
@@ -174,6 +231,7 @@ class BaocOptimizer(BlockwiseOptimizer):
             return
         self._check_online(online)
         self.reallocator.load_state_dict(online)
+        self._narrator.resumed()
 
     def _check_online(self, online: Any) -> None:
         """Raises, with nothing changed, what the reallocator would raise halfway through."""
@@ -230,12 +288,13 @@ def _learn_footprint(optimizer: Any, *_: object) -> None:
     optimizer._learn_footprint()
 
 
-def name_parameters(params: Any) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+def name_parameters(params: Any, *, model: nn.Module | None = None) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
     """Any spelling of parameters -> trainable ones by name, and groups of (name, parameter) pairs, frozen ones too.
 
-    Plain parameters are named `param0`, `param1`, ... in order. Raises BadInputError where nothing is trainable, and
-    where two are called the same.
+    Names are those that `model` has for them. Without it, plain parameters are named `param0`, `param1`, ... in order.
+    Raises BadInputError where nothing is trainable, where two are called the same, and where one is not the model's.
     """
+    names = {} if model is None else {id(param): name for name, param in model.named_parameters()}
     groups = [dict(group) for group in raw_groups(params)]
     entries: list[tuple[int, str, Tensor]] = []
     for index, group in enumerate(groups):
@@ -243,7 +302,12 @@ def name_parameters(params: Any) -> tuple[dict[str, Tensor], list[dict[str, Any]
         for given, param in members_of(group, index=index):
             name = f"param{len(entries)}" if given is None else given
             check_tensor(param, name=name)
-            entries.append((index, name, param))
+            if model is not None and id(param) not in names:
+                raise BadInputError(
+                    f"{name} of shape {tuple(param.shape)} is no parameter of the model ({type(model).__name__}) that "
+                    "was given: give the model that the optimizer trains"
+                )
+            entries.append((index, names.get(id(param), name), param))
         group.pop("param_names", None)
         group["params"] = [(name, param) for _, name, param in entries[first:]]
     check_names(entries)
