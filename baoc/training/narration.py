@@ -38,6 +38,10 @@ class Narrator:
         self._first, self._begun, self._told, self._pid = reallocator.step, False, False, os.getpid()
         reallocator.listeners.append(self._moved)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies, which say nothing: whoever logs, and the end, are the original's."""
+        return {**self.__dict__, "log": None, "verbose": False}
+
     # -- values ---------------------------------------------------------------------------------------------------
 
     @property
@@ -115,8 +119,9 @@ class Narrator:
         self._log()
 
     def resumed(self) -> None:
+        """States were loaded; at step 0 a wrapper only moves them to where they are, as accelerate does."""
         self._first = self.reallocator.step
-        if self.verbose:
+        if self.verbose and self._first:
             say(f"{self.name}: resumed after step {self.reallocator.step}; {self.plan!r}")
 
     def conclude(self) -> None:

@@ -133,7 +133,7 @@ class BaocOptimizer(BlockwiseOptimizer):
             first_cap.close()
             raise
         self.reallocator = session.reallocator(weakref.proxy(self))
-        self._narrator = Narrator(self.reallocator, name="BaocOptimizer", verbose=verbose, device=device)
+        self.narrator = Narrator(self.reallocator, name="BaocOptimizer", verbose=verbose, device=device)
         self._settings = settings
         self._first_step: FirstStepMemory | None = None
         self._session: Session | None = None  # and the cap that comes after it, until the first step is measured
@@ -143,11 +143,11 @@ class BaocOptimizer(BlockwiseOptimizer):
             self._measure_first_step(list(named.values()), device=device)
             weakref.finalize(self, first_cap.close).atexit = False
         self.reallocator.attach()
-        self._narrator.conclude_with(self)
+        self.narrator.conclude_with(self)
         if unknown and verbose:
             say(f"BaocOptimizer: budget {limit.name} is planned for after the first step, which measures its memory")
         else:
-            self._narrator.begin()
+            self.narrator.begin()
 
     @classmethod
     def from_optimizer(
@@ -192,11 +192,11 @@ class BaocOptimizer(BlockwiseOptimizer):
     @property
     def budget_met(self) -> bool | None:
         """Whether the limit on memory or state holds so far; None without such a limit, and where no peak is known."""
-        return self._narrator.budget_met
+        return self.narrator.budget_met
 
     def summary(self) -> str:
         """The plan in force as a table by role and spec, its totals, and how state and peak stand to the budget."""
-        return self._narrator.summary()
+        return self.narrator.summary()
 
     def _learn_footprint(self) -> None:
         """After the very first step: the memory of its forward and backward is known, so the budget can be planned."""
@@ -205,11 +205,19 @@ class BaocOptimizer(BlockwiseOptimizer):
         assert self._session is not None and self._first_cap is not None
         session, first_cap, first_step = self._session, self._first_cap, self._first_step
         self._session = self._first_cap = self._first_step = None
+        now = next(iter(session.params.values())).device
+        if now.type != session.device.type:
+            first_step.stop()
+            first_cap.close()
+            raise BadInputError(
+                f"the model has moved to {now} since its BaocOptimizer was built on {session.device}, whose memory "
+                f"budget {session.budget.name} was to hold: move the model first, then build the optimizer"
+            )
         planner, profiler = self.reallocator.planner, self.reallocator.profiler
         state_bytes = self.state_bytes()
         planner.footprint = session.complete(first_step.finish(state_bytes=state_bytes))
         held = state_bytes if planner.footprint.device.startswith("cuda") else 0
-        self._narrator.first_step_bytes = planner.footprint.forward_backward_bytes + held
+        self.narrator.first_step_bytes = planner.footprint.forward_backward_bytes + held
         if profiler is not None:
             planner.count_profile(profiler.nbytes, temporary_bytes=profiler.temporary_bytes())
         if self.releaser is not None:
@@ -231,7 +239,7 @@ class BaocOptimizer(BlockwiseOptimizer):
             return
         self._check_online(online)
         self.reallocator.load_state_dict(online)
-        self._narrator.resumed()
+        self.narrator.resumed()
 
     def _check_online(self, online: Any) -> None:
         """Raises, with nothing changed, what the reallocator would raise halfway through."""
