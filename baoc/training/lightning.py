@@ -4,6 +4,7 @@ Lightning calls `setup_optimizers` when the module is on its device and the data
 decision happens there. Later decisions hang on the optimizer's own step, so no callback of the user's is needed.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -27,7 +28,8 @@ from baoc.profiling import cap_device, context_bytes, describe, free_bytes
 from baoc.profiling.tracker import PeakMeter
 from baoc.training.arriving_weights import MIXED, Between, leave, must_wait, needs_room, no_room, visiting
 from baoc.training.gradient_release import leave_clipping, leaves_gradients, released_clipping, take_clipping_back
-from baoc.training.measure.probe import Probe, silent, unwrapped
+from baoc.training.measure.first_step import FirstStep
+from baoc.training.measure.probe import Probe, UnmeasuredStepError, silent, unwrapped
 from baoc.training.narration import Narrator, loggers_of
 from baoc.training.reallocation import Reallocator
 from baoc.training.session import RecipeLike, Session, SessionSettings, with_recipe
@@ -41,6 +43,7 @@ from baoc.training.user_optimizer import (
 )
 from baoc.types import Budget, Footprint, LatencyTable, Plan, Profile, Reallocation
 
+log = logging.getLogger(__name__)
 PlanListener = Callable[[Planner, Plan], None]
 
 
@@ -107,6 +110,7 @@ class BaocStrategy(SingleDeviceStrategy):
         self.verbose = verbose
         self._narrator: Narrator | None = None
         self._first_step: PeakMeter | None = None
+        self._unmeasured: FirstStep | None = None  # a first step that nobody could measure before training
         self.plan_listeners = list(plan_listeners)
         self.reallocation_listeners = list(reallocation_listeners)
         self.resume_listeners: list[Callable[[int, Plan], None]] = []  # called with step and plan after a load
@@ -179,6 +183,8 @@ class BaocStrategy(SingleDeviceStrategy):
         callbacks: list[L.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         if self._guard not in callbacks:
             callbacks.insert(0, self._guard)
+        if self._unmeasured is not None:
+            reallocator.optimizer.register_step_post_hook(lambda *_: self._learn())
         self._narrator = narrator = Narrator(
             reallocator,
             name="BaocStrategy",
@@ -186,7 +192,8 @@ class BaocStrategy(SingleDeviceStrategy):
             device=self.root_device,
             log=loggers_of(trainer) if self.verbose else None,
         )
-        narrator.begin()
+        if self._unmeasured is None:
+            narrator.begin()
         for listener in self.plan_listeners:
             listener(reallocator.planner, reallocator.plan)
         if self.plan_only:
@@ -211,21 +218,43 @@ class BaocStrategy(SingleDeviceStrategy):
             if self._waits:
                 given = {"device": self.root_device, "budget": self.budget, "context_bytes": self.context_bytes}
                 visit.enter_context(visiting(module, narrow=session.narrow, **given))
-            session.measure(
-                probe,
-                latency=self.latency,
-                record_latency=self.record_latency,
-                hides=settings.overlap and not settings.planner.flush_only and leaves_gradients(trainer),
-                weights_wait=self._waits,
-                decided=self.decided,
-            )
+            try:
+                session.measure(
+                    probe,
+                    latency=self.latency,
+                    record_latency=self.record_latency,
+                    hides=settings.overlap and not settings.planner.flush_only and leaves_gradients(trainer),
+                    weights_wait=self._waits,
+                    decided=self.decided,
+                )
+            except UnmeasuredStepError as error:
+                self._plan_unmeasured(session, why=str(error))
             self.context_bytes = session.context_bytes
             visit.close()
             device = self.root_device if self._waits else None
             if device is None and needs_room(session.plan, footprint=session.planner.footprint):
                 leave(session.narrow)
                 device = self.root_device
-            return session.start(named_groups(theirs, module), defaults=defaults, device=device)
+            reallocator = session.start(named_groups(theirs, module), defaults=defaults, device=device)
+        if self._unmeasured is not None:
+            self._unmeasured.begin(reallocator.optimizer)
+        return reallocator
+
+    def _plan_unmeasured(self, session: Session, *, why: str) -> None:
+        """Plans where the step cannot run before training: a memory budget is planned for after the first real step."""
+        if self._waits or self.budget.step_time is not None:
+            needs = "a budget below the weights in full" if self._waits else f"step_time={self.budget.step_time:g}"
+            raise BadInputError(
+                f"a step could not be measured before training ({why}), which {needs} needs: make what it needs in "
+                "__init__ or setup of the LightningModule, or give another budget"
+            )
+        then = (
+            "its first real step is measured instead" if self.budget.memory_bytes is not None else "no limit needs it"
+        )
+        log.warning("a step could not be measured before training (%s): %s", why, then)
+        if self.budget.memory_bytes is not None:
+            self._unmeasured = FirstStep(session)
+        session.assume()
 
     def _only_optimizer(self) -> Optimizer:
         if len(self.optimizers) != 1:
@@ -262,6 +291,9 @@ class BaocStrategy(SingleDeviceStrategy):
         a validation that follows brings the weights back, and finds the room that they had.
         """
         self._end_first_step()
+        if self._unmeasured is not None:
+            self._unmeasured.close()
+            self._unmeasured = None
         if self.reallocator is not None:
             optimizer = self.reallocator.optimizer
             optimizer.roster.refresh(optimizer.param_groups)
@@ -302,10 +334,18 @@ class BaocStrategy(SingleDeviceStrategy):
     def on_train_start(self) -> None:
         """On a CPU the first step is measured for the verdict; a CUDA device tells its peak at the end."""
         module = self.lightning_module
-        if not self.verbose or module is None or self.root_device.type != "cpu" or self.budget.memory_bytes is None:
+        measured = self._unmeasured is not None or self.root_device.type != "cpu" or self.budget.memory_bytes is None
+        if module is None or measured or not self.verbose:
             return
         self._first_step = PeakMeter(self.root_device, [module, [optimizer.state for optimizer in self.optimizers]])
         self._first_step.__enter__()
+
+    def _learn(self) -> None:
+        """After the first real step, which told what forward and backward need."""
+        if self._unmeasured is not None and self.reallocator is not None and self._narrator is not None:
+            first, self._unmeasured = self._unmeasured, None
+            first.learn(self.reallocator.optimizer, reallocator=self.reallocator)
+            self._narrator.first_step_bytes = first.peak_bytes
 
     def _end_first_step(self) -> None:
         if self._first_step is not None:

@@ -4,8 +4,7 @@ The loop stays as it is; the optimizer plans when it is built, watches gradients
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,18 +17,11 @@ from baoc.optim import BlockwiseOptimizer, GradientRelease
 from baoc.optim.groups import check_names, check_settings, check_tensor, members_of, plain, raw_groups
 from baoc.optim.release import take_from_others
 from baoc.parallel import refuse_ranks, unwrapped
-from baoc.profiling import (
-    FirstStepMemory,
-    cap_device,
-    context_bytes,
-    describe,
-    free_bytes,
-    uncapped,
-)
-from baoc.profiling.memory import settle_allocator
+from baoc.profiling import cap_device, describe, free_bytes
 from baoc.tracking.console import say
 from baoc.training.arriving_weights import leave, needs_room
 from baoc.training.measure.caller_probe import CallerProbe
+from baoc.training.measure.first_step import FirstStep
 from baoc.training.narration import Narrator
 from baoc.training.reallocation import ReallocationSettings
 from baoc.training.session import RecipeLike, Session, SessionSettings, make_profiler, with_recipe
@@ -113,11 +105,8 @@ class BaocOptimizer(BlockwiseOptimizer):
             declared=module.parameter_blocks() if hasattr(module, "parameter_blocks") else None,  # pyright: ignore
             module=module,
         )
-        first_cap = ExitStack()  # the first step is a look: what passes the budget is refused by number after it
-        if unknown:
-            settle_allocator(device)
-            first_cap.enter_context(uncapped(device, budget=limit))
-        else:
+        first_step = FirstStep(session) if unknown else None
+        if first_step is None:
             cap_device(device, budget=limit)
         try:
             if probe is None:
@@ -130,18 +119,16 @@ class BaocOptimizer(BlockwiseOptimizer):
                 leave(session.narrow)
             super().__init__(groups, **session.arguments(), device=device if arrives else None, **options)
         except BaseException:
-            first_cap.close()
+            if first_step is not None:
+                first_step.close()
             raise
         self.reallocator = session.reallocator(weakref.proxy(self))
         self.narrator = Narrator(self.reallocator, name="BaocOptimizer", verbose=verbose, device=device)
         self._settings = settings
-        self._first_step: FirstStepMemory | None = None
-        self._session: Session | None = None  # and the cap that comes after it, until the first step is measured
-        self._first_cap: ExitStack | None = None
-        if unknown:
-            self._session, self._first_cap = session, first_cap
-            self._measure_first_step(list(named.values()), device=device)
-            weakref.finalize(self, first_cap.close).atexit = False
+        self._first_step = first_step  # None once it is measured
+        if first_step is not None:
+            first_step.begin(self)
+            self.register_step_post_hook(_learn_footprint)
         self.reallocator.attach()
         self.narrator.conclude_with(self)
         if unknown and verbose:
@@ -177,14 +164,6 @@ class BaocOptimizer(BlockwiseOptimizer):
             ours.load_state_dict(optimizer.state_dict())
         return ours
 
-    def _measure_first_step(self, params: Sequence[Tensor], *, device: torch.device) -> None:
-        self._first_step = FirstStepMemory(params, context_bytes=context_bytes(device))
-        # If no step ever comes, measuring ends with the optimizer, to which nothing of its own refers but weakly.
-        weakref.finalize(self, self._first_step.stop)
-        if self.releaser is not None:
-            self.releaser.before_block = self._first_step.note_block
-        self.register_step_post_hook(_learn_footprint)
-
     @property
     def plan(self) -> Plan:
         return self.reallocator.plan
@@ -199,32 +178,10 @@ class BaocOptimizer(BlockwiseOptimizer):
         return self.narrator.summary()
 
     def _learn_footprint(self) -> None:
-        """After the very first step: the memory of its forward and backward is known, so the budget can be planned."""
-        if self._first_step is None:
-            return
-        assert self._session is not None and self._first_cap is not None
-        session, first_cap, first_step = self._session, self._first_cap, self._first_step
-        self._session = self._first_cap = self._first_step = None
-        now = next(iter(session.params.values())).device
-        if now.type != session.device.type:
-            first_step.stop()
-            first_cap.close()
-            raise BadInputError(
-                f"the model has moved to {now} since its BaocOptimizer was built on {session.device}, whose memory "
-                f"budget {session.budget.name} was to hold: move the model first, then build the optimizer"
-            )
-        planner, profiler = self.reallocator.planner, self.reallocator.profiler
-        state_bytes = self.state_bytes()
-        planner.footprint = session.complete(first_step.finish(state_bytes=state_bytes))
-        held = state_bytes if planner.footprint.device.startswith("cuda") else 0
-        self.narrator.first_step_bytes = planner.footprint.forward_backward_bytes + held
-        if profiler is not None:
-            planner.count_profile(profiler.nbytes, temporary_bytes=profiler.temporary_bytes())
-        if self.releaser is not None:
-            self.releaser.before_block = None
-        planner.budget = session.budget
-        with first_cap:
-            self.reallocator.replan(why="the first step told what forward and backward need")
+        if self._first_step is not None:
+            first_step, self._first_step = self._first_step, None
+            first_step.learn(self, reallocator=self.reallocator)
+            self.narrator.first_step_bytes = first_step.peak_bytes
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
