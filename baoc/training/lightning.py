@@ -26,7 +26,16 @@ from baoc.parallel import refuse_ranks
 from baoc.planning.planner import Planner
 from baoc.profiling import cap_device, context_bytes, describe, free_bytes
 from baoc.profiling.tracker import PeakMeter
-from baoc.training.arriving_weights import MIXED, Between, leave, must_wait, needs_room, no_room, visiting
+from baoc.training.arriving_weights import (
+    MIXED,
+    ArrivedWeights,
+    Between,
+    leave,
+    must_wait,
+    needs_room,
+    no_room,
+    visiting,
+)
 from baoc.training.gradient_release import leave_clipping, leaves_gradients, released_clipping, take_clipping_back
 from baoc.training.measure.first_step import FirstStep
 from baoc.training.measure.probe import Probe, UnmeasuredStepError, silent, unwrapped
@@ -34,12 +43,14 @@ from baoc.training.narration import Narrator, loggers_of
 from baoc.training.reallocation import Reallocator
 from baoc.training.session import RecipeLike, Session, SessionSettings, with_recipe
 from baoc.training.user_optimizer import (
+    averaging_callbacks,
     count_steps_for_schedulers,
     declared_blocks,
     hyperparameters,
     named_groups,
     rebind_schedulers,
     widened,
+    without_narrow,
 )
 from baoc.types import Budget, Footprint, LatencyTable, Plan, Profile, Reallocation
 
@@ -110,6 +121,7 @@ class BaocStrategy(SingleDeviceStrategy):
         self.verbose = verbose
         self._narrator: Narrator | None = None
         self._first_step: PeakMeter | None = None
+        self._arrived: ArrivedWeights | None = None  # of a resume, until the optimizer's states are loaded
         self._unmeasured: FirstStep | None = None  # a first step that nobody could measure before training
         self.plan_listeners = list(plan_listeners)
         self.reallocation_listeners = list(reallocation_listeners)
@@ -164,10 +176,13 @@ class BaocStrategy(SingleDeviceStrategy):
         module = self.lightning_module
         assert module is not None
         self._refuse_unsupported(trainer)
+        if averaging := averaging_callbacks(trainer):
+            self.settings = without_narrow(self.settings, because=averaging)
+        else:
+            self.settings = widened(
+                self.settings, device=self.root_device.type, budget=self.budget, precision=str(trainer.precision)
+            )
         self._refuse_mixed_types(trainer)
-        self.settings = widened(
-            self.settings, device=self.root_device.type, budget=self.budget, precision=str(trainer.precision)
-        )
         take_from_others(list(module.parameters()))  # whose hooks would step in the probe
         super().setup_optimizers(trainer)
         theirs = self._only_optimizer()
@@ -235,7 +250,11 @@ class BaocStrategy(SingleDeviceStrategy):
             if device is None and needs_room(session.plan, footprint=session.planner.footprint):
                 leave(session.narrow)
                 device = self.root_device
+            if trainer._checkpoint_connector._loaded_checkpoint:
+                self._arrived = ArrivedWeights(session)
             reallocator = session.start(named_groups(theirs, module), defaults=defaults, device=device)
+            if self._arrived is not None:
+                self._arrived.narrowed()
         if self._unmeasured is not None:
             self._unmeasured.begin(reallocator.optimizer)
         return reallocator
@@ -421,13 +440,14 @@ class BaocStrategy(SingleDeviceStrategy):
         assert len(checkpoint["optimizer_states"]) == 1 and self.reallocator is not None
         state = dict(checkpoint["optimizer_states"][0])
         online = state.pop("online", None)
+        arrived, self._arrived = self._arrived, None
+        whole = arrived.untouched() if arrived is not None else {}
         notes = self.reallocator.load_state_dict(online, converting=True) if online is not None else []
         optimizer = self.reallocator.optimizer
         optimizer.load_state_dict(state)
         assert optimizer.load_report is not None
-        saved = checkpoint.get("state_dict", {})
-        # The plan on which this run started may have kept in fewer bits what the model had loaded in all of its own.
-        optimizer.load_weights({name: saved[name] for name in optimizer.load_report.whole_names if name in saved})
+        # The plan on which this run started may have kept in fewer bits what the model had in all of its own.
+        optimizer.load_weights({name: whole[name] for name in optimizer.load_report.whole_names if name in whole})
         if online is not None:
             if self._narrator is not None:
                 self._narrator.resumed()
