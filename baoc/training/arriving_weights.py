@@ -150,27 +150,27 @@ class Between:
 
     def __init__(self) -> None:
         self._whole: dict[Tensor, torch.dtype] = {}
-        self._left: tuple[BlockwiseOptimizer, dict[Tensor, int]] | None = None
+        self._left: list[tuple[BlockwiseOptimizer, dict[Tensor, int]]] = []
 
     def leave(self, optimizer: BlockwiseOptimizer) -> None:
         """A fit is over."""
         slots = [slot for live in optimizer.roster.live.values() for slot in live.slots]
-        self._left = optimizer, {slot.param: slot.param._version for slot in slots}
+        self._left.append((optimizer, {slot.param: slot.param._version for slot in slots}))
 
     @torch.no_grad()
     def resume(self, module: nn.Module) -> None:
         """Another one begins. Weights that were written to since, by a checkpoint say, are what they are now."""
-        if self._left is None:
-            return
-        (optimizer, versions), self._left = self._left, None
-        mine, roster = set(module.parameters()), optimizer.roster
-        for live in roster.live.values():
-            with roster.visiting(live, keep=False):
-                for slot in live.slots:
-                    dtype = getattr(torch, slot.info.dtype)
-                    if slot.param in mine and slot.param.dtype is not dtype:
-                        same = slot.param._version == versions.get(slot.param)
-                        slot.param.data = master(slot.param, roster.state[slot.param] if same else {}).to(dtype)
+        left, self._left = self._left, []
+        mine = set(module.parameters())
+        for optimizer, versions in left:
+            roster = optimizer.roster
+            for live in roster.live.values():
+                with roster.visiting(live, keep=False):
+                    for slot in live.slots:
+                        dtype = getattr(torch, slot.info.dtype)
+                        if slot.param in mine and slot.param.dtype is not dtype:
+                            same = slot.param._version == versions.get(slot.param)
+                            slot.param.data = master(slot.param, roster.state[slot.param] if same else {}).to(dtype)
 
     def narrow(self, module: nn.Module) -> None:
         """Parameters that lose nothing become bf16, where they are."""

@@ -5,7 +5,7 @@ decision happens there. Later decisions hang on the optimizer's own step, so no 
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from baoc.core.budgets import parse_budget, resolve_auto
 from baoc.core.catalogue import select
-from baoc.errors import BadInputError
+from baoc.errors import BadInputError, CheckpointError
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.release import take_from_others
 from baoc.parallel import refuse_ranks
@@ -72,7 +72,8 @@ class _GradientGuard(L.Callback):
 class BaocStrategy(SingleDeviceStrategy):
     """Trains any LightningModule inside a budget: `L.Trainer(strategy=BaocStrategy(budget="8gb"))`.
 
-    Loader and schedulers stay as they are. The module must return one `torch.optim.AdamW` and optimize automatically.
+    Loader and schedulers stay as they are. The module returns one `torch.optim.AdamW`, or several that it steps itself
+    (`automatic_optimization=False`), which share the budget.
     `plan_listeners` are called with the first plan, `reallocation_listeners` with each later decision.
 
     Args:
@@ -119,7 +120,8 @@ class BaocStrategy(SingleDeviceStrategy):
         self.plan_only = plan_only
         self.record_latency = record_latency
         self.verbose = verbose
-        self._narrator: Narrator | None = None
+        self.reallocators: list[Reallocator] = []  # one for each optimizer; `reallocator` is the first
+        self._narrators: list[Narrator] = []
         self._first_step: PeakMeter | None = None
         self._arrived: ArrivedWeights | None = None  # of a resume, until the optimizer's states are loaded
         self._unmeasured: FirstStep | None = None  # a first step that nobody could measure before training
@@ -185,30 +187,40 @@ class BaocStrategy(SingleDeviceStrategy):
         self._refuse_mixed_types(trainer)
         take_from_others(list(module.parameters()))  # whose hooks would step in the probe
         super().setup_optimizers(trainer)
-        theirs = self._only_optimizer()
-        self.reallocator = reallocator = self._planned(trainer, theirs, settings=self._settings_for(trainer))
-        reallocator.listeners.extend(self.reallocation_listeners)
-        reallocator.settled_listeners.extend(self.settled_listeners)
-        rebind_schedulers([c.scheduler for c in self.lr_scheduler_configs], old=theirs, new=reallocator.optimizer)
-        if self.lr_scheduler_configs:
-            count_steps_for_schedulers(reallocator.optimizer)
-        self.optimizers = [reallocator.optimizer]
+        theirs, settings = self._taken_over(module), self._settings_for(trainer)
+        if module.automatic_optimization:
+            self.reallocators = [self._planned(trainer, theirs[0], settings=settings)]
+        else:
+            self.reallocators = self._planned_apart(module, theirs, settings=settings)
+        self.reallocator = reallocator = self.reallocators[0]
+        for old, one in zip(theirs, self.reallocators, strict=True):
+            one.listeners.extend(self.reallocation_listeners)
+            one.settled_listeners.extend(self.settled_listeners)
+            rebind_schedulers([c.scheduler for c in self.lr_scheduler_configs], old=old, new=one.optimizer)
+            if self.lr_scheduler_configs:
+                count_steps_for_schedulers(one.optimizer)
+        self.optimizers = [one.optimizer for one in self.reallocators]
         if reallocator.optimizer.releaser is not None:
             leave_clipping(self.precision_plugin)
         callbacks: list[L.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         if self._guard not in callbacks:
             callbacks.insert(0, self._guard)
-        if self._unmeasured is not None:
-            reallocator.optimizer.register_step_post_hook(lambda *_: self._learn())
-        self._narrator = narrator = Narrator(
-            reallocator,
-            name="BaocStrategy",
-            verbose=self.verbose,
-            device=self.root_device,
-            log=loggers_of(trainer) if self.verbose else None,
-        )
-        if self._unmeasured is None:
-            narrator.begin()
+        several = len(theirs) > 1
+        self._narrators = [
+            Narrator(
+                one,
+                name=f"BaocStrategy, optimizer {number}" if several else "BaocStrategy",
+                verbose=self.verbose,
+                device=self.root_device,
+                log=loggers_of(trainer, prefix=f"optimizer_{number}/" if several else ""),
+            )
+            for number, one in enumerate(self.reallocators, start=1)
+        ]
+        for one, narrator in zip(self.reallocators, self._narrators, strict=True):
+            if self._unmeasured is not None:
+                one.optimizer.register_step_post_hook(lambda *_: self._learn())
+            else:
+                narrator.begin()
         for listener in self.plan_listeners:
             listener(reallocator.planner, reallocator.plan)
         if self.plan_only:
@@ -275,20 +287,64 @@ class BaocStrategy(SingleDeviceStrategy):
             self._unmeasured = FirstStep(session)
         session.assume()
 
-    def _only_optimizer(self) -> Optimizer:
-        if len(self.optimizers) != 1:
-            raise BadInputError(
-                f"configure_optimizers returned {len(self.optimizers)} optimizers: BAOC trains with one for now; put "
-                "all parameters into one AdamW with parameter groups"
+    def _planned_apart(
+        self, module: L.LightningModule, theirs: Sequence[Optimizer], *, settings: SessionSettings
+    ) -> list[Reallocator]:
+        """A plan and an optimizer for each of a module that steps them itself, which nobody can do before training.
+
+        A state budget is the same share of each; a memory budget is planned for after the first step of all of them.
+        """
+        if self.budget.step_time is not None or settings.release is not False or self._waits:
+            what = (
+                f"budget.step_time={self.budget.step_time:g}"
+                if self.budget.step_time is not None
+                else "gradient release"
+                if settings.release is not False
+                else "a budget below the weights in full"
             )
-        return self.optimizers[0]
+            raise BadInputError(
+                f"the module sets automatic_optimization=False, and {what} needs a step that Lightning runs: use a "
+                "budget of memory or state without it, or automatic optimization"
+            )
+        declared, named = declared_blocks(module, unwrapped(module)), dict(module.named_parameters())
+        names = {id(param): name for name, param in named.items()}
+        sessions, defaults = [], [hyperparameters(one) for one in theirs]
+        for one, given in zip(theirs, defaults, strict=True):
+            own = {names[id(p)] for group in one.param_groups for p in group["params"] if id(p) in names}
+            sessions.append(
+                Session(
+                    describe(module, optimizer_groups=one.param_groups),
+                    params={name: param for name, param in named.items() if name in own},
+                    budget=self.budget,
+                    settings=settings,
+                    betas=tuple(given["betas"]),
+                    device=self.root_device,
+                    declared=_within(declared, own),
+                    module=module,
+                )
+            )
+        if self.budget.memory_bytes is not None:
+            self._unmeasured = FirstStep(*sessions)
+        for session in sessions:
+            session.assume()
+        found = [
+            session.start(named_groups(one, module), defaults=given)
+            for session, one, given in zip(sessions, theirs, defaults, strict=True)
+        ]
+        if self._unmeasured is not None:
+            self._unmeasured.begin(*(reallocator.optimizer for reallocator in found))
+        return found
+
+    def _taken_over(self, module: L.LightningModule) -> list[Optimizer]:
+        if not self.optimizers or (module.automatic_optimization and len(self.optimizers) != 1):
+            raise BadInputError(
+                f"configure_optimizers returned {len(self.optimizers)} optimizers: BAOC trains with one in automatic "
+                "optimization. Put all parameters into one AdamW with parameter groups, or step several yourself "
+                "(automatic_optimization=False), each of which gets its share of the budget"
+            )
+        return self.optimizers
 
     def _refuse_unsupported(self, trainer: L.Trainer) -> None:
-        if not trainer.lightning_module.automatic_optimization:
-            raise BadInputError(
-                "the module sets automatic_optimization=False: BAOC steps the optimizer itself. Use automatic "
-                "optimization, or BaocOptimizer in a loop of your own"
-            )
         devices = trainer._accelerator_connector._devices_flag
         several = (isinstance(devices, int) and devices > 1) or (isinstance(devices, list) and len(devices) > 1)
         if several or trainer.num_nodes > 1:
@@ -313,8 +369,7 @@ class BaocStrategy(SingleDeviceStrategy):
         if self._unmeasured is not None:
             self._unmeasured.close()
             self._unmeasured = None
-        if self.reallocator is not None:
-            optimizer = self.reallocator.optimizer
+        for optimizer in (reallocator.optimizer for reallocator in self.reallocators):
             optimizer.roster.refresh(optimizer.param_groups)
             self._between.leave(optimizer)
         super().teardown()
@@ -344,11 +399,13 @@ class BaocStrategy(SingleDeviceStrategy):
     @property
     def budget_met(self) -> bool | None:
         """Whether the limit on memory or state holds so far; None without such a limit, and where no peak is known."""
-        return self._narrator.budget_met if self._narrator is not None else None
+        verdicts = [narrator.budget_met for narrator in self._narrators]
+        return None if None in verdicts or not verdicts else all(verdicts)
 
     def summary(self) -> str:
         """The plan in force as a table by role and spec, its totals, and how state and peak stand to the budget."""
-        return "BaocStrategy: no plan before a fit" if self._narrator is None else self._narrator.summary()
+        told = [narrator.summary() for narrator in self._narrators]
+        return "\n\n".join(told) or "BaocStrategy: no plan before a fit"
 
     def on_train_start(self) -> None:
         """On a CPU the first step is measured for the verdict; a CUDA device tells its peak at the end."""
@@ -361,21 +418,22 @@ class BaocStrategy(SingleDeviceStrategy):
 
     def _learn(self) -> None:
         """After the first real step, which told what forward and backward need."""
-        if self._unmeasured is not None and self.reallocator is not None and self._narrator is not None:
+        if self._unmeasured is not None and all(one.step for one in self.reallocators):
             first, self._unmeasured = self._unmeasured, None
-            first.learn(self.reallocator.optimizer, reallocator=self.reallocator)
-            self._narrator.first_step_bytes = first.peak_bytes
+            first.learn(*self.reallocators)
+            for narrator in self._narrators:
+                narrator.first_step_bytes = first.peak_bytes
 
     def _end_first_step(self) -> None:
         if self._first_step is not None:
             meter, self._first_step = self._first_step, None
             meter.leave()
-            if self._narrator is not None:
-                self._narrator.first_step_bytes = meter.peak_bytes
+            for narrator in self._narrators:
+                narrator.first_step_bytes = meter.peak_bytes
 
     def on_train_end(self) -> None:
-        if self._narrator is not None:
-            self._narrator.conclude()
+        for narrator in self._narrators:
+            narrator.conclude()
 
     # -- training -------------------------------------------------------------------------------------------------
 
@@ -428,8 +486,9 @@ class BaocStrategy(SingleDeviceStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state with what the reallocator needs to go on: plan, profile, counters."""
         state: dict[str, Any] = dict(super().optimizer_state(optimizer))
-        if self.reallocator is not None:
-            state["online"] = self.reallocator.state_dict(copies=False)  # written at once
+        for reallocator in self.reallocators:
+            if reallocator.optimizer is getattr(optimizer, "_optimizer", optimizer):
+                state["online"] = reallocator.state_dict(copies=False)  # written at once
         return state
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -437,20 +496,42 @@ class BaocStrategy(SingleDeviceStrategy):
 
         A checkpoint of plain torch.optim.AdamW is taken too: its moments are converted to the plan in force.
         """
-        assert len(checkpoint["optimizer_states"]) == 1 and self.reallocator is not None
-        state = dict(checkpoint["optimizer_states"][0])
-        online = state.pop("online", None)
+        saved: Sequence[Mapping[str, Any]] = checkpoint["optimizer_states"]
+        if len(saved) != len(self.reallocators):
+            raise CheckpointError(
+                f"the checkpoint has states of {len(saved)} optimizers, and the module makes {len(self.reallocators)}: "
+                "resume with the module of that run"
+            )
         arrived, self._arrived = self._arrived, None
         whole = arrived.untouched() if arrived is not None else {}
-        notes = self.reallocator.load_state_dict(online, converting=True) if online is not None else []
-        optimizer = self.reallocator.optimizer
+        for reallocator, narrator, given in zip(self.reallocators, self._narrators, saved, strict=True):
+            self._load_states(dict(given), reallocator=reallocator, narrator=narrator, whole=whole)
+
+    def _load_states(
+        self,
+        state: dict[str, Any],
+        *,
+        reallocator: Reallocator,
+        narrator: Narrator,
+        whole: Mapping[str, torch.Tensor],
+    ) -> None:
+        online = state.pop("online", None)
+        notes = reallocator.load_state_dict(online, converting=True) if online is not None else []
+        optimizer = reallocator.optimizer
         optimizer.load_state_dict(state)
         assert optimizer.load_report is not None
         # The plan on which this run started may have kept in fewer bits what the model had in all of its own.
         optimizer.load_weights({name: whole[name] for name in optimizer.load_report.whole_names if name in whole})
         if online is not None:
-            if self._narrator is not None:
-                self._narrator.resumed()
+            narrator.resumed()
             for listener in self.resume_listeners:
-                listener(self.reallocator.step, self.reallocator.plan)
-            self.reallocator.tell_conversion(optimizer.load_report.moves, notes=notes)
+                listener(reallocator.step, reallocator.plan)
+            reallocator.tell_conversion(optimizer.load_report.moves, notes=notes)
+
+
+def _within(declared: Mapping[str, Sequence[str]] | None, names: Collection[str]) -> dict[str, list[str]] | None:
+    """Of the declared blocks what is of these parameters."""
+    if declared is None:
+        return None
+    own = {block: [name for name in members if name in names] for block, members in declared.items()}
+    return {block: members for block, members in own.items() if members}

@@ -152,15 +152,16 @@ class Narrator:
         self._log()
 
     def _log(self) -> None:
-        if self.log is not None:
+        if self.log is not None and self.verbose:
             self.log(self.values())
 
 
-def loggers_of(trainer: Any) -> LogMetrics:
+def loggers_of(trainer: Any, *, prefix: str = "") -> LogMetrics:
     """Logs to every logger of a Lightning Trainer, under the step that its own metrics are logged under."""
 
     def log(values: Mapping[str, float]) -> None:
+        named = {prefix + key: value for key, value in values.items()}
         for logger in trainer.loggers:
-            logger.log_metrics(dict(values), step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+            logger.log_metrics(named, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     return log

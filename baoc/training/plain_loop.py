@@ -180,7 +180,7 @@ class BaocOptimizer(BlockwiseOptimizer):
     def _learn_footprint(self) -> None:
         if self._first_step is not None:
             first_step, self._first_step = self._first_step, None
-            first_step.learn(self, reallocator=self.reallocator)
+            first_step.learn(self.reallocator)
             self.narrator.first_step_bytes = first_step.peak_bytes
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
