@@ -13,11 +13,11 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.accelerators import CUDAAccelerator
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
-from baoc.core.budgets import parse_budget, resolve_auto
+from baoc.core.budgets import AUTO, PRESETS, parse_budget, resolve_auto
 from baoc.core.catalogue import select
 from baoc.errors import BadInputError, CheckpointError
 from baoc.optim import BlockwiseOptimizer
@@ -36,6 +36,7 @@ from baoc.training.arriving_weights import (
     no_room,
     visiting,
 )
+from baoc.training.averages import averaging_callbacks, without_narrow
 from baoc.training.gradient_release import leave_clipping, leaves_gradients, released_clipping, take_clipping_back
 from baoc.training.measure.first_step import FirstStep
 from baoc.training.measure.probe import Probe, UnmeasuredStepError, silent, unwrapped
@@ -43,18 +44,17 @@ from baoc.training.narration import Narrator, loggers_of
 from baoc.training.reallocation import Reallocator
 from baoc.training.session import RecipeLike, Session, SessionSettings, with_recipe
 from baoc.training.user_optimizer import (
-    averaging_callbacks,
     count_steps_for_schedulers,
     declared_blocks,
     hyperparameters,
     named_groups,
     rebind_schedulers,
     widened,
-    without_narrow,
 )
 from baoc.types import Budget, Footprint, LatencyTable, Plan, Profile, Reallocation
 
 log = logging.getLogger(__name__)
+STRATEGY_NAME = "baoc"
 PlanListener = Callable[[Planner, Plan], None]
 
 
@@ -90,7 +90,7 @@ class BaocStrategy(SingleDeviceStrategy):
         InfeasibleBudgetError: By `Trainer.fit`, before the first step; and BadInputError for what is not supported.
     """
 
-    strategy_name = "baoc"
+    strategy_name = STRATEGY_NAME
     silent = staticmethod(silent)  # for callbacks that look at a forward pass without being part of the run
 
     def __init__(
@@ -535,3 +535,12 @@ def _within(declared: Mapping[str, Sequence[str]] | None, names: Collection[str]
         return None
     own = {block: [name for name in members if name in names] for block, members in declared.items()}
     return {block: members for block, members in own.items() if members}
+
+
+def _register() -> None:
+    """`Trainer(strategy="baoc")`, and `"baoc_state_25"` for each preset of a budget."""
+    for name, budget in {STRATEGY_NAME: AUTO, **{f"{STRATEGY_NAME}_{preset}": preset for preset in PRESETS}}.items():
+        StrategyRegistry.register(name, BaocStrategy, f"trains inside budget={budget}", budget=budget, override=True)
+
+
+_register()

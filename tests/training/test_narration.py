@@ -5,6 +5,7 @@ import gc
 import re
 from collections.abc import Callable
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
@@ -96,3 +97,9 @@ def test_the_repr_of_a_plan_is_a_line():
     model, _ = net()
     text = repr(BaocOptimizer(model, budget="state_25", verbose=False).plan)
     assert len(text) < 400 and "state_25" in text and "blocks" in text
+
+
+@pytest.mark.parametrize(("name", "budget"), [("baoc", "auto"), ("baoc_state_25", "state_25")])
+def test_a_trainer_knows_the_strategy_by_name(name: str, budget: str):
+    trainer = L.Trainer(strategy=name, accelerator="cpu", devices=1, logger=False)
+    assert isinstance(trainer.strategy, BaocStrategy) and trainer.strategy.budget.name == budget
