@@ -35,7 +35,9 @@ class Narrator:
         self.verbose = verbose and (ranks is None or ranks.rank == "0")
         self.first_step_bytes: int | None = None
         self.num_moves = 0  # that were accepted
-        self._first, self._begun, self._told, self._pid = reallocator.step, False, False, os.getpid()
+        self._stepped = self._begun = self._told = False
+        self._pid = os.getpid()
+        reallocator.optimizer.register_step_post_hook(self._count)
         reallocator.listeners.append(self._moved)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -120,14 +122,13 @@ class Narrator:
 
     def resumed(self) -> None:
         """States were loaded; at step 0 a wrapper only moves them to where they are, as accelerate does."""
-        self._first = self.reallocator.step
-        if self.verbose and self._first:
+        if self.verbose and self.reallocator.step:
             say(f"{self.name}: resumed after step {self.reallocator.step}; {self.plan!r}")
 
     def conclude(self) -> None:
         """The verdict, once, if there were steps."""
         steps = self.reallocator.step
-        if self._told or steps == self._first or os.getpid() != self._pid:
+        if self._told or not self._stepped or os.getpid() != self._pid:
             return
         self._told = True
         if self.verbose:
@@ -139,6 +140,9 @@ class Narrator:
     def conclude_with(self, owner: object) -> None:
         """Concludes when `owner` is gone, at the latest when the process ends: a plain loop does not say its end."""
         weakref.finalize(owner, self.conclude)
+
+    def _count(self, *_: object) -> None:
+        self._stepped = True
 
     def _moved(self, event: Reallocation, plan: Plan, profile: Profile | None) -> None:
         if not self._begun:  # the plan after the first step, which measured what the budget has to hold

@@ -30,4 +30,4 @@ def test_an_example_trains_inside_its_budget(script, run_python: Callable[..., C
     assert "plan for budget state_25" in done.stdout
     assert re.search(r"steps, no reallocation; .* of optimizer state: met, .* to spare \(binds\)", done.stdout)
     losses = [float(found) for found in re.findall(r"loss (\d+\.\d+)", done.stdout)]
-    assert losses and losses[-1] < 1.5
+    assert losses and losses[-1] < (3 if script.stem == "nanogpt" else 1.5)  # of 64 letters, and of few classes
