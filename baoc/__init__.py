@@ -1,19 +1,23 @@
 """BAOC gives every block of a network the cheapest optimizer it can safely use, inside a memory and time budget.
 
-`BaocOptimizer` and `BaocStrategy` are resolved on first use, so importing the decision core stays free of torch.
+What trains is resolved on first use, so importing the decision core stays free of torch.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from baoc.training.lightning import BaocStrategy
+    from baoc.training.lightning import BaocDDPStrategy, BaocStrategy
     from baoc.training.plain_loop import BaocOptimizer
 
 __version__ = "0.1.0"
-__all__ = ["BaocOptimizer", "BaocStrategy", "__version__"]
+__all__ = ["BaocDDPStrategy", "BaocOptimizer", "BaocStrategy", "__version__"]
 
-_LAZY = {"BaocOptimizer": "baoc.training.plain_loop", "BaocStrategy": "baoc.training.lightning"}
+_LAZY = {
+    "BaocOptimizer": "baoc.training.plain_loop",
+    "BaocStrategy": "baoc.training.lightning",
+    "BaocDDPStrategy": "baoc.training.lightning",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,16 +1,19 @@
-"""Whether this process is one of several, and what is refused where it is: the only place that knows of ranks.
+"""Whether this process is one of several, what ranks agree on, and what is refused: the only place that knows of ranks.
 
-Each row of `REFUSED` is one thing that is not done there yet, and goes when it is. torch is looked at where it is
-loaded already: what has not loaded it has no process group.
+`ranks()` is the process group, or `ALONE`, whose answers are what it is asked: code of one process has no branches for
+several. Each row of `REFUSED` is one thing that is not done there yet, and goes when it is. torch is looked at where it
+is loaded already: what has not loaded it has no process group.
 """
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
-from baoc.errors import BadInputError
+from baoc.errors import BadInputError, TrainingFailedError
+
+T = TypeVar("T")
 
 # Who starts processes, and the variables of their number and of this one's. accelerate and deepspeed set torchrun's.
 LAUNCHERS = (
@@ -23,29 +26,31 @@ LAUNCHERS = (
 )
 _INTERACTIVE = ("bash", "interactive")  # names of Slurm jobs that are a shell; Lightning goes by the same
 
-_BLOCKWISE = (
-    "BlockwiseOptimizer with specs of your own, built before DistributedDataParallel, is the same in every process"
-)
 REFUSED = {
     "run": (
-        "a run was started as {ranks}: each would train alone on all of the data. Start it once, without a launcher of "
-        "ranks; several budgets or seeds run side by side with -m"
+        "a run was started as {ranks}, where no process knows all of its numbers: each would train alone on all of the "
+        "data. Start it once with trainer.devices=N, by torchrun --nproc-per-node N, or by srun --ntasks N"
+    ),
+    "multirun": (
+        "-m was started as {ranks}: several runs side by side need no ranks. Start it once, without a launcher of "
+        "ranks; trainer.devices=N gives each run N of them"
     ),
     "study": (
         "a study was started as {ranks}: each would work on it alone. Start it once per worker, without a launcher of "
         "ranks; each trial is one process tree"
     ),
     "strategy": (
-        "BaocStrategy was built in {ranks}: it trains on one device for now, and each process would train alone on all "
-        f'of the data. Start one process, or train with Trainer(strategy="ddp"), where {_BLOCKWISE}'
+        "BaocStrategy was built in {ranks}: it trains on one device, and each process would train alone on all of the "
+        "data. Use BaocDDPStrategy, which takes the same arguments, or start one process"
     ),
     "optimizer": (
-        "BaocOptimizer was built in {ranks}: each would plan by its own memory, clock and gradients, so that plans and "
-        f"weights differ. Train in one process; {_BLOCKWISE}"
+        "BaocOptimizer was built in {ranks} before torch.distributed.init_process_group: each would plan by its own "
+        "memory, clock and gradients, so that plans and weights differ. Call that first, then wrap the module in "
+        "DistributedDataParallel"
     ),
     "decision": (
-        "a plan that BAOC made is stepped in {ranks}: each would decide anew by its own clock and gradients, so that "
-        f"plans and weights differ. Train in one process; {_BLOCKWISE}"
+        "a plan that BAOC made in a process alone is stepped in {ranks}: each would decide anew by its own clock and "
+        "gradients, so that plans and weights differ. Call torch.distributed.init_process_group before it is made"
     ),
     "release": (
         "gradient release was asked for in {ranks}: it steps before gradients are averaged over them. Train in one "
@@ -85,9 +90,205 @@ def refusal(row: str, **facts: object) -> BadInputError:
     return BadInputError(REFUSED[row].format(**facts))
 
 
+# -- what ranks agree on ----------------------------------------------------------------------------------------------
+
+
+class Ranks(Protocol):
+    """The processes of a run. Every method but `rank` and `size` is a collective: all ranks call it, in one order."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def most(self, *numbers: float) -> tuple[float, ...]:
+        """Each number's largest over ranks."""
+        ...
+
+    def first_number(self, number: float) -> float:
+        """Rank 0's number, at the price of one small message."""
+        ...
+
+    def first(self, value: T) -> T:
+        """Rank 0's value."""
+        ...
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """What `make` returns on rank 0, which alone calls it; all ranks raise what it raises."""
+        ...
+
+    def gathered(self, value: T) -> list[T]:
+        """Every rank's value, in their order."""
+        ...
+
+    def agreed(self, make: Callable[[], T]) -> T:
+        """What `make` returns here. Where it raises an Exception on any rank, all ranks raise that of the first such
+        one, or their own."""
+        ...
+
+    def share(self, tensors: Iterable[Any]) -> None:
+        """Puts rank 0's numbers into the tensors of all."""
+        ...
+
+    def average(self, tensor: Any) -> None:
+        """Puts the mean over ranks in the tensor's place."""
+        ...
+
+
+class Alone:
+    """A process without others."""
+
+    rank, size = 0, 1
+
+    def most(self, *numbers: float) -> tuple[float, ...]:
+        return numbers
+
+    def first_number(self, number: float) -> float:
+        return number
+
+    def first(self, value: T) -> T:
+        return value
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        return make()
+
+    def gathered(self, value: T) -> list[T]:
+        return [value]
+
+    def agreed(self, make: Callable[[], T]) -> T:
+        return make()
+
+    def share(self, tensors: Iterable[Any]) -> None:
+        pass
+
+    def average(self, tensor: Any) -> None:
+        pass
+
+
+ALONE = Alone()
+
+
+class Group:
+    """torch's default process group, with one of gloo beside it for numbers, objects and tensors of the CPU."""
+
+    def __init__(self, distributed: Any):
+        self._dist, self._torch = distributed, sys.modules["torch"]
+        self.rank, self.size = int(distributed.get_rank()), int(distributed.get_world_size())
+        self._gloo = distributed.new_group(backend="gloo")
+
+    def most(self, *numbers: float) -> tuple[float, ...]:
+        held = self._torch.tensor(numbers, dtype=self._torch.float64)
+        self._dist.all_reduce(held, op=self._dist.ReduceOp.MAX, group=self._gloo)
+        return tuple(held.tolist())
+
+    def first_number(self, number: float) -> float:
+        held = self._torch.tensor([number], dtype=self._torch.float64)
+        self._dist.broadcast(held, 0, group=self._gloo)
+        return held.item()
+
+    def first(self, value: T) -> T:
+        held = [value if self.rank == 0 else None]
+        self._dist.broadcast_object_list(held, 0, group=self._gloo)
+        return held[0]  # pyright: ignore[reportReturnType]
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        done: tuple[Any, Exception | None] = _tried(make) if self.rank == 0 else (None, None)
+        result, error = self.first((done[0], _packed(done[1])))
+        if error is not None:
+            raise done[1] or _unpacked(error)
+        return done[0] if self.rank == 0 else result  # pyright: ignore[reportReturnType]
+
+    def gathered(self, value: T) -> list[T]:
+        held: list[Any] = [None] * self.size
+        self._dist.all_gather_object(held, value, group=self._gloo)
+        return held
+
+    def agreed(self, make: Callable[[], T]) -> T:
+        result, own = _tried(make)
+        if not self.most(own is not None)[0]:
+            return result
+        others = [error for error in self.gathered(_packed(own)) if error is not None]
+        raise own or _unpacked(others[0])
+
+    def share(self, tensors: Iterable[Any]) -> None:
+        for tensor in tensors:
+            self._dist.broadcast(tensor.detach(), 0, group=self._gloo if tensor.device.type == "cpu" else None)
+
+    def average(self, tensor: Any) -> None:
+        self._dist.all_reduce(tensor, group=self._gloo if tensor.device.type == "cpu" else None)
+        tensor /= self.size
+
+
+def ranks() -> Ranks:
+    """The process group that this process is in with others, or ALONE. The first call in a group is a collective."""
+    distributed = _distributed()
+    if distributed is None or distributed.get_world_size() == 1:
+        return ALONE
+    default = distributed.group.WORLD
+    if not _groups or _groups[0][0] is not default:
+        _groups[:] = [(default, Group(distributed))]
+    return _groups[0][1]
+
+
+_groups: list[tuple[Any, Group]] = []  # the newest default group, and what was made of it
+
+
+def local_size(size: int) -> int:
+    """How many of `size` ranks are on this machine."""
+    return min(size, _number(os.environ, "LOCAL_WORLD_SIZE") or size)
+
+
+def check_same(number: float, *, what: str, among: Ranks) -> None:
+    """Raises TrainingFailedError on all ranks where they do not have the same number, of which a bug is the cause."""
+    high, low = among.most(number, -number)
+    if high != -low:
+        raise TrainingFailedError(f"{what} differ between ranks, which is a bug: please report it")
+
+
+def _tried(make: Callable[[], T]) -> tuple[Any, Exception | None]:
+    try:
+        return make(), None
+    except Exception as error:
+        return None, error
+
+
+def _packed(error: Exception | None) -> tuple[type, tuple[Any, ...], dict[str, Any]] | None:
+    """An error without its frames: arguments by keyword keep some from being pickled as they are."""
+    return None if error is None else (type(error), error.args, dict(error.__dict__))
+
+
+def _unpacked(packed: tuple[type, tuple[Any, ...], dict[str, Any]]) -> Exception:
+    kind, args, attributes = packed
+    error: Any = kind.__new__(kind, *args)
+    error.args = args
+    vars(error).update(attributes)
+    return error
+
+
+def _distributed() -> Any:
+    """torch.distributed with a process group, or None."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return distributed
+
+
+def lost_peer(error: BaseException) -> bool:
+    """Whether a collective failed because another rank is gone."""
+    text = str(error).lower()
+    return type(error).__name__ == "DistBackendError" or (
+        isinstance(error, RuntimeError)
+        and any(words in text for words in ("closed by peer", "connection reset", "broken pipe", "gloo", "socket"))
+    )
+
+
+# -- what a process is told -------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ranks:
-    """This process among others. `size` is None where nothing tells it."""
+class Told:
+    """This process among others, as something tells it. `size` is None where nothing tells it."""
 
     rank: str
     size: int | None
@@ -99,12 +300,12 @@ class Ranks:
 
 def refuse_ranks(row: str) -> None:
     """Raises BadInputError, with what `REFUSED` says of `row`, where this process is one of several."""
-    ranks = ranks_here()
-    if ranks is not None:
-        raise refusal(row, ranks=ranks)
+    told = ranks_here()
+    if told is not None:
+        raise refusal(row, ranks=told)
 
 
-def ranks_here(environment: Mapping[str, str] = os.environ) -> Ranks | None:
+def ranks_here(environment: Mapping[str, str] = os.environ) -> Told | None:
     """What a process group or a launcher's variables say; None for a process that is alone.
 
     A rank above 0 has others beside it, even where nothing tells how many.
@@ -112,15 +313,15 @@ def ranks_here(environment: Mapping[str, str] = os.environ) -> Ranks | None:
     return _of_group() or _of_slurm(environment) or _of_launcher(environment)
 
 
-def _of_group() -> Ranks | None:
-    distributed: Any = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+def _of_group() -> Told | None:
+    distributed = _distributed()
+    if distributed is None:
         return None
     size = distributed.get_world_size()
-    return Ranks(rank=str(distributed.get_rank()), size=size, told_by="torch.distributed") if size > 1 else None
+    return Told(rank=str(distributed.get_rank()), size=size, told_by="torch.distributed") if size > 1 else None
 
 
-def _of_slurm(environment: Mapping[str, str]) -> Ranks | None:
+def _of_slurm(environment: Mapping[str, str]) -> Told | None:
     """A task of an srun step. A batch script and an interactive shell have the variables of an allocation, which tell
     how many tasks there could be."""
     rank = _number(environment, "SLURM_PROCID")
@@ -131,7 +332,7 @@ def _of_slurm(environment: Mapping[str, str]) -> Ranks | None:
     return _several(rank, _number(environment, told) if told != "SLURM_PROCID" else None, told_by=f"srun: {told}")
 
 
-def _of_launcher(environment: Mapping[str, str]) -> Ranks | None:
+def _of_launcher(environment: Mapping[str, str]) -> Told | None:
     for launcher, size, rank in LAUNCHERS:
         told_by = f"{launcher}: {size if size in environment else rank}"
         found = _several(_number(environment, rank), _number(environment, size), told_by=told_by)
@@ -140,10 +341,10 @@ def _of_launcher(environment: Mapping[str, str]) -> Ranks | None:
     return None
 
 
-def _several(rank: int | None, size: int | None, *, told_by: str) -> Ranks | None:
+def _several(rank: int | None, size: int | None, *, told_by: str) -> Told | None:
     if (size or 1) == 1 and not rank:
         return None
-    return Ranks(rank="?" if rank is None else str(rank), size=size if size != 1 else None, told_by=told_by)
+    return Told(rank="?" if rank is None else str(rank), size=size if size != 1 else None, told_by=told_by)
 
 
 def _number(environment: Mapping[str, str], key: str) -> int | None:

@@ -12,8 +12,8 @@ from baoc.config.from_hydra import to_conf
 from baoc.config.nodes import COLLECTIONS
 from baoc.config.options import GROUPS, own_keys, registry_of
 from baoc.config.schema import RunConfig
-from baoc.config.strict import did_you_mean, unknown_key
 from baoc.config.trainer_arguments import TRAINER_OWNED
+from baoc.config.validate import did_you_mean, unknown_key
 from baoc.core.budgets import spellings
 from baoc.errors import BadInputError
 
@@ -27,6 +27,8 @@ def translate_error(error: BaseException) -> BadInputError | None:
     """The BadInputError for an error of Hydra, OmegaConf or Lightning's Trainer arguments; None for any other error."""
     if isinstance(error, ValueError) and "Config group override must be" in str(error):
         return BadInputError("a group cannot be null: choose one of its options, such as budget=unlimited")
+    if isinstance(error, ValueError) and "integer string conversion" in str(error):
+        return BadInputError("a number of more than 4300 digits is given: no setting takes one, so write a smaller one")
     if isinstance(error, _UNRESOLVED):
         return BadInputError(f"a value refers to what is not there: {str(error).splitlines()[0]}")
     if type(error).__name__ == _MISCONFIGURED:

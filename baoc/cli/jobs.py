@@ -8,7 +8,8 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,15 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from baoc.cli.failures import INTERRUPTED, Failure, failure_of, report
+from baoc.cli.ranks import together
 from baoc.cli.run_lock import FolderInUseError, lock_folder
 from baoc.config.from_hydra import from_hydra, write_config
 from baoc.config.schema import RunConfig
 from baoc.errors import BadInputError
-from baoc.parallel import refuse_ranks
 
 ERROR_FILE = "error.json"
+RACES = "baoc.sweep.race"  # named, not imported: a stage above this one runs races as studies
+SETUP_FILE = "race_setup.json"
 _EARLY_FILES = (".hydra", "baoc.log", ERROR_FILE)  # files of a job that failed before its configuration was read
 
 
@@ -65,10 +68,9 @@ def run_job(config: DictConfig) -> None:
             raise BadInputError(
                 f"sweeps={study} is a study of many runs: start it with -m, as in python run.py -m sweeps={study}"
             )
-        refuse_ranks("run")  # before one rank finds the folder locked by another
         with lock_folder(run_dir):
             run_config = _begin_folder(config, run_dir=run_dir)
-            _train(run_config, run_dir=run_dir, command=command_of(overrides))
+            _work(run_config, run_dir=run_dir, overrides=overrides)
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         failure = failure_of(error)
         if failure.exit_code == 0:
@@ -79,6 +81,19 @@ def run_job(config: DictConfig) -> None:
         if failure.exit_code == INTERRUPTED:
             raise KeyboardInterrupt(_resume_hint(run_dir, failure=failure)) from None
         report(failure, where="" if is_single_run else f"run {hydra.job.num}: ")
+
+
+def with_race_folder(words: Sequence[str]) -> list[str]:
+    """A command line in which `mode=race resume=FOLDER` is the race's own command in its own folder; what is given
+    beside it, such as race.workers, takes the place of what that had."""
+    given: dict[str, str] = {key: value for key, equals, value in (word.partition("=") for word in words) if equals}
+    folder = Path(given.get("resume", "")).expanduser()
+    if given.get("mode") != "race" or "resume" not in given or not (folder / SETUP_FILE).is_file():
+        return list(words)
+    before = json.loads((folder / SETUP_FILE).read_text(encoding="utf-8"))["words"]
+    kept = [word for word in before if word.partition("=")[0] not in given]
+    own = [word for word in words if not word.startswith(("resume=", "hydra.run.dir="))]
+    return [*kept, *own, f"hydra.run.dir={folder}"]
 
 
 def command_of(overrides: Sequence[str]) -> str:
@@ -98,6 +113,10 @@ def failed_jobs(sweep_dir: Path) -> list[Failure]:
 
 
 def _resume_hint(run_dir: Path, *, failure: Failure) -> str:
+    if (run_dir / SETUP_FILE).is_file():
+        return f"interrupted; mode=race resume={run_dir} goes on with the race"
+    if (run_dir / "race" / SETUP_FILE).is_file() and not (run_dir / "metrics.jsonl").is_file():
+        return f"interrupted before training; the same command with resume={run_dir} goes on with its race"
     if any(run_dir.rglob("*.ckpt")):
         why = f" ({failure.message})" if failure.kind == "PreemptedError" else ""
         return f"interrupted; resume={run_dir} goes on from the newest checkpoint{why}"
@@ -117,15 +136,32 @@ def _begin_folder(config: DictConfig, *, run_dir: Path) -> RunConfig:
     return run_config
 
 
-def _train(config: RunConfig, *, run_dir: Path, command: str) -> None:
+def _work(config: RunConfig, *, run_dir: Path, overrides: Sequence[str]) -> None:
+    """The race, the run, or one after the other."""
     from baoc.cli.fast_import import import_torchmetrics
     from baoc.config.environment import write_environment
 
+    command = command_of(overrides)
     import_torchmetrics()
+    from baoc.training.race.records import settle_recipe
     from baoc.training.run import run
 
     write_environment(run_dir / "env.json", command=command, argv=STATE.argv, device=config.device)
-    run(config, run_dir=run_dir, command=command)
+    if config.mode == "race":
+        import_module(RACES).race_command(config, words=overrides, folder=run_dir, command=command)
+        return
+    settled = settle_recipe(config)
+    if config.mode == "train" and config.race.first != "off":
+        folder = run_dir / "race"
+        if config.resume not in (None, "auto") and (Path(config.resume) / "race" / SETUP_FILE).is_file():
+            folder = Path(config.resume) / "race"
+            if not (Path(config.resume) / "metrics.jsonl").is_file():
+                settled = replace(settled, resume=None)  # it had not begun to train
+        settled = import_module(RACES).race_before(settled, words=overrides, folder=folder, command=command)
+    if settled != config:
+        write_config(settled, path=run_dir / "config.yaml")
+    with together(settled, command=command) as of_all:
+        run(of_all, run_dir=run_dir, command=command)
 
 
 def _record_failure(failure: Failure, *, run_dir: Path, is_single_run: bool) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from baoc.config import assets
-from baoc.config.strict import did_you_mean
+from baoc.config.validate import did_you_mean
 from baoc.core.budgets import PRESETS
 from baoc.errors import BadInputError
 from baoc.types import Budget

@@ -10,15 +10,15 @@ from pathlib import Path
 import hydra
 
 import baoc
-from baoc.cli import jobs, usage
+from baoc.cli import jobs, ranks, usage
 from baoc.cli.failures import INTERRUPTED, failure_of, report
 from baoc.cli.listing import LISTS, lines
 from baoc.config import assets
 from baoc.config.compose import VERSION_BASE
-from baoc.config.nodes import register, with_recipe_files
+from baoc.config.nodes import register, with_made_options
 from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError
-from baoc.parallel import refuse_ranks
+from baoc.parallel import ranks_here, refuse_ranks
 
 # Flags of Hydra that exclude each other
 _HYDRA_FLAGS = (("-m", "--multirun"), ("-r", "--run"), ("-c", "--cfg"), ("-i", "--info"), ("-sc", "--shell-completion"))
@@ -33,10 +33,13 @@ def main(argv: Sequence[str] | None = None, *, single: bool = False) -> int:
     try:
         if not _print_information(given):
             _refuse_conflicting_flags(given)
-            if not _only_shows(given):
-                refuse_ranks("study" if any(word.startswith("sweeps=") for word in given) else "run")
+            given = jobs.with_race_folder(given)
+            if not _only_shows(given) and (told := ranks_here()) is not None:
+                _refuse_several(given)
+                if ranks.join(told):
+                    return ranks.serve()
             register(_overrides(given))
-            given = with_recipe_files(given)
+            given = with_made_options(given)
             if single:
                 with _composed_once():
                     _run_hydra(given)
@@ -51,7 +54,9 @@ def main(argv: Sequence[str] | None = None, *, single: bool = False) -> int:
         failure = failure_of(error)
         report(failure)
         code = failure.exit_code
-    return _finish(code)
+    code = _finish(code)
+    ranks.leave(code)
+    return code
 
 
 def _print_information(given: Sequence[str]) -> bool:
@@ -76,6 +81,14 @@ def _refuse_conflicting_flags(given: Sequence[str]) -> None:
         shown = "python run.py sweeps=NAME --cfg hydra -p hydra.sweeper"
         rest = f"; what a sweep is made of is shown without -m: {shown}" if _HYDRA_FLAGS[0] in requested else ""
         raise BadInputError(f"{' and '.join(found)} exclude each other: leave one out{rest}")
+
+
+def _refuse_several(given: Sequence[str]) -> None:
+    """Of what a launcher of ranks may start, one run alone is done by all of them."""
+    if any(word.startswith("sweeps=") for word in given):
+        refuse_ranks("study")
+    if any(_is_flag(word.split("=")[0], "-m", "--multirun") for word in given if word.startswith("-")):
+        refuse_ranks("multirun")
 
 
 def _only_shows(given: Sequence[str]) -> bool:

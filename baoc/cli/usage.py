@@ -18,6 +18,7 @@ BAOC gives every block of a network the cheapest optimizer it can safely use, in
   python run.py model=vit budget=8gb                    train inside 8 GiB
   python run.py -m budget=state_50,state_25,state_10    one run per budget, then the frontier
   python run.py budget=7.5gb mode=plan                  the plan alone: will it fit, what will it cost
+  python run.py mode=race budget=state_25               recipes that fit, tried on short paired runs
   python run.py experiments=NAME                        a named experiment, exactly as recorded
   python run.py --list NAME                             what there is; NAME is one of
                                                         {lists}

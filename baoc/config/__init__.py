@@ -1,4 +1,4 @@
 """From conf/ and a command line to one frozen `RunConfig`: schema, validation, composition, resolved defaults.
 
-`schema` and `strict` import no Hydra, so that every stage may take a RunConfig; start reading there.
+`schema` and `validate` import no Hydra, so that every stage may take a RunConfig; start reading there.
 """

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Annotated, Any
 
-from baoc.config.strict import require
+from baoc.config.validate import Allowed, at_least, require
 from baoc.core.budgets import parse_budget
 
 KEYS = ("schedule", "relaxation")
@@ -15,37 +15,24 @@ class ScheduleEntry:
     """A `budget` (any spelling) that holds from step `step` on, or from the first step with `batch` samples on."""
 
     budget: str | int | float
-    step: int | None = None
-    batch: int | None = None
+    step: Annotated[int, at_least(1, " steps")] | None = None
+    batch: Annotated[int, at_least(1, " samples")] | None = None
 
     def __post_init__(self) -> None:
         parse_budget(self.budget)
-        has_one = (self.step is None) != (self.batch is None)
+        allowed = "entries with either step or batch, as in {step: 200, budget: state_10}"
         given = {"step": self.step, "batch": self.batch}
-        require(
-            has_one,
-            "budget.schedule",
-            given,
-            "entries with either step or batch, as in {step: 200, budget: state_10}",
-        )
-        require((self.step or self.batch or 0) >= 1, "budget.schedule", given, "entries of 1 or more steps or samples")
+        require((self.step is None) != (self.batch is None), "budget.schedule", given, allowed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelaxationConfig:
     """Late in training, blocks with calm statistics give up state; see `baoc.training.reallocation.relaxation`."""
 
-    from_step: int | None = None
-    every: int = 100
-    calm: float = 0.5
-    max_risk: float = 0.1
-
-    def __post_init__(self) -> None:
-        for key in ("from_step", "every"):
-            value = getattr(self, key)
-            require(value is None or value >= 1, f"budget.relaxation.{key}", value, "1 or more steps")
-        for key in ("calm", "max_risk"):
-            require(getattr(self, key) > 0, f"budget.relaxation.{key}", getattr(self, key), "a share above 0")
+    from_step: Annotated[int, at_least(1, " steps")] | None = None
+    every: Annotated[int, at_least(1, " steps")] = 100
+    calm: Annotated[float, Allowed("a share above 0", gt=0)] = 0.5
+    max_risk: Annotated[float, Allowed("a share above 0", gt=0)] = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,9 @@
 """What a run does about non-finite losses; `faults` in conf/config.yaml."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from baoc.config.strict import require
+from baoc.config.validate import at_least
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,9 +12,5 @@ class FaultsConfig:
     steps in a row after which `skip` stops the run. `max_rewinds` limits `rewind` per run."""
 
     nonfinite_loss: Literal["skip", "rewind", "stop"] = "skip"
-    patience: int = 20
-    max_rewinds: int = 3
-
-    def __post_init__(self) -> None:
-        require(self.patience >= 1, "faults.patience", self.patience, "1 or more steps")
-        require(self.max_rewinds >= 1, "faults.max_rewinds", self.max_rewinds, "1 or more")
+    patience: Annotated[int, at_least(1, " steps")] = 20
+    max_rewinds: Annotated[int, at_least(1)] = 3

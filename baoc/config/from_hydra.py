@@ -13,9 +13,10 @@ from baoc.config import assets
 from baoc.config.dynamics import DynamicsConfig, gather_dynamics
 from baoc.config.nodes import NO_RECIPE, budget_node, node_of_recipe
 from baoc.config.options import GROUPS, gather, registry_of, spread
+from baoc.config.race import RaceConfig
 from baoc.config.schema import RunConfig
-from baoc.config.strict import build, require, unknown_key
 from baoc.config.trainer_arguments import TRAINER_OWNED
+from baoc.config.validate import build, convert, refuse_unwritable, require, unknown_key
 from baoc.core.budgets import parse_budget
 from baoc.core.recipes import Recipe, recipe_from_node
 from baoc.errors import BadInputError, unknown_name
@@ -37,15 +38,20 @@ def from_hydra(config: DictConfig) -> RunConfig:
 
 def from_plain(plain: Mapping[str, Any], *, complete: bool = False) -> RunConfig:
     """The RunConfig of plain mappings in the shape of conf/; absent keys take their default unless `complete`."""
+    refuse_unwritable(plain, key="")
     given = {key: value for key, value in plain.items() if key not in ("experiments", "sweeps", "debug")}
-    if "trainer" in given:
-        _refuse_owned(given["trainer"])
+    for key in given["trainer"] if isinstance(given.get("trainer"), Mapping) else ():
+        if key in TRAINER_OWNED:
+            raise BadInputError(f"trainer.{key} is decided by BAOC: {TRAINER_OWNED[key]}")
     for group in GROUPS:
         if group in given:
             given[group] = gather(group, given[group], complete=complete)
     if "budget" in given:
         budget, dynamics = gather_dynamics(given["budget"])
-        given["budget"] = _budget_fields(budget)
+        if not isinstance(budget, str | int | float | Mapping):
+            raise BadInputError("a run needs a budget: budget=unlimited is the one without limits")
+        parsed = parse_budget(budget)
+        given["budget"] = {item.name: getattr(parsed, item.name) for item in fields(Budget)}
         build(DynamicsConfig, dynamics, path="budget")  # checked here for messages that name keys under `budget`
         given.update({"dynamics": dynamics} if dynamics or complete else {})
     recipe = _recipe(given.get("recipe"))
@@ -66,8 +72,11 @@ def to_conf(config: RunConfig) -> dict[str, Any]:
 
 
 def write_config(config: RunConfig, *, path: Path) -> None:
-    """Writes `config.yaml`: every value, with interpolations resolved."""
-    text = yaml.safe_dump(to_conf(config), sort_keys=False, default_flow_style=False, allow_unicode=True)
+    """Writes `config.yaml`: every value, with interpolations resolved; `race` only where one was asked for."""
+    plain = to_conf(config)
+    if config.race == RaceConfig() and config.mode != "race":
+        del plain["race"]
+    text = yaml.safe_dump(plain, sort_keys=False, default_flow_style=False, allow_unicode=True)
     path.write_text(text, encoding="utf-8")
 
 
@@ -123,23 +132,12 @@ def _check_task(config: RunConfig) -> None:
     require_task(config.dataset.name, task=task)
 
 
-def _refuse_owned(trainer: object) -> None:
-    for key in trainer if isinstance(trainer, Mapping) else ():
-        if key in TRAINER_OWNED:
-            raise BadInputError(f"trainer.{key} is decided by BAOC: {TRAINER_OWNED[key]}")
-
-
 def _recipe(given: object) -> Recipe | None:
     """The recipe of a node; none where it is called so, or where there is no node, as in older runs."""
     if given is None or (isinstance(given, Mapping) and given.get("name") == NO_RECIPE):
         return None
     if not isinstance(given, Mapping):
         raise BadInputError(f"recipe must be a group of keys, not {given}: choose one with recipe=NAME")
+    for key in ("name", "base", "description", "source", "weights"):
+        convert(given.get(key), str | None, key=f"recipe.{key}")
     return recipe_from_node(given)
-
-
-def _budget_fields(given: object) -> dict[str, Any]:
-    if not isinstance(given, str | int | float | Mapping):
-        raise BadInputError("a run needs a budget: budget=unlimited is the one without limits")
-    budget = parse_budget(given)
-    return {item.name: getattr(budget, item.name) for item in fields(Budget)}

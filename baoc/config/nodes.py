@@ -6,6 +6,7 @@ prefers a file of conf/ to a node of the same name.
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from baoc.config import assets
+from baoc.config.race import seconds_of
 from baoc.core.baselines import UNIFORM_BASELINES
 from baoc.core.budgets import AUTO, PRESETS, UNLIMITED, parse_budget
 from baoc.core.recipes import RECIPES, Recipe, find_recipe, is_file, recipe_node
@@ -25,31 +27,40 @@ from baoc.types import Budget
 
 MOST_SHOWN = 60  # characters of what was given
 NO_RECIPE = "none"  # the option of the group `recipe` that leaves the choice to an allocator
+RACED = "raced"  # the one that takes what an earlier race chose, which the run itself looks up
 COLLECTIONS = ("experiments", "sweeps")
 IN_FILES = (AUTO, UNLIMITED)  # presets that conf/budget has files for
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # several times faster, where PyYAML is built with it
 
 
 def register(overrides: Sequence[str] = ()) -> None:
-    """Registers the resolvers, the experiments, the sweeps, and every size that these or `overrides` use as a budget.
-    May be called again.
+    """Registers what there always is, once, and every size and recipe that `overrides` name. May be called again.
 
     Raises:
         BadInputError: for a malformed size, or a group that is given what names no option.
     """
-    register_resolvers()
+    files = [(group, *item) for group in COLLECTIONS for item in assets.options(group).items()]
+    _register_fixed(tuple((group, name, file, file.stat().st_mtime_ns) for group, name, file in files))
     check_choices(overrides)
-    register_budgets([*PRESETS, *budget_values(overrides)])
-    for baseline in UNIFORM_BASELINES:
-        ConfigStore.instance().store(
-            group="allocator", name=baseline.name, node={"name": baseline.name}, provider="baoc"
-        )
+    register_budgets(budget_values(overrides))
     register_recipes(overrides)
-    for group in COLLECTIONS:
-        for name, file in assets.options(group).items():
-            node = _load(file)
-            register_budgets(_budgets_in(node))
-            ConfigStore.instance().store(group=group, name=name, node=node, package="_global_", provider="baoc")
+    register_races(option_values(overrides, group="race"))
+
+
+@lru_cache(maxsize=1)
+def _register_fixed(files: tuple[tuple[str, str, Path, int], ...]) -> None:
+    """Resolvers, presets, uniform baselines, recipes of the catalogue, experiments and sweeps, with their budgets."""
+    OmegaConf.register_new_resolver("baoc.job_folder", job_folder, replace=True)
+    store = ConfigStore.instance()
+    register_budgets(PRESETS)
+    for baseline in UNIFORM_BASELINES:
+        store.store(group="allocator", name=baseline.name, node={"name": baseline.name}, provider="baoc")
+    for name, recipe in {NO_RECIPE: None, **RECIPES, RACED: Recipe(name=RACED)}.items():
+        store.store(group="recipe", name=name, node=node_of_recipe(recipe), provider="baoc")
+    for group, name, file, _ in files:
+        node = _load(file)
+        register_budgets(_budgets_in(node))
+        store.store(group=group, name=name, node=node, package="_global_", provider="baoc")
 
 
 def register_budgets(values: Iterable[str]) -> None:
@@ -68,7 +79,7 @@ def options(group: str) -> list[str]:
 
 
 def register_recipes(overrides: Sequence[str] = ()) -> None:
-    """ConfigStore nodes for the recipes of the catalogue and the files that `overrides` name.
+    """ConfigStore nodes for the recipes that `overrides` name or change.
 
     Each has the keys below `recipe` that overrides set, so that unknown ones are told in this project's words. Raises
     BadInputError for a recipe that cannot be read, and for one beside another allocator.
@@ -85,17 +96,28 @@ def register_recipes(overrides: Sequence[str] = ()) -> None:
     if keys and not asked and not any(text.startswith(("experiments=", "sweeps=")) for text in overrides):
         word = f"recipe.{'.'.join(keys[0])}"
         raise BadInputError(f"{word} changes a recipe, and none is named: add recipe=NAME, one of {', '.join(RECIPES)}")
-    found = {name: find_recipe(name) for name in [*RECIPES, *asked]}
-    store = ConfigStore.instance()
-    store.store(group="recipe", name=NO_RECIPE, node={"name": NO_RECIPE}, provider="baoc")
-    for name, recipe in found.items():
-        node = node_of_recipe(recipe)
+    for name in [*([*RECIPES, RACED] if keys else ()), *asked]:
+        node = node_of_recipe(Recipe(name=RACED) if name == RACED else find_recipe(name))
         for key in keys:
             held = node
             for part in key[:-1]:
                 held = held.setdefault(part, {})
-            held.setdefault(key[-1], None)
-        store.store(group="recipe", name=option_of(name), node=node, provider="baoc")
+            held.setdefault(key[-1], None)  # which counts as not there
+        ConfigStore.instance().store(group="recipe", name=option_of(name), node=node, provider="baoc")
+
+
+def register_races(options: Iterable[str]) -> None:
+    """Registers an option of `race` for each duration. Raises BadInputError for what is neither that nor an option."""
+    for option in options:
+        seconds = seconds_of(option)
+        if seconds is not None:
+            capped = {**_load(assets.options("race")["off"]), "first": "capped", "cap_s": seconds}
+            ConfigStore.instance().store(group="race", name=_text_option(option), node=capped, provider="baoc")
+
+
+def _text_option(duration: str) -> str:
+    """A duration as an option's name, which Hydra wants to be text."""
+    return f"{duration}s" if duration.replace(".", "", 1).isdigit() else duration
 
 
 def node_of_recipe(recipe: Recipe | None) -> dict[str, Any]:
@@ -107,13 +129,20 @@ def option_of(recipe: str) -> str:
     return re.sub(r"[^\w.-]+", "-", recipe).strip("-.").removesuffix(".yaml") if is_file(recipe) else recipe
 
 
-def with_recipe_files(words: Sequence[str]) -> list[str]:
-    """A command line with the options that `register` has made in place of the files of recipes."""
+def with_made_options(words: Sequence[str]) -> list[str]:
+    """A command line with the options that `register` has made in place of files of recipes, seconds of races and whole
+    bytes, which Hydra would take for a number."""
+    makers = {
+        "recipe": option_of,
+        "race": _text_option,
+        "budget": lambda text: repr(text) if text.isdecimal() else text,
+    }
     found = []
     for word in words:
         key, _, value = word.partition("=")
-        files = key.lstrip("+") == "recipe" and any(map(is_file, value.split(",")))
-        found.append(f"{key}={','.join(map(option_of, value.split(',')))}" if files else word)
+        make = makers.get(key.lstrip("+"))
+        texts = [] if make is None else [make(_unquoted(text)) for text in value.split(",")]
+        found.append(word if make is None else f"{key}={','.join(texts)}")
     return found
 
 
@@ -138,7 +167,7 @@ def check_choices(overrides: Sequence[str]) -> None:
         group, equals, given = text.lstrip("+~").partition("=")
         group = group.partition("@")[0]
         known = assets.options(group) if equals and group.replace("_", "").isalpha() else {}
-        known = {} if group == "budget" else known  # which takes sizes, too, and refuses all else in its own words
+        known = {} if group in ("budget", "race") else known  # which take sizes and durations, and refuse the rest
         override = _parsed(text) if known else None
         if override is None:
             continue
@@ -175,10 +204,6 @@ def option_values(overrides: Sequence[str], *, group: str) -> list[str]:
         if (override := _parsed(text)) is not None:
             values += _values(override)
     return values
-
-
-def register_resolvers() -> None:
-    OmegaConf.register_new_resolver("baoc.job_folder", job_folder, replace=True)
 
 
 def job_folder(num: int, summary: str) -> str:

@@ -10,7 +10,7 @@ from dataclasses import fields
 from typing import Any, Protocol
 
 from baoc.config.schema import DatasetConfig, ModelConfig, TaskConfig
-from baoc.config.strict import convert, plain_text, unknown_key
+from baoc.config.validate import convert, plain_text, unknown_key
 from baoc.errors import BadInputError, unknown_name
 from baoc.types import to_plain
 

@@ -74,10 +74,10 @@ def resolve(config: RunConfig, *, device: str) -> Resolved:
             open=True,
         )
     if not isinstance(micro_batch, int):
-        micro_batch = config.batch_size
+        micro_batch = of_device = config.batch_size // config.trainer.devices
         accumulates = device == "cuda" and not optim.release_gradients
-        if accumulates and size.micro_batch is not None and size.micro_batch < config.batch_size:
-            micro_batch = divisor(config.batch_size, most=size.micro_batch)
+        if accumulates and size.micro_batch is not None and size.micro_batch < of_device:
+            micro_batch = divisor(of_device, most=size.micro_batch)
             reasons.append(f"micro_batch={micro_batch} is meant for {config.model.name} {size.name} in 8 GiB")
     model = replace(config.model, size=size.name)
     return Resolved(

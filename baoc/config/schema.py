@@ -1,22 +1,25 @@
 """The configuration of a run as frozen dataclasses: one per group of conf/, and `RunConfig` with all of them.
 
-Free of Hydra and torch. `strict.build` checks the field types. Defaults repeat those of conf/, so that a test can make
-a RunConfig without composing. Each class checks its values in `__post_init__`.
+Free of Hydra and torch. `validate.build` checks types, ranges and choices by the annotations; `__post_init__` has the
+checks that join several fields. Defaults repeat those of conf/, so that a test can make a RunConfig without composing.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from baoc.config.dynamics import DynamicsConfig
 from baoc.config.faults import FaultsConfig
-from baoc.config.strict import require
+from baoc.config.race import RaceConfig
 from baoc.config.trainer_arguments import TrainerConfig
+from baoc.config.validate import ABOVE_0, FROM_0, OFF, SHARE, Allowed, at_least
 from baoc.core.recipes import Recipe
 from baoc.errors import BadInputError
 from baoc.planning.cards import CARDS
 from baoc.types import Budget
+
+_NAME = "letters, digits and . , = + - _ only, as it names the run folder"
+_Beta = Annotated[float, Allowed("", ge=0, lt=1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,15 +37,11 @@ class LoraConfig:
     no adapters, `alpha` null twice the rank. `targets` are suffixes of module names; empty selects every linear layer
     except the head."""
 
-    rank: int | None = None
-    alpha: float | None = None
+    rank: Annotated[int, at_least(1, ", or null for no adapters")] | None = None
+    alpha: Annotated[float, Allowed("above 0, or null for twice the rank", gt=0)] | None = None
     targets: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.rank is not None:
-            require(self.rank >= 1, "model.lora.rank", self.rank, "1 or more, or null for no adapters")
-        if self.alpha is not None:
-            require(self.alpha > 0, "model.lora.alpha", self.alpha, "above 0, or null for twice the rank")
         if self.rank is None and (self.alpha is not None or self.targets):
             raise BadInputError("model.lora.alpha and model.lora.targets need a model.lora.rank, such as 8")
 
@@ -91,34 +90,23 @@ class BlocksConfig:
 
     by: Literal["layer_role", "layer_part", "layer", "role", "tensor", "model"] = "layer_role"
     patterns: tuple[tuple[str, str], ...] = ()
-    merge: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.merge is not None:
-            require(self.merge > 0, "blocks.merge", self.merge, "a positive penalty, or null to merge nothing")
+    merge: Annotated[float, Allowed("a positive penalty, or null to merge nothing", gt=0)] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CatalogueConfig:
     """The specs that the allocator may choose (names or globs), and the roles that stay on fp32 AdamW."""
 
-    specs: tuple[str, ...] = ("*",)
+    specs: Annotated[tuple[str, ...], Allowed("at least one name or pattern", min_length=1)] = ("*",)
     keep_fp32_roles: tuple[str, ...] = ("embedding", "head", "norm")
-
-    def __post_init__(self) -> None:
-        require(bool(self.specs), "catalogue.specs", list(self.specs), "at least one name or pattern")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RiskConfig:
     """The risk model, and the weights of its terms (1 if absent)."""
 
-    name: str = "statistics"
-    weights: Mapping[str, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for term, weight in self.weights.items():
-            require(weight >= 0, f"risk.weights.{term}", weight, "zero or more")
+    name: str = "measured"
+    weights: Mapping[str, Annotated[float, FROM_0]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,11 +114,7 @@ class AllocatorConfig:
     """The allocator. `every` is the k of host_every_kth: one block in k is streamed."""
 
     name: str = "exact"
-    every: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.every is not None:
-            require(self.every >= 1, "allocator.every", self.every, "1 or more blocks")
+    every: Annotated[int, at_least(1, " blocks")] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,18 +127,12 @@ class ReallocationConfig:
     reallocation: AdamW's usual one, or that on the profiled gradients.
     """
 
-    mode: Literal["off", "once", "interval", "drift"] = "off"
-    warmup_steps: int = 40
-    interval: int = 100
-    drift_threshold: float = 0.5
-    min_gain: float = 0.02
+    mode: Annotated[Literal["off", "once", "interval", "drift"], OFF] = "off"
+    warmup_steps: Annotated[int, at_least(2, " (step 0 is skipped)")] = 40
+    interval: Annotated[int, at_least(2, " steps")] = 100
+    drift_threshold: Annotated[float, ABOVE_0] = 0.5
+    min_gain: Annotated[float, Allowed("at least 0 and below 1", ge=0, lt=1)] = 0.02
     update_rms: Literal["usual", "profiled"] = "usual"
-
-    def __post_init__(self) -> None:
-        require(self.warmup_steps >= 2, "reallocation.warmup_steps", self.warmup_steps, "2 or more (step 0 is skipped)")
-        require(self.interval >= 1, "reallocation.interval", self.interval, "1 or more steps")
-        require(self.drift_threshold > 0, "reallocation.drift_threshold", self.drift_threshold, "above 0")
-        require(0 <= self.min_gain < 1, "reallocation.min_gain", self.min_gain, "at least 0 and below 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,13 +147,13 @@ class OptimConfig:
     without one.
     """
 
-    lr: float | None = None
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 1e-2
-    warmup_fraction: float = 0.1
+    lr: Annotated[float, Allowed("above 0, or null for what suits the model", gt=0)] | None = None
+    betas: Annotated[tuple[_Beta, _Beta], Allowed("two numbers in [0, 1)")] = (0.9, 0.999)
+    eps: Annotated[float, ABOVE_0] = 1e-8
+    weight_decay: Annotated[float, FROM_0] = 1e-2
+    warmup_fraction: Annotated[float, SHARE] = 0.1
     schedule: Literal["cosine", "constant"] = "cosine"
-    final_lr_fraction: float = 0.1
+    final_lr_fraction: Annotated[float, SHARE] = 0.1
     backend: Literal["auto", "eager", "fused", "native"] = "auto"
     matching: Literal["rms", "displacement"] = "displacement"
     nonfinite: Literal["skip_element", "skip_step", "raise"] = "skip_element"
@@ -187,12 +165,6 @@ class OptimConfig:
                 "optim.nonfinite=skip_step cannot be had with optim.release_gradients=true, where blocks are stepped "
                 "before the last gradient is known: use skip_element or raise"
             )
-        require(self.lr is None or self.lr > 0, "optim.lr", self.lr, "above 0, or null for what suits the model")
-        require(all(0 <= beta < 1 for beta in self.betas), "optim.betas", list(self.betas), "two numbers in [0, 1)")
-        require(self.eps > 0, "optim.eps", self.eps, "above 0")
-        require(self.weight_decay >= 0, "optim.weight_decay", self.weight_decay, "zero or more")
-        for key in ("warmup_fraction", "final_lr_fraction"):
-            require(0 <= getattr(self, key) <= 1, f"optim.{key}", getattr(self, key), "from 0 to 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,32 +190,27 @@ class CheckpointConfig:
     end. `keep` is the number of newest checkpoints to keep. `export` writes the final weights as safetensors for the
     model's library."""
 
-    every_n_steps: int | None = None
-    every_minutes: float | None = 10.0  # a killed run of hours has lost minutes, and a short one loses no time
-    keep: int = 1
+    every_n_steps: Annotated[int, at_least(1, ", or null")] | None = None
+    # A killed run of hours has lost minutes, and a short one loses no time.
+    every_minutes: Annotated[float, Allowed("more than 0, or null", gt=0)] | None = 10.0
+    keep: Annotated[int, at_least(1)] = 1
     export: bool = True
-
-    def __post_init__(self) -> None:
-        if self.every_n_steps is not None:
-            require(self.every_n_steps >= 1, "checkpoint.every_n_steps", self.every_n_steps, "1 or more, or null")
-        if self.every_minutes is not None:
-            require(self.every_minutes > 0, "checkpoint.every_minutes", self.every_minutes, "more than 0, or null")
-        require(self.keep >= 1, "checkpoint.keep", self.keep, "1 or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
     """One run: the argument of `baoc.training.run.run` and the content of `config.yaml` in the run folder."""
 
-    name: str = "run"
-    seed: int = 0
-    mode: Literal["train", "eval", "plan"] = "train"
+    name: Annotated[str, Allowed(_NAME, pattern=r"^[\w.,=+-]+$")] = "run"
+    seed: Annotated[int, Allowed("a whole number from 0 to 4294967295", ge=0, lt=2**32)] = 0
+    mode: Literal["train", "eval", "plan", "race"] = "train"
     device: Literal["auto", "cpu", "cuda", "h100", "h200", "a100", "rtx4090"] = "auto"
     resume: str | None = None  # null | auto | path of a run folder or checkpoint
     profile: str | None = None  # mode=plan: a run folder, or its profile.json
     objective: Literal["quality", "throughput", "balanced"] = "quality"
-    batch_size: int = 64  # global: samples per optimizer step
-    micro_batch: int | Literal["auto"] | None = None  # samples per forward; null decides on CUDA only (docs/budgets.md)
+    batch_size: Annotated[int, at_least(1, " samples")] = 64  # global: samples per optimizer step
+    # Samples per forward of a device; null decides on CUDA only (docs/budgets.md).
+    micro_batch: Annotated[int, at_least(1, " samples, auto or null")] | Literal["auto"] | None = None
     task: TaskConfig = field(default_factory=TaskConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
@@ -254,6 +221,7 @@ class RunConfig:
     risk: RiskConfig = field(default_factory=RiskConfig)
     allocator: AllocatorConfig = field(default_factory=AllocatorConfig)
     recipe: Recipe | None = None  # takes the place of an allocator
+    race: RaceConfig = field(default_factory=RaceConfig)
     reallocation: ReallocationConfig = field(default_factory=ReallocationConfig)
     trainer: TrainerConfig = field(default_factory=lambda: TrainerConfig(max_steps=400, gradient_clip_val=1.0))
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -262,22 +230,27 @@ class RunConfig:
     faults: FaultsConfig = field(default_factory=FaultsConfig)
 
     def __post_init__(self) -> None:
-        named = re.fullmatch(r"[\w.,=+-]+", self.name) is not None
-        require(named, "name", self.name, "letters, digits and . , = + - _ only, as it names the run folder")
-        require(0 <= self.seed < 2**32, "seed", self.seed, "a whole number from 0 to 4294967295")
-        require(self.batch_size >= 1, "batch_size", self.batch_size, "1 or more samples")
-        if isinstance(self.micro_batch, int):
-            require(self.micro_batch >= 1, "micro_batch", self.micro_batch, "1 or more samples, auto or null")
-            if self.batch_size % self.micro_batch:
-                raise BadInputError(
-                    f"micro_batch={self.micro_batch} does not divide batch_size={self.batch_size}, so their quotient "
-                    "is no number of accumulation steps: choose a micro_batch that divides, or null for no accumulation"
-                )
+        if isinstance(self.micro_batch, int) and self.batch_size % (self.micro_batch * self.trainer.devices):
+            raise BadInputError(
+                f"micro_batch={self.micro_batch}{self._on_each} does not divide batch_size={self.batch_size}, so "
+                "their quotient is no number of accumulation steps: choose a micro_batch that divides, or null for "
+                "no accumulation"
+            )
+        if self.micro_batch is None and self.batch_size % self.trainer.devices:
+            raise BadInputError(
+                f"batch_size={self.batch_size} is of all devices together, and trainer.devices={self.trainer.devices} "
+                "does not divide it: choose one that it divides"
+            )
         if self.optim.release_gradients and isinstance(self.micro_batch, int) and self.accumulation != 1:
             raise BadInputError(
                 f"optim.release_gradients=true steps in every backward, but micro_batch={self.micro_batch} of "
                 f"batch_size={self.batch_size} accumulates {self.accumulation}: set micro_batch=null or "
                 f"{self.batch_size}, or optim.release_gradients=false"
+            )
+        if self.trainer.devices > 1 and self.optim.release_gradients:
+            raise BadInputError(
+                f"optim.release_gradients=true steps before gradients are averaged over trainer.devices="
+                f"{self.trainer.devices}: set it to false, or trainer.devices=1"
             )
         if self.device in CARDS and self.mode != "plan":
             raise BadInputError(
@@ -288,15 +261,32 @@ class RunConfig:
                 f"profile={self.profile} is for mode=plan, where nothing is measured, and a run profiles its own "
                 "gradients: leave it out, or add mode=plan"
             )
+        if self.race.first != "off" and self.mode == "eval":
+            raise BadInputError("a race chooses what a run trains with, and mode=eval trains nothing: leave race out")
+        if self.mode == "race" and self.resume is not None:
+            raise BadInputError(
+                f"resume={self.resume} holds no race that mode=race could go on with: give the folder of one, or leave "
+                "resume out"
+            )
+        races = self.mode == "race" or (self.race.first != "off" and self.mode == "train")
+        if races and self.recipe is not None:
+            raise BadInputError(
+                f"recipe={self.recipe.name} says what every block runs, and a race chooses it: leave one out, or name "
+                "it in race.recipes"
+            )
         if self.mode == "eval" and self.resume is None:
             raise BadInputError("mode=eval evaluates a checkpoint: name it with resume=PATH, or resume=auto")
 
     @property
     def micro_batch_size(self) -> int:
-        """Samples per forward and backward pass."""
-        return self.micro_batch if isinstance(self.micro_batch, int) else self.batch_size
+        """Samples per forward and backward pass of a device."""
+        return self.micro_batch if isinstance(self.micro_batch, int) else self.batch_size // self.trainer.devices
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches per optimizer step."""
-        return self.batch_size // self.micro_batch_size
+        """Micro-batches per optimizer step on each device."""
+        return self.batch_size // (self.micro_batch_size * self.trainer.devices)
+
+    @property
+    def _on_each(self) -> str:
+        return f" on each of trainer.devices={self.trainer.devices}" if self.trainer.devices > 1 else ""

@@ -1,11 +1,10 @@
 """Lightning's Trainer arguments in conf/trainer: those passed through, and those that BAOC sets itself."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from baoc.config.strict import require
+from baoc.config.validate import Allowed, at_least
 
 TRAINER_OWNED: Mapping[str, str] = {
     "accelerator": "set device=auto|cpu|cuda",
@@ -13,7 +12,6 @@ TRAINER_OWNED: Mapping[str, str] = {
     "barebones": "it would switch off what a budget needs",
     "callbacks": "use BaocStrategy in a Trainer of your own",
     "default_root_dir": "set hydra.run.dir",
-    "devices": "one device per run until several are supported",
     "enable_autolog_hparams": "config.yaml in the run folder holds every value",
     "enable_checkpointing": "set checkpoint.every_n_steps and checkpoint.keep",
     "fast_dev_run": "use debug=fast_dev",
@@ -21,67 +19,63 @@ TRAINER_OWNED: Mapping[str, str] = {
     "limit_test_batches": "a run trains and validates only",
     "logger": "use logger=jsonl|csv|wandb",
     "model_registry": "use BaocStrategy in a Trainer of your own",
-    "num_nodes": "one device per run until several are supported",
+    "num_nodes": "start torchrun or srun on each machine",
     "plugins": "use BaocStrategy in a Trainer of your own",
     "strategy": "BAOC is the strategy; use BaocStrategy in a Trainer of your own for another wrapping",
-    "sync_batchnorm": "one device per run until several are supported",
-    "use_distributed_sampler": "one device per run until several are supported",
+    "sync_batchnorm": "no network here has batch norms",
+    "use_distributed_sampler": "loaders give each rank its share",
 }
 
-PRECISIONS = ("auto", "32-true", "32", "bf16-mixed", "bf16-true", "bf16", "16-mixed", "16-true", "16", "64-true", "64")
-
-# Each a whole number of batches, or a share from 0.0 to 1.0.
-_SHARES = ("val_check_interval", "limit_train_batches", "limit_val_batches", "overfit_batches")
+_Precision = Literal[
+    "auto", "32-true", "32", "bf16-mixed", "bf16-true", "bf16", "16-mixed", "16-true", "16", "64-true", "64", 32, 16, 64
+]
+_CLIP = "zero or more, or null for no clipping"
+_BATCHES = "more than 0, since 0 trains or validates nothing: a whole number of batches, or a share from 0.0 to 1.0"
+_Batches = Annotated[
+    Annotated[int, Allowed("", ge=1)] | Annotated[float, Allowed("", gt=0, le=1)] | None, Allowed(_BATCHES)
+]
+_Overfit = Annotated[
+    Annotated[int, Allowed("", ge=0)] | Annotated[float, Allowed("", ge=0, le=1)],
+    Allowed("a whole number of batches, or a share from 0.0 to 1.0"),
+]
+_Duration = Annotated[str, Allowed("days:hours:minutes:seconds, as in '00:12:00:00'", pattern=r"^\d+:\d\d:\d\d:\d\d$")]
+_Norm = Annotated[int, Allowed(_CLIP, ge=0)] | Annotated[float, Allowed(_CLIP, ge=0)]
+_Epochs = Annotated[int, Allowed("more than 0, since 0 trains or validates nothing", ge=1)]
+_Steps = Annotated[int, at_least(1, ", or -1")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerConfig:
     """Lightning's Trainer arguments with their own names and defaults. TRAINER_OWNED lists the arguments that BAOC
-    sets, each with the setting to use instead. `precision=auto` is resolved for the device (`baoc.config.resolve`)."""
+    sets, each with the setting to use instead. `precision=auto` is resolved for the device (`baoc.config.resolve`).
+    `devices`: processes of the run, each with a device of its own, on this machine or as torchrun or srun started them.
+    """
 
-    precision: int | str | None = None
-    max_epochs: int | None = None
-    min_epochs: int | None = None
-    max_steps: int = -1
-    min_steps: int | None = None
-    max_time: str | None = None
-    limit_train_batches: int | float | None = None
-    limit_val_batches: int | float | None = None
-    overfit_batches: int | float = 0.0
-    val_check_interval: int | float | None = None
-    check_val_every_n_epoch: int | None = 1
-    num_sanity_val_steps: int | None = None
-    log_every_n_steps: int | None = None
+    devices: Annotated[int, at_least(1)] = 1
+    precision: _Precision | None = None
+    max_epochs: Literal[-1] | _Epochs | None = None
+    min_epochs: Annotated[int, at_least(0)] | None = None
+    max_steps: Literal[-1] | _Steps = -1
+    min_steps: Annotated[int, at_least(0)] | None = None
+    max_time: _Duration | None = None
+    limit_train_batches: _Batches = None
+    limit_val_batches: _Batches = None
+    overfit_batches: _Overfit = 0.0
+    val_check_interval: _Batches = None
+    check_val_every_n_epoch: _Epochs | None = 1
+    num_sanity_val_steps: Annotated[int, at_least(-1)] | None = None
+    log_every_n_steps: Annotated[int, at_least(0)] | None = None
     enable_progress_bar: bool | None = None
     enable_model_summary: bool | None = None
-    gradient_clip_val: int | float | None = None
+    gradient_clip_val: _Norm | None = None
     gradient_clip_algorithm: Literal["norm", "value"] | None = None
     deterministic: bool | Literal["warn"] | None = None
     benchmark: bool | None = None
     inference_mode: bool = True
-    profiler: str | None = None
+    profiler: Literal["simple", "advanced", "pytorch", "xla"] | None = None
     detect_anomaly: bool = False
-    reload_dataloaders_every_n_epochs: int = 0
-
-    def __post_init__(self) -> None:
-        allowed = (None, 32, 16, 64, *PRECISIONS)
-        require(self.precision in allowed, "trainer.precision", self.precision, f"one of {', '.join(PRECISIONS)}")
-        require(self.max_steps == -1 or self.max_steps >= 1, "trainer.max_steps", self.max_steps, "1 or more, or -1")
-        if self.gradient_clip_val is not None:
-            clip = self.gradient_clip_val
-            require(clip >= 0, "trainer.gradient_clip_val", clip, "zero or more, or null for no clipping")
-        for key in ("max_epochs", *_SHARES[:3], "check_val_every_n_epoch"):
-            value = getattr(self, key)
-            is_positive = value is None or value > 0 or (key, value) == ("max_epochs", -1)
-            require(is_positive, f"trainer.{key}", value, "more than 0, since 0 trains or validates nothing")
-        for key in _SHARES:
-            value = getattr(self, key)
-            is_valid = not isinstance(value, float) or 0 <= value <= 1
-            require(is_valid, f"trainer.{key}", value, "a whole number of batches, or a share from 0.0 to 1.0")
-        if self.max_time is not None:
-            is_duration = re.fullmatch(r"\d+:\d\d:\d\d:\d\d", self.max_time) is not None
-            require(is_duration, "trainer.max_time", self.max_time, "days:hours:minutes:seconds, as in '00:12:00:00'")
+    reload_dataloaders_every_n_epochs: Annotated[int, at_least(0)] = 0
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments for `lightning.Trainer`."""
-        return {item.name: getattr(self, item.name) for item in fields(self)}
+        """Keyword arguments for `lightning.Trainer`, but for its devices."""
+        return {item.name: getattr(self, item.name) for item in fields(self) if item.name != "devices"}

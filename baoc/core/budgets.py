@@ -28,6 +28,7 @@ PRESETS: Mapping[str, Budget] = {
     UNLIMITED: Budget(name=UNLIMITED),
 }
 
+MOST_BYTES = 2**63
 LEAST_TEXT_BYTES = MIB  # of a number as text, as a shell variable has it; a smaller one lacks its unit
 _STATE = re.compile(r"state_(\d+(?:\.\d+)?)")
 _MEMORY_KEYS = ("memory", "memory_bytes")
@@ -48,7 +49,7 @@ def parse_budget(given: str | int | float | Budget | Mapping[str, Any]) -> Budge
     if isinstance(given, bool):
         raise _refusal(given)
     if isinstance(given, int):
-        return _checked(Budget(name=_memory_name(given), memory_bytes=given))
+        return replace(_checked(Budget(name="", memory_bytes=given)), name=_memory_name(given))
     if isinstance(given, float):
         return _checked(Budget(name=_state_name(given), state_fraction=given))
     return _parse_mapping(given)
@@ -92,10 +93,12 @@ def _parse_mapping(mapping: object) -> Budget:
     if len(sizes) > 1:
         raise BadInputError("budget.memory and budget.memory_bytes are the same limit: give one of them")
     memory_bytes = _size(sizes[0], key="memory") if sizes else None
-    host = given.get("host_memory")
+    host, name = given.get("host_memory"), given.get("name")
+    if name is not None and not isinstance(name, str):
+        raise BadInputError(f"budget.name={name!r} is not allowed: it must be text, or null")
     fraction, step_time = (_number(given, key) for key in ("state_fraction", "step_time"))
     budget = Budget(
-        name=str(given.get("name") or ""),
+        name=name or "",
         memory_bytes=memory_bytes,
         state_fraction=fraction,
         step_time=step_time,
@@ -118,7 +121,12 @@ def _number(given: Mapping[str, Any], key: str) -> float | None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise BadInputError(f"budget.{key}={value!r} is no number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise BadInputError(
+            f"budget.{key} is a number above 1.8e308: give a smaller one, or null for no limit"
+        ) from None
 
 
 def _name(budget: Budget) -> str:
@@ -156,6 +164,10 @@ def _checked(budget: Budget) -> Budget:
     if memory is not None and memory <= 0:
         raise BadInputError(f"a memory budget of {memory} bytes holds nothing: give a positive size, such as 8gb")
     host = budget.host_memory_bytes
+    if max(memory or 0, host or 0) >= MOST_BYTES:
+        raise BadInputError(
+            "a memory limit of 2^63 bytes or more is more than any machine has: give a size, such as 8gb"
+        )
     if host is not None and host <= 0:
         raise BadInputError(
             f"budget.host_memory={host} holds nothing: give a positive size, such as 16gb, or null for no limit"

@@ -3,10 +3,11 @@
 A row only names what the rule and codec files implement; tests build and step every one of them.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import lru_cache
 
 from baoc.errors import BadInputError
 from baoc.types import CodecInfo, OptimizerSpec, Placement, PlacementInfo, StorageScheme, WeightsInfo
@@ -215,6 +216,11 @@ def select(patterns: Sequence[str]) -> dict[str, OptimizerSpec]:
     others, and without an "@" those on the device, `*@streamed` or `*+*@*` others; plain bf16 weights only where they
     are named (`adamw*+bf16`). Raises BadInputError for a pattern that matches no row.
     """
+    return dict(_selected(tuple(patterns)))
+
+
+@lru_cache(maxsize=64)
+def _selected(patterns: tuple[str, ...]) -> Mapping[str, OptimizerSpec]:
     found: set[str] = set()
     for pattern in patterns:
         matched = {name for name in (ON_HOST if "@" in pattern else ON_DEVICE) if _selects(pattern, name)}

@@ -13,7 +13,7 @@ from typing import Any, cast
 from baoc.core.catalogue import SPECS, WEIGHTS, with_weights
 from baoc.core.rule_tags import RULE_INFOS
 from baoc.errors import BadInputError
-from baoc.types import Block, Part, Role
+from baoc.types import Block, Part, Plan, Role
 
 FALLBACK = "adamw"  # runs anywhere
 HIDDEN = "hidden"  # every matrix that is neither embedding nor head
@@ -60,6 +60,12 @@ class Tuning:
         return None if tuned == Tuned() else tuned
 
 
+def tuning_of(plan: Plan) -> Tuning | None:
+    """What a plan changes of rates and betas; None where it leaves them."""
+    basis = plan.basis
+    return Tuning(lr=basis.lr, betas=basis.betas) if basis is not None and (basis.lr or basis.betas) else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """One spec per role, and how fast it learns.
@@ -75,6 +81,7 @@ class Recipe:
         fallback: Specs that a block takes where its own does not apply, the first that does; at last fp32 AdamW.
         weights: Format of the weights of all roles but norms, where a spec does not name one.
         matching: Updates are scaled to the RMS of AdamW's, so that one learning rate serves all rules.
+        blocks: Block -> spec, before its role's: an allocator's plan written down. They are names of one network.
         share: State on Llama 130M as a share of fp32 AdamW's, of rows of the catalogue.
     """
 
@@ -87,6 +94,7 @@ class Recipe:
     fallback: tuple[str, ...] = ()
     weights: str = "native"
     matching: bool = True
+    blocks: Mapping[str, str] = field(default_factory=dict[str, str])
     share: float | None = None
 
     def __post_init__(self) -> None:
@@ -114,6 +122,8 @@ class Recipe:
 
     def wish(self, block: Block) -> tuple[str, str]:
         """The role by which a block goes, and the spec that this one asks for."""
+        if block.name in self.blocks:
+            return block.name, self._row(self.blocks[block.name], role=block.role)
         for key in keys_of(block):
             if key in self.specs:
                 return key, self._row(self.specs[key], role=block.role)
@@ -127,7 +137,7 @@ class Recipe:
     @property
     def rows(self) -> tuple[str, ...]:
         """Every row of the catalogue that some block may run."""
-        given = [*self.specs.values(), *self.fallback, FALLBACK]
+        given = [*self.specs.values(), *self.blocks.values(), *self.fallback, FALLBACK]
         found = [self._row(spec, role=role) for spec in given for role in (Role.OTHER, Role.NORM)]
         return tuple(dict.fromkeys((*found, FALLBACK)))
 
@@ -168,8 +178,9 @@ def _check(recipe: Recipe) -> None:
         if role not in ROLES:
             raise _unknown(recipe, role)
         _check_spec(spec, key=f"recipe.{role}")
-    for spec in recipe.fallback:
-        _check_spec(spec, key="recipe.fallback")
+    others = {f"recipe.blocks.{block}": spec for block, spec in recipe.blocks.items()}
+    for key, spec in [*others.items(), *(("recipe.fallback", spec) for spec in recipe.fallback)]:
+        _check_spec(spec, key=key)
     if recipe.weights not in WEIGHTS:
         raise BadInputError(f"recipe.weights={recipe.weights} is not allowed: choose one of {', '.join(WEIGHTS)}")
     for key, factor in recipe.lr.items():
@@ -231,6 +242,7 @@ def recipe_node(recipe: Recipe) -> dict[str, Any]:
         "fallback": list(recipe.fallback),
         "weights": recipe.weights,
         "matching": recipe.matching,
+        "blocks": dict(recipe.blocks),
     }
 
 
@@ -258,6 +270,7 @@ def recipe_from_node(node: Mapping[str, Any], *, name: str = "") -> Recipe:
         fallback=tuple(cast("list[str]", fallback)),
         weights=str(given.get("weights", base.weights)),
         matching=matching,
+        blocks={**base.blocks, **_mapping(given.get("blocks"), key="blocks")},
     )
 
 

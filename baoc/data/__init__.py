@@ -175,7 +175,7 @@ DATASETS: dict[str, Dataset] = {
         ),
         _text(
             "pysource",
-            "Python's own standard library, 8.8 MB of source as bytes; needs no network",
+            "the standard library of CPython 3.11.7, 8.8 MB of source as bytes, part of the package",
             builder="build_pysource",
             path_row="text",
         ),

@@ -146,11 +146,23 @@ class ShuffledLoader(SequentialLoader):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resumes at a saved position. Raises CheckpointError if this loader would return other batches."""
-        check_position(state_dict, keys={"epoch", "position"}, identity=self._identity())
-        self.epoch = int(state_dict["epoch"])
-        self._start = self._position = int(state_dict["position"])
+        saved = dict(state_dict)
+        if self._of_other_cut(saved):  # the same samples in each step, by other micro-batches or ranks
+            position = int(saved["position"]) * int(saved["batch_size"]) // self._global_batch
+            saved |= {"position": position, "batch_size": self._global_batch, "accumulate": self.accumulate}
+        check_position(saved, keys={"epoch", "position"}, identity=self._identity())
+        self.epoch = int(saved["epoch"])
+        self._start = self._position = int(saved["position"])
         self._trainer_epoch, self._resumed = None, True
         self._leave_finished()
+
+    def _of_other_cut(self, saved: Mapping[str, Any]) -> bool:
+        keys = ("position", "batch_size", "accumulate")
+        if any(not isinstance(saved.get(key), int) for key in keys):
+            return False
+        seen = saved["position"] * saved["batch_size"]
+        same = saved["batch_size"] * saved["accumulate"] == self._global_batch * self.accumulate
+        return same and seen % self._global_batch == 0
 
     @property
     def _global_batch(self) -> int:

@@ -1,8 +1,8 @@
 """A frozen text for comparable runs: the source of the standard library of CPython 3.11.7.
 
-`dataset=pysource` reads the library of the running Python, so its text depends on the version. Comparisons between
-machines read this asset: the 452 files of pysource in their order, concatenated. Copyright of the Python
-Software Foundation; licence and notice are in python_library.LICENSE. experiments/analysis/python_library.py makes it.
+`dataset=pysource` reads it, so that every machine and Python trains on the same bytes: 452 files in the order of their
+paths, concatenated. Copyright of the Python Software Foundation; licence and notice are in python_library.LICENSE.
+experiments/analysis/python_library.py makes it.
 """
 
 import hashlib

@@ -15,7 +15,8 @@ import torch
 
 from baoc.data.loader import check_position, generator_of, seed_of
 from baoc.data.sources import Batch
-from baoc.errors import BadInputError
+from baoc.errors import BadInputError, CheckpointError
+from baoc.parallel import ranks
 
 _AHEAD = 3  # batches that are made in advance
 
@@ -95,17 +96,27 @@ class StreamLoader:
         self._trainer_epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:
+        """This rank's position; of several, those of all, which ask for it together."""
         block = replace(self._farthest, batch=0)
-        return {
+        own = {
             "epoch": block.epoch,
             "block": block.block,
             "batch": self._farthest.batch,
             "stream": self._stream_at.get(block),
             **self._identity(),
         }
+        every = ranks().gathered(own)
+        return {"ranks": every} if len(every) > 1 else own
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Resumes at a saved position. Raises CheckpointError if this loader would return other batches."""
+        """Resumes at this rank's saved position. Raises CheckpointError if this loader would return other batches."""
+        every = state_dict.get("ranks", [state_dict])
+        if len(every) != ranks().size:
+            raise CheckpointError(
+                f"the checkpoint has positions of {len(every)} rank(s) in the stream, and this run has {ranks().size}: "
+                "resume with as many, as a stream gives each rank a share of its own"
+            )
+        state_dict = every[ranks().rank]
         check_position(state_dict, keys={"epoch", "block", "batch", "stream"}, identity=self._identity())
         block = StreamPosition(epoch=int(state_dict["epoch"]), block=int(state_dict["block"]))
         self._start = self._farthest = replace(block, batch=int(state_dict["batch"]))

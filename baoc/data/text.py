@@ -13,7 +13,8 @@ from torch import Tensor
 
 from baoc.data.base import DataModule
 from baoc.data.loader import Batch, SequentialLoader, ShuffledLoader
-from baoc.data.text_files import TextChunk, TextFiles, after_cut, before_cut, find, measure, python_source
+from baoc.data.python_library import read_python_library
+from baoc.data.text_files import HeldText, TextChunk, TextFiles, after_cut, before_cut, find, measure
 from baoc.data.token_arrays import Encoded, encode
 from baoc.data.tokens import Tokens, load_tokenizer
 from baoc.errors import BadInputError
@@ -21,7 +22,8 @@ from baoc.types import TextDataSpec
 
 
 def build_pysource(**options: Any) -> DataModule:
-    return _of_files(python_source(), **options)
+    """The frozen text of `baoc.data.python_library`, the same on every machine and Python."""
+    return _of_files(HeldText(name="pysource", text=read_python_library()), **options)
 
 
 def build_text(*, path: str | None = None, hub: str | None = None, **options: Any) -> DataModule:

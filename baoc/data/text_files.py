@@ -12,7 +12,7 @@ import os
 import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,19 @@ class TextFiles:
                 yield from _of_documents(_json_documents(file, column=self.text_column))
             else:
                 yield from _plain_text(file)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldText(TextFiles):
+    """One document that is in memory."""
+
+    files: tuple[Path, ...] = ()
+    text: bytes = field(repr=False)
+
+    def chunks(self) -> Iterator[TextChunk]:
+        *parts, last = _cut(self.text)
+        yield from (TextChunk(text=part, ends=False) for part in parts)
+        yield TextChunk(text=last, ends=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

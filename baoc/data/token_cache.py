@@ -7,13 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from baoc.cache import cache_folder
 from baoc.errors import OutputError
-
-
-def cache_folder() -> Path:
-    """$BAOC_CACHE, or `baoc` in the user's cache folder."""
-    given = os.environ.get("BAOC_CACHE")
-    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baoc"
 
 
 def cached(kind: str, *made_of: str, suffix: str) -> Path:

@@ -1,6 +1,6 @@
 """Builds the frontier of run folders: frontier.csv, hypervolume.csv, frontier.html, and tables on the terminal."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,9 @@ def frontier_of(sweep_dir: str | Path, *, show: bool = True, page: bool = True) 
     return build_report([Path(sweep_dir)], out=Path(sweep_dir), show=show, page=page)
 
 
-def build_report(folders: Sequence[Path], *, out: Path, show: bool = True, page: bool = True) -> SweepFrontier:
+def build_report(
+    folders: Sequence[Path], *, out: Path, show: bool = True, page: bool = True, race: Mapping[str, Any] | None = None
+) -> SweepFrontier:
     """Reads every run at or below `folders`, writes the files into `out` and prints a table per workload.
 
     Writes `frontier.csv`, `hypervolume.csv` (its history along doublings of memory, in percent) and, with `page`,
@@ -52,6 +54,9 @@ def build_report(folders: Sequence[Path], *, out: Path, show: bool = True, page:
     bytes. Of runs with the same seed, as baselines of two studies, the first counts. A point is dominated if another
     one is at least as good in quality, peak bytes and state bytes, and better in one. Failed jobs are rows with their
     exit code and message.
+
+    Args:
+        race: the content of a race.json, which is shown at the head of the page.
 
     Raises BadInputError if a folder holds no run.
     """
@@ -76,7 +81,8 @@ def build_report(folders: Sequence[Path], *, out: Path, show: bool = True, page:
     if history:
         write_csv(out / "hypervolume.csv", history)
     if page:
-        write_page(runs, path=out / "frontier.html", title=title_of(folders))
+        title = title_of(folders) if race is None else f"Race in {out.absolute().name}"
+        write_page(runs, path=out / "frontier.html", title=title, race=race)
     if show:
         _print_tables(frontiers, workloads=workloads, names=names, failed=failed)
     return SweepFrontier(frontiers=tuple(frontiers), failed=failed)

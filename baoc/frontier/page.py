@@ -37,23 +37,45 @@ from baoc.types import FrontierPoint
 MAX_CURVE_POINTS = 200
 
 
-def page_data(runs: Sequence[RunFolder], *, title: str) -> dict[str, Any]:
-    """The page's JSON: points, hypervolumes and blocks per workload (`kinds`), and the failed jobs."""
+def page_data(runs: Sequence[RunFolder], *, title: str, race: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The page's JSON: points, hypervolumes and blocks per workload (`kinds`), the failed jobs, and a race."""
     names = label_runs(runs)
     jobs = failed_jobs(runs, names=names)
     return {
         "title": title,
         "kinds": [_workload_data(workload, members, names=names) for workload, members in group_by_workload(runs)],
         "failed": [{"run": job.run, "label": job.label, "code": job.exit_code, "message": job.message} for job in jobs],
+        "race": None if race is None else _race_data(race),
     }
 
 
-def write_page(runs: Sequence[RunFolder], *, path: Path, title: str) -> None:
+def _race_data(race: Mapping[str, Any]) -> dict[str, Any]:
+    """The table of a race as text, and its sentences."""
+    stages = list(dict.fromkeys(stage for row in race["entrants"] for stage in row["stages"]))
+    rows = []
+    for row in race["entrants"]:
+        cells = [row["stages"].get(stage) for stage in stages]
+        means = [
+            "" if cell is None else "diverged" if cell["mean"] is None else f"{cell['mean']:.4g}" for cell in cells
+        ]
+        spreads = ["" if cell is None or cell["sd"] is None else f" ({cell['sd']:.2g})" for cell in cells]
+        rate = "" if row["rate"] is None else f"{row['rate']:g}"
+        told = "chosen" if row["name"] == race["choice"] else row["left"] or ("control" if row["control"] else "")
+        values = [mean + spread for mean, spread in zip(means, spreads, strict=True)]
+        rows.append([row["name"], f"{row['state_share']:.1%}", rate, *values, told])
+    return {
+        "head": ["recipe", "state", "rate", *stages, ""],
+        "rows": sorted(rows, key=lambda cells: -sum(map(bool, cells[3:-1]))),
+        "lines": [race["told"], race["verdict"]["reason"], race["claim"]],
+    }
+
+
+def write_page(runs: Sequence[RunFolder], *, path: Path, title: str, race: Mapping[str, Any] | None = None) -> None:
     """Writes the page with Plotly's script in it (about 4.5 MB)."""
     from plotly.offline import get_plotlyjs
 
     assets = files("baoc.frontier") / "assets"
-    data = json.dumps(page_data(runs, title=title), allow_nan=False).replace("</", "<\\/")
+    data = json.dumps(page_data(runs, title=title, race=race), allow_nan=False).replace("</", "<\\/")
     text = (assets / "page.html").read_text(encoding="utf-8")
     for mark, value in (
         ("%TITLE%", html.escape(title)),

@@ -5,13 +5,22 @@ from operator import le
 from pathlib import Path
 from typing import Any
 
+from baoc.frontier.runs import find_runs, setting_labels
 from baoc.tracking import console, files
 
 
 def plans_of(folder: Path) -> list[dict[str, Any]]:
-    """The plan.json of every job of a multirun, ordered by peak, with `dominated`. A plan is dominated if another one
-    for the same device is at least as good in peak, risk and samples/s, and better in one."""
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*/plan.json"))]
+    """The plan.json of every job of a multirun, ordered by peak, with `dominated` and the `settings` it differs in.
+
+    A plan is dominated if another one for the same device is at least as good in peak, risk and samples/s, and better
+    in one.
+    """
+    paths = sorted(folder.glob("*/plan.json"))
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    runs = find_runs(folder)
+    labels = {run.path: label for run, label in zip(runs, setting_labels(runs), strict=True)}
+    for path, plan in zip(paths, found, strict=True):
+        plan["settings"] = labels.get(path.parent, "")
     costs = [(plan["peak_bytes"], plan["risk"], -(plan["samples_per_s"] or 0.0)) for plan in found]
     for plan, cost in zip(found, costs, strict=True):
         plan["dominated"] = any(

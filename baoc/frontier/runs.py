@@ -15,7 +15,7 @@ RESULT, ERROR, CONFIG = "result.json", "error.json", "config.yaml"
 STUDY_FILE = "study.json"  # in a study's folder
 # Settings that do not change what is trained; runs that differ only in these are seeds of one another.
 INCIDENTAL = ("seed", "name", "resume", "logger", "checkpoint", "mode")
-SKIPPED_FOLDERS = {".hydra", "wandb"}  # folders inside a run with another config.yaml
+SKIPPED_FOLDERS = {".hydra", "wandb", "race"}  # folders inside a run with another config.yaml
 
 Workload = tuple[str, str, str, str]  # task, model, data set, quality metric
 

@@ -10,16 +10,14 @@ from importlib.util import find_spec
 import torch
 
 from baoc.kernels.triton import matrix_kinds as _matrix_kinds  # noqa: F401 (registers its families)
-from baoc.kernels.triton.engine import Engine
-from baoc.kernels.triton.graphs import capturing
+from baoc.kernels.triton.engine import Engine, capturing
 from baoc.kernels.triton.kinds import FAMILIES, Call, Cut, Family, Kind, RuleKind, Shape, register
 from baoc.kernels.triton.step import fused_step, launch, prepare
 from baoc.kernels.triton.table import FusedTable, fits
-from baoc.kernels.weights import merge_weights, split_weights_
 
 __all__ = [
     "FAMILIES", "Call", "Cut", "Engine", "Family", "FusedTable", "Kind", "RuleKind", "Shape", "available", "capturing",
-    "fits", "fused_step", "interpreting", "launch", "merge_weights", "prepare", "register", "split_weights_",
+    "fits", "fused_step", "interpreting", "launch", "prepare", "register",
 ]  # fmt: skip
 
 

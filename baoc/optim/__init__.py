@@ -1,7 +1,7 @@
 """The optimizer that runs an allocation: `BlockwiseOptimizer(params, specs)`."""
 
+from baoc.optim.backward import GradientRelease
 from baoc.optim.loading import LoadReport
-from baoc.optim.optimizer import BlockwiseOptimizer
-from baoc.optim.release_settings import GradientRelease
+from baoc.optim.optimizer import BeforeStep, BlockwiseOptimizer
 
-__all__ = ["BlockwiseOptimizer", "GradientRelease", "LoadReport"]
+__all__ = ["BeforeStep", "BlockwiseOptimizer", "GradientRelease", "LoadReport"]

@@ -24,8 +24,8 @@ from baoc.core.recipes import Tuned
 from baoc.errors import BadInputError, CheckpointError
 from baoc.optim import groups
 from baoc.optim import migrate as migration
-from baoc.optim.migrate import Fates
-from baoc.optim.registry import Roster
+from baoc.optim.migrate import ConversionReport
+from baoc.optim.registry import BlockRegistry
 from baoc.optim.state import LiveBlock, State, allocate, alone, make_slot, new_step
 from baoc.types import OptimizerSpec
 
@@ -74,7 +74,7 @@ class Saved:
 
 
 def save(
-    roster: Roster, *, param_groups: list[dict[str, Any]], num_steps: int, waiting: Saved | None = None
+    roster: BlockRegistry, *, param_groups: list[dict[str, Any]], num_steps: int, waiting: Saved | None = None
 ) -> dict[str, Any]:
     """The checkpoint. Tensors share memory with the live ones, as in torch: copy or write them out before stepping on.
 
@@ -82,7 +82,7 @@ def save(
     loaded states of parameters that are frozen so far.
     """
     roster.forget_overwritten()
-    roster.settle()
+    roster.synchronize()
     index = {name: i for i, name in enumerate(name for group in param_groups for name in group["param_names"])}
     state = {index[name]: {k: alone(v) for k, v in roster.state[p].items()} for p, name in roster.names.items()}
     blocks = {name: _block_entry(live) for name, live in roster.live.items()}
@@ -290,7 +290,7 @@ def _read_torch(checkpoint: Mapping[str, Any], *, names: Sequence[str]) -> Saved
     return Saved(states=states, specs=adamw, groups=saved_groups, num_steps=max(steps, default=0))
 
 
-def to_adamw(roster: Roster, *, param_groups: list[dict[str, Any]]) -> dict[str, Any]:
+def to_adamw(roster: BlockRegistry, *, param_groups: list[dict[str, Any]]) -> dict[str, Any]:
     """A state dict for torch.optim.AdamW over the same groups, on the CPU; states it lacks are inferred or left out."""
     plain = _plain_groups(param_groups)
     flags = {"amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False}
@@ -308,7 +308,7 @@ def to_adamw(roster: Roster, *, param_groups: list[dict[str, Any]]) -> dict[str,
                     new,
                     betas=slot.betas(param_groups),
                     moments=None,
-                    fates=Fates(),
+                    report=ConversionReport(),
                     seeded=slot.name not in live.unseeded,
                 )
             if new.get("step", 0) > 0 and not unknown:

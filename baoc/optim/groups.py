@@ -169,19 +169,6 @@ def _check_duplicate(name: str, *, owner: tuple[str, dict[str, Any]], settings: 
         log.info("%s is tied to %s: one state, one update", name, first)
 
 
-def check_listed(param_groups: Sequence[Mapping[str, Any]], *, listed: list[list[Tensor]]) -> None:
-    """Raises BadInputError where someone put other parameters into the groups than are `listed`."""
-    try:
-        if [group["params"] for group in param_groups] == listed:  # by identity first, so it takes no time
-            return
-    except RuntimeError:
-        pass  # two tensors differ, and their comparison is no truth value
-    raise BadInputError(
-        "the parameters in param_groups are not those that this optimizer has states of: add new ones with "
-        "add_param_group, and build another optimizer where some were replaced"
-    )
-
-
 def check_tensor(param: Any, *, name: str) -> None:
     if not isinstance(param, Tensor):
         raise BadInputError(f"{name} is a {type(param).__name__}, not a tensor: {_ALLOWED}")
@@ -253,6 +240,7 @@ def match_blocks(blocks: Iterable[Block], *, params: Mapping[str, Tensor]) -> di
     Raises BadInputError unless every trainable parameter is in exactly one block, with the shape it has there.
     """
     found: dict[str, str] = {}
+    taken: set[str] = set()
     for block in blocks:
         for info in block.params:
             name = next((n for n in (info.name, *info.aliases) if n in params), None)
@@ -261,12 +249,13 @@ def match_blocks(blocks: Iterable[Block], *, params: Mapping[str, Tensor]) -> di
                     f"block {block.name} has {info.name}, which the optimizer was not given (it has {some(params)}): "
                     "pass a module or named parameters, described with the same names"
                 )
-            if name in found.values():
+            if name in taken:
                 raise BadInputError(f"{name} is in two blocks, one of them {block.name}: each parameter has one block")
             if tuple(params[name].shape) != info.shape:
                 raise BadInputError(f"{name} has shape {tuple(params[name].shape)}, its block says {info.shape}")
             found[info.name] = name
-    left = [name for name in params if name not in set(found.values())]
+            taken.add(name)
+    left = [name for name in params if name not in taken]
     if left:
         raise BadInputError(f"no block has {some(left)}: every trainable parameter needs one")
     return found

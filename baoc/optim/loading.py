@@ -10,13 +10,13 @@ from torch import Tensor
 
 from baoc.core.catalogue import SPECS
 from baoc.errors import CheckpointError
-from baoc.kernels.weights import merge_weights
 from baoc.optim import groups, weights
 from baoc.optim import migrate as migration
 from baoc.optim.checkpoint import Saved, alike
-from baoc.optim.migrate import Fates
-from baoc.optim.registry import Roster
+from baoc.optim.migrate import ConversionReport
+from baoc.optim.registry import BlockRegistry
 from baoc.optim.state import FIRST_BETAS, LiveBlock, Slot, State, allocate, make_slot, new_match
+from baoc.optim.weights import merge_weights
 from baoc.parallel import unwrapped_name
 from baoc.types import BlockMove, Placement
 
@@ -35,7 +35,7 @@ class LoadReport:
 
 
 def load(
-    saved: Saved, *, roster: Roster, param_groups: list[dict[str, Any]], checked: Callable[[], object]
+    saved: Saved, *, roster: BlockRegistry, param_groups: list[dict[str, Any]], checked: Callable[[], object]
 ) -> LoadReport:
     """Checks everything, then fills the live states, converting where the plans differ. Nothing is aliased.
 
@@ -72,7 +72,7 @@ def load(
     return report
 
 
-def _apart(saved: Saved, *, roster: Roster, slots: Iterable[Slot]) -> Saved:
+def _apart(saved: Saved, *, roster: BlockRegistry, slots: Iterable[Slot]) -> Saved:
     """The same with copies of corrections that are the live ones: torch.distributed.checkpoint fills a state dict in
     place, and live corrections go where weights were loaded since they were taken in."""
     states = dict(saved.states)
@@ -89,7 +89,7 @@ def _rewrapped(saved: Collection[str], *, here: Collection[str]) -> dict[str, st
     return {name: bare[unwrapped_name(name)] for name in saved if name not in here and unwrapped_name(name) in bare}
 
 
-def load_late(roster: Roster, *, param_groups: list[dict[str, Any]]) -> None:
+def load_late(roster: BlockRegistry, *, param_groups: list[dict[str, Any]]) -> None:
     """Gives parameters that came after a checkpoint was loaded the states that it had of them."""
     for live in roster.live.values():
         saved = roster.waiting
@@ -161,11 +161,11 @@ def _load_block(
     *,
     sources: Mapping[str, Slot],
     saved: Saved,
-    roster: Roster,
+    roster: BlockRegistry,
     groups: list[dict[str, Any]],
 ) -> BlockMove | None:
     """Fills one block; returns what was converted, if anything."""
-    fates, rms, origins, held = Fates(), [], set(), 0
+    report, rms, origins, held = ConversionReport(), [], set(), 0
     live.unseeded.clear()
     for slot in live.slots:
         state = roster.state[slot.param]
@@ -192,11 +192,11 @@ def _load_block(
             betas = slot.betas(groups)
             fresh, seeded = saved.num_steps == 0, not unseeded
             unseeded = migration.convert(
-                source, slot, old, state, betas=betas, moments=None, fates=fates, fresh=fresh, seeded=seeded
+                source, slot, old, state, betas=betas, moments=None, report=report, fresh=fresh, seeded=seeded
             )
         if unseeded:
             live.unseeded.add(slot.name)
-        _load_weights(slot, state, kept=spec.weights, correction=given.get(weights.CORRECTION), fates=fates)
+        _load_weights(slot, state, kept=spec.weights, correction=given.get(weights.CORRECTION), report=report)
     _load_match(live, saved=saved, roster=roster, converted=bool(origins), rms=[r for r in rms if r])
     if not origins:
         return None
@@ -204,8 +204,8 @@ def _load_block(
         block=live.block.name,
         source=", ".join(sorted(origins)),
         target=live.spec.name,
-        kept=fates.how,
-        conversion_error=fates.relative_errors(),
+        kept=report.how,
+        conversion_error=report.relative_errors(),
         bytes_before=held,
         bytes_after=roster.block_bytes(live),
         why="the checkpoint was saved under another plan",
@@ -225,7 +225,7 @@ def _copy(state: Mapping[str, Tensor], *, slot: Slot) -> State:
     return copy
 
 
-def _load_weights(slot: Slot, state: State, *, kept: str, correction: Tensor | None, fates: Fates) -> None:
+def _load_weights(slot: Slot, state: State, *, kept: str, correction: Tensor | None, report: ConversionReport) -> None:
     """What the checkpoint adds to the weights, which the model has loaded: a correction, if they were `kept` so.
 
     Weights that are no bf16 numbers did not come with that correction, and are whole already. A correction that this
@@ -245,13 +245,13 @@ def _load_weights(slot: Slot, state: State, *, kept: str, correction: Tensor | N
             if own is not None:
                 own.zero_()
             weights.store_(param, state, whole, weights=slot.weights, name=slot.name)
-            fates.note("weights", "converted")
-            fates.measure("weights", wanted=whole, stored=weights.master(param, state).detach())
+            report.note("weights", "converted")
+            report.measure("weights", wanted=whole, stored=weights.master(param, state).detach())
     elif own is not None and overwritten:
         own.zero_()
 
 
-def _load_match(live: LiveBlock, *, saved: Saved, roster: Roster, converted: bool, rms: list[float]) -> None:
+def _load_match(live: LiveBlock, *, saved: Saved, roster: BlockRegistry, converted: bool, rms: list[float]) -> None:
     """The block's matching state; where it is another block than when saved, its target and a new measurement."""
     live.applied, live.fresh = None, True
     if not live.matched or not live.slots:

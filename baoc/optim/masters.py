@@ -10,11 +10,11 @@ from torch import Tensor
 from baoc.errors import BadInputError, unknown_name
 from baoc.optim import weights
 from baoc.optim.groups import named_params
-from baoc.optim.registry import Roster
+from baoc.optim.registry import BlockRegistry
 from baoc.optim.state import State
 
 
-def export(roster: Roster, *, param_groups: list[dict[str, Any]]) -> dict[str, Tensor]:
+def export(roster: BlockRegistry, *, param_groups: list[dict[str, Any]]) -> dict[str, Tensor]:
     """Name -> fp32 copy on the CPU of every parameter, corrections added."""
     roster.forget_overwritten()
     values = {}
@@ -25,10 +25,10 @@ def export(roster: Roster, *, param_groups: list[dict[str, Any]]) -> dict[str, T
     return {name: values[param] if param in values else _copy(weights.master(param, {})) for name, (param, _) in where}
 
 
-def kept(roster: Roster) -> Mapping[Tensor, State]:
+def kept(roster: BlockRegistry) -> Mapping[Tensor, State]:
     """Parameter -> its state where that is kept, which may be the host. Waits for corrections on their way there."""
     if any(live.on_host and live.spec.weights in weights.CORRECTIONS for live in roster.live.values()):
-        roster.settle()
+        roster.synchronize()
     return roster.state
 
 
@@ -36,7 +36,7 @@ def _copy(master: Tensor) -> Tensor:
     return master.detach().to("cpu", torch.float32, copy=True)
 
 
-def load(values: Mapping[str, Tensor], *, roster: Roster, param_groups: list[dict[str, Any]]) -> None:
+def load(values: Mapping[str, Tensor], *, roster: BlockRegistry, param_groups: list[dict[str, Any]]) -> None:
     """Sets parameters by name, each kept as its block keeps weights. Raises BadInputError with nothing changed."""
     where = named_params(param_groups)
     for name, value in values.items():
@@ -62,7 +62,7 @@ def load(values: Mapping[str, Tensor], *, roster: Roster, param_groups: list[dic
             slot.taken_in = weights.bits_of(param)
 
 
-def stalling(roster: Roster, names: Iterable[str]) -> list[str]:
+def stalling(roster: BlockRegistry, names: Iterable[str]) -> list[str]:
     """Those of the blocks whose weights are of 16 bits and rounded to nearest."""
     plain = [roster.live[name] for name in names if roster.live[name].spec.weights in ("native", "bf16")]
     return [live.block.name for live in plain if any(slot.param.dtype in weights.ROUNDED for slot in live.slots)]

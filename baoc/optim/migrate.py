@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baoc.optim import inherit, matching, weights
-from baoc.optim.registry import Roster
+from baoc.optim import inherit, weights
+from baoc.optim.backends.eager import update_norm
+from baoc.optim.registry import BlockRegistry
 from baoc.optim.state import Kept, LiveBlock, Slot, State, allocate, step_of
 from baoc.planning.cost import state_bytes, weight_bytes
 from baoc.types import BlockMove, Moments, StateDecl, StateKind, StateLayout
@@ -29,7 +30,7 @@ _ORDER = ("dropped", "kept", "converted", "new")
 
 
 @dataclass(slots=True)
-class Fates:
+class ConversionReport:
     """What became of each state over the tensors of a block, and the squared error and size of what was converted."""
 
     how: dict[str, str] = field(default_factory=dict)
@@ -57,7 +58,7 @@ def convert(
     *,
     betas: tuple[float, float],
     moments: Moments | None,
-    fates: Fates,
+    report: ConversionReport,
     fresh: bool = False,
     seeded: bool = True,
 ) -> bool:
@@ -74,9 +75,9 @@ def convert(
         moments = None
     if fresh or (source.counts_steps and step == 0):
         for kept in source.kept:
-            fates.note(kept.decl.name, "dropped")
+            report.note(kept.decl.name, "dropped")
         for kept in target.kept:
-            fates.note(kept.decl.name, "kept" if source.kept else "new")
+            report.note(kept.decl.name, "kept" if source.kept else "new")
         return False
     age = step if source.counts_steps and (has_v or not needs_v) else SEED_AGE
     if target.counts_steps:
@@ -84,7 +85,7 @@ def convert(
     for kind in StateKind:
         held = [kept for kept in source.kept if kept.decl.kind is kind and (kind is StateKind.M or seeded)]
         mover = _Mover(target=target, kind=kind, held=held, step=step, age=age, betas=betas)
-        mover.move(old, new, moments=moments, fates=fates)
+        mover.move(old, new, moments=moments, report=report)
     return needs_v and not has_v and moments is None
 
 
@@ -99,30 +100,30 @@ class _Mover:
     age: int
     betas: tuple[float, float]
 
-    def move(self, old: State, new: State, *, moments: Moments | None, fates: Fates) -> None:
+    def move(self, old: State, new: State, *, moments: Moments | None, report: ConversionReport) -> None:
         wanted = [kept for kept in self.target.kept if kept.decl.kind is self.kind]
         for kept in wanted:
             twin = next((h for h in self.held if _tags(h.decl) == _tags(kept.decl)), None)
             if twin is not None and twin.codec.info == kept.codec.info and self._gain(twin.decl, kept.decl) == 1:
                 for (_, before), (_, after) in zip(twin.keys, kept.keys, strict=True):
                     new[after].copy_(old[before])
-                fates.note(kept.decl.name, "kept")
+                report.note(kept.decl.name, "kept")
             elif self.held or (self.kind is StateKind.V and moments is not None):
-                self._compute(kept, old, new, held=[twin] if twin else self.held, moments=moments, fates=fates)
+                self._compute(kept, old, new, held=[twin] if twin else self.held, moments=moments, report=report)
             else:
-                fates.note(kept.decl.name, "new")
+                report.note(kept.decl.name, "new")
         for kept in self.held:
             if all(kept.decl.name != w.decl.name for w in wanted):
-                fates.note(kept.decl.name, "converted" if wanted else "dropped")
+                report.note(kept.decl.name, "converted" if wanted else "dropped")
 
     def _compute(
-        self, kept: Kept, old: State, new: State, *, held: list[Kept], moments: Moments | None, fates: Fates
+        self, kept: Kept, old: State, new: State, *, held: list[Kept], moments: Moments | None, report: ConversionReport
     ) -> None:
         value = self._value(kept, old, new, held=held, moments=moments)
         value = value * self._gain(held[0].decl if held else None, kept.decl)
         kept.encode_(new, value)
-        fates.note(kept.decl.name, "converted" if held else "new")
-        fates.measure(kept.decl.name, wanted=value, stored=kept.decode(new))
+        report.note(kept.decl.name, "converted" if held else "new")
+        report.measure(kept.decl.name, wanted=value, stored=kept.decode(new))
 
     def _value(self, kept: Kept, old: State, new: State, *, held: list[Kept], moments: Moments | None) -> Tensor:
         """The numbers of the new state, still with the bias of the old one."""
@@ -152,7 +153,7 @@ class _Mover:
         return inherit.bias(decl, beta=self.betas[self.kind is StateKind.V], at=at)
 
 
-def recast(source: Slot, target: Slot, old: State, new: State, *, fates: Fates) -> None:
+def recast(source: Slot, target: Slot, old: State, new: State, *, report: ConversionReport) -> None:
     """Moves the weights themselves where the target keeps them otherwise; a correction goes along where it does not."""
     if source.weights == target.weights:
         if weights.CORRECTION in new:
@@ -164,8 +165,8 @@ def recast(source: Slot, target: Slot, old: State, new: State, *, fates: Fates) 
     dtype = weights.dtype_of(target.weights, info=target.info)
     weights.adopt_(param, new, wanted, weights=target.weights, name=target.name, dtype=dtype)
     target.adopted = param._version
-    fates.note("weights", "converted")
-    fates.measure("weights", wanted=wanted, stored=weights.master(param, new).detach())
+    report.note("weights", "converted")
+    report.measure("weights", wanted=wanted, stored=weights.master(param, new).detach())
 
 
 def _tags(decl: StateDecl) -> tuple[Any, ...]:
@@ -173,7 +174,7 @@ def _tags(decl: StateDecl) -> tuple[Any, ...]:
     return (decl.kind, decl.layout, *((decl.level, decl.axis, decl.of_squares) if folded else ()))
 
 
-def rms_of(name: str, *, roster: Roster, param_groups: list[dict[str, Any]]) -> float | Tensor | None:
+def rms_of(name: str, *, roster: BlockRegistry, param_groups: list[dict[str, Any]]) -> float | Tensor | None:
     """RMS of a block's last update before the learning rate; None where the block cannot tell."""
     live = roster.live[name]
     if live.applied is not None and live.applied >= 0:  # what steps on the device has a place for it before it is known
@@ -197,9 +198,7 @@ def last_rms(live: LiveBlock, *, state: Mapping[Tensor, State], param_groups: li
         direction = slot.rule.last(states=states, ctx=ctx)
         if direction is None:
             return None
-        norm, numel = matching.update_norm(
-            direction.update(), divisor=direction.divisor, finite=None, on_cpu=slot.on_cpu
-        )
+        norm, numel = update_norm(direction.update(), divisor=direction.divisor, finite=None, on_cpu=slot.on_cpu)
         total += float(norm) ** 2
         count += numel
     return (total / count) ** 0.5 if count else None
@@ -218,7 +217,7 @@ def planned_growth(target: LiveBlock, *, held: LiveBlock) -> int:
 def move(
     target: LiveBlock,
     *,
-    roster: Roster,
+    roster: BlockRegistry,
     param_groups: list[dict[str, Any]],
     moments: Mapping[str, Moments],
     fresh: bool,
@@ -233,7 +232,7 @@ def move(
     bytes_before = roster.block_bytes(held)
     unlike = roster.has_own_target(held)  # its RMS is no measure for what comes
     rms = held.match[0].item() if held.match is not None and not unlike else None
-    fates = Fates()
+    report = ConversionReport()
     with roster.visiting(held, keep=False):
         if rms is None and target.matched and not unlike:
             rms = last_rms(held, state=roster.state, param_groups=param_groups)
@@ -247,16 +246,16 @@ def move(
                 new,
                 betas=slot.betas(param_groups),
                 moments=moments.get(slot.name),
-                fates=fates,
+                report=report,
                 fresh=fresh,
                 seeded=source.name not in held.unseeded,
             )
             if unseeded:
                 target.unseeded.add(slot.name)
-            recast(source, slot, old, new, fates=fates)
+            recast(source, slot, old, new, report=report)
             if roster.unstepped and source.weights != slot.weights and weights.CORRECTION in new:
                 slot.taken_in = weights.bits_of(slot.param)
-            roster.put(slot, new)
+            roster.set_state(slot, new)
     roster.pack(target)
     target.carried = rms
     roster.add_match(target, target=rms if rms else roster.target(target.block.name))
@@ -265,8 +264,8 @@ def move(
         block=target.block.name,
         source=held.spec.name,
         target=target.spec.name,
-        kept=fates.how,
-        conversion_error=fates.relative_errors(),
+        kept=report.how,
+        conversion_error=report.relative_errors(),
         bytes_before=bytes_before,
         bytes_after=roster.block_bytes(target),
         why=why,

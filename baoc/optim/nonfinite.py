@@ -1,27 +1,43 @@
-"""Finding and excluding non-finite gradient elements, at the price of one reduction where there are none."""
+"""The finite check of a step: non-finite gradient elements are found, zeroed, left out of the step, and counted.
+
+`NonFiniteFilter.check` is the one place that decides whether a step is made. Under `skip_element` it returns a mask per
+parameter, under `skip_step` None where the step is to be skipped, and under `raise` it raises. Where nothing is
+found it costs one reduction. "Non-finite" means not `usable`: NaN, infinity, or 2^48 and more in size
+(`baoc.kernels.usable`).
+"""
 
 import logging
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from baoc.errors import DivergedError, unknown_name
-from baoc.optim.backends import Backend
-from baoc.optim.finite import all_finite, mask_
-from baoc.optim.registry import Alone, Roster
+from baoc.errors import BadInputError, DivergedError, unknown_name
+from baoc.kernels.cpp import build
+from baoc.kernels.usable import LIMIT, usable
+from baoc.optim.backends.base import Backend, StepUnit
 
 log = logging.getLogger(__name__)
 POLICIES = ("skip_element", "skip_step", "raise")
 MOST_NAMED = 8  # tensors that a message lists, worst first; after a loss of NaN it is all of them
+_SCANNED = {torch.float32: 4, torch.bfloat16: 2}  # types that the C++ scan reads, and their bytes per element
 
 
-class Guard:
-    """Looks at the gradients of each step once, remembers what the step must leave out, and counts it.
+class NonFiniteFilter:
+    """Looks at the gradients of each step once and remembers what the step must leave out.
 
     Backends that exclude non-finite elements themselves are only asked what they found: under `skip_element` some steps
     later, so that nobody waits for the device.
+
+    Args:
+        policy: One of POLICIES.
+
+    Attributes:
+        vote: Given whether this process found something, returns whether any did. It is called once in each `check` and
+            `mask` of a policy that skips or raises, whatever was found, so that processes may ask each other.
     """
 
     def __init__(self, policy: str):
@@ -35,37 +51,83 @@ class Guard:
         self._seen: dict[Tensor, TensorWeakRef] = {}  # parameter -> the gradient that was looked at
         self._found = False  # by backends, in the gradients that are there now
         self._when = ""  # what `last_nonfinite` is of
+        self._diverged = ""  # the error of policy `raise`, until everybody has voted
+        self.vote: Callable[[bool], bool] = bool
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy comes without what was found in the gradients, as parameters are copied without theirs."""
-        return {**self.__dict__, "_masks": {}, "_seen": {}, "_found": False}
+        return {**self.__dict__, "_masks": {}, "_seen": {}, "_found": False, "vote": bool}
 
-    def forget(self, roster: Roster | Alone) -> None:
+    def check(self, unit: StepUnit, *, step: int, final: bool) -> dict[Tensor, Tensor] | None:
+        """Decides about step number `step`: which elements it leaves out, or that it is skipped.
+
+        Args:
+            final: Somebody reads the gradients before the step, so backends mark non-finite elements in them too.
+
+        Returns:
+            Parameter -> bool mask in its shape, True where finite, of those with other elements; None if the step is to
+            be skipped.
+
+        Raises:
+            DivergedError: Some element is non-finite and the policy is `raise`.
+        """
+        strict, guarded = self.policy != "skip_element", unit.guarded
+        unknown = bool(guarded) and any([p.grad is not None and not self._is_known(p) for p in guarded])
+        unmarked = [backend for backend in unit.marking if not backend.marked] if final or strict else ()
+        if unknown or unmarked:
+            self._find(unit, step=step, guarded=guarded if unknown else {}, marking=unmarked)
+        if not strict and (unit.marking or unit.unread):
+            self.read(unit, step=step, wait=False)
+        masks = {param: mask for param, mask in self._masks.items() if self._is_known(param)} if self._masks else {}
+        found = self._found
+        self._masks, self._seen, self._found = {}, {}, False
+        if not strict or not self.vote(bool(masks or found or self._diverged)):
+            return masks
+        if self.policy == "raise":
+            self._raise(unit, step=step)
+        forget_marks(unit.marking)
+        self.num_skipped_steps += 1
+        return None
+
+    def mask(self, unit: StepUnit, *, step: int) -> int | None:
+        """Zeroes non-finite elements of the gradients; returns how many there were, None if only the device knows."""
+        count = self._find(unit, step=step, guarded=unit.guarded, marking=unit.marking)
+        if self.policy == "raise" and self.vote(bool(self._diverged)):
+            self._raise(unit, step=step)
+        return count
+
+    def read(self, unit: StepUnit, *, step: int, wait: bool) -> None:
+        """Counts what backends found in steps before `step`; without `wait` perhaps not all of it."""
+        counts = new_bad(unit, wait=wait)
+        if counts:
+            self._report(counts, when=f"before step {step}")
+            if self._diverged:
+                self._raise(unit, step=step)
+
+    def forget(self, unit: StepUnit) -> None:
         """The gradients that were looked at are gone."""
         self._masks, self._seen, self._found = {}, {}, False
-        roster.forget_marks()
+        forget_marks(unit.marking)
 
-    def look(self, roster: Roster | Alone, *, step: int) -> int | None:
-        """Zeroes non-finite elements of the gradients; returns how many there were, None if only the device knows."""
-        return self._find(roster, step=step, guarded=True, marking=roster.marking)
-
-    def _find(self, roster: Roster | Alone, *, step: int, guarded: bool, marking: Sequence[Backend]) -> int | None:
-        """`guarded`: look at the gradients that nobody else does; `marking`: backends that are to mark theirs."""
-        counts = self._look(roster.guarded) if guarded else {}
+    def _find(
+        self, unit: StepUnit, *, step: int, guarded: Mapping[Tensor, str], marking: Sequence[Backend]
+    ) -> int | None:
+        """Masks the gradients of `guarded`, and lets the backends of `marking` mark theirs."""
+        counts = self._mask(guarded) if guarded else {}
         for backend in marking:
             backend.mark()
         if marking and self.policy != "skip_element":
-            found = roster.new_bad(wait=True)
+            found = new_bad(unit, wait=True)
             self._found = self._found or bool(found)
             counts |= found
         if counts:
-            self._report(counts, when=f"in step {step}", roster=roster)
+            self._report(counts, when=f"in step {step}")
         return sum(counts.values()) if not marking or self.policy != "skip_element" else None
 
-    def _look(self, names: Mapping[Tensor, str]) -> dict[str, int]:
+    def _mask(self, names: Mapping[Tensor, str]) -> dict[str, int]:
         """Masks the gradients of `names` (parameter -> name); name -> non-finite elements, where there were some."""
         params = [param for param in names if param.grad is not None]
-        self._masks = {param: mask for param, mask in self._masks.items() if self._knows(param)}
+        self._masks = {param: mask for param, mask in self._masks.items() if self._is_known(param)}
         self._seen = {param: TensorWeakRef(param.grad) for param in params if param.grad is not None}
         if not params or all_finite(params, names=names):
             return {}
@@ -76,40 +138,12 @@ class Guard:
             self._masks[param] = finite if before is None else finite & before
         return counts
 
-    def take(self, roster: Roster | Alone, *, step: int, final: bool) -> dict[Tensor, Tensor] | None:
-        """Parameter -> True where finite, of those with other elements; None if the step is to be skipped.
-
-        `final`: somebody reads the gradients before the step, so backends mark them too.
-        """
-        strict = self.policy != "skip_element"
-        guarded = roster.guarded
-        unknown = bool(guarded) and any(param.grad is not None and not self._knows(param) for param in guarded)
-        unmarked = [backend for backend in roster.marking if not backend.marked] if final or strict else ()
-        if unknown or unmarked:
-            self._find(roster, step=step, guarded=unknown, marking=unmarked)
-        if not strict:
-            self.read(roster, step=step, wait=False)
-        masks = {param: mask for param, mask in self._masks.items() if self._knows(param)}
-        found = self._found
-        self._masks, self._seen, self._found = {}, {}, False
-        if strict and (masks or found):
-            roster.forget_marks()
-            self.num_skipped_steps += 1
-            return None
-        return masks
-
-    def read(self, roster: Roster | Alone, *, step: int, wait: bool) -> None:
-        """Takes note of what backends found in steps before `step`."""
-        counts = roster.new_bad(wait=wait)
-        if counts:
-            self._report(counts, when=f"before step {step}", roster=roster)
-
-    def _knows(self, param: Tensor) -> bool:
+    def _is_known(self, param: Tensor) -> bool:
         """True if the parameter's gradient is the tensor that was looked at, whatever was added to it since."""
         seen = self._seen.get(param)
         return seen is not None and param.grad is not None and seen() is param.grad
 
-    def _report(self, counts: dict[str, int], *, when: str, roster: Roster | Alone) -> None:
+    def _report(self, counts: dict[str, int], *, when: str) -> None:
         first = not self.num_nonfinite
         self.num_nonfinite += sum(counts.values())
         # Blocks that are stepped one by one report one by one.
@@ -120,6 +154,65 @@ class Guard:
         names += f" and {len(counts) - MOST_NAMED} more" if len(counts) > MOST_NAMED else ""
         text = f"{sum(counts.values())} gradient element(s) are NaN, infinite or beyond 2^48 {when}: {names}"
         if self.policy == "raise":
-            self.forget(roster)
-            raise DivergedError(f"{text}. Lower the learning rate, or set nonfinite=skip_element to go on without them")
-        log.log(logging.WARNING if first else logging.INFO, "%s; policy: %s", text, self.policy)
+            self._diverged = text
+        else:
+            log.log(logging.WARNING if first else logging.INFO, "%s; policy: %s", text, self.policy)
+
+    def _raise(self, unit: StepUnit, *, step: int) -> None:
+        text, self._diverged = self._diverged or f"another process found non-finite gradients in step {step}", ""
+        self.forget(unit)
+        raise DivergedError(f"{text}. Lower the learning rate, or set nonfinite=skip_element to go on without them")
+
+
+def new_bad(unit: StepUnit, *, wait: bool) -> dict[str, int]:
+    """Parameter name -> non-finite elements that backends found since this was last asked."""
+    found = dict(unit.unread)
+    unit.unread.clear()
+    for backend in unit.marking:
+        for name, count in backend.new_bad(wait=wait).items():
+            found[name] = found.get(name, 0) + count
+    return found
+
+
+def forget_marks(backends: Iterable[Backend]) -> None:
+    for backend in backends:
+        backend.forget_marks()
+
+
+def all_finite(params: Iterable[Tensor], *, names: Mapping[Tensor, str]) -> bool:
+    """False if some gradient element may not be finite. One read and one synchronisation per device.
+
+    Raises BadInputError for a sparse gradient, by its parameter's name.
+    """
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for param in params:
+        grad = param.grad
+        assert grad is not None
+        if grad.is_sparse:
+            raise BadInputError(f"{names[param]} has a sparse gradient: build its layer with sparse=False")
+        if grad.numel() and grad.device.type != "meta":
+            by_device.setdefault(grad.device, []).append(grad)
+    on_cpu = by_device.get(torch.device("cpu"), [])
+    if on_cpu and build.loaded is not None and all([g.dtype in _SCANNED and g.is_contiguous() for g in on_cpu]):
+        del by_device[torch.device("cpu")]
+        rows = array("q", [n for g in on_cpu for n in (g.data_ptr(), g.numel(), _SCANNED[g.dtype])])
+        if not build.loaded.baoc_all_finite(rows.buffer_info()[0], len(on_cpu), torch.get_num_threads()):
+            return False
+    # The Euclidean norm is the reduction that every device has a fast kernel for. It may be large where no element
+    # is, so then these are looked at one by one; half the limit, because norms are rounded.
+    norms = [torch.nn.utils.get_total_norm(same, norm_type=2.0) for same in by_device.values()]
+    return all([bool(norm < LIMIT / 2) for norm in norms])
+
+
+def mask_(params: Iterable[Tensor]) -> dict[Tensor, Tensor]:
+    """Zeroes the non-finite elements; returns their parameters with a bool mask, True where finite."""
+    masks = {}
+    for param in params:
+        grad = param.grad
+        if grad is None or not grad.numel():
+            continue
+        finite = usable(grad)
+        if not bool(finite.all()):
+            grad.masked_fill_(~finite, 0.0)
+            masks[param] = finite
+    return masks

@@ -1,34 +1,55 @@
 """BlockwiseOptimizer: one torch optimizer whose blocks each run the spec that an allocation gave them.
 
-It decides nothing about specs: they are given when it is built, and changed by `migrate`. A step is `step` here, then
-`backends.eager.step_bucket` for all blocks of a spec, then the rule's `direction` in `baoc.optim.rules`.
+It decides nothing about specs: they are given when it is built, and changed by `migrate`. A step (`_step`) is
+
+1. the registry's backends, built anew only where something moved since the last step (`_ready`),
+2. the finite check (`finite_check`, in `baoc.optim.nonfinite`), which may mask elements or skip the step,
+3. who subscribed to `before_step` and sees the final gradients,
+4. the backends, one for all blocks that it can step (`baoc.optim.backends`: eager, native, fused, hosted),
+5. who subscribed to `after_step`.
+
+Gradient release and overlap step blocks in backward already, and meet in `baoc.optim.backward`.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from baoc.core.recipes import Tuned, Tuning
 from baoc.errors import BadInputError, unknown_name
-from baoc.kernels import capturing
-from baoc.optim import admission, checkpoint, groups, loading, masters, matching, replay, seeding, step_hooks
+from baoc.optim import checkpoint, groups, loading, masters, matching, seeding
 from baoc.optim import migrate as migration
-from baoc.optim.backends import BACKENDS, Options, StepInputs, options_of
-from baoc.optim.nonfinite import Guard
-from baoc.optim.overlap import Ahead
-from baoc.optim.registry import Roster
-from baoc.optim.release import Releaser, take_from_others
-from baoc.optim.release_settings import GradientRelease, check_policy, settings_of
-from baoc.optim.state import FIRST_BETAS, alone, betas_of
+from baoc.optim.backends import BACKENDS, Options, StepInputs, StepUnit
+from baoc.optim.backward import DropGradients, GradientRelease, KeepGradients, release_settings, take_from_others
+from baoc.optim.nonfinite import NonFiniteFilter
+from baoc.optim.registry import BlockRegistry, check_new
+from baoc.optim.state import FIRST_BETAS, LiveBlock, alone, betas_of
 from baoc.types import Block, BlockMove, Moments, OptimizerSpec
 
 # Wrapped by schedulers, or set by whoever owns us: not part of a copy.
-_UNKEPT = ("step", "observer", "observing", "ahead")
+_UNKEPT = ("step", "overlap", "before_check", "before_step", "after_step")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeforeStep:
+    """A subscriber to `BlockwiseOptimizer.before_step`.
+
+    Attributes:
+        call: Called in each step, when gradients are final and non-finite elements in them are 0. It may change
+            parameter groups.
+        wanted: False while `call` does not need the gradients of the coming step, which may then be used before it.
+    """
+
+    call: Callable[[], object]
+    wanted: Callable[[], bool] = lambda: True
 
 
 class BlockwiseOptimizer(Optimizer):
@@ -59,6 +80,16 @@ class BlockwiseOptimizer(Optimizer):
         tuning: Multiples of the learning rate and betas by rule and role, see `baoc.core.recipes`. A schedule goes on
             acting: it moves the rate that is multiplied, and a beta that it moves is the schedule's.
         device: Parameters that are elsewhere move there one by one, in the format of their spec.
+
+    Attributes:
+        finite_check: Decides in each step which gradient elements are left out, or that the step is skipped. It may be
+            replaced by another with the methods of `NonFiniteFilter`; its `vote` lets processes decide together.
+        before_step: `BeforeStep` subscribers. None with gradient release, see `DropGradients.observer`.
+        after_step: Callables without arguments, called when all blocks were stepped. As before_step no part
+            of copies.
+        releaser: What steps blocks in backward with gradient release, else None.
+        overlap: What steps host-placed blocks inside `last_backward`.
+        load_report: What the last `load_state_dict` converted.
     """
 
     def __init__(
@@ -85,33 +116,34 @@ class BlockwiseOptimizer(Optimizer):
             raise unknown_name(rms_matching, what="way of matching updates", allowed=matching.MATCHINGS)
         self.rms_matching = bool(rms_matching)
         matched_by = "rms" if isinstance(rms_matching, bool) else rms_matching
-        releasing = settings_of(release)
-        if releasing is not None:
-            check_policy(nonfinite)
-        self.observer: Callable[[], object] | None = None  # called in each step when gradients are final
-        self.observing: Callable[[], bool] | None = None  # False: the observer does not need the coming step
-        self.releaser: Releaser | None = None
+        releasing = release_settings(release, nonfinite=nonfinite)
+        self.before_check: list[Callable[[], object]] = []  # of one step, by overlap
+        self.before_step: list[BeforeStep] = []
+        self.after_step: list[Callable[[], object]] = []
+        self.releaser: DropGradients | None = None
         self.load_report: loading.LoadReport | None = None
-        self._guard = Guard(nonfinite)
+        self.finite_check = NonFiniteFilter(nonfinite)
         self.num_steps = 0  # the codecs' phase
         self._stalling: set[str] = set()  # blocks that were warned of
         self._unseeded = False  # whether the next step has to start some v
-        self._roster: Roster | None = None
+        self._roster: BlockRegistry | None = None
         self._keeps_betas = tuning is not None and bool(tuning.betas)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(groups.to_groups(params), {key: groups.plain(value) for key, value in defaults.items()})
-        roster = Roster(self.state, backend=backend, target_rms=target_rms or {}, matched_by=matched_by, tuning=tuning)
+        roster = BlockRegistry(
+            self.state, backend=backend, target_rms=target_rms or {}, matched_by=matched_by, tuning=tuning
+        )
         take_from_others([param for group in self.param_groups for param in group["params"]])
         roster.build(self.param_groups, specs=specs, blocks=blocks, device=device)
         self._roster = roster
-        self.ahead = Ahead(self)
+        self.overlap = KeepGradients(self)
         if releasing is not None:
-            self.releaser = Releaser(self, releasing)
+            self.releaser = DropGradients(self, releasing)
             self._step_supports_amp_scaling = True  # so that a GradScaler comes to `step`, where it is refused
         self._warn_of_stalling(roster.live)
 
     @property
-    def roster(self) -> Roster:
+    def roster(self) -> BlockRegistry:
         assert self._roster is not None
         return self._roster
 
@@ -129,7 +161,7 @@ class BlockwiseOptimizer(Optimizer):
             pairs = zip(group["param_names"], group["params"], strict=True)
             infos = [groups.param_info(name, param, group=index) for name, param in pairs if param.requires_grad]
             try:
-                self._roster.admit(infos, param_groups=self.param_groups)
+                self._roster.add_late_params(infos, param_groups=self.param_groups)
             except BadInputError:
                 self.param_groups.pop()
                 raise
@@ -161,54 +193,97 @@ class BlockwiseOptimizer(Optimizer):
         With gradient release most of it was done in the backward before, and this ends it.
         """
         # What torch wraps around a step, a name for profilers and calls of hooks, costs as much as a fifth of it.
-        if step_hooks.wanted(self):
+        if (
+            self._optimizer_step_pre_hooks
+            or self._optimizer_step_post_hooks
+            or _global_optimizer_pre_hooks
+            or _global_optimizer_post_hooks
+            or torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
+        ):
             return self._hooked_step(closure)
         return self._step(closure)
 
     step.hooked = True  # pyright: ignore[reportFunctionMemberAccess]
 
-    @step_hooks.without_grad
+    @torch.no_grad()
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        roster = self.roster
-        num_blocks = len(roster.live)
-        groups.check_listed(self.param_groups, listed=roster.listed)
-        roster.admit_thawed(self.param_groups)
-        if len(roster.live) != num_blocks:
-            self._welcome()
-        if self.releaser is not None:
+        self._notice_params()
+        if self.releaser is not None:  # blocks were stepped in backward
             self.releaser.finish()
-            self.num_steps += 1
-            self._note_unseeded()
-            self.releaser.say_late()
+            self._count_step()
             return loss
-        self.ahead.finish()
-        backends = roster.ready()
-        if capturing():
-            replay.capture(self, backends)
+        for look in tuple(self.before_check):
+            look()
+        unit = self._ready()
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            self._capture(unit)
             return loss
         options = self.options()  # before what is known of the gradients is taken: it may raise
-        masks = self._guard.take(roster, step=self.num_steps + 1, final=self.observer is not None)
+        masks = self.finite_check.check(unit, step=self.num_steps + 1, final=bool(self.before_step))
         if masks is None:
             return loss
-        if self.observer is not None:
-            self.observer()
-            options = self.options()  # which it may have changed
+        if self.before_step:
+            for subscriber in tuple(self.before_step):
+                subscriber.call()
+            options = self.options()  # which they may have changed
         if self._unseeded:
-            seeding.seed(roster.live.values(), roster=roster, param_groups=self.param_groups)
-            self._note_unseeded()
+            self.seed(self.roster.live.values())
+        inputs = self.inputs(masks, options=options, phase=self.num_steps + 1)
         self.num_steps += 1
-        inputs = self.inputs(masks, options=options, phase=self.num_steps)
-        for backend in backends:
+        for backend in unit.backends:
             backend(inputs)
-        roster.join()
-        self.ahead.say_late()
+        for join in unit.joins:
+            join()
+        for subscriber in tuple(self.after_step):
+            subscriber()
         return loss
 
     _hooked_step = Optimizer.profile_hook_step(_step)
+
+    def _notice_params(self) -> None:
+        """Admits parameters that were frozen and have a gradient now. Raises BadInputError where some were replaced."""
+        registry = self.roster
+        try:  # by identity first, so it takes no time; two tensors that differ have no truth value
+            same = [group["params"] for group in self.param_groups] == registry.listed
+        except RuntimeError:
+            same = False
+        if not same:
+            raise BadInputError(
+                "the parameters in param_groups are not those that this optimizer has states of: add new ones with "
+                "add_param_group, and build another optimizer where some were replaced"
+            )
+        if registry.frozen and any([param.grad is not None for param in registry.frozen]):
+            registry.add_thawed_params(self.param_groups)
+            self._welcome()
+
+    def _ready(self) -> StepUnit:
+        """What a step goes through: as it was, unless parameters or states moved since the last one."""
+        registry = self.roster
+        unit, held = registry.unit, registry.witness
+        if unit is None or registry.unstepped or not registry.placed:
+            return registry.ready()
+        if held is not None and held[0].get(held[1]) is not held[2]:
+            return registry.ready()
+        if any([backend.moved for backend in unit.backends]):  # a list is faster than a generator
+            registry.drop_backends()
+            return registry.ready()
+        return unit
+
+    def seed(self, blocks: Iterable[LiveBlock]) -> None:
+        """Starts v of `blocks` that wait for their next gradient, which is there now, see `baoc.optim.seeding`."""
+        seeding.seed(blocks, roster=self.roster, param_groups=self.param_groups)
+        self._note_unseeded()
+
+    def _count_step(self) -> None:
+        """Ends a step whose blocks were stepped in backward."""
+        self.num_steps += 1
+        self._note_unseeded()
+        for subscriber in tuple(self.after_step):
+            subscriber()
 
     def last_backward(self, *, flush_only: bool = False) -> AbstractContextManager[None]:
         """`with optimizer.last_backward(): loss.backward()` lets host-placed blocks be stepped in backward already.
@@ -216,14 +291,20 @@ class BlockwiseOptimizer(Optimizer):
         To be said of the last backward before `step` if nothing clips, unscales or drops gradients between the two.
         `flush_only`: blocks that the host updates only get their gradients there, and all are stepped by `step`.
         """
-        return self.ahead.last_backward(flush_only=flush_only)
+        return self.overlap.last_backward(flush_only=flush_only)
 
     def options(self) -> list[Options]:
         """What the parameter groups say now, then what tuned blocks make of it.
 
         Raises BadInputError for what no schedule can mean.
         """
-        plain = [options_of(group) for group in self.param_groups]
+        plain = []
+        for group in self.param_groups:
+            lr, betas, eps, decay = float(group["lr"]), group["betas"], group["eps"], group["weight_decay"]
+            first, second = betas
+            if not (0 <= lr < inf and 0 <= decay < inf and eps > 0 and 0 <= first < 1 and 0 <= second < 1):
+                groups.check_settings({**group, "lr": lr})  # a schedule made them what weights would not survive
+            plain.append(Options(lr=lr, betas=betas, eps=eps, weight_decay=decay))
         rows = self.roster.rows
         return plain if not rows else plain + [self._tuned(plain[group], tuned, group) for group, tuned in rows]
 
@@ -238,6 +319,15 @@ class BlockwiseOptimizer(Optimizer):
             state=self.roster.state, options=options, masks=masks, phase=phase, matching=self.rms_matching
         )
 
+    def _capture(self, unit: StepUnit) -> None:
+        """The device's part of a step, which somebody captures in a CUDA graph."""
+        if self.nonfinite != "skip_element":
+            raise BadInputError(
+                f"nonfinite={self.nonfinite} waits for the device, so the step cannot be captured: use skip_element"
+            )
+        for backend in unit.backends:
+            backend.capture(self.inputs({}, options=self.options(), phase=self.num_steps))
+
     @torch.no_grad()
     def prepare_replay(self) -> None:
         """To be called before each replay of a CUDA graph in which `step` was captured.
@@ -245,8 +335,16 @@ class BlockwiseOptimizer(Optimizer):
         A capture only takes down what the device does. This does the host's part: it counts the step and sends learning
         rates, bias corrections and the gradients' addresses to where the graph reads them. Run some steps before
         capturing, so that kernels are compiled and each block's update RMS is measured.
+
+        Raises BadInputError with gradient release.
         """
-        replay.prepare(self)
+        if self.releaser is not None:
+            raise BadInputError("steps with gradient release cannot be replayed as a CUDA graph: build without release")
+        unit, options = self.roster.ready(), self.options()
+        self.num_steps += 1
+        inputs = self.inputs({}, options=options, phase=self.num_steps)
+        for backend in unit.backends:
+            backend.prepare(inputs)
 
     @torch.no_grad()
     def mask_nonfinite(self) -> int | None:
@@ -257,46 +355,46 @@ class BlockwiseOptimizer(Optimizer):
         returned; it leaves -0.0 as a mark, which scaling and clamping keep: add nothing to these gradients afterwards.
         With gradient release it was done in backward; this steps the blocks of which some parameters have no gradient.
         """
-        self.roster.ready()
+        unit = self.roster.ready()
         if self.releaser is not None:
             self.releaser.flush()
-            return None if self.roster.marking else self.releaser.num_nonfinite
-        self.ahead.check()
-        found = self._guard.look(self.roster, step=self.num_steps + 1)
-        self.ahead.looked()
+            return None if unit.marking else self.releaser.num_nonfinite
+        self.overlap.check()
+        found = self.finite_check.mask(unit, step=self.num_steps + 1)
+        self.overlap.accept_masks()
         return found
 
     def _check_between_steps(self, what: str) -> None:
-        for stepping in filter(None, (self.releaser, self.ahead)):
+        for stepping in filter(None, (self.releaser, self.overlap)):
             stepping.check_between_steps(what)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; what `mask_nonfinite` found in the gradients goes with them."""
         if self.releaser is not None:
             self.releaser.check_zeroing(set_to_none=set_to_none)
-        self.ahead.check_between_steps("zero_grad was called")
-        self._guard.forget(self.roster)
+        self.overlap.check_between_steps("zero_grad was called")
+        self.finite_check.forget(self.roster.everything)
         super().zero_grad(set_to_none)
 
     @property
     def nonfinite(self) -> str:
-        return self._guard.policy
+        return self.finite_check.policy
 
     @property
     def num_nonfinite(self) -> int:
         """Non-finite gradient elements since this optimizer was built."""
-        self._guard.read(self.roster, step=self.num_steps + 1, wait=True)
-        return self._guard.num_nonfinite
+        self.finite_check.read(self.roster.everything, step=self.num_steps + 1, wait=True)
+        return self.finite_check.num_nonfinite
 
     @property
     def last_nonfinite(self) -> dict[str, int]:
         """Parameter name -> non-finite elements, when there last were some."""
-        self._guard.read(self.roster, step=self.num_steps + 1, wait=True)
-        return self._guard.last_nonfinite
+        self.finite_check.read(self.roster.everything, step=self.num_steps + 1, wait=True)
+        return self.finite_check.last_nonfinite
 
     @property
     def num_skipped_steps(self) -> int:
-        return self._guard.num_skipped_steps
+        return self.finite_check.num_skipped_steps
 
     # -- what it holds --------------------------------------------------------------------------------------------
 
@@ -342,6 +440,15 @@ class BlockwiseOptimizer(Optimizer):
                 live.match[0] = self.roster.own_target(live, target=float(target))
 
     @torch.no_grad()
+    def retune(self, tuning: Tuning | None) -> None:
+        """Rates and betas by rule and role from the next step on, of blocks that are there and of those that come."""
+        if tuning == self.roster.tuning:
+            return
+        self._keeps_betas = tuning is not None and bool(tuning.betas)
+        for group in self.param_groups if self._keeps_betas else ():
+            group.setdefault(FIRST_BETAS, group["betas"])
+        self.roster.retune(tuning, param_groups=self.param_groups)
+
     def migrate(
         self,
         specs: Mapping[str, str | OptimizerSpec],
@@ -354,16 +461,16 @@ class BlockwiseOptimizer(Optimizer):
         `moments` (by parameter name) start v where a block had none. Nothing changes if any of `specs` is refused. Done
         block by block, those that shrink first, so memory never exceeds the larger plan by more than a block.
         """
-        live, targets = self.roster.live, []
+        live, targets, where = self.roster.live, [], groups.named_params(self.param_groups)
         for name, given in specs.items():
             if name not in live:
                 raise unknown_name(name, what="block", allowed=live)
             spec = groups.to_spec(given)
             groups.check_applies(spec, block=live[name].block)
             if spec != live[name].spec:
-                targets.append(self.roster.made(live[name].block, spec=spec, param_groups=self.param_groups))
+                targets.append(self.roster.make_block(live[name].block, spec=spec, where=where))
         self._check_between_steps("migrate was called")
-        admission.check(targets)
+        check_new(targets)
         self.roster.forget_overwritten()
         targets.sort(key=lambda target: migration.planned_growth(target, held=live[target.block.name]))
         self.roster.refresh(self.param_groups)  # backends hold what is to be freed
@@ -444,8 +551,14 @@ class BlockwiseOptimizer(Optimizer):
         if self.releaser is not None:
             raise TypeError("a shallow copy would step the same parameters in backward as well: use copy.deepcopy")
         twin = object.__new__(type(self))
-        Optimizer.__setstate__(twin, {**self._own(), "observer": None, "observing": None, "ahead": self.ahead})
+        shared = {"overlap": self.overlap, "before_check": self.before_check}
+        Optimizer.__setstate__(twin, {**self._own(), **self._subscribed(), **shared})
         return twin
+
+    @staticmethod
+    def _subscribed() -> dict[str, Any]:
+        """The subscribers of a copy: none."""
+        return {"before_check": [], "before_step": [], "after_step": []}
 
     def _own(self) -> dict[str, Any]:
         hidden = ("_optimizer_", "_warned", "_zero_grad")
@@ -453,15 +566,14 @@ class BlockwiseOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # Each tensor as a storage of its own: pickle would write a whole slab for each of its views.
-        self.roster.settle()
+        self.roster.synchronize()
         held = self.roster.state.items()
         states = {param: {key: alone(value) for key, value in state.items()} for param, state in held}
         return {**self._own(), "state": defaultdict(dict, states)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.observer = self.observing = None
-        super().__setstate__(state)
-        self.ahead = Ahead(self)
+        super().__setstate__({**state, **self._subscribed()})
+        self.overlap = KeepGradients(self)
         if self._roster is not None:
             self._roster.adopt(self.state)
         if self.releaser is not None:

@@ -1,22 +1,42 @@
-"""Which parameters run what: the live blocks of an optimizer, their slots and buckets, and late parameters."""
+"""The registry: which parameters of an optimizer are in which block, under which spec, with which states and backend.
+
+What it holds, from the outside in:
+
+1. A `Block` is a set of parameters that an allocation gave one spec. `LiveBlock` is a block as it runs: spec, rule,
+   update matching, and one `Slot` per parameter (group, codecs, how weights are kept). `live` maps names to them.
+2. `build` checks blocks and specs against the parameter groups, allocates every state, and gives weights the format of
+   their spec (`add_block`). `add_late_params` does the same for parameters that come later: in a new group, or frozen
+   before and with a gradient now. These run the spec that was given for all, else fp32 AdamW.
+3. States are views of one slab of bytes per block. `state` maps parameters to them. Slabs of host-placed blocks lie in
+   the `arena`, in CPU memory, and `visiting` brings a block's states to the device for whoever reads or converts them.
+4. A step goes through a `StepUnit`: the backends of all blocks, and what the finite check has to look at. It is built
+   by `ready` when it is first asked for and kept in `unit`. Backends hold addresses, so it is dropped (`refresh`,
+   `drop_backends`) by whoever replaces a state, a match or a parameter's data. What others did behind its back is
+   noticed by `witness`, one state that was replaced when all were, and by each backend's `moved`.
+5. Blocks that are stepped in backward have a unit of their own (`alone`), on the same backend.
+"""
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from baoc.core.recipes import Tuned, Tuning
-from baoc.optim import admission, groups, matching
-from baoc.optim.backends import Backend, Choice, build_alone, build_backends
-from baoc.optim.offload import HostArena, Rings, drop_stale, make_room, order_of_travel, settle
+from baoc.errors import BadInputError
+from baoc.kernels.host_memory import check_host_memory
+from baoc.optim import groups, matching
+from baoc.optim.backends import Backend, Choice, StepUnit, build_alone, build_backends
+from baoc.optim.nonfinite import new_bad
+from baoc.optim.offload import HostArena, Pipelines, drop_stale, fill, make_room, order_of_travel
 from baoc.optim.rules import RULES
 from baoc.optim.state import LiveBlock, Slot, State, allocate, make_slot, new_match, packed, tensor_bytes
-from baoc.optim.wrappers import refuse_shard
-from baoc.planning.cost import aligned
+from baoc.optim.wrappers import refuse_casts, refuse_shard
+from baoc.planning.cost import aligned, passing_bytes
+from baoc.planning.transfer import buffer_bytes
 from baoc.types import Block, OptimizerSpec, ParamInfo, Placement
 from baoc.units import format_bytes
 
@@ -27,32 +47,22 @@ log = logging.getLogger(__name__)
 FALLBACK = "adamw"  # what a parameter that comes late runs, unless one spec was given for all
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Alone:
-    """What is stepped by itself in backward; to the guard what the whole roster is else."""
+class BlockRegistry:
+    """Live blocks of one optimizer and their states. The module's text says how the parts belong together.
 
-    backend: Backend
-    guarded: Mapping[Tensor, str]
+    Args:
+        shown: The optimizer's own dict of parameter -> states. It shows nothing of host-placed blocks, because whoever
+            walks through it, as Lightning does at the start of a fit, moves what is there to the device.
+        backend: "auto", or the name of the backend that is to step every block.
+        target_rms: Update RMS of AdamW by block, where it was measured.
+        matched_by: How updates are matched, see `baoc.optim.matching`.
+        tuning: Multiples of the learning rate and betas by rule and role.
 
-    @property
-    def marking(self) -> list[Backend]:
-        return [self.backend] if self.backend.excludes_nonfinite else []
-
-    def forget_marks(self) -> None:
-        self.backend.forget_marks()
-
-    def new_bad(self, *, wait: bool) -> dict[str, int]:
-        return self.backend.new_bad(wait=wait)
-
-
-class Roster:
-    """Live blocks over `state` (parameter -> its tensors).
-
-    `shown` is the optimizer's own dict of the same. It shows nothing of blocks that are placed on the host, for whoever
-    walks through it, as Lightning does at the start of a fit, moves what is there to the device.
-    `names` maps every parameter that has state to its name, `frozen` holds the others, and `backends` is what a step
-    goes through: built when first asked for, and anew after `refresh`. Whoever replaces a tensor of the state, a match,
-    or a parameter's data calls that, because backends may hold addresses; copies come without backends.
+    Attributes:
+        names: Parameter -> name, of those that have state.
+        frozen: The parameters that have none.
+        listed: All parameters, by group, as the parameter groups had them when backends were last dropped.
+        rows: Group and change, of the options of a step that follow those of the groups.
     """
 
     def __init__(
@@ -75,15 +85,14 @@ class Roster:
         self.live: dict[str, LiveBlock] = {}
         self.names: dict[Tensor, str] = {}
         self.frozen: list[Tensor] = []
-        self.listed: list[list[Tensor]] = []  # parameters by group
-        self._witness: tuple[State, str, Tensor] | None = None  # a state that backends hold
-        self._backends: list[Backend] | None = None
-        self._rings: Rings | None = None
+        self.listed: list[list[Tensor]] = []
+        self.unit: StepUnit | None = None  # what a step goes through, once it is built
+        self.witness: tuple[State, str, Tensor] | None = None  # a state that its backends hold
+        self._rings: Pipelines | None = None
         self._finals: dict[Tensor, int] = {}  # parameter -> when its gradient is final in backward, among others
-        self._alone: dict[tuple[str, ...], Alone] = {}
+        self._alone: dict[tuple[str, ...], StepUnit] = {}
         self.groups: dict[str, tuple[str, ...]] = {}  # block -> those that are stepped with it in backward
         self._choices: dict[str, Choice] = {}
-        self._guarded: dict[Tensor, str] = {}
         self._unread: dict[str, int] = {}  # what backends that are gone found in gradients
         self.late_spec: str | OptimizerSpec | None = None  # what was given for all
         self.placed = self.unstepped = False  # `unstepped`: some weights came since the last step
@@ -107,35 +116,53 @@ class Roster:
         infos = [groups.param_info(n, p, group=g) for n, (p, g) in where.items() if p.requires_grad]
         blocks = [groups.single_block(info) for info in infos] if blocks is None else list(blocks)
         owners = groups.match_blocks(blocks, params={info.name: where[info.name][0] for info in infos})
-        blocks = [groups.as_it_is(block, {name: where[owner][0] for name, owner in owners.items()}) for block in blocks]
+        params = {name: where[owner][0] for name, owner in owners.items()}
+        blocks = [groups.as_it_is(block, params) for block in blocks]
         chosen = groups.specs_by_block(specs, blocks=blocks)
         self.names = {where[name][0]: owner for owner, name in owners.items()}
         for group in param_groups:  # tied parameters are called what their block calls them
             pairs = zip(group["params"], group["param_names"], strict=True)
             group["param_names"] = [self.names.get(param, name) for param, name in pairs]
-        lives = [self.made(block, spec=chosen[block.name], param_groups=param_groups) for block in blocks]
-        admission.check(lives, device=device)
+        where = groups.named_params(param_groups)
+        lives = [self.make_block(block, spec=chosen[block.name], where=where) for block in blocks]
+        check_new(lives, device=device)
         reserved = self.arena.reserve(order_of_travel(lives), device=device)
         for live in lives:
-            self.enlist(live, device=device, states=reserved.get(live))
+            self.add_block(live, device=device, states=reserved.get(live))
         self.refresh(param_groups)
 
-    def made(self, block: Block, *, spec: OptimizerSpec, param_groups: list[dict[str, Any]]) -> LiveBlock:
-        """A block with its slots, tuned as its rule and role are, and no state yet."""
+    def make_block(self, block: Block, *, spec: OptimizerSpec, where: Mapping[str, tuple[Tensor, int]]) -> LiveBlock:
+        """A block with its slots, tuned as its rule and role are, and no state yet. `where`: `groups.named_params`."""
         tuned = None if self.tuning is None else self.tuning.of(block, rule=spec.rule)
-        return make_live(block, spec=spec, param_groups=param_groups, tuned=tuned)
+        return make_live(block, spec=spec, where=where, tuned=tuned)
 
-    def enlist(self, live: LiveBlock, *, device: torch.device | None = None, states: list[State] | None = None) -> None:
-        """A block before its first step gets its states, and its weights what its spec keeps of them, on `device`."""
+    def retune(self, tuning: Tuning | None, *, param_groups: list[dict[str, Any]]) -> None:
+        """Gives every block the rates and betas of another tuning."""
+        self.tuning = tuning
+        for live in self.live.values():
+            tuned = None if tuning is None else tuning.of(live.block, rule=live.spec.rule)
+            for slot in live.slots:
+                slot.tuned, slot.row = tuned, slot.group
+        self.refresh(param_groups)
+
+    def add_block(
+        self, live: LiveBlock, *, device: torch.device | None = None, states: list[State] | None = None
+    ) -> None:
+        """Adds a block before its first step: allocates its states and brings its weights into the format of its spec.
+
+        Args:
+            device: Where parameters come to that wait elsewhere; None leaves them where they are.
+            states: States that were allocated already, in the order of its slots.
+        """
         waiting = make_room(live, device=device)
         for slot, state in zip(live.slots, states or allocate(live.slots), strict=True):
-            self.put(slot, state)
-            settle(slot, state, whole=waiting.pop(slot.param, None))
+            self.set_state(slot, state)
+            fill(slot, state, whole=waiting.pop(slot.param, None))
         self.unstepped = True
         self.add_match(live, target=self.target(live.block.name))
         self.live[live.block.name] = live
 
-    def put(self, slot: Slot, state: State) -> None:
+    def set_state(self, slot: Slot, state: State) -> None:
         """Makes `state` that of the slot's parameter."""
         self.state[slot.param] = state
         self._shown[slot.param] = {} if slot.placed_on_host else state
@@ -160,7 +187,7 @@ class Roster:
     def __getstate__(self) -> dict[str, Any]:
         """Without the states: whoever owns them puts them back into the copy, and packs them again."""
         self.drop_backends()
-        return {**self.__dict__, "state": {}, "_shown": {}, "arena": HostArena(), "_witness": None}
+        return {**self.__dict__, "state": {}, "_shown": {}, "arena": HostArena()}
 
     def adopt(self, shown: dict[Tensor, State]) -> None:
         """Takes the states of a copy, all of which are in `shown`, and puts them where they belong."""
@@ -170,7 +197,7 @@ class Roster:
         self._gather()
 
     def refresh(self, param_groups: list[dict[str, Any]]) -> None:
-        """To be called after anything changed: what a step goes through is made anew."""
+        """To be called after blocks, states or groups changed: backends are built anew by the next step."""
         self.drop_backends()
         self._gather()
         self._give_rows(num_groups=len(param_groups))
@@ -187,9 +214,13 @@ class Roster:
             slot.row = places[slot.group, slot.tuned]
 
     def drop_backends(self) -> None:
-        self.settle()
-        self._unread = self.new_bad(wait=True)
-        self._backends, self._witness, self._alone, self.groups, self._rings = None, None, {}, {}, None
+        self.synchronize()
+        self._keep_counts()
+        self.unit, self.witness, self._alone, self.groups, self._rings = None, None, {}, {}, None
+
+    def _keep_counts(self) -> None:
+        """What backends found in gradients, before they go."""
+        self._unread |= new_bad(self.everything, wait=True)
 
     def _gather(self) -> None:
         """Host-placed states into the arena, in the order in which they pass."""
@@ -197,49 +228,64 @@ class Roster:
         if self.arena.gather(on_cpu, state=self.state):
             self.drop_backends()
 
-    def ready(self) -> list[Backend]:
-        """The backends, for parameters as they are now."""
-        if not self.placed or ((seen := self._witness) is not None and seen[0].get(seen[1]) is not seen[2]):
+    def ready(self) -> StepUnit:
+        """What a step goes through, for parameters as they are now."""
+        if not self.placed or ((seen := self.witness) is not None and seen[0].get(seen[1]) is not seen[2]):
             self.place()
-        elif any([backend.moved for backend in self._backends or ()]):  # a list is faster than a generator
+        elif self.unit is not None and any([backend.moved for backend in self.unit.backends]):
             self.drop_backends()
-        backends = self.backends
+        unit = self._built()
         self.forget_overwritten(begins=True)
-        return backends
+        return unit
+
+    def _built(self) -> StepUnit:
+        if self.unit is None:
+            backends, self._choices = build_backends(
+                self.live.values(), state=self.state, name=self.backend, rings=self.rings
+            )
+            looking = {live for b in backends if not b.excludes_nonfinite for k in b.buckets for live in k.blocks}
+            self.unit = StepUnit(
+                backends=backends,
+                guarded={slot.param: self.names[slot.param] for live in looking for slot in live.slots},
+                joins=[ring.join for ring in self.rings],
+                unread=self._unread,
+            )
+            slots = [slot for live in self.live.values() for slot in live.slots if slot.parts]
+            if slots:
+                state, key = self.state[slots[0].param], slots[0].parts[0].key
+                self.witness = state, key, state[key]
+        return self.unit
 
     @property
     def backends(self) -> list[Backend]:
-        if self._backends is None:
-            self._backends, self._choices = build_backends(
-                self.live.values(), state=self.state, name=self.backend, rings=self.rings
-            )
-            held = (
-                (self.state[s.param], part.key) for live in self.live.values() for s in live.slots for part in s.parts
-            )
-            self._witness = next(((state, key, state[key]) for state, key in held), None)
-            looking = {live for b in self._backends if not b.excludes_nonfinite for k in b.buckets for live in k.blocks}
-            self._guarded = {slot.param: self.names[slot.param] for live in looking for slot in live.slots}
-        return self._backends
+        return self._built().backends
 
-    def alone(self, names: tuple[str, ...]) -> Alone:
+    @property
+    def everything(self) -> StepUnit:
+        """All backends there are now, those of blocks that backward steps included, to be asked what they found."""
+        units = [*filter(None, [self.unit]), *self._alone.values()]
+        backends = [backend for unit in units for backend in unit.backends]
+        return StepUnit(backends=backends, guarded={}, unread=self._unread)
+
+    def alone(self, names: tuple[str, ...]) -> StepUnit:
         """What steps some blocks by themselves, on the backend that steps them among all others too, one for all."""
         unit = self._alone.get(names)
-        if unit is not None and not unit.backend.moved:
+        if unit is not None and not unit.backends[0].moved:
             return unit
         if unit is not None:
-            self._unread = self.new_bad(wait=True)
+            self._keep_counts()
         lives = [self.live[name] for name in names]
         backend = build_alone(lives, state=self.state, backend=self.choices[names[0]].backend, rings=self.rings)
         slots = () if backend.excludes_nonfinite else [slot for live in lives for slot in live.slots]
-        self._alone[names] = unit = Alone(
-            backend=backend, guarded={slot.param: self.names[slot.param] for slot in slots}
-        )
+        guarded = {slot.param: self.names[slot.param] for slot in slots}
+        self._alone[names] = unit = StepUnit(backends=[backend], guarded=guarded)
         return unit
 
     def regroup(self, groups: Sequence[tuple[str, ...]]) -> None:
         """Blocks of a group are stepped together in backward from now on. What stepped them goes, for step counts are
         views of the newest."""
-        self._unread, self._alone = self.new_bad(wait=True), {}
+        self._keep_counts()
+        self._alone = {}
         self.groups = {name: group for group in groups for name in group}
 
     def can_join(self, live: LiveBlock, *, others: Sequence[LiveBlock]) -> bool:
@@ -256,10 +302,10 @@ class Roster:
     # -- states on the host ---------------------------------------------------------------------------------------
 
     @property
-    def rings(self) -> Rings:
+    def rings(self) -> Pipelines:
         """Through which host-placed blocks pass to be stepped; made when it is first asked for."""
         if self._rings is None:
-            self._rings = Rings(self.travelling(), home=self.state)
+            self._rings = Pipelines(self.travelling(), home=self.state)
         return self._rings
 
     def travelling(self) -> list[LiveBlock]:
@@ -283,10 +329,10 @@ class Roster:
         if self._rings is not None:
             self._rings.join()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Returns when all states are where they are kept. To be called before anybody reads them."""
         if self._rings is not None:
-            self._rings.settle()
+            self._rings.synchronize()
 
     @contextmanager
     def visiting(self, live: LiveBlock, *, keep: bool = True) -> Iterator[None]:
@@ -294,7 +340,7 @@ class Roster:
         if not live.on_host:
             yield
             return
-        self.settle()
+        self.synchronize()
         home = {slot.param: self.state[slot.param] for slot in live.slots}
         away = allocate(live.slots, at_home=False)
         for slot, there in zip(live.slots, away, strict=True):
@@ -313,60 +359,32 @@ class Roster:
                     for key, value in home[slot.param].items() if keep else ():
                         value.copy_(there[key])
             if keep and self._rings is not None:
-                self._rings.forget()
+                self._rings.invalidate()
 
     @property
     def choices(self) -> dict[str, Choice]:
         """Block -> the backend that steps it, and why not another."""
-        assert self.backends is not None
+        self._built()
         return self._choices
 
-    # -- non-finite gradients -------------------------------------------------------------------------------------
+    # -- parameters that come late -------------------------------------------------------------------------------------
 
-    @property
-    def guarded(self) -> dict[Tensor, str]:
-        """Parameter -> name, of those whose non-finite gradients somebody has to find before the step."""
-        assert self.backends is not None
-        return self._guarded
+    def add_late_params(self, infos: Iterable[ParamInfo], *, param_groups: list[dict[str, Any]]) -> None:
+        """Gives states to parameters that no plan has: each becomes a block of its own.
 
-    @property
-    def marking(self) -> list[Backend]:
-        """Backends that exclude non-finite elements themselves."""
-        return [backend for backend in self.backends if backend.excludes_nonfinite]
-
-    def forget_marks(self) -> None:
-        for backend in self._built():
-            backend.forget_marks()
-
-    @property
-    def holds_addresses(self) -> bool:
-        """True while there are backends, which may keep tensors alive that others have put away."""
-        return bool(self._built())
-
-    def _built(self) -> list[Backend]:
-        return [*(self._backends or ()), *(unit.backend for unit in self._alone.values())]
-
-    def new_bad(self, *, wait: bool) -> dict[str, int]:
-        """Parameter -> non-finite elements that backends found since this was last asked."""
-        found, self._unread = self._unread, {}
-        for backend in self._built():
-            for name, count in backend.new_bad(wait=wait).items():
-                found[name] = found.get(name, 0) + count
-        return found
-
-    def admit(self, infos: Iterable[ParamInfo], *, param_groups: list[dict[str, Any]]) -> None:
-        """Parameters that no plan knows: each becomes a block with the spec given for all, else fp32 AdamW."""
+        Raises BadInputError, with nothing changed, where one cannot be optimized or cannot run the spec.
+        """
         where = groups.named_params(param_groups)
         spec = groups.to_spec(self.late_spec or FALLBACK)
         late = [(info, self._late_block(info)) for info in infos]
         for info, block in late:  # all are looked at before any gets state
             groups.check_param(where[info.name][0], name=info.name)
             groups.check_applies(spec, block=block)
-        lives = [self.made(block, spec=spec, param_groups=param_groups) for _, block in late]
-        admission.check(lives)
+        lives = [self.make_block(block, spec=spec, where=where) for _, block in late]
+        check_new(lives)
         for (info, _), live in zip(late, lives, strict=True):
             self.names[where[info.name][0]] = info.name
-            self.enlist(live)
+            self.add_block(live)
         self.refresh(param_groups)
         if not late:
             return
@@ -386,12 +404,12 @@ class Roster:
             block = replace(block, name=f"{block.name}_late")
         return block
 
-    def admit_thawed(self, param_groups: list[dict[str, Any]]) -> None:
-        """Admits parameters that were frozen when the optimizer was built and have a gradient now."""
+    def add_thawed_params(self, param_groups: list[dict[str, Any]]) -> None:
+        """Gives states to parameters that were frozen when the optimizer was built and have a gradient now."""
         late = {param for param in self.frozen if param.grad is not None}
         if late:
             where = groups.named_params(param_groups).items()
-            self.admit(
+            self.add_late_params(
                 [groups.param_info(name, param, group=group) for name, (param, group) in where if param in late],
                 param_groups=param_groups,
             )
@@ -416,7 +434,7 @@ class Roster:
             slot.on_cpu = slot.param.device.type == "cpu"
             if "step" in state:
                 state["step"] = state["step"].cpu()
-            self.put(slot, state)
+            self.set_state(slot, state)
 
     def block_bytes(self, live: LiveBlock) -> int:
         """Live bytes of a block's state on its parameters' device, its matching state included."""
@@ -443,12 +461,33 @@ class Roster:
 
 
 def make_live(
-    block: Block, *, spec: OptimizerSpec, param_groups: list[dict[str, Any]], tuned: Tuned | None = None
+    block: Block, *, spec: OptimizerSpec, where: Mapping[str, tuple[Tensor, int]], tuned: Tuned | None = None
 ) -> LiveBlock:
     """A block with its slots, and no state yet."""
-    where = groups.named_params(param_groups)
     slots = [
         make_slot(info.name, where[info.name][0], info=info, group=where[info.name][1], spec=spec, tuned=tuned)
         for info in block.params
     ]
     return LiveBlock(block=block, spec=spec, rule=RULES[spec.rule], slots=slots)
+
+
+def check_new(lives: Sequence[LiveBlock], *, device: torch.device | None = None) -> None:
+    """Raises BadInputError where the blocks' weights cannot be kept as their specs say, where host-placed ones cannot
+    pass, or where there is no room for what they need there.
+
+    `device`: where their parameters will be, if they are not there yet.
+    """
+    refuse_casts(lives)
+    placed = order_of_travel(lives)
+    for live in placed:
+        devices = sorted({str(device or slot.param.device) for slot in live.slots})
+        if len(devices) > 1:
+            raise BadInputError(
+                f"block {live.block.name} cannot run {live.spec.name}: its parameters are on {', '.join(devices)}, "
+                "and the states of a host-placed block pass to one device. Make them two blocks"
+            )
+    if placed and placed[0].slots[0].param.device.type != "meta":
+        updated = [live for live in placed if live.spec.placement == Placement.HOST_UPDATED]
+        passing = buffer_bytes([passing_bytes(live.block, spec=live.spec) for live in updated])
+        needed = sum(live.slab_bytes for live in placed) + passing
+        check_host_memory(needed, what="the states of host-placed blocks")

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from baoc.kernels.usable import usable
 from baoc.optim import inherit
-from baoc.optim.registry import Roster
+from baoc.optim.registry import BlockRegistry
 from baoc.optim.rules import RuleContext
 from baoc.optim.rules.matrix import as_matrix
 from baoc.optim.state import LiveBlock, Slot, State, step_of
 from baoc.types import Moments, StateKind
 
 
-def seed(blocks: Iterable[LiveBlock], *, roster: Roster, param_groups: list[dict[str, Any]]) -> None:
+def seed(blocks: Iterable[LiveBlock], *, roster: BlockRegistry, param_groups: list[dict[str, Any]]) -> None:
     """Starts what is `unseeded` and has a gradient now; a gradient of zeros tells nothing yet."""
     for live in blocks:
         if any(slot.name in live.unseeded and slot.param.grad is not None for slot in live.slots):

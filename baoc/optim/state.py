@@ -16,45 +16,14 @@ from torch import Tensor
 
 from baoc.core.catalogue import STORAGES
 from baoc.core.recipes import Tuned
-from baoc.errors import BadInputError
-from baoc.optim.codecs import CODEC_IMPLS, Codec
+from baoc.optim.codecs import CODEC_IMPLS, Kept
 from baoc.optim.rules import RULES, RuleContext, UpdateRule
 from baoc.optim.weights import CORRECTION, CORRECTIONS
 from baoc.planning.cost import aligned
-from baoc.types import Block, OptimizerSpec, ParamInfo, Placement, StateDecl, StateKind, StateLayout
+from baoc.types import Block, OptimizerSpec, ParamInfo, Placement, StateLayout
 
 State = dict[str, Tensor]
 FIRST_BETAS = "first_betas"  # key of a parameter group: its betas before any schedule, where some blocks have their own
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
-    """One declared state of one parameter and how it is kept. `keys` pairs a codec's parts with their state keys."""
-
-    decl: StateDecl
-    codec: Codec
-    shape: tuple[int, ...]
-    keys: tuple[tuple[str, str], ...]
-
-    @property
-    def full(self) -> bool:
-        return self.decl.layout is StateLayout.FULL
-
-    def parts(self, state: Mapping[str, Tensor]) -> State:
-        return {part: state[key] for part, key in self.keys}
-
-    def decode(self, state: Mapping[str, Tensor]) -> Tensor:
-        return self.codec.decode(self.parts(state), self.shape)
-
-    def encode_(
-        self, state: Mapping[str, Tensor], values: Tensor, *, phase: int | None = None, new: Tensor | None = None
-    ) -> None:
-        """`phase` matters for averages of the square, too slow for rounding to nearest, and for codecs of few bits.
-
-        `new`: where the values are other than those that are stored; see `Codec.encode_`.
-        """
-        phase = phase if self.decl.kind is StateKind.V or self.codec.info.phased else None
-        self.codec.encode_(self.parts(state), values, phase=phase, new=new if self.full else None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,28 +187,6 @@ def make_slot(
         on_cpu=param.device.type == "cpu",
         placement=spec.placement,
     )
-
-
-def check_as_built(slot: Slot) -> None:
-    """Raises BadInputError where a parameter is no longer what its states and its kind of weights were made for."""
-    if not changed(slot):
-        return
-    shape, dtype = tuple(slot.param.shape), slot.param.dtype
-    if shape != slot.info.shape:
-        raise BadInputError(
-            f"{slot.name} has shape {shape} now, and its states are of shape {slot.info.shape}: resize a model before "
-            "its optimizer is built"
-        )
-    raise BadInputError(
-        f"{slot.name} is {dtype} now, and its block keeps {slot.weights} weights, which are torch.bfloat16: cast a "
-        "model before its optimizer is built, and run this one under bf16 autocast"
-    )
-
-
-def changed(slot: Slot) -> bool:
-    """True if `check_as_built` refuses the parameter; asked in each step."""
-    param = slot.param
-    return (slot.weights != "native" and param.dtype is not torch.bfloat16) or param.shape != slot.info.shape
 
 
 def _part(key: str, tensor: Tensor) -> Part:

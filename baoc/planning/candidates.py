@@ -27,6 +27,7 @@ from baoc.types import (
     Role,
     RuleInfo,
     Scaling,
+    StateKind,
     StateLayout,
     StorageScheme,
 )
@@ -53,6 +54,12 @@ def applies(
             if param.matrix_shape is None:
                 return f"{rule.name} needs matrices, {param.name} has shape {param.shape}"
     return _fold_reason(block, rule=rule)
+
+
+def stands_in(spec: OptimizerSpec, *, rule: RuleInfo) -> bool:
+    """Whether a role that keeps fp32 may run `spec` before it loses its momentum: the same states in 8 bits."""
+    whole = any(state.kind is StateKind.M and state.layout is StateLayout.FULL for state in rule.states)
+    return whole and spec.storage.startswith("int8") and spec.weights == "native"
 
 
 def off_host(spec: OptimizerSpec, *, rule: RuleInfo) -> str | None:
@@ -91,19 +98,25 @@ def build_candidates(
     link: LinkRates = STORED,
     shared: bool = False,
     keep_fp32_roles: Collection[Role | str] = (),
+    stand_ins: bool = False,
     only: Mapping[str, str] | None = None,
 ) -> CandidateSets:
     """Every applicable candidate of every block, dominated ones too, by bytes ascending (then risk, seconds, row).
 
-    `shared`: the device is the host, whose memory counts as its own. `only`: block -> the one spec that it may run, of
-    blocks that have no choice. Raises BadInputError for a block on which no
-    spec may run.
+    `shared`: the device is the host, whose memory counts as its own. `stand_ins`: roles that keep fp32 may have
+    momentum in 8 bits, too. `only`: block -> the one spec that it may run, of blocks that have no choice. Raises
+    BadInputError for a block on which no spec may run.
     """
     total = max(sum(block.numel for block in blocks), 1)
     found: CandidateSets = {}
     for block in blocks:
         reasons = {
-            spec.name: applies(block, spec=spec, rule=rules[spec.rule], keep_fp32_roles=keep_fp32_roles)
+            spec.name: applies(
+                block,
+                spec=spec,
+                rule=rules[spec.rule],
+                keep_fp32_roles=() if stand_ins and stands_in(spec, rule=rules[spec.rule]) else keep_fp32_roles,
+            )
             for spec in specs.values()
         }
         risks: dict[str, Risk] = {}  # by the row's name on the device: a step is the same wherever its states are kept

@@ -144,7 +144,7 @@ SPARE = 0.02  # of a budget, that is not worth a search
 SEARCHES = 5
 
 
-def all_tries(planner: "Planner", *, risk: str, profile: Profile | None) -> Iterator[Try]:
+def all_tries(planner: "Planner", *, risk: str, profile: Profile | None, stand_ins: bool = False) -> Iterator[Try]:
     """Every level of room for temporaries and staging on which every block can run something, savings counted in every
     way; little room first, savings boldest first.
     """
@@ -156,7 +156,7 @@ def all_tries(planner: "Planner", *, risk: str, profile: Profile | None) -> Iter
             room = way.device_bytes + (way.host_bytes if planner.host_counts else 0)
             above = None if base_peak is None else base_peak + room
             for count in planner.counts:
-                everything = planner.candidates(risk=risk, profile=profile, count=count)
+                everything = planner.candidates(risk=risk, profile=profile, count=count, stand_ins=stand_ins)
                 pool = way.admitted(everything, specs={name: planner.specs[name] for name in specs})
                 if all(pool.values()):
                     limits = planner.limits(base_peak=above, way=way)

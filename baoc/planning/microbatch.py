@@ -189,7 +189,7 @@ def make_option(
         reference_s=latency.reference_step_s,
     )
     try:
-        plan = planner.propose(risk="prior") if propose is None else propose()
+        plan = planner.propose() if propose is None else propose()
     except InfeasibleBudgetError as error:
         if error.least_step_s is None:
             host = error.least_host_bytes

@@ -12,6 +12,7 @@ from typing import Any
 
 from baoc.core.blocks import partition
 from baoc.core.catalogue import STORAGES, select
+from baoc.core.measured import AUTO, KAPPA, families, family_of
 from baoc.core.recipes import RECIPES, Recipe
 from baoc.core.rule_tags import RULE_INFOS
 from baoc.errors import BadInputError
@@ -22,13 +23,15 @@ from baoc.planning.allocators.recipe import Pick, RecipeAllocator, pick
 from baoc.planning.candidates import build_candidates, undominated
 from baoc.planning.cost import adamw_state_bytes, cost, whole_step_seconds
 from baoc.planning.limits import Savings, Try, all_tries, allocated, charged, least_of, saved_by, savings, spend
+from baoc.planning.measured import Choice, basis_of, choose, useful_bytes
 from baoc.planning.messages import last_resort, reasons
 from baoc.planning.placement import Way, check_named, placed, staging_bytes, with_host
-from baoc.planning.risk import RISKS
+from baoc.planning.risk import RISKS, RiskModel, risk_of
 from baoc.planning.tied_blocks import tied, untied
 from baoc.planning.transfer import PIECE_BYTES, STORED, drain_seconds, pinned_bytes, pinned_room
 from baoc.types import (
     Allocation,
+    Basis,
     Block,
     Budget,
     Candidate,
@@ -41,8 +44,10 @@ from baoc.types import (
     Profile,
     Reason,
     Role,
+    StateKind,
 )
 
+MEASURED = "measured"
 MOST_MADE = 64  # sets of candidates that are kept
 FEW_BLOCKS = 64  # with more, every level is tried by prices, and only the best one proven
 
@@ -50,6 +55,8 @@ FEW_BLOCKS = 64  # with more, every level is tried by prices, and only the best 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerSettings:
     """What a user chooses about planning; defaults are those of `conf/`.
+
+    `risk="measured"` chooses by measurements of the `family`; where there are none it is `prior`.
 
     A `recipe` chooses in place of an allocator: it brings its own rows of the catalogue, runs them on every role, and
     has blocks by part where it tells parts apart. Blocks made otherwise than by layer and role stay as they are.
@@ -67,6 +74,7 @@ class PlannerSettings:
     flush_only: bool = False  # updated blocks' gradients come to the host in backward, and wait there
     seed: int = 0
     recipe: Recipe | None = None
+    family: str | None = None  # of risk=measured: AUTO goes by the network, None has no measurements
 
     def __post_init__(self) -> None:
         if self.recipe is None:
@@ -121,6 +129,7 @@ class Planner:
         known(settings.risk, RISKS, "risk")
         known(settings.allocator, ALLOCATORS, "allocator")
         self.params = tuple(params)
+        self.declared = declared
         self.budget = budget
         self.footprint = footprint
         self.latency = latency
@@ -135,8 +144,19 @@ class Planner:
             self.params, declared=declared, patterns=settings.patterns, by=settings.blocks_by
         )
         if settings.recipe is not None:
+            absent = [name for name in settings.recipe.blocks if name not in {block.name for block in self.blocks}]
+            if absent:
+                some = ", ".join(absent[:3]) + (", ..." if len(absent) > 3 else "")
+                raise BadInputError(
+                    f"recipe {settings.recipe.title} names blocks that this network does not have ({some}): it is a "
+                    "plan of another network or another blocks.by. Use it there, or give specs by role"
+                )
             self.allocator = RecipeAllocator(picks={b.name: pick(b, recipe=settings.recipe) for b in self.blocks})
         self.state_bytes_adamw = adamw_state_bytes(self.blocks)
+        self.num_params = sum(block.numel for block in self.blocks)
+        named = family_of(self.params) if settings.family == AUTO else settings.family
+        self.family = families().get(named or "") if settings.risk == MEASURED else None
+        self.kappa = settings.risk_weights.get("kappa", KAPPA)
         self._made: dict[Any, tuple[tuple[Any, ...], Any]] = {}  # by risk and count; made anew where its basis changed
         if budget.memory_bytes is not None and footprint is None:
             raise BadInputError(
@@ -146,6 +166,17 @@ class Planner:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_made": {}}
+
+    def with_settings(self, settings: PlannerSettings) -> "Planner":
+        """The same network under the same budget, planned otherwise."""
+        return Planner(
+            self.params,
+            budget=self.budget,
+            settings=settings,
+            declared=self.declared,
+            footprint=self.footprint,
+            latency=self.latency,
+        )
 
     def count_profile(self, num_bytes: int, *, temporary_bytes: int = 0) -> None:
         """Puts a profiler's buffers into the footprint: they live beside the activations while a run warms up.
@@ -273,26 +304,30 @@ class Planner:
     # -- proposing ------------------------------------------------------------------------------------------------
 
     def candidates(
-        self, *, risk: str, profile: Profile | None, count: Savings | None = None
+        self, *, risk: str, profile: Profile | None, count: Savings | None = None, stand_ins: bool = True
     ) -> dict[str, tuple[Candidate, ...]]:
-        """Every spec that applies to each block, dominated ones included, cheapest first."""
+        """Every spec that applies to each block, dominated ones included, cheapest first.
+
+        `stand_ins`: with momentum in 8 bits on roles that keep fp32, which run it only where they would lose it.
+        """
         count = self.counts[0] if count is None else count
         picks = self.allocator.picks if isinstance(self.allocator, RecipeAllocator) else None
         base = self._once(
-            ("candidates", risk, self.host_counts),
+            ("candidates", risk, self.host_counts, stand_ins),
             (profile, self._lines, self.budget),
             lambda: build_candidates(
                 self.blocks,
                 specs=self.specs,
                 rules=self.rules,
                 storages=STORAGES,
-                risk=RISKS[risk],
+                risk=self._risk_model(risk),
                 profile=profile,
                 weights=self.settings.risk_weights,
                 latency=self.latency if self.budget.step_time is not None else None,
                 link=self.link,
                 shared=self.host_counts,
-                keep_fp32_roles=self.settings.keep_fp32_roles,
+                keep_fp32_roles=self.settings.keep_fp32_roles if risk != MEASURED else (),
+                stand_ins=stand_ins,
                 only={} if picks is None else {block: one.spec for block, one in picks.items()},
             ),
         )
@@ -306,10 +341,13 @@ class Planner:
         )
         # Footprints of different micro-batches mostly save the same, so the candidates are kept by what is saved.
         return self._once(
-            ("charged", risk, saved),
+            ("charged", risk, saved, stand_ins),
             (base,),
             lambda: charged(base, blocks=self.blocks, specs=self.specs, saved=saved),
         )
+
+    def _risk_model(self, name: str) -> RiskModel:
+        return risk_of(self.blocks, family=self.family, kappa=self.kappa) if name == MEASURED else RISKS[name]
 
     def _once(self, name: Any, basis: tuple[Any, ...], make: Any) -> Any:
         """What `make` gave for the very same values of `basis`."""
@@ -323,13 +361,31 @@ class Planner:
     def propose(self, *, risk: str | None = None, profile: Profile | None = None) -> Plan:
         """The allocation of least risk within the budget. `risk` defaults to the settings' one.
 
-        A risk that needs a profile falls back to `prior` while there is none. Raises InfeasibleBudgetError.
+        A risk that needs a profile falls back to `prior` while there is none, and so does `measured` where nothing that
+        was measured fits, or an allocator leaves no choice. Raises InfeasibleBudgetError.
         """
         name = risk or self.settings.risk
+        if name == MEASURED:
+            choice = choose(self, family=self.family) if self.family is not None and self._chooses else None
+            if choice is not None:
+                return self._measured(choice)
+            name = "prior"
         if RISKS[name].needs and profile is None:
             name = "prior"
-        allocator = self.allocator
-        tries = list(all_tries(self, risk=name, profile=profile))
+        plan = self._propose(risk=name, profile=profile, stand_ins=False)
+        return plan if self._keeps_momentum(plan) else self._propose(risk=name, profile=profile, stand_ins=True)
+
+    def _keeps_momentum(self, plan: Plan) -> bool:
+        """Whether roles that keep fp32 did not lose their momentum by it, where the allocator had a choice."""
+        if not self._chooses:
+            return True
+        kept = [block for block in self.blocks if block.role in self.settings.keep_fp32_roles]
+        rules = {self.rules[self.specs[plan.allocation.choices[block.name]].rule] for block in kept}
+        return all(any(state.kind is StateKind.M for state in rule.states) for rule in rules)
+
+    def _propose(self, *, risk: str, profile: Profile | None, stand_ins: bool) -> Plan:
+        name, allocator = risk, self.allocator
+        tries = list(all_tries(self, risk=name, profile=profile, stand_ins=stand_ins))
         many = len(self.blocks) > FEW_BLOCKS or self.places
         quick = len(tries) > 1 and many and allocator.name == "exact"
         found: list[tuple[Plan, Try]] = []
@@ -365,6 +421,34 @@ class Planner:
             )
         return plan if allocator.traits.every_candidate else spend(self, beyond, found=plan, attempt=attempt)
 
+    @property
+    def _chooses(self) -> bool:
+        return not self.allocator.traits.every_candidate
+
+    def _measured(self, choice: Choice) -> Plan:
+        """The plan of a measured choice, among the planner's own candidates and with its own range of budgets."""
+        family = self.family
+        assert family is not None
+        plan = self.adopted(choice.plan.allocation.choices, risk=MEASURED, limits=choice.plan.limits)
+        useful = self._once(
+            (MEASURED, "range"), (self.footprint, self.budget), lambda: useful_bytes(self, family=family)
+        )
+        allowed = self.budget.memory_bytes if self.budget.memory_bytes is not None else plan.limits.state_bytes
+        return replace(
+            plan,
+            reasons=choice.plan.reasons,
+            most_useful_bytes=useful,
+            binding=allowed is not None and useful > allowed,
+            basis=basis_of(choice, family=family, plan=plan, num_params=self.num_params),
+        )
+
+    def adopted(self, choices: Mapping[str, str], *, risk: str, limits: Limits) -> Plan:
+        """The plan that runs `choices`, whatever it takes."""
+        everything = self.candidates(risk=risk, profile=None)
+        by_spec = {block: {c.spec: c for c in options} for block, options in everything.items()}
+        chosen = [by_spec[block][spec] for block, spec in choices.items()]
+        return self.plan_of(allocated(chosen, allocator="recipe"), everything, limits=limits, risk=risk, profile=None)
+
     def fits(self, plan: Plan) -> bool:
         """Whether the plan's own peak, and what it keeps on the host, are within the budget."""
         memory, host = self.budget.memory_bytes, self.budget.host_memory_bytes
@@ -397,6 +481,10 @@ class Planner:
             allocation = allocated(chosen, allocator=self.settings.allocator, gap=gap)
             limits = self.limits()
             plan = self.plan_of(allocation, everything, limits=limits, risk=risk, profile=profile)
+            if risk == MEASURED:
+                proposed = self.propose(risk=risk)
+                if dict(proposed.allocation.choices) == dict(choices):
+                    return proposed
             whole = self.budget.memory_bytes is not None or limits.state_bytes is None
             if self.fits(plan) if whole else allocation.state_bytes <= (limits.state_bytes or 0):
                 return plan
@@ -410,7 +498,8 @@ class Planner:
             for options in pool.values()
         ]
         allocation = allocated(chosen, allocator="least_state")
-        return self.plan_of(allocation, pool, limits=Limits(), risk="prior", profile=None)
+        plan = self.plan_of(allocation, pool, limits=Limits(), risk="prior", profile=None)
+        return replace(plan, basis=Basis(by="least_state", text="the least state, until a step is measured"))
 
     def price(self, choices: Mapping[str, str], *, risk: str, profile: Profile | None) -> float:
         """Risk of an allocation that is already in use, under another risk model or a newer profile."""
@@ -432,7 +521,7 @@ class Planner:
         profile: Profile | None,
     ) -> Plan:
         """A plan with its range of budgets over all levels: one that does without a spec is bound by that."""
-        everything = self.candidates(risk=risk, profile=profile)
+        everything = self.candidates(risk=risk, profile=profile, stand_ins=False)
         least, useful = self._once(
             ("range", risk),
             (profile, self._lines, self.budget, self.footprint),
@@ -459,7 +548,24 @@ class Planner:
             least_feasible_bytes=least,
             most_useful_bytes=useful,
             reasons=reasons(allocation, pool) if picks is None else _recipe_reasons(allocation, picks),
+            basis=self._basis(risk),
         )
+
+    def _basis(self, risk: str) -> Basis:
+        """What a plan rests on that was not chosen by measurements."""
+        recipe = self.settings.recipe
+        if recipe is not None:
+            text = f"{recipe.title}: the recipe that was asked for"
+            return Basis(by="recipe", text=text, recipe=recipe.name, lr=dict(recipe.lr), betas=dict(recipe.betas))
+        if not self._chooses:
+            return Basis(by=self.allocator.name, text=f"{self.allocator.name}: {self.allocator.description}")
+        text = f"risk={risk} ({self._risk_model(risk).description}): argued for, not shown to predict quality"
+        if self.settings.risk == MEASURED:
+            why = (
+                "no measured recipe fits" if self.family is not None else "nothing was measured of this kind of network"
+            )
+            text = f"{why}, so by {text}"
+        return Basis(by=risk, text=text)
 
 
 def _recipe_reasons(allocation: Allocation, picks: Mapping[str, Pick]) -> tuple[Reason, ...]:

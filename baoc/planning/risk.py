@@ -1,7 +1,9 @@
-"""Predicted loss of quality of a spec on a block against fp32 AdamW: three models, replaceable by name, terms kept.
+"""Predicted change of quality by a spec on a block: four models, replaceable by name, terms kept.
 
-None of them is shown to predict damage (docs/methods.md#risk): each is a hypothesis, and its weights can be calibrated.
-What a spec gives up is read off the tags of its rule's states, so a new rule needs no change here.
+`measured` looks changes up that were measured, against a recipe that is named; they may be below 0. The others predict
+a loss against fp32 AdamW, and none of them is shown to predict damage (docs/methods.md#risk): each is a hypothesis, and
+its weights can be calibrated. What a spec gives up is read off the tags of its rule's states, so a new rule needs no
+change here.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,6 +14,8 @@ from typing import Protocol
 import numpy as np
 
 from baoc.core.catalogue import base_name
+from baoc.core.measured import KAPPA, Change, Family
+from baoc.core.recipes import FIRST, keys_of
 from baoc.types import (
     Block,
     GradientStats,
@@ -102,7 +106,7 @@ CODEC_DOSE: dict[str, float] = {
 
 
 class RiskModel(Protocol):
-    """Predicts the risk of one spec on one block; 0 for fp32 AdamW, never negative, terms weighted and kept.
+    """Predicts the risk of one spec on one block, terms weighted and kept.
 
     `needs` names what a profile must hold for it: a subset of {"stats", "shadow"}. `weights` multiply terms by name
     (absent: 1). `share` is the block's share of the network's parameters.
@@ -307,15 +311,70 @@ def quantization_dose(codec: str, *, spread: float) -> float:
     return max(dose, 2 * CODEC_DOSE["bf16"])
 
 
+PRIOR = TermRisk(
+    name="prior",
+    description="by role: what is given up, how much the role needs it, the block's share of the parameters",
+    needs=frozenset(),
+    terms=_prior_terms,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredRisk:
+    """Change of the final loss by a spec on a block: mean + kappa sd of its role's entry, by the block's share of it.
+
+    What was not measured counts as worse than everything that was, by its prior; without entries the prior is all.
+    """
+
+    family: Family | None = None
+    role_numel: Mapping[str, int] = field(default_factory=dict[str, int])
+    kappa: float = KAPPA
+    name: str = "measured"
+    description: str = "by measured changes of the final loss, of whole recipes and of rules by role, else as prior"
+    needs: frozenset[str] = frozenset()
+
+    def __call__(
+        self,
+        *,
+        block: Block,
+        spec: OptimizerSpec,
+        rule: RuleInfo,
+        storage: StorageScheme,
+        profile: Profile | None,
+        weights: Mapping[str, float],
+        share: float = 1.0,
+    ) -> Risk:
+        prior = PRIOR(block=block, spec=spec, rule=rule, storage=storage, profile=None, weights={}, share=share)
+        if self.family is None or not self.family.roles:
+            return prior
+        change = entry_of(block, base_name(spec.name), family=self.family)
+        if change is None:
+            worst = max(one.bound(self.kappa) for held in self.family.roles.values() for one in held.values())
+            return Risk(total=max(worst, 0.0) + prior.total, terms=prior.terms)
+        part = block.numel / max(self.role_numel.get(next(keys_of(block)), block.numel), 1)
+        return Risk(total=part * change.bound(self.kappa), terms={"change": part * change.mean})
+
+
+def entry_of(block: Block, spec: str, *, family: Family) -> Change | None:
+    """The change by `spec` in the role of a block, against the family's base; 0 where that runs it, too."""
+    if family.base is not None and family.recipe(family.base).recipe.wish(block)[1] == spec:
+        return Change(mean=0.0, sd=0.0, n=0)
+    return family.entry([key for key in keys_of(block) if key != FIRST], spec)
+
+
+def risk_of(blocks: tuple[Block, ...], *, family: Family | None, kappa: float) -> MeasuredRisk:
+    sizes: dict[str, int] = {}
+    for block in blocks:
+        key = next(keys_of(block))
+        sizes[key] = sizes.get(key, 0) + block.numel
+    return MeasuredRisk(family=family, role_numel=sizes, kappa=kappa)
+
+
 RISKS: dict[str, RiskModel] = {
     risk.name: risk
     for risk in (
-        TermRisk(
-            name="prior",
-            description="by role: what is given up, how much the role needs it, the block's share of the parameters",
-            needs=frozenset(),
-            terms=_prior_terms,
-        ),
+        MeasuredRisk(),
+        PRIOR,
         TermRisk(
             name="statistics",  # our reconstruction of BAOC's risk, whose formulas are unpublished
             description="by gradient statistics: coherence, noise, anisotropy, SNR by axis, fold residual, spread",

@@ -12,7 +12,7 @@ def tied(
 ) -> dict[str, tuple[Candidate, ...]]:
     """Candidates of whole segments, a segment named by its blocks joined with '+'."""
     segments = merge_similar(blocks, stats=profile.stats, penalty=penalty)
-    return {"+".join(names): _summed("+".join(names), [pool[name] for name in names]) for names in segments}
+    return {"+".join(names): joined("+".join(names), [pool[name] for name in names]) for names in segments}
 
 
 def untied(allocation: Allocation, pool: Mapping[str, Sequence[Candidate]]) -> Allocation:
@@ -21,8 +21,8 @@ def untied(allocation: Allocation, pool: Mapping[str, Sequence[Candidate]]) -> A
     return replace(allocation, choices={block: choices[block] for block in pool})
 
 
-def _summed(name: str, options: Sequence[Sequence[Candidate]]) -> tuple[Candidate, ...]:
-    """The specs that every block of a segment may run, with costs and risks added up, cheapest first."""
+def joined(name: str, options: Sequence[Sequence[Candidate]]) -> tuple[Candidate, ...]:
+    """The specs that every block of a group may run, with costs and risks added up, cheapest first."""
     by_spec = [{c.spec: c for c in block} for block in options]
     shared = [spec for spec in by_spec[0] if all(spec in block for block in by_spec[1:])]
     merged = []

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from baoc.errors import CheckpointError
+from baoc.parallel import ALONE, Ranks
 from baoc.profiling.averages import BUFFERS, BYTES_PER_PIECE, Averages
 from baoc.profiling.moments import RowColMoments
 from baoc.profiling.schedule import LARGE_PARAMS, MAX_SHARE, Schedule, Turn
@@ -57,7 +58,9 @@ class GradientProfiler:
         sample_every: int = 1,
         max_share: float = MAX_SHARE,
         by_parts: bool = False,
+        ranks: Ranks = ALONE,
     ):
+        self._ranks = ranks
         num_params = sum(block.numel for block in blocks)
         if max_bytes is None:
             max_bytes = int(BYTES_PER_PARAM * num_params) if num_params >= LARGE_PARAMS else MAX_BYTES
@@ -83,7 +86,7 @@ class GradientProfiler:
             self.shadow = Shadow(self._slices, specs=specs, betas=betas, eps=eps, device=device)
         rate = None if self.shadow is None else max(8, SHADOW_CALLS // self.shadow.num_calls)
         self._schedule = Schedule(
-            num_params=num_params, sample_every=sample_every, max_share=max_share, shadow_every=rate
+            num_params=num_params, sample_every=sample_every, max_share=max_share, shadow_every=rate, ranks=ranks
         )
         self._step = -1  # of the newest call
         self._prev_step: int | None = None  # of the gradient in the older buffer
@@ -262,6 +265,7 @@ class GradientProfiler:
                 self._gather(
                     self._gradients()
                 )  # over the last step's gradient, which is not needed where there are halves
+                self._ranks.average(self._grad)  # which only the last micro-batch's backward does
                 self._swap()
                 self._fraction, self._prev_step = fraction, None
             else:

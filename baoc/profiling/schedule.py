@@ -6,6 +6,8 @@ from enum import StrEnum
 from time import perf_counter, thread_time
 from typing import Any
 
+from baoc.parallel import ALONE, Ranks
+
 LARGE_PARAMS = 10_000_000  # from here on, limits are shares of time and size; below, they are absolute
 MAX_S = 3.0  # processor seconds of sampling, below LARGE_PARAMS
 MAX_SHARE = 0.05  # of the time until the first allocation
@@ -20,6 +22,9 @@ class Turn(StrEnum):
     SAMPLE = "sample"
 
 
+_TURNS = tuple(Turn)
+
+
 class Schedule:
     """Decides by step numbers for small networks, and by time for large ones.
 
@@ -29,12 +34,21 @@ class Schedule:
     From LARGE_PARAMS on, a step is sampled if a sample's cost fits into `max_share` of the time since `start`; after
     `settle`, into LATER_SHARE of the time since then. Shadow runs get half of that. These are wall seconds of the host:
     on a GPU, the time to launch kernels.
+
+    Of several `ranks` the first decides, each of which has a clock of its own.
     """
 
     def __init__(
-        self, *, num_params: int, sample_every: int = 1, max_share: float = MAX_SHARE, shadow_every: int | None = None
+        self,
+        *,
+        num_params: int,
+        sample_every: int = 1,
+        max_share: float = MAX_SHARE,
+        shadow_every: int | None = None,
+        ranks: Ranks = ALONE,
     ):
         """`shadow_every`: how many samples shadow runs follow before they thin out; None without shadow runs."""
+        self._ranks = ranks
         self.large = num_params >= LARGE_PARAMS
         self._sample_every, self._shadow_rate = sample_every, shadow_every
         self._share = max_share
@@ -70,6 +84,9 @@ class Schedule:
 
     def turn(self) -> Turn:
         """What to do in the coming step."""
+        return _TURNS[int(self._ranks.first_number(_TURNS.index(self._own_turn())))]
+
+    def _own_turn(self) -> Turn:
         if self.large:
             if self._armed:
                 return Turn.SAMPLE
@@ -92,7 +109,7 @@ class Schedule:
         assert self._shadow_rate is not None
         self._sampled += 1
         if self.large:
-            return self._affords("shadow")
+            return bool(self._ranks.first_number(self._affords("shadow")))
         return (self._sampled - 1) % thinning(self._sampled - 1, full_rate=self._shadow_rate) == 0
 
     def _affords(self, kind: str, more_s: float = 0.0) -> bool:

@@ -27,7 +27,7 @@ import sqlite3
 import time
 import uuid
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ from baoc.tracking.console import say
 from baoc.tracking.files import LineFile, write_json
 
 LOCK = "study.lock"
+DRAWN_KEY = "drawn"  # study attribute: what the first start drew trials with
 HOME_KEY = "home"  # study attribute: id and path of the one folder that holds the study's runs
 
 
@@ -59,7 +60,7 @@ def open_study(config: StudyConfig, *, folder: Path) -> optuna.Study:
     with setup_lock(folder, url=url):
         _check_folder_name(config, folder=folder)
         storage = open_storage(url)
-        _check_definition(config, storage)
+        _check_definition(config, storage, folder=folder)
         study = optuna.create_study(
             study_name=config.name,
             storage=storage,
@@ -68,6 +69,11 @@ def open_study(config: StudyConfig, *, folder: Path) -> optuna.Study:
         )
         if "definition" not in study.user_attrs:
             study.set_user_attr("definition", config.definition())
+            study.set_user_attr(DRAWN_KEY, {"sampler": config.sampler, "seed": config.seed})
+        drawn = study.user_attrs.get(DRAWN_KEY, {})
+        for key, old in drawn.items():
+            if (new := getattr(config, key)) != old:
+                say(f"study {config.name} was begun with {key} {old}: trials that are left are drawn with {new}")
         trials = initial_trials(config)
         _check_trials(study, trials, config=config)
         home = _check_home_folder(study, config=config, folder=folder)
@@ -290,8 +296,7 @@ def without_password(url: str) -> str:
 
 def _check_folder_name(config: StudyConfig, *, folder: Path) -> None:
     """Raises BadInputError if the folder belongs to another study: folders of trials are named by their number only."""
-    about = read_study_file(folder)
-    known = about.get("name") if about else config.name
+    known = _about(folder).get("name", config.name)
     if known != config.name:
         raise BadInputError(
             f"{folder} is the folder of study {known}, and study {config.name} was asked for: give it another folder "
@@ -299,14 +304,30 @@ def _check_folder_name(config: StudyConfig, *, folder: Path) -> None:
         )
 
 
-def _check_definition(config: StudyConfig, storage: BaseStorage) -> None:
-    """Raises BadInputError if the storage has a study of this name with another space or other objectives."""
+def _about(folder: Path) -> Mapping[str, Any]:
+    """The folder's study.json; empty where there is none, or a torn one."""
+    try:
+        about = read_study_file(folder)
+    except BadInputError:
+        return {}
+    return about if isinstance(about, Mapping) else {}
+
+
+def _check_definition(config: StudyConfig, storage: BaseStorage, *, folder: Path) -> None:
+    """Raises BadInputError if the storage has a study of this name with another space or other objectives, or has none
+    while the folder holds trials."""
     known = {study.study_name: study.user_attrs.get("definition") for study in optuna.get_all_study_summaries(storage)}
+    trials = [path for path in folder.glob("[0-9][0-9][0-9][0-9]") if path.is_dir()]
+    if config.name not in known and trials:
+        raise BadInputError(
+            f"{folder} holds {len(trials)} trials, and the storage has no study {config.name} to go on with: it was "
+            "removed, or is another one. Bring it back, or begin anew in another folder (hydra.sweep.dir=FOLDER)"
+        )
     stored = known.get(config.name)
-    changes = _differences(stored, config.definition()) if stored else []
+    changes = differences(stored, config.definition()) if stored else []
     if changes:
         text = "; ".join(
-            f"{path} {_setting_text(old)} and was asked for {_setting_text(new)}" for path, old, new in changes
+            f"{path} {setting_text(old)} and was asked for {setting_text(new)}" for path, old, new in changes
         )
         raise BadInputError(
             f"study {config.name} has {text}: trials of both cannot be compared. Give it another hydra.sweeper.name, "
@@ -319,7 +340,9 @@ def _check_home_folder(study: optuna.Study, *, config: StudyConfig, folder: Path
     elsewhere. Raises BadInputError for another folder: each would hold a part of the runs, and neither frontier would
     be right."""
     known = study.user_attrs.get(HOME_KEY)
-    own = read_study_file(folder).get(HOME_KEY)
+    own = _about(folder).get(HOME_KEY)
+    if own is None and known is not None and known["path"] == str(folder):
+        return known  # the file was damaged or removed, and is written again
     if known is not None and own != known["id"]:
         raise BadInputError(
             f"study {config.name} has its runs in {known['path']}, and {folder} is another folder: go on in that one "
@@ -353,19 +376,19 @@ def _check_trials(
         )
 
 
-def _differences(old: Any, new: Any, *, path: str = "") -> list[tuple[str, Any, Any]]:
+def differences(old: Any, new: Any, *, path: str = "") -> list[tuple[str, Any, Any]]:
     """(dotted path, old, new) of each difference; a value that one side lacks is None there."""
     if old == new:
         return []
     if isinstance(old, dict) and isinstance(new, dict):
         keys = dict.fromkeys((*old, *new))
         return [
-            found for key in keys for found in _differences(old.get(key), new.get(key), path=f"{path}.{key}".strip("."))
+            found for key in keys for found in differences(old.get(key), new.get(key), path=f"{path}.{key}".strip("."))
         ]
     return [(path, old, new)]
 
 
-def _setting_text(value: Any) -> str:
+def setting_text(value: Any) -> str:
     if isinstance(value, dict):  # a setting that only one of the two searches, without its defaults
         return "{" + ", ".join(f"{key}: {v}" for key, v in value.items() if v not in (None, [], {}, 0.0, False)) + "}"
     return "none" if value is None else str(value)

@@ -115,7 +115,8 @@ def refuse_all_failed(study: optuna.Study) -> None:
 
 def with_extra(config: StudyConfig, extra: Sequence[str]) -> StudyConfig:
     """`config` with the command line's overrides appended to `fixed`. Raises BadInputError for an override with several
-    values, which belongs in the space, and for a mode that does not train."""
+    values, which belongs in the space, for one that every trial or a baseline overrules, and for a mode that does not
+    train."""
     own = tuple(word for word in extra if not word.startswith(("sweeps=", "hydra")))
     parser = OverridesParser.create()
     several = next((word for word in own if parser.parse_override(word).is_sweep_override()), None)
@@ -130,7 +131,23 @@ def with_extra(config: StudyConfig, extra: Sequence[str]) -> StudyConfig:
             f"{mode} trains nothing, and the trials of sweeps={config.name} are compared by what they train: leave it "
             "out, or plan some budgets with -m budget=8gb,16gb mode=plan"
         )
+    drawn = {param.key: "space" for param in config.space}
+    for name in ("repeats", "baselines"):
+        drawn |= {key_of(word): name for words in getattr(config, name) for word in words}
+    overruled = next((word for word in own if key_of(word) in drawn), None)
+    if overruled is not None:
+        key = key_of(overruled)
+        where = f"hydra.sweeper.{drawn[key]}"
+        raise BadInputError(
+            f"{overruled} is overruled by {where} of sweeps={config.name}, which sets {key}: leave it out, or change "
+            + (f"'++{where}.{key}={{choices: [...]}}'" if drawn[key] == "space" else where)
+        )
     return replace(config, fixed=(*config.fixed, *own))
+
+
+def key_of(word: str) -> str:
+    """The setting that an override is about."""
+    return word.lstrip("+~").partition("=")[0].partition("@")[0]
 
 
 def model_modules(config: StudyConfig) -> list[str]:

@@ -2,30 +2,58 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Annotated, Any, Literal
 
+from baoc.config.validate import ABOVE_0, FROM_0, Allowed, at_least, build, plain_text, refuse_unwritable
 from baoc.errors import BadInputError, unknown_name
 
 OBJECTIVES = {"quality": None, "peak_bytes": "minimize", "state_bytes": "minimize", "samples_per_s": "maximize"}
-SAMPLERS = ("tpe", "nsgaii", "gp", "random", "grid")
-_KEYS = ("choices", "low", "high", "log", "step", "format", "when")
-_MINIMUM = (("n_trials", 1), ("workers", 1), ("threads", 1), ("retries", 0), ("per_gpu", 1), ("stall_s", 0))
+PATH = "hydra.sweeper"  # where the command line has a study's settings
+MOST_WORKERS = 1024
+_LISTS = ("fixed", "baselines", "repeats", "early_stop")  # which null empties
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Param:
-    """One searched setting: choices, or a range of numbers. `format` turns a value into the text of an override. `when`
-    maps earlier settings of the space to the values with which this one is active."""
+class Values:
+    """Choices, or a range of numbers. `format` turns a value into the text of an override. `when` maps earlier settings
+    of the space to the values with which this one is active."""
 
-    key: str
-    choices: tuple[Any, ...] = ()
-    low: float = 0.0
-    high: float = 0.0
+    choices: Annotated[tuple[Any, ...], Allowed("a list of at least one value", min_length=1)] = ()
+    low: int | float = 0.0
+    high: int | float = 0.0
     log: bool = False
-    step: float | None = None
+    step: Annotated[int, ABOVE_0] | Annotated[float, ABOVE_0] | None = None
     format: str = "{}"
     when: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.choices:
+            return
+        low, high, step = self.low, self.high, self.step
+        if not low < high or (self.log and low <= 0):
+            raise ValueError(f"goes from {low} to {high}: low must be below high, and above 0 with log")
+        if step is not None and self.log:
+            raise ValueError(f"has log=true and step={step}: a logarithmic range has no steps, leave one out")
+        if step is not None and (step > high - low or (self.is_whole and step != int(step))):
+            fitting = "a whole number of" if self.is_whole else "a number of"
+            raise ValueError(f"has step={step}: give {fitting} at most high - low = {high - low}")
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a range is one of whole numbers."""
+        return isinstance(self.low, int) and isinstance(self.high, int)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Param(Values):
+    """One searched setting."""
+
+    key: str
+
+    def plain(self) -> dict[str, Any]:
+        """What is stored of it."""
+        return {name: _plain(getattr(self, name)) for name in SETTING_KEYS if name != "when" or self.when}
 
     def override(self, value: Any) -> str:
         """The override `key=value` of a value."""
@@ -47,10 +75,9 @@ class Param:
             value = float(text[len(parts[0]) : len(text) - len(parts[1])])
         except ValueError:
             return None
-        is_int = isinstance(self.low, int) and isinstance(self.high, int)
-        if not self.low <= value <= self.high or (is_int and value != int(value)):
+        if not self.low <= value <= self.high or (self.is_whole and value != int(value)):
             return None
-        return int(value) if is_int else value
+        return int(value) if self.is_whole else value
 
     def is_active(self, chosen: Mapping[str, Any]) -> bool:
         """Whether the setting is searched beside the values `chosen` so far."""
@@ -63,10 +90,14 @@ class EarlyStop:
     `rungs` are optimizer steps at which the run validates and logs `metric`, the key of its quality. `least` is the
     number of other trials that must have passed the rung before one is ended there. A `margin` of 0.1 is a tenth."""
 
-    rungs: tuple[int, ...] = ()
+    rungs: tuple[Annotated[int, at_least(1, " steps")], ...] = ()
     metric: str = "val/loss"
-    margin: float = 0.1
-    least: int = 4
+    margin: Annotated[float, FROM_0] = 0.1
+    least: Annotated[int, at_least(1, " trials")] = 4
+
+    def __post_init__(self) -> None:
+        if list(self.rungs) != sorted(set(self.rungs)):
+            raise ValueError(f"has rungs={list(self.rungs)}: give rising optimizer steps at which a run validates")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,87 +114,74 @@ class StudyConfig:
     share a GPU if their memory budgets fit it together.
     """
 
-    name: str
-    objectives: Mapping[str, str]
+    name: Annotated[str, Allowed("the name of the study", min_length=1)]
+    objectives: Mapping[str, Literal["minimize", "maximize"]]
     space: tuple[Param, ...]
     fixed: tuple[str, ...] = ()
     baselines: tuple[tuple[str, ...], ...] = ()
     repeats: tuple[tuple[str, ...], ...] = ()
-    sampler: str = "tpe"
-    seed: int = 0
-    n_trials: int = 20
-    workers: int = 1
-    threads: int = 1  # of torch, per trial
-    retries: int = 1
-    stall_s: int = 1800
+    sampler: Literal["tpe", "nsgaii", "gp", "random", "grid"] = "tpe"
+    seed: Annotated[int, at_least(0)] = 0
+    n_trials: Annotated[int, at_least(1, " trials")] = 20
+    workers: Annotated[int, Allowed(f"1 to {MOST_WORKERS} processes", ge=1, le=MOST_WORKERS)] = 1
+    threads: Annotated[int, Allowed(f"1 to {MOST_WORKERS} threads", ge=1, le=MOST_WORKERS)] = 1  # per trial
+    retries: Annotated[int, at_least(0)] = 1
+    stall_s: Annotated[int, at_least(0, " seconds")] = 1800
     early_stop: EarlyStop = field(default_factory=EarlyStop)
     storage: str | None = None
     gpus: str | tuple[str, ...] = "auto"
-    per_gpu: int = 1
+    per_gpu: Annotated[int, at_least(1, " trials")] = 1
 
     def definition(self) -> dict[str, Any]:
         """The settings that make trials comparable: a study resumes only with the same ones."""
         known = {
             "objectives": dict(self.objectives),
-            "space": {p.key: {k: _plain(getattr(p, k)) for k in _KEYS if k != "when" or p.when} for p in self.space},
+            "space": {param.key: param.plain() for param in self.space},
             "fixed": list(self.fixed),
         }
         return known | ({"repeats": [list(words) for words in self.repeats]} if self.repeats else {})
 
 
-def read_study(given: Any) -> StudyConfig:
+def read_study(given: Mapping[str, Any]) -> StudyConfig:
     """A StudyConfig from plain values (hydra.sweeper). Raises BadInputError that names the key."""
-    values = {key: value for key, value in dict(given).items() if key != "_target_"}
-    known = [item.name for item in fields(StudyConfig)]
-    for key in values:
-        if key not in known:
-            raise unknown_name(key, what="setting of a study (hydra.sweeper)", allowed=known)
+    refuse_unwritable(given, key=PATH)
+    values = {key: value for key, value in given.items() if key != "_target_"}
+    values = {key: value for key, value in values.items() if not (value is None and key in _LISTS)}
+    if not isinstance(gpus := values.get("gpus", "auto"), str | bool | Mapping):
+        listed = gpus if isinstance(gpus, list | tuple) else [] if gpus is None else [gpus]
+        values["gpus"] = [str(item) if type(item) is int else item for item in listed]
     for key in ("name", "objectives", "space"):
-        if not values.get(key):
-            raise BadInputError(f"the study has no hydra.sweeper.{key}: choose one with sweeps=NAME, or give it")
-    sampler = values.get("sampler", "tpe")
-    if sampler not in SAMPLERS:
-        raise unknown_name(str(sampler), what="sampler", allowed=SAMPLERS)
-    for key, least in _MINIMUM:
-        if not isinstance(values.get(key, 1), int) or values.get(key, 1) < least:
-            raise BadInputError(f"hydra.sweeper.{key}={values[key]}: give a whole number of at least {least}")
-    values["objectives"] = _objectives(values["objectives"])
-    values["space"] = _space(values["space"], sampler=sampler)
-    values["fixed"] = tuple(map(str, values.get("fixed", ())))
-    for key in ("baselines", "repeats"):
-        values[key] = tuple(tuple(map(str, words)) for words in values.get(key) or ())
-    values["early_stop"] = _early_stop(values.get("early_stop") or {})
-    gpus = values.get("gpus", "auto")
-    values["gpus"] = gpus if isinstance(gpus, str) else tuple(map(str, gpus or ()))
-    return StudyConfig(**values)
-
-
-def _objectives(given: Any) -> dict[str, str]:
-    objectives = {str(name): str(direction) for name, direction in dict(given).items()}
-    for name, direction in objectives.items():
+        if values.get(key) in (None, "", {}, [], ()):
+            raise BadInputError(f"the study has no {PATH}.{key}: choose one with sweeps=NAME, or give it")
+    space = _space(values["space"])
+    config = replace(build(StudyConfig, {**values, "space": []}, path=PATH), space=space)
+    for name, direction in config.objectives.items():
         if name not in OBJECTIVES:
             raise unknown_name(name, what="objective", allowed=OBJECTIVES)
-        if direction not in ("minimize", "maximize") or OBJECTIVES[name] not in (None, direction):
-            raise BadInputError(
-                f"objective {name} is {direction!r}: allowed is {OBJECTIVES[name] or 'minimize or maximize'}"
-            )
-    return objectives
+        if OBJECTIVES[name] not in (None, direction):
+            raise BadInputError(f"{PATH}.objectives.{name}={direction} is not allowed: it must be {OBJECTIVES[name]}")
+    ranged = next((param.key for param in space if not param.choices), None)
+    if config.sampler == "grid" and ranged is not None:
+        raise BadInputError(f"the grid sampler needs choices, and {PATH}.space.{ranged} is a range")
+    return config
 
 
-def _space(given: Any, *, sampler: str) -> tuple[Param, ...]:
+def _space(given: object) -> tuple[Param, ...]:
+    if not isinstance(given, Mapping):
+        raise BadInputError(f"{PATH}.space must be a group of keys, not {plain_text(given)}")
     params: dict[str, Param] = {}
     for key, spec in _dotted(given).items():
-        param = _param(str(key), spec, sampler=sampler)
+        param = _param(str(key), spec)
         for name in param.when:
             if name not in params:
                 raise BadInputError(
-                    f"hydra.sweeper.space.{key}.when names {name}: allowed are settings of the space that stand before "
+                    f"{PATH}.space.{key}.when names {name}: allowed are settings of the space that stand before "
                     f"it ({', '.join(params) or 'there are none'})"
                 )
             choices = params[name].choices
             if not set(map(str, choices or param.when[name])) & set(map(str, param.when[name])):
                 raise BadInputError(
-                    f"hydra.sweeper.space.{key}.when.{name} is {list(param.when[name])}, of which none is ever drawn: "
+                    f"{PATH}.space.{key}.when.{name} is {list(param.when[name])}, of which none is ever drawn: "
                     f"{name} has {', '.join(map(str, choices)) or 'a range'}"
                 )
         params[param.key] = param
@@ -176,7 +194,7 @@ def _dotted(given: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
     replace each other."""
     found: dict[str, Any] = {}
     for key, spec in given.items():
-        nested = isinstance(spec, Mapping) and spec and not set(_KEYS) & set(spec)
+        nested = isinstance(spec, Mapping) and spec and not set(SETTING_KEYS) & set(spec)
         if nested and all(isinstance(value, Mapping) for value in spec.values()):
             own = _dotted(spec, prefix=f"{prefix}{key}.")
         else:
@@ -191,55 +209,30 @@ def _dotted(given: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _param(key: str, spec: Any, *, sampler: str) -> Param:
+def _param(key: str, spec: Any) -> Param:
+    path = f"{PATH}.space.{key}"
     if not isinstance(spec, Mapping) or not ("choices" in spec or {"low", "high"} <= set(spec)):
-        raise BadInputError(f"hydra.sweeper.space.{key} is {spec!r}: give choices, or low and high")
-    for name in spec:
-        if name not in _KEYS:
-            raise unknown_name(str(name), what=f"setting of hydra.sweeper.space.{key}", allowed=_KEYS)
-    if "choices" not in spec:
-        if not spec["low"] < spec["high"] or (spec.get("log") and spec["low"] <= 0):
-            raise BadInputError(
-                f"hydra.sweeper.space.{key} goes from {spec['low']} to {spec['high']}: low must be below high, and "
-                "above 0 with log"
-            )
-        if sampler == "grid":
-            raise BadInputError(f"the grid sampler needs choices, and hydra.sweeper.space.{key} is a range")
-    tuples: dict[str, Any] = {"choices": tuple(spec["choices"])} if "choices" in spec else {}
-    tuples["when"] = {str(name): _tuple(values) for name, values in dict(spec.get("when") or {}).items()}
-    param = Param(key=key, **{**spec, **tuples})
+        raise BadInputError(f"{path} is {plain_text(spec)}: give choices, or low and high")
+    spec = {**spec, "when": {} if spec.get("when") is None else spec["when"]}
+    if isinstance(spec["when"], Mapping):  # one value may stand for a list of it
+        spec["when"] = {name: item if isinstance(item, list | tuple) else [item] for name, item in spec["when"].items()}
+    values = build(Values, spec, path=path)
+    param = Param(key=key, **{name: getattr(values, name) for name in SETTING_KEYS})
     try:
         for value in param.choices or (param.low, param.high):
             param.override(value)
     except (ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
         raise BadInputError(
-            f"hydra.sweeper.space.{key}.format={param.format!r} does not write its values ({error}): give one place "
-            "for the value, such as state_{:.3g} for numbers or {} for any"
+            f"{path}.format={param.format!r} does not write its values ({error}): give one place for the value, such "
+            "as state_{:.3g} for numbers or {} for any"
         ) from error
     return param
-
-
-def _early_stop(given: Mapping[str, Any]) -> EarlyStop:
-    known = [item.name for item in fields(EarlyStop)]
-    for key in given:
-        if key not in known:
-            raise unknown_name(str(key), what="setting of hydra.sweeper.early_stop", allowed=known)
-    rungs = tuple(given.get("rungs") or ())
-    if any(not isinstance(rung, int) or rung < 1 for rung in rungs) or list(rungs) != sorted(set(rungs)):
-        raise BadInputError(
-            f"hydra.sweeper.early_stop.rungs={list(rungs)}: give rising optimizer steps at which a run validates"
-        )
-    for key, least in (("margin", 0), ("least", 1)):
-        if not isinstance(given.get(key, least), int | float) or given.get(key, least) < least:
-            raise BadInputError(f"hydra.sweeper.early_stop.{key}={given[key]}: give a number of at least {least}")
-    return EarlyStop(**{**given, "rungs": rungs})
-
-
-def _tuple(values: Any) -> tuple[Any, ...]:
-    return tuple(values) if isinstance(values, Sequence) and not isinstance(values, str) else (values,)
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+
+
+SETTING_KEYS = tuple(item.name for item in fields(Values))

@@ -99,7 +99,7 @@ class DiffusionTask(Task):
         predicted = self.model(self.schedule.add_noise(images, noise, timesteps), timesteps, labels)
         target = noise if self.prediction == "epsilon" else self.schedule.velocity(images, noise, timesteps)
         loss = F.mse_loss(predicted.float(), target)
-        self.log("train/loss", loss.detach(), prog_bar=True, batch_size=len(images))
+        self.log("train/loss", loss.detach(), prog_bar=True, sync_dist=True, batch_size=len(images))
         return loss
 
     def generator(self, device: torch.device) -> torch.Generator:

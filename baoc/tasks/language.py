@@ -49,7 +49,7 @@ class LanguageTask(Task):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss = self._loss(batch)
-        self.log("train/loss", loss.detach(), prog_bar=True, batch_size=len(batch["tokens"]))
+        self.log("train/loss", loss.detach(), prog_bar=True, sync_dist=True, batch_size=len(batch["tokens"]))
         return loss
 
     def on_validation_epoch_start(self) -> None:

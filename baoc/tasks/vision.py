@@ -44,7 +44,7 @@ class VisionTask(Task):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         images, labels = batch["images"], batch["labels"]
         loss = self._mixed_loss(images, labels) if self.mixup else self._smoothed_loss(self.model(images), labels)
-        self.log("train/loss", loss.detach(), prog_bar=True, batch_size=len(images))
+        self.log("train/loss", loss.detach(), prog_bar=True, sync_dist=True, batch_size=len(images))
         return loss
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:

@@ -73,6 +73,9 @@ def load_checked(path: str | os.PathLike[str], *, ours: bool = True, weights_onl
     return content
 
 
+RACE = "race"  # folder of a run with the runs of its race, which are not the run's own
+
+
 def resolve_resume(
     given: str | os.PathLike[str], *, run_root: str | os.PathLike[str], match: Mapping[str, Any] | None = None
 ) -> Path | None:
@@ -99,7 +102,8 @@ def resolve_resume(
 def _find_newest(folder: Path, *, match: Mapping[str, Any] | None) -> Path | None:
     if not folder.is_dir():
         return None
-    for path in newest_first(path for path in folder.rglob(f"*{SUFFIX}") if path.is_file() and path.name[0] != "."):
+    found = [path for path in folder.rglob(f"*{SUFFIX}") if path.is_file() and path.name[0] != "."]
+    for path in newest_first(path for path in found if RACE not in path.relative_to(folder).parts):
         try:
             meta = load_checked(path).get(META_KEY, {})
         except CheckpointError as error:

@@ -26,6 +26,7 @@ __all__ = [
     "budget_verdict",
     "detach_live",
     "make_console",
+    "make_table",
     "plan_rows",
     "print_error",
     "print_frontier",
@@ -139,7 +140,7 @@ def describe_budget(budget: Budget) -> str:
 
 def print_plan(plan: Plan, *, title: str = "Allocation") -> None:
     """Prints the allocation as a table, then its totals, and whether the budget binds."""
-    table = _table(title)
+    table = make_table(title)
     table.add_column("block", overflow="fold", max_width=28)
     table.add_column("spec", overflow="fold", max_width=24)
     table.add_column("bytes", justify="right", no_wrap=True)
@@ -148,7 +149,7 @@ def print_plan(plan: Plan, *, title: str = "Allocation") -> None:
     for row in collapsed_rows(plan):
         size = "-" if row.state_bytes is None else format_bytes(row.state_bytes)
         size = f"{format_bytes(row.host_bytes)} h" if row.host_bytes else size
-        risk = "-" if row.risk is None else f"{row.risk:.3g}"
+        risk = "-" if row.risk is None or _is_measured(plan) else f"{row.risk:.3g}"
         table.add_row(escape(row.block), escape(row.spec), size, risk, escape(row.why))
     console = make_console()
     console.print(table)
@@ -185,11 +186,13 @@ def plan_lines(plan: Plan) -> list[str]:
     allocation = plan.allocation
     share = allocation.state_bytes / max(plan.state_bytes_adamw, 1)
     gap = "" if allocation.gap is None else ", proven optimal" if allocation.gap == 0 else f", gap {allocation.gap:.2g}"
+    risk = f"; risk {allocation.risk:.4g} by risk={plan.risk_model} (allocator={allocation.allocator}{gap})"
     lines = [
         f"state {format_bytes(allocation.state_bytes)} ({allocation.state_bytes} bytes), {share:.1%} of fp32 AdamW's "
-        f"{format_bytes(plan.state_bytes_adamw)}; risk {allocation.risk:.4g} by risk={plan.risk_model} "
-        f"(allocator={allocation.allocator}{gap})"
+        f"{format_bytes(plan.state_bytes_adamw)}{'' if _is_measured(plan) else risk}"
     ]
+    if plan.basis is not None:
+        lines.append(f"chosen by {plan.basis.by}: {plan.basis.text}")
     if plan.budget.step_time is not None and plan.limits.step_s is not None:
         lines.append(
             f"optimizer step {allocation.step_s * 1e3:.3g} ms predicted, {plan.limits.step_s * 1e3:.3g} ms allowed by "
@@ -197,15 +200,22 @@ def plan_lines(plan: Plan) -> list[str]:
         )
     lines += _host_lines(plan)
     if plan.budget.kind == "none":
-        runs = "the recipe asks of it" if allocation.allocator == "recipe" else "has the least risk"
+        asks = "the recipe asks of it" if allocation.allocator == "recipe" else "has the least risk"
+        runs = "measured best" if _is_measured(plan) else asks
         return [*lines, f"no memory or state limit: every block runs what {runs}"]
     measure = "device memory" if plan.budget.kind == "memory" else "optimizer state"
     if plan.budget.kind == "memory":
         lines.append(f"predicted peak {format_bytes(plan.peak_bytes)} ({plan.peak_bytes} bytes)")
     low, high = plan.least_feasible_bytes, plan.most_useful_bytes
     span = f"from {_format_exact(low, 'the least feasible')} to {_format_exact(high)}"
-    verdict = "binds" if plan.binding else "does not bind: nothing is given up"
+    nothing = "no recipe of more state measured better" if _is_measured(plan) else "nothing is given up"
+    verdict = "binds" if plan.binding else f"does not bind: {nothing}"
     return [*lines, f"budget {plan.budget.name} {verdict}; budgets that bind go {span} of {measure}"]
+
+
+def _is_measured(plan: Plan) -> bool:
+    """Whether no risk was weighed: what is known of the choice stands in its basis."""
+    return plan.basis is not None and plan.basis.by == "measured"
 
 
 def _format_exact(num_bytes: int, remark: str = "") -> str:
@@ -233,7 +243,7 @@ def _host_lines(plan: Plan) -> list[str]:
 
 def print_options(options: Sequence[Option], *, objective: str) -> None:
     """Prints the options of the micro-batch search, one row each; > marks the chosen one, others give their reason."""
-    table = _table(f"Options by objective={objective} (predicted)")
+    table = make_table(f"Options by objective={objective} (predicted)")
     # Only words wrap, so that every figure is readable in full.
     table.add_column("", no_wrap=True)
     table.add_column("option", ratio=1)
@@ -253,11 +263,12 @@ def print_options(options: Sequence[Option], *, objective: str) -> None:
 
 def print_planned(plans: Sequence[Mapping[str, Any]]) -> None:
     """Prints the plans of a multirun; a * marks those that no other one dominates."""
-    table = _table("Planned frontier")
+    table = make_table("Planned frontier")
     for header in ("", "budget", "device"):
         table.add_column(header, no_wrap=True)
     for header in ("micro-batch", "peak", "state", "samples/s", "risk"):
         table.add_column(header, justify="right", no_wrap=True)
+    table.add_column("differs in")
     for plan in plans:
         rate, size = plan["samples_per_s"], plan["micro_batch"]
         table.add_row(
@@ -269,6 +280,7 @@ def print_planned(plans: Sequence[Mapping[str, Any]]) -> None:
             format_bytes(plan["state_bytes"]),
             "-" if rate is None else f"{rate:,.0f}",
             f"{plan['risk']:.3g}",
+            escape(plan["settings"]),
         )
     make_console().print(table)
 
@@ -377,7 +389,7 @@ def print_studies(rows: Sequence[Mapping[str, Any]], *, title: str) -> None:
     for row in rows:
         cells = shares.setdefault(row["family"], {"points": str(row["points"])})
         cells[row["axis"]] = "n/a" if row["share"] is None else f"{row['share']:.1f} %"
-    table = _table(title)
+    table = make_table(title)
     table.add_column("study", overflow="fold", ratio=1)
     for header in ("points", "area over state", "area over peak"):
         table.add_column(header, justify="right", no_wrap=True)
@@ -390,7 +402,7 @@ def print_studies(rows: Sequence[Mapping[str, Any]], *, title: str) -> None:
 
 
 def _frontier_table(points: Sequence[FrontierPoint], *, quality: str, title: str) -> Table:
-    table = _table(title)
+    table = make_table(title)
     table.add_column("", no_wrap=True)
     table.add_column("run", overflow="fold", ratio=1)
     for header in (quality, "peak", "state", "samples/s", "seeds"):
@@ -409,7 +421,8 @@ def _frontier_table(points: Sequence[FrontierPoint], *, quality: str, title: str
     return table
 
 
-def _table(title: str) -> Table:
+def make_table(title: str) -> Table:
+    """An empty table in the style of all tables."""
     return Table(box=SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False, expand=True)
 
 

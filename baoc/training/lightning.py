@@ -4,25 +4,27 @@ Lightning calls `setup_optimizers` when the module is on its device and the data
 decision happens there. Later decisions hang on the optimizer's own step, so no callback of the user's is needed.
 """
 
+import gc
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.accelerators import CUDAAccelerator
-from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from baoc.core.budgets import AUTO, PRESETS, parse_budget, resolve_auto
 from baoc.core.catalogue import select
 from baoc.errors import BadInputError, CheckpointError
 from baoc.optim import BlockwiseOptimizer
-from baoc.optim.release import take_from_others
-from baoc.parallel import refuse_ranks
+from baoc.optim.backward import take_from_others
+from baoc.parallel import ALONE, Ranks, check_same, ranks, refuse_ranks
 from baoc.planning.planner import Planner
 from baoc.profiling import cap_device, context_bytes, describe, free_bytes
 from baoc.profiling.tracker import PeakMeter
@@ -41,6 +43,7 @@ from baoc.training.gradient_release import leave_clipping, leaves_gradients, rel
 from baoc.training.measure.first_step import FirstStep
 from baoc.training.measure.probe import Probe, UnmeasuredStepError, silent, unwrapped
 from baoc.training.narration import Narrator, loggers_of
+from baoc.training.own_words import in_own_words
 from baoc.training.reallocation import Reallocator
 from baoc.training.session import RecipeLike, Session, SessionSettings, with_recipe
 from baoc.training.user_optimizer import (
@@ -52,9 +55,10 @@ from baoc.training.user_optimizer import (
     widened,
 )
 from baoc.types import Budget, Footprint, LatencyTable, Plan, Profile, Reallocation
+from baoc.units import MIB
 
 log = logging.getLogger(__name__)
-STRATEGY_NAME = "baoc"
+STRATEGY_NAME, DDP_STRATEGY_NAME = "baoc", "baoc_ddp"
 PlanListener = Callable[[Planner, Plan], None]
 
 
@@ -69,35 +73,19 @@ class _GradientGuard(L.Callback):
             optimizer.mask_nonfinite()
 
 
-class BaocStrategy(SingleDeviceStrategy):
-    """Trains any LightningModule inside a budget: `L.Trainer(strategy=BaocStrategy(budget="8gb"))`.
+class BudgetedStrategy(Strategy):
+    """What the strategies of one device and of several share: they differ in how a process comes to its device.
 
-    Loader and schedulers stay as they are. The module returns one `torch.optim.AdamW`, or several that it steps itself
-    (`automatic_optimization=False`), which share the budget.
-    `plan_listeners` are called with the first plan, `reallocation_listeners` with each later decision.
-
-    Args:
-        budget: A budget in any spelling of the command line: "8gb", "state_25", {"step_time": 1.2}, "auto".
-        device: "auto" (the Trainer's accelerator), "cpu", "cuda" or "cuda:N".
-        settings: Planner, reallocation and optimizer settings.
-        recipe: A recipe by name or file, or a `Recipe`: what each role runs, in place of the planner's choice.
-        latency: Optimizer step times measured before; None measures them where a step-time limit needs them.
-        plan_only: `fit` plans and ends before training.
-        record_latency: Measure the step times of the chosen specs even if no limit needs them.
-        verbose: Print the plan, each move, and at the end whether the budget held; the Trainer's loggers get the same.
-
-    Raises:
-        InfeasibleBudgetError: By `Trainer.fit`, before the first step; and BadInputError for what is not supported.
+    See BaocStrategy. `ranks` are those that train together, known from `setup_environment` on.
     """
 
-    strategy_name = STRATEGY_NAME
+    name_told = "BaocStrategy"
     silent = staticmethod(silent)  # for callbacks that look at a forward pass without being part of the run
 
     def __init__(
         self,
         budget: str | int | float | Mapping[str, Any] | Budget = "auto",
         *,
-        device: str = "auto",
         settings: SessionSettings | None = None,
         recipe: RecipeLike | None = None,
         latency: LatencyTable | None = None,
@@ -108,11 +96,8 @@ class BaocStrategy(SingleDeviceStrategy):
         reallocation_listeners: Iterable[Callable[[Reallocation, Plan, Profile | None], None]] = (),
         **kwargs: Any,
     ):
-        refuse_ranks("strategy")
-        if device not in ("auto", "cpu", "cuda") and not device.startswith("cuda:"):
-            raise BadInputError(f"device={device!r} is not supported: use auto, cpu, cuda or cuda:N; MPS is not tested")
-        named = {"auto": "cpu", "cuda": "cuda:0"}  # auto is settled in setup_environment; Lightning wants an index
-        super().__init__(device=named.get(device, device), **kwargs)
+        super().__init__(**kwargs)
+        self.ranks: Ranks = ALONE
         self.budget = parse_budget(budget)
         self.settings = with_recipe(settings or SessionSettings(), recipe=recipe)
         self.latency = latency
@@ -130,7 +115,6 @@ class BaocStrategy(SingleDeviceStrategy):
         self.resume_listeners: list[Callable[[int, Plan], None]] = []  # called with step and plan after a load
         self.settled_listeners: list[Callable[[int, str, dict[str, float]], None]] = []  # see Reallocator
         self.reallocator: Reallocator | None = None
-        self._device_choice = device
         self._guard = _GradientGuard()
         self.context_bytes = 0
         self._waits, self._between = False, Between()  # whether weights in full pass the budget; what became of them
@@ -140,15 +124,16 @@ class BaocStrategy(SingleDeviceStrategy):
     # -- set-up ---------------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        """Chooses the device where it was left open; Lightning has resolved its accelerator by now."""
-        refuse_ranks("strategy")  # of a process group that was made since
-        if self._device_choice == "auto" and isinstance(self.accelerator, CUDAAccelerator):
-            self._root_device = torch.device("cuda", torch.cuda.current_device())
+        """The budget's cap comes before anything is put on the device."""
         free = free_bytes(self.root_device)
-        self.budget = resolve_auto(self.budget, free_bytes=free)
         super().setup_environment()
-        self.context_bytes = context_bytes(self.root_device)
+        self._join()
+        self.budget = resolve_auto(self.budget, free_bytes=-int(self.ranks.most(-free)[0]))
+        self.context_bytes = int(self.ranks.most(context_bytes(self.root_device))[0])
         cap_device(self.root_device, budget=self.budget)
+
+    def _join(self) -> None:
+        """Makes `ranks` those that train together."""
 
     def model_to_device(self) -> None:
         """As Lightning's where the budget holds the weights in full; else they wait on the host until a plan is made.
@@ -173,6 +158,7 @@ class BaocStrategy(SingleDeviceStrategy):
             raise no_room(module, **given)
         super().model_to_device()
 
+    @in_own_words
     def setup_optimizers(self, trainer: L.Trainer) -> None:
         """Plans, and puts a BlockwiseOptimizer in the place of the user's; its groups and schedulers stay."""
         module = self.lightning_module
@@ -209,7 +195,7 @@ class BaocStrategy(SingleDeviceStrategy):
         self._narrators = [
             Narrator(
                 one,
-                name=f"BaocStrategy, optimizer {number}" if several else "BaocStrategy",
+                name=f"{self.name_told}, optimizer {number}" if several else self.name_told,
                 verbose=self.verbose,
                 device=self.root_device,
                 log=loggers_of(trainer, prefix=f"optimizer_{number}/" if several else ""),
@@ -230,7 +216,7 @@ class BaocStrategy(SingleDeviceStrategy):
         """Plan and optimizer by a look at the first step, which leaves the module on its device."""
         module = self.lightning_module
         assert module is not None
-        probe, defaults = Probe(trainer, self), hyperparameters(theirs)
+        probe, defaults = self.ranks.agreed(lambda: Probe(trainer, self)), hyperparameters(theirs)
         session = Session(
             describe(module, optimizer_groups=theirs.param_groups),
             params=dict(module.named_parameters()),
@@ -240,7 +226,9 @@ class BaocStrategy(SingleDeviceStrategy):
             device=self.root_device,
             declared=declared_blocks(module, unwrapped(module)),
             module=module,
+            ranks=self.ranks,
         )
+        self.ranks.share([*module.parameters(), *module.buffers()])  # states are made of them, of some their last bits
         with ExitStack() as visit:
             if self._waits:
                 given = {"device": self.root_device, "budget": self.budget, "context_bytes": self.context_bytes}
@@ -345,13 +333,7 @@ class BaocStrategy(SingleDeviceStrategy):
         return self.optimizers
 
     def _refuse_unsupported(self, trainer: L.Trainer) -> None:
-        devices = trainer._accelerator_connector._devices_flag
-        several = (isinstance(devices, int) and devices > 1) or (isinstance(devices, list) and len(devices) > 1)
-        if several or trainer.num_nodes > 1:
-            raise BadInputError(
-                f"Trainer(devices={devices}, num_nodes={trainer.num_nodes}): BAOC trains on one device for now; set "
-                "devices=1 and num_nodes=1, and run several budgets side by side instead"
-            )
+        """Raises BadInputError for a Trainer or a module that cannot be trained here."""
 
     def _settings_for(self, trainer: L.Trainer) -> SessionSettings:
         """The settings, with the trainer's clipping where gradients are released before it could act."""
@@ -405,7 +387,7 @@ class BaocStrategy(SingleDeviceStrategy):
     def summary(self) -> str:
         """The plan in force as a table by role and spec, its totals, and how state and peak stand to the budget."""
         told = [narrator.summary() for narrator in self._narrators]
-        return "\n\n".join(told) or "BaocStrategy: no plan before a fit"
+        return "\n\n".join(told) or f"{self.name_told}: no plan before a fit"
 
     def on_train_start(self) -> None:
         """On a CPU the first step is measured for the verdict; a CUDA device tells its peak at the end."""
@@ -416,6 +398,7 @@ class BaocStrategy(SingleDeviceStrategy):
         self._first_step = PeakMeter(self.root_device, [module, [optimizer.state for optimizer in self.optimizers]])
         self._first_step.__enter__()
 
+    @in_own_words
     def _learn(self) -> None:
         """After the first real step, which told what forward and backward need."""
         if self._unmeasured is not None and all(one.step for one in self.reallocators):
@@ -537,10 +520,181 @@ def _within(declared: Mapping[str, Sequence[str]] | None, names: Collection[str]
     return {block: members for block, members in own.items() if members}
 
 
+class BaocStrategy(BudgetedStrategy, SingleDeviceStrategy):
+    """Trains any LightningModule inside a budget: `L.Trainer(strategy=BaocStrategy(budget="8gb"))`.
+
+    Loader and schedulers stay as they are. The module returns one `torch.optim.AdamW`, or several that it steps itself
+    (`automatic_optimization=False`), which share the budget.
+    `plan_listeners` are called with the first plan, `reallocation_listeners` with each later decision.
+
+    Args:
+        budget: A budget in any spelling of the command line: "8gb", "state_25", {"step_time": 1.2}, "auto".
+        device: "auto" (the Trainer's accelerator), "cpu", "cuda" or "cuda:N".
+        settings: Planner, reallocation and optimizer settings.
+        recipe: A recipe by name or file, or a `Recipe`: what each role runs, in place of the planner's choice.
+        latency: Optimizer step times measured before; None measures them where a step-time limit needs them.
+        plan_only: `fit` plans and ends before training.
+        record_latency: Measure the step times of the chosen specs even if no limit needs them.
+        verbose: Print the plan, each move, and at the end whether the budget held; the Trainer's loggers get the same.
+
+    Raises:
+        InfeasibleBudgetError: By `Trainer.fit`, before the first step; and BadInputError for what is not supported.
+    """
+
+    strategy_name = STRATEGY_NAME
+
+    def __init__(
+        self,
+        budget: str | int | float | Mapping[str, Any] | Budget = "auto",
+        *,
+        device: str = "auto",
+        **settings: Any,
+    ):
+        refuse_ranks("strategy")
+        if device not in ("auto", "cpu", "cuda") and not device.startswith("cuda:"):
+            raise BadInputError(f"device={device!r} is not supported: use auto, cpu, cuda or cuda:N; MPS is not tested")
+        named = {"auto": "cpu", "cuda": "cuda:0"}  # auto is settled in setup_environment; Lightning wants an index
+        super().__init__(budget, device=named.get(device, device), **settings)
+        self._device_choice = device
+
+    def setup_environment(self) -> None:
+        """Chooses the device where it was left open; Lightning has resolved its accelerator by now."""
+        refuse_ranks("strategy")  # of a process group that was made since
+        if self._device_choice == "auto" and isinstance(self.accelerator, CUDAAccelerator):
+            self._root_device = torch.device("cuda", torch.cuda.current_device())
+        super().setup_environment()
+
+    def _refuse_unsupported(self, trainer: L.Trainer) -> None:
+        devices = trainer._accelerator_connector._devices_flag
+        several = (isinstance(devices, int) and devices > 1) or (isinstance(devices, list) and len(devices) > 1)
+        if several or trainer.num_nodes > 1:
+            raise BadInputError(
+                f"Trainer(devices={devices}, num_nodes={trainer.num_nodes}): BaocStrategy trains on one device. Use "
+                "BaocDDPStrategy, which takes the same arguments, or set devices=1 and num_nodes=1"
+            )
+
+
+WARM_BYTES = 64 * MIB  # of the first all-reduce, after which the communicator holds what it needs
+
+
+class BaocDDPStrategy(BudgetedStrategy, DDPStrategy):
+    """BaocStrategy for several processes: `L.Trainer(devices=2, strategy=BaocDDPStrategy(budget="8gb"))`.
+
+    The budget is that of each device. Ranks look at a step together; rank 0 plans by what the one measured that needs
+    most, decides again from its profile of the averaged gradients, and all move at once, so weights and states stay
+    equal, bit for bit. The plan comes before DistributedDataParallel, as it may change the type of weights. Gradients
+    are views of its buckets, which are there all the time, and counted so.
+
+    `budget` and the named arguments are BaocStrategy's, without `device`; others are those of Lightning's DDPStrategy
+    and of DistributedDataParallel. Gradient release and host-placed blocks stepped in backward are not had here.
+    """
+
+    strategy_name = DDP_STRATEGY_NAME
+    name_told = "BaocDDPStrategy"
+
+    def __init__(
+        self,
+        budget: str | int | float | Mapping[str, Any] | Budget = "auto",
+        *,
+        gradient_as_bucket_view: bool = True,
+        **settings: Any,
+    ):
+        super().__init__(budget, gradient_as_bucket_view=gradient_as_bucket_view, **settings)
+        self.settings = replace(self.settings, overlap=False)
+        self._first_since_wrapped = False
+
+    def _join(self) -> None:
+        """The communicator makes its buffers, which are part of the context, before that is read."""
+        self.ranks = ranks()
+        if self.root_device.type == "cuda" and self.ranks is not ALONE:
+            torch.distributed.all_reduce(torch.zeros(WARM_BYTES, dtype=torch.uint8, device=self.root_device))
+            torch.cuda.synchronize(self.root_device)
+            torch.cuda.empty_cache()
+
+    def configure_ddp(self) -> None:
+        """Lightning calls this before there is a plan, by which weights may change: `setup_optimizers` does it."""
+
+    def setup_optimizers(self, trainer: L.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        assert self.reallocator is not None
+        self.reallocator.moving = self._moving
+        self._wrap()
+        if self._arrived is not None:
+            self._arrived.narrowed()  # anew: DistributedDataParallel wrote the same numbers to the weights again
+
+    def _refuse_unsupported(self, trainer: L.Trainer) -> None:
+        if not trainer.lightning_module.automatic_optimization:
+            raise BadInputError(
+                "the module sets automatic_optimization=False: BaocDDPStrategy trains one AdamW in automatic "
+                "optimization. Use that, or BaocStrategy in one process"
+            )
+
+    def _wrap(self) -> None:
+        super().configure_ddp()
+        self._first_since_wrapped = True
+
+    @contextmanager
+    def _moving(self, cast: bool) -> Iterator[None]:
+        """DistributedDataParallel has to be made anew where weights change their type: it knows their gradients."""
+        wrapped = isinstance(self.model, DistributedDataParallel) and cast
+        if wrapped:
+            assert self.lightning_module is not None
+            self.lightning_module.zero_grad(set_to_none=True)  # views of its buckets
+            self.model = self.lightning_module
+            gc.collect()  # it is in cycles, and its hooks go with it
+        try:
+            yield
+        finally:
+            if wrapped:
+                self._wrap()
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: L.LightningModule | torch.nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As Lightning's. After the first step buckets are made anew, in the order in which gradients came: those of
+        before are held by gradients only, which go first."""
+        out = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._first_since_wrapped:
+            self._first_since_wrapped = False
+            optimizer.zero_grad(set_to_none=True)
+        return out
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """As of one device. Raises TrainingFailedError where weights differ between ranks."""
+        assert self.lightning_module is not None
+        check_same(checksum(self.lightning_module.parameters()), what="weights", among=self.ranks)
+        return super().optimizer_state(optimizer)
+
+
+def checksum(tensors: Iterable[torch.Tensor]) -> float:
+    """A number that hardly any two sets of tensors share: their bytes, weighted by place, modulo a prime."""
+    with torch.no_grad():
+        sums = [_bytes_sum(tensor.detach()) for tensor in tensors]
+        held = torch.stack(sums).to("cpu") if sums else torch.zeros(1, dtype=torch.int64)
+    found = 0
+    for value in held.tolist():
+        found = (found * 31 + value) % PRIME
+    return float(found)
+
+
+PRIME = 2_147_483_647
+
+
+def _bytes_sum(tensor: torch.Tensor) -> torch.Tensor:
+    words = tensor.contiguous().view(-1).view(torch.int16 if tensor.element_size() % 2 == 0 else torch.uint8)
+    return words.sum(dtype=torch.int64) % PRIME
+
+
 def _register() -> None:
-    """`Trainer(strategy="baoc")`, and `"baoc_state_25"` for each preset of a budget."""
-    for name, budget in {STRATEGY_NAME: AUTO, **{f"{STRATEGY_NAME}_{preset}": preset for preset in PRESETS}}.items():
-        StrategyRegistry.register(name, BaocStrategy, f"trains inside budget={budget}", budget=budget, override=True)
+    """`Trainer(strategy="baoc")`, and `"baoc_state_25"` for each preset of a budget; `"baoc_ddp"` likewise."""
+    for strategy in (BaocStrategy, BaocDDPStrategy):
+        for suffix, budget in {"": AUTO, **{f"_{preset}": preset for preset in PRESETS}}.items():
+            told = f"trains inside budget={budget}"
+            StrategyRegistry.register(strategy.strategy_name + suffix, strategy, told, budget=budget, override=True)
 
 
 _register()

@@ -12,20 +12,24 @@ import torch
 from torch import Tensor, nn
 
 from baoc.core.budgets import parse_budget, resolve_auto
+from baoc.core.catalogue import SPECS, on_device, select
 from baoc.errors import BadInputError, CheckpointError
 from baoc.optim import BlockwiseOptimizer, GradientRelease
+from baoc.optim.backward import take_from_others
 from baoc.optim.groups import check_names, check_settings, check_tensor, members_of, plain, raw_groups
-from baoc.optim.release import take_from_others
-from baoc.parallel import refuse_ranks, unwrapped
+from baoc.parallel import ALONE, ranks, refuse_ranks, unwrapped
 from baoc.profiling import cap_device, describe, free_bytes
+from baoc.profiling.bf16_params import cast_to_bf16
 from baoc.tracking.console import say
 from baoc.training.arriving_weights import leave, needs_room
 from baoc.training.measure.caller_probe import CallerProbe
 from baoc.training.measure.first_step import FirstStep
+from baoc.training.measure.probe import unwrapped as declaring
 from baoc.training.narration import Narrator
+from baoc.training.own_words import in_own_words
 from baoc.training.reallocation import ReallocationSettings
 from baoc.training.session import RecipeLike, Session, SessionSettings, make_profiler, with_recipe
-from baoc.training.user_optimizer import check_switches, groups_of, hyperparameters
+from baoc.training.user_optimizer import check_switches, declared_blocks, groups_of, hyperparameters, widened
 from baoc.types import Budget, Plan, profile_from_plain
 
 PLAIN_WARMUP_STEPS = 100
@@ -35,6 +39,9 @@ class BaocOptimizer(BlockwiseOptimizer):
     """AdamW with a budget: the planner chooses the spec of every block, and chooses again after the warm-up.
 
     `plan` is the plan in force. `lr`, `betas`, `eps` and `weight_decay` are those of `torch.optim.AdamW`.
+
+    In a process group it is built, stepped and saved by all ranks together, over DistributedDataParallel: the plan is
+    rank 0's, made by what the rank measured that needs most, and so is each later decision.
 
     Args:
         params: A module, named parameters, plain parameters, or groups of either. A module or names make the plan and
@@ -57,6 +64,7 @@ class BaocOptimizer(BlockwiseOptimizer):
         InfeasibleBudgetError: No allocation meets the budget; without a probe the first `step()` may raise it.
     """
 
+    @in_own_words
     def __init__(
         self,
         params: Any,
@@ -79,7 +87,9 @@ class BaocOptimizer(BlockwiseOptimizer):
         settings = with_recipe(settings, recipe=recipe)
         if release is not None:
             settings = replace(settings, release=release)
-        refuse_ranks("optimizer")
+        group = ranks()
+        if group is ALONE:
+            refuse_ranks("optimizer")
         params, model = unwrapped(params), unwrapped(model)
         module = params if isinstance(params, nn.Module) else model
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
@@ -88,13 +98,17 @@ class BaocOptimizer(BlockwiseOptimizer):
         pairs = [pair for group in groups for pair in group["params"]]
         device = next((p.device for p in named.values()), torch.device("cpu"))
         take_from_others([param for _, param in pairs])  # whose hooks would step in the probe
-        limit = resolve_auto(parse_budget(budget), free_bytes=free_bytes(device))
+        group.share([param for _, param in pairs])  # states are made of them, of some their last bits
+        free = -int(group.most(-free_bytes(device))[0])
+        limit = resolve_auto(parse_budget(budget), free_bytes=free)
         if limit.step_time is not None and probe is None:
             raise BadInputError(
                 f"budget.step_time={limit.step_time:g} needs seconds of a step before training: give probe=, a "
                 "callable that runs one forward and backward, or leave step_time out"
             )
         unknown = limit.memory_bytes is not None and probe is None
+        in_bf16 = all(param.dtype == torch.bfloat16 for param in named.values())
+        settings = widened(settings, device=device.type, budget=limit, precision="bf16-true" if in_bf16 else "32-true")
         session = Session(
             describe(module if module is not None else pairs, optimizer_groups=groups),
             params=named,
@@ -102,8 +116,9 @@ class BaocOptimizer(BlockwiseOptimizer):
             settings=settings,
             betas=betas,
             device=device,
-            declared=module.parameter_blocks() if hasattr(module, "parameter_blocks") else None,  # pyright: ignore
+            declared=declared_blocks(module, declaring(module)) if module is not None else None,
             module=module,
+            ranks=group,
         )
         first_step = FirstStep(session) if unknown else None
         if first_step is None:
@@ -113,7 +128,7 @@ class BaocOptimizer(BlockwiseOptimizer):
                 session.assume()
             else:
                 source = module if module is not None else [param for _, param in pairs]
-                session.measure(CallerProbe(probe, source=source))
+                measure_narrow(session, CallerProbe(probe, source=source, averaged=group is not ALONE))
             arrives = needs_room(session.plan, footprint=session.planner.footprint)
             if arrives:
                 leave(session.narrow)
@@ -177,6 +192,7 @@ class BaocOptimizer(BlockwiseOptimizer):
         """The plan in force as a table by role and spec, its totals, and how state and peak stand to the budget."""
         return self.narrator.summary()
 
+    @in_own_words
     def _learn_footprint(self) -> None:
         if self._first_step is not None:
             first_step, self._first_step = self._first_step, None
@@ -251,6 +267,25 @@ class BaocOptimizer(BlockwiseOptimizer):
 
 def _learn_footprint(optimizer: Any, *_: object) -> None:
     optimizer._learn_footprint()
+
+
+def measure_narrow(session: Session, probe: CallerProbe) -> None:
+    """Measures and plans, and looks again with the weights that the plan keeps in 16 bits: layers take these under bf16
+    autocast only, which is the caller's. Raises BadInputError where the probe is without it."""
+    try:
+        session.measure(probe)
+        if any(SPECS[base].weights != "native" for base in map(on_device, session.plan.allocation.choices.values())):
+            with cast_to_bf16(session.narrow, module=session.module):
+                probe.footprint(context_bytes=session.context_bytes, released=session.released)
+    except RuntimeError as error:
+        if not session.narrow or "dtype" not in str(error):
+            raise
+        low = [spec for spec, row in select(session.settings.planner.specs).items() if row.weights != "native"]
+        raise BadInputError(
+            f"the catalogue has specs with bf16 weights ({', '.join(low[:3])}, ...), but the probe's layers get inputs "
+            f"of another type ({str(error).splitlines()[0]}): run forward under torch.autocast(..., "
+            "dtype=torch.bfloat16), in the probe and in the loop, or leave these specs out"
+        ) from error
 
 
 def name_parameters(params: Any, *, model: nn.Module | None = None) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:

@@ -41,7 +41,9 @@ class Recorder:
         if planner.latency is not None:
             files.write_json(self.run_dir / "latency.json", planner.latency)
         self._write_plan(plan, profile=profile, step=0)
-        basis = "priors by role" if profile is None else f"a stored profile, by {plan.risk_model} risk"
+        by = plan.basis.by if plan.basis is not None else plan.risk_model
+        names = {"measured": "measurements", "prior": "priors by role", "recipe": "the recipe"}
+        basis = names.get(by, by) if profile is None else f"a stored profile, by {plan.risk_model} risk"
         console.print_plan(plan, title=f"Allocation at the start, from {basis}")
         if planner.host_counts and plan.host_bytes:
             console.say(
@@ -114,6 +116,7 @@ class Recorder:
             {
                 "step": step,
                 "risk_model": plan.risk_model,
+                "basis": plan.basis,
                 "binding": plan.binding,
                 "limits": plan.limits,
                 "least_feasible_bytes": plan.least_feasible_bytes,

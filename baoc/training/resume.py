@@ -104,9 +104,11 @@ def contradicted(choice: Mapping[str, Any], *, config: RunConfig) -> list[str]:
         if pin is not None and choice.get(key, pin) != pin
     ]
     size = choice.get("micro_batch", 1)
-    if not found and config.batch_size % size:
-        found.append(f"micro_batch={size}, which does not divide batch_size={config.batch_size}")
-    if not found and choice.get("release") and size != config.batch_size:
+    devices = config.trainer.devices
+    if not found and config.batch_size % (size * devices):
+        of = f" on each of {devices} devices" if devices > 1 else ""
+        found.append(f"micro_batch={size}{of}, which does not divide batch_size={config.batch_size}")
+    if not found and choice.get("release") and size * devices != config.batch_size:
         found.append(
             f"released gradients of {size} samples at once, and batch_size={config.batch_size} is asked for now"
         )

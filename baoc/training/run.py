@@ -7,7 +7,7 @@ import logging
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,15 @@ from baoc.errors import BadInputError, BudgetBreachedError, DivergedError
 from baoc.models import build_model
 from baoc.models.export import export_model
 from baoc.models.prepare import Preparation, prepare
-from baoc.parallel import refuse_ranks
+from baoc.parallel import ALONE, Ranks, ranks, refuse_ranks
 from baoc.tasks import OptimizerSettings, build_task
 from baoc.tasks.base import Task
 from baoc.tasks.cpu import prepare_cpu
 from baoc.tracking import console, files, log_reallocations, log_summary, make_loggers
 from baoc.tracking.loggers import finishing
 from baoc.training.measure.absent_card import card_of, leave_plan, plan_for, stored_profile
-from baoc.training.measure.microbatch_search import decide
+from baoc.training.measure.microbatch_search import Decided, decide, take_over
+from baoc.training.race.entrants import leave_entrants
 from baoc.training.resume import check_resume, find_checkpoint, keep, kept, kept_latency, settled
 from baoc.training.trainer import Parts, assemble_trainer, failures, session_settings
 from baoc.types import RESULT_SCHEMA, Quality, RunResult, to_plain
@@ -42,7 +43,8 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
 
     Raises BaocError children for what a user can mend; see docs/troubleshooting.md.
     """
-    refuse_ranks("run")
+    if (group := ranks()) is ALONE:
+        refuse_ranks("run")
     quieten()
     if (card := card_of(config)) is not None:  # which is not here: the network is built without memory
         resolved = resolve(config, device="cuda")
@@ -50,12 +52,12 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
             task, data = build(resolved, run_dir=run_dir, device=card.name)
         return plan_for(card, resolved.config, task=task, data=data, settings=session_settings(config), run_dir=run_dir)
     device = choose_device(config.device)
-    checkpoint = find_checkpoint(config, run_dir=run_dir)
+    checkpoint = group.from_first(lambda: find_checkpoint(config, run_dir=run_dir))
     if device == "cpu":
         prepare_cpu()
     L.seed_everything(config.seed, workers=True, verbose=False)
-    choice = kept(config, checkpoint=checkpoint)
-    latency = kept_latency(config, checkpoint=checkpoint) if choice else None
+    choice = group.from_first(lambda: kept(config, checkpoint=checkpoint))
+    latency = group.from_first(lambda: kept_latency(config, checkpoint=checkpoint)) if choice else None
     resolved = resolve(settled(config, choice=choice) if choice else config, device=device)
     task, data = build(resolved, run_dir=run_dir, device=device)
     config = resolved.config
@@ -64,7 +66,8 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
         keep(choice, run_dir=run_dir)
     elif resolved.open:
         settings = session_settings(config)
-        decided = decide(config, task=task, data=data, device=device, settings=settings, run_dir=run_dir)
+        given = {"device": device, "settings": settings, "run_dir": run_dir}
+        decided = decided_by_first(config, task=task, data=data, group=group, **given)
         config, latency = decided.config, decided.latency
     loggers = make_loggers(
         config.logger,
@@ -81,16 +84,18 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
         if config.mode == "eval":
             return evaluate(parts, task=task, data=data, checkpoint=checkpoint, run_dir=run_dir)
         if checkpoint is not None:
-            check_resume(config, checkpoint=checkpoint, run_dir=run_dir)
+            group.from_first(lambda: check_resume(config, checkpoint=checkpoint, run_dir=run_dir))
         with parts.control.listening():  # to the end: a signal that nobody takes ends a process
             with failures(device), parts.preemption.listening():
                 parts.trainer.fit(task, datamodule=data, ckpt_path=checkpoint, weights_only=True)
             if config.mode == "plan":
-                leave_planned(config, parts=parts, device=device, run_dir=run_dir)
+                leave_planned(config, parts=parts, task=task, data=data, device=device, run_dir=run_dir)
                 return None
             if parts.trainer.interrupted:
                 raise KeyboardInterrupt
             metrics = final_metrics(parts, task, data)
+            if group.rank:
+                return None  # what is made of it is rank 0's
             check_quality(metrics, task=task, step=parts.trainer.global_step)
             if config.checkpoint.export:
                 with parts.memory.track("export"):
@@ -100,8 +105,22 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
             return result
 
 
-def leave_planned(config: RunConfig, *, parts: Parts, device: str, run_dir: Path) -> None:
-    """mode=plan on the present device: `plan.json`, by the stored profile that was named, if any."""
+def decided_by_first(
+    config: RunConfig, *, task: Task, data: DataModule, group: Ranks, run_dir: Path, **given: Any
+) -> Decided:
+    """The decision on rank 0's device, by the share of a batch that each rank has, and taken over by all."""
+    size = config.trainer.devices
+    share = replace(config, batch_size=config.batch_size // size, trainer=replace(config.trainer, devices=1))
+    decided = group.from_first(lambda: decide(share, task=task, data=data, run_dir=run_dir, **given))
+    if group.rank:
+        take_over(decided, task=task, data=data)
+    made = replace(decided.config, batch_size=config.batch_size, trainer=config.trainer)
+    return replace(decided, config=made)
+
+
+def leave_planned(config: RunConfig, *, parts: Parts, task: Task, data: DataModule, device: str, run_dir: Path) -> None:
+    """mode=plan on the present device: `plan.json`, by the stored profile that was named, if any; with race=auto the
+    entrants of a race."""
     assert parts.strategy.reallocator is not None
     planner, plan = parts.strategy.reallocator.planner, parts.strategy.reallocator.plan
     if config.profile is not None:
@@ -111,13 +130,20 @@ def leave_planned(config: RunConfig, *, parts: Parts, device: str, run_dir: Path
         console.say(f"risks are {said}")
     rate = config.batch_size / parts.recorder.step_s_predicted
     leave_plan(plan, config=config, device=device, rate=rate, source="probe", run_dir=run_dir)
+    if config.race.first != "off":
+        num_params = sum(p.numel() for p in task.parameters())
+        leave_entrants(
+            planner, config=config, data=data.spec, num_params=num_params, quality=task.quality, run_dir=run_dir
+        )
 
 
 def quieten() -> None:
-    """Keeps what is not about the run off the terminal: Lightning's tips, its use of a name that torch renamed, and its
-    advice for loggers that count batches of an epoch, as ours count steps."""
+    """Keeps what is not about the run off the terminal: Lightning's tips, its use of a name that torch renamed, its
+    advice for loggers that count batches of an epoch, as ours count steps, and what ranks are warned of needlessly."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=r"The number of training batches \(\d+\) is smaller than the logging")
+    warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
+    warnings.filterwarnings("ignore", message=".*sync_dist=True")  # each rank validates the whole set
     warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated", category=FutureWarning)
 
 

@@ -4,7 +4,7 @@
 """
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,16 +16,18 @@ from torch import Tensor, nn
 
 from baoc.core.blocks import partition
 from baoc.core.catalogue import SPECS, base_name, on_device, select
-from baoc.core.recipes import Recipe, Tuning, find_recipe
+from baoc.core.measured import AUTO
+from baoc.core.recipes import Recipe, find_recipe, tuning_of
 from baoc.core.rule_tags import RULE_INFOS
-from baoc.errors import InfeasibleBudgetError
+from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.kernels.host_memory import check_host_memory
 from baoc.optim import BlockwiseOptimizer, GradientRelease
 from baoc.optim.matching import Matching
 from baoc.optim.offload import arrival_bytes
+from baoc.parallel import ALONE, Ranks
 from baoc.planning.allocators import ALLOCATORS
 from baoc.planning.candidates import applies
-from baoc.planning.planner import Planner, PlannerSettings, may_place
+from baoc.planning.planner import MEASURED, Planner, PlannerSettings, may_place
 from baoc.planning.risk import RISKS
 from baoc.profiling import GradientProfiler, cap_device, clear_cache, context_bytes, uncapped
 from baoc.profiling.bf16_params import as_native, bf16_savings, cast_to_bf16
@@ -49,15 +51,17 @@ class SessionSettings:
 
     `overlap`: blocks whose states are on the host are stepped in backward, where nothing is to change their gradients;
     with `planner.flush_only` the host only gets their gradients then, see `BlockwiseOptimizer.last_backward`.
+    `from_conf`: they were read from conf/, so that refusals name its keys.
     """
 
-    planner: PlannerSettings = field(default_factory=PlannerSettings)
+    planner: PlannerSettings = field(default_factory=lambda: PlannerSettings(risk=MEASURED, family=AUTO))
     reallocation: ReallocationSettings = field(default_factory=ReallocationSettings)
     backend: str = "auto"
     nonfinite: str = "skip_element"
     rms_matching: bool | Matching = True
     release: bool | GradientRelease = False
     overlap: bool = True
+    from_conf: bool = False
 
 
 def with_recipe(settings: SessionSettings, *, recipe: RecipeLike | None) -> SessionSettings:
@@ -69,14 +73,13 @@ def with_recipe(settings: SessionSettings, *, recipe: RecipeLike | None) -> Sess
     return replace(settings, planner=replace(settings.planner, recipe=found), rms_matching=matching)
 
 
-def tuning_of(settings: SessionSettings) -> Tuning | None:
-    """What the recipe changes of rates and betas."""
-    recipe = settings.planner.recipe
-    return None if recipe is None else recipe.tuning
-
-
 def make_profiler(
-    planner: Planner, params: Mapping[str, Tensor], *, settings: SessionSettings, betas: tuple[float, float]
+    planner: Planner,
+    params: Mapping[str, Tensor],
+    *,
+    settings: SessionSettings,
+    betas: tuple[float, float],
+    ranks: Ranks = ALONE,
 ) -> GradientProfiler | None:
     """The profiler that the settings call for, or None with reallocation=off; its bytes join the footprint."""
     if settings.reallocation.mode == "off":
@@ -89,6 +92,7 @@ def make_profiler(
         betas=betas,
         shadow_specs=tuple(SPECS[name] for name in bases) if wants_shadow else (),
         by_parts=settings.release is not False,
+        ranks=ranks,
     )
     if planner.footprint is not None:
         planner.count_profile(profiler.nbytes, temporary_bytes=profiler.temporary_bytes())
@@ -96,17 +100,22 @@ def make_profiler(
 
 
 def _profiler_with_room(
-    planner: Planner, params: Mapping[str, Tensor], *, settings: SessionSettings, betas: tuple[float, float]
+    planner: Planner,
+    params: Mapping[str, Tensor],
+    *,
+    settings: SessionSettings,
+    betas: tuple[float, float],
+    ranks: Ranks,
 ) -> GradientProfiler | None:
     """The profiler. Where there is no room for it, one outside of the cap tells its bytes: InfeasibleBudgetError where
     no plan holds the budget beside it, else torch.OutOfMemoryError."""
     with suppress(torch.OutOfMemoryError):
-        return make_profiler(planner, params, settings=settings, betas=betas)
+        return ranks.agreed(lambda: make_profiler(planner, params, settings=settings, betas=betas, ranks=ranks))
     device = next(iter(params.values())).device
     clear_cache(device)
     with uncapped(device, budget=planner.budget):
         make_profiler(planner, params, settings=settings, betas=betas)
-    planner.propose(risk="prior")
+    planner.propose()
     raise torch.OutOfMemoryError("there is no room for statistics of gradients, which reallocation=off does without")
 
 
@@ -156,6 +165,18 @@ def only_narrow(planner: PlannerSettings) -> bool:
     return all(spec.weights != "native" for spec in rows if only in (None, spec.name))
 
 
+def largest_of(found: Sequence[Footprint], *, rank: int) -> Footprint:
+    """The footprint of the rank that needs most, as one of `rank`."""
+    most = max(found, key=lambda footprint: footprint.peak_bytes(state_bytes=0))
+    context = max(footprint.context_bytes for footprint in found)
+    return replace(most, device=found[rank].device, context_bytes=context)
+
+
+def slowest_of(tables: Sequence[LatencyTable], *, rank: int) -> LatencyTable:
+    """The table of the rank whose forward and backward are slowest, as one of `rank`: others wait for it."""
+    return replace(max(tables, key=lambda table: table.base_step_s), device=tables[rank].device)
+
+
 class Measurer(Protocol):
     """Measures a training step before there is an optimizer."""
 
@@ -183,7 +204,8 @@ class Session:
     """Plans once a Measurer has looked at a step, and is given the optimizer afterwards.
 
     `weights_wait`: weights in 16 bits stand in for those of `narrow` already, as the device does not hold them in full.
-    `betas` are the optimizer's, for the profiler.
+    `betas` are the optimizer's, for the profiler. `ranks` measure in step, so that an error of one is one of all; the
+    plan is rank 0's, by what the rank measured that needs most.
     """
 
     def __init__(
@@ -197,7 +219,9 @@ class Session:
         device: torch.device,
         declared: Mapping[str, Sequence[str]] | None = None,
         module: nn.Module | None = None,
+        ranks: Ranks = ALONE,
     ):
+        self.ranks = ranks
         self.infos, self.params, self.declared, self.module = tuple(infos), params, declared, module
         self.budget, self.settings, self.betas, self.device = budget, settings, betas, device
         network = {"params": params, "settings": settings, "declared": declared}
@@ -241,6 +265,9 @@ class Session:
         footprint, tight = look(narrow=inside, whole=whole)
         with cast_to_bf16(inside if tight else {}, module=self.module):
             full = self._time(measurer, latency=latency, record=record_latency, hides=hides)
+        if full is not None:  # nothing that is timed stays, and seconds are the same outside of the cap
+            with uncapped(self.device, budget=self.budget), cast_to_bf16(inside if tight else {}, module=self.module):
+                full = self._time(measurer, latency=latency, record=record_latency, hides=hides)
         propose = partial(
             self._propose, measurer, budget=self.budget if full is None else replace(self.budget, step_time=None)
         )
@@ -260,7 +287,10 @@ class Session:
             clear_cache(self.device)
             propose(self.as_decided(self.with_context(footprint), decided=decided))
         if full is not None and self.budget.step_time is not None:
-            raise full
+            raise BadInputError(
+                f"budget.step_time={self.budget.step_time:g} needs seconds of a step, and the device has no room to "
+                f"time one ({str(full).splitlines()[0]}): leave step_time out, or run with less on the device"
+            )
 
     def assume(self, footprint: Footprint | None = None) -> None:
         """Plans by a footprint that is known, or without one: then by least state where a memory budget needs one."""
@@ -268,7 +298,8 @@ class Session:
             self._propose(None, footprint, budget=self.budget)
             return
         self.planner = self._planner(None, budget=replace(self.budget, memory_bytes=None))
-        self.profiler = make_profiler(self.planner, self.params, settings=self.settings, betas=self.betas)
+        given = {"settings": self.settings, "betas": self.betas, "ranks": self.ranks}
+        self.profiler = make_profiler(self.planner, self.params, **given)
         self.plan = self.planner.least()
 
     def complete(self, footprint: Footprint) -> Footprint:
@@ -280,6 +311,10 @@ class Session:
             arrival_bytes=arrival_bytes(specs, device=footprint.device),
         )
 
+    def largest(self, footprint: Footprint) -> Footprint:
+        """That of the rank which needs most."""
+        return largest_of(self.ranks.gathered(footprint), rank=self.ranks.rank)
+
     def _look(self, measurer: Measurer, *, narrow: Mapping[str, Tensor], whole: bool) -> tuple[Footprint, bool]:
         """The footprint, measured under the budget's cap: with weights in full, and where that is too little (or not
         `whole`), with weights of 16 bits where a plan may keep such, so that a plan which holds the budget by them is
@@ -290,7 +325,8 @@ class Session:
         """
 
         def look() -> Footprint:
-            return self.complete(measurer.footprint(context_bytes=self.context_bytes, released=self.released))
+            given = {"context_bytes": self.context_bytes, "released": self.released}
+            return self.largest(self.ranks.agreed(lambda: self.complete(measurer.footprint(**given))))
 
         if whole:
             with suppress(torch.OutOfMemoryError):
@@ -315,14 +351,19 @@ class Session:
         specs = list(select(self.settings.planner.specs).values())
         needed = soon_timed(specs, device=self.device) if limited else set[str]()
         try:
-            table = measurer.latency(specs, needed=needed, max_s=self._max_s, released=self.released)
+            given = {"needed": needed, "max_s": self._max_s, "released": self.released}
+            table = self._slowest(lambda: measurer.latency(specs, **given))
         except torch.OutOfMemoryError as error:
             clear_cache(self.device)
             return error.with_traceback(None)  # whose frames hold activations
         if limited and may_place(self.settings.planner, budget=self.budget):
-            table = with_link(table, device=self.device, accumulation=measurer.accumulation, hides=hides)
+            given = {"device": self.device, "accumulation": measurer.accumulation, "hides": hides}
+            table = self.ranks.first(with_link(table, **given))
         self.latency = table
         return None
+
+    def _slowest(self, measure: Callable[[], LatencyTable]) -> LatencyTable:
+        return slowest_of(self.ranks.gathered(self.ranks.agreed(measure)), rank=self.ranks.rank)
 
     @property
     def _max_s(self) -> float:
@@ -333,7 +374,8 @@ class Session:
         assert self.latency is not None
         timed = set(self.latency.fixed_s) - set(self.latency.assumed)
         specs = list(select(self.settings.planner.specs).values())
-        table = measurer.latency(specs, needed=timed | names, given=self.latency, max_s=self._max_s)
+        given = {"needed": timed | names, "given": self.latency, "max_s": self._max_s}
+        table = self._slowest(lambda: measurer.latency(specs, **given))
         self.latency = replace(table, link=self.latency.link, hidden_s=self.latency.hidden_s)
         return self.latency
 
@@ -351,8 +393,9 @@ class Session:
         """What a plan rests on is not left to assumed seconds: its specs are timed, and a limit on time is planned for
         again then."""
         planner = self._planner(footprint, budget=budget)
-        profiler = _profiler_with_room(planner, self.params, settings=self.settings, betas=self.betas)
-        plan = planner.propose(risk="prior")
+        given = {"settings": self.settings, "betas": self.betas, "ranks": self.ranks}
+        profiler = _profiler_with_room(planner, self.params, **given)
+        plan = self.ranks.from_first(planner.propose)
         for _ in range(MOST_RETIMED if measurer is not None else 0):
             used = set(map(on_device, plan.allocation.choices.values()))
             assumed = used & set(planner.latency.assumed if planner.latency else ())
@@ -360,14 +403,14 @@ class Session:
                 break
             assert measurer is not None
             planner.latency = self._retimed(measurer, assumed)
-            plan = planner.propose(risk="prior") if budget.step_time is not None else plan
+            plan = self.ranks.from_first(planner.propose) if budget.step_time is not None else plan
         if plan.host_bytes:
-            check_host_memory(plan.host_bytes, what="states on the host, and what passes there,")
+            check_host_memory(plan.host_bytes * self.ranks.size, what="states on the host, and what passes there,")
         self.planner, self.profiler, self.plan = planner, profiler, plan
 
     def with_context(self, footprint: Footprint) -> Footprint:
         """The footprint with the context as it is taken for now that steps were looked at, and a cap that leaves it."""
-        now = max(footprint.context_bytes, context_bytes(self.device))
+        now = int(self.ranks.most(max(footprint.context_bytes, context_bytes(self.device)))[0])
         if now != self.context_bytes:
             self.context_bytes = now
             cap_device(self.device, budget=self.budget)
@@ -393,7 +436,7 @@ class Session:
             "nonfinite": settings.nonfinite,
             "rms_matching": settings.rms_matching,
             "release": settings.release,
-            "tuning": tuning_of(settings),
+            "tuning": tuning_of(self.plan),
         }
 
     def reallocator(self, optimizer: Any) -> Reallocator:
@@ -404,6 +447,7 @@ class Session:
             plan=self.plan,
             settings=self.settings.reallocation,
             profiler=self.profiler,
+            ranks=self.ranks,
         )
 
     def start(

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -15,7 +16,9 @@ from lightning.pytorch.loggers import Logger
 
 from baoc.config.schema import RunConfig
 from baoc.core.budgets import parse_budget
+from baoc.core.measured import AUTO
 from baoc.errors import BudgetBreachedError, CheckpointError
+from baoc.parallel import ALONE, local_size, ranks
 from baoc.planning.allocators import ALLOCATORS
 from baoc.planning.planner import PlannerSettings
 from baoc.planning.risk import RISKS
@@ -34,9 +37,10 @@ from baoc.training.callbacks import (
     RngState,
     SafeCheckpoint,
     StepMonitor,
+    StepVote,
     progress_bar,
 )
-from baoc.training.lightning import BaocStrategy
+from baoc.training.lightning import BaocDDPStrategy, BaocStrategy, BudgetedStrategy
 from baoc.training.plan_files import Recorder
 from baoc.training.reallocation import BudgetChange, ReallocationSettings, RelaxationSettings
 from baoc.training.session import SessionSettings
@@ -58,7 +62,7 @@ class ValidatedAt(L.Callback):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     trainer: L.Trainer
-    strategy: BaocStrategy
+    strategy: BudgetedStrategy
     memory: MemoryMonitor
     steps: StepMonitor
     preemption: Preemption
@@ -85,9 +89,11 @@ def session_settings(config: RunConfig) -> SessionSettings:
         flush_only=traits.flush_only and not config.trainer.gradient_clip_val,
         seed=config.seed,
         recipe=config.recipe,
+        family=None if config.model.pretrained or config.model.lora.rank else AUTO,  # trained from scratch, as measured
     )
     matching = traits.matching if config.recipe is None else config.recipe.matching
     return SessionSettings(
+        from_conf=True,
         planner=planner,
         reallocation=ReallocationSettings(**asdict(config.reallocation)),
         backend=config.optim.backend,
@@ -98,7 +104,9 @@ def session_settings(config: RunConfig) -> SessionSettings:
     )
 
 
-def make_checkpoint(config: RunConfig, *, task: Task, run_dir: Path, memory: MemoryMonitor) -> SafeCheckpoint:
+def make_checkpoint(
+    config: RunConfig, *, task: Task, run_dir: Path, memory: MemoryMonitor, vote: StepVote
+) -> SafeCheckpoint:
     monitor, higher = task.quality
     return SafeCheckpoint(
         run_dir,
@@ -109,31 +117,32 @@ def make_checkpoint(config: RunConfig, *, task: Task, run_dir: Path, memory: Mem
         mode="max" if higher else "min",
         meta={"name": config.name, "seed": config.seed},
         track=memory.track,
+        vote=vote,
     )
 
 
-def make_control(config: RunConfig, *, run_dir: Path, memory: MemoryMonitor) -> BudgetControl:
+def make_control(config: RunConfig, *, run_dir: Path, memory: MemoryMonitor, vote: StepVote) -> BudgetControl:
     schedule = [
         BudgetChange(budget=parse_budget(entry.budget), step=entry.step, batch=entry.batch)
         for entry in config.dynamics.schedule
     ]
     relaxation = RelaxationSettings(**asdict(config.dynamics.relaxation))
-    return BudgetControl(schedule=schedule, relaxation=relaxation, run_dir=run_dir, memory=memory)
+    return BudgetControl(schedule=schedule, relaxation=relaxation, run_dir=run_dir, memory=memory, vote=vote)
 
 
 def make_strategy(
     config: RunConfig, *, device: str, recorder: Recorder, loggers: list[Logger], latency: LatencyTable | None
-) -> BaocStrategy:
-    """The strategy, with the recorder and the loggers as its listeners."""
+) -> BudgetedStrategy:
+    """The strategy, of several devices in a process group, with the recorder and the loggers as its listeners."""
 
     def moved(event: Reallocation, plan: Plan, _: Any) -> None:
         log_plan(loggers, plan=plan)
         if event.accepted:  # the whole table each time: decisions to stay wait for the next one
             log_reallocations(loggers, run_dir=recorder.run_dir)
 
-    strategy = BaocStrategy(
+    make = partial(BaocStrategy, device=device) if ranks() is ALONE else BaocDDPStrategy
+    strategy = make(
         config.budget,
-        device=device,
         settings=session_settings(config),
         latency=latency,
         plan_only=config.mode == "plan",
@@ -168,20 +177,23 @@ def assemble_trainer(
         every_step=bool(os.environ.get(TRACK_EVERY_STEP)),
     )
     memory.predicted = lambda: recorder.peak_bytes_predicted
-    steps = StepMonitor(leave_out=lambda: memory.tracked, batch_size=config.micro_batch_size)
-    checkpoint = make_checkpoint(config, task=task, run_dir=run_dir, memory=memory)
+    devices, vote = config.trainer.devices, StepVote()
+    steps = StepMonitor(leave_out=lambda: memory.tracked, batch_size=config.micro_batch_size * devices)
+    checkpoint = make_checkpoint(config, task=task, run_dir=run_dir, memory=memory, vote=vote)
     strategy = make_strategy(config, device=device, recorder=recorder, loggers=loggers, latency=latency)
     strategy.plan_listeners.append(
         lambda _, plan: watch_memory(memory, task=task, strategy=strategy, predicted_bytes=plan.peak_bytes)
     )
-    control = make_control(config, run_dir=run_dir, memory=memory)
-    validated, pictures, preemption = ValidatedAt(), FinalPictures(run_dir, track=memory.track), Preemption(checkpoint)
+    control = make_control(config, run_dir=run_dir, memory=memory, vote=vote)
+    validated, pictures = ValidatedAt(), FinalPictures(run_dir, track=memory.track)
+    preemption = Preemption(checkpoint, vote=vote)
     bar = progress_bar(enabled=config.trainer.enable_progress_bar)
     callbacks: list[L.Callback] = [
         RngState(),
+        vote,
         preemption,
         control,
-        LossGuard(checkpoint=checkpoint, **asdict(config.faults)),
+        LossGuard(checkpoint=checkpoint, vote=vote, **asdict(config.faults)),
         steps,
         memory,
         validated,
@@ -192,7 +204,8 @@ def assemble_trainer(
     trainer = L.Trainer(
         strategy=strategy,
         accelerator=device if device == "cpu" else "cuda",
-        devices=1,
+        devices=(local := local_size(devices)),
+        num_nodes=devices // local,
         plugins=[LightningEnvironment()],  # else Lightning refuses a Slurm job of several tasks that runs one by itself
         accumulate_grad_batches=config.accumulation,
         logger=loggers,
@@ -214,7 +227,7 @@ def assemble_trainer(
     )
 
 
-def watch_memory(memory: MemoryMonitor, *, task: Task, strategy: BaocStrategy, predicted_bytes: int) -> None:
+def watch_memory(memory: MemoryMonitor, *, task: Task, strategy: BudgetedStrategy, predicted_bytes: int) -> None:
     """Tells the memory monitor what the plan knows, and lets it measure migrations."""
     assert strategy.reallocator is not None
     device = strategy.root_device

@@ -128,7 +128,7 @@ def widened(settings: SessionSettings, *, device: str, budget: Budget, precision
 
 
 def declared_blocks(module: nn.Module, declares: nn.Module) -> dict[str, list[str]] | None:
-    """Blocks that the model declares by `parameter_blocks()`, with names as the LightningModule knows them."""
+    """Blocks that the model declares by `parameter_blocks()`, with names as the module knows them."""
     blocks: Any = getattr(declares, "parameter_blocks", None)
     if blocks is None:
         return None

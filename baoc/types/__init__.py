@@ -5,6 +5,7 @@ One run is a chain of these (docs/runs.md); a stage reads the values before it a
 
 from baoc.types.decision import (
     Allocation,
+    Basis,
     Budget,
     Candidate,
     Cost,
@@ -43,6 +44,7 @@ __all__ = [
     "RESULT_SCHEMA",
     "Allocation",
     "Axis",
+    "Basis",
     "Block",
     "BlockMove",
     "Budget",

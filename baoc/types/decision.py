@@ -301,6 +301,38 @@ class Reason:
     text: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Basis:
+    """What a plan was chosen by, and what is known of the choice.
+
+    Args:
+        by: measured | prior | statistics | shadow | recipe, or the name of a baseline.
+        text: the same in one line, with its figures.
+        recipe: name of the recipe that was chosen.
+        family: of the measurements.
+        reference: what `change` of the final loss is against; below 0 is better.
+        half: of the 90 % interval of `change`.
+        n: paired seeds.
+        num_params: of the network that was measured.
+        steps: of the runs that were measured.
+        lr: rule or role -> multiple of the learning rate that belongs to the choice.
+        betas: rule -> betas that belong to it.
+    """
+
+    by: str
+    text: str
+    recipe: str | None = None
+    family: str | None = None
+    reference: str | None = None
+    change: float | None = None
+    half: float | None = None
+    n: int | None = None
+    num_params: int | None = None
+    steps: int | None = None
+    lr: Mapping[str, float] = field(default_factory=dict[str, float])
+    betas: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Plan:
     """What stages 3 to 9 decided. `candidates` holds those that were not dominated, by block."""
@@ -319,6 +351,7 @@ class Plan:
     staging_bytes: int = 0  # on the device, through which streamed states pass; in the peak, not in the state
     host_bytes: int = 0  # pinned host memory: states that are kept there, and what a step there works on
     reasons: tuple[Reason, ...] = ()
+    basis: Basis | None = None
 
     def __repr__(self) -> str:
         """One line; `candidates` alone would fill pages."""

@@ -105,7 +105,7 @@ class Pair:
 def graphs_of(optimizer: BlockwiseOptimizer) -> list[object]:
     return [
         graph
-        for backend in optimizer.roster.marking
+        for backend in optimizer.roster.ready().marking
         for unit in backend.units  # pyright: ignore[reportAttributeAccessIssue]
         for graph in unit.engine._graphs._graphs.values()
         if graph is not None
@@ -113,7 +113,7 @@ def graphs_of(optimizer: BlockwiseOptimizer) -> list[object]:
 
 
 def use_graphs(optimizer: BlockwiseOptimizer, graphs: bool) -> None:
-    for backend in optimizer.roster.ready():  # those that are there from now on
+    for backend in optimizer.roster.ready().backends:  # those that are there from now on
         backend.graphs = graphs  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from baoc.kernels import Engine  # noqa: E402
-from baoc.kernels.triton.upload import SLOTS  # noqa: E402
+from baoc.kernels.triton.staging import SLOTS  # noqa: E402
 from baoc.optim import BlockwiseOptimizer  # noqa: E402
 from baoc.optim.backends import fused  # noqa: E402
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from baoc.optim import BlockwiseOptimizer  # noqa: E402
-from baoc.optim.overlap import Ahead  # noqa: E402
+from baoc.optim.backward import KeepGradients  # noqa: E402
 from experiments.benchmarks import host_placement as bench  # noqa: E402
 
 BEGIN = "nll_loss_backward"  # in the name of the first kernel of a backward
@@ -73,17 +73,17 @@ class HookTime:
     """Seconds that Python is in the hooks that step blocks in backward."""
 
     def __init__(self) -> None:
-        self._ready, self._seconds = Ahead._ready, 0.0
+        self._ready, self._seconds = KeepGradients.ready, 0.0
 
-        def ready(ahead: Ahead, param: torch.Tensor) -> None:
+        def ready(overlap: KeepGradients, param: torch.Tensor) -> None:
             began = time.perf_counter()
-            self._ready(ahead, param)
+            self._ready(overlap, param)
             self._seconds += time.perf_counter() - began
 
-        Ahead._ready = ready
+        KeepGradients.ready = ready
 
     def stop(self) -> float:
-        Ahead._ready = self._ready
+        KeepGradients.ready = self._ready
         return self._seconds
 
 

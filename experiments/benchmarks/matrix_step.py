@@ -29,8 +29,8 @@ from baoc.core.catalogue import STORAGES  # noqa: E402
 from baoc.kernels import Cut, Engine, FusedTable, Kind, Shape  # noqa: E402
 from baoc.kernels.polar import STEPS  # noqa: E402
 from baoc.optim.backends.eager import Options  # noqa: E402
+from baoc.optim.backends.fused import kernel_lanes  # noqa: E402
 from baoc.optim.codecs import CODEC_IMPLS  # noqa: E402
-from baoc.optim.codecs.grouped import kernel_lanes  # noqa: E402
 from baoc.optim.matching import DEFAULT_TARGET  # noqa: E402
 from baoc.optim.rules import RULES  # noqa: E402
 from baoc.types import ParamInfo, Role  # noqa: E402

@@ -18,3 +18,74 @@ LONGER = 10
 BETA1, WEIGHT_DECAY, CLIP, WARMUP, FLOOR = 0.9, 1e-2, 1.0, 0.1, 0.1
 MATCHING = "displacement"
 CHECKED, TIMED, TOLERANCE = 20, 40, 0.02  # steps; relative difference of losses
+
+# -- role_study.py ----------------------------------------------------------------------------------------------------
+
+ROLE_STEPS = 1000  # of each task; 1.7, 2.5 and 1.25 times the product's own for these networks
+LONG_STEPS = 8000
+ROLE_LRS = {"language": 3e-3, "vision": 3e-3, "diffusion": 1e-2}  # the product's own, of which factors are multiples
+ROLE_SEEDS = {"rates": (300, 301), "roles": (310, 311), "long": (320, 321), "confirm": tuple(range(400, 408))}
+ROLE_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+ROLE_BASE = "muon8_lean"  # at its best factor of phase `rates` (least mean of `choice`), by task
+
+# Recipes of phase `rates`: rows of baoc.core.recipes, and these. A number is the beta2 of rules without betas of their
+# own.
+WHOLE: tuple[str, ...] = (
+    "adamw", "adamw8", "adamw4", "muon", "muon8", "muon8_lean", "muon4_lean", "foam8", "foam8_lean", "adafactor_m8",
+    "scale", "scale8", "slimadam8", "lion8", "signum8",
+)  # fmt: skip
+_HIDDEN_OUTER = {
+    "muon8_outer4": ("muon_int8", "adamw_int4"),
+    "muon4_outer8": ("muon_int4", "adamw_int8"),
+    "muonbf16_outer4": ("muon_bf16", "adamw_int4"),
+    "foam3_lean": ("foam_l3_int8", "adamw_int8"),
+    "foam_lean": ("foam_l2", "adamw_int8"),
+}
+MORE_WHOLE: dict[str, dict[str, object]] = {
+    name: {"embedding": outer, "head": outer, "norm": "adamw", "hidden": hidden, "fallback": [outer],
+           "betas": {"muon": [0.95, 0.95]}}
+    for name, (hidden, outer) in _HIDDEN_OUTER.items()
+} | {
+    "muon8_scale": {"base": "muon8_lean", "embedding": "column_norm", "head": "column_norm_momentum_int8"},
+    "muon4_scale": {"base": "muon4_lean", "embedding": "column_norm", "head": "column_norm_momentum_int8"},
+    "muon8_lean_m90": {"base": "muon8_lean", "betas": {"muon": [0.9, 0.95]}},
+    "foam8_lean_b95": {"base": "foam8_lean", "betas": {"foam": [0.9, 0.95]}},
+    "adamw_b99": {"base": "adamw", "betas": {"adamw": [0.9, 0.99]}},
+    "adamw_b95": {"base": "adamw", "betas": {"adamw": [0.9, 0.95]}},
+}  # fmt: skip
+
+# Phase `roles`: one role of the base runs another spec, at these multiples of the base's rate.
+ROLE_MULTIPLES = (1.0, 0.25)
+OUTER_SPECS = (
+    "adamw", "adamw_int8", "adamw_int4", "adafactor_momentum_int8", "adafactor", "column_norm",
+    "column_norm_momentum_int8", "lion_int8", "foam_l2_int8", "adamw_shared_in_int8",
+)  # fmt: skip
+HIDDEN_SPECS = (
+    "adamw", "adamw_int8", "adamw_int4", "muon", "muon_int8", "muon_int4", "foam_l2_int8", "foam_l3_int8",
+    "adafactor_momentum_int8", "adafactor", "column_norm", "lion_int8", "adamw_shared_out_int8",
+)  # fmt: skip
+ROLE_SPECS: dict[str, tuple[str, ...]] = {
+    "embedding": OUTER_SPECS,
+    "head": OUTER_SPECS,
+    "norm": ("adamw", "adamw_int8", "lion_int8", "sign"),
+    "first": ("adamw_int8", "foam_l2_int8", "muon"),
+    "hidden": HIDDEN_SPECS,  # of every other role
+}
+NUM_MIXTURES, MIXTURE_SEED = 12, 2026  # each role draws one of its specs; multiple 1 for Muon's, else one of the two
+
+# The second call (lists fixed before it): phases `rates` and `roles` of diffusion, which the first did not come to, in
+# a shorter form, then `confirm` and `long` of all three tasks.
+FEWER_WHOLE = (
+    "adamw", "adamw_b95", "adamw8", "muon8", "muon8_lean", "muon8_lean_m90", "muon4_lean", "muonbf16_outer4",
+    "foam8_lean", "adafactor_m8", "slimadam8", "lion8",
+)  # fmt: skip
+FEWER_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
+# Phase `confirm`, on seeds that chose nothing: AdamW at five rates, and whole recipes at their best of phase `rates`.
+CONFIRM_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
+CONFIRM_WHOLE = ("adamw_b95", "adamw8", "muon8_lean", "muon8_lean_m90", "muon4_lean", "foam8_lean", "adafactor_m8")
+BUDGETS = (10, 15, 25)  # percent of the state; a chosen plan, its permutation and a random feasible plan of each
+# Phase `long`: multiples of the best factor of phase `rates`.
+LONG_RUNS = {
+    "adamw": (1.0, 0.5, 0.25), "adamw_b95": (1.0, 0.5), "muon8_lean": (1.0, 0.5), "muon8_lean_m90": (1.0, 0.5),
+    "muon4_lean": (1.0,), "foam8_lean": (1.0, 0.5),
+}  # fmt: skip

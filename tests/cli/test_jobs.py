@@ -231,7 +231,7 @@ def test_a_refused_study_says_why_and_shows_no_frontier_after_it(tmp_path: Path,
         (folder / name).write_text("{}")
     assert main(["-m", "sweeps=frontier_vision", "hydra.sweeper.workers=0", f"hydra.sweep.dir={folder}"]) == 2
     shown = capsys.readouterr()
-    assert "hydra.sweeper.workers=0: give a whole number" in shown.err
+    assert "hydra.sweeper.workers=0 is not allowed: it must be 1" in shown.err
     assert "frontier" not in shown.out + shown.err.replace(str(folder), "")
 
 

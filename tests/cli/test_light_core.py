@@ -5,7 +5,8 @@ from subprocess import CompletedProcess
 
 import pytest
 
-EXTRAS = ("wandb", "optuna", "plotly", "transformers", "hydra", "omegaconf", "diffusers", "datasets", "peft", "sklearn")
+EXTRAS = ("wandb", "optuna", "plotly", "pydantic", "transformers", "hydra", "omegaconf", "diffusers", "datasets", "peft")
+EXTRAS += ("sklearn",)
 CODE = f"""
 import importlib.machinery, importlib.metadata, sys
 

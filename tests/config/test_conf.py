@@ -287,6 +287,10 @@ def test_a_broken_experiment_is_named(content: str, message: str, tmp_path: Path
         run_of()
 
 
+def test_whole_bytes_are_a_budget_on_the_command_line():
+    assert run_of("budget=4294967296").budget == run_of("budget=4gb").budget
+
+
 def test_folders_of_jobs_are_safe_names():
     assert job_folder(0, "budget=4gb,seed=1") == "0_budget=4gb,seed=1"
     assert job_folder(2, "dataset.path=/a b/c") == "2_dataset.path=-a-b-c"

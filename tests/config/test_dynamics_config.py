@@ -28,7 +28,10 @@ def test_a_schedule_is_read_and_written_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "text"),
     [
-        ("budget.schedule=[{step: 0, budget: 6gb}]", r"budget\.schedule=.* entries of 1 or more steps"),
+        (
+            "budget.schedule=[{step: 0, budget: 6gb}]",
+            r"budget\.schedule\[0\]\.step=0 is not allowed: it must be 1 or more steps",
+        ),
         ("budget.schedule=[{budget: 6gb}]", r"budget\.schedule=.* entries with either step or batch"),
         ("budget.schedule=[{step: 1, batch: 2, budget: 6gb}]", r"entries with either step or batch"),
         ("budget.schedule=[{stp: 3, budget: 6gb}]", r"unknown key budget\.schedule\[0\]\.stp; did you mean"),

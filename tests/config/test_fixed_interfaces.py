@@ -5,7 +5,7 @@ from typing import get_args, get_type_hints
 
 from baoc.config.schema import RunConfig
 from baoc.optim import checkpoint
-from baoc.optim.codecs.base import Codec
+from baoc.optim.codecs import Codec
 from baoc.optim.rules.base import UpdateRule
 from baoc.tracking.checkpoints import CHECKPOINT_SCHEMA
 from baoc.tracking.metrics import METRICS_SCHEMA
@@ -49,7 +49,7 @@ def test_protocols_of_rules_and_codecs():
 
 def test_modes_of_a_run():
     hints = get_type_hints(RunConfig)
-    assert get_args(hints["mode"]) == ("train", "eval", "plan")
+    assert get_args(hints["mode"]) == ("train", "eval", "plan", "race")
     assert get_args(hints["objective"]) == ("quality", "throughput", "balanced")
     assert {"batch_size", "micro_batch", "resume", "device", "optim"} <= names(RunConfig)
 

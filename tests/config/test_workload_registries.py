@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from baoc.config.options import type_of
-from baoc.config.strict import convert
+from baoc.config.validate import convert
 from baoc.data import DATASETS, build_data
 from baoc.errors import BadInputError
 from baoc.models import MODELS, build_model, choose_size

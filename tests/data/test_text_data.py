@@ -12,6 +12,7 @@ import torch
 from datasets import Dataset
 
 from baoc.data import build_data, text_files, token_arrays
+from baoc.data.python_library import read_python_library
 from baoc.data.text_files import TextChunk, TextFiles, after_cut, before_cut, find, measure, python_source
 from baoc.errors import BadInputError
 
@@ -60,7 +61,7 @@ def test_embedded_set_is_the_standard_library_without_what_is_no_source():
 
 def test_embedded_set_is_bytes_with_the_end_held_back():
     built = build_data("pysource", task="language", batch_size=16)
-    content = b"".join(file.read_bytes() for file in python_source().files)
+    content = read_python_library()
     spec = built.spec
     assert (spec.dataset, spec.vocab_size, spec.sequence_length, spec.bytes_per_token) == ("pysource", 256, 128, 1.0)
     assert spec.sha256 == hashlib.sha256(content).hexdigest()

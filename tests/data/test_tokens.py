@@ -8,7 +8,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from baoc.data import build_data, token_cache, tokens
+from baoc.cache import cache_folder
+from baoc.data import build_data, tokens
 from baoc.data.text_files import TextChunk
 from baoc.data.token_arrays import encode, token_dtype
 from baoc.data.tokens import ByteTokenizer, load_tokenizer
@@ -75,7 +76,7 @@ def test_tokens_stand_for_the_bytes_they_came_from():
     encoded = encode(pieces("return größer", TEXT), tokenizer=trained, num_bytes=99, text_key="key")
     assert encoded.num_bytes == len("return größer".encode()) + len(TEXT.encode())
     assert encoded.bytes_per_token == encoded.num_bytes / len(encoded.tokens)
-    library = Tokenizer.from_file(str(next(token_cache.cache_folder().glob("bpe-*.json"))))
+    library = Tokenizer.from_file(str(next(cache_folder().glob("bpe-*.json"))))
     assert library.decode(encoded.tokens.tolist()) == "return größer" + TEXT
 
 
@@ -154,7 +155,7 @@ def test_data_set_is_packed_from_the_tokens_and_knows_its_bytes(tmp_path):
     spec = data.spec
     assert spec.vocab_size == 280
     assert 1.5 < spec.bytes_per_token < 8
-    library = Tokenizer.from_file(str(next(token_cache.cache_folder().glob("bpe-*.json"))))
+    library = Tokenizer.from_file(str(next(cache_folder().glob("bpe-*.json"))))
     ids = torch.cat([batch["tokens"] for batch in data.val_dataloader()]).flatten().tolist()
     held_back = library.decode(ids)
     assert content.index(held_back) >= 0.94 * len(content)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from baoc.frontier.build import frontier_of
+from baoc.frontier.build import build_report, frontier_of
 from baoc.frontier.comparable_runs import family_of
 from baoc.frontier.page import MAX_CURVE_POINTS, page_data
 from baoc.frontier.report import main
@@ -133,3 +133,18 @@ def test_studies_are_compared_with_each_other(tmp_path: Path, capsys: pytest.Cap
     assert main([str(tmp_path / "a/study/0"), str(tmp_path / "b/study/1"), "--out", str(tmp_path / "single")]) == 0
     (kind,) = data_in(tmp_path / "single" / "frontier.html")["kinds"]
     assert kind["study"] is None, "runs that were given one by one are no studies"
+
+
+def test_a_race_stands_at_the_head_of_its_page(tmp_path: Path):
+    job(tmp_path / "0", loss=0.1)
+    stages = {"25%": {"mean": 1.25, "sd": 0.5, "n": 3}, "fresh": {"mean": None, "sd": None, "n": 2}}
+    row = {"name": "muon8_lean", "state_share": 0.149, "rate": 3.0, "left": "", "control": False, "stages": stages}
+    other = {**row, "name": "lion8", "rate": None, "left": "it diverged", "stages": {}}
+    race = {"choice": "muon8_lean", "told": "a", "verdict": {"reason": "b"}, "claim": "c", "entrants": [other, row]}
+    build_report([tmp_path / "0"], out=tmp_path, show=False, race=race)
+    told = data_in(tmp_path / "frontier.html")["race"]
+    assert told["head"] == ["recipe", "state", "rate", "25%", "fresh", ""] and told["lines"] == ["a", "b", "c"]
+    assert told["rows"] == [
+        ["muon8_lean", "14.9%", "3", "1.25 (0.5)", "diverged", "chosen"],
+        ["lion8", "14.9%", "", "", "", "it diverged"],
+    ]

@@ -15,9 +15,10 @@ from torch import nn
 
 from baoc.core.catalogue import NATIVE
 from baoc.kernels import FAMILIES
-from baoc.kernels.triton import kinds
+from baoc.kernels.triton import engine, kinds
 from tests.support.fused_pair import INTERPRETING, MIXED, SHAPES, SMALL, Pair, dump, poison, run_interpreted
 from tests.support.optimizing import Gradients, build, info, make_params, one_block, through_file
+from tests.support.step_files import MOST, entered
 
 STORAGES = ("fp32", "bf16", "int8", "int8_log")
 ELEMENTWISE = [
@@ -48,6 +49,22 @@ else:
         pair.run(4)
         pair.check()
         assert {choice.backend for choice in pair.fused.roster.choices.values()} == {"fused"}
+
+    @pytest.mark.parametrize("spec", ["adamw_int8", "lion_int8+split8", "adafactor"])
+    def test_a_step_is_read_in_six_files(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As on a GPU from the third step on, where a CUDA graph is replayed in place of what `parts` launches."""
+        params = make_params({"a": (40, 30), "b": (24, 36)})
+        optimizer = build(params, spec, backend="fused")
+        gradients = Gradients(params)
+        for _ in range(2):
+            gradients.give(params)
+            optimizer.step()
+        monkeypatch.setattr(engine.Engine, "parts", lambda *_, **__: [])
+        gradients.give(params)
+        with entered() as found:
+            optimizer.step()
+        assert {"optimizer.py", "nonfinite.py", "backends/fused.py", "kernels/triton/engine.py"} <= found
+        assert len(found) <= MOST, sorted(found)
 
     @pytest.mark.parametrize("spec", WEIGHTS)
     def test_weights_other_than_native_follow_too(spec: str) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from baoc.errors import BadInputError, TrainingFailedError
+from baoc.optim import BeforeStep
 from baoc.optim.backends import backend_for
 from tests.support.fused_pair import INTERPRETING, MIXED, SMALL, Pair, dump, poison, run_interpreted
 from tests.support.optimizing import build, make_params
@@ -84,7 +85,9 @@ else:
         pair, seen = Pair("adamw", SMALL), []
         pair.give()
         pair.params[0]["a"].grad[0] = float("nan")
-        pair.fused.observer = lambda: seen.append(bool(pair.params[0]["a"].grad.isfinite().all()))
+        pair.fused.before_step.append(
+            BeforeStep(call=lambda: seen.append(bool(pair.params[0]["a"].grad.isfinite().all())))
+        )
         pair.fused.step()
         assert seen == [True] and pair.fused.num_nonfinite == 37
 

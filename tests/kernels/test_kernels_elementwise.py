@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from baoc.kernels import Cut, FusedTable, Kind, fused_step, launch
-from baoc.kernels.triton.upload import Upload
+from baoc.kernels.triton.staging import Upload
 from baoc.kernels.usable import usable
-from baoc.optim.codecs.base import lanes
+from baoc.optim.codecs import lanes
 from tests.support.fused_pair import INTERPRETING, run_interpreted
 from tests.support.kernel_cases import Case, Options, Twin, check_equal, paired_cases
 

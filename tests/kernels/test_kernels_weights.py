@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from baoc.kernels import merge_weights, split_weights_
-from baoc.kernels.weights import random_bits, round_at_random_
-from baoc.optim.codecs.base import lanes
+from baoc.optim.codecs import lanes
+from baoc.optim.weights import merge_weights, random_bits, round_at_random_, split_weights_
 
 FLOAT32 = torch.float32
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from baoc import cache
 from baoc.errors import BadInputError
 from baoc.kernels.cpp import build
 from baoc.optim import BlockwiseOptimizer
@@ -29,8 +30,9 @@ print(sorted({choice.backend for choice in optimizer.roster.choices.values()}), 
 
 
 @pytest.fixture(autouse=True)
-def found_anew():
+def found_anew(monkeypatch: pytest.MonkeyPatch):
     """The library is looked for once per process, so what a test found must not stay."""
+    monkeypatch.setattr(build, "loaded", None)
     build.library_or_why.cache_clear()
     yield
     build.library_or_why.cache_clear()
@@ -141,9 +143,9 @@ def test_a_cache_that_cannot_be_written_gives_way_to_temporary_files(monkeypatch
 
 
 def test_the_cache_is_where_the_platform_has_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.delenv(build.CACHE)
-    monkeypatch.setattr(build.sys, "platform", "linux")
+    monkeypatch.delenv(cache.CACHE)
+    monkeypatch.setattr(cache.sys, "platform", "linux")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert build.cache_folder() == tmp_path / "baoc"
-    monkeypatch.setattr(build.sys, "platform", "darwin")
-    assert build.cache_folder() == Path.home() / "Library" / "Caches" / "baoc"
+    assert cache.cache_folder() == tmp_path / "baoc"
+    monkeypatch.setattr(cache.sys, "platform", "darwin")
+    assert cache.cache_folder() == Path.home() / "Library" / "Caches" / "baoc"

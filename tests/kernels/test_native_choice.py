@@ -7,8 +7,8 @@ import torch
 
 from baoc.core.catalogue import NATIVE, SPECS
 from baoc.kernels import cpp as native
-from baoc.optim import backends
-from baoc.optim.backends import native_kinds
+from baoc.optim import backends, nonfinite
+from baoc.optim.backends.native import native_refusal
 from tests.support.native_cases import Pair
 from tests.support.optimizing import Gradients, build, make_params, run_steps
 
@@ -28,7 +28,7 @@ def test_what_it_cannot_step_is_eager_and_said(caplog: pytest.LogCaptureFixture)
 
 
 def test_rules_without_a_native_step_are_named():
-    refused = {name: native_kinds.refusal(spec) for name, spec in NATIVE.items() if native_kinds.refusal(spec)}
+    refused = {name: native_refusal(spec) for name, spec in NATIVE.items() if native_refusal(spec)}
     without = {"adafactor", "adafactor_momentum", "muon", "column_norm", "column_norm_momentum"}
     assert {SPECS[name].rule for name in refused} == without
     assert refused["muon"] == "there is no native step for rule muon"
@@ -64,19 +64,29 @@ def test_one_element_that_is_not_usable_is_found_anywhere(dtype: torch.dtype, nu
     native.library()
     others = [torch.full((5,), 2.0**48 * (1 - torch.finfo(dtype).eps / 2), dtype=dtype), torch.zeros(0, dtype=dtype)]
     tensor = torch.randn(numel).to(dtype)
-    assert native.all_finite([*others, tensor])
+    assert all_finite([*others, tensor])
     for place in {0, numel // 2, numel - 1}:
         for bad in (torch.nan, -torch.nan, torch.inf, -torch.inf, 2.0**48, -1e20):
             holed = tensor.clone()
             holed[place] = bad
-            assert not native.all_finite([*others, holed]), (place, bad)
+            assert not all_finite([*others, holed]), (place, bad)
 
 
-def test_only_what_it_reads_is_scanned():
-    assert native.scannable(torch.zeros(3)) and native.scannable(torch.zeros(3, dtype=torch.bfloat16))
-    assert not native.scannable(torch.zeros(3, dtype=torch.float64))
-    assert not native.scannable(torch.zeros(3, 2).t())
-    assert not native.scannable(torch.zeros(3, device="meta"))
+def test_what_the_scan_does_not_read_is_found_by_its_norm():
+    native.library()
+    for grad in (torch.zeros(3, dtype=torch.float64), torch.zeros(3, 2).t(), torch.zeros(3, device="meta")):
+        assert all_finite([grad])
+    for grad in (torch.zeros(3, dtype=torch.float64), torch.zeros(3, 2).t()):
+        grad[1] = torch.nan
+        assert not all_finite([grad])
+
+
+def all_finite(grads: list[torch.Tensor]) -> bool:
+    """The finite check of gradients of parameters like them."""
+    params = [torch.empty_like(grad) for grad in grads]
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad
+    return nonfinite.all_finite(params, names={})
 
 
 def test_gradients_that_are_not_scanned_are_looked_at_too():

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from baoc.kernels.triton import graphs
-from baoc.kernels.triton.graphs import Graphs
+from baoc.kernels.triton import engine as graphs
+from baoc.kernels.triton.engine import Graphs
 
 
 class Graph:

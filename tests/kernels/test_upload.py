@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from baoc.kernels.triton import upload
-from baoc.kernels.triton.upload import Upload, memory_of
+from baoc.kernels.triton import staging as upload
+from baoc.kernels.triton.staging import Upload, memory_of
 
 NBYTES = 48
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from baoc.errors import BadInputError
 from baoc.optim import weights
 from baoc.optim.offload import arrival
-from baoc.optim.registry import Roster
+from baoc.optim.registry import BlockRegistry
 from baoc.profiling import MemoryTracker
 from baoc.types import Footprint
 from tests.support.optimizing import build, make_params, state_tensors, values
@@ -68,13 +68,13 @@ def test_blocks_come_one_by_one_and_a_piece_at_a_time(spec: str, monkeypatch: py
     monkeypatch.setattr(weights, "PIECE", 4096)
     made = make_params({name: (256, 256) for name in "abcd"})
     waiting: list[list[torch.dtype]] = []
-    enlist = Roster.enlist
+    enlist = BlockRegistry.add_block
 
-    def watched(roster: Roster, live: Any, **given: Any) -> None:
+    def watched(roster: BlockRegistry, live: Any, **given: Any) -> None:
         waiting.append([param.dtype for param in made.values()])
         enlist(roster, live, **given)
 
-    monkeypatch.setattr(Roster, "enlist", watched)
+    monkeypatch.setattr(BlockRegistry, "add_block", watched)
     with MemoryTracker().prime(made) as tracker:
         before = tracker.current_bytes
         optimizer = build(made, spec, device=ELSEWHERE)

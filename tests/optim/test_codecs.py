@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from baoc.core.catalogue import CODECS, STORAGES
-from baoc.optim.codecs import CODEC_IMPLS, Codec
-from baoc.optim.codecs.base import lanes
+from baoc.optim.codecs import CODEC_IMPLS, Codec, lanes
 
 SIZES = [(0,), (1,), (7,), (32,), (33,), (255,), (256,), (257,), (9991,), (17, 64), (8, 3, 3, 5)]
 FOR_V = {storage.v for storage in STORAGES.values()}

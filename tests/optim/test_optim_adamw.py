@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau, SequentialLR
 
-from baoc.optim import BlockwiseOptimizer
+from baoc.optim import BeforeStep, BlockwiseOptimizer
 from tests.support.optimizing import SHAPES, Gradients, assert_same, build, make_params
 
 
@@ -201,7 +201,7 @@ def test_the_observer_sees_final_gradients_once_per_step_that_is_taken() -> None
     def closure() -> None:
         params["w"].grad = torch.ones(4, 8)
 
-    optimizer.observer = observe
+    optimizer.before_step.append(BeforeStep(call=observe))
     optimizer.step(closure)
     assert seen == [(32.0, True)]
     params["w"].grad = torch.full((4, 8), torch.nan)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from baoc.core.catalogue import NATIVE
 from baoc.errors import CheckpointError
-from baoc.optim import BlockwiseOptimizer
+from baoc.optim import BeforeStep, BlockwiseOptimizer
 from baoc.optim.loading import LoadReport
 from baoc.profiling.tracker import MemoryTracker
 from baoc.types import OptimizerSpec
@@ -323,12 +323,12 @@ class TestNames:
 def test_copies_and_pickles_step_as_the_original(spec: str) -> None:
     params = make_params({"w": (17, 64)})
     optimizer = build(params, spec)
-    optimizer.observer = lambda: None  # not copied: it belongs to whoever set it
+    optimizer.before_step.append(BeforeStep(call=lambda: None))  # not copied: it belongs to whoever subscribed
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)  # wraps `step` of the instance
     run_steps(optimizer, params, gradients=Gradients(params), steps=3)
     for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         twin = {"w": other.param_groups[0]["params"][0]}
-        assert other.observer is None and twin["w"] is not params["w"]
+        assert not other.before_step and twin["w"] is not params["w"]
         reference = build({"w": nn.Parameter(params["w"].detach().clone())}, spec)
         reference.load_state_dict(optimizer.state_dict())
         expected = {"w": reference.param_groups[0]["params"][0]}

@@ -334,3 +334,25 @@ def test_a_coordinate_without_gradient_does_not_move(spec: str) -> None:
         optimizer.step()
     assert torch.equal(weight.detach()[:, 7], before[:, 7]) and torch.equal(weight.detach()[3], before[3])
     assert (weight.detach()[0, :7] != before[0, :7]).any()
+
+
+def test_processes_decide_together() -> None:
+    """`vote` is asked once per step, found or not, and what another process found counts as found here."""
+    for policy in ("skip_step", "raise"):
+        params = make_params({"w": (4, 8)})
+        optimizer = build(params, "adamw", nonfinite=policy)
+        asked: list[bool] = []
+        optimizer.finite_check.vote = lambda found, asked=asked: bool(asked.append(found)) or len(asked) == 2
+        before = params["w"].detach().clone()
+        Gradients(params).give(params)
+        optimizer.step()
+        after = params["w"].detach().clone()
+        assert asked == [False] and not torch.equal(before, after)
+        Gradients(params).give(params)
+        if policy == "raise":
+            with pytest.raises(TrainingFailedError, match="another process found non-finite gradients in step 2"):
+                optimizer.step()
+        else:
+            optimizer.step()
+            assert optimizer.num_skipped_steps == 1
+        assert asked == [False, False] and torch.equal(params["w"].detach(), after)

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from baoc.core.catalogue import LEAST_PACKED
-from baoc.optim.codecs import CODEC_IMPLS
-from baoc.optim.codecs.base import lanes
+from baoc.optim.codecs import CODEC_IMPLS, lanes
 from tests.support.optimizing import build
 
 ROOT, LATTICE = CODEC_IMPLS["root4"], CODEC_IMPLS["lattice4"]

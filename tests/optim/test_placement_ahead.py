@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from baoc.errors import BadInputError
-from baoc.optim import BlockwiseOptimizer
+from baoc.optim import BeforeStep, BlockwiseOptimizer
 from baoc.optim.offload import streaming, updating
-from baoc.optim.offload.lanes import MAIN, OUT
+from baoc.optim.offload.pipeline import MAIN, OUT
 from tests.support.optimizing import Gradients, assert_same, build, make_params, values
 from tests.support.placing import PLACES, SHAPES, LateHost, LateLanes, Twins, rings, states_of
 from tests.support.releasing import backward
@@ -34,7 +34,7 @@ def test_release_and_stepping_in_backward(spec: str, place: str) -> None:
             pair.host.zero_grad()
             with pair.host.last_backward():
                 backward(pair.twins, grads)
-            assert pair.host.ahead.mid_step
+            assert pair.host.overlap.mid_step
             pair.host.step()
         pair.check()
         assert pair.host.num_nonfinite == released.host.num_nonfinite == 1
@@ -115,17 +115,17 @@ def test_where_gradients_are_needed_together_nothing_is_stepped_in_backward(sett
     observed = settings.pop("observer", False)
     optimizer = build(params, "adamw@streamed", **settings)
     if observed:
-        optimizer.observer = lambda: None
+        optimizer.before_step.append(BeforeStep(call=lambda: None))
     with optimizer.last_backward():
         backward(params, Gradients(params).next())
-    assert not optimizer.ahead.mid_step
+    assert not optimizer.overlap.mid_step
     optimizer.step()
     if observed:
         optimizer.zero_grad()
-        optimizer.observing = lambda: False
+        optimizer.before_step[:] = [BeforeStep(call=lambda: None, wanted=lambda: False)]
         with optimizer.last_backward():
             backward(params, Gradients(params).next())
-        assert optimizer.ahead.mid_step
+        assert optimizer.overlap.mid_step
         optimizer.step()
 
 
@@ -145,7 +145,7 @@ def test_flushed_gradients_are_stepped_at_the_end(spec: str) -> None:
             before = values(pair.twins)["a"].clone()
             with pair.host.last_backward(flush_only=True):
                 backward(pair.twins, grads)
-            assert pair.host.ahead.mid_step and torch.equal(values(pair.twins)["a"], before)
+            assert pair.host.overlap.mid_step and torch.equal(values(pair.twins)["a"], before)
             pair.host.step()
         pair.check()
         assert pair.host.num_nonfinite == 1
@@ -165,7 +165,7 @@ def test_flushed_gradients_leave_streamed_blocks_to_the_step() -> None:
             optimizer.zero_grad()
             with optimizer.last_backward(flush_only=True):
                 backward(params, grads)
-            assert not optimizer.ahead.mid_step
+            assert not optimizer.overlap.mid_step
             optimizer.step()
     pair.check()
 
@@ -246,14 +246,14 @@ def test_masking_and_the_end_of_a_step_wait_for_it(monkeypatch: pytest.MonkeyPat
     else the only one, after which weights are read."""
     with rings(piece_bytes=1500):
         pair = Twins("adamw_int8", "updated")
-        join, calls = pair.host.roster.join, []
+        join, calls = updating.Updating.join, []
 
-        def deaf() -> None:
+        def deaf(ring: updating.Updating) -> None:
             calls.append("join")
             if ahead and len(calls) % 2 == 0:
-                join()
+                join(ring)
 
-        monkeypatch.setattr(pair.host.roster, "join", deaf)
+        monkeypatch.setattr(updating.Updating, "join", deaf)
         run_late(pair, ahead=ahead)
         with pytest.raises(AssertionError):
             assert_same(values(pair.params), values(pair.twins))

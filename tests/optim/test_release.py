@@ -6,8 +6,9 @@ from torch import Tensor, nn
 
 from baoc.core.catalogue import NATIVE
 from baoc.errors import BadInputError, TrainingFailedError
-from baoc.optim import BlockwiseOptimizer, GradientRelease, release_groups
-from baoc.optim.release_groups import in_order, together
+from baoc.optim import BlockwiseOptimizer, GradientRelease
+from baoc.optim import backward as stepping
+from baoc.optim.backward import in_order, together
 from baoc.profiling.tracker import MemoryTracker
 from tests.support.optimizing import MATRICES, info, one_block, shapes_for
 from tests.support.releasing import Pair, assert_equal, backward
@@ -254,7 +255,7 @@ def test_a_group_waits_for_all_streams_that_its_gradients_came_on(monkeypatch: p
 
     done: list[str] = []
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(release_groups, "stream_now", lambda device: (7, device.index, 1))
+    monkeypatch.setattr(stepping, "stream_now", lambda device: (7, device.index, 1))
     for streams in ({(3, 0, 1), (7, 0, 1)}, {(7, 0, 1)}, set()):  # the last one on a CPU
         with in_order(streams):
             done.append("step")

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from baoc.core.catalogue import NATIVE
-from baoc.optim.backends import native_kinds
+from baoc.optim.backends.native import native_refusal
 from tests.support.fused_pair import INTERPRETING, SHAPES, run_interpreted
 from tests.support.optimizing import info, one_block, shapes_for
 from tests.support.releasing import Pair, backward
 
-STEPPED = [name for name, spec in NATIVE.items() if not native_kinds.refusal(spec)]
+STEPPED = [name for name, spec in NATIVE.items() if not native_refusal(spec)]
 WEIGHTS = ("adamw_int8+split8", "lion+split16", "adamw_bf16+bf16_sr")
 FUSED = ("adamw_int8", "lion_int8", "rmsprop", "sign", "adamw_int4", "foam_l2_int8", "adafactor", "adamw_shared_in")
 BLOCKS = [

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from baoc.errors import BadInputError, CheckpointError
-from baoc.optim import BlockwiseOptimizer, GradientRelease
+from baoc.optim import BeforeStep, BlockwiseOptimizer, GradientRelease
 from tests.support.optimizing import Gradients, build, make_params, through_file, twin_of, values
 from tests.support.releasing import assert_equal, backward
 
@@ -154,7 +154,7 @@ def test_what_cannot_be_is_refused(case: str) -> None:
 
 def test_an_observer_of_whole_steps_is_refused() -> None:
     params, optimizer = released()
-    optimizer.observer = lambda: None
+    optimizer.before_step.append(BeforeStep(call=lambda: None))
     with pytest.raises(BadInputError, match=r"set optimizer\.releaser\.observer, which sees them by parts"):
         backward(params, ONES)
 

@@ -76,7 +76,7 @@ def test_a_memory_budget_without_a_footprint_is_refused():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"risk": "luck"}, "unknown risk 'luck': choose one of prior, statistics, shadow"),
+        ({"risk": "luck"}, "unknown risk 'luck': choose one of measured, prior, statistics, shadow"),
         ({"allocator": "oracle"}, "unknown allocator 'oracle': choose one of exact, lagrangian"),
         ({"specs": ("adamv",)}, "no optimizer spec is called or matches 'adamv'"),
     ],

@@ -216,6 +216,7 @@ def test_shadow_leaves_what_was_not_run_to_the_prior():
 
 def test_models_say_what_they_need():
     assert {name: set(model.needs) for name, model in RISKS.items()} == {
+        "measured": set(),
         "prior": set(),
         "statistics": {"stats"},
         "shadow": {"stats", "shadow"},

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from baoc.core.catalogue import STORAGES
-from baoc.kernels import Cut, FusedTable, Kind, Shape, fused_step, merge_weights, split_weights_
+from baoc.kernels import Cut, FusedTable, Kind, Shape, fused_step
 from baoc.kernels.triton.kinds import ELEMENTWISE, GROUP, PACKED
 from baoc.kernels.usable import usable
-from baoc.kernels.weights import round_at_random_
-from baoc.optim.codecs import CODEC_IMPLS, Codec
-from baoc.optim.codecs.base import lanes
+from baoc.optim.codecs import CODEC_IMPLS, Codec, lanes
 from baoc.optim.rules import RULES, RuleContext
+from baoc.optim.weights import merge_weights, round_at_random_, split_weights_
 from baoc.types import StateLayout
 
 SIZES = (1, 7, 255, 256, 257, 0, 1300)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from baoc.core.catalogue import SPECS
 from baoc.optim import BlockwiseOptimizer
-from baoc.optim.backends import native_kinds
+from baoc.optim.backends.native import native_refusal
 from baoc.optim.weights import master
 from baoc.types import Placement
 from tests.support.optimizing import Gradients, build, make_params, shapes_for
@@ -29,7 +29,7 @@ SETTINGS = {"lr": LR, "weight_decay": 0.1}
 def stepped(weights: str) -> list[str]:
     """Specs of these weights that have a native step and keep their states where the parameters are."""
     here = [(name, spec) for name, spec in SPECS.items() if spec.placement == Placement.DEVICE]
-    return [name for name, spec in here if spec.weights == weights and not native_kinds.refusal(spec)]
+    return [name for name, spec in here if spec.weights == weights and not native_refusal(spec)]
 
 
 class Pair:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from baoc.optim import BlockwiseOptimizer
-from baoc.optim.offload import Lanes, ring
+from baoc.optim.offload import Lanes, pipeline
 from tests.support.optimizing import Gradients, assert_same, build, make_params, twin_of, values
 
 PLACES = ("streamed", "updated")
@@ -21,13 +21,13 @@ HERE = "here"  # the calling thread, which waits too
 
 @contextmanager
 def rings(*, piece_bytes: int = 6000, num_buffers: int = 2, lanes: Lanes | None = None) -> Iterator[None]:
-    """Rings that are built inside have these."""
-    build = ring.Ring.__init__
+    """Pipelines that are built inside have these."""
+    build = pipeline.StagingPipeline.__init__
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         build(self, *args, **{**kwargs, "piece_bytes": piece_bytes, "num_buffers": num_buffers, "lanes": lanes})
 
-    with mock.patch.object(ring.Ring, "__init__", init):
+    with mock.patch.object(pipeline.StagingPipeline, "__init__", init):
         yield
 
 

@@ -1,5 +1,6 @@
 """Real processes of one group on gloo, for tests: what each returns comes back by rank."""
 
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -50,3 +51,16 @@ def in_processes(work: Callable[[int, int, Path], Any], *, size: int = 2) -> lis
 def _work(rank: int, size: int, folder: Path, work: Callable[[int, int, Path], Any]) -> None:
     torch.set_num_threads(1)
     torch.save(work(rank, size, folder / "store"), folder / f"{rank}.pt")
+
+
+@contextmanager
+def as_launched(rank: int, size: int) -> Iterator[None]:
+    """The variables by which a launcher of one machine tells a process of its rank; Lightning goes by them."""
+    given = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    before = {key: os.environ.get(key) for key in given}
+    os.environ.update(given)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            os.environ.pop(key, None) if value is None else os.environ.update({key: value})

@@ -16,6 +16,8 @@ from baoc.tracking import read_metrics
 from baoc.training import run as training
 from baoc.types import RunResult
 
+EVERY_STEP = CheckpointConfig(every_n_steps=1, keep=20)
+
 
 def config(**changes: Any) -> RunConfig:
     """Fourteen steps on the digits, reallocating after the sixth."""
@@ -37,7 +39,7 @@ def config(**changes: Any) -> RunConfig:
             check_val_every_n_epoch=None,
             enable_model_summary=False,
         ),
-        "checkpoint": CheckpointConfig(every_n_steps=1, keep=20),
+        "checkpoint": CheckpointConfig(every_n_steps=7),
     }
     return RunConfig(**(arguments | changes))
 

@@ -1,6 +1,7 @@
 """Studies whose trials are stubs: totals, kills, retries, constraints, and what is refused."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -219,18 +220,43 @@ def test_a_study_has_one_folder_which_may_move(tmp_path: Path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sampler": "tpu"}, "sampler 'tpu'"),
+        ({"sampler": "tpu"}, "sampler=tpu is not allowed: choose .*did you mean tpe"),
         ({"objectives": {"speed": "maximize"}}, "objective 'speed'"),
-        ({"objectives": {"state_bytes": "maximize"}}, "allowed is minimize"),
+        (
+            {"objectives": {"state_bytes": "maximize"}},
+            "objectives.state_bytes=maximize is not allowed: it must be minimize",
+        ),
         ({"space": {"x": {"low": 1, "high": 0}}}, "low must be below high"),
         ({"space": {"x": {"low": 0.0, "high": 1.0}}, "sampler": "grid"}, "grid sampler needs choices"),
         ({"space": {"x": 3}}, "give choices, or low and high"),
         ({"space": {"x": {"choices": [1], "when": {"y": 1}}}}, "x.when names y: allowed are settings"),
         ({"early_stop": {"rungs": [20, 10]}}, "give rising optimizer steps"),
-        ({"early_stop": {"margin": -1}}, "give a number of at least 0"),
-        ({"early_stop": {"rung": 1}}, "setting of hydra.sweeper.early_stop"),
-        ({"n_trials": 0}, "n_trials=0: give a whole number of at least 1"),
-        ({"nTrials": 3}, "setting of a study"),
+        ({"early_stop": {"margin": -1}}, "early_stop.margin=-1 is not allowed: it must be zero or more"),
+        (
+            {"early_stop": {"rung": 1}},
+            "unknown key hydra.sweeper.early_stop.rung; did you mean hydra.sweeper.early_stop.rungs",
+        ),
+        ({"n_trials": 0}, "n_trials=0 is not allowed: it must be 1 or more trials"),
+        ({"nTrials": 3}, r"unknown key hydra.sweeper.nTrials; did you mean hydra.sweeper.n_trials\?"),
+        ({"n_trials": True}, "n_trials=true is not allowed: it must be a whole number$"),
+        ({"baselines": 3}, "baselines=3 is not allowed: it must be a list, each entry a list, each entry text$"),
+        ({"baselines": ["seed=1"]}, r"baselines\[0\]=seed=1 is not allowed: it must be a list, each entry text$"),
+        ({"objectives": True}, "objectives=true is not allowed: it must be a group of keys$"),
+        ({"fixed": "seed=1"}, "fixed=seed=1 is not allowed: it must be a list, each entry text$"),
+        ({"seed": -1}, "seed=-1 is not allowed: it must be 0 or more$"),
+        ({"workers": 10**9}, "workers=1000000000 is not allowed: it must be 1 to 1024 processes$"),
+        ({"gpus": True}, "gpus=true is not allowed: it must be text or a list"),
+        ({"early_stop": 5}, "early_stop must be a group of keys, not 5$"),
+        ({"space": True}, "space must be a group of keys, not true$"),
+        ({"space": {"x": {"low": "a", "high": 1}}}, "x.low=a is not allowed: it must be a whole number or a number$"),
+        ({"space": {"x": {"low": 0.1, "high": 1, "log": "no"}}}, "x.log=no is not allowed: it must be true or false$"),
+        ({"space": {"x": {"choices": []}}}, r"x.choices=\[\] is not allowed: it must be a list of at least one value$"),
+        ({"space": {"x": {"choices": "ab"}}}, "x.choices=ab is not allowed: it must be a list, each entry a value$"),
+        ({"space": {"x": {"low": 0, "high": 9, "step": -1}}}, "x.step=-1 is not allowed: it must be above 0$"),
+        ({"space": {"x": {"low": 1, "high": 9, "step": 2, "log": True}}}, "a logarithmic range has no steps"),
+        ({"space": {"x": {"low": 1, "high": 9, "step": 1.5}}}, "has step=1.5: give a whole number of at most high"),
+        ({"space": {"x": {"low": 1, "high": 9, "stop": 1}}}, "unknown key hydra.sweeper.space.x.stop; did you mean"),
+        ({"space": {"x": {"low": 1, "high": float("inf")}}}, "x.high=inf is not allowed: it must be a finite number$"),
         ({"space": {}}, "no hydra.sweeper.space"),
         ({"space": {"x": {"choices": ["a"], "format": "{:.3g}"}}}, "x.format='{:.3g}' does not write its values"),
         ({"space": {"x": {"choices": [[1], 1.0], "format": "{:.3g}"}}}, "does not write its values"),
@@ -252,6 +278,43 @@ def test_several_values_beside_a_study_are_refused(tmp_path: Path):
         with_extra(config(), ["seed=range(3)"])
     one = ["name='a,b'", "~logger", "blocks.patterns=[a,b]"]
     assert with_extra(config(), ["sweeps=s", *one]).fixed == tuple(one)
+
+
+@pytest.mark.parametrize("word", ["x=0.2", "+x=0.2", "~x", "seed=3", "model=vit"])
+def test_what_the_study_sets_itself_is_not_overruled_in_silence(word: str):
+    study = config(baselines=[["seed=1"]], repeats=[["model=dit"]])
+    with pytest.raises(BadInputError, match=rf"^{re.escape(word)} is overruled by hydra.sweeper.(space|baselines|rep)"):
+        with_extra(study, [word])
+    assert with_extra(study, ["optim.lr=0.1", "hydra.sweeper.seed=1"]).fixed == ("optim.lr=0.1",)
+
+
+@pytest.mark.parametrize("content", ['{"name": "s', "", "[1]", None], ids=str)
+def test_a_damaged_study_file_is_written_again(content: str | None, tmp_path: Path):
+    folder = study_folder(tmp_path / "a")
+    open_study(config(n_trials=1), folder=folder)
+    whole = (folder / "study.json").read_text()
+    (folder / "study.json").unlink()
+    if content is not None:
+        (folder / "study.json").write_text(content)
+    assert len(open_study(config(n_trials=1), folder=folder).trials) == 1
+    assert (folder / "study.json").read_text() == whole
+
+
+def test_what_changed_since_a_study_began_is_told(tmp_path: Path, capsys):
+    open_study(config(n_trials=1), folder=tmp_path)
+    assert "was begun with" not in capsys.readouterr().out
+    open_study(config(n_trials=1, seed=7, sampler="nsgaii"), folder=tmp_path)
+    said = capsys.readouterr().out
+    assert "was begun with sampler random: trials that are left are drawn with nsgaii" in said
+    assert "was begun with seed 0: trials that are left are drawn with 7" in said
+
+
+def test_a_folder_of_trials_without_its_database_is_refused(tmp_path: Path):
+    open_study(config(n_trials=1), folder=tmp_path)
+    (tmp_path / "0000").mkdir()
+    (tmp_path / "study.db").unlink()
+    with pytest.raises(BadInputError, match="holds 1 trials, and the storage has no study s to go on with"):
+        open_study(config(n_trials=1), folder=tmp_path)
 
 
 def test_every_setting_of_a_study_can_be_given_on_the_command_line():

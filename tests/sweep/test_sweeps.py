@@ -41,13 +41,14 @@ def test_what_a_study_proposes_composes_and_validates_at_its_rungs(name: str):
     assert config.name == name
     task = name.rsplit("_", 1)[1]
     drawn = [list(words) for words in config.baselines]
-    for number in range(3):
-        study = optuna.create_study(sampler=make_sampler(config, number=number))
-        drawn.append(suggest(study.ask(), config))
-    for words in drawn:
-        for own in config.repeats or ((),):
-            run = run_of([*config.fixed, *words, *own])
-            assert run.task.name == task
+    study = optuna.create_study(sampler=make_sampler(config, number=0))
+    drawn.append(suggest(study.ask(), config))
+    repeats = list(config.repeats) or [()]
+    for number, words in enumerate(drawn):
+        run = run_of([*config.fixed, *words, *repeats[number % len(repeats)]])
+        assert run.task.name == task
+    for own in repeats:
+        assert run_of([*config.fixed, *own]).task.name == task
     for rung in config.early_stop.rungs:
         assert rung % int(run.trainer.val_check_interval or 0) == 0 and rung < run.trainer.max_steps
         assert config.early_stop.metric == QUALITY[task]

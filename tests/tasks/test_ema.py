@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from baoc.errors import BadInputError, CheckpointError
-from baoc.kernels.weights import split_weights_
 from baoc.optim import BlockwiseOptimizer
+from baoc.optim.weights import split_weights_
 from baoc.tasks import build_task
 from baoc.tasks import ema as ema_module
 from baoc.tasks.ema import EmaWeights

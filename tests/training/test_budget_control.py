@@ -21,7 +21,7 @@ from baoc.training import lightning as strategy_module
 from baoc.training.callbacks import BudgetControl, budget_control
 from baoc.types import Budget
 from baoc.units import GIB
-from tests.support.training_runs import config, logged
+from tests.support.training_runs import EVERY_STEP, config, logged
 from tests.support.watched_runs import Hook, Watch, events, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*does not have many workers.*")]
@@ -62,7 +62,7 @@ def kill(trainer: L.Trainer) -> None:
 
 def test_resumed_anywhere_it_is_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before, between and after changes of the budget and a reallocation."""
-    changes = {"budget": parse_budget("state_50"), "dynamics": TO_10_AND_BACK}
+    changes = {"budget": parse_budget("state_50"), "dynamics": TO_10_AND_BACK, "checkpoint": EVERY_STEP}
     whole = tmp_path / "day" / "whole"
     run(whole, monkeypatch, Watch(), **changes)
     for stop in (4, 5, 10):
@@ -194,7 +194,7 @@ def test_notches_and_the_largest_batch_outlive_a_kill_under_a_budget_that_is_fou
     monkeypatch.setattr(budget_control, "free_bytes", lambda device: 8 * GIB)
     monkeypatch.setattr(strategy_module, "free_bytes", lambda device: next(found))
     dynamics = scheduled(ScheduleEntry(budget="1gb", batch=33))
-    changes = {"budget": parse_budget("auto"), "dynamics": dynamics}
+    changes = {"budget": parse_budget("auto"), "dynamics": dynamics, "checkpoint": EVERY_STEP}
     with pytest.raises(Killed):
         run(run_dir, monkeypatch, Watch(step_2=send(1), step_3=send(1), step_6=kill), **changes)
     last = load_checked(run_dir / "checkpoints" / "last.ckpt")["callbacks"]["BudgetControl"]

@@ -1,20 +1,30 @@
-"""Every field of a budget means the same through BaocStrategy and BaocOptimizer, whatever the device has room for."""
+"""Every field of a budget means the same through the command, BaocStrategy, BaocOptimizer and plans of absent cards."""
 
+import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
 
 from baoc import BaocOptimizer, BaocStrategy
+from baoc.config.resolve import resolve
+from baoc.config.schema import CatalogueConfig, ModelConfig, RunConfig, TrainerConfig
+from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.planning.planner import PlannerSettings
 from baoc.profiling import memory
 from baoc.training.measure.caller_probe import CallerProbe
+from baoc.training.measure.probe import silent
 from baoc.training.reallocation import ReallocationSettings
+from baoc.training.run import build, run
 from baoc.training.session import SessionSettings
+from baoc.training.trainer import session_settings
 from tests.support.classifier import Classifier, fit, loader
 from tests.support.sessions import session
 
@@ -173,3 +183,138 @@ def test_float64_weights_are_told_of(dtype: torch.dtype, told: bool, caplog: pyt
     with caplog.at_level(logging.WARNING):
         session("8gb", dtype=dtype)
     assert ("2 of 2 parameters are float64" in caplog.text) is told
+
+
+# -- the command, a plan of an absent card, and the doors' own words ---------------------------------------------------
+
+
+def command(budget: Any, tmp_path: Path, **changes: Any) -> RunConfig:
+    return RunConfig(
+        mode="plan",
+        batch_size=8,
+        budget=parse_budget(budget),
+        model=ModelConfig(size="tiny"),
+        catalogue=CatalogueConfig(specs=SETTINGS.planner.specs, keep_fp32_roles=()),
+        trainer=TrainerConfig(max_steps=1, limit_val_batches=1, precision="32-true"),
+        **{"device": "cpu", **changes},
+    )
+
+
+def by_command(budget: Any, tmp_path: Path, **changes: Any) -> dict[str, Any]:
+    run(command(budget, tmp_path, **changes), run_dir=tmp_path, command="run")
+    found = json.loads((tmp_path / "plan.json").read_text())
+    return found | {"choices": json.loads((tmp_path / "allocation.json").read_text())["choices"]}
+
+
+def by_both_on_its_network(budget: Any, tmp_path: Path) -> list[Any]:
+    """The plans of BaocStrategy and BaocOptimizer for the network and the data of the command."""
+    config = command(budget, tmp_path)
+    plans, resolved = [], resolve(config, device="cpu")
+    for door in ("strategy", "optimizer"):
+        task, data = build(resolved, run_dir=tmp_path, device="cpu")
+        settings = session_settings(resolved.config)
+        if door == "strategy":
+            strategy = BaocStrategy(parse_budget(budget), settings=settings, plan_only=True)
+            given = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "max_steps": 1}
+            trainer = L.Trainer(strategy=strategy, enable_progress_bar=False, enable_model_summary=False, **given)
+            trainer.fit(task, datamodule=data)
+            assert strategy.reallocator is not None
+            plans.append(strategy.reallocator.plan)
+            continue
+        batch = next(iter(data.make_train_loader(limit=None)))
+        with silent(task):
+            optimizer = BaocOptimizer(
+                task,
+                budget=budget,
+                settings=settings,
+                probe=lambda task=task, batch=batch: task.training_step(batch, 0),
+            )
+        plans.append(optimizer.plan)
+    return plans
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "budget",
+    ["unlimited", "auto", "8gb", "state_50", {"state_fraction": 0.25, "step_time": 1000.0}, {"host_memory": "64mb"}],
+    ids=str,
+)
+def test_the_command_chooses_like_both_and_like_a_plan_for_a_card(budget: Any, tmp_path: Path) -> None:
+    ours = by_command(budget, tmp_path)
+    for plan in by_both_on_its_network(budget, tmp_path):
+        assert sorted(plan.allocation.choices.values()) == sorted(ours["choices"].values())
+        assert (plan.allocation.state_bytes, plan.binding) == (ours["state_bytes"], ours["binding"])
+    card = by_command(budget, tmp_path, device="h100", micro_batch=8)
+    assert (card["choices"], card["state_bytes"]) == (ours["choices"], ours["state_bytes"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", [{"state_fraction": 1e-9}, {"memory": "1mb"}, {"step_time": 1e-6}], ids=str)
+def test_what_cannot_be_met_is_refused_by_the_command_too(budget: Any, tmp_path: Path) -> None:
+    errors = []
+    for door in (
+        lambda: by_command(budget, tmp_path),
+        lambda: by_command(budget, tmp_path, device="h100", micro_batch=8),
+        lambda: by_both_on_its_network(budget, tmp_path),
+    ):
+        with pytest.raises(InfeasibleBudgetError) as caught:
+            door()
+        errors.append(caught.value)
+    assert len({error.least_step_s is None for error in errors}) == 1
+    if "state_fraction" in budget:
+        assert len({error.least_feasible_bytes for error in errors}) == 1
+
+
+@pytest.mark.parametrize("door", [by_strategy, by_optimizer])
+def test_a_refusal_names_the_settings_of_its_door(door: Callable[[Any], Any]) -> None:
+    with pytest.raises(InfeasibleBudgetError, match=r"settings\.planner\.keep_fp32_roles") as caught:
+        door({"state_fraction": 1e-9})
+    assert "catalogue." not in str(caught.value) + " ".join(caught.value.advice)
+
+
+def test_blocks_that_an_inner_model_declares_count_in_a_plain_loop() -> None:
+    class Inner(nn.Linear):
+        def parameter_blocks(self) -> dict[str, list[str]]:
+            return {"all of it": ["weight", "bias"]}
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Inner(4, 4)
+
+    optimizer = BaocOptimizer(Outer(), budget="unlimited", settings=SETTINGS)
+    assert [block.name for block in optimizer.reallocator.planner.blocks] == ["all of it"]
+
+
+def test_weights_of_16_bits_need_autocast_in_a_plain_loop_too() -> None:
+    narrow = replace(SETTINGS, planner=PlannerSettings(specs=("adamw+split8",), keep_fp32_roles=()))
+    net, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)), torch.ones(2, 8)
+
+    def probe() -> Tensor:
+        return net(x).sum()
+
+    with pytest.raises(
+        BadInputError, match=r"specs with bf16 weights \(adamw\+split8.* run forward under torch.autocast"
+    ):
+        BaocOptimizer(net, budget="unlimited", settings=narrow, probe=probe)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        BaocOptimizer(net, budget="unlimited", settings=narrow, probe=probe)
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_a_step_is_timed_outside_of_a_cap_without_room(room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    timed = CallerProbe.latency
+
+    def latency(probe: CallerProbe, *args: Any, **given: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1 or not room:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return timed(probe, *args, **given)
+
+    monkeypatch.setattr(CallerProbe, "latency", latency)
+    if room:
+        assert by_optimizer({"memory": "8gb", "step_time": 1000.0}).budget.step_time == 1000.0
+    else:
+        with pytest.raises(BadInputError, match=r"budget.step_time=1000 needs seconds .* no room to time one"):
+            by_optimizer({"memory": "8gb", "step_time": 1000.0})

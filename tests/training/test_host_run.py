@@ -10,8 +10,8 @@ from lightning.fabric.utilities import optimizer as lightning_optimizer
 from baoc import BaocStrategy
 from baoc.errors import BadInputError
 from baoc.kernels import host_memory
-from baoc.optim.backends.updated import UpdatedBackend
-from baoc.optim.overlap import Ahead
+from baoc.optim import BlockwiseOptimizer
+from baoc.optim.backends.hosted import UpdatedBackend
 from baoc.planning.placement import staging_bytes
 from baoc.planning.planner import PlannerSettings
 from baoc.training.reallocation import ReallocationSettings
@@ -33,13 +33,13 @@ def strategy(spec: str, *, flush_only: bool = False) -> BaocStrategy:
 @pytest.fixture
 def ahead(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Blocks that were stepped in backward, by step."""
-    seen, finish = [], Ahead.finish
+    seen, build = [], BlockwiseOptimizer.__init__
 
-    def noting(self: Ahead) -> None:
-        seen.append(len(self.versions))
-        finish(self)
+    def built(self: BlockwiseOptimizer, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **kwargs)
+        self.after_step.append(lambda: seen.append(self.overlap.num_stepped))
 
-    monkeypatch.setattr(Ahead, "finish", noting)
+    monkeypatch.setattr(BlockwiseOptimizer, "__init__", built)
     return seen
 
 

@@ -20,7 +20,7 @@ from baoc.training import run as training
 from baoc.training.reallocation import ReallocationSettings, reallocator
 from baoc.training.session import Session, SessionSettings
 from baoc.types import Footprint
-from tests.support.training_runs import config, logged
+from tests.support.training_runs import EVERY_STEP, config, logged
 from tests.support.watched_runs import Watch, events, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*does not have many workers.*")]
@@ -161,10 +161,11 @@ def test_the_ratio_survives_a_kill_right_after_the_switch(
         raise Killed
 
     whole, cut = tmp_path / "day" / "whole", tmp_path / "day" / "cut"
-    run(whole, monkeypatch, Watch(), reallocation=INTERVAL)
+    changes = {"reallocation": INTERVAL, "checkpoint": EVERY_STEP}
+    run(whole, monkeypatch, Watch(), **changes)
     with pytest.raises(Killed):
-        run(cut, monkeypatch, Watch(**{f"step_{stop + 1}": kill}), reallocation=INTERVAL)
-    run(cut, monkeypatch, Watch(), resume=str(cut), reallocation=INTERVAL)
+        run(cut, monkeypatch, Watch(**{f"step_{stop + 1}": kill}), **changes)
+    run(cut, monkeypatch, Watch(), resume=str(cut), **changes)
     assert logged(whole) == logged(cut)
     assert events(whole) == events(cut)
 

@@ -90,13 +90,15 @@ def test_plans_of_a_multirun_make_a_frontier(tmp_path: Path, capsys: pytest.Capt
         values = {"name": f"m_{peak}gb", "budget": f"{peak}gb", "device": "h100", "micro_batch": 4, "state_bytes": 1}
         values |= {"peak_bytes": peak * GIB, "risk": risk, "samples_per_s": rate}
         (tmp_path / str(at) / "plan.json").write_text(json.dumps(values))
+        (tmp_path / str(at) / "config.yaml").write_text(f"optim: {{lr: {at}}}")
     assert [(p["budget"], p["dominated"]) for p in plans_of(tmp_path)] == [
         ("8gb", False),
         ("12gb", True),
         ("16gb", False),
     ]
     assert planned_frontier(tmp_path).name == "planned.csv"
-    assert "Planned frontier" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "Planned frontier" in said and "optim.lr=2" in said
 
 
 def test_fake_tensors_are_probed_as_real_ones_are():

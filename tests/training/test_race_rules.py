@@ -40,6 +40,8 @@ def test_before_the_last_rung_only_who_is_far_behind_leaves():
     assert set(clearly_behind([ADAMW, FOAM, MUON], scores, last_rung=False)) == {"muon8"}
     one_seed = {name: {0: values[0]} for name, values in scores.items()}
     assert clearly_behind([ADAMW, FOAM, MUON], one_seed, last_rung=False) == {}  # nothing is known of the spread
+    two = {name: {0: values[0], 1: values[1]} for name, values in scores.items() if name != "foam8"}
+    assert clearly_behind([ADAMW, MUON], two, last_rung=False) == {}  # of one pair of differences too little
 
 
 def test_at_the_last_rung_an_interval_decides_and_a_divergence_at_any():

@@ -16,7 +16,7 @@ from torchmetrics.aggregation import MeanMetric
 
 from baoc.core.catalogue import SPECS
 from baoc.optim import BlockwiseOptimizer, GradientRelease
-from baoc.optim.release import Releaser
+from baoc.optim.backward import DropGradients
 from baoc.training.measure.benchmark_steps import FEW, MOST, WARM, rehearse
 from baoc.training.measure.probe import silent
 from baoc.training.measure.proxy_blocks import LAUNCHED, SmallBlocks
@@ -73,9 +73,9 @@ def test_released_blocks_are_stepped_in_hooks_by_small_ones(monkeypatch: pytest.
     that are drawn afterwards."""
     net, stepped = Net(), []
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
-    step = Releaser.step_with
+    step = DropGradients.step_with
 
-    def seen(releaser: Releaser, lives: list[Any], **unit: Any) -> None:
+    def seen(releaser: DropGradients, lives: list[Any], **unit: Any) -> None:
         stepped.append([live.spec.name for live in lives])
         assert net.layers[0].weight.grad is not None or net.layers[1].weight.grad is not None, "not gone before"
         step(releaser, lives, **unit)
@@ -85,7 +85,7 @@ def test_released_blocks_are_stepped_in_hooks_by_small_ones(monkeypatch: pytest.
     L.seed_everything(0, verbose=False)
     with monkeypatch.context() as patch:
         patch.setattr(SmallBlocks, "compile", lambda self: None)
-        patch.setattr(Releaser, "step_with", seen)
+        patch.setattr(DropGradients, "step_with", seen)
         specs = [SPECS["adamw_int8+split8"], SPECS["muon"]]  # of which the second cannot step a bias
         blocks = [list(layer.parameters()) for layer in net.layers]
         assert rehearsed(net, max_s=0.0, clip=(1.0, "norm"), release=True, blocks=blocks, specs=specs) > 0

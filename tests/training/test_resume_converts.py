@@ -12,7 +12,7 @@ from baoc.core.budgets import parse_budget
 from baoc.tracking import load_checked
 from baoc.training import run as training
 from baoc.types import RunResult
-from tests.support.training_runs import config, run
+from tests.support.training_runs import EVERY_STEP, config, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*does not have many workers.*")]
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*does not ha
 def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run whose checkpoints are of every step: before, at and after the reallocation of step 6."""
     folder = tmp_path_factory.mktemp("outputs") / "day" / "done"
-    run(folder)
+    run(folder, checkpoint=EVERY_STEP)
     return folder / "checkpoints"
 
 

@@ -19,7 +19,7 @@ from baoc.errors import BadInputError, InfeasibleBudgetError, TrainingFailedErro
 from baoc.training import run as training
 from baoc.training import trainer as assembly
 from baoc.types import RunResult
-from tests.support.training_runs import config, logged, run
+from tests.support.training_runs import EVERY_STEP, config, logged, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*does not have many workers.*")]
 REQUIRED = {
@@ -62,7 +62,7 @@ def test_the_same_run_twice_is_the_same_bit_for_bit(whole, tmp_path):
     assert again.quality == whole[1].quality
 
 
-@pytest.mark.parametrize("stop", [3, 6, 7, 11])
+@pytest.mark.parametrize("stop", [3, 6, 7])
 def test_stopped_and_resumed_it_is_the_same_run(whole, tmp_path, stop, monkeypatch):
     """Before, at and after the reallocation of step 6; in mid-epoch, with dropout on."""
 
@@ -78,9 +78,9 @@ def test_stopped_and_resumed_it_is_the_same_run(whole, tmp_path, stop, monkeypat
     whole_bar = assembly.progress_bar
     monkeypatch.setattr("baoc.training.trainer.progress_bar", lambda **_: Kill())
     with pytest.raises(Killed):
-        run(run_dir, trainer=replace(config().trainer, enable_progress_bar=True))
+        run(run_dir, trainer=replace(config().trainer, enable_progress_bar=True), checkpoint=EVERY_STEP)
     monkeypatch.setattr("baoc.training.trainer.progress_bar", whole_bar)
-    resumed = run(run_dir, resume="auto")
+    resumed = run(run_dir, resume="auto", checkpoint=EVERY_STEP)
     assert logged(run_dir) == logged(whole[0])
     assert resumed.quality == whole[1].quality
     assert resumed.num_reallocations == whole[1].num_reallocations
@@ -121,9 +121,10 @@ def test_least_feasible_memory_is_exact_to_the_byte_and_measured(tmp_path):
         run(tmp_path / "day" / "less", budget=parse_budget(least - 1))
 
 
-@pytest.mark.parametrize("name", ["lagrangian", "greedy", "random", "uniform_signum8bit", "uniform_sign_matched"])
+@pytest.mark.parametrize("name", ["lagrangian", "random", "uniform_signum8bit"])
 def test_other_allocators_run_inside_the_budget(tmp_path, name):
-    result = run(tmp_path / "day" / name, allocator=AllocatorConfig(name=name))
+    steps = replace(config().trainer, max_steps=7)
+    result = run(tmp_path / "day" / name, allocator=AllocatorConfig(name=name), trainer=steps)
     assert result.budget_met and result.allocator == name
 
 

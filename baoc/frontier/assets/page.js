@@ -232,6 +232,11 @@ if (data.failed.length) {
   byId("failed").append(title, holder);
   table("failures", ["run", "settings", "exit code", "message"], data.failed.map((job) => [job.run, job.label, job.code === null ? "" : job.code, job.message]), [2]);
 }
+if (data.race) {
+  byId("race").hidden = false;
+  byId("race_lines").replaceChildren(...data.race.lines.map((text) => Object.assign(document.createElement("p"), {textContent: text})));
+  table("race_table", data.race.head, data.race.rows, data.race.head.map((_, at) => at).slice(1, -1));
+}
 if (data.kinds.length) choose();
 else {
   byId("nothing").textContent = "No run has finished yet, so there is nothing to compare.";

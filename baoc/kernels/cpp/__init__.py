@@ -1,14 +1,13 @@
 """The optimizer step on the CPU in C++: one call per kind for all its tensors, compiled where it runs.
 
-`NativeTable` is made once per kind; `baoc.optim.rules`, `baoc.optim.codecs` and `baoc.kernels.weights` compute the same
+`NativeTable` is made once per kind; `baoc.optim.rules`, `baoc.optim.codecs` and `baoc.optim.weights` compute the same
 in eager torch. The library needs a C++17 compiler but no torch headers; without one, `library` raises `Unavailable`.
 """
 
-from baoc.kernels.cpp.build import Unavailable, is_loaded, library
-from baoc.kernels.cpp.scan import all_finite, scannable
+from baoc.kernels.cpp.build import Unavailable, library
 from baoc.kernels.cpp.table import CODECS, CODES, RULES, THRESHOLDS, WEIGHTS, NativeKind, NativeTable, Settings
 
 __all__ = [
     "CODECS", "CODES", "RULES", "THRESHOLDS", "WEIGHTS", "NativeKind", "NativeTable", "Settings", "Unavailable",
-    "all_finite", "is_loaded", "library", "scannable",
+    "library",
 ]  # fmt: skip

@@ -12,16 +12,16 @@ import platform
 import shlex
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 
+from baoc.cache import CACHE, cache_folder
+
 log = logging.getLogger(__name__)
 SOURCES = Path(__file__).parent
 COMPILERS = ("c++", "g++", "clang++")
-CACHE = "BAOC_CACHE"  # environment variable: the folder to keep libraries in
 FLAGS = (
     "-std=c++17", "-O3", "-shared", "-fPIC", "-pthread", "-fvisibility=hidden",
     "-ffp-contract=off",  # fused multiply-adds are explicit in the source: results match torch's kernels bit for bit
@@ -29,22 +29,11 @@ FLAGS = (
 )  # fmt: skip
 _CPU_FLAGS = (("-march=native",), ("-mcpu=native",), ())  # the first that the compiler accepts is used
 _TIMEOUT_S = 300
+loaded: ctypes.CDLL | None = None  # the library, once `library` has loaded it: read in every step, compiled by none
 
 
 class Unavailable(Exception):
     """The library cannot be built or loaded; the text says why."""
-
-
-def cache_folder() -> Path:
-    """$BAOC_CACHE, or the platform's cache folder of the user."""
-    given = os.environ.get(CACHE)
-    if given:
-        return Path(given).expanduser()
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "baoc"
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA", Path.home())) / "baoc"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baoc"
 
 
 def compiler() -> list[str]:
@@ -60,11 +49,6 @@ def compiler() -> list[str]:
     return [found]
 
 
-def is_loaded() -> bool:
-    """True if this process has loaded the library; `library()` may have to compile it first."""
-    return bool(library_or_why.cache_info().currsize) and not isinstance(library_or_why(), Unavailable)
-
-
 def library() -> ctypes.CDLL:
     """The compiled step. Tried once per process; raises Unavailable where it cannot be built or loaded."""
     found = library_or_why()
@@ -76,8 +60,11 @@ def library() -> ctypes.CDLL:
 @lru_cache(maxsize=1)
 def library_or_why() -> ctypes.CDLL | Unavailable:
     """The library, or the error that `library` raises; a warning is logged once."""
+    global loaded
+    loaded = None
     try:
-        return load(compiled_step())
+        loaded = load(compiled_step())
+        return loaded
     except (OSError, RuntimeError) as error:  # Path.home() raises RuntimeError without a home folder
         why = Unavailable(f"the native step cannot be built or loaded: {error}")
     except Unavailable as error:
@@ -88,12 +75,12 @@ def library_or_why() -> ctypes.CDLL | Unavailable:
 
 def load(path: Path) -> ctypes.CDLL:
     """Loads a library and declares the types of its functions."""
-    loaded = ctypes.CDLL(str(path))
-    loaded.baoc_step.argtypes, loaded.baoc_step.restype = [ctypes.c_void_p], None
-    loaded.baoc_all_finite.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32]
-    loaded.baoc_all_finite.restype = ctypes.c_int32
-    loaded.baoc_chunk.argtypes, loaded.baoc_chunk.restype = [ctypes.c_int32], ctypes.c_int64
-    return loaded
+    found = ctypes.CDLL(str(path))
+    found.baoc_step.argtypes, found.baoc_step.restype = [ctypes.c_void_p], None
+    found.baoc_all_finite.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32]
+    found.baoc_all_finite.restype = ctypes.c_int32
+    found.baoc_chunk.argtypes, found.baoc_chunk.restype = [ctypes.c_int32], ctypes.c_int64
+    return found
 
 
 def compiled_step() -> Path:

@@ -23,7 +23,7 @@ _PARAM, _GRAD, _FINITE, _M, _M_SCALE, _V, _V_SCALE, _CORRECTION, _NUMEL, _ROWS, 
     range(15)
 )
 _COLUMNS = {"m": _M, "m.scale": _M_SCALE, "v": _V, "v.scale": _V_SCALE, "correction": _CORRECTION}
-_NOISE_PER_STEP = 0x85EBCA77  # as baoc.kernels.weights.random_bits
+_NOISE_PER_STEP = 0x85EBCA77  # as baoc.optim.weights.random_bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The 4-bit codecs of `baoc.optim.codecs.packed` as device code: two codes per byte, groups of 64.
+"""The 4-bit codecs of `baoc.optim.codecs` as device code: two codes per byte, groups of 64.
 
 A chunk's tile is [groups of 32, 32]; here it is [groups, 64] in the same order, and its bytes are [groups, 32].
 """

@@ -1,4 +1,4 @@
-"""How the fused step keeps states and weights: codecs as in `optim.codecs`, weights as in `baoc.kernels.weights`."""
+"""How the fused step keeps states and weights: codecs as in `optim.codecs`, weights as in `baoc.optim.weights`."""
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
 # pyright: reportOperatorIssue=false, reportCallIssue=false, reportIndexIssue=false, reportRedeclaration=false
@@ -259,7 +259,7 @@ def store_v(addr, scale_addr, v, s, scale_old, thresholds, start, tile, inside, 
 
 @triton.jit
 def _random_bits(index, start):
-    """16 random bits by element: `baoc.kernels.weights.random_bits`; all arithmetic wraps."""
+    """16 random bits by element: `baoc.optim.weights.random_bits`; all arithmetic wraps."""
     h = index * -1640531535 + start
     h = h ^ ((h >> 16) & 0xFFFF)
     h = h * 0x7FEB352D

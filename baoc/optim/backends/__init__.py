@@ -12,20 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baoc.optim.backends.base import Backend, Options, StepInputs, options_of
-from baoc.optim.backends.eager import EagerBackend
+from baoc.errors import BadInputError
+from baoc.optim.backends.base import Backend, Options, StepInputs, StepUnit
+from baoc.optim.backends.eager import EagerBackend, changed
 from baoc.optim.backends.fused import FusedBackend
-from baoc.optim.backends.native import NativeBackend
-from baoc.optim.backends.native_kinds import refusal as native_refusal
-from baoc.optim.backends.streamed import HostedBackend, StreamedBackend
-from baoc.optim.backends.updated import UpdatedBackend
-from baoc.optim.offload import Rings, Streaming, Updating, on_host
-from baoc.optim.state import LiveBlock, State, check_as_built, to_buckets
+from baoc.optim.backends.hosted import HostedBackend, StreamedBackend, UpdatedBackend
+from baoc.optim.backends.native import NativeBackend, native_refusal
+from baoc.optim.offload import Pipelines, Streaming, Updating, on_host
+from baoc.optim.state import LiveBlock, Slot, State, to_buckets
 from baoc.types import OptimizerSpec, Placement
 
 __all__ = [
-    "BACKENDS", "NATIVE_FROM", "Backend", "Choice", "HostedBackend", "Options", "StepInputs", "backend_for",
-    "build_alone", "build_backends", "options_of", "stand_in",
+    "BACKENDS", "NATIVE_FROM", "Backend", "Choice", "HostedBackend", "Options", "StepInputs", "StepUnit", "backend_for",
+    "build_alone", "build_backends", "stand_in",
 ]  # fmt: skip
 
 log = logging.getLogger(__name__)
@@ -85,11 +84,12 @@ def stand_in(spec: OptimizerSpec, *, device: torch.device, numel: int) -> str:
 
 
 def build_backends(
-    blocks: Iterable[LiveBlock], *, state: Mapping[Tensor, State], name: str, rings: Rings
+    blocks: Iterable[LiveBlock], *, state: Mapping[Tensor, State], name: str, rings: Pipelines
 ) -> tuple[list[Backend], dict[str, Choice]]:
     """The backends that are needed, those that work beside the others first, and who steps each block."""
     blocks = list(blocks)
-    _check_as_built(blocks)
+    for slot in (slot for live in blocks for slot in live.slots):
+        _check_as_built(slot)
     if name != "auto":
         BACKENDS[name].require()
     numel = sum(live.block.numel for live in blocks)
@@ -108,13 +108,16 @@ def build_backends(
     return backends, choices
 
 
-def build_alone(blocks: Sequence[LiveBlock], *, state: Mapping[Tensor, State], backend: str, rings: Rings) -> Backend:
+def build_alone(
+    blocks: Sequence[LiveBlock], *, state: Mapping[Tensor, State], backend: str, rings: Pipelines
+) -> Backend:
     """A backend for some blocks by themselves, stepped in the middle of a backward pass, which then drops their
     gradients. On the host there is one of them.
 
     Its kernels are launched plainly: nothing is captured there.
     """
-    _check_as_built(blocks)
+    for slot in (slot for live in blocks for slot in live.slots):
+        _check_as_built(slot)
     block = blocks[0]
     ring = rings.of(block)
     if ring is not None:
@@ -124,10 +127,20 @@ def build_alone(blocks: Sequence[LiveBlock], *, state: Mapping[Tensor, State], b
     return BACKENDS[backend](to_buckets(blocks), state=state)
 
 
-def _check_as_built(blocks: Iterable[LiveBlock]) -> None:
-    for live in blocks:
-        for slot in live.slots:
-            check_as_built(slot)
+def _check_as_built(slot: Slot) -> None:
+    """Raises BadInputError where a parameter is no longer what its states and its kind of weights were made for."""
+    if not changed(slot):
+        return
+    shape, dtype = tuple(slot.param.shape), slot.param.dtype
+    if shape != slot.info.shape:
+        raise BadInputError(
+            f"{slot.name} has shape {shape} now, and its states are of shape {slot.info.shape}: resize a model before "
+            "its optimizer is built"
+        )
+    raise BadInputError(
+        f"{slot.name} is {dtype} now, and its block keeps {slot.weights} weights, which are torch.bfloat16: cast a "
+        "model before its optimizer is built, and run this one under bf16 autocast"
+    )
 
 
 def _hosted(

@@ -1,24 +1,12 @@
 """What a backend is: who steps whole blocks, all of those that it takes at once."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from math import inf
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from baoc.errors import BadInputError
-from baoc.optim.groups import check_settings
 from baoc.optim.state import Bucket, LiveBlock, State
-
-
-def options_of(group: Mapping[str, Any]) -> "Options":
-    """A parameter group's settings now. A schedule may have made them what weights would not survive."""
-    lr, betas, eps, decay = float(group["lr"]), group["betas"], group["eps"], group["weight_decay"]
-    first, second = betas
-    if not (0 <= lr < inf and 0 <= decay < inf and eps > 0 and 0 <= first < 1 and 0 <= second < 1):
-        check_settings({**group, "lr": lr})
-    return Options(lr=lr, betas=betas, eps=eps, weight_decay=decay)
 
 
 # Not frozen, because they are made in each step, and frozen ones take a microsecond more to make.
@@ -102,3 +90,24 @@ class Backend:
     def new_bad(self, *, wait: bool) -> dict[str, int]:
         """Parameter name -> non-finite elements found since this was last asked, without `wait` perhaps not all."""
         return {}
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class StepUnit:
+    """Backends that are called together: all of an optimizer, or one that steps some blocks in backward.
+
+    Attributes:
+        guarded: Parameter -> name, of those whose gradients the finite check looks at.
+        joins: Called after the backends: what they run beside the caller is then waited for.
+        unread: Parameter name -> non-finite elements that backends found which are gone by now.
+        marking: The backends that exclude non-finite elements themselves, and count them.
+    """
+
+    backends: list[Backend]
+    guarded: Mapping[Tensor, str]
+    joins: Sequence[Callable[[], object]] = ()
+    unread: dict[str, int] = field(default_factory=dict)
+    marking: list[Backend] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.marking = [backend for backend in self.backends if backend.excludes_nonfinite]

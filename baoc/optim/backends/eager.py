@@ -1,17 +1,23 @@
 """The reference step, in torch operations on one tensor at a time: every other backend is held against it.
 
-For uniform AdamW the operations and their order are those of torch.optim.AdamW(foreach=False, fused=False).
+For one tensor: decode its states (`advance`), run the rule on the gradient, encode the states, then
+param <- (1 - lr wd) param - lr factor update (`apply_`). A block that is matched has one factor for all of its tensors
+(`_step_matched`, see `baoc.optim.matching`). For uniform AdamW the operations and their order are those of
+torch.optim.AdamW(foreach=False, fused=False).
 """
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from baoc.optim import matching, weights
-from baoc.optim.backends.base import Backend, Options, StepInputs
-from baoc.optim.rules import Direction
-from baoc.optim.state import Bucket, LiveBlock, Slot, changed
+from baoc.optim import weights
+from baoc.optim.backends.base import Backend, StepInputs
+from baoc.optim.rules import Direction, RuleContext
+from baoc.optim.state import LiveBlock, Slot
+
+_TINY = 1e-30
+_PIECE = 2**16
 
 
 class EagerBackend(Backend):
@@ -25,29 +31,29 @@ class EagerBackend(Backend):
 
     def __call__(self, inputs: StepInputs) -> None:
         for bucket in self.buckets:
-            step_bucket(bucket, inputs)
+            for block in bucket.blocks:
+                if inputs.matching and block.match is not None:
+                    _step_matched(block, inputs)
+                else:
+                    for slot in block.slots:
+                        if slot.param.grad is not None and slot.param.numel():
+                            _step_plain(slot, inputs)
 
     @property
     def moved(self) -> bool:
-        return any(changed(slot) for bucket in self.buckets for block in bucket.blocks for slot in block.slots)
+        return any([changed(slot) for bucket in self.buckets for block in bucket.blocks for slot in block.slots])
 
 
-def step_bucket(bucket: Bucket, inputs: StepInputs) -> None:
-    """One step of every block in the bucket whose parameters have gradients."""
-    for block in bucket.blocks:
-        if inputs.matching and block.matched:
-            _step_matched(block, inputs)
-        else:
-            for slot in block.slots:
-                if slot.param.grad is not None and slot.param.numel():
-                    _step_plain(slot, inputs)
+def changed(slot: Slot) -> bool:
+    """True if a parameter is no longer what its states and its kind of weights were made for."""
+    param = slot.param
+    return (slot.weights != "native" and param.dtype is not torch.bfloat16) or param.shape != slot.info.shape
 
 
 def _step_plain(slot: Slot, inputs: StepInputs) -> None:
     """A function, so that nothing of one tensor's step is there in that of the next: a plan counts one of them."""
-    options, finite = inputs.options[slot.row], inputs.masks.get(slot.param)
-    direction = advance(slot, inputs, finite=finite)
-    apply_(slot, direction, inputs=inputs, options=options, finite=finite)
+    finite = inputs.masks.get(slot.param)
+    apply_(slot, advance(slot, inputs, finite=finite), inputs=inputs, finite=finite)
 
 
 def _step_matched(block: LiveBlock, inputs: StepInputs) -> None:
@@ -56,41 +62,38 @@ def _step_matched(block: LiveBlock, inputs: StepInputs) -> None:
         return
     match = block.match
     assert match is not None
-    if block.fresh:
-        match[1] = _measure(slots, inputs)
+    if block.fresh:  # the own RMS that this step will have, found by running it on copies of the states
+        measure = Measure()
+        for slot in slots:
+            norm, count = _own_norm(slot, inputs)
+            measure.add(norm, factor=1.0, count=count)
+        match[1] = measure.rms()[0]
         block.fresh = False
-    measure = matching.Measure()
+    measure = Measure()
     for slot in slots:
         _step_scaled(slot, inputs, match=match, measure=measure)
-    own, block.applied = measure.rms()
-    match[1] = own
+    match[1], block.applied = measure.rms()
 
 
-def _step_scaled(slot: Slot, inputs: StepInputs, *, match: Tensor, measure: matching.Measure) -> None:
+def _step_scaled(slot: Slot, inputs: StepInputs, *, match: Tensor, measure: "Measure") -> None:
     finite = inputs.masks.get(slot.param)
     direction = advance(slot, inputs, finite=finite)
-    update = direction.update()
-    norm, count = matching.update_norm(update, divisor=direction.divisor, finite=finite, on_cpu=slot.on_cpu)
-    factor = matching.factor(match, norm=norm, count=count)
-    measure.add(norm, factor=factor, count=count)
+    update = _update_of(direction)
+    norm, count = update_norm(update, divisor=direction.divisor, finite=finite, on_cpu=slot.on_cpu)
+    scale = factor(match, norm=norm, count=count)
+    measure.add(norm, factor=scale, count=count)
     matched = Direction(numerator=update, divisor=direction.divisor)
-    options = inputs.options[slot.row]
-    apply_(slot, matched, inputs=inputs, options=options, finite=finite, factor=factor)
-
-
-def _measure(slots: Sequence[Slot], inputs: StepInputs) -> float | Tensor:
-    """Own RMS that the coming step will have, found by running it on copies of the states."""
-    measure = matching.Measure()
-    for slot in slots:
-        norm, count = _own_norm(slot, inputs)
-        measure.add(norm, factor=1.0, count=count)
-    return measure.rms()[0]
+    apply_(slot, matched, inputs=inputs, finite=finite, factor=scale)
 
 
 def _own_norm(slot: Slot, inputs: StepInputs) -> tuple[float | Tensor, int]:
     finite = inputs.masks.get(slot.param)
     direction = advance(slot, inputs, finite=finite, store=False)
-    return matching.update_norm(direction.update(), divisor=direction.divisor, finite=finite, on_cpu=slot.on_cpu)
+    return update_norm(_update_of(direction), divisor=direction.divisor, finite=finite, on_cpu=slot.on_cpu)
+
+
+def _update_of(direction: Direction) -> Tensor:
+    return direction.numerator if direction.denominator is None else direction.numerator / direction.denominator
 
 
 def advance(slot: Slot, inputs: StepInputs, *, finite: Tensor | None, store: bool = True) -> Direction:
@@ -112,7 +115,15 @@ def advance(slot: Slot, inputs: StepInputs, *, finite: Tensor | None, store: boo
     if not store:
         states = {name: tensor.clone() for name, tensor in states.items()}
     old = {k.decl.name: states[k.decl.name][~finite] for k in slot.kept if k.full} if finite is not None else {}
-    ctx = slot.context(step=step, betas=options.betas, eps=options.eps, finite=finite)
+    ctx = RuleContext(
+        step=step,
+        beta1=options.betas[0],
+        beta2=options.betas[1],
+        eps=options.eps,
+        finite=finite,
+        matrix=slot.matrix,
+        transposed=slot.info.transposed,
+    )
     direction = slot.rule.direction(grad, states=states, ctx=ctx)
     if store:
         for name, values in old.items():
@@ -127,7 +138,6 @@ def apply_(
     direction: Direction,
     *,
     inputs: StepInputs,
-    options: Options,
     finite: Tensor | None,
     factor: float | Tensor | None = None,
 ) -> None:
@@ -135,8 +145,8 @@ def apply_(
 
     16-bit parameters are updated in fp32, with their correction where they have one, and rounded once.
     """
-    param, state = slot.param, inputs.state[slot.param]
-    work = weights.master(param, state)
+    param, state, options = slot.param, inputs.state[slot.param], inputs.options[slot.row]
+    work = weights.master(param, state) if param.dtype in weights.ROUNDED else param
     old = work[~finite] if finite is not None else None
     if options.weight_decay != 0:
         work.mul_(1 - options.lr * options.weight_decay)
@@ -151,4 +161,62 @@ def apply_(
         work.addcdiv_(direction.numerator, direction.denominator, value=size)
     if finite is not None and old is not None:
         work[~finite] = old
-    weights.store_(param, state, work, weights=slot.weights, name=slot.name, phase=inputs.phase)
+    if work is not param:
+        weights.store_(param, state, work, weights=slot.weights, name=slot.name, phase=inputs.phase)
+
+
+# -- update matching: what a block's update is multiplied by, see `baoc.optim.matching` -----------------------------
+
+
+@dataclass(slots=True, kw_only=True)
+class Measure:
+    """Sums over the tensors of a block in one step; tensors without dimensions on devices other than the CPU."""
+
+    own: float | Tensor = 0.0  # sum of squares of the rule's own update
+    applied: float | Tensor = 0.0  # and after matching
+    count: int = 0
+
+    def add(self, norm: float | Tensor, *, factor: float | Tensor, count: int) -> None:
+        self.own = self.own + norm * norm
+        applied = norm * factor
+        self.applied = self.applied + applied * applied
+        self.count += count
+
+    def rms(self) -> tuple[float | Tensor, float | Tensor]:
+        """Own and applied RMS."""
+        count = max(self.count, 1)
+        return (self.own / count) ** 0.5, (self.applied / count) ** 0.5
+
+
+def update_norm(update: Tensor, *, divisor: float, finite: Tensor | None, on_cpu: bool) -> tuple[float | Tensor, int]:
+    """Euclidean norm of `update / divisor` over its finite elements, and their number."""
+    count = update.numel()
+    if finite is not None:
+        update = torch.where(finite, update, 0.0)
+        count = int(finite.sum())
+    if on_cpu:  # in pieces, because the CPU kernel sums in fp32: off by 1 % at 10M equal elements
+        pieces = update.reshape(-1).split(_PIECE) if count > _PIECE else (update,)
+        norm = sum(torch.linalg.vector_norm(piece).item() ** 2 for piece in pieces) ** 0.5
+    else:
+        norm = torch.linalg.vector_norm(update)
+    return norm / abs(divisor), count
+
+
+def factor(match: Tensor, *, norm: float | Tensor, count: int) -> float | Tensor:
+    """What to multiply a tensor's update by; `match` is (target, own RMS of the block), `norm` is this tensor's own."""
+    if isinstance(norm, Tensor):
+        return _factor_on_device(match[0], own=match[1], norm=norm, count=count)
+    target, own = match.tolist()
+    rms = norm / max(count, 1) ** 0.5
+    if rms <= _TINY:
+        return 0.0  # the update is zero
+    if own <= _TINY:
+        return target / rms  # the block stood still until now
+    return min(target / own, max(1.0, target) / rms)
+
+
+def _factor_on_device(target: Tensor, *, own: Tensor, norm: Tensor, count: int) -> Tensor:
+    """`factor` without a synchronisation."""
+    rms = (norm / max(count, 1) ** 0.5).clamp(min=_TINY)
+    usual = torch.minimum(target / own.clamp(min=_TINY), target.clamp(min=1.0) / rms)
+    return torch.where(own > _TINY, usual, target / rms)

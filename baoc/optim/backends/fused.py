@@ -2,12 +2,13 @@
 
 On the host a step costs a look at where the gradients are and a few numbers per parameter group, whatever the number of
 blocks. It therefore takes addresses of parameters, states and matches once: whoever replaces one of them calls
-`Roster.refresh`. A parameter that was moved behind its back is noticed by looking at a few of them in each step.
+`BlockRegistry.refresh`. A parameter that was moved behind its back is noticed by looking at a few of them in each step.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import compress
 from typing import Any
 
@@ -19,14 +20,16 @@ from baoc.core.catalogue import NEAREST, STORAGES
 from baoc.errors import BadInputError
 from baoc.kernels import FAMILIES, Engine, FusedTable, Kind, Shape, available, fits
 from baoc.kernels.triton import muon_plan
+from baoc.kernels.triton.kinds import NUM_LANES, lanes_for
 from baoc.optim.backends.base import Backend, StepInputs
-from baoc.optim.codecs.grouped import kernel_lanes
+from baoc.optim.codecs import lanes_of
 from baoc.optim.rules import RULES
 from baoc.optim.state import Bucket, LiveBlock, Slot, State
 from baoc.optim.weights import seed_of
 from baoc.types import OptimizerSpec, Placement, StateKind
 
 _NOTHING = nullcontext()
+_AHEAD = 64  # phases whose lanes are prepared at once: one at a time would cost a step ten microseconds
 _LOOKED_AT = 4  # parameters whose address is compared in each step, by turns
 
 
@@ -315,3 +318,15 @@ def _table(kind: Kind, *, members: Sequence[tuple[LiveBlock, Slot]], state: Mapp
         shapes=shapes,
         seeds=[seed_of(slot.name) if kind.weights == "bf16_sr" else 0 for slot in slots],
     )
+
+
+@lru_cache(maxsize=4)
+def _many_kernel_lanes(first: int) -> list[memoryview]:
+    flat = lanes_for(lanes_of(first, _AHEAD)).flatten().numpy().data
+    return [flat[begin : begin + NUM_LANES] for begin in range(0, len(flat), NUM_LANES)]
+
+
+def kernel_lanes(phase: int) -> memoryview:
+    """The lanes of a step's phase as kernels take them, see `baoc.kernels.triton.kinds.lanes_for`."""
+    index = phase % _AHEAD
+    return _many_kernel_lanes(phase - index)[index]

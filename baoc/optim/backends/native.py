@@ -6,19 +6,33 @@ torch itself does not round correctly (MKL's square root) or adds up in another 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from math import log
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from baoc.core.catalogue import CODECS, STORAGES
 from baoc.errors import BadInputError
-from baoc.kernels.cpp import NativeKind, NativeTable, Settings, Unavailable, library
-from baoc.optim import matching
-from baoc.optim.backends import native_kinds
+from baoc.kernels.cpp import CODECS as NATIVE_CODECS
+from baoc.kernels.cpp import CODES, THRESHOLDS, NativeKind, NativeTable, Settings, Unavailable, library
+from baoc.kernels.cpp import WEIGHTS as NATIVE_WEIGHTS
 from baoc.optim.backends.base import Backend, Options, StepInputs
+from baoc.optim.backends.eager import Measure, factor
+from baoc.optim.codecs import Log8M, Log8V, lanes
+from baoc.optim.rules import RULES
+from baoc.optim.rules.base import decl_named
 from baoc.optim.state import Bucket, LiveBlock, Slot, State
 from baoc.optim.weights import seed_of
+from baoc.types import Axis, OptimizerSpec, RuleInfo, StateLayout
 
+SIGNS = ("lion", "signum", "sign")  # their updates have an RMS of at most 1
+_ELEMENTWISE = ("adamw", "rmsprop", *SIGNS)
+_SHARED = {"adamw_shared_in": "adamw_shared_out", "adamw_shared_out": "adamw_shared_in"}  # and with the matrix turned
+_LION_DECAY = 0.99  # as baoc.optim.rules.sign
+_FOAM_ALPHA = 0.25  # as baoc.optim.rules.foam
+_CPU = torch.device("cpu")
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -57,11 +71,11 @@ class NativeBackend(Backend):
         unfit = [slot.name for slot in slots if not _fits(slot.param)]
         if unfit:
             return f"{', '.join(unfit)}: not contiguous float32 or bfloat16 on the CPU"
-        why = native_kinds.refusal(block.spec)
+        why = native_refusal(block.spec)
         if why:
             return why
         turned = [slot.name for slot in slots if slot.info.transposed]
-        if turned and native_kinds.fold_of(block.rule.info) > 1:
+        if turned and fold_of(block.rule.info) > 1:
             return f"{', '.join(turned)}: stored (fan_in, fan_out), which the native step does not fold"
         try:
             library()
@@ -113,7 +127,7 @@ class _Unit:
         for block in bucket.blocks:
             for slot in block.slots:
                 if slot.param.numel():
-                    members.setdefault(native_kinds.kind_of(slot), []).append((block, slot))
+                    members.setdefault(kind_of(slot), []).append((block, slot))
         self.tables = [_Table(_native(kind, of, state=state), of) for kind, of in members.items()]
 
     def step(self, inputs: StepInputs) -> None:
@@ -144,7 +158,7 @@ class _Unit:
             step = int(self.state[slot.param]["step"].item()) + 1 if slot.counts_steps else 0
             key = (slot.row, step)
             if key not in known:
-                known[key] = native_kinds.settings_of(self.rule, options[slot.row], step=step)
+                known[key] = settings_of(self.rule, options[slot.row], step=step)
             rows.append(known[key])
         table.settings, table.divisors = [row[0] for row in rows], [row[1] for row in rows]
 
@@ -156,7 +170,7 @@ class _Unit:
 
     def _run(self, table: _Table, inputs: StepInputs, *, whole: bool, store: bool = True) -> None:
         rows = [settings.row(factor) for settings, factor in zip(table.settings, table.factors, strict=True)]
-        thresholds = native_kinds.thresholds_of(inputs.phase)
+        thresholds = thresholds_of(inputs.phase)
         sums, counts = table.native.run(rows, thresholds=thresholds, phase=inputs.phase, whole=whole, store=store)
         if whole:
             found = zip(sums, counts, table.divisors, strict=True)
@@ -170,7 +184,7 @@ class _Unit:
         Updates that are signs have an RMS of at most 1: only where the block nearly stood still before, does the factor
         depend on it.
         """
-        if self.rule.name in native_kinds.SIGNS and all(_is_sure(block) for block in self.blocks):
+        if self.rule.name in SIGNS and all(_is_sure(block) for block in self.blocks):
             matches = {id(block): block.match.tolist() for block in self.blocks if block.match is not None}
             for table in self.tables:
                 pairs = [matches[id(block)] for block, _ in table.members]
@@ -186,18 +200,18 @@ class _Unit:
         for table in self.tables:
             rows = zip(table.members, table.norms, table.active, strict=True)
             table.factors = [
-                float(matching.factor(block.match, norm=norm, count=count)) if active and block.match is not None else 1
+                float(factor(block.match, norm=norm, count=count)) if active and block.match is not None else 1
                 for (block, _), (norm, count), active in rows
             ]
 
-    def _measures(self) -> list[tuple[LiveBlock, matching.Measure]]:
+    def _measures(self) -> list[tuple[LiveBlock, Measure]]:
         """What the tensors with gradients add up to, by block."""
-        found: dict[int, tuple[LiveBlock, matching.Measure]] = {}
+        found: dict[int, tuple[LiveBlock, Measure]] = {}
         for table in self.tables:
             rows = zip(table.members, table.norms, table.factors, table.active, strict=True)
-            for (block, _), (norm, count), factor, active in rows:
+            for (block, _), (norm, count), scale, active in rows:
                 if active:
-                    found.setdefault(id(block), (block, matching.Measure()))[1].add(norm, factor=factor, count=count)
+                    found.setdefault(id(block), (block, Measure()))[1].add(norm, factor=scale, count=count)
         return list(found.values())
 
 
@@ -217,7 +231,96 @@ def _native(
         [slot.param for slot in slots],
         kind=kind,
         states=[state[slot.param] for slot in slots],
-        shapes=[native_kinds.stored_shape(slot) for slot in slots],
-        values=native_kinds.code_values(),
+        shapes=[stored_shape(slot) for slot in slots],
+        values=code_values(),
         seeds=[seed_of(slot.name) % 2**32 for slot in slots],
     )
+
+
+# -- what the C++ step needs to know: the kind that steps a parameter, its settings, thresholds ------------------------
+
+
+def native_refusal(spec: OptimizerSpec) -> str:
+    """Why there is no native step for the spec; empty if there is."""
+    rule, storage = RULES[spec.rule].info, STORAGES[spec.storage]
+    if not (rule.name in _ELEMENTWISE or rule.name in _SHARED or fold_of(rule) > 1):
+        return f"there is no native step for rule {rule.name}"
+    unknown = {storage.codec(decl) for decl in rule.states} - set(NATIVE_CODECS)
+    if unknown:
+        return f"there is no native step for states kept as {', '.join(sorted(unknown))}"
+    if spec.weights not in ("native", *NATIVE_WEIGHTS):
+        return f"there is no native step for {spec.weights} weights"
+    return ""
+
+
+def fold_of(rule: RuleInfo) -> int:
+    """Elements that one state of FOAM stands for; 1 of other rules."""
+    folded = rule.name.startswith("foam") and rule.states[0].layout is StateLayout.FOLDED
+    return 2 ** decl_named(rule, "m").level if folded else 1
+
+
+def kind_of(slot: Slot) -> NativeKind:
+    """The native step of one parameter."""
+    rule, codecs = slot.rule.info, {kept.decl.name: kept.codec.info.name for kept in slot.kept}
+    name, fold, weights = rule.name, fold_of(rule), slot.weights
+    if fold > 1:
+        name = "foam_in" if rule.states[0].axis is Axis.FAN_IN else "foam_out"
+    elif slot.info.transposed:
+        name = _SHARED.get(name, name)
+    if weights in ("native", "bf16"):
+        weights = "bf16" if slot.param.dtype is torch.bfloat16 else "fp32"
+    return NativeKind(
+        rule=name,
+        m=codecs.get("m", "fp32"),
+        v=codecs.get("v", "fp32"),
+        weights=weights,
+        fold=fold,
+        of_squares=fold > 1 and decl_named(rule, "v").of_squares,
+    )
+
+
+def stored_shape(slot: Slot) -> tuple[int, int]:
+    """(rows, columns) of the matrix as it lies in memory; one row where there is no matrix."""
+    rows, cols = slot.matrix or (1, slot.param.numel())
+    return (cols, rows) if slot.info.transposed else (rows, cols)
+
+
+def settings_of(rule: RuleInfo, options: Options, *, step: int) -> tuple[Settings, float]:
+    """Settings of a rule in one step, and the divisor of its update."""
+    (beta1, beta2), lr = options.betas, options.lr
+    decay = 1 - lr * options.weight_decay
+    if rule.name in SIGNS:
+        return Settings(decay=decay, size=-lr, w1=1 - beta1, w2=1 - min(beta2, _LION_DECAY)), 1.0
+    divisor, bc2 = 1 - beta1**step, (1 - beta2**step) ** 0.5
+    if rule.name == "rmsprop":
+        divisor = 1.0
+    elif fold_of(rule) > 1:
+        divisor = divisor / bc2 / _FOAM_ALPHA
+    size = -(lr / divisor)
+    return Settings(decay=decay, size=size, w1=1 - beta1, b2=beta2, w2=1 - beta2, bc2=bc2, eps=options.eps), divisor
+
+
+@lru_cache(maxsize=1)
+def code_values() -> Tensor:
+    """fp32 [2, CODES]: what the logarithmic codes of m, and of the root of v, stand for at a scale of 1."""
+    codes = torch.arange(CODES, dtype=torch.float32, device=_CPU)
+    signed = torch.where(codes < CODES // 2, codes, codes - CODES)
+    return torch.stack([Log8M(CODECS["log8m"]).restore(signed), Log8V(CODECS["log8v"]).restore(codes)])
+
+
+@lru_cache(maxsize=4)
+def thresholds_of(phase: int) -> Tensor:
+    """fp32 [THRESHOLDS]: the lanes of a step, then one half in place of each, as the codecs of v want them."""
+    plain = lanes(phase, _CPU)
+    found = torch.cat([_as_codecs_want(plain), _as_codecs_want(torch.full_like(plain, 0.5))])
+    assert found.numel() == THRESHOLDS
+    return found
+
+
+def _as_codecs_want(plain: Tensor) -> Tensor:
+    """Thresholds, fp32 [32], followed by what the logarithmic codecs make of them: fp32 [192]."""
+    octaves = 2 * Log8V.octaves / 254
+    log8v = torch.log1p(plain * (2.0**octaves - 1)) / log(2.0**octaves)
+    per_unit = torch.tensor([[8.0], [4.0], [2.0], [1.0]], device=_CPU) / 4  # octaves of v, for k = 0 ... 3
+    lattice = torch.log1p((torch.exp2(per_unit) - 1) * plain).div_(per_unit * log(2))
+    return torch.cat([plain, log8v, lattice.view(-1)])

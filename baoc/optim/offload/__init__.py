@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator
 from torch import Tensor
 
 from baoc.optim.offload.arena import HostArena
-from baoc.optim.offload.arrival import arrival_bytes, drop_stale, make_room, settle
-from baoc.optim.offload.lanes import Inline, Lanes
+from baoc.optim.offload.arrival import arrival_bytes, drop_stale, fill, make_room
+from baoc.optim.offload.pipeline import Inline, Lanes
 from baoc.optim.offload.streaming import Streaming
 from baoc.optim.offload.updating import Updating, on_host
 from baoc.optim.state import LiveBlock, State
@@ -16,15 +16,15 @@ __all__ = [
     "HostArena",
     "Inline",
     "Lanes",
-    "Rings",
+    "Pipelines",
     "Streaming",
     "Updating",
     "arrival_bytes",
     "drop_stale",
+    "fill",
     "make_room",
     "on_host",
     "order_of_travel",
-    "settle",
 ]
 
 _KINDS = {Placement.HOST_STREAMED: Streaming, Placement.HOST_UPDATED: Updating}
@@ -35,7 +35,7 @@ def order_of_travel(blocks: Iterable[LiveBlock]) -> list[LiveBlock]:
     return [live for live in reversed(list(blocks)) if live.on_host and any(slot.param.numel() for slot in live.slots)]
 
 
-class Rings:
+class Pipelines:
     """The rings of an optimizer, one for each placement and device that its blocks have."""
 
     def __init__(self, blocks: Iterable[LiveBlock], *, home: dict[Tensor, State]):
@@ -62,12 +62,12 @@ class Rings:
         for ring in self._rings:
             ring.drain()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """States are at home when this returns."""
         for ring in self._rings:
-            ring.settle()
+            ring.synchronize()
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """States were changed at home."""
         for ring in self._rings:
-            ring.forget()
+            ring.invalidate()

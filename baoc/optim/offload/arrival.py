@@ -34,7 +34,7 @@ def make_room(live: LiveBlock, *, device: torch.device | None) -> dict[Tensor, T
     return waiting
 
 
-def settle(slot: Slot, state: State, *, whole: Tensor | None) -> None:
+def fill(slot: Slot, state: State, *, whole: Tensor | None) -> None:
     """Fills a parameter as its spec keeps it from `whole`, or from its own numbers where it is there already."""
     if slot.weights != "native":
         if whole is None:

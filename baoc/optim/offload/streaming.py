@@ -7,7 +7,7 @@ their way at a time, whatever their sizes. What waits for what, and nothing else
     step (STEP)      for that copy in, and for what the caller has launched by then: gradients, and readers of weights
     copy out (OUT)   for that step
     the caller       at the end of the step for all steps, but for no copy out: forward reads weights, not states
-    the host         for copies out before anything reads or writes states where they are kept (`settle`)
+    the host         for copies out before anything reads or writes states where they are kept (`synchronize`)
 
 When a piece has left, what comes next in the order of travel is sent for at once, as far as there is room; after the
 last of a step these are the first ones of the next step, which so are there before its first gradient is.
@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from baoc.optim.offload.arena import slab_of
-from baoc.optim.offload.lanes import IN, MAIN, OUT, STEP
-from baoc.optim.offload.ring import Ring
+from baoc.optim.offload.pipeline import IN, MAIN, OUT, STEP, StagingPipeline
 from baoc.optim.state import LiveBlock, State, views
 
 # A piece costs the host half a millisecond, whatever its size (H200, 16 cores: 98 of them 56 ms, more than backward
@@ -111,7 +110,7 @@ def _adjacent(a: Tensor, b: Tensor) -> bool:
     return same and a.storage_offset() + a.nbytes == b.storage_offset()
 
 
-class Streaming(Ring[Piece]):
+class Streaming(StagingPipeline[Piece]):
     """The streamed blocks of one device; its ring is there."""
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -191,7 +190,7 @@ class Streaming(Ring[Piece]):
     def _take_turn(self, piece: Piece) -> None:
         """One that comes a second time begins the next step."""
         if self._orders[piece.order] is not self._order:  # which may have the same blocks in other pieces
-            self.forget()
+            self.invalidate()
             self.lanes.wait(IN, self.lanes.mark(OUT))
             self._order = self._orders[piece.order]
             self._turn.clear()
@@ -237,11 +236,11 @@ class Streaming(Ring[Piece]):
     def drain(self) -> None:
         self.lanes.wait_here(self.lanes.mark(STEP))
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         self.lanes.wait_here(self.lanes.mark(OUT))
         self.lanes.wait_here(self.lanes.mark(IN))
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         for piece in self._rivals:
             piece.here = piece.wanted = False
         self._next = 0

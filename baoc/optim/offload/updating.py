@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from baoc.kernels.host_memory import Lock, host_memory
-from baoc.optim.offload.lanes import IN, MAIN, OUT
-from baoc.optim.offload.ring import Ring
+from baoc.optim.offload.pipeline import IN, MAIN, OUT, StagingPipeline
 from baoc.optim.state import LiveBlock, Slot, State
 from baoc.planning.cost import aligned
 from baoc.types import Placement
@@ -161,7 +160,7 @@ class _Task:
     asked: bool = False  # for it to be fetched
 
 
-class Updating(Ring[Piece]):
+class Updating(StagingPipeline[Piece]):
     """The updated blocks of one device; the buffers are on the host."""
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -194,7 +193,7 @@ class Updating(Ring[Piece]):
         the piece before: else those of a whole backward would gather on the device, which is faster than the host.
         """
         if releases:
-            self.settle()
+            self.synchronize()
         piece.take_gradients()
         task = _Task(piece=piece, work=work, given=self.lanes.mark(MAIN))
         if releases:
@@ -237,13 +236,13 @@ class Updating(Ring[Piece]):
         task.fetched = self.lanes.mark(OUT)
 
     def join(self) -> None:
-        self.settle()
+        self.synchronize()
         for mark in (self._sent, self._out):
             if mark is not None:
                 self.lanes.wait(MAIN, mark)
         self._sent = self._out = None
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         pending, self._pending = self._pending, []
         try:
             for future in pending:

@@ -1,6 +1,6 @@
 """Lightning callbacks of a run: what it measures, what it keeps, what it shows.
 
-Order in `Trainer(callbacks=)`: RngState, StepMonitor, MemoryMonitor, the rest, progress bar; Lightning puts
+Order in `Trainer(callbacks=)`: RngState, StepVote, StepMonitor, MemoryMonitor, the rest, progress bar; Lightning puts
 SafeCheckpoint last by itself.
 """
 
@@ -13,6 +13,7 @@ from baoc.training.callbacks.preemption import Preemption
 from baoc.training.callbacks.progress import RunProgress, progress_bar
 from baoc.training.callbacks.resume import RngState
 from baoc.training.callbacks.steps import StepMonitor
+from baoc.training.callbacks.vote import StepVote
 
 __all__ = [
     "TRACKED_STEPS",
@@ -26,5 +27,6 @@ __all__ = [
     "RunProgress",
     "SafeCheckpoint",
     "StepMonitor",
+    "StepVote",
     "progress_bar",
 ]

@@ -19,6 +19,7 @@ import torch
 
 from baoc.core.budgets import AUTO, resolve_auto
 from baoc.errors import BadInputError, BaocError, InfeasibleBudgetError
+from baoc.parallel import ALONE
 from baoc.planning.planner import Planner
 from baoc.profiling import free_bytes, recap_device
 from baoc.tracking import files
@@ -26,6 +27,7 @@ from baoc.tracking.console import say
 from baoc.training.callbacks.growth import grown, saved_by_forward
 from baoc.training.callbacks.memory import MemoryMonitor
 from baoc.training.callbacks.steps import num_samples
+from baoc.training.callbacks.vote import StepVote
 from baoc.training.reallocation.budget_schedule import MOST_NOTCHES, BudgetChange, BudgetDial, check_order
 from baoc.training.reallocation.relaxation import RelaxationSettings
 from baoc.types import Budget, Footprint, Plan, to_plain
@@ -46,6 +48,8 @@ class BudgetControl(L.Callback):
 
     A batch of more samples per forward than any before needs more memory under a memory budget: a small part of it
     tells how much (`callbacks.growth`), and states make room before it goes through the network.
+
+    Of several ranks the first reads the file and takes the signals; by a `vote` what it saw holds for all in one step.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class BudgetControl(L.Callback):
         run_dir: Path | None = None,
         memory: MemoryMonitor | None = None,
         tell: Callable[[str], None] = say,
+        vote: StepVote | None = None,
     ):
         check_order(schedule)
         self.schedule = tuple(schedule)
@@ -72,6 +77,10 @@ class BudgetControl(L.Callback):
         self._strategy: Any = None
         self._saved: dict[str, Any] = {}
         self._step_of_last_look = -1
+        self._vote = vote
+        if vote is not None:
+            vote.ask["notches"] = lambda: self.signals if vote.ranks.rank == 0 else 0
+            vote.ask["budget"] = lambda: float(vote.ranks.rank == 0 and self._looked()[0] != self._seen)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -108,7 +117,8 @@ class BudgetControl(L.Callback):
         """
         self.dial.base = base = planner.budget
         known = base.memory_bytes if base.name == AUTO else None
-        self.dial.free_bytes = free_bytes(self._strategy.root_device) if known is None else known
+        least = -int(self._strategy.ranks.most(-free_bytes(self._strategy.root_device))[0])
+        self.dial.free_bytes = least if known is None else known
         self.dial.schedule = self.schedule
         for change in self.schedule:
             self._check(planner, change)
@@ -150,7 +160,7 @@ class BudgetControl(L.Callback):
     def _check(self, planner: Planner, change: BudgetChange) -> None:
         before, planner.budget = planner.budget, resolve_auto(change.budget, free_bytes=self.dial.free_bytes or 0)
         try:
-            planner.propose(risk="prior")
+            planner.propose()
         except InfeasibleBudgetError as error:
             raise InfeasibleBudgetError(
                 f"budget.schedule, {change.when}: {error}",
@@ -193,15 +203,17 @@ class BudgetControl(L.Callback):
             return
         self._step_of_last_look = trainer.global_step
         step, size = trainer.global_step, num_samples(batch)
-        self._read_file()
-        self.dial.notches = self.signals
+        if self._vote is None or self._vote.outcome("budget"):
+            self._read_file()
+        self.dial.notches = self.signals if self._vote is None else int(self._vote.outcome("notches"))
         if self.relaxation.due(step):
             self._relax()
         budget, why = self.dial.wish(step=step, batch=size * trainer.accumulate_grad_batches)
         footprint = self._strategy.reallocator.planner.footprint
         if footprint is not None and budget.memory_bytes is not None and size > footprint.micro_batch > 0:
-            saved, largest = saved_by_forward(trainer, batch, num_samples=footprint.micro_batch)
-            footprint = grown(footprint, micro_batch=size, saved_bytes=saved, largest_bytes=largest)
+            needs = saved_by_forward(trainer, batch, num_samples=footprint.micro_batch)
+            saved, largest = self._strategy.ranks.most(*needs)
+            footprint = grown(footprint, micro_batch=size, saved_bytes=int(saved), largest_bytes=int(largest))
             why = f"{why}; batches grew to {size} samples per forward"
         self._apply(budget, why=why, step=step, footprint=footprint)
 
@@ -233,22 +245,30 @@ class BudgetControl(L.Callback):
         self._answer(step=step, budget=budget, why=why, plan=reallocator.plan)
         self.tell(f"step {step}: budget {budget.name} is in force ({why})")
 
-    def _read_file(self) -> None:
-        if self._run_dir is None:
-            return
-        path = self._run_dir / ASK
+    def _looked(self) -> tuple[tuple[int, int] | None, int]:
+        """What tells one content of the file from another, None where there is none, and the file's mode."""
         try:
-            found = path.stat()
-            mark, text = (found.st_mtime_ns, found.st_size), ""
+            found = None if self._run_dir is None else (self._run_dir / ASK).stat()
         except OSError:
-            found, mark, text = None, None, ""
-        if mark == self._seen:
-            return
-        if found is not None:
-            text = _text(path, mode=found.st_mode)
-            if not text.strip():  # `echo 6gb > budget` empties the file before it writes: the next look reads it
-                return
+            found = None
+        return (None, 0) if found is None else ((found.st_mtime_ns, found.st_size), found.st_mode)
+
+    def _asked_anew(self) -> str | None:
+        """What the file asks for now, "" where it is gone; None where that is nothing new."""
+        mark, mode = self._looked()
+        if self._run_dir is None or mark == self._seen:
+            return None
+        text = "" if mark is None else _text(self._run_dir / ASK, mode=mode)
+        if mark is not None and not text.strip():  # `echo 6gb > budget` empties the file before it writes
+            return None
         self._seen = mark
+        return text
+
+    def _read_file(self) -> None:
+        path = (self._run_dir or Path()) / ASK
+        text = (ALONE if self._vote is None else self._vote.ranks).from_first(self._asked_anew)
+        if text is None:
+            return
         try:
             self.dial.ask(text)
         except BadInputError as error:

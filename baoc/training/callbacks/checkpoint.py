@@ -21,6 +21,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from baoc.errors import BadInputError, CheckpointError
+from baoc.parallel import ALONE, Ranks
 from baoc.tracking.checkpoints import (
     CHECKPOINT_SCHEMA,
     CHECKSUM_KEY,
@@ -36,6 +37,7 @@ from baoc.tracking.checkpoints import (
 from baoc.tracking.checksum import ChecksumFile
 from baoc.tracking.files import DISK_FULL, atomic_write
 from baoc.training.callbacks.trainer_state import accumulating, fast_dev_run, is_final_batch, validation_follows
+from baoc.training.callbacks.vote import StepVote, ranks_of
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +77,8 @@ class SafeCheckpoint(Checkpoint):
     whoever measures memory: `memory_monitor.track`. Once `urgent()` is True, the step in progress is the last that
     counts: its checkpoint is written as soon as it ends.
 
-    Nothing is written on an exception: an interrupt may come in the middle of a step.
+    Nothing is written on an exception: an interrupt may come in the middle of a step. Of several ranks all take
+    part, and the first writes and looks at its clock and folder.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class SafeCheckpoint(Checkpoint):
         keep_best: int = 1,
         meta: Mapping[str, Any] | None = None,
         track: Callable[[str], AbstractContextManager[Any]] | None = None,
+        vote: StepVote | None = None,
     ):
         if mode not in ("min", "max"):
             raise BadInputError(f"mode={mode!r} of a checkpoint is not allowed: choose min or max")
@@ -109,6 +113,10 @@ class SafeCheckpoint(Checkpoint):
         self._written: tuple[int, Path] | None = None  # step and path of the newest file of any kind
         self._warned = False
         self._written_s = 0.0  # of the newest one, or of that from which the run goes on
+        self._vote = vote
+        self._ranks: Ranks = ALONE
+        if vote is not None:
+            vote.ask["checkpoint"] = lambda: float(self._ranks.rank == 0 and self._late())
 
     @property
     def last_path(self) -> Path:
@@ -127,6 +135,7 @@ class SafeCheckpoint(Checkpoint):
     # -- Lightning ------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._ranks = ranks_of(trainer)
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = AsideCheckpointIO()
 
@@ -203,21 +212,28 @@ class SafeCheckpoint(Checkpoint):
             return False
         if self.urgent() and not accumulating(trainer):
             return True
-        if self.every_minutes is not None and monotonic() - self._written_at >= 60 * self.every_minutes:
+        if self._late() if self._vote is None else self._vote.outcome("checkpoint"):
             return not accumulating(trainer)
         return is_final_batch(trainer) or (self.every_n_steps is not None and step % self.every_n_steps == 0)
+
+    def _late(self) -> bool:
+        return self.every_minutes is not None and monotonic() - self._written_at >= 60 * self.every_minutes
 
     def _save_last(self, trainer: L.Trainer) -> None:
         if self.keep > 1 and self.last_path.is_file() and self._last_step:
             self.last_path.replace(self.folder / f"step_{self._last_step:08d}{SUFFIX}")
             self._prune(self.keep - 1)
         self._last_step, self._written_at = trainer.global_step, monotonic()
+        if self._vote is not None:
+            self._vote.done("checkpoint")
         self._write(trainer, self.last_path)
 
     def _prune(self, keep: int) -> None:
         """Of the older ones the `keep` newest stay: by age, as an attempt that was given up may have gone further."""
-        for path in newest_first(self.folder.glob(f"step_*{SUFFIX}"))[keep:]:
-            path.unlink(missing_ok=True)
+        paths = list(self.folder.glob(f"step_*{SUFFIX}"))
+        if len(paths) > keep:  # to know their age each is opened
+            for path in newest_first(paths)[keep:]:
+                path.unlink(missing_ok=True)
 
     def _save_best(self, trainer: L.Trainer) -> None:
         value = trainer.callback_metrics.get(self.monitor) if self.keep_best and self.monitor else None
@@ -225,7 +241,8 @@ class SafeCheckpoint(Checkpoint):
             return
         score = float(value)
         ranked = sorted(self.best, key=lambda name: self.sign * self.best[name])
-        if len(ranked) >= self.keep_best and self.sign * score >= self.sign * self.best[ranked[self.keep_best - 1]]:
+        worse = len(ranked) >= self.keep_best and self.sign * score >= self.sign * self.best[ranked[self.keep_best - 1]]
+        if self._ranks.first(worse):
             return
         name = f"best_{trainer.global_step:08d}{SUFFIX}"
         gone = [other for other in ranked[self.keep_best - 1 :] if other != name]
@@ -236,8 +253,10 @@ class SafeCheckpoint(Checkpoint):
 
     def _write(self, trainer: L.Trainer, path: Path) -> None:
         """A checkpoint of now at `path`: linked where this step's was written just before, under another name."""
-        if self._written is not None and self._written[0] == trainer.global_step and self._written[1].is_file():
-            _link(self._written[1], path)
+        written, now = self._written, trainer.global_step
+        if written is not None and self._ranks.first(written[0] == now and written[1].is_file()):
+            if self._ranks.rank == 0:
+                _link(written[1], path)
         else:
             with self.track("checkpoint"):
                 trainer.save_checkpoint(path, weights_only=False)

@@ -52,8 +52,9 @@ def saved_by_forward(trainer: L.Trainer, batch: Any, *, num_samples: int) -> tup
     generators = capture_rng(strategy.root_device)
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     try:
-        with strategy.silent(module), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            strategy.training_step(_first(batch, num_samples), 0)
+        saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        with strategy.silent(module), saving, strategy.precision_plugin.train_step_context():
+            module.training_step(_first(batch, num_samples), 0)  # not through what averages gradients
     finally:
         restore_rng(generators)
         with torch.no_grad():

@@ -3,7 +3,9 @@
 Gradients that hold some non-finite elements under a finite loss are the optimizer's own affair (optim.nonfinite).
 """
 
+import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -15,7 +17,9 @@ from baoc.tracking import load_checked, resolve_resume
 from baoc.tracking.console import say
 from baoc.training.callbacks.checkpoint import SafeCheckpoint
 from baoc.training.callbacks.trainer_state import accumulating
+from baoc.training.callbacks.vote import StepVote, ranks_of
 
+KINDS = ("finite", "-inf", "inf", "nan")  # of a loss; of several ranks' the last one counts
 POLICIES = ("skip", "rewind", "stop")
 REMEDY = "lower optim.lr, set trainer.gradient_clip_val, or look at the data of that step"
 
@@ -30,7 +34,8 @@ class LossGuard(L.Callback):
     batches that led there are not seen again. After `max_rewinds` the run ends.
     `stop`: the run ends.
 
-    An end is TrainingFailedError, exit code 5. Losses are read once per optimizer step, so a GPU is waited for once.
+    An end is TrainingFailedError, exit code 5. Losses are read once per optimizer step, so a GPU is waited for once. By
+    a `vote` the loss of any rank is that of all.
     """
 
     def __init__(
@@ -40,6 +45,7 @@ class LossGuard(L.Callback):
         patience: int = 20,
         max_rewinds: int = 3,
         checkpoint: SafeCheckpoint | None = None,
+        vote: StepVote | None = None,
     ):
         if nonfinite_loss not in POLICIES:
             raise BadInputError(f"nonfinite_loss={nonfinite_loss!r}: choose one of {', '.join(POLICIES)}")
@@ -50,6 +56,9 @@ class LossGuard(L.Callback):
         self.tell: Callable[[str], None] = say
         self._checkpoint = checkpoint
         self._losses: list[Tensor] = []  # of the step in progress, one per micro-batch
+        self._vote = vote
+        if vote is not None:
+            vote.ask["loss"] = self._worst
 
     # -- Lightning ------------------------------------------------------------------------------------------------
 
@@ -65,14 +74,19 @@ class LossGuard(L.Callback):
     ) -> None:
         if accumulating(trainer):
             return
-        losses, self._losses = self._losses, []
-        bad = [loss for loss in torch.stack(losses).float().tolist() if not _finite(loss)] if losses else []
-        if not bad:
+        kind = int(self._worst() if self._vote is None else self._vote.outcome("loss"))
+        if not kind:
             self.num_in_a_row = 0
             return
         self.num_bad += 1
         self.num_in_a_row += 1
-        self._react(trainer, what=f"the loss of step {trainer.global_step} is {bad[0]}")
+        self._react(trainer, what=f"the loss of step {trainer.global_step} is {KINDS[kind]}")
+
+    def _worst(self) -> float:
+        """Which of KINDS the first loss of the step is that is no finite number; 0 where all are."""
+        losses, self._losses = self._losses, []
+        found = [_kind(loss) for loss in torch.stack(losses).float().tolist()] if losses else []
+        return next((kind for kind in found if kind), 0)
 
     def state_dict(self) -> dict[str, int]:
         return {"bad": self.num_bad, "in_a_row": self.num_in_a_row, "rewinds": self.num_rewinds}
@@ -101,11 +115,13 @@ class LossGuard(L.Callback):
         step = self._rewind(trainer, what=what)
         self.tell(f"{what}: back to the weights and states of step {step} (rewind {self.num_rewinds})")
 
+    def _newest(self) -> Path | None:
+        if self._checkpoint is None or not self._checkpoint.folder.is_dir():
+            return None
+        return resolve_resume("auto", run_root=self._checkpoint.folder)
+
     def _rewind(self, trainer: L.Trainer, *, what: str) -> int:
-        path = None
-        if self._checkpoint is not None and self._checkpoint.folder.is_dir():
-            path = resolve_resume("auto", run_root=self._checkpoint.folder)
-        path = path or trainer.ckpt_path
+        path = ranks_of(trainer).from_first(self._newest) or trainer.ckpt_path
         if path is None:
             raise TrainingFailedError(
                 f"{what}, and there is no checkpoint to rewind to: set checkpoint.every_n_steps, or {REMEDY}"
@@ -139,5 +155,5 @@ def restore(trainer: L.Trainer, content: dict[str, Any]) -> None:
 _NAMES = ("params", "param_names")
 
 
-def _finite(value: float) -> bool:
-    return value - value == 0
+def _kind(value: float) -> int:
+    return 0 if math.isfinite(value) else KINDS.index(str(value))

@@ -14,9 +14,11 @@ import lightning as L
 import torch
 
 from baoc.errors import BudgetBreachedError
+from baoc.parallel import ALONE, Ranks
 from baoc.profiling.memory import context_now
 from baoc.profiling.tracker import MemoryTracker
 from baoc.training.callbacks.trainer_state import logs_now
+from baoc.training.callbacks.vote import ranks_of
 from baoc.types import Budget
 from baoc.units import format_bytes, gib
 
@@ -35,7 +37,7 @@ class MemoryMonitor(L.Callback):
 
     `budget`'s memory limit is enforced where `enforce`: BudgetBreachedError ends the run (exit code 4). Place this
     after StepMonitor, so that its own work is not timed. `peaks` says which stretch held how much, `highest` which one
-    held most.
+    held most. Of several ranks the one that holds most counts.
     """
 
     def __init__(
@@ -69,6 +71,8 @@ class MemoryMonitor(L.Callback):
         self._batch: Any = None  # that is alive now
         self._slowed = False
         self._trainer: L.Trainer | None = None
+        self._ranks: Ranks = ALONE
+        self._of_ranks = 0  # the most that any rank held when they compared, under this budget
 
     # -- what others read -----------------------------------------------------------------------------------------
 
@@ -87,7 +91,7 @@ class MemoryMonitor(L.Callback):
     def peak_bytes(self) -> int:
         """The peak so far under this budget, that of the attempts before a resume included; 0 before anything was
         measured."""
-        earlier = self._of_earlier("peak")
+        earlier = max(self._of_earlier("peak"), self._of_ranks)
         if self._device.type == "cuda":
             return max(self.context_bytes + torch.cuda.max_memory_reserved(self._device), earlier)
         return max(*self.peaks.values(), earlier, 0)
@@ -125,7 +129,7 @@ class MemoryMonitor(L.Callback):
     def restart(self, budget: Budget, *, predicted_bytes: int, step: int) -> None:
         """Another budget is in force after `step` steps: peaks are measured anew, the next steps tracked again."""
         self._before, self._before_predicted = self.highest_bytes, self.highest_predicted_bytes
-        self.peaks = {}
+        self.peaks, self._of_ranks = {}, 0
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         self.budget_bytes, self.budget_name = budget.memory_bytes, budget.name
@@ -134,8 +138,8 @@ class MemoryMonitor(L.Callback):
         self._seen_validation = set()
 
     def check_budget(self, *, during: str, step: int) -> None:
-        """Raises BudgetBreachedError if the peak so far is above the memory budget."""
-        held = self.peak_bytes
+        """Raises BudgetBreachedError, on all ranks, if the peak so far of any is above the memory budget."""
+        held = self._compare()
         if not self.enforce or self.budget_bytes is None or held <= self.budget_bytes:
             return
         predicted = "" if self.predicted_bytes is None else f" ({format_bytes(self.predicted_bytes)} were predicted)"
@@ -144,6 +148,10 @@ class MemoryMonitor(L.Callback):
             f"{during} at step {step} held {format_bytes(held)} ({held} bytes){predicted}, "
             f"{format_bytes(held - self.budget_bytes)} too much: lower micro_batch, or give a larger budget"
         )
+
+    def _compare(self) -> int:
+        self._of_ranks = int(self._ranks.most(self.peak_bytes)[0])
+        return self._of_ranks
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -166,8 +174,8 @@ class MemoryMonitor(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._trainer = trainer
-        self._device = trainer.strategy.root_device
-        self.peaks = {}
+        self._device, self._ranks = trainer.strategy.root_device, ranks_of(trainer)
+        self.peaks, self._of_ranks = {}, 0
         self._before, self._before_predicted, self._earlier, self.looked_bytes = 0, 0, {}, 0
         self._seen_validation = set()
         if self._device.type == "cuda":
@@ -213,6 +221,7 @@ class MemoryMonitor(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._read_context()
+        self._compare()
 
     def on_validation_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0

@@ -18,6 +18,7 @@ import lightning as L
 from baoc.errors import PreemptedError
 from baoc.training.callbacks.checkpoint import SafeCheckpoint
 from baoc.training.callbacks.trainer_state import forget_sigterm
+from baoc.training.callbacks.vote import StepVote, ranks_of
 
 # USR1 and USR2 come from `#SBATCH --signal=USR1@90`; Windows has neither.
 NAMES = ("SIGTERM", "SIGUSR1", "SIGUSR2")
@@ -30,13 +31,24 @@ class Preemption(L.Callback):
     The optimizer step in progress is finished, with all its micro-batches, and so is a validation in progress. Inside
     `listening` signals are only noted, so one that comes while a run is still setting up counts as well. In a Slurm job
     a signal of REQUEUING also queues the job again, as does SIGTERM where Slurm says that it preempts the job: one that
-    ends within its GraceTime counts as done. Let its script use `resume=auto`.
+    ends within its GraceTime counts as done. Let its script use `resume=auto`. By a `vote` a signal to any rank is one
+    to all.
     """
 
-    def __init__(self, checkpoint: SafeCheckpoint):
+    def __init__(self, checkpoint: SafeCheckpoint, *, vote: StepVote | None = None):
         self.received: str | None = None
         self._checkpoint = checkpoint
-        checkpoint.urgent = lambda: self.received is not None
+        self._vote = vote
+        checkpoint.urgent = lambda: self.agreed is not None
+        if vote is not None:
+            vote.ask["signal"] = lambda: 0 if self.received is None else 1 + NAMES.index(self.received)
+
+    @property
+    def agreed(self) -> str | None:
+        """The signal by which the run ends."""
+        if self._vote is None:
+            return self.received
+        return (None, *NAMES)[int(self._vote.outcome("signal"))]
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -69,11 +81,12 @@ class Preemption(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """The step that was in progress is logged and in the checkpoint by now, and a validation after it is done."""
-        if self.received is None or not self._checkpoint.holds(trainer.global_step):
+        name, ranks = self.agreed, ranks_of(trainer)
+        if name is None or not ranks.first(self._checkpoint.holds(trainer.global_step)):
             return
-        queued = requeue(os.environ) if self.received in REQUEUING or is_preempted(os.environ) else ""
+        queued = ranks.from_first(lambda: requeue(os.environ) if name in REQUEUING or is_preempted(os.environ) else "")
         raise PreemptedError(
-            f"{self.received} ended the run after step {trainer.global_step}, whose checkpoint is "
+            f"{name} ended the run after step {trainer.global_step}, whose checkpoint is "
             f"{self._checkpoint.last_path}{queued}"
         )
 

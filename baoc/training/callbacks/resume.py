@@ -9,7 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from baoc.data.loader import seed_of
+from baoc.parallel import ALONE, Ranks
 from baoc.tracking.jsonl import JsonlLogger
+from baoc.training.callbacks.vote import ranks_of
 
 log = logging.getLogger(__name__)
 
@@ -21,14 +24,18 @@ class RngState(L.Callback):
     before loaders and sanity checks, which draw numbers too. Place it first among the callbacks, so that whatever
     another callback draws at the start of a batch is drawn after. Loggers that can (`metrics.jsonl`) are told where the
     run goes on, so that steps of a lost attempt are not counted twice. Going on on another type of device is said.
+
+    Of several ranks each has its own generators, which are all in the checkpoint. A rank that there was none of then
+    draws its numbers from those of rank 0 and its own number.
     """
 
     def __init__(self) -> None:
         self._pending: dict[str, Any] | None = None
         self._device = torch.device("cpu")
+        self._ranks: Ranks = ALONE
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._device = trainer.strategy.root_device
+        self._device, self._ranks = trainer.strategy.root_device, ranks_of(trainer)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         then = "cuda" if "cuda" in (self._pending or {}) else "cpu"
@@ -47,12 +54,15 @@ class RngState(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if self._pending is not None:
-            restore_rng(self._pending)
+            restore_rng(own_of(self._pending, rank=self._ranks.rank))
             self._pending = None
 
     def state_dict(self) -> dict[str, Any]:
         # Saved again before any training step, a resumed run must hand on what it has not used yet.
-        return self._pending if self._pending is not None else capture_rng(self._device)
+        if self._pending is not None:
+            return self._pending
+        first, *others = self._ranks.gathered(capture_rng(self._device))
+        return {**first, "others": others} if others else first
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._pending = state_dict
@@ -77,6 +87,28 @@ def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
         state["cuda"] = torch.cuda.get_rng_state(device)
         state["cuda_device"] = device.index or 0
     return state
+
+
+def own_of(state: dict[str, Any], *, rank: int) -> dict[str, Any]:
+    """What `capture_rng` took on this rank, or a state that follows from rank 0's."""
+    first, others = {key: value for key, value in state.items() if key != "others"}, state.get("others", [])
+    if rank == 0 or rank <= len(others):
+        return first if rank == 0 else others[rank - 1]
+    seed = seed_of(rank, *_bytes(first["torch"])[:16].tolist())
+    generator = torch.Generator().manual_seed(seed)
+    made = {**first, "torch": generator.get_state()}
+    made["python"] = {**first["python"], "words": _drawn(first["python"]["words"], generator)}
+    made["numpy"] = {**first["numpy"], "keys": _drawn(first["numpy"]["keys"], generator)}
+    if "cuda" in first:
+        made["cuda"] = torch.cat([torch.tensor([seed]).view(torch.uint8), torch.zeros(8, dtype=torch.uint8)])
+    return made
+
+
+def _drawn(words: Tensor, generator: torch.Generator) -> Tensor:
+    """As many 32-bit words of a Mersenne twister; what follows them, a position, as it is."""
+    drawn = words.clone()
+    drawn[:624] = torch.randint(0, 2**32, (624,), generator=generator)
+    return drawn
 
 
 def restore_rng(state: dict[str, Any]) -> None:

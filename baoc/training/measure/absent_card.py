@@ -32,7 +32,7 @@ from baoc.planning.risk import RISKS
 from baoc.planning.stored_profile import read_profile, transferred
 from baoc.planning.transfer import hidden_seconds
 from baoc.profiling import describe
-from baoc.profiling.bf16_params import as_native, bf16_savings, cast_to_bf16
+from baoc.profiling.bf16_params import as_native, cast_to_bf16
 from baoc.profiling.depth import LONG, SHORT, Layers, extended, layers_of
 from baoc.profiling.footprint import FRAGMENTATION, PAGES_BYTES
 from baoc.profiling.memory import LATE_MODULES_BYTES
@@ -47,7 +47,7 @@ from baoc.training.measure.step_temporaries import step_temporaries
 from baoc.training.measure.step_time import FUSED_BYTES, moved_bytes
 from baoc.training.plan_files import Recorder
 from baoc.training.resume import choice_of, settled
-from baoc.training.session import SessionSettings, narrow_params, only_narrow
+from baoc.training.session import Session, SessionSettings, only_narrow
 from baoc.types import Block, Budget, Footprint, LatencyTable, Option, Placement, Plan, Profile
 from baoc.units import format_bytes
 
@@ -133,7 +133,7 @@ def plan_for(
     made.planner.footprint = made.footprint(chosen.micro_batch, release=chosen.release)
     made.planner.latency = made.latency(chosen.micro_batch)
     profile, said = stored_profile(config, planner=made.planner)
-    plan = made.planner.propose(risk=None if profile is not None else "prior", profile=profile)
+    plan = made.planner.propose(profile=profile)
     Recorder(run_dir).planned(made.planner, plan, profile=profile)
     console.say(
         f"planned for {card.name} ({card.description}), which is not here: bytes are counted from shapes, risks are "
@@ -178,22 +178,30 @@ class _Shapes:
         self, card: Card, config: RunConfig, *, task: Task, batch: Any, settings: SessionSettings, budget: Budget
     ):
         self.card, self.config, self.task, self.batch = card, config, task, batch
-        infos = describe(task, optimizer_groups=task._groups())
-        self.numel = sum(info.numel for info in infos)
+        self.session = Session(  # of fake tensors on this machine's CPU; the card is in the footprint and the latency
+            describe(task, optimizer_groups=task._groups()),
+            params=dict(task.named_parameters()),
+            budget=budget,
+            settings=settings,
+            betas=config.optim.betas,
+            device=torch.device("cpu"),
+            declared=declared_blocks(task, unwrapped(task)),
+            module=task,
+        )
+        self.numel = sum(info.numel for info in self.session.infos)
         self.tried: list[Trial] = []
         self.forward_flops = math.nan  # of one sample
         self.passes = 3  # forwards that a forward and backward takes the time of
         self.reference_s = math.nan  # of a step with fused AdamW
         self.planner = Planner(
-            infos,
+            self.session.infos,
             budget=replace(budget, memory_bytes=None, state_fraction=None),
             settings=settings.planner,
-            declared=(declared := declared_blocks(task, unwrapped(task))),
+            declared=self.session.declared,
         )
         self.planner.budget = budget
         # On a card, what has no room in full is looked at with weights in 16 bits where a plan may keep such.
-        self.narrow = narrow_params(infos, params=dict(task.named_parameters()), settings=settings, declared=declared)
-        self.less, self.tight = bf16_savings(self.narrow), False
+        self.less, self.tight = self.session.less, False
         self.only_narrow = only_narrow(settings.planner)
         trained = [param for param in task.parameters() if param.requires_grad]
         largest = max(trained, key=lambda param: param.numel())
@@ -268,7 +276,7 @@ class _Shapes:
 
     def _tried(self, trials: Trials, size: int, *, accumulation: int, layers: Layers | None) -> Trial:
         """A trial of the whole network, made of those of a few of its layers where that comes to the same."""
-        with cast_to_bf16(self.narrow if self.tight else {}):
+        with cast_to_bf16(self.session.narrow if self.tight else {}):
             return self._tried_so(trials, size, accumulation=accumulation, layers=layers)
 
     def _tried_so(self, trials: Trials, size: int, *, accumulation: int, layers: Layers | None) -> Trial:

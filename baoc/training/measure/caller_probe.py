@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from baoc.data.token_cache import cache_folder
+from baoc.cache import cache_folder
 from baoc.profiling import probe_footprint
 from baoc.profiling.footprint import restored
 from baoc.profiling.latency import series_seconds
@@ -19,20 +19,21 @@ SHARE = 0.2  # of what a latency table may take, that forward and backward do
 class CallerProbe:
     """`run` is the caller's; it returns a loss, or runs backward itself, and may return the loss then, too.
 
-    `source`: the module that is trained, or its parameters.
+    `source`: the module that is trained, or its parameters. Gradients that are `averaged` over ranks live in buckets,
+    which are there all the time.
     """
 
     accumulation = 1
 
-    def __init__(self, run: Callable[[], object], *, source: nn.Module | Sequence[Tensor]):
-        self._run, self._source = run, source
+    def __init__(self, run: Callable[[], object], *, source: nn.Module | Sequence[Tensor], averaged: bool = False):
+        self._run, self._source, self._averaged = run, source, averaged
         self._module = source if isinstance(source, nn.Module) else None
         self._all = list(source.parameters()) if isinstance(source, nn.Module) else list(source)
         self._params = [param for param in self._all if param.requires_grad]
 
     def footprint(self, *, context_bytes: int, released: Sequence[Sequence[Tensor]] = ()) -> Footprint:
         """Bytes of the forward and backward that the caller runs."""
-        given = {"context_bytes": context_bytes, "released": released}
+        given = {"context_bytes": context_bytes, "released": released, "accumulation": 2 if self._averaged else 1}
         return probe_footprint(self._source, run_micro_batch=self._once, **given)
 
     def latency(

@@ -71,7 +71,7 @@ class FirstStep:
         held = sum(profiler.nbytes for profiler in profilers)
         temporary = max((profiler.temporary_bytes() for profiler in profilers), default=0)
         for session, reallocator in zip(self._sessions, reallocators, strict=True):
-            reallocator.planner.footprint = session.complete(footprint)
+            reallocator.planner.footprint = session.largest(session.complete(footprint))
             reallocator.planner.count_profile(held, temporary_bytes=temporary)
             if reallocator.optimizer.releaser is not None:
                 reallocator.optimizer.releaser.before_block = None

@@ -18,17 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from baoc.cache import cache_folder
 from baoc.config.schema import RunConfig
 from baoc.core.budgets import resolve_auto
 from baoc.core.catalogue import SPECS
 from baoc.data.base import DataModule
-from baoc.data.token_cache import cache_folder
 from baoc.errors import BadInputError, InfeasibleBudgetError
-from baoc.optim.offload import arrival_bytes
+from baoc.models.switches import disable_checkpointing, enable_checkpointing
+from baoc.parallel import ALONE, ranks
 from baoc.planning.microbatch import Axes, best, divisors, footprint_at, make_option, none_fits, option_rows
 from baoc.planning.planner import Planner
 from baoc.profiling import cap_device, clear_cache, context_bytes, describe, free_bytes, uncapped
-from baoc.profiling.bf16_params import bf16_savings
 from baoc.profiling.phase_timer import PhaseTimer
 from baoc.tasks.base import Task
 from baoc.tracking import console, files
@@ -38,10 +38,9 @@ from baoc.training.lightning import declared_blocks, widened
 from baoc.training.measure.measurements import Tryouts, Way
 from baoc.training.measure.microbatches import Trials
 from baoc.training.measure.probe import unwrapped, upkeep_bytes
-from baoc.training.measure.step_temporaries import step_temporaries
 from baoc.training.measure.step_time import soon_timed, time_specs
 from baoc.training.resume import choice_of, keep, settled
-from baoc.training.session import SessionSettings, make_profiler, narrow_params
+from baoc.training.session import Session, SessionSettings, make_profiler
 from baoc.types import Footprint, LatencyTable, OptimizerSpec, Option, Plan
 
 DECIDING_S = 12.0  # after which it is late
@@ -77,7 +76,7 @@ def axes_of(config: RunConfig, *, task: Task) -> Axes:
     release = config.optim.release_gradients
     if release:
         sizes = (config.batch_size,)  # each backward is a step
-    can = release is None and config.batch_size in sizes and config.optim.nonfinite != "skip_step"
+    can = ranks() is ALONE and release is None and config.batch_size in sizes and config.optim.nonfinite != "skip_step"
     return Axes(
         micro_batches=sizes,
         checkpointing=both if pinned is None else (pinned,),
@@ -126,6 +125,15 @@ def decide(
     )
 
 
+def take_over(decided: Decided, *, task: Task, data: DataModule) -> None:
+    """Sets network and data as `decide` has left them where it was made."""
+    option, name = decided.option, decided.config.model.name
+    disable_checkpointing(task.model)
+    if option.checkpointing:
+        enable_checkpointing(task.model, name=name)
+    data.batch_size, data.accumulate = option.micro_batch, option.accumulation
+
+
 def tell_release(config: RunConfig) -> None:
     """What released gradients change is said where nobody asked for them."""
     clip = config.trainer.gradient_clip_val
@@ -162,12 +170,19 @@ class Decision:
         self.axes = axes_of(config, task=task)
         precision = str(config.trainer.precision or "32-true")
         settings = widened(settings, device=device, budget=self.budget, precision=precision)
-        infos, declared = describe(task, optimizer_groups=task._groups()), declared_blocks(task, unwrapped(task))
         self.params = {name: param for name, param in task.named_parameters() if param.requires_grad}
-        narrow = narrow_params(infos, params=self.params, settings=settings, declared=declared)
-        less = bf16_savings(narrow)
+        self.session = Session(
+            describe(task, optimizer_groups=task._groups()),
+            params=self.params,
+            budget=self.budget,
+            settings=settings,
+            betas=config.optim.betas,
+            device=self.where,
+            declared=declared_blocks(task, unwrapped(task)),
+            module=task,
+        )
         with phases("device and weights"):
-            capped, waits = self._bring(narrow, visit=visit)
+            capped, waits = self._bring(self.session.narrow, visit=visit)
         self.tryouts = Tryouts(
             config,
             task=task,
@@ -175,8 +190,8 @@ class Decision:
             where=self.where,
             budget=self.budget,
             axes=self.axes,
-            narrow={} if waits else narrow,
-            less=less,
+            narrow={} if waits else self.session.narrow,
+            less=self.session.less,
             capped=capped,
         )
         for checkpointing in self.axes.checkpointing:
@@ -185,22 +200,27 @@ class Decision:
         if settings.planner.allocator == "exact":  # by prices, in milliseconds: the run itself is planned exactly
             settings = replace(settings, planner=replace(settings.planner, allocator="lagrangian"))
         self.planner = Planner(
-            infos,
+            self.session.infos,
             budget=self.budget,
             settings=settings.planner,
-            declared=declared,
+            declared=self.session.declared,
             footprint=next(iter(self.tryouts.tried.values()))[0].footprint,
         )
         self.blocks = [[self.params[param.name] for param in block.params] for block in self.planner.blocks]
         beyond = capped and not self.tryouts.any_room
         with phases("the profiler"), uncapped(self.where, budget=self.budget) if beyond else nullcontext():
             self.constant = {
-                release: _constant(
-                    self.planner, self.params, settings=replace(settings, release=release), config=self.config
-                )
-                for release in self.axes.release
+                release: self._constant(replace(settings, release=release)) for release in self.axes.release
             }
         self.table = self._table()
+
+    def _constant(self, settings: SessionSettings) -> dict[str, Any]:
+        """Fields of a footprint that do not depend on the micro-batch: the profiler, and temporaries of a step."""
+        make_profiler(self.planner, self.params, settings=settings, betas=self.config.optim.betas)
+        assert self.planner.footprint is not None
+        found = self.session.complete(self.planner.footprint)
+        names = ("step_temporary_bytes", "arrival_bytes", "profile_bytes", "profile_temporary_bytes")
+        return {name: getattr(found, name) for name in names}
 
     def _trials(self, data: DataModule, *, precision: str) -> Trials:
         with self.phases("first batches"):
@@ -287,8 +307,8 @@ class Decision:
             return None
         if not self.table.fixed_s:  # for want of room: bytes alone decide whether there may be some
             self.planner.budget = replace(self.budget, step_time=None)
-        footprint = self.constant[way[2]](footprint)
-        footprint = replace(footprint, context_bytes=max(footprint.context_bytes, self.context))
+        context = max(footprint.context_bytes, self.context)
+        footprint = replace(footprint, context_bytes=context, **self.constant[way[2]])
         self.footprints[way] = footprint
         option = make_option(
             self.planner,
@@ -312,7 +332,7 @@ class Decision:
         before = self._plans.get(way)
         if before is None or before[0] != self.planner.footprint or self.planner.budget.step_time is not None:
             try:
-                found = self.planner.propose(risk="prior")
+                found = self.planner.propose()
             except InfeasibleBudgetError as error:
                 found = error.with_traceback(None)
             before = self._plans[way] = self.planner.footprint, found
@@ -386,21 +406,3 @@ def leave(options: Sequence[Option], *, run_dir: Path, objective: str) -> None:
     """The table on the terminal and options.csv in the run folder."""
     files.write_csv(run_dir / "options.csv", option_rows(options))
     console.print_options(options, objective=objective)
-
-
-def _constant(
-    planner: Planner, params: dict[str, Any], *, settings: SessionSettings, config: RunConfig
-) -> Callable[[Footprint], Footprint]:
-    """Puts into a footprint what does not depend on the micro-batch: the profiler, and temporaries of a step."""
-    temporaries = step_temporaries(planner.specs.values(), params=params.values())
-    make_profiler(planner, params, settings=settings, betas=config.optim.betas)
-    assert planner.footprint is not None
-    profile, sampled = planner.footprint.profile_bytes, planner.footprint.profile_temporary_bytes
-    arrival = arrival_bytes(planner.specs.values(), device=planner.footprint.device)
-    return lambda footprint: replace(
-        footprint,
-        step_temporary_bytes=temporaries,
-        arrival_bytes=arrival,
-        profile_bytes=profile,
-        profile_temporary_bytes=sampled,
-    )

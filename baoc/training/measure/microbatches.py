@@ -17,6 +17,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 
 from baoc.errors import BadInputError
+from baoc.parallel import ALONE, ranks
 from baoc.planning.microbatch import Trial, footprint_at, seconds_at
 from baoc.profiling import clear_cache, probe_footprint
 from baoc.profiling.bf16_params import as_native
@@ -106,7 +107,7 @@ class Trials:
                 run_micro_batch=lambda: self._loss(batch) / accumulation,
                 run_validation_batch=None if val_batch is None else lambda: self._validate(val_batch),
                 micro_batch=micro_batch,
-                accumulation=accumulation,
+                accumulation=accumulation if ranks() is ALONE else max(accumulation, 2),  # buckets of gradients stay
                 context_bytes=context_bytes,
                 warm=not self._emulate_cuda,
                 allocator=CachingAllocator() if self._emulate_cuda else None,

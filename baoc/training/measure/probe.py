@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from baoc.data.token_cache import cache_folder
+from baoc.cache import cache_folder
 from baoc.errors import BadInputError, BaocError
 from baoc.planning.allocators import ALLOCATORS
 from baoc.profiling import probe_footprint
@@ -122,6 +122,7 @@ class Probe:
         callbacks: list[L.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         self._ema = [callback for callback in callbacks if isinstance(callback, EmaWeights)]
         self.accumulation = trainer.accumulate_grad_batches
+        self._keeps = strategy.ranks.size > 1  # gradients, in buckets that are there all the time
         self._clip = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
         self._micro_batch = batch_size_of(batch)
         self._batch = batch
@@ -155,7 +156,7 @@ class Probe:
                 run_micro_batch=lambda: self._loss(self._move()),
                 run_validation_batch=self._validate,
                 micro_batch=self._micro_batch,
-                accumulation=self.accumulation,
+                accumulation=max(self.accumulation, 2) if self._keeps else self.accumulation,
                 context_bytes=context_bytes,
                 released=released,
             )

@@ -68,10 +68,10 @@ class SmallBlocks:
         """The gradient of a parameter of the network is final. A second one in a step is for training to refuse."""
         small = self._small[param]
         assert self._releaser is not None
-        if small in self._releaser._got:
+        if small in self._releaser.seen:
             return
         small.grad = self._grads[small]
-        self._releaser._ready(small)
+        self._releaser.ready(small)
 
     def finish(self) -> None:
         """The step is over, as Lightning ends it."""
@@ -80,7 +80,7 @@ class SmallBlocks:
 
     def compile(self) -> None:
         if self._releaser is None:
-            for backend in self.optimizer.roster.ready():
+            for backend in self.optimizer.roster.ready().backends:
                 if isinstance(backend, FusedBackend):
                     backend.graphs = False  # as little room as there may be, a capture that finds none ends the process
             for small, grad in self._grads.items():

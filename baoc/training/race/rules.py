@@ -27,6 +27,7 @@ from baoc.core.statistics import LEVEL, Interval, paired_difference, upper_bound
 
 MARGIN = 0.01  # of the incumbent's score, within which fewer bytes decide
 POOLED_SDS = 3.0
+LEAST_DEGREES = 3  # of a pooled standard deviation: of fewer it is small by chance too often to send anyone home
 Scores = Mapping[str, Mapping[int, float]]
 
 
@@ -182,7 +183,7 @@ def verdict(
 
 def _uniform_reason(choice: str, *, rival: str | None, difference: Interval | None, within: bool, held: float) -> str:
     if rival is None:
-        return f"{choice} is the only uniform of the race, and no mixed recipe is shown to beat it"
+        return f"{choice} is the only uniform left in the race, and no mixed recipe is shown to beat it"
     if within:
         return f"{choice} has the fewest bytes within the margin of the best uniform; against {rival}: {difference}"
     return (
@@ -200,10 +201,10 @@ def _margin_held(name: str, *, uniforms: Iterable[Entrant], scores: Scores, leve
 
 
 def _pooled_sd(differences: Iterable[Interval]) -> float:
-    """The standard deviation of paired differences, pooled over entrants; infinite where no entrant has two seeds."""
+    """The standard deviation of paired differences, pooled over entrants; infinite where too few pairs tell it."""
     known = [one for one in differences if one.n > 1]
     degrees = sum(one.n - 1 for one in known)
-    return math.sqrt(sum(one.sd**2 * (one.n - 1) for one in known) / degrees) if degrees else math.inf
+    return math.sqrt(sum(one.sd**2 * (one.n - 1) for one in known) / degrees) if degrees >= LEAST_DEGREES else math.inf
 
 
 def _mean(scores: Mapping[int, float]) -> float:

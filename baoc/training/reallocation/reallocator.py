@@ -11,9 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
+from baoc.core.recipes import tuning_of
 from baoc.errors import BadInputError, CheckpointError, InfeasibleBudgetError
-from baoc.optim import BlockwiseOptimizer
-from baoc.parallel import refuse_ranks
+from baoc.optim import BeforeStep, BlockwiseOptimizer
+from baoc.optim.groups import to_spec
+from baoc.parallel import ALONE, Ranks, refuse_ranks
 from baoc.planning.planner import Planner
 from baoc.profiling import GradientProfiler
 from baoc.training.reallocation.conversion import adopted, usable
@@ -25,6 +27,7 @@ from baoc.types import (
     Budget,
     Candidate,
     Footprint,
+    Moments,
     Plan,
     Profile,
     Reallocation,
@@ -41,8 +44,9 @@ class Reallocator:
 
     `listeners` are called after each decision, accepted or not; `settled_listeners` one step after a move, with its
     step, its trigger and the ratio of the update RMS after to before by block. `tracked` wraps decisions and
-    migrations, each under its name, so that whoever measures memory can include them. The plan in force is `plan`, the
-    profile it rests on `profile`.
+    migrations, each under its name, so that whoever measures memory can include them. `moving` wraps migrations too,
+    and is told whether weights change their type. The plan in force is `plan`, the profile it rests on
+    `profile`. Of several `ranks` the first proposes, from its own profile, and all of them move.
     """
 
     def __init__(
@@ -53,7 +57,9 @@ class Reallocator:
         plan: Plan,
         settings: ReallocationSettings,
         profiler: GradientProfiler | None,
+        ranks: Ranks = ALONE,
     ):
+        self.ranks = ranks
         self.planner = planner
         self.optimizer = optimizer
         self.plan = plan
@@ -66,6 +72,7 @@ class Reallocator:
         self.settled_listeners: list[Callable[[int, str, dict[str, float]], None]] = []
         self._switch: dict[str, Any] = {}  # of a move whose first update is still to come
         self.tracked: Callable[[str], AbstractContextManager[Any]] = nullcontext
+        self.moving: Callable[[bool], AbstractContextManager[Any]] = nullcontext  # True where weights change type
         self._saved_bytes: int | None = None  # of states in the checkpoint that was loaded
         self.step = 0
         self.last_decision = 0
@@ -78,7 +85,7 @@ class Reallocator:
     def __getstate__(self) -> dict[str, Any]:
         """For copies: without the profiler, whose buffers are views of each other, without who listens, and without the
         optimizer: whoever copies tells it of the copy's."""
-        listening = {"listeners": [], "settled_listeners": [], "tracked": nullcontext}
+        listening = {"listeners": [], "settled_listeners": [], "tracked": nullcontext, "moving": nullcontext}
         return {**self.__dict__, "profiler": None, "optimizer": None, **listening}
 
     # -- what the training loop calls -----------------------------------------------------------------------------
@@ -88,7 +95,7 @@ class Reallocator:
         if self.optimizer.releaser is not None:
             self.optimizer.releaser.observer = self
         else:
-            self.optimizer.observer, self.optimizer.observing = self.observe, lambda: self.watching
+            self.optimizer.before_step.append(BeforeStep(call=self.observe, wanted=lambda: self.watching))
         self.optimizer.register_step_post_hook(lambda *_: self.after_step())
 
     @property
@@ -135,7 +142,8 @@ class Reallocator:
 
     def after_step(self) -> None:
         """Counts the step and, where the trigger says so, decides again."""
-        refuse_ranks("decision")
+        if self.ranks is ALONE:
+            refuse_ranks("decision")
         self.step += 1
         if self._switch:
             self._settle()
@@ -156,7 +164,7 @@ class Reallocator:
     def _profiled(self) -> Profile:
         assert self.profiler is not None
         with self.tracked("decision"):
-            return self.profiler.profile()
+            return self.ranks.first(self.profiler.profile())
 
     # -- a decision by gradients ----------------------------------------------------------------------------------
 
@@ -169,10 +177,10 @@ class Reallocator:
         """
         assert self.profiler is not None
         first = self.last_decision == 0
-        profile = self.profiler.profile()
+        profile = self.ranks.first(self.profiler.profile())
         self.last_decision, self.profile = self.step, profile
         self.first_profile = self.first_profile or profile
-        proposal = self.planner.propose(profile=profile)
+        proposal = self.ranks.from_first(lambda: self.planner.propose(profile=profile))
         risk_before = self.planner.price(self.plan.allocation.choices, risk=proposal.risk_model, profile=profile)
         cost = 0.0 if first else self._migration_risk(proposal, profile=profile)
         needed = cost if first else cost + self.settings.min_gain * abs(risk_before)
@@ -263,8 +271,7 @@ class Reallocator:
         `limit`: bytes that the move itself may not pass, if any. Raises InfeasibleBudgetError where nothing
         meets them; the plan in force then stays.
         """
-        known = self.profile is not None
-        proposal = self.planner.propose(risk=None if known else "prior", profile=self.profile)
+        proposal = self.ranks.from_first(lambda: self.planner.propose(profile=self.profile))
         risk_before = self.planner.price(self.plan.allocation.choices, risk=proposal.risk_model, profile=self.profile)
         if blocked := self._make_way(proposal, memory=limit):
             raise InfeasibleBudgetError(
@@ -329,8 +336,15 @@ class Reallocator:
         texts = {reason.block: reason.text for reason in proposal.reasons}
         with self.tracked("migration"):
             moments = self.profiler.moments() if self.profiler is not None else {}
-            done = self.optimizer.migrate(proposal.allocation.choices, moments=moments)
+            self.optimizer.retune(tuning_of(proposal))
+            done = self._moved(proposal.allocation.choices, moments=moments)
         return tuple(replace(move, why=texts.get(move.block, "")) for move in done)
+
+    def _moved(self, choices: Mapping[str, str], *, moments: Mapping[str, Moments]) -> tuple[BlockMove, ...]:
+        live = self.optimizer.roster.live
+        cast = any(live[block].spec.weights != to_spec(spec).weights for block, spec in choices.items())
+        with self.moving(cast):
+            return tuple(self.optimizer.migrate(choices, moments=moments))
 
     # -- who listens ----------------------------------------------------------------------------------------------
 
@@ -420,13 +434,13 @@ class Reallocator:
             if not usable(self.profile, planner=self.planner, risk=self.planner.settings.risk):
                 self.profile = self.first_profile = None
                 notes += ["statistics of gradients start anew, as they are of other blocks or specs"] if known else []
-            self.plan, changed = adopted(self.planner, state, profile=self.profile)
+            self.plan, changed = self.ranks.from_first(lambda: adopted(self.planner, state, profile=self.profile))
             notes = changed + notes
         else:
             self.plan = self.planner.adopt(
                 state["choices"], risk=state["risk_model"], profile=self.profile, gap=state["gap"]
             )
-        self.optimizer.migrate(self.plan.allocation.choices)
+        self._moved(self.plan.allocation.choices, moments={})
         if self.profiler is not None and self.watching and state["profiler"]:
             try:
                 self.profiler.load_state_dict(state["profiler"])

@@ -1,0 +1,220 @@
+"""What was measured of recipes, and of rules by role: the change of the final loss that a choice makes, by family.
+
+A family is a kind of network and task: transformers for language, vision and diffusion. `measured.json` holds what
+`python -m experiments.analysis.fit_measured` makes of the raw rows. Changes are against a recipe that is named, in the
+unit of the family's loss; below 0 is better. Nothing here is a prediction for other sizes: each value says where it
+was measured.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib.resources import files
+from math import log10, sqrt
+from typing import Any
+
+from baoc.core.catalogue import SPECS
+from baoc.core.recipes import Recipe, recipe_from_node
+from baoc.types import ParamInfo, Role
+
+ASSET = "measured.json"
+AUTO = "auto"  # the family follows from the network
+TRANSFORMER = 0.5  # share of the elements that attention and mlp have at least
+FEW_CHANNELS = 4  # of images: a convolution with more is none that cuts patches
+FORGOTTEN = (
+    2.0  # decades of size beyond the largest measured one, over which a measured multiple of the rate fades to 1
+)
+KAPPA = 1.28  # standard deviations that a mean is charged with: the one-sided bound at 90 %
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A change of the final loss: mean, the mean's standard deviation, and how many paired seeds it comes from.
+
+    `multiple`: of the learning rate that the role has in the base, at which it was measured.
+    """
+
+    mean: float
+    sd: float
+    n: int
+    multiple: float = 1.0
+
+    def bound(self, kappa: float) -> float:
+        return self.mean + kappa * self.sd
+
+
+def added(changes: Sequence[Change]) -> Change:
+    """Several changes against the same base at once.
+
+    The error of the base is in each of them: half of the variance of a difference between two means. So that half adds
+    up as deviations, the other half as variances.
+    """
+    shared, own = sum(one.sd for one in changes) ** 2 / 2, sum(one.sd**2 for one in changes) / 2
+    return Change(
+        mean=sum(one.mean for one in changes),
+        sd=sqrt(shared + own),
+        n=min((one.n for one in changes), default=0),
+        multiple=min((one.multiple for one in changes), default=1.0),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Additivity:
+    """How the changes of a spec by role add up: that of the spec in all hidden roles / their sum.
+
+    `sd` is that of the ratio. `additive`: the two differ by less than a tenth or cannot be told apart (90 %), and are
+    known well enough to tell, so that entries of the spec may be added.
+    """
+
+    factor: float
+    sd: float
+    additive: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredRecipe:
+    """A whole recipe at its own best rate.
+
+    Args:
+        recipe: what was run.
+        rate: multiple of fp32 AdamW's learning rate, for all rules alike.
+        value: mean of the final loss.
+        sd: standard deviation of it over seeds.
+        change: against the family's reference.
+        against: the same against other recipes, by name.
+        uniform: one spec runs on all hidden matrices.
+    """
+
+    recipe: Recipe
+    rate: float
+    value: float
+    sd: float
+    change: Change
+    against: Mapping[str, Change]
+    uniform: bool
+
+    @property
+    def name(self) -> str:
+        return self.recipe.name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """What is known of one family.
+
+    Args:
+        unit: of the loss.
+        reference: the best uniform recipe, which changes are told against.
+        base: the recipe of which single roles were replaced; None where none were.
+        num_params: of the network.
+        size: of the network, in words.
+        steps: of a run.
+        horizon: of a run, in words.
+        recipes: whole ones, the best first.
+        roles: role -> spec -> change against the base.
+        rules: spec -> how its entries add up.
+    """
+
+    name: str
+    unit: str
+    reference: str
+    base: str | None
+    num_params: int
+    size: str
+    steps: int
+    horizon: str
+    recipes: tuple[MeasuredRecipe, ...]
+    roles: Mapping[str, Mapping[str, Change]] = field(default_factory=dict[str, Mapping[str, Change]])
+    rules: Mapping[str, Additivity] = field(default_factory=dict[str, Additivity])
+
+    def recipe(self, name: str) -> MeasuredRecipe:
+        return next(one for one in self.recipes if one.name == name)
+
+    def may_add(self, spec: str) -> bool:
+        """Whether entries of the spec by role may be added to others."""
+        known = self.rules.get(spec)
+        return known is not None and known.additive
+
+    def entry(self, keys: Sequence[str], spec: str) -> Change | None:
+        """The change of a block's role: of the first key that was measured, or of its parts where they add up."""
+        for key in keys:
+            if spec in self.roles.get(key, {}):
+                return self.roles[key][spec]
+            parts = [held for name, held in self.roles.items() if name.startswith(f"{key}_")]
+            if self.may_add(spec) and parts and all(spec in held for held in parts):
+                return added([held[spec] for held in parts])
+        return None
+
+
+def faded(rate: float, *, num_params: int, measured: int) -> float:
+    """A multiple of the learning rate away from the size where it was measured.
+
+    It holds up to that size and fades to 1 over FORGOTTEN decades beyond: updates of all rules have the size of
+    AdamW's, for which AdamW's own rate is the guess where nothing was measured.
+    """
+    beyond = log10(max(num_params, 1) / max(measured, 1))
+    return rate ** (1 - min(max(beyond, 0.0) / FORGOTTEN, 1.0))
+
+
+def at_rate(recipe: Recipe, rate: float, *, by_role: Mapping[str, float] | None = None) -> Recipe:
+    """The recipe with a multiple of the learning rate for all its rules alike, and others by role."""
+    rules = {SPECS[row].rule: rate for row in recipe.rows} if rate != 1 else {}
+    return replace(recipe, lr={**rules, **recipe.lr, **(by_role or {})})
+
+
+def family_of(params: Sequence[ParamInfo]) -> str | None:
+    """The family of a network, by its shapes and roles; None where it is no transformer of a measured kind.
+
+    Language: a token embedding whose shape the head shares. Diffusion: modulated layers. Vision: patches cut by a
+    convolution of images, and a head.
+    """
+    total = sum(param.numel for param in params)
+    hidden = sum(param.numel for param in params if param.role in (Role.ATTENTION, Role.MLP))
+    attends = any(param.role is Role.ATTENTION for param in params)
+    modulated = sum(param.numel for param in params if param.role is Role.MODULATION)
+    tables = [param for param in params if param.role is Role.EMBEDDING and len(param.shape) == 2]
+    heads = [param for param in params if param.role is Role.HEAD]
+    outer = sum(param.numel for param in (*tables, *heads))
+    if not attends or hidden + modulated < TRANSFORMER * (total - outer):
+        return None
+    if modulated:
+        return "diffusion"
+    shapes = {head.shape for head in heads}
+    if any(table.shape in shapes or table.aliases for table in tables):
+        return "language"
+    patches = (param.shape for param in params if param.role is Role.EMBEDDING and len(param.shape) == 4)
+    return "vision" if heads and any(shape[1] <= FEW_CHANNELS for shape in patches) else None
+
+
+# -- the file ---------------------------------------------------------------------------------------------------------
+
+
+@cache
+def families() -> Mapping[str, Family]:
+    """Every family of the shipped table, by name."""
+    held = json.loads((files("baoc.core") / ASSET).read_text(encoding="utf-8"))
+    return {name: family_from_plain(name, node) for name, node in held["families"].items()}
+
+
+def family_from_plain(name: str, node: Mapping[str, Any]) -> Family:
+    recipes = [
+        MeasuredRecipe(
+            recipe=recipe_from_node(held["recipe"]),
+            rate=held["rate"],
+            value=held["value"],
+            sd=held["sd"],
+            change=Change(**held["change"]),
+            against={other: Change(**change) for other, change in held["against"].items()},
+            uniform=held["uniform"],
+        )
+        for held in node["recipes"]
+    ]
+    own = ("unit", "reference", "base", "num_params", "size", "steps", "horizon")
+    return Family(
+        name=name,
+        **{key: node[key] for key in own},
+        recipes=tuple(sorted(recipes, key=lambda one: one.change.mean)),
+        roles={role: {spec: Change(**change) for spec, change in held.items()} for role, held in node["roles"].items()},
+        rules={spec: Additivity(**held) for spec, held in node["rules"].items()},
+    )

@@ -1,0 +1,757 @@
+"""Stepping blocks inside backward: gradient release, and overlap of host-placed blocks with the backward pass.
+
+`BackwardStepper` is the machinery. Its two policies are `DropGradients` (release: gradients go as soon as they are
+used, so that a step never holds all of them) and `KeepGradients` (overlap: copies of host-placed states run while the
+device computes). A step with either is:
+
+1. Hooks. `attach` puts a post-accumulate hook on each parameter; autograd calls it when the gradient is final.
+2. Counting. `ready` counts the gradients that a unit still misses. A unit is a block (release) or a piece, the blocks
+   that pass through a host buffer together (overlap). A second gradient before `step` is refused.
+3. The unit is whole. It is stepped there and then by a backend of its own, with masks from the finite check, outside of
+   any autocast that the backward runs in. Options are read once, at the first gradient. On a GPU small blocks are
+   stepped in groups from the second step on, as far as that holds at most 1 MiB more (`together`).
+4. Autograd is told that weights changed (`increment_version`), because kernels write where it does not see it.
+5. `BlockwiseOptimizer.step` calls `finish`. Release steps what is left (blocks of which some parameters have no
+   gradient) and remembers the norm. Overlap checks that the gradients it used are as they were; its pieces are marked
+   done, and `step` steps the others.
+
+What has to know all gradients before the first update cannot be had in release: accumulation, skipping a step,
+GradScaler, averaging over processes, and the norm of this step to clip by. Overlap is for steps that do not clip, whose
+accumulation is over; the caller says so by `last_backward`.
+"""
+
+import logging
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from baoc.errors import BadInputError, CheckpointError
+from baoc.kernels import capturing
+from baoc.optim.backends import HostedBackend, Options, StepUnit
+from baoc.optim.state import LiveBlock, Slot
+from baoc.parallel import refuse_ranks
+
+if TYPE_CHECKING:
+    from baoc.optim.optimizer import BlockwiseOptimizer
+
+log = logging.getLogger(__name__)
+_OWNERS = WeakTensorKeyDictionary()  # parameter -> weak reference to the DropGradients that steps it
+_TOGETHER_BYTES = 64 * 2**20  # of gradients whose blocks are stepped together: a launch costs as much for one tensor
+_ONE_BACKWARD = (
+    "With gradient release every backward is a step: call step() after each, with no accumulation, or build the "
+    "optimizer without release"
+)
+_NO_CHANGE = "leave out `optimizer.last_backward()` where gradients are clipped, unscaled or dropped before step()"
+_SCALING = "_step_supports_amp_scaling"  # attribute by which GradScaler knows an optimizer that unscales by itself
+StreamId = tuple[int, int, int]  # what torch calls a CUDA stream by: its number, device index and device type
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientRelease:
+    """How gradients are clipped before they are released, as nobody can do it after the backward.
+
+    Args:
+        clip_norm: The most that the Euclidean norm of all gradients may be, or None. The norm that they are scaled by
+            is that of the *previous* step, because the one of this step is known when it is over. In the first step,
+            which has none before it, each block is scaled to at most its share of the limit,
+            clip_norm sqrt(elements of the block / of all): else one large first gradient would stay in every average of
+            squares for long.
+        clip_value: The most that an element may be, in size, or None.
+    """
+
+    clip_norm: float | None = None
+    clip_value: float | None = None
+
+    def __post_init__(self) -> None:
+        for key in ("clip_norm", "clip_value"):
+            value = getattr(self, key)
+            if value is not None and not value > 0:
+                raise BadInputError(f"{key} of gradient release is {value}: give a positive number, or None")
+
+
+class PartObserver(Protocol):
+    """Who wants to see the final gradients of a step, which come block by block."""
+
+    def begin_parts(self) -> None:
+        """A step begins."""
+        ...
+
+    def see_part(self, grads: Mapping[str, Tensor], /) -> None:
+        """The final gradients of some parameters, by name; they are gone afterwards."""
+        ...
+
+    def finish_parts(self) -> None:
+        """All have been seen; what did not come had no gradient."""
+        ...
+
+
+def release_settings(release: bool | GradientRelease, *, nonfinite: str) -> GradientRelease | None:
+    """What `release=` of an optimizer means; None without release.
+
+    Raises BadInputError for anything but a bool or GradientRelease, and beside a policy that would have to take back
+    what was stepped.
+    """
+    if not isinstance(release, bool | GradientRelease):
+        raise BadInputError(f"release={release!r}: give True, False, or GradientRelease(clip_norm=...)")
+    if release is False:
+        return None
+    if nonfinite == "skip_step":
+        raise BadInputError(
+            "nonfinite=skip_step leaves all as it is if any gradient element is non-finite, but with gradient release "
+            "other blocks have been stepped by then: use skip_element or raise"
+        )
+    return GradientRelease() if release is True else release
+
+
+class BackwardStepper:
+    """Steps units of blocks of `owner` in backward, as soon as their gradients are final.
+
+    What it holds of a step begins anew after each (`_reset`); hooks and copies find it through weak references.
+    """
+
+    policy = ""
+    late_text = ""  # what is warned of when settings change between backward and `step`
+    stepped_text = ""  # why what has to happen between steps cannot be done now
+
+    def __init__(self, owner: "BlockwiseOptimizer"):
+        self._told_late = False
+        self._reset()
+        self._adopt(owner)
+
+    def _adopt(self, owner: "BlockwiseOptimizer") -> None:
+        self._owner = weakref.ref(owner)
+        self._lock = threading.RLock()
+        self._handles: dict[Tensor, RemovableHandle] = {}
+
+    def _reset(self) -> None:
+        self._options: list[Options] | None = None  # of the step in progress
+
+    @property
+    def owner(self) -> "BlockwiseOptimizer":
+        owner = self._owner()
+        assert owner is not None, "hooks hold the stepper weakly, and the stepper is held by its owner"
+        return owner
+
+    @property
+    def mid_step(self) -> bool:
+        """True if some block was stepped, or is to be, and `step` was not called since."""
+        raise NotImplementedError
+
+    def _gradient_is_final(self, param: Tensor) -> None:
+        raise NotImplementedError
+
+    def ready(self, param: Tensor) -> None:
+        """The gradient of `param` is final, as far as this backward goes."""
+        with self._lock:
+            self._gradient_is_final(param)
+
+    def _hook(self, params: Iterator[Tensor]) -> None:
+        """Puts a hook on each of `params` that has none yet."""
+        me = weakref.ref(self)
+
+        def hook(param: Tensor) -> None:
+            stepper = me()
+            if stepper is not None:
+                stepper.ready(param)
+
+        for param in params:
+            if param not in self._handles:
+                self._handles[param] = param.register_post_accumulate_grad_hook(hook)
+
+    def _run(self, slots: Sequence[Slot], step: Callable[[], object]) -> None:
+        """Calls `step`, which steps `slots`, as it would run outside of this backward."""
+        kind = slots[0].param.device.type
+        with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
+            step()
+        # Kernels write where autograd does not see it: a backward that still needs the old weights is told.
+        torch.autograd.graph.increment_version([slot.param for slot in slots])
+
+    def check_between_steps(self, what: str) -> None:
+        """Raises BadInputError in the middle of a step."""
+        if self.mid_step:
+            raise BadInputError(f"{what} between backward and step(): {self.stepped_text}")
+
+    def _warn_if_late(self) -> None:
+        """Has `say_late` called once the step is done, as a warning may be an error."""
+        if self._options is not None and self.owner.options() != self._options and not self._told_late:
+            self.owner.after_step.append(self.say_late)
+
+    def say_late(self) -> None:
+        """Warns once that settings changed when they could not act any more."""
+        self.owner.after_step.remove(self.say_late)
+        if not self._told_late:
+            self._told_late = True
+            warnings.warn(
+                f"a learning rate or another setting was changed between backward and step(): {self.late_text}. Change "
+                "it before",
+                UserWarning,
+                stacklevel=5,
+            )
+
+
+# -- release -----------------------------------------------------------------------------------------------------------
+
+
+class DropGradients(BackwardStepper):
+    """Gradient release: each block is stepped when all of its trainable parameters had a gradient, which is dropped.
+
+    `attach` puts hooks on the owner's parameters, `detach` takes them off; while detached, gradients stay until
+    `finish`. `observer` sees gradients by parts, and `before_block` is called when a block is about to be stepped.
+    """
+
+    policy = "drop_gradients"
+    late_text = "with gradient release it acts from the next backward on"
+    stepped_text = "with gradient release some blocks are a step ahead of what the optimizer counts. Call step() first"
+
+    def __init__(self, owner: "BlockwiseOptimizer", settings: GradientRelease):
+        self.settings = settings
+        self.observer: PartObserver | None = None
+        self.before_block: Callable[[], object] | None = None
+        self.sizes: dict[Tensor, int] = {}  # bytes of gradients by which to group, where small ones stand for them
+        self.norm: Tensor | None = None  # of the gradients of the last step that had some
+        self._told_hooks = False
+        super().__init__(owner)
+        if settings.clip_norm is not None:
+            log.warning(
+                "gradients are released in backward, so they are clipped to %g by the norm of the step before, and in "
+                "the first step block by block",
+                settings.clip_norm,
+            )
+
+    def _adopt(self, owner: "BlockwiseOptimizer") -> None:
+        refuse_ranks("release")
+        super()._adopt(owner)
+        self.together_bytes = _TOGETHER_BYTES if any(param.is_cuda for param in owner.roster.names) else 0
+        self.attach()
+
+    def _reset(self) -> None:
+        super()._reset()
+        self.seen: set[Tensor] = set()  # parameters that had their gradient in the step in progress
+        self._left: dict[str, int] = {}  # block -> parameters that still have none
+        self._stepped: set[str] = set()
+        self._order: list[tuple[str, int]] = []  # block and bytes of each gradient as it came, until groups are known
+        self._whole: dict[tuple[str, ...], int] = {}  # group -> blocks of it that are whole
+        self._waiting: list[LiveBlock] = []  # whole blocks of one group, to be stepped together
+        self._streams: dict[str, set[StreamId]] = {}  # block -> CUDA streams that its gradients came on
+        self._factor: Tensor | None = None  # of all gradients, by the norm of the step before
+        self._norms: dict[Tensor, Tensor] = {}
+        self._num_bad = 0  # non-finite elements known before it
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies, which begin between two steps; `adopt` gives them an owner and hooks."""
+        kept = {key: self.__dict__[key] for key in ("settings", "norm", "_told_late", "_told_hooks")}
+        return {**kept, "observer": None, "before_block": None, "sizes": {}}
+
+    def adopt(self, owner: "BlockwiseOptimizer") -> None:
+        """Makes a copy the stepper of `owner`."""
+        self._reset()
+        self._adopt(owner)
+
+    # -- hooks
+
+    def attach(self) -> None:
+        """Puts a hook on every parameter that has state and none yet."""
+        roster = self.owner.roster
+        self._block_of = {slot.param: name for name, live in roster.live.items() for slot in live.slots}
+        self._hook(param for param in roster.names if param.requires_grad)
+        for param in self._handles:
+            _OWNERS[param] = weakref.ref(self)
+
+    def detach(self) -> None:
+        """Takes the hooks off: from the next backward on gradients are kept until `step`."""
+        for param, handle in self._handles.items():
+            handle.remove()
+            if _releaser_of(param) is self:
+                del _OWNERS[param]
+        self._handles = {}
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside, a backward steps nothing: gradients stay where they are, and whoever looks at them drops them."""
+        attached = bool(self._handles)
+        self.detach()
+        try:
+            yield
+        finally:
+            if attached:
+                self.attach()
+
+    @property
+    def mid_step(self) -> bool:
+        return bool(self._stepped or self._whole)
+
+    @property
+    def num_nonfinite(self) -> int:
+        """Non-finite gradient elements found in the step in progress."""
+        return self.owner.finite_check.num_nonfinite - self._num_bad if self._options is not None else 0
+
+    # -- a step
+
+    def _gradient_is_final(self, param: Tensor) -> None:
+        name = self._block_of[param]
+        if param in self.seen or name in self._stepped:
+            param.grad = None
+            self._refuse_second(param)
+        if self._options is None:
+            if capturing():
+                raise BadInputError(
+                    "a CUDA graph cannot capture a backward that releases gradients: capture without release"
+                )
+            refuse_ranks("release")
+            with torch.no_grad():
+                self._begin()
+        self.seen.add(param)
+        roster = self.owner.roster
+        if self.together_bytes and not roster.groups and param.grad is not None:
+            self._order.append((name, self.sizes.get(param, param.grad.nbytes)))
+        live, left = roster.live[name], self._left.get(name)
+        if left is None:
+            left = sum(slot.param.requires_grad for slot in live.slots)
+        self._left[name] = left - 1
+        if param.is_cuda:
+            self._streams.setdefault(name, set()).add(stream_now(param.device))
+        if left == 1:
+            self._is_whole(live)
+
+    def _begin(self) -> None:
+        """A step begins, at its first gradient: learning rates and the rest are read once for all blocks."""
+        owner = self.owner
+        owner.roster.ready()
+        devices = {param.device for param in self._block_of}
+        if len(devices) > 1:
+            raise BadInputError(
+                f"gradient release steps parameters of one device, these are on {', '.join(sorted(map(str, devices)))}:"
+                " put the model on one, or train without release"
+            )
+        if owner.before_step:
+            raise BadInputError(
+                "before_step sees the gradients of a whole step, which are never there at once with gradient release: "
+                "set optimizer.releaser.observer, which sees them by parts"
+            )
+        self._options, self._num_bad = owner.options(), owner.finite_check.num_nonfinite
+        if self.observer is not None:
+            self.observer.begin_parts()
+
+    def _refuse_second(self, param: Tensor) -> None:
+        raise BadInputError(f"{self.owner.roster.names[param]} got a second gradient before step(). {_ONE_BACKWARD}")
+
+    def _is_whole(self, live: LiveBlock) -> None:
+        """A block has its gradients: it is stepped, with its group when that has all of them.
+
+        A group that another one overtakes is not waited for: what it misses may not come in this step, and groups that
+        wait for a frozen or skipped block each would keep the gradients of a whole backward.
+        """
+        group = self._group_of(live)
+        if self._waiting and self._group_of(self._waiting[0]) != group:
+            self._step_waiting()
+        self._waiting.append(live)
+        self._whole[group] = self._whole.get(group, 0) + 1
+        if self._whole[group] == len(group):
+            self._step_waiting()
+
+    def _group_of(self, live: LiveBlock) -> tuple[str, ...]:
+        return self.owner.roster.groups.get(live.block.name, (live.block.name,))
+
+    @torch.no_grad()  # as a backward that makes a graph has not
+    def _step_waiting(self) -> None:
+        """Steps the blocks that wait, group by group, with the gradients that their parameters have."""
+        roster = self.owner.roster
+        by_group: dict[tuple[str, ...], list[LiveBlock]] = {}
+        for live in self._waiting:
+            by_group.setdefault(self._group_of(live), []).append(live)
+        self._waiting = []
+        for group, lives in by_group.items():
+            others = [roster.live[name] for name in group if len(lives) < len(group)]
+            streams = set().union(*(self._streams.get(live.block.name, ()) for live in lives))
+            aside = _set_aside([slot.param for live in others if live not in lives for slot in live.slots])
+            with in_order(streams), aside:
+                self.step_with(lives, unit=roster.alone(group))
+
+    def step_with(self, lives: list[LiveBlock], *, unit: StepUnit) -> None:
+        """One step of some blocks by `unit`: mask, clip, observe, update, and their gradients are dropped."""
+        owner = self.owner
+        assert self._options is not None
+        if self.before_block is not None:
+            self.before_block()
+        looks = self.observer is not None or self.settings != GradientRelease()
+        masks = owner.finite_check.check(unit, step=owner.num_steps + 1, final=looks)
+        assert masks is not None, "skip_step is refused when the optimizer is built"
+        self._stepped.update(live.block.name for live in lives)
+        slots = [slot for live in lives for slot in live.slots if slot.param.grad is not None]
+        by_norm, by_value = self.settings.clip_norm is not None, self.settings.clip_value is not None
+        if by_norm and self.norm is not None and slots[0].param.is_cuda:
+            self._clip_together([slot.param for slot in slots])
+            by_norm = False
+        if by_norm or by_value:
+            for live in lives:
+                self._clip([slot.param for slot in live.slots if slot.param.grad is not None])
+        if self.observer is not None:
+            self.observer.see_part({slot.name: slot.param.grad for slot in slots})  # pyright: ignore
+        if any(live.unseeded for live in lives):
+            owner.seed(lives)
+        inputs = owner.inputs(masks, options=self._options, phase=owner.num_steps + 1)
+        self._run(slots, lambda: unit.backends[0](inputs))
+        for slot in slots:
+            slot.param.grad = None
+
+    def flush(self) -> None:
+        """Steps the blocks that wait for gradients which this step does not bring, or for others to be stepped with."""
+        left = [live for live in self.owner.roster.live.values() if any(s.param.grad is not None for s in live.slots)]
+        if left and self._options is None:
+            self._begin()
+        for live in left:
+            if live.block.name in self._stepped:
+                self._refuse_second(next(slot.param for slot in live.slots if slot.param.grad is not None))
+        self._waiting = left
+        self._step_waiting()
+
+    def finish(self) -> None:
+        """Ends the step: what is left is stepped, and the norm of all gradients is that of the previous step now."""
+        owner = self.owner
+        if hasattr(owner, "grad_scale"):  # left by GradScaler.step, and by nobody else
+            raise BadInputError(
+                "a GradScaler skips the whole step where a gradient overflows, but with gradient release blocks are "
+                "stepped before the last gradient is known, with gradients that are scaled still: train in bf16, "
+                "which needs no scaler, or without release"
+            )
+        if self._options is None:
+            self._begin()
+        self._warn_if_late()  # before anything is ended: it may raise
+        self.flush()
+        owner.roster.join()
+        if self.observer is not None:
+            self.observer.finish_parts()
+        if owner._optimizer_step_pre_hooks and not self._told_hooks:
+            self._told_hooks = True
+            log.warning("what register_step_pre_hook was given finds no gradients: they are released in backward")
+        # In the order of parameters, whatever order their gradients came in. Usable ones have a finite norm.
+        norms = [self._norms[param] for param in self._block_of if param in self._norms]
+        if norms:
+            self.norm = _total(norms)
+        if self._order:
+            self._group()
+        self._reset()
+
+    def _group(self) -> None:
+        """Who is stepped with whom from now on, by the order in which gradients came."""
+        roster = self.owner.roster
+        names = dict.fromkeys(name for name, _ in self._order)
+        groups = together(
+            self._order,
+            left={name: sum(slot.param.requires_grad for slot in roster.live[name].slots) for name in names},
+            limit=self.together_bytes,
+            joins=lambda a, b: roster.can_join(roster.live[a], others=[roster.live[b]]),
+        )
+        roster.regroup(groups)
+
+    # -- clipping
+
+    def _clip(self, params: list[Tensor]) -> None:
+        grads = [param.grad for param in params if param.grad is not None]
+        if self.settings.clip_norm is not None and grads and params[0] not in self._norms:
+            for param, grad in zip(params, grads, strict=True):
+                wide = torch.float64 if grad.dtype is torch.float64 else torch.float32
+                self._norms[param] = torch.linalg.vector_norm(grad, dtype=wide)
+            factor = self.norm_factor(self.settings.clip_norm, params=params)
+            for grad in grads:
+                grad.mul_(factor.to(grad.device))
+        if self.settings.clip_value is not None:
+            for grad in grads:
+                grad.clamp_(-self.settings.clip_value, self.settings.clip_value)
+
+    def _clip_together(self, params: list[Tensor]) -> None:
+        """By norm as `_clip` does, in few launches, where the norm to go by is known."""
+        assert self.settings.clip_norm is not None
+        grads = [param.grad for param in params if param.grad is not None]
+        wide = torch.float64 if any(grad.dtype is torch.float64 for grad in grads) else torch.float32
+        norms = torch._foreach_norm(grads, dtype=wide)  # pyright: ignore[reportPrivateImportUsage]
+        self._norms |= zip(params, norms, strict=True)
+        factor = self.norm_factor(self.settings.clip_norm, params=params)
+        torch._foreach_mul_(grads, factor)  # pyright: ignore[reportPrivateImportUsage]
+
+    def norm_factor(self, limit: float, *, params: list[Tensor]) -> Tensor:
+        """What to multiply the gradients of a block by; no number is waited for."""
+        if self.norm is not None:
+            if self._factor is None:
+                norm = self.norm.to(params[0].device)  # a checkpoint's may be elsewhere, where other roundings are
+                self._factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+            return self._factor
+        numel = max(sum(param.numel() for param in self._block_of), 1)
+        share = sum(param.numel() for param in params) / numel
+        norm = _total([self._norms[param] for param in params])
+        return (limit * share**0.5 / (norm + 1e-6)).clamp(max=1.0)
+
+    # -- between steps
+
+    def check_zeroing(self, *, set_to_none: bool) -> None:
+        """Raises BadInputError where `zero_grad` cannot mean what it says."""
+        if not set_to_none:
+            raise BadInputError(
+                "zero_grad(set_to_none=False) keeps gradients, which gradient release drops: leave it out"
+            )
+        if self.mid_step:
+            raise BadInputError(
+                "zero_grad() was called between backward and step(): with gradient release the gradients that it is to "
+                "discard have been stepped. Call step() after each backward, and run a backward that is no step inside "
+                "`with optimizer.releaser.held():`"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.norm is None else {"norm": self.norm.clone()}
+
+    def load_state_dict(self, state: Any) -> None:
+        """`state` is what a checkpoint has under `release`; without any the next step is a first one for clipping."""
+        norm = state.get("norm") if isinstance(state, Mapping) else None
+        if norm is not None and not (isinstance(norm, Tensor) and norm.ndim == 0):
+            raise CheckpointError("'release' of the optimizer checkpoint has a norm that is no number: it is damaged")
+        self._reset()
+        self.norm = None if norm is None else norm.detach().clone()
+
+
+def take_from_others(params: list[Tensor]) -> None:
+    """Ends the release of any optimizer that steps one of `params` in backward: the newest one trains them."""
+    for releaser in {id(r): r for p in params if (r := _releaser_of(p)) is not None}.values():
+        releaser.detach()
+        log.warning(
+            "a new optimizer was built on parameters whose gradients another one releases: that one has stopped to"
+        )
+
+
+def _releaser_of(param: Tensor) -> DropGradients | None:
+    ref = _OWNERS.get(param)
+    return ref() if ref is not None else None
+
+
+def _total(norms: list[Tensor]) -> Tensor:
+    """Norm of all, from those of the parts."""
+    dtype = norms[0].dtype
+    return torch.linalg.vector_norm(torch.stack([norm if norm.dtype is dtype else norm.to(dtype) for norm in norms]))
+
+
+@contextmanager
+def _set_aside(params: list[Tensor]) -> Iterator[None]:
+    """Inside, `params` have no gradients."""
+    grads = [(param, param.grad) for param in params if param.grad is not None]
+    for param, _ in grads:
+        param.grad = None
+    try:
+        yield
+    finally:
+        for param, grad in grads:
+            param.grad = grad
+
+
+def stream_now(device: torch.device) -> StreamId:
+    """The current stream of a CUDA device. torch.cuda.current_stream makes an object of it, for three times the price,
+    and it is asked for with every gradient."""
+    return torch._C._cuda_getCurrentStream(device.index)
+
+
+@contextmanager
+def in_order(streams: Set[StreamId]) -> Iterator[None]:
+    """Inside, what is done on the current stream comes after what was begun on `streams` of its device; afterwards they
+    go on behind it.
+
+    Branches of a network may run on streams of their own, and each makes its gradients there: who steps them together
+    waits for all, and the memory of a gradient that is dropped is its own stream's to use again.
+    """
+    now = stream_now(torch.device("cuda", next(iter(streams))[1])) if streams else None
+    if now is None or streams == {now}:
+        yield
+        return
+    here, *apart = (
+        torch.cuda.Stream(stream_id=number, device_index=index, device_type=kind)
+        for number, index, kind in (now, *(one for one in streams if one != now))
+    )
+    for stream in apart:
+        here.wait_stream(stream)
+    yield
+    for stream in apart:
+        stream.wait_stream(here)
+
+
+def together(
+    order: Sequence[tuple[str, int]],
+    *,
+    left: Mapping[str, int],
+    limit: int,
+    joins: Callable[[str, str], bool],
+) -> list[tuple[str, ...]]:
+    """Groups of blocks that are stepped together.
+
+    Gradients come in `order` (block, bytes), and a block has `left` of them. Groups are of blocks that come one after
+    the other, up to `limit` bytes, and so that never more is there than was by then where each is stepped alone. By
+    then, and not in all: activations go as backward goes on, so that a peak of gradients at its end, as of an
+    embedding, costs less than the same bytes at its beginning. A 64th of `limit` may be there at any time, so that
+    biases and norms before the first matrix need no launch each.
+    """
+    groups: list[tuple[str, ...]] = []
+    waiting: list[str] = []
+    missing, sizes = dict(left), dict.fromkeys(left, 0)
+    held = waits = alone = 0
+    most = limit // 64
+    for name, num_bytes in order:
+        alone += num_bytes
+        most = max(most, alone)
+        if waiting and held + num_bytes > most:
+            groups, waiting, held, waits = [*groups, tuple(waiting)], [], held - waits, 0
+        held, missing[name], sizes[name] = held + num_bytes, missing[name] - 1, sizes[name] + num_bytes
+        if missing[name]:
+            continue
+        alone -= sizes[name]
+        if waiting and (waits + sizes[name] > limit or not joins(waiting[0], name)):
+            groups, waiting, held, waits = [*groups, tuple(waiting)], [], held - waits, 0
+        waiting, waits = [*waiting, name], waits + sizes[name]
+    return [*groups, tuple(waiting)] if waiting else groups
+
+
+# -- overlap -----------------------------------------------------------------------------------------------------------
+
+
+class KeepGradients(BackwardStepper):
+    """Overlap: inside `last_backward` each piece of host-placed blocks is stepped when its gradients are final.
+
+    Gradients stay, so whoever looks at them before `step` finds them, but nobody may change them: they have been used.
+    Between steps it holds nothing but hooks.
+    """
+
+    policy = "keep"
+    late_text = "blocks that were stepped in backward take it in the next step"
+    stepped_text = f"some host-placed blocks have been stepped in backward. Call step() first, or {_NO_CHANGE}"
+
+    def __init__(self, owner: "BlockwiseOptimizer"):
+        self._on = self._flush_only = False
+        self._finals: list[Tensor] = []  # parameters in the order in which their gradients were final
+        self._learned: set[str] = set()  # blocks whose order the registry knows
+        self.num_stepped = 0  # parameters that the last step found stepped, or flushed, in backward
+        super().__init__(owner)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies get hooks of their own, from whoever owns them."""
+        return {}
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._place: dict[Tensor, tuple[HostedBackend, int]] = {}  # parameter -> its piece
+        self._left: dict[tuple[int, int], int] = {}  # piece -> parameters without a gradient so far
+        self.versions: dict[Tensor, int] = {}  # parameter that was stepped -> version of its gradient
+
+    @property
+    def mid_step(self) -> bool:
+        return bool(self.versions)
+
+    @contextmanager
+    def last_backward(self, *, flush_only: bool = False) -> Iterator[None]:
+        """Inside, a backward steps host-placed blocks as soon as their gradients are final, where that is possible."""
+        refuse_ranks("last_backward")
+        self._flush_only = flush_only
+        self.check_between_steps("last_backward was entered")
+        self._on = self._prepare()
+        try:
+            yield
+        finally:
+            self._on = False
+
+    def _prepare(self) -> bool:
+        """Notes which parameters wait for which piece; False where all blocks have to wait for `step`."""
+        owner = self.owner
+        seen = any(subscriber.wanted() for subscriber in owner.before_step)
+        thawed = any(param.requires_grad for param in owner.roster.frozen)  # blocks may still come in this step
+        if owner.releaser is not None or owner.nonfinite != "skip_element" or seen or thawed:
+            return False
+        self._reset()
+        self._options = owner.options()
+        if self._finals and self._learned != set(owner.roster.live):
+            owner.roster.learn_travel(self._finals)
+            self._learned = set(owner.roster.live)
+        self._finals = []
+        for backend in owner.roster.ready().backends:
+            if isinstance(backend, HostedBackend):
+                for index, piece in enumerate(backend.pieces):
+                    params = [slot.param for live in piece.blocks for slot in live.slots if slot.param.requires_grad]
+                    self._place |= dict.fromkeys(params, (backend, index))
+                    self._left[id(backend), index] = len(params)
+        self._hook(iter(self._place))
+        if self._place:
+            if self.finish not in owner.before_check:
+                owner.before_check.append(self.finish)
+            vars(owner)[_SCALING] = True  # so that a GradScaler comes to `step` with scaled gradients, and is refused
+        return bool(self._place)
+
+    def _gradient_is_final(self, param: Tensor) -> None:
+        if not self._on or param not in self._place or capturing():
+            return
+        backend, index = self._place[param]
+        self._finals.append(param)
+        self._left[id(backend), index] -= 1
+        if self._left[id(backend), index] == 0:
+            with torch.no_grad():
+                self._step(backend, index)
+        elif self._left[id(backend), index] < 0:
+            raise BadInputError(
+                f"{self.owner.roster.names[param]} got a second gradient inside optimizer.last_backward(): it takes "
+                "one backward, the last before step(); run those before it outside"
+            )
+
+    def _step(self, backend: HostedBackend, index: int) -> None:
+        owner, piece = self.owner, backend.pieces[index]
+        if any(live.unseeded for live in piece.blocks):
+            return
+        slots = [slot for live in piece.blocks for slot in live.slots if slot.param.grad is not None]
+        if self._flush_only:
+            if not backend.flush(index):
+                return
+        else:
+            masks, options = {}, self._options
+            assert options is not None
+            if not backend.excludes_nonfinite and not backend.looks_ahead:
+                unit = StepUnit(backends=[backend], guarded={slot.param: slot.name for slot in slots})
+                masks = owner.finite_check.check(unit, step=owner.num_steps + 1, final=False) or {}
+            inputs = owner.inputs(masks, options=options, phase=owner.num_steps + 1)
+            self._run(slots, lambda: backend.step(index, inputs, ahead=True))
+            backend.done.add(index)
+        # These gradients were used: they may not be changed any more.
+        self.versions |= {slot.param: slot.param.grad._version for slot in slots}  # pyright: ignore
+
+    def check(self) -> None:
+        """To be called before anything is done to gradients; waits until those that were used are done with.
+
+        Raises BadInputError if they are not what blocks were stepped with.
+        """
+        for param, version in self.versions.items():
+            if param.grad is None or param.grad._version != version:
+                what = "dropped" if param.grad is None else "changed"
+                raise BadInputError(
+                    f"the gradient of {self.owner.roster.names[param]} was {what} between backward and step(), and its "
+                    f"block was stepped in backward: {_NO_CHANGE}"
+                )
+        if self.versions:
+            self.owner.roster.join()
+
+    def accept_masks(self) -> None:
+        """Gradients were masked, which changes nothing for blocks that were stepped: they left the same out."""
+        self.versions = {param: param.grad._version for param in self.versions if param.grad is not None}
+
+    def finish(self) -> None:
+        """Called by the `step` after `last_backward`, before its finite check."""
+        self.check()
+        owner = self.owner
+        if vars(owner).pop(_SCALING, False) and hasattr(owner, "grad_scale"):
+            raise BadInputError(
+                "a GradScaler unscales gradients, or skips the step, when blocks have been stepped in backward with "
+                f"gradients that are scaled still: {_NO_CHANGE}"
+            )
+        if self.mid_step:
+            self._warn_if_late()
+        self.num_stepped = len(self.versions)
+        self._reset()
+        owner.before_check.remove(self.finish)

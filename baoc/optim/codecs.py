@@ -1,0 +1,553 @@
+"""What a codec is: how a state tensor of fp32 numbers is kept between two steps.
+
+Averages with a slow decay stand still or ratchet upwards when they are rounded to nearest at every step (v at beta2 =
+.999 moves .1 % per step, half a bf16 or 8-bit step is .2 to .4 %). So encoding takes a `phase`: with it, rounding up or
+down is decided by a low-discrepancy sequence over steps and lanes, whose mean over steps is the exact value. No random
+state is involved: the same phase gives the same bits.
+
+Below: what a codec is, fp32 and bf16, the 8-bit codecs, the 4-bit codecs, and the table of all.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import log
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from baoc.core.catalogue import CODECS
+from baoc.types import CodecInfo, StateDecl, StateKind, StateLayout
+
+_BF16_MAX = torch.finfo(torch.bfloat16).max
+_TINY = torch.finfo(torch.float32).tiny
+LANES = 32
+# 1/p and 1/p^2 of p = 1.3247..., the plastic number: the two-dimensional additive sequence of least discrepancy known.
+_PER_STEP, _PER_LANE = 0.7548776662466927, 0.5698402909980532
+
+
+@runtime_checkable
+class Codec(Protocol):
+    """One way to keep a tensor. Objects are stateless and shared; the registry keeps one per name.
+
+    `parts` maps "" to the payload, which has the shape of the state (flat where two codes share a byte), and ".scale"
+    to the scales where there are any. Zero comes back as exactly zero, a positive number kept as v never comes back as
+    zero, and NaN or infinity is never stored (NaN becomes 0, infinities the largest number the codec has). fp32 keeps
+    whatever it is given.
+    """
+
+    @property
+    def info(self) -> CodecInfo: ...
+
+    @property
+    def in_place(self) -> bool:
+        """True if `decode` returns the stored tensor itself, so that writing to it is storing."""
+        ...
+
+    def allocate(self, shape: Sequence[int], device: torch.device | str) -> dict[str, Tensor]:
+        """Parts that decode to zeros; together exactly `info.nbytes(numel)` bytes."""
+        ...
+
+    def encode_(
+        self, parts: dict[str, Tensor], values: Tensor, *, phase: int | None = None, new: Tensor | None = None
+    ) -> None:
+        """Stores `values` (fp32, shape of the state). `phase` None rounds to nearest; else see the module's text.
+
+        `new`, a mask: where it is False the value is the one that is stored already, and must stay. It is rounded to
+        nearest, so its code stays unless its group's scale moves; a scale is made by the new values, but no smaller
+        than those that stay need.
+        """
+        ...
+
+    def decode(self, parts: dict[str, Tensor], shape: Sequence[int]) -> Tensor:
+        """The stored numbers as fp32 of `shape`."""
+        ...
+
+
+def thresholds(phase: int, *, new: Tensor | None, group: int, device: torch.device) -> Tensor:
+    """Lanes for groups of elements: fp32 [group], or [groups, group] with 1/2 where `new` is False."""
+    pattern = lanes(phase, device).repeat(group // LANES)
+    if new is None:
+        return pattern
+    flat = new.reshape(-1)
+    flat = pad(flat, (0, -len(flat) % group), value=True).view(-1, group)
+    return torch.where(flat, pattern, 0.5)
+
+
+@lru_cache(maxsize=16)
+def lanes(phase: int, device: torch.device) -> Tensor:
+    """fp32[32] in (0, 1]: a fraction of at least this rounds up in step `phase`; one per element index modulo 32."""
+    return lanes_of(phase, 1)[0].to(device, non_blocking=True)
+
+
+def lanes_of(first: int, count: int) -> Tensor:
+    """fp32[count, 32] on the CPU: those of phases one after another."""
+    phases = torch.arange(first, first + count, dtype=torch.float64, device="cpu")[:, None]
+    steps = torch.arange(LANES, dtype=torch.float64, device="cpu") * _PER_LANE + phases * _PER_STEP
+    return (1 - torch.frac(steps)).to(torch.float32).clamp_(min=2**-24)
+
+
+def add_lanes_(flat: Tensor, pattern: Tensor) -> Tensor:
+    """Adds `pattern` ([32]) to a flat tensor, over and over along its elements; returns it."""
+    whole = flat.numel() // LANES * LANES
+    flat[:whole].view(-1, LANES).add_(pattern)
+    flat[whole:].add_(pattern[: flat.numel() - whole])
+    return flat
+
+
+# -- fp32 and bf16: one number per element and no scales ----------------------------------------------------------
+
+
+class Fp32:
+    """The numbers themselves: decoding returns the stored tensor, and encoding that same tensor is free."""
+
+    in_place = True
+
+    def __init__(self, info: CodecInfo):
+        self.info = info
+
+    def allocate(self, shape: Sequence[int], device: torch.device | str) -> dict[str, Tensor]:
+        return {"": torch.zeros(tuple(shape), dtype=torch.float32, device=device)}
+
+    def encode_(
+        self, parts: dict[str, Tensor], values: Tensor, *, phase: int | None = None, new: Tensor | None = None
+    ) -> None:
+        if values is not parts[""]:
+            parts[""].copy_(values)
+
+    def decode(self, parts: dict[str, Tensor], shape: Sequence[int]) -> Tensor:
+        return parts[""]
+
+
+class Bf16:
+    """Rounded to bfloat16: relative error at most 2^-8 to nearest, 2^-7 with a phase."""
+
+    in_place = False
+
+    def __init__(self, info: CodecInfo):
+        self.info = info
+
+    def allocate(self, shape: Sequence[int], device: torch.device | str) -> dict[str, Tensor]:
+        return {"": torch.zeros(tuple(shape), dtype=torch.bfloat16, device=device)}
+
+    def encode_(
+        self, parts: dict[str, Tensor], values: Tensor, *, phase: int | None = None, new: Tensor | None = None
+    ) -> None:
+        kept = values.nan_to_num(nan=0.0).clamp_(-_BF16_MAX, _BF16_MAX)
+        if phase is not None:
+            # Adding up to one bf16 step to the bits and cutting the rest off rounds up in that share of the steps.
+            bits = kept.reshape(-1).view(torch.int32)
+            add_lanes_(bits, ((1 - lanes(phase, bits.device)) * 2**16).to(torch.int32))
+            kept = bits.bitwise_and_(-(2**16)).view(torch.float32).view(values.shape)
+        parts[""].copy_(kept)
+
+    def decode(self, parts: dict[str, Tensor], shape: Sequence[int]) -> Tensor:
+        return parts[""].to(torch.float32)
+
+
+PLAIN = (Fp32(CODECS["fp32"]), Bf16(CODECS["bf16"]))
+
+
+# -- the 8-bit codecs: groups of 32 consecutive elements share a bf16 scale, each element is one companded byte --------
+#
+# Formulas and their sources: docs/methods.md#codecs. Scales are bf16 because fp16 loses states below 1e-6, and rounded
+# up so that |x| / scale is at most 1. Codes of m are companded by softsign, a logarithm with a sign, or a fourth root.
+# Codes of v are of s = sqrt(v): linear, logarithmic, or its fourth root. Companding suits groups of narrow spread,
+# logarithms wide ones; roots are near the better of the two at any spread (steps of 3 % at the largest m, 10 % at one
+# 100 times smaller; half that for s).
+
+# A running average keeps its scale while its largest element is within 13 % of it: a scale that moved by one bf16 step
+# at every step would round all 32 elements anew each time, and their errors would pile up.
+_KEEP_SCALE = 0.87
+
+
+class Grouped:
+    """Scales, groups and padding; a subclass maps numbers in [-1, 1] to codes and back."""
+
+    in_place = False
+    dtype: torch.dtype
+    largest: float  # no scale exceeds it, so that every code decodes to a finite number
+
+    def __init__(self, info: CodecInfo):
+        self.info = info
+
+    def allocate(self, shape: Sequence[int], device: torch.device | str) -> dict[str, Tensor]:
+        payload = torch.zeros(tuple(shape), dtype=self.dtype, device=device)
+        num_groups = -(-payload.numel() // LANES)
+        return {"": payload, ".scale": torch.zeros(num_groups, dtype=torch.bfloat16, device=device)}
+
+    def encode_(
+        self, parts: dict[str, Tensor], values: Tensor, *, phase: int | None = None, new: Tensor | None = None
+    ) -> None:
+        payload, kept_scale = parts[""], parts[".scale"]
+        if not payload.numel():
+            return
+        x = _groups(self.compress_(values.nan_to_num(nan=0.0).reshape(-1)))
+        scale = round_up(torch.maximum(x.amax(1), x.amin(1).neg_()), largest=self.largest)
+        if phase is not None:
+            scale = _kept_or_new(scale, kept=kept_scale)
+        kept_scale.copy_(scale)
+        x = x.div_(scale.to(torch.float32).clamp_(min=_TINY).unsqueeze(1))
+        threshold = thresholds(phase, new=new, group=LANES, device=x.device) if phase is not None else None
+        codes = self.quantise(x, threshold)
+        payload.view(-1).copy_(codes.view(-1)[: payload.numel()])
+
+    def decode(self, parts: dict[str, Tensor], shape: Sequence[int]) -> Tensor:
+        payload = parts[""]
+        if not payload.numel():
+            return torch.zeros(tuple(shape), dtype=torch.float32, device=payload.device)
+        x = self.restore(_groups(payload.view(-1)).to(torch.float32))
+        x = x.mul_(parts[".scale"].to(torch.float32).unsqueeze(1))
+        return self.expand_(x.view(-1)[: payload.numel()]).view(tuple(shape))
+
+    def compress_(self, values: Tensor) -> Tensor:
+        """Numbers -> what is scaled and coded, in place."""
+        return values
+
+    def expand_(self, values: Tensor) -> Tensor:
+        """The inverse of `compress_`, in place."""
+        return values
+
+    def quantise(self, x: Tensor, threshold: Tensor | None) -> Tensor:
+        """[groups, 32] in [-1, 1] -> codes as fp32; fractions from `threshold` (of each) round up. May write to x."""
+        raise NotImplementedError
+
+    def restore(self, codes: Tensor) -> Tensor:
+        """The inverse of `quantise`; may write to its argument."""
+        raise NotImplementedError
+
+
+def _groups(flat: Tensor) -> Tensor:
+    """A flat tensor as [groups, 32], zero-padded."""
+    missing = -flat.numel() % LANES
+    return (pad(flat, (0, missing)) if missing else flat).view(-1, LANES)
+
+
+def _kept_or_new(scale: Tensor, *, kept: Tensor) -> Tensor:
+    """The scales that the groups have where those still do, else the new ones (both bf16, not negative)."""
+    old, top = kept.to(torch.float32), scale.to(torch.float32)
+    return torch.where((top <= old) & (top >= _KEEP_SCALE * old), kept, scale)
+
+
+def round_up(values: Tensor, *, largest: float) -> Tensor:
+    """Non-negative fp32 -> the least bf16 that is not smaller, but at most `largest`."""
+    values = values.clamp(max=largest)
+    nearest = values.to(torch.bfloat16)
+    bits = nearest.view(torch.int16)
+    return torch.where(nearest.to(torch.float32) < values, bits + 1, bits).view(torch.bfloat16)
+
+
+def _stochastic(x: Tensor, threshold: Tensor | None) -> Tensor:
+    """Rounds to nearest, or up where the fraction reaches the threshold."""
+    return x.round_() if threshold is None else x.add_(1 - threshold).floor_()
+
+
+class _Momentum(Grouped):
+    dtype = torch.int8
+    largest = torch.finfo(torch.bfloat16).max
+
+
+class Softsign8(_Momentum):
+    """m as y = 2x / (1 + |x|), q = round(127 y); back x = y / (2 - |y|) (FlashOptim)."""
+
+    def quantise(self, x: Tensor, threshold: Tensor | None) -> Tensor:
+        return _stochastic(x.mul_(2 * 127).div_(x.abs().div_(2 * 127).add_(1)), threshold).clamp_(-127, 127)
+
+    def restore(self, codes: Tensor) -> Tensor:
+        y = codes.div_(127)
+        return y.div_(y.abs().neg_().add_(2))
+
+
+class Log8M(_Momentum):
+    """m as a sign and 127 magnitudes, 2^-16 (4.8 decades) to 1, 9 % apart; what is below half the least becomes 0."""
+
+    octaves = 16.0
+
+    def quantise(self, x: Tensor, threshold: Tensor | None) -> Tensor:
+        size = x.abs()
+        step = self.octaves / 126
+        code = _stochastic(size.clamp(min=_TINY).log2_().div_(step).add_(127), _warp(threshold, step))
+        large = size >= 2.0 ** -(self.octaves + 1)
+        return code.clamp_(1, 127).mul_(large).copysign_(x)
+
+    def restore(self, codes: Tensor) -> Tensor:
+        sign = codes.sign()
+        return codes.abs_().sub_(127).mul_(self.octaves / 126).exp2_().mul_(sign)
+
+
+class Root8M(_Momentum):
+    """m as a sign and q = round(127 |x|^(1/4)); back |x| = (q / 127)^4, down to 4e-9."""
+
+    def quantise(self, x: Tensor, threshold: Tensor | None) -> Tensor:
+        code = _stochastic(x.abs().sqrt_().sqrt_().mul_(127), threshold)
+        return code.clamp_(max=127).copysign_(x)
+
+    def restore(self, codes: Tensor) -> Tensor:
+        square = codes.div(127).square_()
+        return square.square_().copysign_(codes)
+
+
+class _SecondMoment(Grouped):
+    """v is coded as s = sqrt(v); a positive one never gets code 0, for the step divides by it."""
+
+    dtype = torch.uint8
+    largest = 1.83e19  # its square is finite in fp32
+
+    def compress_(self, values: Tensor) -> Tensor:
+        return values.clamp_(min=0).sqrt_()
+
+    def expand_(self, values: Tensor) -> Tensor:
+        return values.square_()
+
+
+class Sqrt8(_SecondMoment):
+    """v as q = round(255 s / scale) (FlashOptim). With a phase, v itself keeps its mean, not s."""
+
+    def quantise(self, x: Tensor, threshold: Tensor | None) -> Tensor:
+        positive = x > 0
+        x = x.mul_(255)
+        if threshold is None:
+            return x.round_().clamp_(1, 255).mul_(positive)
+        low = x.floor()
+        # Up where v is past that share of the way from low^2 to (low + 1)^2.
+        bound = (2 * low).add_(1).mul_(threshold).addcmul_(low, low)
+        return low.add_(x.square_() >= bound).clamp_(1, 255).mul_(positive)
+
+    def restore(self, codes: Tensor) -> Tensor:
+        return codes.div_(255)
+
+
+class Log8V(_SecondMoment):
+    """v as 255 sizes of s, 2^-20 (6 decades) to 1, 5.6 % apart. With a phase, v itself keeps its mean, not its log."""
+
+    octaves = 20.0
+
+    def quantise(self, x: Tensor, threshold: Tensor | None) -> Tensor:
+        step = self.octaves / 254
+        positive = x > 0
+        code = _stochastic(x.clamp_(min=_TINY).log2_().div_(step).add_(255), _warp(threshold, 2 * step))
+        return code.clamp_(1, 255).mul_(positive)
+
+    def restore(self, codes: Tensor) -> Tensor:
+        positive = codes > 0
+        return codes.sub_(255).mul_(self.octaves / 254).exp2_().mul_(positive)
+
+
+class Root8V(_SecondMoment):
+    """v as q = round(255 x^(1/4)), x = s / scale. With a phase, v itself, the eighth power of q, keeps its mean."""
+
+    def quantise(self, x: Tensor, threshold: Tensor | None) -> Tensor:
+        positive = x > 0
+        place = x.sqrt_().sqrt_().mul_(255)
+        if threshold is None:
+            return place.round_().clamp_(1, 255).mul_(positive)
+        code = place.floor()
+        low, high = _eighth(code), _eighth(code + 1)
+        return code.add_(_eighth(place) >= torch.lerp(low, high, threshold)).clamp_(1, 255).mul_(positive)
+
+    def restore(self, codes: Tensor) -> Tensor:
+        return codes.div_(255).square_().square_()
+
+    def expand_(self, values: Tensor) -> Tensor:
+        positive = values > 0
+        return values.square_().clamp_(min=_TINY).mul_(positive)
+
+
+def _eighth(x: Tensor) -> Tensor:
+    return x.square().square_().square_()
+
+
+def _warp(threshold: Tensor | None, octaves: float) -> Tensor | None:
+    """Thresholds on a number between two neighbours `octaves` apart -> thresholds on its logarithm between theirs."""
+    if threshold is None:
+        return None
+    ratio = 2.0**octaves
+    return torch.log1p(threshold * (ratio - 1)) / log(ratio)
+
+
+GROUPED = (
+    Softsign8(CODECS["softsign8"]),
+    Sqrt8(CODECS["sqrt8"]),
+    Log8M(CODECS["log8m"]),
+    Log8V(CODECS["log8v"]),
+    Root8M(CODECS["root8m"]),
+    Root8V(CODECS["root8v"]),
+)
+
+
+# -- the 4-bit codecs: two codes per byte, groups of 64 consecutive elements that share two bytes ----------------------
+#
+# Layout, the same for m and v. The payload is uint8[ceil(numel / 2)]: element 2i is the low nibble of byte i, element
+# 2i + 1 the high one; where numel is odd the last high nibble is 0. ".scale" has one number per 64 elements begun.
+# What goes up when rounding is told by `lanes(phase)`, indexed by element modulo 32, for m as for v: a step of 4 bits
+# is more than an average moves in a step, so rounded to nearest it would never fall again.
+#
+# root4, of m, ".scale" bf16, the group's largest |m| rounded up. A nibble is a signed code q in -7 ... 7 (two's
+# complement): m = scale q |q| / 49. Encoding, with y = 49 |m| / scale, low = min(floor(sqrt(y)), 6) and the threshold
+# t: |q| = low + (y - low^2 >= t (2 low + 1)), and 0 where y < 1/2, so that no element is more than doubled. The mean
+# over steps is the exact m, but for those.
+#
+# lattice4, of v, ".scale" int16, word = 4 top + k. Roots s = sqrt(v) are kept as powers of two whose exponents,
+# counted in eighths of an octave, are multiples of the unit u = 8 >> k, k in 0 ... 3. Code 0 is zero, code c in 1 ...
+# 15 is s = 2^((top - (15 - c) u) / 8). All groups of one k share one lattice, so a group whose top moves does not
+# round anew. Encoding, with e = 8 log2(s), hi and lo the largest and least e of the group's positive elements: k is
+# the largest in 0 ... 3 for which ceil(hi / u) u - lo <= limit u, else 0; top = ceil(hi / u) u; limit is 18, but 16
+# for k above the one that the old word has (none of a codec without history: phase None). c = floor(15 + (e - top) / u
+# + 1 - w(t)) within 1 ... 15, where w(t) = log(1 + t (r - 1)) / log(r), r = 2^(u / 4), keeps the mean of v; without a
+# phase, to nearest. So the range of a group is 1.75, 3.5, 7 or 14 octaves of s, and what lies below it (by at most 4
+# units) is kept as its least code: such weights lag, and never run away. A group without a positive element has word
+# 0.
+
+_LEAST = 0.5  # of one code of m: what is smaller becomes 0
+_LARGEST_ROOT = 2.0**63  # of v: one unit more would square to infinity
+_KS = (3, 2, 1, 0)
+_LIMIT, _LIMIT_FINER = 18, 16  # units between top and the least element; fewer to change to a finer lattice
+
+
+class Packed:
+    """Packing, groups and lanes; a subclass maps [groups, 64] numbers to codes in 0 ... 15 and back."""
+
+    in_place = False
+    scale_dtype: torch.dtype
+
+    def __init__(self, info: CodecInfo):
+        self.info = info
+
+    def allocate(self, shape: Sequence[int], device: torch.device | str) -> dict[str, Tensor]:
+        numel = torch.Size(shape).numel()
+        payload = torch.zeros(-(-numel // 2), dtype=torch.uint8, device=device)
+        return {"": payload, ".scale": torch.zeros(-(-numel // self.info.group), dtype=self.scale_dtype, device=device)}
+
+    def encode_(
+        self, parts: dict[str, Tensor], values: Tensor, *, phase: int | None = None, new: Tensor | None = None
+    ) -> None:
+        payload, scale = parts[""], parts[".scale"]
+        if not payload.numel():
+            return
+        flat = values.nan_to_num(nan=0.0).reshape(-1)
+        missing = -flat.numel() % self.info.group
+        groups = (pad(flat, (0, missing)) if missing else flat).view(-1, self.info.group)
+        threshold = None
+        if phase is not None:
+            threshold = thresholds(phase, new=new, group=self.info.group, device=flat.device)
+        codes = self.quantise(groups, scale, threshold).to(torch.uint8).view(-1, 2)
+        payload.copy_((codes[:, 0] | (codes[:, 1] << 4))[: payload.numel()])
+
+    def decode(self, parts: dict[str, Tensor], shape: Sequence[int]) -> Tensor:
+        payload, scale = parts[""], parts[".scale"]
+        numel = torch.Size(shape).numel()
+        codes = torch.stack((payload & 15, payload >> 4), dim=1).view(-1)
+        missing = -codes.numel() % self.info.group
+        codes = (pad(codes, (0, missing)) if missing else codes).view(-1, self.info.group)
+        return self.restore(codes.to(torch.float32), scale).view(-1)[:numel].view(tuple(shape))
+
+    def quantise(self, values: Tensor, scale: Tensor, threshold: Tensor | None) -> Tensor:
+        """[groups, 64] -> codes, the group's numbers written to `scale`; fractions from `threshold` (of each) go up."""
+        raise NotImplementedError
+
+    def restore(self, codes: Tensor, scale: Tensor) -> Tensor:
+        """The inverse of `quantise`; may write to `codes`."""
+        raise NotImplementedError
+
+
+class Root4(Packed):
+    """m as a sign and one of seven squares, 1/49 to 1 of the group's largest."""
+
+    scale_dtype = torch.bfloat16
+
+    def quantise(self, values: Tensor, scale: Tensor, threshold: Tensor | None) -> Tensor:
+        size = values.abs()
+        scale.copy_(round_up(size.amax(1), largest=_BF16_MAX))
+        y = size.div_(scale.to(torch.float32).clamp_(min=_TINY).unsqueeze(1)).clamp_(max=1.0).mul_(49)
+        low = y.sqrt().floor_().clamp_(max=6)
+        bound = (2 * low).add_(1).mul_(0.5 if threshold is None else threshold).addcmul_(low, low)
+        code = (low + (y >= bound)).mul_(y >= _LEAST)
+        return torch.where(values < 0, 16 - code, code).remainder_(16)
+
+    def restore(self, codes: Tensor, scale: Tensor) -> Tensor:
+        signed = torch.where(codes > 7, codes - 16, codes)
+        return signed.mul_(signed.abs()).div_(49).mul_(scale.to(torch.float32).unsqueeze(1))
+
+
+class Lattice4(Packed):
+    """v as 15 roots on one logarithmic lattice, whose step each group chooses by its spread."""
+
+    scale_dtype = torch.int16
+
+    def quantise(self, values: Tensor, scale: Tensor, threshold: Tensor | None) -> Tensor:
+        positive = values > 0
+        exponent = values.clamp(min=0).sqrt_().clamp_(max=_LARGEST_ROOT).log2_().mul_(8)
+        some = positive.any(1)
+        high = torch.where(some, exponent.amax(1), 0.0)
+        low = torch.where(some, exponent.masked_fill(~positive, torch.inf).amin(1), 0.0)
+        top, k = _lattice(high, low, kept=scale.bitwise_and(3) if threshold is not None else None)
+        scale.copy_(torch.where(some, 4 * top + k, 0.0))
+        unit = torch.exp2(3 - k).unsqueeze(1)
+        place = exponent.sub_(top.unsqueeze(1)).div_(unit).add_(15)
+        if threshold is None:
+            place.round_()
+        else:
+            octaves = unit / 4
+            place.sub_(torch.log1p((torch.exp2(octaves) - 1) * threshold).div_(octaves * log(2))).add_(1).floor_()
+        return torch.where(positive, place.clamp_(1, 15), 0.0)
+
+    def restore(self, codes: Tensor, scale: Tensor) -> Tensor:
+        word = scale.to(torch.float32).unsqueeze(1)
+        top = (word / 4).floor_()
+        unit = torch.exp2(3 - (word - 4 * top))
+        positive = codes > 0
+        exponent = codes.sub_(15).mul_(unit).add_(top)
+        return exponent.div_(4).exp2_().clamp_(min=_TINY).mul_(positive)
+
+
+def _lattice(high: Tensor, low: Tensor, *, kept: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Top and k of each group, from its largest and least exponent and the k that it has now."""
+    k = torch.zeros_like(high)
+    top = torch.ceil(high / 8) * 8
+    found = torch.zeros_like(high, dtype=torch.bool)
+    for finer in _KS[:-1]:
+        unit = float(8 >> finer)
+        above = torch.ceil(high / unit) * unit
+        limit = _LIMIT if kept is None else torch.where(kept < finer, _LIMIT_FINER, _LIMIT)
+        fits = (above - low <= limit * unit) & ~found
+        k, top = torch.where(fits, float(finer), k), torch.where(fits, above, top)
+        found |= fits
+    return top, k
+
+
+PACKED = (Root4(CODECS["root4"]), Lattice4(CODECS["lattice4"]))
+
+
+CODEC_IMPLS: dict[str, Codec] = {codec.info.name: codec for codec in (*PLAIN, *GROUPED, *PACKED)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """One declared state of one parameter and how it is kept. `keys` pairs a codec's parts with their state keys."""
+
+    decl: StateDecl
+    codec: Codec
+    shape: tuple[int, ...]
+    keys: tuple[tuple[str, str], ...]
+    full: bool = field(init=False)  # one number per element of the parameter
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "full", self.decl.layout is StateLayout.FULL)
+
+    def parts(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {part: state[key] for part, key in self.keys}
+
+    def decode(self, state: Mapping[str, Tensor]) -> Tensor:
+        return self.codec.decode(self.parts(state), self.shape)
+
+    def encode_(
+        self, state: Mapping[str, Tensor], values: Tensor, *, phase: int | None = None, new: Tensor | None = None
+    ) -> None:
+        """`phase` matters for averages of the square, too slow for rounding to nearest, and for codecs of few bits.
+
+        `new`: where the values are other than those that are stored; see `Codec.encode_`.
+        """
+        phase = phase if self.decl.kind is StateKind.V or self.codec.info.phased else None
+        self.codec.encode_(self.parts(state), values, phase=phase, new=new if self.full else None)

@@ -1,0 +1,121 @@
+"""What may be tried at a budget: recipes of the catalogue that fit, the allocator's plan, and controls.
+
+A race runs these; nothing here trains. Each proposal is planned by a Planner of its own under the whole budget, so
+bytes, seconds and host memory count as they do in a run.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from baoc.core.recipes import FALLBACK, RECIPES, Recipe, Tuning
+from baoc.errors import BadInputError, InfeasibleBudgetError
+from baoc.planning.planner import Planner
+from baoc.types import Block, Plan, Role
+
+MOST = 14
+PERMUTED = "permuted"
+_OUTER = (Role.EMBEDDING, Role.HEAD, Role.NORM)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """One entrant at a budget.
+
+    Args:
+        name: of the recipe; `plan` of the allocator's plan, `permuted` of the control.
+        plan: blocks, choices and bytes, within the budget.
+        tuning: multiples of AdamW's learning rate, and betas, by rule and role.
+        matching: updates are scaled to the RMS of AdamW's.
+        uniform: one spec runs on all hidden matrices, so there is nothing to allocate.
+        control: it is compared with, and never chosen.
+        recipe: what it runs by role; None of plans by block.
+    """
+
+    name: str
+    plan: Plan
+    tuning: Tuning | None = None
+    matching: bool = True
+    uniform: bool = False
+    control: bool = False
+    recipe: Recipe | None = None
+
+    @property
+    def choices(self) -> Mapping[str, str]:
+        """Block -> spec."""
+        return self.plan.allocation.choices
+
+    @property
+    def state_bytes(self) -> int:
+        return self.plan.allocation.state_bytes
+
+
+def proposals(
+    planner: Planner, *, recipes: Iterable[Recipe] | None = None, seed: int = 0, most: int = MOST
+) -> list[Proposal]:
+    """What fits the planner's budget, at most `most`: recipes in their order, then the plan and its permutation.
+
+    Args:
+        planner: of the network and the budget; its settings' allocator and risk make the plan.
+        recipes: those to try; by default the catalogue's.
+        seed: of the permutation.
+        most: proposals at most. The plan and its permutation are among them wherever they exist.
+
+    Raises:
+        InfeasibleBudgetError: where nothing fits, as the planner's own plan says it.
+    """
+    made: list[Proposal] = []
+    own = replace(planner.settings, recipe=None)
+    plain = planner if planner.settings.recipe is None else planner.with_settings(replace(own, allocator="exact"))
+    plan = plain.propose()
+    mixed = Proposal(name="plan", plan=plan, uniform=len(_hidden_specs(plan)) <= 1)
+    for recipe in RECIPES.values() if recipes is None else recipes:
+        try:
+            sub = planner.with_settings(replace(own, allocator="recipe", recipe=recipe))
+            plan = sub.propose()
+        except (InfeasibleBudgetError, BadInputError):  # it does not fit, or does not apply to this network
+            continue
+        made.append(
+            Proposal(
+                name=recipe.name,
+                plan=plan,
+                tuning=recipe.tuning,
+                matching=recipe.matching,
+                uniform=len(_hidden_specs(plan) - {FALLBACK}) <= 1,  # the others are those to which it does not apply
+                recipe=recipe,
+            )
+        )
+    known = [dict(one.choices) for one in made if one.plan.blocks == mixed.plan.blocks]
+    beside = [] if dict(mixed.choices) in known else [mixed]
+    moved = permuted(mixed.plan.blocks, mixed.choices, seed=seed) if beside else None
+    if moved is not None:
+        plan = replace(
+            mixed.plan, allocation=replace(mixed.plan.allocation, choices=moved, allocator=PERMUTED, gap=None)
+        )
+        beside.append(replace(mixed, name=PERMUTED, plan=plan, uniform=False, control=True))
+    return [*made[: max(most - len(beside), 0)], *beside]
+
+
+def _hidden_specs(plan: Plan) -> set[str]:
+    """What runs on hidden matrices."""
+    return {plan.allocation.choices[block.name] for block in plan.blocks if block.role not in _OUTER}
+
+
+def permuted(blocks: Iterable[Block], choices: Mapping[str, str], *, seed: int = 0) -> dict[str, str] | None:
+    """The choices with specs permuted among blocks of the same shapes, so bytes stay; None where that changes nothing.
+
+    Blocks of one size may stand at different places, not in different roles of other shapes: a rule that cannot run
+    on an embedding stays off it.
+    """
+    alike: dict[object, list[str]] = {}
+    for block in blocks:
+        key = (block.role in _OUTER, tuple(sorted(param.shape for param in block.params)))
+        alike.setdefault(key, []).append(block.name)
+    rng = np.random.default_rng(seed)
+    moved = dict(choices)
+    for names in alike.values():
+        specs = [choices[name] for name in names]
+        order = rng.permutation(len(names))
+        moved.update({name: specs[at] for name, at in zip(names, order, strict=True)})
+    return None if moved == dict(choices) else moved

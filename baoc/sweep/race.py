@@ -1,0 +1,562 @@
+"""Runs a race: each of its runs is a trial of one study in the race's folder, under the study's workers and storage.
+
+`baoc.training.race.course` says which runs come next from the scores so far. Those of a stage are appended to the
+study as fixed overrides, and `run_study` works until they have ended; so retries, hangs, GPUs, kills and several
+processes are the study's. The same command goes on with a race that was killed: the course asks for the same runs
+again, and finds those that had ended in the storage.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import optuna
+import yaml
+from optuna.trial import FrozenTrial, TrialState
+
+from baoc.config.from_hydra import to_conf
+from baoc.config.schema import RunConfig
+from baoc.core.recipes import RECIPES, recipe_node
+from baoc.errors import BadInputError, BudgetBreachedError, InfeasibleBudgetError, TrainingFailedError
+from baoc.frontier.build import build_report
+from baoc.frontier.runs import INCIDENTAL
+from baoc.models import MODELS
+from baoc.sweep.early_stopping import violates_constraint
+from baoc.sweep.gpu_slots import find_gpus
+from baoc.sweep.storage import differences, setting_text
+from baoc.sweep.study import run_study, study_folder
+from baoc.sweep.study_config import StudyConfig
+from baoc.sweep.trial_process import COMMAND, TrialProcess, quote
+from baoc.tracking.console import make_console, make_table, say
+from baoc.tracking.files import read_json, write_json, write_text
+from baoc.training.race import records
+from baoc.training.race.course import (
+    DIVERGED,
+    DONE,
+    FAILED,
+    NO_FIT,
+    Course,
+    Ended,
+    Outcome,
+    OutOfTimeError,
+    Run,
+    Settings,
+    course,
+)
+from baoc.training.race.entrants import FILE, Field, Racer, read_field
+from baoc.training.race.records import EPOCHS_APART, Measured, epochs, stage_name
+from baoc.types import to_plain
+from baoc.units import format_bytes
+
+SETUP_FILE = "race_setup.json"  # what a race that was cut goes on with
+SEEDS, FRESH_SEEDS = 100, 200  # added to the run's own seed
+TIMED_STEPS = 40  # of a run that is only timed
+RETRIES = 3  # of a run that was killed: no entrant is to leave for the machine's sake
+MOST_APART = 4.0  # beyond which a race says nothing of a run that sees its data more often
+_MAY_CHANGE = ("workers", "per_gpu", "cap_s", "library")  # settings with which a race may go on
+# What a race sets itself, or decides; all other overrides of the command hold for its runs too
+_OWN = (
+    "mode", "resume", "seed", "name", "race", "recipe", "allocator", "objective", "profile", "checkpoint", "logger",
+    "trainer.max_steps", "trainer.max_epochs", "trainer.val_check_interval", "trainer.check_val_every_n_epoch",
+    "optim.lr", "model.size", "budget.schedule", "budget.relaxation",
+)  # fmt: skip
+_QUIET = (
+    "mode=train", "name=race", "logger=jsonl", "checkpoint.export=false", "trainer.enable_progress_bar=false",
+    "trainer.max_epochs=null", "trainer.check_val_every_n_epoch=null", f"trainer.val_check_interval={10**9}",
+)  # fmt: skip
+
+
+def _sets_budget(word: str) -> bool:
+    return word.lstrip("+").startswith(("budget=", "budget."))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What a race found, and the content of its race.json."""
+
+    outcome: Outcome
+    record: Mapping[str, Any]
+
+
+def run_race(
+    config: RunConfig,
+    *,
+    words: Sequence[str],
+    folder: Path,
+    command: str,
+    code: str = COMMAND,
+    cap_s: float | None = None,
+) -> Result | None:
+    """Races the candidates for `config` in `folder`; None where nothing was raced, as the time does not suffice.
+
+    Args:
+        words: overrides of the command.
+        cap_s: seconds that the race may take; None where nothing limits it.
+
+    Raises:
+        BadInputError: settings that no race can be held with, or another race in the folder.
+        InfeasibleBudgetError: no candidate fits the budget.
+        TrainingFailedError: no uniform has trained to a finite score.
+    """
+    return _Race(config, words=words, folder=study_folder(folder), command=command, code=code).run(cap_s)
+
+
+def race_command(config: RunConfig, *, words: Sequence[str], folder: Path, command: str) -> None:
+    """mode=race."""
+    if run_race(config, words=words, folder=folder, command=command, cap_s=config.race.cap_s) is None:
+        raise BadInputError("nothing was raced, as it would not end in time: give race=SECONDS more, or no cap")
+
+
+def race_before(
+    config: RunConfig, *, words: Sequence[str], folder: Path, command: str, code: str = COMMAND
+) -> RunConfig:
+    """`race=auto|SECONDS`: the configuration with what a race within its cap has chosen, or the measured recipe of the
+    library where there is no time for one; as it was where there is neither. What it cost is said."""
+    result = run_race(config, words=words, folder=folder, command=command, code=code, cap_s=config.race.cap_s)
+    if result is not None:
+        return records.with_choice(config, result.record)
+    size = read_field(folder / FILE).size
+    try:
+        found = records.find_raced(config, size=size, library=Path(config.race.library))
+    except BadInputError:
+        say(f"no race of this family is known either: the run goes on by risk={config.risk.name}")
+        return config
+    say(f"taken from an earlier race: {found['told']}")
+    return records.with_choice(config, found)
+
+
+def kept_words(words: Sequence[str]) -> list[str]:
+    """The overrides of a command that hold for the runs of its race."""
+    kept = []
+    for word in words:
+        key = word.lstrip("+~").partition("=")[0]
+        if not word.startswith("hydra") and not any(key == own or key.startswith(f"{own}.") for own in _OWN):
+            kept.append(word)
+    return kept
+
+
+class _Race:
+    """One race: `asked` are its runs and their overrides by trial number."""
+
+    def __init__(self, config: RunConfig, *, words: Sequence[str], folder: Path, command: str, code: str):
+        self.config, self.words, self.folder = config, list(words), folder
+        self.command, self.code = command, code
+        self.asked: list[tuple[Run, tuple[str, ...]]] = []
+        self.study: optuna.Study | None = None
+        self.field: Field
+        self._fixed = (*_QUIET, *(word for word in kept_words(words) if not _sets_budget(word)))
+
+    # -- the course ---------------------------------------------------------------------------------------------------
+
+    def run(self, cap_s: float | None) -> Result | None:
+        race, allocator = self.config.race, self.config.allocator.name
+        if allocator.startswith("uniform_"):
+            raise BadInputError(
+                f"allocator={allocator} says what every block runs, and a race chooses it: leave one out; race.recipes "
+                "has recipes such as adamw"
+            )
+        devices = getattr(self.config.trainer, "devices", 1)
+        if devices not in (None, 1):
+            raise BadInputError(
+                f"a race trains each of its runs on one device, and trainer.devices={devices}: leave it out; "
+                "race.workers run at once, one on each GPU"
+            )
+        self.field = self._find_field()
+        self._check_setup()
+        auto = self.config.mode != "race" and race.first == "auto"
+        if cap_s is not None or auto:
+            planned = self._within(cap_s)
+            if planned is None:
+                return None
+            measured, racers, cap_s = planned
+            self.field = replace(self.field, racers=tuple(racers))
+        else:
+            measured, racers = self._own_size(), self.field.racers
+            self._check_epochs(measured)
+        steps = self._equal_seconds(racers, measured) if self.config.objective == "throughput" else {}
+        measured = replace(measured, equal_seconds=bool(steps))
+        settings = Settings(
+            rates=race.rates,
+            rungs=race.rungs,
+            seeds=tuple(self.config.seed + SEEDS + i for i in range(race.seeds)),
+            fresh_seeds=tuple(self.config.seed + FRESH_SEEDS + i for i in range(race.confirm_seeds)),
+            steps={one.name: steps.get(one.name, measured.steps) for one in racers},
+            margin=race.margin,
+            level=race.level,
+        )
+        where = f"{self.config.model.name} {measured.size} ({measured.num_params:,} parameters)"
+        seen = f", {measured.epochs(self.field):.1f} epochs" if self.field.num_train else ""
+        say(
+            f"race of {len(racers)} recipes on {where}, {self.field.data}, budget {self.config.budget.name}: "
+            f"{measured.steps:,} steps{seen}, {len(race.rates)} rates, {race.seeds} + {race.confirm_seeds} seeds"
+        )
+        outcome = self._drive(course([one.entrant for one in racers], settings=settings), measured, racers, cap_s)
+        seconds = sum(self._seconds(number) for number in range(len(self.asked)))
+        content = records.record(
+            outcome, config=self.config, field=self.field, measured=measured, seconds=seconds, command=self.command
+        )
+        records.keep(content, folder=self.folder, library=Path(race.library))
+        show(content)
+        self._page(outcome, content)
+        return Result(outcome=outcome, record=content)
+
+    def _drive(self, going: Course, measured: Measured, racers: Sequence[Racer], cap_s: float | None) -> Outcome:
+        """Lets the course go, stage by stage, until it ends or a stage would not end within the cap."""
+        by_name = {one.name: one for one in racers}
+        sent: Mapping[Run, Ended] | None = None
+        try:
+            asked = next(going)
+            while True:
+                if cap_s is not None and self._spent_s() + self._predicted_s(asked) > cap_s:
+                    say(f"the next stage of {len(asked)} runs would not end within the cap of {cap_s:.0f} s")
+                    asked = going.throw(OutOfTimeError())
+                    continue
+                if asked:
+                    many = len({run.entrant for run in asked})
+                    say(f"stage {stage_name(asked[0].stage)}: {len(asked)} runs, entrants {many}")
+                sent = self._train([(run, self._words(by_name[run.entrant], run, measured)) for run in asked])
+                records.write_runs(self._rows(), folder=self.folder)
+                asked = going.send(sent)
+        except StopIteration as ended:
+            return ended.value
+
+    def _train(self, runs: Sequence[tuple[Run, tuple[str, ...]]]) -> dict[Run, Ended]:
+        """Trains runs as the next trials of the study; returns how each of them ended."""
+        first = len(self.asked)
+        self.asked += runs
+        race = self.config.race
+        config = StudyConfig(
+            name=f"race_{self.folder.parent.name}_{self.folder.name}",
+            objectives={"quality": "maximize" if self.field.higher_is_better else "minimize"},
+            space=(),
+            fixed=self._fixed,
+            baselines=tuple(words[len(self._fixed) :] for _, words in self.asked),
+            sampler="random",
+            n_trials=len(self.asked),
+            workers=race.workers,
+            retries=RETRIES,
+            storage=race.storage,
+            per_gpu=race.per_gpu,
+        )
+        self.study = run_study(config, folder=self.folder, code=self.code)
+        for number in range(first, len(self.asked)):  # hundreds of runs would fill the disk
+            for checkpoint in (self.folder / f"{number:04d}").rglob("*.ckpt"):
+                checkpoint.unlink()
+        trials = self.study.get_trials(deepcopy=False)[first : len(self.asked)]  # a resumed study may have later ones
+        ended = {run: self._ended(trial) for (run, _), trial in zip(runs, trials, strict=True)}
+        if ended and all(end.status == FAILED for end in ended.values()):
+            raise TrainingFailedError(
+                f"all {len(ended)} runs of the race's stage failed; the last: {list(ended.values())[-1].message}"
+            )
+        return ended
+
+    def _ended(self, trial: FrozenTrial) -> Ended:
+        text = str(trial.user_attrs.get("text", ""))
+        if trial.state is not TrialState.COMPLETE:
+            return Ended(status=FAILED, message=text.removeprefix("failed: "))
+        if trial.constraints.get("budget", 0.0) > 0:
+            return Ended(status=NO_FIT, message=text)
+        if violates_constraint(trial):
+            return Ended(status=DIVERGED, score=math.inf, message=text)
+        return Ended(status=DONE, score=trial.values[0] * (-1 if self.field.higher_is_better else 1))
+
+    # -- who races, and where -----------------------------------------------------------------------------------------
+
+    def _find_field(self) -> Field:
+        """The entrants at the budget, by a process that plans on the device and ends, so that its memory is free."""
+        file = self.folder / FILE
+        if not file.is_file():
+            race = self.config.race
+            own = [f"race.recipes=[{','.join(map(quote, race.recipes))}]"] if race.recipes else []
+            own += [word for word in self.words if word.startswith(("model.size=", "optim.lr=", "trainer.max_"))]
+            process = TrialProcess(
+                [*kept_words(self.words), *own, "mode=plan", "race=auto", f"seed={self.config.seed}"],
+                folder=self.folder / "plan",
+                threads=1,
+            )
+            try:
+                while (outcome := process.poll()) is None:
+                    process.process.join(1.0)
+            finally:
+                process.stop(patience_s=5.0)
+            if outcome.exit_code:
+                kind = {2: BadInputError, 4: BudgetBreachedError}.get(outcome.exit_code, TrainingFailedError)
+                if outcome.exit_code == InfeasibleBudgetError.exit_code:
+                    raise InfeasibleBudgetError(outcome.message, budget_bytes=0, least_feasible_bytes=0)
+                raise kind(outcome.message)
+            write_json(file, read_json(self.folder / "plan" / FILE))
+        found = read_field(file)
+        for one in found.racers:
+            if (
+                replace(one.recipe, share=None) != replace(RECIPES.get(one.name, one.recipe), share=None)
+                or one.recipe.blocks
+            ):
+                text = yaml.safe_dump(recipe_node(one.recipe), sort_keys=False)
+                write_text(self.folder / "recipes" / f"{one.name}.yaml", text)
+        return found
+
+    def _check_setup(self) -> None:
+        """Keeps what the race is made of, or compares it with what the folder's race was made of."""
+        own: dict[str, Any] = to_conf(self.config)
+        for key in INCIDENTAL:
+            own.pop(key)
+        own |= {"seed": self.config.seed, "race": {k: v for k, v in own["race"].items() if k not in _MAY_CHANGE}}
+        file = self.folder / SETUP_FILE
+        if not file.is_file():
+            write_json(file, {"schema": 1, "words": self.words, "settings": own})
+            return
+        changes = differences(read_json(file)["settings"], to_plain(own))
+        if changes:
+            told = ", ".join(f"{path}={setting_text(old)}" for path, old, _ in changes)
+            raise BadInputError(
+                f"{self.folder} holds a race with {told}, and runs of both cannot be compared: give the settings it "
+                "has, or another folder (hydra.run.dir=PATH)"
+            )
+
+    def _own_size(self) -> Measured:
+        """The network and the horizon that were asked for: the run's own, or `race.size` at as many samples a
+        parameter."""
+        race, found = self.config.race, self.field
+        size = race.size or found.size
+        own = Measured(size=size, num_params=found.num_params, steps=race.steps or found.steps)
+        if size == found.size:
+            return own
+        sizes = MODELS[self.config.model.name].sizes
+        if size not in sizes:
+            raise BadInputError(f"race.size={size}: {self.config.model.name} has {', '.join(sizes)}")
+        return self._sibling(size)[0]
+
+    def _sibling(self, size: str) -> tuple[Measured, float, float]:
+        """A named size at the run's number of samples a parameter, with the seconds of a step and of a run's start."""
+        if self.config.objective == "throughput":
+            raise BadInputError(
+                "objective=throughput judges at equal seconds, which are those of the network itself: leave race.size "
+                "out"
+            )
+        number, result = self._timed(size)
+        steps = self.config.race.steps or max(round(self.field.steps * result["num_params"] / self.field.num_params), 4)
+        return Measured(size=size, num_params=result["num_params"], steps=steps), *self._pace(number, result)
+
+    def _check_epochs(self, measured: Measured) -> None:
+        """A race says nothing of a run that sees its data many times more often: rules that are fast in short runs
+        overfit first in long ones. Refused beyond MOST_APART, and said before."""
+        run, raced = epochs(self.field.steps, self.field), measured.epochs(self.field)
+        if run <= 1 or run <= raced * EPOCHS_APART:
+            return
+        text = f"the race sees its data {raced:.1f} times and the run {run:.1f} times"
+        if run > raced * MOST_APART:
+            raise BadInputError(
+                f"{text}, of which it says nothing: what is best in short runs is often what overfits first. Give "
+                f"race.steps={math.ceil(self.field.steps / EPOCHS_APART)} or more on the network itself, or a run of "
+                "fewer trainer.max_steps"
+            )
+        say(f"warning: {text}; what is best in short runs is often what overfits first in long ones")
+
+    # -- time ---------------------------------------------------------------------------------------------------------
+
+    def _within(self, cap_s: float | None) -> tuple[Measured, list[Racer], float] | None:
+        """The largest network, and the most entrants, with which a race is predicted to end within the cap;
+        None where there is none, which is said."""
+        race, found = self.config.race, self.field
+        number, result = self._timed(found.size)
+        step_s, start_s = self._pace(number, result)
+        run_s = found.steps * step_s
+        if cap_s is None:
+            if run_s < race.least_run_s:
+                say(f"nothing is raced before a run of {run_s:.0f} s (race.least_run_s={race.least_run_s:g})")
+                return None
+            cap_s = race.share * run_s
+        sizes = [found.size, *self._narrower(result["num_params"])]
+        if race.size is not None:
+            sizes = [race.size]
+        least = math.inf
+        for size in sizes if self.config.objective != "throughput" else sizes[:1]:
+            if self._spent_s() > cap_s / 4:
+                break
+            if size == found.size:
+                measured = Measured(size=size, num_params=found.num_params, steps=race.steps or found.steps)
+                pace = step_s, start_s
+            else:
+                measured, *pace = self._sibling(size)
+            run, raced = epochs(found.steps, found), measured.epochs(found)
+            if run > 1 and run > raced * EPOCHS_APART:
+                say(f"not raced on {size}: it would see its data {raced:.1f} times, and the run {run:.1f} times")
+                continue
+            for racers in self._smaller_fields():
+                predicted = self._cost_s(len(racers), steps=measured.steps, step_s=pace[0], start_s=pace[1])
+                least = min(least, predicted)
+                if self._spent_s() + predicted <= cap_s:
+                    return measured, racers, cap_s
+        told = "" if math.isinf(least) else f": the smallest one is predicted to take {least:.0f} s"
+        say(f"nothing is raced within {cap_s:.0f} s{told}")
+        return None
+
+    def _smaller_fields(self) -> list[list[Racer]]:
+        """All entrants, or the first few of the candidates, which come in order of merit."""
+        racers = list(self.field.racers)
+        few = [[one for one in racers if not one.entrant.control][:most] for most in (6, 4)]
+        return [racers, *(some for some in few if any(one.entrant.uniform for one in some))]
+
+    def _cost_s(self, entrants: int, *, steps: int, step_s: float, start_s: float) -> float:
+        """Predicted seconds of a race of which half the entrants leave at each rung."""
+        race = self.config.race
+        runs = [(race.rungs[0], entrants * race.seeds * len(race.rates))]
+        for rung in race.rungs[1:]:
+            entrants = max(math.ceil(entrants / 2), 2)
+            runs.append((rung, entrants * race.seeds))
+        runs.append((1.0, entrants * race.confirm_seeds))
+        return sum(count * (start_s + share * steps * step_s) for share, count in runs) / race.workers
+
+    def _predicted_s(self, runs: Sequence[Run]) -> float:
+        """Seconds of a stage, by what the runs so far took."""
+        done = [(run.steps, self._seconds(number)) for number, (run, _) in enumerate(self.asked)]
+        if not done:
+            return 0.0
+        shortest, longest = min(done), max(done)
+        mean_s = {steps: fmean(s for n, s in done if n == steps) for steps in {shortest[0], longest[0]}}
+        if longest[0] > shortest[0]:
+            step_s = max((mean_s[longest[0]] - mean_s[shortest[0]]) / (longest[0] - shortest[0]), 0.0)
+        else:
+            step_s = mean_s[longest[0]] / longest[0]
+        start_s = max(mean_s[shortest[0]] - step_s * shortest[0], 0.0)
+        return sum(start_s + step_s * run.steps for run in runs) / min(self.config.race.workers, max(len(runs), 1))
+
+    def _spent_s(self) -> float:
+        return sum(self._seconds(number) for number in range(len(self.asked))) / self.config.race.workers
+
+    def _seconds(self, number: int) -> float:
+        assert self.study is not None
+        duration = self.study.get_trials(deepcopy=False)[number].duration
+        return 0.0 if duration is None else duration.total_seconds()
+
+    def _timed(self, size: str) -> tuple[int, Mapping[str, Any]]:
+        """The trial number and the result of a short run of the first uniform, for its seconds."""
+        return self._time([next(one for one in self.field.racers if one.entrant.uniform)], size=size)[0]
+
+    def _time(self, racers: Sequence[Racer], *, size: str) -> list[tuple[int, Mapping[str, Any]]]:
+        measured = Measured(size=size, num_params=0, steps=TIMED_STEPS)
+        runs = [
+            Run(entrant=one.name, rate=1.0, seed=self.config.seed + SEEDS, stage=f"timed {size}", steps=TIMED_STEPS)
+            for one in racers
+        ]
+        first = len(self.asked)
+        ended = self._train([(run, self._words(one, run, measured)) for one, run in zip(racers, runs, strict=True)])
+        for run, end in ended.items():
+            if end.status not in (DONE, DIVERGED):
+                raise TrainingFailedError(f"{run.entrant} could not be timed: {end.message}")
+        return [(first + at, read_json(self.folder / f"{first + at:04d}" / "result.json")) for at in range(len(runs))]
+
+    def _pace(self, number: int, result: Mapping[str, Any]) -> tuple[float, float]:
+        """Seconds of a step, and of a run's start and end."""
+        step_s = float(result["step_ms"]) / 1e3 if result["step_ms"] else self._seconds(number) / TIMED_STEPS
+        return step_s, max(self._seconds(number) - TIMED_STEPS * step_s, 0.0)
+
+    def _equal_seconds(self, racers: Sequence[Racer], measured: Measured) -> dict[str, int]:
+        """Steps of each entrant in the seconds that the fastest one's steps take."""
+        say(f"objective=throughput: {len(racers)} recipes are timed, and judged at equal seconds")
+        timed = self._time(racers, size=measured.size)
+        seconds = {one.name: self._pace(*entry)[0] for one, entry in zip(racers, timed, strict=True)}
+        fastest = min(seconds.values())
+        return {name: max(round(measured.steps * fastest / own), 4) for name, own in seconds.items()}
+
+    def _narrower(self, num_params: int) -> list[str]:
+        """Names of the family's sizes below the target's, the widest first."""
+        names = list(MODELS[self.config.model.name].sizes)
+        at = names.index(self.field.size) if self.field.size in names else 0
+        return names[:at][::-1]
+
+    # -- overrides and results ----------------------------------------------------------------------------------------
+
+    def _words(self, racer: Racer, run: Run, measured: Measured) -> tuple[str, ...]:
+        """The overrides of one run, which repeat it by themselves."""
+        same = measured.size == self.field.size
+        budget = [word for word in kept_words(self.words) if _sets_budget(word)]
+        if not same:  # its own budget says nothing of a narrower network; who fits was found on the target
+            budget = ["budget=unlimited"]
+        gpus = find_gpus("auto") if self.config.race.per_gpu > 1 and self.config.budget.memory_bytes is None else ()
+        if gpus and not racer.recipe.blocks:  # trials share a GPU by their memory budgets
+            share = min(gpu.total_bytes for gpu in gpus) // self.config.race.per_gpu // 2**20
+            budget = [f"budget={share}mb", f"micro_batch={self.config.micro_batch_size}"]
+        file = self.folder / "recipes" / f"{racer.name}.yaml"
+        recipe = [f"recipe={quote(str(file)) if file.is_file() else racer.name}"]
+        if racer.recipe.blocks and not same:  # blocks of another network: its plan is made anew at the same share
+            budget, recipe = [f"budget=state_{100 * racer.entrant.state_bytes / self.field.state_bytes_adamw:.4g}"], []
+        lr = run.rate * (self.field.lr if same or self.config.optim.lr is not None else self._lr_of(measured.size))
+        own = [f"optim.lr={lr:.6g}", f"seed={run.seed}", f"trainer.max_steps={run.steps}"]
+        return (*self._fixed, *budget, f"model.size={measured.size}", *recipe, *own)
+
+    def _lr_of(self, size: str) -> float:
+        return MODELS[self.config.model.name].sizes[size].lr
+
+    def _rows(self) -> list[dict[str, Any]]:
+        """race.csv: one row a run."""
+        assert self.study is not None
+        trials = self.study.get_trials(deepcopy=False)
+        state = {one.name: one.entrant.state_bytes for one in self.field.racers}
+        rows = []
+        for number, (run, words) in enumerate(self.asked):
+            end = self._ended(trials[number])
+            value = end.score * (-1 if self.field.higher_is_better else 1) if math.isfinite(end.score) else None
+            lr = next(word for word in words if word.startswith("optim.lr=")).partition("=")[2]
+            rows.append(
+                {
+                    "entrant": run.entrant, "rate": run.rate, "lr": lr, "seed": run.seed,
+                    "stage": stage_name(run.stage), "steps": run.steps, "value": value, "status": end.status,
+                    "seconds": round(self._seconds(number), 2), "state_bytes": state[run.entrant],
+                    "folder": f"{number:04d}", "message": " ".join(end.message.split()),
+                }
+            )  # fmt: skip
+        return rows
+
+    def _page(self, outcome: Outcome, content: Mapping[str, Any]) -> None:
+        """frontier.html of the race's last runs, each entrant at its best rate."""
+        last = {outcome.rung, *(stage for stage in outcome.scores if isinstance(stage, str))}
+        runs = [
+            self.folder / f"{number:04d}"
+            for number, (run, _) in enumerate(self.asked)
+            if run.stage in last and run.rate == outcome.rates.get(run.entrant)
+        ]
+        runs = [run for run in runs if (run / "result.json").is_file()]
+        build_report(runs, out=self.folder, show=False, race=content)
+        say(f"compare its runs in {self.folder / 'frontier.html'}; one row a run in {self.folder / records.RUNS_FILE}")
+
+
+def show(content: Mapping[str, Any]) -> None:
+    """Prints the table of a race, the verdict and the claim."""
+    table = make_table(f"Race by {content['quality']}, mean (sd) over seeds")
+    stages = list(dict.fromkeys(stage for row in content["entrants"] for stage in row["stages"]))
+    for header in ("recipe", "state", "rate"):
+        table.add_column(header, no_wrap=True, justify="left" if header == "recipe" else "right")
+    for stage in stages:
+        table.add_column(stage, justify="right", no_wrap=True)
+    table.add_column("", overflow="fold", ratio=1, min_width=24)
+    for row in sorted(content["entrants"], key=lambda row: (-len(row["stages"]), _last_mean(row))):
+        chosen = row["name"] == content["choice"]
+        kind = "chosen" if chosen else "a control, never chosen" if row["control"] and not row["left"] else row["left"]
+        cells = [_cell(row["stages"].get(stage)) for stage in stages]
+        rate = "" if row["rate"] is None else f"{row['rate']:g}"
+        table.add_row(row["name"], f"{row['state_share']:.1%}", rate, *cells, kind, style="bold" if chosen else None)
+    make_console().print(table)
+    for line in (content["told"], content["verdict"]["reason"], content["claim"]):
+        say(line)
+    say(f"the race took {content['seconds']:.0f} s of runs for {format_bytes(_state_of(content))} of state")
+
+
+def _cell(stage: Mapping[str, Any] | None) -> str:
+    if stage is None:
+        return ""
+    if stage["mean"] is None:
+        return "diverged"
+    return f"{stage['mean']:.4g}" + ("" if stage["sd"] is None else f" ({stage['sd']:.2g})")
+
+
+def _last_mean(row: Mapping[str, Any]) -> float:
+    means = [stage["mean"] for stage in row["stages"].values()]
+    return math.inf if not means or means[-1] is None else means[-1]
+
+
+def _state_of(content: Mapping[str, Any]) -> int:
+    return next(row["state_bytes"] for row in content["entrants"] if row["name"] == content["choice"])

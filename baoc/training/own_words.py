@@ -1,0 +1,42 @@
+"""Refusals in the words of the door that was taken: where settings are Python values, conf/ has nothing to change."""
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+from baoc.errors import BaocError
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+IN_PYTHON: Mapping[str, str] = {  # what planning says -> what it is in settings or in the user's code
+    "catalogue.keep_fp32_roles": "settings.planner.keep_fp32_roles",
+    "catalogue.specs": "settings.planner.specs",
+    "catalogue=host": "'*@streamed' in settings.planner.specs",
+    "a smaller micro_batch": "fewer samples per forward",
+    "model.checkpointing=true": "activation checkpointing",
+    "a smaller model.size": "a smaller model",
+    "allocator=exact": "settings.planner.allocator='exact'",
+}
+
+
+def in_own_words(method: Method) -> Method:
+    """Rewords what a method of BaocStrategy or BaocOptimizer raises, unless its settings came from conf/."""
+
+    @wraps(method)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except BaocError as error:
+            if not getattr(getattr(self, "settings", None), "from_conf", False):
+                error.args = tuple(reworded(arg) if isinstance(arg, str) else arg for arg in error.args)
+                if advice := getattr(error, "advice", ()):
+                    cast(Any, error).advice = tuple(map(reworded, advice))
+            raise
+
+    return cast(Method, run)
+
+
+def reworded(text: str) -> str:
+    for ours, theirs in IN_PYTHON.items():
+        text = text.replace(ours, theirs)
+    return text

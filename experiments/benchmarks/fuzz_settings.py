@@ -1,0 +1,215 @@
+"""Random settings, again and again: each command line ends in a run, or in one sentence and an exit code, never in a
+traceback.
+
+`python experiments/benchmarks/fuzz_settings.py --tries 2000` takes about a third of a second a try. A try changes one
+to three settings of a run or of a study to a value of a wrong type, null, a list, a group, a huge number, an unknown or
+misspelled key, or an interpolation, by every operator of the command line. A run goes through the command itself with
+mode=plan; a study is read, and the first of its points composed. fuzz_settings.csv in $OUT or experiments/results gets
+a line per try as soon as it is over; the exit code is the number of tracebacks.
+"""
+
+import argparse
+import csv
+import io
+import os
+import random
+import resource
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from dataclasses import asdict, dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a data set that is drawn is not downloaded
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from hydra import compose as compose_hydra  # noqa: E402
+from hydra import initialize_config_dir  # noqa: E402
+from omegaconf import OmegaConf  # noqa: E402
+
+from baoc.cli.failures import failure_of, report  # noqa: E402
+from baoc.cli.main import main  # noqa: E402
+from baoc.config import assets  # noqa: E402
+from baoc.config.compose import VERSION_BASE, compose  # noqa: E402
+from baoc.config.from_hydra import from_hydra, to_conf  # noqa: E402
+from baoc.config.nodes import register  # noqa: E402
+from baoc.config.options import GROUPS  # noqa: E402
+from baoc.sweep.space_check import check_space  # noqa: E402
+from baoc.sweep.study import with_extra  # noqa: E402
+from baoc.sweep.study_config import EarlyStop, StudyConfig, Values, read_study  # noqa: E402
+
+WORDS = ("a", "no", "off", "''", "''''", "'a,b'", "'1'", "../x", "x=y", "ä", "\\", "*", "8gb", "auto", "state_10")
+NUMBERS = ("0", "-1", "1", "2", "3", "7", "64", "0.1", "1.0", "1e-3", "10000", "0.5", "-0.0")
+EDGES = ("1e309", "-1e309", "nan", "inf", "1e-320", "4294967296", "9" * 19)
+HUGE = ("1" + "0" * 400, "-1" + "0" * 400, "1" + "0" * 5000)
+LISTS = ("[]", "[[]]", "[1,2]", "[null]", "[a]", "[[a,b]]", "[true]", "[[1,2],[3,4]]", "[0.9,2]")
+GROUPED = ("{}", "{a: 1}", "{name: x}", "{1: 2}", "{a: {b: c}}", "{null: 1}", "[{step: 1}]", "{choices: []}")
+ODD = ("null", "true", "false", "???", "${budget}", "${nope}", "${oc.env:NOPE}", '${oc.decode:"1"}', "1,2", "range(3)")
+POOLS = (WORDS, NUMBERS, NUMBERS, NUMBERS, EDGES, HUGE, LISTS, GROUPED, ODD)
+OPERATORS = (*[""] * 9, "+", "++", "~")
+MODELS = ("vit", "vit", "llama", "dit", "unet")
+LIMIT_S, SLOW = 60, -2  # what a try may take, and its code where it took longer
+MEMORY_BYTES = 24 * 2**30  # of address space: what a try may ask for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Try:
+    number: int
+    words: str
+    exit_code: int
+    seconds: float
+    said: str  # the first line
+    traceback: str  # the last one
+
+
+def keys_of(node: Mapping[str, Any], *, path: str = "") -> Iterator[str]:
+    """Every dotted key of a configuration, groups too."""
+    for name, value in node.items():
+        yield f"{path}{name}"
+        if isinstance(value, Mapping):
+            yield from keys_of(value, path=f"{path}{name}.")
+
+
+@cache
+def run_keys(model: str) -> list[str]:
+    """Those of every run, and the options of a model, its task and its data."""
+    plain = to_conf(from_hydra(compose([f"model={model}"])))
+    groups = ["risk.weights.drop_m", "experiments", "debug", "recipe.mlp", *(f"{group}.name" for group in GROUPS)]
+    return [key for key in keys_of(plain) if key not in ("device", "mode")] + groups
+
+
+def study_keys() -> list[str]:
+    own = [item.name for item in fields(StudyConfig)]
+    own += [f"early_stop.{item.name}" for item in fields(EarlyStop)]
+    own += [f"objectives.{name}" for name in ("quality", "state_bytes", "speed")]
+    own += [f"space.{key}.{item.name}" for key in ("optim.lr", "budget", "risk") for item in fields(Values)]
+    return [f"hydra.sweeper.{key}" for key in own]
+
+
+def misspelled(key: str, *, source: random.Random) -> str:
+    """The key with one letter left out, doubled or replaced."""
+    at = source.randrange(len(key))
+    return key[:at] + source.choice(("", key[at] * 2, "q")) + key[at + 1 :]
+
+
+def override(key: str, *, source: random.Random) -> str:
+    if source.random() < 0.1:
+        key = misspelled(key, source=source)
+    operator, value = source.choice(OPERATORS), source.choice(source.choice(POOLS))
+    if operator == "~" and source.random() < 0.7:
+        return f"~{key}"
+    return f"{operator}{key}={value}"
+
+
+def words_of(number: int, *, seed: int) -> list[str]:
+    """The command line of a try; the same for the same seed."""
+    source = random.Random(f"{seed} {number}")
+    if source.random() < 0.3:
+        found = [override(source.choice(study_keys()), source=source) for _ in range(source.choice((1, 1, 2)))]
+        found = [word if word[0] in "~+" or ".space." not in word else f"++{word}" for word in found]
+        return ["-m", f"sweeps={source.choice(list(assets.options('sweeps')))}", *found]
+    model = source.choice(MODELS)
+    keys = run_keys(model)
+    return [f"model={model}", *(override(source.choice(keys), source=source) for _ in range(source.choice((1, 1, 2))))]
+
+
+def study_of(words: list[str]) -> None:
+    """Reads the study of a command line and composes its points, as the sweeper does before it trains."""
+    register(words)
+    with initialize_config_dir(config_dir=str(assets.conf()), version_base=VERSION_BASE, job_name="baoc"):
+        config = compose_hydra(config_name="config", overrides=words, return_hydra_config=True)
+    study = read_study(OmegaConf.to_container(config.hydra.sweeper, resolve=True))  # pyright: ignore
+    study = with_extra(study, [word for word in words if not word.lstrip("+~").startswith("hydra.")])
+    calls: list[int] = []
+
+    def composed(overrides: list[str]) -> Any:
+        calls.append(1)
+        if len(calls) > 2:
+            raise StopIteration
+        return compose(overrides)
+
+    with suppress(StopIteration):
+        check_space(study, compose=composed)
+
+
+def ends(words: list[str], *, folder: Path) -> int:
+    """The exit code of a command line."""
+    if words[0] != "-m":
+        return main([*words, "mode=plan", f"hydra.run.dir={folder}"])
+    try:
+        study_of(words[1:])
+    except (Exception, SystemExit) as error:
+        failure = failure_of(error)
+        report(failure)
+        return failure.exit_code
+    return 0
+
+
+def too_long(*_: object) -> None:
+    raise TimeoutError(f"a try took longer than {LIMIT_S} s")
+
+
+def tried(number: int, *, seed: int) -> Try:
+    words, said, start = words_of(number, seed=seed), io.StringIO(), time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()), redirect_stderr(said):
+        signal.alarm(LIMIT_S)
+        try:
+            code = ends(words, folder=Path(folder) / "run")
+        except TimeoutError:
+            code = SLOW
+        except BaseException as error:  # which the command itself would let through
+            code = -1
+            said.write(f"Traceback\n{type(error).__name__}: {error}\n")
+        finally:
+            signal.alarm(0)
+    if f"longer than {LIMIT_S} s" in said.getvalue():  # the command took the alarm for a fault of its own
+        code = SLOW
+    lines = [line for line in said.getvalue().splitlines() if line.strip()]
+    faulty = code in (-1, 1) or (code != SLOW and any(line.startswith("Traceback") for line in lines))
+    told = next((line for line in lines if line.startswith("baoc:")), lines[0] if lines else "")
+    return Try(
+        number=number,
+        words=" ".join(word if len(word) < 80 else f"{word[:80]}..." for word in words),
+        exit_code=code,
+        seconds=round(time.perf_counter() - start, 3),
+        said=told[:200],
+        traceback=next((line for line in reversed(lines) if "Error" in line), lines[-1])[:200] if faulty else "",
+    )
+
+
+def run_tries() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--tries", type=int, default=2000)
+    parser.add_argument("--first", type=int, default=0, help="number of the first try, to go on with a campaign")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    signal.signal(signal.SIGALRM, too_long)
+    path = Path(os.environ.get("OUT", ROOT / "experiments" / "results")) / "fuzz_settings.csv"
+    faults, codes = 0, {}
+    with path.open("a" if given.first else "w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=[item.name for item in fields(Try)])
+        if not given.first:
+            writer.writeheader()
+        for number in range(given.first, given.first + given.tries):
+            found = tried(number, seed=given.seed)
+            writer.writerow(asdict(found))
+            file.flush()
+            codes[found.exit_code] = codes.get(found.exit_code, 0) + 1
+            if found.traceback:
+                faults += 1
+                print(f"{number}: {found.words}\n    {found.traceback}", flush=True)
+    shown = ", ".join(f"exit {code}: {count}" for code, count in sorted(codes.items()))
+    print(f"{given.tries} tries, {faults} tracebacks; {shown}")
+    return min(faults, 100)
+
+
+if __name__ == "__main__":
+    sys.exit(run_tries())

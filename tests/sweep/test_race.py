@@ -1,0 +1,280 @@
+"""Races as studies of stub runs: table and record, kills, caps, equal seconds, and what is refused."""
+
+import csv
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from baoc.cli.jobs import with_race_folder
+from baoc.config.compose import compose
+from baoc.config.from_hydra import from_hydra
+from baoc.errors import BadInputError, TrainingFailedError
+from baoc.sweep import race as race_module
+from baoc.sweep.race import kept_words, race_before, run_race
+from baoc.tracking.files import read_json
+from baoc.training.race.records import RACE_FILE, find_raced, settle_recipe
+from tests.support.paths import ROOT
+from tests.support.races import NAMES, STUB, WORDS, attempts, config, leave_field
+
+MOST_KILLS = int(os.environ.get("BAOC_KILLS", "4"))
+QUICK = ("race.seeds=2", "race.confirm_seeds=3", "race.workers=4")
+
+
+@pytest.fixture(autouse=True)
+def without_page(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(race_module, "build_report", lambda *_, **__: None)  # stubs leave no run folders to compare
+
+
+def raced(folder: Path, *words: str, cap_s: float | None = None):
+    return run_race(
+        config(folder, *QUICK, *words),
+        words=[*WORDS, *QUICK, *words],
+        folder=folder,
+        command="c",
+        code=STUB,
+        cap_s=cap_s,
+    )
+
+
+@pytest.mark.slow
+def test_a_race_leaves_a_table_a_record_and_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    leave_field(tmp_path)
+    result = raced(tmp_path)
+    assert result is not None
+    record = json.loads((tmp_path / RACE_FILE).read_text())
+    assert record["choice"] == "plan" and record["rate"] == 1.0 and record["lr"] == pytest.approx(3e-3)
+    assert record["recipe"]["blocks"] == {"layers.0.mlp": "muon_int8"}
+    assert record["verdict"]["rival"] == "muon8_lean" and record["verdict"]["difference"]["n"] == 3
+    left = {row["name"]: row["left"] for row in record["entrants"] if row["left"]}
+    assert left["adamw8"] == "does not fit (least feasible is 9 MiB)" and left["lion8"] == "it diverged"
+    assert left["permuted"].startswith("behind muon8_lean")
+    with (tmp_path / "race.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == len(attempts(tmp_path)) and len(rows[0]["folder"]) == 4
+    assert {row["status"] for row in rows} == {"done", "does not fit", "diverged"}
+    assert {(row["stage"], row["steps"]) for row in rows} == {
+        ("25%", "100"),
+        ("50%", "200"),
+        ("100%", "400"),
+        ("fresh", "400"),
+    }
+    assert not list(tmp_path.rglob("*.ckpt"))  # hundreds of runs would fill the disk
+    shown = capsys.readouterr().out
+    assert "P(plan is worse than the best uniform tried by more than" in shown and "<= 0.1 at 1,000 parameters" in shown
+    assert read_json(next((tmp_path / "library").glob("*.json")))["choice"] == "plan"
+
+
+@pytest.mark.slow
+def test_the_same_command_goes_on_and_another_one_is_refused(tmp_path: Path):
+    leave_field(tmp_path, names=("muon8_lean", "foam8_lean"))
+    first = raced(tmp_path)
+    before = attempts(tmp_path)
+    again = raced(tmp_path, "race.workers=1")
+    assert first is not None and again is not None and first.outcome == again.outcome
+    assert attempts(tmp_path) == before  # nothing was trained again
+    with pytest.raises(BadInputError, match=r"holds a race with race.seeds=2, and runs of both cannot be compared"):
+        raced(tmp_path, "race.seeds=3")
+    with pytest.raises(BadInputError, match=r"holds a race with .*trainer.max_steps=400"):
+        raced(tmp_path, "trainer.max_steps=500")
+    words = with_race_folder(["mode=race", f"resume={tmp_path}", "race.workers=2"])
+    assert words[-1] == f"hydra.run.dir={tmp_path}" and "race.workers=2" in words and "race.workers=4" not in words
+    assert "budget=state_25" in words and not any(word.startswith("resume=") for word in words)
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from baoc.sweep import race
+from tests.support.races import STUB, WORDS, config
+race.build_report = lambda *_, **__: None
+folder, words = Path(sys.argv[1]), sys.argv[2:]
+code = STUB.replace('words.get("task.sleep", 0)', "0.05")
+race.run_race(config(folder, *words), words=[*WORDS, *words], folder=folder, command="c", code=code)
+"""
+
+
+@pytest.mark.slow
+def test_kills_at_random_moments_change_nothing(tmp_path: Path):
+    """Kills of the race and of its runs: the result is that of a race without any. BAOC_KILLS=20 has 20 of them."""
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    for folder in (killed, whole):
+        leave_field(folder, names=("muon8_lean", "foam8_lean", "plan"))
+    command, words = [sys.executable, "-c", SCRIPT], [*QUICK, "race.rungs=[0.5,1]", "race.rates=[0.5,1]"]
+    rng, kills, process = random.Random(3), 0, None
+    end = time.monotonic() + 200
+    while kills < MOST_KILLS and time.monotonic() < end:
+        if process is None or process.poll() is not None:
+            if process is not None and process.returncode == 0:
+                break
+            process = subprocess.Popen([*command, str(killed), *words], cwd=ROOT, stdout=subprocess.DEVNULL)
+        time.sleep(rng.uniform(0.3, 1.2))
+        trials = [file for file in killed.glob("*/process")]
+        if trials and rng.random() < 0.5:
+            with suppress(ProcessLookupError, ValueError):
+                os.kill(int(rng.choice(trials).read_text()), signal.SIGKILL)
+                kills += 1
+        elif len(trials) > 0 and kills < MOST_KILLS and rng.random() < 0.4:
+            process.kill()
+            process.wait()
+            kills += 1
+    assert process is not None
+    if process.poll() is None:
+        process.wait()
+    subprocess.run([*command, str(killed), *words], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([*command, str(whole), *words], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    assert kills >= 2
+    one, other = (json.loads((folder / RACE_FILE).read_text()) for folder in (killed, whole))
+    for changing in ("seconds", "commit", "command"):
+        del one[changing], other[changing]
+    assert one == other
+
+
+@pytest.mark.slow
+def test_a_cap_ends_a_race_before_the_stage_that_would_exceed_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    leave_field(tmp_path, names=("muon8_lean", "foam8_lean", "plan"))
+    assert raced(tmp_path, cap_s=1.0) is None  # 40 steps of 10 ms; a race of 400 takes minutes
+    said = capsys.readouterr().out
+    assert "nothing is raced within 1 s: the smallest one is predicted to take" in said
+    result = raced(tmp_path, cap_s=1000.0)
+    assert result is not None and not result.outcome.cut
+
+
+@pytest.mark.slow
+def test_before_a_run_the_choice_and_its_rate_are_trained_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    words = ["model=vit", "budget=state_25", "race=1000", *QUICK, f"race.library={tmp_path / 'library'}"]
+    leave_field(tmp_path / "race", names=("muon8_lean", "foam8_lean"))
+    settled = race_before(from_hydra(compose(words)), words=words, folder=tmp_path / "race", command="c", code=STUB)
+    assert settled.recipe is not None and settled.recipe.name == "foam8_lean"  # the fewest bytes within the margin
+    assert settled.allocator.name == "recipe" and settled.optim.lr == pytest.approx(3e-3)
+    later = settle_recipe(from_hydra(compose(["model=vit", "budget=state_25", "recipe=raced", words[-1]])))
+    assert later.recipe == settled.recipe and "recipe=raced takes foam8_lean" in capsys.readouterr().out
+    short = ["model=vit", "budget=state_25", "race=auto", *QUICK, words[-1]]
+    leave_field(tmp_path / "other", names=("muon8_lean", "foam8_lean"))
+    taken = race_before(from_hydra(compose(short)), words=short, folder=tmp_path / "other", command="c", code=STUB)
+    said = capsys.readouterr().out
+    assert "nothing is raced before a run of 4 s" in said and "taken from an earlier race: foam8_lean" in said
+    assert taken.recipe == settled.recipe
+
+
+@pytest.mark.slow
+def test_throughput_is_judged_at_equal_seconds(tmp_path: Path):
+    leave_field(tmp_path, names=("muon8_lean", "foam8_lean"))
+    slow = STUB.replace('"step_ms": 10.0', '"step_ms": 20.0 if name == "muon8_lean" else 10.0')
+    words = [*QUICK, "objective=throughput"]
+    result = run_race(config(tmp_path, *words), words=[*WORDS, *words], folder=tmp_path, command="c", code=slow)
+    assert result is not None and result.record["measured"]["equal_seconds"]
+    with (tmp_path / "race.csv").open() as file:
+        last = {(row["entrant"], row["steps"]) for row in csv.DictReader(file) if row["stage"] in ("25%", "timed tiny")}
+    assert last == {("muon8_lean", "40"), ("foam8_lean", "40"), ("muon8_lean", "50"), ("foam8_lean", "100")}
+
+
+def test_runs_of_a_race_keep_the_commands_other_overrides():
+    words = [
+        "model=llama",
+        "+x=1",
+        "race=600s",
+        "race.seeds=2",
+        "mode=race",
+        "seed=3",
+        "optim.lr=1",
+        "logger.wandb.mode=offline",
+    ]
+    assert kept_words([*words, "optim.weight_decay=0", "hydra.run.dir=x"]) == [
+        "model=llama",
+        "+x=1",
+        "optim.weight_decay=0",
+    ]
+
+
+@pytest.mark.slow
+def test_a_race_of_shorter_runs_is_refused_where_the_run_repeats_its_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    leave_field(tmp_path, names=("muon8_lean",), steps=400)  # 18 epochs
+    with pytest.raises(
+        BadInputError, match=r"sees its data 1.8 times and the run 17.8 times, of which it says nothing"
+    ):
+        raced(tmp_path, "race.steps=40")
+    (tmp_path / "race_setup.json").unlink()
+    raced(tmp_path, "race.steps=160")
+    assert "warning: the race sees its data 7.1 times and the run 17.8 times" in capsys.readouterr().out
+
+
+def test_recipe_raced_without_a_race_says_what_there_is(tmp_path: Path):
+    given = config(tmp_path)
+    with pytest.raises(
+        BadInputError, match=r"no race in .* is of vit tiny on digits at budget state_25.*there is none yet"
+    ):
+        find_raced(given, size="tiny", library=tmp_path / "library")
+
+
+@pytest.mark.slow
+def test_all_runs_failing_is_an_error_and_not_a_choice(tmp_path: Path):
+    leave_field(tmp_path, names=("muon8_lean",))
+    with pytest.raises(TrainingFailedError, match="all 6 runs of the race's stage failed; the last: no such thing"):
+        code = STUB.replace("gap =", 'fail(2, "no such thing")\ngap =')
+        run_race(config(tmp_path, *QUICK), words=[*WORDS, *QUICK], folder=tmp_path, command="c", code=code)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["race.seeds=1"], "race.seeds=1 is not allowed: it must be 2 to 100"),
+        (["race.confirm_seeds=1"], "race.confirm_seeds=1 is not allowed: it must be 2 to 100 fresh seeds, or 0"),
+        (["race.rates=[]"], r"race.rates=\[\] is not allowed: it must be rising multiples"),
+        (["race.rates=[3,1]"], r"race.rates=\[3.0, 1.0\] is not allowed"),
+        (["race.rungs=[0.5]"], r"race.rungs=\[0.5\] is not allowed: it must be rising shares of the last rung"),
+        (["race.recipes=[adamw,adamw]"], "a list in which each recipe stands once"),
+        (["race.share=2"], "race.share=2.0 is not allowed: it must be a share of the run"),
+        (["race.least_run_s=-1"], "race.least_run_s=-1.0 is not allowed"),
+        (["race.margin=1"], "race.margin=1.0 is not allowed"),
+        (["race.level=1"], "race.level=1.0 is not allowed"),
+        (["race.steps=1"], "race.steps=1 is not allowed: it must be 4 optimizer steps or more"),
+        (["race.workers=0"], "race.workers=0 is not allowed"),
+        (["race.per_gpu=0"], "race.per_gpu=0 is not allowed"),
+        (["race.cap_s=0"], "race.cap_s=0.0 is not allowed"),
+        (["race=soon"], "race=soon: allowed are off, auto .* or how long the race may take, such as race=600"),
+        (["race=600", "mode=eval", "resume=auto"], "mode=eval trains nothing: leave race out"),
+        (["mode=race", "resume=auto"], "resume=auto holds no race that mode=race could go on with"),
+        (["mode=race", "recipe=muon8_lean"], "recipe=muon8_lean says what every block runs, and a race chooses it"),
+    ],
+)
+def test_settings_of_a_race_are_refused_in_a_sentence(words: list[str], told: str):
+    with pytest.raises(BadInputError, match=told):
+        from_hydra(compose(["model=vit", *words]))
+
+
+def test_an_allocator_that_leaves_no_choice_is_refused(tmp_path: Path):
+    with pytest.raises(
+        BadInputError, match="allocator=uniform_adamw says what every block runs, and a race chooses it"
+    ):
+        raced(tmp_path, "allocator=uniform_adamw")
+
+
+@pytest.mark.parametrize(("word", "seconds"), [("600", 600.0), ("600s", 600.0), ("1.5min", 90.0), ("2h", 7200.0)])
+def test_a_race_is_given_in_seconds_minutes_or_hours(word: str, seconds: float):
+    found = from_hydra(compose([f"race={word}"])).race
+    assert (found.first, found.cap_s) == ("capped", seconds) and len(NAMES) == 7
+
+
+@pytest.mark.slow
+def test_a_sibling_is_raced_at_equal_samples_a_parameter_and_the_claim_names_it(tmp_path: Path):
+    leave_field(tmp_path, names=("muon8_lean", "plan"), size="mini", num_params=4000, num_train=0)
+    result = raced(tmp_path, "model.size=mini", "race.size=tiny")
+    assert result is not None
+    record = result.record
+    assert record["measured"]["size"] == "tiny" and record["measured"]["steps"] == 100  # of 400, with a quarter of them
+    assert record["claim"].endswith("not measured at 4,000 parameters and 400 steps, which the run has")
+    assert record["choice"] == "plan" and record["recipe"] is None  # its blocks are another network's
+    with pytest.raises(BadInputError, match=r"race.size=huge_one: vit has tiny, mini"):
+        other = tmp_path / "other"
+        leave_field(other, names=("muon8_lean",), size="mini")
+        raced(other, "model.size=mini", "race.size=huge_one")

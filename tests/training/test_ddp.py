@@ -1,0 +1,204 @@
+"""Two processes on gloo that plan together: one plan, the same samples, moves and weights, whatever one meets."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+
+from baoc import BaocDDPStrategy, BaocOptimizer, BaocStrategy
+from baoc.errors import BadInputError, InfeasibleBudgetError, TrainingFailedError
+from baoc.parallel import ALONE, check_same, ranks
+from baoc.planning.planner import PlannerSettings
+from baoc.profiling import schedule
+from baoc.training.reallocation import ReallocationSettings
+from baoc.training.session import SessionSettings
+from tests.support.classifier import Classifier, fit
+from tests.support.ranks import as_launched, group, in_processes
+
+OFTEN = ReallocationSettings(mode="interval", warmup_steps=3, interval=4, min_gain=0.0, update_rms="profiled")
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
+
+
+def trained(optimizer: BaocOptimizer, module: nn.Module, *, rank: int, steps: int, wait_s: float = 0.0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(steps):
+        time.sleep(wait_s)
+        optimizer.zero_grad()
+        mse_loss(module(torch.randn(8, 64, generator=generator)), torch.ones(8, 4)).backward()
+        optimizer.step()
+    return [param.detach().clone() for param in module.parameters()]
+
+
+def other_probes(rank: int) -> dict[str, Any]:
+    """Rank 1 probes a larger batch, and has other weights to begin with."""
+    torch.manual_seed(rank)
+    module = net()
+    probe = lambda: module(torch.ones(512 + 200 * rank, 64)).sum()  # noqa: E731
+    optimizer = BaocOptimizer(module, budget="1.5mb", probe=probe, settings=SessionSettings(reallocation=OFTEN))
+    footprint = optimizer.reallocator.planner.footprint
+    weights = trained(optimizer, DistributedDataParallel(module), rank=rank, steps=12)
+    assert footprint is not None
+    return {"specs": optimizer.specs, "forward": footprint.forward_backward_bytes, "weights": weights}
+
+
+def other_clocks(rank: int) -> dict[str, Any]:
+    """Which samples are taken follows a clock from LARGE_PARAMS on: rank 1's is ten times as fast, its loader slow."""
+    before, clock = schedule.LARGE_PARAMS, schedule.perf_counter
+    schedule.LARGE_PARAMS = 1
+    schedule.perf_counter = lambda: clock() * (10 if rank else 1)
+    try:
+        module = net()
+        optimizer = BaocOptimizer(module, budget="state_25", settings=SessionSettings(reallocation=OFTEN))
+        weights = trained(optimizer, DistributedDataParallel(module), rank=rank, steps=14, wait_s=0.01 * rank)
+    finally:
+        schedule.LARGE_PARAMS, schedule.perf_counter = before, clock
+    profile = optimizer.reallocator.profile
+    assert profile is not None
+    return {"weights": weights, "samples": profile.num_samples, "stats": profile.stats, "specs": optimizer.specs}
+
+
+def errors(rank: int) -> dict[str, str]:
+    """What rank 1 alone meets is an error of both."""
+
+    def on_1(error: Exception) -> Callable[[], object]:
+        def make() -> None:
+            if rank:
+                raise error
+
+        return lambda: ranks().agreed(make)
+
+    def out_of_memory() -> Tensor:
+        if rank:
+            raise torch.OutOfMemoryError("on rank 1")
+        return module(torch.ones(8, 64)).sum()
+
+    module = net()
+    refused = InfeasibleBudgetError("too small", budget_bytes=1, least_feasible_bytes=2)
+    doors: dict[str, Callable[[], object]] = {
+        "input": on_1(BadInputError("only here")),
+        "budget": on_1(refused),
+        "probe": lambda: BaocOptimizer(module, budget="1.5mb", probe=out_of_memory),
+        "too small": lambda: BaocOptimizer(
+            module, budget="60kb", probe=lambda: module(torch.ones(8 << 9 * rank, 64)).sum()
+        ),
+        "weights": lambda: check_same(rank, what="weights", among=ranks()),
+    }
+    told = {}
+    for name, enter in doors.items():
+        try:
+            told[name] = f"was taken: {enter()}"
+        except Exception as error:
+            told[name] = f"{type(error).__name__}: {error}"
+    return told
+
+
+class Lowered(L.Callback):
+    """Takes the budget down to one that only weights of 16 bits hold, and up again: both change the type of weights."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        strategy = trainer.strategy
+        assert isinstance(strategy, BaocDDPStrategy) and strategy.reallocator is not None
+        for step, specs in ((4, "adamw_int8+split8"), (8, "adamw")):
+            if trainer.global_step == step:
+                reallocator = strategy.reallocator
+                reallocator._moved(dict.fromkeys(reallocator.optimizer.specs, specs), moments={})
+
+
+def by_lightning(rank: int, size: int) -> dict[str, Any]:
+    planner = PlannerSettings(keep_fp32_roles=())
+    given = {"devices": size, "plugins": [LightningEnvironment()], "steps": 12}
+    strategy = BaocDDPStrategy("state_25", settings=SessionSettings(planner=planner, reallocation=OFTEN))
+    plan_first: list[Any] = []
+    strategy.plan_listeners.append(lambda _, plan: plan_first.append(dict(plan.allocation.choices)))
+    halves = fit(strategy, accumulate_grad_batches=2, **given)
+    lowered = BaocDDPStrategy("unlimited", settings=SessionSettings(planner=PlannerSettings(specs=("*", "*+split8"))))
+    cast = fit(lowered, precision="bf16-mixed", callbacks=[Lowered()], **given)
+    assert strategy.reallocator is not None and lowered.reallocator is not None
+    return {
+        "plan": plan_first[0],
+        "specs": strategy.reallocator.optimizer.specs,
+        "halves": [param.detach().clone() for param in halves.parameters()],
+        "cast": [param.detach().clone() for param in cast.parameters()],
+        "last": lowered.reallocator.optimizer.specs,
+        "views": strategy._ddp_kwargs["gradient_as_bucket_view"],
+    }
+
+
+def work(rank: int, size: int, store: Path) -> dict[str, Any]:
+    with as_launched(rank, size), group(rank, size, store=store):
+        found = {"probes": other_probes(rank), "clocks": other_clocks(rank), "errors": errors(rank)}
+        return {**found, "lightning": by_lightning(rank, size)}
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    return in_processes(work)
+
+
+def same(tensors: list[list[Tensor]]) -> bool:
+    return all(all(map(torch.equal, tensors[0], others)) for others in tensors[1:])
+
+
+def test_one_plan_by_what_the_rank_that_needs_most_has_measured(found: list[dict[str, Any]]) -> None:
+    first, second = (each["probes"] for each in found)
+    assert first["specs"] == second["specs"] and first["forward"] == second["forward"] > 712 * 64 * 4
+    assert same([first["weights"], second["weights"]])
+
+
+def test_one_clock_says_which_steps_are_sampled(found: list[dict[str, Any]]) -> None:
+    first, second = (each["clocks"] for each in found)
+    assert first["samples"] == second["samples"] and first["stats"] == second["stats"]
+    assert first["specs"] == second["specs"] and same([first["weights"], second["weights"]])
+
+
+ERRORS = {
+    "input": "BadInputError: only here",
+    "budget": "InfeasibleBudgetError: too small",
+    "probe": "OutOfMemoryError: on rank 1",
+    "too small": "InfeasibleBudgetError: budget 60kb cannot be met",
+    "weights": "TrainingFailedError: weights differ between ranks",
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_an_error_of_one_rank_is_one_of_all(case: str, found: list[dict[str, Any]]) -> None:
+    for each in found:
+        assert each["errors"][case].startswith(ERRORS[case])
+
+
+def test_lightning_plans_first_and_wraps_then(found: list[dict[str, Any]]) -> None:
+    first, second = (each["lightning"] for each in found)
+    assert first["specs"] == second["specs"] and first["views"]
+    assert same([first["halves"], second["halves"]]), "with accumulation"
+
+
+def test_weights_that_change_their_type_are_averaged_all_the_same(found: list[dict[str, Any]]) -> None:
+    first, second = (each["lightning"] for each in found)
+    assert set(first["last"].values()) == {"adamw"} and first["cast"][0].dtype is torch.float32
+    assert same([first["cast"], second["cast"]])
+
+
+def test_the_plan_of_a_share_of_state_is_that_of_one_process(found: list[dict[str, Any]]) -> None:
+    strategy = BaocStrategy("state_25", settings=SessionSettings(planner=PlannerSettings(keep_fp32_roles=())))
+    plans: list[Any] = []
+    strategy.plan_listeners.append(lambda _, plan: plans.append(dict(plan.allocation.choices)))
+    fit(strategy, module=Classifier(), steps=1)
+    assert [each["lightning"]["plan"] for each in found] == 2 * plans
+
+
+def test_a_process_alone_is_asked_nothing_by_others() -> None:
+    assert ranks() is ALONE and ALONE.from_first(lambda: 3) == ALONE.first(3) == ALONE.agreed(lambda: 3) == 3
+    assert ALONE.most(1.0, 2.0) == (1.0, 2.0) and ALONE.gathered("a") == ["a"]
+    with pytest.raises(TrainingFailedError, match="weights differ between ranks, which is a bug"):
+        check_same(float("nan"), what="weights", among=ALONE)

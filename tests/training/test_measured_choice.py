@@ -1,0 +1,115 @@
+"""The measured choice through every door: what runs, at which rate, by names and without them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+from baoc import BaocOptimizer, BaocStrategy
+from baoc.core.budgets import parse_budget
+from baoc.core.catalogue import SPECS
+from baoc.core.measured import families
+from baoc.core.rule_tags import RULE_INFOS
+from baoc.data import build_data
+from baoc.models import build_model
+from baoc.planning.planner import Planner, PlannerSettings
+from baoc.profiling import describe
+from baoc.types import Role, StateKind
+
+LANGUAGE = families()["language"]
+
+
+@pytest.fixture(scope="module")
+def llama() -> nn.Module:
+    return build_model("llama", spec=build_data("pysource", task="language", batch_size=2).spec, size="nano", seed=0)
+
+
+def chosen(fraction: str, network: nn.Module) -> Planner:
+    settings = PlannerSettings(risk="measured", family="auto")
+    return Planner(describe(network), budget=parse_budget(fraction), settings=settings)
+
+
+def test_a_module_s_optimizer_runs_what_the_planner_chooses_at_its_rate(llama: nn.Module):
+    optimizer = BaocOptimizer(llama, budget="state_15", lr=1e-3)
+    plan = chosen("state_15", llama).propose()
+    assert set(optimizer.plan.allocation.choices.values()) == set(plan.allocation.choices.values())
+    assert optimizer.plan.basis == plan.basis and plan.basis is not None and plan.basis.by == "measured"
+    rate = LANGUAGE.recipe(str(plan.basis.recipe)).rate
+    rates = {slot.tuned.lr for live in optimizer.roster.live.values() for slot in live.slots if slot.tuned is not None}
+    assert rates == {rate} and rate > 1
+
+
+def test_names_without_a_module_are_planned_alike(llama: nn.Module):
+    """Roles follow from names and shapes, so the network is known as a transformer for language."""
+    named = BaocOptimizer(list(llama.named_parameters()), budget="state_15")
+    plan = chosen("state_15", llama).propose()
+    assert set(named.plan.allocation.choices.values()) == set(plan.allocation.choices.values())
+
+
+def test_parameters_without_names_go_by_the_prior_and_lose_no_momentum(llama: nn.Module):
+    optimizer = BaocOptimizer(llama.parameters(), budget="state_25")
+    basis = optimizer.plan.basis
+    assert basis is not None and "nothing was measured of this kind of network" in basis.text
+    named = Planner(describe(llama), budget=parse_budget("state_25"), settings=PlannerSettings()).propose()
+    for plan in (optimizer.plan, named):  # with names the prior keeps momentum everywhere, too, embedding and head
+        rules = {RULE_INFOS[SPECS[spec].rule] for spec in plan.allocation.choices.values()}
+        assert all(any(state.kind is StateKind.M for state in rule.states) for rule in rules)
+
+
+@pytest.mark.parametrize("fraction", ["state_50", "state_25", "state_15", "state_10"])
+def test_roles_that_keep_fp32_get_8_bits_before_they_lose_momentum(fraction: str, llama: nn.Module):
+    planner = Planner(describe(llama), budget=parse_budget(fraction), settings=PlannerSettings())
+    plan = planner.propose()
+    kept = [block for block in planner.blocks if block.role in planner.settings.keep_fp32_roles]
+    for block in kept:
+        rule = planner.rules[planner.specs[plan.allocation.choices[block.name]].rule]
+        assert any(state.kind is StateKind.M for state in rule.states), block.name
+    assert plan.allocation.state_bytes <= float(fraction.split("_")[1]) / 100 * plan.state_bytes_adamw
+
+
+def test_kept_roles_stay_in_fp32_where_momentum_does_not_depend_on_it(llama: nn.Module):
+    plan = Planner(describe(llama), budget=parse_budget("state_50"), settings=PlannerSettings()).propose()
+    kept = {plan.allocation.choices[b.name] for b in plan.blocks if b.role in (Role.EMBEDDING, Role.HEAD, Role.NORM)}
+    assert kept == {"adamw"}
+
+
+class Module(L.LightningModule):
+    def __init__(self, network: nn.Module):
+        super().__init__()
+        self.network = network
+
+    def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
+        return self.network(batch).float().logsumexp(-1).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def test_a_strategy_chooses_the_same_and_steps(llama: nn.Module, tmp_path: Path):
+    strategy = BaocStrategy(budget="state_15", device="cpu")
+    trainer = L.Trainer(
+        strategy=strategy, accelerator="cpu", max_steps=2, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    batches: Any = list(torch.randint(256, (4, 16)))
+    trainer.fit(Module(llama), torch.utils.data.DataLoader(batches, batch_size=2))
+    assert strategy.reallocator is not None
+    basis, plan = strategy.reallocator.plan.basis, chosen("state_15", llama).propose()
+    assert basis is not None and plan.basis is not None and basis.text == plan.basis.text
+    assert set(strategy.reallocator.plan.allocation.choices.values()) == set(plan.allocation.choices.values())
+
+
+def test_a_run_says_what_its_plan_rests_on(tmp_path: Path):
+    from baoc.config.compose import compose
+    from baoc.config.from_hydra import from_hydra
+    from baoc.training.run import run
+
+    config = from_hydra(compose(["model=llama", "model.size=nano", "budget=state_15", "mode=plan", "device=cpu"]))
+    run(config, run_dir=tmp_path, command="")
+    held = json.loads((tmp_path / "allocation.json").read_text())
+    assert held["basis"]["by"] == "measured" and held["basis"]["family"] == "language" and held["basis"]["n"] >= 2
+    assert held["basis"]["reference"] and held["basis"]["steps"] and held["basis"]["num_params"]

@@ -1,0 +1,153 @@
+"""The course of a race without training: which runs it asks for, who leaves, and what a missing score does."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from baoc.errors import BadInputError, TrainingFailedError
+from baoc.training.race.course import (
+    DIVERGED,
+    DONE,
+    FRESH,
+    NO_FIT,
+    Ended,
+    Outcome,
+    OutOfTimeError,
+    Run,
+    Settings,
+    course,
+)
+from baoc.training.race.rules import Entrant
+
+ADAMW = Entrant(name="adamw", state_bytes=100, uniform=True)
+FOAM = Entrant(name="foam8", state_bytes=7, uniform=True)
+PLAN = Entrant(name="plan", state_bytes=10, uniform=False)
+CONTROL = Entrant(name="permuted", state_bytes=10, uniform=False, control=True)
+EVERY = (ADAMW, FOAM, PLAN, CONTROL)
+GAPS = {"adamw": 0.0, "foam8": 0.2, "plan": -0.1, "permuted": 0.3}
+SETTINGS = Settings(
+    rates=(0.3, 1.0, 3.0),
+    rungs=(0.25, 0.5, 1.0),
+    seeds=(100, 101, 102),
+    fresh_seeds=(200, 201, 202, 203),
+    steps=dict.fromkeys(GAPS, 400),
+    margin=0.01,
+    level=0.9,
+)
+
+
+def replace_settings(**changes: Any) -> Settings:
+    return replace(SETTINGS, **changes)
+
+
+def score(run: Run) -> Ended:
+    """Best at three times the rate; what a seed adds is shared, and a little is the entrant's own."""
+    own = 0.001 * math.sin(17 * run.seed + len(run.entrant))
+    return Ended(status=DONE, score=1 + GAPS[run.entrant] + 0.1 * abs(run.rate - 3) + 0.05 * math.cos(run.seed) + own)
+
+
+def race(
+    entrants: tuple[Entrant, ...] = EVERY, *, settings: Settings = SETTINGS, score: Callable[[Run], Ended] = score
+) -> tuple[Outcome, list[list[Run]]]:
+    going, asked, sent = course(entrants, settings=settings), [], None
+    try:
+        while True:
+            asked.append(going.send(sent))
+            sent = {run: score(run) for run in asked[-1]}
+    except StopIteration as ended:
+        return ended.value, asked
+
+
+def test_a_race_goes_from_all_rates_on_short_runs_to_one_rate_on_fresh_seeds():
+    found, asked = race()
+    first, *middle, fresh = asked
+    assert len(first) == 4 * 3 * 3 and {run.steps for run in first} == {100}
+    assert [run.steps for stage in middle for run in stage[:1]] == [200, 400]
+    assert all(run.rate == 3.0 for stage in middle for run in stage)  # two of three rates were dropped
+    assert {run.entrant for run in fresh} == {"adamw", "plan"}  # foam8 and the control are clearly behind
+    assert {run.seed for run in fresh} == set(SETTINGS.fresh_seeds) and {run.steps for run in fresh} == {400}
+    assert found.verdict.choice == "plan" and found.verdict.rival == "adamw" and not found.cut
+    assert found.left["foam8"].startswith("behind adamw") and "permuted" in found.left
+    assert set(found.scores) == {0.25, 0.5, 1.0, FRESH}
+
+
+def test_the_control_is_never_chosen_however_good_it_is():
+    found, _ = race(score=lambda run: Ended(status=DONE, score=0.1) if run.entrant == "permuted" else score(run))
+    assert found.verdict.choice == "plan"
+
+
+def test_the_incumbent_stays_though_a_mixed_plan_is_far_ahead():
+    found, _ = race(
+        (ADAMW, PLAN), score=lambda run: Ended(status=DONE, score=score(run).score + 5 * (run.entrant == "adamw"))
+    )
+    assert "adamw" not in found.left and found.verdict.choice == "plan"
+
+
+def test_a_recipe_that_does_not_fit_is_tried_once_and_leaves():
+    def tight(run: Run) -> Ended:
+        return Ended(status=NO_FIT, message="least is 9 MiB\nmore") if run.entrant == "adamw" else score(run)
+
+    found, asked = race(settings=replace_settings(try_first=True), score=tight)
+    assert [run.entrant for run in asked[0]] == list(GAPS) and len(asked[1]) == 3 * 3 * 3 - 3
+    assert found.left["adamw"] == "does not fit (least is 9 MiB)" and found.verdict.rival == "foam8"
+    with pytest.raises(BadInputError, match=r"no candidate fits the budget \(adamw: does not fit \(least is 9 MiB\)\)"):
+        race((ADAMW,), settings=replace_settings(try_first=True), score=tight)
+
+
+def test_a_divergence_at_one_rate_costs_the_rate_and_at_all_the_entrant():
+    def hot(run: Run) -> Ended:
+        diverged = run.rate == 3.0 or run.entrant == "foam8"
+        return Ended(status=DIVERGED, score=math.inf) if diverged else score(run)
+
+    found, _ = race(score=hot)
+    assert found.rates["adamw"] == 1.0 and found.left["foam8"] == "it diverged"
+    with pytest.raises(TrainingFailedError, match=r"no uniform recipe is left.*lower race.rates"):
+        race(score=lambda run: Ended(status=DIVERGED, score=math.inf))
+
+
+def test_a_plan_that_diverges_on_fresh_seeds_is_not_taken():
+    def late(run: Run) -> Ended:
+        bad = run.stage == FRESH and run.entrant == "plan" and run.seed == 202
+        return Ended(status=DIVERGED, score=math.inf) if bad else score(run)
+
+    found, _ = race(score=late)
+    assert found.verdict.choice == "adamw" and found.left["plan"] == "it diverged"
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_a_race_out_of_time_decides_by_the_stages_that_ended(stages: int):
+    going, sent = course(EVERY, settings=SETTINGS), None
+    for _ in range(stages):
+        asked = going.send(sent)
+        sent = {run: score(run) for run in asked}
+    going.send(sent)
+    with pytest.raises(StopIteration) as ended:
+        going.throw(OutOfTimeError())
+    found: Outcome = ended.value.value
+    assert found.cut and found.rung == SETTINGS.rungs[stages - 1]
+    assert found.verdict.choice == "adamw"  # a mixed plan is confirmed or not taken
+
+
+def test_out_of_time_before_the_first_rung_has_ended_is_no_verdict():
+    going = course(EVERY, settings=SETTINGS)
+    next(going)
+    with pytest.raises(OutOfTimeError):
+        going.throw(OutOfTimeError())
+
+
+def test_equal_seconds_are_steps_of_each_entrants_own():
+    _, asked = race(settings=replace_settings(steps={"adamw": 400, "foam8": 200, "plan": 300, "permuted": 300}))
+    assert {(run.entrant, run.steps) for run in asked[0]} == {
+        ("adamw", 100),
+        ("foam8", 50),
+        ("plan", 75),
+        ("permuted", 75),
+    }
+
+
+def test_the_same_scores_lead_to_the_same_runs():
+    assert race() == race()
+    assert isinstance(race()[0].scores, Mapping)
