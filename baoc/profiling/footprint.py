@@ -2,7 +2,7 @@
 
 How a peak is predicted:
 1. `probe_footprint` restores everything that it touches (`restored`): RNG states, training modes, buffers, parameters
-   that forward writes into. Gradients are None before and after.
+   that forward writes into, Python state of the modules. Gradients are None before and after.
 2. It runs a micro-batch twice. The first run creates the gradients of a step before; the second one runs beside them,
    as every later step does. If gradients are set to None between forward and backward, the probe does the same.
 3. Bytes are measured by `tracker.PeakMeter`: on CUDA by torch's allocator; on the CPU and on meta by `MemoryTracker`,
@@ -36,6 +36,7 @@ from baoc.profiling import memory
 from baoc.profiling.cuda_emulation import CachingAllocator
 from baoc.profiling.gradient_dropper import GradientDropper, storage_bytes
 from baoc.profiling.param_restorer import ParamRestorer
+from baoc.profiling.python_state import PythonState
 from baoc.profiling.timeline import Timeline
 from baoc.profiling.tracker import MemoryTracker, PeakMeter
 from baoc.types import Footprint, PeakInterval
@@ -309,9 +310,13 @@ def _watched(run: Callable[[], object], restorer: ParamRestorer) -> Callable[[],
 
 @contextmanager
 def restored(module: nn.Module | None, params: Sequence[Tensor]) -> Iterator[ParamRestorer]:
-    """Restores RNG states, training modes, buffers and written parameters. Gradients are None at the start and end."""
+    """Restores RNG states, training modes, buffers, written parameters and the modules' Python state.
+
+    Gradients are None at the start and end.
+    """
     _drop_gradients(params)
     restorer = ParamRestorer(params)
+    python = PythonState(module) if module is not None else None
     random_state, numpy_state = random.getstate(), _numpy_random()
     modes = [(child, child.training) for child in module.modules()] if module is not None else []
     buffers = [
@@ -326,6 +331,8 @@ def restored(module: nn.Module | None, params: Sequence[Tensor]) -> Iterator[Par
             yield restorer
     finally:
         restorer.restore()
+        if python is not None:
+            python.restore()
         random.setstate(random_state)
         if numpy_state is not None:
             sys.modules["numpy"].random.set_state(numpy_state)

@@ -7,6 +7,7 @@ new console, so that a redirected stdout gets the text.
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from baoc.core.budgets import AUTO
-from baoc.tracking.rows import collapsed_rows, plan_rows
+from baoc.tracking.rows import collapsed_rows, plan_rows, role_rows
 from baoc.types import Budget, FailedRun, FrontierPoint, Option, Plan, Reallocation, RunResult
 from baoc.units import KIB, format_bytes
 
 __all__ = [
     "attach_live",
+    "budget_verdict",
     "detach_live",
     "make_console",
     "make_table",
@@ -36,6 +38,7 @@ __all__ = [
     "print_startup",
     "print_update_ratios",
     "say",
+    "summary_text",
 ]
 
 PLAIN_WIDTH = 100
@@ -156,6 +159,26 @@ def print_plan(plan: Plan, *, title: str = "Allocation") -> None:
     for line in plan_lines(plan):
         console.print(line, markup=False)
     console.print()
+
+
+def summary_text(plan: Plan, *, title: str) -> str:
+    """The allocation as a table with one row per role and spec, then its totals, as text."""
+    console = PipeSafeConsole(file=StringIO(), width=PLAIN_WIDTH, no_color=True, color_system=None, highlight=False)
+    table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
+    for header in ("role", "spec"):
+        table.add_column(header, overflow="fold")
+    for header in ("blocks", "parameters", "state", "risk"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for row in role_rows(plan):
+        size = "-" if row.state_bytes is None else format_bytes(row.state_bytes)
+        size = f"{format_bytes(row.host_bytes)} (host)" if row.host_bytes else size
+        risk = "-" if row.risk is None else f"{row.risk:.3g}"
+        table.add_row(escape(row.block), escape(row.spec), str(row.num_blocks), f"{row.num_params:,}", size, risk)
+    console.print(table)
+    for line in plan_lines(plan):
+        console.print(line, markup=False, soft_wrap=True)
+    assert isinstance(console.file, StringIO)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
 
 def plan_lines(plan: Plan) -> list[str]:
@@ -325,11 +348,18 @@ def _budget_verdict(result: RunResult) -> str | None:
         return None if result.budget_met is None else f"{'met' if result.budget_met else 'NOT met'}"
     is_memory = result.budget.get("kind") == "memory"
     held = result.peak_bytes if is_memory else result.state_bytes
-    slack = result.budget_bytes - held
-    verdict = f"met, {format_bytes(slack)} to spare" if result.budget_met else f"NOT met, {format_bytes(-slack)} over"
-    binds = "binds" if result.binding else "does not bind"
-    what = "of device memory" if is_memory else "of optimizer state"
-    return f"{format_bytes(result.budget_bytes)} {what}: {verdict} ({binds})"
+    return budget_verdict(
+        result.budget_bytes, held_bytes=held, met=result.budget_met, memory=is_memory, binding=result.binding
+    )
+
+
+def budget_verdict(limit_bytes: int, *, held_bytes: int, met: bool | None, memory: bool, binding: bool) -> str:
+    """`8.00 GiB of device memory: met, 512.00 MiB to spare (binds)`; not `memory`: of optimizer state."""
+    slack = limit_bytes - held_bytes
+    verdict = f"met, {format_bytes(slack)} to spare" if met else f"NOT met, {format_bytes(-slack)} over"
+    binds = "binds" if binding else "does not bind"
+    what = "of device memory" if memory else "of optimizer state"
+    return f"{format_bytes(limit_bytes)} {what}: {verdict} ({binds})"
 
 
 def print_frontier(

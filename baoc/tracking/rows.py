@@ -6,10 +6,12 @@ Free of rich, so that W&B's table and the terminal show the same numbers.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from baoc.types import Block, Candidate, Plan, Reason
 from baoc.units import format_bytes
 
+Number = TypeVar("Number", int, float)
 COLLAPSE_ABOVE = 24  # number of blocks up to which each has its own row
 
 
@@ -64,6 +66,33 @@ def collapsed_rows(plan: Plan, *, above: int = COLLAPSE_ABOVE) -> list[PlanRow]:
     return [_merge_rows(pattern, members) for (pattern, _), members in groups.items()]
 
 
+def role_rows(plan: Plan) -> list[PlanRow]:
+    """One row per role and spec, the largest first: a table that stays short for a network of any depth."""
+    groups: dict[tuple[str, str], list[PlanRow]] = {}
+    for row in plan_rows(plan):
+        groups.setdefault((row.role, row.spec), []).append(row)
+    merged = [
+        replace(
+            rows[0],
+            block=role,
+            num_params=sum(row.num_params for row in rows),
+            state_bytes=_total([row.state_bytes for row in rows]),
+            risk=_total([row.risk for row in rows]),
+            why="",
+            num_blocks=len(rows),
+            host_bytes=sum(row.host_bytes for row in rows),
+        )
+        for (role, _), rows in groups.items()
+    ]
+    return sorted(merged, key=lambda row: -row.num_params)
+
+
+def _total(values: Sequence[Number | None]) -> Number | None:
+    """The sum, or None where a summand is not known."""
+    known = [value for value in values if value is not None]
+    return sum(known[1:], start=known[0]) if known and len(known) == len(values) else None
+
+
 def _explain_choice(chosen: Candidate | None, *, options: Sequence[Candidate], reason: Reason | None) -> str:
     """The next cheaper and dearer spec: the bytes and risk that each would change, and the deciding risk term."""
     if reason is None:
@@ -96,14 +125,12 @@ def _merge_rows(pattern: str, members: Sequence[tuple[Block, PlanRow]]) -> PlanR
     if len(rows) == 1:
         return rows[0]
     depths = sorted({block.depth for block, _ in members if block.depth is not None})
-    sizes = [row.state_bytes for row in rows if row.state_bytes is not None]
-    risks = [row.risk for row in rows if row.risk is not None]
     return replace(
         rows[0],
         block=pattern.replace("*", f"{{{_format_ranges(depths)}}}", 1),
         num_params=sum(row.num_params for row in rows),
-        state_bytes=sum(sizes) if len(sizes) == len(rows) else None,
-        risk=sum(risks) if len(risks) == len(rows) else None,
+        state_bytes=_total([row.state_bytes for row in rows]),
+        risk=_total([row.risk for row in rows]),
         why=f"{rows[0].why} (first of {len(rows)})" if rows[0].why else "",
         num_blocks=len(rows),
         host_bytes=sum(row.host_bytes for row in rows),

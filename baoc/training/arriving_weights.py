@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
+from baoc.core.catalogue import select
 from baoc.errors import InfeasibleBudgetError
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.weights import master
@@ -17,6 +18,7 @@ from baoc.profiling import clear_cache, uncapped
 from baoc.profiling.bf16_params import BF16, cast_to_bf16
 from baoc.profiling.footprint import PAGES_BYTES
 from baoc.profiling.memory import LATE_MODULES_BYTES
+from baoc.training.session import Session
 from baoc.types import Budget, Footprint, Plan
 from baoc.units import format_bytes
 
@@ -107,6 +109,37 @@ def leave(params: Mapping[str, Tensor]) -> None:
         param.data = param.detach().cpu()
 
 
+class ArrivedWeights:
+    """Weights in all of their bits of those parameters that a plan keeps in fewer, as they are when it is made.
+
+    For a resume whose checkpoint has another plan, by which some of them are to be whole again. Between loading and
+    training the module and callbacks may have put other numbers into the model than the file has (averages swap theirs
+    with the current ones), and those stay. `narrowed` is to be called when the optimizer has been built.
+    """
+
+    def __init__(self, session: Session):
+        narrow = select(session.settings.planner.specs)
+        choices, params = session.plan.allocation.choices, session.params
+        names = [
+            info.name
+            for block in session.plan.blocks
+            for info in block.params
+            if choices[block.name] in narrow and narrow[choices[block.name]].weights != "native"
+        ]
+        self._params = {name: params[name] for name in names if params[name].element_size() > BF16.itemsize}
+        self._whole = {name: param.detach().to("cpu", copy=True) for name, param in self._params.items()}
+        self._versions: dict[str, int] = {}
+
+    def narrowed(self) -> None:
+        self._versions = {name: param._version for name, param in self._params.items()}
+
+    def untouched(self) -> dict[str, Tensor]:
+        """The weights of parameters that nobody has written to since they were narrowed."""
+        return {
+            name: self._whole[name] for name, param in self._params.items() if param._version == self._versions[name]
+        }
+
+
 class Between:
     """What becomes of weights between fits.
 
@@ -117,27 +150,27 @@ class Between:
 
     def __init__(self) -> None:
         self._whole: dict[Tensor, torch.dtype] = {}
-        self._left: tuple[BlockwiseOptimizer, dict[Tensor, int]] | None = None
+        self._left: list[tuple[BlockwiseOptimizer, dict[Tensor, int]]] = []
 
     def leave(self, optimizer: BlockwiseOptimizer) -> None:
         """A fit is over."""
         slots = [slot for live in optimizer.roster.live.values() for slot in live.slots]
-        self._left = optimizer, {slot.param: slot.param._version for slot in slots}
+        self._left.append((optimizer, {slot.param: slot.param._version for slot in slots}))
 
     @torch.no_grad()
     def resume(self, module: nn.Module) -> None:
         """Another one begins. Weights that were written to since, by a checkpoint say, are what they are now."""
-        if self._left is None:
-            return
-        (optimizer, versions), self._left = self._left, None
-        mine, roster = set(module.parameters()), optimizer.roster
-        for live in roster.live.values():
-            with roster.visiting(live, keep=False):
-                for slot in live.slots:
-                    dtype = getattr(torch, slot.info.dtype)
-                    if slot.param in mine and slot.param.dtype is not dtype:
-                        same = slot.param._version == versions.get(slot.param)
-                        slot.param.data = master(slot.param, roster.state[slot.param] if same else {}).to(dtype)
+        left, self._left = self._left, []
+        mine = set(module.parameters())
+        for optimizer, versions in left:
+            roster = optimizer.roster
+            for live in roster.live.values():
+                with roster.visiting(live, keep=False):
+                    for slot in live.slots:
+                        dtype = getattr(torch, slot.info.dtype)
+                        if slot.param in mine and slot.param.dtype is not dtype:
+                            same = slot.param._version == versions.get(slot.param)
+                            slot.param.data = master(slot.param, roster.state[slot.param] if same else {}).to(dtype)
 
     def narrow(self, module: nn.Module) -> None:
         """Parameters that lose nothing become bf16, where they are."""

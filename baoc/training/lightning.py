@@ -5,7 +5,8 @@ decision happens there. Later decisions hang on the optimizer's own step, so no 
 """
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -13,23 +14,36 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.accelerators import CUDAAccelerator
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from baoc.core.budgets import parse_budget, resolve_auto
+from baoc.core.budgets import AUTO, PRESETS, parse_budget, resolve_auto
 from baoc.core.catalogue import select
-from baoc.errors import BadInputError
+from baoc.errors import BadInputError, CheckpointError
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.backward import take_from_others
 from baoc.optim.load_watch import watch_loads
 from baoc.parallel import ALONE, Ranks, check_same, ranks, refuse_ranks
 from baoc.planning.planner import Planner
 from baoc.profiling import cap_device, context_bytes, describe, free_bytes
-from baoc.training.arriving_weights import MIXED, Between, leave, must_wait, needs_room, no_room, visiting
+from baoc.profiling.tracker import PeakMeter
+from baoc.training.arriving_weights import (
+    MIXED,
+    ArrivedWeights,
+    Between,
+    leave,
+    must_wait,
+    needs_room,
+    no_room,
+    visiting,
+)
+from baoc.training.averages import averaging_callbacks, without_narrow
 from baoc.training.gradient_release import leave_clipping, leaves_gradients, released_clipping, take_clipping_back
-from baoc.training.measure.probe import Probe, silent, unwrapped
+from baoc.training.measure.first_step import FirstStep
+from baoc.training.measure.probe import Probe, UnmeasuredStepError, silent, unwrapped
+from baoc.training.narration import Narrator, loggers_of
 from baoc.training.own_words import in_own_words
 from baoc.training.reallocation import Reallocator
 from baoc.training.session import RecipeLike, Session, SessionSettings, with_recipe
@@ -44,6 +58,8 @@ from baoc.training.user_optimizer import (
 from baoc.types import Budget, Footprint, LatencyTable, Plan, Profile, Reallocation
 from baoc.units import MIB
 
+log = logging.getLogger(__name__)
+STRATEGY_NAME, DDP_STRATEGY_NAME = "baoc", "baoc_ddp"
 PlanListener = Callable[[Planner, Plan], None]
 
 
@@ -64,6 +80,7 @@ class BudgetedStrategy(Strategy):
     See BaocStrategy. `ranks` are those that train together, known from `setup_environment` on.
     """
 
+    name_told = "BaocStrategy"
     silent = staticmethod(silent)  # for callbacks that look at a forward pass without being part of the run
 
     def __init__(
@@ -75,6 +92,7 @@ class BudgetedStrategy(Strategy):
         latency: LatencyTable | None = None,
         plan_only: bool = False,
         record_latency: bool = False,
+        verbose: bool = True,
         plan_listeners: Iterable[PlanListener] = (),
         reallocation_listeners: Iterable[Callable[[Reallocation, Plan, Profile | None], None]] = (),
         **kwargs: Any,
@@ -87,6 +105,12 @@ class BudgetedStrategy(Strategy):
         self.decided: Footprint | None = None  # of this very step, by which a decision has found that it fits
         self.plan_only = plan_only
         self.record_latency = record_latency
+        self.verbose = verbose
+        self.reallocators: list[Reallocator] = []  # one for each optimizer; `reallocator` is the first
+        self._narrators: list[Narrator] = []
+        self._first_step: PeakMeter | None = None
+        self._arrived: ArrivedWeights | None = None  # of a resume, until the optimizer's states are loaded
+        self._unmeasured: FirstStep | None = None  # a first step that nobody could measure before training
         self.plan_listeners = list(plan_listeners)
         self.reallocation_listeners = list(reallocation_listeners)
         self.resume_listeners: list[Callable[[int, Plan], None]] = []  # called with step and plan after a load
@@ -141,26 +165,51 @@ class BudgetedStrategy(Strategy):
         module = self.lightning_module
         assert module is not None
         self._refuse_unsupported(trainer)
+        if averaging := averaging_callbacks(trainer):
+            self.settings = without_narrow(self.settings, because=averaging)
+        else:
+            self.settings = widened(
+                self.settings, device=self.root_device.type, budget=self.budget, precision=str(trainer.precision)
+            )
         self._refuse_mixed_types(trainer)
-        self.settings = widened(
-            self.settings, device=self.root_device.type, budget=self.budget, precision=str(trainer.precision)
-        )
         take_from_others(list(module.parameters()))  # whose hooks would step in the probe
         super().setup_optimizers(trainer)
-        theirs = self._only_optimizer()
-        self.reallocator = reallocator = self._planned(trainer, theirs, settings=self._settings_for(trainer))
-        reallocator.listeners.extend(self.reallocation_listeners)
-        reallocator.settled_listeners.extend(self.settled_listeners)
-        rebind_schedulers([c.scheduler for c in self.lr_scheduler_configs], old=theirs, new=reallocator.optimizer)
-        if self.lr_scheduler_configs:
-            count_steps_for_schedulers(reallocator.optimizer)
-        self.optimizers = [reallocator.optimizer]
-        watch_loads(module, reallocator.optimizer)
+        theirs, settings = self._taken_over(module), self._settings_for(trainer)
+        if module.automatic_optimization:
+            self.reallocators = [self._planned(trainer, theirs[0], settings=settings)]
+        else:
+            self.reallocators = self._planned_apart(module, theirs, settings=settings)
+        self.reallocator = reallocator = self.reallocators[0]
+        for old, one in zip(theirs, self.reallocators, strict=True):
+            one.listeners.extend(self.reallocation_listeners)
+            one.settled_listeners.extend(self.settled_listeners)
+            rebind_schedulers([c.scheduler for c in self.lr_scheduler_configs], old=old, new=one.optimizer)
+            if self.lr_scheduler_configs:
+                count_steps_for_schedulers(one.optimizer)
+        self.optimizers = [one.optimizer for one in self.reallocators]
+        for one in self.reallocators:
+            watch_loads(module, one.optimizer)
         if reallocator.optimizer.releaser is not None:
             leave_clipping(self.precision_plugin)
         callbacks: list[L.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         if self._guard not in callbacks:
             callbacks.insert(0, self._guard)
+        several = len(theirs) > 1
+        self._narrators = [
+            Narrator(
+                one,
+                name=f"{self.name_told}, optimizer {number}" if several else self.name_told,
+                verbose=self.verbose,
+                device=self.root_device,
+                log=loggers_of(trainer, prefix=f"optimizer_{number}/" if several else ""),
+            )
+            for number, one in enumerate(self.reallocators, start=1)
+        ]
+        for one, narrator in zip(self.reallocators, self._narrators, strict=True):
+            if self._unmeasured is not None:
+                one.optimizer.register_step_post_hook(lambda *_: self._learn())
+            else:
+                narrator.begin()
         for listener in self.plan_listeners:
             listener(reallocator.planner, reallocator.plan)
         if self.plan_only:
@@ -187,36 +236,107 @@ class BudgetedStrategy(Strategy):
             if self._waits:
                 given = {"device": self.root_device, "budget": self.budget, "context_bytes": self.context_bytes}
                 visit.enter_context(visiting(module, narrow=session.narrow, **given))
-            session.measure(
-                probe,
-                latency=self.latency,
-                record_latency=self.record_latency,
-                hides=settings.overlap and not settings.planner.flush_only and leaves_gradients(trainer),
-                weights_wait=self._waits,
-                decided=self.decided,
-            )
+            try:
+                session.measure(
+                    probe,
+                    latency=self.latency,
+                    record_latency=self.record_latency,
+                    hides=settings.overlap and not settings.planner.flush_only and leaves_gradients(trainer),
+                    weights_wait=self._waits,
+                    decided=self.decided,
+                )
+            except UnmeasuredStepError as error:
+                self._plan_unmeasured(session, why=str(error))
             self.context_bytes = session.context_bytes
             visit.close()
             device = self.root_device if self._waits else None
             if device is None and needs_room(session.plan, footprint=session.planner.footprint):
                 leave(session.narrow)
                 device = self.root_device
-            return session.start(named_groups(theirs, module), defaults=defaults, device=device)
+            if trainer._checkpoint_connector._loaded_checkpoint:
+                self._arrived = ArrivedWeights(session)
+            reallocator = session.start(named_groups(theirs, module), defaults=defaults, device=device)
+            if self._arrived is not None:
+                self._arrived.narrowed()
+        if self._unmeasured is not None:
+            self._unmeasured.begin(reallocator.optimizer)
+        return reallocator
 
-    def _only_optimizer(self) -> Optimizer:
-        if len(self.optimizers) != 1:
+    def _plan_unmeasured(self, session: Session, *, why: str) -> None:
+        """Plans where the step cannot run before training: a memory budget is planned for after the first real step."""
+        if self._waits or self.budget.step_time is not None:
+            needs = "a budget below the weights in full" if self._waits else f"step_time={self.budget.step_time:g}"
             raise BadInputError(
-                f"configure_optimizers returned {len(self.optimizers)} optimizers: BAOC trains with one for now; put "
-                "all parameters into one AdamW with parameter groups"
+                f"a step could not be measured before training ({why}), which {needs} needs: make what it needs in "
+                "__init__ or setup of the LightningModule, or give another budget"
             )
-        return self.optimizers[0]
+        then = (
+            "its first real step is measured instead" if self.budget.memory_bytes is not None else "no limit needs it"
+        )
+        log.warning("a step could not be measured before training (%s): %s", why, then)
+        if self.budget.memory_bytes is not None:
+            self._unmeasured = FirstStep(session)
+        session.assume()
+
+    def _planned_apart(
+        self, module: L.LightningModule, theirs: Sequence[Optimizer], *, settings: SessionSettings
+    ) -> list[Reallocator]:
+        """A plan and an optimizer for each of a module that steps them itself, which nobody can do before training.
+
+        A state budget is the same share of each; a memory budget is planned for after the first step of all of them.
+        """
+        if self.budget.step_time is not None or settings.release is not False or self._waits:
+            what = (
+                f"budget.step_time={self.budget.step_time:g}"
+                if self.budget.step_time is not None
+                else "gradient release"
+                if settings.release is not False
+                else "a budget below the weights in full"
+            )
+            raise BadInputError(
+                f"the module sets automatic_optimization=False, and {what} needs a step that Lightning runs: use a "
+                "budget of memory or state without it, or automatic optimization"
+            )
+        declared, named = declared_blocks(module, unwrapped(module)), dict(module.named_parameters())
+        names = {id(param): name for name, param in named.items()}
+        sessions, defaults = [], [hyperparameters(one) for one in theirs]
+        for one, given in zip(theirs, defaults, strict=True):
+            own = {names[id(p)] for group in one.param_groups for p in group["params"] if id(p) in names}
+            sessions.append(
+                Session(
+                    describe(module, optimizer_groups=one.param_groups),
+                    params={name: param for name, param in named.items() if name in own},
+                    budget=self.budget,
+                    settings=settings,
+                    betas=tuple(given["betas"]),
+                    device=self.root_device,
+                    declared=_within(declared, own),
+                    module=module,
+                )
+            )
+        if self.budget.memory_bytes is not None:
+            self._unmeasured = FirstStep(*sessions)
+        for session in sessions:
+            session.assume()
+        found = [
+            session.start(named_groups(one, module), defaults=given)
+            for session, one, given in zip(sessions, theirs, defaults, strict=True)
+        ]
+        if self._unmeasured is not None:
+            self._unmeasured.begin(*(reallocator.optimizer for reallocator in found))
+        return found
+
+    def _taken_over(self, module: L.LightningModule) -> list[Optimizer]:
+        if not self.optimizers or (module.automatic_optimization and len(self.optimizers) != 1):
+            raise BadInputError(
+                f"configure_optimizers returned {len(self.optimizers)} optimizers: BAOC trains with one in automatic "
+                "optimization. Put all parameters into one AdamW with parameter groups, or step several yourself "
+                "(automatic_optimization=False), each of which gets its share of the budget"
+            )
+        return self.optimizers
 
     def _refuse_unsupported(self, trainer: L.Trainer) -> None:
-        if not trainer.lightning_module.automatic_optimization:
-            raise BadInputError(
-                "the module sets automatic_optimization=False: BAOC steps the optimizer itself. Use automatic "
-                "optimization, or BaocOptimizer in a loop of your own"
-            )
+        """Raises BadInputError for a Trainer or a module that cannot be trained here."""
 
     def _settings_for(self, trainer: L.Trainer) -> SessionSettings:
         """The settings, with the trainer's clipping where gradients are released before it could act."""
@@ -230,8 +350,11 @@ class BudgetedStrategy(Strategy):
         Weights and states leave the device here. Backends know them by address and hold on to them, so they go first:
         a validation that follows brings the weights back, and finds the room that they had.
         """
-        if self.reallocator is not None:
-            optimizer = self.reallocator.optimizer
+        self._end_first_step()
+        if self._unmeasured is not None:
+            self._unmeasured.close()
+            self._unmeasured = None
+        for optimizer in (reallocator.optimizer for reallocator in self.reallocators):
             optimizer.roster.refresh(optimizer.param_groups)
             self._between.leave(optimizer)
         super().teardown()
@@ -251,6 +374,53 @@ class BudgetedStrategy(Strategy):
                 "leave these specs out"
             )
 
+    # -- what it says ---------------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force; None before a fit."""
+        return self.reallocator.plan if self.reallocator is not None else None
+
+    @property
+    def budget_met(self) -> bool | None:
+        """Whether the limit on memory or state holds so far; None without such a limit, and where no peak is known."""
+        verdicts = [narrator.budget_met for narrator in self._narrators]
+        return None if None in verdicts or not verdicts else all(verdicts)
+
+    def summary(self) -> str:
+        """The plan in force as a table by role and spec, its totals, and how state and peak stand to the budget."""
+        told = [narrator.summary() for narrator in self._narrators]
+        return "\n\n".join(told) or f"{self.name_told}: no plan before a fit"
+
+    def on_train_start(self) -> None:
+        """On a CPU the first step is measured for the verdict; a CUDA device tells its peak at the end."""
+        module = self.lightning_module
+        measured = self._unmeasured is not None or self.root_device.type != "cpu" or self.budget.memory_bytes is None
+        if module is None or measured or not self.verbose:
+            return
+        self._first_step = PeakMeter(self.root_device, [module, [optimizer.state for optimizer in self.optimizers]])
+        self._first_step.__enter__()
+
+    @in_own_words
+    def _learn(self) -> None:
+        """After the first real step, which told what forward and backward need."""
+        if self._unmeasured is not None and all(one.step for one in self.reallocators):
+            first, self._unmeasured = self._unmeasured, None
+            first.learn(*self.reallocators)
+            for narrator in self._narrators:
+                narrator.first_step_bytes = first.peak_bytes
+
+    def _end_first_step(self) -> None:
+        if self._first_step is not None:
+            meter, self._first_step = self._first_step, None
+            meter.leave()
+            for narrator in self._narrators:
+                narrator.first_step_bytes = meter.peak_bytes
+
+    def on_train_end(self) -> None:
+        for narrator in self._narrators:
+            narrator.conclude()
+
     # -- training -------------------------------------------------------------------------------------------------
 
     def optimizer_step(
@@ -266,6 +436,7 @@ class BudgetedStrategy(Strategy):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         finally:
             self._last = False
+            self._end_first_step()
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Any:
         """Lets host-placed blocks be stepped in the last backward of a step, if their gradients are final then."""
@@ -301,8 +472,9 @@ class BudgetedStrategy(Strategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state with what the reallocator needs to go on: plan, profile, counters."""
         state: dict[str, Any] = dict(super().optimizer_state(optimizer))
-        if self.reallocator is not None:
-            state["online"] = self.reallocator.state_dict(copies=False)  # written at once
+        for reallocator in self.reallocators:
+            if reallocator.optimizer is getattr(optimizer, "_optimizer", optimizer):
+                state["online"] = reallocator.state_dict(copies=False)  # written at once
         return state
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -310,26 +482,52 @@ class BudgetedStrategy(Strategy):
 
         A checkpoint of plain torch.optim.AdamW is taken too: its moments are converted to the plan in force.
         """
-        assert len(checkpoint["optimizer_states"]) == 1 and self.reallocator is not None
-        state = dict(checkpoint["optimizer_states"][0])
+        saved: Sequence[Mapping[str, Any]] = checkpoint["optimizer_states"]
+        if len(saved) != len(self.reallocators):
+            raise CheckpointError(
+                f"the checkpoint has states of {len(saved)} optimizers, and the module makes {len(self.reallocators)}: "
+                "resume with the module of that run"
+            )
+        arrived, self._arrived = self._arrived, None
+        whole = arrived.untouched() if arrived is not None else {}
+        for reallocator, narrator, given in zip(self.reallocators, self._narrators, saved, strict=True):
+            self._load_states(dict(given), reallocator=reallocator, narrator=narrator, whole=whole)
+
+    def _load_states(
+        self,
+        state: dict[str, Any],
+        *,
+        reallocator: Reallocator,
+        narrator: Narrator,
+        whole: Mapping[str, torch.Tensor],
+    ) -> None:
         online = state.pop("online", None)
-        notes = self.reallocator.load_state_dict(online, converting=True) if online is not None else []
-        optimizer = self.reallocator.optimizer
+        notes = reallocator.load_state_dict(online, converting=True) if online is not None else []
+        optimizer = reallocator.optimizer
         optimizer.load_state_dict(state)
         assert optimizer.load_report is not None
-        saved = checkpoint.get("state_dict", {})
-        # The plan on which this run started may have kept in fewer bits what the model had loaded in all of its own.
-        optimizer.load_weights({name: saved[name] for name in optimizer.load_report.whole_names if name in saved})
+        # The plan on which this run started may have kept in fewer bits what the model had in all of its own.
+        optimizer.load_weights({name: whole[name] for name in optimizer.load_report.whole_names if name in whole})
         if online is not None:
+            narrator.resumed()
             for listener in self.resume_listeners:
-                listener(self.reallocator.step, self.reallocator.plan)
-            self.reallocator.tell_conversion(optimizer.load_report.moves, notes=notes)
+                listener(reallocator.step, reallocator.plan)
+            reallocator.tell_conversion(optimizer.load_report.moves, notes=notes)
+
+
+def _within(declared: Mapping[str, Sequence[str]] | None, names: Collection[str]) -> dict[str, list[str]] | None:
+    """Of the declared blocks what is of these parameters."""
+    if declared is None:
+        return None
+    own = {block: [name for name in members if name in names] for block, members in declared.items()}
+    return {block: members for block, members in own.items() if members}
 
 
 class BaocStrategy(BudgetedStrategy, SingleDeviceStrategy):
     """Trains any LightningModule inside a budget: `L.Trainer(strategy=BaocStrategy(budget="8gb"))`.
 
-    Loader and schedulers stay as they are. The module must return one `torch.optim.AdamW` and optimize automatically.
+    Loader and schedulers stay as they are. The module returns one `torch.optim.AdamW`, or several that it steps itself
+    (`automatic_optimization=False`), which share the budget.
     `plan_listeners` are called with the first plan, `reallocation_listeners` with each later decision.
 
     Args:
@@ -340,12 +538,13 @@ class BaocStrategy(BudgetedStrategy, SingleDeviceStrategy):
         latency: Optimizer step times measured before; None measures them where a step-time limit needs them.
         plan_only: `fit` plans and ends before training.
         record_latency: Measure the step times of the chosen specs even if no limit needs them.
+        verbose: Print the plan, each move, and at the end whether the budget held; the Trainer's loggers get the same.
 
     Raises:
         InfeasibleBudgetError: By `Trainer.fit`, before the first step; and BadInputError for what is not supported.
     """
 
-    strategy_name = "baoc"
+    strategy_name = STRATEGY_NAME
 
     def __init__(
         self,
@@ -369,7 +568,6 @@ class BaocStrategy(BudgetedStrategy, SingleDeviceStrategy):
         super().setup_environment()
 
     def _refuse_unsupported(self, trainer: L.Trainer) -> None:
-        super()._refuse_unsupported(trainer)
         devices = trainer._accelerator_connector._devices_flag
         several = (isinstance(devices, int) and devices > 1) or (isinstance(devices, list) and len(devices) > 1)
         if several or trainer.num_nodes > 1:
@@ -394,7 +592,8 @@ class BaocDDPStrategy(BudgetedStrategy, DDPStrategy):
     and of DistributedDataParallel. Gradient release and host-placed blocks stepped in backward are not had here.
     """
 
-    strategy_name = "baoc_ddp"
+    strategy_name = DDP_STRATEGY_NAME
+    name_told = "BaocDDPStrategy"
 
     def __init__(
         self,
@@ -423,6 +622,15 @@ class BaocDDPStrategy(BudgetedStrategy, DDPStrategy):
         assert self.reallocator is not None
         self.reallocator.moving = self._moving
         self._wrap()
+        if self._arrived is not None:
+            self._arrived.narrowed()  # anew: DistributedDataParallel wrote the same numbers to the weights again
+
+    def _refuse_unsupported(self, trainer: L.Trainer) -> None:
+        if not trainer.lightning_module.automatic_optimization:
+            raise BadInputError(
+                "the module sets automatic_optimization=False: BaocDDPStrategy trains one AdamW in automatic "
+                "optimization. Use that, or BaocStrategy in one process"
+            )
 
     def _wrap(self) -> None:
         super().configure_ddp()
@@ -482,3 +690,14 @@ PRIME = 2_147_483_647
 def _bytes_sum(tensor: torch.Tensor) -> torch.Tensor:
     words = tensor.contiguous().view(-1).view(torch.int16 if tensor.element_size() % 2 == 0 else torch.uint8)
     return words.sum(dtype=torch.int64) % PRIME
+
+
+def _register() -> None:
+    """`Trainer(strategy="baoc")`, and `"baoc_state_25"` for each preset of a budget; `"baoc_ddp"` likewise."""
+    for strategy in (BaocStrategy, BaocDDPStrategy):
+        for suffix, budget in {"": AUTO, **{f"_{preset}": preset for preset in PRESETS}}.items():
+            told = f"trains inside budget={budget}"
+            StrategyRegistry.register(strategy.strategy_name + suffix, strategy, told, budget=budget, override=True)
+
+
+_register()

@@ -4,8 +4,7 @@ The loop stays as it is; the optimizer plans when it is built, watches gradients
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,23 +19,18 @@ from baoc.optim.backward import take_from_others
 from baoc.optim.groups import check_names, check_settings, check_tensor, members_of, plain, raw_groups
 from baoc.optim.load_watch import watch_loads
 from baoc.parallel import ALONE, ranks, refuse_ranks, unwrapped
-from baoc.profiling import (
-    FirstStepMemory,
-    cap_device,
-    context_bytes,
-    describe,
-    free_bytes,
-    uncapped,
-)
+from baoc.profiling import cap_device, describe, free_bytes
 from baoc.profiling.bf16_params import cast_to_bf16
-from baoc.profiling.memory import settle_allocator
+from baoc.tracking.console import say
 from baoc.training.arriving_weights import leave, needs_room
 from baoc.training.measure.caller_probe import CallerProbe
+from baoc.training.measure.first_step import FirstStep
 from baoc.training.measure.probe import unwrapped as declaring
+from baoc.training.narration import Narrator
 from baoc.training.own_words import in_own_words
 from baoc.training.reallocation import ReallocationSettings
 from baoc.training.session import RecipeLike, Session, SessionSettings, make_profiler, with_recipe
-from baoc.training.user_optimizer import declared_blocks, widened
+from baoc.training.user_optimizer import check_switches, declared_blocks, groups_of, hyperparameters, widened
 from baoc.types import Budget, Plan, profile_from_plain
 
 PLAIN_WARMUP_STEPS = 100
@@ -57,10 +51,14 @@ class BaocOptimizer(BlockwiseOptimizer):
         probe: Runs one forward and backward pass on a typical batch, or returns its loss, so that limits on memory and
             time are planned before training. Without it the first step runs on the plan of least state and measures its
             memory, outside of the cap; a limit on time needs it.
+        model: The network of which `params` are, where these are no module: names, roles and blocks are then its own.
+        verbose: Print the plan, each move, and at the end whether the budget held.
         settings: Planner, reallocation and optimizer settings. The default warm-up is 100 steps.
         recipe: A recipe by name or file, or a `Recipe`: what each role runs, in place of the planner's choice.
         release: Step each block in the backward pass and drop its gradients, see BlockwiseOptimizer. None takes
             the value in `settings`.
+        switches: `fused`, `foreach` and `capturable` of `torch.optim.AdamW` have no effect. `amsgrad`, `maximize` and
+            `differentiable` are refused where they are true.
 
     Raises:
         BadInputError: An argument is not supported.
@@ -81,7 +79,11 @@ class BaocOptimizer(BlockwiseOptimizer):
         settings: SessionSettings | None = None,
         release: bool | GradientRelease | None = None,
         recipe: RecipeLike | None = None,
+        model: nn.Module | None = None,
+        verbose: bool = True,
+        **switches: bool | None,
     ):
+        check_switches(switches)
         settings = settings or SessionSettings(reallocation=ReallocationSettings(warmup_steps=PLAIN_WARMUP_STEPS))
         settings = with_recipe(settings, recipe=recipe)
         if release is not None:
@@ -89,11 +91,11 @@ class BaocOptimizer(BlockwiseOptimizer):
         group = ranks()
         if group is ALONE:
             refuse_ranks("optimizer")
-        params = unwrapped(params)
-        module = params if isinstance(params, nn.Module) else None
+        params, model = unwrapped(params), unwrapped(model)
+        module = params if isinstance(params, nn.Module) else model
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         check_settings({key: plain(value) for key, value in options.items()})
-        named, groups = name_parameters(params)
+        named, groups = name_parameters(params, model=model)
         pairs = [pair for group in groups for pair in group["params"]]
         device = next((p.device for p in named.values()), torch.device("cpu"))
         take_from_others([param for _, param in pairs])  # whose hooks would step in the probe
@@ -119,11 +121,8 @@ class BaocOptimizer(BlockwiseOptimizer):
             module=module,
             ranks=group,
         )
-        first_cap = ExitStack()  # the first step is a look: what passes the budget is refused by number after it
-        if unknown:
-            settle_allocator(device)
-            first_cap.enter_context(uncapped(device, budget=limit))
-        else:
+        first_step = FirstStep(session) if unknown else None
+        if first_step is None:
             cap_device(device, budget=limit)
         try:
             if probe is None:
@@ -138,48 +137,70 @@ class BaocOptimizer(BlockwiseOptimizer):
             if module is not None:
                 watch_loads(module, self)
         except BaseException:
-            first_cap.close()
+            if first_step is not None:
+                first_step.close()
             raise
         self.reallocator = session.reallocator(weakref.proxy(self))
+        self.narrator = Narrator(self.reallocator, name="BaocOptimizer", verbose=verbose, device=device)
         self._settings = settings
-        self._first_step: FirstStepMemory | None = None
-        self._session: Session | None = None  # and the cap that comes after it, until the first step is measured
-        self._first_cap: ExitStack | None = None
-        if unknown:
-            self._session, self._first_cap = session, first_cap
-            self._measure_first_step(list(named.values()), device=device)
-            weakref.finalize(self, first_cap.close).atexit = False
+        self._first_step = first_step  # None once it is measured
+        if first_step is not None:
+            first_step.begin(self)
+            self.register_step_post_hook(_learn_footprint)
         self.reallocator.attach()
+        self.narrator.conclude_with(self)
+        if unknown and verbose:
+            say(f"BaocOptimizer: budget {limit.name} is planned for after the first step, which measures its memory")
+        else:
+            self.narrator.begin()
 
-    def _measure_first_step(self, params: Sequence[Tensor], *, device: torch.device) -> None:
-        self._first_step = FirstStepMemory(params, context_bytes=context_bytes(device))
-        # If no step ever comes, measuring ends with the optimizer, to which nothing of its own refers but weakly.
-        weakref.finalize(self, self._first_step.stop)
-        if self.releaser is not None:
-            self.releaser.before_block = self._first_step.note_block
-        self.register_step_post_hook(_learn_footprint)
+    @classmethod
+    def from_optimizer(
+        cls, optimizer: torch.optim.Optimizer, model: nn.Module | None = None, **arguments: Any
+    ) -> "BaocOptimizer":
+        """The budgeted optimizer in the place of a `torch.optim.AdamW` that somebody else's code built.
+
+        Groups with all their keys, lr, betas, eps and weight_decay are `optimizer`'s, and its states where it has
+        stepped. Build learning-rate schedules on what this returns.
+
+        Args:
+            optimizer: AdamW, or Adam without weight decay.
+            model: The network: names, roles and blocks are its own.
+            arguments: Those of BaocOptimizer, beside the four that `optimizer` says.
+        """
+        said = "BaocOptimizer.from_optimizer was given"
+        defaults = hyperparameters(optimizer, said=said)
+        if twice := sorted(set(arguments) & set(defaults)):
+            raise BadInputError(f"{twice[0]} is given beside an optimizer that says it: leave it out")
+        if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+            raise BadInputError(
+                f"{said} an optimizer that a learning-rate schedule is built on, which would go on moving that one's "
+                "rate: build the schedule afterwards, on the optimizer that from_optimizer returns"
+            )
+        ours = cls(groups_of(optimizer), model=model, **{**defaults, **arguments})
+        if optimizer.state:
+            ours.load_state_dict(optimizer.state_dict())
+        return ours
 
     @property
     def plan(self) -> Plan:
         return self.reallocator.plan
 
+    @property
+    def budget_met(self) -> bool | None:
+        """Whether the limit on memory or state holds so far; None without such a limit, and where no peak is known."""
+        return self.narrator.budget_met
+
+    def summary(self) -> str:
+        """The plan in force as a table by role and spec, its totals, and how state and peak stand to the budget."""
+        return self.narrator.summary()
+
     @in_own_words
     def _learn_footprint(self) -> None:
-        """After the very first step: the memory of its forward and backward is known, so the budget can be planned."""
-        if self._first_step is None:
-            return
-        assert self._session is not None and self._first_cap is not None
-        session, first_cap, first_step = self._session, self._first_cap, self._first_step
-        self._session = self._first_cap = self._first_step = None
-        planner, profiler = self.reallocator.planner, self.reallocator.profiler
-        planner.footprint = session.largest(session.complete(first_step.finish(state_bytes=self.state_bytes())))
-        if profiler is not None:
-            planner.count_profile(profiler.nbytes, temporary_bytes=profiler.temporary_bytes())
-        if self.releaser is not None:
-            self.releaser.before_block = None
-        planner.budget = session.budget
-        with first_cap:
-            self.reallocator.replan(why="the first step told what forward and backward need")
+        if self._first_step is not None:
+            first_step, self._first_step = self._first_step, None
+            first_step.learn(self.reallocator)
+            self.narrator.first_step_bytes = first_step.peak_bytes
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -194,6 +215,7 @@ class BaocOptimizer(BlockwiseOptimizer):
             return
         self._check_online(online)
         self.reallocator.load_state_dict(online)
+        self.narrator.resumed()
 
     def _check_online(self, online: Any) -> None:
         """Raises, with nothing changed, what the reallocator would raise halfway through."""
@@ -269,12 +291,13 @@ def measure_narrow(session: Session, probe: CallerProbe) -> None:
         ) from error
 
 
-def name_parameters(params: Any) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+def name_parameters(params: Any, *, model: nn.Module | None = None) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
     """Any spelling of parameters -> trainable ones by name, and groups of (name, parameter) pairs, frozen ones too.
 
-    Plain parameters are named `param0`, `param1`, ... in order. Raises BadInputError where nothing is trainable, and
-    where two are called the same.
+    Names are those that `model` has for them. Without it, plain parameters are named `param0`, `param1`, ... in order.
+    Raises BadInputError where nothing is trainable, where two are called the same, and where one is not the model's.
     """
+    names = {} if model is None else {id(param): name for name, param in model.named_parameters()}
     groups = [dict(group) for group in raw_groups(params)]
     entries: list[tuple[int, str, Tensor]] = []
     for index, group in enumerate(groups):
@@ -282,7 +305,12 @@ def name_parameters(params: Any) -> tuple[dict[str, Tensor], list[dict[str, Any]
         for given, param in members_of(group, index=index):
             name = f"param{len(entries)}" if given is None else given
             check_tensor(param, name=name)
-            entries.append((index, name, param))
+            if model is not None and id(param) not in names:
+                raise BadInputError(
+                    f"{name} of shape {tuple(param.shape)} is no parameter of the model ({type(model).__name__}) that "
+                    "was given: give the model that the optimizer trains"
+                )
+            entries.append((index, names.get(id(param), name), param))
         group.pop("param_names", None)
         group["params"] = [(name, param) for _, name, param in entries[first:]]
     check_names(entries)

@@ -149,6 +149,7 @@ def make_strategy(
         latency=latency,
         plan_only=config.mode == "plan",
         record_latency=True,
+        verbose=False,  # the recorder tells more
         plan_listeners=[recorder.planned, lambda _, plan: log_plan(loggers, plan=plan)],
         reallocation_listeners=[recorder.reallocated, moved],
     )

@@ -1,7 +1,8 @@
 """Reads what the user's optimizer says and hands its schedulers over to ours; refuses what would change its meaning."""
 
+import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
 from typing import Any
@@ -11,36 +12,52 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from baoc.errors import BadInputError
+from baoc.errors import BadInputError, unknown_name
 from baoc.training.session import SessionSettings
 from baoc.types import Budget
 
+log = logging.getLogger(__name__)
 # Switches of torch's Adam family that choose an implementation, not an arithmetic: ours has its own.
 IMPLEMENTATION_KEYS = {"foreach", "fused", "capturable", "differentiable"}
 REFUSED_KEYS = ("amsgrad", "maximize")
 SPLIT_ROWS = "*+split8"
 
 
-def hyperparameters(optimizer: Optimizer) -> dict[str, Any]:
+def hyperparameters(optimizer: Optimizer, *, said: str = "configure_optimizers returned") -> dict[str, Any]:
     """lr, betas, eps and weight_decay of the user's AdamW (or Adam without weight decay), as our optimizer's defaults.
 
-    Raises BadInputError for any other optimizer, and for switches that the rules here do not have.
+    Raises BadInputError for any other optimizer, and for switches that the rules here do not have. `said`: how the
+    optimizer came here, for the message.
     """
     groups = optimizer.param_groups
     decays = any(group.get("weight_decay", 0) for group in groups)
     decoupled = isinstance(optimizer, torch.optim.AdamW) or any(g.get("decoupled_weight_decay") for g in groups)
     if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW) or (decays and not decoupled):
         raise BadInputError(
-            f"configure_optimizers returned {type(optimizer).__name__}"
+            f"{said} {type(optimizer).__name__}"
             f"{' with coupled weight decay' if isinstance(optimizer, torch.optim.Adam) else ''}: BAOC takes over "
-            "torch.optim.AdamW (or Adam without weight decay), whose lr, betas, eps and weight_decay it keeps. Return "
-            "one of these, or train without BaocStrategy"
+            "torch.optim.AdamW (or Adam without weight decay), whose lr, betas, eps and weight_decay it keeps. Give "
+            "it one of these, or train without BAOC"
         )
     for key in REFUSED_KEYS:
         if any(group.get(key) for group in groups):
             raise BadInputError(f"the optimizer sets {key}=True, which no rule here has: leave it out")
     keys = ("lr", "betas", "eps", "weight_decay")
     return {key: optimizer.defaults[key] for key in keys}
+
+
+def check_switches(switches: Mapping[str, Any]) -> None:
+    """Takes the arguments of torch's AdamW that choose an implementation, with a word; raises BadInputError for those
+    that change its meaning."""
+    for key, value in switches.items():
+        if key not in (*IMPLEMENTATION_KEYS, *REFUSED_KEYS):
+            allowed = ("lr", "betas", "eps", "weight_decay", *sorted(IMPLEMENTATION_KEYS), *REFUSED_KEYS)
+            raise unknown_name(key, what="argument", allowed=allowed)
+        if value and (key in REFUSED_KEYS or key == "differentiable"):
+            raise BadInputError(f"the optimizer sets {key}=True, which no rule here has: leave it out")
+    given = [f"{key}={value}" for key, value in switches.items() if value and key in IMPLEMENTATION_KEYS]
+    if given:
+        log.info("%s has no effect: BAOC chooses how it steps (SessionSettings(backend=...))", ", ".join(given))
 
 
 def named_groups(optimizer: Optimizer, module: nn.Module) -> list[dict[str, Any]]:
@@ -50,18 +67,22 @@ def named_groups(optimizer: Optimizer, module: nn.Module) -> list[dict[str, Any]
     """
     names = {id(param): name for name, param in module.named_parameters()}
     groups = []
-    for group in optimizer.param_groups:
-        kept = {k: v for k, v in group.items() if k not in IMPLEMENTATION_KEYS and k not in ("params", "param_names")}
-        for key in (*REFUSED_KEYS, "decoupled_weight_decay"):
-            kept.pop(key, None)
+    for group in groups_of(optimizer):
         strangers = [tuple(p.shape) for p in group["params"] if id(p) not in names]
         if strangers:
             raise BadInputError(
                 f"the optimizer holds {len(strangers)} parameter(s) that the module does not have, of shape "
-                f"{strangers[0]}: states are kept by parameter name, so register them on the LightningModule"
+                f"{strangers[0]}: states are kept by parameter name, so register them on the {type(module).__name__}"
             )
+        kept = {key: value for key, value in group.items() if key != "param_names"}
         groups.append({**kept, "params": [(names[id(param)], param) for param in group["params"]]})
     return groups
+
+
+def groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The user's parameter groups without torch's switches; every other key as it is."""
+    left_out = (*IMPLEMENTATION_KEYS, *REFUSED_KEYS, "decoupled_weight_decay")
+    return [{key: value for key, value in group.items() if key not in left_out} for group in optimizer.param_groups]
 
 
 def count_steps_for_schedulers(optimizer: Optimizer) -> None:

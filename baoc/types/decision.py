@@ -1,5 +1,6 @@
 """What a decision rests on and what it is: profile, cost, risk, candidates, budget, footprint, allocation, plan."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -332,7 +333,7 @@ class Basis:
     betas: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Plan:
     """What stages 3 to 9 decided. `candidates` holds those that were not dominated, by block."""
 
@@ -351,3 +352,11 @@ class Plan:
     host_bytes: int = 0  # pinned host memory: states that are kept there, and what a step there works on
     reasons: tuple[Reason, ...] = ()
     basis: Basis | None = None
+
+    def __repr__(self) -> str:
+        """One line; `candidates` alone would fill pages."""
+        runs = ", ".join(f"{num} x {spec}" for spec, num in Counter(self.allocation.choices.values()).most_common())
+        return (
+            f"Plan(budget={self.budget.name!r}, binding={self.binding}, {len(self.blocks)} blocks: {runs}, "
+            f"state_bytes={self.allocation.state_bytes} of {self.state_bytes_adamw}, peak_bytes={self.peak_bytes})"
+        )

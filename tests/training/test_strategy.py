@@ -181,14 +181,7 @@ def test_optimizers_that_cannot_be_taken_over_are_refused(make, message):
         fit(BaocStrategy("8gb"), module=Classifier(make=make))
 
 
-def test_several_optimizers_manual_optimization_and_devices_are_refused():
-    class Manual(Classifier):
-        def __init__(self):
-            super().__init__()
-            self.automatic_optimization = False
-
-    with pytest.raises(BadInputError, match="automatic_optimization=False"):
-        fit(BaocStrategy("8gb"), module=Manual())
+def test_several_devices_are_refused():
     with pytest.raises(BadInputError, match=r"BaocStrategy trains on one device\. Use BaocDDPStrategy, which"):
         fit(BaocStrategy("8gb"), devices=2)
     with pytest.raises(BadInputError, match="device='mps' is not supported"):

@@ -4,19 +4,24 @@ The probe leaves nothing behind: RNG, buffers, gradients, metrics and the loader
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torchmetrics import Metric
 
 from baoc.cache import cache_folder
-from baoc.errors import BadInputError
+from baoc.errors import BadInputError, BaocError
 from baoc.planning.allocators import ALLOCATORS
 from baoc.profiling import probe_footprint
+from baoc.profiling.python_state import PythonState
 from baoc.tasks.ema import EmaWeights
 from baoc.training.callbacks.resume import capture_rng, restore_rng
 from baoc.training.measure.benchmark_steps import rehearse
@@ -25,26 +30,39 @@ from baoc.types import Footprint, LatencyTable, OptimizerSpec
 
 CLIP_BYTES = 12  # per element, of clipping by norm
 REHEARSED_S = 2.0  # about what steps in Lightning's loop may take on a GPU, whose host's speed changes within a second
+BEGINNING = ("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start")  # before the first step
 SHARE = 0.2  # of what a latency table may take, that a rehearsal does on a CPU
 
 
-def first_batch(source: Any) -> Any:
-    """One batch of a Lightning data source, without moving a loader that can tell its position, or any random numbers.
+def first_batches(source: Any, *, training: bool) -> list[Any]:
+    """The first batches of a Lightning data source: in `training` one of all loaders together, else one of each.
 
-    A DataLoader draws its workers' seed from the global generator when it is iterated, shuffled or not.
+    Loaders that can tell their position, data sets and random numbers are as before. A DataLoader draws its workers'
+    seed from the global generator when it is iterated, shuffled or not.
     """
     generators = capture_rng()
-    loader = source.dataloader()
-    loaders = loader if isinstance(loader, list | tuple) else [loader]
-    loader = loaders[0] if loaders else None
-    if loader is None:
-        return None
-    position = loader.state_dict() if hasattr(loader, "state_dict") else None
-    batch = next(iter(loader), None)
-    if position is not None and hasattr(loader, "load_state_dict"):
-        loader.load_state_dict(position)
+    given = source.dataloader()
+    together = given if isinstance(given, CombinedLoader) else CombinedLoader(given, "max_size_cycle")
+    loaders = [loader for loader in together.flattened if loader is not None]
+    before = PythonState(*(getattr(loader, "dataset", None) for loader in loaders))
+    positions = [(loader, loader.state_dict()) for loader in loaders if hasattr(loader, "state_dict")]
+    if training:
+        found = next(iter(together), None) if loaders else None
+        batches = [] if found is None else [found[0]]
+    else:
+        batches = [batch for loader in loaders if (batch := next(iter(loader), None)) is not None]
+    for loader, position in positions:
+        if hasattr(loader, "load_state_dict"):
+            loader.load_state_dict(position)
+    before.restore()
     restore_rng(generators)
-    return batch
+    return batches
+
+
+def step_arguments(hook: Callable[..., Any], batch: Any, *, dataloader_idx: int | None = None) -> tuple[Any, ...]:
+    """What Lightning's loops call a step with: the index of the batch only where the step asks for it."""
+    indices = () if dataloader_idx is None else (dataloader_idx,)
+    return (batch, 0, *indices) if is_param_in_hook_signature(hook, "batch_idx", min_args=2) else (batch, *indices)
 
 
 @contextmanager
@@ -66,6 +84,24 @@ def silent(module: L.LightningModule) -> Iterator[None]:
             metric._update_count, metric._computed = count, None
 
 
+@contextmanager
+def begun(module: L.LightningModule, batch: Any) -> Iterator[None]:
+    """Inside, the module is as its own hooks leave it before the first step; afterwards as if they had not run."""
+    before, generators = PythonState(module), capture_rng()
+    try:
+        for hook in BEGINNING:
+            arguments = (batch, 0) if hook == "on_train_batch_start" else ()
+            getattr(module, hook)(*arguments)
+        yield
+    finally:
+        before.restore()
+        restore_rng(generators)
+
+
+class UnmeasuredStepError(Exception):
+    """The module's step cannot run before training, for the reason in the message."""
+
+
 class Probe:
     """`trainer`'s own module on its own first batches, in Lightning's order of a step.
 
@@ -74,14 +110,15 @@ class Probe:
 
     def __init__(self, trainer: L.Trainer, strategy: Any):
         self.module = trainer.lightning_module
-        batch = first_batch(trainer.fit_loop._data_source)
-        if batch is None:
+        batches = first_batches(trainer.fit_loop._data_source, training=True)
+        if not batches:
             raise BadInputError(
                 "the training loader gave no batch, so no step can be planned: check the dataset's size"
             )
+        (batch,) = batches
         val_source = trainer.fit_loop.epoch_loop.val_loop._data_source
         validates = trainer.limit_val_batches and val_source.is_defined()
-        val_batch = first_batch(val_source) if validates else None
+        val_batches = first_batches(val_source, training=False) if validates else []
         callbacks: list[L.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         self._ema = [callback for callback in callbacks if isinstance(callback, EmaWeights)]
         self.accumulation = trainer.accumulate_grad_batches
@@ -92,14 +129,28 @@ class Probe:
         self._move = lambda: strategy.batch_to_device(strategy.precision_plugin.convert_input(batch))
         self._loss = _training(strategy)
         self._only = ALLOCATORS[strategy.settings.planner.allocator].traits.only_spec
-        self._validate = None if val_batch is None else _validation(strategy, val_batch)
+        self._validate = _validation(strategy, val_batches) if val_batches else None
+        self._begin: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def footprint(self, *, context_bytes: int, released: Sequence[Sequence[Tensor]] = ()) -> Footprint:
         """The module's bytes, averages of its weights included.
 
-        `released`: the parameters of each block, where gradients are released in backward.
+        `released`: the parameters of each block, where gradients are released in backward. Raises UnmeasuredStepError
+        where the step fails before training, with and without the hooks that Lightning calls before the first one.
         """
-        with silent(self.module):
+        try:
+            return self._footprint(context_bytes=context_bytes, released=released)
+        except (torch.OutOfMemoryError, BaocError):
+            raise
+        except Exception as error:
+            first = error
+        begins, self._begin = self._begin, partial(begun, self.module, self._batch)
+        if begins is not nullcontext or not any(is_overridden(hook, self.module) for hook in BEGINNING):
+            raise UnmeasuredStepError(f"{type(first).__name__}: {first}") from first
+        return self.footprint(context_bytes=context_bytes, released=released)
+
+    def _footprint(self, *, context_bytes: int, released: Sequence[Sequence[Tensor]]) -> Footprint:
+        with silent(self.module), self._begin():
             footprint = probe_footprint(
                 self.module,
                 run_micro_batch=lambda: self._loss(self._move()),
@@ -139,7 +190,7 @@ class Probe:
         devices = [device.index] if device.type == "cuda" else []
         rest_s = 0.0
         if given is None:
-            with silent(self.module), torch.random.fork_rng(devices=devices, device_type="cuda"):
+            with silent(self.module), self._begin(), torch.random.fork_rng(devices=devices, device_type="cuda"):
                 rest_s = rehearse(
                     self._loss,
                     batch=self._move(),
@@ -184,7 +235,7 @@ def _training(strategy: Any) -> Callable[[Any], Tensor]:
     """A callable: training_step under the precision plugin's context on a batch that was moved; returns the loss."""
 
     def run(moved: Any) -> Tensor:
-        out = strategy.training_step(moved, 0)
+        out = strategy.training_step(*step_arguments(strategy.lightning_module.training_step, moved))
         loss = out["loss"] if isinstance(out, dict) else out
         if not isinstance(loss, Tensor):
             raise BadInputError("training_step returned no loss tensor for the probe's batch: return the loss")
@@ -193,9 +244,13 @@ def _training(strategy: Any) -> Callable[[Any], Tensor]:
     return run
 
 
-def _validation(strategy: Any, batch: Any) -> Callable[[], None]:
+def _validation(strategy: Any, batches: Sequence[Any]) -> Callable[[], None]:
     def run() -> None:
-        strategy.validation_step(strategy.batch_to_device(strategy.precision_plugin.convert_input(batch)), 0)
+        for index, batch in enumerate(batches):
+            number = index if len(batches) > 1 else None
+            moved = strategy.batch_to_device(strategy.precision_plugin.convert_input(batch), dataloader_idx=index)
+            arguments = step_arguments(strategy.lightning_module.validation_step, moved, dataloader_idx=number)
+            strategy.validation_step(*arguments)
 
     return run
 

@@ -1,0 +1,103 @@
+"""Hugging Face's Trainer inside a budget: `trainer = with_budget(Trainer(...), budget="8gb")`.
+
+The Trainer builds its AdamW as it always does, at the start of `train`, when the model is on its device; the budgeted
+optimizer takes its groups (decay and no decay), rates, betas and eps. Schedule, accumulation, clipping, checkpoints and
+resuming stay the Trainer's.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from baoc.errors import BadInputError
+from baoc.training.plain_loop import BaocOptimizer
+
+AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
+
+
+def with_budget(trainer: AnyTrainer, *, budget: Any = "auto", **options: Any) -> AnyTrainer:
+    """The same trainer, which trains inside `budget` from now on; to be called before `train`.
+
+    Works for subclasses of Trainer that build an AdamW of their own in `create_optimizer`. The plan, moves and verdict
+    are printed and logged as the trainer's own metrics are.
+
+    Args:
+        options: Those of BaocOptimizer: `recipe`, `settings`, `verbose`, ...
+
+    Raises:
+        BadInputError: The trainer has an optimizer already; or, from `train`, it builds one other than AdamW.
+    """
+    if trainer.optimizer is not None:
+        raise BadInputError(
+            f"the Trainer has an optimizer already ({type(trainer.optimizer).__name__}): leave optimizers= out, or "
+            "give optimizers=(make_optimizer(model, arguments, budget=...), None) in place of with_budget"
+        )
+    build: Callable[..., Any] = trainer.create_optimizer
+
+    def create_optimizer(*args: Any, **kwargs: Any) -> Any:
+        built = build(*args, **kwargs)
+        if not isinstance(built, BaocOptimizer):
+            built = trainer.optimizer = BaocOptimizer.from_optimizer(built, trainer.model, budget=budget, **options)
+        return built
+
+    trainer.create_optimizer = create_optimizer
+    trainer.add_callback(BudgetCallback(trainer))
+    return trainer
+
+
+def make_optimizer(
+    model: nn.Module, arguments: TrainingArguments, *, budget: Any = "auto", **options: Any
+) -> BaocOptimizer:
+    """For `Trainer(model, arguments, optimizers=(make_optimizer(model, arguments, budget=...), None))`.
+
+    Groups, rates, betas and eps are those that the Trainer would give its AdamW. The model moves to its device first,
+    because that is where it is planned for.
+    """
+    if arguments.place_model_on_device:
+        model.to(arguments.device)
+    decayed = set(Trainer.get_decay_parameter_names(None, model))  # pyright: ignore[reportArgumentType]
+    trainable = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    groups = [
+        {"params": [pair for pair in trainable if (pair[0] in decayed) == decays], "weight_decay": decay}
+        for decays, decay in ((True, arguments.weight_decay), (False, 0.0))
+    ]
+    return BaocOptimizer(
+        [group for group in groups if group["params"]],
+        model=model,
+        budget=budget,
+        lr=arguments.learning_rate,
+        betas=(arguments.adam_beta1, arguments.adam_beta2),
+        eps=arguments.adam_epsilon,
+        **options,
+    )
+
+
+class BudgetCallback(TrainerCallback):
+    """Logs plan, moves and peak through the trainer, and says at the end of `train` whether the budget held.
+
+    `with_budget` adds it. With `optimizers=` add it by `trainer.add_callback(BudgetCallback(trainer))`.
+    """
+
+    def __init__(self, trainer: Trainer):
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        optimizer = budgeted(kwargs.get("optimizer"))
+        if optimizer is not None:
+            optimizer.narrator.log = lambda values: self._trainer.log(dict(values))
+            self._trainer.log(optimizer.narrator.values())
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        optimizer = budgeted(kwargs.get("optimizer"))
+        if optimizer is not None:
+            optimizer.narrator.conclude()
+            optimizer.narrator.log = None
+
+
+def budgeted(optimizer: Any) -> BaocOptimizer | None:
+    """The BaocOptimizer itself, which accelerate may have wrapped; None for other optimizers."""
+    while optimizer is not None and not isinstance(optimizer, BaocOptimizer):
+        optimizer = getattr(optimizer, "optimizer", None)
+    return optimizer

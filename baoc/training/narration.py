@@ -1,0 +1,171 @@
+"""What an optimizer in somebody else's loop says: the plan, each move, and at the end whether the budget held.
+
+`baoc.training.run` has its own reports and run folder; here there is a terminal, and loggers where the loop has some.
+"""
+
+import os
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from baoc.parallel import ranks_here
+from baoc.profiling import context_now
+from baoc.tracking.console import budget_verdict, print_reallocation, say, summary_text
+from baoc.training.reallocation import Reallocator
+from baoc.types import Plan, Profile, Reallocation
+from baoc.units import format_bytes, gib
+
+LogMetrics = Callable[[Mapping[str, float]], object]
+
+
+class Narrator:
+    """Tells of one reallocator's plan, moves and result. `verbose=False` prints nothing; values are there all the same.
+
+    `log` gets metrics with the plan, with each decision and at the end. `first_step_bytes` is what a CPU held in the
+    first step, where that was measured; a CUDA device is asked for its peak.
+    """
+
+    def __init__(
+        self, reallocator: Reallocator, *, name: str, verbose: bool, device: torch.device, log: LogMetrics | None = None
+    ):
+        self.reallocator, self.name, self.device, self.log = reallocator, name, device, log
+        ranks = ranks_here()
+        self.verbose = verbose and (ranks is None or ranks.rank == "0")
+        self.first_step_bytes: int | None = None
+        self.num_moves = 0  # that were accepted
+        self._stepped = self._begun = self._told = False
+        self._pid = os.getpid()
+        reallocator.optimizer.register_step_post_hook(self._count)
+        reallocator.listeners.append(self._moved)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies, which say nothing: whoever logs, and the end, are the original's."""
+        return {**self.__dict__, "log": None, "verbose": False}
+
+    # -- values ---------------------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        return self.reallocator.plan
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The most that the process held of the device so far; None where nobody measured it."""
+        if self.device.type == "cuda":
+            return context_now(self.device) + torch.cuda.max_memory_reserved(self.device)
+        return self.first_step_bytes
+
+    @property
+    def budget_met(self) -> bool | None:
+        """Whether the limit on memory or state holds; None without such a limit, and where no peak was measured."""
+        limit, held = self._limit_and_held()
+        return None if limit is None or held is None else held <= limit
+
+    def _limit_and_held(self) -> tuple[int | None, int | None]:
+        """In the budget's own measure. The plan's bytes of state are those that the optimizer allocated."""
+        plan = self.plan
+        if plan.budget.memory_bytes is not None:
+            return plan.budget.memory_bytes, self.peak_bytes
+        return plan.limits.state_bytes, plan.allocation.state_bytes
+
+    def values(self) -> dict[str, float]:
+        """Metric keys and values as they are now."""
+        plan = self.plan
+        values = {
+            "memory/state_gib": gib(plan.allocation.state_bytes),
+            "memory/state_fraction": plan.allocation.state_bytes / max(plan.state_bytes_adamw, 1),
+            "risk/total": plan.allocation.risk,
+            "allocation/num_reallocations": float(self.num_moves),
+        }
+        if (peak := self.peak_bytes) is not None:
+            values["memory/peak_gib"] = gib(peak)
+        limit, held = self._limit_and_held()
+        if limit is not None and held is not None:
+            values |= {"budget/slack_gib": gib(limit - held), "budget/met": float(held <= limit)}
+        return values
+
+    def summary(self) -> str:
+        """The plan in force by role and spec, its totals, and how the budget stands now."""
+        step, table = self.reallocator.step, summary_text(self.plan, title=f"{self.name}: the plan in force")
+        return f"{table}\nafter {step} step{'' if step == 1 else 's'}: {'; '.join(self.verdict_lines())}"
+
+    def verdict_lines(self) -> list[str]:
+        """State, peak beside its prediction, and the budget."""
+        plan, peak = self.plan, self.peak_bytes
+        state = plan.allocation.state_bytes
+        share = f"{state / max(plan.state_bytes_adamw, 1):.1%} of fp32 AdamW's"
+        lines = [f"state {format_bytes(state)} ({share})"]
+        memory = plan.budget.memory_bytes is not None
+        if self.reallocator.planner.footprint is not None and (memory or peak is not None):
+            measured = "not measured" if peak is None else format_bytes(peak)
+            lines.append(f"peak {measured}, {format_bytes(plan.peak_bytes)} predicted")
+        limit, held = self._limit_and_held()
+        if limit is None:
+            lines.append(f"budget {plan.budget.name}: no limit on memory or state")
+        elif held is None:
+            lines.append(f"budget {plan.budget.name}: {format_bytes(limit)}, to be judged once a peak is measured")
+        else:
+            told = budget_verdict(limit, held_bytes=held, met=held <= limit, memory=memory, binding=plan.binding)
+            lines.append(f"budget {plan.budget.name}: {told}")
+        return lines
+
+    # -- telling --------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """The plan, before the first step."""
+        if self.verbose:
+            say(summary_text(self.plan, title=f"{self.name}: plan for budget {self.plan.budget.name}") + "\n")
+        self._begun = True
+        self._log()
+
+    def resumed(self) -> None:
+        """States were loaded; at step 0 a wrapper only moves them to where they are, as accelerate does."""
+        if self.verbose and self.reallocator.step:
+            say(f"{self.name}: resumed after step {self.reallocator.step}; {self.plan!r}")
+
+    def conclude(self) -> None:
+        """The verdict, once, if there were steps."""
+        steps = self.reallocator.step
+        if self._told or not self._stepped or os.getpid() != self._pid:
+            return
+        self._told = True
+        if self.verbose:
+            moves = self.num_moves
+            moved = "no reallocation" if not moves else f"{moves} reallocation{'' if moves == 1 else 's'}"
+            say("; ".join([f"{self.name}: {steps} steps, {moved}", *self.verdict_lines()]))
+        self._log()
+
+    def conclude_with(self, owner: object) -> None:
+        """Concludes when `owner` is gone, at the latest when the process ends: a plain loop does not say its end."""
+        weakref.finalize(owner, self.conclude)
+
+    def _count(self, *_: object) -> None:
+        self._stepped = True
+
+    def _moved(self, event: Reallocation, plan: Plan, profile: Profile | None) -> None:
+        if not self._begun:  # the plan after the first step, which measured what the budget has to hold
+            self.begin()
+            return
+        self.num_moves += event.accepted
+        if self.verbose:
+            print_reallocation(event)
+            if event.accepted:
+                say(summary_text(plan, title=f"{self.name}: plan from step {event.step} on") + "\n")
+        self._log()
+
+    def _log(self) -> None:
+        if self.log is not None and self.verbose:
+            self.log(self.values())
+
+
+def loggers_of(trainer: Any, *, prefix: str = "") -> LogMetrics:
+    """Logs to every logger of a Lightning Trainer, under the step that its own metrics are logged under."""
+
+    def log(values: Mapping[str, float]) -> None:
+        named = {prefix + key: value for key, value in values.items()}
+        for logger in trainer.loggers:
+            logger.log_metrics(named, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+    return log

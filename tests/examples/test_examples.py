@@ -1,0 +1,33 @@
+"""The scripts of examples/ run as they are on tiny data, are short, and say what they did."""
+
+import re
+from collections.abc import Callable
+from subprocess import CompletedProcess
+
+import pytest
+
+from tests.support.paths import ROOT
+
+SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
+MOST_LINES = 80
+
+
+def test_they_are_short_two_lines_are_ours_and_the_page_names_them():
+    assert len(SCRIPTS) == 6
+    page = (ROOT / "docs" / "own-code.md").read_text(encoding="utf-8")
+    for script in SCRIPTS:
+        text = script.read_text(encoding="utf-8")
+        assert len(text.splitlines()) < MOST_LINES, script.name
+        assert text.count("# line ") == 2, script.name
+        assert f"examples/{script.name}" in page, script.name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_an_example_trains_inside_its_budget(script, run_python: Callable[..., CompletedProcess[str]], tmp_path):
+    done = run_python(str(script), "state_25", cwd=tmp_path, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    assert "plan for budget state_25" in done.stdout
+    assert re.search(r"steps, no reallocation; .* of optimizer state: met, .* to spare \(binds\)", done.stdout)
+    losses = [float(found) for found in re.findall(r"loss (\d+\.\d+)", done.stdout)]
+    assert losses and losses[-1] < (3 if script.stem == "nanogpt" else 1.5)  # of 64 letters, and of few classes

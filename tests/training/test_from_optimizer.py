@@ -1,0 +1,88 @@
+"""BaocOptimizer in the place of an AdamW that other code built: groups, names, states, and what is refused."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from baoc import BaocOptimizer
+from baoc.errors import BadInputError
+from tests.support.classifier import same
+
+
+def net() -> tuple[nn.Module, Callable[[], Tensor]]:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(16, 64), nn.LayerNorm(64), nn.Linear(64, 8)), torch.randn(32, 16)
+    return model, lambda: (model(x) - x[:, :8]).square().mean()
+
+
+def adamw(model: nn.Module, **changed: Any) -> torch.optim.AdamW:
+    """As timm builds one: decay by dimensions, a multiple of the rate per layer, no names."""
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1, "lr": 2e-2, "lr_scale": 0.5},
+        {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0, "lr_scale": 1.0},
+    ]
+    return torch.optim.AdamW(groups, **{"lr": 1e-2, "betas": (0.8, 0.95), "foreach": False, **changed})
+
+
+def steps(optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor], *, number: int) -> None:
+    for _ in range(number):
+        optimizer.zero_grad()
+        loss().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("taken_after", [0, 3])
+def test_it_goes_on_as_the_given_adamw_bit_for_bit(taken_after: int):
+    plain, plain_loss = net()
+    steps(adamw(plain), plain_loss, number=6)
+    model, loss = net()
+    given = adamw(model)
+    steps(given, loss, number=taken_after)
+    optimizer = BaocOptimizer.from_optimizer(given, model, budget="unlimited", verbose=False)
+    steps(optimizer, loss, number=6 - taken_after)
+    assert same(plain, model)
+    first, second = optimizer.param_groups
+    assert first["param_names"] == ["0.weight", "2.weight"] and "1.bias" in second["param_names"]
+    assert (first["lr_scale"], first["lr"], second["lr"], second["weight_decay"]) == (0.5, 2e-2, 1e-2, 0.0)
+    assert first["betas"] == (0.8, 0.95)
+
+
+def test_names_make_the_plan_the_same_as_that_of_the_module():
+    model, _ = net()
+    plans = [
+        BaocOptimizer(model, budget="state_25", verbose=False).plan,
+        BaocOptimizer.from_optimizer(torch.optim.AdamW(model.parameters()), model, budget="state_25").plan,
+        BaocOptimizer(list(model.parameters()), model=model, budget="state_25", verbose=False).plan,
+    ]
+    assert plans[0].allocation.choices == plans[1].allocation.choices == plans[2].allocation.choices
+
+
+def test_what_cannot_be_taken_over_is_refused_in_one_sentence():
+    model, _ = net()
+    take = BaocOptimizer.from_optimizer
+    with pytest.raises(BadInputError, match="from_optimizer was given SGD: BAOC takes over"):
+        take(torch.optim.SGD(model.parameters()), model)
+    with pytest.raises(BadInputError, match="lr is given beside an optimizer that says it: leave it out"):
+        take(adamw(model), model, lr=0.1)
+    with pytest.raises(BadInputError, match=r"param0 of shape .* is no parameter of the model \(Linear\)"):
+        take(adamw(model), nn.Linear(2, 2))
+    with pytest.raises(BadInputError, match="sets amsgrad=True, which no rule here has"):
+        take(adamw(model, amsgrad=True), model)
+    given = adamw(model)
+    torch.optim.lr_scheduler.LambdaLR(given, lambda step: 1.0)
+    with pytest.raises(BadInputError, match="build the schedule afterwards"):
+        take(given, model)
+
+
+def test_torchs_switches_are_taken_with_a_word_or_refused(caplog):
+    model, _ = net()
+    with caplog.at_level("INFO"):
+        BaocOptimizer(model, budget="state_25", fused=True, foreach=None, amsgrad=False, verbose=False)
+    assert "fused=True has no effect" in caplog.text
+    with pytest.raises(BadInputError, match="sets maximize=True, which no rule here has"):
+        BaocOptimizer(model, maximize=True)
+    with pytest.raises(BadInputError, match=r"there is no argument 'fuse' \(did you mean fused\?\)"):
+        BaocOptimizer(model, fuse=True)

@@ -1,0 +1,145 @@
+"""Modules that step several AdamWs themselves, as GANs do: each has its share of the budget."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+
+from baoc import BaocStrategy
+from baoc.errors import BadInputError, CheckpointError
+from tests.support.classifier import QUIET, loader, same
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*does not have many workers.*", "ignore:.*smaller than the logging interval.*",
+    "ignore:Checkpoint directory .* exists",
+)  # fmt: skip
+
+
+class Gan(L.LightningModule):
+    """Generator and discriminator in turn, clipped, with schedules; `every`: batches between the generator's steps."""
+
+    def __init__(self, *, every: int = 1, toggles: bool = False):
+        super().__init__()
+        torch.manual_seed(7)
+        self.automatic_optimization = False
+        self.every, self.toggles = every, toggles
+        self.generator = nn.Sequential(nn.Linear(4, 32), nn.GELU(), nn.Linear(32, 16))
+        self.discriminator = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 1))
+
+    def step(self, optimizer: Any, loss: Tensor) -> None:
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+        optimizer.step()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        ours, theirs = self.optimizers()  # pyright: ignore[reportGeneralTypeIssues]
+        fake = self.generator(torch.randn(len(batch[0]), 4))
+        if batch_idx % self.every == 0:
+            if self.toggles:
+                self.toggle_optimizer(ours)
+            self.step(ours, nn.functional.softplus(-self.discriminator(fake)).mean())
+            if self.toggles:
+                self.untoggle_optimizer(ours)
+        scores = self.discriminator(torch.cat([batch[0], fake.detach()]))
+        signs = torch.cat([torch.ones(len(batch[0]), 1), -torch.ones(len(fake), 1)])
+        loss = nn.functional.softplus(-signs * scores).mean()
+        self.step(theirs, loss)
+        self.log("loss", loss)
+        for schedule in self.lr_schedulers():  # pyright: ignore[reportGeneralTypeIssues, reportOptionalIterable]
+            schedule.step()
+
+    def configure_optimizers(self) -> Any:
+        given: dict[str, Any] = {"foreach": False, "betas": (0.5, 0.9)}
+        made = [
+            torch.optim.AdamW(part.parameters(), lr=rate, **given)
+            for part, rate in ((self.generator, 1e-3), (self.discriminator, 4e-3))
+        ]
+        return made, [torch.optim.lr_scheduler.LambdaLR(one, lambda step: 1 / (1 + step)) for one in made]
+
+
+class Single(Gan):
+    """One AdamW, stepped by the module."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.step(self.optimizers(), self.discriminator(self.generator(batch[0][:, :4])).square().mean())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3, foreach=False)
+
+
+def trained(strategy: Any, module: L.LightningModule, *, batches: int = 4, **given: Any) -> L.LightningModule:
+    torch.manual_seed(1)
+    arguments = {**QUIET, "max_epochs": 2, "limit_train_batches": batches, **given}
+    path = arguments.pop("ckpt_path", None)
+    L.Trainer(strategy=strategy, **arguments).fit(module, loader(), ckpt_path=path, weights_only=bool(path) or None)
+    return module
+
+
+@pytest.mark.parametrize("make", [Gan, lambda: Gan(every=2), lambda: Gan(toggles=True), Single])
+def test_without_a_limit_it_is_plain_lightning_bit_for_bit(make: Any):
+    assert same(trained("auto", make()), trained(BaocStrategy("unlimited"), make()))
+
+
+@pytest.mark.parametrize("make", [Gan, lambda: Gan(every=3), Single])
+@pytest.mark.parametrize("budget", ["state_25", "8gb"])
+def test_each_optimizer_has_its_share_and_says_so(budget: str, make: Any, capsys):
+    strategy = BaocStrategy(budget)
+    trained(strategy, make())
+    told = capsys.readouterr().out
+    number = len(strategy.reallocators)
+    assert told.count(f"plan for budget {budget}") == number and told.count("met, ") == number
+    assert strategy.budget_met is True and strategy.summary().count("the plan in force") == number
+    for one in strategy.reallocators:
+        share = one.optimizer.state_bytes() / one.plan.state_bytes_adamw
+        assert share <= 0.25 if budget == "state_25" else share == 1
+
+
+def test_a_memory_budget_that_binds_holds_for_both_together():
+    free = BaocStrategy("8gb", verbose=False)
+    trained(free, Gan())
+    plans = [one.plan for one in free.reallocators]
+    states = sum(plan.allocation.state_bytes for plan in plans)
+    without = plans[0].peak_bytes - plans[0].allocation.state_bytes
+    tight = without + states // 4
+    strategy = BaocStrategy(tight, verbose=False)
+    trained(strategy, Gan())
+    held = sum(one.optimizer.state_bytes() for one in strategy.reallocators)
+    assert 0 < held <= states // 4 and all(one.plan.binding for one in strategy.reallocators)
+    assert strategy.budget_met
+
+
+@pytest.mark.parametrize("budget", ["state_25", "8gb"])
+def test_it_resumes_bit_for_bit(budget: str, tmp_path: Path):
+    def saving() -> L.Callback:
+        return ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+
+    def run(*, epochs: int, **given: Any) -> L.LightningModule:
+
+        class Seeded(Gan):
+            def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+                torch.manual_seed(self.global_step)
+
+        return trained(
+            BaocStrategy(budget), Seeded(), max_epochs=epochs, enable_checkpointing=True, callbacks=[saving()], **given
+        )
+
+    whole = run(epochs=2)
+    assert same(whole, run(epochs=2, ckpt_path=str(tmp_path / "epoch=0.ckpt")))
+    with pytest.raises(CheckpointError, match="states of 2 optimizers, and the module makes 1"):
+        trained(
+            BaocStrategy(budget),
+            Single(),
+            callbacks=[saving()],
+            enable_checkpointing=True,
+            ckpt_path=str(tmp_path / "epoch=0.ckpt"),
+        )
+
+
+def test_what_needs_a_step_of_lightnings_is_refused():
+    with pytest.raises(BadInputError, match=r"automatic_optimization=False, and budget.step_time=2 needs a step that"):
+        trained(BaocStrategy({"step_time": 2.0}), Gan())
