@@ -46,7 +46,7 @@ def standardise(source: ImageSource, *, rows: Tensor) -> Scaling:
     mean = total / count
     std = (squares / count - mean.square()).clamp_min(0).sqrt()
     constant = std < 1e-12
-    if constant.any():
+    if not constant.is_meta and constant.any():  # a plan of an absent card decodes nothing
         where = "all channels" if constant.all() else f"channel {int(constant.nonzero()[0])} of {len(constant)}"
         _warn_of_constant(where, mean[constant][0].item())
     std[constant] = 1.0

@@ -551,13 +551,29 @@ class BaocStrategy(BudgetedStrategy, SingleDeviceStrategy):
         budget: str | int | float | Mapping[str, Any] | Budget = "auto",
         *,
         device: str = "auto",
-        **settings: Any,
+        settings: SessionSettings | None = None,
+        recipe: RecipeLike | None = None,
+        latency: LatencyTable | None = None,
+        plan_only: bool = False,
+        record_latency: bool = False,
+        verbose: bool = True,
+        **listeners: Any,
     ):
         refuse_ranks("strategy")
         if device not in ("auto", "cpu", "cuda") and not device.startswith("cuda:"):
             raise BadInputError(f"device={device!r} is not supported: use auto, cpu, cuda or cuda:N; MPS is not tested")
         named = {"auto": "cpu", "cuda": "cuda:0"}  # auto is settled in setup_environment; Lightning wants an index
-        super().__init__(budget, device=named.get(device, device), **settings)
+        super().__init__(
+            budget,
+            settings=settings,
+            recipe=recipe,
+            latency=latency,
+            plan_only=plan_only,
+            record_latency=record_latency,
+            verbose=verbose,
+            device=named.get(device, device),
+            **listeners,
+        )
         self._device_choice = device
 
     def setup_environment(self) -> None:

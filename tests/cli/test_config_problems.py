@@ -52,7 +52,10 @@ from baoc.config.from_hydra import from_hydra
         (["model=[null]"], "model cannot be [null]: choose one of its options, such as model=dit"),
         (["model=1"], "model cannot be 1: choose one of its options, such as model=dit"),
         (["task={a: 1}"], "task cannot be {a: 1}: choose one of its options, such as task=diffusion"),
-        (['risk=${oc.decode:"1"}'], 'risk cannot be ${oc.decode:"1"}: choose one of its options, such as risk=prior'),
+        (
+            ['risk=${oc.decode:"1"}'],
+            'risk cannot be ${oc.decode:"1"}: choose one of its options, such as risk=measured',
+        ),
         (["~reallocation=1e309"], "reallocation cannot be 1e309: choose one of its options, such as reallocation="),
         (["++model.name=${budget}"], "model.name must be one name, not "),
         ([f"optim.lr=1{'0' * 400}"], "optim.lr is a number of about 401 digits: it must be below 9.2e18"),

@@ -7,6 +7,7 @@ from torch import Tensor
 from baoc.core.catalogue import NATIVE
 from baoc.errors import BadInputError
 from baoc.optim import matching
+from baoc.optim.backends import eager
 from baoc.optim.rules import RULES
 from tests.support.matched import LR, copies, moved_rms
 from tests.support.optimizing import MATRICES, Gradients, build, info, make_params, one_block, run_steps, shapes_for
@@ -137,8 +138,8 @@ def test_a_new_target_acts_at_the_next_step_and_is_kept_for_later_moves() -> Non
 )
 def test_factors_on_a_device_are_those_on_the_cpu(target: float, own: float, norm: float) -> None:
     match = torch.tensor([target, own])
-    on_cpu = matching.factor(match, norm=norm, count=64)
-    on_device = matching.factor(match, norm=torch.tensor(norm), count=64)
+    on_cpu = eager.factor(match, norm=norm, count=64)
+    on_device = eager.factor(match, norm=torch.tensor(norm), count=64)
     assert isinstance(on_device, Tensor) and isinstance(on_cpu, float)
     assert norm == 0 or float(on_device) == pytest.approx(on_cpu, rel=1e-5)
     assert on_device.isfinite()
@@ -146,6 +147,6 @@ def test_factors_on_a_device_are_those_on_the_cpu(target: float, own: float, nor
 
 def test_the_norm_of_many_elements_is_exact() -> None:
     update = torch.full((5_000_000,), 0.1)
-    norm, count = matching.update_norm(update, divisor=2.0, finite=None, on_cpu=True)
+    norm, count = eager.update_norm(update, divisor=2.0, finite=None, on_cpu=True)
     assert count == 5_000_000
     assert norm == pytest.approx(0.05 * count**0.5, rel=1e-4)

@@ -293,19 +293,14 @@ def test_two_studies_in_one_folder_are_refused_and_the_first_is_untouched(tmp_pa
     assert len(open_study(config(n_trials=2), folder=tmp_path).trials) == 2 and not (tmp_path / "0002").exists()
 
 
-def test_a_result_of_other_settings_is_neither_taken_nor_lost(tmp_path: Path):
-    """The storage was removed, the runs were not, and the study draws something else now."""
+def test_a_result_whose_study_is_gone_is_neither_taken_nor_lost(tmp_path: Path):
+    """The storage was removed, the runs were not: their numbers would be given to other settings."""
     foreign = {"command": "python run.py x=0.9 mode=slow", "quality": {"value": 7.0}, "state_bytes": 1}
     (tmp_path / "0000").mkdir()
     write_json(tmp_path / "0000" / "result.json", foreign)
-    study = run_study(config(n_trials=2, workers=1, baselines=[["x=0.1"]]), folder=tmp_path, code=STUB)
-    bad, good = study.trials
-    assert (
-        bad.state is TrialState.FAIL and "holds the result of other settings (without x=0.1)" in bad.user_attrs["text"]
-    )
+    with pytest.raises(BadInputError, match="holds 1 trials, and the storage has no study s to go on with"):
+        run_study(config(n_trials=2, workers=1, baselines=[["x=0.1"]]), folder=tmp_path, code=STUB)
     assert read_json(tmp_path / "0000" / "result.json") == foreign
-    assert good.state is TrialState.COMPLETE
-    refuse_all_failed(study)
 
 
 def test_a_study_of_which_everything_failed_is_not_called_done(tmp_path: Path):

@@ -109,10 +109,13 @@ class Lowered(L.Callback):
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         strategy = trainer.strategy
         assert isinstance(strategy, BaocDDPStrategy) and strategy.reallocator is not None
+        assert isinstance(strategy.model, DistributedDataParallel)
+        self.views = strategy.model.gradient_as_bucket_view
         for step, specs in ((4, "adamw_int8+split8"), (8, "adamw")):
             if trainer.global_step == step:
                 reallocator = strategy.reallocator
-                reallocator._moved(dict.fromkeys(reallocator.optimizer.specs, specs), moments={})
+                with reallocator.moving(True):
+                    reallocator.optimizer.migrate(dict.fromkeys(reallocator.optimizer.specs, specs))
 
 
 def by_lightning(rank: int, size: int) -> dict[str, Any]:
@@ -123,7 +126,8 @@ def by_lightning(rank: int, size: int) -> dict[str, Any]:
     strategy.plan_listeners.append(lambda _, plan: plan_first.append(dict(plan.allocation.choices)))
     halves = fit(strategy, accumulate_grad_batches=2, **given)
     lowered = BaocDDPStrategy("unlimited", settings=SessionSettings(planner=PlannerSettings(specs=("*", "*+split8"))))
-    cast = fit(lowered, precision="bf16-mixed", callbacks=[Lowered()], **given)
+    lowering = Lowered()
+    cast = fit(lowered, precision="bf16-mixed", callbacks=[lowering], **given)
     assert strategy.reallocator is not None and lowered.reallocator is not None
     return {
         "plan": plan_first[0],
@@ -131,7 +135,7 @@ def by_lightning(rank: int, size: int) -> dict[str, Any]:
         "halves": [param.detach().clone() for param in halves.parameters()],
         "cast": [param.detach().clone() for param in cast.parameters()],
         "last": lowered.reallocator.optimizer.specs,
-        "views": strategy._ddp_kwargs["gradient_as_bucket_view"],
+        "views": lowering.views,
     }
 
 

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 
 from baoc.config.schema import OptimConfig
-from tests.support.training_runs import logged, run
+from tests.support.training_runs import EVERY_STEP, logged, run
 
 pytestmark = pytest.mark.slow
 
 
 def test_a_run_that_releases_its_gradients(tmp_path: Path) -> None:
     optim = OptimConfig(release_gradients=True)
-    result = run(tmp_path / "day" / "whole", optim=optim)
+    result = run(tmp_path / "day" / "whole", optim=optim, checkpoint=EVERY_STEP)
     assert result.num_steps == 14 and result.budget_met
     assert 0.95 * result.peak_bytes_predicted <= result.peak_bytes <= result.peak_bytes_predicted
     whole = logged(tmp_path / "day" / "whole")
