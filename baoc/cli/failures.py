@@ -65,6 +65,11 @@ def _system_error(error: BaseException) -> BaocError | None:
                 f"no space left on the device{_path_suffix(cause)}: "
                 "free some, or write elsewhere with hydra.run.dir=PATH"
             )
+        if isinstance(cause, OSError) and cause.errno == errno.EFBIG:
+            return OutputError(
+                f"a file{_path_suffix(cause)} would be larger than files may be: raise the limit (ulimit -f), or write "
+                "elsewhere with hydra.run.dir=PATH"
+            )
         if isinstance(cause, OSError) and cause.errno in _NOT_WRITABLE:
             return OutputError(
                 f"cannot open or write{_path_suffix(cause)}: {cause.strerror}; a run writes into hydra.run.dir=PATH"

@@ -125,7 +125,7 @@ def _resume_hint(run_dir: Path, *, failure: Failure) -> str:
 
 def _begin_folder(config: DictConfig, *, run_dir: Path) -> RunConfig:
     """Checks the configuration and writes config.yaml. Raises BadInputError rather than overwrite an earlier run."""
-    run_config = from_hydra(config)
+    run_config = from_hydra(config, folder=Path(HydraConfig.get().runtime.cwd))
     if run_config.resume is None and any((run_dir / name).exists() for name in ("result.json", "metrics.jsonl")):
         raise BadInputError(
             f"{run_dir} holds a run already, which is never overwritten: choose another folder with "

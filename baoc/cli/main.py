@@ -13,6 +13,7 @@ import baoc
 from baoc.cli import jobs, ranks, usage
 from baoc.cli.failures import INTERRUPTED, failure_of, report
 from baoc.cli.listing import LISTS, lines
+from baoc.cli.waiting import yield_where_shared
 from baoc.config import assets
 from baoc.config.compose import VERSION_BASE
 from baoc.config.nodes import register, with_made_options
@@ -30,6 +31,8 @@ def main(argv: Sequence[str] | None = None, *, single: bool = False) -> int:
     that of a trial, which is composed once."""
     given = list(sys.argv[1:] if argv is None else argv)
     jobs.reset_state(given)
+    if "torch" not in sys.modules:
+        yield_where_shared()
     try:
         if not _print_information(given):
             _refuse_conflicting_flags(given)

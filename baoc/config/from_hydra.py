@@ -23,17 +23,39 @@ from baoc.errors import BadInputError, unknown_name
 from baoc.models import choose_size
 from baoc.types import Budget, Role, to_plain
 
+# Keys whose value may be a path; where it is relative, it is one of the folder in which the command was given.
+PATHS = (
+    *(("dataset", "path"), ("dataset", "tokenizer"), ("model", "pretrained"), ("model", "name_or_path")),
+    *(("resume",), ("profile",)),
+)
 
-def from_hydra(config: DictConfig) -> RunConfig:
+
+def from_hydra(config: DictConfig, *, folder: Path | None = None) -> RunConfig:
     """The RunConfig of a composed configuration. Raises BadInputError, which names the key, for what the schema
-    refuses."""
+    refuses.
+
+    `folder`: in which the command was given, where a job runs in another one (hydra.job.chdir).
+    """
     try:
         plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise BadInputError(f"a value refers to what is not there: {str(error).splitlines()[0]}") from error
+    if folder is not None and folder != Path.cwd():
+        _anchor(cast(dict[str, Any], plain), folder=folder)
     run = from_plain(cast(Mapping[str, Any], plain), complete=True)
     check_names(run)
     return run
+
+
+def _anchor(plain: dict[str, Any], *, folder: Path) -> None:
+    """Makes relative paths absolute in place, of what is there: a name of the hub is no path."""
+    for *groups, key in PATHS:
+        node: Any = plain
+        for group in groups:
+            node = node.get(group)
+        given = node.get(key) if isinstance(node, dict) else None
+        if isinstance(given, str) and not Path(given).expanduser().is_absolute() and (folder / given).exists():
+            node[key] = str(folder / given)
 
 
 def from_plain(plain: Mapping[str, Any], *, complete: bool = False) -> RunConfig:

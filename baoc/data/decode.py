@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 Augment = Literal["none", "flip", "crop_flip"]
 _CROP_AREA, _CROP_RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # Inception-style crops (Szegedy et al. 2015), as used for ViT
-_GREY_MODES = ("1", "L", "LA", "I", "I;16", "F")
+_GREY_MODES = ("1", "L", "LA", "La")
+_SIXTEEN = ("I;16", "I;16B", "I;16L", "I;16N")
+BACKGROUND = 255  # white: what shows through where an image is transparent
 
 
 def check_augment(augment: str) -> Augment:
@@ -35,12 +37,54 @@ def open_image(content: bytes | Path, *, where: str) -> "Image":
     try:
         image = pillow.Image.open(io.BytesIO(content if isinstance(content, bytes) else content.read_bytes()))
         image.load()
-        return pillow.ImageOps.exif_transpose(image)
+        image = pillow.ImageOps.exif_transpose(image)
     except Exception as error:  # Pillow raises many kinds: UnidentifiedImageError, SyntaxError, struct.error, ...
         why = f"{type(error).__name__}: {error}"
         if isinstance(error, pillow.UnidentifiedImageError):  # its text is the address of the buffer
             why = "no image format is recognised"
         raise TrainingFailedError(f"{where} cannot be decoded as an image ({why}): replace or remove it") from error
+    return _opaque(_eight_bits(image, where=where))
+
+
+def mode_and_size(content: bytes | Path, *, where: str) -> tuple[bool, int]:
+    """(whether an image is grey, pixels of its shorter side), from its header alone."""
+    pillow = require_pillow()
+    try:
+        with pillow.Image.open(io.BytesIO(content) if isinstance(content, bytes) else content) as image:
+            return image.mode in (*_GREY_MODES, *_SIXTEEN, "I", "F"), min(image.size)
+    except Exception:
+        opened = open_image(content, where=where)
+        return is_grey(opened), min(opened.size)
+
+
+def _eight_bits(image: "Image", *, where: str) -> "Image":
+    """The image with 8 bits per channel. Pillow's own conversion of wider ones cuts them off at 255.
+
+    Raises BadInputError for numbers of which nobody says what white is.
+    """
+    pillow = require_pillow()
+    if image.mode in ("I", "F"):
+        values = np.asarray(image)
+        if image.mode == "F" or values.min(initial=0) < 0 or values.max(initial=0) > 65535:
+            raise BadInputError(
+                f"{where} has pixels of 32 bits (mode {image.mode}), from {values.min():g} to {values.max():g}: "
+                "nothing says which value is white; save the images with 8 or 16 bits per channel"
+            )
+    elif image.mode in _SIXTEEN:
+        values = np.asarray(image)
+    else:
+        return image
+    return pillow.Image.fromarray(((values.astype(np.uint32) + 128) // 257).astype(np.uint8))
+
+
+def _opaque(image: "Image") -> "Image":
+    """The image on a white background, where it is transparent in part."""
+    if image.mode not in ("LA", "La", "PA", "RGBA", "RGBa") and "transparency" not in image.info:
+        return image
+    grey = is_grey(image)
+    over = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
+    under = require_pillow().Image.new("RGBA", over.size, (BACKGROUND, BACKGROUND, BACKGROUND, 255))
+    return require_pillow().Image.alpha_composite(under, over).convert("L" if grey else "RGB")
 
 
 def require_pillow():

@@ -1,12 +1,14 @@
 """Lists a user's folder of images with one subfolder per class, and finds its training and validation parts."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
+from baoc.data.parts import HELD, TRAIN, visible
 from baoc.errors import BadInputError
 
+log = logging.getLogger(__name__)
 SUFFIXES = frozenset((".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"))
-_TRAIN, _VAL = ("train", "training"), ("val", "valid", "validation", "test")
 _HOW = "a folder of images has one folder per class, such as cats/1.png and dogs/2.png"
 
 
@@ -20,13 +22,13 @@ class Listing:
 
 
 def find_parts(path: Path) -> tuple[Path, Path | None]:
-    """Folders of training and validation images: `train` and `val` (or `test`) in `path` if both exist.
+    """Folders of training and validation images: `train` and `val` (else `test`) in `path` if both exist.
 
     Otherwise (`path`, None), and validation images are held out of `path`.
     """
     named = {entry.name.lower(): entry for entry in path.iterdir() if entry.is_dir()}
-    train = next((named[name] for name in _TRAIN if name in named), None)
-    val = next((named[name] for name in _VAL if name in named), None)
+    train = next((named[name] for name in TRAIN if name in named), None)
+    val = next((named[name] for names in HELD for name in names if name in named), None)
     return (train, val) if train is not None and val is not None else (path, None)
 
 
@@ -35,7 +37,7 @@ def list_images(folder: Path, *, classes: tuple[str, ...] | None = None) -> List
 
     BadInputError names a folder without classes, a class without images, or one that training does not have.
     """
-    folders = sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    folders = visible(folder, (entry for entry in folder.iterdir() if entry.is_dir()))
     if not folders:
         loose = sum(entry.suffix.lower() in SUFFIXES for entry in folder.iterdir())
         held = f"{loose} images and no folders" if loose else "no folders"
@@ -45,8 +47,11 @@ def list_images(folder: Path, *, classes: tuple[str, ...] | None = None) -> List
     names: tuple[str, ...] = tuple(entry.name for entry in folders) if classes is None else classes
     files: list[Path] = []
     labels: list[int] = []
+    left_out = 0
     for entry in folders:
-        found = sorted(file for file in entry.rglob("*") if file.suffix.lower() in SUFFIXES)
+        held = [file for file in entry.rglob("*") if file.is_file()]
+        found = [file for file in visible(entry, held) if file.suffix.lower() in SUFFIXES]
+        left_out += len(held) - len(found)
         if not found:
             allowed = " ".join(sorted(SUFFIXES))
             raise BadInputError(f"{entry} holds no image ({allowed}): remove the folder, or put images there")
@@ -54,4 +59,6 @@ def list_images(folder: Path, *, classes: tuple[str, ...] | None = None) -> List
         labels += [names.index(entry.name)] * len(found)
     if len(names) < 2:
         raise BadInputError(f"{folder} holds one class, {folders[0].name}: there is nothing to tell apart; {_HOW}")
+    if left_out:
+        log.warning("%s: %d hidden files and files that are no images are left out", folder, left_out)
     return Listing(files=tuple(files), labels=tuple(labels), classes=names)

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baoc.data.images import ImageSet
+from baoc.data.labels import check_labels
 from baoc.errors import BadInputError
 
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")  # where Debian's package dataset-fashion-mnist puts it
@@ -33,12 +34,8 @@ def read_fashion_mnist(path: str | None) -> ImageSet:
     labels = read_idx(labels_file, dims=1)
     if len(images) != len(labels):
         raise BadInputError(f"{labels_file} holds {len(labels)} labels for {len(images)} images: get both files anew")
-    return ImageSet(
-        name="fashion_mnist",
-        images=images[..., None],
-        labels=labels.astype(np.int64),
-        num_classes=int(labels.max()) + 1,
-    )
+    numbers, num_classes = check_labels(labels, of=str(labels_file))
+    return ImageSet(name="fashion_mnist", images=images[..., None], labels=numbers, num_classes=num_classes)
 
 
 def read_idx(file: Path, *, dims: int) -> NDArray[np.uint8]:

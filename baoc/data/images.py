@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from baoc.data.labels import check_labels
 from baoc.errors import BadInputError
 
 _KEYS = ("images", "labels")
@@ -95,15 +96,4 @@ def _check_labels(labels: NDArray[Any], *, num_images: int, path: Path) -> tuple
         raise BadInputError(
             f"labels of {path} have shape {labels.shape}; {num_images} images need labels of shape ({num_images},)"
         )
-    if labels.dtype.kind not in "ui":
-        raise BadInputError(f"labels of {path} have dtype {labels.dtype}; they must be integers, 0 for the first class")
-    low, high = int(labels.min()), int(labels.max())
-    if low < 0 or high >= num_images:
-        row = int(labels.argmin() if low < 0 else labels.argmax())
-        raise BadInputError(
-            f"label {low if low < 0 else high} of image {row} in {path} is out of range: "
-            f"labels count classes from 0, below the number of images ({num_images})"
-        )
-    if low == high:
-        raise BadInputError(f"every label of {path} is {low}: there is nothing to tell apart with one class")
-    return labels.astype(np.int64), high + 1
+    return check_labels(labels, of=str(path))

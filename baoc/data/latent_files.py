@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baoc.data.loader import Batch
+from baoc.data.parts import visible
 from baoc.errors import BadInputError
 
 _HOW = "dataset.path takes a FILE.npy of shape (N, C, S, S), a folder of such files, or FILE.parquet"
@@ -85,7 +86,7 @@ def _files(path: Path) -> list[Path]:
             raise BadInputError(f"dataset.path={path} is neither .npy nor .parquet: {_HOW}")
         return [path]
     for suffix in (".npy", ".parquet"):
-        found = [file for file in path.glob(f"*{suffix}") if not file.name.endswith("labels.npy")]
+        found = [file for file in visible(path, path.glob(f"*{suffix}")) if not file.name.endswith("labels.npy")]
         if found:
             return sorted(found, key=lambda file: (len(file.stem) if file.stem.isdigit() else 0, file.stem))
     raise BadInputError(f"{path} holds no .npy and no .parquet file: {_HOW}")

@@ -1,5 +1,6 @@
 """Scales pixels to the values a network is trained on. Imports no Lightning, as worker processes import it."""
 
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ from torch.nn import functional as F
 from baoc.data.sources import Batch
 from baoc.data.stored import EncodedImages, ImageSource
 
+log = logging.getLogger(__name__)
 _SAMPLED = 512  # encoded images decoded to estimate mean and standard deviation
 
 
@@ -43,7 +45,11 @@ def standardise(source: ImageSource, *, rows: Tensor) -> Scaling:
         count += values.numel() // source.channels
     mean = total / count
     std = (squares / count - mean.square()).clamp_min(0).sqrt()
-    std[std < 1e-12] = 1.0
+    constant = std < 1e-12
+    if constant.any():
+        where = "all channels" if constant.all() else f"channel {int(constant.nonzero()[0])} of {len(constant)}"
+        _warn_of_constant(where, mean[constant][0].item())
+    std[constant] = 1.0
     return Scaling(mean=mean.float().view(-1, 1, 1), std=std.float().view(-1, 1, 1))
 
 
@@ -53,6 +59,17 @@ def unit_range(source: ImageSource, *, rows: Tensor) -> Scaling:
     if not isinstance(source, EncodedImages):
         ends = [torch.stack(source.gather(part)["images"].aminmax()).float() for part in rows.split(4096)]
         low, high = torch.stack(ends)[:, 0].min(), torch.stack(ends)[:, 1].max()
+    if high == low:
+        _warn_of_constant("all channels", low.item())
     half = ((high - low) / 2).clamp_min(1e-12)
     ones = torch.ones(source.channels, 1, 1)
     return Scaling(mean=ones * (low + high) / 2, std=ones * half)
+
+
+def _warn_of_constant(where: str, value: float) -> None:
+    log.warning(
+        "every pixel that was read is %g in %s: nothing can be learned from that; look at how the images are stored "
+        "(bits per pixel, transparency)",
+        value,
+        where,
+    )

@@ -3,6 +3,7 @@
 Small images are decoded once and kept; photographs are decoded by worker processes during training.
 """
 
+import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -12,12 +13,14 @@ from typing import Protocol
 import torch
 from torch import Generator, Tensor
 
-from baoc.data.decode import Augment, fit, is_grey, open_image, random_fit, to_tensor, vary
+from baoc.data.decode import Augment, fit, mode_and_size, open_image, random_fit, to_tensor, vary
 from baoc.data.sources import Batch
 from baoc.units import MIB
 
+log = logging.getLogger(__name__)
 MEMORY_BYTES = 512 * MIB  # decoded images up to this size are kept in memory
 SMALL = 64  # pixels per side; random crops of larger images are taken from the original image
+SURVEYED = 2000  # images whose headers are read to learn size and colours of a set
 LARGEST = 224  # pixels per side of larger images, unless a size is given
 
 
@@ -119,16 +122,31 @@ def encoded_images(
 ) -> ImageSource:
     """A source over `items`, decoded into memory if it is small and augmentation does not need the original size.
 
-    `image_size` None takes the shorter side of the first image, at most LARGEST pixels. `like`: the training source,
-    whose size and channels a validation source shares. Raises TrainingFailedError with the file of a broken image.
+    `image_size` None takes the median of the images' shorter sides, at most LARGEST pixels, and images are read as grey
+    only if all are; of more than SURVEYED that many are looked at. `like`: the training source, whose size and channels
+    a validation source shares. Raises TrainingFailedError with the file of a broken image.
     """
     if like is not None:
         size, channels = like.image_size, like.channels
     else:
-        content, where = items[0]
-        first = open_image(content, where=where)
-        size = image_size or min(*first.size, LARGEST)
-        channels = 1 if is_grey(first) else 3
+        size, channels = _survey(items, image_size=image_size)
     source = EncodedImages(items=items, labels=labels, image_size=size, channels=channels, augment=augment)
     fits = len(items) * channels * size * size <= MEMORY_BYTES
     return source.in_memory() if fits and (size <= SMALL or augment != "crop_flip") else source
+
+
+def _survey(items: Items, *, image_size: int | None) -> tuple[int, int]:
+    """(pixels per side, channels) for a set; says so where its images differ."""
+    rows = torch.linspace(0, len(items) - 1, min(len(items), SURVEYED)).long().tolist()
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda row: mode_and_size(items[row][0], where=items[row][1]), rows))
+    num_grey, sides = sum(grey for grey, _ in found), sorted(side for _, side in found)
+    size = image_size or min(sides[len(sides) // 2], LARGEST)
+    channels = 1 if num_grey == len(found) else 3
+    of = f"of {len(found)} images" + (" that were looked at" if len(found) < len(items) else "")
+    if 0 < num_grey < len(found):
+        log.warning("%s %d are grey and %d in colour: all are read in colour", of, num_grey, len(found) - num_grey)
+    if sides[0] != sides[-1] and image_size is None:
+        ends = (sides[0], sides[-1])
+        log.warning("%s the shorter sides have %d to %d pixels: all become %d x %d", of, *ends, size, size)
+    return size, channels

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from baoc.errors import BadInputError, TrainingFailedError
+from baoc.data.labels import check_labels
+from baoc.data.parts import role_of, role_of_path, visible
+from baoc.errors import BadInputError
 
-_TRAIN, _VAL = ("train", "training"), ("validation", "val", "valid", "test")
 _IMAGES, _LABELS = ("image", "img", "images", "jpg", "png"), ("label", "labels", "fine_label", "cls")
 
 
@@ -28,27 +30,47 @@ class Columns:
 class TableItems:
     """Encoded images of a table with random access, which `datasets` maps from disk."""
 
-    def __init__(self, table: Any, *, column: str, name: str):
+    def __init__(self, table: Any, *, column: str, name: str, folders: Sequence[Path] = ()):
         self._table = table
         self._column = column
         self._name = name
+        self._folders = folders
 
     def __len__(self) -> int:
         return len(self._table)
 
     def __getitem__(self, row: int) -> tuple[bytes, str]:
         where = f"row {row} of {self._name}"
-        return image_bytes(self._table[row][self._column], where=where), where
+        return image_bytes(self._table[row][self._column], where=where, folders=self._folders), where
 
 
-def image_bytes(value: Any, *, where: str) -> bytes:
-    """The encoded image of a cell: bytes, or `datasets`' {bytes, path}."""
+def image_bytes(value: Any, *, where: str, folders: Sequence[Path] = ()) -> bytes:
+    """The encoded image of a cell: bytes, or `datasets`' {bytes, path}, whose path may be relative to one of `folders`.
+
+    Raises BadInputError, which names the row, where there is none.
+    """
     content = value.get("bytes") if isinstance(value, Mapping) else value
     if content is None and isinstance(value, Mapping) and value.get("path"):
-        return Path(value["path"]).read_bytes()
+        return _image_file(str(value["path"]), where=where, folders=folders)
     if not isinstance(content, bytes) or not content:
-        raise TrainingFailedError(f"{where} holds no encoded image: remove it, or name another dataset.image_column")
+        raise BadInputError(f"{where} holds no encoded image: remove it, or name another dataset.image_column")
     return content
+
+
+def _image_file(given: str, *, where: str, folders: Sequence[Path]) -> bytes:
+    path = Path(given).expanduser()
+    candidates = [path] if path.is_absolute() else [*(folder / path for folder in folders), path]
+    found = next((file for file in candidates if file.is_file()), None)
+    if found is None:
+        beside = f" beside {folders[0]}" if folders and not path.is_absolute() else ""
+        raise BadInputError(
+            f"{where} holds no image but the path {given}, which is no file{beside}: put the images there, or keep "
+            "their bytes in the table"
+        )
+    try:
+        return found.read_bytes()
+    except OSError as error:
+        raise BadInputError(f"{where} names {found}, which cannot be read ({error.strerror})") from error
 
 
 def undecoded(table: Any, *, column: str) -> Any:
@@ -68,16 +90,22 @@ def require_datasets() -> Any:
 
 
 def parquet_files(path: Path) -> dict[str, list[str]]:
-    """Split -> files, by names of folders and files (validation*, test*, ...); all others are training files."""
-    files = [path] if path.is_file() else sorted(path.rglob("*.parquet"))
-    parts: dict[str, list[str]] = {"train": [], "validation": []}
+    """Part -> files, by whole words in the names of files and folders; files without one are for training."""
+    root = path.parent if path.is_file() else path
+    files = [path] if path.is_file() else visible(root, path.rglob("*.parquet"))
+    parts: dict[str, list[str]] = {"train": [], "validation": [], "test": []}
     for file in files:
-        words = [part.lower() for part in file.relative_to(path if path.is_dir() else path.parent).parts]
-        held_back = any(word.startswith(_VAL) for word in words)
-        parts["validation" if held_back else "train"].append(str(file))
+        parts["train" if path.is_file() else role_of_path(file.relative_to(root))].append(str(file))
     if not parts["train"]:
         raise BadInputError(f"dataset.path={path} holds no parquet file of training images, such as train-0.parquet")
-    return {split: found for split, found in parts.items() if found}
+    return {part: found for part, found in parts.items() if found}
+
+
+def folders_of(path: Path) -> list[Path]:
+    """Where relative paths in parquet files at `path` may lead: beside the files, and the folder that was given."""
+    root = path.parent if path.is_file() else path
+    files = [path] if path.is_file() else visible(root, path.rglob("*.parquet"))
+    return list(dict.fromkeys([*(file.parent for file in files), root]))
 
 
 def load_parquet(path: Path, *, streaming: bool = False) -> Mapping[str, Any]:
@@ -104,9 +132,15 @@ def load_hub(name: str, *, streaming: bool = False) -> Mapping[str, Any]:
 
 
 def split_of(tables: Mapping[str, Any], *, validation: bool = False) -> Any | None:
-    """The training table, or the validation table if there is one."""
-    wanted = _VAL if validation else _TRAIN
-    return next((tables[name] for name in wanted if name in tables), None)
+    """The training table, or the table to hold back: that of validation, else that of tests. None where there is none.
+
+    Parts are told by whole words, as for files; a name that is such a word alone comes first.
+    """
+    for role in ("validation", "test") if validation else ("train",):
+        named = sorted((name for name in tables if role_of(name) == role), key=len)
+        if named:
+            return tables[named[0]]
+    return None
 
 
 def find_columns(features: Mapping[str, Any], *, asked: Columns, name: str) -> tuple[str, str]:
@@ -115,6 +149,11 @@ def find_columns(features: Mapping[str, Any], *, asked: Columns, name: str) -> t
         _find(features, asked=asked.image, usual=_IMAGES, key="dataset.image_column", name=name),
         _find(features, asked=asked.label, usual=_LABELS, key="dataset.label_column", name=name),
     )
+
+
+def is_unlabelled(table: Any, *, column: str) -> bool:
+    """True for a part whose labels are kept back, as those of tests often are: -1 or nothing in each row."""
+    return column not in table.features or not any(value not in (-1, None) for value in table[column][:])
 
 
 def labels_of(table: Any, *, column: str, name: str, classes: Sequence[str] | None = None) -> tuple[Tensor, list[str]]:
@@ -128,31 +167,24 @@ def labels_of(table: Any, *, column: str, name: str, classes: Sequence[str] | No
         raise BadInputError(f"{name} holds no images")
     if any(value is None for value in values):
         raise BadInputError(f"row {list(values).index(None)} of {name} has no {column}: fill it in, or remove the row")
-    classes = _classes(table, values, column=column, name=name) if classes is None else classes
-    if isinstance(values[0], str):
-        numbers = {text: number for number, text in enumerate(classes)}
-        if foreign := set(values) - numbers.keys():
+    kinds = {str if isinstance(value, str) else int if isinstance(value, int) else float for value in values}
+    if len(kinds) > 1 or float in kinds:
+        odd = next(value for value in values if len(kinds) > 1 or not isinstance(value, str | int))
+        raise BadInputError(f"labels of {name} must be text or whole numbers from 0, all alike, not {odd!r}")
+    names = getattr(table.features[column], "names", None) if classes is None else classes
+    if names is None and str in kinds:
+        names = sorted(set(values))
+    if names is not None and str in kinds:
+        number_of = {text: number for number, text in enumerate(names)}
+        if foreign := set(values) - number_of.keys():
             raise BadInputError(
                 f"{sorted(foreign)[0]!r} in column {column} of {name} is no class of the training images"
             )
-        values = [numbers[value] for value in values]
-    labels = torch.tensor(values, dtype=torch.int64)
-    if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < len(classes):
-        raise BadInputError(f"labels of {name} reach from {labels.min()} to {labels.max()}, for {len(classes)} classes")
-    return labels, list(classes)
-
-
-def _classes(table: Any, values: Sequence[Any], *, column: str, name: str) -> Sequence[str]:
-    """The declared names, or the text labels, or the numbers up to the largest label."""
-    declared = getattr(table.features[column], "names", None)
-    if declared:
-        return declared
-    found = sorted(set(values))
-    if isinstance(values[0], str):
-        return [str(value) for value in found]
-    if not all(isinstance(value, int) and value >= 0 for value in found):
-        raise BadInputError(f"labels of {name} must be text or whole numbers from 0, not {found[0]!r}")
-    return [str(number) for number in range(max(found) + 1)]
+        values = [number_of[value] for value in values]
+    declared = len(names) if names else None
+    numbers = np.asarray(values, dtype=np.int64)
+    labels, num_classes = check_labels(numbers, of=name, declared=declared, for_training=classes is None)
+    return torch.from_numpy(labels), list(names or map(str, range(num_classes)))
 
 
 def _find(features: Mapping[str, Any], *, asked: str | None, usual: Sequence[str], key: str, name: str) -> str:

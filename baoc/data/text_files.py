@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from baoc.data.parts import is_hidden
 from baoc.data.tables import require_datasets
 from baoc.errors import BadInputError
 
@@ -106,7 +107,7 @@ def find(path: str | Path, *, pattern: str | None = None, text_column: str = "te
     if path.is_file():
         return TextFiles(name=path.name.split(".")[0] or path.name, files=(path,), text_column=text_column)
     within = sorted((file.relative_to(path) for file in path.rglob(pattern or "*")), key=lambda file: file.as_posix())
-    within = [file for file in within if not any(part.startswith(".") for part in file.parts)]
+    within = [file for file in within if not is_hidden(file)]
     held = [path / file for file in within if (path / file).is_file()]
     known = held if pattern else [file for file in held if file.name.lower().endswith(_TEXT + _JSON + _PARQUET)]
     if not known:

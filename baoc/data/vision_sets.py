@@ -3,6 +3,8 @@
 `build_images` reads images on disk in any format, and hub sets through `datasets`.
 """
 
+import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,24 @@ from baoc.data.decode import check_augment
 from baoc.data.folder import find_parts, list_images
 from baoc.data.idx import read_fashion_mnist
 from baoc.data.images import ImageSet, read_digits, read_npz
+from baoc.data.parts import visible
 from baoc.data.stored import Files, MemoryImages, encoded_images
-from baoc.data.tables import Columns, TableItems, find_columns, labels_of, load_hub, load_parquet, split_of, undecoded
+from baoc.data.tables import (
+    Columns,
+    TableItems,
+    find_columns,
+    folders_of,
+    is_unlabelled,
+    labels_of,
+    load_hub,
+    load_parquet,
+    split_of,
+    undecoded,
+)
 from baoc.data.vision import LabelledImages, VisionDataModule
 from baoc.errors import BadInputError
 
+log = logging.getLogger(__name__)
 _KINDS = "a folder with one folder per class, a folder or FILE of .parquet, or a FILE.npz with images and labels"
 
 
@@ -73,7 +88,7 @@ def build_images(
     found = None if path is None else Path(path).expanduser()
     if found is not None and not found.exists():
         raise BadInputError(f"dataset.path={path} does not exist: it must be {_KINDS}")
-    is_table = found is None or found.suffix == ".parquet" or (found.is_dir() and any(found.rglob("*.parquet")))
+    is_table = found is None or found.suffix == ".parquet" or bool(visible(found, found.rglob("*.parquet")))
     streaming = found is None if streaming is None else streaming
     if streaming and not is_table:
         raise BadInputError(
@@ -85,13 +100,15 @@ def build_images(
     if found is None and hub is None:
         raise BadInputError(f"dataset=images needs dataset.path=PATH ({_KINDS}) or dataset.hub=NAME on the hub")
     tables = load_hub(str(hub), streaming=streaming) if found is None else load_parquet(found, streaming=streaming)
-    name = str(hub) if found is None else str(found)
+    name, folders = (str(hub), []) if found is None else (str(found), folders_of(found))
     if streaming:
         from baoc.data.vision_stream import StreamedImages
 
         size = image_size or 224
-        return StreamedImages(tables, name=name, columns=columns, image_size=size, augment=augment, **settings)
-    images = _of_tables(tables, name=name, columns=columns, augment=augment, image_size=image_size)
+        return StreamedImages(
+            tables, name=name, columns=columns, image_size=size, augment=augment, folders=folders, **settings
+        )
+    images = _of_tables(tables, name=name, columns=columns, augment=augment, image_size=image_size, folders=folders)
     return VisionDataModule(images, **settings)
 
 
@@ -123,22 +140,27 @@ def _of_path(path: Path, *, augment: Any, image_size: int | None) -> LabelledIma
     return LabelledImages(name=path.name, train=train, val=val, num_classes=len(listing.classes))
 
 
-def _of_tables(tables: Any, *, name: str, columns: Columns, augment: Any, image_size: int | None) -> LabelledImages:
+def _of_tables(
+    tables: Any, *, name: str, columns: Columns, augment: Any, image_size: int | None, folders: Sequence[Path]
+) -> LabelledImages:
     train, val = split_of(tables), split_of(tables, validation=True)
     if train is None:
         raise BadInputError(f"{name} has no training part, but {', '.join(tables)}")
     image, label = find_columns(train.features, asked=columns, name=name)
     labels, classes = labels_of(train, column=label, name=name)
     source = encoded_images(
-        _items(train, column=image, name=name), labels=labels, image_size=image_size, augment=augment
+        _items(train, column=image, name=name, folders=folders), labels=labels, image_size=image_size, augment=augment
     )
     held = None
-    if val is not None:
-        held_labels, _ = labels_of(val, column=label, name=name, classes=classes)
-        items = _items(val, column=image, name=f"the validation part of {name}")
+    if val is not None and not is_unlabelled(val, column=label):
+        part = f"the validation part of {name}"
+        held_labels, _ = labels_of(val, column=label, name=part, classes=classes)
+        items = _items(val, column=image, name=part, folders=folders)
         held = encoded_images(items, labels=held_labels, image_size=None, augment="none", like=source)
+    elif val is not None:
+        log.warning("%s: its held-back part has no labels (-1), so images of the training part are held out", name)
     return LabelledImages(name=name, train=source, val=held, num_classes=len(classes))
 
 
-def _items(table: Any, *, column: str, name: str) -> TableItems:
-    return TableItems(undecoded(table, column=column), column=column, name=name)
+def _items(table: Any, *, column: str, name: str, folders: Sequence[Path]) -> TableItems:
+    return TableItems(undecoded(table, column=column), column=column, name=name, folders=folders)

@@ -4,9 +4,10 @@ Validation uses the first `NUM_VAL` images of the validation part; without one, 
 training then skips. `datasets` reads the stream; this package decodes, shuffles and resumes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Generator, Tensor
 
 from baoc.data.base import DataModule
 from baoc.data.decode import Augment, open_image, random_fit, to_tensor
+from baoc.data.labels import check_labels
 from baoc.data.loader import SequentialLoader, generator_of
 from baoc.data.scaling import Scaling, standardise, unit_range
 from baoc.data.sources import Batch
@@ -24,6 +26,7 @@ from baoc.errors import BadInputError
 from baoc.types import ImageDataSpec
 
 NUM_VAL = 2000
+MOST_CLASSES = 100_000  # that are taken for such where a stream declares none
 BLOCK = 2048  # samples that are shuffled together; their encoded images are held in memory
 
 
@@ -44,6 +47,7 @@ class StreamedImages(DataModule):
         columns: Columns,
         image_size: int,
         augment: Augment,
+        folders: Sequence[Path] = (),
         val_fraction: float = 0.2,
         split_seed: int = 0,
         workers: int | None = None,
@@ -57,7 +61,7 @@ class StreamedImages(DataModule):
             raise BadInputError(f"{name} has no training part, but {', '.join(tables)}")
         self._columns = Columns(**dict(zip(("image", "label"), _columns(train, columns, name), strict=True)))
         self._augment: Augment = augment
-        self._name, self._image_size, self._threads = name, image_size, workers or 4
+        self._name, self._image_size, self._threads, self._folders = name, image_size, workers or 4, folders
         assert self._columns.image is not None and self._columns.label is not None
         self._num_skipped = 0 if val is not None else NUM_VAL
         self._train = undecoded(train, column=self._columns.image)
@@ -65,11 +69,17 @@ class StreamedImages(DataModule):
         self._held = self._encoded(list(islice(held, NUM_VAL)))
         splits = getattr(train.info, "splits", None) or {}
         declared = getattr(train.features[self._columns.label], "names", None)
+        _, num_classes = check_labels(
+            self._held.labels.numpy(),
+            of=f"the first {len(self._held)} images of {name}",
+            declared=len(declared) if declared else MOST_CLASSES,
+            for_training=not declared,
+        )
         self.spec = ImageDataSpec(
             dataset=name,
             image_size=image_size,
             channels=3,
-            num_classes=len(declared) if declared else int(self._held.labels.max()) + 1,
+            num_classes=num_classes if declared else int(self._held.labels.max()) + 1,
             num_train=int(getattr(splits.get("train"), "num_examples", None) or 0),
             num_val=len(self._held),
         )
@@ -119,7 +129,10 @@ class StreamedImages(DataModule):
 
     def _opened(self, sample: Mapping[str, Any]) -> Any:
         where = f"an image of {self._name} (label {sample[str(self._columns.label)]})"
-        return open_image(image_bytes(sample[str(self._columns.image)], where=where), where=where)
+        return open_image(self._content(sample, where=where), where=where)
+
+    def _content(self, sample: Mapping[str, Any], *, where: str) -> bytes:
+        return image_bytes(sample[str(self._columns.image)], where=where, folders=self._folders)
 
     def _labels(self, samples: list[Any]) -> Tensor:
         return torch.tensor([sample[str(self._columns.label)] for sample in samples], dtype=torch.int64)
@@ -132,7 +145,7 @@ class StreamedImages(DataModule):
                 f"a stream needs labels that are whole numbers, and column {self._columns.label} of {self._name} holds "
                 "text: set dataset.streaming=false, which numbers its classes"
             )
-        items = _Samples([image_bytes(s[str(self._columns.image)], where=self._name) for s in samples], self._name)
+        items = _Samples([self._content(sample, where=self._name) for sample in samples], self._name)
         return EncodedImages(items=items, labels=self._labels(samples), image_size=self._image_size, channels=3)
 
 

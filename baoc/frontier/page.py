@@ -6,6 +6,7 @@ All values are computed here and embedded as JSON; the page's script only filter
 import csv
 import html
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
@@ -13,6 +14,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from baoc.errors import BadInputError
 from baoc.frontier.comparable_runs import (
     Grouping,
     RunLabels,
@@ -75,16 +77,21 @@ def write_page(runs: Sequence[RunFolder], *, path: Path, title: str, race: Mappi
     from plotly.offline import get_plotlyjs
 
     assets = files("baoc.frontier") / "assets"
-    data = json.dumps(page_data(runs, title=title, race=race), allow_nan=False).replace("</", "<\\/")
+    parts = {
+        "TITLE": html.escape(title),
+        "DATA": inert_json(page_data(runs, title=title, race=race)),
+        "SCRIPT": (assets / "page.js").read_text(encoding="utf-8"),
+        "PLOTLY": get_plotlyjs(),
+    }
     text = (assets / "page.html").read_text(encoding="utf-8")
-    for mark, value in (
-        ("%TITLE%", html.escape(title)),
-        ("%DATA%", data),
-        ("%SCRIPT%", (assets / "page.js").read_text(encoding="utf-8")),
-        ("%PLOTLY%", get_plotlyjs()),
-    ):
-        text = text.replace(mark, value)
-    write_text(path, text)
+    write_text(path, re.sub(f"%({'|'.join(parts)})%", lambda mark: parts[mark[1]], text))  # once: values may hold marks
+
+
+def inert_json(value: Any) -> str:
+    """JSON without a character that means something in HTML: `</script` would end the script that holds it, and
+    `<!--<script` keep it from ending."""
+    text = json.dumps(value, allow_nan=False)
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def _workload_data(workload: Workload, runs: Sequence[RunFolder], *, names: RunLabels) -> dict[str, Any]:
@@ -227,7 +234,13 @@ def _point(entry: FrontierPoint, seeds: Sequence[RunFolder], *, family: str, sho
 
 def _read_choices(run: RunFolder) -> dict[str, str]:
     file = run.path / "allocation.json"
-    return dict(read_json(file)["choices"]) if file.is_file() else {}
+    if not file.is_file():
+        return {}
+    content = read_json(file)
+    choices = content.get("choices") if isinstance(content, dict) else None
+    if not isinstance(choices, dict):
+        raise BadInputError(f"{file} has no choices: it was damaged or is no file of ours; remove it")
+    return dict(choices)
 
 
 def _kept_state_percent(run: RunFolder) -> dict[str, float]:
@@ -236,13 +249,16 @@ def _kept_state_percent(run: RunFolder) -> dict[str, float]:
     if not file.is_file():
         return {}
     chosen, adamw_bytes, own = _read_choices(run), dict[str, float](), dict[str, float]()
-    with file.open(encoding="utf-8", newline="") as rows:
-        for row in csv.DictReader(rows):
-            block = row["block"]
-            if row["spec"] == "adamw":
-                adamw_bytes[block] = float(row["state_bytes"])
-            if row["spec"] == chosen.get(block):
-                own[block] = float(row["state_bytes"])
+    try:
+        with file.open(encoding="utf-8", newline="") as rows:
+            for row in csv.DictReader(rows):
+                block = row["block"]
+                if row["spec"] == "adamw":
+                    adamw_bytes[block] = float(row["state_bytes"])
+                if row["spec"] == chosen.get(block):
+                    own[block] = float(row["state_bytes"])
+    except (KeyError, TypeError, ValueError, csv.Error) as error:
+        raise BadInputError(f"{file} is no table of candidates ({error}): it was damaged; remove it") from error
     return {block: 100 * kept / adamw_bytes[block] for block, kept in own.items() if adamw_bytes.get(block)}
 
 

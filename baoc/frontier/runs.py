@@ -15,6 +15,10 @@ RESULT, ERROR, CONFIG = "result.json", "error.json", "config.yaml"
 STUDY_FILE = "study.json"  # in a study's folder
 # Settings that do not change what is trained; runs that differ only in these are seeds of one another.
 INCIDENTAL = ("seed", "name", "resume", "logger", "checkpoint", "mode")
+_RESULT_FIELDS = (
+    *("task", "model", "allocator", "risk", "budget", "quality", "peak_bytes", "state_bytes", "state_bytes_adamw"),
+    *("samples_per_s", "num_steps", "seed", "risk_total", "command"),
+)
 SKIPPED_FOLDERS = {".hydra", "wandb", "race"}  # folders inside a run with another config.yaml
 
 Workload = tuple[str, str, str, str]  # task, model, data set, quality metric
@@ -121,15 +125,26 @@ def failed_run(run: RunFolder, *, label: str) -> FailedRun | None:
 
 
 def _read(path: Path, *, folder: Path) -> RunFolder:
-    result = read_json(path / RESULT) if (path / RESULT).is_file() else None
+    result = _read_fields(path / RESULT, fields=_RESULT_FIELDS)
     if result is not None and result.get("schema", 0) > RESULT_SCHEMA:
         raise BadInputError(
             f"{path / RESULT} has schema {result['schema']}, and this version of baoc reads up to {RESULT_SCHEMA}: "
             "upgrade baoc"
         )
-    error = read_json(path / ERROR) if (path / ERROR).is_file() else None
+    error = _read_fields(path / ERROR, fields=("exit_code", "message"))
     name = path.name if path == folder else str(path.relative_to(folder))
     return RunFolder(path=path, name=name, settings=_settings(path, result=result), result=result, error=error)
+
+
+def _read_fields(file: Path, *, fields: Sequence[str]) -> dict[str, Any] | None:
+    """The object in a JSON file; None where there is no file. Raises BadInputError for one that lacks `fields`."""
+    if not file.is_file():
+        return None
+    value = read_json(file)
+    lacking = [name for name in fields if not isinstance(value, dict) or name not in value]
+    if lacking:
+        raise BadInputError(f"{file} lacks {', '.join(lacking[:4])}: it was damaged or is no file of ours; remove it")
+    return value
 
 
 def _settings(path: Path, *, result: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -142,8 +157,10 @@ def _settings(path: Path, *, result: Mapping[str, Any] | None) -> dict[str, Any]
         return settings | {"budget.name": result["budget"]["name"], "budget.limit": result["budget"]["limit"]}
     try:
         config = yaml.safe_load(file.read_text())
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise BadInputError(f"{file} is not YAML ({str(error).splitlines()[0]}): it was damaged; remove it") from None
+    if not isinstance(config or {}, dict):
+        raise BadInputError(f"{file} holds no settings but {str(config)[:40]!r}: it was damaged; remove it")
     return _flatten({key: value for key, value in (config or {}).items() if key not in INCIDENTAL})
 
 

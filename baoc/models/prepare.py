@@ -29,8 +29,10 @@ def prepare(model: nn.Module, asked: Preparation, *, name: str, seed: int | None
     """Changes `model` in place as `asked`; returns a phrase for each change. Raises BadInputError if one fails."""
     done: list[str] = []
     if asked.pretrained is not None:
-        fresh = load_pretrained(model, asked.pretrained, new_head=asked.new_head)
-        done.append(f"weights of {asked.pretrained}" + (f", {len(fresh)} tensors of the head fresh" if fresh else ""))
+        loaded = load_pretrained(model, asked.pretrained, new_head=asked.new_head)
+        fresh = f", {len(loaded.fresh)} tensors of the head fresh" if loaded.fresh else ""
+        left_out = f", without its {', '.join(loaded.left_out)}" if loaded.left_out else ""
+        done.append(f"weights of {asked.pretrained}{fresh}{left_out}")
     if asked.lora_rank is not None:
         num = add_lora(model, rank=asked.lora_rank, alpha=asked.lora_alpha, targets=asked.lora_targets, seed=seed)
         if asked.new_head or asked.pretrained is None:  # adapters alone cannot train a random head

@@ -4,10 +4,12 @@ Loading is strict: every tensor of the network must be there with its shape, and
 initial values, on request. Error messages name the tensors that do not match.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from baoc.core.blocks import role_of
@@ -15,13 +17,25 @@ from baoc.errors import BadInputError
 from baoc.types import Role
 
 _SHOWN = 4
+# Modules of transformers, timm and torchvision that end a network, or sum it up for such an end
+_HEADS = frozenset({"pooler", "classifier", "head", "lm_head", "score", "cls", "fc", "qa_outputs", "pre_logits"})
 
 
-def load_pretrained(model: nn.Module, path: str, *, new_head: bool = False) -> tuple[str, ...]:
-    """Loads the weights at `path` into `model` in place; returns the names of parameters that keep initial values.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """What loading left aside: parameters that keep their initial values, and stored tensors that have no place."""
 
-    A folder is read by the network's library, including settings such as the epsilon of norms. Raises BadInputError for
-    a path without weights, and for missing, unexpected or differently shaped tensors.
+    fresh: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+
+
+def load_pretrained(model: nn.Module, path: str, *, new_head: bool = False) -> Loaded:
+    """Loads the weights at `path` into `model` in place.
+
+    With `new_head` the head keeps its initial values, and heads and poolers that only the stored network has are left
+    out. A folder is read by the network's library, including settings such as the epsilon of norms. Raises
+    BadInputError for a path without weights, for missing, unexpected or differently shaped tensors, for two that differ
+    and are one parameter here, and for NaN.
     """
     found = Path(path).expanduser()
     if not found.exists():
@@ -30,10 +44,24 @@ def load_pretrained(model: nn.Module, path: str, *, new_head: bool = False) -> t
         )
     head = head_names(model) if new_head else ()
     if found.is_dir() and (found / "config.json").is_file() and hasattr(model, "net"):
-        _load_folder(model, found, head=head, given=path)
+        left_out = _load_folder(model, found, head=head, given=path)
     else:
-        _load_file(model, _weights_file(found, given=path), head=head, given=path)
-    return head
+        left_out = _load_file(model, _weights_file(found, given=path), head=head, given=path)
+    _refuse_nonfinite(model, given=path)
+    return Loaded(fresh=head, left_out=left_out)
+
+
+def _refuse_nonfinite(model: nn.Module, *, given: str) -> None:
+    bad = [
+        name
+        for name, tensor in model.state_dict().items()
+        if tensor.is_floating_point() and tensor.numel() and not tensor.is_meta and not tensor.isfinite().all()
+    ]
+    if bad:
+        raise BadInputError(
+            f"model.pretrained={given} holds weights that are NaN or infinite ({_first_few(bad)}): its training had "
+            "diverged, or the file is damaged; get it anew"
+        )
 
 
 def head_names(model: nn.Module) -> tuple[str, ...]:
@@ -58,7 +86,7 @@ def _weights_file(path: Path, *, given: str) -> Path:
     return files[0]
 
 
-def _load_file(model: nn.Module, file: Path, *, head: tuple[str, ...], given: str) -> None:
+def _load_file(model: nn.Module, file: Path, *, head: tuple[str, ...], given: str) -> tuple[str, ...]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -67,11 +95,25 @@ def _load_file(model: nn.Module, file: Path, *, head: tuple[str, ...], given: st
     except (OSError, SafetensorError) as error:
         raise BadInputError(f"model.pretrained={given} cannot be read ({error}): get it anew") from error
     expected = model.state_dict()
-    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - dict(model.named_parameters()).keys()
-    tensors = {_named_as(name, expected): tensor for name, tensor in held.items()}
-    for name in head:
-        tensors.pop(name, None)
-    missing = [name for name in expected if name not in tensors and name not in head and name not in tied]
+    owner_of = _owners(model)
+    prefix = getattr(getattr(model, "net", None), "base_model_prefix", "")
+    tensors: dict[str, Tensor] = {}
+    stored_as: dict[str, str] = {}  # parameter -> the first stored tensor for it
+    for stored, tensor in held.items():
+        name = _named_as(stored, expected, prefix=prefix)
+        if name in head:
+            continue
+        first = stored_as.setdefault(owner_of.get(name, name), stored)
+        if first != stored and not torch.equal(held[first], tensor):
+            raise BadInputError(
+                f"model.pretrained={given} holds {first} and {stored} with different values, and this network has one "
+                f"parameter for both ({owner_of.get(name, name)}): take a network whose weights are not tied, or "
+                "remove one of the two"
+            )
+        tensors[name] = tensor
+    left_out = _heads_of_others([name for name in tensors if name not in expected]) if head else ()
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in left_out}
+    missing = [name for name in expected if owner_of.get(name, name) not in stored_as and name not in head]
     _refuse_mismatch(
         given,
         missing=missing,
@@ -84,9 +126,22 @@ def _load_file(model: nn.Module, file: Path, *, head: tuple[str, ...], given: st
         head=head_names(model),
     )
     model.load_state_dict(tensors, strict=False)
+    return left_out
 
 
-def _load_folder(model: nn.Module, folder: Path, *, head: tuple[str, ...], given: str) -> None:
+def _owners(model: nn.Module) -> dict[str, str]:
+    """Name -> the name by which the parameter is listed: another one where weights are tied."""
+    first: dict[int, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: first.setdefault(id(parameter), name) for name, parameter in named}
+
+
+def _heads_of_others(names: Iterable[str]) -> tuple[str, ...]:
+    """Those of `names` that are a head or a pooler of another network than the one that is trained."""
+    return tuple(name for name in names if not _HEADS.isdisjoint(name.split(".")[:-1]))
+
+
+def _load_folder(model: nn.Module, folder: Path, *, head: tuple[str, ...], given: str) -> tuple[str, ...]:
     net: Any = model.net
     settings: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     if hasattr(net, "config") and hasattr(net.config, "num_labels"):
@@ -101,12 +156,15 @@ def _load_folder(model: nn.Module, folder: Path, *, head: tuple[str, ...], given
     mismatched = {name for name, *_ in info["mismatched_keys"]}
     fresh = {name.removeprefix("net.") for name in head}
     own_shapes = {name: tuple(shape) for name, shape, *_ in info["mismatched_keys"]}
+    left_out = _heads_of_others(info["unexpected_keys"]) if head else ()
     _refuse_mismatch(
         given,
         missing=[
             f"net.{name}" for name in [*info["missing_keys"], *(ours.keys() - theirs.keys())] if name not in fresh
         ],
-        unexpected=[f"net.{name}" for name in [*info["unexpected_keys"], *(theirs.keys() - ours.keys())]],
+        unexpected=[
+            f"net.{name}" for name in [*info["unexpected_keys"], *(theirs.keys() - ours.keys())] if name not in left_out
+        ],
         shapes={
             f"net.{name}": (own_shapes.get(name, tuple(theirs[name].shape)), tuple(ours[name].shape))
             for name in ours.keys() & theirs.keys()
@@ -118,11 +176,14 @@ def _load_folder(model: nn.Module, folder: Path, *, head: tuple[str, ...], given
         theirs[name].data.copy_(ours[name].data)
     loaded.float().train(net.training)
     model.net = loaded
+    return left_out
 
 
-def _named_as(name: str, expected: Mapping[str, Tensor]) -> str:
-    """The network's name for a stored tensor, which may have or lack the prefixes of the wrapper and the task."""
-    for candidate in (name, name.removeprefix("model."), f"net.{name}", f"net.{name.removeprefix('model.')}"):
+def _named_as(name: str, expected: Mapping[str, Tensor], *, prefix: str = "") -> str:
+    """The network's name for a stored tensor, which may have or lack the prefixes of the wrapper and the task, and that
+    of the library's network without its head."""
+    bare = name.removeprefix("model.")
+    for candidate in (name, bare, f"net.{name}", f"net.{bare}", f"net.{prefix}.{name}"):
         if candidate in expected:
             return candidate
     return name

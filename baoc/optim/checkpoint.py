@@ -149,14 +149,14 @@ def read(checkpoint: Mapping[str, Any], *, names: Sequence[str]) -> Saved:
         )
     try:
         if "baoc_schema" in checkpoint:
-            return _read_own(checkpoint)
+            return _named(_read_own(checkpoint))
         if set(checkpoint) >= {"state", "param_groups"}:
             if (own := _collected(checkpoint)) is not None:
-                return _read_own({**checkpoint, **own})
-            return _read_torch(checkpoint, names=names)
+                return _named(_read_own({**checkpoint, **own}))
+            return _named(_read_torch(checkpoint, names=names))
     except CheckpointError:
         raise
-    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, OverflowError, RuntimeError) as error:
         raise CheckpointError(
             f"the optimizer checkpoint is damaged ({type(error).__name__}: {error}): use another one, or start afresh"
         ) from error
@@ -164,6 +164,15 @@ def read(checkpoint: Mapping[str, Any], *, names: Sequence[str]) -> Saved:
         f"this is no optimizer checkpoint (its keys are {', '.join(map(str, checkpoint)) or 'none'}): BAOC reads its "
         "own and torch.optim.AdamW's"
     )
+
+
+def _named(saved: Saved) -> Saved:
+    """The same; raises TypeError for a name that is no text."""
+    names = [*saved.states, *saved.specs, *saved.unseeded, *(name for group, _ in saved.groups for name in group)]
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"{name!r} is no name of a parameter")
+    return saved
 
 
 def _collected(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -206,8 +215,8 @@ def _read_own(checkpoint: Mapping[str, Any]) -> Saved:
     if absent:
         raise CheckpointError(f"the optimizer checkpoint lacks {', '.join(absent)}: it is damaged, use another one")
     damaged = [name for name, state in checkpoint["state"].items() if not isinstance(state, Mapping)]
-    if damaged or type(checkpoint["num_steps"]) is not int:
-        raise TypeError(f"state of {damaged[0]}" if damaged else "num_steps is no whole number")
+    if damaged or type(checkpoint["num_steps"]) is not int or checkpoint["num_steps"] < 0:
+        raise TypeError(f"state of {damaged[0]}" if damaged else "num_steps is no count")
     states = checkpoint["state"]
     if checkpoint["baoc_schema"] != 1:
         names = {key: name for group in checkpoint["param_groups"] for key, name in _names_of(group).items()}
@@ -223,7 +232,11 @@ def _read_own(checkpoint: Mapping[str, Any]) -> Saved:
         if "tuned" in entry:
             tuned |= dict.fromkeys(entry["params"], _read_tuned(entry["tuned"]))
         if "match" in entry:
-            if not isinstance(entry["match"], Tensor) or entry["match"].shape != (2,):
+            if (
+                not isinstance(entry["match"], Tensor)
+                or entry["match"].shape != (2,)
+                or not entry["match"].isfinite().all()
+            ):
                 raise TypeError(f"match of block {block}")
             matches[block] = (tuple(entry["params"]), entry["match"])
     return Saved(
@@ -244,6 +257,8 @@ def _read_tuned(entry: Mapping[str, Any]) -> Tuned:
 
 def _read_spec(entry: Mapping[str, Any]) -> OptimizerSpec:
     """The spec of a block: by what it is where that was written, for users may call their own rows what they like."""
+    if not isinstance(entry["spec"], str):
+        raise TypeError(f"{entry['spec']!r} is no name of a spec")
     if "rule" not in entry:
         return groups.to_spec(entry["spec"])
     traits = {key: entry[key] for key in ("rule", "storage", "weights")}

@@ -122,6 +122,11 @@ def check_names(entries: Iterable[tuple[int, str, Tensor]]) -> None:
             )
 
 
+def is_made_up(name: str) -> bool:
+    """True for the names that parameters without one are given."""
+    return name.startswith("param") and name.removeprefix("param").isdecimal()
+
+
 class _Naming:
     """Names for tensors that come without: paramN, N counted over all parameters, past what is taken."""
 

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from math import isfinite
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from baoc.optim.registry import BlockRegistry
 from baoc.optim.state import FIRST_BETAS, LiveBlock, Slot, State, allocate, make_slot, new_match
 from baoc.optim.weights import merge_weights
 from baoc.parallel import unwrapped_name
-from baoc.types import BlockMove, Placement
+from baoc.types import BlockMove, Placement, StateKind
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +46,8 @@ def load(
     saved = saved.renamed(aliases)
     here = {name for group in param_groups for name in group["param_names"]}
     saved = saved.renamed(_rewrapped(saved.states, here=here))
+    saved = saved.renamed(_by_position(saved, param_groups=param_groups))
+    _check_known(saved, param_groups=param_groups)
     slots = [slot for live in roster.live.values() for slot in live.slots if slot.name in saved.states]
     sources = {slot.name: _check(slot, saved=saved) for slot in slots}
     settings = _match_groups(saved, param_groups=param_groups)
@@ -89,6 +92,39 @@ def _rewrapped(saved: Collection[str], *, here: Collection[str]) -> dict[str, st
     return {name: bare[unwrapped_name(name)] for name in saved if name not in here and unwrapped_name(name) in bare}
 
 
+def _by_position(saved: Saved, *, param_groups: list[dict[str, Any]]) -> dict[str, str]:
+    """Saved name -> name here, as torch tells parameters, where those of one side are made up: by position in groups
+    of the same sizes. Empty where every name has its like, and where positions say nothing."""
+    theirs = [name for names, _ in saved.groups for name in names]
+    ours = [name for group in param_groups for name in group["param_names"]]
+    odd, new = set(theirs) - set(ours), set(ours) - set(theirs)
+    if not odd or not new or not (all(map(groups.is_made_up, odd)) or all(map(groups.is_made_up, new))):
+        return {}
+    sizes = [len(names) for names, _ in saved.groups], [len(group["param_names"]) for group in param_groups]
+    pairs = [pair for pair in zip(theirs, ours, strict=False) if pair[0] != pair[1]]
+    if sizes[0] != sizes[1] or any(a not in odd or b not in new for a, b in pairs):
+        raise CheckpointError(
+            f"the checkpoint has {groups.some(theirs)} in groups of {sizes[0]} parameters, this optimizer has "
+            f"{groups.some(ours)} in groups of {sizes[1]}: without names they are told by position. Build it on the "
+            "same parameters in the same groups, or both on named_parameters()"
+        )
+    return dict(pairs)
+
+
+def _check_known(saved: Saved, *, param_groups: list[dict[str, Any]]) -> None:
+    """Raises CheckpointError where a group has nothing of the checkpoint, while one of the checkpoint's goes unused."""
+    here = {name for group in param_groups for name in group["param_names"]}
+    unused = [name for names, _ in saved.groups if here.isdisjoint(names) for name in names]
+    there = {name for names, _ in saved.groups for name in names}
+    for position, group in enumerate(param_groups):
+        if unused and group["param_names"] and there.isdisjoint(group["param_names"]):
+            raise CheckpointError(
+                f"parameter group {position} has {groups.some(group['param_names'])}, of which the checkpoint has "
+                f"nothing; it has {groups.some(unused)}: build the optimizer on the names that it was saved with (a "
+                "prefix such as net. is part of a name), or start afresh"
+            )
+
+
 def load_late(roster: BlockRegistry, *, param_groups: list[dict[str, Any]]) -> None:
     """Gives parameters that came after a checkpoint was loaded the states that it had of them."""
     for live in roster.live.values():
@@ -131,7 +167,25 @@ def _check(slot: Slot, *, saved: Saved) -> Slot:
                 f"state {key} of {name} is {value.dtype} in the checkpoint, {spec.name} keeps {dtype}: it is "
                 "damaged, use another"
             )
+    _check_values(source, saved.states[name])
     return source
+
+
+def _check_values(slot: Slot, state: Mapping[str, Tensor]) -> None:
+    """Raises CheckpointError for numbers that no step leaves: NaN and infinities, steps that are no count, and scales
+    and squares below zero."""
+    squares = {key for kept in slot.kept if kept.decl.kind is StateKind.V for _, key in kept.keys}
+    for key in (*(part.key for part in slot.parts), *(["step"] if slot.counts_steps else [])):
+        value = state[key].detach()
+        if not value.is_floating_point() or not value.numel() or value.is_meta:
+            continue
+        low, high = (float(end) for end in value.aminmax())  # either is NaN if any element is
+        never_below = key in squares or key.endswith(".scale") or key == "step"
+        if not isfinite(high - low) or (never_below and low < 0) or (key == "step" and low != int(low)):
+            raise CheckpointError(
+                f"state {key} of {slot.name} reaches from {low:g} to {high:g} in the checkpoint, which no step of "
+                f"{slot.rule.info.name} leaves: it is damaged, use another one"
+            )
 
 
 def _match_groups(saved: Saved, *, param_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -8,7 +8,8 @@ found it costs one reduction. "Non-finite" means not `usable`: NaN, infinity, or
 
 import logging
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -137,6 +138,14 @@ class NonFiniteFilter:
             before = self._masks.get(param)
             self._masks[param] = finite if before is None else finite & before
         return counts
+
+    @contextmanager
+    def through_cast(self) -> Iterator[None]:
+        """Around a change of weights' types: a gradient that was looked at is so in the type that its weights have
+        afterwards, which makes it another tensor."""
+        known = [param for param in self._seen if self._is_known(param)]
+        yield
+        self._seen |= {param: TensorWeakRef(param.grad) for param in known if param.grad is not None}
 
     def _is_known(self, param: Tensor) -> bool:
         """True if the parameter's gradient is the tensor that was looked at, whatever was added to it since."""

@@ -29,6 +29,7 @@ from baoc.optim import checkpoint, groups, loading, masters, matching, seeding
 from baoc.optim import migrate as migration
 from baoc.optim.backends import BACKENDS, Options, StepInputs, StepUnit
 from baoc.optim.backward import DropGradients, GradientRelease, KeepGradients, release_settings, take_from_others
+from baoc.optim.load_watch import watch_loads
 from baoc.optim.nonfinite import NonFiniteFilter
 from baoc.optim.registry import BlockRegistry, check_new
 from baoc.optim.state import FIRST_BETAS, LiveBlock, alone, betas_of
@@ -141,6 +142,8 @@ class BlockwiseOptimizer(Optimizer):
             self.releaser = DropGradients(self, releasing)
             self._step_supports_amp_scaling = True  # so that a GradScaler comes to `step`, where it is refused
         self._warn_of_stalling(roster.live)
+        if isinstance(params, torch.nn.Module):
+            watch_loads(params, self)
 
     @property
     def roster(self) -> BlockRegistry:
@@ -475,10 +478,16 @@ class BlockwiseOptimizer(Optimizer):
         targets.sort(key=lambda target: migration.planned_growth(target, held=live[target.block.name]))
         self.roster.refresh(self.param_groups)  # backends hold what is to be freed
         moves, fresh = {}, self.num_steps == 0
-        for target in targets:
-            moves[target.block.name] = migration.move(
-                target, roster=self.roster, param_groups=self.param_groups, moments=moments or {}, fresh=fresh, why=why
-            )
+        with self.finite_check.through_cast():
+            for target in targets:
+                moves[target.block.name] = migration.move(
+                    target,
+                    roster=self.roster,
+                    param_groups=self.param_groups,
+                    moments=moments or {},
+                    fresh=fresh,
+                    why=why,
+                )
         self.roster.refresh(self.param_groups)
         self._note_unseeded()
         self._warn_of_stalling(moves)
@@ -515,7 +524,7 @@ class BlockwiseOptimizer(Optimizer):
         self.load_report = loading.load(
             saved, roster=self.roster, param_groups=self.param_groups, checked=lambda: self._resume(state_dict)
         )
-        self.num_steps = saved.num_steps
+        self.num_steps, self.roster.unstepped = saved.num_steps, True
         if self.releaser is not None:
             self.releaser.load_state_dict(state_dict.get("release"))
         self._note_unseeded()

@@ -28,7 +28,7 @@ from torch import Tensor
 from baoc.core.recipes import Tuned, Tuning
 from baoc.errors import BadInputError
 from baoc.kernels.host_memory import check_host_memory
-from baoc.optim import groups, matching
+from baoc.optim import groups, matching, weights
 from baoc.optim.backends import Backend, Choice, StepUnit, build_alone, build_backends
 from baoc.optim.nonfinite import new_bad
 from baoc.optim.offload import HostArena, Pipelines, drop_stale, fill, make_room, order_of_travel
@@ -298,6 +298,18 @@ class BlockRegistry:
         for slot in (slot for live in self.live.values() for slot in live.slots) if self.unstepped else ():
             drop_stale(slot, self.state[slot.param], for_good=begins)
         self.unstepped &= not begins
+
+    def note_bits(self) -> None:
+        """Others may write to the weights from here to the next step: those that are as now then have kept theirs.
+
+        Nothing before the first step and after loading, when the corrections came last.
+        """
+        if self.unstepped:
+            return
+        for slot in (slot for live in self.live.values() for slot in live.slots):
+            if weights.CORRECTION in self.state[slot.param] and slot.param.dtype is torch.bfloat16:
+                slot.taken_in = weights.bits_of(slot.param)
+        self.unstepped = True
 
     # -- states on the host ---------------------------------------------------------------------------------------
 

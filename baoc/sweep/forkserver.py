@@ -21,7 +21,8 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 PRELOAD = "baoc.sweep.preload"
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 ORPHAN_S = 120.0  # how long a trial waits for an earlier attempt that still holds its folder
-_SERVER_VARIABLES = {"OPENBLAS_NUM_THREADS": "1"}  # a fork would lose the threads of numpy's pool
+# A fork would lose the threads of numpy's pool; trials share cores with each other, so waiting threads sleep.
+_SERVER_VARIABLES = {"OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def preload(*modules: str) -> None:

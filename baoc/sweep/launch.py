@@ -5,13 +5,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+import optuna
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobStatus
 from hydra.types import HydraContext
 from omegaconf import DictConfig
 
 from baoc.errors import BaocError
-from baoc.sweep.study import run_study, study_folder
+from baoc.sweep.storage import open_storage, storage_url
+from baoc.sweep.study import refuse_all_failed, run_study, study_folder
 from baoc.sweep.study_config import StudyConfig
 from baoc.sweep.trial_process import COMMAND
 from baoc.tracking.console import say
@@ -22,7 +24,7 @@ def launch_workers(
 ) -> None:
     """Starts `study.workers` jobs of one trial at a time, each in `workers/N` of the study's folder, and waits for
     them. A failed worker is reported; its trials go to the others or to the next start. Raises BaocError if all of them
-    failed."""
+    failed, and TrainingFailedError if all trials did."""
     folder = study_folder(config.hydra.sweep.dir)
     body = partial(work, study=replace(study, workers=1), folder=str(folder), extra=tuple(extra), code=code)
     launcher = Plugins.instance().instantiate_launcher(hydra_context=context, task_function=body, config=config)
@@ -33,6 +35,8 @@ def launch_workers(
         say(f"worker {number} failed ({ended[number]._return_value}); see {folder / 'workers' / str(number)}")
     if len(bad) == len(jobs):
         raise BaocError(f"no worker of study {study.name} could work; see {folder / 'workers'}")
+    url = storage_url(study.storage, folder=folder)
+    refuse_all_failed(optuna.load_study(study_name=study.name, storage=open_storage(url)))
 
 
 def work(_: DictConfig, *, study: StudyConfig, folder: str, extra: tuple[str, ...], code: str) -> None:

@@ -59,7 +59,7 @@ class Progress:
     def status(self) -> Status:
         """Counts from the storage, with the trials of all workers."""
         trials = self.study.get_trials(deepcopy=False)
-        return status_of(trials, total=self._total, objectives=self.config.objectives)
+        return status_of(trials, total=self._total, objectives=self.config.objectives, workers=self.config.workers)
 
 
 def render(status: Status, *, name: str) -> Group:

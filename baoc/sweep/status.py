@@ -10,8 +10,10 @@ from pathlib import Path
 from statistics import median
 
 import optuna
+from optuna.exceptions import StorageInternalError
 from optuna.trial import FrozenTrial, TrialState
 from rich.table import Table
+from sqlalchemy.exc import SQLAlchemyError
 
 from baoc.errors import BadInputError
 from baoc.frontier.commands import Arguments, command
@@ -71,13 +73,13 @@ def status_of(
     trials: Sequence[FrozenTrial], *, total: int, objectives: Mapping[str, str], workers: int | None = None
 ) -> Status:
     """Counts, the best trial of each objective, and the remaining time. The remaining time is the number of trials to
-    come times the median duration of a trial, divided by the trials that run at once (`workers`, or as many as run
-    now)."""
+    come times the median duration of a trial, divided by the trials that run at once: `workers`, or as many as run now
+    if these are more, as those of other machines."""
     ended = [trial for trial in trials if trial.state in ENDED]
     complete = [trial for trial in ended if trial.state is TrialState.COMPLETE]
     good = [trial for trial in complete if not violates_constraint(trial)]
     running = sum(trial.state is TrialState.RUNNING for trial in trials)
-    num_parallel = workers or running
+    num_parallel = max(workers or 0, running)
     times = [trial.duration.total_seconds() for trial in ended if trial.duration is not None]
     rest = max(total - len(ended), 0)
     return Status(
@@ -120,12 +122,33 @@ def load_study(folder: Path, *, storage: str | None = None) -> tuple[optuna.Stud
     if not (folder / STUDY_FILE).is_file():
         raise BadInputError(f"there is no {STUDY_FILE} in {folder}: give the folder of a study (outputs/studies/NAME)")
     about = read_json(folder / STUDY_FILE)
-    url = storage or _resolve_storage(about["storage"], folder=folder)
+    keys = {"name": str, "storage": str, "objectives": Mapping, "n_trials": int}
+    if not isinstance(about, Mapping) or not all(isinstance(about.get(key), kind) for key, kind in keys.items()):
+        raise BadInputError(
+            f"{folder / STUDY_FILE} does not describe a study by {', '.join(keys)}: it was damaged; write these "
+            "keys into it again, or restore it from a copy"
+        )
+    url = _present(storage) if storage else _resolve_storage(about["storage"], folder=folder)
     if ":***@" in url:
         raise BadInputError(f"the study is kept in {url}: give its URL with the password as --storage URL")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    study = optuna.load_study(study_name=about["name"], storage=open_storage(url))
+    try:
+        study = optuna.load_study(study_name=about["name"], storage=open_storage(url))
+    except (KeyError, StorageInternalError, SQLAlchemyError, ValueError) as error:
+        raise BadInputError(
+            f"{url} holds no study {about['name']!r} ({str(error).splitlines()[0][:200]}): give the URL of the study's "
+            "storage as --storage URL, or start the study again"
+        ) from error
     return study, about["objectives"], int(about["n_trials"])
+
+
+def _present(url: str) -> str:
+    """`url`; raises BadInputError for a file that is not there, which opening would create."""
+    kind, slashes, path = url.partition(":///")
+    file = Path(path.partition("?")[0])
+    if kind in ("sqlite", "journal") and slashes and not file.is_file():
+        raise BadInputError(f"--storage {url}: there is no file {file}")
+    return url
 
 
 def _resolve_storage(url: str, *, folder: Path) -> str:

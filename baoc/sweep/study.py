@@ -39,7 +39,7 @@ from baoc.sweep.storage import (
 )
 from baoc.sweep.study_config import StudyConfig
 from baoc.sweep.trial_outcome import TrialOutcome, is_infeasible, trial_outcome
-from baoc.sweep.trial_process import COMMAND, RunOutcome, TrialProcess
+from baoc.sweep.trial_process import COMMAND, SERVER_LOST, RunOutcome, TrialProcess
 from baoc.sweep.workers import WorkerRegistry
 from baoc.tracking.console import say
 from baoc.tracking.files import write_json
@@ -47,6 +47,7 @@ from baoc.tracking.files import write_json
 TAKEOVER_POLL_S = 5.0  # between two searches for trials of dead workers
 END_PATIENCE_S = 120.0  # for a run to write its checkpoint and end once it was asked to; then it is killed
 STOP_PATIENCE_S = 30.0  # the same when the whole study stops; shorter than the heartbeat timeout of other workers
+MAX_SERVER_LOSSES = 10  # of one trial, that are not counted among its attempts
 MAX_STARTS = 3  # attempts to fork a process, since a signal may kill the fork server at that moment
 
 
@@ -392,6 +393,13 @@ class _Worker:
     def _retry(self, running: _RunningTrial, outcome: RunOutcome) -> None:
         """Another attempt at a run that was killed or failed through a bug; the trial fails after `retries` of them."""
         trial = self.study._storage.get_trial(running.trial._trial_id)
+        losses = int(trial.user_attrs.get("server_losses", 0)) + 1
+        if outcome.exit_code == SERVER_LOST and losses <= MAX_SERVER_LOSSES:  # which is not the trial's fault
+            Trial(self.study, trial._trial_id).set_user_attr("server_losses", losses)
+            say(f"trial {trial.number} is begun again: the server that its process was forked from was killed")
+            self._start_repeat(running)
+            running.hang_reason = ""
+            return
         attempts = int(trial.user_attrs.get("attempts", 0)) + 1
         Trial(self.study, trial._trial_id).set_user_attr("attempts", attempts)
         if attempts > self.config.retries:

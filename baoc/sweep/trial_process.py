@@ -26,7 +26,7 @@ LOCK, LOG = "trial.lock", "trial.log"
 # Exit codes that say something about the settings; they are not failures.
 INFEASIBLE, BREACHED = InfeasibleBudgetError.exit_code, BudgetBreachedError.exit_code
 _UNQUOTED = re.compile(r"[A-Za-z0-9_./:+@-]+")  # values that Hydra reads without quotes
-_SERVER_LOST = 255  # multiprocessing's exit code if its server was killed
+SERVER_LOST = 255  # multiprocessing's exit code if its server was killed
 _TAIL_BYTES, _MESSAGE_CHARS = 2**16, 500  # read from a log's end for its last line; kept of that line
 
 
@@ -52,7 +52,7 @@ class RunOutcome:
     @property
     def should_retry(self) -> bool:
         """Whether the run was killed or failed through a bug, so that another attempt may succeed."""
-        return not self.is_conclusive and (self.exit_code < 0 or self.exit_code in (BUG, INTERRUPTED, _SERVER_LOST))
+        return not self.is_conclusive and (self.exit_code < 0 or self.exit_code in (BUG, INTERRUPTED, SERVER_LOST))
 
 
 class TrialProcess:

@@ -9,8 +9,9 @@ import os
 import pickle
 import zipfile
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,12 @@ def load_checked(path: str | os.PathLike[str], *, ours: bool = True, weights_onl
     Raises CheckpointError, which says what is wrong and what to do.
     """
     path = Path(path)
-    has_checksum = _check_archive(path)
+    try:
+        has_checksum = _check_archive(path)
+    except CheckpointError:
+        raise
+    except Exception as error:  # zipfile and the system have many for a damaged file: struct.error, EOFError, OSError
+        raise CheckpointError(f"{path} cannot be read: {_first_line(error)}; {REMEDY}") from error
     try:
         # Mapped, so that a checkpoint takes no memory beside what is filled from it, and a budget that held a run
         # holds its resumption as well. Files of torch before 1.6 are no archives and cannot be.
@@ -77,39 +83,55 @@ RACE = "race"  # folder of a run with the runs of its race, which are not the ru
 
 
 def resolve_resume(
-    given: str | os.PathLike[str], *, run_root: str | os.PathLike[str], match: Mapping[str, Any] | None = None
+    given: str | os.PathLike[str],
+    *,
+    run_root: str | os.PathLike[str],
+    match: Mapping[str, Any] | None = None,
+    check: Callable[[Mapping[str, Any]], object] = lambda content: None,
 ) -> Path | None:
     """The checkpoint that `resume=` selects.
 
     Args:
         given: `auto` for the newest intact checkpoint below `run_root` whose description agrees with `match` (None if
             there is none; damaged ones are logged and skipped), a folder for its newest intact one, or a file.
+        check: raises CheckpointError for a content that the caller cannot go on from; such a file counts as damaged.
 
     Raises CheckpointError if a path was given and no intact checkpoint is there.
     """
     if str(given) == "auto":
-        return _find_newest(Path(run_root), match=match)
+        return _find_newest(Path(run_root), match=match, check=check)
     path = Path(given).expanduser()
     if path.is_dir():
-        found = _find_newest(path, match=None)
+        found = _find_newest(path, match=None, check=check)
         if found is None:
             raise CheckpointError(f"{path} holds no intact checkpoint (*{SUFFIX}, also in its sub-folders); {REMEDY}")
         return found
-    load_checked(path)
+    _load(path, check=check)
     return path
 
 
-def _find_newest(folder: Path, *, match: Mapping[str, Any] | None) -> Path | None:
+def _load(path: Path, *, check: Callable[[Mapping[str, Any]], object]) -> dict[str, Any]:
+    content = load_checked(path)
+    try:
+        check(content)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} {error}; {REMEDY}") from error
+    return content
+
+
+def _find_newest(
+    folder: Path, *, match: Mapping[str, Any] | None, check: Callable[[Mapping[str, Any]], object]
+) -> Path | None:
     if not folder.is_dir():
         return None
     found = [path for path in folder.rglob(f"*{SUFFIX}") if path.is_file() and path.name[0] != "."]
     for path in newest_first(path for path in found if RACE not in path.relative_to(folder).parts):
         try:
-            meta = load_checked(path).get(META_KEY, {})
+            meta = _load(path, check=check).get(META_KEY, {})
         except CheckpointError as error:
             log.warning("passed over when looking for a checkpoint to resume: %s", error)
             continue
-        if all(meta.get(key) == value for key, value in (match or {}).items()):
+        if not match or (isinstance(meta, Mapping) and all(meta.get(key) == value for key, value in match.items())):
             return path
     return None
 
@@ -125,8 +147,12 @@ def _written_s(path: Path) -> float:
     with suppress(Exception), zipfile.ZipFile(path) as archive:
         (name,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
         with archive.open(name) as file:
-            return float(_PlainUnpickler(file).load()[META_KEY][WRITTEN_KEY])
-    return path.stat().st_mtime
+            written = float(_PlainUnpickler(file).load()[META_KEY][WRITTEN_KEY])
+            if isfinite(written):
+                return written
+    with suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0
 
 
 class _PlainUnpickler(pickle.Unpickler):

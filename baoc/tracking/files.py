@@ -22,7 +22,7 @@ from baoc.types import to_plain
 
 log = logging.getLogger(__name__)
 
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of the disk, of the user's share of it, of one file
 REALLOCATIONS_FILE = "reallocations.jsonl"
 
 
@@ -36,7 +36,12 @@ def as_output_error(path: Path) -> Iterator[None]:
 
 
 def output_error(path: Path, error: OSError) -> OutputError:
-    if error.errno in DISK_FULL:
+    if error.errno == errno.EFBIG:
+        return OutputError(
+            f"{path.name} in {path.parent} would be larger than a file may be: nothing half-written was kept; raise "
+            "the limit (ulimit -f) or set hydra.run.dir (hydra.sweep.dir for a multirun) to a folder on another disk"
+        )
+    if error.errno in NO_ROOM:
         return OutputError(
             f"no space left for {path.name} in {path.parent}: nothing half-written was kept; free space or set "
             "hydra.run.dir (hydra.sweep.dir for a multirun) to a folder on another disk"
@@ -111,9 +116,43 @@ def read_json(path: str | os.PathLike[str]) -> Any:
         raise BadInputError(f"{path} is not JSON ({error}): it was damaged or is no file of ours; remove it") from None
 
 
+class FolderGuard:
+    """Notices that a run's folder was removed or moved while it is written to: writers would make it again, without
+    what was in it, and the run would end well."""
+
+    def __init__(self, folder: str | os.PathLike[str]):
+        self.folder = Path(folder)
+        self._descriptor = -1
+        with suppress(OSError):  # folders cannot be opened on Windows, where one in use cannot be removed either
+            self._descriptor = os.open(self.folder, os.O_RDONLY)
+        self._counts_links = self._num_links() != 0
+
+    def check(self) -> None:
+        """Raises OutputError unless the folder is still there."""
+        if self._descriptor < 0 or (self.folder.is_dir() and (self._num_links() or not self._counts_links)):
+            return
+        raise OutputError(
+            f"the run folder {self.folder} was removed or moved while the run wrote into it, so what was written is "
+            "not there any more: leave it in place until the run ends, and start the run again"
+        )
+
+    def _num_links(self) -> int:
+        """0 once the folder is removed, whatever has come in its place."""
+        try:
+            return os.fstat(self._descriptor).st_nlink
+        except OSError:
+            return 0
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
 class LineFile:
     """An append-only file of JSON lines; each record is on disk when `append` returns. Opening it moves a torn last
-    line into `NAME.torn`, so that the next record starts on its own line."""
+    line into `NAME.torn`, so that the next record starts on its own line. A file that was removed meanwhile is written
+    again with all that it had."""
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
@@ -125,6 +164,7 @@ class LineFile:
     def append(self, record: Any) -> None:
         """Writes one record. Raises OutputError on a full disk, after the partial line was cut off again."""
         line = json.dumps(to_plain(record), allow_nan=False, default=_json_default).encode() + b"\n"
+        self._make_present()
         size = os.fstat(self._descriptor).st_size
         with as_output_error(self.path):
             try:
@@ -139,8 +179,30 @@ class LineFile:
 
     def close(self) -> None:
         if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+            try:
+                if self.path.parent.is_dir():
+                    self._make_present()
+            finally:
+                os.close(self._descriptor)
+                self._descriptor = -1
+
+    def _make_present(self) -> None:
+        """Goes on in the file that is at `path` now: what was removed is still there for who has it open."""
+        try:
+            if os.path.samestat(self.path.stat(), os.fstat(self._descriptor)):
+                return
+            log.warning("%s was replaced while it was written: further lines go to the new one", self.path)
+        except FileNotFoundError:
+            content = os.pread(self._descriptor, os.fstat(self._descriptor).st_size, 0)
+            with atomic_write(self.path) as file:
+                file.write(content)
+            log.warning("%s was removed while it was written: it is written again, with all that it had", self.path)
+        except OSError as error:
+            raise output_error(self.path, error) from error
+        os.close(self._descriptor)
+        with as_output_error(self.path):
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+            self._set_torn_line_aside()
 
     def _set_torn_line_aside(self) -> None:
         size = os.fstat(self._descriptor).st_size

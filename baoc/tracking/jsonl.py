@@ -12,8 +12,9 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-from baoc.tracking.files import LineFile, read_jsonl, write_csv
+from baoc.tracking.files import FolderGuard, LineFile, read_jsonl, write_csv
 from baoc.tracking.metrics import FIXED_KEYS, METRICS_FILE, METRICS_SCHEMA, read_metrics, supersede
+from baoc.types import to_plain
 
 
 class _FolderLogger(Logger):
@@ -51,11 +52,13 @@ class JsonlLogger(_FolderLogger):
         super().__init__(run_dir, name=name)
         self.path = self.run_dir / METRICS_FILE
         self._file: LineFile | None = None
+        self._folder: FolderGuard | None = None
+        self._line: dict[str, Any] = {}  # the newest, without times
         self._last_step = -1
         self._epoch = 0
         # time_s continues from an earlier attempt in the same file.
         earlier = read_jsonl(self.path) if self.path.is_file() else []
-        self._start = time.monotonic() - max((line["time_s"] for line in earlier), default=0.0)
+        self._start = time.monotonic() - max((line.get("time_s", 0.0) for line in earlier), default=0.0)
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -65,15 +68,22 @@ class JsonlLogger(_FolderLogger):
         self._epoch = int(metrics.get("epoch", self._epoch))
         if self._file is None:
             self._file = LineFile(self.path)
-        elapsed = round(time.monotonic() - self._start, 4)
-        self._file.append({"schema": METRICS_SCHEMA, "step": step, "epoch": self._epoch, "time_s": elapsed, **values})
+            self._folder = self._folder or FolderGuard(self.run_dir)
+        assert self._folder is not None
+        self._folder.check()
+        line = {"step": step, "epoch": self._epoch, **to_plain(values)}
+        if line != self._line:  # a checkpoint has it written before Lightning does
+            elapsed = round(time.monotonic() - self._start, 4)
+            fixed = {"schema": METRICS_SCHEMA, "step": step, "epoch": self._epoch, "time_s": elapsed}
+            self._file.append({**fixed, **values})
+            self._line = line
 
     @rank_zero_only
     def resume_from(self, *, step: int) -> int:
         """Moves lines of `step` and later aside: the run continues after `step` optimizer steps, and steps count from
         0. 0 moves a whole earlier run. Returns the number of lines moved."""
         self._close()
-        self._last_step = step - 1
+        self._last_step, self._line = step - 1, {}
         return supersede(self.path, from_step=step)
 
     def finalize(self, status: str) -> None:

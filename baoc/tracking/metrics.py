@@ -22,6 +22,8 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     metrics.jsonl or its run folder. Raises BadInputError for a newer schema."""
     by_step: dict[int, dict[str, Any]] = {}
     for line in read_jsonl(metrics_path(path)):
+        if type(line.get("schema")) is not int or type(line.get("step")) is not int:
+            raise BadInputError(f"{path} has a line without schema and step ({line}): it was damaged; remove that line")
         if line["schema"] > METRICS_SCHEMA:
             raise BadInputError(
                 f"{path} has schema {line['schema']}, and this version of baoc reads up to {METRICS_SCHEMA}: "
@@ -52,7 +54,7 @@ def supersede(
         return 0
     LineFile(path).close()  # moves a torn last line aside
     lines = [line for line in path.read_bytes().split(b"\n") if line]
-    is_superseded = [record["step"] >= from_step or also(record) for record in read_jsonl(path)]
+    is_superseded = [record.get("step", from_step) >= from_step or also(record) for record in read_jsonl(path)]
     superseded = [line for line, moves in zip(lines, is_superseded, strict=True) if moves]
     if not superseded:
         return 0

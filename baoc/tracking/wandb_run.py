@@ -9,6 +9,7 @@ import netrc
 import os
 import socket
 import threading
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, suppress
 from pathlib import Path
@@ -25,6 +26,7 @@ CONNECT_TIMEOUT_S = 3.0
 CLOSE_TIMEOUT_S = 5.0
 FINISH_TIMEOUT_S = 60.0  # data not uploaded by then stays in the run folder for `wandb sync`
 PUBLIC_HOST = "api.wandb.ai"
+_TAKEN_IDS: set[str] = set()  # of WANDB_RUN_ID, that a run of this process has
 MODES = ("auto", "online", "offline", "disabled")
 
 
@@ -156,6 +158,7 @@ def open_run(
         "config": to_plain(config),
         "dir": str(run_dir),
         "reinit": "create_new",
+        "id": own_id(),
     }
     quiet = wandb.Settings(
         init_timeout=init_timeout_s, finish_timeout=FINISH_TIMEOUT_S, quiet=True, silent=True, console="off"
@@ -183,6 +186,18 @@ def open_run(
     return WandbRunLogger(run, project=settings.project, run_dir=run_dir, say=say)
 
 
+def own_id() -> str | None:
+    """WANDB_RUN_ID for the first run of this process; a fresh one for further jobs and for trials of a study, which
+    would all be that one run. None lets wandb draw one."""
+    given = os.environ.get("WANDB_RUN_ID")
+    if not given:
+        return None
+    if given in _TAKEN_IDS or os.environ.get("WANDB_JOB_TYPE") == "trial":
+        return uuid.uuid4().hex[:8]
+    _TAKEN_IDS.add(given)
+    return given
+
+
 def choose_mode(setting: str) -> tuple[str, str]:
     """(`online` | `offline` | `disabled`, reason). `auto` follows WANDB_MODE, then checks for a key and a network.
     Raises BadInputError for an unknown mode, and for `online` without a key, since wandb would ask for one on the
@@ -190,6 +205,10 @@ def choose_mode(setting: str) -> tuple[str, str]:
     if setting not in MODES:
         raise BadInputError(f"logger.wandb.mode={setting!r} is not allowed: choose one of {', '.join(MODES)}")
     environment_mode = {"dryrun": "offline"}.get(variable := os.environ.get("WANDB_MODE", ""), variable)
+    if environment_mode not in ("", "online", "offline", "disabled", "run", "shared"):
+        raise BadInputError(
+            f"WANDB_MODE={variable} in the environment is no mode of W&B: unset it, or set online, offline or disabled"
+        )
     if setting == "auto" and environment_mode in ("offline", "disabled"):
         return environment_mode, "WANDB_MODE says so"
     if setting in ("offline", "disabled"):

@@ -24,6 +24,7 @@ from baoc.core.catalogue import select
 from baoc.errors import BadInputError, CheckpointError
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.backward import take_from_others
+from baoc.optim.load_watch import watch_loads
 from baoc.parallel import ALONE, Ranks, check_same, ranks, refuse_ranks
 from baoc.planning.planner import Planner
 from baoc.profiling import cap_device, context_bytes, describe, free_bytes
@@ -186,6 +187,8 @@ class BudgetedStrategy(Strategy):
             if self.lr_scheduler_configs:
                 count_steps_for_schedulers(one.optimizer)
         self.optimizers = [one.optimizer for one in self.reallocators]
+        for one in self.reallocators:
+            watch_loads(module, one.optimizer)
         if reallocator.optimizer.releaser is not None:
             leave_clipping(self.precision_plugin)
         callbacks: list[L.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]

@@ -17,6 +17,7 @@ from baoc.errors import BadInputError, CheckpointError
 from baoc.optim import BlockwiseOptimizer, GradientRelease
 from baoc.optim.backward import take_from_others
 from baoc.optim.groups import check_names, check_settings, check_tensor, members_of, plain, raw_groups
+from baoc.optim.load_watch import watch_loads
 from baoc.parallel import ALONE, ranks, refuse_ranks, unwrapped
 from baoc.profiling import cap_device, describe, free_bytes
 from baoc.profiling.bf16_params import cast_to_bf16
@@ -132,6 +133,8 @@ class BaocOptimizer(BlockwiseOptimizer):
             if arrives:
                 leave(session.narrow)
             super().__init__(groups, **session.arguments(), device=device if arrives else None, **options)
+            if module is not None:
+                watch_loads(module, self)
         except BaseException:
             if first_step is not None:
                 first_step.close()

@@ -1,15 +1,19 @@
 """From which checkpoint a run goes on, what it had decided, and which settings stay those of the checkpoint."""
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from baoc.config.schema import RunConfig
 from baoc.errors import BadInputError, CheckpointError
 from baoc.tracking import console, files, load_checked, resolve_resume
 from baoc.tracking.metrics import METRICS_FILE
+from baoc.training.callbacks.resume import RngState, check_rng
 from baoc.types import LatencyTable, Option, latency_from_plain
 
 DECISION = "decision.json"
@@ -26,10 +30,10 @@ def find_checkpoint(config: RunConfig, *, run_dir: Path) -> Path | None:
     """
     if config.resume is None:
         return None
-    match = {"name": config.name, "seed": config.seed}
-    found = resolve_resume("auto", run_root=run_dir, match=match) if config.resume == "auto" else None
+    match, check = {"name": config.name, "seed": config.seed}, check_contents
+    found = resolve_resume("auto", run_root=run_dir, match=match, check=check) if config.resume == "auto" else None
     if config.resume != "auto" or (found is None and not (run_dir / METRICS_FILE).is_file()):
-        found = resolve_resume(config.resume, run_root=run_dir.parent.parent, match=match)
+        found = resolve_resume(config.resume, run_root=run_dir.parent.parent, match=match, check=check)
     if found is None and config.mode == "eval":
         raise CheckpointError(
             f"resume=auto found no intact checkpoint of name={config.name}, seed={config.seed} under "
@@ -37,6 +41,68 @@ def find_checkpoint(config: RunConfig, *, run_dir: Path) -> Path | None:
         )
     console.say("resume=auto found nothing to resume: starting anew" if found is None else f"resuming from {found}")
     return found
+
+
+def check_contents(content: Mapping[str, Any]) -> None:
+    """Raises CheckpointError, whose text follows a file's name, unless a run can go on from what a checkpoint holds.
+
+    Lightning restores weights before it looks for states and loops, and starts afresh whatever is not there.
+    """
+    for key, is_right, wanted in _CONTENTS:
+        if key not in content:
+            raise CheckpointError(f"lacks {key!r}, so it is damaged or was not written by a run of ours")
+        if not is_right(content[key]):
+            raise CheckpointError(f"has a {key!r} that is not {wanted}: it is damaged")
+    if (done := _steps_of(content["loops"])) != content["global_step"]:
+        raise CheckpointError(f"is of step {content['global_step']}, and its loops of step {done}: it is damaged")
+    for name, tensor in content["state_dict"].items():
+        if tensor.is_floating_point() and tensor.numel() and not math.isfinite(sum(map(float, tensor.aminmax()))):
+            raise CheckpointError(f"has weights {name} that are NaN or infinite: the run had diverged")
+    generators = content["callbacks"].get(RngState.__qualname__)
+    if generators is None:
+        raise CheckpointError("lacks the state of the random generators, without which a run does not go on exactly")
+    try:
+        check_rng(generators)
+    except Exception as error:  # of three libraries' generators
+        raise CheckpointError(f"has states of random generators that none takes ({error}): it is damaged") from error
+
+
+def _steps_of(loops: Mapping[str, Any]) -> int | None:
+    """Optimizer steps by the progress that Lightning goes on from; None where that is not there."""
+    try:
+        progress = loops["fit_loop"]["epoch_loop.automatic_optimization.optim_progress"]
+        return progress["optimizer"]["step"]["total"]["completed"]
+    except (KeyError, TypeError):
+        return None
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_mapping(value: object) -> bool:
+    return isinstance(value, Mapping)
+
+
+def _are_weights(value: object) -> bool:
+    return isinstance(value, Mapping) and bool(value) and all(isinstance(tensor, Tensor) for tensor in value.values())
+
+
+def _are_states(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 1 and isinstance(value[0], Mapping) and "state" in value[0]
+
+
+# What a run's checkpoint has: key, whether the value is right, and what it is to be.
+_CONTENTS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("global_step", _is_count, "a count"),
+    ("epoch", _is_count, "a count"),
+    ("state_dict", _are_weights, "tensors by name"),
+    ("optimizer_states", _are_states, "the states of one optimizer"),
+    ("lr_schedulers", lambda value: isinstance(value, list), "a list"),
+    ("loops", _is_mapping, "the progress of loops"),
+    ("callbacks", _is_mapping, "states by callback"),
+    ("hyper_parameters", lambda value: _is_mapping(value) and _is_mapping(value.get("optimizer", {})), "by name"),
+)
 
 
 def check_resume(config: RunConfig, *, checkpoint: Path, run_dir: Path) -> None:
@@ -84,11 +150,25 @@ def kept(config: RunConfig, *, checkpoint: Path | None) -> dict[str, Any]:
         return {}
     path = checkpoint.parent.parent / DECISION
     choice: dict[str, Any] = files.read_json(path) if path.is_file() else {}
+    if path.is_file() and not _is_choice(choice):
+        raise BadInputError(
+            f"{path} is no decision of a run ({choice}): it was damaged; remove it to have it decided anew"
+        )
     against = contradicted(choice, config=config)
     if against:
         console.say(f"the resumed run had decided {'; '.join(against)}: it is decided anew")
         return {}
     return choice
+
+
+def _is_choice(made: object) -> bool:
+    return (
+        isinstance(made, Mapping)
+        and type(made.get("micro_batch")) is int
+        and made["micro_batch"] > 0
+        and type(made.get("checkpointing")) is bool
+        and type(made.get("release", False)) is bool
+    )
 
 
 def contradicted(choice: Mapping[str, Any], *, config: RunConfig) -> list[str]:

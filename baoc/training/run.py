@@ -7,6 +7,7 @@ import logging
 import math
 import warnings
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,8 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
         job_type=config.mode,
         tags=(config.task.name, config.model.name, config.budget.name, config.allocator.name),
     )
-    with finishing(loggers):
+    folder = files.FolderGuard(run_dir)
+    with closing(folder), finishing(loggers):
         parts = assemble_trainer(config, task=task, device=device, run_dir=run_dir, loggers=loggers, latency=latency)
         parts.strategy.decided = decided.footprint if decided is not None else None
         if config.mode == "eval":
@@ -100,6 +102,7 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
             if config.checkpoint.export:
                 with parts.memory.track("export"):
                     export(task, parts=parts, folder=run_dir / "model")
+            folder.check()
             result = measure(config, parts=parts, task=task, metrics=metrics, command=command)
             conclude(result, parts=parts, run_dir=run_dir)
             return result

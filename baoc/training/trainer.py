@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from textwrap import shorten
+from traceback import walk_tb
 from typing import Any
 
 import lightning as L
@@ -17,7 +18,7 @@ from lightning.pytorch.loggers import Logger
 from baoc.config.schema import RunConfig
 from baoc.core.budgets import parse_budget
 from baoc.core.measured import AUTO
-from baoc.errors import BudgetBreachedError, CheckpointError
+from baoc.errors import BaocError, BudgetBreachedError, CheckpointError
 from baoc.parallel import ALONE, local_size, ranks
 from baoc.planning.allocators import ALLOCATORS
 from baoc.planning.planner import PlannerSettings
@@ -27,6 +28,7 @@ from baoc.profiling.memory import LATE_MODULES_BYTES
 from baoc.profiling.shadow import BURN_IN
 from baoc.tasks.base import Task
 from baoc.tracking import log_plan, log_reallocations
+from baoc.tracking.checkpoints import REMEDY
 from baoc.training.callbacks import (
     TRACKED_STEPS,
     BudgetControl,
@@ -263,3 +265,16 @@ def failures(device: str) -> Iterator[None]:
             "the checkpoint is of another model: its tensors have other names or shapes "
             f"({first}); resume with the model and dataset of that run, or without"
         ) from error
+    except (KeyError, TypeError, AttributeError, ValueError, IndexError, AssertionError) as error:
+        if isinstance(error, BaocError) or not _while_restoring(error):
+            raise
+        raise CheckpointError(
+            f"the checkpoint cannot be restored ({type(error).__name__}: {shorten(str(error), width=200)}): a part of "
+            f"it is damaged, or of another version of Lightning; {REMEDY}"
+        ) from error
+
+
+def _while_restoring(error: BaseException) -> bool:
+    """Whether Lightning was filling the run from a checkpoint when the error was raised."""
+    calls = [(frame.f_globals.get("__name__", ""), frame.f_code.co_name) for frame, _ in walk_tb(error.__traceback__)]
+    return any(module.endswith(".checkpoint_connector") and "restore" in name for module, name in calls)

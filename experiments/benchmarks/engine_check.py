@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ from torch import nn
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from baoc.kernels import Engine  # noqa: E402
+from baoc.kernels.triton import engine as engine_module  # noqa: E402
 from baoc.optim import BlockwiseOptimizer  # noqa: E402
 
 DEVICE, LR = "cuda", 1e-2
@@ -237,23 +238,23 @@ def captured_by_the_user() -> str:
 def captured_while_python_collects() -> str:
     """Graphs of optimizers that are gone, in cycles, which Python's collector finds in the middle of a capture."""
     pair, dead = Pair(), [captured_nothing() for _ in range(4)]
-    launch, thresholds = Engine._launch, gc.get_threshold()
+    launch, thresholds = engine_module.launch, gc.get_threshold()
 
-    def launch_and_leave_garbage(engine: Engine, **how: bool) -> None:
+    def launch_and_leave_garbage(*table_and_call: Any) -> None:
         if dead:
             cycle: list[object] = [dead.pop()]
             cycle.append(cycle)
             del cycle
         kept = [[index] for index in range(5000)]  # makes the collector run, if it may
-        launch(engine, **how)
+        launch(*table_and_call)
         assert kept
 
-    Engine._launch = launch_and_leave_garbage  # pyright: ignore[reportAttributeAccessIssue]
+    engine_module.launch = launch_and_leave_garbage
     gc.set_threshold(100, 1, 1)
     try:
         pair.run(4)
     finally:
-        Engine._launch = launch  # pyright: ignore[reportAttributeAccessIssue]
+        engine_module.launch = launch
         gc.set_threshold(*thresholds)
     assert pair.graphs, "the capture failed"
     return f"{pair.check():.1e} learning rates apart"

@@ -92,6 +92,22 @@ def test_a_run_leaves_its_configuration_and_environment(training, tmp_path: Path
     assert not (run_dir / "error.json").exists()
 
 
+def test_relative_paths_are_those_of_the_command(training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A job may run in its own folder, in which none of them is."""
+    places: list[Path] = []
+    training(lambda *_: places.append(Path.cwd()))
+    (tmp_path / "mine").mkdir()
+    given = ["dataset=images", "dataset.path=mine", "model.pretrained=mine", "dataset.image_size=8"]
+    assert main(["hydra.job.chdir=true", *given]) == 0
+    run_dir = only(tmp_path, "outputs/vision/*/*")
+    config = read_config(run_dir / "config.yaml")
+    assert places == [run_dir], "the job did run in its own folder"
+    assert {config.dataset.path, config.model.pretrained} == {str(tmp_path / "mine")}
+    assert main(given[:2]) == 0
+    (other,) = set(tmp_path.glob("outputs/vision/*/*")) - {run_dir}
+    assert read_config(other / "config.yaml").dataset.path == "mine", "elsewhere they stay as they were given"
+
+
 def test_env_json_names_neither_machine_nor_user(training, tmp_path: Path):
     training(do_nothing)
     assert main([]) == 0

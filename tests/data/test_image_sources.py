@@ -1,9 +1,7 @@
 """Images on disk: folders, parquet, IDX files; varied batches that workers do not change; each fault's message."""
 
 import gzip
-import io
 import re
-import struct
 from pathlib import Path
 
 import numpy as np
@@ -15,37 +13,7 @@ from baoc.data import build_data
 from baoc.data.decode import random_fit, vary
 from baoc.data.idx import read_idx
 from baoc.errors import BadInputError, TrainingFailedError
-
-RNG = np.random.default_rng(3)
-
-
-def picture(*, size=(20, 16), mode="RGB", level=0) -> Image.Image:
-    channels = () if mode == "L" else (3,)
-    values = RNG.integers(0, 60, (size[1], size[0], *channels), dtype=np.uint8) + np.uint8(level)
-    return Image.fromarray(values, mode)
-
-
-def encoded(image: Image.Image) -> bytes:
-    stream = io.BytesIO()
-    image.save(stream, "png")
-    return stream.getvalue()
-
-
-def write_folder(root: Path, *, classes=("cat", "dog"), count=12, **picture_of) -> Path:
-    for place, name in enumerate(classes):
-        (root / name).mkdir(parents=True)
-        for number in range(count):
-            picture(level=100 * place, **picture_of).save(root / name / f"{number:02}.png")
-    return root
-
-
-def write_parquet(path: Path, *, rows: list[dict]) -> Path:
-    import pyarrow
-    import pyarrow.parquet
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    return path
+from tests.support.images import RNG, encoded, idx_bytes, picture, write_folder, write_parquet
 
 
 def rows_of(count: int, *, labels=(0, 1, 2), **columns) -> list[dict]:
@@ -271,13 +239,17 @@ def test_labels_of_text_are_numbered_alphabetically(tmp_path):
         ),
         (rows_of(3), {"label_column": "kind"}, r"dataset.label_column=kind: .* has the columns image, label"),
         (rows_of(3, labels=(0, None)), {}, r"row 1 of .*x.parquet has no label: fill it in"),
-        (rows_of(3, labels=(0.5, 1.5)), {}, r"must be text or whole numbers from 0, not 0.5"),
+        (rows_of(3, labels=(0.5, 1.5)), {}, r"must be text or whole numbers from 0, all alike, not 0.5"),
         (
-            [{"image": {"bytes": b"no image", "path": None}, "label": 0}],
+            [{"image": {"bytes": b"no image", "path": None}, "label": label} for label in (0, 1)],
             {},
             r"row 0 of .* cannot be decoded",
         ),
-        ([{"image": 5, "label": 0}], {}, r"row 0 of .* holds no encoded image: remove it, or name another"),
+        (
+            [{"image": 5, "label": label} for label in (0, 1)],
+            {},
+            r"row 0 of .* holds no encoded image: remove it, or name another",
+        ),
     ],
 )
 def test_each_wrong_table_is_named(rows, options, text, tmp_path):
@@ -307,10 +279,6 @@ def test_a_hub_set_without_a_network_says_what_to_do(monkeypatch):
 
 
 # -- IDX --------------------------------------------------------------------------------------------------------------
-
-
-def idx_bytes(array: np.ndarray) -> bytes:
-    return struct.pack(f">HBB{array.ndim}i", 0, 8, array.ndim, *array.shape) + array.astype(np.uint8).tobytes()
 
 
 def write_idx(root: Path, *, count=30, pack=True) -> Path:

@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+from html.parser import HTMLParser
 from math import log2
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from baoc.frontier.page import MAX_CURVE_POINTS, page_data
 from baoc.frontier.report import main
 from baoc.frontier.runs import find_runs
 from baoc.tracking.files import write_json
+from tests.support.paths import ROOT
 from tests.support.sweep_jobs import error, job, three_families
 
 
@@ -53,6 +55,48 @@ def test_the_page_needs_no_network_and_no_text_can_end_its_script(tmp_path: Path
     data = data_in(tmp_path / "frontier.html")
     assert data["kinds"][0]["points"][0]["command"].endswith("'</script><b>'")
     assert data["failed"] == [{"run": "1", "label": "1", "code": 4, "message": "</script> out of memory"}]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["<!--<script", "<script>", "</script>", "<!-- <script> -->", "%PLOTLY% %SCRIPT% %DATA%", "a & b > c", "\u2028"],
+)
+def test_no_text_of_a_run_means_anything_to_a_browser(tmp_path: Path, text: str):
+    job(tmp_path / "0", loss=0.1, command=f"python run.py name='{text}'")
+    error(tmp_path / "1", exit_code=4, message=text)
+    frontier_of(tmp_path, show=False)
+    page = (tmp_path / "frontier.html").read_text()
+    scripts = ScriptReader()
+    scripts.feed(page)
+    assert scripts.count == 3 and page.rstrip().endswith("</html>")
+    data = json.loads(scripts.data)
+    assert data["failed"][0]["message"] == text
+    assert data["kinds"][0]["points"][0]["command"].endswith(f"'{text}'")
+    assert not set("<>&") & set(scripts.data)
+
+
+class ScriptReader(HTMLParser):
+    """The page's scripts as a browser tells them: how many, and the content of the one with the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.data, self._id = 0, "", None
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag == "script":
+            self.count, self._id = self.count + 1, dict(attrs).get("id")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._id = None
+
+    def handle_data(self, data: str) -> None:
+        if self._id == "data":
+            self.data += data
+
+
+def test_figures_are_saved_here_and_sent_nowhere():
+    script = (ROOT / "baoc" / "frontier" / "assets" / "page.js").read_text()
+    assert "showSendToCloud: false" in script and 'plotlyServerURL: ""' in script and '"toImage"' not in script
 
 
 def test_diverged_runs_curves_and_choices(tmp_path: Path):
@@ -148,3 +192,16 @@ def test_a_race_stands_at_the_head_of_its_page(tmp_path: Path):
         ["muon8_lean", "14.9%", "3", "1.25 (0.5)", "diverged", "chosen"],
         ["lion8", "14.9%", "", "", "", "it diverged"],
     ]
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", "3", "null", ""])
+@pytest.mark.parametrize("name", ["result.json", "error.json", "config.yaml", "allocation.json", "candidates.csv"])
+def test_a_damaged_file_of_a_run_is_told_by_name(tmp_path: Path, name: str, content: str, capsys):
+    """Read by report and calibrate alike; what is empty may as well hold nothing."""
+    job(tmp_path / "0", loss=0.1)
+    write_json(tmp_path / "0" / "allocation.json", {"choices": {"head": "sign"}})
+    (tmp_path / "0" / name).write_text(content)
+    code = main([str(tmp_path)])
+    assert code == 0 or (code == 2 and name in capsys.readouterr().err)
+    if (name, content) in (("result.json", "{}"), ("result.json", "[]"), ("allocation.json", "[]")):
+        assert code == 2

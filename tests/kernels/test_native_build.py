@@ -42,7 +42,7 @@ def found_anew(monkeypatch: pytest.MonkeyPatch):
 def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv(build.CACHE, str(tmp_path / "cache"))
+    monkeypatch.setenv(cache.CACHE, str(tmp_path / "cache"))
 
 
 def stepped(backend: str, *, rows: int = 1000) -> str:
@@ -88,7 +88,7 @@ def test_a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     broken.write_text("#!/bin/sh\ncase \"$*\" in *step.cpp*) echo 'out of luck' >&2; exit 1;; esac\n")
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(broken))
-    monkeypatch.setenv(build.CACHE, str(tmp_path / "cache"))
+    monkeypatch.setenv(cache.CACHE, str(tmp_path / "cache"))
     with pytest.raises(build.Unavailable, match="cannot compile the native step: out of luck"):
         build.library()
     assert list((tmp_path / "cache").iterdir()) == []
@@ -105,15 +105,15 @@ def test_a_library_that_is_torn_is_said(monkeypatch: pytest.MonkeyPatch, tmp_pat
 @pytest.mark.slow
 def test_processes_that_start_at_once_share_one_cache(tmp_path: Path):
     command = [sys.executable, "-c", STEP]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), build.CACHE: str(tmp_path / "cache")}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), cache.CACHE: str(tmp_path / "cache")}
     started = [
         subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
     said = [process.communicate(timeout=PATIENCE_S) for process in started]
     assert [out for out, _ in said] == ["['native'] 0.5000\n"] * 2, said
-    (kept,) = (tmp_path / "cache").iterdir()
-    assert kept.suffix == ".so" and kept.stat().st_size > 10_000
+    noted, kept = sorted((tmp_path / "cache").iterdir())
+    assert kept.suffix == ".so" and kept.stat().st_size > 10_000 and noted == kept.with_suffix(".sha256")
 
 
 def test_it_is_compiled_once(monkeypatch: pytest.MonkeyPatch):
@@ -133,10 +133,15 @@ def test_it_is_compiled_once(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_cache_that_cannot_be_written_gives_way_to_temporary_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv(build.CACHE, str(tmp_path / "file" / "cache"))
+    monkeypatch.setenv(cache.CACHE, str(tmp_path / "file" / "cache"))
     monkeypatch.setattr(build.tempfile, "gettempdir", lambda: str(tmp_path))
     written = []
-    monkeypatch.setattr(build, "compile_source", lambda command, *, target: written.append(target))
+
+    def write(command: list[str], *, target: Path) -> None:
+        target.write_bytes(b"library")
+        written.append(target)
+
+    monkeypatch.setattr(build, "compile_source", write)
     monkeypatch.setattr(build, "load", lambda path: path)
     assert build.library() == written[0]
     assert written[0].parent.parent == tmp_path and written[0].parent.name.startswith("baoc-")
@@ -149,3 +154,118 @@ def test_the_cache_is_where_the_platform_has_it(monkeypatch: pytest.MonkeyPatch,
     assert cache.cache_folder() == tmp_path / "baoc"
     monkeypatch.setattr(cache.sys, "platform", "darwin")
     assert cache.cache_folder() == Path.home() / "Library" / "Caches" / "baoc"
+
+
+class TestWhoseLibraryItIs:
+    """What another user could have planted, and what is no longer what was built, is never loaded."""
+
+    NAME = "plant"
+    PLANTED = b"planted"
+
+    @pytest.fixture
+    def cache(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        monkeypatch.setenv(cache.CACHE, str(tmp_path / "cache"))
+        (tmp_path / "tmp").mkdir(mode=0o700)
+        monkeypatch.setattr(build.tempfile, "tempdir", str(tmp_path / "tmp"))
+        return tmp_path / "cache"
+
+    def kept(self) -> Path:
+        return build.kept_library(self.NAME, ["source"], lambda path: path.write_bytes(b"built") and None)
+
+    def plant(self, folder: Path) -> Path:
+        """A library where the real one would be, with a hash that agrees."""
+        own = self.kept()
+        folder.mkdir(parents=True, exist_ok=True)
+        planted = folder / own.name
+        planted.write_bytes(self.PLANTED)
+        planted.with_suffix(".sha256").write_text(build.hash_of(planted))
+        return planted
+
+    def test_its_own_is_built_once(self, cache: Path) -> None:
+        first = self.kept()
+        first.write_bytes(b"built")  # the same bytes
+        times = first.stat().st_mtime_ns
+        assert self.kept() == first and first.parent == cache and first.stat().st_mtime_ns == times
+        assert oct(cache.stat().st_mode & 0o777) == "0o700"
+
+    @pytest.mark.parametrize("mode", [0o777, 0o757, 0o1777, 0o772])
+    def test_a_folder_that_others_may_write_is_left(
+        self, cache: Path, mode: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr(build, "is_own_group", lambda group: False)
+        planted = self.plant(cache)
+        cache.chmod(mode)
+        found = self.kept()
+        assert found.read_bytes() == b"built" and found.parent == cache.parent / "tmp" / f"baoc-{os.getuid()}"
+        assert planted.read_bytes() == self.PLANTED
+        assert f"{cache} may be written by other users: libraries of the native step are not kept there" in caplog.text
+
+    def test_so_is_one_whose_parents_they_may_replace(self, cache: Path) -> None:
+        self.plant(cache / "inner")
+        cache.chmod(0o777)
+        assert build.shared_with(cache / "inner") == f"{cache} may be written by other users"
+        cache.chmod(0o1777)  # as /tmp: what lies there stays its owner's
+        assert build.shared_with(cache / "inner") is None
+
+    def test_a_group_of_the_user_alone_is_the_user(self, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        cache.mkdir(mode=0o700)
+        cache.chmod(0o775)
+        for own in (True, False):
+            monkeypatch.setattr(build, "is_own_group", lambda group, own=own: own)
+            assert (build.shared_with(cache) is None) == own
+
+    @pytest.mark.parametrize("place", ["cache", "fallback"])
+    @pytest.mark.skipif(os.getuid() != 0, reason="only root may give files away")
+    def test_what_belongs_to_another_user_is_left(
+        self, cache: Path, place: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        fallback = cache.parent / "tmp" / f"baoc-{os.getuid()}"
+        folder = cache if place == "cache" else fallback
+        self.plant(folder)
+        if place == "fallback":
+            cache.chmod(0o777)
+        os.chown(folder, 4321, 4321)
+        found = self.kept()
+        assert found.read_bytes() == b"built" and found.parent != folder
+        assert found.parent.parent == cache.parent / "tmp"
+
+    @pytest.mark.skipif(os.getuid() != 0, reason="only root may give files away")
+    def test_a_link_of_another_user_is_not_followed(self, cache: Path, tmp_path: Path) -> None:
+        theirs, fallback = tmp_path / "theirs", tmp_path / "tmp" / f"baoc-{os.getuid()}"
+        self.plant(theirs)
+        cache.chmod(0o777)
+        fallback.symlink_to(theirs)
+        os.chown(fallback, 4321, 4321, follow_symlinks=False)
+        found = self.kept()
+        assert found.read_bytes() == b"built" and not found.is_relative_to(theirs)
+        assert found.parent.name.startswith("baoc-") and found.parent not in (theirs, fallback)
+
+    @pytest.mark.parametrize("change", ["torn", "swapped", "hash", "mode", "link", "owner"])
+    def test_a_file_that_is_not_what_was_built_is_built_again(self, cache: Path, tmp_path: Path, change: str) -> None:
+        found = self.kept()
+        noted = found.with_suffix(".sha256")
+        if change == "torn":
+            found.write_bytes(b"bui")
+        elif change == "swapped":
+            found.write_bytes(b"other")
+        elif change == "hash":
+            noted.unlink()
+        elif change == "mode":
+            found.chmod(0o666)
+        elif change == "link":
+            (tmp_path / "elsewhere").write_bytes(self.PLANTED)
+            noted.write_text(build.hash_of(tmp_path / "elsewhere"))
+            found.unlink()
+            found.symlink_to(tmp_path / "elsewhere")
+        elif os.getuid() == 0:
+            os.chown(found, 4321, 4321)
+        made: list[Path] = []
+
+        def make(path: Path) -> None:
+            made.append(path)
+            path.unlink(missing_ok=True)
+            path.write_bytes(b"built")
+
+        assert build.kept_library(self.NAME, ["source"], make).read_bytes() == b"built"
+        assert made == [found] or (change == "owner" and os.getuid() != 0)
+        assert noted.read_text() == build.hash_of(found)

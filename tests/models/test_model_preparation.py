@@ -132,6 +132,65 @@ def test_paths_without_weights_are_named(tmp_path):
         prepared(vit(), pretrained=str(tmp_path))
 
 
+class TestStoredTensorsOfTiedWeights:
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+            self.head.weight = self.embed.weight
+
+    def loaded(self, folder, **tensors):
+        file = folder / "x.safetensors"
+        save_file({name.replace("_", "."): tensor for name, tensor in tensors.items()}, file)
+        return prepared(self.Tied(), pretrained=str(file)).embed.weight
+
+    def test_two_that_differ_are_refused_by_name(self, tmp_path):
+        with pytest.raises(
+            BadInputError, match=r"holds (embed|head).weight and (head|embed).weight with different values.*tied"
+        ):
+            self.loaded(tmp_path, embed_weight=torch.zeros(5, 3), head_weight=torch.ones(5, 3))
+
+    def test_two_that_are_equal_or_either_are_taken(self, tmp_path):
+        values = torch.arange(15.0).view(5, 3)
+        for names in (("embed_weight", "head_weight"), ("embed_weight",), ("head_weight",)):
+            assert torch.equal(self.loaded(tmp_path, **{name: values.clone() for name in names}), values)
+
+    def test_two_names_of_one_parameter_are_two_as_well(self, tmp_path):
+        with pytest.raises(BadInputError, match="with different values"):
+            file = tmp_path / "x.safetensors"
+            save_file({"embed.weight": torch.zeros(5, 3), "model.embed.weight": torch.ones(5, 3)}, file)
+            prepared(self.Tied(), pretrained=str(file))
+
+
+@pytest.mark.parametrize("form", ["folder", "file"])
+def test_a_network_with_a_pooler_gets_a_new_head(tmp_path, form):
+    from transformers import ViTModel
+
+    donor = ViTModel(vit().net.config, add_pooling_layer=True)
+    donor.save_pretrained(tmp_path)
+    path = str(tmp_path if form == "folder" else tmp_path / "x.safetensors")
+    if form == "file":
+        save_file(donor.state_dict(), path)
+    model = vit(seed=1)
+    (said,) = prepare(model, Preparation(pretrained=path, new_head=True), name="vit", seed=0)
+    assert "2 tensors of the head fresh, without its pooler.dense." in said
+    stored = donor.state_dict()["embeddings.cls_token"]
+    assert torch.equal(model.net.vit.embeddings.cls_token, stored)
+    with pytest.raises(BadInputError, match="pooler"):
+        prepared(vit(), pretrained=path)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+@pytest.mark.parametrize("form", ["folder", "file"])
+def test_weights_that_are_no_numbers_are_named(tmp_path, value, form):
+    model = vit()
+    with torch.no_grad():
+        model.net.vit.layernorm.weight[3] = value
+    file = export_model(model, folder=tmp_path)
+    with pytest.raises(BadInputError, match=r"holds weights that are NaN or infinite \(net.vit.layernorm.weight\)"):
+        prepared(vit(), pretrained=str(tmp_path if form == "folder" else file))
+
+
 # -- parts ------------------------------------------------------------------------------------------------------------
 
 

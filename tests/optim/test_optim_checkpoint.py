@@ -319,6 +319,80 @@ class TestNames:
             merged.load_state_dict(saved.state_dict())
 
 
+class TestNamesOfOneSideOnly:
+    """Of nameless parameters states are told by position, as torch does; other names are no checkpoint of this."""
+
+    def net(self) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4))
+
+    def trained(self, params: object) -> BlockwiseOptimizer:
+        optimizer = BlockwiseOptimizer(params, "adamw", lr=0.03)
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                param.grad = torch.full_like(param, 0.5)
+        optimizer.step()
+        return optimizer
+
+    @pytest.mark.parametrize("saved_named", [True, False])
+    def test_they_are_matched_by_position(self, saved_named: bool) -> None:
+        first, second = self.net(), self.net()
+        saved = self.trained(first if saved_named else first.parameters())
+        resumed = BlockwiseOptimizer(second.parameters() if saved_named else second, "adamw", lr=1e-4)
+        resumed.load_state_dict(through_file(saved.state_dict()))
+        assert resumed.load_report is not None
+        assert not resumed.load_report.new_names and not resumed.load_report.unknown_names
+        assert resumed.param_groups[0]["lr"] == 0.03
+        assert_same(state_tensors(resumed), state_tensors(saved))
+
+    def test_of_torch_too(self) -> None:
+        first, second = self.net(), self.net()
+        saved = torch.optim.AdamW(first.named_parameters(), lr=0.03)
+        for param in first.parameters():
+            param.grad = torch.full_like(param, 0.5)
+        saved.step()
+        resumed = BlockwiseOptimizer(second.parameters())
+        resumed.load_state_dict(saved.state_dict())
+        assert {int(state["step"]) for state in resumed.state.values()} == {1}
+
+    def test_other_groups_are_refused(self) -> None:
+        first, second = self.net(), self.net()
+        saved = self.trained(first.parameters())
+        groups = [{"params": list(part.named_parameters(prefix=n))} for n, part in second.named_children()]
+        with pytest.raises(CheckpointError, match=r"param0.* in groups of \[4\] .*0\.weight.* \[2, 2\].*by position"):
+            BlockwiseOptimizer(groups).load_state_dict(saved.state_dict())
+
+    def test_another_prefix_is_refused(self) -> None:
+        class Wrapper(nn.Module):
+            def __init__(self, net: nn.Module):
+                super().__init__()
+                self.net = net
+
+        saved = self.trained(Wrapper(self.net()))
+        optimizer = BlockwiseOptimizer(self.net(), lr=1e-4)
+        told = r"group 0 has 0\.weight.*of which the checkpoint has nothing; it has net\.0\.weight.*a prefix"
+        with pytest.raises(CheckpointError, match=told):
+            optimizer.load_state_dict(saved.state_dict())
+        assert optimizer.param_groups[0]["lr"] == 1e-4
+
+    def test_another_shape_at_a_position_is_refused(self) -> None:
+        saved = self.trained(self.net().parameters())
+        other = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 5))
+        with pytest.raises(
+            CheckpointError, match=r"m of 0\.weight is \(5, 6\) in the checkpoint, adamw keeps \(4, 6\)"
+        ):
+            BlockwiseOptimizer(other).load_state_dict(saved.state_dict())
+
+    def test_a_group_that_is_new_starts_afresh(self) -> None:
+        net = self.net()
+        saved = self.trained(net[0])
+        both = BlockwiseOptimizer(
+            [{"params": list(net[0].named_parameters())}, {"params": list(net[1].named_parameters(prefix="head"))}]
+        )
+        both.load_state_dict(saved.state_dict())
+        assert both.load_report is not None and both.load_report.new_names == ("head.weight", "head.bias")
+
+
 @pytest.mark.parametrize("spec", ["adamw", "adamw_shared_in_int8", "sign"])
 def test_copies_and_pickles_step_as_the_original(spec: str) -> None:
     params = make_params({"w": (17, 64)})

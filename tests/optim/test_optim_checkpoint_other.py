@@ -1,16 +1,20 @@
 """Checkpoints of another plan and of torch.optim.AdamW, both ways; and those that cannot be read."""
 
+import contextlib
 import copy
 import logging
+import math
+import re
 from typing import Any
 
 import pytest
 import torch
 
 from baoc.core.catalogue import NATIVE
-from baoc.errors import CheckpointError
+from baoc.errors import BaocError, CheckpointError
 from baoc.optim.rules import RULES
 from baoc.planning.cost import state_bytes
+from baoc.types import StateKind
 from tests.support.optimizing import (
     SHAPES,
     Gradients,
@@ -210,3 +214,79 @@ class TestBadCheckpoints:
     def test_a_state_without_a_block(self) -> None:
         with pytest.raises(CheckpointError, match="has a state of w but no block for it"):
             self.load(self.broken(blocks={}))
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf, -5.0, 2.5])
+    def test_steps_that_are_no_count(self, value: float) -> None:
+        params = make_params({"w": (4, 8)})
+        saved = build(params, "adamw")
+        run_steps(saved, params, gradients=Gradients(params), steps=1)
+        state = copy.deepcopy(saved.state_dict())
+        state["state"][0]["step"].fill_(value)
+        with pytest.raises(
+            CheckpointError, match=r"state step of w reaches from .* no step of adamw leaves: it is dam"
+        ):
+            self.load(state)
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf, "0", [1.0, 2.0]])
+    def test_steps_of_torch_that_are_no_count(self, value: object) -> None:
+        params = make_params({"w": (4, 8)})
+        theirs = torch.optim.AdamW(list(params.values()), foreach=False)
+        run_steps(theirs, params, gradients=Gradients(params), steps=1)
+        state = theirs.state_dict()
+        state["state"][0]["step"] = torch.tensor(value) if not isinstance(value, str) else value
+        if isinstance(value, str):
+            build(params).load_state_dict(state)  # a number as text is one
+            return
+        with pytest.raises(CheckpointError, match="damaged"):
+            build(params).load_state_dict(state)
+
+    @pytest.mark.parametrize("spec", NATIVE)
+    def test_numbers_that_no_step_leaves(self, spec: str) -> None:
+        """NaN and infinity in any state, below zero in scales and squares: each refused, with nothing changed."""
+        params = make_params({"w": (17, 64)})
+        saved = build(params, spec)
+        run_steps(saved, params, gradients=Gradients(params), steps=2)
+        kept = next(iter(saved.roster.live.values())).slots[0].kept
+        squares = {key for part in kept if part.decl.kind is StateKind.V for _, key in part.keys}
+        for key, value in saved.state_dict()["state"][0].items():
+            below = key in squares or key.endswith(".scale") or key == "step"
+            for bad in (math.nan, math.inf, *([-1.0] if below else [])) if value.is_floating_point() else ():
+                state = copy.deepcopy(saved.state_dict())
+                state["state"][0][key].view(-1)[-1] = bad
+                with pytest.raises(CheckpointError, match=f"state {re.escape(key)} of w reaches from"):
+                    self.load(state, shape=(17, 64))
+
+    def test_any_leaf_that_is_something_else(self) -> None:
+        """Every value of a checkpoint replaced by values of other kinds: loaded or refused, never another error."""
+        saved = self.broken()
+        for path in _leaves(saved):
+            for junk in (None, "text", -1, math.nan, [], {}, torch.tensor([1.0, math.nan]), True):
+                state = copy.deepcopy(saved)
+                _put(state, path, junk)
+                with contextlib.suppress(BaocError):
+                    build(make_params({"w": (4, 8)}), "lion").load_state_dict(state)
+
+    @pytest.mark.parametrize("spec", ["adamw", "lion", "adamw_int8", "adafactor_momentum"])
+    def test_ours_does_not_pass_for_torchs(self, spec: str) -> None:
+        """torch.optim.AdamW checks nothing, but stumbles before its first step; `to_adamw_state_dict` is for it."""
+        params = make_params({"w": (4, 8)})
+        saved = build(params, spec)
+        run_steps(saved, params, gradients=Gradients(params), steps=1)
+        theirs = torch.optim.AdamW(list(params.values()), foreach=False)
+        before = params["w"].detach().clone()
+        with pytest.raises(KeyError):
+            theirs.load_state_dict(saved.state_dict())
+            run_steps(theirs, params, gradients=Gradients(params), steps=1)
+        assert torch.equal(params["w"], before)
+
+
+def _leaves(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Paths of all values, containers included."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [*([path] if path else []), *(found for key, item in items for found in _leaves(item, (*path, key)))]
+
+
+def _put(value: Any, path: tuple[Any, ...], new: Any) -> None:
+    for key in path[:-1]:
+        value = value[key]
+    value[path[-1]] = new

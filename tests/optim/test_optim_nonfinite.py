@@ -356,3 +356,46 @@ def test_processes_decide_together() -> None:
             optimizer.step()
             assert optimizer.num_skipped_steps == 1
         assert asked == [False, False] and torch.equal(params["w"].detach(), after)
+
+
+class TestAWeightTypeChangesBetweenLookAndStep:
+    """`migrate` casts a gradient with its weights, which makes it another tensor; what was masked stays so."""
+
+    @pytest.mark.parametrize("spec", ["adamw+split8", "adamw_int8+split16", "adamw+bf16_sr"])
+    def test_a_masked_element_stays_where_it_is(self, spec: str) -> None:
+        params, optimizer, gradients = trained("adamw", {"w": (17, 64), "other": (8, 8)})
+        gradients.give(params)
+        grad = params["w"].grad
+        assert grad is not None
+        grad[3, 5] = torch.nan
+        assert optimizer.mask_nonfinite() == 1
+        optimizer.migrate({"w": spec})
+        before = optimizer.export_weights()["w"]
+        optimizer.step()
+        moved = optimizer.export_weights()["w"] != before
+        assert not moved[3, 5] and moved.float().mean() > 0.5
+
+    def test_and_back_to_native_weights(self) -> None:
+        params, optimizer, gradients = trained("adamw+split8", {"w": (17, 64)})
+        gradients.give(params)
+        grad = params["w"].grad
+        assert grad is not None
+        grad[3, 5] = torch.inf
+        optimizer.mask_nonfinite()
+        optimizer.migrate({"w": "adamw"})
+        before = params["w"].detach().clone()
+        optimizer.step()
+        assert ((params["w"].detach() == before).nonzero() == torch.tensor([[3, 5]])).all()
+
+    def test_a_step_that_is_to_be_skipped_is_skipped(self) -> None:
+        params = make_params({"w": (17, 64)})
+        optimizer = build(params, "adamw", nonfinite="skip_step")
+        gradients = Gradients(params)
+        run_steps(optimizer, params, gradients=gradients, steps=2)
+        gradients.give(params)
+        params["w"].grad[0, 0] = torch.nan  # pyright: ignore[reportOptionalSubscript]
+        optimizer.mask_nonfinite()
+        optimizer.migrate({"w": "adamw+split8"})
+        before = optimizer.export_weights()["w"]
+        optimizer.step()
+        assert torch.equal(optimizer.export_weights()["w"], before) and optimizer.num_skipped_steps == 1

@@ -1,6 +1,7 @@
 """Weights that are not fp32: what bf16 with a correction or with random rounding keeps, and moving between kinds."""
 
 import copy
+import pickle
 import warnings
 from itertools import product
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from baoc import BaocOptimizer
 from baoc.core.catalogue import ON_DEVICE, WEIGHTS
 from baoc.errors import BadInputError
 from baoc.optim import BlockwiseOptimizer
@@ -422,3 +424,73 @@ def test_every_row_can_be_built_and_stepped(spec: str) -> None:
     before = masters(optimizer)["linear"]
     run_steps(optimizer, params, gradients=Gradients(params), steps=2)
     assert (masters(optimizer)["linear"] != before).any()
+
+
+class TestWeightsThatAreLoadedInMidRun:
+    """The model's weights alone, as from a best checkpoint: no correction of those that are gone is added to them."""
+
+    def trained(self, kind: str) -> tuple[nn.Module, BlockwiseOptimizer]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(16, 8), nn.Sequential(nn.Linear(8, 4)))
+        optimizer = BlockwiseOptimizer(net, spec_of("adamw_int8", kind), lr=1e-2)
+        self.step(net, optimizer, steps=3)
+        return net, optimizer
+
+    def step(self, net: nn.Module, optimizer: BlockwiseOptimizer, *, steps: int) -> None:
+        for _ in range(steps):
+            for index, param in enumerate(net.parameters()):
+                param.grad = torch.sin(torch.arange(param.numel()) + index).view_as(param).to(param.dtype)
+            optimizer.step()
+
+    @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith("split")])
+    @pytest.mark.parametrize("part", ["", "1"])
+    def test_they_are_what_was_loaded(self, kind: str, part: str) -> None:
+        net, optimizer = self.trained(kind)
+        saved = copy.deepcopy(net.get_submodule(part).state_dict())
+        self.step(net, optimizer, steps=3)
+        before = optimizer.export_weights()
+        net.get_submodule(part).load_state_dict(saved)
+        now = optimizer.export_weights()
+        for name, value in net.get_submodule(part).named_parameters(prefix=part):
+            assert torch.equal(now[name], value.float()), name
+        if part:
+            assert torch.equal(now["0.weight"], before["0.weight"])  # corrections of what stayed are kept
+        self.step(net, optimizer, steps=1)
+
+    @pytest.mark.parametrize("kind", ["split8", "split16"])
+    def test_averaged_ones_for_a_while_cost_nothing(self, kind: str) -> None:
+        net, optimizer = self.trained(kind)
+        before, own = optimizer.export_weights(), copy.deepcopy(net.state_dict())
+        net.load_state_dict({name: value * 2 for name, value in own.items()})
+        net.load_state_dict(own)
+        assert_same(optimizer.export_weights(), before)
+        self.step(net, optimizer, steps=1)
+
+    @pytest.mark.parametrize("model_first", [True, False])
+    def test_with_the_optimizers_states_nothing_is_lost(self, model_first: bool) -> None:
+        net, optimizer = self.trained("split8")
+        model, states = copy.deepcopy(net.state_dict()), through_file(optimizer.state_dict())
+        whole = optimizer.export_weights()
+        self.step(net, optimizer, steps=3)
+        if model_first:
+            net.load_state_dict(model)
+        optimizer.load_state_dict(states)
+        if not model_first:
+            net.load_state_dict(model)
+        assert_same(optimizer.export_weights(), whole)
+
+    def test_copies_and_files_of_the_model_know_nothing_of_it(self) -> None:
+        net, optimizer = self.trained("split8")
+        for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+            other.load_state_dict(net.state_dict())
+        assert b"baoc" not in pickle.dumps(net)
+        assert not optimizer.roster.unstepped
+        del optimizer
+        net.load_state_dict(net.state_dict())  # does not need the optimizer that is gone
+
+    def test_of_a_plain_loop_too(self) -> None:
+        net = nn.Linear(16, 8)
+        optimizer = BaocOptimizer(net, budget="state_25")
+        self.step(net, optimizer, steps=2)
+        net.load_state_dict(net.state_dict())
+        assert optimizer.roster.unstepped

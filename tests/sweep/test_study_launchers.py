@@ -20,6 +20,14 @@ WORDS = [
 ]
 
 
+def test_trials_that_all_fail_are_told_with_the_reason(tmp_path: Path, run_python):
+    words = [*WORDS, "hydra.sweeper.retries=0", "dataset.path=nowhere.npz", "hydra/launcher=joblib"]
+    done = run_python("run.py", "-m", *words, f"hydra.sweep.dir={tmp_path}")
+    assert done.returncode == 5, done.stderr + done.stdout
+    assert "all 2 ended trials of study frontier_vision failed; the last failed:" in done.stderr
+    assert "nowhere.npz does not exist" in done.stderr
+
+
 @pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
 def test_launched_workers_share_a_study(launcher: str, tmp_path: Path, run_python):
     done = run_python("run.py", "-m", *WORDS, f"hydra/launcher={launcher}", f"hydra.sweep.dir={tmp_path}")

@@ -56,6 +56,18 @@ def test_counts_best_front_and_time_left():
     )
 
 
+@pytest.mark.parametrize(
+    ("workers", "running", "left_s"), [(2, 1, 10), (2, 2, 10), (1, 2, 10), (None, 1, 20), (2, 0, 20)]
+)
+def test_time_left_is_that_of_all_workers(workers: int | None, running: int, left_s: float):
+    """A trial that has just ended leaves its place empty for a moment; others may run on further machines."""
+    trials = [trial(0, TrialState.COMPLETE, values=[0.1, 1.0]), trial(1, TrialState.COMPLETE, values=[0.1, 1.0])]
+    trials += [trial(2 + number, TrialState.RUNNING) for number in range(running)]
+    total = 4 if running or workers is None else 6
+    status = status_of(trials, total=total, objectives=OBJECTIVES, workers=workers)
+    assert status.remaining_s == left_s
+
+
 def test_nothing_is_known_before_the_first_trial():
     status = status_of([], total=3, objectives=OBJECTIVES)
     assert status.remaining_s is None and status.best == () and status.waiting == 3

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -13,8 +14,8 @@ from optuna.exceptions import StorageInternalError
 from optuna.trial import TrialState
 
 from baoc.errors import BadInputError, OutputError, TrainingFailedError
+from baoc.sweep import status, trial_process
 from baoc.sweep import study as study_module
-from baoc.sweep import trial_process
 from baoc.sweep.gpu_slots import count_oom_kills
 from baoc.sweep.storage import open_study
 from baoc.sweep.study import refuse_all_failed, run_study
@@ -322,3 +323,40 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path):
             OutputError, match=r"the study's folder .*file.* cannot be written \(.*\): give another one"
         ):
             run_study(config(n_trials=1), folder=folder, code=STUB)
+
+
+def test_a_killed_server_of_forks_is_not_the_fault_of_its_trials(tmp_path: Path, capsys):
+    """It is killed with the trials that it forked; with retries=0 they would fail for good."""
+    given = config(n_trials=2, workers=2, retries=0, fixed=["mode=wait_once"])
+
+    def kill_server() -> None:
+        wait_until(lambda: len(list(tmp_path.glob("*/process"))) == 2, what="the second trial")
+        time.sleep(0.5)  # until it has written its number
+        number = (tmp_path / "0000" / "process").read_text()
+        os.kill(int(Path(f"/proc/{number}/stat").read_text().rsplit(")", 1)[1].split()[1]), signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_server)
+    killer.start()
+    study = run_study(given, folder=tmp_path, code=STUB)
+    killer.join()
+    assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * 2
+    assert all("attempts" not in trial.user_attrs for trial in study.trials)
+    assert "begun again: the server that its process was forked from was killed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", "3", '{"name": "s", "storage": 3, "objectives": {}, "n_trials": 1}'])
+def test_a_study_file_that_describes_none_is_told(tmp_path: Path, content: str, capsys):
+    (tmp_path / "study.json").write_text(content)
+    assert status.main([str(tmp_path)]) == 2
+    assert "study.json does not describe a study by name, storage, objectives, n_trials" in capsys.readouterr().err
+
+
+def test_a_storage_without_the_study_is_told_and_none_is_made(tmp_path: Path, capsys):
+    run_study(config(n_trials=1), folder=tmp_path, code=STUB)
+    gone = tmp_path / "gone.db"
+    assert status.main([str(tmp_path), "--storage", f"sqlite:///{gone}"]) == 2
+    assert f"there is no file {gone}" in capsys.readouterr().err and not gone.exists()
+    for name, content in (("empty.db", b""), ("torn.db", b"no database" * 100)):
+        (tmp_path / name).write_bytes(content)
+        assert status.main([str(tmp_path), "--storage", f"sqlite:///{tmp_path / name}"]) == 2
+        assert "holds no study 's'" in capsys.readouterr().err

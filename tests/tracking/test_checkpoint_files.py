@@ -11,6 +11,7 @@ from baoc.config.schema import RunConfig
 from baoc.errors import CheckpointError
 from baoc.tracking import load_checked, resolve_resume
 from baoc.tracking.checkpoints import newest_first
+from baoc.training.callbacks.resume import capture_rng
 from baoc.training.resume import find_checkpoint
 
 
@@ -20,6 +21,24 @@ def save(path: Path, *, age_s: float = 0.0, **content: Any) -> Path:
     stamp = 1_700_000_000 - age_s
     os.utime(path, (stamp, stamp))
     return path
+
+
+STEPS = "epoch_loop.automatic_optimization.optim_progress"  # where Lightning keeps how many were done
+
+
+def save_run(path: Path, **content: Any) -> Path:
+    """What a run can go on from, as far as it is looked at before."""
+    parts = {
+        "global_step": 1,
+        "epoch": 0,
+        "state_dict": {"w": torch.ones(2)},
+        "optimizer_states": [{"state": {}}],
+        "lr_schedulers": [],
+        "loops": {"fit_loop": {STEPS: {"optimizer": {"step": {"total": {"completed": 1}}}}}},
+        "callbacks": {"RngState": capture_rng()},
+        "hyper_parameters": {},
+    }
+    return save(path, **parts, **content)
 
 
 def flip_a_byte(path: Path) -> None:
@@ -100,8 +119,8 @@ def test_auto_takes_the_newest_intact_one_of_the_same_run(tmp_path: Path, caplog
 
 def test_a_run_that_is_queued_again_goes_on_in_its_own_folder(tmp_path: Path) -> None:
     about = {"name": "a", "seed": 0}
-    mine = save(tmp_path / "day" / "job0" / "checkpoints" / "last.ckpt", baoc=about, age_s=30)
-    newer = save(tmp_path / "day" / "job1" / "checkpoints" / "last.ckpt", baoc=about)  # of another point of a sweep
+    mine = save_run(tmp_path / "day" / "job0" / "checkpoints" / "last.ckpt", baoc=about, age_s=30)
+    newer = save_run(tmp_path / "day" / "job1" / "checkpoints" / "last.ckpt", baoc=about)  # of another point of a sweep
     config = RunConfig(name="a", seed=0, resume="auto")
     assert find_checkpoint(config, run_dir=tmp_path / "day" / "job0") == mine
     assert find_checkpoint(config, run_dir=tmp_path / "day" / "job2") == newer
@@ -111,7 +130,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_takes_no_other_run_s(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     about = {"name": "a", "seed": 0}
-    other = save(tmp_path / "day" / "job1" / "checkpoints" / "last.ckpt", baoc=about)
+    other = save_run(tmp_path / "day" / "job1" / "checkpoints" / "last.ckpt", baoc=about)
     mine, config = tmp_path / "day" / "job0", RunConfig(name="a", seed=0, resume="auto")
     assert find_checkpoint(config, run_dir=mine) == other, (
         "nothing was trained here: go on with the newest of this name"
@@ -120,9 +139,9 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_takes_no_other_run_s(
     (mine / "metrics.jsonl").write_text('{"schema": 1, "step": 0}\n')
     assert find_checkpoint(config, run_dir=mine) is None
     assert "found nothing to resume: starting anew" in capsys.readouterr().out
-    flip_a_byte(save(mine / "checkpoints" / "last.ckpt", baoc=about))
+    flip_a_byte(save_run(mine / "checkpoints" / "last.ckpt", baoc=about))
     assert find_checkpoint(config, run_dir=mine) is None, "nor where all of its own are broken"
-    whole = save(mine / "checkpoints" / "step_00000002.ckpt", baoc=about)
+    whole = save_run(mine / "checkpoints" / "step_00000002.ckpt", baoc=about)
     assert find_checkpoint(config, run_dir=mine) == whole
 
 

@@ -4,6 +4,7 @@ import csv
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 
 from baoc.errors import BadInputError, OutputError
 from baoc.tracking.files import (
+    FolderGuard,
     LineFile,
     append_jsonl,
     atomic_write,
@@ -130,6 +132,58 @@ def test_a_full_disk_while_appending_cuts_the_part_off(tmp_path: Path, monkeypat
         append_jsonl(path, {"b": 22})
     monkeypatch.undo()
     assert path.read_bytes() == b'{"a": 1}\n'
+
+
+def test_a_file_that_would_pass_the_limit_is_said(tmp_path: Path) -> None:
+    """RLIMIT_FSIZE, as of `ulimit -f`: an error about a bug would send nobody there."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(OutputError, match=r"x\.txt in .* would be larger than a file may be: .*ulimit -f"):
+            write_text(tmp_path / "x.txt", "a" * 5000)
+        with LineFile(tmp_path / "x.jsonl") as file:
+            file.append({"a": "b" * 3000})
+            with pytest.raises(OutputError, match=r"x\.jsonl in .* would be larger than a file may be"):
+                file.append({"a": "b" * 3000})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert names(tmp_path) == ["x.jsonl"] and len(read_jsonl(tmp_path / "x.jsonl")) == 1
+
+
+class TestWhatIsRemovedMeanwhile:
+    def test_a_file_is_written_again_whole(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        path = tmp_path / "x.jsonl"
+        with LineFile(path) as file:
+            file.append({"a": 1})
+            path.unlink()
+            file.append({"a": 2})
+            path.unlink()
+        assert [line["a"] for line in read_jsonl(path)] == [1, 2]
+        assert "was removed while it was written: it is written again, with all that it had" in caplog.text
+
+    def test_a_file_that_was_replaced_is_gone_on_with(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        path = tmp_path / "x.jsonl"
+        with LineFile(path) as file:
+            file.append({"a": 1})
+            write_text(path, '{"a": 7}')  # as editors do, and without a line break
+            file.append({"a": 2})
+        assert [line["a"] for line in read_jsonl(path)] == [7, 2]
+        assert "was replaced while it was written" in caplog.text
+
+    @pytest.mark.parametrize("how", ["removed", "moved", "made again"])
+    def test_a_folder_is_noticed(self, tmp_path: Path, how: str) -> None:
+        folder = tmp_path / "run"
+        folder.mkdir()
+        guard = FolderGuard(folder)
+        guard.check()
+        shutil.rmtree(folder) if how != "moved" else folder.rename(tmp_path / "other")
+        if how == "made again":
+            folder.mkdir()
+        with pytest.raises(OutputError, match=r"run folder .*run was removed or moved while the run wrote into it"):
+            guard.check()
+        guard.close()
+        guard.check()
 
 
 def test_csv_has_every_column_in_order_of_appearance(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import wandb
 from baoc.errors import BadInputError, BudgetBreachedError
 from baoc.tracking import wandb_run
 from baoc.tracking.loggers import finishing, make_loggers
+from baoc.tracking.wandb_run import choose_mode, own_id
 
 SERVER = "http://wandb.example:8080"
 
@@ -280,3 +281,19 @@ def test_names_are_null_safe(tmp_path: Path) -> None:
     settings = SimpleNamespace(names=None, wandb=None)
     (logger,) = make_loggers(settings, run_dir=tmp_path, name="x", config={})  # pyright: ignore[reportArgumentType]
     assert (logger.name, logger.save_dir, logger.log_dir) == ("x", str(tmp_path), str(tmp_path))
+
+
+def test_an_unknown_mode_in_the_environment_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "bogus")
+    with pytest.raises(BadInputError, match="WANDB_MODE=bogus in the environment is no mode of W&B: unset it, or set"):
+        choose_mode("auto")
+
+
+def test_a_run_id_in_the_environment_is_that_of_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert own_id() is None
+    monkeypatch.setenv("WANDB_RUN_ID", "mine-of-this-test")
+    first, second, third = own_id(), own_id(), own_id()
+    assert first == "mine-of-this-test" and len({first, second, third}) == 3, "further jobs are runs of their own"
+    monkeypatch.setenv("WANDB_RUN_ID", "of-a-study")
+    monkeypatch.setenv("WANDB_JOB_TYPE", "trial")
+    assert own_id() not in (None, "of-a-study")

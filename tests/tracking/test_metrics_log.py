@@ -120,3 +120,11 @@ def test_the_csv_is_not_written_at_every_step(tmp_path: Path) -> None:
     assert not patient.path.exists()
     eager.save()
     assert eager.path.exists()
+
+
+@pytest.mark.parametrize("line", ["{}", '{"schema": 1}', '{"schema": "1", "step": 0}', '{"schema": 1, "step": null}'])
+def test_a_line_that_is_none_of_ours_is_told(tmp_path: Path, line: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text(f"{line}\n")
+    with pytest.raises(BadInputError, match=r"has a line without schema and step .*: it was damaged; remove that line"):
+        read_metrics(tmp_path)
+    JsonlLogger(tmp_path)  # whoever resumes is not disturbed by it

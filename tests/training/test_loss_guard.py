@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from baoc import BaocStrategy
-from baoc.errors import BadInputError, TrainingFailedError
+from baoc.errors import BadInputError, DivergedError, TrainingFailedError
 from baoc.tasks.ema import EmaWeights
 from baoc.tracking import load_checked
 from baoc.training.callbacks import LossGuard, SafeCheckpoint
@@ -78,16 +78,12 @@ def test_a_bad_micro_batch_costs_its_whole_step(tmp_path: Path) -> None:
 
 
 def test_too_many_in_a_row_end_the_run(tmp_path: Path) -> None:
-    with pytest.raises(
-        TrainingFailedError, match=r"step 6 is nan, as was that of the 2 steps before it .*lower optim.lr"
-    ):
+    with pytest.raises(DivergedError, match=r"step 6 is nan, as was that of the 2 steps before it .*lower optim.lr"):
         fit(Poisoned([0, 3, 4, 5]), tmp_path, patience=3)
 
 
 def test_stop(tmp_path: Path) -> None:
-    with pytest.raises(
-        TrainingFailedError, match=r"the loss of step 4 is inf, and faults.nonfinite_loss=stop"
-    ) as error:
+    with pytest.raises(DivergedError, match=r"the loss of step 4 is inf, and faults.nonfinite_loss=stop") as error:
         fit(Poisoned([3], value=math.inf), tmp_path, nonfinite_loss="stop")
     assert error.value.exit_code == 5
 
@@ -145,7 +141,7 @@ def test_a_rewind_to_before_the_decision_keeps_the_decision(tmp_path: Path, mode
 
 
 def test_rewinding_has_an_end_and_needs_a_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(TrainingFailedError, match=r"step 7 is nan after 2 rewinds \(faults.max_rewinds=2\)"):
+    with pytest.raises(DivergedError, match=r"step 7 is nan after 2 rewinds \(faults.max_rewinds=2\)"):
         fit(Poisoned([4, 5, 6]), tmp_path / "a", nonfinite_loss="rewind", every=4, max_rewinds=2)
     with pytest.raises(TrainingFailedError, match=r"no checkpoint to rewind to: set checkpoint.every_n_steps"):
         fit(Poisoned([1]), tmp_path / "b", nonfinite_loss="rewind")

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -125,3 +126,24 @@ def test_a_folder_that_becomes_unwritable(tmp_path: Path) -> None:
         trainer.fit(TinyModule(), TinyLoader(), TinyBatches())
     assert load_checked(tmp_path / "moved" / "last.ckpt")["global_step"] == 4
     assert torch.isfinite(trainer.callback_metrics["train/loss"])
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_metrics_file_that_is_removed_comes_back_whole(tmp_path: Path, every: int) -> None:
+    callbacks = [At(5, (tmp_path / "metrics.jsonl").unlink), SafeCheckpoint(tmp_path, every_n_steps=every)]
+    logger = JsonlLogger(tmp_path)
+    trainer = tiny_trainer(callbacks=callbacks, logger=[logger], enable_checkpointing=True)
+    trainer.fit(TinyModule(), TinyLoader(), TinyBatches())
+    assert [line["step"] for line in read_metrics(tmp_path)] == list(range(8))
+
+
+@pytest.mark.parametrize("step", [2, 7])
+def test_a_run_whose_folder_is_removed_ends_with_a_sentence(tmp_path: Path, step: int) -> None:
+    run_dir = tmp_path / "day" / "job"
+    callbacks = [At(step, lambda: shutil.rmtree(run_dir)), SafeCheckpoint(run_dir, every_n_steps=2)]
+    run_dir.mkdir(parents=True)
+    trainer = tiny_trainer(callbacks=callbacks, logger=[JsonlLogger(run_dir)], enable_checkpointing=True)
+    with pytest.raises(OutputError, match=r"job was removed or moved while the run wrote into it") as caught:
+        trainer.fit(TinyModule(), TinyLoader(), TinyBatches())
+    assert failure_of(caught.value).exit_code == 2
+    assert not run_dir.exists() or not list(run_dir.iterdir()), "nothing is left that looks like a run"

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from baoc.errors import BadInputError, CheckpointError, OutputError
-from baoc.tracking import load_checked
+from baoc.tracking import load_checked, read_metrics
+from baoc.tracking.files import read_jsonl
+from baoc.tracking.jsonl import JsonlLogger
 from baoc.training.callbacks import AsideCheckpointIO, SafeCheckpoint
 from baoc.training.callbacks.checkpoint import unplain
 from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
@@ -183,3 +185,33 @@ def test_objects_that_a_safe_load_refuses_are_named_when_saving(
 def test_a_wrong_mode_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match="mode='lowest' of a checkpoint is not allowed: choose min or max"):
         SafeCheckpoint(tmp_path, mode="lowest")
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_a_step_is_in_the_metrics_before_its_checkpoint_is_written(
+    tmp_path: Path, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill between the two would lose the line for good: whoever resumes goes on after that step."""
+    real, seen = torch.save, []
+
+    def save(content: Any, file: Any) -> None:
+        seen.append((content["global_step"], [line["step"] for line in read_metrics(tmp_path)]))
+        real(content, file)
+
+    monkeypatch.setattr(torch, "save", save)
+    callbacks = [SafeCheckpoint(tmp_path, every_n_steps=every, monitor="val/loss")]
+    trainer = tiny_trainer(
+        max_steps=14,
+        enable_checkpointing=True,
+        callbacks=callbacks,
+        logger=[JsonlLogger(tmp_path)],
+        val_check_interval=4,
+        check_val_every_n_epoch=None,
+        accumulate_grad_batches=2,
+    )
+    trainer.fit(TinyModule(), TinyLoader(), TinyBatches())
+    assert len(seen) >= 14 // every
+    for step, logged in seen:
+        assert logged == list(range(step)), f"the checkpoint of step {step}"
+    lines = [line for line in read_jsonl(tmp_path / "metrics.jsonl") if "train/loss" in line]
+    assert [line["step"] for line in lines] == list(range(14)), "and once only"

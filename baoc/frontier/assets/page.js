@@ -5,7 +5,8 @@ const COLOURS = {BAOC: "#0b6bcb", uniform: "#d1700f", "random feasible": "#7a7f8
 const SPARE = ["#2f8f4e", "#8b5cc2", "#b3261e", "#0f8b8d", "#c2a10f", "#c2528b", "#5b6b1f", "#4a4fb5"];
 const TITLES = {state_share: "optimizer state, % of fp32 AdamW's", state_mib: "optimizer state, MiB", peak_mib: "peak memory, MiB", samples_per_s: "samples/s", risk: "predicted risk"};
 const NARROW = window.innerWidth < 600;
-const CONFIG = {responsive: true, displaylogo: false, displayModeBar: NARROW ? false : "hover", modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d", "toImage"]};
+const CONFIG = {responsive: true, displaylogo: false, displayModeBar: NARROW ? false : "hover", showSendToCloud: false, plotlyServerURL: "",
+  toImageButtonOptions: {format: "png", scale: 2, filename: "frontier"}, modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"]}; // a picture on this machine, and nothing to a server
 const EDGE = NARROW ? 44 : 60;
 const FEW = 12; // points of which each has a column; of more, those on the front of their family or study
 const SHARES = [1, 2, 5, 10, 25, 50, 100];

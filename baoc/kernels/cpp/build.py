@@ -1,9 +1,11 @@
 """Compiles `step.cpp` with the system's C++ compiler on first use and keeps the library in a cache folder.
 
 The file name contains a hash of the sources, the flags, and the macros that the compiler predefines for this CPU. Files
-are written under a temporary name and renamed, so several processes may compile at the same time.
+are written under a temporary name and renamed, so several processes may compile at the same time. A library is loaded
+from folders only in which no other user could have put it, and only if it agrees with the hash beside it.
 """
 
+import atexit
 import ctypes
 import hashlib
 import logging
@@ -11,6 +13,7 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
@@ -91,32 +94,115 @@ def compiled_step() -> Path:
         flags = (*flags, "-mprefer-vector-width=512")
     files = sorted(path for path in SOURCES.iterdir() if path.suffix in (".cpp", ".h"))
     parts = [*command, *FLAGS, *flags, macros, platform.platform(), *(path.read_text() for path in files)]
-    return _kept("step", parts, lambda path: compile_source([*command, *FLAGS, *flags], target=path))
+    return kept_library("step", parts, lambda path: compile_source([*command, *FLAGS, *flags], target=path))
 
 
 def compiled(source: Path, *, flags: Sequence[str]) -> Path:
     """Path of the library of a single C source, compiled unless cached. Raises Unavailable or OSError."""
     command = [*compiler(), *flags, "-x", "c"]
     parts = [*command, platform.platform(), source.read_text()]
-    return _kept(source.stem, parts, lambda path: compile_source(command, target=path, source=source))
+    return kept_library(source.stem, parts, lambda path: compile_source(command, target=path, source=source))
 
 
-def _kept(stem: str, parts: Sequence[str], make: Callable[[Path], None]) -> Path:
-    """The cached library for the hash of `parts`; `make(path)` builds it if there is none."""
+def kept_library(stem: str, parts: Sequence[str], make: Callable[[Path], None]) -> Path:
+    """The cached library for the hash of `parts`; `make(path)` builds it if there is none.
+
+    It runs as the user who loads it, so it comes from a folder in which nobody else could have put it; where there is
+    none, from a folder of this process alone.
+    """
     name = f"{stem}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:24]}.so"
-    user = os.getuid() if hasattr(os, "getuid") else 0
-    for folder in (cache_folder(), Path(tempfile.gettempdir()) / f"baoc-{user}"):
+    for folder in (cache_folder(), Path(tempfile.gettempdir()) / f"baoc-{_user()}"):
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if hasattr(os, "getuid") and folder.stat().st_uid not in (user, 0):
-                continue  # another user could have put a library there
-            path = folder / name
-            if not path.exists():
-                make(path)
-            return path
+            if (fault := shared_with(folder)) is not None:
+                log.warning(
+                    "%s: libraries of the native step are not kept there; set $%s to a folder of yours", fault, CACHE
+                )
+                continue
+            return _verified(folder / name, make)
         except OSError as error:
             log.info("folder %s cannot keep the library: %s", folder, error)
-    raise Unavailable(f"neither {cache_folder()} nor the folder for temporary files can be written; set ${CACHE}")
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="baoc-"))
+    except OSError as error:
+        raise Unavailable(
+            f"neither {cache_folder()} nor the folder for temporary files can keep it ({error}); set ${CACHE} to a "
+            "folder that only you may write"
+        ) from error
+    atexit.register(_remove, folder, process=os.getpid())
+    return _verified(folder / name, make)
+
+
+def _remove(folder: Path, *, process: int) -> None:
+    if os.getpid() == process:  # forked ones end too
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _verified(path: Path, make: Callable[[Path], None]) -> Path:
+    """`path`, a library that is the user's own and whole by the hash beside it; built if it is not there or not so."""
+    noted = path.with_suffix(".sha256")
+    try:
+        if _fault(path.lstat(), is_folder=False) is None and noted.read_text() == hash_of(path):
+            return path
+    except (OSError, ValueError):
+        pass
+    make(path)
+    aside = noted.with_name(f"{noted.name}.{os.getpid()}")
+    aside.write_text(hash_of(path))
+    os.replace(aside, noted)
+    return path
+
+
+def hash_of(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def shared_with(folder: Path) -> str | None:
+    """Why another user could put files into `folder`, or another folder in its place; None where none could.
+
+    The folder itself and all above it count, as for ssh. Of symbolic links only those of the user or of root are
+    followed.
+    """
+    parts = [folder.absolute(), *folder.absolute().parents]
+    for part in parts:
+        status = part.lstat()
+        if stat.S_ISLNK(status.st_mode):
+            if status.st_uid not in (_user(), 0):
+                return f"{part} is a symbolic link of another user"
+            return shared_with(part.resolve()) or shared_with(part.parent)
+        sticky = part is not parts[0] and status.st_mode & stat.S_ISVTX  # others cannot replace what is not theirs
+        if not sticky and (fault := _fault(status, is_folder=True)) is not None:
+            return f"{part} {fault}"
+    return None
+
+
+def _fault(status: os.stat_result, *, is_folder: bool) -> str | None:
+    """Why what has this status is not the user's alone."""
+    if not (stat.S_ISDIR if is_folder else stat.S_ISREG)(status.st_mode):
+        return "is a link or of another kind"
+    if not hasattr(os, "getuid"):
+        return None  # Windows gives each user a folder of its own
+    if status.st_uid not in (_user(), 0):
+        return "belongs to another user"
+    if status.st_mode & stat.S_IWOTH or (status.st_mode & stat.S_IWGRP and not is_own_group(status.st_gid)):
+        return "may be written by other users"
+    return None
+
+
+def _user() -> int:
+    return os.getuid() if hasattr(os, "getuid") else 0
+
+
+def is_own_group(group: int) -> bool:
+    """True for the group of the user alone that many systems make, with a umask under which it may write."""
+    import grp
+    import pwd
+
+    try:
+        user, entry = pwd.getpwuid(_user()).pw_name, grp.getgrgid(group)
+    except KeyError:
+        return False
+    return entry.gr_name == user and not set(entry.gr_mem) - {user}
 
 
 def _cpu_flags(command: list[str]) -> tuple[tuple[str, ...], str]:

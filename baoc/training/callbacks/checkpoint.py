@@ -35,8 +35,16 @@ from baoc.tracking.checkpoints import (
     newest_first,
 )
 from baoc.tracking.checksum import ChecksumFile
-from baoc.tracking.files import DISK_FULL, atomic_write
-from baoc.training.callbacks.trainer_state import accumulating, fast_dev_run, is_final_batch, validation_follows
+from baoc.tracking.files import NO_ROOM, FolderGuard, atomic_write
+from baoc.tracking.jsonl import JsonlLogger
+from baoc.training.callbacks.trainer_state import (
+    accumulating,
+    fast_dev_run,
+    is_final_batch,
+    logs_now,
+    validation_follows,
+    values_to_log,
+)
 from baoc.training.callbacks.vote import StepVote, ranks_of
 
 log = logging.getLogger(__name__)
@@ -111,6 +119,7 @@ class SafeCheckpoint(Checkpoint):
         self.best: dict[str, float] = {}  # file name -> monitored value
         self._last_step = 0  # of the newest last.ckpt
         self._written: tuple[int, Path] | None = None  # step and path of the newest file of any kind
+        self._run_dir: FolderGuard | None = None
         self._warned = False
         self._written_s = 0.0  # of the newest one, or of that from which the run goes on
         self._vote = vote
@@ -142,6 +151,7 @@ class SafeCheckpoint(Checkpoint):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._last_step = trainer.global_step
         self._written = None
+        self._run_dir = FolderGuard(self.folder.parent)
         if self.folder.is_dir() and not fast_dev_run(trainer):
             self._tidy(resumed_from=trainer.ckpt_path)
 
@@ -149,6 +159,7 @@ class SafeCheckpoint(Checkpoint):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._is_due(trainer) and (self.urgent() or not validation_follows(trainer)):
+            _log_first(trainer)
             self._save_last(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -194,7 +205,7 @@ class SafeCheckpoint(Checkpoint):
 
         That one is called by its own step, so that it never takes the name of an older one; a damaged one is set aside.
         """
-        for part in self.folder.glob(".*.tmp"):
+        for part in (*self.folder.glob(".*.tmp"), *self.folder.parent.glob(".*.tmp")):
             part.unlink(missing_ok=True)
         last = self.last_path
         if not last.is_file() or (resumed_from and os.path.realpath(resumed_from) == os.path.realpath(last)):
@@ -253,6 +264,8 @@ class SafeCheckpoint(Checkpoint):
 
     def _write(self, trainer: L.Trainer, path: Path) -> None:
         """A checkpoint of now at `path`: linked where this step's was written just before, under another name."""
+        if self._run_dir is not None:
+            self._run_dir.check()
         written, now = self._written, trainer.global_step
         if written is not None and self._ranks.first(written[0] == now and written[1].is_file()):
             if self._ranks.rank == 0:
@@ -261,6 +274,16 @@ class SafeCheckpoint(Checkpoint):
             with self.track("checkpoint"):
                 trainer.save_checkpoint(path, weights_only=False)
         self._written = (trainer.global_step, path)
+
+
+def _log_first(trainer: L.Trainer) -> None:
+    """Has the batch's line in metrics.jsonl before its checkpoint: Lightning logs after all callbacks, and what a kill
+    in between took would never be written again, as a resumed run goes on after this step."""
+    if logs_now(trainer):
+        values, step = values_to_log(trainer)
+        for logger in trainer.loggers if values else ():
+            if isinstance(logger, JsonlLogger):
+                logger.log_metrics(values, step=step)
 
 
 def _link(source: Path, path: Path) -> None:
@@ -280,7 +303,7 @@ def _full_disk(error: BaseException) -> OSError | None:
     """torch.save wraps the OSError of a full disk in a RuntimeError about positions; this finds it again."""
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, OSError) and cause.errno in DISK_FULL:
+        if isinstance(cause, OSError) and cause.errno in NO_ROOM:
             return OSError(cause.errno, os.strerror(cause.errno or errno.ENOSPC))
         cause = cause.__cause__ or cause.__context__
     return None

@@ -12,7 +12,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from baoc.errors import BadInputError, CheckpointError, TrainingFailedError
+from baoc.errors import BadInputError, CheckpointError, DivergedError, TrainingFailedError
 from baoc.tracking import load_checked, resolve_resume
 from baoc.tracking.console import say
 from baoc.training.callbacks.checkpoint import SafeCheckpoint
@@ -34,8 +34,8 @@ class LossGuard(L.Callback):
     batches that led there are not seen again. After `max_rewinds` the run ends.
     `stop`: the run ends.
 
-    An end is TrainingFailedError, exit code 5. Losses are read once per optimizer step, so a GPU is waited for once. By
-    a `vote` the loss of any rank is that of all.
+    An end is DivergedError, exit code 5, which a study is told as a violated constraint. Losses are read once per
+    optimizer step, so a GPU is waited for once. By a `vote` the loss of any rank is that of all.
     """
 
     def __init__(
@@ -99,16 +99,16 @@ class LossGuard(L.Callback):
 
     def _react(self, trainer: L.Trainer, *, what: str) -> None:
         if self.policy == "stop":
-            raise TrainingFailedError(f"{what}, and faults.nonfinite_loss=stop: {REMEDY}")
+            raise DivergedError(f"{what}, and faults.nonfinite_loss=stop: {REMEDY}")
         if self.policy == "skip":
             if self.num_in_a_row >= self.patience:
-                raise TrainingFailedError(
+                raise DivergedError(
                     f"{what}, as was that of the {self.num_in_a_row - 1} steps before it (faults.patience): {REMEDY}"
                 )
             self.tell(f"{what}: the step changes nothing (number {self.num_bad} of this run)")
             return
         if self.num_rewinds >= self.max_rewinds:
-            raise TrainingFailedError(
+            raise DivergedError(
                 f"{what} after {self.num_rewinds} rewinds (faults.max_rewinds={self.max_rewinds}): {REMEDY}"
             )
         self.num_rewinds += 1
@@ -123,7 +123,7 @@ class LossGuard(L.Callback):
     def _rewind(self, trainer: L.Trainer, *, what: str) -> int:
         path = ranks_of(trainer).from_first(self._newest) or trainer.ckpt_path
         if path is None:
-            raise TrainingFailedError(
+            raise DivergedError(
                 f"{what}, and there is no checkpoint to rewind to: set checkpoint.every_n_steps, or {REMEDY}"
             )
         try:

@@ -2,6 +2,7 @@
 
 import logging
 import random
+from collections.abc import Mapping
 from typing import Any
 
 import lightning as L
@@ -111,13 +112,25 @@ def _drawn(words: Tensor, generator: torch.Generator) -> Tensor:
     return drawn
 
 
-def restore_rng(state: dict[str, Any]) -> None:
+def check_rng(state: Mapping[str, Any]) -> None:
+    """Raises what generators raise for a state that is none, without touching those of the process."""
+    _set(state, python=random.Random(), numpy=np.random.RandomState(), torch_=torch.Generator())
+    if "cuda" in state:
+        _bytes(state["cuda"])
+        int(state["cuda_device"])
+
+
+def _set(state: Mapping[str, Any], *, python: Any, numpy: Any, torch_: torch.Generator) -> None:
+    kept, arrays = state["python"], state["numpy"]
+    python.setstate((kept["version"], tuple(kept["words"].tolist()), kept["gauss"]))
+    keys = arrays["keys"].numpy().astype(np.uint32)
+    numpy.set_state(("MT19937", keys, arrays["position"], arrays["has_gauss"], arrays["cached"]))
+    torch_.set_state(_bytes(state["torch"]))
+
+
+def restore_rng(state: Mapping[str, Any]) -> None:
     """Puts back what `capture_rng` took; a CUDA state is left out where there is no such device."""
-    python, numpy = state["python"], state["numpy"]
-    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
-    keys = numpy["keys"].numpy().astype(np.uint32)
-    np.random.set_state(("MT19937", keys, numpy["position"], numpy["has_gauss"], numpy["cached"]))
-    torch.set_rng_state(_bytes(state["torch"]))
+    _set(state, python=random, numpy=np.random, torch_=torch.default_generator)
     if "cuda" in state and state["cuda_device"] < torch.cuda.device_count():
         torch.cuda.set_rng_state(_bytes(state["cuda"]), state["cuda_device"])
 

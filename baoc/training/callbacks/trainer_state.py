@@ -1,6 +1,9 @@
 """What callbacks ask of a Trainer that Lightning 2.6 has no public name for; the only place to mend for another one."""
 
+from typing import Any
+
 import lightning as L
+from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
 
 
 def fast_dev_run(trainer: L.Trainer) -> bool:
@@ -19,6 +22,16 @@ def logs_now(trainer: L.Trainer) -> bool:
     if accumulating(trainer):
         return False
     return fast_dev_run(trainer) or (every > 0 and trainer.global_step % every == 0)
+
+
+def values_to_log(trainer: L.Trainer) -> tuple[dict[str, Any], int]:
+    """What Lightning will hand to the loggers for the batch that has just ended, and the step that it will say."""
+    values: dict[str, Any] = convert_tensors_to_scalars(trainer._logger_connector.metrics["log"])
+    step = values.pop("step", None)
+    if step is None:
+        values.setdefault("epoch", trainer.current_epoch)
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+    return values, int(step)
 
 
 def is_final_batch(trainer: L.Trainer) -> bool:

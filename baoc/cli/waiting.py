@@ -1,0 +1,33 @@
+"""How OpenMP's threads wait for each other at the end of a loop: set before torch is loaded, which reads it once.
+
+By default they spin, which is fastest on cores of one's own. Where another process is busy on these cores too, a step
+waits for a thread that is not running while the others spin.
+"""
+
+import os
+from collections.abc import MutableMapping
+
+# Of the user: any of these says how threads wait, so nothing is set beside it.
+VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+
+
+def yield_where_shared(environment: MutableMapping[str, str] | None = None) -> bool:
+    """Makes waiting threads sleep where other processes want these cores, unless the user has said how they wait.
+
+    Returns whether it did.
+    """
+    environment = os.environ if environment is None else environment
+    if any(name in environment for name in VARIABLES) or not are_shared():
+        return False
+    environment["OMP_WAIT_POLICY"] = "PASSIVE"
+    return True
+
+
+def are_shared() -> bool:
+    """True if more than a quarter of a process besides this one ran on average in the last minute, for each core."""
+    try:
+        load = os.getloadavg()[0]
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    except OSError:
+        return False
+    return load > max(0.25 * cores, 0.5)
