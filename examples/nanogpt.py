@@ -46,6 +46,8 @@ def main(budget: str = "state_25", steps: int = 60) -> None:
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = GPT().to(device)
+    for matrix in (p for p in model.parameters() if p.ndim >= 2):
+        nn.init.normal_(matrix, std=0.02)
     decayed = [p for p in model.parameters() if p.ndim >= 2]
     others = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]

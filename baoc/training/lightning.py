@@ -42,7 +42,7 @@ from baoc.training.arriving_weights import (
 from baoc.training.averages import averaging_callbacks, without_narrow
 from baoc.training.gradient_release import leave_clipping, leaves_gradients, released_clipping, take_clipping_back
 from baoc.training.measure.first_step import FirstStep
-from baoc.training.measure.probe import Probe, UnmeasuredStepError, silent, unwrapped
+from baoc.training.measure.probe import Probe, UnmeasuredStepError, silent
 from baoc.training.narration import Narrator, loggers_of
 from baoc.training.own_words import in_own_words
 from baoc.training.reallocation import Reallocator
@@ -227,7 +227,7 @@ class BudgetedStrategy(Strategy):
             settings=settings,
             betas=tuple(defaults["betas"]),
             device=self.root_device,
-            declared=declared_blocks(module, unwrapped(module)),
+            declared=declared_blocks(module),
             module=module,
             ranks=self.ranks,
         )
@@ -297,7 +297,7 @@ class BudgetedStrategy(Strategy):
                 f"the module sets automatic_optimization=False, and {what} needs a step that Lightning runs: use a "
                 "budget of memory or state without it, or automatic optimization"
             )
-        declared, named = declared_blocks(module, unwrapped(module)), dict(module.named_parameters())
+        declared, named = declared_blocks(module), dict(module.named_parameters())
         names = {id(param): name for name, param in named.items()}
         sessions, defaults = [], [hyperparameters(one) for one in theirs]
         for one, given in zip(theirs, defaults, strict=True):
@@ -557,7 +557,7 @@ class BaocStrategy(BudgetedStrategy, SingleDeviceStrategy):
         plan_only: bool = False,
         record_latency: bool = False,
         verbose: bool = True,
-        **listeners: Any,
+        **others: Any,
     ):
         refuse_ranks("strategy")
         if device not in ("auto", "cpu", "cuda") and not device.startswith("cuda:"):
@@ -565,14 +565,14 @@ class BaocStrategy(BudgetedStrategy, SingleDeviceStrategy):
         named = {"auto": "cpu", "cuda": "cuda:0"}  # auto is settled in setup_environment; Lightning wants an index
         super().__init__(
             budget,
+            device=named.get(device, device),
             settings=settings,
             recipe=recipe,
             latency=latency,
             plan_only=plan_only,
             record_latency=record_latency,
             verbose=verbose,
-            device=named.get(device, device),
-            **listeners,
+            **others,
         )
         self._device_choice = device
 

@@ -25,7 +25,6 @@ from baoc.tracking.console import say
 from baoc.training.arriving_weights import leave, needs_room
 from baoc.training.measure.caller_probe import CallerProbe
 from baoc.training.measure.first_step import FirstStep
-from baoc.training.measure.probe import unwrapped as declaring
 from baoc.training.narration import Narrator
 from baoc.training.own_words import in_own_words
 from baoc.training.reallocation import ReallocationSettings
@@ -117,7 +116,7 @@ class BaocOptimizer(BlockwiseOptimizer):
             settings=settings,
             betas=betas,
             device=device,
-            declared=declared_blocks(module, declaring(module)) if module is not None else None,
+            declared=declared_blocks(module) if module is not None else None,
             module=module,
             ranks=group,
         )

@@ -6,18 +6,9 @@ from subprocess import CompletedProcess
 import pytest
 
 EXTRAS = (
-    "wandb",
-    "optuna",
-    "plotly",
-    "pydantic",
-    "transformers",
-    "hydra",
-    "omegaconf",
-    "diffusers",
-    "datasets",
-    "peft",
-)
-EXTRAS += ("sklearn",)
+    "wandb", "optuna", "plotly", "pydantic", "transformers", "hydra", "omegaconf", "diffusers", "datasets", "peft",
+    "sklearn",
+)  # fmt: skip
 CODE = f"""
 import importlib.machinery, importlib.metadata, sys
 

@@ -28,6 +28,7 @@ def test_an_example_trains_inside_its_budget(script, run_python: Callable[..., C
     done = run_python(str(script), "state_25", cwd=tmp_path, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     assert "plan for budget state_25" in done.stdout
-    assert re.search(r"steps, no reallocation; .* of optimizer state: met, .* to spare \(binds\)", done.stdout)
+    assert re.search(r"steps, no reallocation; .* of optimizer state: met, .* to spare", done.stdout)
     losses = [float(found) for found in re.findall(r"loss (\d+\.\d+)", done.stdout)]
-    assert losses and losses[-1] < (3 if script.stem == "nanogpt" else 1.5)  # of 64 letters, and of few classes
+    # nanogpt guesses among 64 letters (4.2 by chance, AdamW ends at 2.4), the others among few classes.
+    assert losses and losses[-1] < (2.5 if script.stem == "nanogpt" else 1.5)

@@ -13,12 +13,16 @@ from transformers import BertConfig, BertForSequenceClassification, Trainer, Tra
 from baoc import BaocOptimizer
 from baoc.errors import BadInputError
 from baoc.integrations.hf import BudgetCallback, budgeted, make_optimizer, with_budget
+from baoc.planning.planner import PlannerSettings
+from baoc.training.session import SessionSettings
 from tests.support.classifier import same
 
 pytestmark = [
     pytest.mark.slow,  # transformers' and accelerate's imports
     pytest.mark.filterwarnings("ignore:.*pin_memory.*", "ignore:.*LeafSpec.*", "ignore::DeprecationWarning"),
 ]
+
+PRIOR = SessionSettings(planner=PlannerSettings(risk="prior"))  # AdamW itself where nothing binds
 
 
 def classifier() -> BertForSequenceClassification:
@@ -43,16 +47,21 @@ def arguments(folder: Path, **changed: Any) -> TrainingArguments:
     return TrainingArguments(str(folder), **{**given, **changed})
 
 
-def trained(folder: Path, *, budget: str | None, resume: bool = False, **changed: Any) -> Trainer:
+def trained(
+    folder: Path, *, budget: str | None, resume: bool = False, settings: SessionSettings | None = None, **changed: Any
+) -> Trainer:
     trainer = Trainer(classifier(), arguments(folder, **changed), train_dataset=sentences())
     if budget is not None:
-        with_budget(trainer, budget=budget)
+        with_budget(trainer, budget=budget, settings=settings)
     trainer.train(resume_from_checkpoint=str(folder / "checkpoint-3") if resume else None)
     return trainer
 
 
 def test_a_trainer_trains_as_with_its_own_adamw_where_no_budget_binds(tmp_path):
-    plain, ours = trained(tmp_path / "plain", budget=None), trained(tmp_path / "ours", budget="unlimited")
+    plain, ours = (
+        trained(tmp_path / "plain", budget=None),
+        trained(tmp_path / "ours", budget="unlimited", settings=PRIOR),
+    )
     pairs = zip(plain.model.parameters(), ours.model.parameters(), strict=True)
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in pairs)
 

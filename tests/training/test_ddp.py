@@ -2,6 +2,8 @@
 
 import time
 from collections.abc import Callable
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +118,50 @@ class Lowered(L.Callback):
                 reallocator = strategy.reallocator
                 with reallocator.moving(True):
                     reallocator.optimizer.migrate(dict.fromkeys(reallocator.optimizer.specs, specs))
+                assert isinstance(strategy.model, DistributedDataParallel)
+                self.views = strategy.model.gradient_as_bucket_view
+
+
+class Manual(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class OnlyInTraining(Classifier):
+    """Its step needs what a callback makes, which nothing calls before training."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * self.scale  # pyright: ignore[reportOperatorIssue]
+
+
+class Scales(L.Callback):
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        pl_module.scale = 2.0
+
+
+def by_others(size: int) -> dict[str, Any]:
+    """Modules as others write them: what is said on the terminal, what is measured in training, what is refused."""
+    given = {"devices": size, "plugins": [LightningEnvironment()]}
+    told, refused = StringIO(), ""
+    with redirect_stdout(told):
+        measured, late = BaocDDPStrategy("8gb"), BaocDDPStrategy("1mb")
+        fit(measured, **given)
+        module = fit(late, module=OnlyInTraining(), callbacks=[Scales()], **given)
+    try:
+        fit(BaocDDPStrategy("state_25"), module=Manual(), **given)
+    except BadInputError as error:
+        refused = str(error)
+    assert late.reallocator is not None
+    footprint = late.reallocator.planner.footprint
+    return {
+        "told": told.getvalue(),
+        "refused": refused,
+        "met": (measured.budget_met, late.budget_met),
+        "late": [param.detach().clone() for param in module.parameters()],
+        "late_specs": late.reallocator.optimizer.specs,
+        "late_bytes": footprint.forward_backward_bytes if footprint is not None else None,
+    }
 
 
 def by_lightning(rank: int, size: int) -> dict[str, Any]:
@@ -142,7 +188,7 @@ def by_lightning(rank: int, size: int) -> dict[str, Any]:
 def work(rank: int, size: int, store: Path) -> dict[str, Any]:
     with as_launched(rank, size), group(rank, size, store=store):
         found = {"probes": other_probes(rank), "clocks": other_clocks(rank), "errors": errors(rank)}
-        return {**found, "lightning": by_lightning(rank, size)}
+        return {**found, "lightning": by_lightning(rank, size), "others": by_others(size)}
 
 
 @pytest.fixture(scope="module")
@@ -199,6 +245,27 @@ def test_the_plan_of_a_share_of_state_is_that_of_one_process(found: list[dict[st
     strategy.plan_listeners.append(lambda _, plan: plans.append(dict(plan.allocation.choices)))
     fit(strategy, module=Classifier(), steps=1)
     assert [each["lightning"]["plan"] for each in found] == 2 * plans
+
+
+def test_rank_0_alone_says_plan_and_verdict(found: list[dict[str, Any]]) -> None:
+    first, second = (each["others"] for each in found)
+    for budget in ("8gb", "1mb"):
+        assert first["told"].count(f"BaocDDPStrategy: plan for budget {budget}") == 1
+    assert first["told"].count("BaocDDPStrategy: 8 steps, no reallocation") == 2
+    assert second["told"] == "" and first["met"] == second["met"] == (True, True)
+
+
+def test_a_step_that_is_measured_in_training_is_planned_for_by_all(found: list[dict[str, Any]]) -> None:
+    first, second = (each["others"] for each in found)
+    assert first["late_bytes"] == second["late_bytes"] and first["late_specs"] == second["late_specs"]
+    assert first["late_bytes"] and same([first["late"], second["late"]])
+
+
+def test_modules_that_step_themselves_are_refused_in_several_processes(found: list[dict[str, Any]]) -> None:
+    for each in found:
+        assert each["others"]["refused"].startswith(
+            "the module sets automatic_optimization=False: BaocDDPStrategy trains one AdamW in automatic optimization."
+        )
 
 
 def test_a_process_alone_is_asked_nothing_by_others() -> None:

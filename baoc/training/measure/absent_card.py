@@ -42,7 +42,7 @@ from baoc.training.arriving_weights import weights_bytes
 from baoc.training.lightning import declared_blocks, widened
 from baoc.training.measure.microbatch_search import axes_of, leave
 from baoc.training.measure.microbatches import Trials
-from baoc.training.measure.probe import unwrapped, upkeep_bytes
+from baoc.training.measure.probe import upkeep_bytes
 from baoc.training.measure.step_temporaries import step_temporaries
 from baoc.training.measure.step_time import FUSED_BYTES, moved_bytes
 from baoc.training.plan_files import Recorder
@@ -185,7 +185,7 @@ class _Shapes:
             settings=settings,
             betas=config.optim.betas,
             device=torch.device("cpu"),
-            declared=declared_blocks(task, unwrapped(task)),
+            declared=declared_blocks(task),
             module=task,
         )
         self.numel = sum(info.numel for info in self.session.infos)

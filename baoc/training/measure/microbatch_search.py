@@ -37,7 +37,7 @@ from baoc.training.callbacks.resume import capture_rng, restore_rng
 from baoc.training.lightning import declared_blocks, widened
 from baoc.training.measure.measurements import Tryouts, Way
 from baoc.training.measure.microbatches import Trials
-from baoc.training.measure.probe import unwrapped, upkeep_bytes
+from baoc.training.measure.probe import upkeep_bytes
 from baoc.training.measure.step_time import soon_timed, time_specs
 from baoc.training.resume import choice_of, keep, settled
 from baoc.training.session import Session, SessionSettings, make_profiler
@@ -178,7 +178,7 @@ class Decision:
             settings=settings,
             betas=config.optim.betas,
             device=self.where,
-            declared=declared_blocks(task, unwrapped(task)),
+            declared=declared_blocks(task),
             module=task,
         )
         with phases("device and weights"):

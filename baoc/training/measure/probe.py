@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import Tensor, nn
+from torch import Tensor
 from torchmetrics import Metric
 
 from baoc.cache import cache_folder
@@ -261,12 +261,3 @@ def batch_size_of(batch: Any) -> int:
         return batch.shape[0] if batch.ndim else 0
     values = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else ()
     return next((size for size in map(batch_size_of, values) if size), 0)
-
-
-def unwrapped(module: nn.Module) -> nn.Module:
-    """The module that may declare blocks: a LightningModule's `model` or `net` if it has one, else itself."""
-    for name in ("model", "net", "network"):
-        child = getattr(module, name, None)
-        if isinstance(child, nn.Module) and hasattr(child, "parameter_blocks"):
-            return child
-    return module

@@ -440,6 +440,7 @@ class Reallocator:
             self.plan = self.planner.adopt(
                 state["choices"], risk=state["risk_model"], profile=self.profile, gap=state["gap"]
             )
+        self.optimizer.retune(tuning_of(self.plan))
         self._moved(self.plan.allocation.choices, moments={})
         if self.profiler is not None and self.watching and state["profiler"]:
             try:
