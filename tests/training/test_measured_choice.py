@@ -43,6 +43,17 @@ def test_a_module_s_optimizer_runs_what_the_planner_chooses_at_its_rate(llama: n
     assert rates == {rate} and rate > 1
 
 
+def test_a_resume_keeps_the_rates_that_were_chosen_whatever_a_newer_table_has(llama: nn.Module):
+    first = BaocOptimizer(llama, budget="state_15", lr=1e-3)
+    saved = first.state_dict()
+    saved["online"]["tuning"]["lr"] = {rule: 0.125 for rule in saved["online"]["tuning"]["lr"]}
+    assert saved["online"]["tuning"]["lr"]
+    again = BaocOptimizer(llama, budget="state_15", lr=1e-3)
+    again.load_state_dict(saved)
+    rates = {slot.tuned.lr for live in again.roster.live.values() for slot in live.slots if slot.tuned is not None}
+    assert rates == {0.125}
+
+
 def test_names_without_a_module_are_planned_alike(llama: nn.Module):
     """Roles follow from names and shapes, so the network is known as a transformer for language."""
     named = BaocOptimizer(list(llama.named_parameters()), budget="state_15")

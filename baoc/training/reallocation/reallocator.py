@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from baoc.core.recipes import tuning_of
+from baoc.core.recipes import Tuning, tuning_of
 from baoc.errors import BadInputError, CheckpointError, InfeasibleBudgetError
 from baoc.optim import BeforeStep, BlockwiseOptimizer
 from baoc.optim.groups import to_spec
@@ -397,6 +397,7 @@ class Reallocator:
             "profile": to_plain(self.profile) if self.profile is not None else {},
             "first_profile": to_plain(self.first_profile) if self.first_profile is not None else {},
             "choices": dict(self.plan.allocation.choices),
+            "tuning": to_plain(tuning_of(self.plan) or Tuning()),
             "gap": self.plan.allocation.gap,
             "budget": to_plain(self.planner.budget),
             "left": dict(self.left),
@@ -440,6 +441,7 @@ class Reallocator:
             self.plan = self.planner.adopt(
                 state["choices"], risk=state["risk_model"], profile=self.profile, gap=state["gap"]
             )
+        self.plan = _as_tuned(self.plan, state)
         self.optimizer.retune(tuning_of(self.plan))
         self._moved(self.plan.allocation.choices, moments={})
         if self.profiler is not None and self.watching and state["profiler"]:
@@ -451,3 +453,12 @@ class Reallocator:
                 self.watched_from = self.step
                 notes += [] if any("start anew" in note for note in notes) else ["statistics of gradients start anew"]
         return notes
+
+
+def _as_tuned(plan: Plan, state: Mapping[str, Any]) -> Plan:
+    """A plan that goes on with the saved choices keeps their rates and betas, whatever a newer table gives."""
+    saved = state.get("tuning")  # None in a checkpoint of before there were any
+    if saved is None or plan.basis is None or dict(plan.allocation.choices) != dict(state["choices"]):
+        return plan
+    betas = {rule: (float(first), float(second)) for rule, (first, second) in saved["betas"].items()}
+    return replace(plan, basis=replace(plan.basis, lr=dict(saved["lr"]), betas=betas))
