@@ -57,4 +57,4 @@ def test_its_command_composes_without_a_checkout(wheel: Path, tmp_path: Path, ru
 
 def test_it_installs_the_command_baoc(wheel: Path):
     (entry,) = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith("entry_points.txt")]
-    assert "baoc = baoc.cli.main:main" in zipfile.ZipFile(wheel).read(entry).decode()
+    assert "baoc = baoc.__main__:main" in zipfile.ZipFile(wheel).read(entry).decode()

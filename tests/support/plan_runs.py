@@ -8,6 +8,7 @@ from baoc.config.schema import (
     CheckpointConfig,
     DatasetConfig,
     ModelConfig,
+    RiskConfig,
     RunConfig,
     TaskConfig,
 )
@@ -28,6 +29,7 @@ def asked(budget: str, **changes: object) -> RunConfig:
         dataset=DatasetConfig(name="synthetic_images", options={"num_samples": 64, "num_classes": 10}),
         trainer=replace(config().trainer, precision="auto"),
         checkpoint=CheckpointConfig(),
+        risk=RiskConfig(name="prior"),
     )
     return replace(settings, **changes)  # pyright: ignore[reportArgumentType]
 

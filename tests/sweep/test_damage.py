@@ -88,6 +88,7 @@ folder, weight = words["hydra.run.dir"], float(words.get("risk.weights.drop_m", 
 quality = {"value": abs(weight - 4) + 0.1 * int(words["seed"]), "higher_is_better": False, "name": "val/loss"}
 same = {"state_bytes": 1, "peak_bytes": 1, "samples_per_s": 1.0, "schema": 1, "task": "vision", "model": "vit"}
 rest = {"allocator": "exact", "risk": "statistics", "seed": int(words["seed"]), "num_steps": 1}
+rest |= {"state_bytes_adamw": 1, "risk_total": 0.0, "command": "python run.py"}
 budget = {"budget": {"name": "state_10", "limit": 1}}
 json.dump(same | rest | budget | {"quality": quality}, open(folder + "/result.json", "w"))
 """
