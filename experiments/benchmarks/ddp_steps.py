@@ -55,7 +55,7 @@ class Row:
     step_ms: float
     ratio: float  # of step_ms to DDP with fused AdamW
     peak_bytes: int
-    peak_bytes_predicted: int
+    peak_bytes_predicted: int | None
     state_bytes: int
     moves: int
     equal: bool
@@ -149,7 +149,7 @@ def main() -> None:
             Row(
                 network=network, ranks=ranks().size, optimizer=optimizer, budget=budget, step_ms=round(ms, 3),
                 ratio=round(ms / reference, 4), peak_bytes=peak, equal=equal,
-                peak_bytes_predicted=known.plan.peak_bytes if known is not None else 0,
+                peak_bytes_predicted=known.plan.peak_bytes if known is not None else None,
                 state_bytes=known.optimizer.state_bytes() if known is not None else 0,
                 moves=known.num_accepted if known is not None else 0,
             )
