@@ -52,7 +52,7 @@ def mode_and_size(content: bytes | Path, *, where: str) -> tuple[bool, int]:
     try:
         with pillow.Image.open(io.BytesIO(content) if isinstance(content, bytes) else content) as image:
             return image.mode in (*_GREY_MODES, *_SIXTEEN, "I", "F"), min(image.size)
-    except Exception:
+    except Exception:  # Pillow raises what its decoders do; `open_image` reads the whole image or says what is wrong
         opened = open_image(content, where=where)
         return is_grey(opened), min(opened.size)
 

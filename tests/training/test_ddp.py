@@ -111,8 +111,6 @@ class Lowered(L.Callback):
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         strategy = trainer.strategy
         assert isinstance(strategy, BaocDDPStrategy) and strategy.reallocator is not None
-        assert isinstance(strategy.model, DistributedDataParallel)
-        self.views = strategy.model.gradient_as_bucket_view
         for step, specs in ((4, "adamw_int8+split8"), (8, "adamw")):
             if trainer.global_step == step:
                 reallocator = strategy.reallocator
