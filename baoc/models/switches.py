@@ -19,20 +19,28 @@ from torch.utils.checkpoint import checkpoint
 from baoc.errors import BadInputError
 
 
-def enable_checkpointing(model: nn.Module, *, name: str) -> int:
-    """Recomputes the activations of the network's `checkpoint_units` in backward; returns the number of units.
+def enable_checkpointing(model: nn.Module, *, name: str, count: int | None = None) -> int:
+    """Recomputes the activations of the first `count` of the network's `checkpoint_units` in backward, of all where it
+    is None; returns the number of units that are.
 
+    The first ones, as what they keep is kept longest: when backward reaches them, all others' activations are gone.
     Dropout repeats its random numbers. The class of the units is replaced by a subclass, so that copies, pickles and
-    parameter names do not change. Raises BadInputError for a network without units.
+    parameter names do not change. Raises BadInputError for a network without units, or with fewer than `count`.
     """
     units: list[nn.Module] = list(getattr(model, "checkpoint_units", ()))
     if not units:
         raise BadInputError(
             f"model {name} names no parts whose activations could be recomputed: set model.checkpointing=false"
         )
-    for unit in units:
-        unit.__class__ = _recomputing(type(unit))
-    return len(units)
+    if count is not None and count > len(units):
+        raise BadInputError(
+            f"model.checkpointing={count} is more than the {len(units)} layers of model {name}: give 0 to "
+            f"{len(units)}, true for all of them, or auto"
+        )
+    for unit in units[:count]:
+        if type(unit) not in _classes.values():
+            unit.__class__ = _recomputing(type(unit))
+    return len(units[:count])
 
 
 def disable_checkpointing(model: nn.Module) -> None:
@@ -42,9 +50,9 @@ def disable_checkpointing(model: nn.Module) -> None:
             unit.__class__ = type(unit).__mro__[1]
 
 
-def is_checkpointing(model: nn.Module) -> bool:
-    """True if the network recomputes activations."""
-    return any(type(unit) in _classes.values() for unit in getattr(model, "checkpoint_units", ()))
+def recomputed_layers(model: nn.Module) -> int:
+    """How many of the network's `checkpoint_units` recompute their activations."""
+    return sum(type(unit) in _classes.values() for unit in getattr(model, "checkpoint_units", ()))
 
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}

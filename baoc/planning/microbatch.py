@@ -1,6 +1,6 @@
 """The options of one decision: footprints and seconds by micro-batch from a few small ones, and which option is best.
 
-Micro-batch, accumulation, activation checkpointing, gradient release, weights and allocation belong together, as bytes
+Micro-batch, accumulation, recomputed layers, gradient release, weights and allocation belong together, as bytes
 that one of them saves are what another may spend. Nothing here runs a network.
 """
 
@@ -24,20 +24,22 @@ _LINES = ("forward_backward_bytes", "validation_bytes", "resident_bytes", "conte
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axes:
-    """What is left open: micro-batches in question, whether activations may be recomputed, and gradients released.
+    """What is left open: micro-batches in question, how many layers are recomputed, and gradients released.
 
-    Gradients are released only where the whole batch is one micro-batch.
+    `recomputed`: the numbers of recomputed layers, out of `num_layers`. Gradients are released only where the whole
+    batch is one micro-batch.
     """
 
     micro_batches: tuple[int, ...]
-    checkpointing: tuple[bool, ...]
+    recomputed: tuple[int, ...]
+    num_layers: int = 0
     release: tuple[bool, ...] = (False,)
 
-    def ways(self, *, batch_size: int) -> list[tuple[int, bool, bool]]:
+    def ways(self, *, batch_size: int) -> list[tuple[int, int, bool]]:
         """Every combination that there is, see `Option.way`."""
         return [
-            (size, checkpointing, release)
-            for checkpointing in self.checkpointing
+            (size, recomputed, release)
+            for recomputed in self.recomputed
             for size in self.micro_batches
             for release in self.release
             if not release or size == batch_size
@@ -160,7 +162,8 @@ def make_option(
     *,
     footprint: Footprint,
     batch_size: int,
-    checkpointing: bool,
+    recomputed: int,
+    num_layers: int,
     latency: LatencyTable,
     release: bool = False,
     spared_s: float = 0.0,
@@ -179,7 +182,8 @@ def make_option(
     option = Option(
         micro_batch=micro_batch,
         accumulation=batch_size // micro_batch,
-        checkpointing=checkpointing,
+        recomputed=recomputed,
+        num_layers=num_layers,
         release=release,
         weights="",
         peak_bytes=0,
@@ -240,7 +244,7 @@ def best(options: Sequence[Option], *, objective: str) -> Option | None:
         risk, rate = option.risk or 0.0, rates[id(option)]
         if objective == "quality":
             near = risk <= (1 + ALIKE) * least + 1e-9
-            return (not near, -rate if near else risk, risk, option.checkpointing, -option.micro_batch)
+            return (not near, -rate if near else risk, risk, option.recomputed, -option.micro_batch)
         if objective == "throughput":
             near = rate >= (1 - ALIKE) * top
             return (not near, risk if near else -rate, option.release, -rate, -option.micro_batch)
@@ -311,7 +315,7 @@ def _none_is_fast(slow: Sequence[Option], *, options: Sequence[Option], budget: 
 def _pins(axes: Axes) -> list[str]:
     """What was asked for that stands in the way of fewer bytes."""
     found = []
-    if axes.checkpointing == (False,):
+    if axes.recomputed == (0,):
         found.append("model.checkpointing=null, where the model can recompute activations")
     if axes.release == (True,):
         found.append("optim.release_gradients=null, which lets the batch be cut into micro-batches")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from baoc.models.switches import is_checkpointing
+from baoc.models.switches import recomputed_layers
 from baoc.profiling.tracker import untracked
 from baoc.tasks.frechet import frechet_distance
 from baoc.tasks.pictures import write_grid
@@ -64,7 +64,7 @@ def samples_at_once(task: "DiffusionTask", *, micro_batch: int) -> int:
     them. The temporaries of a running layer are assumed to be as large as what four layers keep for backward.
     """
     units = len(getattr(task.model, "checkpoint_units", ()))
-    return micro_batch if is_checkpointing(task.model) else micro_batch * max(1, units // 4)
+    return micro_batch * max(1, (units - recomputed_layers(task.model)) // 4)
 
 
 def grid_labels(count: int, *, num_classes: int) -> tuple[Tensor, int]:

@@ -133,10 +133,11 @@ def check_resume(config: RunConfig, *, checkpoint: Path, run_dir: Path) -> None:
 def choice_of(made: Option | RunConfig) -> dict[str, Any]:
     """What of an option a run is made with, and goes on with when it is resumed; or what a run's `config` has of it."""
     if isinstance(made, Option):
-        return {"micro_batch": made.micro_batch, "checkpointing": made.checkpointing, "release": made.release}
+        some: int | bool = made.recomputed if 0 < made.recomputed < made.num_layers else made.recomputed > 0
+        return {"micro_batch": made.micro_batch, "checkpointing": some, "release": made.release}
     return {
         "micro_batch": made.micro_batch_size,
-        "checkpointing": bool(made.model.checkpointing),
+        "checkpointing": made.model.checkpointing or False,
         "release": bool(made.optim.release_gradients),
     }
 

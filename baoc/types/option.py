@@ -8,9 +8,10 @@ from dataclasses import dataclass
 class Option:
     """`peak_bytes`, `samples_per_s` and `step_s` (of a whole step) are predicted; NaN where nothing was timed or fits.
 
-    `risk`: of the best allocation within the budget (`prior`); None where none fits, and `why` says so. `release`:
-    gradients are dropped in backward. `weights`: formats that the allocation keeps weights in; `spared_s`: what those
-    of 16 bits take off `step_s`. `fastest_s`: where only seconds are missing, those of its fastest allocation;
+    `recomputed`: how many of the network's `num_layers` layers compute their activations again in backward, the first
+    ones. `risk`: of the best allocation within the budget (`prior`); None where none fits, and `why` says so.
+    `release`: gradients are dropped in backward. `weights`: formats that the allocation keeps weights in; `spared_s`: what
+    those of 16 bits take off `step_s`. `fastest_s`: where only seconds are missing, those of its fastest allocation;
     `reference_s`: of a step with fused AdamW, to which step_time is a ratio. `least_host_bytes`: where pinned memory of
     the host is missing, how much would do. `tried`: its own micro-batch was run, else
     it follows from smaller ones. `chosen` marks the row that is run.
@@ -18,7 +19,8 @@ class Option:
 
     micro_batch: int
     accumulation: int
-    checkpointing: bool
+    recomputed: int
+    num_layers: int
     release: bool
     weights: str
     peak_bytes: int
@@ -37,14 +39,14 @@ class Option:
     @property
     def name(self) -> str:
         parts = [f"{self.accumulation} x {self.micro_batch}"]
-        parts += ["recomputed activations"] if self.checkpointing else []
+        parts += [f"recomputed layers {self.recomputed} of {self.num_layers}"] if self.recomputed else []
         parts += ["released gradients"] if self.release else []
         return ", ".join(parts)
 
     @property
-    def way(self) -> tuple[int, bool, bool]:
-        """Micro-batch, checkpointing and release: what tells an option from the others."""
-        return self.micro_batch, self.checkpointing, self.release
+    def way(self) -> tuple[int, int, bool]:
+        """Micro-batch, recomputed layers and release: what tells an option from the others."""
+        return self.micro_batch, self.recomputed, self.release
 
     @property
     def fits(self) -> bool:

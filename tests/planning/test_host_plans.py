@@ -116,9 +116,9 @@ def test_host_memory_is_a_budget_with_a_least_value_of_its_own():
     assert planner(memory(room, host=needed), specs=("adamw",)).propose().host_bytes <= needed
     with pytest.raises(InfeasibleBudgetError):
         planner(memory(room, host=needed - 1), specs=("adamw",)).propose()
-    option = make_option(tight, footprint=FOOTPRINT, batch_size=8, checkpointing=False, latency=table())
+    option = make_option(tight, footprint=FOOTPRINT, batch_size=8, recomputed=0, num_layers=0, latency=table())
     assert not option.fits and option.why == f"needs {format_bytes(needed)} on the host"
-    axes = Axes(micro_batches=(FOOTPRINT.micro_batch,), checkpointing=(False,))
+    axes = Axes(micro_batches=(FOOTPRINT.micro_batch,), recomputed=(0,))
     told = none_fits([option], budget=tight.budget, axes=axes)
     assert f"Give budget.host_memory={needed}b or more" in str(told) and told.least_host_bytes == needed
 

@@ -123,7 +123,9 @@ def test_an_option_spends_what_a_small_micro_batch_leaves_on_state():
     budget = Budget(name="m", memory_bytes=4 * MIB + 8 * MIB + ADAMW)
     planner = Planner(PARAMS, budget=budget, settings=PlannerSettings(), footprint=footprint(1))
     small, large, huge = (
-        make_option(planner, footprint=footprint(size), batch_size=240, checkpointing=False, latency=table(240 * 0.1))
+        make_option(
+            planner, footprint=footprint(size), batch_size=240, recomputed=0, num_layers=0, latency=table(240 * 0.1)
+        )
         for size in (8, 8 + 0, 16)
     )
     assert small.risk == 0 and small.peak_bytes == budget.memory_bytes and small.accumulation == 30
@@ -134,10 +136,15 @@ def test_an_option_spends_what_a_small_micro_batch_leaves_on_state():
     assert huge.peak_bytes > budget.memory_bytes
     tight = Planner(PARAMS, budget=Budget(name="t", memory_bytes=12 * MIB + ADAMW // 2), footprint=footprint(1))
     pressed = make_option(
-        tight, footprint=footprint(8), batch_size=240, checkpointing=True, latency=replace(table(1.0), fixed_s={})
+        tight,
+        footprint=footprint(8),
+        batch_size=240,
+        recomputed=4,
+        num_layers=4,
+        latency=replace(table(1.0), fixed_s={}),
     )
     assert (pressed.risk or 0) > 0 and pressed.state_bytes <= ADAMW // 2 and math.isnan(pressed.samples_per_s)
-    assert pressed.name == "30 x 8, recomputed activations"
+    assert pressed.name == "30 x 8, recomputed layers 4 of 4"
     assert option_rows([pressed])[0]["option"] == pressed.name
 
 
@@ -157,7 +164,13 @@ def test_weights_of_16_bits_spare_a_step_their_casts_as_far_as_a_plan_has_them()
     for budget in (room, none):
         planner = Planner(PARAMS, budget=budget, settings=settings, footprint=footprint(8))
         whole = sum(2 * param.numel for param in PARAMS)
-        given = {"footprint": footprint(8), "batch_size": 240, "checkpointing": False, "latency": table(240 * 0.1)}
+        given = {
+            "footprint": footprint(8),
+            "batch_size": 240,
+            "recomputed": 0,
+            "num_layers": 4,
+            "latency": table(240 * 0.1),
+        }
         found[budget.name] = make_option(planner, **given, spared_s=6.0, spared_bytes=whole)
     assert found["m"].spared_s == 0.0 and found["m"].step_s == pytest.approx(25.0), "weights in full"
     assert 0 < found["t"].spared_s <= 6.0 and found["t"].step_s == pytest.approx(25.0 - found["t"].spared_s)
@@ -168,8 +181,10 @@ def test_a_limit_on_time_rules_options_out_and_says_what_they_take():
     budget = Budget(name="m", memory_bytes=64 * MIB, step_time=1.2)
     planner = Planner(PARAMS, budget=budget, settings=PlannerSettings(), footprint=footprint(1))
     fits, slow = (
-        make_option(planner, footprint=footprint(8), batch_size=240, checkpointing=recomputes, latency=table(base_s))
-        for recomputes, base_s in ((False, 22.0), (True, 24.0))
+        make_option(
+            planner, footprint=footprint(8), batch_size=240, recomputed=recomputes, num_layers=4, latency=table(base_s)
+        )
+        for recomputes, base_s in ((0, 22.0), (4, 24.0))
     )
     assert fits.fits and fits.step_s == pytest.approx(23.0) and math.isnan(fits.fastest_s)
     assert not slow.fits and slow.fastest_s == pytest.approx(25.0) and slow.reference_s == 20.0

@@ -66,11 +66,12 @@ def footprint(micro_batch: int) -> Footprint:
     )
 
 
-def option(micro_batch: int, *, rate: float, risk: float | None, checkpointing: bool = False) -> Option:
+def option(micro_batch: int, *, rate: float, risk: float | None, recomputed: int = 0) -> Option:
     return Option(
         micro_batch=micro_batch,
         accumulation=64 // micro_batch,
-        checkpointing=checkpointing,
+        recomputed=recomputed,
+        num_layers=4,
         release=False,
         weights="native",
         peak_bytes=micro_batch,

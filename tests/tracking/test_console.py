@@ -244,7 +244,8 @@ def test_figures_of_the_options_are_never_cut_off(monkeypatch: pytest.MonkeyPatc
     option = Option(
         micro_batch=16,
         accumulation=1,
-        checkpointing=True,
+        recomputed=12,
+        num_layers=24,
         release=True,
         weights="native split8",
         peak_bytes=8 * MIB,

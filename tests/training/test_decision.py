@@ -76,7 +76,7 @@ def test_what_is_pinned_stays(tmp_path: Path):
     run_dir = tmp_path / "day" / "pinned"
     model = ModelConfig(options={"dropout": 0.1}, checkpointing=True)
     run(run_dir, model=model, objective="throughput", budget=parse_budget("8gb"))
-    assert {row["checkpointing"] for row in rows(run_dir)} == {"True"}
+    assert {(row["recomputed"], row["num_layers"]) for row in rows(run_dir)} == {("4", "4")}
     run_dir = tmp_path / "day" / "size"
     run(run_dir, micro_batch=8, objective="balanced", budget=parse_budget("8gb"))
     assert {row["micro_batch"] for row in rows(run_dir)} == {"8"} and chosen(run_dir)["accumulation"] == "4"
@@ -170,7 +170,7 @@ def test_where_the_profiler_has_no_room_the_plan_is_refused_by_number(tmp_path: 
 def test_a_network_without_parts_to_recompute_says_so():
     """Left open, it is planned without; asked for, it is refused."""
     task = cast(Task, SimpleNamespace(model=nn.Linear(2, 2)))
-    assert axes_of(config(micro_batch="auto"), task=task).checkpointing == (False,)
+    assert axes_of(config(micro_batch="auto"), task=task).recomputed == (0,)
     asked = config(micro_batch="auto", model=ModelConfig(checkpointing=True))
     with pytest.raises(
         BadInputError, match="model vit names no parts whose activations could be recomputed: set model"
@@ -221,7 +221,7 @@ def test_an_option_that_is_slower_than_its_line_promised_gives_way(monkeypatch: 
 
 def test_what_16_bit_weights_spare_lies_between_the_smallest_and_the_largest_that_was_timed():
     given: dict[str, Any] = {"task": None, "trials": None, "budget": parse_budget("8gb"), "narrow": {}, "less": {}}
-    axes = Axes(micro_batches=(1, 4, 16, 32), checkpointing=(False,))
+    axes = Axes(micro_batches=(1, 4, 16, 32), recomputed=(0,))
     tryouts = Tryouts(config(), where=torch.device("cpu"), axes=axes, **given)
     assert tryouts.spared_s((4, False, False)) == 0.0, "not known"
     tryouts.spared = {False: {1: 0.4, 16: 0.1}}
@@ -326,7 +326,10 @@ def test_a_plan_on_this_device_tells_what_was_decided(tmp_path: Path):
     )
     assert training.run(asked, run_dir=run_dir, command="") is None
     plan, row = json.loads((run_dir / "plan.json").read_text()), chosen(run_dir)
-    assert (str(plan["micro_batch"]), str(plan["checkpointing"])) == (row["micro_batch"], row["checkpointing"])
+    assert (str(plan["micro_batch"]), plan["checkpointing"]) == (
+        row["micro_batch"],
+        row["recomputed"] == row["num_layers"],
+    )
     assert plan["release"] is False
     assert plan["samples_per_s"] > 0 and plan["footprint"] == "probe"
 
@@ -363,7 +366,7 @@ def test_weights_in_full_that_pass_the_cap_are_tried_in_16_bits(tmp_path: Path, 
 def test_what_was_looked_at_outside_of_the_cap_is_no_room_until_it_was_tried(monkeypatch: pytest.MonkeyPatch):
     """Else a decision that had no room, and finds some after all, goes on without a latency table and its limit."""
     given: dict[str, Any] = {"task": None, "trials": None, "budget": parse_budget("8gb"), "narrow": {}, "less": {}}
-    axes = Axes(micro_batches=(32,), checkpointing=(False,), release=(False, True))
+    axes = Axes(micro_batches=(32,), recomputed=(0,), release=(False, True))
     tryouts, freed = Tryouts(config(), where=torch.device("cpu"), axes=axes, **given), (32, False, True)
     found = Trial(micro_batch=32, footprint=footprint(32))
     tryouts.tried, tryouts.no_room = {False: [found]}, {(32, False, False)}

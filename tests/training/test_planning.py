@@ -131,12 +131,12 @@ def test_a_plan_leaves_open_what_a_run_of_it_would_decide():
     task = cast(Task, SimpleNamespace(model=layers))
     asked_for = partial(config, mode="plan", device="h100", budget=parse_budget("8gb"))
     decided = planned_axes(asked_for(), task=task)
-    assert decided.checkpointing == (False, True) and decided.release == (False, True)
+    assert decided.recomputed == (0, decided.num_layers) and decided.release == (False, True)
     pinned = planned_axes(asked_for(micro_batch=32), task=task)
-    assert (pinned.micro_batches, pinned.checkpointing, pinned.release) == ((32,), (False,), (False,))
+    assert (pinned.micro_batches, pinned.recomputed, pinned.release) == ((32,), (0,), (False,))
     wanted = asked_for(micro_batch=32, optim=OptimConfig(release_gradients=True), model=ModelConfig(checkpointing=True))
-    assert (planned_axes(wanted, task=task).checkpointing, planned_axes(wanted, task=task).release) == (
-        (True,),
+    assert (planned_axes(wanted, task=task).recomputed, planned_axes(wanted, task=task).release) == (
+        (1,),
         (True,),
     )
 

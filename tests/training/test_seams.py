@@ -47,7 +47,7 @@ def test_tries_that_find_no_room_leave_the_smaller_ones_their_turn() -> None:
 
 def test_a_state_budget_that_no_option_meets_names_no_bytes_that_it_does_not_have() -> None:
     options = [replace(option(8, rate=1.0, risk=None), peak_bytes=77)]
-    axes = Axes(micro_batches=(8,), checkpointing=(False,))
+    axes = Axes(micro_batches=(8,), recomputed=(0,))
     error = none_fits(options, budget=parse_budget("state_10"), axes=axes)
     assert "the least state takes 77 bytes, whatever the micro-batch" in str(error) and "None" not in str(error)
 
@@ -57,7 +57,7 @@ def test_a_state_budget_that_no_option_meets_names_no_bytes_that_it_does_not_hav
 )
 def test_rows_that_are_there_are_no_advice(specs: tuple[str, ...], such: str) -> None:
     options = [replace(option(8, rate=1.0, risk=None), peak_bytes=77)]
-    axes = Axes(micro_batches=(8,), checkpointing=(False,))
+    axes = Axes(micro_batches=(8,), recomputed=(0,))
     error = none_fits(options, budget=parse_budget("8mb"), axes=axes, specs=specs)
     assert f"more catalogue.specs{such} fewer roles" in str(error)
 
@@ -65,7 +65,7 @@ def test_rows_that_are_there_are_no_advice(specs: tuple[str, ...], such: str) ->
 def test_an_option_that_ran_out_of_memory_is_not_the_least_that_is_named() -> None:
     """It was to take less than the budget, so the refusal would name what the budget has."""
     ran_out, other = (replace(option(8, rate=1.0, risk=None), peak_bytes=mib * 2**20) for mib in (7, 9))
-    axes = Axes(micro_batches=(8,), checkpointing=(False,))
+    axes = Axes(micro_batches=(8,), recomputed=(0,))
     error = none_fits([ran_out, other], budget=parse_budget("8mb"), axes=axes)
     assert error.least_feasible_bytes == 9 * 2**20 and "the least that one takes is 9.00 MiB" in str(error)
     error = none_fits([ran_out], budget=parse_budget("8mb"), axes=axes)

@@ -119,13 +119,13 @@ def plan_for(
         batch = fake_batch(real)
     options: list[Option] = []
     chosen, made = None, _Shapes(card, config, task=task, batch=batch, settings=settings, budget=budget)
-    for checkpointing in axes.checkpointing:
-        options += made.options(axes, checkpointing=checkpointing)
+    for recomputed in axes.recomputed:
+        options += made.options(axes, recomputed=recomputed)
         chosen = best(options, objective=config.objective)
         if chosen is not None:
             break
     if chosen is None:  # a refusal names the least of all options
-        options = [o for kind in axes.checkpointing for o in made.options(axes, checkpointing=kind, hopeless=True)]
+        options = [o for kind in axes.recomputed for o in made.options(axes, recomputed=kind, hopeless=True)]
         chosen = best(options, objective=config.objective)
     leave([replace(option, chosen=option is chosen) for option in options], run_dir=run_dir, objective=config.objective)
     if chosen is None:
@@ -148,8 +148,8 @@ def planned_axes(config: RunConfig, *, task: Task) -> Axes:
     axes = axes_of(config, task=task)
     if is_open(config, device="cuda"):
         return axes
-    given = bool(config.model.checkpointing), bool(config.optim.release_gradients)
-    return replace(axes, checkpointing=given[:1], release=given[1:])
+    recomputed = (0,) if config.model.checkpointing is None else axes.recomputed
+    return replace(axes, recomputed=recomputed, release=(bool(config.optim.release_gradients),))
 
 
 def stored_profile(config: RunConfig, *, planner: Planner) -> tuple[Profile | None, str]:
@@ -172,7 +172,7 @@ def stored_profile(config: RunConfig, *, planner: Planner) -> tuple[Profile | No
 
 
 class _Shapes:
-    """Trials of a fake network, with or without recomputed activations, and options on a card made of them."""
+    """Trials of a fake network, with a number of layers recomputed, and options on a card made of them."""
 
     def __init__(
         self, card: Card, config: RunConfig, *, task: Task, batch: Any, settings: SessionSettings, budget: Budget
@@ -189,6 +189,7 @@ class _Shapes:
             module=task,
         )
         self.numel = sum(info.numel for info in self.session.infos)
+        self.num_layers = len(getattr(task.model, "checkpoint_units", ()))
         self.tried: list[Trial] = []
         self.forward_flops = math.nan  # of one sample
         self.passes = 3  # forwards that a forward and backward takes the time of
@@ -211,12 +212,12 @@ class _Shapes:
         self.temporaries |= step_temporaries(eager, params=[largest]) if eager else {}
         self.lines = {spec.name: self._moving_s(moved_bytes(spec)) for spec in device_rows(self.planner.specs.values())}
 
-    def options(self, axes: Axes, *, checkpointing: bool, hopeless: bool = False) -> list[Option]:
+    def options(self, axes: Axes, *, recomputed: int, hopeless: bool = False) -> list[Option]:
         """The options of one kind; those of larger micro-batches only where the smallest one fits, or `hopeless`."""
         sizes = axes.micro_batches
         disable_checkpointing(self.task.model)
-        if checkpointing:
-            enable_checkpointing(self.task.model, name=self.config.model.name)
+        if recomputed:
+            enable_checkpointing(self.task.model, name=self.config.model.name, count=recomputed)
         precision = str(self.config.trainer.precision or "32-true")
         accumulation = 2 if sizes[0] < self.config.batch_size else 1
         with FakeTensorMode(allow_non_fake_inputs=True):
@@ -235,14 +236,14 @@ class _Shapes:
             for tight in [*whole, *([True] if self.less else [])]:
                 self.tight = tight
                 self.tried = [tried(sizes[0])]
-                self._time(trials, sizes[0], layers=layers, checkpointing=checkpointing)
-                least = [] if hopeless else [self._option((sizes[0], checkpointing, kind)) for kind in axes.release]
+                self._time(trials, sizes[0], layers=layers, recomputed=recomputed)
+                least = [] if hopeless else [self._option((sizes[0], recomputed, kind)) for kind in axes.release]
                 if any(option is not None and option.fits for option in least):
                     break
             else:  # more samples at once never need less, with gradients or without
                 sizes = sizes if hopeless else sizes[:1]
             self.tried += [tried(size) for size in sizes[1:2]]
-        ways = [way for way in axes.ways(batch_size=self.config.batch_size) if way[1] is checkpointing]
+        ways = [way for way in axes.ways(batch_size=self.config.batch_size) if way[1] == recomputed]
         options = [self._option(way) for way in ways if way[0] in sizes]
         return [option for option in options if option is not None]
 
@@ -251,25 +252,26 @@ class _Shapes:
         memory = self.planner.budget.memory_bytes
         return memory is None or num_bytes + self.card.context_bytes + LATE_MODULES_BYTES <= memory
 
-    def _time(self, trials: Trials, size: int, *, layers: Layers | None, checkpointing: bool) -> None:
+    def _time(self, trials: Trials, size: int, *, layers: Layers | None, recomputed: int) -> None:
         """What seconds are told by: operations of a forward pass, and how many passes a step takes."""
         if math.isnan(self.forward_flops):
             self.forward_flops = self._forward_flops(trials, size, layers=layers) / size
         # a backward is two forwards, and one more where activations are computed again
-        self.passes = 4 if checkpointing else 3
+        self.passes = 4 if recomputed else 3
         if math.isnan(self.reference_s):
             self.reference_s = self._seconds(self.config.batch_size) + self._moving_s(FUSED_BYTES * self.numel)
 
-    def _option(self, way: tuple[int, bool, bool]) -> Option | None:
+    def _option(self, way: tuple[int, int, bool]) -> Option | None:
         """None where it is not known what released gradients would leave."""
-        size, checkpointing, release = way
+        size, recomputed, release = way
         if release and not footprint_at(self.tried, micro_batch=size).intervals:
             return None
         return make_option(
             self.planner,
             footprint=self.footprint(size, release=release),
             batch_size=self.config.batch_size,
-            checkpointing=checkpointing,
+            recomputed=recomputed,
+            num_layers=self.num_layers,
             latency=self.latency(size),
             release=release,
         )

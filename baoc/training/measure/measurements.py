@@ -1,6 +1,6 @@
 """What the ways to run a global batch were measured to need: bytes and seconds, within the budget's cap.
 
-A way is (micro-batch, recomputed activations, released gradients). A few are tried in small, the rest follows on lines;
+A way is (micro-batch, recomputed layers, released gradients). A few are tried in small, the rest follows on lines;
 those that may be chosen are tried as they would be run.
 """
 
@@ -22,7 +22,7 @@ from baoc.training.measure.microbatches import Trials, grow
 from baoc.types import Block, Budget, Footprint, OptimizerSpec
 
 TRIALS_S = 3.0  # about what trials of one kind may take
-Way = tuple[int, bool, bool]
+Way = tuple[int, int, bool]
 
 
 class Tryouts:
@@ -51,41 +51,41 @@ class Tryouts:
         self.where, self.budget, self.axes, self.narrow = where, budget, axes, narrow
         self.capped = capped
         self.less = less
-        # Checkpointing whose trials have such weights in 16 bits, to stay in the cap.
-        self.narrowed: set[bool] = {False, True} if less and not narrow else set()
+        # Numbers of recomputed layers whose trials have such weights in 16 bits, to stay in the cap.
+        self.narrowed: set[int] = set(axes.recomputed) if less and not narrow else set()
         self.no_room: set[Way] = set()  # those that ran out of memory when they were tried
         self.looked_at: set[Way] = set()  # those whose bytes are known from outside of the cap alone
-        self.tried: dict[bool, list[Trial]] = {}  # by checkpointing
-        self.released: dict[bool, Trial] = {}  # of the whole batch, by checkpointing
+        self.tried: dict[int, list[Trial]] = {}  # by recomputed layers
+        self.released: dict[int, Trial] = {}  # of the whole batch, by recomputed layers
         self.rehearsed: dict[Way, float] = {}  # seconds of a step but for the optimizer's part
-        self.spared: dict[bool, dict[int, float]] = {}  # by size, seconds that 16-bit weights spare a micro-batch
+        self.spared: dict[int, dict[int, float]] = {}  # by size, seconds that 16-bit weights spare a micro-batch
 
-    def switch(self, checkpointing: bool) -> None:
+    def switch(self, recomputed: int) -> None:
         disable_checkpointing(self.task.model)
-        if checkpointing:
-            enable_checkpointing(self.task.model, name=self.config.model.name)
+        if recomputed:
+            enable_checkpointing(self.task.model, name=self.config.model.name, count=recomputed)
 
     # -- what is known --------------------------------------------------------------------------------------------
 
     def knows(self, way: Way) -> bool:
         """Whether its bytes were measured, not told by a line."""
-        size, checkpointing, release = way
+        size, recomputed, release = way
         if release:
-            return checkpointing in self.released
-        return size in [trial.micro_batch for trial in self.tried[checkpointing]]
+            return recomputed in self.released
+        return size in [trial.micro_batch for trial in self.tried[recomputed]]
 
     def like(self, way: Way) -> list[Trial]:
         """What is known of ways like this one."""
-        _, checkpointing, release = way
-        known = self.released.get(checkpointing) if release else None
-        return [known] if known is not None else self.tried[checkpointing]
+        _, recomputed, release = way
+        known = self.released.get(recomputed) if release else None
+        return [known] if known is not None else self.tried[recomputed]
 
     def footprint(self, way: Way, *, blocks: Sequence[Block]) -> Footprint | None:
         """None where it is not known what released gradients would leave."""
-        size, checkpointing, release = way
-        if release and checkpointing in self.released:
-            return self.released[checkpointing].footprint
-        found = footprint_at(self.tried[checkpointing], micro_batch=size)
+        size, recomputed, release = way
+        if release and recomputed in self.released:
+            return self.released[recomputed].footprint
+        found = footprint_at(self.tried[recomputed], micro_batch=size)
         return released(found, blocks=blocks) if release else found
 
     def seconds(self, way: Way) -> float:
@@ -111,32 +111,32 @@ class Tryouts:
 
     # -- trying ---------------------------------------------------------------------------------------------------
 
-    def explore(self, checkpointing: bool) -> None:
+    def explore(self, recomputed: int) -> None:
         """Trials of several micro-batches. Where not even one sample has room, its bytes are looked at outside of the
         cap, for a refusal to name what would fit, and to tell what released gradients would leave; with all gradients
         at once it is no option then."""
-        self.switch(checkpointing)
+        self.switch(recomputed)
         sizes = self.axes.micro_batches
-        look = partial(self._look, checkpointing)
+        look = partial(self._look, recomputed)
         if not self.capped:
-            self.no_room |= {(size, checkpointing, release) for size in sizes for release in self.axes.release}
-            self.tried[checkpointing] = [look(sizes[0])]
+            self.no_room |= {(size, recomputed, release) for size in sizes for release in self.axes.release}
+            self.tried[recomputed] = [look(sizes[0])]
             return
         grown = partial(grow, look, sizes=list(sizes), max_s=TRIALS_S, fits=self._may_fit)
         with suppress(_TooTight, torch.OutOfMemoryError):
-            self.tried[checkpointing] = grown()
+            self.tried[recomputed] = grown()
             return
         clear_cache(self.where)
         if self.narrow:
-            self.narrowed.add(checkpointing)
+            self.narrowed.add(recomputed)
             with suppress(torch.OutOfMemoryError), cast_to_bf16(self.narrow, module=self.task):
-                self.tried[checkpointing] = grown()
+                self.tried[recomputed] = grown()
                 return
             clear_cache(self.where)
         # All gradients at once were tried; where they are released there may be room still.
-        self.no_room |= {(size, checkpointing, False) for size in sizes}
+        self.no_room |= {(size, recomputed, False) for size in sizes}
         with uncapped(self.where, budget=self.budget), cast_to_bf16(self.narrow, module=self.task):
-            self.tried[checkpointing] = [look(sizes[0])]
+            self.tried[recomputed] = [look(sizes[0])]
 
     def narrow_down(self) -> bool:
         """Looks again with weights of 16 bits, where nothing fits by looks at those in full; whether there were any."""
@@ -149,7 +149,7 @@ class Tryouts:
                 self.tried[kind] = grow(look, sizes=sizes, max_s=TRIALS_S, fits=self._may_fit)
         return bool(kinds)
 
-    def _look(self, checkpointing: bool, size: int) -> Trial:
+    def _look(self, recomputed: int, size: int) -> Trial:
         """One trial. Raises _TooTight where it ran out of memory with weights in full, else torch.OutOfMemoryError."""
         run = partial(
             self.trials.run,
@@ -158,7 +158,7 @@ class Tryouts:
             context_bytes=context_bytes(self.where),
             per_step=self.config.batch_size // size,
         )
-        if checkpointing in self.narrowed or not self.less:
+        if recomputed in self.narrowed or not self.less:
             return run(narrowed=self.less)
         with suppress(torch.OutOfMemoryError):
             return run()
@@ -173,19 +173,19 @@ class Tryouts:
         saved = (footprint.weights_bytes + footprint.gradients_bytes) // 2 if self.less else 0
         return footprint.peak_bytes(state_bytes=0) - saved <= self.budget.memory_bytes
 
-    def time_narrow(self, checkpointing: bool) -> None:
+    def time_narrow(self, recomputed: int) -> None:
         """Learns what weights of 16 bits spare, which autocast need not cast: for the smallest micro-batch, where
         launches count, and for the largest that was tried."""
-        self.spared[checkpointing] = {}
-        if checkpointing in self.narrowed or not self.narrow:
+        self.spared[recomputed] = {}
+        if recomputed in self.narrowed or not self.narrow:
             return
-        self.switch(checkpointing)
-        known = sorted(self.tried[checkpointing], key=lambda trial: trial.micro_batch)
+        self.switch(recomputed)
+        known = sorted(self.tried[recomputed], key=lambda trial: trial.micro_batch)
         with suppress(torch.OutOfMemoryError), cast_to_bf16(self.narrow):
             for trial in {trial.micro_batch: trial for trial in (known[0], known[-1])}.values():
                 per_step = self.config.batch_size // trial.micro_batch
                 seconds = self.trials.timed(trial.micro_batch, per_step=per_step)
-                self.spared[checkpointing][trial.micro_batch] = max(0.0, trial.seconds - seconds)
+                self.spared[recomputed][trial.micro_batch] = max(0.0, trial.seconds - seconds)
 
     def rehearse(self, way: Way, *, blocks: Sequence[Sequence[Tensor]], specs: Sequence[OptimizerSpec] = ()) -> None:
         """Learns the seconds of a step of this way, as training will take them. Raises torch.OutOfMemoryError."""
@@ -202,9 +202,9 @@ class Tryouts:
     def try_out(self, way: Way, *, blocks: Sequence[Sequence[Tensor]], specs: Sequence[OptimizerSpec] = ()) -> None:
         """Bytes and seconds of this way as it would be run, or that it has no room. `blocks`: parameters of each, and
         `specs` what would step them."""
-        size, checkpointing, _ = way
-        self.switch(checkpointing)
-        for narrow in (False, True) if checkpointing not in self.narrowed else (True,):
+        size, recomputed, _ = way
+        self.switch(recomputed)
+        for narrow in (False, True) if recomputed not in self.narrowed else (True,):
             if narrow and not self.less:
                 break
             look = cast_to_bf16(self.narrow, module=self.task) if narrow else nullcontext()
@@ -232,8 +232,8 @@ class Tryouts:
 
     def run(self, way: Way, *, blocks: Sequence[Sequence[Tensor]], narrow: bool) -> Trial:
         """The trial of a way, that of before where it was measured with weights as they are now."""
-        size, checkpointing, release = way
-        if self.knows(way) and narrow is (checkpointing in self.narrowed):
+        size, recomputed, release = way
+        if self.knows(way) and narrow is (recomputed in self.narrowed):
             return next(trial for trial in self.like(way) if trial.micro_batch == size)
         return self.trials.run(
             size,
@@ -245,12 +245,12 @@ class Tryouts:
         )
 
     def _keep(self, way: Way, trial: Trial) -> None:
-        size, checkpointing, release = way
+        size, recomputed, release = way
         if release:
-            self.released[checkpointing] = trial
+            self.released[recomputed] = trial
         else:
-            known = [other for other in self.tried[checkpointing] if other.micro_batch != size]
-            self.tried[checkpointing] = [*known, trial]
+            known = [other for other in self.tried[recomputed] if other.micro_batch != size]
+            self.tried[recomputed] = [*known, trial]
 
 
 class _TooTight(Exception):

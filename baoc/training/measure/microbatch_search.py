@@ -1,4 +1,4 @@
-"""One decision before training: micro-batch, accumulation, recomputed activations, weights and allocation together.
+"""One decision before training: micro-batch, accumulation, recomputed layers, weights and allocation together.
 
 A few small micro-batches are tried, the rest follows on lines; every way to run the global batch is planned within the
 budget, the best one by `objective` is tried itself, and the table of all of them is printed and left as options.csv.
@@ -72,14 +72,15 @@ def axes_of(config: RunConfig, *, task: Task) -> Axes:
             "model.checkpointing=false"
         )
     sizes = (config.micro_batch,) if isinstance(config.micro_batch, int) else tuple(divisors(config.batch_size))
-    both = (False, True) if units else (False,)
+    both = (0, len(units)) if units else (0,)
     release = config.optim.release_gradients
     if release:
         sizes = (config.batch_size,)  # each backward is a step
     can = ranks() is ALONE and release is None and config.batch_size in sizes and config.optim.nonfinite != "skip_step"
     return Axes(
         micro_batches=sizes,
-        checkpointing=both if pinned is None else (pinned,),
+        recomputed=both if pinned is None else (len(units) if pinned else 0,),
+        num_layers=len(units),
         release=(False, True) if can else (bool(release),),
     )
 
@@ -87,7 +88,7 @@ def axes_of(config: RunConfig, *, task: Task) -> Axes:
 def decide(
     config: RunConfig, *, task: Task, data: DataModule, device: str, settings: SessionSettings, run_dir: Path
 ) -> Decided:
-    """Micro-batch, checkpointing and release chosen; the network is left with its checkpointing set that way.
+    """Micro-batch, recomputed layers and release chosen; the network is left with its layers set that way.
 
     Raises InfeasibleBudgetError where no option fits, with the least budget that one would need. Random numbers and
     the network's weights are as before.
@@ -111,7 +112,7 @@ def decide(
         console.say(f"the decision took {phases.summary()}")
         if chosen is None:
             raise none_fits(options, budget=decision.budget, axes=decision.axes, specs=decision.planner.specs)
-        decision.tryouts.switch(chosen.checkpointing)
+        decision.tryouts.switch(chosen.recomputed)
     choice = choice_of(chosen)
     keep(choice, run_dir=run_dir)
     if chosen.release and config.optim.release_gradients is None:
@@ -129,8 +130,8 @@ def take_over(decided: Decided, *, task: Task, data: DataModule) -> None:
     """Sets network and data as `decide` has left them where it was made."""
     option, name = decided.option, decided.config.model.name
     disable_checkpointing(task.model)
-    if option.checkpointing:
-        enable_checkpointing(task.model, name=name)
+    if option.recomputed:
+        enable_checkpointing(task.model, name=name, count=option.recomputed)
     data.batch_size, data.accumulate = option.micro_batch, option.accumulation
 
 
@@ -194,9 +195,9 @@ class Decision:
             less=self.session.less,
             capped=capped,
         )
-        for checkpointing in self.axes.checkpointing:
-            if not (checkpointing and self._roomy()):
-                self.tryouts.explore(checkpointing)
+        for recomputed in self.axes.recomputed:
+            if not (recomputed and self._roomy()):
+                self.tryouts.explore(recomputed)
         if settings.planner.allocator == "exact":  # by prices, in milliseconds: the run itself is planned exactly
             settings = replace(settings, planner=replace(settings.planner, allocator="lagrangian"))
         self.planner = Planner(
@@ -247,9 +248,9 @@ class Decision:
     def _roomy(self) -> bool:
         """Whether the whole batch fits at once with all activations kept and fp32 AdamW's states beside them, so that
         there is nothing to be had by computing some again."""
-        whole = (self.config.batch_size, False, False)
-        kept = self.tryouts.tried.get(False)
-        if kept is None or False in self.tryouts.narrowed or whole[0] not in self.axes.micro_batches:
+        whole = (self.config.batch_size, 0, False)
+        kept = self.tryouts.tried.get(0)
+        if kept is None or 0 in self.tryouts.narrowed or whole[0] not in self.axes.micro_batches:
             return False
         if self.budget.memory_bytes is None:
             return True
@@ -274,8 +275,8 @@ class Decision:
                 cache_dir=cache_folder(),
             )
         known = [(trial, kind) for kind, trials in self.tryouts.tried.items() for trial in trials]
-        trial, checkpointing = min(known, key=lambda pair: pair[0].seconds / pair[0].micro_batch)
-        way = trial.micro_batch, checkpointing, False
+        trial, recomputed = min(known, key=lambda pair: pair[0].seconds / pair[0].micro_batch)
+        way = trial.micro_batch, recomputed, False
         if limited and way not in self.tryouts.no_room:  # options are held against it, so it is timed as they are
             self.tryouts.try_out(way, blocks=self.blocks, specs=[SPECS["adamw"]] * len(self.blocks))
         return replace(table, reference_step_s=table.reference_step_s + self.tryouts.seconds(way))
@@ -288,9 +289,9 @@ class Decision:
         options = self.made()
         if not any(option.fits for option in options) and self.tryouts.narrow_down():
             options = self.made()
-        narrow = {option.checkpointing for option in options if option.fits and option.weights != "native"}
-        for checkpointing in narrow - self.tryouts.spared.keys():
-            self.tryouts.time_narrow(checkpointing)
+        narrow = {option.recomputed for option in options if option.fits and option.weights != "native"}
+        for recomputed in narrow - self.tryouts.spared.keys():
+            self.tryouts.time_narrow(recomputed)
             options = []
         return options or self.made()
 
@@ -314,7 +315,8 @@ class Decision:
             self.planner,
             footprint=footprint,
             batch_size=self.config.batch_size,
-            checkpointing=way[1],
+            recomputed=way[1],
+            num_layers=self.axes.num_layers,
             latency=self.latency(way),
             release=way[2],
             spared_s=self.tryouts.spared_s(way),
