@@ -10,11 +10,11 @@ class Option:
 
     `recomputed`: how many of the network's `num_layers` layers compute their activations again in backward, the first
     ones. `risk`: of the best allocation within the budget (`prior`); None where none fits, and `why` says so.
-    `release`: gradients are dropped in backward. `weights`: formats that the allocation keeps weights in; `spared_s`: what
-    those of 16 bits take off `step_s`. `fastest_s`: where only seconds are missing, those of its fastest allocation;
-    `reference_s`: of a step with fused AdamW, to which step_time is a ratio. `least_host_bytes`: where pinned memory of
-    the host is missing, how much would do. `tried`: its own micro-batch was run, else
-    it follows from smaller ones. `chosen` marks the row that is run.
+    `release`: gradients are dropped in backward. `weights`: formats that the allocation keeps weights in; `spared_s`:
+    what those of 16 bits take off `step_s`. `fastest_s`: where only seconds are missing, those of its fastest
+    allocation; `reference_s`: of a step with fused AdamW, to which step_time is a ratio. `least_host_bytes`: where
+    pinned memory of the host is missing, how much would do. `tried`: its own micro-batch was run, else it follows
+    from smaller ones. `chosen` marks the row that is run.
     """
 
     micro_batch: int
