@@ -652,6 +652,11 @@ class BaocDDPStrategy(BudgetedStrategy, DDPStrategy):
         super().configure_ddp()
         self._first_since_wrapped = True
 
+    def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
+        """Built on the stream that trains. Lightning takes another one, whose memory no other stream can use: the first
+        bucket, of all gradients together, would stay reserved there when buckets are made anew."""
+        return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
+
     @contextmanager
     def _moving(self, cast: bool) -> Iterator[None]:
         """DistributedDataParallel has to be made anew where weights change their type: it knows their gradients."""

@@ -1,6 +1,7 @@
 """Two processes on gloo that plan together: one plan, the same samples, moves and weights, whatever one meets."""
 
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from io import StringIO
@@ -120,6 +121,23 @@ class Lowered(L.Callback):
                 self.views = strategy.model.gradient_as_bucket_view
 
 
+class Buckets(L.Callback):
+    """Bytes of the storages that gradients are in before each update, and whether the first step's are alive then."""
+
+    def __init__(self) -> None:
+        self.held: list[int] = []
+        self.first: list[Any] = []
+        self.first_alive: list[bool] = []
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        grads = [param.grad for param in pl_module.parameters() if param.grad is not None]
+        storages = {grad.untyped_storage()._cdata: grad.untyped_storage() for grad in grads}
+        self.held.append(sum(storage.nbytes() for storage in storages.values()))
+        if not self.first:
+            self.first = [weakref.ref(storage) for storage in storages.values()]
+        self.first_alive.append(any(ref() is not None for ref in self.first))
+
+
 class Manual(Classifier):
     def __init__(self) -> None:
         super().__init__()
@@ -168,11 +186,14 @@ def by_lightning(rank: int, size: int) -> dict[str, Any]:
     strategy = BaocDDPStrategy("state_25", settings=SessionSettings(planner=planner, reallocation=OFTEN))
     plan_first: list[Any] = []
     strategy.plan_listeners.append(lambda _, plan: plan_first.append(dict(plan.allocation.choices)))
-    halves = fit(strategy, accumulate_grad_batches=2, **given)
+    buckets = Buckets()
+    halves = fit(strategy, accumulate_grad_batches=2, callbacks=[buckets], **given)
     lowered = BaocDDPStrategy("unlimited", settings=SessionSettings(planner=PlannerSettings(specs=("*", "*+split8"))))
     lowering = Lowered()
     cast = fit(lowered, precision="bf16-mixed", callbacks=[lowering], **given)
     assert strategy.reallocator is not None and lowered.reallocator is not None
+    footprint = strategy.reallocator.planner.footprint
+    assert footprint is not None
     return {
         "plan": plan_first[0],
         "specs": strategy.reallocator.optimizer.specs,
@@ -180,6 +201,7 @@ def by_lightning(rank: int, size: int) -> dict[str, Any]:
         "cast": [param.detach().clone() for param in cast.parameters()],
         "last": lowered.reallocator.optimizer.specs,
         "views": lowering.views,
+        "buckets": (buckets.held, buckets.first_alive, footprint.gradients_bytes),
     }
 
 
@@ -229,6 +251,24 @@ def test_lightning_plans_first_and_wraps_then(found: list[dict[str, Any]]) -> No
     first, second = (each["lightning"] for each in found)
     assert first["specs"] == second["specs"] and first["views"]
     assert same([first["halves"], second["halves"]]), "with accumulation"
+
+
+def test_gradients_are_held_once_also_when_buckets_are_made_anew(found: list[dict[str, Any]]) -> None:
+    for each in found:
+        held, first_alive, planned = each["lightning"]["buckets"]
+        assert held == [planned] * 12 and first_alive == [True] + [False] * 11
+
+
+def test_buckets_are_made_on_the_stream_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that one stream has freed is of no use to another: the first bucket would stay reserved."""
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(BaocDDPStrategy, "determine_ddp_device_ids", lambda _: [0])
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_: pytest.fail("a stream of its own"))
+    monkeypatch.setattr(
+        "baoc.training.lightning.DistributedDataParallel", lambda module, **given: made.append(given) or module
+    )
+    BaocDDPStrategy("8gb", find_unused_parameters=True)._setup_model(net())
+    assert made == [{"device_ids": [0], "find_unused_parameters": True, "gradient_as_bucket_view": True}]
 
 
 def test_weights_that_change_their_type_are_averaged_all_the_same(found: list[dict[str, Any]]) -> None:
