@@ -114,8 +114,9 @@ class Ranks(Protocol):
         """Rank 0's value."""
         ...
 
-    def from_first(self, make: Callable[[], T]) -> T:
-        """What `make` returns on rank 0, which alone calls it; all ranks raise what it raises."""
+    def from_first(self, make: Callable[[], T], *, told: Callable[[T], T] | None = None) -> T:
+        """What `make` returns on rank 0, which alone calls it; all ranks raise what it raises. `told` makes of it what
+        the others are given, where they can do with less."""
         ...
 
     def gathered(self, value: T) -> list[T]:
@@ -150,7 +151,7 @@ class Alone:
     def first(self, value: T) -> T:
         return value
 
-    def from_first(self, make: Callable[[], T]) -> T:
+    def from_first(self, make: Callable[[], T], *, told: Callable[[T], T] | None = None) -> T:
         return make()
 
     def gathered(self, value: T) -> list[T]:
@@ -192,9 +193,12 @@ class Group:
         self._dist.broadcast_object_list(held, 0, group=self._gloo)
         return held[0]  # pyright: ignore[reportReturnType]
 
-    def from_first(self, make: Callable[[], T]) -> T:
+    def from_first(self, make: Callable[[], T], *, told: Callable[[T], T] | None = None) -> T:
         done: tuple[Any, Exception | None] = _tried(make) if self.rank == 0 else (None, None)
-        result, error = self.first((done[0], _packed(done[1])))
+        given: Any = done[0]
+        if told is not None and self.rank == 0 and done[1] is None:
+            given = told(given)
+        result, error = self.first((given, _packed(done[1])))
         if error is not None:
             raise done[1] or _unpacked(error)
         return done[0] if self.rank == 0 else result  # pyright: ignore[reportReturnType]

@@ -23,7 +23,7 @@ from baoc.planning.allocators.recipe import Pick, RecipeAllocator, pick
 from baoc.planning.candidates import build_candidates, undominated
 from baoc.planning.cost import adamw_state_bytes, cost, whole_step_seconds
 from baoc.planning.limits import Savings, Try, all_tries, allocated, charged, least_of, saved_by, savings, spend
-from baoc.planning.measured import Choice, basis_of, choose, useful_bytes
+from baoc.planning.measured import basis_of, choose, useful_bytes
 from baoc.planning.messages import last_resort, reasons
 from baoc.planning.placement import Way, check_named, placed, staging_bytes, with_host
 from baoc.planning.risk import RISKS, RiskModel, risk_of
@@ -311,6 +311,7 @@ class Planner:
         `stand_ins`: with momentum in 8 bits on roles that keep fp32, which run it only where they would lose it.
         """
         count = self.counts[0] if count is None else count
+        profile = _read_by(risk, profile)
         picks = self.allocator.picks if isinstance(self.allocator, RecipeAllocator) else None
         base = self._once(
             ("candidates", risk, self.host_counts, stand_ins),
@@ -366,9 +367,10 @@ class Planner:
         """
         name = risk or self.settings.risk
         if name == MEASURED:
-            choice = choose(self, family=self.family) if self.family is not None and self._chooses else None
-            if choice is not None:
-                return self._measured(choice)
+            basis = (self.budget, self.footprint, self.latency)  # no profile: a later decision mostly finds it made
+            plan = self._once((MEASURED, "plan"), basis, self._measured)
+            if plan is not None:
+                return plan
             name = "prior"
         if RISKS[name].needs and profile is None:
             name = "prior"
@@ -425,10 +427,13 @@ class Planner:
     def _chooses(self) -> bool:
         return not self.allocator.traits.every_candidate
 
-    def _measured(self, choice: Choice) -> Plan:
-        """The plan of a measured choice, among the planner's own candidates and with its own range of budgets."""
+    def _measured(self) -> Plan | None:
+        """The plan of the measured choice, among the planner's own candidates and with its own range of budgets; None
+        where nothing that was measured fits, or there is no choice."""
         family = self.family
-        assert family is not None
+        choice = choose(self, family=family) if family is not None and self._chooses else None
+        if family is None or choice is None:
+            return None
         plan = self.adopted(choice.plan.allocation.choices, risk=MEASURED, limits=choice.plan.limits)
         useful = self._once(
             (MEASURED, "range"), (self.footprint, self.budget), lambda: useful_bytes(self, family=family)
@@ -524,7 +529,7 @@ class Planner:
         everything = self.candidates(risk=risk, profile=profile, stand_ins=False)
         least, useful = self._once(
             ("range", risk),
-            (profile, self._lines, self.budget, self.footprint),
+            (_read_by(risk, profile), self._lines, self.budget, self.footprint),
             lambda: (
                 self.taken(least_of(self, all_tries(self, risk=risk, profile=profile))),
                 self.taken([min(options, key=_by_risk) for options in everything.values()]),
@@ -574,6 +579,11 @@ def _recipe_reasons(allocation: Allocation, picks: Mapping[str, Pick]) -> tuple[
         Reason(block=block, spec=spec, cheaper=None, dearer=None, text=picks[block].text)
         for block, spec in allocation.choices.items()
     )
+
+
+def _read_by(risk: str, profile: Profile | None) -> Profile | None:
+    """The profile where the risk reads one: others give the same whatever is newest, and need not be asked again."""
+    return profile if RISKS[risk].needs else None
 
 
 def _by_risk(candidate: Candidate) -> tuple[float, float, int]:

@@ -6,7 +6,7 @@ Nothing here knows Lightning; the strategy and the plain-loop drop-in use the sa
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -37,6 +37,34 @@ from baoc.types import (
 from baoc.units import format_bytes
 
 Listener = Callable[[Reallocation, Plan, Profile | None], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Way:
+    """How a move fits: after gradients are dropped, or not at all, for the reason in `blocked`."""
+
+    blocked: str = ""
+    drops_gradients: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Verdict:
+    """What one decision found, and what is to be done."""
+
+    profile: Profile
+    proposal: Plan
+    accepted: bool
+    why: str
+    risk_before: float
+    cost: float
+    drops_gradients: bool
+
+
+def _brief(plan: Plan) -> Plan:
+    """The plan with the chosen candidates alone, for ranks that only carry it out: all of them are megabytes."""
+    chosen = plan.allocation.choices
+    kept = {block: tuple(c for c in held if c.spec == chosen[block]) for block, held in plan.candidates.items()}
+    return replace(plan, candidates=kept)
 
 
 class Reallocator:
@@ -164,7 +192,7 @@ class Reallocator:
     def _profiled(self) -> Profile:
         assert self.profiler is not None
         with self.tracked("decision"):
-            return self.ranks.first(self.profiler.profile())
+            return self.ranks.from_first(self.profiler.profile)
 
     # -- a decision by gradients ----------------------------------------------------------------------------------
 
@@ -177,19 +205,24 @@ class Reallocator:
         """
         assert self.profiler is not None
         first = self.last_decision == 0
-        profile = self.ranks.first(self.profiler.profile())
+        verdict = self.ranks.from_first(
+            lambda: self._verdict(first=first), told=lambda v: replace(v, proposal=_brief(v.proposal))
+        )
+        profile, proposal = verdict.profile, verdict.proposal
         self.last_decision, self.profile = self.step, profile
         self.first_profile = self.first_profile or profile
-        proposal = self.ranks.from_first(lambda: self.planner.propose(profile=profile))
-        risk_before = self.planner.price(self.plan.allocation.choices, risk=proposal.risk_model, profile=profile)
-        cost = 0.0 if first else self._migration_risk(proposal, profile=profile)
-        needed = cost if first else cost + self.settings.min_gain * abs(risk_before)
-        accepted, why = self._judge(proposal, risk_before=risk_before, needed=needed)
+        if verdict.drops_gradients:
+            self.optimizer.zero_grad(set_to_none=True)
         if self.settings.update_rms == "profiled":
             rms = {block: stats.update_rms for block, stats in profile.stats.items()}
             self.optimizer.set_target_rms({block: value for block, value in rms.items() if value > 0})
         event = self._move_or_stay(
-            proposal, trigger=trigger, accepted=accepted, why=why, risk_before=risk_before, cost=cost
+            proposal,
+            trigger=trigger,
+            accepted=verdict.accepted,
+            why=verdict.why,
+            risk_before=verdict.risk_before,
+            cost=verdict.cost,
         )
         if self.watching:
             self.profiler.settle()
@@ -197,6 +230,35 @@ class Reallocator:
             self.profiler.release()
         self._tell(event)
         return event
+
+    def _verdict(self, *, first: bool) -> "_Verdict":
+        """A proposal from the newest profile, and whether to move: it saves more risk than it has to, and fits on the
+        way. Nothing is changed yet."""
+        assert self.profiler is not None
+        profile = self.profiler.profile()
+        proposal = self.planner.propose(profile=profile)
+        risk_before = self.planner.price(self.plan.allocation.choices, risk=proposal.risk_model, profile=profile)
+        cost = 0.0 if first else self._migration_risk(proposal, profile=profile)
+        needed = cost if first else cost + self.settings.min_gain * abs(risk_before)
+        risk, after = self.planner.settings.risk, proposal.allocation.risk
+        change = f"{risk} risk {risk_before:.4g} -> {after:.4g}"
+        way = _Way()
+        if dict(proposal.allocation.choices) == dict(self.plan.allocation.choices):
+            accepted, why = False, f"{risk} risk confirms the allocation in use"
+        elif risk_before - after <= needed:
+            accepted, why = False, f"{change} saves less than the {needed:.2g} that moving has to"
+        else:
+            way = self._way(proposal, memory=self.planner.budget.memory_bytes)
+            accepted, why = not way.blocked, way.blocked or change
+        return _Verdict(
+            profile=profile,
+            proposal=proposal,
+            accepted=accepted,
+            why=why,
+            risk_before=risk_before,
+            cost=cost,
+            drops_gradients=way.drops_gradients,
+        )
 
     def _migration_risk(self, proposal: Plan, *, profile: Profile) -> float:
         return migration_risk(
@@ -207,17 +269,6 @@ class Reallocator:
             horizon=self.settings.interval,
             left=self.left,
         )
-
-    def _judge(self, proposal: Plan, *, risk_before: float, needed: float) -> tuple[bool, str]:
-        """Whether to move to `proposal`, and why (not): it saves more than `needed` of risk, and fits on the way."""
-        risk, after = self.planner.settings.risk, proposal.allocation.risk
-        if dict(proposal.allocation.choices) == dict(self.plan.allocation.choices):
-            return False, f"{risk} risk confirms the allocation in use"
-        change = f"{risk} risk {risk_before:.4g} -> {after:.4g}"
-        if risk_before - after <= needed:
-            return False, f"{change} saves less than the {needed:.2g} that moving has to"
-        blocked = self._make_way(proposal, memory=self.planner.budget.memory_bytes)
-        return not blocked, blocked or change
 
     # -- limits that change ---------------------------------------------------------------------------------------
 
@@ -271,33 +322,33 @@ class Reallocator:
         `limit`: bytes that the move itself may not pass, if any. Raises InfeasibleBudgetError where nothing
         meets them; the plan in force then stays.
         """
-        proposal = self.ranks.from_first(lambda: self.planner.propose(profile=self.profile))
+        proposal = self.ranks.from_first(lambda: self.planner.propose(profile=self.profile), told=_brief)
         risk_before = self.planner.price(self.plan.allocation.choices, risk=proposal.risk_model, profile=self.profile)
-        if blocked := self._make_way(proposal, memory=limit):
+        way = self._way(proposal, memory=limit)
+        if way.blocked:
             raise InfeasibleBudgetError(
-                f"budget {self.planner.budget.name} would hold, but {blocked}",
+                f"budget {self.planner.budget.name} would hold, but {way.blocked}",
                 budget_bytes=self.planner.budget.memory_bytes or 0,
                 least_feasible_bytes=proposal.least_feasible_bytes,
             )
+        if way.drops_gradients:
+            self.optimizer.zero_grad(set_to_none=True)
         event = self._move_or_stay(proposal, trigger=trigger, accepted=True, why=why, risk_before=risk_before)
         self._tell(event)
         return event
 
     # -- the move -------------------------------------------------------------------------------------------------
 
-    def _make_way(self, proposal: Plan, *, memory: int | None) -> str:
-        """Sees to it that nothing passes `memory` bytes while blocks move; returns why it would, "" if it does not.
-
-        Where room is short, gradients go first: they have been used, and the next backward pass makes new ones.
-        """
+    def _way(self, proposal: Plan, *, memory: int | None) -> "_Way":
+        """How nothing passes `memory` bytes while blocks move. Where room is short, gradients go first: they have been
+        used, and the next backward pass makes new ones."""
         way = transit(self.planner, now=self.plan, then=proposal)
         if way is None or memory is None or way.peak_bytes <= memory:
-            return ""
+            return _Way()
         if way.without_gradients_bytes <= memory:
-            self.optimizer.zero_grad(set_to_none=True)
-            return ""
-        return (
-            f"moving to it would hold {format_bytes(way.without_gradients_bytes)} for a moment, of "
+            return _Way(drops_gradients=True)
+        return _Way(
+            blocked=f"moving to it would hold {format_bytes(way.without_gradients_bytes)} for a moment, of "
             f"{format_bytes(memory)} allowed"
         )
 
