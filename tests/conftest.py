@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.examples import load_profile
+from tests.support.interpreting import INTERPRETING
 from tests.support.paths import ROOT
 from tests.support.waiting import PATIENCE_S
 
@@ -35,6 +36,14 @@ def run_python() -> Callable[..., Completed]:
         return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=PATIENCE_S)
 
     return run
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fused backend steps parameters on the CPU, in Triton's interpreter."""
+    if not INTERPRETING:
+        pytest.skip("kernels run on this machine's GPU; TRITON_INTERPRET=1 interprets them instead (until 2027-06-30)")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(autouse=True)

@@ -3,13 +3,19 @@
 The interpreter takes what the compiler does not: names of two types, masks that keep accesses narrow.
 """
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
-from baoc.kernels import Call, interpreting
+from baoc.kernels import Call
 from baoc.kernels.triton import engine
+from tests.support.interpreting import INTERPRETING
 from tests.support.kernel_cases import Case, Twin
 from tests.support.matrix_cases import MatrixCase, MatrixTwin
+from tests.support.paths import ROOT
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 SHAPES = ((64, 256, False), (40, 61, False), (40, 33, True))
@@ -25,7 +31,17 @@ STEPPING = ("step_kernel", "apply_kernel", "foam_kernel")
 MOST_SPILLED = 400  # bytes of a thread's stack, mostly of what odd elements and transposed folds take
 
 
-if not interpreting():  # compiling and interpreting exclude each other in a process
+if INTERPRETING:
+
+    @pytest.mark.slow
+    def test_a_process_that_compiles():
+        env = {**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+        assert f"{len(VARIANTS)} passed" in done.stdout, done.stdout[-500:]
+
+else:
 
     @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
     @pytest.mark.parametrize(("rule", "storage", "weights"), VARIANTS)

@@ -13,7 +13,8 @@ from baoc.kernels import Engine, Shape, polar
 from baoc.kernels.triton import muon_plan
 from baoc.optim.backends import fused
 from baoc.optim.rules.muon import orthogonalized
-from tests.support.fused_pair import INTERPRETING, Pair, poison, run_interpreted
+from tests.support.fused_pair import Pair, poison
+from tests.support.interpreting import interpreted
 from tests.support.tolerances import MUON_BF16
 
 SHAPES = {"a": (9, 37), "a2": (9, 37), "c": (24, 40), "tall": (44, 12), "line": (4, 33), "d": (6, 5, 7), "bias": (40,)}
@@ -95,85 +96,85 @@ def test_a_plan_is_told_of_the_room_and_that_bytes_do_not_tell_its_seconds() -> 
     assert fused.bytes_tell_seconds(SPECS["lion"]) and not fused.bytes_tell_seconds(SPECS["muon"])
 
 
-if not INTERPRETING:
+@interpreted
+@pytest.mark.parametrize("spec", ["muon", "muon_int8", "muon_bf16+split8", "muon+split16"])
+def test_it_follows_the_eager_step(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(muon_plan, "ROOM", polar.room_bytes(1, 24, 40))  # several batches
+    pair = Steps(spec)
+    for _ in range(2):
+        pair.give()
+        pair.step_and_check()
+    stepped = {choice.backend for choice in pair.fused.roster.choices.values()}
+    assert stepped == {"fused"}
 
-    @pytest.mark.slow
-    @pytest.mark.timeout(900)  # a whole file in an interpreter, and slower where the machine is busy
-    def test_interpreted() -> None:
-        run_interpreted(__file__)
 
-else:
-
-    @pytest.mark.parametrize("spec", ["muon", "muon_int8", "muon_bf16+split8", "muon+split16"])
-    def test_it_follows_the_eager_step(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(muon_plan, "ROOM", polar.room_bytes(1, 24, 40))  # several batches
-        pair = Steps(spec)
-        for _ in range(2):
-            pair.give()
-            pair.step_and_check()
-        stepped = {choice.backend for choice in pair.fused.roster.choices.values()}
-        assert stepped == {"fused"}
-
-    @pytest.mark.parametrize("matching", [True, False])
-    def test_missing_gradients_and_elements_that_are_not_finite(matching: bool) -> None:
-        pair = Steps("muon", rms_matching=matching)
-        for step in range(4):
-            pair.give()
-            for params in pair.params:
-                if step in (1, 3):
-                    poison(params)
-                    params["tall"].grad = None
-            kept = {name: param.detach().clone() for name, param in pair.params[0].items()}
-            bad = {n: ~p.grad.isfinite() for n, p in pair.params[0].items() if p.grad is not None}
-            if step == 3:
-                pair.fused.mask_nonfinite()
-            params, before = pair.params[0], kept
-            pair.step()
-            for name, where in bad.items():
-                assert torch.equal(params[name].detach()[where], before[name][where])
-            if "tall" not in bad:
-                assert torch.equal(params["tall"], before["tall"])
-            for name in bad:
-                if len(SHAPES[name]) > 1:
-                    agree(params[name].detach() - before[name], pair.params[1][name].detach() - before[name], what=name)
-                params[name].detach().copy_(pair.params[1][name].detach())
-        assert pair.fused.num_nonfinite == pair.eager.num_nonfinite > 0
-
-    def test_a_surge_is_held_to_one_learning_rate_in_the_step_itself() -> None:
-        """A gradient of one direction makes small updates; one of all of them after it would make large ones."""
-        pair = Steps("muon")
-        for step in range(3):
-            pair.give()
-            for params in pair.params:
-                if step == 0:
-                    for param in params.values():
-                        if param.ndim > 1:
-                            flat = torch.zeros(len(param), param.numel() // len(param))
-                            flat[:, 0] = 1.0
-                            param.grad.copy_(flat.view(param.shape))
-            pair.step_and_check()
-
-    @pytest.mark.parametrize("size", [1e-30, 1e-12, 1e12])
-    def test_the_size_of_gradients_does_not_matter(size: float) -> None:
-        pair = Steps("muon", rms_matching=False)
+@interpreted
+@pytest.mark.parametrize("matching", [True, False])
+def test_missing_gradients_and_elements_that_are_not_finite(matching: bool) -> None:
+    pair = Steps("muon", rms_matching=matching)
+    for step in range(4):
         pair.give()
         for params in pair.params:
-            for param in params.values():
-                param.grad *= size
+            if step in (1, 3):
+                poison(params)
+                params["tall"].grad = None
+        kept = {name: param.detach().clone() for name, param in pair.params[0].items()}
+        bad = {n: ~p.grad.isfinite() for n, p in pair.params[0].items() if p.grad is not None}
+        if step == 3:
+            pair.fused.mask_nonfinite()
+        params, before = pair.params[0], kept
+        pair.step()
+        for name, where in bad.items():
+            assert torch.equal(params[name].detach()[where], before[name][where])
+        if "tall" not in bad:
+            assert torch.equal(params["tall"], before["tall"])
+        for name in bad:
+            if len(SHAPES[name]) > 1:
+                agree(params[name].detach() - before[name], pair.params[1][name].detach() - before[name], what=name)
+            params[name].detach().copy_(pair.params[1][name].detach())
+    assert pair.fused.num_nonfinite == pair.eager.num_nonfinite > 0
+
+
+@interpreted
+def test_a_surge_is_held_to_one_learning_rate_in_the_step_itself() -> None:
+    """A gradient of one direction makes small updates; one of all of them after it would make large ones."""
+    pair = Steps("muon")
+    for step in range(3):
+        pair.give()
+        for params in pair.params:
+            if step == 0:
+                for param in params.values():
+                    if param.ndim > 1:
+                        flat = torch.zeros(len(param), param.numel() // len(param))
+                        flat[:, 0] = 1.0
+                        param.grad.copy_(flat.view(param.shape))
         pair.step_and_check()
 
-    def test_the_room_is_given_back_and_other_tables_are_captured_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-        pair = Steps("muon")
-        pair.give()
-        pair.step()
-        (unit,) = pair.fused.roster.backends[0].units  # pyright: ignore[reportAttributeAccessIssue]
-        engine: Engine = unit.engine
-        parts = engine.parts(staged=True, matched=True, marked=False)
-        assert [captured for _, captured in parts] == [True, False, True]
-        taken: list[int] = []
-        empty = torch.empty
-        monkeypatch.setattr(torch, "empty", lambda *a, **k: taken.append(a[0]) or empty(*a, **k))
-        pair.give()
-        pair.fused.step()
-        (table,) = engine.apart
-        assert taken == [muon_plan.temporary_bytes(table.shapes)]
+
+@interpreted
+@pytest.mark.parametrize("size", [1e-30, 1e-12, 1e12])
+def test_the_size_of_gradients_does_not_matter(size: float) -> None:
+    pair = Steps("muon", rms_matching=False)
+    pair.give()
+    for params in pair.params:
+        for param in params.values():
+            param.grad *= size
+    pair.step_and_check()
+
+
+@interpreted
+def test_the_room_is_given_back_and_other_tables_are_captured_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Steps("muon")
+    pair.give()
+    pair.step()
+    (unit,) = pair.fused.roster.backends[0].units  # pyright: ignore[reportAttributeAccessIssue]
+    engine: Engine = unit.engine
+    parts = engine.parts(staged=True, matched=True, marked=False)
+    assert [captured for _, captured in parts] == [True, False, True]
+    taken: list[int] = []
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: taken.append(a[0]) or empty(*a, **k))
+    pair.give()
+    pair.fused.step()
+    (table,) = engine.apart
+    assert taken == [muon_plan.temporary_bytes(table.shapes)]

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from baoc.core.recipes import Tuning
 from baoc.optim import BlockwiseOptimizer
 from baoc.types import Block, ParamInfo, Role
-from tests.support.fused_pair import INTERPRETING, run_interpreted
 
 TUNING = Tuning(lr={"adamw": 0.5, "head": 4.0}, betas={"adamw": (0.8, 0.95), "lion": (0.7, 0.9)})
+SHAPE = (8, 32)
 NAMES = ("a", "b", "head")
 SPECS = {"a": "adamw", "b": "lion", "head": "adamw"}
 ALONE = {  # what each block is to do, in words of an optimizer of its own
@@ -23,12 +23,12 @@ ALONE = {  # what each block is to do, in words of an optimizer of its own
 
 def make_params() -> dict[str, nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
-    return {name: nn.Parameter(torch.randn(64, 32, generator=generator)) for name in NAMES}
+    return {name: nn.Parameter(torch.randn(*SHAPE, generator=generator)) for name in NAMES}
 
 
 def block(name: str, *, placement: str = "") -> Block:
     role = Role.HEAD if name == "head" else Role.MLP
-    return Block(name=name, role=role, params=(ParamInfo(name=name, shape=(64, 32), dtype="float32", role=role),))
+    return Block(name=name, role=role, params=(ParamInfo(name=name, shape=SHAPE, dtype="float32", role=role),))
 
 
 def build(params: dict[str, nn.Parameter], specs: dict[str, str] = SPECS, **given: object) -> BlockwiseOptimizer:
@@ -39,7 +39,7 @@ def build(params: dict[str, nn.Parameter], specs: dict[str, str] = SPECS, **give
 def gradients(num: int) -> Iterator[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(1)
     for _ in range(num):
-        yield {name: torch.randn(64, 32, generator=generator) for name in NAMES}
+        yield {name: torch.randn(*SHAPE, generator=generator) for name in NAMES}
 
 
 def steps(optimizer: BlockwiseOptimizer, params: dict[str, nn.Parameter], *, num: int = 4) -> None:
@@ -60,16 +60,13 @@ def each_alone(specs: dict[str, str] = SPECS, **given: object) -> dict[str, nn.P
     return params
 
 
-if not INTERPRETING:
-
-    @pytest.mark.slow
-    def test_fused_interpreted() -> None:
-        run_interpreted(__file__)
-
-
-@pytest.mark.parametrize("backend", ["eager", "native", *(["fused"] if INTERPRETING else [])])
+@pytest.mark.parametrize("backend", ["eager", "native", pytest.param("fused", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("specs", [SPECS, dict.fromkeys(NAMES, "adamw_int8")], ids=["fp32", "int8"])
-def test_each_block_steps_as_an_optimizer_of_its_own_would(backend: str, specs: dict[str, str]):
+def test_each_block_steps_as_an_optimizer_of_its_own_would(
+    backend: str, specs: dict[str, str], request: pytest.FixtureRequest
+):
+    if backend == "fused":
+        request.getfixturevalue("interpreted")
     tuning = TUNING if specs is SPECS else Tuning(lr={"adamw": 0.5, "head": 4.0}, betas={"adamw": (0.8, 0.95)})
     params, alone = make_params(), {}
     optimizer = build(params, specs, backend=backend, tuning=tuning)

@@ -1,14 +1,12 @@
-"""Blocks stepped one by one in backward, natively and fused, against the same backend stepping all of them at once.
-
-By hand: TRITON_INTERPRET=1 pytest -q tests/optim/test_release_backends.py
-"""
+"""Blocks stepped one by one in backward, natively and fused, against the same backend stepping all of them at once."""
 
 import pytest
 import torch
 
 from baoc.core.catalogue import NATIVE
 from baoc.optim.backends.native import native_refusal
-from tests.support.fused_pair import INTERPRETING, SHAPES, run_interpreted
+from tests.support.fused_pair import SHAPES
+from tests.support.interpreting import interpreted
 from tests.support.optimizing import info, one_block, shapes_for
 from tests.support.releasing import Pair, backward
 
@@ -21,52 +19,53 @@ BLOCKS = [
     one_block("third", [info("one", SHAPES["one"])]),
 ]
 
-if not INTERPRETING:
 
-    @pytest.mark.slow
-    def test_fused_interpreted() -> None:
-        run_interpreted(__file__)
-
-    @pytest.mark.parametrize("spec", [*STEPPED, *WEIGHTS])
-    def test_native_steps_block_by_block_are_the_native_step(spec: str) -> None:
-        pair = Pair(spec, shapes_for(spec.partition("+")[0]), backend="native", lr=1e-2)
-        for _ in range(3):
-            pair.step()
-        assert {choice.backend for choice in pair.released.roster.choices.values()} == {"native"}
-        assert not any(optimizer.num_nonfinite for optimizer in (pair.kept, pair.released))
-        pair.check()
-
-else:
-    MIXED = {"first": "adamw_int8", "second": "lion_int8+split8", "third": "sign"}
-
-    @pytest.mark.parametrize("spec", [*FUSED, *WEIGHTS, MIXED])
-    def test_fused_steps_block_by_block_are_the_fused_step(spec: object) -> None:
-        shapes = {name: shape for name, shape in SHAPES.items() if spec is MIXED or len(shape) > 1}
-        blocks = BLOCKS if spec is MIXED else None
-        pair = Pair(spec, shapes, backend="fused", lr=1e-2, blocks=blocks)
-        for _ in range(3):
-            pair.step()
-        assert {choice.backend for choice in pair.released.roster.choices.values()} == {"fused"}
-        pair.check()
-
-    def test_what_kernels_leave_out_is_left_out_and_counted_by_block() -> None:
-        pair = Pair({"first": "adamw_int8", "second": "lion", "third": "sign"}, SHAPES, backend="fused", blocks=BLOCKS)
+@pytest.mark.parametrize("spec", [*STEPPED, *WEIGHTS])
+def test_native_steps_block_by_block_are_the_native_step(spec: str) -> None:
+    pair = Pair(spec, shapes_for(spec.partition("+")[0]), backend="native", lr=1e-2)
+    for _ in range(3):
         pair.step()
-        grads = pair.gradients.next()
-        grads["a"][2, 3] = float("nan")
-        grads["d"][0, 1, 2] = float("inf")
-        pair.step(grads)
-        assert pair.released.num_nonfinite == pair.kept.num_nonfinite == 2
-        assert pair.released.last_nonfinite == pair.kept.last_nonfinite == {"a": 1, "d": 1}
-        pair.step()
-        pair.check()
+    assert {choice.backend for choice in pair.released.roster.choices.values()} == {"native"}
+    assert not any(optimizer.num_nonfinite for optimizer in (pair.kept, pair.released))
+    pair.check()
 
-    def test_a_backward_that_still_needs_the_old_weights_is_told() -> None:
-        """Kernels write past autograd, which would else compute gradients with the new weights and say nothing."""
-        pair = Pair("adamw", {"a": (4, 4)}, backend="fused")
-        weight = pair.twins["a"]
-        x = torch.ones(4, 4, requires_grad=True)
-        early = (x @ weight.detach()).exp().sum()
-        backward(pair.twins, pair.gradients.next())
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            early.backward()
+
+MIXED = {"first": "adamw_int8", "second": "lion_int8+split8", "third": "sign"}
+
+
+@interpreted
+@pytest.mark.parametrize("spec", [*FUSED, *WEIGHTS, MIXED])
+def test_fused_steps_block_by_block_are_the_fused_step(spec: object) -> None:
+    shapes = {name: shape for name, shape in SHAPES.items() if spec is MIXED or len(shape) > 1}
+    blocks = BLOCKS if spec is MIXED else None
+    pair = Pair(spec, shapes, backend="fused", lr=1e-2, blocks=blocks)
+    for _ in range(3):
+        pair.step()
+    assert {choice.backend for choice in pair.released.roster.choices.values()} == {"fused"}
+    pair.check()
+
+
+@interpreted
+def test_what_kernels_leave_out_is_left_out_and_counted_by_block() -> None:
+    pair = Pair({"first": "adamw_int8", "second": "lion", "third": "sign"}, SHAPES, backend="fused", blocks=BLOCKS)
+    pair.step()
+    grads = pair.gradients.next()
+    grads["a"][2, 3] = float("nan")
+    grads["d"][0, 1, 2] = float("inf")
+    pair.step(grads)
+    assert pair.released.num_nonfinite == pair.kept.num_nonfinite == 2
+    assert pair.released.last_nonfinite == pair.kept.last_nonfinite == {"a": 1, "d": 1}
+    pair.step()
+    pair.check()
+
+
+@interpreted
+def test_a_backward_that_still_needs_the_old_weights_is_told() -> None:
+    """Kernels write past autograd, which would else compute gradients with the new weights and say nothing."""
+    pair = Pair("adamw", {"a": (4, 4)}, backend="fused")
+    weight = pair.twins["a"]
+    x = torch.ones(4, 4, requires_grad=True)
+    early = (x @ weight.detach()).exp().sum()
+    backward(pair.twins, pair.gradients.next())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        early.backward()

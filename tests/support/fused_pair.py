@@ -1,12 +1,4 @@
-"""The same optimizer twice, fused and eager, on one stream of gradients: what the tests of the fused backend share.
-
-Triton decides on import whether it interprets, and others may have imported it by now: so those tests run in a process
-of their own, which `run_interpreted` starts.
-"""
-
-import os
-import subprocess
-import sys
+"""The same optimizer twice, fused and eager, on one stream of gradients: what the tests of the fused backend share."""
 
 import pytest
 import torch
@@ -14,23 +6,12 @@ from torch import Tensor
 
 from baoc.optim import BlockwiseOptimizer
 from tests.support.optimizing import Gradients, build, make_params
-from tests.support.paths import ROOT
 
-INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 SHAPES = {"a": (9, 37), "b": (40,), "c": (4, 65), "d": (3, 5, 7), "one": (1,), "empty": (0,)}
 SMALL = {"a": (9, 37), "b": (40,)}
 MIXED = {
     "a": "adamw", "b": "rmsprop_int8", "c": "lion_int8", "d": "adamw_int8_log", "one": "sign", "empty": "signum",
 }  # fmt: skip
-
-
-def run_interpreted(file: str) -> None:
-    """Runs the tests of a file in an interpreter of Triton's; every one of them has to pass."""
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
-    assert " passed" in done.stdout and "skipped" not in done.stdout, done.stdout[-500:]
 
 
 class Pair:
