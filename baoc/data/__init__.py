@@ -129,7 +129,7 @@ DATASETS: dict[str, Dataset] = {
             tasks=("vision", "diffusion"),
             module="baoc.data.vision_sets",
             builder="build_fashion_mnist",
-            options={"val_fraction": 1 / 12, "split_seed": 0, "augment": "none"},
+            options={"judged_on": "train", "val_fraction": 1 / 12, "split_seed": 0, "augment": "none"},
         ),
         _images(
             "cifar10",

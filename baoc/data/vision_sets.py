@@ -5,6 +5,7 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from baoc.data.decode import check_augment
 from baoc.data.folder import find_parts, list_images
-from baoc.data.idx import read_fashion_mnist
+from baoc.data.idx import PARTS, read_fashion_mnist
 from baoc.data.images import ImageSet, read_digits, read_npz
 from baoc.data.parts import visible
 from baoc.data.stored import Files, MemoryImages, encoded_images
@@ -43,8 +44,16 @@ def build_npz(path: str, **settings: Any) -> VisionDataModule:
     return VisionDataModule(_of_arrays(read_npz(path)), **settings)
 
 
-def build_fashion_mnist(path: str | None = None, *, augment: str, **settings: Any) -> VisionDataModule:
-    return VisionDataModule(_of_arrays(read_fashion_mnist(path), augment=augment), **settings)
+def build_fashion_mnist(
+    path: str | None = None, *, augment: str, judged_on: str = "train", **settings: Any
+) -> VisionDataModule:
+    """`judged_on`: test for its 10,000 images, train for held-out ones of the 60,000."""
+    if judged_on not in PARTS:
+        raise BadInputError(f"dataset.judged_on={judged_on} is not allowed: choose one of {', '.join(PARTS)}")
+    images = _of_arrays(read_fashion_mnist(path), augment=augment)
+    if judged_on == "test":
+        images = replace(images, val=_of_arrays(read_fashion_mnist(path, part="test")).train)
+    return VisionDataModule(images, **settings)
 
 
 def build_synthetic(

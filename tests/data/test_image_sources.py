@@ -281,9 +281,9 @@ def test_a_hub_set_without_a_network_says_what_to_do(monkeypatch):
 # -- IDX --------------------------------------------------------------------------------------------------------------
 
 
-def write_idx(root: Path, *, count=30, pack=True) -> Path:
+def write_idx(root: Path, *, count=30, pack=True, part="train") -> Path:
     pixels, labels = RNG.integers(0, 256, (count, 28, 28)), np.arange(count) % 10
-    for name, array in (("train-images-idx3-ubyte", pixels), ("train-labels-idx1-ubyte", labels)):
+    for name, array in ((f"{part}-images-idx3-ubyte", pixels), (f"{part}-labels-idx1-ubyte", labels)):
         content = idx_bytes(array)
         (root / f"{name}.gz").write_bytes(gzip.compress(content)) if pack else (root / name).write_bytes(content)
     return root
@@ -294,6 +294,22 @@ def test_fashion_mnist_from_its_files(tmp_path, pack):
     data = build_data("fashion_mnist", task="vision", batch_size=4, path=str(write_idx(tmp_path, pack=pack)))
     spec = data.spec
     assert (spec.image_size, spec.channels, spec.num_classes, spec.num_train, spec.num_val) == (28, 1, 10, 28, 2)
+
+
+def test_fashion_mnist_judged_on_its_test_images(tmp_path):
+    write_idx(tmp_path)
+    wanted = {"task": "vision", "batch_size": 4, "path": str(tmp_path), "judged_on": "test"}
+    with pytest.raises(BadInputError, match=r"holds neither t10k-images-idx3-ubyte.gz nor .* begin with t10k"):
+        build_data("fashion_mnist", **wanted)
+    write_idx(tmp_path, count=20, part="t10k")
+    data = build_data("fashion_mnist", **wanted)
+    assert (data.spec.num_train, data.spec.num_val) == (30, 20), "no training image is held out"
+    train = torch.cat([batch["images"] for batch in data.make_overfit_loader()])
+    held = torch.cat([batch["images"] for batch in data.val_dataloader()])
+    assert len(held) == 20
+    assert not any(torch.equal(image, other) for image in held for other in train)
+    with pytest.raises(BadInputError, match=r"dataset.judged_on=val is not allowed: choose one of train, test"):
+        build_data("fashion_mnist", **wanted | {"judged_on": "val"})
 
 
 def test_broken_idx_files_are_named(tmp_path):

@@ -1,12 +1,14 @@
 """What the records of fronts and of races say: pairs, equal budgets, areas, hypervolumes, on numbers made by hand."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from baoc.sweep.damage import Damage
 from baoc.sweep.study_config import StudyConfig
+from baoc.sweep.trial_process import RunOutcome
 from baoc.tracking.files import write_csv
 from experiments.benchmarks import fronts, listed_runs, risk_table, risk_weights_check, sampler_held_out, sampler_race
 from tests.support.sweep_jobs import config, job
@@ -123,13 +125,49 @@ def test_every_run_of_the_check_is_listed_and_paired():
 
 
 def test_a_list_is_held_against_the_first_of_its_group():
-    lines = [("g", "now", ()), ("g", "other", ()), ("h", "alone", ())]
-    found = {(0, 0): 1.0, (0, 1): 3.0, (1, 1): 2.0, (2, 0): 9.0}
-    rows = {r["label"]: r for r in listed_runs.rows_of(found, lines=lines)}
-    assert (rows["other"]["rival"], rows["other"]["pairs"], rows["other"]["difference"]) == ("now", 1, -1.0)
-    assert (rows["other"]["n"], rows["other"]["better_pairs"], rows["alone"]["rival"]) == (1, 1, "alone")
-    words = listed_runs.lists_of([("g", "a", ("x=1",)), ("g", "b", ("x=2",))], seeds=[7, 8])
-    assert words[2] == ["x=1", "seed=8"], "run k is of line k modulo the lines"
+    rows = [
+        {"group": "g", "label": label, "seed": seed, "status": "finite", "value": value, "state_fraction": 0.1}
+        for label, seed, value in (("now", 0, 1.0), ("now", 1, 2.5), ("other", 1, 2.0), ("other", 0, 1.5))
+    ]
+    bad = {"group": "g", "label": "other", "seed": 2, "status": "diverged", "value": "", "state_fraction": ""}
+    first, second = listed_runs.table([*rows, bad])
+    assert "n 2" in first and second.split()[-3:] == ["+0.0000", "(t", "+0.0)"]
+
+
+def test_a_list_runs_seed_by_seed_and_some_lines_last(tmp_path: Path):
+    file = tmp_path / "list.tsv"
+    file.write_text(f"# told\ng\ta\tdataset.path={{data}}/x y=1\n{listed_runs.LAST}\nh\tb\ty=2\n")
+    lines = listed_runs.read_list(file, data=Path("/d"), also=["z=3"])
+    assert lines[0].words == ("dataset.path=/d/x", "y=1", "z=3")
+    told = [(line.label, seed) for line, seed in listed_runs.ordered(lines, seeds=[7, 8])]
+    assert told == [("a", 7), ("a", 8), ("b", 7), ("b", 8)]
+
+
+def test_a_list_goes_on_with_runs_that_have_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    started: list[tuple[str, int, str]] = []
+
+    class Run:
+        """Ends at once."""
+
+        def __init__(self, line: listed_runs.Line, seed: int, *, gpu: str, folder: Path):
+            started.append((line.label, seed, gpu))
+            self.line, self.seed, self.gpu, self.began, self.process = line, seed, gpu, 0.0, self
+            self.process, self.sentinel, self.exitcode = SimpleNamespace(process=self, sentinel=0, poll=self.poll), 0, 2
+
+        def poll(self) -> RunOutcome:
+            return RunOutcome(exit_code=2, result=None, message="refused\nhere")
+
+    monkeypatch.setattr(listed_runs, "_Running", Run)
+    monkeypatch.setattr(listed_runs, "wait", lambda _: None)
+    where: dict[str, Any] = {"folder": tmp_path, "rows": (rows := tmp_path / "rows.csv"), "gpus": "01", "per_gpu": 1}
+    lines = [listed_runs.Line(group="g", label=label, words=()) for label in "ab"]
+    for seeds in ([7], [7, 8]):
+        jobs = listed_runs.ordered(lines, seeds=seeds)
+        listed_runs.run_all(jobs, **where, minutes=1)
+    assert started == [("a", 7, "0"), ("b", 7, "1"), ("a", 8, "0"), ("b", 8, "1")], "each once, on both cards"
+    assert [row["status"] for row in listed_runs.read_rows(rows)] == ["refused here"] * 4
+    listed_runs.run_all(listed_runs.ordered(lines, seeds=[9]), **where, minutes=0)
+    assert len(started) == 4, "past the minutes none starts"
 
 
 def test_a_table_of_damage_is_read_as_it_was_written(tmp_path: Path):
