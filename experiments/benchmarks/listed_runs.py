@@ -137,8 +137,8 @@ def told_of(run: RunFolder, *, result: Row) -> Row:
         "recipe": (plan["basis"] or {}).get("recipe") or plan["allocator"],
         "lr": run.settings.get("optim.lr"),
         "num_steps": result["num_steps"],
-        "step_ms": round(result["step_ms"], 4),
-        "train_s": round(result["step_ms"] * result["num_steps"] / 1e3, 3),
+        "step_ms": result["step_ms"],  # None of runs too short to tell
+        "train_s": (result["step_ms"] or 0) * result["num_steps"] / 1e3,
         "curve": " ".join(f"{step}:{seconds:.1f}:{value:.5g}" for step, seconds, value in curve),
         "device": device_of(run),
         "python": env["python"],
