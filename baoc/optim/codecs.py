@@ -393,17 +393,19 @@ GROUPED = (
 # counted in eighths of an octave, are multiples of the unit u = 8 >> k, k in 0 ... 3. Code 0 is zero, code c in 1 ...
 # 15 is s = 2^((top - (15 - c) u) / 8). All groups of one k share one lattice, so a group whose top moves does not
 # round anew. Encoding, with e = 8 log2(s), hi and lo the largest and least e of the group's positive elements: k is
-# the largest in 0 ... 3 for which ceil(hi / u) u - lo <= limit u, else 0; top = ceil(hi / u) u; limit is 18, but 16
-# for k above the one that the old word has (none of a codec without history: phase None). c = floor(15 + (e - top) / u
-# + 1 - w(t)) within 1 ... 15, where w(t) = log(1 + t (r - 1)) / log(r), r = 2^(u / 4), keeps the mean of v; without a
-# phase, to nearest. So the range of a group is 1.75, 3.5, 7 or 14 octaves of s, and what lies below it (by at most 4
-# units) is kept as its least code: such weights lag, and never run away. A group without a positive element has word
-# 0.
+# the largest in 0 ... 3 for which top - lo <= (limit + d) u, else 0; top = ceil(hi / u - d) u with d = 2^-9; limit is
+# 18, but 16 for k above the one that the old word has (none of a codec without history: phase None). c = floor(15 + (e
+# - top) / u + 1 - w(t)) within 1 ... 15, where w(t) = log(1 + t (r - 1)) / log(r), r = 2^(u / 4), keeps the mean of v;
+# without a phase, to nearest. So the range of a group is 1.75, 3.5, 7 or 14 octaves of s, and what lies below it (by
+# at most 4 units) is kept as its least code: such weights lag, and never run away. A group without a positive element
+# has word 0.
 
 _LEAST = 0.5  # of one code of m: what is smaller becomes 0
 _LARGEST_ROOT = 2.0**63  # of v: one unit more would square to infinity
 _KS = (3, 2, 1, 0)
 _LIMIT, _LIMIT_FINER = 18, 16  # units between top and the least element; fewer to change to a finer lattice
+# Units. What stood still lies on a lattice already, and the last bit of its logarithm may not move a whole group.
+_SLACK = 2.0**-9
 
 
 class Packed:
@@ -505,13 +507,13 @@ class Lattice4(Packed):
 def _lattice(high: Tensor, low: Tensor, *, kept: Tensor | None) -> tuple[Tensor, Tensor]:
     """Top and k of each group, from its largest and least exponent and the k that it has now."""
     k = torch.zeros_like(high)
-    top = torch.ceil(high / 8) * 8
+    top = torch.ceil(high / 8 - _SLACK) * 8
     found = torch.zeros_like(high, dtype=torch.bool)
     for finer in _KS[:-1]:
         unit = float(8 >> finer)
-        above = torch.ceil(high / unit) * unit
+        above = torch.ceil(high / unit - _SLACK) * unit
         limit = _LIMIT if kept is None else torch.where(kept < finer, _LIMIT_FINER, _LIMIT)
-        fits = (above - low <= limit * unit) & ~found
+        fits = (above - low <= (limit + _SLACK) * unit) & ~found
         k, top = torch.where(fits, float(finer), k), torch.where(fits, above, top)
         found |= fits
     return top, k

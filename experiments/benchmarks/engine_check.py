@@ -35,6 +35,7 @@ SHAPES = {
     "g": (33,),
     "h": (128, 96),
 }
+MUON = {name: "muon_int8" if name in ("a", "d", "f", "h") else "adamw_int8" for name in SHAPES}
 SPECS = {
     "a": "adamw", "b": "rmsprop_int8", "c": "lion_int8", "d": "adamw_int8_log", "e": "adamw_bf16", "f": "sign",
     "g": "signum_int8", "h": "adamw_int8",
@@ -138,16 +139,21 @@ def without_graphs() -> str:
     return f"{pair.check():.1e} learning rates apart"
 
 
-def graphs_equal_plain_launches() -> str:
-    ends = []
+def graphs_equal_plain_launches(specs: object = SPECS) -> str:
+    ends, captured = [], 0
     for graphs in (True, False):
-        pair = Pair()
+        pair = Pair(specs)
         use_graphs(pair.fused, graphs)
         pair.run(8)
         assert bool(pair.graphs) is graphs
+        captured += len(pair.graphs)
         ends.append([p.detach().clone() for p in pair.params[0].values()])
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True)), "a replay differs from plain launches"
-    return "bit for bit"
+    return f"bit for bit, {captured} graph(s)"
+
+
+def muon_in_graphs_equals_plain_launches() -> str:
+    return graphs_equal_plain_launches(MUON)
 
 
 def late_gradients() -> str:
@@ -354,6 +360,7 @@ CHECKS: tuple[Callable[[], str], ...] = (
     mixed_specs_with_graphs,
     without_graphs,
     graphs_equal_plain_launches,
+    muon_in_graphs_equals_plain_launches,
     late_gradients,
     nonfinite_gradients,
     skipped_steps,

@@ -26,8 +26,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 from optimizer_step import DEVICE, MODELS, Row, clean, copy_gbps, events_ms, host_us, make_params, show, time_torch  # noqa: E402
 
 from baoc.core.catalogue import STORAGES  # noqa: E402
-from baoc.kernels import Cut, Engine, FusedTable, Kind, Shape  # noqa: E402
-from baoc.kernels.polar import STEPS  # noqa: E402
+from baoc.kernels import Cut, Engine, FusedTable, Kind, Shape, polar  # noqa: E402
 from baoc.optim.backends.eager import Options  # noqa: E402
 from baoc.optim.backends.fused import kernel_lanes  # noqa: E402
 from baoc.optim.codecs import CODEC_IMPLS  # noqa: E402
@@ -117,8 +116,7 @@ def products(engine: Engine) -> float:
     for table in engine.tables:
         if table.kind.rule == "muon":
             for shape in table.shapes:
-                short, long = sorted((shape.rows, shape.cols))
-                total += STEPS * (4 * short * short * long + 2 * short**3)
+                total += polar.products(shape.rows, shape.cols)
     return total
 
 

@@ -46,14 +46,15 @@ def test_every_spec_follows_the_eager_backend(spec: str) -> None:
 @interpreted
 @pytest.mark.parametrize("spec", ["adamw_int8", "lion_int8+split8", "adafactor"])
 def test_a_step_is_read_in_six_files(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU from the third step on, where a CUDA graph is replayed in place of what `parts` launches."""
+    """As on a GPU from the third step on, where a CUDA graph is replayed in place of what is launched."""
     params = make_params({"a": (40, 30), "b": (24, 36)})
     optimizer = build(params, spec, backend="fused")
     gradients = Gradients(params)
     for _ in range(2):
         gradients.give(params)
         optimizer.step()
-    monkeypatch.setattr(engine.Engine, "parts", lambda *_, **__: [])
+    monkeypatch.setattr(engine.Graphs, "run", lambda *_, **__: None)
+    monkeypatch.setattr(optimizer.roster.backends[0].units[0].engine._graphs, "on", True)
     gradients.give(params)
     with entered() as found:
         optimizer.step()

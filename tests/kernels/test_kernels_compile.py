@@ -46,7 +46,7 @@ else:
     @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
     @pytest.mark.parametrize(("rule", "storage", "weights"), VARIANTS)
     def test_it_compiles(rule: str, storage: str, weights: str):
-        from baoc.kernels.triton import averaging, elementwise, foam, matrix, muon
+        from baoc.kernels.triton import averaging, elementwise, foam, matrix, muon, orthogonal
         from tests.support.kernel_compiling import recording
 
         dtype = FLOAT32 if weights == "native" else BFLOAT16
@@ -55,7 +55,7 @@ else:
         twin = Twin(Case(**given)) if elementary else MatrixTwin(MatrixCase(**given, shapes=SHAPES))
         twin.new_gradients()
         twin.engine.gradients.refresh()
-        with recording([averaging, elementwise, foam, matrix, muon]) as found:
+        with recording([averaging, elementwise, foam, matrix, muon, orthogonal]) as found:
             engine.launch(twin.table, Call(matched=True, track=True))
             if rule in ("foam_l2", "adamw_shared_in"):
                 engine.launch(twin.table, Call(mode="repair", matched=True))

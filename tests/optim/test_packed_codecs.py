@@ -81,6 +81,21 @@ def test_a_lattice_is_made_finer_only_with_room_to_spare() -> None:
     assert int(parts[".scale"]) & 3 == 2, "it does not go back yet"
 
 
+@pytest.mark.parametrize("octaves", [1.5, 3.0, 6.0, 12.0])
+def test_what_stood_still_keeps_its_lattice_though_logarithms_end_a_bit_apart(octaves: float) -> None:
+    """A root on its lattice has a whole exponent: on a GPU, whose log2 is off by 2^-22, it may be a bit above."""
+    roots = torch.exp2(-octaves * torch.linspace(0, 1, 64)) * 1e-3
+    parts = encode(LATTICE, roots.square())
+    values = LATTICE.decode(parts, (64,))
+    LATTICE.encode_(parts, values, phase=PHASE)  # the largest may have been rounded down, and the lattice's top with it
+    word = int(parts[".scale"])
+    for nudge in (1 - 2e-6, 1.0, 1 + 2e-6):
+        for phase in (PHASE + 1, None):
+            LATTICE.encode_(parts, values * nudge, phase=phase)
+            assert int(parts[".scale"]) == word
+        assert torch.equal(LATTICE.decode(parts, (64,)), values)
+
+
 def test_a_group_whose_largest_grows_keeps_the_others_bit_for_bit() -> None:
     values = torch.exp(normal(64)).square()
     parts = encode(LATTICE, values)

@@ -19,8 +19,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 _TYPES = {
-    torch.float32: "fp32", torch.bfloat16: "bf16", torch.int8: "i8", torch.uint8: "u8", torch.int16: "i16",
-    torch.int32: "i32", torch.int64: "i64",
+    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "i8", torch.uint8: "u8",
+    torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
 }  # fmt: skip
 _TARGET = GPUTarget("cuda", 90, 32)
 
@@ -63,7 +63,7 @@ def recording(modules: Sequence[ModuleType]) -> Iterator[list[Compiled]]:
 
 
 def compile_for_gpu(kernel: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Compiled:
-    options = {name: kwargs.pop(name) for name in ("num_warps", "maxnreg") if name in kwargs}
+    options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in kwargs}
     names = kernel.arg_names
     values = dict(zip(names, args, strict=False)) | kwargs
     constant = {param.name for param in kernel.params if param.is_constexpr}
@@ -77,6 +77,11 @@ def compile_for_gpu(kernel: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
             signature[name] = "*" + _TYPES[value.dtype]
             if value.data_ptr() % 16 == 0:
                 attributes[(index,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[name] = "fp32"
+        elif value == 1:  # as a launch is specialised
+            signature[name] = "constexpr"
+            constexprs[(index,)] = 1
         else:
             signature[name] = "i32"
             if value % 16 == 0:

@@ -89,11 +89,12 @@ static void encode_root4(const Kept& kept, int64_t start, int n, float* __restri
 
 // The word of a group, from the largest and least exponents of its positive elements and the word that it has.
 static BAOC_INLINE int32_t lattice_of(float high, float low, int32_t held) {
+  constexpr float slack = 1.f / 512;  // as baoc.optim.codecs
   for (int k = 3; k > 0; --k) {
-    const float unit = float(8 >> k), top = __builtin_ceilf(high / unit) * unit;
-    if (top - low <= ((held & 3) < k ? 16.f : 18.f) * unit) return 4 * int32_t(top) + k;
+    const float unit = float(8 >> k), top = __builtin_ceilf(high / unit - slack) * unit;
+    if (top - low <= ((held & 3) < k ? 16.f + slack : 18.f + slack) * unit) return 4 * int32_t(top) + k;
   }
-  return 4 * int32_t(__builtin_ceilf(high / 8.f) * 8.f);
+  return 4 * int32_t(__builtin_ceilf(high / 8.f - slack) * 8.f);
 }
 
 // `s` are the roots of v; `above` has for each k the shares of a unit that round up, by lane.

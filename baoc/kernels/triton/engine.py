@@ -12,8 +12,8 @@ The launch path of a fused step, in order:
    settings and thresholds from the buffer; for matched blocks `match_kernel` computes what a second, small launch
    (`repair`) takes off where the factor of this step was too large.
 4. All of that takes what it needs from buffers that never move, so it is captured in a CUDA graph when a variant
-   (staged or not, types of gradients, matched, marked) has run once, and replayed from then on (`Graphs`). What
-   allocates while it works (Muon's matrix products) is launched between two graphs.
+   (staged or not, types of gradients, matched, marked) has run once, and replayed from then on (`Graphs`). Memory for
+   the step alone (Muon's matrix products) is taken before, and where it lies belongs to the variant.
 5. Non-finite elements are left out by the kernels themselves and counted; the host reads the counts as they arrive.
 """
 
@@ -61,7 +61,7 @@ class Engine:
         self.settings = Settings(self.tables, places=self.places, size=self.size)
         self._needs_thresholds = any(table.needs_thresholds for table in self.tables)
         self._graphs = Graphs(self.device, on=graphs)
-        self.apart = [table for table in self.tables if table.kind.family.allocates]  # no graph launches these
+        self._roomy = [table for table in self.tables if table.kind.family.takes_room]
         self._allocate()
         self._lay_out_blocks()
         self._bind()
@@ -207,45 +207,40 @@ class Engine:
             for table in measure:
                 launch(table, Call(mode="measure", track=True, marked=marked))
             self._match(measure=True)
+        room = self._take_room()
+
+        def whole() -> None:
+            if staged:
+                self._upload.exchange()
+            self._step(matched=matched, marked=marked)
+            self._finish(staged=staged, matched=matched, marked=marked)
+
         if graphs and self._graphs.on:
-            key, slot = (staged, self.gradients.variant_number, matched, marked), self._upload.slot()
-            parts = self.parts(staged=staged, matched=matched, marked=marked)
-            for number, (launch_part, captured) in enumerate(parts):
-                if captured:
-                    self._graphs.run((number, key), launch_part, slot=slot)
-                else:
-                    launch_part()
+            # Room is taken anew in each step, and as a rule where it was in the last.
+            key = (staged, self.gradients.variant_number, matched, marked, 0 if room is None else room.data_ptr())
+            self._graphs.run(key, whole, slot=self._upload.slot())
         else:
-            for launch_part, _ in self.parts(staged=staged, matched=matched, marked=marked):
-                launch_part()
+            whole()
         if staged:
             self._upload.sent()
             self._on_device = self.gradients.version
+        for table in self._roomy:
+            table.room = None
 
-    def parts(self, *, staged: bool, matched: bool, marked: bool) -> list[tuple[Callable[[], None], bool]]:
-        """What a step launches, in order, and whether a graph may do it. Kernels alone if it was staged, one after the
-        other: a graph of those takes the least to launch. Streams side by side would fill the gaps between tables, and
-        cost more than that (30 us of a step of 800)."""
-        apart = self.apart
+    def _take_room(self) -> Tensor | None:
+        """Memory for the step alone, shared by the tables that need some, which step one after the other."""
+        if not self._roomy:
+            return None
+        most = max(import_module(table.kind.family.module).room_bytes(table) for table in self._roomy)
+        room = torch.empty(most, dtype=torch.uint8, device=self.device)
+        for table in self._roomy:
+            table.room = room
+        return room
 
-        def begin() -> None:
-            if staged:
-                self._upload.exchange()
-            self._step([table for table in self.tables if table not in apart], matched=matched, marked=marked)
-
-        def end() -> None:
-            self._finish(staged=staged, matched=matched, marked=marked)
-
-        def whole() -> None:
-            begin()
-            end()
-
-        if not apart:
-            return [(whole, True)]
-        return [(begin, True), (lambda: self._step(apart, matched=matched, marked=marked), False), (end, True)]
-
-    def _step(self, tables: Iterable[FusedTable], *, matched: bool, marked: bool) -> None:
-        for table in tables:
+    def _step(self, *, matched: bool, marked: bool) -> None:
+        """Kernels one after the other: a graph of those takes the least to launch. Streams side by side would fill the
+        gaps between tables, and cost more than that (30 us of a step of 800)."""
+        for table in self.tables:
             on = matched and table.matches[0] is not None
             launch(table, Call(matched=on, track=on, marked=marked))
 

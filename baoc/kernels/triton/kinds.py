@@ -187,8 +187,8 @@ class Family:
     kernels alone and from buffers of the table that never move, so that it can be captured. `programs` says how many
     programs (places in `table.partial`) a tensor gets. `sizes`: bytes of each state of a tensor, by key. `columns`:
     state key -> column of its address in `table.ptrs` (0 is the parameter, 5 the correction, or
-    the seed of weights rounded at random, 6 the match). `allocates`: launches take memory while they work, so
-    engines do not capture them: a graph would never give it back.
+    the seed of weights rounded at random, 6 the match). `takes_room`: launches need memory while they
+    work, `room_bytes(table)` of the module. The engine takes it: a graph that did would never give it back.
     """
 
     module: str
@@ -200,7 +200,7 @@ class Family:
     sizes: Callable[[Kind, Shape], dict[str, int]]
     programs: Callable[[Shape, Cut], int]
     cut: Callable[[Kind, bool], Cut]  # the kind, and whether parameters are fp32
-    allocates: bool = False
+    takes_room: bool = False
 
 
 FAMILIES: dict[str, Family] = {}  # by rule

@@ -176,7 +176,7 @@ register(
         sizes=_m_sizes,
         programs=_chunks,
         cut=_cut,
-        allocates=True,
+        takes_room=True,
     )
 )
 

@@ -1,4 +1,4 @@
-"""The Muon step: momentum, a batch of matrices orthogonalized in bf16 on tensor cores, and the update, by batches.
+"""The Muon step: momentum, a batch of matrices orthogonalized on tensor cores, and the update, by batches.
 
 Matrices of one shape lie stacked in a room that is taken for the step and given back after it. The eager twin is
 `optim.rules.muon`. Where updates are matched, the factor is known before weights are touched, because a matrix's whole
@@ -16,9 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baoc.kernels import polar
 from baoc.kernels.triton import muon_plan
-from baoc.kernels.triton.device import bf16_bits, tile_of, widened
+from baoc.kernels.triton.device import tile_of
 from baoc.kernels.triton.elementwise import (
     CORRECTION_AT,
     DECAY,
@@ -37,6 +36,7 @@ from baoc.kernels.triton.elementwise import (
     matched_factor,
 )
 from baoc.kernels.triton.kinds import Call
+from baoc.kernels.triton.orthogonal import orthogonalize
 from baoc.kernels.triton.storage import lanes_like, load_param, load_scaled_m, store_m, store_param
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def gather_kernel(
     owner, first, first_chunk, numels, ptrs, grad_ptrs, settings, thresholds,
     slots,  # int32[tensors]: place in the stack
     scales,  # fp32[tensors, 2]
-    stack,  # int16: bits of bf16 [num, lines, length], takes the matrices over their norms
+    stack,  # fp16 [num, lines, length]: takes the matrices over their norms
     left_out, bad, lines, length, own_length,
     M: tl.constexpr, GRAD: tl.constexpr, MODE: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr,
     MARKED: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr,
@@ -145,29 +145,42 @@ def gather_kernel(
     if grad_addr != 0:
         ahead, m, whole, kept = _momentum(tensor, grad_addr, start, left, ptrs, settings, M, GRAD, MARKED, CHUNK, VEC)
         x = ahead * tl.load(scales + 2 * tensor) * tl.load(scales + 2 * tensor + 1)
-        tl.store(target, bf16_bits(x), mask=inside)
+        tl.store(target, x.to(tl.float16), mask=inside)
         if MODE == "step":
             m_addr, m_scale_addr = tl.load(addrs + M_AT), tl.load(addrs + M_SCALE_AT)
             store_m(m_addr, m_scale_addr, m, thresholds, start, tile, inside, groups, left, M, VEC, False)
         count_left_out(whole, kept, tensor, left_out, bad, TRACK, COUNT)
     else:
-        tl.store(target, tl.zeros([CHUNK // 32, 32], dtype=tl.int16), mask=inside)
+        tl.store(target, tl.zeros([CHUNK // 32, 32], dtype=tl.float16), mask=inside)
 
 
 @triton.jit
 def _update(tensor, start, tile, inside, slots, sizes, stack, lines, length, own_length, PADDED: tl.constexpr,
             WIDE: tl.constexpr):  # fmt: skip
     spot = _spot(tensor, start, tile, slots, lines, length, own_length, PADDED, WIDE)
-    return widened(tl.load(stack + spot, mask=inside, other=0)) * tl.load(sizes + tensor)
+    return tl.load(stack + spot, mask=inside, other=0.0).to(tl.float32) * tl.load(sizes + tensor)
+
+
+@triton.jit
+def _kept(tensor, grad_addr, start, tile, inside, left_out, TRACK: tl.constexpr, GRAD: tl.constexpr,
+          MARKED: tl.constexpr, VEC: tl.constexpr):  # fmt: skip
+    """Which elements are stepped; gradients are read again only where some may have been left out."""
+    kept = inside
+    if TRACK:
+        if tl.load(left_out + tensor) != 0:
+            _g, _whole, kept = load_grad(grad_addr, start, tile, inside, GRAD, MARKED, VEC, False)
+    else:
+        _g, _whole, kept = load_grad(grad_addr, start, tile, inside, GRAD, MARKED, VEC, False)
+    return kept
 
 
 @triton.jit
 def square_kernel(
     owner, first, first_chunk, numels, grad_ptrs, slots,
     sizes,  # fp32[tensors]: what the polar factor is multiplied by
-    stack,  # int16: bits of the polar factors
+    stack,  # fp16: the polar factors
     partial,  # fp32[table's programs]
-    lines, length, own_length,
+    left_out, lines, length, own_length,
     GRAD: tl.constexpr, MARKED: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr, PADDED: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -178,7 +191,7 @@ def square_kernel(
     if grad_addr != 0:
         tile, _groups = tile_of(CHUNK)
         inside = tile < left
-        _g, _whole, kept = load_grad(grad_addr, start, tile, inside, GRAD, MARKED, VEC, False)
+        kept = _kept(tensor, grad_addr, start, tile, inside, left_out, True, GRAD, MARKED, VEC)
         update = _update(tensor, start, tile, inside, slots, sizes, stack, lines, length, own_length, PADDED, WIDE)
         square = tl.sum(tl.where(kept & inside, update * update, 0.0))
     tl.store(partial + place, square)
@@ -206,9 +219,9 @@ def factor_kernel(members, first_chunk, numels, ptrs, partial, left_out, factors
 def apply_kernel(
     owner, first, first_chunk, numels, ptrs, grad_ptrs, settings, thresholds, slots, sizes, stack,
     factors,  # fp32[tensors]
-    lines, length, own_length,
-    WEIGHTS: tl.constexpr, PARAM: tl.constexpr, GRAD: tl.constexpr, MATCHED: tl.constexpr, MARKED: tl.constexpr,
-    CHUNK: tl.constexpr, VEC: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr,
+    left_out, lines, length, own_length,
+    WEIGHTS: tl.constexpr, PARAM: tl.constexpr, GRAD: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr,
+    MARKED: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Steps the weights."""
     tensor, _, start, left = _place(owner, first, first_chunk, numels, CHUNK)
@@ -219,7 +232,7 @@ def apply_kernel(
         size = tl.load(row + SIZE)
         if MATCHED:
             size *= tl.load(factors + tensor)
-        _g, _whole, kept = load_grad(grad_addr, start, tile, inside, GRAD, MARKED, VEC, False)
+        kept = _kept(tensor, grad_addr, start, tile, inside, left_out, TRACK, GRAD, MARKED, VEC)
         p_addr, correction_addr = tl.load(addrs + PARAM_AT), tl.load(addrs + CORRECTION_AT)
         p, stored = load_param(p_addr, correction_addr, start, tile, inside, WEIGHTS, PARAM, VEC, False)
         update = _update(tensor, start, tile, inside, slots, sizes, stack, lines, length, own_length, PADDED, WIDE)
@@ -231,12 +244,17 @@ def apply_kernel(
         )  # fmt: skip
 
 
+def room_bytes(table: "FusedTable") -> int:
+    return muon_plan.plan_of(table).room_bytes
+
+
 def launch(table: "FusedTable", call: Call) -> None:
-    """The family's launch, see `kinds.Call`, but that it takes memory for the time that it is at work."""
+    """The family's launch, see `kinds.Call`, in the table's room or, outside of an engine's step, in its own."""
     if call.mode == "repair":  # the step used the very factor
         return
-    plan = muon_plan.plan_of(table)
-    room = torch.empty(plan.room_bytes, dtype=torch.uint8, device=table.device)
+    plan, room = muon_plan.plan_of(table), table.room
+    if room is None:
+        room = torch.empty(plan.room_bytes, dtype=torch.uint8, device=table.device)
     for batch in plan.batches:
         _step(table, plan, batch, room, call)
 
@@ -255,7 +273,7 @@ def _step(table: "FusedTable", plan: muon_plan.Plan, batch: muon_plan.Batch, roo
     programs, m = (len(batch.owner),), table.kind.m
     scan_kernel[programs](*where, table.ptrs, table.grad_ptrs, table.settings, plan.tops, plan.sums, M=m, **read)
     norm_kernel[(batch.num,)](batch.members, table.first_chunk, plan.tops, plan.sums, plan.scales, LANES=_LANES)
-    stack = room.view(torch.int16)
+    stack = room.view(torch.float16)
     if lies["PADDED"]:
         stack[: batch.num * batch.lines * batch.length].zero_()
     gather_kernel[programs](
@@ -263,9 +281,10 @@ def _step(table: "FusedTable", plan: muon_plan.Plan, batch: muon_plan.Batch, roo
         table.left_out, table.num_bad, M=m, MODE=call.mode, TRACK=call.track,
         COUNT=call.count and call.mode == "step", **read, **lies,
     )  # fmt: skip
-    update = polar.orthogonalize(room, num=batch.num, lines=batch.lines, length=batch.length).view(torch.int16)
+    update = orthogonalize(room, num=batch.num, lines=batch.lines, length=batch.length)
     if call.track or call.matched:
-        square_kernel[programs](*where, table.grad_ptrs, plan.slots, plan.sizes, update, table.partial, **read, **lies)
+        square_kernel[programs](*where, table.grad_ptrs, plan.slots, plan.sizes, update, table.partial,
+                                table.left_out, **read, **lies)  # fmt: skip
     if call.mode == "measure":
         return
     if call.matched:
@@ -275,5 +294,6 @@ def _step(table: "FusedTable", plan: muon_plan.Plan, batch: muon_plan.Batch, roo
         )  # fmt: skip
     apply_kernel[programs](
         *where, table.ptrs, table.grad_ptrs, table.settings, table.thresholds, plan.slots, plan.sizes, update,
-        plan.factors, WEIGHTS=table.kind.weights, PARAM=DTYPES[table.dtype], MATCHED=call.matched, **read, **lies,
+        plan.factors, table.left_out, WEIGHTS=table.kind.weights, PARAM=DTYPES[table.dtype], MATCHED=call.matched,
+        TRACK=call.track, **read, **lies,
     )  # fmt: skip

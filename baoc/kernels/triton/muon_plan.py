@@ -12,18 +12,19 @@ from baoc.kernels.triton.matrix_kinds import stored
 from baoc.kernels.triton.table import FusedTable, kept_by_table
 
 # Bytes that a batch may take: enough that products of matrices of 768 keep an H100 busy. One matrix may take more.
-ROOM = 128 * 2**20
+ROOM = 256 * 2**20
 
 
 def batches(shapes: Iterable[Shape]) -> Iterator[list[int]]:
-    """Indices of matrices that are orthogonalized together: all of one shape, as many as ROOM holds."""
+    """Indices of matrices that are orthogonalized together: of one shape, as many as ROOM holds, in equal shares."""
     same: dict[tuple[int, int], list[int]] = {}
     for index, shape in enumerate(shapes):
         same.setdefault(stored(shape), []).append(index)
     for sides, members in same.items():
         most = max(1, ROOM // room_bytes(1, *map(padded, sides)))
-        for begin in range(0, len(members), most):
-            yield members[begin : begin + most]
+        share = -(-len(members) // -(-len(members) // most))
+        for begin in range(0, len(members), share):
+            yield members[begin : begin + share]
 
 
 def temporary_bytes(shapes: Iterable[Shape]) -> int:

@@ -24,7 +24,8 @@ from baoc.kernels.triton.device import (
 )
 
 _LARGEST, _ZERO = tl.constexpr(8.0 * 63), tl.constexpr(-100.0)  # eighths of an octave of v's root; below all octaves
-_LIMIT, _LIMIT_FINER = tl.constexpr(18.0), tl.constexpr(16.0)
+_SLACK = tl.constexpr(2.0**-9)  # this and the next as baoc.optim.codecs
+_LIMIT, _LIMIT_FINER = tl.constexpr(18.0 + 2.0**-9), tl.constexpr(16.0 + 2.0**-9)
 
 
 @triton.jit
@@ -140,7 +141,7 @@ def load_v4(addr, scale_addr, start, left, CHUNK: tl.constexpr, VEC: tl.constexp
 def _finer(k, top, high, low, kept, FINER: tl.constexpr):
     """Lattice FINER, for groups that none finer than it has been found for and whose range it has."""
     UNIT: tl.constexpr = 8.0 / 2.0**FINER
-    above = tl.ceil(high / UNIT) * UNIT
+    above = tl.ceil(high / UNIT - _SLACK) * UNIT
     fits = (k == 0) & (above - low <= tl.where(kept < FINER, _LIMIT_FINER, _LIMIT) * UNIT)
     return tl.where(fits, FINER, k), tl.where(fits, above, top)
 
@@ -154,7 +155,7 @@ def store_v4(addr, scale_addr, s, word, thresholds, start, left, CHUNK: tl.const
     high = tl.minimum(tl.max(exponent, axis=1, keep_dims=True) * 8.0, _LARGEST)
     low = tl.minimum(tl.min(tl.where(exponent > _ZERO, exponent, 250.0), axis=1, keep_dims=True) * 8.0, _LARGEST)
     kept = word & 3
-    k, top = _finer(kept * 0, tl.ceil(high * 0.125) * 8.0, high, low, kept, 3)
+    k, top = _finer(kept * 0, tl.ceil(high * 0.125 - _SLACK) * 8.0, high, low, kept, 3)
     k, top = _finer(k, top, high, low, kept, 2)
     k, top = _finer(k, top, high, low, kept, 1)
     some = high > _ZERO * 8.0

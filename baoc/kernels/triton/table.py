@@ -51,6 +51,7 @@ class FusedTable:
     num_bad: Tensor  # int64
     partial: Tensor  # fp32 [programs]
     steps: Tensor  # fp32, on the CPU
+    room: Tensor | None = None  # uint8, shared with other tables, while a step runs of a family that takes room
 
     def __init__(
         self,

@@ -58,12 +58,12 @@ def has_kernel(spec: OptimizerSpec) -> bool:
 
 def bytes_tell_seconds(spec: OptimizerSpec) -> bool:
     """Whether a kernel steps the spec whose time is that of the bytes it moves."""
-    return has_kernel(spec) and not FAMILIES[spec.rule].allocates
+    return has_kernel(spec) and not FAMILIES[spec.rule].takes_room
 
 
 def temporary_bytes(spec: OptimizerSpec, *, params: Iterable[Tensor]) -> int:
     """The most that a fused step of the spec takes beside states, tables and buffers, if all of `params` run it."""
-    if not FAMILIES[spec.rule].allocates:
+    if not FAMILIES[spec.rule].takes_room:
         return 0
     matrices = [param for param in params if param.ndim > 1 and param.numel()]
     return muon_plan.temporary_bytes(
