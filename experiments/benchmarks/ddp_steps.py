@@ -1,22 +1,35 @@
 """Two GPUs: steps, peaks and weights of BaocDDPStrategy beside Lightning's DDP with torch's fused AdamW.
 
-`torchrun --nproc-per-node 2 experiments/benchmarks/ddp_steps.py` on a machine with NVIDIA GPUs; rows go to
-ddp_steps.csv in $OUT or experiments/results as they come. A network's runs are in one process. `step_ms` is the median
-over windows of 5 steps of the slowest rank; `peak_bytes` the largest of ranks, context included; `equal` whether all
-ranks end with the same weights, bit for bit. `resumed` goes on from a checkpoint of half the steps, and `equal` is then
-to the run that was not interrupted.
+`torchrun --nproc-per-node 2 experiments/benchmarks/ddp_steps.py OUT` on a machine with NVIDIA GPUs; rows go to
+OUT/ddp_steps.csv as they come. A network's runs are in one process. `step_ms` is the mean over windows of 5 steps of
+the slowest rank, `median_ms` their median, `decision_ms` what rank 0 spent in a decision after the first one.
+`peak_bytes` is what the allocator reserved and the context, `allocated_bytes` what of it tensors held at most, each of
+the rank that held most; `equal` whether all ranks end with the same weights, bit for bit. `resumed` goes on from a
+checkpoint of half the steps, and `equal` is then to the run that was not interrupted. `--device cpu --networks
+vit-mini` runs on gloo.
+
+`python experiments/benchmarks/ddp_steps.py OUT --kills 5` kills all ranks of a run, or one of them, at random steps
+instead, at 2 and at 1 ranks in turn, and goes on by resume=auto: OUT/ddp_kills.csv.
 """
 
+import argparse
 import csv
+import gc
+import json
 import logging
 import os
+import random
+import signal
+import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
-from time import perf_counter
+from statistics import mean, median
+from time import perf_counter, sleep
 from typing import Any
 
 import lightning as L
@@ -28,6 +41,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
 from baoc import BaocDDPStrategy  # noqa: E402
+from baoc.config.environment import commit  # noqa: E402
 from baoc.data import build_data  # noqa: E402
 from baoc.models import build_model  # noqa: E402
 from baoc.parallel import ranks  # noqa: E402
@@ -43,7 +57,9 @@ WARM, WINDOW, WINDOWS = 8, 5, 6
 NETWORKS: dict[str, tuple[str, str, str, str, dict[str, Any], int]] = {
     "vit-l": ("vision", "vit", "large", "synthetic_images", {"num_samples": 2048}, 32),
     "llama-350m": ("language", "llama", "350m", "pysource", {"sequence_length": 1024}, 8),
+    "vit-mini": ("vision", "vit", "mini", "synthetic_images", {"num_samples": 2048, "image_size": 32}, 4),
 }
+KILLED_STEPS = 120
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,37 +69,83 @@ class Row:
     optimizer: str
     budget: str
     step_ms: float
+    median_ms: float
     ratio: float  # of step_ms to DDP with fused AdamW
+    decisions: int
+    decision_ms: float
     peak_bytes: int
+    allocated_bytes: int
     peak_bytes_predicted: int | None
+    excess: float | None  # of the peak over its prediction, as a share of it
     state_bytes: int
     moves: int
     equal: bool
+    commit: str
 
 
 class Clock(L.Callback):
+    """Milliseconds of a step, by windows."""
+
     def __init__(self) -> None:
         self.ms: list[float] = []
         self._at = 0.0
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_step >= WARM and (trainer.global_step - WARM) % WINDOW == 0:
-            torch.cuda.synchronize()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
             now = perf_counter()
             if trainer.global_step > WARM:
                 self.ms.append(1e3 * (now - self._at) / WINDOW)
             self._at = now
 
 
+@dataclass(slots=True, kw_only=True)
+class Decisions:
+    """Milliseconds of each decision here, and the largest peak that a plan has predicted."""
+
+    ms: list[float]
+    predicted: int = 0
+
+    def watch(self, strategy: BaocDDPStrategy) -> None:
+        strategy.plan_listeners.append(lambda _, plan: self._planned(plan, strategy))
+        strategy.reallocation_listeners.append(lambda _, plan, __: self._note(plan))
+
+    def _note(self, plan: Any) -> None:
+        self.predicted = max(self.predicted, plan.peak_bytes)
+
+    def _planned(self, plan: Any, strategy: BaocDDPStrategy) -> None:
+        self._note(plan)
+        if strategy.reallocator is not None:
+            strategy.reallocator.tracked = self._timed
+
+    @contextmanager
+    def _timed(self, label: str) -> Iterator[None]:
+        began = perf_counter()
+        yield
+        if label == "decision":
+            self.ms.append(1e3 * (perf_counter() - began))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """Of one training: milliseconds by window, peaks, and a sum over the weights, -1 where ranks differ."""
+
+    ms: list[float]
+    peak: int
+    allocated: int
+    weights: float
+
+
 def trained(
     network: str,
     strategy: Any,
     *,
+    device: str,
     steps: int = WARM + WINDOW * WINDOWS,
     save: Path | None = None,
     load: Path | None = None,
-) -> tuple[float, int, float]:
-    """(ms of a step, peak bytes of the rank that holds most, checksum of the weights)."""
+) -> Found:
     task_name, family, size, dataset, options, batch = NETWORKS[network]
     data = build_data(dataset, task=task_name, batch_size=batch, **options)
     model = build_model(family, spec=data.spec, size=size, seed=0)
@@ -93,7 +155,7 @@ def trained(
     clock = Clock()
     trainer = L.Trainer(
         strategy=strategy,
-        accelerator="cuda",
+        accelerator=device,
         devices=SIZE,
         plugins=[LightningEnvironment()],
         precision="bf16-mixed",
@@ -105,26 +167,26 @@ def trained(
         enable_model_summary=False,
         callbacks=[RngState(), clock],
     )
-    torch.cuda.reset_peak_memory_stats()
+    cuda = device == "cuda"
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
     trainer.fit(task, datamodule=data, ckpt_path=load)
-    device = torch.device("cuda", torch.cuda.current_device())
-    peak = torch.cuda.max_memory_reserved() + context_now(device)
+    here = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    peak = torch.cuda.max_memory_reserved() + context_now(here) if cuda else 0
+    allocated = torch.cuda.max_memory_allocated() if cuda else 0
     if save is not None:
         trainer.save_checkpoint(save)
-    found = checksum(param.to(device) for param in task.parameters())
-    group = ranks()
-    high, low = group.most(found, -found)
-    ms = max(group.gathered(median(clock.ms) if clock.ms else 0.0))
-    sums = found if high == -low else -1.0
-    return ms, int(group.most(peak)[0]), sums
+    found = checksum(param.to(here) for param in task.parameters())
+    high, low, peak, allocated = ranks().most(found, -found, peak, allocated)
+    slowest = [max(windows) for windows in zip(*ranks().gathered(clock.ms), strict=True)]
+    return Found(ms=slowest, peak=int(peak), allocated=int(allocated), weights=found if high == -low else -1.0)
 
 
-def fresh() -> None:
-    import gc
-
+def fresh(device: str) -> None:
     gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction(1.0)
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def baoc(budget: str, *, mode: str = "off") -> BaocDDPStrategy:
@@ -132,70 +194,213 @@ def baoc(budget: str, *, mode: str = "off") -> BaocDDPStrategy:
     return BaocDDPStrategy(budget, settings=SessionSettings(reallocation=reallocation))
 
 
-def main() -> None:
-    warnings.filterwarnings("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    context_bytes(torch.device("cuda", torch.cuda.current_device()))
-    out = Path(os.environ.get("OUT", ROOT / "experiments" / "results")) / "ddp_steps.csv"
-    rows: list[Row] = []
+class Steps:
+    """The rows of `networks`, written as they come."""
 
-    def keep(
-        network: str, optimizer: str, budget: str, found: Any, strategy: Any, *, reference: float, equal: bool
+    def __init__(self, out: Path, *, device: str, until: float):
+        self.rows: list[Row] = []
+        self._path, self._device, self._until = out / "ddp_steps.csv", device, until
+
+    @property
+    def late(self) -> bool:
+        """Whether the time is up, by rank 0's clock."""
+        return ranks().first_number(perf_counter() > self._until) > 0
+
+    def run(self, network: str, *, resumed: bool) -> None:
+        device = self._device
+        plain = DDPStrategy(gradient_as_bucket_view=True)
+        found = trained(network, plain, device=device)
+        reference, limit = mean(found.ms), f"{int(found.peak * 0.8)}" if found.peak else "state_25"
+        self._keep(network, "torch AdamW", "", found, reference=reference)
+        del plain
+        for budget, mode in (("unlimited", "off"), (limit, "off"), (limit, "interval")):
+            if self.late:
+                return
+            fresh(device)
+            strategy, decisions = baoc(budget, mode=mode), Decisions(ms=[])
+            decisions.watch(strategy)
+            found = trained(network, strategy, device=device)
+            self._keep(network, f"baoc, {mode}", budget, found, reference=reference, by=(strategy, decisions))
+            del strategy
+        if resumed and not self.late:
+            self._resumed(network, reference=reference)
+        fresh(device)
+
+    def _resumed(self, network: str, *, reference: float) -> None:
+        device = self._device
+        with tempfile.TemporaryDirectory() as folder:
+            path = ranks().first(Path(folder) / "half.ckpt")
+            fresh(device)
+            whole = trained(network, baoc("state_25"), device=device, steps=12)
+            fresh(device)
+            trained(network, baoc("state_25"), device=device, steps=6, save=path)
+            fresh(device)
+            strategy, decisions = baoc("state_25"), Decisions(ms=[])
+            decisions.watch(strategy)
+            again = trained(network, strategy, device=device, steps=12, load=path)
+            ranks().most(0)
+        equal = again.weights == whole.weights >= 0
+        given = {"reference": reference, "by": (strategy, decisions), "equal": equal}
+        self._keep(network, "baoc, resumed", "state_25", again, **given)
+
+    def _keep(
+        self,
+        network: str,
+        optimizer: str,
+        budget: str,
+        found: Found,
+        *,
+        reference: float,
+        by: tuple[BaocDDPStrategy, Decisions] | None = None,
+        equal: bool | None = None,
     ) -> None:
-        known = getattr(strategy, "reallocator", None)
-        ms, peak, _ = found
-        rows.append(
+        known = by[0].reallocator if by is not None else None
+        predicted = by[1].predicted if by is not None else None
+        ms = by[1].ms if by is not None else []
+        step_ms = mean(found.ms) if found.ms else 0.0
+        self.rows.append(
             Row(
-                network=network, ranks=ranks().size, optimizer=optimizer, budget=budget, step_ms=round(ms, 3),
-                ratio=round(ms / reference, 4), peak_bytes=peak, equal=equal,
-                peak_bytes_predicted=known.plan.peak_bytes if known is not None else None,
+                network=network, ranks=ranks().size, optimizer=optimizer, budget=budget,
+                step_ms=round(step_ms, 3), median_ms=round(median(found.ms), 3) if found.ms else 0.0,
+                ratio=round(step_ms / reference, 4), decisions=len(ms),
+                decision_ms=round(mean(ms[1:]), 2) if ms[1:] else 0.0, peak_bytes=found.peak,
+                allocated_bytes=found.allocated, peak_bytes_predicted=predicted,
+                excess=round(found.peak / predicted - 1, 4) if predicted and found.peak else None,
                 state_bytes=known.optimizer.state_bytes() if known is not None else 0,
                 moves=known.num_accepted if known is not None else 0,
+                equal=found.weights >= 0 if equal is None else equal, commit=commit(),
             )
         )  # fmt: skip
         if ranks().rank == 0:
-            print(rows[-1], flush=True)
-            with out.open("w", newline="") as file:
-                writer = csv.DictWriter(file, list(asdict(rows[0])))
-                writer.writeheader()
-                writer.writerows(asdict(row) for row in rows)
+            print(self.rows[-1], flush=True)
+            written(self._path, self.rows)
 
-    for network in NETWORKS:
-        plain = DDPStrategy(gradient_as_bucket_view=True)
-        found = trained(network, plain)
-        reference, full = found[0], found[1]
-        keep(network, "torch AdamW", "", found, plain, reference=reference, equal=found[2] >= 0)
-        del plain
-        for budget, mode in (("unlimited", "off"), (f"{int(full * 0.8)}", "interval")):
-            fresh()
-            strategy = baoc(budget, mode=mode)
-            found = trained(network, strategy)
-            keep(network, f"baoc, {mode}", budget, found, strategy, reference=reference, equal=found[2] >= 0)
-            del strategy
-        with tempfile.TemporaryDirectory() as folder:
-            path = ranks().first(Path(folder) / "half.ckpt")
-            fresh()
-            whole = trained(network, baoc("state_25"), steps=12)
-            fresh()
-            trained(network, baoc("state_25"), steps=6, save=path)
-            fresh()
-            strategy = baoc("state_25")
-            again = trained(network, strategy, steps=12, load=path)
-            ranks().most(0)
-        keep(
-            network,
-            "baoc, resumed",
-            "state_25",
-            (0.0, *again[1:]),
-            strategy,
-            reference=reference,
-            equal=again[2] == whole[2] >= 0,
+
+def written(path: Path, rows: Sequence[Any]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(asdict(rows[0])), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)
+
+
+def table(rows: Sequence[Row]) -> str:
+    lines = [f"{'network':12}{'optimizer':18}{'step ms':>9}{'ratio':>7}{'decision':>10}{'peak':>15}{'excess':>9} equal"]
+    for row in rows:
+        excess = "" if row.excess is None else f"{row.excess:+.2%}"
+        lines.append(
+            f"{row.network:12}{row.optimizer:18}{row.step_ms:9.1f}{row.ratio:7.3f}{row.decision_ms:10.1f}"
+            f"{row.peak_bytes:15d}{excess:>9} {row.equal}"
         )
-        del strategy
-        fresh()
+    return "\n".join(lines)
+
+
+# -- kills ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill:
+    """One attempt of a run. `killed`: all, or one rank by its process; "" for one that was left to end."""
+
+    number: int
+    ranks: int
+    killed: str
+    at_step: int
+    exit_code: int
+    seconds: float
+    steps_kept: int  # in metrics.jsonl
+    fault: str
+    commit: str
+
+
+def kills(num: int, *, out: Path, device: str, seed: int = 0) -> int:
+    """Kills attempt after attempt, then lets the last one end; the number of faults."""
+    draw, rows = random.Random(seed), list[Kill]()
+    size = "mini" if device == "cuda" else "tiny"
+    words = [
+        f"model.size={size}",
+        f"device={device}",
+        f"trainer.max_steps={KILLED_STEPS}",
+        "checkpoint.every_n_steps=5",
+    ]
+    words += ["budget=state_25", "checkpoint.export=false", "trainer.limit_val_batches=1", "resume=auto"]
+    words += ["trainer.log_every_n_steps=1", "dataset=synthetic_images", "trainer.val_check_interval=50"]
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "day" / "run"
+        for number in range(num + 1):
+            count = 1 if number % 2 else 2
+            what = "" if number == num else draw.choice(["all", "rank 1"]) if count == 2 else "all"
+            start = _steps(run)
+            process = subprocess.Popen(
+                [sys.executable, str(ROOT / "run.py"), *words, f"trainer.devices={count}", f"hydra.run.dir={run}"],
+                stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+            )  # fmt: skip
+            began, at = perf_counter(), start + draw.randint(6, 14)
+            while what and process.poll() is None and _steps(run) < at and perf_counter() - began < 100:
+                sleep(0.02)
+            if what == "all" and process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            elif what and process.poll() is None:
+                for child in _children(process.pid):
+                    os.kill(child, signal.SIGKILL)
+            _, err = process.communicate(timeout=120)
+            kept, code = _steps(run), process.returncode
+            expected = {"all": (-signal.SIGKILL,), "rank 1": (5,), "": (0,)}[what]
+            faults = [] if code in expected else [f"exit code {code}: {err[-300:]}"]
+            if kept < start or (what and kept < at):
+                faults.append(f"{kept} steps kept, {start} before")
+            seen = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+            if not what and (sorted(set(seen)) != list(range(KILLED_STEPS)) or not (run / "result.json").is_file()):
+                faults.append("steps are missing in the whole run")
+            rows.append(
+                Kill(
+                    number=number, ranks=count, killed=what, at_step=at if what else 0, exit_code=code,
+                    seconds=round(perf_counter() - began, 1), steps_kept=kept, fault="; ".join(faults), commit=commit(),
+                )
+            )  # fmt: skip
+            print(rows[-1], flush=True)
+            written(out / "ddp_kills.csv", rows)
+    bad = sum(bool(row.fault) for row in rows)
+    print(f"{num} kills and resumes at 2 and 1 ranks, {bad} with faults")
+    return bad
+
+
+def _steps(run: Path) -> int:
+    path = run / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.is_file() else 0
+
+
+def _children(pid: int) -> list[int]:
+    told = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    words = {int(child): Path(f"/proc/{child}/cmdline").read_bytes() for child in told}
+    return [child for child, line in words.items() if b"baoc.cli.ranks" in line]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("out", type=Path, help="folder of the rows")
+    parser.add_argument("--networks", nargs="+", default=["vit-l", "llama-350m"], choices=NETWORKS)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--seconds", type=float, default=1e9, help="no row is begun later than this")
+    parser.add_argument("--resumed", action="store_true", help="a row that goes on from half of its steps, too")
+    parser.add_argument("--kills", type=int, default=0, help="kill and resume so often instead")
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    if given.kills:
+        return kills(given.kills, out=given.out, device=given.device)
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    until = perf_counter() + given.seconds
+    if given.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        context_bytes(torch.device("cuda", torch.cuda.current_device()))
+    steps = Steps(given.out, device=given.device, until=until)
+    for network in given.networks:
+        steps.run(network, resumed=given.resumed)
+    if ranks().rank == 0:
+        print(table(steps.rows))
     torch.distributed.destroy_process_group()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
