@@ -2,11 +2,10 @@
 
 import errno
 import json
-import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -21,22 +20,9 @@ from baoc.errors import InfeasibleBudgetError, TrainingFailedError
 from baoc.units import MIB
 from tests.support.paths import ROOT
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_logging")]
 
 Train = Callable[[RunConfig, Path, str], None]
-
-
-@pytest.fixture(autouse=True)
-def own_logging() -> Iterator[None]:
-    """Hydra configures the root logger for a job; its handlers go with the test."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    for handler in root.handlers[:]:
-        if handler not in handlers:
-            root.removeHandler(handler)
-            handler.close()
-    root.handlers[:], root.level = handlers, level
 
 
 @pytest.fixture

@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from baoc.cli.main import main
+from baoc.tasks import conclusion
+
 pytestmark = pytest.mark.slow
 
 ARGUMENTS = [
@@ -13,21 +16,22 @@ ARGUMENTS = [
 ]
 
 
-def test_three_tasks_in_one_multirun_have_a_frontier_each(run_python, tmp_path: Path):
-    code = (
-        "import sys\nfrom baoc.cli.main import main\nfrom baoc.tasks import conclusion\n"
-        "conclusion.AFFORDABLE_ON_CPU = 0  # no samples: most of the time, and not asked about here\n"
-        f"sys.exit(main({ARGUMENTS!r}))"
-    )
-    done = run_python(code, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+@pytest.mark.usefixtures("own_logging")
+@pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
+def test_three_tasks_in_one_multirun_have_a_frontier_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(conclusion, "AFFORDABLE_ON_CPU", 0)  # no samples: most of the time, and not asked about here
+    assert main(ARGUMENTS) == 0
+    told = capsys.readouterr().out
     assert len(list(tmp_path.glob("sweep/*/result.json"))) == 3
     for title in ("vision, vit, digits", "language, llama, pysource", "diffusion, dit, digits"):
-        assert f"Frontier of {title}" in done.stdout
+        assert f"Frontier of {title}" in told
     with (tmp_path / "sweep" / "frontier.csv").open() as file:
         rows = list(csv.DictReader(file))
-    told = [(row["task"], row["model"], row["label"]) for row in rows]
-    assert sorted(told) == [
+    found = [(row["task"], row["model"], row["label"]) for row in rows]
+    assert sorted(found) == [
         ("diffusion", "dit", "budget=state_25"),
         ("language", "llama", "budget=state_25"),
         ("vision", "vit", "budget=state_25"),

@@ -17,6 +17,7 @@ from baoc.parallel import LAUNCHERS, ranks_here, unwrapped
 from baoc.sweep.study import run_study
 from baoc.sweep.study_config import StudyConfig
 from baoc.training.run import run
+from tests.support.commands import start
 
 STEP = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train"}
 TORCHRUN = ({"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}, r"rank 1 of 2 processes \(torchrun: WORLD_SIZE\)")
@@ -153,12 +154,12 @@ def test_what_runs_nothing_is_answered_in_every_process(
     assert "adamw_int8" in capsys.readouterr().out
 
 
-def test_an_allocation_without_a_launcher_trains(run_python: Callable, tmp_path: Path) -> None:
+def test_an_allocation_without_a_launcher_trains(tmp_path: Path) -> None:
     """Lightning takes it for a job of several tasks."""
     alone = {**ALONE["a batch script"], **ALONE["torchrun with one process"]}
     words = ("model.size=tiny", "trainer.max_steps=2", "trainer.log_every_n_steps=1", f"hydra.run.dir={tmp_path}/run")
-    done = run_python("run.py", *words, **alone)
-    assert done.returncode == 0, done.stderr
+    code, told = start(*words, folder=tmp_path / "command", **alone).done()
+    assert code == 0, told
     assert (tmp_path / "run" / "result.json").is_file() and (tmp_path / "run" / "metrics.jsonl").is_file()
 
 

@@ -21,7 +21,8 @@ WORDS = [
 
 
 def test_trials_that_all_fail_are_told_with_the_reason(tmp_path: Path, run_python):
-    words = [*WORDS, "hydra.sweeper.retries=0", "dataset.path=nowhere.npz", "hydra/launcher=joblib"]
+    words = [*WORDS, "hydra.sweeper.workers=1", "hydra.sweeper.retries=0", "dataset.path=nowhere.npz"]
+    words.append("hydra/launcher=joblib")
     done = run_python("run.py", "-m", *words, f"hydra.sweep.dir={tmp_path}")
     assert done.returncode == 5, done.stderr + done.stdout
     assert "all 2 ended trials of study frontier_vision failed; the last failed:" in done.stderr

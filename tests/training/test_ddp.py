@@ -228,7 +228,8 @@ def test_one_plan_by_what_the_rank_that_needs_most_has_measured(found: list[dict
 
 def test_one_clock_says_which_steps_are_sampled(found: list[dict[str, Any]]) -> None:
     first, second = (each["clocks"] for each in found)
-    assert first["samples"] == second["samples"] and first["stats"] == second["stats"]
+    assert first["samples"] == second["samples"]
+    assert repr(first["stats"]) == repr(second["stats"])  # NaN, which a block may have, is not equal to itself
     assert first["specs"] == second["specs"] and same([first["weights"], second["weights"]])
 
 

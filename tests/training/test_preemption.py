@@ -4,8 +4,6 @@ import json
 import os
 import signal
 import stat
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +16,9 @@ from baoc.tracking import load_checked, read_metrics, resolve_resume
 from baoc.tracking.jsonl import JsonlLogger
 from baoc.training.callbacks import Preemption, RngState, SafeCheckpoint
 from baoc.training.callbacks.preemption import is_preempted, requeue
-from tests.support.paths import ROOT
+from tests.support.commands import start
 from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
-from tests.support.waiting import PATIENCE_S, wait_until
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, LIGHTNING_NOISE]
 STEPS = 14  # of 6 batches per epoch
@@ -134,24 +132,36 @@ def test_slurm_is_asked_whether_it_preempts(
 
 
 def in_slurm(folder: Path) -> dict[str, str]:
-    """The environment of a job with number 42 and the `scontrol` of `folder`."""
-    path = f"{folder}{os.pathsep}{os.environ['PATH']}"
-    return {**os.environ, "OMP_NUM_THREADS": "1", "SLURM_JOB_ID": "42", "PATH": path}
+    """The variables of a job with number 42 and the `scontrol` of `folder`."""
+    return {"SLURM_JOB_ID": "42", "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+
+
+def wait_for_metrics(run_dir: Path) -> None:
+    metrics = run_dir / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0, what="a first metric")
+
+
+def test_a_command_that_is_asked_to_end_says_how_to_go_on(tmp_path: Path) -> None:
+    run_dir = tmp_path / "day" / "run"
+    words = ("trainer.max_steps=4000", "budget=state_25", f"hydra.run.dir={run_dir}")
+    command = start(*words, folder=tmp_path / "command")
+    wait_for_metrics(run_dir)
+    command.signal(signal.SIGTERM)
+    code, told = command.done()
+    assert code == 130 and "interrupted" in told and not (run_dir / "result.json").exists(), told
 
 
 def test_a_preempted_command_is_queued_again(tmp_path: Path) -> None:
     asked = scontrol(tmp_path / "bin", ends="kill -TERM $PPID")  # as Slurm 22.05 does with a job that it queues again
-    environment = in_slurm(tmp_path / "bin")
     run_dir = tmp_path / "day" / "run"
-    command = [sys.executable, "run.py", "trainer.max_steps=4000", "budget=state_25", f"hydra.run.dir={run_dir}"]
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
-    metrics = run_dir / "metrics.jsonl"
-    wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0, what="a first metric")
-    process.send_signal(signal.SIGUSR1)
-    _, errors = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 130, errors
-    assert "goes on from the newest checkpoint (SIGUSR1 ended the run after step" in errors
-    assert "Slurm queued job 42 again" in errors and asked.read_text() == "requeue 42\n"
+    words = ("trainer.max_steps=4000", "budget=state_25", f"hydra.run.dir={run_dir}")
+    command = start(*words, folder=tmp_path / "command", **in_slurm(tmp_path / "bin"))
+    wait_for_metrics(run_dir)
+    command.signal(signal.SIGUSR1)
+    code, told = command.done()
+    assert code == 130, told
+    assert "goes on from the newest checkpoint (SIGUSR1 ended the run after step" in told
+    assert "Slurm queued job 42 again" in told and asked.read_text() == "requeue 42\n"
     step = load_checked(run_dir / "checkpoints" / "last.ckpt")["global_step"]
     assert [line["step"] for line in read_metrics(run_dir)][-1] <= step - 1
 
@@ -160,17 +170,17 @@ def test_a_job_of_submitit_is_queued_again_and_goes_on_in_its_folder(tmp_path: P
     """Its worker takes USR2, by which Slurm tells that time is up, for itself: within a run we answer it."""
     asked, run_dir = scontrol(tmp_path / "bin"), tmp_path / "sweep" / "job"
     words = ["seed=0", "budget=state_25", "resume=auto"]
-    command = [sys.executable, "run.py", "-m", *words, "trainer.max_steps=4000", "hydra/launcher=submitit_local"]
-    command += [f"hydra.sweep.dir={run_dir.parent}", "hydra.sweep.subdir=job"]
-    process = subprocess.Popen(command, cwd=ROOT, env=in_slurm(tmp_path / "bin"), stderr=subprocess.DEVNULL)
-    metrics = run_dir / "metrics.jsonl"
-    wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0, what="a first metric")
+    launched = ["-m", *words, "trainer.max_steps=4000", "hydra/launcher=submitit_local"]
+    launched += [f"hydra.sweep.dir={run_dir.parent}", "hydra.sweep.subdir=job"]
+    command = start(*launched, folder=tmp_path / "first", **in_slurm(tmp_path / "bin"))
+    wait_for_metrics(run_dir)
     worker = json.loads((run_dir / "budget.json").read_text())["pid"]
-    assert worker != process.pid
+    assert worker != command.pid
     os.kill(worker, signal.SIGUSR2)
-    assert process.wait(timeout=PATIENCE_S) != 0
+    assert command.done()[0] != 0
     assert asked.read_text() == "requeue 42\n"
     step = load_checked(run_dir / "checkpoints" / "last.ckpt")["global_step"]
-    again = [sys.executable, "run.py", *words, f"trainer.max_steps={step + 10}", f"hydra.run.dir={run_dir}"]
-    assert subprocess.run(again, cwd=ROOT, env=in_slurm(tmp_path / "bin"), timeout=PATIENCE_S).returncode == 0
+    again = [*words, f"trainer.max_steps={step + 10}", f"hydra.run.dir={run_dir}"]
+    code, told = start(*again, folder=tmp_path / "again", **in_slurm(tmp_path / "bin")).done()
+    assert code == 0, told
     assert [line["step"] for line in read_metrics(run_dir) if "train/loss" in line] == list(range(9, step + 10, 10))

@@ -1,9 +1,5 @@
 """What a fresh reader broke once: each stays mended."""
 
-import os
-import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +8,7 @@ import pytest
 from baoc.config.schema import ModelConfig
 from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError, CheckpointError, InfeasibleBudgetError
-from tests.support.paths import ROOT
 from tests.support.training_runs import config, run
-from tests.support.waiting import PATIENCE_S, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*does not have many workers.*")]
 
@@ -47,17 +41,3 @@ def test_a_resumed_run_says_what_stays_and_predicts_its_own_peak(done, tmp_path,
 def test_a_step_time_that_cannot_be_met_is_told_as_a_ratio(tmp_path):
     with pytest.raises(InfeasibleBudgetError, match=r"step_time=0.01 cannot be met.* times .* Give budget.step_time="):
         run(tmp_path / "day" / "fast", budget=parse_budget({"state_fraction": 0.5, "step_time": 0.01}))
-
-
-def test_sigterm_ends_with_130_and_says_how_to_go_on(tmp_path):
-    run_dir = tmp_path / "day" / "term"
-    command = [sys.executable, "run.py", "trainer.max_steps=4000", "budget=state_25", f"hydra.run.dir={run_dir}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
-    metrics = run_dir / "metrics.jsonl"
-    wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0, what="a first metric")
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 130, errors
-    assert "interrupted" in errors
-    assert not (run_dir / "result.json").exists()
