@@ -1,20 +1,27 @@
-"""Exact, random and 8-bit FOAM allocations of the sampler races, paired by seed.
+"""What was planned against its rivals, paired by seed: in the sampler races, and in runs of the product.
 
     python -m experiments.analysis.allocation_pairs
+    python -m experiments.analysis.allocation_pairs --product experiments/results/product_runs.csv
 
 Every study of a race trains the same baselines before its sampler proposes anything: the exact allocation and a random
 feasible one at 25, 10 and 3 % of fp32 AdamW's state, and uniform specs. Both samplers of a seed share them, so each
 seed counts once. Writes experiments/results/allocation_pairs.csv: the difference of validation quality (lower is
 better), the half width of its 95 % interval, and the number of seeds in which the exact allocation is better.
+
+`--product` prints what `budget=state_N` chose minus fp32 AdamW at the best of five rates (by the mean of the same
+seeds, which favours AdamW), minus AdamW at the best rate of each seed by itself, minus the best uniform recipe that
+fits the budget, minus every other recipe, and minus a random plan. Where an interval contains 0, it says which
+difference is excluded.
 """
 
+import argparse
 import csv
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from baoc.core.statistics import mean_interval
+from baoc.core.statistics import mean_interval, paired_difference
 from baoc.tracking.files import write_csv
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -65,7 +72,57 @@ def pairs(found: dict[tuple[str, int], dict[str, float]]) -> list[dict[str, Any]
     return rows
 
 
+def product(rows: Iterable[Mapping[str, str]]) -> Iterator[str]:
+    """A line per chosen plan and rival; `rows` are those of benchmarks/listed_runs."""
+    values: dict[str, dict[str, dict[int, float]]] = {}
+    of_label: dict[tuple[str, str], list[Mapping[str, str]]] = {}
+    for row in rows:
+        if row["status"] == "finite":
+            seeds = values.setdefault(row["group"], {}).setdefault(row["label"], {})
+            seeds[int(row["seed"])] = float(row["value"])
+            of_label.setdefault((row["group"], row["label"]), []).append(row)
+    for task, found in values.items():
+        share = {label: mean(float(row["state_fraction"]) for row in of_label[task, label]) for label in found}
+        step_ms = {label: mean(float(row["step_ms"]) for row in of_label[task, label]) for label in found}
+        level = {label: mean(seeds.values()) for label, seeds in found.items()}
+        rates = [label for label in found if label.startswith("adamw_")]
+        uniform = [label for label in found if not label.startswith(("adamw_", "chosen_", "random_"))]
+        best = min(rates, key=level.__getitem__)
+        own_best = {seed: min(found[rate][seed] for rate in rates) for seed in found[best]}
+        yield f"{task}: {best} {level[best]:.4f}, the best of five rates"
+        for label in sorted(name for name in found if name.startswith("chosen_")):
+            budget = label.removeprefix("chosen_")
+            recipe = ", ".join(sorted({row["recipe"] for row in of_label[task, label]}))
+            yield (
+                f"  {label}: {recipe}, {share[label]:.1%} of the state, {level[label]:.4f}, "
+                f"a step takes {step_ms[label] / step_ms[best]:.2f} times AdamW's"
+            )
+            fits = [name for name in uniform if share[name] <= float(budget) / 100]
+            rivals = {best: found[best], "adamw at each seed's best rate": own_best}
+            if fits:
+                first = min(fits, key=level.__getitem__)
+                rivals[f"{first} ({share[first]:.1%}, best uniform that fits)"] = found[first]
+            rivals |= {f"{name} ({share[name]:.1%})": found[name] for name in uniform if not fits or name != first}
+            rivals |= {name: found[name] for name in (f"random_{budget}",) if name in found}
+            for name, theirs in rivals.items():
+                yield f"    - {name}: {_told(found[label], theirs)}"
+
+
+def _told(ours: Mapping[int, float], theirs: Mapping[int, float]) -> str:
+    told = paired_difference(ours, theirs, level=0.95)
+    better = sum(ours[seed] < theirs[seed] for seed in ours.keys() & theirs.keys())
+    null = "" if told.excludes_zero else f", not told apart: more than {abs(told.mean) + told.half:.4f} is excluded"
+    return f"{told.mean:+.4f} +- {told.half:.4f} (95 %, n {told.n}), better in {better}{null}"
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--product", type=Path, metavar="ROWS.csv", help="of benchmarks/listed_runs")
+    given = parser.parse_args()
+    if given.product is not None:
+        with given.product.open(encoding="utf-8", newline="") as lines:
+            print(*product(csv.DictReader(lines)), sep="\n")
+        return
     rows = pairs(baselines(RESULTS / name for name in TABLES))
     write_csv(RESULTS / "allocation_pairs.csv", rows)
     for row in rows:

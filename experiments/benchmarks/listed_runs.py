@@ -43,6 +43,7 @@ class Line:
     group: str
     label: str
     words: tuple[str, ...]
+    written: str = ""  # as in the list
     last: bool = False  # after all seeds of other lines
 
 
@@ -53,8 +54,9 @@ def read_list(file: Path, *, data: Path = Path("data"), also: Sequence[str] = ()
     for text in file.read_text(encoding="utf-8").splitlines():
         last = last or text.strip() == LAST
         if text.strip() and text[0] != "#":
-            group, label, words = text.format(data=data).split("\t")
-            lines.append(Line(group=group, label=label, words=(*words.split(), *also), last=last))
+            group, label, written = text.split("\t")
+            words = (*written.format(data=data).split(), *also)
+            lines.append(Line(group=group, label=label, words=words, written=" ".join((written, *also)), last=last))
     return lines
 
 
@@ -120,7 +122,7 @@ def row_of(one: _Running, *, outcome: RunOutcome, side_by_side: int) -> Row:
         else " ".join((outcome.message or "no result").split())[:200],
         "wall_s": round(time.monotonic() - one.began, 2),
         "side_by_side": side_by_side,
-        "overrides": " ".join(line.words),
+        "overrides": line.written,
     }
     return row if result is None else row | told_of(next(iter(find_runs(one.folder))), result=result)
 
