@@ -76,8 +76,8 @@ def run_study(
     config = with_extra(config, extra)
     with explain_storage_errors(config.storage, folder=folder):
         study = open_study(config, folder=folder)
-    if code == COMMAND:
-        forkserver.preload(forkserver.PRELOAD, *model_modules(config))
+    trained = (forkserver.PRELOAD, *model_modules(config)) if code == COMMAND else ()
+    forkserver.preload(TrialProcess.__module__, *trained)
     worker = _Worker(study, config=config, folder=folder, code=code, wait_for_others=wait_for_others)
     with explain_storage_errors(config.storage, folder=folder), worker.signals.installed():
         try:

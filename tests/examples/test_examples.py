@@ -1,11 +1,11 @@
 """The scripts of examples/ run as they are on tiny data, are short, and say what they did."""
 
 import re
-from collections.abc import Callable
-from subprocess import CompletedProcess
+from pathlib import Path
 
 import pytest
 
+from tests.support.commands import start_script
 from tests.support.paths import ROOT
 
 SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
@@ -24,11 +24,11 @@ def test_they_are_short_two_lines_are_ours_and_the_page_names_them():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
-def test_an_example_trains_inside_its_budget(script, run_python: Callable[..., CompletedProcess[str]], tmp_path):
-    done = run_python(str(script), "state_25", cwd=tmp_path, OMP_NUM_THREADS="1")
-    assert done.returncode == 0, done.stderr
-    assert "plan for budget state_25" in done.stdout
-    assert re.search(r"steps, no reallocation; .* of optimizer state: met, .* to spare", done.stdout)
-    losses = [float(found) for found in re.findall(r"loss (\d+\.\d+)", done.stdout)]
+def test_an_example_trains_inside_its_budget(script: Path, tmp_path: Path):
+    code, told = start_script(script, "state_25", folder=tmp_path / "command", cwd=tmp_path).done()
+    assert code == 0, told
+    assert "plan for budget state_25" in told
+    assert re.search(r"steps, no reallocation; .* of optimizer state: met, .* to spare", told)
+    losses = [float(found) for found in re.findall(r"loss (\d+\.\d+)", told)]
     # nanogpt guesses among 64 letters (4.2 by chance, AdamW ends at 2.4), the others among few classes.
     assert losses and losses[-1] < (2.5 if script.stem == "nanogpt" else 1.5)

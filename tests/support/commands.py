@@ -2,12 +2,14 @@
 a fresh interpreter's. What is to be shown of a fresh one has the fixture `run_python`."""
 
 import os
+import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import Any
 
 from baoc.cli.main import main
 from baoc.sweep import forkserver
@@ -45,19 +47,37 @@ class Command:
 
 def start(*words: str, folder: Path, cwd: Path | None = None, **variables: str) -> Command:
     """`python run.py WORDS` with these variables besides the environment's; its log and lock lie in `folder`."""
+    return _start(partial(_run, main, words), arguments=words, folder=folder, cwd=cwd, variables=variables)
+
+
+def start_script(script: Path, *arguments: str, folder: Path, cwd: Path | None = None, **variables: str) -> Command:
+    """As `start`, of a script."""
+    body = partial(_run, partial(runpy.run_path, run_name="__main__"), str(script))
+    return _start(body, arguments=arguments, folder=folder, cwd=cwd, variables=variables)
+
+
+def _start(
+    body: Callable[[], None], *, arguments: Sequence[str], folder: Path, cwd: Path | None, variables: dict[str, str]
+) -> Command:
     with_server()
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "command.log"
     process = forkserver.start(
-        partial(_run, main, words, cwd or Path.cwd()),
+        partial(_in_folder, cwd or Path.cwd(), body),
         log=log,
         lock=folder / "command.lock",
-        arguments=words,
+        arguments=arguments,
         variables={"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", **variables},
     )
     return Command(process=process, log=log)
 
 
-def _run(command: Callable[..., int], words: tuple[str, ...], cwd: Path) -> None:
+def _in_folder(cwd: Path, body: Callable[[], None]) -> None:
     os.chdir(cwd)
-    sys.exit(command(words))
+    body()
+
+
+def _run(program: Callable[[Any], Any], given: Any) -> None:
+    """Ends the process with what the program returns, if that is an exit code."""
+    code = program(given)
+    sys.exit(code if isinstance(code, int) else 0)

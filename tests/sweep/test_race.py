@@ -25,7 +25,7 @@ from tests.support.paths import ROOT
 from tests.support.races import NAMES, STUB, WORDS, attempts, config, leave_field
 
 MOST_KILLS = int(os.environ.get("BAOC_KILLS", "4"))
-QUICK = ("race.seeds=2", "race.confirm_seeds=3", "race.workers=4")
+QUICK = ("race.seeds=2", "race.confirm_seeds=3", "race.rates=[0.5,1]", "race.workers=2")
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +85,7 @@ def test_the_same_command_goes_on_and_another_one_is_refused(tmp_path: Path):
     with pytest.raises(BadInputError, match=r"holds a race with .*trainer.max_steps=400"):
         raced(tmp_path, "trainer.max_steps=500")
     words = with_race_folder(["mode=race", f"resume={tmp_path}", "race.workers=2"])
-    assert words[-1] == f"hydra.run.dir={tmp_path}" and "race.workers=2" in words and "race.workers=4" not in words
+    assert words[-1] == f"hydra.run.dir={tmp_path}" and "race.workers=2" in words and "race.workers=1" not in words
     assert "budget=state_25" in words and not any(word.startswith("resume=") for word in words)
 
 
@@ -107,7 +107,7 @@ def test_kills_at_random_moments_change_nothing(tmp_path: Path):
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     for folder in (killed, whole):
         leave_field(folder, names=("muon8_lean", "foam8_lean", "plan"))
-    command, words = [sys.executable, "-c", SCRIPT], [*QUICK, "race.rungs=[0.5,1]", "race.rates=[0.5,1]"]
+    command, words = [sys.executable, "-c", SCRIPT], [*QUICK, "race.rungs=[0.5,1]"]
     rng, kills, process = random.Random(3), 0, None
     end = time.monotonic() + 200
     while kills < MOST_KILLS and time.monotonic() < end:
@@ -219,7 +219,7 @@ def test_recipe_raced_without_a_race_says_what_there_is(tmp_path: Path):
 @pytest.mark.slow
 def test_all_runs_failing_is_an_error_and_not_a_choice(tmp_path: Path):
     leave_field(tmp_path, names=("muon8_lean",))
-    with pytest.raises(TrainingFailedError, match="all 6 runs of the race's stage failed; the last: no such thing"):
+    with pytest.raises(TrainingFailedError, match="all 4 runs of the race's stage failed; the last: no such thing"):
         code = STUB.replace("gap =", 'fail(2, "no such thing")\ngap =')
         run_race(config(tmp_path, *QUICK), words=[*WORDS, *QUICK], folder=tmp_path, command="c", code=code)
 
