@@ -106,6 +106,10 @@ class Ranks(Protocol):
         """Each number's largest over ranks."""
         ...
 
+    def each(self, number: float) -> tuple[float, ...]:
+        """Every rank's number, which is not below 0, in their order: one small message."""
+        ...
+
     def first_number(self, number: float) -> float:
         """Rank 0's number, at the price of one small message."""
         ...
@@ -145,6 +149,9 @@ class Alone:
     def most(self, *numbers: float) -> tuple[float, ...]:
         return numbers
 
+    def each(self, number: float) -> tuple[float, ...]:
+        return (number,)
+
     def first_number(self, number: float) -> float:
         return number
 
@@ -182,6 +189,9 @@ class Group:
         held = self._torch.tensor(numbers, dtype=self._torch.float64)
         self._dist.all_reduce(held, op=self._dist.ReduceOp.MAX, group=self._gloo)
         return tuple(held.tolist())
+
+    def each(self, number: float) -> tuple[float, ...]:
+        return self.most(*(number if rank == self.rank else 0.0 for rank in range(self.size)))
 
     def first_number(self, number: float) -> float:
         held = self._torch.tensor([number], dtype=self._torch.float64)

@@ -219,6 +219,7 @@ def _point(entry: FrontierPoint, seeds: Sequence[RunFolder], *, family: str, sho
         "quality": _null_if_not_finite(entry.quality),
         "spread": entry.quality_spread,
         "seeds": entry.num_seeds,
+        "ranks": entry.num_ranks,
         "peak_mib": entry.peak_bytes / 2**20,
         "state_mib": entry.state_bytes / 2**20,
         "state_share": 100 * entry.state_bytes / result["state_bytes_adamw"],

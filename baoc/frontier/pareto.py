@@ -230,5 +230,5 @@ def frontier_rows(frontier: Frontier) -> list[dict[str, Any]]:
     """The rows of frontier.csv: undominated points first, each group by quality, best first."""
     by_quality = next((o for o in frontier.objectives if o.name == "quality"), Objective(name="quality"))
     ranked = sorted(frontier.points, key=lambda point: (point.dominated, by_quality.cost(point)))
-    names = ("run", "task", "model", "label", *_VALUES, "num_seeds", "quality_spread", "dominated")
+    names = ("run", "task", "model", "label", *_VALUES, "num_seeds", "num_ranks", "quality_spread", "dominated")
     return [{name: getattr(point, name) for name in names} for point in ranked]

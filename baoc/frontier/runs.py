@@ -112,6 +112,7 @@ def frontier_point(run: RunFolder, *, label: str) -> FrontierPoint:
         peak_bytes=result["peak_bytes"],
         state_bytes=result["state_bytes"],
         samples_per_s=_nan_if_null(result["samples_per_s"]),
+        num_ranks=result.get("num_ranks", 1),  # runs of earlier versions had one
     )
 
 

@@ -322,8 +322,8 @@ def print_result(result: RunResult, *, run_dir: str | Path) -> None:
     rows = {
         "quality": f"{quality} ({'higher' if result.quality.higher_is_better else 'lower'} is better)",
         "metrics": others or None,
-        "peak": f"{format_bytes(result.peak_bytes)} ({result.peak_bytes} bytes), predicted "
-        f"{format_bytes(result.peak_bytes_predicted)}",
+        "peak": f"{format_bytes(result.peak_bytes)} ({result.peak_bytes} bytes){by_rank(result.peak_by_rank)}, "
+        f"predicted {format_bytes(result.peak_bytes_predicted)}",
         "budget": _budget_verdict(result),
         "state": f"{format_bytes(result.state_bytes)} ({result.state_bytes} bytes), {share:.1%} of fp32 AdamW's "
         f"{format_bytes(result.state_bytes_adamw)}",
@@ -333,6 +333,12 @@ def print_result(result: RunResult, *, run_dir: str | Path) -> None:
         "steps": f"{result.num_steps}, {_count(result.num_reallocations, 'reallocation')}",
     }
     _print_pairs(f"{result.name}, done", rows.items(), run_dir=run_dir)
+
+
+def by_rank(peaks: Sequence[int]) -> str:
+    """` (rank 0 11.97 GiB, rank 1 11.90 GiB)`, or nothing for one process."""
+    told = ", ".join(f"rank {rank} {format_bytes(held)}" for rank, held in enumerate(peaks))
+    return f" ({told})" if told else ""
 
 
 def _ms(value: float) -> str:
@@ -405,7 +411,8 @@ def _frontier_table(points: Sequence[FrontierPoint], *, quality: str, title: str
     table = make_table(title)
     table.add_column("", no_wrap=True)
     table.add_column("run", overflow="fold", ratio=1)
-    for header in (quality, "peak", "state", "samples/s", "seeds"):
+    several = any(point.num_ranks > 1 for point in points)
+    for header in (quality, "peak", "state", "samples/s", "seeds", *(["ranks"] if several else [])):
         table.add_column(header, justify="right", no_wrap=True)
     for point in points:
         spread = "" if point.quality_spread is None else f" ±{point.quality_spread:.2g}"
@@ -417,6 +424,7 @@ def _frontier_table(points: Sequence[FrontierPoint], *, quality: str, title: str
             format_bytes(point.state_bytes),
             f"{point.samples_per_s:,.0f}",
             str(point.num_seeds),
+            *([str(point.num_ranks)] if several else []),
         )
     return table
 

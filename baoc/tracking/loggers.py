@@ -133,6 +133,9 @@ def log_summary(loggers: Sequence[Logger], *, result: RunResult) -> None:
     if result.budget_bytes is not None:
         held = result.peak_bytes if result.budget.get("kind") == "memory" else result.state_bytes
         values["budget/slack_gib"] = gib(result.budget_bytes - held)
+    if result.peak_by_rank:
+        values["ranks"] = result.num_ranks
+        values |= {f"memory/peak_gib_rank_{rank}": gib(held) for rank, held in enumerate(result.peak_by_rank)}
     for logger in _open_wandb_loggers(loggers):
         logger.log_summary({key: value for key, value in values.items() if value is not None})
 

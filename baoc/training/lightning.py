@@ -419,6 +419,7 @@ class BudgetedStrategy(Strategy):
 
     def on_train_end(self) -> None:
         for narrator in self._narrators:
+            narrator.compare()
             narrator.conclude()
 
     # -- training -------------------------------------------------------------------------------------------------

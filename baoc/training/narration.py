@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from baoc.parallel import ranks_here
+from baoc.parallel import ALONE, ranks_here
 from baoc.profiling import context_now
-from baoc.tracking.console import budget_verdict, print_reallocation, say, summary_text
+from baoc.tracking.console import budget_verdict, by_rank, print_reallocation, say, summary_text
 from baoc.training.reallocation import Reallocator
 from baoc.types import Plan, Profile, Reallocation
 from baoc.units import format_bytes, gib
@@ -24,7 +24,8 @@ class Narrator:
     """Tells of one reallocator's plan, moves and result. `verbose=False` prints nothing; values are there all the same.
 
     `log` gets metrics with the plan, with each decision and at the end. `first_step_bytes` is what a CPU held in the
-    first step, where that was measured; a CUDA device is asked for its peak.
+    first step, where that was measured; a CUDA device is asked for its peak. Ranks compare theirs after steps 1, 2, 4
+    and so on, and where all of them come to `compare`: `by_rank`. The verdict is of the one that held most.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class Narrator:
         ranks = ranks_here()
         self.verbose = verbose and (ranks is None or ranks.rank == "0")
         self.first_step_bytes: int | None = None
+        self.by_rank: tuple[int, ...] = ()  # peaks as of the newest comparison; empty for a process alone
         self.num_moves = 0  # that were accepted
         self._stepped = self._begun = self._told = False
         self._pid = os.getpid()
@@ -52,10 +54,20 @@ class Narrator:
 
     @property
     def peak_bytes(self) -> int | None:
-        """The most that the process held of the device so far; None where nobody measured it."""
+        """The most that a process held of its device so far; None where nobody measured it."""
+        return max((held for held in (self._own_bytes, *self.by_rank) if held), default=None)
+
+    @property
+    def _own_bytes(self) -> int | None:
         if self.device.type == "cuda":
             return context_now(self.device) + torch.cuda.max_memory_reserved(self.device)
         return self.first_step_bytes
+
+    def compare(self) -> None:
+        """Peaks of all ranks; all of them call it."""
+        ranks = self.reallocator.ranks
+        if ranks is not ALONE:
+            self.by_rank = tuple(int(held) for held in ranks.each(self._own_bytes or 0))
 
     @property
     def budget_met(self) -> bool | None:
@@ -81,6 +93,7 @@ class Narrator:
         }
         if (peak := self.peak_bytes) is not None:
             values["memory/peak_gib"] = gib(peak)
+            values |= {f"memory/peak_gib_rank_{rank}": gib(held) for rank, held in enumerate(self.by_rank)}
         limit, held = self._limit_and_held()
         if limit is not None and held is not None:
             values |= {"budget/slack_gib": gib(limit - held), "budget/met": float(held <= limit)}
@@ -100,7 +113,8 @@ class Narrator:
         memory = plan.budget.memory_bytes is not None
         if self.reallocator.planner.footprint is not None and (memory or peak is not None):
             measured = "not measured" if peak is None else format_bytes(peak)
-            lines.append(f"peak {measured}, {format_bytes(plan.peak_bytes)} predicted")
+            each = by_rank(self.by_rank if any(self.by_rank) else ())
+            lines.append(f"peak {measured}{each}, {format_bytes(plan.peak_bytes)} predicted")
         limit, held = self._limit_and_held()
         if limit is None:
             lines.append(f"budget {plan.budget.name}: no limit on memory or state")
@@ -143,6 +157,9 @@ class Narrator:
 
     def _count(self, *_: object) -> None:
         self._stepped = True
+        step = self.reallocator.step
+        if step & (step - 1) == 0:  # a peak is mostly reached in the first steps
+            self.compare()
 
     def _moved(self, event: Reallocation, plan: Plan, profile: Profile | None) -> None:
         if not self._begun:  # the plan after the first step, which measured what the budget has to hold

@@ -262,6 +262,7 @@ def measure(config: RunConfig, *, parts: Parts, task: Task, metrics: dict[str, f
     plan, optimizer = reallocator.plan, reallocator.optimizer
     name, higher = task.quality
     budget = parts.strategy.budget
+    parts.memory.compare()  # once more: the validation and the export after training are each rank's own
     peak, state = parts.memory.highest_bytes, optimizer.state_bytes()
     if budget.memory_bytes is not None:  # earlier budgets of the run were enforced while they were in force
         limit, met = budget.memory_bytes, parts.memory.peak_bytes <= budget.memory_bytes
@@ -286,6 +287,8 @@ def measure(config: RunConfig, *, parts: Parts, task: Task, metrics: dict[str, f
         peak_bytes=peak,
         peak_bytes_predicted=parts.memory.highest_predicted_bytes,
         peak_by_stretch=dict(parts.memory.peaks),
+        num_ranks=parts.strategy.ranks.size,
+        peak_by_rank=parts.memory.by_rank,
         state_bytes=state,
         state_bytes_predicted=plan.allocation.state_bytes,
         state_bytes_adamw=plan.state_bytes_adamw,

@@ -53,7 +53,9 @@ class RunResult:
 
     `step_s_predicted`: of a whole step of the plan that was in force last; NaN where nothing was timed.
     `peak_by_stretch`: the most that each tracked stretch held in this attempt (training, decision, checkpoint, ...);
-    empty on CUDA, where `peak_bytes` is of all stretches together.
+    empty on CUDA, where `peak_bytes` is of all stretches together. `num_ranks` processes trained, each on a device of
+    its own, of which `peak_bytes` is the fullest's; `peak_by_rank` is the most that each held in this attempt, empty
+    for one process. States are the same on each.
     """
 
     schema: int
@@ -87,11 +89,13 @@ class RunResult:
     command: str
     step_s_predicted: float = math.nan
     peak_by_stretch: Mapping[str, int] = field(default_factory=dict[str, int])
+    num_ranks: int = 1
+    peak_by_rank: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontierPoint:
-    """One run (or the mean of several seeds) as a frontier sees it."""
+    """One run (or the mean of several seeds) as a frontier sees it. Bytes are of one of its `num_ranks` devices."""
 
     run: str
     task: str
@@ -102,6 +106,7 @@ class FrontierPoint:
     state_bytes: int
     samples_per_s: float
     num_seeds: int = 1
+    num_ranks: int = 1
     quality_spread: float | None = None  # sample standard deviation over seeds
     dominated: bool = False
 

@@ -23,6 +23,7 @@ from baoc.planning.planner import PlannerSettings
 from baoc.profiling import schedule
 from baoc.training.reallocation import ReallocationSettings
 from baoc.training.session import SessionSettings
+from baoc.units import format_bytes
 from tests.support.classifier import Classifier, fit
 from tests.support.ranks import as_launched, group, in_processes
 
@@ -156,21 +157,50 @@ class Scales(L.Callback):
         pl_module.scale = 2.0
 
 
+MORE_BYTES = 1 << 20  # that rank 1 holds in its first step, and nobody measured before
+
+
+class More(L.Callback):
+    def on_before_backward(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_rank == 1 and trainer.global_step == 0:
+            torch.zeros(MORE_BYTES, dtype=torch.uint8)
+
+
+class Verdicts(L.Callback):
+    """What a rank says of a budget that only rank 1 passes."""
+
+    def __init__(self) -> None:
+        self.met: list[bool | None] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        assert isinstance(trainer.strategy, BaocDDPStrategy)
+        if trainer.global_step in (2, 8):
+            self.met.append(trainer.strategy.budget_met)
+
+
 def by_others(size: int) -> dict[str, Any]:
     """Modules as others write them: what is said on the terminal, what is measured in training, what is refused."""
     given = {"devices": size, "plugins": [LightningEnvironment()]}
     told, refused = StringIO(), ""
+    verdicts = Verdicts()
     with redirect_stdout(told):
         measured, late = BaocDDPStrategy("8gb"), BaocDDPStrategy("1mb")
+        beyond = BaocDDPStrategy("500kb")
         fit(measured, **given)
         module = fit(late, module=OnlyInTraining(), callbacks=[Scales()], **given)
+        fit(beyond, callbacks=[More(), verdicts], **given)
     try:
         fit(BaocDDPStrategy("state_25"), module=Manual(), **given)
     except BadInputError as error:
         refused = str(error)
     assert late.reallocator is not None
     footprint = late.reallocator.planner.footprint
+    narrator = beyond._narrators[0]
     return {
+        "peaks": narrator.by_rank,
+        "peak": narrator.peak_bytes,
+        "beyond": tuple(verdicts.met),
+        "values": tuple(narrator.values()),
         "told": told.getvalue(),
         "refused": refused,
         "met": (measured.budget_met, late.budget_met),
@@ -290,8 +320,19 @@ def test_rank_0_alone_says_plan_and_verdict(found: list[dict[str, Any]]) -> None
     first, second = (each["others"] for each in found)
     for budget in ("8gb", "1mb"):
         assert first["told"].count(f"BaocDDPStrategy: plan for budget {budget}") == 1
-    assert first["told"].count("BaocDDPStrategy: 8 steps, no reallocation") == 2
+    assert first["told"].count("BaocDDPStrategy: 8 steps, no reallocation") == 3
     assert second["told"] == "" and first["met"] == second["met"] == (True, True)
+
+
+def test_the_verdict_is_that_of_the_rank_which_held_most(found: list[dict[str, Any]]) -> None:
+    first, second = (each["others"] for each in found)
+    assert first["peaks"] == second["peaks"] and first["peak"] == second["peak"] == max(first["peaks"])
+    assert first["peaks"][1] > first["peaks"][0] + MORE_BYTES / 2 and first["beyond"] == second["beyond"] == (
+        False,
+        False,
+    )
+    assert f"rank 1 {format_bytes(first['peaks'][1])}), " in first["told"]
+    assert set(first["values"]) >= {"memory/peak_gib", "memory/peak_gib_rank_0", "memory/peak_gib_rank_1"}
 
 
 def test_a_step_that_is_measured_in_training_is_planned_for_by_all(found: list[dict[str, Any]]) -> None:

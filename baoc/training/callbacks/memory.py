@@ -37,7 +37,8 @@ class MemoryMonitor(L.Callback):
 
     `budget`'s memory limit is enforced where `enforce`: BudgetBreachedError ends the run (exit code 4). Place this
     after StepMonitor, so that its own work is not timed. `peaks` says which stretch held how much, `highest` which one
-    held most. Of several ranks the one that holds most counts.
+    held most. Of several ranks the one that holds most counts; `by_rank` is the most that each held in this attempt, as
+    of when they last compared, and empty for a process alone.
     """
 
     def __init__(
@@ -72,7 +73,8 @@ class MemoryMonitor(L.Callback):
         self._slowed = False
         self._trainer: L.Trainer | None = None
         self._ranks: Ranks = ALONE
-        self._of_ranks = 0  # the most that any rank held when they compared, under this budget
+        self._now_by_rank: tuple[int, ...] = ()  # what each held when they last compared, under this budget
+        self.by_rank: tuple[int, ...] = ()
 
     # -- what others read -----------------------------------------------------------------------------------------
 
@@ -91,10 +93,14 @@ class MemoryMonitor(L.Callback):
     def peak_bytes(self) -> int:
         """The peak so far under this budget, that of the attempts before a resume included; 0 before anything was
         measured."""
-        earlier = max(self._of_earlier("peak"), self._of_ranks)
+        return max(self._own_bytes, self._of_earlier("peak"), *self._now_by_rank)
+
+    @property
+    def _own_bytes(self) -> int:
+        """This rank's peak in this attempt, under this budget."""
         if self._device.type == "cuda":
-            return max(self.context_bytes + torch.cuda.max_memory_reserved(self._device), earlier)
-        return max(*self.peaks.values(), earlier, 0)
+            return self.context_bytes + torch.cuda.max_memory_reserved(self._device)
+        return max(self.peaks.values(), default=0)
 
     @contextmanager
     def track(self, label: str) -> Iterator[None]:
@@ -129,7 +135,7 @@ class MemoryMonitor(L.Callback):
     def restart(self, budget: Budget, *, predicted_bytes: int, step: int) -> None:
         """Another budget is in force after `step` steps: peaks are measured anew, the next steps tracked again."""
         self._before, self._before_predicted = self.highest_bytes, self.highest_predicted_bytes
-        self.peaks, self._of_ranks = {}, 0
+        self.peaks, self._now_by_rank = {}, ()
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         self.budget_bytes, self.budget_name = budget.memory_bytes, budget.name
@@ -139,19 +145,24 @@ class MemoryMonitor(L.Callback):
 
     def check_budget(self, *, during: str, step: int) -> None:
         """Raises BudgetBreachedError, on all ranks, if the peak so far of any is above the memory budget."""
-        held = self._compare()
+        held = self.compare()
         if not self.enforce or self.budget_bytes is None or held <= self.budget_bytes:
             return
         predicted = "" if self.predicted_bytes is None else f" ({format_bytes(self.predicted_bytes)} were predicted)"
+        where = f" on rank {self._now_by_rank.index(held)}" if held in self._now_by_rank else ""
         raise BudgetBreachedError(
             f"budget {self.budget_name} allows {format_bytes(self.budget_bytes)} ({self.budget_bytes} bytes), but "
-            f"{during} at step {step} held {format_bytes(held)} ({held} bytes){predicted}, "
+            f"{during} at step {step} held {format_bytes(held)} ({held} bytes){where}{predicted}, "
             f"{format_bytes(held - self.budget_bytes)} too much: lower micro_batch, or give a larger budget"
         )
 
-    def _compare(self) -> int:
-        self._of_ranks = int(self._ranks.most(self.peak_bytes)[0])
-        return self._of_ranks
+    def compare(self) -> int:
+        """The peak so far of the rank that held most, by all ranks."""
+        if self._ranks is not ALONE:
+            now = tuple(int(held) for held in self._ranks.each(self._own_bytes))
+            self._now_by_rank = now
+            self.by_rank = tuple(map(max, now, self.by_rank or now))
+        return self.peak_bytes
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -175,7 +186,7 @@ class MemoryMonitor(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._trainer = trainer
         self._device, self._ranks = trainer.strategy.root_device, ranks_of(trainer)
-        self.peaks, self._of_ranks = {}, 0
+        self.peaks, self._now_by_rank, self.by_rank = {}, (), ()
         self._before, self._before_predicted, self._earlier, self.looked_bytes = 0, 0, {}, 0
         self._seen_validation = set()
         if self._device.type == "cuda":
@@ -221,7 +232,7 @@ class MemoryMonitor(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._read_context()
-        self._compare()
+        self.compare()
 
     def on_validation_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -253,6 +264,7 @@ class MemoryMonitor(L.Callback):
     def values(self) -> dict[str, float]:
         """Metric keys and values as they are now."""
         values = {"memory/peak_gib": gib(self.peak_bytes)}
+        values |= {f"memory/peak_gib_rank_{rank}": gib(held) for rank, held in enumerate(self._now_by_rank)}
         if self.budget_bytes is not None:
             values["budget/slack_gib"] = gib(self.budget_bytes - self.peak_bytes)
         rss = resident_bytes()
