@@ -60,13 +60,35 @@ REFUSED = {
         "optimizer.last_backward() was entered in {ranks}: it steps host-placed blocks before gradients are averaged "
         "over them. Train in one process, or leave it out"
     ),
-    "dtensor": (
-        "{name} is a DTensor (fully_shard, tensor parallelism): blocks are stepped whole for now. Leave its module "
-        "unsharded, with DistributedDataParallel over several processes"
+    "placement": (
+        "{name} is a DTensor of placements {placements}: what is stepped in parts is what fully_shard cuts along its "
+        "first dimension. Leave out tensor parallelism and shard_placement_fn"
+    ),
+    "offloaded": (
+        "{name} was offloaded to the CPU by fully_shard, whose weights would be copied for every step of theirs: leave "
+        "out CPUOffloadPolicy, and choose specs of fewer bytes such as adamw_int8"
+    ),
+    "meshes": (
+        "{name} and {other} are cut over different ranks: build one optimizer for each mesh of fully_shard"
+    ),
+    "sharded_late": (
+        "{name} was cut by fully_shard after its optimizer was built: call fully_shard first"
+    ),
+    "sharded_copy": (
+        "an optimizer of parameters that fully_shard cuts cannot be copied or pickled: they are the process group's. "
+        "Save its state_dict()"
+    ),
+    "sharded_budget": (
+        "budget {budget} was given for a module that fully_shard cuts: what a step of it holds or takes is not "
+        "predicted yet. Give a share of state, such as state_25"
+    ),
+    "sharded_moves": (
+        "reallocation={mode} was asked for a module that fully_shard cuts: statistics of gradients are not added up "
+        "over its ranks yet. Set reallocation=off"
     ),
     "fsdp1": (
-        "{name} is a flat part of FullyShardedDataParallel, which no block can be made of: leave its module unsharded, "
-        "with DistributedDataParallel over several processes"
+        "{name} is a flat part of FullyShardedDataParallel, which no block can be made of: use fully_shard, which "
+        "leaves parameters as they are, or DistributedDataParallel"
     ),
     "zero": (
         "ZeroRedundancyOptimizer builds {name} of a part of the parameters: it would save checkpoints without states. "

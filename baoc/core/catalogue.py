@@ -45,16 +45,23 @@ STORAGES: dict[str, StorageScheme] = {
     storage.name: storage
     for storage in (
         StorageScheme(name="fp32", description="4 bytes per number", m="fp32", v="fp32"),
-        StorageScheme(name="bf16", description="2 bytes per number", m="bf16", v="bf16"),
-        StorageScheme(name="int8", description="1.06 bytes per number, companded", m="softsign8", v="sqrt8"),
-        StorageScheme(name="int8_log", description="1.06 bytes per number, logarithmic", m="log8m", v="log8v"),
-        StorageScheme(name="int8_root", description="1.06 bytes per number, roots", m="root8m", v="root8v"),
+        StorageScheme(name="bf16", description="2 bytes per number", m="bf16", v="bf16", aligned=GROUP),
+        StorageScheme(
+            name="int8", description="1.06 bytes per number, companded", m="softsign8", v="sqrt8", aligned=GROUP
+        ),
+        StorageScheme(
+            name="int8_log", description="1.06 bytes per number, logarithmic", m="log8m", v="log8v", aligned=GROUP
+        ),
+        StorageScheme(
+            name="int8_root", description="1.06 bytes per number, roots", m="root8m", v="root8v", aligned=GROUP
+        ),
         StorageScheme(
             name="int4",
             description=f"0.53 bytes per number; states of fewer than {LEAST_PACKED} numbers stay fp32",
             m="root4",
             v="lattice4",
             least_numel=LEAST_PACKED,
+            aligned=PACKED_GROUP,
         ),
     )
 }

@@ -14,6 +14,7 @@ optimizer from what was read is `optim.loading`.
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -26,7 +27,8 @@ from baoc.optim import groups
 from baoc.optim import migrate as migration
 from baoc.optim.migrate import ConversionReport
 from baoc.optim.registry import BlockRegistry
-from baoc.optim.state import LiveBlock, State, allocate, alone, make_slot, new_step
+from baoc.optim.shards import whole
+from baoc.optim.state import LiveBlock, Slot, State, allocate, alone, new_step, slot_under, whole_slot
 from baoc.types import OptimizerSpec
 
 SCHEMA = 2
@@ -84,7 +86,11 @@ def save(
     roster.forget_overwritten()
     roster.synchronize()
     index = {name: i for i, name in enumerate(name for group in param_groups for name in group["param_names"])}
-    state = {index[name]: {k: alone(v) for k, v in roster.state[p].items()} for p, name in roster.names.items()}
+    state = {
+        index[slot.name]: shown(slot, roster.state[slot.param], spec=live.spec)
+        for live in roster.live.values()
+        for slot in live.slots
+    }
     blocks = {name: _block_entry(live) for name, live in roster.live.items()}
     for name, held in (waiting.states if waiting is not None else {}).items():
         assert waiting is not None
@@ -98,6 +104,28 @@ def save(
     groups = _plain_groups(param_groups)
     groups[0][_COLLECTED] = json.dumps(own, default=Tensor.tolist)
     return {**own, "param_groups": groups, "state": state}
+
+
+def by_row(shape: tuple[int, ...], *, rows: int) -> tuple[int, ...]:
+    """The shape of a state of which each row of its parameter has as many numbers, with rows first."""
+    numel = prod(shape)
+    return shape if not shape or shape[0] == rows or not rows else (rows, numel // rows)
+
+
+def shown(slot: Slot, state: State, *, spec: OptimizerSpec) -> State:
+    """A parameter's state as a checkpoint has it: of a sharded one DTensors, whose rows are the parameter's.
+
+    All ranks show the same keys, those without a row of it too.
+    """
+    if slot.shard is None:
+        return {key: alone(value) for key, value in state.items()}
+    rows, found = slot.shard.owner.shape[0], State()
+    for part in whole_slot(slot, spec=spec).parts:
+        per_row = by_row(part.shape, rows=rows)[1:]
+        own = state.get(part.key)
+        value = torch.empty(0, *per_row, dtype=part.dtype, device=slot.param.device) if own is None else alone(own)
+        found[part.key] = slot.shard.shown(value, per_row=per_row)
+    return {**({"step": alone(state["step"])} if "step" in state else {}), **found}
 
 
 def _block_entry(live: LiveBlock) -> dict[str, Any]:
@@ -313,7 +341,7 @@ def to_adamw(roster: BlockRegistry, *, param_groups: list[dict[str, Any]]) -> di
     states: dict[int, dict[str, Tensor]] = {}
     for live in roster.live.values():
         for slot in live.slots:
-            adamw = make_slot(slot.name, slot.param, info=slot.info, group=slot.group, spec=SPECS["adamw"])
+            adamw = slot_under(slot, spec=SPECS["adamw"])
             (new,) = allocate([adamw])
             with roster.visiting(live, keep=False):
                 unknown = migration.convert(
@@ -327,6 +355,7 @@ def to_adamw(roster: BlockRegistry, *, param_groups: list[dict[str, Any]]) -> di
                     seeded=slot.name not in live.unseeded,
                 )
             if new.get("step", 0) > 0 and not unknown:
-                states[index[slot.name]] = {theirs: new[own].cpu() for own, theirs in _TORCH_KEYS.items()}
+                found = {key: whole(value) for key, value in shown(adamw, new, spec=SPECS["adamw"]).items()}
+                states[index[slot.name]] = {theirs: found[own].cpu() for own, theirs in _TORCH_KEYS.items()}
     extra = {"fused": None, "decoupled_weight_decay": True}
     return {"state": states, "param_groups": [{**flags, **extra, **group} for group in plain]}

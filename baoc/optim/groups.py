@@ -18,8 +18,10 @@ from torch.nn.parameter import is_lazy
 from baoc.core.catalogue import CODECS, PLACEMENTS, SPECS, STORAGES, WEIGHT_DTYPES, WEIGHTS, base_name
 from baoc.errors import BadInputError, unknown_name
 from baoc.optim.rules import RULES
+from baoc.optim.shards import described
 from baoc.optim.wrappers import refuse_shard, refuse_zero
 from baoc.parallel import unwrapped
+from baoc.planning.candidates import off_shards
 from baoc.types import Block, OptimizerSpec, ParamInfo, Placement, Role
 
 log = logging.getLogger(__name__)
@@ -231,7 +233,8 @@ def check_settings(settings: Mapping[str, Any]) -> None:
 def param_info(name: str, param: Tensor, *, group: int) -> ParamInfo:
     """What is known of a parameter that no one described."""
     dtype = str(param.dtype).removeprefix("torch.")
-    return ParamInfo(name=name, shape=tuple(param.shape), dtype=dtype, role=Role.OTHER, group=group)
+    info = ParamInfo(name=name, shape=tuple(param.shape), dtype=dtype, role=Role.OTHER, group=group)
+    return described(info, param=param)
 
 
 def single_block(info: ParamInfo) -> Block:
@@ -304,6 +307,8 @@ def check_applies(spec: OptimizerSpec, *, block: Block) -> None:
                 f"block {block.name} cannot run {spec.name}: {param.name} of shape {param.shape} is no matrix. Give "
                 "the block another spec, such as adamw or sign"
             )
+    if why := off_shards(block, spec=spec, rule=info):
+        raise BadInputError(f"block {block.name} cannot run {spec.name}: {why}")
     if spec.placement == Placement.HOST_UPDATED and spec.rule in _GPU_RULES:
         raise BadInputError(
             f"block {block.name} cannot run {spec.name}: its step multiplies matrices, which takes a GPU, and "
@@ -344,8 +349,7 @@ def named_params(param_groups: list[dict[str, Any]]) -> dict[str, tuple[Tensor, 
 
 
 def as_it_is(block: Block, params: Mapping[str, Tensor]) -> Block:
-    """The block with the types that its parameters have now: they may have been cast since they were described."""
+    """The block as its parameters are now: they may have been cast or sharded since they were described."""
     dtypes = {info.name: str(params[info.name].dtype).removeprefix("torch.") for info in block.params}
-    if all(info.dtype == dtypes[info.name] for info in block.params):
-        return block
-    return replace(block, params=tuple(replace(info, dtype=dtypes[info.name]) for info in block.params))
+    infos = tuple(described(replace(info, dtype=dtypes[info.name]), param=params[info.name]) for info in block.params)
+    return block if infos == block.params else replace(block, params=infos)

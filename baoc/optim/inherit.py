@@ -16,7 +16,7 @@ from baoc.optim.rules.matrix import as_matrix, from_matrix
 from baoc.optim.state import Slot
 from baoc.types import Axis, Moments, StateDecl, StateKind, StateLayout
 
-_TINY = 1e-30
+TINY = 1e-30
 
 
 def expand(values: Mapping[StateDecl, Tensor], *, ctx: RuleContext, shape: tuple[int, ...]) -> Tensor:
@@ -70,7 +70,7 @@ def _unfold(value: Tensor, decl: StateDecl, *, ctx: RuleContext) -> Tensor:
 
 def outer(row: Tensor, col: Tensor) -> Tensor:
     """v as row col^T / mean(row), the rank-1 matrix that has these row and column means."""
-    return row.unsqueeze(1) * (col / row.mean().clamp(min=_TINY)).unsqueeze(0)
+    return row.unsqueeze(1) * (col / row.mean().clamp(min=TINY)).unsqueeze(0)
 
 
 def from_moments(moments: Moments, *, ctx: RuleContext, param: Tensor) -> Tensor:

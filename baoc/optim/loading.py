@@ -13,13 +13,15 @@ from baoc.core.catalogue import SPECS
 from baoc.errors import CheckpointError
 from baoc.optim import groups, weights
 from baoc.optim import migrate as migration
-from baoc.optim.checkpoint import Saved, alike
+from baoc.optim.checkpoint import Saved, alike, by_row
+from baoc.optim.codecs import Kept
 from baoc.optim.migrate import ConversionReport
 from baoc.optim.registry import BlockRegistry
-from baoc.optim.state import FIRST_BETAS, LiveBlock, Slot, State, allocate, make_slot, new_match
+from baoc.optim.shards import whole
+from baoc.optim.state import FIRST_BETAS, LiveBlock, Part, Slot, State, allocate, new_match, slot_under, whole_slot
 from baoc.optim.weights import merge_weights
 from baoc.parallel import unwrapped_name
-from baoc.types import BlockMove, Placement, StateKind
+from baoc.types import BlockMove, OptimizerSpec, Placement, StateKind
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +51,7 @@ def load(
     saved = saved.renamed(_by_position(saved, param_groups=param_groups))
     _check_known(saved, param_groups=param_groups)
     slots = [slot for live in roster.live.values() for slot in live.slots if slot.name in saved.states]
+    saved = _fitted(saved, slots=slots)
     sources = {slot.name: _check(slot, saved=saved) for slot in slots}
     settings = _match_groups(saved, param_groups=param_groups)
     checked()
@@ -73,6 +76,52 @@ def load(
     )
     _log(report)
     return report
+
+
+def _fitted(saved: Saved, *, slots: Iterable[Slot]) -> Saved:
+    """The same with the states of `slots` as their specs keep them here: this rank's rows of what all ranks have, and
+    in the storage that goes with being sharded or not, where the checkpoint is of the other kind."""
+    states = dict(saved.states)
+    for slot in slots:
+        if slot.name in saved.specs:
+            states[slot.name] = _fitted_state(slot, states[slot.name], spec=saved.specs[slot.name])
+    return replace(saved, states=states)
+
+
+def _fitted_state(slot: Slot, given: State, *, spec: OptimizerSpec) -> State:
+    own = slot_under(slot, spec=spec)
+    there = whole_slot(slot, spec=spec, sharded=slot.shard is None)  # as it is on the other side
+    here = whole_slot(slot, spec=spec, sharded=slot.shard is not None)
+    found = dict(given)
+    for kept, other, mine in zip(here.kept, there.kept, own.kept or here.kept, strict=True):
+        strays = {key for _, key in kept.keys} - {key for _, key in other.keys}
+        if kept.codec.info != other.codec.info and strays.isdisjoint(given) and _are(given, other, parts=there.parts):
+            values = other.decode({key: whole(given[key]).reshape(_shape(there, key)) for _, key in other.keys})
+            parts = kept.codec.allocate(kept.shape, values.device)
+            kept.codec.encode_(parts, values)
+            found |= {key: parts[part] for part, key in mine.keys}
+    for part in own.parts:
+        value, shape = found.get(part.key), _shape(here, part.key)
+        if isinstance(value, Tensor) and tuple(value.shape) in (shape, by_row(shape, rows=_rows(slot))):
+            taken = slot.shard.taken(value, shape=part.shape) if slot.shard is not None else value.reshape(part.shape)
+            found[part.key] = taken
+    return found
+
+
+def _rows(slot: Slot) -> int:
+    shape = slot.owner.shape
+    return shape[0] if len(shape) else 1
+
+
+def _shape(slot: Slot, key: str) -> tuple[int, ...]:
+    return next(part.shape for part in slot.parts if part.key == key)
+
+
+def _are(given: State, kept: Kept, *, parts: Iterable[Part]) -> bool:
+    """Whether the tensors that are given are what `kept` keeps."""
+    wanted = {part.key: part for part in parts}
+    keys = [key for _, key in kept.keys]
+    return all(isinstance(given.get(key), Tensor) and given[key].dtype is wanted[key].dtype for key in keys)
 
 
 def _apart(saved: Saved, *, roster: BlockRegistry, slots: Iterable[Slot]) -> Saved:
@@ -150,7 +199,7 @@ def _check(slot: Slot, *, saved: Saved) -> Slot:
     if spec is None:
         raise CheckpointError(f"the checkpoint has a state of {name} but no block for it: it is damaged, use another")
     tuned = saved.tuned.get(slot.name)
-    source = make_slot(slot.name, slot.param, info=slot.info, group=slot.group, spec=spec, tuned=tuned)
+    source = slot_under(slot, spec=spec, tuned=tuned)
     wanted = [(part.key, part.shape, part.dtype) for part in source.parts]
     if source.counts_steps:
         wanted.append(("step", (), torch.float32))

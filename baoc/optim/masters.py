@@ -11,7 +11,8 @@ from baoc.errors import BadInputError, unknown_name
 from baoc.optim import weights
 from baoc.optim.groups import named_params
 from baoc.optim.registry import BlockRegistry
-from baoc.optim.state import State
+from baoc.optim.shards import local, shard_of, whole
+from baoc.optim.state import Slot, State
 
 
 def export(roster: BlockRegistry, *, param_groups: list[dict[str, Any]]) -> dict[str, Tensor]:
@@ -20,9 +21,18 @@ def export(roster: BlockRegistry, *, param_groups: list[dict[str, Any]]) -> dict
     values = {}
     for live in roster.live.values():
         with roster.visiting(live, keep=False):
-            values |= {slot.param: _copy(weights.master(slot.param, roster.state[slot.param])) for slot in live.slots}
+            values |= {
+                slot.owner: _whole(slot, weights.master(slot.param, roster.state[slot.param])) for slot in live.slots
+            }
     where = named_params(param_groups).items()
-    return {name: values[param] if param in values else _copy(weights.master(param, {})) for name, (param, _) in where}
+    return {name: values[param] if param in values else _copy(whole(param)) for name, (param, _) in where}
+
+
+def _whole(slot: Slot, master: Tensor) -> Tensor:
+    """A copy of all of a parameter, which of a sharded one all ranks get together."""
+    if slot.shard is not None:
+        master = slot.shard.shown(master, per_row=slot.shard.owner.shape[1:]).full_tensor()
+    return _copy(master)
 
 
 def kept(roster: BlockRegistry) -> Mapping[Tensor, State]:
@@ -45,13 +55,16 @@ def load(values: Mapping[str, Tensor], *, roster: BlockRegistry, param_groups: l
         shape = tuple(where[name][0].shape)
         if value.shape != shape:
             raise BadInputError(f"{name} has shape {shape}, the given weights have {tuple(value.shape)}")
-    blocks = {slot.param: (live, slot) for live in roster.live.values() for slot in live.slots}
+    blocks = {slot.owner: (live, slot) for live in roster.live.values() for slot in live.slots}
     for name, value in values.items():
         param = where[name][0]
-        if param not in blocks:
+        if (shard := shard_of(param)) is not None:
+            param, value = local(param), shard.taken(value, shape=local(param).shape)
+        if where[name][0] not in blocks:
             param.copy_(value)
             continue
-        live, slot = blocks[param]
+        live, slot = blocks[where[name][0]]
+        param = slot.param
         if slot.weights == "native":
             param.copy_(value)
             continue

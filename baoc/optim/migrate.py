@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from baoc.optim import inherit, weights
-from baoc.optim.backends.eager import update_norm
+from baoc.optim.backends.eager import over_ranks, update_norm
 from baoc.optim.registry import BlockRegistry
 from baoc.optim.state import Kept, LiveBlock, Slot, State, allocate, step_of
 from baoc.planning.cost import state_bytes, weight_bytes
@@ -190,7 +190,11 @@ def last_rms(live: LiveBlock, *, state: Mapping[Tensor, State], param_groups: li
     total, count = 0.0, 0
     for slot in live.slots:
         step = step_of(slot, state[slot.param])
-        if (slot.counts_steps and step == 0) or not slot.param.numel():
+        if slot.counts_steps and step == 0:
+            continue
+        if not slot.param.numel():
+            norm, numel = over_ranks(slot, norm=0.0, count=0)
+            total, count = total + float(norm) ** 2, count + numel
             continue
         group = param_groups[slot.group]
         ctx = slot.context(step=step, betas=slot.betas(param_groups), eps=group["eps"])
@@ -199,6 +203,7 @@ def last_rms(live: LiveBlock, *, state: Mapping[Tensor, State], param_groups: li
         if direction is None:
             return None
         norm, numel = update_norm(direction.update(), divisor=direction.divisor, finite=None, on_cpu=slot.on_cpu)
+        norm, numel = over_ranks(slot, norm=norm, count=numel)
         total += float(norm) ** 2
         count += numel
     return (total / count) ** 0.5 if count else None

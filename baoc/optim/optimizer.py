@@ -33,6 +33,7 @@ from baoc.optim.load_watch import watch_loads
 from baoc.optim.nonfinite import NonFiniteFilter
 from baoc.optim.registry import BlockRegistry, check_new
 from baoc.optim.state import FIRST_BETAS, LiveBlock, alone, betas_of
+from baoc.parallel import ranks
 from baoc.types import Block, BlockMove, Moments, OptimizerSpec
 
 # Wrapped by schedulers, or set by whoever owns us: not part of a copy.
@@ -137,6 +138,8 @@ class BlockwiseOptimizer(Optimizer):
         take_from_others([param for group in self.param_groups for param in group["params"]])
         roster.build(self.param_groups, specs=specs, blocks=blocks, device=device)
         self._roster = roster
+        if roster.twins:
+            self.finite_check.vote = lambda found: bool(ranks().most(found)[0])
         self.overlap = KeepGradients(self)
         if releasing is not None:
             self.releaser = DropGradients(self, releasing)
@@ -219,6 +222,16 @@ class BlockwiseOptimizer(Optimizer):
             self.releaser.finish()
             self._count_step()
             return loss
+        if self.roster.twins:
+            self.roster.lend_gradients()
+            try:
+                return self._step_all(loss)
+            finally:
+                self.roster.return_gradients()
+        return self._step_all(loss)
+
+    def _step_all(self, loss: Any) -> Any:
+        """A step whose gradients are there."""
         for look in tuple(self.before_check):
             look()
         unit = self._ready()
@@ -241,6 +254,9 @@ class BlockwiseOptimizer(Optimizer):
             backend(inputs)
         for join in unit.joins:
             join()
+        for slot in self.roster.idle:
+            if slot.param.grad is not None:
+                self.roster.state[slot.param]["step"] += 1
         for subscriber in tuple(self.after_step):
             subscriber()
         return loss
@@ -358,6 +374,7 @@ class BlockwiseOptimizer(Optimizer):
         returned; it leaves -0.0 as a mark, which scaling and clamping keep: add nothing to these gradients afterwards.
         With gradient release it was done in backward; this steps the blocks of which some parameters have no gradient.
         """
+        self.roster.lend_gradients()
         unit = self.roster.ready()
         if self.releaser is not None:
             self.releaser.flush()
@@ -377,6 +394,7 @@ class BlockwiseOptimizer(Optimizer):
             self.releaser.check_zeroing(set_to_none=set_to_none)
         self.overlap.check_between_steps("zero_grad was called")
         self.finite_check.forget(self.roster.everything)
+        self.roster.return_gradients()
         super().zero_grad(set_to_none)
 
     @property

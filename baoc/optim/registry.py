@@ -14,6 +14,8 @@ What it holds, from the outside in:
    `drop_backends`) by whoever replaces a state, a match or a parameter's data. What others did behind its back is
    noticed by `witness`, one state that was replaced when all were, and by each backend's `moved`.
 5. Blocks that are stepped in backward have a unit of their own (`alone`), on the same backend.
+6. A rank steps its rows of a sharded parameter as a plain tensor, the parameter's twin (`baoc.optim.shards`). `state`
+   has twins for keys, and `lend_gradients` gives them the gradients of a step.
 """
 
 import logging
@@ -33,8 +35,10 @@ from baoc.optim.backends import Backend, Choice, StepUnit, build_alone, build_ba
 from baoc.optim.nonfinite import new_bad
 from baoc.optim.offload import HostArena, Pipelines, drop_stale, fill, make_room, order_of_travel
 from baoc.optim.rules import RULES
+from baoc.optim.shards import Shard, Shards, is_sharded, local, one_of, part_of, shard_of, twin_of
 from baoc.optim.state import LiveBlock, Slot, State, allocate, make_slot, new_match, packed, tensor_bytes
 from baoc.optim.wrappers import refuse_casts, refuse_shard
+from baoc.parallel import refusal
 from baoc.planning.cost import aligned, passing_bytes
 from baoc.planning.transfer import buffer_bytes
 from baoc.types import Block, OptimizerSpec, ParamInfo, Placement
@@ -60,6 +64,9 @@ class BlockRegistry:
 
     Attributes:
         names: Parameter -> name, of those that have state.
+        twins: Sharded parameter -> what is stepped of it here, and how it is cut.
+        shards: The ranks over which parameters are cut; None where none is.
+        idle: Slots of which other ranks have all rows, and this one counts the steps.
         frozen: The parameters that have none.
         listed: All parameters, by group, as the parameter groups had them when backends were last dropped.
         rows: Group and change, of the options of a step that follow those of the groups.
@@ -84,6 +91,9 @@ class BlockRegistry:
         self.target_rms = dict(target_rms)
         self.live: dict[str, LiveBlock] = {}
         self.names: dict[Tensor, str] = {}
+        self.twins: dict[Tensor, tuple[Tensor, Shard]] = {}
+        self.shards: Shards | None = None
+        self.idle: list[Slot] = []
         self.frozen: list[Tensor] = []
         self.listed: list[list[Tensor]] = []
         self.unit: StepUnit | None = None  # what a step goes through, once it is built
@@ -134,7 +144,39 @@ class BlockRegistry:
     def make_block(self, block: Block, *, spec: OptimizerSpec, where: Mapping[str, tuple[Tensor, int]]) -> LiveBlock:
         """A block with its slots, tuned as its rule and role are, and no state yet. `where`: `groups.named_params`."""
         tuned = None if self.tuning is None else self.tuning.of(block, rule=spec.rule)
-        return make_live(block, spec=spec, where=where, tuned=tuned)
+        slots = []
+        for info in block.params:
+            param, group = where[info.name]
+            twin, shard = self._twin(param, name=info.name)
+            part = part_of(info, twin=twin, shard=shard)
+            slots.append(make_slot(info.name, twin, info=part, group=group, spec=spec, tuned=tuned, shard=shard))
+        return LiveBlock(block=block, spec=spec, rule=RULES[spec.rule], slots=slots)
+
+    def _twin(self, param: Tensor, *, name: str) -> tuple[Tensor, Shard | None]:
+        """What is stepped of a parameter, which stays the same, and how it is cut."""
+        if param not in self.twins:
+            shard = shard_of(param)
+            if shard is None:
+                return param, None
+            cut = {self.names.get(owner, "another"): other for owner, (_, other) in self.twins.items()}
+            self.shards = one_of({**cut, name: shard})
+            self.twins[param] = twin_of(param), shard
+        return self.twins[param]
+
+    def lend_gradients(self) -> None:
+        """Twins get the gradients of their parameters, and follow those that were moved."""
+        for param, (twin, _) in self.twins.items():
+            part, grad = local(param), param.grad
+            if part.data_ptr() != twin.data_ptr():
+                twin.grad = None
+                twin.data = part.detach()
+                self.drop_backends()
+            twin.grad = None if grad is None else local(grad)
+
+    def return_gradients(self) -> None:
+        """Whoever drops gradients drops them in the parameters: twins hold none between steps."""
+        for twin, _ in self.twins.values():
+            twin.grad = None
 
     def retune(self, tuning: Tuning | None, *, param_groups: list[dict[str, Any]]) -> None:
         """Gives every block the rates and betas of another tuning."""
@@ -165,7 +207,7 @@ class BlockRegistry:
     def set_state(self, slot: Slot, state: State) -> None:
         """Makes `state` that of the slot's parameter."""
         self.state[slot.param] = state
-        self._shown[slot.param] = {} if slot.placed_on_host else state
+        self._shown[slot.owner] = {} if slot.placed_on_host else state
 
     def target(self, block: str) -> float:
         """The update RMS that AdamW is taken to have on a block where none was measured."""
@@ -185,7 +227,12 @@ class BlockRegistry:
         return self.matched_by == "displacement" and live.matched and not matching.averages(live.rule.info)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the states: whoever owns them puts them back into the copy, and packs them again."""
+        """Without the states: whoever owns them puts them back into the copy, and packs them again.
+
+        Raises BadInputError where parameters are sharded.
+        """
+        if self.twins:
+            raise refusal("sharded_copy")
         self.drop_backends()
         return {**self.__dict__, "state": {}, "_shown": {}, "arena": HostArena()}
 
@@ -203,6 +250,8 @@ class BlockRegistry:
         self._give_rows(num_groups=len(param_groups))
         self.listed = [list(group["params"]) for group in param_groups]
         self.frozen = [p for group in self.listed for p in group if p not in self.names]
+        cut = [slot for live in self.live.values() for slot in live.slots] if self.twins else []
+        self.idle = [slot for slot in cut if slot.counts_steps and not slot.param.numel()]
 
     def _give_rows(self, *, num_groups: int) -> None:
         """Slots of one group that are tuned alike share a row of the options of a step."""
@@ -246,7 +295,7 @@ class BlockRegistry:
             looking = {live for b in backends if not b.excludes_nonfinite for k in b.buckets for live in k.blocks}
             self.unit = StepUnit(
                 backends=backends,
-                guarded={slot.param: self.names[slot.param] for live in looking for slot in live.slots},
+                guarded={slot.param: slot.name for live in looking for slot in live.slots},
                 joins=[ring.join for ring in self.rings],
                 unread=self._unread,
             )
@@ -277,7 +326,7 @@ class BlockRegistry:
         lives = [self.live[name] for name in names]
         backend = build_alone(lives, state=self.state, backend=self.choices[names[0]].backend, rings=self.rings)
         slots = () if backend.excludes_nonfinite else [slot for live in lives for slot in live.slots]
-        guarded = {slot.param: self.names[slot.param] for slot in slots}
+        guarded = {slot.param: slot.name for slot in slots}
         self._alone[names] = unit = StepUnit(backends=[backend], guarded=guarded)
         return unit
 
@@ -431,6 +480,8 @@ class BlockRegistry:
         states that somebody moved away and back. Parameters may have been sharded as well."""
         for param, name in self.names.items():
             refuse_shard(param, name=name)
+            if is_sharded(param) and param not in self.twins:
+                raise refusal("sharded_late", name=name)
         for live in self.live.values():
             self.pack(live)
             if live.match is not None:
@@ -470,17 +521,6 @@ class BlockRegistry:
         """Steps may be views of all of a backend's."""
         states = [self.state[slot.param] for slot in live.slots]
         return sum(state["step"].nbytes for state in states if "step" in state)
-
-
-def make_live(
-    block: Block, *, spec: OptimizerSpec, where: Mapping[str, tuple[Tensor, int]], tuned: Tuned | None = None
-) -> LiveBlock:
-    """A block with its slots, and no state yet."""
-    slots = [
-        make_slot(info.name, where[info.name][0], info=info, group=where[info.name][1], spec=spec, tuned=tuned)
-        for info in block.params
-    ]
-    return LiveBlock(block=block, spec=spec, rule=RULES[spec.rule], slots=slots)
 
 
 def check_new(lives: Sequence[LiveBlock], *, device: torch.device | None = None) -> None:

@@ -16,6 +16,7 @@ from baoc.optim import inherit
 from baoc.optim.registry import BlockRegistry
 from baoc.optim.rules import RuleContext
 from baoc.optim.rules.matrix import as_matrix
+from baoc.optim.shards import Shard
 from baoc.optim.state import LiveBlock, Slot, State, step_of
 from baoc.types import Moments, StateKind
 
@@ -35,7 +36,8 @@ def _seed_block(live: LiveBlock, *, state: Mapping[Tensor, State], param_groups:
             continue
         grad = grad.detach().to(torch.float32)
         square = torch.where(usable(grad), grad, 0.0).square_()
-        if bool(square.any()):
+        some = square.any().to(torch.float32)
+        if bool(some if slot.shard is None else slot.shard.shards.total_(some)):
             _start(slot, state[slot.param], square, betas=slot.betas(param_groups))
             live.unseeded.discard(slot.name)
 
@@ -43,11 +45,21 @@ def _seed_block(live: LiveBlock, *, state: Mapping[Tensor, State], param_groups:
 def _start(slot: Slot, state: State, square: Tensor, *, betas: tuple[float, float]) -> None:
     ctx = slot.context(step=0, betas=(0.0, 0.0), eps=0.0)
     age = step_of(slot, state)
-    full = torch.maximum(_spread(square, ctx=ctx), inherit.m_square(slot, state, beta=betas[0], age=age, ctx=ctx))
+    spread = _spread(square, ctx=ctx) if slot.shard is None else _spread_over(square, slot=slot, shard=slot.shard)
+    full = torch.maximum(spread, inherit.m_square(slot, state, beta=betas[0], age=age, ctx=ctx))
     for kept in slot.kept:
         if kept.decl.kind is StateKind.V:
             bias = inherit.bias(kept.decl, beta=betas[1], at=age)
             kept.encode_(state, inherit.reduce(full, kept.decl, ctx=ctx) * bias)
+
+
+def _spread_over(square: Tensor, *, slot: Slot, shard: Shard) -> Tensor:
+    """`_spread` of a tensor of which this rank has some rows."""
+    if slot.matrix is None:
+        return (shard.shards.total_(square.sum()) / shard.owner.numel()).expand(square.shape)
+    lines = square.reshape(-1, slot.matrix[0 if slot.info.transposed else 1])
+    col = shard.shards.total_(lines.sum(0)) / (shard.owner.numel() // lines.shape[1])
+    return (lines.mean(1, keepdim=True) * (col / col.mean().clamp(min=inherit.TINY))).reshape(square.shape)
 
 
 def _spread(square: Tensor, *, ctx: RuleContext) -> Tensor:

@@ -7,8 +7,7 @@ the host have their slab there, in the optimizer's arena.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from math import prod
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from baoc.core.catalogue import STORAGES
 from baoc.core.recipes import Tuned
 from baoc.optim.codecs import CODEC_IMPLS, Kept
 from baoc.optim.rules import RULES, RuleContext, UpdateRule
+from baoc.optim.shards import Shard
 from baoc.optim.weights import CORRECTION, CORRECTIONS
 from baoc.planning.cost import aligned
 from baoc.types import Block, OptimizerSpec, ParamInfo, Placement, StateLayout
@@ -39,7 +39,10 @@ class Part:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Slot:
-    """A parameter with everything that `step` would otherwise look up again each time."""
+    """A parameter with everything that `step` would otherwise look up again each time.
+
+    Of a sharded one `param` and `info` are this rank's part, see `baoc.optim.shards`.
+    """
 
     name: str
     param: Tensor
@@ -59,6 +62,17 @@ class Slot:
     tuned: Tuned | None = None  # what changes of its group's settings
     adopted: int = -1  # version of the parameter when its data became what `weights` says
     taken_in: int | None = None  # sum of the bits of split weights as they came, until the first step
+    shard: Shard | None = None
+
+    @property
+    def owner(self) -> Tensor:
+        """The parameter as the parameter groups have it."""
+        return self.param if self.shard is None else self.shard.owner
+
+    @property
+    def first(self) -> int:
+        """Index in the whole parameter of the first element that is stepped here."""
+        return 0 if self.shard is None else self.shard.first
 
     @property
     def slab_bytes(self) -> int:
@@ -153,14 +167,21 @@ class Bucket:
 
 
 def make_slot(
-    name: str, param: Tensor, *, info: ParamInfo, group: int, spec: OptimizerSpec, tuned: Tuned | None = None
+    name: str,
+    param: Tensor,
+    *,
+    info: ParamInfo,
+    group: int,
+    spec: OptimizerSpec,
+    tuned: Tuned | None = None,
+    shard: Shard | None = None,
 ) -> Slot:
     rule, storage = RULES[spec.rule], STORAGES[spec.storage]
-    empty = param.numel() == 0  # it is never stepped, so it has no state either
+    empty = param.numel() == 0  # it is never stepped, so it has no state but the steps of those who have a part of it
     kept, parts = [], []
     for decl in () if empty else rule.info.states:
         shape = decl.shape(info)
-        codec = CODEC_IMPLS[storage.codec(decl, numel=prod(shape))]
+        codec = CODEC_IMPLS[storage.codec(decl, param=info)]
         tensors = codec.allocate(shape, "meta")
         if codec.in_place and decl.layout is StateLayout.FULL:  # it has the parameter's strides, as torch's has
             tensors = {"": torch.empty_like(param, dtype=torch.float32, device="meta")}
@@ -182,11 +203,30 @@ def make_slot(
         parts=tuple(parts),
         direct=tuple(k.decl.name for k in kept if k.codec.in_place),
         coded=tuple(k for k in kept if not k.codec.in_place),
-        counts_steps=rule.info.counts_steps and not empty,
+        counts_steps=rule.info.counts_steps and not (empty and (shard is None or not shard.owner.numel())),
         matrix=info.matrix_shape,
         on_cpu=param.device.type == "cpu",
         placement=spec.placement,
+        shard=shard,
     )
+
+
+def slot_under(slot: Slot, *, spec: OptimizerSpec, tuned: Tuned | None = None) -> Slot:
+    """The same parameter under another spec."""
+    given = {"info": slot.info, "group": slot.group, "shard": slot.shard}
+    return make_slot(slot.name, slot.param, spec=spec, tuned=tuned, **given)
+
+
+def whole_slot(slot: Slot, *, spec: OptimizerSpec, sharded: bool = True) -> Slot:
+    """The slot under `spec` as it is of all ranks together; not `sharded`: as it would be on one device."""
+    info, param = slot.info, slot.param
+    if slot.shard is not None:
+        assert info.whole is not None
+        info = replace(info, shape=info.whole, whole=info.whole if sharded else None)
+        param = torch.empty(info.shape, dtype=param.dtype, device="meta")
+    elif sharded and len(info.shape):
+        info = replace(info, whole=info.shape)
+    return make_slot(slot.name, param, info=info, group=slot.group, spec=spec, tuned=slot.tuned)
 
 
 def _part(key: str, tensor: Tensor) -> Part:

@@ -14,6 +14,7 @@ from baoc.optim.codecs import lanes
 from baoc.types import ParamInfo
 
 _LEVELS = 127
+_PER_ELEMENT = 0x9E3779B1  # of the hash that rounds at random
 _PER_UNIT = 2.0**8 * _LEVELS  # codes in the number's power of two
 _BF16_MAX = torch.finfo(torch.bfloat16).max
 CORRECTION = "correction"  # key of the state
@@ -24,9 +25,13 @@ LOOK = 2**17  # that are looked at at a time, in 1 MiB
 PIECE_BYTES = 24 * PIECE  # what that takes at most beside what stays: fp32 numbers and temporaries of splitting them
 
 
-def seed_of(name: str) -> int:
-    """The parameter's own seed for rounding at random, in 32 bits: the same on every rank and after a resume."""
-    return int.from_bytes(blake2b(name.encode(), digest_size=4).digest(), "little", signed=True)
+def seed_of(name: str, *, first: int = 0) -> int:
+    """The parameter's own seed for rounding at random, in 32 bits: the same on every rank and after a resume.
+
+    `first`: index of the first element of a part of it, whose bits are those of the whole by this seed.
+    """
+    seed = int.from_bytes(blake2b(name.encode(), digest_size=4).digest(), "little", signed=True)
+    return _int32(seed + first * _PER_ELEMENT)
 
 
 def dtype_of(weights: str, *, info: ParamInfo) -> torch.dtype:
@@ -204,7 +209,7 @@ def random_bits(numel: int, *, seed: int, phase: int, device: torch.device, firs
     start = _int32(seed + phase * 0x85EBCA77)
     last = first + numel
     index = torch.arange(first, last, dtype=torch.int32 if last < 2**31 else torch.int64, device=device)
-    h = index.to(torch.int32).mul_(_int32(0x9E3779B1)).add_(start)
+    h = index.to(torch.int32).mul_(_int32(_PER_ELEMENT)).add_(start)
     h ^= _shift(h, 16)
     h *= 0x7FEB352D
     h ^= _shift(h, 15)

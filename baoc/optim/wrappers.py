@@ -15,6 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from baoc.optim import weights
+from baoc.optim.shards import refuse_unlike
 from baoc.optim.state import LiveBlock
 from baoc.parallel import refusal
 
@@ -23,10 +24,8 @@ _HELD = "baoc: whether somebody holds this node"
 
 
 def refuse_shard(param: Tensor, *, name: str) -> None:
-    """Raises BadInputError where `param` is a part of a tensor that several processes share."""
-    tensors: Any = sys.modules.get("torch.distributed.tensor")
-    if tensors is not None and isinstance(param, tensors.DTensor):
-        raise refusal("dtensor", name=name)
+    """Raises BadInputError where `param` is a part of a tensor that several processes share, and none of its rows."""
+    refuse_unlike(param, name=name)
     if getattr(param, "_fsdp_flattened", False):
         raise refusal("fsdp1", name=name)
 

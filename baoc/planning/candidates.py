@@ -47,7 +47,7 @@ def applies(
         for param in block.params:
             if param.dtype not in WEIGHT_DTYPES:
                 return f"{spec.weights} weights are made of {' or '.join(WEIGHT_DTYPES)}, {param.name} is {param.dtype}"
-    if why := off_host(spec, rule=rule):
+    if why := off_host(spec, rule=rule) or off_shards(block, spec=spec, rule=rule):
         return why
     if rule.needs_matrix:
         for param in block.params:
@@ -67,6 +67,34 @@ def off_host(spec: OptimizerSpec, *, rule: RuleInfo) -> str | None:
     if spec.placement == Placement.HOST_UPDATED and rule.scaling is Scaling.SPECTRAL:
         return (
             f"{rule.name} multiplies matrices at every step, which takes a GPU, and {spec.name} is stepped on the host"
+        )
+    return None
+
+
+def off_shards(block: Block, *, spec: OptimizerSpec, rule: RuleInfo) -> str | None:
+    """Why this cannot step what fully_shard cuts, as a clause to be shown; None where it can, or does not have to.
+
+    A rank has whole rows of a matrix, so rules that work element by element or along rows go by themselves.
+    """
+    cut = [param for param in block.params if param.whole is not None]
+    if not cut:
+        return None
+    name = cut[0].name
+    if spec.placement != Placement.DEVICE:
+        return f"{name} is cut by fully_shard, under which states stay on the device. Take {on_device(spec.name)}"
+    wide = [param for param in cut if param.dtype != "bfloat16"]
+    if spec.weights != "native" and wide:
+        return (
+            f"that makes {wide[0].name} bfloat16, and fully_shard has it already as {wide[0].dtype}. Cast the module "
+            "to bfloat16 before fully_shard, or choose a spec that keeps weights as they are"
+        )
+    along = {decl.layout for decl in rule.states} | {decl.axis for decl in rule.states if decl.level}
+    turned = [param for param in cut if param.transposed and rule.needs_matrix]
+    scaled = rule.scaling is not Scaling.NONE
+    if StateLayout.PER_COLUMN in along or Axis.FAN_OUT in along or scaled or turned:
+        return (
+            f"{rule.name} works on columns of {name}, whose rows fully_shard gives to several ranks. Rules by element "
+            "or by row can, such as adamw, lion, adamw_shared_in and foam_l1"
         )
     return None
 

@@ -29,7 +29,7 @@ def _slab_bytes(param: ParamInfo, *, spec: OptimizerSpec, rule: RuleInfo) -> int
         return 0
     storage = STORAGES[spec.storage]
     sizes = [(decl, prod(decl.shape(param))) for decl in rule.states]
-    parts = [n for decl, numel in sizes for n in CODECS[storage.codec(decl, numel=numel)].part_bytes(numel)]
+    parts = [n for decl, numel in sizes for n in CODECS[storage.codec(decl, param=param)].part_bytes(numel)]
     parts.append(WEIGHTS[spec.weights].correction_bytes * param.numel)
     return sum(map(aligned, parts))
 

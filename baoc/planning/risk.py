@@ -152,7 +152,7 @@ def losses(rule: RuleInfo, *, storage: StorageScheme, block: Block | None = None
 
     `block` tells which states are too small for the storage, and so are not coded.
     """
-    largest = max((param.numel for param in block.params), default=0) if block is not None else None
+    largest = max(block.params, key=lambda param: param.numel, default=None) if block is not None else None
     found: list[Loss] = []
     for kind in StateKind:
         decls = [decl for decl in rule.states if decl.kind is kind]
@@ -160,8 +160,7 @@ def losses(rule: RuleInfo, *, storage: StorageScheme, block: Block | None = None
         if loss is not None:
             found.append(loss)
         for decl in decls:
-            numel = largest if decl.layout is StateLayout.FULL else None
-            codec = storage.codec(decl, numel=numel)
+            codec = storage.codec(decl, param=largest if decl.layout is StateLayout.FULL else None)
             if codec != "fp32":
                 found.append(Loss(term=f"quantize_{kind}", decl=decl, codec=codec))
     return tuple(found)

@@ -13,6 +13,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from baoc.core.blocks import role_of
 from baoc.errors import BadInputError
+from baoc.optim.shards import described
 from baoc.parallel import unwrapped
 from baoc.types import ParamInfo
 
@@ -60,18 +61,17 @@ def describe(source: Any, *, optimizer_groups: Sequence[Mapping[str, Any]] | Non
             raise BadInputError(f"parameter {owner.name!r} has no shape yet: run one batch through the module first")
         shape = tuple(owner.tensor.shape)
         kind = types.get(owner.name, "")
-        infos.append(
-            ParamInfo(
-                name=owner.name,
-                shape=shape,
-                dtype=str(owner.tensor.dtype).removeprefix("torch."),
-                role=role_of(owner.name, shape=shape, module_type=kind),
-                depth=depths[key],
-                group=group_of[key] if group_of is not None else 0,
-                aliases=tuple(owner.aliases),
-                transposed=len(shape) > 1 and _TRANSPOSED_TYPE.fullmatch(kind) is not None,
-            )
+        info = ParamInfo(
+            name=owner.name,
+            shape=shape,
+            dtype=str(owner.tensor.dtype).removeprefix("torch."),
+            role=role_of(owner.name, shape=shape, module_type=kind),
+            depth=depths[key],
+            group=group_of[key] if group_of is not None else 0,
+            aliases=tuple(owner.aliases),
+            transposed=len(shape) > 1 and _TRANSPOSED_TYPE.fullmatch(kind) is not None,
         )
+        infos.append(described(info, param=owner.tensor))
     return tuple(infos)
 
 

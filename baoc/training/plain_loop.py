@@ -18,7 +18,8 @@ from baoc.optim import BlockwiseOptimizer, GradientRelease
 from baoc.optim.backward import take_from_others
 from baoc.optim.groups import check_names, check_settings, check_tensor, members_of, plain, raw_groups
 from baoc.optim.load_watch import watch_loads
-from baoc.parallel import ALONE, ranks, refuse_ranks, unwrapped
+from baoc.optim.shards import is_sharded
+from baoc.parallel import ALONE, ranks, refusal, refuse_ranks, unwrapped
 from baoc.profiling import cap_device, describe, free_bytes
 from baoc.profiling.bf16_params import cast_to_bf16
 from baoc.tracking.console import say
@@ -98,9 +99,11 @@ class BaocOptimizer(BlockwiseOptimizer):
         pairs = [pair for group in groups for pair in group["params"]]
         device = next((p.device for p in named.values()), torch.device("cpu"))
         take_from_others([param for _, param in pairs])  # whose hooks would step in the probe
-        group.share([param for _, param in pairs])  # states are made of them, of some their last bits
+        whole = [param for _, param in pairs if not is_sharded(param)]
+        group.share(whole)  # states are made of them, of some their last bits
         free = -int(group.most(-free_bytes(device))[0])
         limit = resolve_auto(parse_budget(budget), free_bytes=free)
+        _refuse_sharded(named, budget=limit, settings=settings)
         if limit.step_time is not None and probe is None:
             raise BadInputError(
                 f"budget.step_time={limit.step_time:g} needs seconds of a step before training: give probe=, a "
@@ -269,6 +272,16 @@ class BaocOptimizer(BlockwiseOptimizer):
 
 def _learn_footprint(optimizer: Any, *_: object) -> None:
     optimizer._learn_footprint()
+
+
+def _refuse_sharded(named: Mapping[str, Tensor], *, budget: Budget, settings: SessionSettings) -> None:
+    """Raises BadInputError for what is not done yet where parameters are sharded."""
+    if not any(is_sharded(param) for param in named.values()):
+        return
+    if budget.memory_bytes is not None or budget.step_time is not None:
+        raise refusal("sharded_budget", budget=budget.name)
+    if settings.reallocation.mode != "off":
+        raise refusal("sharded_moves", mode=settings.reallocation.mode)
 
 
 def measure_narrow(session: Session, probe: CallerProbe) -> None:

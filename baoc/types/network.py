@@ -30,7 +30,11 @@ class Part(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamInfo:
-    """One trainable parameter, tied ones once: the first name owns, the others are `aliases`."""
+    """One trainable parameter, tied ones once: the first name owns, the others are `aliases`.
+
+    `whole`: its global shape where ranks hold some indices of its first dimension each (fully_shard). `shape` is the
+    same where it is described for a plan, and those of one rank where it is stepped.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -40,6 +44,7 @@ class ParamInfo:
     group: int = 0  # index of the user's parameter group
     aliases: tuple[str, ...] = ()
     transposed: bool = False  # stored (in, out), as GPT-2's Conv1D
+    whole: tuple[int, ...] | None = None
 
     @property
     def numel(self) -> int:
@@ -47,8 +52,13 @@ class ParamInfo:
 
     @property
     def matrix_shape(self) -> tuple[int, int] | None:
-        """(fan_out, fan_in) as rules by row and column see it; None where there is no matrix. See `matrix_shape`."""
-        shape = matrix_shape(self.shape)
+        """(fan_out, fan_in) as rules by row and column see it; None where there is no matrix. See `matrix_shape`.
+
+        Some rows of a sharded matrix are a matrix, though it be a single one.
+        """
+        shape = matrix_shape(self.shape if self.whole is None else self.whole)
+        if shape is not None and self.whole is not None:
+            shape = (self.numel // shape[1], shape[1])
         return (shape[1], shape[0]) if shape is not None and self.transposed else shape
 
 

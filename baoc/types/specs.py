@@ -1,7 +1,8 @@
 """What a block may run: the tags of state tensors, rules, codecs, storage schemes, and the specs that join them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from math import prod
 
 from baoc.types.network import ParamInfo
 
@@ -111,7 +112,9 @@ class CodecInfo:
 class StorageScheme:
     """Which codec keeps which kind of state. PER_ROW and PER_COLUMN states are always fp32: they are small.
 
-    So is every state of fewer than `least_numel` numbers.
+    So is every state of fewer than `least_numel` numbers, and of a sharded parameter each that has no multiple of
+    `aligned` numbers by index of the first dimension: a group of its codec could lie on two ranks, so that what is kept
+    would depend on their number.
     """
 
     name: str
@@ -119,13 +122,17 @@ class StorageScheme:
     m: str
     v: str
     least_numel: int = 0
+    aligned: int = 1
 
-    def codec(self, decl: StateDecl, *, numel: int | None = None) -> str:
-        """Name of the codec of a state of `numel` numbers; of a large one where that is not said."""
+    def codec(self, decl: StateDecl, *, param: ParamInfo | None = None) -> str:
+        """Name of the codec of a state of `param`; of a large one where that is not said."""
         if decl.layout in (StateLayout.PER_ROW, StateLayout.PER_COLUMN):
             return "fp32"
-        if numel is not None and numel < self.least_numel:
-            return "fp32"
+        if param is not None:
+            whole = param if param.whole is None else replace(param, shape=param.whole)
+            numel = prod(decl.shape(whole))
+            if numel < self.least_numel or (param.whole and numel // max(param.whole[0], 1) % self.aligned):
+                return "fp32"
         return self.m if decl.kind is StateKind.M else self.v
 
 

@@ -1,6 +1,7 @@
 """Two processes on gloo: what would train wrongly in silence is refused with a sentence, and the rest trains right."""
 
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Shard
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
@@ -30,6 +32,16 @@ def sharded(size: int) -> nn.Module:
     module = net()
     fully_shard(module, mesh=init_device_mesh("cpu", (size,)))
     return module
+
+
+def cut_by_columns() -> nn.Module:
+    module = net()
+    fully_shard(module, shard_placement_fn=lambda param: Shard(param.ndim - 1))
+    return module
+
+
+def by_weights(spec: str) -> dict[str, str]:
+    return {name: "adamw" if "bias" in name else spec for name, _ in net().named_parameters()}
 
 
 def flat(**settings: Any) -> nn.Module:
@@ -73,12 +85,28 @@ def zero() -> torch.optim.Optimizer:
 
 
 CASES: dict[str, tuple[Callable[[], object], str]] = {
-    "dtensor": (lambda: BlockwiseOptimizer(sharded(2)), "^0.weight is a DTensor .*: blocks are stepped whole for now"),
-    "dtensor, late": (
-        lambda: BlockwiseOptimizer(net()).add_param_group({"params": [("late", next(sharded(2).parameters()))]}),
-        "^late is a DTensor",
+    "cut along another dimension": (
+        lambda: BlockwiseOptimizer(cut_by_columns()),
+        r"^0.weight is a DTensor of placements S\(1\): what is stepped in parts is what fully_shard cuts along its f",
     ),
-    "fsdp1": (lambda: BlockwiseOptimizer(flat()), "is a flat part of FullyShardedDataParallel.* leave its module"),
+    "cast of what is sharded": (
+        lambda: BlockwiseOptimizer(sharded(2), CAST),
+        "^block 0.weight cannot run adamw_int8.split8: that makes 0.weight bfloat16, and fully_shard has it already as",
+    ),
+    "sharded, on the host": (
+        lambda: BlockwiseOptimizer(sharded(2), "adamw@streamed"),
+        "^block 0.weight cannot run adamw@streamed: 0.weight is cut by fully_shard, under which states stay",
+    ),
+    "sharded, columns": (
+        lambda: BlockwiseOptimizer(sharded(2), by_weights("adafactor")),
+        "^block 0.weight cannot run adafactor: adafactor works on columns of 0.weight, whose rows fully_shard gives",
+    ),
+    "sharded, memory": (
+        lambda: BaocOptimizer(sharded(2), budget="1mb"),
+        "^budget 1mb was given for a module that fully_shard cuts: .* Give a share of state, such as state_25",
+    ),
+    "sharded, copied": (lambda: deepcopy(BlockwiseOptimizer(sharded(2))), "^an optimizer of parameters that fully_sh"),
+    "fsdp1": (lambda: BlockwiseOptimizer(flat()), "is a flat part of FullyShardedDataParallel.* use fully_shard"),
     "fsdp1, original parameters": (
         lambda: BlockwiseOptimizer(flat(use_orig_params=True).parameters()),
         "^param0 is a flat part of FullyShardedDataParallel",
@@ -177,14 +205,6 @@ def alone(tmp_path: Path) -> Iterator[None]:
     """A group of this process alone."""
     with group(0, 1, store=tmp_path / "store"):
         yield
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_mesh_of_one_rank_is_sharded_all_the_same() -> None:
-    with pytest.raises(BadInputError, match=r"^0.weight is a DTensor"):
-        BlockwiseOptimizer(sharded(1), "adamw_int8")
-    with pytest.raises(BadInputError, match=r"^0.weight is a DTensor"):
-        BaocOptimizer(sharded(1), budget="state_25")
 
 
 @pytest.mark.usefixtures("alone")

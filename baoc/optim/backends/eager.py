@@ -57,7 +57,7 @@ def _step_plain(slot: Slot, inputs: StepInputs) -> None:
 
 
 def _step_matched(block: LiveBlock, inputs: StepInputs) -> None:
-    slots = [slot for slot in block.slots if slot.param.grad is not None and slot.param.numel()]
+    slots = [slot for slot in block.slots if slot.param.grad is not None and (slot.param.numel() or slot.shard)]
     if not slots:
         return
     match = block.match
@@ -77,9 +77,14 @@ def _step_matched(block: LiveBlock, inputs: StepInputs) -> None:
 
 def _step_scaled(slot: Slot, inputs: StepInputs, *, match: Tensor, measure: "Measure") -> None:
     finite = inputs.masks.get(slot.param)
+    if not slot.param.numel():  # others have the parts of it
+        norm, count = over_ranks(slot, norm=0.0, count=0)
+        measure.add(norm, factor=factor(match, norm=norm, count=count), count=count)
+        return
     direction = advance(slot, inputs, finite=finite)
     update = _update_of(direction)
     norm, count = update_norm(update, divisor=direction.divisor, finite=finite, on_cpu=slot.on_cpu)
+    norm, count = over_ranks(slot, norm=norm, count=count)
     scale = factor(match, norm=norm, count=count)
     measure.add(norm, factor=scale, count=count)
     matched = Direction(numerator=update, divisor=direction.divisor)
@@ -88,8 +93,23 @@ def _step_scaled(slot: Slot, inputs: StepInputs, *, match: Tensor, measure: "Mea
 
 def _own_norm(slot: Slot, inputs: StepInputs) -> tuple[float | Tensor, int]:
     finite = inputs.masks.get(slot.param)
+    if not slot.param.numel():
+        return over_ranks(slot, norm=0.0, count=0)
     direction = advance(slot, inputs, finite=finite, store=False)
-    return update_norm(_update_of(direction), divisor=direction.divisor, finite=finite, on_cpu=slot.on_cpu)
+    norm, count = update_norm(_update_of(direction), divisor=direction.divisor, finite=finite, on_cpu=slot.on_cpu)
+    return over_ranks(slot, norm=norm, count=count)
+
+
+def over_ranks(slot: Slot, *, norm: float | Tensor, count: int) -> tuple[float | Tensor, int]:
+    """Norm and number of elements of a whole tensor, from those of each rank's part of it."""
+    if slot.shard is None or slot.shard.shards.size == 1:
+        return norm, count
+    shards, device = slot.shard.shards, slot.param.device
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    sums[0], sums[1] = norm * norm, count
+    shards.total_(sums)
+    whole = sums[0].sqrt()
+    return (whole.item() if slot.on_cpu else whole.to(torch.float32)), int(sums[1])
 
 
 def _update_of(direction: Direction) -> Tensor:
@@ -162,7 +182,8 @@ def apply_(
     if finite is not None and old is not None:
         work[~finite] = old
     if work is not param:
-        weights.store_(param, state, work, weights=slot.weights, name=slot.name, phase=inputs.phase)
+        options = {"weights": slot.weights, "name": slot.name, "phase": inputs.phase, "first": slot.first}
+        weights.store_(param, state, work, **options)
 
 
 # -- update matching: what a block's update is multiplied by, see `baoc.optim.matching` -----------------------------

@@ -24,7 +24,7 @@ from baoc.kernels.triton.kinds import NUM_LANES, lanes_for
 from baoc.optim.backends.base import Backend, StepInputs
 from baoc.optim.codecs import lanes_of
 from baoc.optim.rules import RULES
-from baoc.optim.state import Bucket, LiveBlock, Slot, State
+from baoc.optim.state import Bucket, LiveBlock, Slot, State, whole_slot
 from baoc.optim.weights import seed_of
 from baoc.types import OptimizerSpec, Placement, StateKind
 
@@ -88,19 +88,22 @@ class FusedBackend(Backend):
 
     @staticmethod
     def refusal(block: LiveBlock) -> str:
-        """Why there is no kernel for the block; empty if there is."""
-        params = [slot.param for slot in block.slots if slot.param.numel()]
+        """Why there is no kernel for the block; empty if there is. The same on all ranks that have parts of it."""
+        slots = [slot for slot in block.slots if slot.param.numel() or slot.shard is not None]
+        params = [slot.param for slot in slots]
         if not all(available(param.device) for param in params):
             return "Triton steps parameters on NVIDIA GPUs only"
         try:
-            for slot in block.slots:
-                if slot.param.numel():
-                    kind_of(slot, weights=block.spec.weights)
+            for slot in slots:
+                whole = slot if slot.shard is None else whole_slot(slot, spec=block.spec)
+                kind_of(whole, weights=block.spec.weights)
         except ValueError as error:
             return str(error)
-        unfit = [slot.name for slot in block.slots if slot.param.numel() and not fits(slot.param)]
+        unfit = [slot.name for slot in slots if not fits(slot.param)]
         if unfit:
             return f"{', '.join(unfit)}: not contiguous float32 or bfloat16"
+        if block.matched and any(slot.shard is not None for slot in slots):
+            return "its update RMS is matched over several ranks"
         if block.matched and len({param.device for param in params}) > 1:
             return "its parameters are on several devices, and its update RMS is matched"
         return ""
@@ -316,7 +319,7 @@ def _table(kind: Kind, *, members: Sequence[tuple[LiveBlock, Slot]], state: Mapp
         groups=[slot.row for slot in slots],
         matches=[block.match for block, _ in members],
         shapes=shapes,
-        seeds=[seed_of(slot.name) if kind.weights == "bf16_sr" else 0 for slot in slots],
+        seeds=[seed_of(slot.name, first=slot.first) if kind.weights == "bf16_sr" else 0 for slot in slots],
     )
 
 

@@ -23,6 +23,7 @@ from baoc.optim.backends.eager import Measure, factor
 from baoc.optim.codecs import Log8M, Log8V, lanes
 from baoc.optim.rules import RULES
 from baoc.optim.rules.base import decl_named
+from baoc.optim.shards import Shards
 from baoc.optim.state import Bucket, LiveBlock, Slot, State
 from baoc.optim.weights import seed_of
 from baoc.types import Axis, OptimizerSpec, RuleInfo, StateLayout
@@ -129,6 +130,9 @@ class _Unit:
                 if slot.param.numel():
                     members.setdefault(kind_of(slot), []).append((block, slot))
         self.tables = [_Table(_native(kind, of, state=state), of) for kind, of in members.items()]
+        self.cut = [(block, slot) for block in bucket.blocks for slot in block.slots if slot.shard is not None]
+        self.shards = self.cut[0][1].shard.shards if self.cut and self.cut[0][1].shard is not None else None
+        self.sums: dict[int, tuple[float, int]] = {}  # slot -> norm of a sharded tensor's update, and its elements
 
     def step(self, inputs: StepInputs) -> None:
         for table in self.tables:
@@ -140,7 +144,8 @@ class _Unit:
             self._match(inputs)
         for table in self.tables:
             self._count(table)
-            self._run(table, inputs, whole=matched)
+        self._run_all(inputs, whole=matched)
+        for table in self.tables:
             torch.autograd.graph.increment_version(
                 [slot.param for (_, slot), active in zip(table.members, table.active, strict=True) if active]
             )
@@ -176,6 +181,28 @@ class _Unit:
             found = zip(sums, counts, table.divisors, strict=True)
             table.norms = [(total**0.5 / abs(divisor), count) for total, count, divisor in found]
 
+    def _run_all(self, inputs: StepInputs, *, whole: bool, store: bool = True) -> None:
+        """All tables, whose norms are those of whole tensors."""
+        for table in self.tables:
+            self._run(table, inputs, whole=whole, store=store)
+        if whole and self.shards is not None:
+            self._add_up(self.shards)
+
+    def _add_up(self, shards: Shards) -> None:
+        """Norms over ranks. Each rank adds something for each sharded tensor, also where it has no part of it."""
+        places = {id(slot): 2 * index for index, (_, slot) in enumerate(self.cut)}
+        numbers = [0.0] * (2 * len(places))
+        rows = [(table, index, slot) for table in self.tables for index, (_, slot) in enumerate(table.members)]
+        for table, index, slot in rows:
+            if slot.shard is not None and table.active[index]:
+                norm, count = table.norms[index]
+                numbers[places[id(slot)] : places[id(slot)] + 2] = [norm * norm, count]
+        totals = shards.totals(numbers)
+        self.sums = {key: (totals[at] ** 0.5, int(totals[at + 1])) for key, at in places.items()}
+        for table, index, slot in rows:
+            if slot.shard is not None:
+                table.norms[index] = self.sums[id(slot)]
+
     # -- update RMS matching, as the eager backend does it --------------------------------------------------------
 
     def _match(self, inputs: StepInputs) -> None:
@@ -190,8 +217,7 @@ class _Unit:
                 pairs = [matches[id(block)] for block, _ in table.members]
                 table.factors = [target / own for target, own in pairs]
             return
-        for table in self.tables:
-            self._run(table, inputs, whole=True, store=False)
+        self._run_all(inputs, whole=True, store=False)
         for block, measure in self._measures():
             if block.fresh:
                 assert block.match is not None
@@ -212,6 +238,12 @@ class _Unit:
             for (block, _), (norm, count), scale, active in rows:
                 if active:
                     found.setdefault(id(block), (block, Measure()))[1].add(norm, factor=scale, count=count)
+        elsewhere = [(b, s) for b, s in self.cut if not s.param.numel() and s.param.grad is not None]
+        for block, slot in elsewhere:
+            if id(slot) in self.sums and block.match is not None:
+                norm, count = self.sums[id(slot)]
+                scale = float(factor(block.match, norm=norm, count=count))
+                found.setdefault(id(block), (block, Measure()))[1].add(norm, factor=scale, count=count)
         return list(found.values())
 
 
@@ -233,7 +265,7 @@ def _native(
         states=[state[slot.param] for slot in slots],
         shapes=[stored_shape(slot) for slot in slots],
         values=code_values(),
-        seeds=[seed_of(slot.name) % 2**32 for slot in slots],
+        seeds=[seed_of(slot.name, first=slot.first) % 2**32 for slot in slots],
     )
 
 

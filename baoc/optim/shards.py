@@ -1,0 +1,147 @@
+"""Parameters that `fully_shard` cuts along their first dimension: what a rank steps of them, and what ranks add up.
+
+A rank steps its rows as if they were a parameter: its slot has a `twin`, a plain tensor in the same memory, which
+shares the gradient for the time of a step. So backends, codecs and the finite check know of no ranks. What does is
+what is summed over a whole tensor (`Shards.total_`), and what a checkpoint shows (`Shard.shown`).
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from baoc.parallel import refusal
+from baoc.types import ParamInfo
+
+
+def _tensors() -> Any:
+    """torch.distributed.tensor where somebody has loaded it; without it there is no DTensor."""
+    return sys.modules.get("torch.distributed.tensor")
+
+
+def is_sharded(param: Any) -> bool:
+    tensors = _tensors()
+    return tensors is not None and isinstance(param, tensors.DTensor)
+
+
+def local(tensor: Any) -> Tensor:
+    """This rank's part of a DTensor, in its memory; any other tensor as it is."""
+    return tensor._local_tensor if is_sharded(tensor) else tensor
+
+
+def whole(param: Any) -> Tensor:
+    """All of a parameter, which of a DTensor all ranks get together."""
+    return param.detach().full_tensor() if is_sharded(param) else param
+
+
+def described(info: ParamInfo, *, param: Any) -> ParamInfo:
+    """The description of a parameter, which says whether it is sharded."""
+    whole = info.shape if is_sharded(param) else None
+    return info if info.whole == whole else replace(info, whole=whole)
+
+
+def refuse_unlike(param: Any, *, name: str) -> None:
+    """Raises BadInputError for a DTensor that is not cut as `fully_shard` does it, or that is offloaded by it."""
+    if not is_sharded(param):
+        return
+    cut = [placement for placement in param.placements if not placement.is_replicate()]
+    plain = len(cut) == 1 and type(cut[0]) is _tensors().Shard and cut[0].dim == 0
+    if not plain:
+        raise refusal("placement", name=name, placements=", ".join(map(str, param.placements)))
+    if param.device_mesh.device_type != "cpu" and local(param).device.type == "cpu":
+        raise refusal("offloaded", name=name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shards:
+    """The ranks over which parameters are cut."""
+
+    group: Any
+    rank: int
+    size: int
+
+    def total_(self, tensor: Tensor) -> Tensor:
+        """Adds the tensor up over ranks, in place."""
+        if self.size > 1:
+            torch.distributed.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def totals(self, numbers: Sequence[float]) -> list[float]:
+        """Each number's sum over ranks, of numbers on the CPU."""
+        if self.size == 1:
+            return list(numbers)
+        return self.total_(torch.tensor(numbers, dtype=torch.float64, device="cpu")).tolist()
+
+    def exchange(self, parts: Tensor) -> Tensor:
+        """Part i of the first dimension goes to rank i; what came from rank i is part i."""
+        if self.size == 1:
+            return parts
+        came = torch.empty_like(parts)
+        torch.distributed.all_to_all_single(came, parts, group=self.group)
+        return came
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """This rank's rows of a parameter: `owner` is the DTensor, `first` the index of their first element in it."""
+
+    owner: Any
+    shards: Shards
+    first: int
+
+    def taken(self, value: Tensor, *, shape: Sequence[int]) -> Tensor:
+        """This rank's part, of `shape`, of a tensor that goes with the parameter: a DTensor cut alike, or a whole."""
+        if is_sharded(value):
+            if value.device_mesh == self.owner.device_mesh and value.placements == self.owner.placements:
+                return local(value).reshape(tuple(shape))
+            value = value.full_tensor()
+        rows = self.owner.shape[0]
+        lines = value.reshape(rows, -1)
+        begin = self.first * rows // max(self.owner.numel(), 1)
+        own = prod(shape) // max(lines.shape[1], 1)
+        return lines[begin : begin + own].reshape(tuple(shape))
+
+    def shown(self, value: Tensor, *, per_row: Sequence[int]) -> Tensor:
+        """A state of this rank as a DTensor: as many rows as the parameter has, each of shape `per_row`."""
+        shape = (self.owner.shape[0], *per_row)
+        stride = torch.empty(shape, device="meta").stride()
+        rows = value.reshape(-1, *per_row)
+        owner = self.owner
+        given = {"run_check": False, "shape": torch.Size(shape), "stride": stride}
+        return _tensors().DTensor.from_local(rows, owner.device_mesh, owner.placements, **given)
+
+
+def shard_of(param: Any) -> Shard | None:
+    """How a parameter is cut; None of one that is not."""
+    if not is_sharded(param):
+        return None
+    dim = next(i for i, placement in enumerate(param.placements) if not placement.is_replicate())
+    mesh = param.device_mesh
+    size, rank = mesh.size(dim), mesh.get_local_rank(dim)
+    rows = param.shape[0]
+    begin = min(rank * -(-rows // size), rows)  # as torch.chunk
+    shards = Shards(group=mesh.get_group(dim), rank=rank, size=size)
+    return Shard(owner=param, shards=shards, first=begin * (param.numel() // max(rows, 1)))
+
+
+def twin_of(param: Any) -> Tensor:
+    """What is stepped of a parameter: itself, or this rank's part of it as a plain tensor in the same memory."""
+    return local(param).detach() if is_sharded(param) else param
+
+
+def part_of(info: ParamInfo, *, twin: Tensor, shard: Shard | None) -> ParamInfo:
+    """The description of what a rank steps."""
+    return info if shard is None else replace(info, shape=tuple(twin.shape))
+
+
+def one_of(shards: Mapping[str, Shard]) -> Shards | None:
+    """The ranks that all sharded parameters are cut over. Raises BadInputError where they are several sets of ranks."""
+    found = list(shards.items())
+    for name, shard in found[1:]:
+        if shard.shards.group is not found[0][1].shards.group:
+            raise refusal("meshes", name=name, other=found[0][0])
+    return found[0][1].shards if found else None
