@@ -93,7 +93,7 @@ class Shard:
     shards: Shards
     first: int
 
-    def taken(self, value: Tensor, *, shape: Sequence[int]) -> Tensor:
+    def taken(self, value: Any, *, shape: Sequence[int]) -> Tensor:
         """This rank's part, of `shape`, of a tensor that goes with the parameter: a DTensor cut alike, or a whole."""
         if is_sharded(value):
             if value.device_mesh == self.owner.device_mesh and value.placements == self.owner.placements:
@@ -105,7 +105,7 @@ class Shard:
         own = prod(shape) // max(lines.shape[1], 1)
         return lines[begin : begin + own].reshape(tuple(shape))
 
-    def shown(self, value: Tensor, *, per_row: Sequence[int]) -> Tensor:
+    def shown(self, value: Tensor, *, per_row: Sequence[int]) -> Any:
         """A state of this rank as a DTensor: as many rows as the parameter has, each of shape `per_row`."""
         shape = (self.owner.shape[0], *per_row)
         stride = torch.empty(shape, device="meta").stride()

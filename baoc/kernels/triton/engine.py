@@ -10,7 +10,8 @@ The launch path of a fused step, in order:
 3. `Engine.run` (device): `exchange` copies the slot up and the counts of non-finite elements down in one launch; each
    table is one launch of its family's kernel, whose programs find their tensor by `chunk_tensor` and read addresses,
    settings and thresholds from the buffer; for matched blocks `match_kernel` computes what a second, small launch
-   (`repair`) takes off where the factor of this step was too large.
+   (`repair`) takes off where the factor of this step was too large. Ranks that have parts of the tensors add their sums
+   up before it (`share`).
 4. All of that takes what it needs from buffers that never move, so it is captured in a CUDA graph when a variant
    (staged or not, types of gradients, matched, marked) has run once, and replayed from then on (`Graphs`). Memory for
    the step alone (Muon's matrix products) is taken before, and where it lies belongs to the variant.
@@ -66,6 +67,8 @@ class Engine:
         self._lay_out_blocks()
         self._bind()
         self._marks: Marks | None = None
+        # Where ranks hold parts of the tensors: adds `sums` and `left_out` up over them. All of them call it as often.
+        self.share: Callable[[], None] | None = None
 
     # -- buffers --------------------------------------------------------------------------------------------------
 
@@ -84,6 +87,7 @@ class Engine:
         shapes = [shape for table in self.tables for shape in table.shapes]
         self._shapes = self._spread([[s.numel, s.rows, s.cols, int(s.transposed)] for s in shapes], width=4)
         self.numels = self._shapes[:, 0].contiguous()
+        self.whole_numels = self.numels  # those that `sums` are over
         self.repair = torch.zeros(size, dtype=torch.float32, device=device)
         self.sums = torch.zeros(size, dtype=torch.float32, device=device)
         self.left_out = torch.zeros(size, dtype=torch.int32, device=device)
@@ -191,36 +195,53 @@ class Engine:
     # -- the device's part ----------------------------------------------------------------------------------------
 
     def run(
-        self, *, matched: bool, marked: bool = False, measure: Sequence[FusedTable] = (), graphs: bool = True
+        self,
+        *,
+        matched: bool,
+        marked: bool = False,
+        measure: Sequence[FusedTable] = (),
+        others_measure: bool = False,
+        graphs: bool = True,
     ) -> None:
         """Kernels, and what was staged and not sent. `measure`: tables with blocks that have no own RMS yet, which is
-        found before they step.
+        found before they step; `others_measure`: so have other ranks, who share.
 
         `graphs` False: launched plainly, as someone needs who captures them himself.
         """
         staged, self._staged = self._staged, False
         if staged:
             self._upload.number()
-        if measure and matched:
+        if (measure or others_measure) and matched:
             if staged:
                 self._upload.copy()
             for table in measure:
                 launch(table, Call(mode="measure", track=True, marked=marked))
+            self._add_up()
             self._match(measure=True)
         room = self._take_room()
 
-        def whole() -> None:
+        def begin() -> None:
             if staged:
                 self._upload.exchange()
             self._step(matched=matched, marked=marked)
+
+        def end() -> None:
             self._finish(staged=staged, matched=matched, marked=marked)
 
-        if graphs and self._graphs.on:
-            # Room is taken anew in each step, and as a rule where it was in the last.
-            key = (staged, self.gradients.variant_number, matched, marked, 0 if room is None else room.data_ptr())
-            self._graphs.run(key, whole, slot=self._upload.slot())
-        else:
-            whole()
+        def whole() -> None:
+            begin()
+            end()
+
+        # Room is taken anew in each step, and as a rule where it was in the last.
+        key = (staged, self.gradients.variant_number, matched, marked, 0 if room is None else room.data_ptr())
+        shared = matched and self.share is not None
+        for number, launch_part in enumerate((begin, end) if shared else (whole,)):
+            if number:
+                self._add_up()  # which no graph captures
+            if graphs and self._graphs.on:
+                self._graphs.run((number, key), launch_part, slot=self._upload.slot())
+            else:
+                launch_part()
         if staged:
             self._upload.sent()
             self._on_device = self.gradients.version
@@ -248,6 +269,8 @@ class Engine:
         """Matching, and what comes back."""
         matching = [table for table in self.tables if matched and table.matches[0] is not None]
         if matching:
+            if self.share is None:
+                self.sum()
             self._match(measure=False)
             for table in matching:
                 launch(table, Call(mode="repair", matched=True, marked=marked))
@@ -260,14 +283,20 @@ class Engine:
 
         sum_kernel[(self.size,)](self.partial, self._spans, self._settings, self.sums, LANES=_SUM_LANES)
 
+    def _add_up(self) -> None:
+        self.sum()
+        if self.share is not None:
+            self.share()
+
     def _match(self, *, measure: bool) -> None:
         from baoc.kernels.triton.matching import match_kernel
 
-        self.sum()
+        if not self.matches:
+            return
         match_kernel[(len(self.matches),)](
             self._blocks,
             self._members,
-            self.numels,
+            self.whole_numels,
             self.grad_ptrs,
             self.ptrs,
             self.sums,

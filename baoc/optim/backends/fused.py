@@ -84,6 +84,7 @@ class FusedBackend(Backend):
     def __init__(self, buckets: Sequence[Bucket], *, state: Mapping[Tensor, State], graphs: bool = True):
         super().__init__(buckets, state=state)
         self.graphs = graphs
+        self._sums = _SumsOverRanks(self.buckets)
         self._units: list[_Unit] | None = None
 
     @staticmethod
@@ -102,8 +103,6 @@ class FusedBackend(Backend):
         unfit = [slot.name for slot in slots if not fits(slot.param)]
         if unfit:
             return f"{', '.join(unfit)}: not contiguous float32 or bfloat16"
-        if block.matched and any(slot.shard is not None for slot in slots):
-            return "its update RMS is matched over several ranks"
         if block.matched and len({param.device for param in params}) > 1:
             return "its parameters are on several devices, and its update RMS is matched"
         return ""
@@ -122,15 +121,24 @@ class FusedBackend(Backend):
                         if slot.param.numel():
                             by_device.setdefault(slot.param.device, _Plan()).add(block, slot)
             self._units = [_Unit(plan, state=self.state, graphs=self.graphs) for plan in by_device.values()]
+            for unit in self._units:
+                self._sums.bind(unit.engine, slots=unit.slots)
         return self._units
 
     def __call__(self, inputs: StepInputs) -> None:
         thresholds = kernel_lanes(inputs.phase)
-        for unit in self.units:
+        units, fresh = self.units, self._sums.fresh() if inputs.matching else ()
+        for unit in units:
             with unit.device_context():
-                unit.step(inputs, thresholds=thresholds)
+                unit.step(inputs, thresholds=thresholds, others_measure=bool(fresh) and unit.engine.share is not None)
+        if inputs.matching:
+            self._sums.join(times=1 + bool(fresh))
+        for block in fresh:
+            block.fresh = False
 
     def capture(self, inputs: StepInputs) -> None:
+        if self._sums.slots:
+            super().capture(inputs)  # which refuses it: ranks would have to capture their sums together
         for unit in self.units:
             with unit.device_context():
                 unit.engine.run(matched=inputs.matching, marked=unit.marked, graphs=False)
@@ -170,6 +178,66 @@ class FusedBackend(Backend):
         return found
 
 
+class _SumsOverRanks:
+    """Adds up over ranks what matching knows of sharded tensors: sums of squares, and elements that were left out.
+
+    Each rank has a place for every tensor, though it may have no part of it.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket]):
+        self._blocks = [
+            block for bucket in buckets for block in bucket.blocks if block.match is not None and _is_cut(block)
+        ]
+        slots = [slot for block in self._blocks for slot in block.slots if slot.shard is not None]
+        self.slots = {id(slot): index for index, slot in enumerate(slots)}
+        self._shard = (
+            slots[0].shard if slots and slots[0].shard is not None and slots[0].shard.shards.size > 1 else None
+        )
+        self._device = slots[0].param.device if slots else None
+        self._bound = False
+
+    def fresh(self) -> list[LiveBlock]:
+        """Blocks whose own RMS is measured in this step."""
+        found = [block for block in self._blocks if block.fresh] if self._shard is not None else []
+        return [block for block in found if any(slot.param.grad is not None for slot in block.slots)]
+
+    def bind(self, engine: Engine, *, slots: Sequence[Slot]) -> None:
+        """Makes the engine that has the tensors share their sums."""
+        mine = [(place, slot) for place, slot in zip(engine.places, slots, strict=True) if id(slot) in self.slots]
+        if self._shard is None or not mine:
+            return
+        self._bound = True
+        places, at = [place for place, _ in mine], [self.slots[id(slot)] for _, slot in mine]
+        index, where = (torch.tensor(each, dtype=torch.int64, device="cpu").to(engine.device) for each in (places, at))
+        whole = torch.tensor([slot.owner.numel() for _, slot in mine], dtype=torch.int64, device="cpu")
+        engine.whole_numels = engine.numels.clone()
+        engine.whole_numels[index] = whole.to(engine.device)
+        held = torch.zeros(2, len(self.slots), dtype=torch.float64, device=engine.device)
+        shards = self._shard.shards
+
+        def share() -> None:
+            held.zero_()
+            held[0, where] = engine.sums[index].to(torch.float64)
+            held[1, where] = engine.left_out[index].to(torch.float64)
+            shards.total_(held)
+            engine.sums[index] = held[0, where].to(torch.float32)
+            engine.left_out[index] = held[1, where].to(torch.int32)
+
+        engine.share = share
+
+    def join(self, *, times: int) -> None:
+        """Of a rank that has no part of any of the tensors: takes part in the sums of those who have."""
+        if self._shard is None or self._bound:
+            return
+        for _ in range(times):
+            held = torch.zeros(2, len(self.slots), dtype=torch.float64, device=self._device)
+            self._shard.shards.total_(held)
+
+
+def _is_cut(block: LiveBlock) -> bool:
+    return any(slot.shard is not None for slot in block.slots)
+
+
 @dataclass(slots=True)
 class _Plan:
     """The tensors of one device by table."""
@@ -188,6 +256,7 @@ class _Unit:
         self.tables = [_table(kind, members=members, state=state) for (kind, _), members in plan.tables.items()]
         self.engine = Engine(self.tables, graphs=graphs)
         members = [member for members in plan.tables.values() for member in members]
+        self.slots = [slot for _, slot in members]
         self.names = [slot.name for _, slot in members]
         self.mark_of: TensorWeakRef | None = None  # one of the gradients that were marked
         self._read = self.engine.num_bad_host.tobytes()  # counts of non-finite elements when last asked for
@@ -229,12 +298,13 @@ class _Unit:
             self._refuse_sparse()
             raise
 
-    def step(self, inputs: StepInputs, *, thresholds: memoryview) -> None:
+    def step(self, inputs: StepInputs, *, thresholds: memoryview, others_measure: bool = False) -> None:
         self.stage(inputs, thresholds=thresholds, send=False)
         measure: list[FusedTable] = []
         if self._fresh and inputs.matching:
             measure = self._first_steps()
-        self.engine.run(matched=inputs.matching, marked=self.marked, measure=measure)
+        given = {"measure": measure, "others_measure": others_measure}
+        self.engine.run(matched=inputs.matching, marked=self.marked, **given)
         self.mark_of = None
         # Kernels write where autograd does not see it: a backward that still needs the old weights is told.
         torch.autograd.graph.increment_version(self._stepped())
