@@ -219,6 +219,23 @@ class Engine:
             self._add_up()
             self._match(measure=True)
         room = self._take_room()
+        # Room is taken anew in each step, and as a rule where it was in the last.
+        key = (staged, self.gradients.variant_number, matched, marked, 0 if room is None else room.data_ptr())
+        for number, launch_part in enumerate(self._parts(staged=staged, matched=matched, marked=marked)):
+            if number:
+                self._add_up()  # which no graph captures
+            if graphs and self._graphs.on:
+                self._graphs.run((number, key), launch_part, slot=self._upload.slot())
+            else:
+                launch_part()
+        if staged:
+            self._upload.sent()
+            self._on_device = self.gradients.version
+        for table in self._roomy:
+            table.room = None
+
+    def _parts(self, *, staged: bool, matched: bool, marked: bool) -> list[Callable[[], None]]:
+        """What a step launches; in two parts where ranks add their sums up between them."""
 
         def begin() -> None:
             if staged:
@@ -232,21 +249,7 @@ class Engine:
             begin()
             end()
 
-        # Room is taken anew in each step, and as a rule where it was in the last.
-        key = (staged, self.gradients.variant_number, matched, marked, 0 if room is None else room.data_ptr())
-        shared = matched and self.share is not None
-        for number, launch_part in enumerate((begin, end) if shared else (whole,)):
-            if number:
-                self._add_up()  # which no graph captures
-            if graphs and self._graphs.on:
-                self._graphs.run((number, key), launch_part, slot=self._upload.slot())
-            else:
-                launch_part()
-        if staged:
-            self._upload.sent()
-            self._on_device = self.gradients.version
-        for table in self._roomy:
-            table.room = None
+        return [begin, end] if matched and self.share is not None else [whole]
 
     def _take_room(self) -> Tensor | None:
         """Memory for the step alone, shared by the tables that need some, which step one after the other."""
