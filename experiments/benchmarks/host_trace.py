@@ -73,12 +73,12 @@ class HookTime:
     """Seconds that Python is in the hooks that step blocks in backward."""
 
     def __init__(self) -> None:
-        self._ready, self._seconds = KeepGradients.ready, 0.0
+        clock, clock._ready, clock._seconds = self, KeepGradients.ready, 0.0
 
-        def ready(overlap: KeepGradients, param: torch.Tensor) -> None:
+        def ready(self: KeepGradients, param: torch.Tensor) -> None:
             began = time.perf_counter()
-            self._ready(overlap, param)
-            self._seconds += time.perf_counter() - began
+            clock._ready(self, param)
+            clock._seconds += time.perf_counter() - began
 
         KeepGradients.ready = ready
 

@@ -31,7 +31,7 @@ from baoc.kernels import Cut, Engine  # noqa: E402
 from baoc.kernels.triton import means_plan  # noqa: E402
 from baoc.kernels.triton.kinds import codec_bytes  # noqa: E402
 from baoc.kernels.triton.matrix_kinds import whole_lines  # noqa: E402
-from baoc.optim.backends.eager import Options  # noqa: E402
+from baoc.optim.backends import Options  # noqa: E402
 from baoc.optim.backends.fused import kernel_lanes  # noqa: E402
 
 STEPS, WORKERS = 7, 15

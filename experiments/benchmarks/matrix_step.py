@@ -27,7 +27,7 @@ from optimizer_step import DEVICE, MODELS, Row, clean, copy_gbps, events_ms, hos
 
 from baoc.core.catalogue import STORAGES  # noqa: E402
 from baoc.kernels import Cut, Engine, FusedTable, Kind, Shape, polar  # noqa: E402
-from baoc.optim.backends.eager import Options  # noqa: E402
+from baoc.optim.backends import Options  # noqa: E402
 from baoc.optim.backends.fused import kernel_lanes  # noqa: E402
 from baoc.optim.codecs import CODEC_IMPLS  # noqa: E402
 from baoc.optim.matching import DEFAULT_TARGET  # noqa: E402
