@@ -73,7 +73,8 @@ class HookTime:
     """Seconds that Python is in the hooks that step blocks in backward."""
 
     def __init__(self) -> None:
-        clock, clock._ready, clock._seconds = self, KeepGradients.ready, 0.0
+        self._ready, self._seconds = KeepGradients.ready, 0.0
+        clock = self
 
         def ready(self: KeepGradients, param: torch.Tensor) -> None:
             began = time.perf_counter()
