@@ -6,15 +6,18 @@ new console, so that a redirected stdout gets the text.
 
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from baoc.core.budgets import AUTO
 from baoc.tracking.rows import collapsed_rows, plan_rows, role_rows
@@ -37,6 +40,7 @@ __all__ = [
     "print_result",
     "print_startup",
     "print_update_ratios",
+    "progress_line",
     "say",
     "summary_text",
 ]
@@ -55,6 +59,24 @@ def attach_live(console: Console) -> None:
 def detach_live(console: Console) -> None:
     if console in _live_consoles:
         _live_consoles.remove(console)
+
+
+@contextmanager
+def progress_line(*, enabled: bool = True) -> Iterator[Callable[[str], None]]:
+    """What it yields shows a text in the last line of the terminal, until the next one or the end; nothing elsewhere.
+
+    The line is drawn when it changes: no thread works beside what is timed meanwhile.
+    """
+    console = make_console()
+    if not (enabled and console.is_terminal):
+        yield lambda _: None
+        return
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        attach_live(console)
+        try:
+            yield lambda text: live.update(Text(text, style="dim", no_wrap=True, overflow="ellipsis"), refresh=True)
+        finally:
+            detach_live(console)
 
 
 class PipeSafeConsole(Console):

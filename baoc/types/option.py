@@ -13,8 +13,9 @@ class Option:
     `release`: gradients are dropped in backward. `weights`: formats that the allocation keeps weights in; `spared_s`:
     what those of 16 bits take off `step_s`. `fastest_s`: where only seconds are missing, those of its fastest
     allocation; `reference_s`: of a step with fused AdamW, to which step_time is a ratio. `least_host_bytes`: where
-    pinned memory of the host is missing, how much would do. `tried`: its own micro-batch was run, else it follows
-    from smaller ones. `chosen` marks the row that is run.
+    pinned memory of the host is missing, how much would do. `compared`: two of its own steps were timed; `tried`: its
+    bytes and whole steps were measured as in training; else both follow from other options. `chosen` marks the row that
+    is run.
     """
 
     micro_batch: int
@@ -33,6 +34,7 @@ class Option:
     reference_s: float = math.nan
     least_host_bytes: int | None = None
     why: str = ""
+    compared: bool = False
     tried: bool = False
     chosen: bool = False
 

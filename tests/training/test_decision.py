@@ -21,11 +21,11 @@ from baoc.planning.microbatch import Axes, Trial
 from baoc.tasks.base import Task
 from baoc.training import run as training
 from baoc.training.measure.measurements import Tryouts
-from baoc.training.measure.microbatch_search import axes_of, choose
+from baoc.training.measure.microbatch_search import axes_of
 from baoc.training.measure.microbatches import Trials, grow
 from baoc.training.session import make_profiler
-from baoc.types import Option, RunResult
-from tests.support.planners import footprint, option
+from baoc.types import RunResult
+from tests.support.planners import footprint
 from tests.support.tiny import LIGHTNING_NOISE
 from tests.support.training_runs import config
 
@@ -183,40 +183,6 @@ def test_what_contradicts_itself_is_refused(tmp_path: Path):
         run(tmp_path / "day" / "precision", trainer=replace(config().trainer, precision="bf16-true"))
     with pytest.raises(BadInputError, match="micro_batch=5 does not divide batch_size=32"):
         run(tmp_path / "day" / "part", micro_batch=5)
-
-
-def test_an_option_that_is_slower_than_its_line_promised_gives_way(monkeypatch: pytest.MonkeyPatch):
-    """The fastest by prediction is tried first; what it really takes counts, and only what was tried is chosen."""
-    promised, real = {1: 10.0, 8: 80.0, 64: 640.0}, {1: 10.0, 8: 70.0, 64: 60.0}
-    known: list[int] = []
-
-    def options() -> list[Option]:
-        return [
-            replace(
-                option(size, rate=(real if size in known else promised)[size], risk=0.01 * size), tried=size in known
-            )
-            for size in promised
-        ]
-
-    def tried(found: Option) -> list[Option]:
-        known.append(found.micro_batch)
-        return options()
-
-    after, chosen = choose(options(), objective="throughput", tried=tried)
-    assert known == [64, 8] and chosen is not None
-    assert (chosen.micro_batch, chosen.samples_per_s, chosen.chosen) == (8, 70.0, True)
-    assert [o.micro_batch for o in after if o.chosen] == [8]
-    nothing = [replace(o, risk=None) for o in options()]
-    assert choose(nothing, objective="throughput", tried=tried) == (nothing, None)
-    known.clear()
-    known.append(8)  # as one of those that lines were made of
-    assert getattr(choose(options(), objective="throughput", tried=tried)[1], "micro_batch", None) == 8
-    assert known == [8, 64]
-    monkeypatch.setattr("baoc.training.measure.microbatch_search.LATE", 1)
-    for late, expected in ((False, 8), (True, 64)):
-        known.clear()
-        found = choose(options(), objective="throughput", tried=tried, late=lambda late=late: late)[1]
-        assert getattr(found, "micro_batch", None) == expected
 
 
 def test_what_16_bit_weights_spare_lies_between_the_smallest_and_the_largest_that_was_timed():

@@ -16,7 +16,7 @@ from baoc.profiling.phase_timer import PhaseTimer
 from baoc.tasks.ema import EmaWeights
 from baoc.training.callbacks.budget_control import BudgetControl
 from baoc.training.lightning import BaocStrategy
-from baoc.training.measure.microbatch_search import Decision, choose
+from baoc.training.measure.microbatch_search import Decision
 from baoc.training.measure.probe import Probe
 from baoc.training.reallocation.budget_schedule import BudgetChange, BudgetDial
 from baoc.training.reallocation.conversion import usable
@@ -26,23 +26,6 @@ from baoc.types import Candidate, Cost, Footprint, Option, PeakInterval, Plan, P
 from tests.support.decision import stats, transformer
 from tests.support.planners import option, planner, uniform
 from tests.support.weight_footprints import FOOTPRINT
-
-
-def test_tries_that_find_no_room_leave_the_smaller_ones_their_turn() -> None:
-    """Lines through small micro-batches promise most for the largest; those may all be too large."""
-    seen: set[int] = set()
-
-    def options() -> list[Option]:
-        sizes = [2**power for power in range(11)]
-        risks = {size: None if size in seen and size > 4 else 0.1 for size in sizes}
-        return [replace(option(size, rate=float(size), risk=risks[size]), tried=size in seen) for size in sizes]
-
-    def tried(found: Option) -> list[Option]:
-        seen.add(found.micro_batch)
-        return options()
-
-    _, chosen = choose(options(), objective="throughput", tried=tried)
-    assert chosen is not None and chosen.micro_batch == 4
 
 
 def test_a_state_budget_that_no_option_meets_names_no_bytes_that_it_does_not_have() -> None:

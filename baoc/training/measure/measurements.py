@@ -4,10 +4,11 @@ A way is (micro-batch, recomputed layers, released gradients). A few are tried i
 those that may be chosen are tried as they would be run.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -57,7 +58,8 @@ class Tryouts:
         self.looked_at: set[Way] = set()  # those whose bytes are known from outside of the cap alone
         self.tried: dict[int, list[Trial]] = {}  # by recomputed layers
         self.released: dict[int, Trial] = {}  # of the whole batch, by recomputed layers
-        self.rehearsed: dict[Way, float] = {}  # seconds of a step but for the optimizer's part
+        self.compared: dict[Way, float] = {}  # seconds of a step but for the optimizer's part, by two steps
+        self.rehearsed: dict[Way, float] = {}  # and by steps in the training loop
         self.spared: dict[int, dict[int, float]] = {}  # by size, seconds that 16-bit weights spare a micro-batch
 
     def switch(self, recomputed: int) -> None:
@@ -89,9 +91,16 @@ class Tryouts:
         return released(found, blocks=blocks) if release else found
 
     def seconds(self, way: Way) -> float:
-        """Of a step but for the optimizer's part: as it was rehearsed, else on the line through trials."""
+        """Of a step but for the optimizer's part: rehearsed, else compared, else on the line through trials."""
+        if way in self.compared and way not in self.rehearsed:
+            return self.compared[way] * self._loop_share(release=way[2])
         count = self.config.batch_size // way[0]
         return self.rehearsed.get(way, count * seconds_at(self.like(way), micro_batch=way[0]))
+
+    def _loop_share(self, *, release: bool) -> float:
+        """How many times as long steps took in the training loop as where they were compared; 1 where not known."""
+        known = [self.rehearsed[way] / self.compared[way] for way in self.rehearsed if way in self.compared]
+        return median(known) if known and not release else 1.0
 
     def spared_s(self, way: Way) -> float:
         """Seconds of a step that it takes less where every weight that may be is of 16 bits; 0 where not known."""
@@ -109,6 +118,14 @@ class Tryouts:
         ways |= {(trial.micro_batch, kind, True) for kind, trial in self.released.items()}
         return bool(ways - self.no_room - self.looked_at)
 
+    def has_room(self, way: Way) -> bool:
+        """Whether nothing that was tried says otherwise: neither itself nor one that takes less ran out of memory."""
+        size, recomputed, release = way
+        return not any(
+            other <= size and number >= recomputed and (released or not release)
+            for other, number, released in self.no_room
+        )
+
     # -- trying ---------------------------------------------------------------------------------------------------
 
     def explore(self, recomputed: int) -> None:
@@ -124,13 +141,13 @@ class Tryouts:
             return
         grown = partial(grow, look, sizes=list(sizes), max_s=TRIALS_S, fits=self._may_fit)
         with suppress(_TooTight, torch.OutOfMemoryError):
-            self.tried[recomputed] = grown()
+            self._explored(recomputed, grown())
             return
         clear_cache(self.where)
         if self.narrow:
             self.narrowed.add(recomputed)
             with suppress(torch.OutOfMemoryError), cast_to_bf16(self.narrow, module=self.task):
-                self.tried[recomputed] = grown()
+                self._explored(recomputed, grown())
                 return
             clear_cache(self.where)
         # All gradients at once were tried; where they are released there may be room still.
@@ -146,8 +163,14 @@ class Tryouts:
             self.switch(kind)
             sizes, look = list(self.axes.micro_batches), partial(self._look, kind)
             with suppress(torch.OutOfMemoryError), cast_to_bf16(self.narrow, module=self.task):
-                self.tried[kind] = grow(look, sizes=sizes, max_s=TRIALS_S, fits=self._may_fit)
+                self._explored(kind, grow(look, sizes=sizes, max_s=TRIALS_S, fits=self._may_fit))
         return bool(kinds)
+
+    def _explored(self, recomputed: int, trials: list[Trial]) -> None:
+        self.tried[recomputed] = trials
+        counts = [self.config.batch_size // trial.micro_batch for trial in trials]
+        for trial, count in zip(trials, counts, strict=True):
+            self.compared[trial.micro_batch, recomputed, False] = count * trial.seconds
 
     def _look(self, recomputed: int, size: int) -> Trial:
         """One trial. Raises _TooTight where it ran out of memory with weights in full, else torch.OutOfMemoryError."""
@@ -189,31 +212,64 @@ class Tryouts:
 
     def rehearse(self, way: Way, *, blocks: Sequence[Sequence[Tensor]], specs: Sequence[OptimizerSpec] = ()) -> None:
         """Learns the seconds of a step of this way, as training will take them. Raises torch.OutOfMemoryError."""
+        self.rehearsed[way] = self._rehearsed(way, blocks=blocks, specs=specs)
+
+    def _rehearsed(
+        self,
+        way: Way,
+        *,
+        blocks: Sequence[Sequence[Tensor]],
+        specs: Sequence[OptimizerSpec],
+        max_s: float | None = None,
+    ) -> float:
         given = self.config.trainer
-        self.rehearsed[way] = self.trials.rehearsed(
+        return self.trials.rehearsed(
             way[0],
             per_step=self.config.batch_size // way[0],
             clip=(given.gradient_clip_val, given.gradient_clip_algorithm),
             blocks=blocks,
             specs=specs if way[2] or self.where.type == "cuda" else (),  # on a CPU they are in the table
             release=way[2],
+            max_s=max_s,
         )
+
+    def compare(self, way: Way, *, blocks: Sequence[Sequence[Tensor]], specs: Sequence[OptimizerSpec] = ()) -> None:
+        """Seconds of two steps of this way, outside of the training loop unless gradients are released there, or that
+        it has no room."""
+        size, _, release = way
+
+        def compared(_: bool) -> None:
+            if release:
+                self.compared[way] = self._rehearsed(way, blocks=blocks, specs=specs, max_s=0.0)
+            else:
+                count = self.config.batch_size // size
+                self.compared[way] = count * self.trials.timed(size, per_step=count)
+
+        self._in_room(way, compared)
 
     def try_out(self, way: Way, *, blocks: Sequence[Sequence[Tensor]], specs: Sequence[OptimizerSpec] = ()) -> None:
         """Bytes and seconds of this way as it would be run, or that it has no room. `blocks`: parameters of each, and
         `specs` what would step them."""
-        size, recomputed, _ = way
+
+        def tried(narrow: bool) -> None:
+            trial = self.run(way, blocks=blocks, narrow=narrow)
+            self.rehearse(way, blocks=blocks, specs=specs)
+            seconds = self.rehearsed[way] * way[0] / self.config.batch_size
+            self._keep(way, replace(trial, seconds=seconds))
+            self.looked_at.discard(way)
+
+        self._in_room(way, tried)
+
+    def _in_room(self, way: Way, measure: Callable[[bool], None]) -> None:
+        """`measure(narrow)` with weights in full or, where these have no room, in 16 bits; or that none has."""
+        _, recomputed, _ = way
         self.switch(recomputed)
         for narrow in (False, True) if recomputed not in self.narrowed else (True,):
             if narrow and not self.less:
                 break
             look = cast_to_bf16(self.narrow, module=self.task) if narrow else nullcontext()
             with suppress(torch.OutOfMemoryError), look:
-                trial = self.run(way, blocks=blocks, narrow=narrow)
-                self.rehearse(way, blocks=blocks, specs=specs)
-                seconds = self.rehearsed[way] * size / self.config.batch_size
-                self._keep(way, replace(trial, seconds=seconds))
-                self.looked_at.discard(way)
+                measure(narrow)
                 return
             clear_cache(self.where)
         self.no_room.add(way)

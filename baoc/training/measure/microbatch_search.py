@@ -26,7 +26,8 @@ from baoc.data.base import DataModule
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.models.switches import disable_checkpointing, enable_checkpointing
 from baoc.parallel import ALONE, ranks
-from baoc.planning.microbatch import Axes, best, divisors, footprint_at, make_option, none_fits, option_rows
+from baoc.planning.choice import Choice, Race, choose
+from baoc.planning.microbatch import Axes, divisors, footprint_at, make_option, none_fits, option_rows
 from baoc.planning.planner import Planner
 from baoc.profiling import cap_device, clear_cache, context_bytes, describe, free_bytes, uncapped
 from baoc.profiling.phase_timer import PhaseTimer
@@ -35,18 +36,20 @@ from baoc.tracking import console, files
 from baoc.training.arriving_weights import must_wait, visiting
 from baoc.training.callbacks.resume import capture_rng, restore_rng
 from baoc.training.lightning import declared_blocks, widened
+from baoc.training.measure.benchmark_steps import FEW, WARM, WARM_RELEASED
 from baoc.training.measure.measurements import Tryouts, Way
-from baoc.training.measure.microbatches import Trials
+from baoc.training.measure.microbatches import REHEARSED_S, TIMED_S, Trials
 from baoc.training.measure.probe import upkeep_bytes
 from baoc.training.measure.step_time import soon_timed, time_specs
 from baoc.training.resume import choice_of, keep, settled
 from baoc.training.session import Session, SessionSettings, make_profiler
 from baoc.types import Footprint, LatencyTable, OptimizerSpec, Option, Plan
 
-DECIDING_S = 12.0  # after which it is late
+DECIDING_S = 12.0  # that it may take
 LIMITED_S = 5.0  # what a latency table may take where a step_time limit needs it
+COMPARING_S, LOOKING_S = 0.4, 0.6  # about what it takes beside steps to set up a comparison, or a look at bytes
 FUSED_S = 0.5  # and where only fused AdamW is timed, by the byte of which all specs are taken to be as fast
-VERIFIED, LATE = 6, 2  # options that are tried themselves at most, and when it is late
+VERIFIED = 6  # options that are measured at most for a refusal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,17 +102,24 @@ def decide(
         visit.callback(clear_cache, torch.device(device))  # what was tried is no part of the run
         visit.callback(gc.unfreeze)
         gc.freeze()  # caches are emptied before each trial; looking through what has been there takes .2 s each time
+        tell = visit.enter_context(console.progress_line(enabled=config.trainer.enable_progress_bar is not False))
+        tell("deciding how a batch is run: a few small micro-batches")
         end = monotonic() + DECIDING_S
         decision = Decision(config, task=task, data=data, device=device, settings=settings, visit=visit, phases=phases)
-        search = partial(
-            choose, objective=config.objective, tried=decision.options_after, late=lambda: monotonic() > end
+        race = Race(
+            measure=partial(decision.measured, tell=tell),
+            cost_s=decision.cost_s,
+            left_s=lambda: end - monotonic(),
+            run_s=partial(run_seconds, config),
         )
-        options, chosen = search(decision.options())
-        if chosen is None:
-            options, chosen = search(decision.least_measured(options))
+        choice = choose(decision.options(), objective=config.objective, race=race)
+        if choice.chosen is None:
+            choice = choose(decision.least_measured(choice.options), objective=config.objective, race=race)
+        options, chosen = choice.options, choice.chosen
         leave(options, run_dir=run_dir, objective=config.objective)
-        files.write_json(run_dir / "deciding.json", {"total_s": phases.total_s, "phases_s": phases.seconds})
-        console.say(f"the decision took {phases.summary()}")
+        account = {"total_s": phases.total_s, "wall_s": monotonic() - end + DECIDING_S, "phases_s": phases.seconds}
+        files.write_json(run_dir / "deciding.json", account | account_of(choice))
+        console.say(f"the decision took {phases.summary()}{told(choice)}")
         if chosen is None:
             raise none_fits(options, budget=decision.budget, axes=decision.axes, specs=decision.planner.specs)
         decision.tryouts.switch(chosen.recomputed)
@@ -165,6 +175,10 @@ class Decision:
     ):
         self.config, self.task, self.phases = config, task, phases
         self.footprints: dict[Way, Footprint] = {}
+        self.pace = {
+            False: 1.0,
+            True: 1.0,
+        }  # by whether it was to be tried, seconds that the last one took over those expected
         self._plans: dict[Way, tuple[Footprint | None, Plan | InfeasibleBudgetError]] = {}
         self.where = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
         self.budget = resolve_auto(config.budget, free_bytes=free_bytes(self.where))
@@ -323,8 +337,9 @@ class Decision:
             spared_bytes=sum(self.tryouts.less.values()),
             propose=partial(self._proposed, way),
         )
-        option = replace(option, tried=way in self.tryouts.rehearsed and self.tryouts.knows(way))
-        if way in self.tryouts.no_room:
+        tried = way in self.tryouts.rehearsed and self.tryouts.knows(way)
+        option = replace(option, tried=tried, compared=way in self.tryouts.compared and not tried)
+        if not self.tryouts.has_room(way):
             why = "does not fit: out of memory when it was tried"  # whatever time or host memory it is given
             return replace(option, risk=None, fastest_s=math.nan, least_host_bytes=None, why=why)
         return option
@@ -367,41 +382,57 @@ class Decision:
         ((most, _),) = Counter(plan.allocation.choices.values()).most_common(1)
         return [self.planner.specs[most]] * len(self.planner.blocks)
 
-    def options_after(self, chosen: Option) -> list[Option]:
-        """All options again, `chosen` having been tried as it would be run, for bytes and for seconds."""
+    def measured(self, option: Option, *, tell: Callable[[str], None]) -> list[Option]:
+        """All options again, this one having been compared or, if it was, tried as it would be run."""
+        began, expected_s = monotonic(), self.cost_s(option, option.compared)
+        tell(f"deciding how a batch is run: {'trying' if option.compared else 'comparing'} {option.name}")
         blind = not self.tryouts.any_room
-        self.tryouts.try_out(chosen.way, blocks=self.blocks, specs=self._stepped_by(chosen.way))
+        measure = self.tryouts.try_out if option.compared or blind else self.tryouts.compare
+        measure(option.way, blocks=self.blocks, specs=self._stepped_by(option.way))
         if blind and self.tryouts.any_room:
             self.planner.budget, self.table = self.budget, self._table()
-        return self.options()
+        options = self.options()
+        self.pace[option.compared] = (monotonic() - began) / max(expected_s / self.pace[option.compared], 1e-3)
+        return options
+
+    def cost_s(self, option: Option, tried: bool) -> float:
+        """About the seconds that it takes to compare an option, or to try one, by how long the last one took."""
+        micro_s = option.step_s / option.accumulation if option.step_s > 0 else 0.0
+        if not tried:
+            steps_s = 2 * option.step_s if option.release else max(3 * micro_s, TIMED_S + micro_s)
+            return self.pace[False] * (COMPARING_S + steps_s)
+        looks_s = 0.0 if self.tryouts.knows(option.way) else LOOKING_S + 3 * micro_s
+        step_s = micro_s * min(option.accumulation, FEW)
+        warm_s = (WARM_RELEASED if option.release else WARM) * step_s
+        return self.pace[True] * (COMPARING_S + looks_s + warm_s + max(REHEARSED_S[self.where.type], step_s))
 
 
-def choose(
-    options: Sequence[Option],
-    *,
-    objective: str,
-    tried: Callable[[Option], list[Option]],
-    late: Callable[[], bool] = lambda: False,
-) -> tuple[list[Option], Option | None]:
-    """The options, and the best one among those that were tried at their own micro-batch.
+def run_seconds(config: RunConfig, rate: float) -> float:
+    """Of a run at `rate` samples per second, as far as its limits tell; without one it is taken to be endless."""
+    limits = []
+    if config.trainer.max_steps > 0:
+        limits.append(config.trainer.max_steps * config.batch_size / rate)
+    if config.trainer.max_time is not None:
+        days, hours, minutes, seconds = map(int, config.trainer.max_time.split(":"))
+        limits.append(86400 * days + 3600 * hours + 60 * minutes + seconds)
+    return min(limits, default=math.inf)
 
-    Small micro-batches leave a GPU idle, so lines through them promise too many samples per second: the best option is
-    `tried`, which may make it less than the best, until the best one was, or VERIFIED more were that found room (one
-    that did not is no answer yet), or LATE were and it is `late`.
-    """
-    options, found_room = list(options), 0
-    while (
-        found_room < (1 if late() else VERIFIED)
-        and (found := best(options, objective=objective)) is not None
-        and not found.tried
-    ):
-        options = tried(found)
-        found_room += any(option.fits for option in options if option.way == found.way)
-    chosen = best([option for option in options if option.tried], objective=objective)
-    if chosen is None:
-        return options, None
-    marked = replace(chosen, chosen=True)
-    return [marked if option == chosen else option for option in options], marked
+
+def account_of(choice: Choice) -> dict[str, Any]:
+    """What measuring options won, and what was left, for deciding.json."""
+    left = [option.name for option in choice.left]
+    return {"measured": choice.measured, "won": choice.won, "left": left, "left_gain": choice.gain}
+
+
+def told(choice: Choice) -> str:
+    """The same in words."""
+    said = f"; {choice.measured} measurements of options"
+    if choice.won > 0:
+        said += f" won {choice.won:.1%} over the one that promised most"
+    if choice.left:
+        count = f"{len(choice.left)} option{'s' if len(choice.left) > 1 else ''}"
+        said += f"; {count} left unmeasured could be up to {choice.gain:.0%} faster, by what is promised and its error"
+    return said
 
 
 def leave(options: Sequence[Option], *, run_dir: Path, objective: str) -> None:

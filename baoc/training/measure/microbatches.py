@@ -32,7 +32,7 @@ from baoc.types import Footprint, OptimizerSpec
 MOST_TRIALS = 4  # of one kind
 PRECISIONS = ("32-true", "bf16-mixed")
 REHEARSED_S = {"cpu": 0.25, "cuda": 1.0}  # about what steps in Lightning's loop may take, after warm ones
-TIMED_S = 0.25  # about what repeats of a micro-batch may take
+TIMED_S = 0.1  # about what repeats of a micro-batch may take: what may be chosen by them is rehearsed
 SERIES = 2  # of repeats at most, where the allocator was at work in the one before
 RUNS = 6  # of a micro-batch that a trial takes about: two for its bytes, one warm, some timed
 
@@ -131,7 +131,7 @@ class Trials:
     def timed(self, micro_batch: int, *, per_step: int) -> float:
         """Seconds of forward and backward alone, as `run` takes them."""
         batch = self._cleared(micro_batch)
-        with silent(self.module), self._seeded(), self.phases("trials, seconds with 16-bit weights"):
+        with silent(self.module), self._seeded(), self.phases("comparisons"):
             return self._seconds(batch, per_step=per_step)
 
     def rehearsed(
@@ -143,8 +143,9 @@ class Trials:
         blocks: Sequence[Sequence[Tensor]] = (),
         specs: Sequence[OptimizerSpec] = (),
         release: bool = False,
+        max_s: float | None = None,
     ) -> float:
-        """Seconds of a whole step but for the optimizer's part, see `rehearse`."""
+        """Seconds of a whole step but for the optimizer's part, see `rehearse`; by default REHEARSED_S of them."""
         batch = self._cleared(micro_batch)
         with silent(self.module), self._seeded(), self.phases("rehearsals"):
             return rehearse(
@@ -158,7 +159,7 @@ class Trials:
                 blocks=blocks,
                 specs=specs,
                 release=release,
-                max_s=REHEARSED_S[self.device.type],
+                max_s=REHEARSED_S[self.device.type] if max_s is None else max_s,
             )
 
     def _cleared(self, micro_batch: int) -> Any:

@@ -1,0 +1,138 @@
+"""Which options of a decision are measured before one is taken: none is left that could beat the best, if time lasts.
+
+The rate of an option is known in three ways. It is promised by lines through small trials, compared by timing two of
+its steps, or tried: bytes and seconds as in training. Each costs more than the one before and is wrong by less. An
+option is measured as long as its rate, times the error that is stated for the way it is known, could make it the best.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from baoc.planning.microbatch import ALIKE, best
+from baoc.types import Option
+
+PROMISED, COMPARED = 0.35, 0.06  # by how much of the true rate a promised one is wrong at most, and a compared one
+BOUND = 0.05  # and above that of an option which does no more for a sample
+WORTH_S = 100.0  # of which a second of deciding is a percent; a longer run is worth more of them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Race:
+    """How options are measured.
+
+    Args:
+        measure: compares an option, or tries one that was compared; returns all options as they are known then.
+        cost_s: about the seconds that this takes, of one that `is_tried` (else compared).
+        left_s: seconds that deciding may still take.
+        run_s: of the run that is decided for, by its rate in samples per second.
+    """
+
+    measure: Callable[[Option], list[Option]]
+    cost_s: Callable[[Option, bool], float]
+    left_s: Callable[[], float]
+    run_s: Callable[[float], float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """`chosen` is one of `options` and was tried; None where none found room. `left`: those that could have been the
+    best, by at most `gain` of the rate. `measured`: how often options were; `won`: of the rate, over the option that
+    promised most, 0 where that had no room."""
+
+    options: list[Option]
+    chosen: Option | None
+    left: tuple[Option, ...] = ()
+    gain: float = 0.0
+    measured: int = 0
+    won: float = 0.0
+
+
+def choose(options: Sequence[Option], *, objective: str, race: Race) -> Choice:
+    """The best option by `objective` of those that were tried.
+
+    The most promising one is compared first, then whatever could beat the best so far, most gain for its seconds first;
+    what leads then is tried, and what could beat it at its true rate is measured in turn. An option is left out where
+    the seconds that it takes are worth more than what it may gain: a percent of the rate for each, less in a run of
+    more than WORTH_S, of which they are a smaller part. With no seconds left, the leader is tried if nothing was.
+    """
+    options, measured = list(options), 0
+    first = best(options, objective=objective)
+    while (following := _next(options, objective=objective, race=race)) is not None:
+        options, measured = race.measure(following), measured + 1
+    chosen = best([option for option in options if option.tried], objective=objective)
+    if chosen is None:
+        return Choice(options=options, chosen=None, measured=measured)
+    measured_ones = _measured(options)
+    rivals = tuple(o for o in options if could_win(o, measured=measured_ones, objective=objective, over=chosen))
+    gain = max((upper(option, measured=measured_ones) / chosen.samples_per_s - 1 for option in rivals), default=0.0)
+    of_first = [option for option in options if first and option.way == first.way and option.fits]
+    won = max((chosen.samples_per_s / o.samples_per_s - 1 for o in of_first if o.compared or o.tried), default=0.0)
+    marked = replace(chosen, chosen=True)
+    marks = [marked if option.way == chosen.way else option for option in options]
+    return Choice(options=marks, chosen=marked, left=rivals, gain=max(0.0, gain), measured=measured, won=max(0.0, won))
+
+
+def _next(options: Sequence[Option], *, objective: str, race: Race) -> Option | None:
+    """What to measure next; None where it is enough."""
+    measured = _measured(options)
+    leader = best(measured, objective=objective)
+    if leader is None:
+        return best(options, objective=objective)  # something has to be run
+    left_s = race.left_s() - (0.0 if leader.tried else race.cost_s(leader, True))
+    price = 1 / max(WORTH_S, race.run_s(leader.samples_per_s))
+    worth: dict[int, float] = {}
+    for index, option in enumerate(options):
+        cost_s = race.cost_s(option, option.compared)
+        if cost_s <= left_s and could_win(option, measured=measured, objective=objective, over=leader):
+            gain = _expected_gain(option, measured=measured, over=leader)
+            if gain >= price * cost_s:
+                worth[index] = gain / max(cost_s, 1e-9)
+    if worth:
+        return options[max(worth, key=lambda index: worth[index])]
+    if leader.tried:
+        return None
+    tried = any(option.tried and option.fits for option in options)
+    return leader if not tried or race.cost_s(leader, True) <= race.left_s() else None
+
+
+def _measured(options: Sequence[Option]) -> list[Option]:
+    return [option for option in options if option.fits and (option.compared or option.tried)]
+
+
+def could_win(option: Option, *, measured: Sequence[Option], objective: str, over: Option) -> bool:
+    """Whether an option that was not tried would be the best of those that were measured, at the rate it may have."""
+    if option.tried or not option.fits or option.way == over.way or math.isnan(option.samples_per_s):
+        return False
+    hoped = replace(option, samples_per_s=upper(option, measured=measured))
+    return best([over, hoped], objective=objective) is hoped
+
+
+def upper(option: Option, *, measured: Sequence[Option]) -> float:
+    """The most samples per second that an option may have: by its own rate, and by those that were measured of options
+    which compute no more and launch no more for a sample."""
+    bounds = [
+        (1 + BOUND) * other.samples_per_s
+        for other in measured
+        if other.micro_batch >= option.micro_batch
+        and other.recomputed <= option.recomputed
+        and other.release <= option.release
+        and other.way != option.way
+    ]
+    return min([option.samples_per_s / (1 - _error(option)), *bounds])
+
+
+def _error(option: Option) -> float:
+    return 0.0 if option.tried else COMPARED if option.compared else PROMISED
+
+
+def _expected_gain(option: Option, *, measured: Sequence[Option], over: Option) -> float:
+    """Mean of what it gains over another one's rate, as a share of that, if its own is anywhere within its error. Less
+    risk at a rate alike is worth half of what rates may differ by."""
+    rate, high = over.samples_per_s, upper(option, measured=measured)
+    low = min(high, option.samples_per_s / (1 + _error(option)))
+    if low >= rate:
+        gain = (low + high) / 2 - rate
+    else:
+        gain = max(0.0, high - rate) ** 2 / (2 * (high - low)) if high > low else 0.0
+    return max(gain / rate, ALIKE / 2)
