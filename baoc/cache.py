@@ -1,7 +1,13 @@
-"""The folder for what is kept between runs: tokens, measured seconds, the CPU's library."""
+"""The folder for what is kept between runs: tokens, measured seconds, decisions, the CPU's library.
+
+What others could have put there is not read back where it would steer a run: `read_own` and `shared_with` tell.
+"""
 
 import os
+import stat
 import sys
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 CACHE = "BAOC_CACHE"  # the environment variable
@@ -17,3 +23,73 @@ def cache_folder() -> Path:
     if sys.platform == "win32":
         return Path(os.environ.get("LOCALAPPDATA", Path.home())) / "baoc"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baoc"
+
+
+# -- files of the user alone ------------------------------------------------------------------------------------------
+
+
+def read_own(path: Path) -> str | None:
+    """The text of a file that nobody but the user could have put there; None of another one, or of none."""
+    try:
+        if shared_with(path.parent) is None and fault_of(path.lstat(), is_folder=False) is None:
+            return path.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        pass
+    return None
+
+
+def write_own(path: Path, text: str) -> None:
+    """Replaces a file in one rename, so that two runs leave a whole one. Errors of the file system are ignored."""
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False) as draft:
+            draft.write(text)
+        os.replace(draft.name, path)
+
+
+def shared_with(folder: Path) -> str | None:
+    """Why another user could put files into `folder`, or another folder in its place; None where none could.
+
+    The folder itself and all above it count, as for ssh. Of symbolic links only those of the user or of root are
+    followed.
+    """
+    parts = [folder.absolute(), *folder.absolute().parents]
+    for part in parts:
+        status = part.lstat()
+        if stat.S_ISLNK(status.st_mode):
+            if status.st_uid not in (user(), 0):
+                return f"{part} is a symbolic link of another user"
+            return shared_with(part.resolve()) or shared_with(part.parent)
+        sticky = part is not parts[0] and status.st_mode & stat.S_ISVTX  # others cannot replace what is not theirs
+        if not sticky and (fault := fault_of(status, is_folder=True)) is not None:
+            return f"{part} {fault}"
+    return None
+
+
+def fault_of(status: os.stat_result, *, is_folder: bool) -> str | None:
+    """Why what has this status is not the user's alone."""
+    if not (stat.S_ISDIR if is_folder else stat.S_ISREG)(status.st_mode):
+        return "is a link or of another kind"
+    if not hasattr(os, "getuid"):
+        return None  # Windows gives each user a folder of its own
+    if status.st_uid not in (user(), 0):
+        return "belongs to another user"
+    if status.st_mode & stat.S_IWOTH or (status.st_mode & stat.S_IWGRP and not is_own_group(status.st_gid)):
+        return "may be written by other users"
+    return None
+
+
+def user() -> int:
+    return os.getuid() if hasattr(os, "getuid") else 0
+
+
+def is_own_group(group: int) -> bool:
+    """True for the group of the user alone that many systems make, with a umask under which it may write."""
+    import grp
+    import pwd
+
+    try:
+        own, entry = pwd.getpwuid(user()).pw_name, grp.getgrgid(group)
+    except KeyError:
+        return False
+    return entry.gr_name == own and not set(entry.gr_mem) - {own}

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -44,6 +45,12 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     if not INTERPRETING:
         pytest.skip("kernels run on this machine's GPU; TRITON_INTERPRET=1 interprets them instead (until 2027-06-30)")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(autouse=True)
+def decides_for_itself(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decision that another test left in the cache is one for other variables of BAOC."""
+    monkeypatch.setenv("BAOC_TEST", f"{request.node.nodeid} {os.getpid()} {time.time_ns()}")
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,8 @@ device computes). A step with either is:
 2. Counting. `ready` counts the gradients that a unit still misses. A unit is a block (release) or a piece, the blocks
    that pass through a host buffer together (overlap). A second gradient before `step` is refused.
 3. The unit is whole. It is stepped there and then by a backend of its own, with masks from the finite check, outside of
-   any autocast that the backward runs in. Options are read once, at the first gradient. On a GPU small blocks are
-   stepped in groups from the second step on, as far as that holds at most 1 MiB more (`together`).
+   any autocast that the backward runs in. Options are read once, at the first gradient. On a GPU blocks are stepped in
+   groups from the second step on, as far as that holds at most `planning.cost.grouped_bytes` more (`together`).
 4. Autograd is told that weights changed (`increment_version`), because kernels write where it does not see it.
 5. `BlockwiseOptimizer.step` calls `finish`. Release steps what is left (blocks of which some parameters have no
    gradient) and remembers the norm. Overlap checks that the gradients it used are as they were; its pieces are marked
@@ -39,13 +39,13 @@ from baoc.kernels import capturing
 from baoc.optim.backends import HostedBackend, Options, StepUnit
 from baoc.optim.state import LiveBlock, Slot
 from baoc.parallel import refuse_ranks
+from baoc.planning.cost import grouped_bytes
 
 if TYPE_CHECKING:
     from baoc.optim.optimizer import BlockwiseOptimizer
 
 log = logging.getLogger(__name__)
 _OWNERS = WeakTensorKeyDictionary()  # parameter -> weak reference to the DropGradients that steps it
-_TOGETHER_BYTES = 64 * 2**20  # of gradients whose blocks are stepped together: a launch costs as much for one tensor
 _ONE_BACKWARD = (
     "With gradient release every backward is a step: call step() after each, with no accumulation, or build the "
     "optimizer without release"
@@ -230,7 +230,8 @@ class DropGradients(BackwardStepper):
     def _adopt(self, owner: "BlockwiseOptimizer") -> None:
         refuse_ranks("release")
         super()._adopt(owner)
-        self.together_bytes = _TOGETHER_BYTES if any(param.is_cuda for param in owner.roster.names) else 0
+        gradients = sum(param.nbytes for param in owner.roster.names if param.requires_grad)
+        self.together_bytes = grouped_bytes(gradients) if any(param.is_cuda for param in owner.roster.names) else 0
         self.attach()
 
     def _reset(self) -> None:
@@ -589,16 +590,15 @@ def together(
     """Groups of blocks that are stepped together.
 
     Gradients come in `order` (block, bytes), and a block has `left` of them. Groups are of blocks that come one after
-    the other, up to `limit` bytes, and so that never more is there than was by then where each is stepped alone. By
-    then, and not in all: activations go as backward goes on, so that a peak of gradients at its end, as of an
-    embedding, costs less than the same bytes at its beginning. A 64th of `limit` may be there at any time, so that
-    biases and norms before the first matrix need no launch each.
+    the other, up to `limit` bytes, and so that never more than that is there beside what was by then where each is
+    stepped alone. By then, and not in all: activations go as backward goes on, so that a peak of gradients at its end,
+    as of an embedding, costs less than the same bytes at its beginning.
     """
     groups: list[tuple[str, ...]] = []
     waiting: list[str] = []
     missing, sizes = dict(left), dict.fromkeys(left, 0)
     held = waits = alone = 0
-    most = limit // 64
+    most = limit
     for name, num_bytes in order:
         alone += num_bytes
         most = max(most, alone)

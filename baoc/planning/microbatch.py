@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
 
 from baoc.errors import BadInputError, InfeasibleBudgetError
-from baoc.planning.cost import native_bytes
+from baoc.planning.cost import grouped_bytes, native_bytes
 from baoc.planning.limits import saved_by
 from baoc.planning.messages import more_specs, too_small_host
 from baoc.planning.planner import Planner
@@ -92,8 +92,9 @@ def _intervals(
     return tuple(replace(b, num_bytes=line(a.num_bytes, b.num_bytes)) for a, b in zip(low, high, strict=True))
 
 
-def released(footprint: Footprint, *, blocks: Sequence[Block]) -> Footprint | None:
-    """The footprint where the gradients of each block are used and dropped when the last of them has come.
+def released(footprint: Footprint, *, blocks: Sequence[Block], grouped: bool) -> Footprint | None:
+    """The footprint where the gradients of each block are used and dropped when the last of them has come. `grouped`:
+    some blocks wait for others, as on a GPU (`cost.grouped_bytes`).
 
     None without intervals: only they say which gradients are alive at the peak.
     """
@@ -101,8 +102,8 @@ def released(footprint: Footprint, *, blocks: Sequence[Block]) -> Footprint | No
     if not footprint.intervals:
         return None
     gradients = {param.name: native_bytes(param) for block in blocks for param in block.params}
-    held_bytes = held_at_most(order, blocks=blocks)
     total, sums = sum(gradients.values()), [0]
+    held_bytes = held_at_most(order, blocks=blocks) + (grouped_bytes(total) if grouped else 0)
     for name in order:
         sums.append(sums[-1] + gradients.get(name, 0))
     intervals = tuple(

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from baoc.errors import BadInputError
+from baoc.planning.cost import grouped_bytes
 from baoc.profiling import memory
 from baoc.profiling.cuda_emulation import CachingAllocator
 from baoc.profiling.gradient_dropper import GradientDropper, storage_bytes
@@ -112,6 +113,9 @@ def probe_footprint(
             run, params, meter, dropped, accumulation=accumulation, named=named, warm=warm, thinned=thinned
         )
         gradients_bytes, resident_bytes = _left(params, meter, dropped, released=bool(released))
+        if released and device.type == "cuda":  # where blocks wait for others, which are dropped one by one here
+            waiting = grouped_bytes(sum(param.nbytes for param in params if param.requires_grad))
+            peak, gradients_bytes, resident_bytes = peak + waiting, gradients_bytes + waiting, resident_bytes + waiting
         validation = _validation(run_validation_batch, module, meter, named=named)
     return Footprint(
         device=str(device),

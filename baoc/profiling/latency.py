@@ -7,9 +7,7 @@ import hashlib
 import json
 import os
 import platform
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -19,6 +17,7 @@ from typing import Any
 import torch
 
 from baoc import __version__
+from baoc.cache import write_own
 from baoc.profiling.memory import clear_cache
 from baoc.types import LatencyTable
 
@@ -259,13 +258,7 @@ def _read_line(line: Any) -> Line:
 
 
 def _write(cache_dir: Path | str | None, *, key: Mapping[str, str], lines: Mapping[str, Line]) -> None:
-    """Replaces the file in one rename, so that two runs leave a whole one. Errors of the file system are ignored."""
     if cache_dir is None:
         return
-    path = _path(cache_dir, key)
     rows = {spec: (line.step_s, line.tensor_s, line.element_s) for spec, line in sorted(lines.items())}
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False) as draft:
-            json.dump({"key": dict(key), "lines": rows}, draft, indent=1)
-        os.replace(draft.name, path)
+    write_own(_path(cache_dir, key), json.dumps({"key": dict(key), "lines": rows}, indent=1))

@@ -24,7 +24,13 @@ from baoc.types.decision import (
 from baoc.types.network import Block, DataSpec, ImageDataSpec, ParamInfo, Part, Role, TextDataSpec, matrix_shape
 from baoc.types.option import Option
 from baoc.types.outcome import RESULT_SCHEMA, BlockMove, FailedRun, FrontierPoint, Quality, Reallocation, RunResult
-from baoc.types.plain import latency_from_plain, profile_from_plain, to_plain
+from baoc.types.plain import (
+    footprint_from_plain,
+    latency_from_plain,
+    option_from_plain,
+    profile_from_plain,
+    to_plain,
+)
 from baoc.types.specs import (
     Axis,
     CodecInfo,
@@ -84,8 +90,10 @@ __all__ = [
     "StorageScheme",
     "TextDataSpec",
     "WeightsInfo",
+    "footprint_from_plain",
     "latency_from_plain",
     "matrix_shape",
+    "option_from_plain",
     "profile_from_plain",
     "to_plain",
 ]

@@ -5,7 +5,8 @@ from dataclasses import fields, is_dataclass
 from enum import StrEnum
 from typing import Any, cast
 
-from baoc.types.decision import GradientStats, LatencyTable, LinkRates, Profile
+from baoc.types.decision import Footprint, GradientStats, LatencyTable, LinkRates, PeakInterval, Profile
+from baoc.types.option import Option
 
 _PLAIN = (str, int, bool, type(None))
 
@@ -57,6 +58,18 @@ def latency_from_plain(data: Mapping[str, Any]) -> LatencyTable:
         hidden_s=float(data["hidden_s"]),
         link=None if data["link"] is None else _link(data["link"]),
     )
+
+
+def option_from_plain(data: Mapping[str, Any]) -> Option:
+    """The inverse of `to_plain` for an Option. Raises KeyError or TypeError for anything else."""
+    measured = ("samples_per_s", "step_s", "fastest_s", "reference_s")
+    return Option(**{**data, **{key: float("nan") if data[key] is None else data[key] for key in measured}})
+
+
+def footprint_from_plain(data: Mapping[str, Any]) -> Footprint:
+    """The inverse of `to_plain` for a Footprint. Raises KeyError or TypeError for anything else."""
+    intervals = tuple(PeakInterval(**interval) for interval in data["intervals"])
+    return Footprint(**{**data, "intervals": intervals, "gradient_order": tuple(data["gradient_order"])})
 
 
 def _link(data: Mapping[str, Any]) -> LinkRates:

@@ -6,6 +6,11 @@ A case is a run of an experiment in a process of its own, under the cap of its b
 what runs need. fp32 AdamW stands beside it three times: with every option that the experiment has and its own best one
 (`*_adamw`), the same with all activations kept (`*_adamw_kept`), and kept as autocast makes them (`*_adamw_autocast`).
 `*_recomputed` and `*_kept` pin what is to be compared, and take fewer seconds to decide.
+
+`--search S` holds decisions against an exhaustive search: each case is decided with no decision of it in the cache,
+then for S seconds every option that fits and was not tried is tried, those first that promise most; then a new process
+decides again, as the cache has it, and trains. OUT/ratio.csv has the seconds of both decisions (`decide_s`, `wall_s` in
+`deciding`), the rates of the chosen and the best option as tried, and what is untried; OUT/search.csv each option.
 """
 
 import argparse
@@ -15,8 +20,12 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -44,9 +53,11 @@ CASES: dict[str, tuple[str, ...]] = {
     "llama_350m_8gb": (LLAMA,),
     "llama_350m_8gb_adamw": (LLAMA, *ADAMW),
     "llama_350m_4gb_adamw8bit": (LLAMA, "budget=4gb", "allocator=uniform_adamw8bit"),
+    "llama_1b_16gb": (LLAMA, "model.size=1b", "budget=16gb"),
     "vit_l16_8gb_kept_compiled": (VIT, "micro_batch=32", "model.checkpointing=false", COMPILED),
     "vit_l16_8gb_adamw_recomputed_compiled": (VIT, *ADAMW, *RECOMPUTED, COMPILED),
 }
+SEARCHED = ("vit_l16_8gb", "llama_350m_4gb", "dit_xl2_16gb", "llama_350m_8gb", "llama_1b_16gb")
 QUIET = (
     "trainer.enable_progress_bar=false",
     "trainer.limit_val_batches=1",
@@ -85,15 +96,72 @@ def run_case(name: str, *, steps: int, warm: int, folder: Path) -> None:
     training.run(from_hydra(compose(overrides)), run_dir=folder, command=" ".join(overrides))
 
 
-def forked(name: str, *, steps: int, warm: int, folder: Path, seconds: float) -> str:
-    """Why the case has no result; empty where it has one."""
+class Searched(Exception):
+    """Every option was tried, and nothing is to be trained."""
+
+
+def search_case(name: str, *, steps: int, warm: int, folder: Path, search_s: float) -> None:
+    """The decision of a case, then every option that fits. Leaves search.csv and search.json in the folder."""
+    from baoc.training import run as training
+    from baoc.training.measure import microbatch_search
+    from baoc.types import to_plain
+
+    choose, decide, began = microbatch_search.choose, training.decide, time.perf_counter()
+
+    def searched(options: Any, *, objective: str, race: Any) -> Any:
+        choice = choose(options, objective=objective, race=race)
+        decide_s, end = time.perf_counter() - began, time.monotonic() + search_s
+        options = choice.options
+
+        def untried() -> list[Any]:
+            return [option for option in options if option.fits and not option.tried and option.samples_per_s > 0]
+
+        while (left := untried()) and time.monotonic() < end:
+            options = race.measure(replace(max(left, key=lambda option: option.samples_per_s), compared=True))
+        write(folder / "search.csv", [to_plain(option) | {"option": option.name} for option in options])
+        known = [option for option in options if option.tried and option.fits]
+        if known and choice.chosen is not None:
+            best = max(known, key=lambda option: option.samples_per_s)
+            rate = next(option.samples_per_s for option in known if option.way == choice.chosen.way)
+            found = {
+                "decide_s": decide_s,
+                "measured": choice.measured,
+                "won": choice.won,
+                "left": len(choice.left),
+                "left_gain": choice.gain,
+                "chosen_option": choice.chosen.name,
+                "chosen_rate": rate,
+                "best_option": best.name,
+                "best_rate": best.samples_per_s,
+                "below_best": 1 - rate / best.samples_per_s,
+                "tried": len(known),
+                "untried": len(untried()),
+                "untried_promise": max((option.samples_per_s for option in untried()), default=0.0),
+            }
+            (folder / "search.json").write_text(json.dumps(found))
+        return choice
+
+    def decided(*args: Any, **kwargs: Any) -> Any:
+        nonlocal began
+        began = time.perf_counter()
+        decide(*args, **kwargs)
+        raise Searched
+
+    microbatch_search.choose, training.decide = searched, decided
+    with suppress(Searched):
+        run_case(name, steps=steps, warm=warm, folder=folder)
+
+
+def forked(run: Callable[[], None], *, folder: Path, seconds: float) -> str:
+    """Why `run` did not come to its end; empty where it did."""
     child = os.fork()
     if child == 0:
         status = 1
         try:
-            run_case(name, steps=steps, warm=warm, folder=folder)
+            run()
             status = 0
         except BaseException as error:  # the row tells it
+            folder.mkdir(parents=True, exist_ok=True)
             (folder / "error.txt").write_text(f"{type(error).__name__}: {error}")
         finally:
             os._exit(status)
@@ -149,8 +217,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warm", type=int, default=5, help="first steps that are not timed: steps of seconds need few")
     parser.add_argument("--seconds", type=float, default=230.0, help="of all cases; those after are left out")
-    parser.add_argument("--only", nargs="*", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--search", type=float, default=0.0, metavar="S")
+    parser.add_argument("--only", nargs="*", choices=list(CASES))
     asked = parser.parse_args()
+    asked.out.mkdir(parents=True, exist_ok=True)
+    if asked.only is None:
+        asked.only = list(SEARCHED if asked.search else CASES)
     end = time.monotonic() + asked.seconds
     import transformers.models.llama.modeling_llama
     import transformers.models.vit.modeling_vit  # noqa: F401
@@ -161,23 +233,43 @@ def main() -> None:
     import baoc.tasks.language
     import baoc.tasks.vision  # noqa: F401
 
+    if asked.search:
+        from baoc.cache import cache_folder
+
+        for kept in cache_folder().glob("decision-*.json"):
+            kept.unlink()
     print(f"imports took {asked.seconds - (end - time.monotonic()):.1f} s", flush=True)
     rows: list[dict[str, object]] = []
     options: list[dict[str, object]] = []
+    searched: list[dict[str, object]] = []
     for name in asked.only:
         began = time.monotonic()
         if end - began < 15:
             print(f"no time for {name}")
             continue
         folder = asked.runs / name
-        why = forked(name, steps=asked.steps, warm=asked.warm, folder=folder, seconds=min(end - began, 120))
-        rows.append(row_of(name, folder=folder, why=why, took_s=time.monotonic() - began))
+        given = {"steps": asked.steps, "warm": asked.warm}
+        search, why = {}, ""
+        if asked.search:
+            first = asked.runs / f"{name}_search"
+            run = partial(search_case, name, folder=first, search_s=asked.search, **given)
+            why = forked(run, folder=first, seconds=min(end - began, 120))
+            search = json.loads(read(first / "search.json") or "{}")
+            rows_of_search = list(csv.DictReader((read(first / "search.csv") or "").splitlines()))
+            searched += [{"case": name, **option} for option in rows_of_search]
+            write(asked.out / "search.csv", searched)
+        run = partial(run_case, name, folder=folder, **given)
+        why = forked(run, folder=folder, seconds=min(end - time.monotonic(), 120)) or why
+        rows.append(row_of(name, folder=folder, why=why, took_s=time.monotonic() - began) | search)
         options += [{"case": name, **option} for option in options_of(folder)]
         write(asked.out / "ratio.csv", rows)
         write(asked.out / "options.csv", options)
         shown = {key: f"{value:.5g}" if isinstance(value, float) else value for key, value in rows[-1].items()}
         keys = ("case", "option", "weights", "samples_per_s", "peak_bytes", "peak_error", "step_ms", "step_error")
-        print(" | ".join(str(shown.get(key, "-")) for key in (*keys, "took_s", "why")), flush=True)
+        more = ("decide_s", "chosen_rate", "best_option", "best_rate", "below_best", "tried", "untried", "deciding")
+        print(
+            " | ".join(str(shown.get(k, "-")) for k in (*keys, *(more if search else ()), "took_s", "why")), flush=True
+        )
 
 
 if __name__ == "__main__":

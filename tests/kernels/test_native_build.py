@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from baoc import cache
+from baoc.cache import shared_with
 from baoc.errors import BadInputError
 from baoc.kernels.cpp import build
 from baoc.optim import BlockwiseOptimizer
@@ -195,7 +196,7 @@ class TestWhoseLibraryItIs:
     def test_a_folder_that_others_may_write_is_left(
         self, cache: Path, mode: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        monkeypatch.setattr(build, "is_own_group", lambda group: False)
+        monkeypatch.setattr("baoc.cache.is_own_group", lambda group: False)
         planted = self.plant(cache)
         cache.chmod(mode)
         found = self.kept()
@@ -206,16 +207,16 @@ class TestWhoseLibraryItIs:
     def test_so_is_one_whose_parents_they_may_replace(self, cache: Path) -> None:
         self.plant(cache / "inner")
         cache.chmod(0o777)
-        assert build.shared_with(cache / "inner") == f"{cache} may be written by other users"
+        assert shared_with(cache / "inner") == f"{cache} may be written by other users"
         cache.chmod(0o1777)  # as /tmp: what lies there stays its owner's
-        assert build.shared_with(cache / "inner") is None
+        assert shared_with(cache / "inner") is None
 
     def test_a_group_of_the_user_alone_is_the_user(self, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         cache.mkdir(mode=0o700)
         cache.chmod(0o775)
         for own in (True, False):
-            monkeypatch.setattr(build, "is_own_group", lambda group, own=own: own)
-            assert (build.shared_with(cache) is None) == own
+            monkeypatch.setattr("baoc.cache.is_own_group", lambda group, own=own: own)
+            assert (shared_with(cache) is None) == own
 
     @pytest.mark.parametrize("place", ["cache", "fallback"])
     @pytest.mark.skipif(os.getuid() != 0, reason="only root may give files away")

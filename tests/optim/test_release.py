@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from baoc.core.catalogue import NATIVE
@@ -60,7 +62,7 @@ def same(nets: list[Net], optimizers: list[BlockwiseOptimizer]) -> None:
     assert_equal(optimizers[0], dict(nets[0].named_parameters()), optimizers[1], dict(nets[1].named_parameters()))
 
 
-def test_blocks_are_put_together_as_far_as_no_more_gradients_are_there():
+def test_blocks_are_put_together_up_to_a_limit_beside_what_was_there():
     order = [("a", 10), ("b", 4), ("c", 4), ("d", 10), ("e", 2), ("f", 2)]
     left = dict.fromkeys("abcdef", 1)
 
@@ -68,18 +70,52 @@ def test_blocks_are_put_together_as_far_as_no_more_gradients_are_there():
         found = together(order, left=left, limit=limit, joins=lambda a, b: not {a, b} & set(apart))
         return ["".join(group) for group in found]
 
-    assert groups(100) == ["a", "bc", "d", "ef"]
-    assert groups(4) == ["a", "b", "c", "d", "ef"]
-    assert groups(100, apart="e") == ["a", "bc", "d", "e", "f"]
+    assert groups(100) == ["abcdef"] and groups(14) == ["ab", "cd", "ef"] and groups(1) == list("abcdef")
+    assert groups(10) == ["a", "bc", "d", "ef"] and groups(10, apart="e") == ["a", "bc", "d", "e", "f"]
     late = [("e", 7), ("f", 7), ("a", 30), ("b", 10), ("c", 10)]
-    found = together(late, left=left, limit=100, joins=lambda a, b: True)
-    assert found == [("e",), ("f",), ("a",), ("b", "c")], "what comes late is no room for what comes early"
-    assert together([("a", 5), ("b", 3), ("a", 5)], left={"a": 2, "b": 1}, limit=100, joins=lambda a, b: True) == [
+    found = together(late, left=left, limit=20, joins=lambda a, b: True)
+    assert found == [("e", "f"), ("a",), ("b", "c")]
+    found = together(late, left=left, limit=10, joins=lambda a, b: True)
+    assert found == [("e",), ("f",), ("a",), ("b",), ("c",)]
+    assert together([("a", 5), ("b", 3), ("a", 5)], left={"a": 2, "b": 1}, limit=9, joins=lambda a, b: True) == [
         ("b",), ("a",)
     ], "b would be there beside all of a"  # fmt: skip
 
 
-@pytest.mark.parametrize(("limit", "largest"), [(0, 1), (64 * 300, 3), (10**6, 5)])
+@given(
+    sizes=st.lists(st.integers(1, 50), min_size=1, max_size=20),
+    limit=st.integers(0, 200),
+    data=st.data(),
+)
+def test_grouped_blocks_hold_at_most_the_limit_beside_the_most_that_was_there_by_then(
+    sizes: list[int], limit: int, data: st.DataObject
+) -> None:
+    """As a plan charges it, whatever the order in which gradients come."""
+    blocks = [data.draw(st.integers(0, max(0, len(sizes) // 2))) for _ in sizes]
+    order = [(str(block), size) for block, size in zip(blocks, sizes, strict=True)]
+    left = {name: sum(other == name for other, _ in order) for name, _ in order}
+    groups = together(order, left=left, limit=limit, joins=lambda a, b: True)
+    assert sorted(name for group in groups for name in group) == sorted(left)
+    group_of = {name: group for group in groups for name in group}
+    missing, held, alone, most = dict(left), dict.fromkeys(left, 0), dict.fromkeys(left, 0), 0
+    whole: list[str] = []
+    for name, size in order:
+        held[name], alone[name], missing[name] = held[name] + size, alone[name] + size, missing[name] - 1
+        most = max(most, sum(alone.values()))
+        assert sum(held.values()) <= most + limit
+        if missing[name]:
+            continue
+        alone[name] = 0
+        if whole and group_of[whole[0]] != group_of[name]:
+            held |= dict.fromkeys(whole, 0)
+            whole = []
+        whole.append(name)
+        if len(whole) == len(group_of[name]):
+            held |= dict.fromkeys(whole, 0)
+            whole = []
+
+
+@pytest.mark.parametrize(("limit", "largest"), [(0, 1), (300, 3), (10**6, 5)])
 def test_a_network_with_tied_and_idle_parameters_trains_alike_and_its_tied_one_is_stepped_once(
     limit: int, largest: int
 ) -> None:

@@ -72,11 +72,11 @@ def test_released_gradients_are_there_one_block_at_a_time():
     )
     blocks = [one_block("a", 30), one_block("b", 20)]
     before = replace(footprint(1), intervals=intervals, resident_bytes=700, gradient_order=("b.0", "a.0"))
-    found = released(before, blocks=blocks)
+    found = released(before, blocks=blocks, grouped=False)
     assert found is not None
     assert [interval.num_bytes for interval in found.intervals] == [1000 - 200, 900, 950 - 80, 800 - 200]
     assert (found.forward_backward_bytes, found.validation_bytes, found.resident_bytes) == (900, 600, 620)
-    assert released(replace(before, intervals=()), blocks=blocks) is None
+    assert released(replace(before, intervals=()), blocks=blocks, grouped=False) is None
 
 
 def test_blocks_whose_gradients_come_in_turns_are_held_together():

@@ -95,6 +95,34 @@ def test_a_resumed_run_goes_on_with_what_was_decided(tmp_path: Path):
     assert (later / "decision.json").read_text() == decided, "for whoever resumes from this run"
 
 
+def test_the_same_decision_is_taken_over_once_its_bytes_were_found_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    first = run(tmp_path / "day" / "first")
+    seen: list[bool] = []
+    monkeypatch.setattr(Trials, "run", lambda *given, **named: (seen.append(True), run_trial(*given, **named))[1])
+    monkeypatch.setattr(Trials, "rehearsed", None)  # none is measured again
+    again = run(tmp_path / "day" / "again", name="again", seed=7)
+    assert len(seen) == 1 and rows(tmp_path / "day" / "again") == rows(tmp_path / "day" / "first")
+    assert again.peak_bytes_predicted == first.peak_bytes_predicted and again.budget_met
+    account = json.loads((tmp_path / "day" / "again" / "deciding.json").read_text())
+    assert account["kept"] is True and "taken over from " in capsys.readouterr().out
+    monkeypatch.undo()
+    grown = lambda *given, **named: more(run_trial(*given, **named))  # noqa: E731
+    monkeypatch.setattr(Trials, "run", grown)
+    run(tmp_path / "day" / "grown", budget=parse_budget("4.2mb"), seed=8)
+    assert "kept" not in json.loads((tmp_path / "day" / "grown" / "deciding.json").read_text()), "decided anew"
+
+
+run_trial = Trials.run
+
+
+def more(trial: Trial) -> Trial:
+    """Of a step that takes a twentieth more bytes than it did."""
+    grown = int(1.05 * trial.footprint.forward_backward_bytes)
+    return replace(trial, footprint=replace(trial.footprint, forward_backward_bytes=grown, intervals=()))
+
+
 def test_no_option_fits_says_the_least_and_which_pin_is_in_the_way(tmp_path: Path):
     with pytest.raises(
         InfeasibleBudgetError, match=r"cannot be met by any of 14 options.*\(32 x 1, recomputed"

@@ -13,14 +13,13 @@ import os
 import platform
 import shlex
 import shutil
-import stat
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from baoc.cache import CACHE, cache_folder
+from baoc.cache import CACHE, cache_folder, fault_of, shared_with, user
 
 log = logging.getLogger(__name__)
 SOURCES = Path(__file__).parent
@@ -111,7 +110,7 @@ def kept_library(stem: str, parts: Sequence[str], make: Callable[[Path], None]) 
     none, from a folder of this process alone.
     """
     name = f"{stem}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:24]}.so"
-    for folder in (cache_folder(), Path(tempfile.gettempdir()) / f"baoc-{_user()}"):
+    for folder in (cache_folder(), Path(tempfile.gettempdir()) / f"baoc-{user()}"):
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             if (fault := shared_with(folder)) is not None:
@@ -142,7 +141,7 @@ def _verified(path: Path, make: Callable[[Path], None]) -> Path:
     """`path`, a library that is the user's own and whole by the hash beside it; built if it is not there or not so."""
     noted = path.with_suffix(".sha256")
     try:
-        if _fault(path.lstat(), is_folder=False) is None and noted.read_text() == hash_of(path):
+        if fault_of(path.lstat(), is_folder=False) is None and noted.read_text() == hash_of(path):
             return path
     except (OSError, ValueError):
         pass
@@ -155,54 +154,6 @@ def _verified(path: Path, make: Callable[[Path], None]) -> Path:
 
 def hash_of(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def shared_with(folder: Path) -> str | None:
-    """Why another user could put files into `folder`, or another folder in its place; None where none could.
-
-    The folder itself and all above it count, as for ssh. Of symbolic links only those of the user or of root are
-    followed.
-    """
-    parts = [folder.absolute(), *folder.absolute().parents]
-    for part in parts:
-        status = part.lstat()
-        if stat.S_ISLNK(status.st_mode):
-            if status.st_uid not in (_user(), 0):
-                return f"{part} is a symbolic link of another user"
-            return shared_with(part.resolve()) or shared_with(part.parent)
-        sticky = part is not parts[0] and status.st_mode & stat.S_ISVTX  # others cannot replace what is not theirs
-        if not sticky and (fault := _fault(status, is_folder=True)) is not None:
-            return f"{part} {fault}"
-    return None
-
-
-def _fault(status: os.stat_result, *, is_folder: bool) -> str | None:
-    """Why what has this status is not the user's alone."""
-    if not (stat.S_ISDIR if is_folder else stat.S_ISREG)(status.st_mode):
-        return "is a link or of another kind"
-    if not hasattr(os, "getuid"):
-        return None  # Windows gives each user a folder of its own
-    if status.st_uid not in (_user(), 0):
-        return "belongs to another user"
-    if status.st_mode & stat.S_IWOTH or (status.st_mode & stat.S_IWGRP and not is_own_group(status.st_gid)):
-        return "may be written by other users"
-    return None
-
-
-def _user() -> int:
-    return os.getuid() if hasattr(os, "getuid") else 0
-
-
-def is_own_group(group: int) -> bool:
-    """True for the group of the user alone that many systems make, with a umask under which it may write."""
-    import grp
-    import pwd
-
-    try:
-        user, entry = pwd.getpwuid(_user()).pw_name, grp.getgrgid(group)
-    except KeyError:
-        return False
-    return entry.gr_name == user and not set(entry.gr_mem) - {user}
 
 
 def _cpu_flags(command: list[str]) -> tuple[tuple[str, ...], str]:

@@ -339,7 +339,7 @@ class _Shapes:
         blocks = (
             [in_bf16(block, names=self.less) for block in self.planner.blocks] if self.tight else self.planner.blocks
         )
-        return released(found, blocks=blocks) or found
+        return released(found, blocks=blocks, grouped=True) or found
 
     def footprint(self, micro_batch: int, *, release: bool) -> Footprint:
         """As it would be on the card: its context, what the allocator reserves more, and the gradients' samples."""

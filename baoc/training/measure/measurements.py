@@ -74,7 +74,7 @@ class Tryouts:
         size, recomputed, release = way
         if release:
             return recomputed in self.released
-        return size in [trial.micro_batch for trial in self.tried[recomputed]]
+        return size in [trial.micro_batch for trial in self.tried.get(recomputed, [])]
 
     def like(self, way: Way) -> list[Trial]:
         """What is known of ways like this one."""
@@ -88,7 +88,7 @@ class Tryouts:
         if release and recomputed in self.released:
             return self.released[recomputed].footprint
         found = footprint_at(self.tried[recomputed], micro_batch=size)
-        return released(found, blocks=blocks) if release else found
+        return released(found, blocks=blocks, grouped=self.where.type == "cuda") if release else found
 
     def seconds(self, way: Way) -> float:
         """Of a step but for the optimizer's part: rehearsed, else compared, else on the line through trials."""
@@ -259,6 +259,12 @@ class Tryouts:
             self.looked_at.discard(way)
 
         self._in_room(way, tried)
+
+    def look_at(self, way: Way, *, blocks: Sequence[Sequence[Tensor]]) -> Trial | None:
+        """Bytes of this way as it would be run, if it has room."""
+        found: list[Trial] = []
+        self._in_room(way, lambda narrow: found.append(self.run(way, blocks=blocks, narrow=narrow)))
+        return found[0] if found else None
 
     def _in_room(self, way: Way, measure: Callable[[bool], None]) -> None:
         """`measure(narrow)` with weights in full or, where these have no room, in 16 bits; or that none has."""

@@ -8,7 +8,7 @@ import gc
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.models.switches import disable_checkpointing, enable_checkpointing
 from baoc.parallel import ALONE, ranks
 from baoc.planning.choice import Choice, Race, choose
-from baoc.planning.microbatch import Axes, divisors, footprint_at, make_option, none_fits, option_rows
+from baoc.planning.microbatch import ALIKE, Axes, divisors, footprint_at, make_option, none_fits, option_rows
 from baoc.planning.planner import Planner
 from baoc.profiling import cap_device, clear_cache, context_bytes, describe, free_bytes, uncapped
 from baoc.profiling.phase_timer import PhaseTimer
@@ -37,6 +37,7 @@ from baoc.training.arriving_weights import must_wait, visiting
 from baoc.training.callbacks.resume import capture_rng, restore_rng
 from baoc.training.lightning import declared_blocks, widened
 from baoc.training.measure.benchmark_steps import FEW, WARM, WARM_RELEASED
+from baoc.training.measure.decision_cache import Entry, keep_decision, key_of, path_of, read_decision
 from baoc.training.measure.measurements import Tryouts, Way
 from baoc.training.measure.microbatches import REHEARSED_S, TIMED_S, Trials
 from baoc.training.measure.probe import upkeep_bytes
@@ -49,6 +50,8 @@ DECIDING_S = 12.0  # that it may take
 LIMITED_S = 5.0  # what a latency table may take where a step_time limit needs it
 COMPARING_S, LOOKING_S = 0.4, 0.6  # about what it takes beside steps to set up a comparison, or a look at bytes
 FUSED_S = 0.5  # and where only fused AdamW is timed, by the byte of which all specs are taken to be as fast
+# Fields of a footprint that do not depend on the micro-batch.
+CONSTANT = ("step_temporary_bytes", "arrival_bytes", "profile_bytes", "profile_temporary_bytes")
 VERIFIED = 6  # options that are measured at most for a refusal
 
 
@@ -106,33 +109,42 @@ def decide(
         tell("deciding how a batch is run: a few small micro-batches")
         end = monotonic() + DECIDING_S
         decision = Decision(config, task=task, data=data, device=device, settings=settings, visit=visit, phases=phases)
-        race = Race(
-            measure=partial(decision.measured, tell=tell),
-            cost_s=decision.cost_s,
-            left_s=lambda: end - monotonic(),
-            run_s=partial(run_seconds, config),
-        )
-        choice = choose(decision.options(), objective=config.objective, race=race)
-        if choice.chosen is None:
-            choice = choose(decision.least_measured(choice.options), objective=config.objective, race=race)
-        options, chosen = choice.options, choice.chosen
-        leave(options, run_dir=run_dir, objective=config.objective)
-        account = {"total_s": phases.total_s, "wall_s": monotonic() - end + DECIDING_S, "phases_s": phases.seconds}
-        files.write_json(run_dir / "deciding.json", account | account_of(choice))
-        console.say(f"the decision took {phases.summary()}{told(choice)}")
-        if chosen is None:
-            raise none_fits(options, budget=decision.budget, axes=decision.axes, specs=decision.planner.specs)
-        decision.tryouts.switch(chosen.recomputed)
-    choice = choice_of(chosen)
-    keep(choice, run_dir=run_dir)
+        key = decision.key()
+        kept_before = read_decision(key)
+        if kept_before is not None and decision.confirms(kept_before):
+            made, told = kept_before, f": taken over from {path_of(key)}, as its bytes were found again"
+            account: dict[str, Any] = {"kept": True}
+        else:
+            decision.explore()
+            race = Race(
+                measure=partial(decision.measured, tell=tell),
+                cost_s=decision.cost_s,
+                left_s=lambda: end - monotonic(),
+                run_s=partial(run_seconds, config),
+            )
+            choice = choose(decision.options(), objective=config.objective, race=race)
+            if choice.chosen is None:
+                choice = choose(decision.least_measured(choice.options), objective=config.objective, race=race)
+            made, told, account = decision.entry(choice), account_text(choice), account_of(choice)
+        leave(made.options if made else choice.options, run_dir=run_dir, objective=config.objective)
+        account |= {"total_s": phases.total_s, "wall_s": monotonic() - end + DECIDING_S, "phases_s": phases.seconds}
+        files.write_json(run_dir / "deciding.json", account)
+        console.say(f"the decision took {phases.summary()}{told}")
+        if made is None:
+            raise none_fits(choice.options, budget=decision.budget, axes=decision.axes, specs=decision.planner.specs)
+        if made is not kept_before:
+            keep_decision(key, made)
+        decision.tryouts.switch(made.chosen.recomputed)
+    chosen = made.chosen
+    keep(choice_of(chosen), run_dir=run_dir)
     if chosen.release and config.optim.release_gradients is None:
         tell_release(config)
     data.batch_size, data.accumulate = chosen.micro_batch, chosen.accumulation
     return Decided(
-        config=replace(settled(config, choice=choice), budget=decision.budget),
-        latency=decision.latency(chosen.way, spared_s=chosen.spared_s),
+        config=replace(settled(config, choice=choice_of(chosen)), budget=decision.budget),
+        latency=made.latency,
         option=chosen,
-        footprint=decision.footprints.get(chosen.way),
+        footprint=made.footprint,
     )
 
 
@@ -175,10 +187,7 @@ class Decision:
     ):
         self.config, self.task, self.phases = config, task, phases
         self.footprints: dict[Way, Footprint] = {}
-        self.pace = {
-            False: 1.0,
-            True: 1.0,
-        }  # by whether it was to be tried, seconds that the last one took over those expected
+        self.pace = {False: 1.0, True: 1.0}  # how many times as long the last comparison, and the last try, took
         self._plans: dict[Way, tuple[Footprint | None, Plan | InfeasibleBudgetError]] = {}
         self.where = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
         self.budget = resolve_auto(config.budget, free_bytes=free_bytes(self.where))
@@ -209,33 +218,77 @@ class Decision:
             less=self.session.less,
             capped=capped,
         )
+        if settings.planner.allocator == "exact":  # by prices, in milliseconds: the run itself is planned exactly
+            settings = replace(settings, planner=replace(settings.planner, allocator="lagrangian"))
+        self.settings = settings
+
+    def explore(self) -> None:
+        """A few micro-batches of each kind, and what else options are made of."""
         for recomputed in self.axes.recomputed:
             if not (recomputed and self._roomy()):
                 self.tryouts.explore(recomputed)
-        if settings.planner.allocator == "exact":  # by prices, in milliseconds: the run itself is planned exactly
-            settings = replace(settings, planner=replace(settings.planner, allocator="lagrangian"))
-        self.planner = Planner(
-            self.session.infos,
-            budget=self.budget,
-            settings=settings.planner,
-            declared=self.session.declared,
-            footprint=next(iter(self.tryouts.tried.values()))[0].footprint,
-        )
-        self.blocks = [[self.params[param.name] for param in block.params] for block in self.planner.blocks]
-        beyond = capped and not self.tryouts.any_room
-        with phases("the profiler"), uncapped(self.where, budget=self.budget) if beyond else nullcontext():
+        self._plan_by(next(iter(self.tryouts.tried.values()))[0].footprint)
+        beyond = self.tryouts.capped and not self.tryouts.any_room
+        with self.phases("the profiler"), uncapped(self.where, budget=self.budget) if beyond else nullcontext():
             self.constant = {
-                release: self._constant(replace(settings, release=release)) for release in self.axes.release
+                release: self._constant(replace(self.settings, release=release)) for release in self.axes.release
             }
         self.table = self._table()
+
+    def _plan_by(self, footprint: Footprint) -> None:
+        planner = self.settings.planner
+        given = {"budget": self.budget, "settings": planner, "declared": self.session.declared}
+        self.planner = Planner(self.session.infos, footprint=footprint, **given)
+        self.blocks = [[self.params[param.name] for param in block.params] for block in self.planner.blocks]
+
+    # -- what was decided before --------------------------------------------------------------------------------------
+
+    def key(self) -> dict[str, Any]:
+        """All that the decision rests on, see `decision_cache`."""
+        batches = self.tryouts.trials.batches
+        return key_of(self.config, network=self.task.model, batches=batches, budget=self.budget, device=self.where)
+
+    def confirms(self, kept: Entry) -> bool:
+        """Whether a decision of before is enough for a run as long as this one, and what it chose takes the bytes that
+        it took, as one look at it within the cap says."""
+        chosen, before = kept.chosen, kept.footprint
+        if kept.run_s < run_seconds(self.config, chosen.samples_per_s):
+            return False
+        self._plan_by(before)
+        trial = self.tryouts.look_at(chosen.way, blocks=self.blocks)
+        if trial is None:
+            return False
+        fixed = {name: getattr(before, name) for name in CONSTANT}
+        context = max(trial.footprint.context_bytes, context_bytes(self.where))
+        found = replace(trial.footprint, context_bytes=context, **fixed)
+        self.planner.footprint, self.planner.latency = found, kept.latency
+        with suppress(InfeasibleBudgetError):
+            self.planner.propose()
+            return found.peak_bytes(state_bytes=0) <= (1 + ALIKE) * before.peak_bytes(state_bytes=0)
+        return False
+
+    def entry(self, choice: Choice) -> Entry | None:
+        """What was chosen, to be kept; None where nothing fits."""
+        chosen = choice.chosen
+        if chosen is None:
+            return None
+        run_s = run_seconds(self.config, chosen.samples_per_s) if choice.left else math.inf
+        return Entry(
+            chosen=chosen,
+            options=tuple(choice.options),
+            footprint=self.footprints[chosen.way],
+            latency=self.latency(chosen.way, spared_s=chosen.spared_s),
+            run_s=run_s,
+        )
+
+    # -- options ------------------------------------------------------------------------------------------------------
 
     def _constant(self, settings: SessionSettings) -> dict[str, Any]:
         """Fields of a footprint that do not depend on the micro-batch: the profiler, and temporaries of a step."""
         make_profiler(self.planner, self.params, settings=settings, betas=self.config.optim.betas)
         assert self.planner.footprint is not None
         found = self.session.complete(self.planner.footprint)
-        names = ("step_temporary_bytes", "arrival_bytes", "profile_bytes", "profile_temporary_bytes")
-        return {name: getattr(found, name) for name in names}
+        return {name: getattr(found, name) for name in CONSTANT}
 
     def _trials(self, data: DataModule, *, precision: str) -> Trials:
         with self.phases("first batches"):
@@ -424,7 +477,7 @@ def account_of(choice: Choice) -> dict[str, Any]:
     return {"measured": choice.measured, "won": choice.won, "left": left, "left_gain": choice.gain}
 
 
-def told(choice: Choice) -> str:
+def account_text(choice: Choice) -> str:
     """The same in words."""
     said = f"; {choice.measured} measurements of options"
     if choice.won > 0:

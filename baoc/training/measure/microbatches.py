@@ -79,6 +79,11 @@ class Trials:
         self._emulate_cuda = emulate_cuda
         self._mixed = precision == "bf16-mixed"
 
+    @property
+    def batches(self) -> tuple[Any, Any]:
+        """Of training and of validation, as they came."""
+        return self._batch, self._val_batch
+
     def run(
         self,
         micro_batch: int,

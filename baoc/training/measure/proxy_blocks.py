@@ -16,6 +16,7 @@ from baoc.errors import BadInputError
 from baoc.optim import BlockwiseOptimizer, GradientRelease, groups
 from baoc.optim.backends import stand_in
 from baoc.optim.backends.fused import FusedBackend
+from baoc.planning.cost import grouped_bytes
 from baoc.types import Block, OptimizerSpec, Placement, Role
 
 LAUNCHED = 2  # steps until all is as in the next ones
@@ -61,6 +62,8 @@ class SmallBlocks:
         if self._releaser is not None and release is not None:
             self._releaser.settings = release  # not told again: the run's own optimizer says what it means
             self._releaser.sizes = {small: param.nbytes for param, small in self._small.items()}
+            if self._releaser.together_bytes:
+                self._releaser.together_bytes = grouped_bytes(sum(self._releaser.sizes.values()))
         self._grads = {small: torch.full_like(small, 1e-3) for small in self._small.values()}
         self.compile()
 

@@ -1,0 +1,148 @@
+"""Decisions of before, kept in the user's cache: the same run on the same card need not measure its options again.
+
+An entry is a file whose name is the hash of all that a decision rests on. What was decided for another network, batch,
+card, budget, version or setting is in another file. An entry that is damaged, of another key, or from a folder in which
+somebody else could have put it is none.
+"""
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from baoc.cache import CACHE, cache_folder, read_own, write_own
+from baoc.config.environment import versions
+from baoc.config.schema import RunConfig
+from baoc.profiling.latency import machine, source_hash
+from baoc.types import (
+    Budget,
+    Footprint,
+    LatencyTable,
+    Option,
+    footprint_from_plain,
+    latency_from_plain,
+    option_from_plain,
+    to_plain,
+)
+
+MOST = 256  # entries that are kept, the newest ones
+# Settings that no decision rests on; how long a run is only says what more of deciding is worth, see `Entry.run_s`.
+_RUN = ("name", "seed", "resume", "logger", "checkpoint", "faults")
+_TRAINER = (
+    *("max_steps", "max_epochs", "max_time", "min_steps", "min_epochs", "log_every_n_steps", "enable_progress_bar"),
+    *("enable_model_summary", "val_check_interval", "check_val_every_n_epoch", "limit_val_batches"),
+)
+# Variables that steer torch, its libraries and BAOC, but for those that name a folder or one of several equal cards.
+_STEERING = ("BAOC_", "TORCH", "PYTORCH_", "TRITON_", "CUDA_", "CUBLAS", "CUDNN", "NVIDIA_", "OMP_", "MKL_")
+_FOLDERS = (CACHE, "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "CUDA_CACHE_PATH", "TRITON_CACHE_DIR")
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A decision: the `chosen` one of `options`, with its footprint and the latency table to plan the run with.
+
+    `run_s`: for how long a run it is enough; infinite where no option was left that could have been better.
+    """
+
+    chosen: Option
+    options: tuple[Option, ...]
+    footprint: Footprint
+    latency: LatencyTable
+    run_s: float
+
+
+def key_of(
+    config: RunConfig, *, network: nn.Module, batches: Sequence[Any], budget: Budget, device: torch.device
+) -> dict[str, Any]:
+    """All that a decision rests on. `batches`: of training and validation; their shapes count, not their numbers."""
+    asked = to_plain(config)
+    asked = {key: value for key, value in asked.items() if key not in _RUN}
+    asked["trainer"] = {key: value for key, value in asked["trainer"].items() if key not in _TRAINER}
+    tensors = [*network.named_parameters(), *network.named_buffers()]
+    return {
+        "config": asked | {"budget": to_plain(budget)},
+        "network": _hash(
+            [type(network).__module__, type(network).__qualname__, repr(network)],
+            [[name, *_shape(tensor), tensor.requires_grad] for name, tensor in tensors],
+        ),
+        "batches": [_shapes(batch) for batch in batches],
+        "machine": machine(device) | _card(device) | {"source": source_hash([Path(__file__).parents[2]])},
+        "versions": {**versions(), "python": platform.python_version()},
+        "torch": [
+            torch.get_float32_matmul_precision(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.backends.cudnn.benchmark,
+            torch.backends.cuda.matmul.allow_tf32,
+        ],
+        "environment": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(_STEERING) and name not in _FOLDERS
+        },
+    }
+
+
+def _card(device: torch.device) -> dict[str, str]:
+    host = f"{platform.machine()} {os.cpu_count()} cores"
+    if device.type != "cuda":
+        return {"processor": host}
+    card = torch.cuda.get_device_properties(device)
+    driver = _DRIVER.read_text(encoding="utf-8") if _DRIVER.is_file() else ""
+    return {"processor": host, "card": f"{card.name}, {card.total_memory} bytes", "driver": _hash(driver)}
+
+
+def _shape(tensor: Tensor) -> list[Any]:
+    return [list(tensor.shape), str(tensor.dtype)]
+
+
+def _shapes(batch: Any) -> Any:
+    if isinstance(batch, Tensor):
+        return _shape(batch)
+    if isinstance(batch, Mapping):
+        return {str(key): _shapes(value) for key, value in batch.items()}
+    return [_shapes(value) for value in batch] if isinstance(batch, list | tuple) else type(batch).__name__
+
+
+def _hash(*of: Any) -> str:
+    return hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()
+
+
+def path_of(key: Mapping[str, Any]) -> Path:
+    return cache_folder() / f"decision-{_hash(key)[:32]}.json"
+
+
+def read_decision(key: Mapping[str, Any]) -> Entry | None:
+    """The decision for this key; None where there is none that is whole."""
+    try:
+        kept: Any = json.loads(read_own(path_of(key)) or "")
+        body = kept["body"]
+        if kept["digest"] != _hash(body) or body["key"] != json.loads(json.dumps(key)):
+            return None
+        return Entry(
+            chosen=option_from_plain(body["chosen"]),
+            options=tuple(map(option_from_plain, body["options"])),
+            footprint=footprint_from_plain(body["footprint"]),
+            latency=latency_from_plain(body["latency"]),
+            run_s=float("inf") if body["run_s"] is None else float(body["run_s"]),
+        )
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def keep_decision(key: Mapping[str, Any], entry: Entry) -> None:
+    """Keeps a decision for the next run, in the place of what was there for this key; the oldest entries go."""
+    body = json.loads(json.dumps({"key": key, **to_plain(entry)}))
+    write_own(path_of(key), json.dumps({"digest": _hash(body), "body": body}))
+    with suppress(OSError):
+        entries = sorted(cache_folder().glob("decision-*.json"), key=lambda path: path.stat().st_mtime)
+        for old in entries[:-MOST]:
+            old.unlink(missing_ok=True)

@@ -1,0 +1,183 @@
+"""Decisions that are kept: taken over by the same run, made anew by any other, and by whatever is not whole."""
+
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from baoc.cache import CACHE, read_own, write_own
+from baoc.config.schema import ModelConfig, RunConfig
+from baoc.core.budgets import parse_budget
+from baoc.training.measure import decision_cache
+from baoc.training.measure.decision_cache import Entry, keep_decision, key_of, path_of, read_decision
+from baoc.types import LatencyTable
+from tests.support.planners import footprint, option
+from tests.support.training_runs import config
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def entry(**changes: Any) -> Entry:
+    chosen = option(8, rate=100.0, risk=0.1)
+    table = LatencyTable(device="cpu", fixed_s={"adamw": 1e-6}, per_element_s={"adamw": 1e-9}, assumed=("adamw",))
+    made = Entry(
+        chosen=replace(chosen, chosen=True, tried=True),
+        options=(replace(chosen, chosen=True, tried=True), option(4, rate=float("nan"), risk=None)),
+        footprint=footprint(8),
+        latency=table,
+        run_s=float("inf"),
+    )
+    return replace(made, **changes)
+
+
+def key(
+    asked: RunConfig | None = None, *, network: nn.Module | None = None, batch: Any = None, budget: str = "8gb"
+) -> dict[str, Any]:
+    given = {"batches": (torch.ones(4, 3) if batch is None else batch, None), "budget": parse_budget(budget)}
+    return key_of(asked or config(), network=network or nn.Linear(3, 3), device=CPU, **given)
+
+
+def test_what_is_kept_comes_back_as_it_was():
+    made = entry()
+    keep_decision(key(), made)
+    assert repr(read_decision(key())) == repr(made), "as text: what is not a number is not equal to itself"
+    keep_decision(key(), entry(run_s=7.0))
+    again = read_decision(key())
+    assert again is not None and again.run_s == 7.0
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"network": nn.Linear(3, 4)},
+        {"network": nn.Linear(3, 3, dtype=torch.bfloat16)},
+        {"network": nn.Linear(3, 3).requires_grad_(False)},
+        {"network": nn.Sequential(nn.Linear(3, 3))},
+        {"network": nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.1))},
+        {"batch": torch.ones(5, 3)},
+        {"batch": torch.ones(4, 3, dtype=torch.int64)},
+        {"batch": {"x": torch.ones(4, 3)}},
+        {"budget": "7gb"},
+        {"asked": config(batch_size=64)},
+        {"asked": config(objective="balanced")},
+        {"asked": config(model=ModelConfig(compile=True))},
+        {"asked": config(micro_batch=4)},
+        {"asked": replace(config(), trainer=replace(config().trainer, gradient_clip_val=0.5))},
+        {"asked": replace(config(), trainer=replace(config().trainer, precision="bf16-mixed"))},
+    ],
+    ids=str,
+)
+def test_for_anything_else_there_is_none(other: dict[str, Any]):
+    keep_decision(key(), entry())
+    assert read_decision(key(**other)) is None and read_decision(key()) is not None
+
+
+@pytest.mark.parametrize("name", ["source_hash", "versions", "machine"])
+def test_nor_for_other_code_versions_or_machines(name: str, monkeypatch: pytest.MonkeyPatch):
+    keep_decision(key(), entry())
+    value = "other" if name == "source_hash" else {"torch": "0.0"}
+    monkeypatch.setattr(decision_cache, name, lambda *_: value)
+    assert read_decision(key()) is None
+
+
+def test_nor_under_variables_that_steer_kernels(monkeypatch: pytest.MonkeyPatch):
+    keep_decision(key(), entry())
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
+    assert read_decision(key()) is None
+
+
+def test_what_a_run_is_called_and_how_long_it_is_does_not_matter():
+    keep_decision(key(), entry())
+    longer = replace(config(), trainer=replace(config().trainer, max_steps=9999), name="other", seed=5)
+    assert read_decision(key(longer)) is not None
+
+
+def torn(path: Path) -> None:
+    path.write_text(path.read_text()[: path.stat().st_size // 2])
+
+
+def changed(path: Path) -> None:
+    path.write_text(path.read_text().replace('"micro_batch": 8', '"micro_batch": 4'))
+
+
+def of_another_key(path: Path) -> None:
+    keep_decision(key(budget="7gb"), entry())
+    path.write_text(path_of(key(budget="7gb")).read_text())
+
+
+def of_an_older_form(path: Path) -> None:
+    body = json.loads(path.read_text())["body"]
+    del body["footprint"]["intervals"]
+    path.write_text(json.dumps({"digest": decision_cache._hash(body), "body": body}))
+
+
+def no_text(path: Path) -> None:
+    path.write_bytes(b"\xff\xfe\x00")
+
+
+def for_others_to_write(path: Path) -> None:
+    path.chmod(0o666)
+
+
+def in_a_folder_of_others(path: Path) -> None:
+    path.parent.chmod(0o777)
+
+
+def linked(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to(path.with_name("elsewhere"))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [torn, changed, of_another_key, of_an_older_form, no_text, for_others_to_write, in_a_folder_of_others, linked],
+)
+def test_what_is_not_whole_or_not_ones_own_is_none_and_is_written_anew(damage: Any, own_cache: Path):
+    keep_decision(key(), entry())
+    damage(path_of(key()))
+    assert read_decision(key()) is None
+    own_cache.chmod(0o700)
+    keep_decision(key(), entry())
+    assert read_decision(key()) is not None
+
+
+def test_several_processes_at_once_leave_whole_ones(own_cache: Path):
+    """Each replaces the file in one rename: whoever reads meanwhile has one or the other."""
+    asked = key()
+    keep_decision(asked, entry())
+
+    def work(number: int) -> bool:
+        keep_decision(asked, entry(run_s=float(number)))
+        return read_decision(asked) is not None
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(40)))
+    assert [path.name for path in own_cache.iterdir()] == [path_of(asked).name]
+
+
+def test_only_the_newest_are_kept(own_cache: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(decision_cache, "MOST", 2)
+    for age, budget in enumerate(("1gb", "2gb", "3gb")):
+        keep_decision(key(budget=budget), entry())
+        os.utime(path_of(key(budget=budget)), (age, age))
+    keep_decision(key(), entry())
+    left = [budget for budget in ("1gb", "2gb", "3gb", "8gb") if path_of(key(budget=budget)).exists()]
+    assert left == ["3gb", "8gb"]
+
+
+def test_a_folder_that_cannot_be_written_keeps_none(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    write_own(tmp_path / "file" / "below", "text")
+    assert read_own(tmp_path / "file" / "below") is None
