@@ -110,30 +110,21 @@ def decide(
         end = monotonic() + DECIDING_S
         decision = Decision(config, task=task, data=data, device=device, settings=settings, visit=visit, phases=phases)
         key = decision.key()
-        kept_before = read_decision(key)
-        if kept_before is not None and decision.confirms(kept_before):
-            made, told = kept_before, f": taken over from {path_of(key)}, as its bytes were found again"
-            account: dict[str, Any] = {"kept": True}
-        else:
-            decision.explore()
-            race = Race(
-                measure=partial(decision.measured, tell=tell),
-                cost_s=decision.cost_s,
-                left_s=lambda: end - monotonic(),
-                run_s=partial(run_seconds, config),
-            )
-            choice = choose(decision.options(), objective=config.objective, race=race)
-            if choice.chosen is None:
-                choice = choose(decision.least_measured(choice.options), objective=config.objective, race=race)
-            made, told, account = decision.entry(choice), account_text(choice), account_of(choice)
-        leave(made.options if made else choice.options, run_dir=run_dir, objective=config.objective)
+        made, choice = read_decision(key), None
+        if made is None or not decision.confirms(made):
+            choice = decision.search(end=end, tell=tell)
+            made = decision.entry(choice)
+            if made is not None:
+                keep_decision(key, made)
+        options = [*choice.options] if choice is not None else [*made.options] if made is not None else []
+        leave(options, run_dir=run_dir, objective=config.objective)
+        account = {"kept": True} if choice is None else account_of(choice)
         account |= {"total_s": phases.total_s, "wall_s": monotonic() - end + DECIDING_S, "phases_s": phases.seconds}
         files.write_json(run_dir / "deciding.json", account)
-        console.say(f"the decision took {phases.summary()}{told}")
+        how = f": taken over from {path_of(key)}, as its bytes were found again" if choice is None else told(choice)
+        console.say(f"the decision took {phases.summary()}{how}")
         if made is None:
-            raise none_fits(choice.options, budget=decision.budget, axes=decision.axes, specs=decision.planner.specs)
-        if made is not kept_before:
-            keep_decision(key, made)
+            raise none_fits(options, budget=decision.budget, axes=decision.axes, specs=decision.planner.specs)
         decision.tryouts.switch(made.chosen.recomputed)
     chosen = made.chosen
     keep(choice_of(chosen), run_dir=run_dir)
@@ -221,6 +212,20 @@ class Decision:
         if settings.planner.allocator == "exact":  # by prices, in milliseconds: the run itself is planned exactly
             settings = replace(settings, planner=replace(settings.planner, allocator="lagrangian"))
         self.settings = settings
+
+    def search(self, *, end: float, tell: Callable[[str], None]) -> Choice:
+        """The best option, in the time until `end` by the clock."""
+        self.explore()
+        race = Race(
+            measure=partial(self.measured, tell=tell),
+            cost_s=self.cost_s,
+            left_s=lambda: end - monotonic(),
+            run_s=partial(run_seconds, self.config),
+        )
+        choice = choose(self.options(), objective=self.config.objective, race=race)
+        if choice.chosen is None:
+            choice = choose(self.least_measured(choice.options), objective=self.config.objective, race=race)
+        return choice
 
     def explore(self) -> None:
         """A few micro-batches of each kind, and what else options are made of."""
@@ -477,7 +482,7 @@ def account_of(choice: Choice) -> dict[str, Any]:
     return {"measured": choice.measured, "won": choice.won, "left": left, "left_gain": choice.gain}
 
 
-def account_text(choice: Choice) -> str:
+def told(choice: Choice) -> str:
     """The same in words."""
     said = f"; {choice.measured} measurements of options"
     if choice.won > 0:
