@@ -63,13 +63,15 @@ def latency_from_plain(data: Mapping[str, Any]) -> LatencyTable:
 def option_from_plain(data: Mapping[str, Any]) -> Option:
     """The inverse of `to_plain` for an Option. Raises KeyError or TypeError for anything else."""
     measured = ("samples_per_s", "step_s", "fastest_s", "reference_s")
-    return Option(**{**data, **{key: float("nan") if data[key] is None else data[key] for key in measured}})
+    known: dict[str, Any] = {key: float("nan") if data[key] is None else data[key] for key in measured}
+    return Option(**{**data, **known})
 
 
 def footprint_from_plain(data: Mapping[str, Any]) -> Footprint:
     """The inverse of `to_plain` for a Footprint. Raises KeyError or TypeError for anything else."""
-    intervals = tuple(PeakInterval(**interval) for interval in data["intervals"])
-    return Footprint(**{**data, "intervals": intervals, "gradient_order": tuple(data["gradient_order"])})
+    order: dict[str, Any] = {"gradient_order": tuple(data["gradient_order"])}
+    intervals: dict[str, Any] = {"intervals": tuple(PeakInterval(**interval) for interval in data["intervals"])}
+    return Footprint(**{**data, **order, **intervals})
 
 
 def _link(data: Mapping[str, Any]) -> LinkRates:

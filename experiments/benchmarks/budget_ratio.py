@@ -58,6 +58,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "vit_l16_8gb_adamw_recomputed_compiled": (VIT, *ADAMW, *RECOMPUTED, COMPILED),
 }
 SEARCHED = ("vit_l16_8gb", "llama_350m_4gb", "dit_xl2_16gb", "llama_350m_8gb", "llama_1b_16gb")
+LIMIT_S = 120.0  # of a case
 QUIET = (
     "trainer.enable_progress_bar=false",
     "trainer.limit_val_batches=1",
@@ -177,8 +178,8 @@ def forked(run: Callable[[], None], *, folder: Path, seconds: float) -> str:
     return f"cut after {seconds:.0f} s"
 
 
-def row_of(name: str, *, folder: Path, why: str, took_s: float) -> dict[str, object]:
-    row: dict[str, object] = {"case": name, "command": " ".join(CASES[name]), "option": "", "weights": ""}
+def row_of(name: str, *, folder: Path, why: str, took_s: float) -> dict[str, Any]:
+    row: dict[str, Any] = {"case": name, "command": " ".join(CASES[name]), "option": "", "weights": ""}
     result = json.loads(read(folder / "result.json") or "{}")
     row |= {key: result.get(key, "") for key in MEASURED}
     row["deciding"] = read(folder / "deciding.json") or ""
@@ -202,7 +203,7 @@ def read(path: Path) -> str | None:
     return path.read_text() if path.is_file() else None
 
 
-def write(path: Path, rows: list[dict[str, object]]) -> None:
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
     columns = list(dict.fromkeys(key for row in rows for key in row))
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
@@ -239,9 +240,9 @@ def main() -> None:
         for kept in cache_folder().glob("decision-*.json"):
             kept.unlink()
     print(f"imports took {asked.seconds - (end - time.monotonic()):.1f} s", flush=True)
-    rows: list[dict[str, object]] = []
-    options: list[dict[str, object]] = []
-    searched: list[dict[str, object]] = []
+    rows: list[dict[str, Any]] = []
+    options: list[dict[str, Any]] = []
+    searched: list[dict[str, Any]] = []
     for name in asked.only:
         began = time.monotonic()
         if end - began < 15:
@@ -253,13 +254,13 @@ def main() -> None:
         if asked.search:
             first = asked.runs / f"{name}_search"
             run = partial(search_case, name, folder=first, search_s=asked.search, **given)
-            why = forked(run, folder=first, seconds=min(end - began, 120))
+            why = forked(run, folder=first, seconds=min(end - began, LIMIT_S))
             search = json.loads(read(first / "search.json") or "{}")
             rows_of_search = list(csv.DictReader((read(first / "search.csv") or "").splitlines()))
             searched += [{"case": name, **option} for option in rows_of_search]
             write(asked.out / "search.csv", searched)
         run = partial(run_case, name, folder=folder, **given)
-        why = forked(run, folder=folder, seconds=min(end - time.monotonic(), 120)) or why
+        why = forked(run, folder=folder, seconds=min(end - time.monotonic(), LIMIT_S)) or why
         rows.append(row_of(name, folder=folder, why=why, took_s=time.monotonic() - began) | search)
         options += [{"case": name, **option} for option in options_of(folder)]
         write(asked.out / "ratio.csv", rows)

@@ -484,9 +484,9 @@ def account_of(choice: Choice) -> dict[str, Any]:
 
 def told(choice: Choice) -> str:
     """The same in words."""
-    said = f"; {choice.measured} measurements of options"
+    said = f"; options were measured {choice.measured} time{'s' if choice.measured != 1 else ''}"
     if choice.won > 0:
-        said += f" won {choice.won:.1%} over the one that promised most"
+        said += f", which won {choice.won:.1%} over the one that promised most"
     if choice.left:
         count = f"{len(choice.left)} option{'s' if len(choice.left) > 1 else ''}"
         said += f"; {count} left unmeasured could be up to {choice.gain:.0%} faster, by what is promised and its error"
