@@ -42,6 +42,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "vit_l16_8gb_adamw_kept": (VIT, *KEPT),
     "vit_l16_8gb_adamw_autocast": (VIT, *AUTOCAST),
     "vit_l16_8gb_adamw_recomputed": (VIT, *ADAMW, *RECOMPUTED),
+    "vit_l16_8gb_adamw_recomputed_kept": (VIT, *ADAMW, *RECOMPUTED[:2], "optim.release_gradients=false"),
     "vit_l16_6gb": (VIT, "budget=6gb"),
     "vit_l16_6gb_adamw": (VIT, "budget=6gb", *ADAMW),
     "vit_l16_8gb_kept": (VIT, "micro_batch=32", "model.checkpointing=false"),
