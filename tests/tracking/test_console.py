@@ -6,6 +6,7 @@ import sys
 import warnings
 
 import pytest
+from rich.console import Console
 
 from baoc.tracking import console
 from baoc.tracking.rows import collapsed_rows, plan_rows
@@ -276,3 +277,19 @@ def test_the_run_folder_can_be_copied_whole(capsys: pytest.CaptureFixture[str]) 
 def test_auto_before_the_device_was_asked_is_no_budget_without_limit() -> None:
     assert console.describe_budget(Budget(name="auto")) == "auto: what the device has free"
     assert console.describe_budget(Budget(name="unlimited")) == "unlimited: no limit"
+
+
+def test_a_progress_line_is_drawn_on_a_terminal_and_gone_afterwards(monkeypatch: pytest.MonkeyPatch):
+    """What is printed meanwhile stays above it; a log file has neither the line nor its control codes."""
+    for terminal in (True, False):
+        out = io.StringIO()
+        made = Console(file=out, force_terminal=terminal, width=80)
+        monkeypatch.setattr(console, "make_console", lambda made=made, **_: made)
+        with console.progress_line() as tell:
+            tell("comparing 4 x 32")
+            tell("trying 4 x 32")
+        assert console._live_consoles == []
+        assert ("comparing 4 x 32" in out.getvalue()) is terminal and ("\x1b" in out.getvalue()) is terminal
+        with console.progress_line(enabled=False) as tell:
+            tell("silent")
+        assert "silent" not in out.getvalue()
