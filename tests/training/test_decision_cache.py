@@ -5,6 +5,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,6 +96,12 @@ def test_nor_for_other_code_versions_or_machines(name: str, monkeypatch: pytest.
 def test_nor_under_variables_that_steer_kernels(monkeypatch: pytest.MonkeyPatch):
     keep_decision(key(), entry())
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
+    assert read_decision(key()) is None
+
+
+def test_nor_for_one_of_several_ranks(monkeypatch: pytest.MonkeyPatch):
+    keep_decision(key(), entry())
+    monkeypatch.setattr(decision_cache, "ranks", lambda: SimpleNamespace(size=2))
     assert read_decision(key()) is None
 
 

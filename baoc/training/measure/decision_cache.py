@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from baoc.cache import CACHE, cache_folder, read_own, write_own
 from baoc.config.environment import versions
 from baoc.config.schema import RunConfig
+from baoc.parallel import ranks
 from baoc.profiling.latency import machine, source_hash
 from baoc.types import (
     Budget,
@@ -70,6 +71,7 @@ def key_of(
     tensors = [*network.named_parameters(), *network.named_buffers()]
     return {
         "config": asked | {"budget": to_plain(budget)},
+        "ranks": ranks().size,  # each of several keeps buckets of gradients
         "network": _hash(
             [type(network).__module__, type(network).__qualname__, repr(network)],
             [[name, *_shape(tensor), tensor.requires_grad] for name, tensor in tensors],
