@@ -37,7 +37,7 @@ REFUSED = {
     ),
     "study": (
         "a study was started as {ranks}: each would work on it alone. Start it once per worker, without a launcher of "
-        "ranks; each trial is one process tree"
+        "ranks; hydra.sweeper.gpus_per_trial=N gives each trial N of its own"
     ),
     "strategy": (
         "BaocStrategy was built in {ranks}: it trains on one device, and each process would train alone on all of the "

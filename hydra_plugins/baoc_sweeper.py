@@ -71,6 +71,7 @@ SETTINGS = {
     "storage": None,
     "gpus": "auto",
     "per_gpu": 1,
+    "gpus_per_trial": 1,
 }
 ConfigStore.instance().store(
     group="hydra/sweeper",

@@ -19,7 +19,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from baoc.cli.failures import INTERRUPTED, Failure, failure_of, report
-from baoc.cli.ranks import together
+from baoc.cli.ranks import is_other, leave, serve, together
 from baoc.cli.run_lock import FolderInUseError, lock_folder
 from baoc.config.from_hydra import from_hydra, write_config
 from baoc.config.schema import RunConfig
@@ -56,7 +56,24 @@ def reset_state(argv: Sequence[str]) -> None:
 
 
 def run_job(config: DictConfig) -> None:
-    """Runs one composed configuration. Failures are reported and recorded, not raised, except an interrupt."""
+    """Runs one composed configuration. Failures are reported and recorded, not raised, except an interrupt.
+
+    Of a job of several ranks (submitit with tasks_per_node or nodes) the first does that, and others take part in it.
+    """
+    if HydraConfig.get().mode == RunMode.RUN:
+        _run_job(config)
+        return
+    if is_other():
+        serve()  # what became of it, the first one tells
+        return
+    failed = len(STATE.failures)
+    try:
+        _run_job(config)
+    finally:
+        leave(STATE.failures[failed].exit_code if len(STATE.failures) > failed else 0)
+
+
+def _run_job(config: DictConfig) -> None:
     hydra = HydraConfig.get()
     run_dir = Path(hydra.runtime.output_dir)
     is_single_run = hydra.mode == RunMode.RUN

@@ -23,7 +23,7 @@ import baoc
 from baoc.cli.failures import INTERRUPTED, Failure, failure_of, report
 from baoc.config.schema import RunConfig
 from baoc.errors import BadInputError, TrainingFailedError
-from baoc.parallel import Told, lost_peer, ranks, refusal
+from baoc.parallel import ALONE, Told, lost_peer, ranks, ranks_here, refusal
 
 ADDRESS = "127.0.0.1"
 FIRST_PORT, PORTS = 15_000, 20_000  # one of these where nobody chose, by the number of the job
@@ -43,6 +43,12 @@ def join(told: Told) -> int:
     if ranks().rank == 0:
         _TOLD[:] = [False]
     return ranks().rank
+
+
+def is_other() -> bool:
+    """In a job that a launcher has started as several ranks: joins them, and tells whether this is not the first."""
+    told = ranks_here()
+    return told is not None and ranks() is ALONE and join(told) > 0
 
 
 def leave(code: int) -> None:
@@ -96,6 +102,16 @@ def _variables(told: Told) -> dict[str, str]:
             "LOCAL_WORLD_SIZE": local.partition("(")[0] or str(told.size),
             "MASTER_ADDR": first_host(os.environ["SLURM_NODELIST"]),
             "MASTER_PORT": str(FIRST_PORT + int(os.environ.get("SLURM_JOB_ID", "0")) % PORTS),
+        }
+        found = {**given, **found}
+    if told.told_by.startswith("submitit"):  # its local executor, whose job is on this machine; under Slurm it is srun
+        job = os.environ.get("SUBMITIT_LOCAL_JOB_ID", "0")
+        given = {
+            "RANK": told.rank,
+            "WORLD_SIZE": str(told.size),
+            "LOCAL_RANK": os.environ.get("SUBMITIT_LOCAL_LOCALID", told.rank),
+            "MASTER_ADDR": ADDRESS,
+            "MASTER_PORT": str(FIRST_PORT + (int(job) if job.isdecimal() else 0) % PORTS),
         }
         found = {**given, **found}
     if any(name not in found for name in names):

@@ -76,40 +76,52 @@ def filter_visible(gpus: Sequence[Gpu], asked: str | None) -> tuple[Gpu, ...]:
 
 
 class GpuSlots:
-    """Assigns GPUs to trials; all studies of a user on this machine agree through locked files. A GPU has `per_gpu`
-    slots. Trials with known memory budgets share a GPU if their sum fits; a trial without one gets a GPU alone. The
-    kernel frees the slots of a process that is killed."""
+    """Assigns GPUs to trials, `per_trial` to each; all studies of a user on this machine agree through locked files. A
+    GPU has `per_gpu` slots. Trials with known memory budgets share a GPU if their sum fits; a trial without one gets
+    its GPUs alone. The kernel frees the slots of a process that is killed.
 
-    def __init__(self, *, gpus: Sequence[Gpu], per_gpu: int = 1, folder: Path | None = None):
-        self.gpus, self.per_gpu = tuple(gpus), per_gpu
+    Raises BadInputError where there are GPUs, but fewer than `per_trial`."""
+
+    def __init__(self, *, gpus: Sequence[Gpu], per_gpu: int = 1, per_trial: int = 1, folder: Path | None = None):
+        if 0 < len(gpus) < per_trial:
+            raise BadInputError(
+                f"hydra.sweeper.gpus_per_trial={per_trial}, and the study may use {len(gpus)} GPU(s) "
+                f"({', '.join(gpu.name for gpu in gpus)}): choose at most {len(gpus)}, or more by hydra.sweeper.gpus"
+            )
+        self.gpus, self.per_gpu, self.per_trial = tuple(gpus), per_gpu, per_trial
         self.folder = folder or Path(tempfile.gettempdir()) / f"baoc_cards_{os.getuid()}"
         self._own_files: dict[str, list[int]] = {}  # gpu -> open files whose locks are this process's slots
 
-    def acquire(self, budget_bytes: int | None) -> str | None:
-        """Locks a slot of the GPU with the fewest used slots that has room, and returns its name; None if none has
-        room.
+    def acquire(self, budget_bytes: int | None) -> tuple[str, ...] | None:
+        """Locks a slot of each of the GPUs with the fewest used slots that have room, and returns their names; None if
+        too few have room. Without GPUs there is nothing to take: ().
 
         Args:
-            budget_bytes: the trial's memory budget; None if it has none, which takes the whole GPU.
+            budget_bytes: the trial's memory budget of each GPU; None if it has none, which takes the whole of them.
         """
         if not self.gpus:
-            return None
+            return ()
         self.folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(self.folder / "guard", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
             held = {gpu.name: self._slot_bytes(gpu) for gpu in self.gpus}
             fitting = [gpu for gpu in self.gpus if self._fits(gpu, budget_bytes, held[gpu.name])]
-            if not fitting:
+            if len(fitting) < self.per_trial:
                 return None
-            gpu = min(fitting, key=lambda gpu: len(held[gpu.name]))
-            self._lock_slot(gpu, gpu.total_bytes if budget_bytes is None else budget_bytes)
-            return gpu.name
+            chosen = sorted(fitting, key=lambda gpu: len(held[gpu.name]))[: self.per_trial]
+            for gpu in chosen:
+                self._lock_slot(gpu, gpu.total_bytes if budget_bytes is None else budget_bytes)
+            return tuple(gpu.name for gpu in chosen)
         finally:
             os.close(lock)
 
-    def release(self, name: str, budget_bytes: int | None) -> None:
-        """Frees one slot that `acquire` locked for this budget."""
+    def release(self, names: Sequence[str], budget_bytes: int | None) -> None:
+        """Frees the slots that `acquire` locked for this budget."""
+        for name in names:
+            self._release(name, budget_bytes)
+
+    def _release(self, name: str, budget_bytes: int | None) -> None:
         total = next(gpu.total_bytes for gpu in self.gpus if gpu.name == name)
         for file in self._own_files[name]:
             if _read_slot(file) == (total if budget_bytes is None else budget_bytes):

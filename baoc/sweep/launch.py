@@ -12,6 +12,7 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig
 
 from baoc.errors import BaocError
+from baoc.parallel import refuse_ranks
 from baoc.sweep.storage import open_storage, storage_url
 from baoc.sweep.study import refuse_all_failed, run_study, study_folder
 from baoc.sweep.study_config import StudyConfig
@@ -40,7 +41,8 @@ def launch_workers(
 
 
 def work(_: DictConfig, *, study: StudyConfig, folder: str, extra: tuple[str, ...], code: str) -> None:
-    """Body of a launched job: one trial after another, until none is waiting."""
+    """Body of a launched job: one trial after another, until none is waiting. Its trials start their own ranks."""
+    refuse_ranks("study")
     multiprocessing.set_start_method(
         "forkserver", force=True
     )  # joblib sets a start method of its own, without a fork server

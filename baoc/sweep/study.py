@@ -37,7 +37,7 @@ from baoc.sweep.storage import (
     setup_lock,
     storage_url,
 )
-from baoc.sweep.study_config import StudyConfig
+from baoc.sweep.study_config import DEVICES, StudyConfig
 from baoc.sweep.trial_outcome import TrialOutcome, is_infeasible, trial_outcome
 from baoc.sweep.trial_process import COMMAND, SERVER_LOST, RunOutcome, TrialProcess
 from baoc.sweep.workers import WorkerRegistry
@@ -167,7 +167,7 @@ class _RunningTrial:
 
     trial: FrozenTrial
     overrides: list[str]
-    gpu: str | None
+    gpus: tuple[str, ...]
     budget_bytes: int | None
     process: TrialProcess
     early_stopping: EarlyStopping
@@ -188,7 +188,7 @@ class _Worker:
         self.signals = SignalHandler()
         self.progress = Progress(study, config=config)
         gpus = find_gpus(config.gpus) if code == COMMAND or config.gpus != "auto" else ()
-        self.slots = GpuSlots(gpus=gpus, per_gpu=config.per_gpu)
+        self.slots = GpuSlots(gpus=gpus, per_gpu=config.per_gpu, per_trial=config.gpus_per_trial)
         self.held: FrozenTrial | None = None  # owned by this worker, and waiting for a GPU with room
         self._searched_s = -TAKEOVER_POLL_S
 
@@ -289,30 +289,34 @@ class _Worker:
         """Starts the trial's first process; False if no GPU has room for it now."""
         overrides = list(trial.user_attrs["words"])
         budget_bytes = _memory_budget_bytes(overrides)
-        gpu = self.slots.acquire(budget_bytes)
-        if gpu is None and self.slots.gpus:
+        gpus = self.slots.acquire(budget_bytes)
+        if gpus is None:
             return False
         is_baseline = "overrides" in trial.user_attrs
         early_stopping = EarlyStopping(self.study, trial, config=self.config, exempt=is_baseline)
         with self.signals.deferred():
-            process = self._start_process(trial.number, overrides, repeat=0, gpu=gpu)
+            process = self._start_process(trial.number, overrides, repeat=0, gpus=gpus)
             self.running[trial.number] = _RunningTrial(
                 trial=trial,
                 overrides=overrides,
-                gpu=gpu,
+                gpus=gpus,
                 budget_bytes=budget_bytes,
                 process=process,
                 early_stopping=early_stopping,
             )
         return True
 
-    def _start_process(self, number: int, overrides: Sequence[str], *, repeat: int, gpu: str | None) -> TrialProcess:
+    def _start_process(
+        self, number: int, overrides: Sequence[str], *, repeat: int, gpus: Sequence[str]
+    ) -> TrialProcess:
         folder = self.folder / f"{number:04d}"
         if self.config.repeats:
             folder, overrides = folder / str(repeat), [*overrides, *self.config.repeats[repeat]]
         variables = {"WANDB_RUN_GROUP": self.config.name, "WANDB_JOB_TYPE": "trial"}
-        if gpu is not None:
-            variables["CUDA_VISIBLE_DEVICES"] = gpu
+        if self.config.gpus_per_trial > 1:
+            overrides = [*overrides, f"{DEVICES}={self.config.gpus_per_trial}"]
+        if gpus:
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         for remaining in reversed(range(MAX_STARTS)):
             try:
                 return TrialProcess(
@@ -387,7 +391,7 @@ class _Worker:
         """Starts the process of the first repeat that has no outcome yet."""
         with self.signals.deferred():
             running.process = self._start_process(
-                running.trial.number, running.overrides, repeat=len(running.outcomes), gpu=running.gpu
+                running.trial.number, running.overrides, repeat=len(running.outcomes), gpus=running.gpus
             )
 
     def _retry(self, running: _RunningTrial, outcome: RunOutcome) -> None:
@@ -425,8 +429,7 @@ class _Worker:
 
     def _free(self, running: _RunningTrial) -> None:
         del self.running[running.trial.number]
-        if running.gpu is not None:
-            self.slots.release(running.gpu, running.budget_bytes)
+        self.slots.release(running.gpus, running.budget_bytes)
 
 
 def _memory_budget_bytes(overrides: Sequence[str]) -> int | None:

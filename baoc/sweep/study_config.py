@@ -10,6 +10,7 @@ from baoc.errors import BadInputError, unknown_name
 
 OBJECTIVES = {"quality": None, "peak_bytes": "minimize", "state_bytes": "minimize", "samples_per_s": "maximize"}
 PATH = "hydra.sweeper"  # where the command line has a study's settings
+DEVICES = "trainer.devices"  # of a trial, which `gpus_per_trial` sets
 MOST_WORKERS = 1024
 _LISTS = ("fixed", "baselines", "repeats", "early_stop")  # which null empties
 
@@ -111,7 +112,8 @@ class StudyConfig:
     `retries` is how often a run that was killed, failed through a bug or hung is started again; it hangs if it has
     written neither a metric nor a line for `stall_s` seconds (0 disables this). `storage`: null is sqlite in the
     study's folder, `journal` a journal file there, else a database URL. `gpus`: `auto` or indices; `per_gpu` trials
-    share a GPU if their memory budgets fit it together.
+    share a GPU if their memory budgets fit it together; a trial trains on `gpus_per_trial` of them by as many ranks,
+    without GPUs in as many processes.
     """
 
     name: Annotated[str, Allowed("the name of the study", min_length=1)]
@@ -131,6 +133,7 @@ class StudyConfig:
     storage: str | None = None
     gpus: str | tuple[str, ...] = "auto"
     per_gpu: Annotated[int, at_least(1, " trials")] = 1
+    gpus_per_trial: Annotated[int, at_least(1, " GPUs")] = 1
 
     def definition(self) -> dict[str, Any]:
         """The settings that make trials comparable: a study resumes only with the same ones."""
@@ -155,6 +158,12 @@ def read_study(given: Mapping[str, Any]) -> StudyConfig:
             raise BadInputError(f"the study has no {PATH}.{key}: choose one with sweeps=NAME, or give it")
     space = _space(values["space"])
     config = replace(build(StudyConfig, {**values, "space": []}, path=PATH), space=space)
+    listed = [*config.fixed, *(word for words in (*config.baselines, *config.repeats) for word in words)]
+    if any(word.startswith(f"{DEVICES}=") for word in listed) or any(param.key == DEVICES for param in space):
+        raise BadInputError(
+            f"the study sets {DEVICES}: leave it out; {PATH}.gpus_per_trial=N gives each trial N GPUs, or N processes "
+            "without GPUs"
+        )
     for name, direction in config.objectives.items():
         if name not in OBJECTIVES:
             raise unknown_name(name, what="objective", allowed=OBJECTIVES)

@@ -26,6 +26,7 @@ LOCK, LOG = "trial.lock", "trial.log"
 # Exit codes that say something about the settings; they are not failures.
 INFEASIBLE, BREACHED = InfeasibleBudgetError.exit_code, BudgetBreachedError.exit_code
 _UNQUOTED = re.compile(r"[A-Za-z0-9_./:+@-]+")  # values that Hydra reads without quotes
+_BESIDE = ("hydra", "trainer.devices=")  # words that say how a trial runs, not what it is
 SERVER_LOST = 255  # multiprocessing's exit code if its server was killed
 _TAIL_BYTES, _MESSAGE_CHARS = 2**16, 500  # read from a log's end for its last line; kept of that line
 
@@ -147,7 +148,7 @@ def _exit_as_recorded(folder: Path, overrides: Sequence[str]) -> None:
         print(error)
         sys.exit(error.exit_code)
     recorded = shlex.split(result.get("command", ""))
-    missing = [word for word in overrides if recorded and word not in recorded and not word.startswith("hydra")]
+    missing = [word for word in overrides if recorded and word not in recorded and not word.startswith(_BESIDE)]
     if missing:
         print(
             f"{folder} holds the result of other settings (without {' '.join(missing)}), perhaps of another study: move"

@@ -96,6 +96,7 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
             if parts.trainer.interrupted:
                 raise KeyboardInterrupt
             metrics = final_metrics(parts, task, data)
+            parts.memory.compare()  # once more: that validation was each rank's own
             if group.rank:
                 return None  # what is made of it is rank 0's
             check_quality(metrics, task=task, step=parts.trainer.global_step)
@@ -262,7 +263,6 @@ def measure(config: RunConfig, *, parts: Parts, task: Task, metrics: dict[str, f
     plan, optimizer = reallocator.plan, reallocator.optimizer
     name, higher = task.quality
     budget = parts.strategy.budget
-    parts.memory.compare()  # once more: the validation and the export after training are each rank's own
     peak, state = parts.memory.highest_bytes, optimizer.state_bytes()
     if budget.memory_bytes is not None:  # earlier budgets of the run were enforced while they were in force
         limit, met = budget.memory_bytes, parts.memory.peak_bytes <= budget.memory_bytes

@@ -74,7 +74,7 @@ class MemoryMonitor(L.Callback):
         self._trainer: L.Trainer | None = None
         self._ranks: Ranks = ALONE
         self._now_by_rank: tuple[int, ...] = ()  # what each held when they last compared, under this budget
-        self.by_rank: tuple[int, ...] = ()
+        self._by_rank: tuple[int, ...] = ()  # the same, whatever the budget
 
     # -- what others read -----------------------------------------------------------------------------------------
 
@@ -101,6 +101,11 @@ class MemoryMonitor(L.Callback):
         if self._device.type == "cuda":
             return self.context_bytes + torch.cuda.max_memory_reserved(self._device)
         return max(self.peaks.values(), default=0)
+
+    @property
+    def by_rank(self) -> tuple[int, ...]:
+        own = self._ranks.rank
+        return tuple(max(held, self._own_bytes) if rank == own else held for rank, held in enumerate(self._by_rank))
 
     @contextmanager
     def track(self, label: str) -> Iterator[None]:
@@ -161,7 +166,7 @@ class MemoryMonitor(L.Callback):
         if self._ranks is not ALONE:
             now = tuple(int(held) for held in self._ranks.each(self._own_bytes))
             self._now_by_rank = now
-            self.by_rank = tuple(map(max, now, self.by_rank or now))
+            self._by_rank = tuple(map(max, now, self._by_rank or now))
         return self.peak_bytes
 
     def state_dict(self) -> dict[str, Any]:
@@ -186,7 +191,7 @@ class MemoryMonitor(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._trainer = trainer
         self._device, self._ranks = trainer.strategy.root_device, ranks_of(trainer)
-        self.peaks, self._now_by_rank, self.by_rank = {}, (), ()
+        self.peaks, self._now_by_rank, self._by_rank = {}, (), ()
         self._before, self._before_predicted, self._earlier, self.looked_bytes = 0, 0, {}, 0
         self._seen_validation = set()
         if self._device.type == "cuda":
