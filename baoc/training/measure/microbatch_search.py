@@ -48,8 +48,9 @@ from baoc.types import Footprint, LatencyTable, OptimizerSpec, Option, Plan
 
 DECIDING_S = 12.0  # that it may take
 LIMITED_S = 5.0  # what a latency table may take where a step_time limit needs it
-COMPARING_S, LOOKING_S = 0.4, 0.6  # about what it takes beside steps to set up a comparison, or a look at bytes
 FUSED_S = 0.5  # and where only fused AdamW is timed, by the byte of which all specs are taken to be as fast
+COMPARING_S, LOOKING_S = 0.4, 0.6  # about what it takes beside steps to set up a comparison, or a look at bytes
+SLOWER = 2.0  # times as long as expected, that the next measurement is taken to last at most
 # Fields of a footprint that do not depend on the micro-batch.
 CONSTANT = ("step_temporary_bytes", "arrival_bytes", "profile_bytes", "profile_temporary_bytes")
 VERIFIED = 6  # options that are measured at most for a refusal
@@ -178,7 +179,7 @@ class Decision:
     ):
         self.config, self.task, self.phases = config, task, phases
         self.footprints: dict[Way, Footprint] = {}
-        self.pace = {False: 1.0, True: 1.0}  # how many times as long the last comparison, and the last try, took
+        self.pace: dict[tuple[bool, bool], float] = {}  # by tried, release: how many times as long the last one took
         self._plans: dict[Way, tuple[Footprint | None, Plan | InfeasibleBudgetError]] = {}
         self.where = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
         self.budget = resolve_auto(config.budget, free_bytes=free_bytes(self.where))
@@ -450,7 +451,9 @@ class Decision:
         if blind and self.tryouts.any_room:
             self.planner.budget, self.table = self.budget, self._table()
         options = self.options()
-        self.pace[option.compared] = (monotonic() - began) / max(expected_s / self.pace[option.compared], 1e-3)
+        kind = option.compared, option.release
+        took = (monotonic() - began) * self.pace.get(kind, 1.0) / max(expected_s, 1e-3)
+        self.pace[kind] = min(SLOWER, took)  # the first one compiles what the next ones find
         return options
 
     def cost_s(self, option: Option, tried: bool) -> float:
@@ -458,11 +461,12 @@ class Decision:
         micro_s = option.step_s / option.accumulation if option.step_s > 0 else 0.0
         if not tried:
             steps_s = 2 * option.step_s if option.release else max(3 * micro_s, TIMED_S + micro_s)
-            return self.pace[False] * (COMPARING_S + steps_s)
+            return self.pace.get((False, option.release), 1.0) * (COMPARING_S + steps_s)
         looks_s = 0.0 if self.tryouts.knows(option.way) else LOOKING_S + 3 * micro_s
         step_s = micro_s * min(option.accumulation, FEW)
         warm_s = (WARM_RELEASED if option.release else WARM) * step_s
-        return self.pace[True] * (COMPARING_S + looks_s + warm_s + max(REHEARSED_S[self.where.type], step_s))
+        rehearsed_s = COMPARING_S + warm_s + max(REHEARSED_S[self.where.type], step_s)
+        return self.pace.get((True, option.release), 1.0) * (looks_s + rehearsed_s)
 
 
 def run_seconds(config: RunConfig, rate: float) -> float:
