@@ -64,6 +64,10 @@ REFUSED = {
         "{name} is a DTensor of placements {placements}: what is stepped in parts is what fully_shard cuts along its "
         "first dimension. Leave out tensor parallelism and shard_placement_fn"
     ),
+    "edges": (
+        "{name} of shape {shape} cannot run {spec} on {size} ranks: their parts of it would end within groups of its "
+        "codec. Take a number of ranks that divides {parts}, or a spec that keeps fp32 states"
+    ),
     "offloaded": (
         "{name} was offloaded to the CPU by fully_shard, whose weights would be copied for every step of theirs: leave "
         "out CPUOffloadPolicy, and choose specs of fewer bytes such as adamw_int8"

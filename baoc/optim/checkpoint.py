@@ -30,6 +30,7 @@ from baoc.optim.registry import BlockRegistry
 from baoc.optim.shards import whole
 from baoc.optim.state import LiveBlock, Slot, State, allocate, alone, new_step, slot_under, whole_slot
 from baoc.types import OptimizerSpec
+from baoc.types.specs import PARTS
 
 SCHEMA = 2
 _COLLECTED = "baoc"  # key of the first group: what is not state or settings, as text
@@ -107,9 +108,11 @@ def save(
 
 
 def by_row(shape: tuple[int, ...], *, rows: int) -> tuple[int, ...]:
-    """The shape of a state of which each row of its parameter has as many numbers, with rows first."""
+    """The shape of a state with rows of its parameter first, or parts of them where rows do not have whole groups."""
     numel = prod(shape)
-    return shape if not shape or shape[0] == rows or not rows else (rows, numel // rows)
+    if not shape or shape[0] == rows or not rows:
+        return shape
+    return (rows, numel // rows) if numel % rows == 0 else (PARTS, numel // PARTS)
 
 
 def shown(slot: Slot, state: State, *, spec: OptimizerSpec) -> State:
@@ -121,10 +124,9 @@ def shown(slot: Slot, state: State, *, spec: OptimizerSpec) -> State:
         return {key: alone(value) for key, value in state.items()}
     rows, found = slot.shard.owner.shape[0], State()
     for part in whole_slot(slot, spec=spec).parts:
-        per_row = by_row(part.shape, rows=rows)[1:]
-        own = state.get(part.key)
-        value = torch.empty(0, *per_row, dtype=part.dtype, device=slot.param.device) if own is None else alone(own)
-        found[part.key] = slot.shard.shown(value, per_row=per_row)
+        shape, own = by_row(part.shape, rows=rows), state.get(part.key)
+        value = torch.empty(0, *shape[1:], dtype=part.dtype, device=slot.param.device) if own is None else alone(own)
+        found[part.key] = slot.shard.shown(value, shape=shape)
     return {**({"step": alone(state["step"])} if "step" in state else {}), **found}
 
 

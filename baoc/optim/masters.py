@@ -31,7 +31,7 @@ def export(roster: BlockRegistry, *, param_groups: list[dict[str, Any]]) -> dict
 def _whole(slot: Slot, master: Tensor) -> Tensor:
     """A copy of all of a parameter, which of a sharded one all ranks get together."""
     if slot.shard is not None:
-        master = slot.shard.shown(master, per_row=slot.shard.owner.shape[1:]).full_tensor()
+        master = slot.shard.shown(master, shape=slot.shard.owner.shape).full_tensor()
     return _copy(master)
 
 

@@ -22,11 +22,13 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from baoc.core.catalogue import STORAGES
 from baoc.core.recipes import Tuned, Tuning
 from baoc.errors import BadInputError
 from baoc.kernels.host_memory import check_host_memory
@@ -35,8 +37,8 @@ from baoc.optim.backends import Backend, Choice, StepUnit, build_alone, build_ba
 from baoc.optim.nonfinite import new_bad
 from baoc.optim.offload import HostArena, Pipelines, drop_stale, fill, make_room, order_of_travel
 from baoc.optim.rules import RULES
-from baoc.optim.shards import Shard, Shards, is_sharded, local, one_of, part_of, shard_of, twin_of
-from baoc.optim.state import LiveBlock, Slot, State, allocate, make_slot, new_match, packed, tensor_bytes
+from baoc.optim.shards import Shard, Shards, check_edges, is_sharded, local, one_of, part_of, shard_of, twin_of
+from baoc.optim.state import LiveBlock, Slot, State, allocate, make_slot, new_match, packed, tensor_bytes, whole_slot
 from baoc.optim.wrappers import refuse_casts, refuse_shard
 from baoc.parallel import refusal
 from baoc.planning.cost import aligned, passing_bytes
@@ -149,7 +151,13 @@ class BlockRegistry:
             param, group = where[info.name]
             twin, shard = self._twin(param, name=info.name)
             part = part_of(info, twin=twin, shard=shard)
-            slots.append(make_slot(info.name, twin, info=part, group=group, spec=spec, tuned=tuned, shard=shard))
+            slot = make_slot(info.name, twin, info=part, group=group, spec=spec, tuned=tuned, shard=shard)
+            if shard is not None:
+                aligned = STORAGES[spec.storage].aligned
+                kept = [kept for kept in whole_slot(slot, spec=spec).kept if not kept.codec.in_place]
+                states = {each.decl.name: (prod(each.shape), aligned) for each in kept}
+                check_edges(info, states=states, shard=shard, spec=spec.name)
+            slots.append(slot)
         return LiveBlock(block=block, spec=spec, rule=RULES[spec.rule], slots=slots)
 
     def _twin(self, param: Tensor, *, name: str) -> tuple[Tensor, Shard | None]:

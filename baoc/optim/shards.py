@@ -16,6 +16,7 @@ from torch import Tensor
 
 from baoc.parallel import refusal
 from baoc.types import ParamInfo
+from baoc.types.specs import PARTS
 
 
 def _tensors() -> Any:
@@ -99,17 +100,13 @@ class Shard:
             if value.device_mesh == self.owner.device_mesh and value.placements == self.owner.placements:
                 return local(value).reshape(tuple(shape))
             value = value.full_tensor()
-        rows = self.owner.shape[0]
-        lines = value.reshape(rows, -1)
-        begin = self.first * rows // max(self.owner.numel(), 1)
-        own = prod(shape) // max(lines.shape[1], 1)
-        return lines[begin : begin + own].reshape(tuple(shape))
+        begin = self.first * value.numel() // max(self.owner.numel(), 1)
+        return value.reshape(-1)[begin : begin + prod(shape)].reshape(tuple(shape))
 
-    def shown(self, value: Tensor, *, per_row: Sequence[int]) -> Any:
-        """A state of this rank as a DTensor: as many rows as the parameter has, each of shape `per_row`."""
-        shape = (self.owner.shape[0], *per_row)
-        stride = torch.empty(shape, device="meta").stride()
-        rows = value.reshape(-1, *per_row)
+    def shown(self, value: Tensor, *, shape: Sequence[int]) -> Any:
+        """A state of this rank as a DTensor of `shape`, which is cut as the parameter is."""
+        stride = torch.empty(tuple(shape), device="meta").stride()
+        rows = value.reshape(-1, *shape[1:])
         owner = self.owner
         given = {"run_check": False, "shape": torch.Size(shape), "stride": stride}
         return _tensors().DTensor.from_local(rows, owner.device_mesh, owner.placements, **given)
@@ -126,6 +123,18 @@ def shard_of(param: Any) -> Shard | None:
     begin = min(rank * -(-rows // size), rows)  # as torch.chunk
     shards = Shards(group=mesh.get_group(dim), rank=rank, size=size)
     return Shard(owner=param, shards=shards, first=begin * (param.numel() // max(rows, 1)))
+
+
+def check_edges(info: ParamInfo, *, states: Mapping[str, tuple[int, int]], shard: Shard, spec: str) -> None:
+    """Raises BadInputError where what one rank has of a state ends within a group of its codec.
+
+    `states`: state -> its numbers on all ranks, and those in a group.
+    """
+    rows, size = shard.owner.shape[0], shard.shards.size
+    for numel, grouped in states.values():
+        edges = [min(rank * -(-rows // size), rows) * (numel // max(rows, 1)) for rank in range(size)]
+        if any(edge % grouped for edge in edges):
+            raise refusal("edges", name=info.name, shape=tuple(shard.owner.shape), size=size, spec=spec, parts=PARTS)
 
 
 def twin_of(param: Any) -> Tensor:

@@ -74,7 +74,8 @@ def off_host(spec: OptimizerSpec, *, rule: RuleInfo) -> str | None:
 def off_shards(block: Block, *, spec: OptimizerSpec, rule: RuleInfo) -> str | None:
     """Why this cannot step what fully_shard cuts, as a clause to be shown; None where it can, or does not have to.
 
-    A rank has whole rows of a matrix, so rules that work element by element or along rows go by themselves.
+    A rank has whole rows of a matrix, so rules that work element by element or along rows go by themselves. Muon's
+    matrices are gathered.
     """
     cut = [param for param in block.params if param.whole is not None]
     if not cut:
@@ -89,12 +90,15 @@ def off_shards(block: Block, *, spec: OptimizerSpec, rule: RuleInfo) -> str | No
             "to bfloat16 before fully_shard, or choose a spec that keeps weights as they are"
         )
     along = {decl.layout for decl in rule.states} | {decl.axis for decl in rule.states if decl.level}
-    turned = [param for param in cut if param.transposed and rule.needs_matrix]
-    scaled = rule.scaling is not Scaling.NONE
-    if StateLayout.PER_COLUMN in along or Axis.FAN_OUT in along or scaled or turned:
+    spectral = rule.scaling is Scaling.SPECTRAL  # whose matrices are gathered
+    if spectral and len(cut) < len(block.params):
+        return f"fully_shard cuts {name} and not all of the block's matrices. Make those blocks of their own"
+    turned = [param for param in cut if param.transposed and rule.needs_matrix and not spectral]
+    by_column = StateLayout.PER_COLUMN in along or Axis.FAN_OUT in along or rule.scaling is Scaling.COLUMN
+    if by_column or turned:
         return (
             f"{rule.name} works on columns of {name}, whose rows fully_shard gives to several ranks. Rules by element "
-            "or by row can, such as adamw, lion, adamw_shared_in and foam_l1"
+            "or by row can, such as adamw, lion, adamw_shared_in and foam_l1, and muon"
         )
     return None
 

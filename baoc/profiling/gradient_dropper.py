@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from baoc.optim.shards import local
 from baoc.profiling.tracker import PeakMeter
 
 
@@ -51,5 +52,6 @@ class GradientDropper:
 
 
 def storage_bytes(tensors: Sequence[Tensor]) -> int:
-    """Bytes of the storages behind `tensors`, counting a shared storage once."""
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+    """Bytes of the storages behind `tensors`, this rank's part of sharded ones, counting a shared storage once."""
+    storages = [local(tensor).untyped_storage() for tensor in tensors]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import (
     _push_mode,  # pyright: ignore[reportPrivateUsage]
 )
 
+from baoc.optim.shards import local
 from baoc.profiling.cuda_emulation import CachingAllocator
 
 
@@ -143,6 +144,7 @@ class MemoryTracker(TorchDispatchMode):
                 self._see_all(value)
 
     def _see(self, tensor: Tensor) -> None:
+        tensor = local(tensor)
         if self._device is not None and tensor.device.type != self._device:
             return
         if tensor.layout is torch.strided:

@@ -6,6 +6,8 @@ from math import prod
 
 from baoc.types.network import ParamInfo
 
+PARTS = 32  # of a sharded tensor, by rows: what a rank has is some of them where the number of ranks divides it
+
 
 class StateKind(StrEnum):
     """Tag of a state tensor: what it averages. Ledger, migration and risk terms derive from it."""
@@ -112,9 +114,9 @@ class CodecInfo:
 class StorageScheme:
     """Which codec keeps which kind of state. PER_ROW and PER_COLUMN states are always fp32: they are small.
 
-    So is every state of fewer than `least_numel` numbers, and of a sharded parameter each that has no multiple of
-    `aligned` numbers by index of the first dimension: a group of its codec could lie on two ranks, so that what is kept
-    would depend on their number.
+    So is every state of fewer than `least_numel` numbers, and of a sharded parameter each of which a group of
+    `aligned` numbers could lie on two ranks, so that what is kept would depend on their number: of one that has neither
+    whole groups in each row nor in each of PARTS equal parts.
     """
 
     name: str
@@ -131,9 +133,13 @@ class StorageScheme:
         if param is not None:
             whole = param if param.whole is None else replace(param, shape=param.whole)
             numel = prod(decl.shape(whole))
-            if numel < self.least_numel or (param.whole and numel // max(param.whole[0], 1) % self.aligned):
+            if numel < self.least_numel or (param.whole and not self._in_whole_groups(numel, rows=param.whole[0])):
                 return "fp32"
         return self.m if decl.kind is StateKind.M else self.v
+
+    def _in_whole_groups(self, numel: int, *, rows: int) -> bool:
+        by_part = rows % PARTS == 0 and numel // PARTS % self.aligned == 0
+        return numel // max(rows, 1) % self.aligned == 0 or by_part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

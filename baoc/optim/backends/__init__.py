@@ -16,6 +16,7 @@ from baoc.errors import BadInputError
 from baoc.optim.backends.base import Backend, Options, StepInputs, StepUnit
 from baoc.optim.backends.eager import EagerBackend, changed
 from baoc.optim.backends.fused import FusedBackend
+from baoc.optim.backends.gathered import GatheredBackend, needs_gathering
 from baoc.optim.backends.hosted import HostedBackend, StreamedBackend, UpdatedBackend
 from baoc.optim.backends.native import NativeBackend, native_refusal
 from baoc.optim.offload import Pipelines, Streaming, Updating, on_host
@@ -29,7 +30,12 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-BACKENDS: dict[str, type[Backend]] = {"eager": EagerBackend, "fused": FusedBackend, "native": NativeBackend}
+BACKENDS: dict[str, type[Backend]] = {
+    "eager": EagerBackend,
+    "fused": FusedBackend,
+    "native": NativeBackend,
+    "gathered": GatheredBackend,
+}
 _AUTO = ("fused",)  # in order of preference; eager steps what none of them takes
 # Elements of all blocks together from which `auto` steps natively on the CPU. Smaller networks step in milliseconds
 # anyhow, and need no compiler for it; results that were recorded with them stay the same bits.
@@ -54,9 +60,12 @@ def backend_for(block: LiveBlock, *, name: str, numel: int = 0) -> Choice:
     state (a unit in the last place of an update, a code in thousands), so a machine without a compiler trains the same
     to that tolerance and not to the bit; name a backend where it has to be. A backend that is named takes what it can;
     the rest is eager too, and the log says so.
+    Matrices that need other ranks' rows of them are `gathered`, whatever was asked for.
     Where states are placed makes no difference to a streamed block. One that the host updates is stepped natively there
     if its parameters are on a GPU, whatever its size and whatever was asked for; no kernel of a GPU can.
     """
+    if needs_gathering(block):
+        return Choice(backend=GatheredBackend.name)
     candidates = _automatic(block.spec, numel=numel) if name == "auto" else (name,)
     if block.spec.placement == Placement.HOST_UPDATED:
         if any(slot.param.device.type == "cuda" for slot in block.slots):

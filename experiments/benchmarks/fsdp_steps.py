@@ -1,0 +1,210 @@
+"""Two GPUs: steps, peaks and states of BlockwiseOptimizer over fully_shard beside torch's fused AdamW over the same.
+
+`torchrun --nproc-per-node 2 experiments/benchmarks/fsdp_steps.py` on a machine with NVIDIA GPUs; rows go to
+fsdp_steps.csv in $OUT or experiments/results as they come. A plain loop: bf16 in forward and backward, gradients
+reduced in fp32, a full shard per layer. `step_ms` is the median over windows of 5 steps of the slowest rank,
+`optimizer_ms` that of `optimizer.step()` alone on gradients that stay, `one_gpu_ms` the same of the whole network on
+one GPU. `peak_bytes` is the largest of ranks, context included; `predicted_bytes` what a probe without optimizer states
+holds, and the states of a rank. `loss` is the mean over ranks after the last step, on the same data for all rows of a
+network.
+"""
+
+import csv
+import gc
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.functional import cross_entropy
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT)]
+
+from baoc.models import build_model  # noqa: E402
+from baoc.optim import BlockwiseOptimizer  # noqa: E402
+from baoc.parallel import ranks  # noqa: E402
+from baoc.profiling import context_bytes, probe_footprint  # noqa: E402
+from baoc.profiling.memory import context_now, settle_allocator  # noqa: E402
+from baoc.types import TextDataSpec  # noqa: E402
+
+WARM, WINDOW, WINDOWS, ALONE = 8, 5, 4, 10
+SEQUENCE, VOCABULARY = 1024, 32_000
+SPEC = TextDataSpec(
+    dataset="random", vocab_size=VOCABULARY, sequence_length=SEQUENCE, num_train=0, num_val=1, bytes_per_token=1.0
+)
+NETWORKS = {"350m": 8, "1b": 4}  # size -> sequences of a GPU
+TORCH = "torch AdamW, fused"
+MUON = "muon_int8, adamw_int8"  # hidden matrices, embedding and head
+OPTIMIZERS = (TORCH, "adamw", "adamw_int8", "adamw_int4", "lion_int8_root", "adamw_int8+split8", MUON)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    network: str
+    ranks: int
+    optimizer: str
+    step_ms: float
+    ratio: float  # of step_ms to fused AdamW
+    optimizer_ms: float
+    one_gpu_ms: float
+    peak_bytes: int
+    predicted_bytes: int
+    state_bytes: int
+    loss: float
+
+
+def network(size: str, *, device: torch.device, narrow: bool) -> Any:
+    torch.manual_seed(0)
+    with device:
+        model = build_model("llama", spec=SPEC, size=size, seed=0).to(device)
+    return model.to(torch.bfloat16) if narrow else model
+
+
+def sharded(model: Any) -> Any:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model.checkpoint_units:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    return model
+
+
+def built(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    if name == TORCH:
+        return torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
+    hidden, ends = ("muon_int8", "adamw_int8") if name == MUON else (name, name)
+    specs = {
+        key: ends if param.ndim < 2 or "embed" in key or "lm_head" in key else hidden
+        for key, param in model.named_parameters()
+    }
+    return BlockwiseOptimizer(model, specs, lr=1e-4, weight_decay=0.1)
+
+
+def seconds(run: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    begin = perf_counter()
+    run()
+    torch.cuda.synchronize()
+    return perf_counter() - begin
+
+
+def alone_ms(name: str, size: str, *, device: torch.device) -> float:
+    """ms of an optimizer step of the whole network on this GPU."""
+    model = network(size, device=device, narrow="+" in name)
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    optimizer = built(name, model)
+    for _ in range(WARM):
+        optimizer.step()
+    return 1e3 * median(seconds(optimizer.step) for _ in range(ALONE))
+
+
+def batches(size: str, *, rank: int, device: torch.device) -> Callable[[], Tensor]:
+    generator = torch.Generator(device).manual_seed(1 + rank)
+    shape = (NETWORKS[size], SEQUENCE + 1)
+    return lambda: torch.randint(VOCABULARY, shape, generator=generator, device=device)
+
+
+def measured(name: str, size: str, *, device: torch.device) -> dict[str, Any]:
+    group = ranks()
+    model = sharded(network(size, device=device, narrow="+" in name))
+    draw = batches(size, rank=group.rank, device=device)
+
+    def loss_of(tokens: Tensor) -> Tensor:
+        return cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+    def micro_batch() -> None:
+        loss_of(draw()).backward()
+
+    fresh()
+    footprint = probe_footprint(list(model.parameters()), run_micro_batch=micro_batch)
+    fresh()
+    optimizer = built(name, model)
+    torch.cuda.reset_peak_memory_stats()
+    times, loss = [], torch.zeros((), device=device)
+
+    def steps(count: int) -> None:
+        nonlocal loss
+        for _ in range(count):
+            loss = loss_of(draw())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    steps(WARM)
+    for _ in range(WINDOWS):
+        times.append(1e3 * seconds(lambda: steps(WINDOW)) / WINDOW)
+    peak = torch.cuda.max_memory_reserved() + context_now(device)
+    last = loss.detach().float()
+    dist.all_reduce(last)
+    micro_batch()
+    optimizer.step()
+    alone = 1e3 * median(seconds(optimizer.step) for _ in range(ALONE))
+    if isinstance(optimizer, BlockwiseOptimizer):
+        held = optimizer.state_bytes()
+    else:
+        values = [value for state in optimizer.state.values() for value in state.values()]
+        held = sum(getattr(value, "_local_tensor", value).nbytes for value in values)
+    step_ms, optimizer_ms = group.most(median(times), alone)
+    peak, predicted, held = (int(each) for each in group.most(peak, footprint.peak_bytes(state_bytes=held), held))
+    return {
+        "step_ms": round(step_ms, 3), "optimizer_ms": round(optimizer_ms, 3), "peak_bytes": peak,
+        "predicted_bytes": predicted, "state_bytes": held, "loss": round(float(last) / group.size, 4),
+    }  # fmt: skip
+
+
+def fresh() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def main() -> None:
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    settle_allocator(device)
+    context_bytes(device)
+    dist.init_process_group("nccl", device_id=device)
+    warm = torch.zeros(64 * 2**20, dtype=torch.uint8, device=device)
+    dist.all_reduce(warm)  # the communicator makes its buffers, which are part of the context
+    del warm
+    out = Path(os.environ.get("OUT", ROOT / "experiments" / "results")) / "fsdp_steps.csv"
+    rows: list[Row] = []
+    for size in NETWORKS:
+        reference = 0.0
+        for name in OPTIMIZERS:
+            one = alone_ms(name, size, device=device)
+            fresh()
+            found = measured(name, size, device=device)
+            fresh()
+            reference = reference or found["step_ms"]
+            ratio = round(found["step_ms"] / reference, 4)
+            (one,) = ranks().most(one)
+            given = {"network": f"llama-{size}", "ranks": ranks().size, "optimizer": name, "ratio": ratio}
+            rows.append(Row(**given, one_gpu_ms=round(one, 3), **found))
+            if ranks().rank == 0:
+                print(rows[-1], flush=True)
+                with out.open("w", newline="") as file:
+                    writer = csv.DictWriter(file, list(asdict(rows[0])))
+                    writer.writeheader()
+                    writer.writerows(asdict(row) for row in rows)
+    if ranks().rank == 0:
+        print(f"\n{'network':12} {'optimizer':20} step ms  ratio  opt ms  /one GPU  peak/predicted GiB  state GiB")
+        for row in rows:
+            peak, predicted, state = (each / 2**30 for each in (row.peak_bytes, row.predicted_bytes, row.state_bytes))
+            print(
+                f"{row.network:12} {row.optimizer:20} {row.step_ms:7.1f} {row.ratio:6.3f} {row.optimizer_ms:7.2f} "
+                f"{row.optimizer_ms / row.one_gpu_ms:8.2f} {peak:9.2f} /{predicted:6.2f} {state:9.2f}"
+            )
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
