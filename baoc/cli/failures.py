@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from baoc.cli.hydra_errors import translate_error
-from baoc.errors import BaocError, BudgetBreachedError, OutputError
+from baoc.core import own_code
+from baoc.errors import BadInputError, BaocError, BudgetBreachedError, OutputError
 
 INTERRUPTED = 130
 BUG = 1
@@ -43,8 +44,24 @@ def failure_of(error: BaseException) -> Failure:
     if expected is not None:
         return Failure(kind=kind, message=str(expected), exit_code=expected.exit_code)
     details = "".join(traceback.format_exception(error))
+    if own_code.used():
+        return Failure(kind=kind, message=_of_own_code(error), exit_code=BadInputError.exit_code, details=details)
     message = f"{kind}: {error}\nthis is a bug in baoc: please report it with the traceback above and the command"
     return Failure(kind=kind, message=message, exit_code=BUG, details=details)
+
+
+def _of_own_code(error: BaseException) -> str:
+    """What ended a run that trains code of the user: where in it, or which of its classes lacks an attribute."""
+    told, names = f"{type(error).__name__}: {error}", ", ".join(own_code.used())
+    place, lacking = own_code.place_of(error), own_code.class_name_of(error)
+    if lacking is not None:
+        return f"{told}\n{lacking} of your own code ({names}) lacks what the traceback above asks it for"
+    if place is not None:
+        return f"{told}\nraised by your own code at {place} ({names}); the traceback is above"
+    return (
+        f"{told}\nthe run trains your own code ({names}), of which no line is in the traceback above: mostly what it "
+        "returned has another type, shape or device than the task or the data expect"
+    )
 
 
 def report(failure: Failure, *, where: str = "") -> None:

@@ -15,6 +15,7 @@ from baoc.config.schema import RunConfig
 from baoc.config.trainer_arguments import TRAINER_OWNED
 from baoc.config.validate import did_you_mean, unknown_key
 from baoc.core.budgets import spellings
+from baoc.core.own_code import WRITTEN
 from baoc.errors import BadInputError
 
 _UNRESOLVED = (GrammarParseError, InterpolationResolutionError, MissingMandatoryValue)
@@ -54,7 +55,8 @@ def _missing_option(error: MissingConfigException) -> BadInputError:
         return BadInputError(f"no configuration {error.missing_cfg_file!r}: {str(error).splitlines()[0]}")
     what = group.removesuffix("s") if group in COLLECTIONS else group
     text = f"{group}={option}: there is no such {what}{did_you_mean(option, error.options)}"
-    allowed = spellings() if group == "budget" else ", ".join(error.options)
+    more = [WRITTEN] if group in GROUPS else []
+    allowed = spellings() if group == "budget" else ", ".join([*error.options, *more])
     return BadInputError(f"{text}\nallowed: {allowed}")
 
 

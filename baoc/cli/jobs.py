@@ -22,7 +22,9 @@ from baoc.cli.failures import INTERRUPTED, Failure, failure_of, report
 from baoc.cli.ranks import is_other, leave, serve, together
 from baoc.cli.run_lock import FolderInUseError, lock_folder
 from baoc.config.from_hydra import from_hydra, write_config
+from baoc.config.nodes import own_option
 from baoc.config.schema import RunConfig
+from baoc.core.own_code import GROUPS
 from baoc.errors import BadInputError
 
 ERROR_FILE = "error.json"
@@ -77,7 +79,7 @@ def _run_job(config: DictConfig) -> None:
     hydra = HydraConfig.get()
     run_dir = Path(hydra.runtime.output_dir)
     is_single_run = hydra.mode == RunMode.RUN
-    overrides = list(hydra.overrides.task)
+    overrides = as_given(hydra.overrides.task, config=config)
     if not is_single_run:
         print(f"\n--- run {hydra.job.num}: {' '.join(overrides) or 'defaults'}", flush=True)
     try:
@@ -116,6 +118,13 @@ def with_race_folder(words: Sequence[str]) -> list[str]:
 def command_of(overrides: Sequence[str]) -> str:
     """The command that repeats one job."""
     return shlex.join(["python", "run.py", *overrides])
+
+
+def as_given(overrides: Sequence[str], *, config: DictConfig) -> list[str]:
+    """Overrides with the user's own code as it was named, in place of the options that were made of it."""
+    names = {group: str(config[group].name) for group in GROUPS if group in config}
+    made = {f"{group}={own_option(name)}": f"{group}={name}" for group, name in names.items()}
+    return [made.get(word, word) for word in overrides]
 
 
 def failed_jobs(sweep_dir: Path) -> list[Failure]:

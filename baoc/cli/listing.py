@@ -5,6 +5,7 @@ from typing import Any
 
 from baoc.config import assets
 from baoc.config.validate import did_you_mean
+from baoc.core import own_code
 from baoc.core.budgets import PRESETS
 from baoc.errors import BadInputError
 from baoc.types import Budget
@@ -27,8 +28,19 @@ def _options(group: str) -> Callable[[], Rows]:
     return lambda: [(option, assets.description(file)) for option, file in assets.options(group).items()]
 
 
-def _described(registry: Mapping[str, Any]) -> Rows:
-    return [(name, row.description) for name, row in registry.items()]
+def _described(registry: Mapping[str, Any], *, group: str = "") -> Rows:
+    """Rows of a registry; of those that the user may add to, also what packages declare, and how a file is named."""
+    rows = [(name, row.description) for name, row in registry.items()]
+    return rows + _own(group) if group else rows
+
+
+def _own(group: str) -> Rows:
+    declared = own_code.declared(f"baoc.{group}s")
+    rows = [(name, f"{point.value}, declared by an installed package") for name, point in declared.items()]
+    return [
+        *rows,
+        ("FILE.py:NAME", f"your own: {group}=FILE.py:NAME or {group}=package.module.NAME (docs/own-code.md)"),
+    ]
 
 
 def _budgets() -> Rows:
@@ -52,19 +64,19 @@ def _models() -> Rows:
     for model in MODELS.values():
         rows.append((model.name, model.description))
         rows += [(f"  model.size={size.name}", size.description) for size in model.sizes.values()]
-    return rows
+    return rows + _own("model")
 
 
 def _datasets() -> Rows:
     from baoc.data import DATASETS
 
-    return _described(DATASETS)
+    return _described(DATASETS, group="dataset")
 
 
 def _tasks() -> Rows:
     from baoc.tasks import TASKS
 
-    return _described(TASKS)
+    return _described(TASKS, group="task")
 
 
 def _specs() -> Rows:
@@ -99,7 +111,9 @@ def _recipes() -> Rows:
     from baoc.core.recipes import RECIPES
 
     rows = [(name, f"{row.share:6.1%}  {row.description} ({row.source})") for name, row in RECIPES.items()]
-    return [*rows, ("FILE.yaml", "a recipe of your own: docs/recipes.md")]
+    declared = own_code.declared("baoc.recipes")
+    others = [(name, f"        {point.value}, of an installed package") for name, point in declared.items()]
+    return [*rows, *others, ("FILE.yaml", "a recipe of your own: docs/recipes.md")]
 
 
 def _risks() -> Rows:

@@ -12,11 +12,12 @@ from omegaconf.errors import OmegaConfBaseException
 from baoc.config import assets
 from baoc.config.dynamics import DynamicsConfig, gather_dynamics
 from baoc.config.nodes import NO_RECIPE, budget_node, node_of_recipe
-from baoc.config.options import GROUPS, gather, registry_of, spread
+from baoc.config.options import GROUPS, gather, row_of, spread
 from baoc.config.race import RaceConfig
 from baoc.config.schema import RunConfig
 from baoc.config.trainer_arguments import TRAINER_OWNED
 from baoc.config.validate import build, convert, refuse_unwritable, require, unknown_key
+from baoc.core import own_code
 from baoc.core.budgets import parse_budget
 from baoc.core.recipes import Recipe, recipe_from_node
 from baoc.errors import BadInputError, unknown_name
@@ -56,6 +57,12 @@ def _anchor(plain: dict[str, Any], *, folder: Path) -> None:
         given = node.get(key) if isinstance(node, dict) else None
         if isinstance(given, str) and not Path(given).expanduser().is_absolute() and (folder / given).exists():
             node[key] = str(folder / given)
+    for group in GROUPS:
+        node = plain.get(group)
+        name = node.get("name") if isinstance(node, dict) else None
+        file = own_code.file_of(name) if isinstance(name, str) else None
+        if file is not None and not file.expanduser().is_absolute() and (folder / file).is_file():
+            node["name"] = f"{folder}/{name}"
 
 
 def from_plain(plain: Mapping[str, Any], *, complete: bool = False) -> RunConfig:
@@ -119,8 +126,12 @@ def check_names(config: RunConfig) -> None:
     from baoc.planning.allocators import ALLOCATORS
     from baoc.planning.risk import RISKS
 
+    for group in GROUPS:
+        row_of(group, name := getattr(config, group).name)
+        file = own_code.file_of(name)
+        there = file is None or file.expanduser().is_file()
+        require(there, group, name, f"a file that is there: {file} is not, seen from {Path.cwd()}")
     for key, given, allowed in (
-        *((group, getattr(config, group).name, registry_of(group)) for group in GROUPS),
         ("allocator", config.allocator.name, ALLOCATORS),
         ("risk", config.risk.name, RISKS),
         *(("role in catalogue.keep_fp32_roles", role, list(Role)) for role in config.catalogue.keep_fp32_roles),
@@ -142,13 +153,15 @@ def check_names(config: RunConfig) -> None:
 def _check_task(config: RunConfig) -> None:
     """Raises BadInputError unless the model's output and the data's batches fit the task's loss."""
     from baoc.data import require_task
-    from baoc.models import MODELS
+    from baoc.models import MODELS, family_of
+    from baoc.tasks import task_row
 
     name, task = config.model.name, config.task.name
-    if MODELS[name].task != task:
+    serves = family_of(name).task
+    if serves is not None and serves != task and not task_row(task).is_own:
         fitting = ", ".join(row.name for row in MODELS.values() if row.task == task) or "none yet"
         raise BadInputError(
-            f"model {name} is trained for {MODELS[name].task}, not {task}: leave task away, as the model brings it, or "
+            f"model {name} is trained for {serves}, not {task}: leave task away, as the model brings it, or "
             f"choose a model for {task}: {fitting}"
         )
     require_task(config.dataset.name, task=task)

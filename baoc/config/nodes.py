@@ -18,7 +18,9 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from baoc.config import assets
+from baoc.config.options import own_keys
 from baoc.config.race import seconds_of
+from baoc.core import own_code
 from baoc.core.baselines import UNIFORM_BASELINES
 from baoc.core.budgets import AUTO, PRESETS, UNLIMITED, parse_budget
 from baoc.core.recipes import RECIPES, Recipe, find_recipe, is_file, recipe_node
@@ -29,6 +31,7 @@ MOST_SHOWN = 60  # characters of what was given
 NO_RECIPE = "none"  # the option of the group `recipe` that leaves the choice to an allocator
 RACED = "raced"  # the one that takes what an earlier race chose, which the run itself looks up
 COLLECTIONS = ("experiments", "sweeps")
+TARGET = "_target_"  # which names a class below a group, as Hydra's instantiate does
 IN_FILES = (AUTO, UNLIMITED)  # presets that conf/budget has files for
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # several times faster, where PyYAML is built with it
 
@@ -45,12 +48,15 @@ def register(overrides: Sequence[str] = ()) -> None:
     register_budgets(budget_values(overrides))
     register_recipes(overrides)
     register_races(option_values(overrides, group="race"))
+    for group in own_code.GROUPS:
+        register_own_code(group, overrides=overrides)
 
 
 @lru_cache(maxsize=1)
 def _register_fixed(files: tuple[tuple[str, str, Path, int], ...]) -> None:
     """Resolvers, presets, uniform baselines, recipes of the catalogue, experiments and sweeps, with their budgets."""
     OmegaConf.register_new_resolver("baoc.job_folder", job_folder, replace=True)
+    OmegaConf.register_new_resolver("baoc.short", own_code.short, replace=True)
     store = ConfigStore.instance()
     register_budgets(PRESETS)
     for baseline in UNIFORM_BASELINES:
@@ -115,6 +121,36 @@ def register_races(options: Iterable[str]) -> None:
             ConfigStore.instance().store(group="race", name=_text_option(option), node=capped, provider="baoc")
 
 
+def register_own_code(group: str, *, overrides: Sequence[str]) -> None:
+    """ConfigStore nodes for the user's own code that `overrides` name, and for what installed packages declare.
+
+    Each has the keys that overrides set below the group: they are arguments, which the call checks.
+    """
+    asked = [value for value in option_values(overrides, group=group) if own_code.is_own(value)]
+    asked += option_values(overrides, group=f"{group}.{TARGET}")
+    keys = [text.lstrip("+").partition("=")[0].split(".")[1:] for text in overrides if _is_below(text, group=group)]
+    own = own_keys(group)  # which conf/ has already
+    for name in [*own_code.declared(f"baoc.{group}s"), *asked]:
+        node: dict[str, Any] = {"name": name, **({"path": None} if group == "dataset" else {})}
+        for key in keys:
+            if key[0] in own or key == [TARGET]:
+                continue
+            held = node
+            for part in key[:-1]:
+                held = held.setdefault(part, {})
+            held.setdefault(key[-1], None)
+        ConfigStore.instance().store(group=group, name=own_option(name), node=node, provider="baoc")
+
+
+def _is_below(text: str, *, group: str) -> bool:
+    return text.lstrip("+").startswith(f"{group}.") and "=" in text
+
+
+def own_option(name: str) -> str:
+    """What Hydra is to call the user's own code: a path would be looked for among the folders of groups."""
+    return re.sub(r"[^\w-]+", "-", name).strip("-") if own_code.is_own(name) else name
+
+
 def _text_option(duration: str) -> str:
     """A duration as an option's name, which Hydra wants to be text."""
     return f"{duration}s" if duration.replace(".", "", 1).isdigit() else duration
@@ -133,6 +169,7 @@ def with_made_options(words: Sequence[str]) -> list[str]:
     """A command line with the options that `register` has made in place of files of recipes, seconds of races and whole
     bytes, which Hydra would take for a number."""
     makers = {
+        **{key: own_option for group in own_code.GROUPS for key in (group, f"{group}.{TARGET}")},
         "recipe": option_of,
         "race": _text_option,
         "budget": lambda text: repr(text) if text.isdecimal() else text,
@@ -141,8 +178,9 @@ def with_made_options(words: Sequence[str]) -> list[str]:
     for word in words:
         key, _, value = word.partition("=")
         make = makers.get(key.lstrip("+"))
+        key = key.lstrip("+") if key.endswith(f".{TARGET}") else key
         texts = [] if make is None else [make(_unquoted(text)) for text in value.split(",")]
-        found.append(word if make is None else f"{key}={','.join(texts)}")
+        found.append(word if make is None else f"{key.removesuffix(f'.{TARGET}')}={','.join(texts)}")
     return found
 
 

@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, Protocol
 
-from baoc.config.schema import DatasetConfig, ModelConfig, TaskConfig
+from baoc.config.schema import DatasetConfig, ModelConfig, RunConfig, TaskConfig
 from baoc.config.validate import convert, plain_text, unknown_key
-from baoc.errors import BadInputError, unknown_name
+from baoc.core import own_code
+from baoc.errors import BadInputError
 from baoc.types import to_plain
 
 
@@ -24,6 +25,9 @@ class Row(Protocol):
     @property
     def option_types(self) -> Mapping[str, Any]: ...
 
+    @property
+    def is_own(self) -> bool: ...
+
 
 GROUPS: Mapping[str, Any] = {"task": TaskConfig, "model": ModelConfig, "dataset": DatasetConfig}
 
@@ -33,16 +37,17 @@ def gather(group: str, given: object, *, complete: bool) -> dict[str, Any]:
     row's default unless `complete`. Raises BadInputError for an unknown name or key, or a wrong type."""
     if not isinstance(given, Mapping):
         raise BadInputError(f"{group} must be a group of keys, not {plain_text(given)}: choose it with {group}=NAME")
-    registry, own = registry_of(group), own_keys(group)
+    own = own_keys(group)
     name = given.get("name", GROUPS[group]().name)
     if not isinstance(name, str):
         raise BadInputError(f"{group}.name must be one name, not {plain_text(name)}: choose it with {group}=NAME")
-    if name not in registry:
-        raise unknown_name(name, what=group, allowed=registry)
-    row = registry[name]
+    row = row_of(group, name)
     options = dict(row.options)
     for key, value in given.items():
         if key in own:
+            continue
+        if row.is_own:  # arguments of a function, which its call checks
+            options[key] = value
             continue
         if key not in options:
             raise unknown_key(str(key), allowed=[*own, *options], path=group)
@@ -72,6 +77,32 @@ def type_of(row: Row, key: str) -> Any:
     if default is None:
         return str | None
     return tuple[str, ...] if isinstance(default, tuple | list) else type(default)
+
+
+def row_of(group: str, name: str) -> Row:
+    """The row of a name of a registry or of the user's own code. Raises BadInputError for an unknown name."""
+    from baoc.data import dataset_row
+    from baoc.models import family_of
+    from baoc.tasks import task_row
+
+    return {"task": task_row, "model": family_of, "dataset": dataset_row}[group](name)
+
+
+def instantiated(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options in which each inner group with a `_target_` is what Hydra's `instantiate` makes of it."""
+    from hydra.utils import instantiate
+
+    return {
+        key: instantiate(value, _convert_="all") if isinstance(value, Mapping | list | tuple) else value
+        for key, value in options.items()
+    }
+
+
+def code_of(config: RunConfig) -> dict[str, str]:
+    """SHA-256 of the files of the user's own code, by setting."""
+    named = {group: getattr(config, group).name for group in own_code.GROUPS}
+    own = {group: name for group, name in named.items() if row_of(group, name).is_own}
+    return {f"{group}={name}": own_code.identity(name, key=group) for group, name in own.items()}
 
 
 def registry_of(group: str) -> Mapping[str, Any]:

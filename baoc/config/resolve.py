@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from baoc.config.schema import RunConfig
 from baoc.errors import BadInputError
-from baoc.models import ModelSize, choose_size
+from baoc.models import OWN_SIZE, ModelSize, choose_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,9 @@ def resolve(config: RunConfig, *, device: str) -> Resolved:
     optim, trainer, micro_batch = config.optim, config.trainer, config.micro_batch
     if optim.lr is None:
         optim = replace(optim, lr=size.lr)
-        reasons.append(f"optim.lr={size.lr:g} suits {config.model.name} {size.name}")
+        known = f"suits {config.model.name} {size.name}"
+        unknown = "is torch's default, as nothing is known of a network of your own"
+        reasons.append(f"optim.lr={size.lr:g} {unknown if size.name == OWN_SIZE else known}")
     is_bf16 = config.model.activations == "bf16"
     if trainer.precision == "auto":
         trainer = replace(trainer, precision="bf16-mixed" if device == "cuda" or is_bf16 else "32-true")

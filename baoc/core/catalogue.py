@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import lru_cache
 
+from baoc.core.rule_tags import OWN_RULES
 from baoc.errors import BadInputError
 from baoc.types import CodecInfo, OptimizerSpec, Placement, PlacementInfo, StorageScheme, WeightsInfo
 
@@ -96,6 +97,7 @@ _RULES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("sign", "nothing (0): sign of the gradient", ("fp32",)),
     ("column_norm", "nothing (0): gradient with columns of one norm", ("fp32",)),
     ("column_norm_momentum", "m (1): momentum with columns of one norm, of SCALE's head", _M_ONLY),
+    *((name, rule.info.description, rule.storages) for name, rule in OWN_RULES.items()),
 )
 
 

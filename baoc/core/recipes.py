@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
 
+from baoc.core import own_code
 from baoc.core.catalogue import SPECS, WEIGHTS, with_weights
 from baoc.core.rule_tags import RULE_INFOS
 from baoc.errors import BadInputError
@@ -297,6 +298,10 @@ def find_recipe(given: str | Path | Mapping[str, Any] | Recipe) -> Recipe:
         return RECIPES[str(given)]
     if is_file(str(given)):
         return read_recipe(Path(given))
+    if (point := own_code.declared("baoc.recipes").get(str(given))) is not None:
+        with own_code.faults("recipe", str(given)):
+            found: Any = point.load()
+        return found if isinstance(found, Recipe) else recipe_from_node(_mapping(found, key=""), name=str(given))
     near = get_close_matches(str(given), RECIPES, n=3)
     close = f"; did you mean {' or '.join(near)}?" if near else ""
     raise BadInputError(

@@ -4,6 +4,7 @@ Planning knows a rule by its row here and never imports its arithmetic, which is
 name.
 """
 
+from baoc.core import own_code
 from baoc.types import Axis, RuleInfo, Scaling, StateDecl, StateKind, StateLayout
 
 _M = StateDecl(name="m", kind=StateKind.M)
@@ -99,3 +100,11 @@ RULE_INFOS: dict[str, RuleInfo] = {
         ),
     )
 }
+
+# Of other packages, with the module that has each one's arithmetic
+OWN_RULES: dict[str, own_code.OwnRule] = {
+    rule.info.name: rule
+    for rule in own_code.loaded("baoc.rules", kind=own_code.OwnRule).values()
+    if rule.info.name not in RULE_INFOS
+}
+RULE_INFOS.update({name: rule.info for name, rule in OWN_RULES.items()})

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from baoc.core import own_code
 from baoc.errors import BadInputError, unknown_name
 
 if TYPE_CHECKING:
     from baoc.data.base import DataModule
 
-__all__ = ["DATASETS", "Dataset", "build_data", "require_task"]
+__all__ = ["DATASETS", "Dataset", "build_data", "dataset_row", "require_task"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,8 @@ class Dataset:
         options: names and defaults.
         option_types: types of options whose default does not show them; a default of None means text or null.
         takes_path: False for generated data.
+        tasks: none for any.
+        is_own: the user's code; its options are its arguments, and are checked when it is called.
     """
 
     name: str
@@ -38,6 +41,7 @@ class Dataset:
     options: Mapping[str, Any] = field(default_factory=dict)
     option_types: Mapping[str, Any] = field(default_factory=dict)
     takes_path: bool = True
+    is_own: bool = False
 
     @property
     def needs_path(self) -> bool:
@@ -229,7 +233,12 @@ def build_data(
     Raises BadInputError for an unknown name or option, a set that does not serve the task, and unusable data.
     """
     require_task(name, task=task)
-    row = DATASETS[name]
+    row = dataset_row(name)
+    if row.is_own:
+        from baoc.data.own import build_own
+
+        given = {"batch_size": batch_size, "seed": seed, "accumulate": accumulate}
+        return _with(build_own(name, task=task, path=path, options=options, **given), settings=options)
     if path is not None and not row.takes_path:
         raise BadInputError(f"dataset {name} is generated and reads no dataset.path={path}: leave it out")
     if path is not None:
@@ -241,17 +250,35 @@ def build_data(
     if len(row.tasks) > 1:
         options["task"] = task  # decides how values are scaled
     builder = getattr(import_module(row.module), row.builder)
-    return builder(batch_size=batch_size, seed=seed, accumulate=accumulate, **{**row.options, **options})
+    settings = {**row.options, **options}
+    return _with(builder(batch_size=batch_size, seed=seed, accumulate=accumulate, **settings), settings=settings)
+
+
+def _with(data: "DataModule", *, settings: Mapping[str, Any]) -> "DataModule":
+    data.settings = settings
+    return data
 
 
 def require_task(name: str, *, task: str) -> None:
-    """Raises BadInputError if data set `name` is unknown or does not serve `task`; the message lists those that do."""
-    if name not in DATASETS:
-        raise unknown_name(name, what="dataset", allowed=DATASETS)
-    serves = DATASETS[name].tasks
-    if task not in serves:
+    """Raises BadInputError if data set `name` is unknown or does not serve `task`; the message lists those that do.
+
+    The user's own code is taken at its word: what it gives is checked by the task.
+    """
+    serves = dataset_row(name).tasks
+    is_own_task = own_code.is_own(task) or task in own_code.declared("baoc.tasks")
+    if serves and task not in serves and not is_own_task:
         fitting = [other.name for other in DATASETS.values() if task in other.tasks]
         raise BadInputError(
             f"dataset {name} serves {' and '.join(serves)}, not {task}; "
             f"data sets for {task}: {', '.join(fitting) or 'none'}"
         )
+
+
+def dataset_row(name: str) -> Dataset:
+    """The row of a name, or one for the user's own code. Raises BadInputError for a name that is neither."""
+    if name in DATASETS:
+        return DATASETS[name]
+    if name in own_code.declared("baoc.datasets") or own_code.is_own(name):
+        return Dataset(name=name, description="your own code", tasks=(), module="", builder="", is_own=True)
+    allowed = [*DATASETS, *own_code.declared("baoc.datasets"), own_code.WRITTEN]
+    raise unknown_name(name, what="dataset", allowed=allowed)

@@ -5,6 +5,7 @@ Subclasses make the loaders; this class resumes them at the next sample.
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any, Protocol
 
 import lightning as L
@@ -44,6 +45,18 @@ class DataModule(L.LightningDataModule):
         self.seed = seed
         self._loader: TrainLoader | None = None
         self._resume: Mapping[str, Any] | None = None
+        self.settings: Mapping[str, Any] = {}  # of `build_data`
+
+    @cached_property
+    def identity(self) -> str:
+        """SHA-256 of the content and the settings: runs are compared where it is equal."""
+        from baoc.data.identity import identity_of
+
+        return identity_of(self.contents(), settings=self.settings)
+
+    def contents(self) -> tuple[str, ...]:
+        """A hash for each part of the data, for `identity`; none for streams, which settings alone tell apart."""
+        return ()
 
     @abstractmethod
     def make_train_loader(self, *, limit: int | None) -> TrainLoader:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from baoc.data.base import DataModule
+from baoc.data.identity import content_of
 from baoc.data.latent_files import LatentRows, read_latents
 from baoc.data.loader import Batch, SequentialLoader, ShuffledLoader
 from baoc.errors import BadInputError
@@ -84,6 +85,9 @@ class LatentDataModule(DataModule):
                 f"latents of {self.spec.image_size} x {self.spec.image_size} do not fit a model that takes "
                 f"{image_size} x {image_size}: choose a model.size whose patches divide {self.spec.image_size}"
             )
+
+    def contents(self) -> tuple[str, ...]:
+        return (content_of(self._rows),)
 
     def make_train_loader(self, *, limit: int | None) -> ShuffledLoader:
         return self.shuffled(self._rows, limit=limit, indices=self._train_rows, transform=self._to_model_input)

@@ -86,6 +86,9 @@ class TextDataModule(DataModule):
             sha256=content.sha256,
         )
 
+    def contents(self) -> tuple[str, ...]:
+        return (self.spec.sha256,)
+
     def make_train_loader(self, *, limit: int | None) -> ShuffledLoader:
         return self.shuffled(self.train_sequences, limit=limit)
 

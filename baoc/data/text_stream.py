@@ -4,6 +4,7 @@ A thread reads and tokenizes documents ahead of training. The position after eac
 `StreamLoader` resumes at the next one.
 """
 
+import hashlib
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -91,6 +92,10 @@ class StreamDataModule(DataModule):
             num_val=len(self._val_rows),
             bytes_per_token=held.bytes_per_token,
         )
+
+    def contents(self) -> tuple[str, ...]:
+        """Of the validation text: the stream is told by its name and settings."""
+        return (hashlib.sha256(np.ascontiguousarray(self._val.tokens).tobytes()).hexdigest(),)
 
     def make_train_loader(self, *, limit: int | None) -> StreamLoader:
         rank, _ = rank_of(self)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from baoc.data.base import DataModule
+from baoc.data.identity import content_of
 from baoc.data.loader import SequentialLoader, ShuffledLoader
 from baoc.data.scaling import standardise, unit_range
 from baoc.data.stored import EncodedImages, ImageSource
@@ -79,6 +80,10 @@ class VisionDataModule(DataModule):
         if isinstance(self._val, EncodedImages):
             self._val = self._val.with_size(image_size)
         self.scaling = replace(self.scaling, size=image_size)
+
+    def contents(self) -> tuple[str, ...]:
+        held = () if self._val is self._train or self._val.labels is self._train.labels else (content_of(self._val),)
+        return (content_of(self._train), *held)
 
     def make_train_loader(self, *, limit: int | None) -> ShuffledLoader:
         return self.shuffled(

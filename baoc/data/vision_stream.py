@@ -15,6 +15,7 @@ from torch import Generator, Tensor
 
 from baoc.data.base import DataModule
 from baoc.data.decode import Augment, open_image, random_fit, to_tensor
+from baoc.data.identity import content_of
 from baoc.data.labels import check_labels
 from baoc.data.loader import SequentialLoader, generator_of
 from baoc.data.scaling import Scaling, standardise, unit_range
@@ -89,6 +90,10 @@ class StreamedImages(DataModule):
     def resize_to(self, image_size: int) -> None:
         self._image_size = image_size
         self._held = self._held.with_size(image_size)
+
+    def contents(self) -> tuple[str, ...]:
+        """Of the validation images: the stream is told by its name and settings."""
+        return (content_of(self._held),)
 
     def make_train_loader(self, *, limit: int | None) -> StreamLoader:
         return StreamLoader(

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from baoc.frontier.pareto import Frontier, Objective, average_seeds, build_frontier, hypervolume_history, knee
-from baoc.frontier.runs import RunFolder, Workload, failed_run, frontier_point, result_of, setting_labels
+from baoc.frontier.runs import AT, RunFolder, Workload, failed_run, frontier_point, result_of, setting_labels
 from baoc.types import FailedRun, FrontierPoint
 
 AXES = ("peak_bytes", "state_bytes")  # memory objectives, each against quality
@@ -46,12 +46,19 @@ def failed_jobs(runs: Sequence[RunFolder], *, names: RunLabels) -> tuple[FailedR
 
 
 def group_by_workload(runs: Sequence[RunFolder]) -> list[tuple[Workload, list[RunFolder]]]:
-    """Finished runs by workload; both keep the given order."""
+    """Finished runs by workload; both keep the given order. A data set's hash is shown where its name is not enough."""
     workloads: dict[Workload, list[RunFolder]] = {}
     for run in runs:
         if run.result is not None:
             workloads.setdefault(run.workload, []).append(run)
-    return list(workloads.items())
+    bare = [_without_hash(workload) for workload in workloads]
+    shown = [plain if bare.count(plain) == 1 else full for plain, full in zip(bare, workloads, strict=True)]
+    return list(zip(shown, workloads.values(), strict=True))
+
+
+def _without_hash(workload: Workload) -> Workload:
+    task, model, dataset, quality = workload
+    return task, model, dataset.rpartition(AT)[0] or dataset, quality
 
 
 def quality_objective(runs: Sequence[RunFolder]) -> Objective:

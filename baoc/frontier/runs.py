@@ -21,6 +21,7 @@ _RESULT_FIELDS = (
 )
 SKIPPED_FOLDERS = {".hydra", "wandb", "race"}  # folders inside a run with another config.yaml
 
+AT, SHOWN_SHA = "@", 8  # between a data set's name and the beginning of its hash
 Workload = tuple[str, str, str, str]  # task, model, data set, quality metric
 
 
@@ -37,10 +38,14 @@ class RunFolder:
 
     @property
     def workload(self) -> Workload:
-        """(task, model, data set, quality metric): runs are comparable if these agree."""
+        """(task, model, data set, quality metric): runs are comparable if these agree.
+
+        The data set is its name and a hash of its content and settings, where the result has that: `digits@1f2e3d4c`.
+        """
         result = result_of(self)
-        dataset = str(self.settings.get("dataset.name", ""))
-        return result["task"], result["model"], dataset, result["quality"]["name"]
+        dataset = str(result.get("dataset") or self.settings.get("dataset.name", ""))
+        sha = str(result.get("data_sha256") or "")[:SHOWN_SHA]
+        return result["task"], result["model"], f"{dataset}{AT}{sha}" if sha else dataset, result["quality"]["name"]
 
 
 def result_of(run: RunFolder) -> Mapping[str, Any]:

@@ -1,7 +1,8 @@
 """Networks by name and size. They do not depend on budgets.
 
 To add a family: a file with `build(settings, *, spec, **options) -> Module`, and a row here. Rows name their module
-instead of importing it, so that listing them imports neither torch nor transformers.
+instead of importing it, so that listing them imports neither torch nor transformers. Networks of the user's own code
+need no row (`baoc.core.own_code`).
 """
 
 from collections.abc import Mapping
@@ -9,12 +10,16 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from baoc.core import own_code
 from baoc.errors import BadInputError, unknown_name
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["MODELS", "ModelFamily", "ModelSize", "SizeChoice", "build_model", "choose_size"]
+__all__ = ["MODELS", "OWN_SIZE", "ModelFamily", "ModelSize", "SizeChoice", "build_model", "choose_size", "family_of"]
+
+OWN_SIZE = "own"  # the one size of a network of the user's code
+OWN_LR = 1e-3  # torch.optim.AdamW's, as nothing is known of such a network
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,17 +48,20 @@ class ModelFamily:
         auto: device type -> size that `auto` takes.
         option_types: types of options whose default does not show them; a default of None means text or null.
         imports: library modules that building it imports; a fork server imports them in advance.
+        task: None serves any.
+        is_own: the user's code; its options are its arguments, and are checked when it is called.
     """
 
     name: str
     description: str
-    task: str
+    task: str | None
     module: str
     sizes: Mapping[str, ModelSize]
     auto: Mapping[str, str]
     options: Mapping[str, Any] = field(default_factory=dict)
     option_types: Mapping[str, Any] = field(default_factory=dict)
     imports: tuple[str, ...] = ()
+    is_own: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +186,14 @@ def choose_size(name: str, *, size: str = "auto", device: str = "cpu") -> SizeCh
 
     `auto` takes a size that trains in minutes on a laptop's CPU, or one that budgets of 4 to 16 GiB limit on a GPU.
     """
-    family = _family(name)
+    family = family_of(name)
+    if family.is_own and size in ("auto", OWN_SIZE):
+        return SizeChoice(size=family.sizes[OWN_SIZE], why=f"{name} is code of your own")
+    if family.is_own:
+        raise BadInputError(
+            f"model.size={size} is of networks that come with sizes, and model={name} is your own code: give its "
+            "arguments as model.ARGUMENT=VALUE"
+        )
     if size == "auto":
         taken = family.sizes[family.auto[device]]
         suits = "budgets of 4 to 16 GiB bind there" if device == "cuda" else "it trains in minutes there"
@@ -197,19 +212,34 @@ def build_model(
 
     With a `seed`, the weights depend on it alone and the global random state is unchanged. `device` only selects the
     size for `auto`. Under `torch.device("meta")` nothing is allocated. Raises BadInputError for unknown names and
-    options.
+    options, and for what the user's own code does wrong.
     """
-    family = _family(name)
+    family = family_of(name)
     choice = choose_size(name, size=size, device=device)
-    for key in options.keys() - family.options.keys():
-        raise unknown_name(key, what=f"option of model {name}", allowed=family.options)
-    from baoc.models.construction import float32_and_seed
+    from baoc.models.construction import build_own, float32_and_seed
 
     with float32_and_seed(seed):
+        if family.is_own:
+            return build_own(name, spec=spec, options=options)
+        for key in options.keys() - family.options.keys():
+            raise unknown_name(key, what=f"option of model {name}", allowed=family.options)
         return import_module(family.module).build(choice.size.settings, spec=spec, **{**family.options, **options})
 
 
-def _family(name: str) -> ModelFamily:
-    if name not in MODELS:
-        raise unknown_name(name, what="model", allowed=MODELS)
-    return MODELS[name]
+def family_of(name: str) -> ModelFamily:
+    """The row of a name, or one for the user's own code. Raises BadInputError for a name that is neither."""
+    if name in MODELS:
+        return MODELS[name]
+    if name in own_code.declared("baoc.models") or own_code.is_own(name):
+        size = ModelSize(name=OWN_SIZE, description="as its arguments say", settings={}, lr=OWN_LR)
+        return ModelFamily(
+            name=name,
+            description="your own code",
+            task=None,
+            module="",
+            sizes={OWN_SIZE: size},
+            auto={"cpu": OWN_SIZE, "cuda": OWN_SIZE},
+            is_own=True,
+        )
+    allowed = [*MODELS, *own_code.declared("baoc.models"), own_code.WRITTEN]
+    raise unknown_name(name, what="model", allowed=allowed)

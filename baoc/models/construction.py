@@ -1,9 +1,15 @@
-"""Makes building a network independent of the caller's default dtype and random state."""
+"""Makes building a network independent of the caller's default dtype and random state, and builds the user's own."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
 
 import torch
+from torch import nn
+
+from baoc.core import own_code
+from baoc.errors import BadInputError
 
 
 @contextmanager
@@ -20,3 +26,32 @@ def float32_and_seed(seed: int | None) -> Iterator[None]:
         torch.set_default_dtype(dtype)
         if random_state is not None:
             torch.set_rng_state(random_state)
+
+
+def build_own(name: str, *, spec: Any, options: Mapping[str, Any]) -> nn.Module:
+    """The network that the user's function or class `name` makes of `options`.
+
+    Arguments called `spec`, or as a field of the data's description (`num_classes`, `vocab_size`, ...), are given where
+    `options` have none. Raises BadInputError for what is no network, and for one that needs memory on the meta device.
+    """
+    offered = {"spec": spec, **(asdict(spec) if spec is not None else {})}
+    meta = torch.get_default_device().type == "meta"
+    try:
+        made = own_code.call(name, key="model", options=options, offered=offered)
+    except BadInputError as error:
+        if not meta or error.__cause__ is None:
+            raise
+        raise BadInputError(
+            f"{error}. It is built without memory here (torch's meta device), as the card that is planned for is not "
+            "in this machine; code that reads values of its weights cannot be: plan on a machine with the card"
+        ) from error.__cause__
+    if not isinstance(made, nn.Module):
+        raise BadInputError(f"model={name} returned a {type(made).__name__}: it must return a torch.nn.Module")
+    if not any(parameter.requires_grad for parameter in made.parameters()):
+        raise BadInputError(f"model={name} returned a {type(made).__name__} without parameters to train")
+    if meta and (real := [n for n, p in made.named_parameters() if not p.is_meta]):
+        raise BadInputError(
+            f"model={name} puts {real[0]} on {made.get_parameter(real[0]).device} itself, so it cannot be planned for "
+            "a card that is not here: leave the device to torch.device(...), or plan on a machine with the card"
+        )
+    return made.train()

@@ -23,7 +23,7 @@ from baoc.core.recipes import RECIPES, recipe_node
 from baoc.errors import BadInputError, BudgetBreachedError, InfeasibleBudgetError, TrainingFailedError
 from baoc.frontier.build import build_report
 from baoc.frontier.runs import INCIDENTAL
-from baoc.models import MODELS
+from baoc.models import family_of
 from baoc.sweep.early_stopping import violates_constraint
 from baoc.sweep.gpu_slots import find_gpus
 from baoc.sweep.storage import differences, setting_text
@@ -324,7 +324,7 @@ class _Race:
         own = Measured(size=size, num_params=found.num_params, steps=race.steps or found.steps)
         if size == found.size:
             return own
-        sizes = MODELS[self.config.model.name].sizes
+        sizes = family_of(self.config.model.name).sizes
         if size not in sizes:
             raise BadInputError(f"race.size={size}: {self.config.model.name} has {', '.join(sizes)}")
         return self._sibling(size)[0]
@@ -464,7 +464,7 @@ class _Race:
 
     def _narrower(self, num_params: int) -> list[str]:
         """Names of the family's sizes below the target's, the widest first."""
-        names = list(MODELS[self.config.model.name].sizes)
+        names = list(family_of(self.config.model.name).sizes)
         at = names.index(self.field.size) if self.field.size in names else 0
         return names[:at][::-1]
 
@@ -489,7 +489,7 @@ class _Race:
         return (*self._fixed, *budget, f"model.size={measured.size}", *recipe, *own)
 
     def _lr_of(self, size: str) -> float:
-        return MODELS[self.config.model.name].sizes[size].lr
+        return family_of(self.config.model.name).sizes[size].lr
 
     def _rows(self) -> list[dict[str, Any]]:
         """race.csv: one row a run."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from baoc.core import own_code
 from baoc.errors import unknown_name
 from baoc.tasks.settings import OptimizerSettings
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
     from baoc.tasks.base import Task
 
-__all__ = ["TASKS", "OptimizerSettings", "TaskRow", "build_task"]
+__all__ = ["TASKS", "OptimizerSettings", "TaskRow", "build_task", "task_row"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,7 @@ class TaskRow:
         options: names and defaults of the task's settings beside the optimizer's.
         option_types: types of options whose default does not show them; a default of None means text or null.
         seeded: the option that takes the run's seed if it is null.
+        is_own: the user's code; its options are its arguments, and are checked when it is called.
     """
 
     name: str
@@ -36,6 +38,7 @@ class TaskRow:
     options: Mapping[str, Any] = field(default_factory=dict)
     option_types: Mapping[str, Any] = field(default_factory=dict)
     seeded: str | None = None
+    is_own: bool = False
 
 
 TASKS: dict[str, TaskRow] = {
@@ -91,13 +94,24 @@ def build_task(
 
     `seed` determines the task's randomness. Raises BadInputError for an unknown name or option.
     """
-    if name not in TASKS:
-        raise unknown_name(name, what="task", allowed=TASKS)
-    row = TASKS[name]
+    row, settings = task_row(name), optimizer or OptimizerSettings()
+    if row.is_own:
+        from baoc.tasks.own import build_own
+
+        return build_own(name, model=model, spec=spec, optimizer=settings, options=options)
     for key in options.keys() - row.options.keys():
         raise unknown_name(key, what=f"option of task {name}", allowed=row.options)
     given = {**row.options, **options}
     if row.seeded is not None and given[row.seeded] is None:
         given[row.seeded] = seed
     cls = getattr(import_module(row.module), row.cls)
-    return cls(model, spec=spec, optimizer=optimizer or OptimizerSettings(), **given)
+    return cls(model, spec=spec, optimizer=settings, **given)
+
+
+def task_row(name: str) -> TaskRow:
+    """The row of a name, or one for the user's own code. Raises BadInputError for a name that is neither."""
+    if name in TASKS:
+        return TASKS[name]
+    if name in own_code.declared("baoc.tasks") or own_code.is_own(name):
+        return TaskRow(name=name, description="your own code", module="", cls="", is_own=True)
+    raise unknown_name(name, what="task", allowed=[*TASKS, *own_code.declared("baoc.tasks"), own_code.WRITTEN])

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import lightning as L
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from baoc.errors import BadInputError
 from baoc.tasks.ema import EmaWeights
@@ -77,3 +77,19 @@ class Task(L.LightningModule):
         others = [(name, p) for name, p in trainable if p.ndim < 2]
         groups = [(decayed, self.settings.weight_decay), (others, 0.0)]
         return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
+
+
+def logits_of(output: Any, *, task: str, shape: str) -> Tensor:
+    """The logits of a model's output: itself, or its `logits`, as transformers' models return them.
+
+    Raises BadInputError, which names the `task` and the `shape` that it needs, for anything else.
+    """
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
+    if not isinstance(logits, Tensor):
+        raise BadInputError(
+            f"the model returned a {type(output).__name__} and task {task} needs logits {shape}: return them as a "
+            "tensor, or as `logits` of what is returned"
+        )
+    if logits.ndim != shape.count(",") + 1:
+        raise BadInputError(f"the model returned logits of shape {tuple(logits.shape)} and task {task} needs {shape}")
+    return logits

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanMetric
 
 from baoc.errors import BadInputError
-from baoc.tasks.base import Task
+from baoc.tasks.base import Task, logits_of
 from baoc.tasks.settings import OptimizerSettings
 from baoc.types import DataSpec, TextDataSpec
 
@@ -67,7 +67,7 @@ class LanguageTask(Task):
     def _loss(self, batch: dict[str, Tensor]) -> Tensor:
         if self.loss_chunk:
             return self._chunked_loss(batch["tokens"], batch["targets"].flatten())
-        logits = self.model(batch["tokens"])
+        logits = logits_of(self.model(batch["tokens"]), task="language", shape="(B, T, vocabulary)")
         return F.cross_entropy(logits.flatten(0, 1).float(), batch["targets"].flatten())
 
     def _chunked_loss(self, tokens: Tensor, targets: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from baoc.errors import BadInputError
-from baoc.tasks.base import Task
+from baoc.tasks.base import Task, logits_of
 from baoc.tasks.settings import OptimizerSettings
 from baoc.types import DataSpec
 
@@ -43,16 +43,23 @@ class VisionTask(Task):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         images, labels = batch["images"], batch["labels"]
-        loss = self._mixed_loss(images, labels) if self.mixup else self._smoothed_loss(self.model(images), labels)
+        loss = self._mixed_loss(images, labels) if self.mixup else self._smoothed_loss(self._logits(images), labels)
         self.log("train/loss", loss.detach(), prog_bar=True, sync_dist=True, batch_size=len(images))
         return loss
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        logits = self.model(batch["images"]).float()
+        logits = self._logits(batch["images"]).float()
         loss = F.cross_entropy(logits, batch["labels"])
         accuracy = (logits.argmax(-1) == batch["labels"]).float().mean()
         self.log("val/loss", loss, prog_bar=True, batch_size=len(logits))
         self.log("val/acc", accuracy, prog_bar=True, batch_size=len(logits))
+
+    def _logits(self, images: Tensor) -> Tensor:
+        logits = logits_of(self.model(images), task="vision", shape="(B, classes)")
+        classes = getattr(self.spec, "num_classes", None) or 0
+        if logits.shape[1] < classes:
+            raise BadInputError(f"the model tells {logits.shape[1]} classes apart and the data have {classes}")
+        return logits
 
     def _smoothed_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(logits.float(), labels, label_smoothing=self.label_smoothing)
@@ -64,5 +71,5 @@ class VisionTask(Task):
         """
         share = float(torch.distributions.Beta(self.mixup, self.mixup).sample())
         partner = torch.randperm(len(images)).to(images.device)
-        logits = self.model(share * images + (1 - share) * images[partner])
+        logits = self._logits(share * images + (1 - share) * images[partner])
         return share * self._smoothed_loss(logits, labels) + (1 - share) * self._smoothed_loss(logits, labels[partner])

@@ -14,6 +14,7 @@ from baoc.errors import BadInputError, CheckpointError
 from baoc.tracking import console, files, load_checked, resolve_resume
 from baoc.tracking.metrics import METRICS_FILE
 from baoc.training.callbacks.resume import RngState, check_rng
+from baoc.training.callbacks.sources import changed
 from baoc.types import LatencyTable, Option, latency_from_plain
 
 DECISION = "decision.json"
@@ -105,8 +106,11 @@ _CONTENTS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 )
 
 
-def check_resume(config: RunConfig, *, checkpoint: Path, run_dir: Path) -> None:
-    """Refuses to resume what is finished, and says which settings of the optimizer stay those of the checkpoint.
+def check_resume(
+    config: RunConfig, *, checkpoint: Path, run_dir: Path, sources: Mapping[str, str] | None = None
+) -> None:
+    """Refuses to resume what is finished, and says which settings of the optimizer stay those of the checkpoint, and
+    which of `sources` have changed since.
 
     A run of this folder that was killed between its last step and its result is not: it only lacks that.
     """
@@ -119,6 +123,8 @@ def check_resume(config: RunConfig, *, checkpoint: Path, run_dir: Path) -> None:
             f"{checkpoint} is of step {step} and trainer.max_steps={end}: nothing is left to train. Give a larger "
             "trainer.max_steps, or mode=eval to evaluate it"
         )
+    for sentence in changed(content, now=sources or {}):
+        console.say(sentence)
     saved = content.get("hyper_parameters", {}).get("optimizer", {})
     for key in ("lr", "betas", "eps", "weight_decay"):
         asked = getattr(config.optim, key)

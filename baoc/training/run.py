@@ -17,8 +17,10 @@ import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
 from baoc.config.environment import commit, versions
+from baoc.config.options import code_of, instantiated
 from baoc.config.resolve import STAND_IN, Resolved, divisor, resolve
 from baoc.config.schema import ModelConfig, RunConfig
+from baoc.core import own_code
 from baoc.data import build_data
 from baoc.data.base import DataModule
 from baoc.errors import BadInputError, BudgetBreachedError, DivergedError
@@ -77,16 +79,19 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
         config=to_plain(config),
         group=run_dir.parent.name,
         job_type=config.mode,
-        tags=(config.task.name, config.model.name, config.budget.name, config.allocator.name),
+        tags=tuple(own_code.short(part.name) for part in (config.task, config.model, config.budget, config.allocator)),
     )
     folder = files.FolderGuard(run_dir)
     with closing(folder), finishing(loggers):
-        parts = assemble_trainer(config, task=task, device=device, run_dir=run_dir, loggers=loggers, latency=latency)
+        sources = sources_of(config, data=data)
+        built = {"task": task, "device": device, "run_dir": run_dir, "loggers": loggers}
+        parts = assemble_trainer(config, latency=latency, sources=sources, **built)
         parts.strategy.decided = decided.footprint if decided is not None else None
         if config.mode == "eval":
             return evaluate(parts, task=task, data=data, checkpoint=checkpoint, run_dir=run_dir)
         if checkpoint is not None:
-            group.from_first(lambda: check_resume(config, checkpoint=checkpoint, run_dir=run_dir))
+            given = {"checkpoint": checkpoint, "run_dir": run_dir, "sources": sources}
+            group.from_first(lambda: check_resume(config, **given))
         with parts.control.listening():  # to the end: a signal that nobody takes ends a process
             with failures(device), parts.preemption.listening():
                 parts.trainer.fit(task, datamodule=data, ckpt_path=checkpoint, weights_only=True)
@@ -104,7 +109,7 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
                 with parts.memory.track("export"):
                     export(task, parts=parts, folder=run_dir / "model")
             folder.check()
-            result = measure(config, parts=parts, task=task, metrics=metrics, command=command)
+            result = measure(config, parts=parts, task=task, data=data, metrics=metrics, command=command)
             conclude(result, parts=parts, run_dir=run_dir)
             return result
 
@@ -172,15 +177,19 @@ def build(resolved: Resolved, *, run_dir: Path, device: str) -> tuple[Task, Data
         batch_size=divisor(config.batch_size, most=STAND_IN) if undecided else config.micro_batch_size,
         accumulate=config.accumulation,
         seed=config.seed,
-        **config.dataset.options,
+        **instantiated(config.dataset.options),
     )
     model = build_model(
-        config.model.name, spec=data.spec, size=config.model.size, seed=config.seed, **config.model.options
+        config.model.name,
+        spec=data.spec,
+        size=config.model.size,
+        seed=config.seed,
+        **instantiated(config.model.options),
     )
     done = prepare(model, preparation(config.model), name=config.model.name, seed=config.seed)
     resize_to: Any = getattr(data, "resize_to", None)
-    if resize_to is not None:
-        resize_to(model.image_size)
+    if resize_to is not None and isinstance(size := getattr(model, "image_size", None), int):
+        resize_to(size)
     own = ("backend", "matching", "nonfinite", "release_gradients")
     optim = {k: v for k, v in asdict(config.optim).items() if k not in own}
     task = build_task(
@@ -189,7 +198,7 @@ def build(resolved: Resolved, *, run_dir: Path, device: str) -> tuple[Task, Data
         spec=data.spec,
         seed=config.seed,
         optimizer=OptimizerSettings(**optim),
-        **config.task.options,
+        **instantiated(config.task.options),
     )
     console.print_startup(
         name=config.name,
@@ -209,6 +218,12 @@ def build(resolved: Resolved, *, run_dir: Path, device: str) -> tuple[Task, Data
         chosen=(*resolved.reasons, *done),
     )
     return task, data
+
+
+def sources_of(config: RunConfig, *, data: DataModule) -> dict[str, str]:
+    """Hashes of the user's code and of the data, by what they are of."""
+    hashes = {**code_of(config), f"the data of dataset={config.dataset.name}": data.identity}
+    return {what: sha for what, sha in hashes.items() if sha}
 
 
 def preparation(config: ModelConfig) -> Preparation:
@@ -256,7 +271,9 @@ def check_quality(metrics: Mapping[str, float], *, task: Task, step: int) -> Non
         )
 
 
-def measure(config: RunConfig, *, parts: Parts, task: Task, metrics: dict[str, float], command: str) -> RunResult:
+def measure(
+    config: RunConfig, *, parts: Parts, task: Task, data: DataModule, metrics: dict[str, float], command: str
+) -> RunResult:
     """The result of a finished run, from what was measured."""
     trainer, reallocator = parts.trainer, parts.strategy.reallocator
     assert reallocator is not None
@@ -305,6 +322,9 @@ def measure(config: RunConfig, *, parts: Parts, task: Task, metrics: dict[str, f
         versions=versions(),
         command=command,
         step_s_predicted=parts.recorder.step_s_predicted,
+        dataset=data.spec.dataset,
+        data_sha256=data.identity,
+        code_sha256=code_of(config),
     )
 
 

@@ -1,7 +1,7 @@
 """The Trainer of a run, with the strategy and all that watches it; and what its failures mean to the user."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -38,6 +38,7 @@ from baoc.training.callbacks import (
     Preemption,
     RngState,
     SafeCheckpoint,
+    Sources,
     StepMonitor,
     StepVote,
     progress_bar,
@@ -166,10 +167,12 @@ def assemble_trainer(
     run_dir: Path,
     loggers: list[Logger],
     latency: LatencyTable | None = None,
+    sources: Mapping[str, str] | None = None,
 ) -> Parts:
     """Lightning's Trainer with the strategy, the monitors, and the recorder as the strategy's listener.
 
-    `latency`: what is known of a step's seconds already, by the decision or by the run that is resumed.
+    `latency`: what is known of a step's seconds already, by the decision or by the run that is resumed. `sources`:
+    hashes that checkpoints keep.
     """
     recorder = Recorder(run_dir)
     shadows = config.reallocation.mode != "off" and "shadow" in RISKS[config.risk.name].needs
@@ -192,6 +195,7 @@ def assemble_trainer(
     bar = progress_bar(enabled=config.trainer.enable_progress_bar)
     callbacks: list[L.Callback] = [
         RngState(),
+        Sources(sources or {}),
         vote,
         preemption,
         control,

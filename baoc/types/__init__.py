@@ -21,7 +21,17 @@ from baoc.types.decision import (
     Reason,
     Risk,
 )
-from baoc.types.network import Block, DataSpec, ImageDataSpec, ParamInfo, Part, Role, TextDataSpec, matrix_shape
+from baoc.types.network import (
+    Block,
+    DataSpec,
+    ImageDataSpec,
+    OwnDataSpec,
+    ParamInfo,
+    Part,
+    Role,
+    TextDataSpec,
+    matrix_shape,
+)
 from baoc.types.option import Option
 from baoc.types.outcome import RESULT_SCHEMA, BlockMove, FailedRun, FrontierPoint, Quality, Reallocation, RunResult
 from baoc.types.plain import (
@@ -69,6 +79,7 @@ __all__ = [
     "Moments",
     "OptimizerSpec",
     "Option",
+    "OwnDataSpec",
     "ParamInfo",
     "Part",
     "PeakInterval",

@@ -127,4 +127,18 @@ class TextDataSpec:
         return f"{self.dataset}, {many} of {tokens}, {self.num_val:,} held back"
 
 
-DataSpec = ImageDataSpec | TextDataSpec  # latents are images of several channels
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnDataSpec:
+    """What is known of samples that the user's own code gives. `num_classes` is None where none were told."""
+
+    dataset: str
+    num_train: int
+    num_val: int
+    num_classes: int | None = None
+
+    def __str__(self) -> str:
+        classes = f" in {self.num_classes:,} classes" if self.num_classes else ""
+        return f"{self.dataset}, {self.num_train:,} samples{classes}, {self.num_val:,} held back"
+
+
+DataSpec = ImageDataSpec | TextDataSpec | OwnDataSpec  # latents are images of several channels

@@ -56,6 +56,8 @@ class RunResult:
     empty on CUDA, where `peak_bytes` is of all stretches together. `num_ranks` processes trained, each on a device of
     its own, of which `peak_bytes` is the fullest's; `peak_by_rank` is the most that each held in this attempt, empty
     for one process. States are the same on each.
+    `dataset`, `data_sha256`: what the data call themselves, and a hash of their content and settings. `code_sha256`: of
+    the user's own code, by setting.
     """
 
     schema: int
@@ -91,6 +93,9 @@ class RunResult:
     peak_by_stretch: Mapping[str, int] = field(default_factory=dict[str, int])
     num_ranks: int = 1
     peak_by_rank: tuple[int, ...] = ()
+    dataset: str = ""
+    data_sha256: str = ""
+    code_sha256: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

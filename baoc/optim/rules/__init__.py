@@ -7,6 +7,7 @@ here with `RULES = (MyRule(RULE_INFOS["my_rule"]),)`. Ledger, storage, migration
 from importlib import import_module
 from pkgutil import iter_modules
 
+from baoc.core.rule_tags import OWN_RULES
 from baoc.optim.rules.base import Direction, Rule, RuleContext, UpdateRule
 
 __all__ = ["RULES", "Direction", "Rule", "RuleContext", "UpdateRule"]
@@ -18,6 +19,10 @@ def _discover() -> dict[str, UpdateRule]:
         for rule in getattr(import_module(f"{__name__}.{module.name}"), "RULES", ()):
             assert rule.info.name not in found, f"two rules are called {rule.info.name}"
             found[rule.info.name] = rule
+    for name, row in OWN_RULES.items():
+        rules = {rule.info.name: rule for rule in import_module(row.arithmetic).RULES}
+        assert name in rules, f"{row.arithmetic}.RULES has no rule {name}"
+        found[name] = rules[name]
     return found
 
 

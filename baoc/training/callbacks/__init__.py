@@ -12,6 +12,7 @@ from baoc.training.callbacks.pictures import FinalPictures
 from baoc.training.callbacks.preemption import Preemption
 from baoc.training.callbacks.progress import RunProgress, progress_bar
 from baoc.training.callbacks.resume import RngState
+from baoc.training.callbacks.sources import Sources, changed
 from baoc.training.callbacks.steps import StepMonitor
 from baoc.training.callbacks.vote import StepVote
 
@@ -26,7 +27,9 @@ __all__ = [
     "RngState",
     "RunProgress",
     "SafeCheckpoint",
+    "Sources",
     "StepMonitor",
     "StepVote",
+    "changed",
     "progress_bar",
 ]

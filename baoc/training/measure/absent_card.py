@@ -64,9 +64,9 @@ def card_of(config: RunConfig) -> Card | None:
         return CARDS[config.device]
     if config.device != "auto" or torch.cuda.is_available() or config.model.size == "auto":
         return None
-    from baoc.models import MODELS
+    from baoc.models import family_of
 
-    row = MODELS[config.model.name].sizes[config.model.size]
+    row = family_of(config.model.name).sizes[config.model.size]
     return CARDS[DEFAULT_CARD] if row.micro_batch is not None or row.name in ("small", "60m", "130m") else None
 
 

@@ -10,8 +10,10 @@ from typing import Any
 
 from baoc.config.environment import commit, versions
 from baoc.config.nodes import RACED
+from baoc.config.options import code_of
 from baoc.config.race import RaceConfig
 from baoc.config.schema import RunConfig
+from baoc.core.own_code import short
 from baoc.core.recipes import Recipe, recipe_from_node, recipe_node
 from baoc.errors import BadInputError
 from baoc.models import choose_size
@@ -49,7 +51,7 @@ def is_asked(recipe: Recipe | None) -> bool:
 
 
 def family_of(config: RunConfig, *, size: str) -> dict[str, Any]:
-    """What a race's result holds for: the network up to its seed, its data, and the budget.
+    """What a race's result holds for: the network up to its seed, its data, the user's own code, and the budget.
 
     The data set that is made of the interpreter's own library differs between versions of Python.
     """
@@ -60,7 +62,8 @@ def family_of(config: RunConfig, *, size: str) -> dict[str, Any]:
         dataset["python"] = f"{sys.version_info[0]}.{sys.version_info[1]}"
     budget: dict[str, Any] = to_plain(config.budget)
     budget.pop("name")
-    return {"task": config.task.name, "model": model, "dataset": dataset, "budget": budget}
+    own = {"code": code} if (code := code_of(config)) else {}
+    return {"task": config.task.name, "model": model, "dataset": dataset, "budget": budget, **own}
 
 
 def claim(outcome: Outcome, *, field: Field, measured: Measured) -> str:
@@ -182,7 +185,8 @@ def keep(content: Mapping[str, Any], *, folder: Path, library: Path) -> None:
     """Writes race.json into the race's folder and into the library."""
     files.write_json(folder / RACE_FILE, content)
     family = content["family"]
-    name = f"{family['model']['name']}_{family['model']['size']}_{family['dataset']['name']}_{content['budget']}"
+    model, data = short(family["model"]["name"]), short(family["dataset"]["name"])
+    name = f"{model}_{family['model']['size']}_{data}_{content['budget']}"
     files.write_json(library / f"{name}_{folder.resolve().parent.name}_{folder.name}.json", content)
 
 

@@ -1,0 +1,168 @@
+"""Data of the user's own code: a function that returns the training and the validation samples.
+
+Samples are mappings of tensors, arrays and numbers, or pairs (input, label), which become `images` and `labels`. Items
+are stacked to batches; their order and the position in an epoch are those of every other data set.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from baoc.core import own_code
+from baoc.data.base import DataModule
+from baoc.data.identity import content_of
+from baoc.data.loader import SequentialLoader, ShuffledLoader
+from baoc.data.sources import Batch, Source, TensorRows
+from baoc.errors import BadInputError
+from baoc.types import DataSpec, ImageDataSpec, OwnDataSpec, TextDataSpec
+
+_FACTS = ("num_classes", "vocab_size", "bytes_per_token")
+
+
+def build_own(
+    name: str, *, task: str, path: str | None, options: Mapping[str, Any], batch_size: int, seed: int, accumulate: int
+) -> DataModule:
+    """The DataModule of what the function `name` returns: (train, val), (train, val, facts) or a DataModule of ours.
+
+    Arguments called `path`, `task`, `seed`, `batch_size` and `accumulate` are given where its signature has them.
+    `facts` may hold num_classes, vocab_size and bytes_per_token. Raises BadInputError for anything else.
+    """
+    offered = {"task": task, "seed": seed, "batch_size": batch_size, "accumulate": accumulate}
+    given = dict(options)
+    if path is not None:
+        given["path"] = path
+    made = own_code.call(name, key="dataset", options=given, offered={**offered, "path": path})
+    if isinstance(made, DataModule):
+        if not isinstance(getattr(made, "spec", None), ImageDataSpec | TextDataSpec | OwnDataSpec):
+            raise BadInputError(f"dataset={name} returned a {type(made).__name__} without a `spec` of baoc.types")
+        return made
+    if not isinstance(made, tuple | list) or len(made) not in (2, 3):
+        raise BadInputError(
+            f"dataset={name} returned a {type(made).__name__}: it must return (train, val), or (train, val, facts), of "
+            "data sets with a length and numbered samples"
+        )
+    facts = made[2] if len(made) == 3 else {}
+    if not isinstance(facts, Mapping) or (unknown := [key for key in facts if key not in _FACTS]):
+        shown = unknown if isinstance(facts, Mapping) else type(facts).__name__
+        raise BadInputError(f"dataset={name} returned facts {shown}: a mapping may hold {', '.join(_FACTS)}")
+    parts = {part: _source(data, name=name, part=part) for part, data in zip(("train", "val"), made, strict=False)}
+    batches = {"batch_size": batch_size, "seed": seed, "accumulate": accumulate}
+    return OwnDataModule(name, train=parts["train"], val=parts["val"], facts=facts, made=made[0], **batches)
+
+
+class OwnDataModule(DataModule):
+    """Training and validation samples of the user's code, batch by batch in this process."""
+
+    def __init__(
+        self, name: str, *, train: Source, val: Source, facts: Mapping[str, Any], made: Any = None, **batches: Any
+    ):
+        super().__init__(**batches)
+        self._train, self._val = train, val
+        self.spec = _spec(own_code.short(name), train, val, facts=facts, made=made)
+
+    def contents(self) -> tuple[str, ...]:
+        return content_of(self._train), content_of(self._val)
+
+    def make_train_loader(self, *, limit: int | None) -> ShuffledLoader:
+        return self.shuffled(self._train, limit=limit)
+
+    def make_overfit_loader(self) -> SequentialLoader:
+        return SequentialLoader(self._train, batch_size=self.batch_size)
+
+    def val_dataloader(self) -> SequentialLoader:
+        return SequentialLoader(self._val, batch_size=self.batch_size)
+
+
+class Samples:
+    """Numbered samples of a torch Dataset or a sequence, stacked to batches."""
+
+    def __init__(self, items: Sequence[Any], *, name: str, part: str):
+        self._items, self._name, self._part = items, name, part
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def gather(self, rows: Tensor) -> Batch:
+        with own_code.faults("dataset", self._name, doing=f": a sample of its {self._part} part"):
+            samples = [self._items[row] for row in rows.tolist()]
+        samples = [self._named(sample) for sample in samples]
+        batch: Batch = {}
+        for key, first in samples[0].items():
+            values = [sample.get(key) for sample in samples]
+            if any(value is None or value.shape != first.shape for value in values):
+                shapes = sorted({str(tuple(v.shape)) if v is not None else "nothing" for v in values})
+                raise BadInputError(
+                    f"dataset={self._name}: samples of its {self._part} part have {key!r} of shapes "
+                    f"{', '.join(shapes[:4])}, and a batch needs one: crop or pad them"
+                )
+            batch[key] = torch.stack([cast(Tensor, value) for value in values])
+        return batch
+
+    def _named(self, sample: Any) -> dict[str, Tensor]:
+        if isinstance(sample, tuple | list) and len(sample) == 2:
+            sample = {"images": sample[0], "labels": sample[1]}
+        if not isinstance(sample, Mapping):
+            raise BadInputError(
+                f"dataset={self._name}: a sample of its {self._part} part is a {type(sample).__name__}: it must be a "
+                "mapping of tensors, arrays and numbers, or a pair (input, label)"
+            )
+        try:
+            return {str(key): torch.as_tensor(value) for key, value in sample.items()}
+        except (TypeError, ValueError, RuntimeError) as error:
+            kinds = ", ".join(f"{key}: {type(value).__name__}" for key, value in sample.items())
+            raise BadInputError(
+                f"dataset={self._name}: a sample of its {self._part} part holds what is no tensor, array or number "
+                f"({kinds}): convert it first"
+            ) from error
+
+
+def _source(data: Any, *, name: str, part: str) -> Source:
+    if isinstance(data, Mapping):
+        tensors = {str(key): torch.as_tensor(value) for key, value in data.items()}
+        lengths = {key: len(value) for key, value in tensors.items()}
+        if not lengths or len(set(lengths.values())) > 1:
+            raise BadInputError(f"dataset={name}: its {part} part has tensors of different lengths: {lengths}")
+        return TensorRows(tensors)
+    if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
+        raise BadInputError(
+            f"dataset={name}: its {part} part is a {type(data).__name__} without length or numbered samples; a stream "
+            "needs a baoc.data.base.DataModule of its own"
+        )
+    if len(data) == 0:
+        raise BadInputError(f"dataset={name}: its {part} part is empty")
+    return Samples(data, name=name, part=part)
+
+
+def _spec(name: str, train: Source, val: Source, *, facts: Mapping[str, Any], made: Any) -> DataSpec:
+    first = train.gather(torch.zeros(1, dtype=torch.int64))
+    sizes = {"dataset": name, "num_train": len(train), "num_val": len(val)}
+    classes = facts.get("num_classes") or _classes(made, train, labelled="labels" in first)
+    images = first.get("images")
+    if images is not None and images.ndim == 4 and images.shape[2] == images.shape[3] and classes:
+        return ImageDataSpec(image_size=images.shape[3], channels=images.shape[1], num_classes=classes, **sizes)
+    tokens = first.get("tokens")
+    if tokens is not None and tokens.ndim == 2:
+        rows = train.gather(torch.arange(min(len(train), 1000)))["tokens"]
+        vocabulary = facts.get("vocab_size") or int(rows.max()) + 1
+        size = {"vocab_size": vocabulary, "sequence_length": tokens.shape[1]}
+        return TextDataSpec(**sizes, **size, bytes_per_token=float(facts.get("bytes_per_token", 1.0)))
+    return OwnDataSpec(num_classes=classes, **sizes)
+
+
+def _classes(made: Any, train: Source, *, labelled: bool) -> int | None:
+    """Classes that a data set names as torchvision's do, or those of its labels."""
+    named = getattr(made, "classes", None)
+    if isinstance(named, Sequence) and named:
+        return len(named)
+    if isinstance(train, TensorRows) and labelled:
+        labels: Any = train.tensors["labels"]
+    else:
+        labels = next((held for key in ("targets", "labels") if (held := getattr(made, key, None)) is not None), None)
+    if labels is None or callable(labels):
+        return None
+    values = torch.as_tensor(labels)
+    if values.is_floating_point() or values.ndim != 1 or not len(values):
+        return None
+    return int(values.max()) + 1
