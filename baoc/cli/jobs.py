@@ -24,6 +24,7 @@ from baoc.cli.run_lock import FolderInUseError, lock_folder
 from baoc.config.from_hydra import from_hydra, write_config
 from baoc.config.nodes import own_option
 from baoc.config.schema import RunConfig
+from baoc.core import own_code
 from baoc.core.own_code import GROUPS
 from baoc.errors import BadInputError
 
@@ -55,6 +56,7 @@ class RememberMultirun(Callback):
 def reset_state(argv: Sequence[str]) -> None:
     """Forgets an earlier command of this process."""
     STATE.argv, STATE.failures, STATE.sweep_dir = tuple(argv), [], None
+    own_code.forget()
 
 
 def run_job(config: DictConfig) -> None:

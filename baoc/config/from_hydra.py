@@ -157,9 +157,10 @@ def _check_task(config: RunConfig) -> None:
     from baoc.tasks import task_row
 
     name, task = config.model.name, config.task.name
-    serves = family_of(name).task
-    if serves is not None and serves != task and not task_row(task).is_own:
-        fitting = ", ".join(row.name for row in MODELS.values() if row.task == task) or "none yet"
+    family = family_of(name)
+    serves = " and ".join([str(family.task), *family.also])
+    if not family.serves(task) and not task_row(task).is_own:
+        fitting = ", ".join(row.name for row in MODELS.values() if row.serves(task)) or "none yet"
         raise BadInputError(
             f"model {name} is trained for {serves}, not {task}: leave task away, as the model brings it, or "
             f"choose a model for {task}: {fitting}"

@@ -182,6 +182,11 @@ def used() -> tuple[str, ...]:
     return tuple(dict.fromkeys(_used.values()))
 
 
+def forget() -> None:
+    """Forgets what was used: another command of this process begins."""
+    _used.clear()
+
+
 def class_name_of(error: BaseException) -> str | None:
     """The user's class whose object lacks the attribute that `error` is about."""
     for link in _chain(error):
@@ -208,14 +213,15 @@ def _of_file(file: Path, *, key: str, name: str) -> ModuleType:
     path = file.expanduser().resolve()
     if not path.is_file():
         raise BadInputError(f"{key}={name}: there is no file {file}; the path is relative to {Path.cwd()}")
-    module_name = f"_own_{path.stem}_{hashlib.sha256(os.fsencode(path)).hexdigest()[:8]}"
+    _used[path] = name
+    state = hashlib.sha256(os.fsencode(path) + path.read_bytes()).hexdigest()[:12]  # an edited file is another module
+    module_name = f"_own_{path.stem}_{state}"
     if module_name in sys.modules:
         return sys.modules[module_name]
     spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # where pickles and dataclasses look their classes up
-    _used[path] = name
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))  # files beside it, behind whatever is installed
     try:

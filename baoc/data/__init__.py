@@ -15,7 +15,7 @@ from baoc.errors import BadInputError, unknown_name
 if TYPE_CHECKING:
     from baoc.data.base import DataModule
 
-__all__ = ["DATASETS", "Dataset", "build_data", "dataset_row", "require_task"]
+__all__ = ["DATASETS", "MODELS_OWN", "Dataset", "build_data", "dataset_row", "require_task"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +48,7 @@ class Dataset:
         return self.path_row == self.name
 
 
+MODELS_OWN = "model"  # of `tokenizer`: the one that is stored beside the network that is trained
 _SPLIT = {"val_fraction": 0.2, "split_seed": 0}
 _IMAGES = {
     **_SPLIT,
@@ -95,7 +96,7 @@ def _text(name: str, description: str, **row: Any) -> "Dataset":
     return Dataset(
         name=name,
         description=description,
-        tasks=("language",),
+        tasks=("language", "masked"),
         module="baoc.data.text",
         options=options,
         option_types={"max_val_sequences": int | None},
@@ -168,6 +169,22 @@ DATASETS: dict[str, Dataset] = {
             path_row="latents",
             options={"val_fraction": 0.05, "split_seed": 0, "scale": None},
             option_types={"scale": float | None},
+        ),
+        Dataset(
+            name="chat",
+            description="your own conversations: dataset.path=FILE.jsonl with messages, or prompt and completion",
+            tasks=("language",),
+            module="baoc.data.chat",
+            builder="build_chat",
+            path_row="chat",
+            options={
+                "tokenizer": MODELS_OWN,
+                "sequence_length": 512,
+                "val_fraction": 0.05,
+                "split_seed": 0,
+                "max_val_sequences": 512,
+            },
+            option_types={"max_val_sequences": int | None},
         ),
         Dataset(
             name="random_latents",

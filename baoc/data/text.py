@@ -84,6 +84,7 @@ class TextDataModule(DataModule):
             num_val=len(self._val_rows),
             bytes_per_token=held.bytes_per_token,
             sha256=content.sha256,
+            mask_token=getattr(library, "mask", None),
         )
 
     def contents(self) -> tuple[str, ...]:

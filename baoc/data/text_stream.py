@@ -91,6 +91,7 @@ class StreamDataModule(DataModule):
             num_train=0,
             num_val=len(self._val_rows),
             bytes_per_token=held.bytes_per_token,
+            mask_token=getattr(self._tokenizer, "mask", None),
         )
 
     def contents(self) -> tuple[str, ...]:

@@ -58,6 +58,7 @@ class LibraryTokenizer:
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         names = _END_NAMES if end is None else (end, *_END_NAMES)
         self.end = next((vocabulary[name] for name in names if name in vocabulary), None)
+        self.mask = next((vocabulary[name] for name in ("[MASK]", "<mask>") if name in vocabulary), None)
         self.fingerprint = f"{hashlib.sha256(tokenizer.to_str().encode()).hexdigest()}-{self.end}"
 
     def encode(self, texts: Sequence[bytes]) -> Iterable[Sequence[int]]:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MODELS", "OWN_SIZE", "ModelFamily", "ModelSize", "SizeChoice", "build_model", "choose_size", "family_of"]
 
+STORED = "stored"  # the one size of a network that is built from its file
 OWN_SIZE = "own"  # the one size of a network of the user's code
 OWN_LR = 1e-3  # torch.optim.AdamW's, as nothing is known of such a network
 
@@ -50,6 +51,8 @@ class ModelFamily:
         imports: library modules that building it imports; a fork server imports them in advance.
         task: None serves any.
         is_own: the user's code; its options are its arguments, and are checked when it is called.
+        also: other tasks that it serves.
+        loads: it is built from `model.pretrained` alone, whose weights it has from the start.
     """
 
     name: str
@@ -62,6 +65,11 @@ class ModelFamily:
     option_types: Mapping[str, Any] = field(default_factory=dict)
     imports: tuple[str, ...] = ()
     is_own: bool = False
+    also: tuple[str, ...] = ()
+    loads: bool = False
+
+    def serves(self, task: str) -> bool:
+        return self.task is None or task in (self.task, *self.also)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +176,17 @@ MODELS: dict[str, ModelFamily] = {
             auto={"cpu": "tiny", "cuda": "cifar"},
         ),
         ModelFamily(
+            name="hf",
+            description="a stored network of transformers, to fine-tune: model.pretrained=FOLDER or NAME",
+            task="language",
+            also=("masked", "vision"),
+            module="baoc.models.hf",
+            imports=("transformers.modeling_utils",),
+            sizes={STORED: _size(STORED, "as model.pretrained says", lr=2e-5)},
+            auto={"cpu": STORED, "cuda": STORED},
+            loads=True,
+        ),
+        ModelFamily(
             name="llama",
             description="Language model (transformers' Llama), or any causal model with model.source=hf",
             task="language",
@@ -221,7 +240,8 @@ def build_model(
     with float32_and_seed(seed):
         if family.is_own:
             return build_own(name, spec=spec, options=options)
-        for key in options.keys() - family.options.keys():
+        loaded = {"pretrained", "new_head"} if family.loads else set[str]()
+        for key in options.keys() - family.options.keys() - loaded:
             raise unknown_name(key, what=f"option of model {name}", allowed=family.options)
         return import_module(family.module).build(choice.size.settings, spec=spec, **{**family.options, **options})
 

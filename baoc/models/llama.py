@@ -42,7 +42,7 @@ def build(
         config = _read_config(name_or_path, vocab_size=vocab_size)
     else:
         config = llama_config(settings, vocab_size=vocab_size or spec.vocab_size or VOCAB_SIZE, spec=spec)
-    _check_fit(config, spec=spec)
+    check_fit(config, spec=spec)
     from transformers import AutoModelForCausalLM
 
     return CausalLM(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
@@ -81,11 +81,12 @@ class CausalLM(nn.Module):
         self.net: Any = net
         self.train()  # transformers returns models in evaluation mode
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """`positions` (B, T) begin at 0 with each of several texts in a row, which attention then keeps apart."""
         with _one_sequence(tokens):
-            return self.net(input_ids=tokens, use_cache=False).logits
+            return self.net(input_ids=tokens, **_kept_apart(positions)).logits
 
-    def features(self, tokens: Tensor) -> Tensor:
+    def features(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """The last hidden state (B, T, width), of which `head` makes logits.
 
         Raises BadInputError for model types that may compute more than that.
@@ -94,7 +95,7 @@ class CausalLM(nn.Module):
         if kind not in _PLAIN_HEAD:
             raise BadInputError(f"task.loss_chunk is not known to be right for a model of type {kind}: set it to 0")
         with _one_sequence(tokens):
-            return self.net.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+            return self.net.base_model(input_ids=tokens, **_kept_apart(positions)).last_hidden_state
 
     @property
     def head(self) -> nn.Module:
@@ -118,6 +119,10 @@ class CausalLM(nn.Module):
             block = role.value if layer is None else f"layers.{layer.group(1)}.{role.value}"
             blocks.setdefault(block, []).append(name)
         return {block: tuple(names) for block, names in blocks.items()}
+
+
+def _kept_apart(positions: Tensor | None) -> dict[str, Any]:
+    return {"use_cache": False} if positions is None else {"use_cache": False, "position_ids": positions}
 
 
 @contextmanager
@@ -163,7 +168,7 @@ def _read_config(name_or_path: str, *, vocab_size: int) -> Any:
     return config
 
 
-def _check_fit(config: Any, *, spec: TextDataSpec) -> None:
+def check_fit(config: Any, *, spec: TextDataSpec) -> None:
     """Raises BadInputError unless the embedding has a row for every token and a position for every place."""
     held, positions = config.vocab_size, getattr(config, "max_position_embeddings", None)
     if held < spec.vocab_size:

@@ -12,7 +12,10 @@ from baoc.models.switches import enable_bf16_activations, enable_checkpointing, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preparation:
-    """Options of `prepare`, documented in `baoc.config.schema.ModelConfig`. `lora_rank` None adds no adapters."""
+    """Options of `prepare`, documented in `baoc.config.schema.ModelConfig`. `lora_rank` None adds no adapters.
+
+    `loaded`: the network was built with the weights of `pretrained`.
+    """
 
     pretrained: str | None = None
     new_head: bool = False
@@ -23,12 +26,15 @@ class Preparation:
     activations: str | None = None
     checkpointing: bool = False
     compile: bool = False
+    loaded: bool = False
 
 
 def prepare(model: nn.Module, asked: Preparation, *, name: str, seed: int | None = None) -> tuple[str, ...]:
     """Changes `model` in place as `asked`; returns a phrase for each change. Raises BadInputError if one fails."""
     done: list[str] = []
-    if asked.pretrained is not None:
+    if asked.pretrained is not None and asked.loaded:
+        done.append(f"weights of {asked.pretrained}{', its head fresh' if asked.new_head else ''}")
+    elif asked.pretrained is not None:
         loaded = load_pretrained(model, asked.pretrained, new_head=asked.new_head)
         fresh = f", {len(loaded.fresh)} tensors of the head fresh" if loaded.fresh else ""
         left_out = f", without its {', '.join(loaded.left_out)}" if loaded.left_out else ""

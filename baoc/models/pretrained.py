@@ -47,11 +47,11 @@ def load_pretrained(model: nn.Module, path: str, *, new_head: bool = False) -> L
         left_out = _load_folder(model, found, head=head, given=path)
     else:
         left_out = _load_file(model, _weights_file(found, given=path), head=head, given=path)
-    _refuse_nonfinite(model, given=path)
+    refuse_nonfinite(model, given=path)
     return Loaded(fresh=head, left_out=left_out)
 
 
-def _refuse_nonfinite(model: nn.Module, *, given: str) -> None:
+def refuse_nonfinite(model: nn.Module, *, given: str) -> None:
     bad = [
         name
         for name, tensor in model.state_dict().items()

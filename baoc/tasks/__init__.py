@@ -77,6 +77,15 @@ TASKS: dict[str, TaskRow] = {
             cls="LanguageTask",
             options={"loss_chunk": 0, "ema_decay": 0.0},
         ),
+        TaskRow(
+            name="masked",
+            description="prediction of masked tokens from both sides, judged by val/loss",
+            module="baoc.tasks.masked",
+            cls="MaskedTask",
+            options={"share": 0.15, "mask_seed": None, "ema_decay": 0.0},
+            option_types={"mask_seed": int | None},
+            seeded="mask_seed",
+        ),
     )
 }
 

@@ -15,9 +15,13 @@ from baoc.tasks.base import Task, logits_of
 from baoc.tasks.settings import OptimizerSettings
 from baoc.types import DataSpec, TextDataSpec
 
+IGNORED = -100  # of targets: tokens that are not asked for
+
 
 class LanguageTask(Task):
     """Cross-entropy in float32 on batches `{"tokens", "targets"}` (B, T), for a model that returns logits.
+
+    With `positions` beside them, rows hold several texts, and targets of IGNORED count for nothing.
 
     val/bpb (bits per byte) is the loss per token in bits over the mean bytes per token of `spec` (1 without a spec); it
     is comparable between tokenizers. val/ppl is the exponential of the mean loss.
@@ -56,27 +60,31 @@ class LanguageTask(Task):
         self._val_loss.reset()
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        loss, size = self._loss(batch), len(batch["tokens"])
-        self._val_loss.update(loss, weight=batch["tokens"].numel())
-        self.log("val/loss", loss, prog_bar=True, batch_size=size)
-        self.log("val/bpb", loss / (math.log(2) * self.bytes_per_token), prog_bar=True, batch_size=size)
+        loss, counted = self._loss(batch), int((batch["targets"] != IGNORED).sum())
+        self._val_loss.update(loss, weight=counted)
+        self.log("val/loss", loss, prog_bar=True, batch_size=counted)
+        self.log("val/bpb", loss / (math.log(2) * self.bytes_per_token), prog_bar=True, batch_size=counted)
 
     def on_validation_epoch_end(self) -> None:
         self.log("val/ppl", self._val_loss.compute().exp())
 
     def _loss(self, batch: dict[str, Tensor]) -> Tensor:
+        inputs, targets = [batch["tokens"], *([batch["positions"]] if "positions" in batch else [])], batch["targets"]
         if self.loss_chunk:
-            return self._chunked_loss(batch["tokens"], batch["targets"].flatten())
-        logits = logits_of(self.model(batch["tokens"]), task="language", shape="(B, T, vocabulary)")
-        return F.cross_entropy(logits.flatten(0, 1).float(), batch["targets"].flatten())
+            return self._chunked_loss(inputs, targets.flatten())
+        logits = logits_of(self.model(*inputs), task="language", shape="(B, T, vocabulary)").flatten(0, 1).float()
+        if len(inputs) == 1:
+            return F.cross_entropy(logits, targets.flatten())
+        total = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
+        return total / (targets != IGNORED).sum().clamp(min=1)
 
-    def _chunked_loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def _chunked_loss(self, inputs: list[Tensor], targets: Tensor) -> Tensor:
         model: Any = self.model
-        hidden = model.features(tokens).flatten(0, 1)
+        hidden = model.features(*inputs).flatten(0, 1)
         total = hidden.new_zeros((), dtype=torch.float32)
         for part, wanted in zip(hidden.split(self.loss_chunk), targets.split(self.loss_chunk), strict=True):
             total = total + checkpoint(_summed_loss, model.head, part, wanted, use_reentrant=False)
-        return total / len(targets)
+        return total / (targets != IGNORED).sum().clamp(min=1)
 
 
 def _summed_loss(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:

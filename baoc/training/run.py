@@ -21,10 +21,10 @@ from baoc.config.options import code_of, instantiated
 from baoc.config.resolve import STAND_IN, Resolved, divisor, resolve
 from baoc.config.schema import ModelConfig, RunConfig
 from baoc.core import own_code
-from baoc.data import build_data
+from baoc.data import MODELS_OWN, build_data
 from baoc.data.base import DataModule
 from baoc.errors import BadInputError, BudgetBreachedError, DivergedError
-from baoc.models import build_model
+from baoc.models import build_model, family_of
 from baoc.models.export import export_model
 from baoc.models.prepare import Preparation, prepare
 from baoc.parallel import ALONE, Ranks, ranks, refuse_ranks
@@ -177,15 +177,11 @@ def build(resolved: Resolved, *, run_dir: Path, device: str) -> tuple[Task, Data
         batch_size=divisor(config.batch_size, most=STAND_IN) if undecided else config.micro_batch_size,
         accumulate=config.accumulation,
         seed=config.seed,
-        **instantiated(config.dataset.options),
+        **own_tokenizer(instantiated(config.dataset.options), config=config),
     )
-    model = build_model(
-        config.model.name,
-        spec=data.spec,
-        size=config.model.size,
-        seed=config.seed,
-        **instantiated(config.model.options),
-    )
+    stored = {"pretrained": config.model.pretrained, "new_head": config.model.new_head}
+    options = {**instantiated(config.model.options), **(stored if family_of(config.model.name).loads else {})}
+    model = build_model(config.model.name, spec=data.spec, size=config.model.size, seed=config.seed, **options)
     done = prepare(model, preparation(config.model), name=config.model.name, seed=config.seed)
     resize_to: Any = getattr(data, "resize_to", None)
     if resize_to is not None and isinstance(size := getattr(model, "image_size", None), int):
@@ -232,7 +228,32 @@ def preparation(config: ModelConfig) -> Preparation:
         key: getattr(config, key)
         for key in ("pretrained", "new_head", "freeze", "activations", "checkpointing", "compile")
     }
-    return Preparation(**{**own, "checkpointing": bool(config.checkpointing)}, **lora)
+    own.update(checkpointing=bool(config.checkpointing), loaded=family_of(config.name).loads)
+    return Preparation(**own, **lora)
+
+
+def own_tokenizer(options: dict[str, Any], *, config: RunConfig) -> dict[str, Any]:
+    """Options of a data set with the network's own tokenizer where `tokenizer` is `model`.
+
+    Raises BadInputError where there is no such network, and for text that would be cut into bytes for one that has a
+    tokenizer.
+    """
+    given, stored = options.get("tokenizer"), config.model.pretrained
+    loads = family_of(config.model.name).loads
+    if given == MODELS_OWN and stored is None:
+        raise BadInputError(
+            "dataset.tokenizer=model is the one that is stored beside model.pretrained, which is not given: name it, "
+            "or a tokenizer"
+        )
+    if given == "bytes" and loads and stored is not None and (Path(stored).expanduser() / "tokenizer.json").is_file():
+        raise BadInputError(
+            f"dataset.tokenizer=bytes cuts text into bytes, and {stored} has a tokenizer of its own: set "
+            "dataset.tokenizer=model"
+        )
+    if given != MODELS_OWN:
+        return options
+    is_folder = Path(str(stored)).expanduser().is_dir()
+    return {**options, "tokenizer": stored if is_folder or config.dataset.name == "chat" else f"hub:{stored}"}
 
 
 # -- stage 13: the result ---------------------------------------------------------------------------------------------

@@ -111,6 +111,7 @@ class TextDataSpec:
 
     `num_train` (0 for a stream, which has no end) and `num_val` count sequences; `bytes_per_token` of the validation
     text turns a loss into bits per byte. `sha256` of all text, where it lies in files: compare runs at equal text only.
+    `mask_token`: the one that stands for a hidden token, where the tokenizer has such.
     """
 
     dataset: str
@@ -120,6 +121,7 @@ class TextDataSpec:
     num_val: int
     bytes_per_token: float = 1.0
     sha256: str = ""
+    mask_token: int | None = None
 
     def __str__(self) -> str:
         many = f"{self.num_train:,} sequences" if self.num_train else "a stream of sequences"

@@ -11,7 +11,7 @@ from baoc.config.from_hydra import from_hydra
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["model=vitt"], "model=vitt: there is no such model; did you mean vit?\nallowed: dit, llama, unet, vit"),
+        (["model=vitt"], "model=vitt: there is no such model; did you mean vit?\nallowed: dit, hf, llama, unet, vit"),
         (
             ["allocator=exakt"],
             "allocator=exakt: there is no such allocator; did you mean exact?\nallowed: exact, greedy",
@@ -37,7 +37,7 @@ from baoc.config.from_hydra import from_hydra
         (["+foo=1"], "unknown key foo\na run has: "),
         (["+risk.weights.drop_q=2"], "unknown key risk.weights.drop_q; did you mean risk.weights.drop_"),
         (["task.num_samples=3"], "task.num_samples is an option of task=diffusion (model=dit|unet) only: choose one"),
-        (["dataset.tokenizer=x"], "dataset.tokenizer is an option of dataset=pysource|text|c4|fineweb_edu only"),
+        (["dataset.tokenizer=x"], "dataset.tokenizer is an option of dataset=chat|pysource|text|c4|fineweb_edu only"),
         (["model.dropot=1"], "unknown key model.dropot; did you mean model.dropout?"),
         (["model.lora.rnk=1"], "unknown key model.lora.rnk; did you mean model.lora.rank?"),
         (["model.compile.x=1"], "unknown key model.compile.x: model.compile is a value, not a group of keys"),

@@ -1,0 +1,149 @@
+"""Conversations in JSON lines, packed into rows of one length; only the answers are learned.
+
+Batches are `{"tokens", "targets", "positions"}`, int64 (B, T). Targets are the tokens shifted by one, and IGNORED where
+the token is none of an answer. Positions begin at 0 with each conversation, by which attention keeps them apart.
+"""
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from baoc.data.base import DataModule
+from baoc.data.identity import content_of
+from baoc.data.loader import SequentialLoader, ShuffledLoader
+from baoc.data.sources import TensorRows
+from baoc.data.text import check_sizes, spread
+from baoc.errors import BadInputError
+from baoc.models.chat import ChatTokenizer, Conversation
+from baoc.types import TextDataSpec
+
+IGNORED = -100  # of targets: what torch's cross-entropy leaves out
+log = logging.getLogger(__name__)
+
+
+def build_chat(path: str, **options: Any) -> "ChatDataModule":
+    return ChatDataModule(Path(path).expanduser(), **options)
+
+
+class ChatDataModule(DataModule):
+    """The last `val_fraction` of the conversations, in an order drawn by `split_seed`, is the validation part."""
+
+    spec: TextDataSpec
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        tokenizer: str,
+        sequence_length: int,
+        val_fraction: float,
+        split_seed: int,
+        max_val_sequences: int | None,
+        **batches: Any,
+    ):
+        super().__init__(**batches)
+        check_sizes(sequence_length=sequence_length, max_val_sequences=max_val_sequences)
+        if not 0 < val_fraction < 1:
+            raise BadInputError(f"val_fraction must lie between 0 and 1, not {val_fraction}; 0.05 holds back a 20th")
+        library = ChatTokenizer(tokenizer)
+        held = [library.encode(sample, where=where) for sample, where in _samples(path)]
+        if len(held) < 2:
+            raise BadInputError(
+                f"dataset.path={path} holds {len(held)} conversation: at least 2 are needed, one to validate"
+            )
+        num_val = min(max(1, round(len(held) * val_fraction)), len(held) - 1)
+        order = torch.randperm(len(held), generator=torch.Generator().manual_seed(split_seed)).tolist()
+        parts = [held[at] for at in order[num_val:]], [held[at] for at in order[:num_val]]
+        long = sum(len(one.tokens) > sequence_length + 1 for one in held)
+        if long:
+            log.warning("%d of %d conversations are cut at %d tokens", long, len(held), sequence_length + 1)
+        self._train, self._val = (_packed(part, length=sequence_length) for part in parts)
+        for name, source in (("training", self._train), ("validation", self._val)):
+            if not len(source):
+                raise BadInputError(
+                    f"the {name} part of {path} has no answer within {sequence_length} tokens: give a larger "
+                    "dataset.sequence_length, or more conversations"
+                )
+        self._val_rows = spread(len(self._val), at_most=max_val_sequences)
+        answered = sum(sum(one.answers) for one in parts[1])
+        self.spec = TextDataSpec(
+            dataset=path.stem,
+            vocab_size=library.vocab_size,
+            sequence_length=sequence_length,
+            num_train=len(self._train),
+            num_val=len(self._val_rows),
+            bytes_per_token=max(1, sum(one.num_bytes for one in parts[1])) / max(1, answered),
+        )
+
+    def contents(self) -> tuple[str, ...]:
+        return content_of(self._train), content_of(self._val)
+
+    def make_train_loader(self, *, limit: int | None) -> ShuffledLoader:
+        return self.shuffled(self._train, limit=limit)
+
+    def make_overfit_loader(self) -> SequentialLoader:
+        return SequentialLoader(self._train, batch_size=self.batch_size)
+
+    def val_dataloader(self) -> SequentialLoader:
+        return SequentialLoader(self._val, batch_size=self.batch_size, indices=self._val_rows)
+
+
+def _samples(path: Path) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """Objects of a file of JSON lines, or of each such file of a folder, and where each is."""
+    files = sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]
+    if not files or not all(file.is_file() for file in files):
+        raise BadInputError(f"dataset.path={path} holds no JSON lines: give FILE.jsonl, or a folder of such files")
+    for file in files:
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise BadInputError(f"{file} cannot be read: {error}") from error
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            where = f"line {number} of {file}"
+            try:
+                sample = json.loads(line)
+            except ValueError as error:
+                raise BadInputError(f"{where} is no JSON ({error})") from error
+            if not isinstance(sample, Mapping):
+                raise BadInputError(f"{where} is a {type(sample).__name__}: it must be an object with `messages`")
+            yield sample, where
+
+
+def _packed(conversations: list[Conversation], *, length: int) -> TensorRows:
+    """Rows of `length` tokens: conversations one after another, each within one row; what is left is padding."""
+    rows: list[list[Conversation]] = []
+    room = 0
+    for one in conversations:
+        size = min(len(one.tokens) - 1, length)
+        if size < 1 or not any(one.answers[1 : size + 1]):
+            continue
+        if size > room:
+            rows.append([])
+            room = length
+        rows[-1].append(one)
+        room -= size
+    made: dict[str, Tensor] = {
+        "tokens": torch.zeros(len(rows), length, dtype=torch.int64),
+        "targets": torch.full((len(rows), length), IGNORED, dtype=torch.int64),
+        "positions": torch.zeros(len(rows), length, dtype=torch.int64),
+    }
+    for row, members in enumerate(rows):
+        start = 0
+        for one in members:
+            size = min(len(one.tokens) - 1, length)
+            tokens = torch.tensor(list(one.tokens[: size + 1]))
+            learned = torch.tensor(list(one.answers[1 : size + 1]))
+            part = slice(start, start + size)
+            made["tokens"][row, part] = tokens[:-1]
+            made["targets"][row, part] = tokens[1:].where(learned, torch.tensor(IGNORED))
+            made["positions"][row, part] = torch.arange(size)
+            start += size
+        made["positions"][row, start:] = torch.arange(length - start)
+    return TensorRows(made)

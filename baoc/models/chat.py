@@ -1,0 +1,95 @@
+"""Conversations as tokens, by the chat template of a stored tokenizer, with a mark on each token of an answer."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from baoc.errors import BadInputError
+
+ANSWERS = "assistant"  # the role whose words are learned
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """`tokens`, whether each `answers`, and the UTF-8 bytes of all answers."""
+
+    tokens: Sequence[int]
+    answers: Sequence[bool]
+    num_bytes: int
+
+
+class ChatTokenizer:
+    """A tokenizer of transformers. `vocab_size` counts added tokens as well."""
+
+    def __init__(self, name: str):
+        """`name`: of a folder with the tokenizer's files, or one that the library's cache or the hub has."""
+        from transformers import AutoTokenizer
+
+        path = Path(name).expanduser()
+        try:
+            self._library: Any = AutoTokenizer.from_pretrained(str(path) if path.is_dir() else name)
+        except Exception as error:  # OSError, ValueError, errors of the network and of files
+            first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            raise BadInputError(
+                f"dataset.tokenizer={name} gives no tokenizer ({first}): give the folder of a stored one"
+            ) from error
+        self._name = name
+        self.vocab_size = max(len(self._library), self._library.vocab_size)
+
+    def encode(self, sample: Mapping[str, Any], *, where: str) -> Conversation:
+        """A sample with `messages`, or with `prompt` and `completion`. Raises BadInputError, which names `where`."""
+        if "messages" in sample:
+            return self._of_messages(sample["messages"], where=where)
+        prompt, completion = sample.get("prompt"), sample.get("completion")
+        if not isinstance(prompt, str) or not isinstance(completion, str):
+            raise BadInputError(
+                f"{where} has neither `messages` nor the texts `prompt` and `completion`, but "
+                f"{', '.join(sample) or 'nothing'}"
+            )
+        if self._library.chat_template:
+            turns = [{"role": "user", "content": prompt}, {"role": ANSWERS, "content": completion}]
+            return self._of_messages(turns, where=where)
+        asked, answer = self._ids(prompt), self._ids(completion)
+        end = [] if self._library.eos_token_id is None else [self._library.eos_token_id]
+        marks = [False] * len(asked) + [True] * (len(answer) + len(end))
+        return Conversation(tokens=[*asked, *answer, *end], answers=marks, num_bytes=len(completion.encode()))
+
+    def _of_messages(self, messages: Any, *, where: str) -> Conversation:
+        if not self._library.chat_template:
+            raise BadInputError(
+                f"dataset.tokenizer={self._name} has no chat template, and {where} has messages: give a tokenizer with "
+                "one, or lines with `prompt` and `completion`"
+            )
+        is_list = isinstance(messages, Sequence) and not isinstance(messages, str) and len(messages) > 0
+        if not is_list or not all(isinstance(m, Mapping) and "role" in m and "content" in m for m in messages):
+            raise BadInputError(f"{where}: `messages` must be a list of {{role, content}}, not {str(messages)[:60]!r}")
+        if not any(message["role"] == ANSWERS for message in messages):
+            raise BadInputError(f"{where} has no message of the role {ANSWERS}, so there is nothing to learn from it")
+        tokens = self._ids(self._rendered(messages, where=where))
+        marks = [False] * len(tokens)
+        for at, message in enumerate(messages):
+            if message["role"] != ANSWERS:
+                continue
+            before = self._ids(self._rendered(messages[:at], where=where, answered=True)) if at else []
+            after = self._ids(self._rendered(messages[: at + 1], where=where))
+            for place in range(_shared(tokens, before), _shared(tokens, after)):
+                marks[place] = True
+        said = sum(len(str(m["content"]).encode()) for m in messages if m["role"] == ANSWERS)
+        return Conversation(tokens=tokens, answers=marks, num_bytes=said)
+
+    def _rendered(self, messages: Any, *, where: str, answered: bool = False) -> str:
+        try:
+            return self._library.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=answered)
+        except Exception as error:  # of the template's own making, in jinja
+            raise BadInputError(
+                f"{where} does not suit the chat template of {self._name} ({str(error).splitlines()[0]})"
+            ) from error
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self._library(text, add_special_tokens=False)["input_ids"])
+
+
+def _shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """Tokens that two sequences begin with alike."""
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -1,0 +1,212 @@
+"""model=hf: stored causal and masked language models and image classifiers are fine-tuned on text, chat and images."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from baoc.cli.main import main
+from baoc.data import build_data
+from baoc.data.chat import IGNORED
+from baoc.errors import BadInputError
+from baoc.models import build_model
+from baoc.models.chat import ChatTokenizer
+from baoc.models.hf import ImageClassifier, MaskedLM
+from baoc.models.llama import CausalLM
+from baoc.tasks import build_task
+from baoc.types import ImageDataSpec, TextDataSpec
+from tests.support.stored import save_bert, save_llama, save_tokenizer, save_vit
+from tests.support.tiny import LIGHTNING_NOISE
+
+pytestmark = LIGHTNING_NOISE
+TEXT = TextDataSpec(dataset="x", vocab_size=261, sequence_length=16, num_train=9, num_val=9, mask_token=1)
+SHORT = ["trainer.max_steps=2", "budget=state_25", "trainer.enable_progress_bar=false", "batch_size=4", "device=cpu"]
+CHAT = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cde"}]
+
+
+def images(*, classes: int = 10) -> ImageDataSpec:
+    return ImageDataSpec(dataset="x", image_size=8, channels=1, num_classes=classes, num_train=9, num_val=9)
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("stored")
+    for name, save in (("llama", save_llama), ("bert", save_bert)):
+        save_tokenizer(save(folder / name))
+    save_vit(folder / "vit")
+    lines = [{"messages": CHAT * (1 + number % 3)} for number in range(20)]
+    (folder / "chat.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (folder / "text.txt").write_text("to be or not to be, that is the question\n" * 60)
+    return folder
+
+
+# -- networks ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "kind"), [("llama", TEXT, CausalLM), ("bert", TEXT, MaskedLM), ("vit", images(), ImageClassifier)]
+)
+def test_what_is_stored_is_what_is_trained(name, spec, kind, stored):
+    model = build_model("hf", spec=spec, pretrained=str(stored / name))
+    assert type(model) is kind and model.training and len(model.checkpoint_units) == 2
+    again = type(model.net).from_pretrained(stored / name)
+    assert all(torch.equal(a, b) for a, b in zip(model.net.parameters(), again.parameters(), strict=True))
+    with torch.device("meta"):
+        absent = build_model("hf", spec=spec, pretrained=str(stored / name))
+    assert {p.device.type for p in absent.parameters()} == {"meta"}
+
+
+def test_a_new_head_has_as_many_classes_as_the_data_and_the_rest_is_stored(stored):
+    model = build_model("hf", spec=images(classes=3), pretrained=str(stored / "vit"), new_head=True)
+    old = build_model("hf", spec=images(), pretrained=str(stored / "vit"))
+    assert model.net.classifier.weight.shape == (3, 32)
+    assert torch.equal(model.net.vit.layernorm.weight, old.net.vit.layernorm.weight)
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "said"),
+    [
+        (None, TEXT, "model=hf needs model.pretrained: give the folder that save_pretrained wrote"),
+        ("/nowhere/at/all", TEXT, "model.pretrained=/nowhere/at/all does not exist"),
+        ("vit/config.json", images(), "config.json is a file: give the folder"),
+        ("", TEXT, "there is no config.json in it"),
+        ("vit", images(classes=3), "has a head for 10 classes, the data has 3: set model.new_head=true"),
+        ("vit", TEXT, "is of type vit, which reads no text"),
+        ("llama", images(), "is of type llama, of which transformers has no image classifier"),
+        (
+            "llama",
+            TextDataSpec(dataset="x", vocab_size=999, sequence_length=16, num_train=9, num_val=9),
+            "knows 300 tok",
+        ),
+        ("llama", TextDataSpec(dataset="x", vocab_size=99, sequence_length=99, num_train=9, num_val=9), "64 positions"),
+    ],
+)
+def test_what_does_not_fit_is_told(name, spec, said, stored):
+    given = None if name is None else name if name.startswith("/") else str(stored / name)
+    with pytest.raises(BadInputError) as caught:
+        build_model("hf", spec=spec, pretrained=given)
+    assert said in str(caught.value)
+
+
+# -- conversations ----------------------------------------------------------------------------------------------------
+
+
+def test_only_the_answers_of_a_conversation_are_learned(stored):
+    library = ChatTokenizer(str(stored / "llama"))
+    one = library.encode({"messages": CHAT}, where="line 1")
+    words = library._library.convert_ids_to_tokens(list(one.tokens))
+    assert words == ["<user>", "a", "b", "</s>", "<assistant>", "c", "d", "e", "</s>"]
+    assert list(one.answers) == [False] * 5 + [True] * 4 and one.num_bytes == 3
+    twice = library.encode({"messages": CHAT * 2}, where="line 1")
+    assert list(twice.answers) == ([False] * 5 + [True] * 4) * 2
+    plain = library.encode({"prompt": "ab", "completion": "cde"}, where="line 1")
+    assert plain == one
+
+
+def test_without_a_template_prompt_and_completion_are_joined(tmp_path):
+    library = ChatTokenizer(str(save_tokenizer(tmp_path, template=None)))
+    one = library.encode({"prompt": "ab", "completion": "c"}, where="line 1")
+    assert library._library.convert_ids_to_tokens(list(one.tokens)) == ["a", "b", "c", "</s>"]
+    assert list(one.answers) == [False, False, True, True]
+    with pytest.raises(BadInputError, match="has no chat template, and line 1 has messages"):
+        library.encode({"messages": CHAT}, where="line 1")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{", "line 2 of .* is no JSON"),
+        ("[1]", "line 2 of .* is a list"),
+        ('{"text": "a"}', "has neither `messages` nor the texts `prompt` and `completion`, but text"),
+        ('{"messages": "a"}', "`messages` must be a list of"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', "has no message of the role assistant"),
+    ],
+)
+def test_a_faulty_line_is_named(line, said, stored, tmp_path):
+    (tmp_path / "bad.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n" + line)
+    with pytest.raises(BadInputError, match=said):
+        chat(tmp_path / "bad.jsonl", stored)
+
+
+def chat(path: Path, stored: Path, **options):
+    given = {"tokenizer": str(stored / "llama"), "sequence_length": 32, **options}
+    return build_data("chat", task="language", batch_size=2, path=str(path), **given)
+
+
+def test_conversations_are_packed_and_each_is_read_by_itself(stored):
+    """What the network says of a conversation in a packed row is what it says of it alone."""
+    data = chat(stored / "chat.jsonl", stored)
+    model = build_model("hf", spec=data.spec, pretrained=str(stored / "llama")).eval()
+    batch = next(iter(data.make_train_loader(limit=None)))
+    starts = (batch["positions"][0] == 0).nonzero().flatten().tolist()
+    assert len(starts) > 1, "two conversations or one and padding"
+    with torch.no_grad():
+        packed = model(batch["tokens"], batch["positions"])[0]
+        for start, end in zip(starts, [*starts[1:], 32], strict=True):
+            alone = model(batch["tokens"][:1, start:end])[0]
+            torch.testing.assert_close(packed[start:end], alone, atol=1e-5, rtol=1e-4)
+
+
+def test_the_loss_is_the_mean_over_answers_in_one_piece_and_in_parts(stored):
+    data = chat(stored / "chat.jsonl", stored)
+    model = build_model("hf", spec=data.spec, pretrained=str(stored / "llama"))
+    batch = next(iter(data.make_train_loader(limit=None)))
+    kept = batch["targets"] != IGNORED
+    assert 0 < kept.sum() < kept.numel()
+    logits = model(batch["tokens"], batch["positions"])
+    wanted = torch.nn.functional.cross_entropy(logits[kept].float(), batch["targets"][kept])
+    for chunk in (0, 5):
+        task = build_task("language", model=model, spec=data.spec, loss_chunk=chunk)
+        torch.testing.assert_close(task._loss(batch), wanted)
+
+
+def test_masked_tokens_are_the_same_in_each_run_and_the_only_ones_that_count(stored):
+    model = build_model("hf", spec=TEXT, pretrained=str(stored / "bert")).eval()
+    task = build_task("masked", model=model, spec=TEXT, share=0.5)
+    tokens = torch.arange(2 * 16).view(2, 16) + 100
+    given, chosen = task._masked(tokens, key="val 0")
+    again, _ = task._masked(tokens, key="val 0")
+    other, _ = task._masked(tokens, key="val 1")
+    assert torch.equal(given, again) and not torch.equal(given, other)
+    assert torch.equal(given[~chosen], tokens[~chosen]) and (given == 1).sum() > 4
+    with pytest.raises(BadInputError, match="needs text whose tokenizer has a mask token"):
+        build_task("masked", model=model, spec=images())
+
+
+# -- runs -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("llama", ["dataset.path=chat.jsonl", "dataset.sequence_length=32", "dataset.val_fraction=0.2"]),
+        ("llama", ["dataset=text", "dataset.path=text.txt", "dataset.tokenizer=model", "dataset.sequence_length=16"]),
+        (
+            "bert",
+            [
+                "task=masked",
+                "dataset=text",
+                "dataset.path=text.txt",
+                "dataset.tokenizer=model",
+                "dataset.sequence_length=16",
+            ],
+        ),
+        ("vit", ["task=vision", "dataset=digits"]),
+    ],
+)
+def test_a_stored_network_is_fine_tuned_by_one_command(name, words, stored, tmp_path, monkeypatch):
+    monkeypatch.chdir(stored)
+    run = tmp_path / "run"
+    assert main(["model=hf", f"model.pretrained={name}", *words, *SHORT, f"hydra.run.dir={run}"]) == 0
+    result = json.loads((run / "result.json").read_text())
+    assert result["model"] == "hf" and result["budget_met"]
+    assert (run / "model" / "config.json").is_file()
+
+
+def test_bytes_for_a_network_with_a_tokenizer_are_refused(stored, monkeypatch, capsys):
+    monkeypatch.chdir(stored)
+    assert main(["model=hf", "model.pretrained=llama", "dataset=text", "dataset.path=text.txt", *SHORT]) == 2
+    assert "cuts text into bytes, and llama has a tokenizer of its own" in capsys.readouterr().err
+    assert main(["model=llama", "dataset=chat", "dataset.path=chat.jsonl", *SHORT]) == 2
+    assert "stored beside model.pretrained, which is not given" in capsys.readouterr().err
