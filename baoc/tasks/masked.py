@@ -57,12 +57,12 @@ class MaskedTask(Task):
         self.log("val/loss", loss, prog_bar=True, batch_size=len(batch["tokens"]))
 
     def _loss(self, tokens: Tensor, *, key: str) -> Tensor:
-        given, chosen = self._masked(tokens, key=key)
+        given, chosen = self.masked(tokens, key=key)
         logits = logits_of(self.model(given), task="masked", shape="(B, T, vocabulary)")
         losses = F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten(), reduction="none")
         return (losses * chosen.flatten()).sum() / chosen.sum().clamp(min=1)
 
-    def _masked(self, tokens: Tensor, *, key: str) -> tuple[Tensor, Tensor]:
+    def masked(self, tokens: Tensor, *, key: str) -> tuple[Tensor, Tensor]:
         """What the network sees, and which tokens it is asked for. Drawn on the CPU, alike on every device."""
         text = f"{self._seed} {key}"
         seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1

@@ -285,7 +285,7 @@ def test_an_installed_package_adds_models_data_tasks_rules_and_recipes(tmp_path:
     for name in ("theirs_net", "theirs_loss", "theirs_data", "theirs_recipe", "half_sign"):
         assert name in done.stdout
     assert "baoc.rules=broken" in done.stderr and "is left out" in done.stderr
-    rows = (tmp_path / "run" / "allocation.csv").read_text()
+    rows = (tmp_path / "run" / "allocation.json").read_text()
     assert "half_sign" in rows
 
 

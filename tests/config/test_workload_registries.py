@@ -156,7 +156,7 @@ def test_unknown_names_are_refused_with_what_there_is():
 
 
 def test_data_set_that_does_not_serve_the_task_is_refused():
-    text = "dataset digits serves vision and diffusion, not language; data sets for language: pysource, text, c4"
+    text = "dataset digits serves vision and diffusion, not language; data sets for language: chat, pysource, text, c4"
     with pytest.raises(BadInputError, match=text):
         build_data("digits", task="language", batch_size=8)
     with pytest.raises(BadInputError, match=r"dataset npz needs dataset.path=\.\.\.: your own labelled images"):
