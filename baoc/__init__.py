@@ -7,13 +7,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from baoc.training.advise import Advice, advise
     from baoc.training.lightning import BaocDDPStrategy, BaocStrategy
     from baoc.training.plain_loop import BaocOptimizer
 
 __version__ = "0.1.0"
-__all__ = ["BaocDDPStrategy", "BaocOptimizer", "BaocStrategy", "__version__"]
+__all__ = ["Advice", "BaocDDPStrategy", "BaocOptimizer", "BaocStrategy", "__version__", "advise"]
 
 _LAZY = {
+    "Advice": "baoc.training.advise",
+    "advise": "baoc.training.advise",
     "BaocOptimizer": "baoc.training.plain_loop",
     "BaocStrategy": "baoc.training.lightning",
     "BaocDDPStrategy": "baoc.training.lightning",

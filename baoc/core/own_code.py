@@ -233,7 +233,7 @@ def _of_file(file: Path, *, key: str, name: str) -> ModuleType:
     return module
 
 
-def _of_module(parent: str, *, key: str, name: str) -> ModuleType:
+def _of_module(parent: str, *, key: str, name: str) -> Any:
     """The module, or class within one, that holds the last part of a dotted name."""
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))  # packages of the folder in which the command was given
@@ -266,7 +266,7 @@ def _use(module: ModuleType, name: str) -> None:
         _used[Path(file).resolve()] = name
 
 
-def _callable(found: Any, *, module: Any, attr: str | None, key: str, name: str) -> Callable[..., Any]:
+def _callable(found: Any, *, module: ModuleType, attr: str | None, key: str, name: str) -> Callable[..., Any]:
     where = _relative(getattr(module, "__file__", None) or module.__name__)
     if not attr:
         raise BadInputError(f"{key}={name} names no function: write {key}={name}:NAME{_has(module)}")
@@ -277,7 +277,7 @@ def _callable(found: Any, *, module: Any, attr: str | None, key: str, name: str)
     return found
 
 
-def _has(module: Any) -> str:
+def _has(module: ModuleType) -> str:
     held: dict[str, Any] = vars(module)
     own = [
         name

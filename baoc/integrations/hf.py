@@ -12,28 +12,35 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from baoc.errors import BadInputError
+from baoc.tracking.console import say
+from baoc.training.advise import Advice, advise
 from baoc.training.plain_loop import BaocOptimizer
 
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 
 
-def with_budget(trainer: AnyTrainer, *, budget: Any = "auto", **options: Any) -> AnyTrainer:
+def with_budget(trainer: AnyTrainer, *, budget: Any = "auto", auto_batch: bool = False, **options: Any) -> AnyTrainer:
     """The same trainer, which trains inside `budget` from now on; to be called before `train`.
 
     Works for subclasses of Trainer that build an AdamW of their own in `create_optimizer`. The plan, moves and verdict
     are printed and logged as the trainer's own metrics are.
 
     Args:
+        auto_batch: Choose `per_device_train_batch_size`, `gradient_accumulation_steps` and recomputed layers by
+            `baoc.advise`. Their product, the samples of a step, stays as the arguments have it.
         options: Those of BaocOptimizer: `recipe`, `settings`, `verbose`, ...
 
     Raises:
         BadInputError: The trainer has an optimizer already; or, from `train`, it builds one other than AdamW.
+        InfeasibleBudgetError: With `auto_batch`, no way to run a step fits.
     """
     if trainer.optimizer is not None:
         raise BadInputError(
             f"the Trainer has an optimizer already ({type(trainer.optimizer).__name__}): leave optimizers= out, or "
             "give optimizers=(make_optimizer(model, arguments, budget=...), None) in place of with_budget"
         )
+    if auto_batch:
+        split_batches(trainer, budget=budget, **{key: options[key] for key in ("recipe", "settings") if key in options})
     build: Callable[..., Any] = trainer.create_optimizer
 
     def create_optimizer(*args: Any, **kwargs: Any) -> Any:
@@ -45,6 +52,49 @@ def with_budget(trainer: AnyTrainer, *, budget: Any = "auto", **options: Any) ->
     trainer.create_optimizer = create_optimizer
     trainer.add_callback(BudgetCallback(trainer))
     return trainer
+
+
+def split_batches(trainer: Trainer, *, budget: Any = "auto", **options: Any) -> Advice:
+    """Sets the trainer's micro-batch, accumulation and recomputed layers to what fits `budget` best, and says so.
+
+    The Trainer's own `compute_loss` is tried on the first samples of its training set. Raises BadInputError for a set
+    without numbered samples, and for several processes.
+    """
+    arguments, dataset, model = trainer.args, trainer.train_dataset, trainer.model
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        raise BadInputError("auto_batch takes the first samples of train_dataset, and a stream has none: leave it out")
+    if arguments.world_size > 1 or arguments.n_gpu > 1:
+        raise BadInputError("auto_batch is for one process with one device: leave it out, or set the batch yourself")
+    samples: Any = dataset
+    collate = trainer.data_collator
+    if hasattr(dataset, "column_names") and arguments.remove_unused_columns:
+        collate = trainer._get_collator_with_removed_columns(collate, description="training")
+
+    def make_batch(size: int) -> Any:
+        return dict(collate([samples[number % len(samples)] for number in range(size)]))
+
+    def loss(_: Any, batch: Any) -> Any:
+        return trainer.compute_loss(model, dict(batch))  # pyright: ignore[reportArgumentType]
+
+    advice = advise(
+        model,  # pyright: ignore[reportArgumentType]
+        make_batch,
+        loss,
+        batch_size=arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps,
+        budget=budget,
+        precision="bf16-mixed" if arguments.bf16 else "32-true",
+        betas=(arguments.adam_beta1, arguments.adam_beta2),
+        device=arguments.device,
+        **options,
+    )
+    arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps = (
+        advice.micro_batch,
+        advice.accumulation,
+    )
+    trainer._train_batch_size = advice.micro_batch
+    advice.recompute()
+    say(f"auto_batch: {advice}")
+    return advice
 
 
 def make_optimizer(

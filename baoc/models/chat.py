@@ -61,21 +61,22 @@ class ChatTokenizer:
                 f"dataset.tokenizer={self._name} has no chat template, and {where} has messages: give a tokenizer with "
                 "one, or lines with `prompt` and `completion`"
             )
-        is_list = isinstance(messages, Sequence) and not isinstance(messages, str) and len(messages) > 0
-        if not is_list or not all(isinstance(m, Mapping) and "role" in m and "content" in m for m in messages):
+        turns: Any = messages
+        is_list = isinstance(turns, list) and len(turns) > 0
+        if not is_list or not all(isinstance(m, Mapping) and "role" in m and "content" in m for m in turns):
             raise BadInputError(f"{where}: `messages` must be a list of {{role, content}}, not {str(messages)[:60]!r}")
-        if not any(message["role"] == ANSWERS for message in messages):
+        if not any(message["role"] == ANSWERS for message in turns):
             raise BadInputError(f"{where} has no message of the role {ANSWERS}, so there is nothing to learn from it")
-        tokens = self._ids(self._rendered(messages, where=where))
+        tokens = self._ids(self._rendered(turns, where=where))
         marks = [False] * len(tokens)
-        for at, message in enumerate(messages):
+        for at, message in enumerate(turns):
             if message["role"] != ANSWERS:
                 continue
-            before = self._ids(self._rendered(messages[:at], where=where, answered=True)) if at else []
-            after = self._ids(self._rendered(messages[: at + 1], where=where))
+            before = self._ids(self._rendered(turns[:at], where=where, answered=True)) if at else []
+            after = self._ids(self._rendered(turns[: at + 1], where=where))
             for place in range(_shared(tokens, before), _shared(tokens, after)):
                 marks[place] = True
-        said = sum(len(str(m["content"]).encode()) for m in messages if m["role"] == ANSWERS)
+        said = sum(len(str(m["content"]).encode()) for m in turns if m["role"] == ANSWERS)
         return Conversation(tokens=tokens, answers=marks, num_bytes=said)
 
     def _rendered(self, messages: Any, *, where: str, answered: bool = False) -> str:

@@ -1,0 +1,271 @@
+"""How to run a global batch within a budget, for those who own their loader and their loop.
+
+The search is that of `run.py` (`training.measure.microbatch_search`): a few small micro-batches are tried, every way to
+run the batch is planned, and the best is tried itself.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar, cast
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from baoc.config.schema import ModelConfig, OptimConfig, RunConfig
+from baoc.config.trainer_arguments import TrainerConfig
+from baoc.core.budgets import parse_budget
+from baoc.data.base import DataModule
+from baoc.errors import BadInputError
+from baoc.models.switches import disable_checkpointing, enable_checkpointing
+from baoc.tasks.base import Task
+from baoc.tasks.settings import OptimizerSettings
+from baoc.training.measure.microbatch_search import decide
+from baoc.training.measure.microbatches import PRECISIONS
+from baoc.training.measure.probe import silent
+from baoc.training.plain_loop import BaocOptimizer
+from baoc.training.session import RecipeLike, SessionSettings, with_recipe
+from baoc.types import Budget, OwnDataSpec
+from baoc.units import format_bytes
+
+OBJECTIVES = ("quality", "throughput", "balanced")
+SMALL = 8  # samples of the batch that is asked for; others are made of it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """What to run: `accumulation` micro-batches of `micro_batch` samples a step, `recomputed` layers' activations
+    computed again in backward, and the optimizer that `optimizer()` builds.
+
+    `peak_bytes` and `samples_per_s` are predicted, of the option that was tried itself.
+    """
+
+    micro_batch: int
+    accumulation: int
+    recomputed: int
+    budget: Budget
+    peak_bytes: int
+    state_bytes: int
+    samples_per_s: float
+    model: nn.Module = field(repr=False)
+    layers: Sequence[nn.Module] = field(repr=False)
+    probe: Callable[[], Tensor] = field(repr=False)
+    settings: SessionSettings = field(repr=False)
+
+    def recompute(self) -> int:
+        """Has the first `recomputed` layers of the network compute their activations again; returns their number."""
+        if self.recomputed:
+            with _declared(self.model, self.layers):
+                enable_checkpointing(self.model, name=type(self.model).__name__, count=self.recomputed)
+        return self.recomputed
+
+    def optimizer(self, params: Any = None, **options: Any) -> BaocOptimizer:
+        """The BaocOptimizer on this micro-batch, after `recompute`. `params`: the network, or its groups; `options` are
+        those of BaocOptimizer."""
+        given = {"budget": self.budget, "probe": self.probe, "settings": self.settings, **options}
+        return BaocOptimizer(self.model if params is None else params, model=self.model, **given)
+
+    def __str__(self) -> str:
+        layers = f", activations of {self.recomputed} layers recomputed" if self.recomputed else ""
+        return (
+            f"{self.accumulation} x {self.micro_batch} samples a step{layers}: peak {format_bytes(self.peak_bytes)}, "
+            f"about {self.samples_per_s:.3g} samples/s (predicted) within budget {self.budget.name}"
+        )
+
+
+def advise(
+    model: nn.Module,
+    make_batch: Callable[[int], Any],
+    loss: Callable[[Any, Any], Tensor] | None = None,
+    *,
+    batch_size: int,
+    budget: str | int | Mapping[str, Any] | Budget = "auto",
+    precision: str = "32-true",
+    objective: str = "quality",
+    layers: Sequence[nn.Module] | None = None,
+    betas: tuple[float, float] = (0.9, 0.999),
+    device: str | torch.device | None = None,
+    settings: SessionSettings | None = None,
+    recipe: RecipeLike | None = None,
+) -> Advice:
+    """Micro-batch, accumulation, recomputation and optimizer for `batch_size` samples a step within `budget`.
+
+    The network, its place, random numbers and gradients are as before; `Advice.recompute` and `Advice.optimizer` put
+    the advice into effect.
+
+    Args:
+        make_batch: Makes a batch of so many samples, in any nesting of dicts, lists and tuples of tensors (n, ...).
+        loss: Loss of (model, batch), the mean over its samples. None calls `training_step(batch, 0)` of a
+            LightningModule.
+        batch_size: Samples of an optimizer step, all micro-batches together.
+        precision: `32-true` or `bf16-mixed`, as a Lightning Trainer's; the search runs `loss` under its autocast.
+        objective: `quality`, `throughput` or `balanced`: what is preferred among ways that fit.
+        layers: Modules that may recompute their activations. None takes `model.checkpoint_units`, else the longest
+            ModuleList.
+        device: Where it will be trained; None is a GPU if there is one.
+
+    Raises:
+        BadInputError: An argument cannot be had, `loss` returns no loss, or a BatchNorm takes statistics of a batch.
+        InfeasibleBudgetError: No way fits; the message names the least budget.
+    """
+    if loss is None and not isinstance(model, L.LightningModule):
+        raise BadInputError("advise needs a loss: a function of (model, batch) that returns the mean loss")
+    if precision not in PRECISIONS:
+        raise BadInputError(
+            f"precision={precision} is not allowed: micro-batches are tried at {' or '.join(PRECISIONS)}"
+        )
+    if not any(param.requires_grad for param in model.parameters()):
+        raise BadInputError(f"the model ({type(model).__name__}) has no parameters to train")
+    if batch_size < 1:
+        raise BadInputError(f"batch_size={batch_size} is not allowed: it must be 1 or more samples a step")
+    if objective not in OBJECTIVES:
+        raise BadInputError(f"objective={objective} is not allowed: choose one of {', '.join(OBJECTIVES)}")
+    split = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm) and module.training]
+    if split:
+        raise BadInputError(
+            f"{split[0]} is a BatchNorm, whose statistics are of one micro-batch, so that another one trains another "
+            "network: set such layers to eval(), or take norms without statistics of the batch"
+        )
+    settings = with_recipe(settings or SessionSettings(), recipe=recipe)
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    found = _layers_of(model) if layers is None else list(layers)
+    config = RunConfig(
+        name="advise",
+        batch_size=batch_size,
+        micro_batch="auto",
+        objective=cast(Any, objective),
+        budget=parse_budget(budget),
+        model=ModelConfig(name=type(model).__name__, checkpointing=None if found else False),
+        optim=OptimConfig(betas=betas, release_gradients=False),
+        trainer=TrainerConfig(max_steps=1, precision=precision),
+    )
+    first = make_batch(min(batch_size, SMALL))
+    task = _Given(model, loss=loss, betas=betas)
+    data = _GivenBatch(first, batch_size=min(batch_size, SMALL))
+    with ExitStack() as stack, TemporaryDirectory() as folder:
+        stack.enter_context(_unchanged(model))
+        stack.enter_context(_declared(model, found))
+        stack.callback(disable_checkpointing, model)
+        chosen = decide(config, task=task, data=data, device=where.type, settings=settings, run_dir=Path(folder))
+    option = chosen.option
+    step = _Step(task, make_batch=make_batch, micro_batch=option.micro_batch, precision=precision)
+    return Advice(
+        micro_batch=option.micro_batch,
+        accumulation=option.accumulation,
+        recomputed=option.recomputed,
+        budget=chosen.config.budget,
+        peak_bytes=option.peak_bytes,
+        state_bytes=option.state_bytes,
+        samples_per_s=option.samples_per_s,
+        model=model,
+        layers=tuple(found),
+        probe=step,
+        settings=replace(settings),
+    )
+
+
+class _Given(Task):
+    """The user's network and loss, as the search takes a task. Validation is the user's, and is not looked at."""
+
+    quality: ClassVar[tuple[str, bool]] = ("val/loss", False)
+
+    def __init__(self, model: nn.Module, *, loss: Callable[[Any, Any], Tensor] | None, betas: tuple[float, float]):
+        super().__init__(model, optimizer=OptimizerSettings(betas=betas))
+        self._given = loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        model: Any = self.model
+        if self._given is None:
+            with silent(model):
+                out = model.training_step(batch, batch_idx)
+        else:
+            out = self._given(model, batch)
+        loss: Any = out.get("loss") if isinstance(out, Mapping) else out
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise BadInputError(f"the loss returned a {type(out).__name__}: it must return a tensor of one number")
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        return None
+
+
+class _GivenBatch(DataModule):
+    """One batch over and over."""
+
+    def __init__(self, batch: Any, *, batch_size: int):
+        super().__init__(batch_size=batch_size)
+        self._batch = batch
+        self.spec = OwnDataSpec(dataset="own", num_train=batch_size, num_val=0)
+
+    def make_train_loader(self, *, limit: int | None) -> Any:
+        return [self._batch]
+
+    def make_overfit_loader(self) -> Any:
+        return [self._batch]
+
+    def val_dataloader(self) -> Any:
+        return []
+
+
+class _Step:
+    """A forward pass of the micro-batch that was chosen, for BaocOptimizer's `probe`."""
+
+    def __init__(self, task: _Given, *, make_batch: Callable[[int], Any], micro_batch: int, precision: str):
+        self._task, self._make, self._size, self._precision = task, make_batch, micro_batch, precision
+
+    def __call__(self) -> Tensor:
+        device = next(self._task.model.parameters()).device
+        batch = self._task.transfer_batch_to_device(self._make(self._size), device, 0)
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self._precision == "bf16-mixed"):
+            return self._task.training_step(batch, 0)
+
+
+def _layers_of(model: nn.Module) -> list[nn.Module]:
+    """Layers that may compute their activations again."""
+    declared = getattr(model, "checkpoint_units", None)
+    if declared is not None:
+        return list(declared)
+    lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
+    longest = max(lists, key=len, default=[])
+    return longest if len(longest) > 1 else []
+
+
+@contextmanager
+def _declared(model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside, the network names these layers as those that may recompute their activations."""
+    if list(getattr(model, "checkpoint_units", [])) == list(layers):
+        yield
+        return
+    held: dict[str, Any] = model.__dict__
+    held["checkpoint_units"] = list(layers)
+    try:
+        yield
+    finally:
+        del held["checkpoint_units"]
+
+
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Puts the network back: where it is, its buffers, its mode and its gradients."""
+    place = next(iter(model.parameters())).device
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    grads = {param: param.grad for param in model.parameters()}
+    modes = [(module, module.training) for module in model.modules()]
+    model.train()
+    for param in grads:
+        param.grad = None
+    try:
+        yield
+    finally:
+        model.to(place)
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(buffers[name])
+        for param, grad in grads.items():
+            param.grad = grad
+        for module, training in modes:
+            module.training = training

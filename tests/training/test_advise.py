@@ -1,0 +1,112 @@
+"""advise(): micro-batch, accumulation, recomputation and optimizer for a loop of one's own, by the search of run.py."""
+
+import pytest
+import torch
+from torch import nn
+
+import baoc
+from baoc.errors import BadInputError, InfeasibleBudgetError
+from tests.support.tiny import LIGHTNING_NOISE
+
+pytestmark = LIGHTNING_NOISE
+
+
+class Stack(nn.Module):
+    """Layers whose activations are most of what a step holds."""
+
+    def __init__(self, *, norm: bool = False):
+        super().__init__()
+        norms = nn.BatchNorm1d if norm else nn.LayerNorm
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), norms(64), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(64, 4)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def make_batch(size: int):
+    return {"x": torch.randn(size, 64), "y": torch.arange(size) % 4}
+
+
+def loss(model, batch):
+    return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def test_without_a_limit_the_network_is_as_before():
+    torch.manual_seed(0)
+    model = Stack().eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    drawn = torch.get_rng_state()
+    found = baoc.advise(model, make_batch, loss, batch_size=64, budget="unlimited", device="cpu")
+    assert (found.micro_batch * found.accumulation, found.recomputed) == (64, 0)
+    assert torch.equal(torch.get_rng_state(), drawn) and not model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(param.grad is None for param in model.parameters()) and not hasattr(model, "checkpoint_units")
+    assert f"{found.accumulation} x {found.micro_batch} samples a step: peak " in str(found)
+
+
+def test_a_tight_budget_splits_the_batch_and_its_optimizer_holds_it():
+    model = Stack()
+    budget = 400_000  # the activations of 4,096 samples are 10 MB
+    found = baoc.advise(model, make_batch, loss, batch_size=4096, budget=budget, device="cpu")
+    assert found.micro_batch * found.accumulation == 4096
+    assert found.micro_batch < 4096
+    assert found.peak_bytes <= budget
+    found.recompute()
+    optimizer = found.optimizer(lr=1e-2, verbose=False)
+    assert optimizer.plan.budget.memory_bytes == budget
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        for _ in range(found.accumulation):
+            value = loss(model, make_batch(found.micro_batch)) / found.accumulation
+            value.backward()
+        losses.append(value.item())
+        optimizer.step()
+    assert losses[-1] < losses[0]
+
+
+def test_a_module_of_lightning_is_asked_for_its_training_step():
+    import lightning as L
+
+    class Own(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = Stack()
+
+        def training_step(self, batch, batch_idx):
+            value = loss(self.net, batch)
+            self.log("train/loss", value)
+            return value
+
+    found = baoc.advise(Own(), make_batch, batch_size=16, budget="unlimited", device="cpu")
+    assert found.micro_batch == 16
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"loss": None}, "advise needs a loss: a function of"),
+        (
+            {"loss": lambda model, batch: model(batch["x"])},
+            "the loss returned a Tensor: it must return a tensor of one",
+        ),
+        ({"precision": "16-mixed"}, "precision=16-mixed is not allowed"),
+        ({"model": Stack(norm=True)}, "layers.0.1 is a BatchNorm, whose statistics are of one micro-batch"),
+        ({"objective": "speed"}, "objective=speed is not allowed: choose one of quality, throughput, balanced"),
+        ({"model": nn.Flatten()}, "has no parameters to train"),
+        ({"batch_size": 0}, "batch_size=0 is not allowed"),
+    ],
+)
+def test_what_cannot_be_advised_is_told(given, said):
+    arguments = {"model": Stack(), "loss": loss, "batch_size": 8, **given}
+    with pytest.raises(BadInputError, match=said.replace("(", r"\(")):
+        baoc.advise(arguments.pop("model"), make_batch, arguments.pop("loss"), device="cpu", **arguments)
+
+
+def test_a_budget_that_nothing_fits_names_the_least():
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        baoc.advise(Stack(), make_batch, loss, batch_size=8, budget="10kb", device="cpu")
+    assert caught.value.least_feasible_bytes > 10_000
