@@ -56,7 +56,7 @@ def register(overrides: Sequence[str] = ()) -> None:
 def _register_fixed(files: tuple[tuple[str, str, Path, int], ...]) -> None:
     """Resolvers, presets, uniform baselines, recipes of the catalogue, experiments and sweeps, with their budgets."""
     OmegaConf.register_new_resolver("baoc.job_folder", job_folder, replace=True)
-    OmegaConf.register_new_resolver("baoc.short", own_code.short, replace=True)
+    OmegaConf.register_new_resolver("baoc.short", lambda name: own_code.short(str(name)), replace=True)
     store = ConfigStore.instance()
     register_budgets(PRESETS)
     for baseline in UNIFORM_BASELINES:

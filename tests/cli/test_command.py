@@ -63,7 +63,7 @@ def test_shell_completion_completes_and_imports_nothing_heavy(line: str, expecte
         (
             ["model=vitt"],
             2,
-            "baoc: error: model=vitt: there is no such model; did you mean vit?\nallowed: dit, llama, unet, vit",
+            "baoc: error: model=vitt: there is no such model; did you mean vit?\nallowed: dit, hf, llama, unet, vit",
         ),
         (["trainer.max_stps=1"], 2, "baoc: error: unknown key trainer.max_stps; did you mean trainer.max_steps"),
         (

@@ -162,8 +162,14 @@ def test_an_experiment_wins_over_the_model_and_the_user_over_both(tmp_path: Path
     ("overrides", "message"),
     [
         (["model=llama", "dataset=digits"], r"dataset digits serves vision and diffusion, not language; .*pysource"),
-        (["dataset=pysource"], r"dataset pysource serves language, not vision; data sets for vision: digits, npz"),
-        (["task=language"], r"model vit is trained for vision, not language: .* choose a model for language: llama"),
+        (
+            ["dataset=pysource"],
+            r"dataset pysource serves language and masked, not vision; data sets for vision: digits, npz",
+        ),
+        (
+            ["task=language"],
+            r"model vit is trained for vision, not language: .* choose a model for language: hf, llama",
+        ),
     ],
 )
 def test_models_data_and_tasks_that_do_not_fit_are_refused(overrides: list[str], message: str):
