@@ -24,6 +24,7 @@ from baoc.errors import BadInputError
 from baoc.models.switches import disable_checkpointing, enable_checkpointing
 from baoc.tasks.base import Task
 from baoc.tasks.settings import OptimizerSettings
+from baoc.training.callbacks.resume import capture_rng, restore_rng
 from baoc.training.measure.microbatch_search import decide
 from baoc.training.measure.microbatches import PRECISIONS
 from baoc.training.measure.probe import silent
@@ -143,10 +144,10 @@ def advise(
         optim=OptimConfig(betas=betas, release_gradients=False),
         trainer=TrainerConfig(max_steps=1, precision=precision),
     )
-    first = make_batch(min(batch_size, SMALL))
     task = _Given(model, loss=loss, betas=betas)
-    data = _GivenBatch(first, batch_size=min(batch_size, SMALL))
     with ExitStack() as stack, TemporaryDirectory() as folder:
+        stack.callback(restore_rng, capture_rng(where))
+        data = _GivenBatch(make_batch(min(batch_size, SMALL)), batch_size=min(batch_size, SMALL))
         stack.enter_context(_unchanged(model))
         stack.enter_context(_declared(model, found))
         stack.callback(disable_checkpointing, model)
