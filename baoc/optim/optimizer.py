@@ -11,6 +11,7 @@ It decides nothing about specs: they are given when it is built, and changed by 
 Gradient release and overlap step blocks in backward already, and meet in `baoc.optim.backward`.
 """
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -24,7 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from baoc.core.recipes import Tuned, Tuning
-from baoc.errors import BadInputError, unknown_name
+from baoc.errors import BadInputError, InfeasibleBudgetError, unknown_name
 from baoc.optim import checkpoint, groups, loading, masters, matching, seeding
 from baoc.optim import migrate as migration
 from baoc.optim.backends import BACKENDS, Options, StepInputs, StepUnit
@@ -34,10 +35,10 @@ from baoc.optim.nonfinite import NonFiniteFilter
 from baoc.optim.registry import BlockRegistry, check_new
 from baoc.optim.state import FIRST_BETAS, LiveBlock, alone, betas_of
 from baoc.parallel import ranks
-from baoc.types import Block, BlockMove, Moments, OptimizerSpec
+from baoc.types import Block, BlockMove, Moments, OptimizerSpec, ParamInfo
 
 # Wrapped by schedulers, or set by whoever owns us: not part of a copy.
-_UNKEPT = ("step", "overlap", "before_check", "before_step", "after_step")
+_UNKEPT = ("step", "overlap", "before_check", "before_step", "after_step", "late_planner", "network")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +93,8 @@ class BlockwiseOptimizer(Optimizer):
         releaser: What steps blocks in backward with gradient release, else None.
         overlap: What steps host-placed blocks inside `last_backward`.
         load_report: What the last `load_state_dict` converted.
+        late_planner: Says which spec each parameter runs that comes late; None runs the one given for all, or fp32
+            AdamW. `network`: a weak reference to the module by whose names such are called. Neither is of copies.
     """
 
     def __init__(
@@ -122,6 +125,8 @@ class BlockwiseOptimizer(Optimizer):
         self.before_check: list[Callable[[], object]] = []  # of one step, by overlap
         self.before_step: list[BeforeStep] = []
         self.after_step: list[Callable[[], object]] = []
+        self.late_planner: Callable[[Sequence[ParamInfo]], Mapping[str, str]] | None = None
+        self.network = weakref.ref(params) if isinstance(params, torch.nn.Module) else None
         self.releaser: DropGradients | None = None
         self.load_report: loading.LoadReport | None = None
         self.finite_check = NonFiniteFilter(nonfinite)
@@ -156,6 +161,7 @@ class BlockwiseOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; parameters that come late run the spec that was given for all, else fp32 AdamW."""
         if self._roster is not None:
+            param_group = self._with_names(param_group)
             (param_group,) = groups.to_groups([param_group], held=self.param_groups)
         groups.check_settings({**self.defaults, **param_group})
         super().add_param_group(param_group)
@@ -167,11 +173,28 @@ class BlockwiseOptimizer(Optimizer):
             pairs = zip(group["param_names"], group["params"], strict=True)
             infos = [groups.param_info(name, param, group=index) for name, param in pairs if param.requires_grad]
             try:
-                self._roster.add_late_params(infos, param_groups=self.param_groups)
-            except BadInputError:
+                self._admit(infos)
+            except (BadInputError, InfeasibleBudgetError):
                 self.param_groups.pop()
                 raise
-            self._welcome()
+
+    def _admit(self, infos: list[ParamInfo]) -> None:
+        """Parameters that come late get states, by the specs of whoever plans, and what else they need."""
+        specs = self.late_planner(infos) if self.late_planner is not None and infos else None
+        self.roster.add_late_params(infos, param_groups=self.param_groups, specs=specs)
+        self._welcome()
+
+    def _with_names(self, group: dict[str, Any]) -> dict[str, Any]:
+        """A late group whose plain parameters are called what the network calls them, where it has all of them."""
+        network = None if self.network is None else self.network()
+        given = group.get("params")
+        if network is None or given is None or "param_names" in group:
+            return group
+        params = [given] if isinstance(given, Tensor) else list(given)
+        names = {id(param): name for name, param in network.named_parameters()}
+        if all(isinstance(param, Tensor) and id(param) in names for param in params):
+            params = [(names[id(param)], param) for param in params]
+        return {**group, "params": params}
 
     def _welcome(self) -> None:
         """What parameters that came late get beside their states."""
@@ -276,8 +299,7 @@ class BlockwiseOptimizer(Optimizer):
                 "add_param_group, and build another optimizer where some were replaced"
             )
         if registry.frozen and any([param.grad is not None for param in registry.frozen]):
-            registry.add_thawed_params(self.param_groups)
-            self._welcome()
+            self._admit(registry.thawed(self.param_groups))
 
     def _ready(self) -> StepUnit:
         """What a step goes through: as it was, unless parameters or states moved since the last one."""
@@ -585,7 +607,7 @@ class BlockwiseOptimizer(Optimizer):
     @staticmethod
     def _subscribed() -> dict[str, Any]:
         """The subscribers of a copy: none."""
-        return {"before_check": [], "before_step": [], "after_step": []}
+        return {"before_check": [], "before_step": [], "after_step": [], "late_planner": None, "network": None}
 
     def _own(self) -> dict[str, Any]:
         hidden = ("_optimizer_", "_warned", "_zero_grad")

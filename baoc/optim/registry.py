@@ -438,18 +438,27 @@ class BlockRegistry:
 
     # -- parameters that come late -------------------------------------------------------------------------------------
 
-    def add_late_params(self, infos: Iterable[ParamInfo], *, param_groups: list[dict[str, Any]]) -> None:
-        """Gives states to parameters that no plan has: each becomes a block of its own.
+    def add_late_params(
+        self,
+        infos: Iterable[ParamInfo],
+        *,
+        param_groups: list[dict[str, Any]],
+        specs: Mapping[str, str] | None = None,
+    ) -> None:
+        """Gives states to parameters that no plan has: each becomes a block of its own. `specs`: by parameter, where
+        they were planned for.
 
         Raises BadInputError, with nothing changed, where one cannot be optimized or cannot run the spec.
         """
         where = groups.named_params(param_groups)
-        spec = groups.to_spec(self.late_spec or FALLBACK)
         late = [(info, self._late_block(info)) for info in infos]
+        chosen = {
+            info.name: groups.to_spec((specs or {}).get(info.name) or self.late_spec or FALLBACK) for info, _ in late
+        }
         for info, block in late:  # all are looked at before any gets state
             groups.check_param(where[info.name][0], name=info.name)
-            groups.check_applies(spec, block=block)
-        lives = [self.make_block(block, spec=spec, where=where) for _, block in late]
+            groups.check_applies(chosen[info.name], block=block)
+        lives = [self.make_block(block, spec=chosen[info.name], where=where) for info, block in late]
         check_new(lives)
         for (info, _), live in zip(late, lives, strict=True):
             self.names[where[info.name][0]] = info.name
@@ -459,10 +468,10 @@ class BlockRegistry:
             return
         held = sum(self.block_bytes(self.live[block.name]) for _, block in late)
         log.log(
-            logging.INFO if self.late_spec is not None else logging.WARNING,
+            logging.WARNING if self.late_spec is None and not specs else logging.INFO,
             "%s came after the plan was made: run by %s, with %s of state that the plan has not",
             groups.some(info.name for info, _ in late),
-            spec.name,
+            ", ".join(dict.fromkeys(spec.name for spec in chosen.values())),
             format_bytes(held),
         )
 
@@ -473,15 +482,11 @@ class BlockRegistry:
             block = replace(block, name=f"{block.name}_late")
         return block
 
-    def add_thawed_params(self, param_groups: list[dict[str, Any]]) -> None:
-        """Gives states to parameters that were frozen when the optimizer was built and have a gradient now."""
+    def thawed(self, param_groups: list[dict[str, Any]]) -> list[ParamInfo]:
+        """Parameters that were frozen when the optimizer was built and have a gradient now."""
         late = {param for param in self.frozen if param.grad is not None}
-        if late:
-            where = groups.named_params(param_groups).items()
-            self.add_late_params(
-                [groups.param_info(name, param, group=group) for name, (param, group) in where if param in late],
-                param_groups=param_groups,
-            )
+        where = groups.named_params(param_groups).items()
+        return [groups.param_info(name, param, group=group) for name, (param, group) in where if param in late]
 
     def place(self) -> None:
         """Moves states to their parameters' device, for a model that was moved after the optimizer was built, and for

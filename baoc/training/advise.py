@@ -4,6 +4,8 @@ The search is that of `run.py` (`training.measure.microbatch_search`): a few sma
 run the batch is planned, and the best is tried itself.
 """
 
+import hashlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from baoc.config.schema import ModelConfig, OptimConfig, RunConfig
+from baoc.config.schema import ModelConfig, OptimConfig, RunConfig, TaskConfig
 from baoc.config.trainer_arguments import TrainerConfig
 from baoc.core.budgets import parse_budget
 from baoc.data.base import DataModule
@@ -34,6 +36,7 @@ from baoc.types import Budget, OwnDataSpec
 from baoc.units import format_bytes
 
 OBJECTIVES = ("quality", "throughput", "balanced")
+LONG = 10_000  # steps of a run that is worth deciding well
 SMALL = 8  # samples of the batch that is asked for; others are made of it
 
 
@@ -142,7 +145,8 @@ def advise(
         budget=parse_budget(budget),
         model=ModelConfig(name=type(model).__name__, checkpointing=None if found else False),
         optim=OptimConfig(betas=betas, release_gradients=False),
-        trainer=TrainerConfig(max_steps=1, precision=precision),
+        trainer=TrainerConfig(max_steps=LONG, precision=precision, enable_progress_bar=False),
+        task=TaskConfig(name="own", options={"told_by": _told_by(loss, settings)}),  # of which decisions are kept
     )
     task = _Given(model, loss=loss, betas=betas)
     with ExitStack() as stack, TemporaryDirectory() as folder:
@@ -223,6 +227,15 @@ class _Step:
         batch = self._task.transfer_batch_to_device(self._make(self._size), device, 0)
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self._precision == "bf16-mixed"):
             return self._task.training_step(batch, 0)
+
+
+def _told_by(loss: Callable[..., Any] | None, settings: SessionSettings) -> str:
+    """A hash of the loss's source and the settings, where the source can be read."""
+    try:
+        source = "" if loss is None else inspect.getsource(loss)
+    except (OSError, TypeError):  # of a console, or of an object
+        source = repr(loss)
+    return hashlib.sha256(f"{source} {settings}".encode()).hexdigest()
 
 
 def _layers_of(model: nn.Module) -> list[nn.Module]:

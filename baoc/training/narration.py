@@ -77,17 +77,29 @@ class Narrator:
 
     def _limit_and_held(self) -> tuple[int | None, int | None]:
         """In the budget's own measure. The plan's bytes of state are those that the optimizer allocated."""
-        plan = self.plan
+        plan, late = self.plan, self.reallocator
         if plan.budget.memory_bytes is not None:
             return plan.budget.memory_bytes, self.peak_bytes
-        return plan.limits.state_bytes, plan.allocation.state_bytes
+        limit = plan.limits.state_bytes
+        if limit is not None and late.late:  # of which each has the same share
+            limit += int((plan.budget.state_fraction or 0) * late.late_bytes_adamw)
+        return limit, self._state_bytes
+
+    @property
+    def _state_bytes(self) -> int:
+        return self.plan.allocation.state_bytes + self.reallocator.late_bytes
+
+    @property
+    def _share(self) -> float:
+        """Of the state that fp32 AdamW would keep."""
+        return self._state_bytes / max(self.plan.state_bytes_adamw + self.reallocator.late_bytes_adamw, 1)
 
     def values(self) -> dict[str, float]:
         """Metric keys and values as they are now."""
         plan = self.plan
         values = {
-            "memory/state_gib": gib(plan.allocation.state_bytes),
-            "memory/state_fraction": plan.allocation.state_bytes / max(plan.state_bytes_adamw, 1),
+            "memory/state_gib": gib(self._state_bytes),
+            "memory/state_fraction": self._share,
             "risk/total": plan.allocation.risk,
             "allocation/num_reallocations": float(self.num_moves),
         }
@@ -107,9 +119,8 @@ class Narrator:
     def verdict_lines(self) -> list[str]:
         """State, peak beside its prediction, and the budget."""
         plan, peak = self.plan, self.peak_bytes
-        state = plan.allocation.state_bytes
-        share = f"{state / max(plan.state_bytes_adamw, 1):.1%} of fp32 AdamW's"
-        lines = [f"state {format_bytes(state)} ({share})"]
+        late = f", {len(self.reallocator.late)} parameters came late" if self.reallocator.late else ""
+        lines = [f"state {format_bytes(self._state_bytes)} ({self._share:.1%} of fp32 AdamW's{late})"]
         memory = plan.budget.memory_bytes is not None
         if self.reallocator.planner.footprint is not None and (memory or peak is not None):
             measured = "not measured" if peak is None else format_bytes(peak)

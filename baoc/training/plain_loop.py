@@ -92,7 +92,7 @@ class BaocOptimizer(BlockwiseOptimizer):
         if group is ALONE:
             refuse_ranks("optimizer")
         params, model = unwrapped(params), unwrapped(model)
-        module = params if isinstance(params, nn.Module) else model
+        module = model if model is not None else params if isinstance(params, nn.Module) else None
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         check_settings({key: plain(value) for key, value in options.items()})
         named, groups = name_parameters(params, model=model)
@@ -138,6 +138,7 @@ class BaocOptimizer(BlockwiseOptimizer):
             super().__init__(groups, **session.arguments(), device=device if arrives else None, **options)
             if module is not None:
                 watch_loads(module, self)
+                self.network = weakref.ref(module)
         except BaseException:
             if first_step is not None:
                 first_step.close()

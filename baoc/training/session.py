@@ -4,6 +4,7 @@
 """
 
 import logging
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -62,6 +63,26 @@ class SessionSettings:
     release: bool | GradientRelease = False
     overlap: bool = True
     from_conf: bool = False
+
+
+def warn_of_large_ties(infos: Sequence[ParamInfo], *, params: Mapping[str, Tensor], plan: Plan) -> None:
+    """Warns of a matrix that is embedding and head in one and begins LARGE times as large as a head's usual weights,
+    where the plan's rates were measured on networks that begin small: logits begin saturated there, and training at
+    these rates was seen to end worse than at AdamW's."""
+    if plan.basis is None or not any(multiple > 1 for multiple in (plan.basis.lr or {}).values()):
+        return
+    for info in infos:
+        weight = params.get(info.name)
+        if not info.aliases or len(info.shape) != 2 or weight is None or weight.is_meta:
+            continue
+        rms, usual = float(weight.detach().float().square().mean().sqrt()), info.shape[1] ** -0.5
+        if rms > LARGE * usual:
+            log.warning(
+                "%s is tied (%s) and begins with weights of RMS %.2g, where %.2g is usual for a head of its width: the "
+                "plan's rates were measured on embeddings that begin at .02, and such a network can end worse than "
+                "with AdamW. Initialise it smaller (nn.init.normal_(weight, std=0.02)), or choose another recipe",
+                info.name, ", ".join(info.aliases), rms, usual,
+            )  # fmt: skip
 
 
 def with_recipe(settings: SessionSettings, *, recipe: RecipeLike | None) -> SessionSettings:
@@ -175,6 +196,9 @@ def largest_of(found: Sequence[Footprint], *, rank: int) -> Footprint:
 def slowest_of(tables: Sequence[LatencyTable], *, rank: int) -> LatencyTable:
     """The table of the rank whose forward and backward are slowest, as one of `rank`: others wait for it."""
     return replace(max(tables, key=lambda table: table.base_step_s), device=tables[rank].device)
+
+
+LARGE = 4.0  # times 1 / sqrt(width): nn.Embedding's N(0, 1) is at least that from a width of 16 on
 
 
 class Measurer(Protocol):
@@ -426,6 +450,7 @@ class Session:
 
     def arguments(self) -> dict[str, Any]:
         """What a BlockwiseOptimizer on this plan is built with beside its parameters and hyperparameters."""
+        warn_of_large_ties(self.infos, params=self.params, plan=self.plan)
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()  # states get memory of their own, not gaps that the probe's activations have left
         settings = self.settings
@@ -448,6 +473,7 @@ class Session:
             settings=self.settings.reallocation,
             profiler=self.profiler,
             ranks=self.ranks,
+            network=None if self.module is None else weakref.ref(self.module),
         )
 
     def start(
@@ -458,6 +484,8 @@ class Session:
         `groups` are the user's, with (name, parameter) pairs; `defaults` are lr, betas, eps and weight_decay; `device`
         is where the optimizer is to bring parameters that wait elsewhere.
         """
-        reallocator = self.reallocator(BlockwiseOptimizer(groups, **self.arguments(), device=device, **defaults))
+        optimizer = BlockwiseOptimizer(groups, **self.arguments(), device=device, **defaults)
+        optimizer.network = None if self.module is None else weakref.ref(self.module)
+        reallocator = self.reallocator(optimizer)
         reallocator.attach()
         return reallocator

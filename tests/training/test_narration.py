@@ -4,6 +4,7 @@ import csv
 import gc
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import lightning as L
 import pytest
@@ -14,8 +15,10 @@ from torch import Tensor, nn
 from baoc import BaocOptimizer, BaocStrategy
 from baoc.planning.planner import PlannerSettings
 from baoc.training.reallocation import ReallocationSettings
-from baoc.training.session import SessionSettings
+from baoc.training.session import SessionSettings, warn_of_large_ties
+from baoc.types import Basis, ParamInfo, Role
 from tests.support.classifier import fit
+from tests.support.values import make_plan
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*does not have many workers.*", "ignore:.*smaller than the logging interval.*"
@@ -103,3 +106,18 @@ def test_the_repr_of_a_plan_is_a_line():
 def test_a_trainer_knows_the_strategy_by_name(name: str, budget: str):
     trainer = L.Trainer(strategy=name, accelerator="cpu", devices=1, logger=False)
     assert isinstance(trainer.strategy, BaocStrategy) and trainer.strategy.budget.name == budget
+
+
+@pytest.mark.parametrize(("std", "warned"), [(1.0, True), (0.02, False)])
+def test_a_tied_embedding_that_begins_large_is_warned_of_under_measured_rates(std, warned, caplog):
+    infos = [
+        ParamInfo(name="wte.weight", shape=(50, 64), dtype="float32", role=Role.EMBEDDING, aliases=("lm_head.weight",)),
+        ParamInfo(name="h.weight", shape=(64, 64), dtype="float32", role=Role.MLP),
+    ]
+    params = {"wte.weight": std * torch.randn(50, 64), "h.weight": torch.randn(64, 64)}
+    plan = make_plan()
+    for multiples, tells in (({"muon": 4.0}, warned), ({}, False)):
+        caplog.clear()
+        basis = Basis(by="measured", text="x", lr=multiples)
+        warn_of_large_ties(infos, params=params, plan=replace(plan, basis=basis))
+        assert ("wte.weight is tied (lm_head.weight) and begins with weights of RMS" in caplog.text) is tells

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from baoc.core.recipes import Tuning, tuning_of
 from baoc.errors import BadInputError, CheckpointError, InfeasibleBudgetError
@@ -17,8 +17,9 @@ from baoc.optim import BeforeStep, BlockwiseOptimizer
 from baoc.optim.groups import to_spec
 from baoc.parallel import ALONE, Ranks, refuse_ranks
 from baoc.planning.planner import Planner
-from baoc.profiling import GradientProfiler
+from baoc.profiling import GradientProfiler, describe
 from baoc.training.reallocation.conversion import adopted, usable
+from baoc.training.reallocation.late_params import ADAMW_BYTES, late_specs
 from baoc.training.reallocation.move_cost import migration_risk, moved_specs, transit
 from baoc.training.reallocation.relaxation import RelaxationSettings, calm_blocks, lowered, offers
 from baoc.training.reallocation.triggers import TRIGGERS, Moment, ReallocationSettings
@@ -28,6 +29,7 @@ from baoc.types import (
     Candidate,
     Footprint,
     Moments,
+    ParamInfo,
     Plan,
     Profile,
     Reallocation,
@@ -86,8 +88,10 @@ class Reallocator:
         settings: ReallocationSettings,
         profiler: GradientProfiler | None,
         ranks: Ranks = ALONE,
+        network: Callable[[], nn.Module | None] | None = None,
     ):
-        self.ranks = ranks
+        self.ranks, self.network = ranks, network
+        self.late: dict[str, ParamInfo] = {}  # parameters that came after the plan was made
         self.planner = planner
         self.optimizer = optimizer
         self.plan = plan
@@ -114,6 +118,7 @@ class Reallocator:
         """For copies: without the profiler, whose buffers are views of each other, without who listens, and without the
         optimizer: whoever copies tells it of the copy's."""
         listening = {"listeners": [], "settled_listeners": [], "tracked": nullcontext, "moving": nullcontext}
+        listening["network"] = None
         return {**self.__dict__, "profiler": None, "optimizer": None, **listening}
 
     # -- what the training loop calls -----------------------------------------------------------------------------
@@ -125,6 +130,26 @@ class Reallocator:
         else:
             self.optimizer.before_step.append(BeforeStep(call=self.observe, wanted=lambda: self.watching))
         self.optimizer.register_step_post_hook(lambda *_: self.after_step())
+        self.optimizer.late_planner = self.plan_late
+
+    def plan_late(self, infos: Sequence[ParamInfo]) -> Mapping[str, str]:
+        """Parameter -> spec of those that come late, within what the budget leaves for them; see `late_specs`."""
+        network = None if self.network is None else self.network()
+        if network is not None:
+            known = {info.name: info for info in describe(network)}
+            infos = [replace(known.get(info.name, info), group=info.group) for info in infos]
+        specs = late_specs(infos, plan=self.plan, settings=self.planner.settings, late_bytes=self.late_bytes)
+        self.late.update((info.name, info) for info in infos)
+        return specs
+
+    @property
+    def late_bytes(self) -> int:
+        """State of parameters that came late, which the plan does not have."""
+        return self.optimizer.state_bytes() - self.plan.allocation.state_bytes if self.late else 0
+
+    @property
+    def late_bytes_adamw(self) -> int:
+        return ADAMW_BYTES * sum(info.numel for info in self.late.values())
 
     @property
     def watching(self) -> bool:

@@ -1,0 +1,65 @@
+"""Specs for parameters that come after the plan was made: staged unfreezing, add_param_group, heads built lazily.
+
+They are planned for by themselves, within what the budget leaves for them. The allocation of the others stays.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from baoc.errors import InfeasibleBudgetError
+from baoc.planning.planner import Planner, PlannerSettings
+from baoc.types import Budget, ParamInfo, Plan
+from baoc.units import format_bytes
+
+FP32_BYTES = 4  # per element of a gradient
+ADAMW_BYTES = 8  # per element that fp32 AdamW keeps
+
+
+def late_specs(
+    infos: Sequence[ParamInfo], *, plan: Plan, settings: PlannerSettings, late_bytes: int = 0
+) -> dict[str, str]:
+    """Parameter -> spec. `late_bytes`: state of those that came late before, which `plan` does not have.
+
+    Under a share of AdamW's state these have the same share of their own. Under a memory budget their state is at most
+    what the predicted peak and their gradients leave of it. Raises InfeasibleBudgetError, with both numbers, where that
+    is too little for any spec.
+    """
+    budget = plan.budget
+    whole = ADAMW_BYTES * sum(info.numel for info in infos)
+    if budget.state_fraction is not None and budget.memory_bytes is None:
+        share = budget.state_fraction
+    elif budget.memory_bytes is not None:
+        gradients = FP32_BYTES * sum(info.numel for info in infos)
+        room = budget.memory_bytes - plan.peak_bytes - late_bytes - gradients
+        if room < 0:
+            raise InfeasibleBudgetError(
+                f"{_named(infos)} came after the plan was made, and budget {budget.name} has no room for "
+                f"{'them' if len(infos) > 1 else 'it'}: gradients of {format_bytes(gradients)} beside a peak of "
+                f"{format_bytes(plan.peak_bytes + late_bytes)} are {format_bytes(-room)} too many. Unfreeze fewer, "
+                f"give a larger budget, or have all of them trainable from the start, so that they are planned for",
+                budget_bytes=budget.memory_bytes,
+                least_feasible_bytes=budget.memory_bytes - room,
+            )
+        share = min(1.0, room / whole)
+    else:
+        return {info.name: "adamw" for info in infos}
+    given = Budget(name=budget.name, state_fraction=share)
+    own = replace(settings, patterns=(), merge_penalty=None)
+    try:
+        found = Planner(infos, budget=given, settings=own).propose()
+    except InfeasibleBudgetError as error:
+        raise InfeasibleBudgetError(
+            f"{_named(infos)} came after the plan was made, and no spec of the catalogue has them within "
+            f"{format_bytes(int(share * whole))} of state, which budget {budget.name} leaves: "
+            f"{str(error).splitlines()[0]}",
+            budget_bytes=error.budget_bytes,
+            least_feasible_bytes=error.least_feasible_bytes,
+            advice=error.advice,
+        ) from error
+    choices = found.allocation.choices
+    return {param.name: choices[block.name] for block in found.blocks for param in block.params}
+
+
+def _named(infos: Sequence[ParamInfo]) -> str:
+    first = infos[0].name
+    return first if len(infos) == 1 else f"{len(infos)} parameters ({first}, ...)"

@@ -1,0 +1,126 @@
+"""Parameters that come late, by unfreezing, add_param_group or a head built lazily: names and budget hold."""
+
+import logging
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import BackboneFinetuning
+from torch import nn
+
+from baoc import BaocOptimizer, BaocStrategy
+from baoc.errors import InfeasibleBudgetError
+from tests.support.tiny import LIGHTNING_NOISE, tiny_trainer
+
+pytestmark = LIGHTNING_NOISE
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64))
+        self.head = nn.Linear(64, 8)
+
+    def forward(self, x):
+        return self.head(self.backbone(x))
+
+
+def frozen() -> Net:
+    torch.manual_seed(0)
+    net = Net()
+    net.backbone.requires_grad_(False)
+    return net
+
+
+def trained(net: nn.Module, optimizer: BaocOptimizer, *, steps: int = 3) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(torch.randn(16, 64)), torch.arange(16) % 8).backward()
+        optimizer.step()
+
+
+def adamw_bytes(net: nn.Module) -> int:
+    return sum(8 * param.numel() for param in net.parameters() if param.requires_grad)
+
+
+@pytest.mark.parametrize("way", ["unfrozen", "group", "tensors"])
+def test_a_share_of_the_state_holds_when_the_backbone_comes(way, caplog):
+    net = frozen()
+    params = net if way == "unfrozen" else net.head
+    optimizer = BaocOptimizer(params, model=net, budget="state_25", verbose=False)
+    trained(net, optimizer)
+    net.backbone.requires_grad_(True)
+    with caplog.at_level(logging.INFO, logger="baoc"):
+        if way == "group":
+            optimizer.add_param_group({"params": net.backbone.parameters(), "lr": 1e-4})
+        elif way == "tensors":
+            optimizer.add_param_group({"params": list(net.backbone[0].parameters())})
+            optimizer.add_param_group({"params": net.backbone[1:].parameters()})
+        trained(net, optimizer)
+    assert optimizer.state_bytes() <= 0.25 * adamw_bytes(net) + 64  # steps are counted beside
+    assert optimizer.budget_met
+    assert {"backbone.0.weight", "backbone.2.weight"} <= set(optimizer.specs)
+    assert not any("param" in name for name in optimizer.specs)
+    assert "backbone.0." in caplog.text and "came after the plan was made" in caplog.text
+    assert "parameters came late" in optimizer.summary()
+
+
+def test_without_a_limit_what_comes_late_runs_adamw():
+    net = frozen()
+    optimizer = BaocOptimizer(net, budget="unlimited", verbose=False)
+    trained(net, optimizer)
+    net.backbone.requires_grad_(True)
+    trained(net, optimizer)
+    assert optimizer.specs["backbone.0.weight"] == "adamw"
+
+
+def test_a_memory_budget_without_room_for_their_gradients_refuses_them_with_the_numbers():
+    net = frozen()
+
+    def probe():
+        nn.functional.cross_entropy(net(torch.randn(16, 64)), torch.arange(16) % 8).backward()
+
+    roomy = BaocOptimizer(net, budget="1gb", probe=probe, verbose=False)
+    optimizer = BaocOptimizer(net, budget=roomy.plan.peak_bytes + 1000, probe=probe, verbose=False)
+    trained(net, optimizer)
+    held = {name: param.detach().clone() for name, param in net.named_parameters()}
+    groups = len(optimizer.param_groups)
+    net.backbone.requires_grad_(True)
+    with pytest.raises(
+        InfeasibleBudgetError, match=r"6 parameters .backbone.0.weight, ....* came after the plan was made"
+    ):
+        trained(net, optimizer, steps=1)
+    assert all(torch.equal(param, held[name]) for name, param in net.named_parameters())
+    assert len(optimizer.param_groups) == groups
+
+
+def test_backbone_finetuning_of_lightning_keeps_the_budget_and_names(caplog):
+    class Module(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            net = Net()
+            self.backbone, self.head = net.backbone, net.head
+
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            return nn.functional.cross_entropy(self.head(self.backbone(x)), y)
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-3)
+
+    module = Module()
+    data = torch.utils.data.DataLoader([(torch.randn(64), n % 8) for n in range(32)], batch_size=8)
+    strategy = BaocStrategy("state_25", device="cpu", verbose=False)
+    trainer = tiny_trainer(
+        strategy=strategy,
+        max_steps=-1,
+        max_epochs=3,
+        callbacks=[BackboneFinetuning(unfreeze_backbone_at_epoch=1, verbose=False, backbone_initial_lr=1e-4)],
+    )
+    with caplog.at_level(logging.INFO, logger="baoc"):
+        trainer.fit(module, data)
+    optimizer = strategy.reallocator.optimizer
+    assert "backbone.0.weight" in optimizer.specs
+    assert not any(name.startswith("param") for name in optimizer.specs)
+    assert optimizer.state_bytes() <= 0.25 * adamw_bytes(module) + 64
+    assert strategy.budget_met
