@@ -52,6 +52,7 @@ class Entry:
     """A decision: the `chosen` one of `options`, with its footprint and the latency table to plan the run with.
 
     `run_s`: for how long a run it is enough; infinite where no option was left that could have been better.
+    `in_16_bits`: it had room with weights of 16 bits alone.
     """
 
     chosen: Option
@@ -59,6 +60,7 @@ class Entry:
     footprint: Footprint
     latency: LatencyTable
     run_s: float
+    in_16_bits: bool = False
 
 
 def key_of(
@@ -135,6 +137,7 @@ def read_decision(key: Mapping[str, Any]) -> Entry | None:
             footprint=footprint_from_plain(body["footprint"]),
             latency=latency_from_plain(body["latency"]),
             run_s=float("inf") if body["run_s"] is None else float(body["run_s"]),
+            in_16_bits=bool(body["in_16_bits"]),
         )
     except (ValueError, KeyError, TypeError):
         return None

@@ -55,6 +55,7 @@ class Tryouts:
         # Numbers of recomputed layers whose trials have such weights in 16 bits, to stay in the cap.
         self.narrowed: set[int] = set(axes.recomputed) if less and not narrow else set()
         self.no_room: set[Way] = set()  # those that ran out of memory when they were tried
+        self.in_16_bits: set[Way] = set()  # those that had room with weights of 16 bits alone
         self.looked_at: set[Way] = set()  # those whose bytes are known from outside of the cap alone
         self.tried: dict[int, list[Trial]] = {}  # by recomputed layers
         self.released: dict[int, Trial] = {}  # of the whole batch, by recomputed layers
@@ -270,12 +271,13 @@ class Tryouts:
         """`measure(narrow)` with weights in full or, where these have no room, in 16 bits; or that none has."""
         _, recomputed, _ = way
         self.switch(recomputed)
-        for narrow in (False, True) if recomputed not in self.narrowed else (True,):
+        for narrow in (False, True) if recomputed not in self.narrowed and way not in self.in_16_bits else (True,):
             if narrow and not self.less:
                 break
             look = cast_to_bf16(self.narrow, module=self.task) if narrow else nullcontext()
             with suppress(torch.OutOfMemoryError), look:
                 measure(narrow)
+                self.in_16_bits |= {way} if narrow else set()
                 return
             clear_cache(self.where)
         self.no_room.add(way)

@@ -230,6 +230,7 @@ class Decision:
 
     def explore(self) -> None:
         """A few micro-batches of each kind, and what else options are made of."""
+        self.tryouts.in_16_bits.clear()  # what a decision of before had room with says nothing of today
         for recomputed in self.axes.recomputed:
             if not (recomputed and self._roomy()):
                 self.tryouts.explore(recomputed)
@@ -261,6 +262,7 @@ class Decision:
         if kept.run_s < run_seconds(self.config, chosen.samples_per_s):
             return False
         self._plan_by(before)
+        self.tryouts.in_16_bits |= {chosen.way} if kept.in_16_bits else set()
         trial = self.tryouts.look_at(chosen.way, blocks=self.blocks)
         if trial is None:
             return False
@@ -285,6 +287,7 @@ class Decision:
             footprint=self.footprints[chosen.way],
             latency=self.latency(chosen.way, spared_s=chosen.spared_s),
             run_s=run_s,
+            in_16_bits=chosen.way in self.tryouts.in_16_bits,
         )
 
     # -- options ------------------------------------------------------------------------------------------------------
