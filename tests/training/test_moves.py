@@ -150,24 +150,22 @@ def test_a_decision_early_in_a_run_does_not_multiply_the_learning_rate(
     assert seen["targets"] == seen["profiled"]
 
 
-@pytest.mark.parametrize("stop", [6, 7])
-def test_the_ratio_survives_a_kill_right_after_the_switch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int
-) -> None:
+def test_the_ratio_survives_a_kill_right_after_the_switch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Killed(Exception):
         pass
 
     def kill(*_: Any) -> None:
         raise Killed
 
-    whole, cut = tmp_path / "day" / "whole", tmp_path / "day" / "cut"
-    changes = {"reallocation": INTERVAL, "checkpoint": EVERY_STEP}
+    whole, changes = tmp_path / "day" / "whole", {"reallocation": INTERVAL, "checkpoint": EVERY_STEP}
     run(whole, monkeypatch, Watch(), **changes)
-    with pytest.raises(Killed):
-        run(cut, monkeypatch, Watch(**{f"step_{stop + 1}": kill}), **changes)
-    run(cut, monkeypatch, Watch(), resume=str(cut), **changes)
-    assert logged(whole) == logged(cut)
-    assert events(whole) == events(cut)
+    for stop in (6, 7):
+        cut = tmp_path / "day" / f"cut_{stop}"
+        with pytest.raises(Killed):
+            run(cut, monkeypatch, Watch(**{f"step_{stop + 1}": kill}), **changes)
+        run(cut, monkeypatch, Watch(), resume=str(cut), **changes)
+        assert logged(whole) == logged(cut), stop
+        assert events(whole) == events(cut), stop
 
 
 def test_later_decisions_need_more_than_the_threshold_and_the_move(
