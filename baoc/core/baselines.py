@@ -47,7 +47,6 @@ _PUBLISHED: tuple[tuple[str, str, frozenset[Role]], ...] = (
     ("signum8bit", "signum_int8", frozenset()),
     ("foam", "foam_l2", _OUTER),  # its authors leave embeddings and head to Adam
     ("foam8bit", "foam_l2_int8", _OUTER),
-    ("foam_sq", "foam_l2_sq", _OUTER),
     ("foam_l3", "foam_l3", _OUTER),
     ("foam_l8", "foam_l8", _OUTER),
     ("muon", "muon", _OUTER),

@@ -3,6 +3,7 @@
 A row only names what the rule and codec files implement; tests build and step every one of them.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
@@ -74,13 +75,6 @@ _FULL = (*_NARROW, "int8_log", "int8_root", "int4")
 _FOLDS = {1: "(1)", 2: "(1/2)", 3: "(1/4)", 8: "(1/128)"}
 
 
-def _foam_rules(suffix: str, along: str, storages: tuple[str, ...]) -> list[tuple[str, str, tuple[str, ...]]]:
-    return [
-        (f"foam_l{level}{suffix}", f"m and v folded by {2**level} along {along} {kept}: FOAM", storages)
-        for level, kept in _FOLDS.items()
-    ]
-
-
 _RULES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("adamw", "m and v (2 per element): AdamW", _FULL),
     ("rmsprop", "v (1): AdamW without momentum", _FULL),
@@ -91,9 +85,10 @@ _RULES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("lion", "m (1): sign of the interpolated momentum", _FULL),
     ("signum", "m (1): sign of the momentum", _M_ONLY),
     ("muon", "m (1): orthogonalized momentum, hidden matrices only: Muon", _M_ONLY),
-    *_foam_rules("", "fan-in", ("fp32", "int8")),
-    *_foam_rules("_out", "fan-out", ("fp32", "int8")),
-    *_foam_rules("_sq", "fan-in, v of squares", ("fp32", "int8")),
+    *(
+        (f"foam_l{level}", f"m and v folded by {2**level} along fan-in {kept}: FOAM", ("fp32", "int8"))
+        for level, kept in _FOLDS.items()
+    ),
     ("sign", "nothing (0): sign of the gradient", ("fp32",)),
     ("column_norm", "nothing (0): gradient with columns of one norm", ("fp32",)),
     ("column_norm_momentum", "m (1): momentum with columns of one norm, of SCALE's head", _M_ONLY),
@@ -128,6 +123,19 @@ PLACEMENTS: dict[str, PlacementInfo] = {
     )
 }
 _STATELESS = frozenset({"sign", "column_norm"})  # without corrections nothing of theirs could be placed
+
+
+def removed(name: str) -> str:
+    """What to say of a row or rule that earlier versions had; empty where there never was one."""
+    found = re.match(r"(foam_l[1238])_(out|sq)(?=_|\+|@|$)", name)
+    if found is None:
+        return ""
+    instead = name.replace(found.group(), found.group(1), 1)
+    what = "folds along fan-out" if found.group(2) == "out" else "averages of folded squares"
+    return (
+        f"{name} was removed, FOAM with {what}, which no measured recipe used: choose {instead}. Its states cannot be "
+        "converted, so a checkpoint that holds them is resumed by an earlier version, or only its weights are used"
+    )
 
 
 def on_device(name: str) -> str:
@@ -234,6 +242,8 @@ def _selected(patterns: tuple[str, ...]) -> Mapping[str, OptimizerSpec]:
     for pattern in patterns:
         matched = {name for name in (ON_HOST if "@" in pattern else ON_DEVICE) if _selects(pattern, name)}
         if not matched:
+            if told := removed(pattern):
+                raise BadInputError(told)
             close = ", ".join(get_close_matches(pattern, SPECS, n=3)) or "none is close"
             raise BadInputError(
                 f"no optimizer spec is called or matches {pattern!r} (close: {close}): "

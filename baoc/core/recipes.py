@@ -46,7 +46,7 @@ class Tuned:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
     """Multiples of the learning rate by rule and role, and betas by rule. The first part of a rule's name stands for
-    all that begin with it: `foam` for foam_l2 and foam_l3_out. A rule's and a role's multiple are multiplied."""
+    all that begin with it: `foam` for foam_l2 and foam_l3. A rule's and a role's multiple are multiplied."""
 
     lr: Mapping[str, float] = field(default_factory=dict[str, float])
     betas: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
@@ -161,7 +161,7 @@ def keys_of(block: Block) -> Iterator[str]:
 
 
 def _names_of(rule: str) -> Iterator[str]:
-    """The rule's name, then its beginnings: foam_l2_out, foam_l2, foam."""
+    """The rule's name, then its beginnings: foam_l2, foam."""
     parts = rule.split("_")
     yield from ("_".join(parts[:count]) for count in range(len(parts), 0, -1))
 

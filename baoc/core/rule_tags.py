@@ -5,7 +5,7 @@ name.
 """
 
 from baoc.core import own_code
-from baoc.types import Axis, RuleInfo, Scaling, StateDecl, StateKind, StateLayout
+from baoc.types import RuleInfo, Scaling, StateDecl, StateKind, StateLayout
 
 _M = StateDecl(name="m", kind=StateKind.M)
 _M_UNCORRECTED = StateDecl(name="m", kind=StateKind.M, bias_corrected=False)
@@ -19,21 +19,13 @@ _V_FACTORED = (
 FOLD_LEVELS = (1, 2, 3, 8)  # FOAM averages 2^level neighbours
 
 
-def _foam(level: int, *, axis: Axis, of_squares: bool = False) -> RuleInfo:
-    suffix = "_sq" if of_squares else "" if axis is Axis.FAN_IN else "_out"
+def _foam(level: int) -> RuleInfo:
     states = tuple(
-        StateDecl(
-            name=kind.value,
-            kind=kind,
-            layout=StateLayout.FOLDED,
-            level=level,
-            axis=axis,
-            of_squares=of_squares and kind is StateKind.V,
-        )
+        StateDecl(name=kind.value, kind=kind, layout=StateLayout.FOLDED, level=level)
         for kind in (StateKind.M, StateKind.V)
     )
-    text = f"FOAM, m and v folded by {2**level} along {axis.value}{', v of squares' if of_squares else ''}"
-    return RuleInfo(name=f"foam_l{level}{suffix}", description=text, states=states, needs_matrix=True)
+    text = f"FOAM, m and v folded by {2**level} along fan_in"
+    return RuleInfo(name=f"foam_l{level}", description=text, states=states, needs_matrix=True)
 
 
 RULE_INFOS: dict[str, RuleInfo] = {
@@ -79,8 +71,7 @@ RULE_INFOS: dict[str, RuleInfo] = {
             hidden_only=True,
             scaling=Scaling.SPECTRAL,
         ),
-        *(_foam(level, axis=axis) for axis in (Axis.FAN_IN, Axis.FAN_OUT) for level in FOLD_LEVELS),
-        *(_foam(level, axis=Axis.FAN_IN, of_squares=True) for level in FOLD_LEVELS),
+        *map(_foam, FOLD_LEVELS),
         RuleInfo(name="sign", description="sign of the gradient", states=(), counts_steps=False),
         RuleInfo(
             name="column_norm",

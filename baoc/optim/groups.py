@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from baoc.core.catalogue import CODECS, PLACEMENTS, SPECS, STORAGES, WEIGHT_DTYPES, WEIGHTS, base_name
+from baoc.core.catalogue import CODECS, PLACEMENTS, SPECS, STORAGES, WEIGHT_DTYPES, WEIGHTS, base_name, removed
 from baoc.errors import BadInputError, unknown_name
 from baoc.optim.rules import RULES
 from baoc.optim.shards import described
@@ -279,9 +279,13 @@ def to_spec(spec: str | OptimizerSpec) -> OptimizerSpec:
     """A row by name, or a row of the user's own, checked."""
     if isinstance(spec, str):
         if spec not in SPECS:
+            if told := removed(spec):
+                raise BadInputError(told)
             raise unknown_name(spec, what="optimizer spec", allowed=SPECS)
         spec = SPECS[spec]
     if spec.rule not in RULES:
+        if told := removed(spec.name) or removed(spec.rule):
+            raise BadInputError(told)
         raise unknown_name(spec.rule, what="update rule", allowed=RULES)
     if spec.storage not in STORAGES:
         raise unknown_name(spec.storage, what="storage", allowed=STORAGES)

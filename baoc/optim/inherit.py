@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from baoc.optim.rules import RuleContext
 from baoc.optim.rules.matrix import as_matrix, from_matrix
 from baoc.optim.state import Slot
-from baoc.types import Axis, Moments, StateDecl, StateKind, StateLayout
+from baoc.types import Moments, StateDecl, StateKind, StateLayout
 
 TINY = 1e-30
 
@@ -47,25 +47,20 @@ def reduce(full: Tensor, decl: StateDecl, *, ctx: RuleContext) -> Tensor:
     if decl.layout is StateLayout.PER_COLUMN:
         return matrix.mean(0)
     fold = 2**decl.level
-    lines = matrix if decl.axis is Axis.FAN_IN else matrix.t()
-    lines = pad(lines, (0, -lines.shape[1] % fold))
-    folded = lines.reshape(len(lines), -1, fold).mean(2)
-    if decl.kind is StateKind.V and not decl.of_squares:
-        folded = folded / fold
-    return folded if decl.axis is Axis.FAN_IN else folded.t()
+    matrix = pad(matrix, (0, -matrix.shape[1] % fold))
+    folded = matrix.reshape(len(matrix), -1, fold).mean(2)
+    return folded / fold if decl.kind is StateKind.V else folded
 
 
 def _unfold(value: Tensor, decl: StateDecl, *, ctx: RuleContext) -> Tensor:
     """Folded state -> matrix; the last fold, padded with zeros, is scaled up to the mean of its real elements."""
     assert ctx.matrix is not None
     fold = 2**decl.level
-    length = ctx.matrix[1] if decl.axis is Axis.FAN_IN else ctx.matrix[0]
-    lines = value if decl.axis is Axis.FAN_IN else value.t()
-    sizes = torch.full((lines.shape[1],), float(fold), device=value.device)
-    sizes[-1] = length - (lines.shape[1] - 1) * fold
-    scale = fold / sizes * (fold if decl.kind is StateKind.V and not decl.of_squares else 1)
-    full = (lines * scale).repeat_interleave(fold, dim=1)[:, :length]
-    return full if decl.axis is Axis.FAN_IN else full.t()
+    length = ctx.matrix[1]
+    sizes = torch.full((value.shape[1],), float(fold), device=value.device)
+    sizes[-1] = length - (value.shape[1] - 1) * fold
+    scale = fold / sizes * (fold if decl.kind is StateKind.V else 1)
+    return (value * scale).repeat_interleave(fold, dim=1)[:, :length]
 
 
 def outer(row: Tensor, col: Tensor) -> Tensor:

@@ -171,7 +171,7 @@ def recast(source: Slot, target: Slot, old: State, new: State, *, report: Conver
 
 def _tags(decl: StateDecl) -> tuple[Any, ...]:
     folded = decl.layout is StateLayout.FOLDED
-    return (decl.kind, decl.layout, *((decl.level, decl.axis, decl.of_squares) if folded else ()))
+    return (decl.kind, decl.layout, *((decl.level,) if folded else ()))
 
 
 def rms_of(name: str, *, roster: BlockRegistry, param_groups: list[dict[str, Any]]) -> float | Tensor | None:

@@ -15,7 +15,6 @@ from baoc.planning.cost import cost
 from baoc.planning.risk import RiskModel
 from baoc.planning.transfer import STORED
 from baoc.types import (
-    Axis,
     Block,
     Candidate,
     LatencyTable,
@@ -111,9 +110,9 @@ def _fold_reason(block: Block, *, rule: RuleInfo) -> str | None:
         for param in block.params:
             if param.matrix_shape is None:
                 return f"{rule.name} folds matrices, {param.name} has shape {param.shape}"
-            length = param.matrix_shape[1 if decl.axis is Axis.FAN_IN else 0]
+            length = param.matrix_shape[1]
             if 2**decl.level > length:
-                return f"{rule.name} folds {2**decl.level} neighbours along {decl.axis}, {param.name} has {length}"
+                return f"{rule.name} folds {2**decl.level} neighbours along fan_in, {param.name} has {length}"
     return None
 
 

@@ -294,7 +294,7 @@ def measured_dose(loss: Loss, *, stats: GradientStats) -> float:
     if loss.term == "factor_v":
         return stats.factor_residual
     assert loss.decl is not None and layout is StateLayout.FOLDED, f"no statistic tells of {loss.term}"
-    return stats.fold_residual.get(f"{loss.decl.axis}:{loss.decl.level}", nan)
+    return stats.fold_residual.get(f"fan_in:{loss.decl.level}", nan)
 
 
 def quantization_dose(codec: str, *, spread: float) -> float:

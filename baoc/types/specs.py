@@ -22,7 +22,7 @@ class StateLayout(StrEnum):
     FULL = "full"  # one per element
     PER_ROW = "per_row"  # shared along fan-in: one per row
     PER_COLUMN = "per_column"  # shared along fan-out: one per column
-    FOLDED = "folded"  # mean of 2^level neighbours along an axis
+    FOLDED = "folded"  # mean of 2^level neighbours along fan-in
 
 
 class Axis(StrEnum):
@@ -40,17 +40,12 @@ class Scaling(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateDecl:
-    """One state tensor of a rule, as its tags. `level`, `axis` and `of_squares` are read for FOLDED only.
-
-    `of_squares`: v averages the folded square, F(G^2), not the square of what was folded, F(G)^2.
-    """
+    """One state tensor of a rule, as its tags. `level` is read for FOLDED only, along fan-in."""
 
     name: str
     kind: StateKind
     layout: StateLayout = StateLayout.FULL
     level: int = 0
-    axis: Axis = Axis.FAN_IN
-    of_squares: bool = False
     bias_corrected: bool = True  # averages from 0, so its reader divides by 1 - beta^step
 
     def shape(self, param: ParamInfo) -> tuple[int, ...]:
@@ -64,8 +59,7 @@ class StateDecl:
             return (rows,)
         if self.layout is StateLayout.PER_COLUMN:
             return (cols,)
-        fold = 2**self.level
-        return (rows, -(-cols // fold)) if self.axis is Axis.FAN_IN else (-(-rows // fold), cols)
+        return (rows, -(-cols // 2**self.level))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,12 +38,11 @@ STEPS, WORKERS = 7, 15
 # An empty one is the spec's own.
 TRIED: dict[str, tuple[str, ...]] = {
     "adafactor_momentum_int8": ("", ":512"),
-    "foam_l2_out_int8+split8": ("", "512/1/4/112"),
     "adafactor+split8": ("",), "foam_l8_int8+split8": ("",), "adafactor_momentum": ("",), "adafactor": ("",),
-    "foam_l2_out": ("",), "foam_l8": ("",), "foam_l8_out": ("",), "foam_l2_int8+split8": ("",), "foam_l2_int8": ("",),
+    "foam_l8": ("",), "foam_l2_int8+split8": ("",), "foam_l2_int8": ("",),
     "adamw_shared_out_int8+split8": ("",), "adamw_shared_out_int8": ("",), "adamw_shared_out": ("",),
     "adamw_int4+split8": ("",), "adamw_int4": ("",), "adamw_shared_in_int8+split8": ("",), "foam_l1": ("",),
-    "foam_l2": ("",), "foam_l2_sq_int8": ("",), "foam_l3_int8": ("",), "adamw_shared_in_int8": ("",),
+    "foam_l2": ("",), "foam_l3_int8": ("",), "adamw_shared_in_int8": ("",),
     "adamw_shared_in": ("",), "adamw_int8_root": ("",), "adamw_int8_root+split8": ("",),
 }  # fmt: skip
 

@@ -43,8 +43,8 @@ SPECS: list[tuple[str, str, str]] = [
     ("adafactor_momentum", "fp32", "native"), ("adafactor_momentum", "int8", "native"),
     ("foam_l1", "fp32", "native"), ("foam_l2", "fp32", "native"), ("foam_l2", "int8", "native"),
     ("foam_l2", "int8", "split8"), ("foam_l3", "int8", "native"), ("foam_l8", "fp32", "native"),
-    ("foam_l8", "int8", "split8"), ("foam_l2_out", "fp32", "native"), ("foam_l2_out", "int8", "split8"),
-    ("foam_l8_out", "fp32", "native"), ("foam_l2_sq", "int8", "native"), ("adamw", "int4", "native"),
+    ("foam_l8", "int8", "split8"), 
+    ("adamw", "int4", "native"),
     ("adamw", "int4", "split8"), ("adamw", "int8_root", "native"), ("adamw", "int8_root", "split8"),
     ("muon", "fp32", "native"), ("muon", "int8", "split8"),
 ]  # fmt: skip

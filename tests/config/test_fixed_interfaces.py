@@ -28,7 +28,7 @@ def test_fields_of_specs_rules_and_candidates():
         "needs_matrix",
         "hidden_only",
     }
-    assert names(StateDecl) >= {"name", "kind", "layout", "level", "axis"}
+    assert names(StateDecl) >= {"name", "kind", "layout", "level"}
     assert names(Candidate) >= {"block", "spec", "cost", "risk", "role"}
     assert names(GradientStats) >= {
         *("num_samples", "grad_rms", "coherence", "noise", "anisotropy", "snr_fan_in", "snr_fan_out"),

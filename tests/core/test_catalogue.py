@@ -1,5 +1,7 @@
 """The catalogue's rows: what a byte of each storage buys, names that fit together, and selection."""
 
+import re
+
 import pytest
 
 from baoc.core.catalogue import (
@@ -12,6 +14,7 @@ from baoc.core.catalogue import (
     STORAGES,
     WEIGHTS,
     base_name,
+    removed,
     select,
     with_placement,
     with_weights,
@@ -67,7 +70,7 @@ def test_the_rows_that_the_issue_asks_for_are_there():
         *("adamw", "adamw_bf16", "adamw_int8", "adamw_int8_log", "rmsprop", "rmsprop_bf16", "rmsprop_int8"),
         *("adamw_shared_in", "adamw_shared_out_int8", "adafactor", "adafactor_momentum", "adafactor_momentum_int8"),
         *("lion", "lion_int8", "lion_bf16", "signum", "signum_int8", "foam_l1", "foam_l2_int8", "foam_l8"),
-        *("foam_l2_out", "foam_l3_out_int8", "foam_l2_sq", "sign", "column_norm", "muon", "muon_int8"),
+        *("sign", "column_norm", "muon", "muon_int8"),
         *("adamw_int4", "rmsprop_int4", "lion_int4", "lion_int8_log", "adamw_shared_in_int4", "adamw_int8_root"),
     }
     assert asked <= set(SPECS)
@@ -75,10 +78,23 @@ def test_the_rows_that_the_issue_asks_for_are_there():
 
 def test_select_takes_names_and_globs_in_catalogue_order():
     assert list(select(["sign", "adamw"])) == ["adamw", "sign"]
-    assert list(select(["foam_l2*"])) == [
-        *("foam_l2", "foam_l2_int8", "foam_l2_out", "foam_l2_out_int8", "foam_l2_sq", "foam_l2_sq_int8")
-    ]
+    assert list(select(["foam_l2*"])) == ["foam_l2", "foam_l2_int8"]
     assert select(["*"]) == NATIVE
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("foam_l2_out", "foam_l2"),
+        ("foam_l8_sq_int8", "foam_l8_int8"),
+        ("foam_l1_out_int8+split8", "foam_l1_int8+split8"),
+    ],
+)
+def test_rows_of_before_are_told_with_the_nearest_of_today(name: str, instead: str):
+    assert instead in SPECS and name not in SPECS
+    with pytest.raises(BadInputError, match=rf"^{re.escape(name)} was removed, FOAM .* choose {re.escape(instead)}\."):
+        select([name])
+    assert not any(map(removed, SPECS))
 
 
 def test_weights_are_selected_only_where_they_are_asked_for():

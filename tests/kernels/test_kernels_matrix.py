@@ -12,7 +12,7 @@ from tests.support.matrix_cases import MEANS, MatrixCase, MatrixTwin, check_clos
 
 SMALL = ((3, 160, False), (9, 7, False), (8, 6, True))
 FEW_FOLDS = ((3, 160, False), (3, 256, False), (3, 6, True))  # of 256
-SOME = ("adamw_shared_in", "adamw_shared_out", "adafactor_momentum", "foam_l2", "foam_l2_out")
+SOME = ("adamw_shared_in", "adamw_shared_out", "adafactor_momentum", "foam_l2", "foam_l3")
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("interpreted")]

@@ -25,7 +25,7 @@ OTHER_WEIGHTS = [
 ]
 SOME = [
     "adamw", "adamw_int8", "adamw_int4", "rmsprop_int8_log", "rmsprop_int8_root", "lion_int8", "signum", "sign",
-    "adamw_shared_in_int8", "adamw_shared_out", "foam_l1", "foam_l2_out_int8", "foam_l8_sq_int8", "adamw_int8+split8",
+    "adamw_shared_in_int8", "adamw_shared_out", "foam_l1", "foam_l2_int8", "foam_l8_int8", "adamw_int8+split8",
     "lion+bf16_sr",
 ]  # fmt: skip
 BIG = {"a": (300, 333), "b": (70001,), "c": (513, 130)}

@@ -35,7 +35,7 @@ from tests.support.placing import PLACES, SHAPES, Twins, rings, states_of
 FAMILIES = (
     "adamw", "adamw_bf16", "adamw_int8+split8", "adamw_int8_log+bf16_sr", "adamw_int4", "rmsprop_int8_root+split16",
     "lion_int8+split8", "signum", "adamw_shared_in_int8", "adafactor", "adafactor_momentum_int4", "foam_l2_int8",
-    "foam_l3_out+split8", "muon_int8", "sign+split8", "column_norm+split16",
+    "foam_l3+split8", "muon_int8", "sign+split8", "column_norm+split16",
 )  # fmt: skip
 
 

@@ -33,7 +33,6 @@ def test_rules_by_row_and_column_need_matrices():
 def test_a_fold_must_fit_its_axis():
     narrow = Block(name="b", params=(param("mlp.w", 300, 64),), role=Role.MLP)
     assert why_not("foam_l8", narrow) == "foam_l8 folds 256 neighbours along fan_in, mlp.w has 64"
-    assert why_not("foam_l8_out", narrow) is None
     assert why_not("foam_l3", narrow) is None
 
 

@@ -29,7 +29,6 @@ def held(spec: str, block: Block = MATRIX) -> int:
         ("adafactor", 48 + 160 + 4 + 8),
         ("lion_bf16", 400 * 2 + 8),  # counts no steps
         ("foam_l3", 2 * 208 + 4 + 8),  # 10 x 5 numbers
-        ("foam_l3_out", 2 * (2 * 40) * 4 + 4 + 8),  # 10 rows are two folds of 8
         ("foam_l2_int8", 2 * (112 + 16) + 4 + 8),  # 100 codes and 4 scales
         ("sign", 8),
         ("column_norm", 8),

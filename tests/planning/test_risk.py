@@ -52,7 +52,7 @@ def profiled(**changes: float | Mapping[str, float]) -> Profile:
         ("adafactor_momentum", {"factor_v"}),
         ("lion_bf16", {"drop_v", "quantize_m"}),
         ("foam_l2_int8", {"fold_m", "fold_v", "quantize_m", "quantize_v"}),
-        ("foam_l2_sq", {"fold_m", "fold_v"}),
+        ("foam_l2", {"fold_m", "fold_v"}),
         ("muon_bf16", {"spectral_v", "quantize_m"}),
         ("sign", {"drop_m", "drop_v"}),
         ("column_norm", {"drop_m", "column_v"}),

@@ -133,28 +133,20 @@ class Muon(Reference):
 @dataclass
 class Foam(Reference):
     level: int = 1
-    rows: bool = False  # fold along the rows' index instead of the columns'
-    of_squares: bool = False  # v averages F(G^2)
 
     def step(self, grad: Tensor, keep: Tensor) -> Tensor:
-        if self.rows:
-            return self.fold_columns(grad.t(), keep.t()).t()
-        return self.fold_columns(grad, keep)
-
-    def fold_columns(self, grad: Tensor, keep: Tensor) -> Tensor:
         self.t += 1
         size = 2**self.level
         count = -(-grad.shape[1] // size)
-        folded, square = torch.zeros(2, grad.shape[0], count, dtype=grad.dtype)
+        folded = torch.zeros(grad.shape[0], count, dtype=grad.dtype)
         some = torch.zeros(grad.shape[0], count, dtype=torch.bool)
         for j in range(count):
             part, kept = grad[:, j * size : (j + 1) * size], keep[:, j * size : (j + 1) * size]
             divisor = kept.sum(1) + (size - part.shape[1])  # zeros of the padding count, excluded elements do not
             folded[:, j] = part.sum(1) / divisor.clamp(min=1)
-            square[:, j] = (part**2).sum(1) / divisor.clamp(min=1)
             some[:, j] = divisor > 0
         m = self.average("m", folded, self.beta1, some)
-        v = self.average("v", square if self.of_squares else folded**2, self.beta2, some)
+        v = self.average("v", folded**2, self.beta2, some)
 
         def unfold(values: Tensor) -> Tensor:
             return values.repeat_interleave(size, dim=1)[:, : grad.shape[1]]
@@ -177,7 +169,5 @@ REFERENCES: dict[str, Callable[[], Reference]] = {
     "column_norm": ColumnNorm,
     "column_norm_momentum": lambda: ColumnNorm(momentum=True),
     "muon": Muon,
-    **{f"foam_l{n}_sq": (lambda n=n: Foam(level=n, of_squares=True)) for n in (1, 2, 3, 8)},
     **{f"foam_l{n}": (lambda n=n: Foam(level=n)) for n in (1, 2, 3, 8)},
-    **{f"foam_l{n}_out": (lambda n=n: Foam(level=n, rows=True)) for n in (1, 2, 3, 8)},
 }

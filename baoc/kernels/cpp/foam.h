@@ -1,4 +1,4 @@
-// FOAM: states are [rows, cols / fold] (FOAM_IN) or [rows / fold, cols] (FOAM_OUT), rounded up. A chunk is a run of states
+// FOAM: states are [rows, cols / fold], rounded up. A chunk is a run of states
 // with all elements that fold into them; its averages are used before they are rounded for storage. Part of step.cpp.
 #pragma once
 
@@ -59,10 +59,9 @@ void spread(const float* from, float* to, int count, int fold) {
   for (int f = 0; f < count; ++f) std::fill_n(to + f * fold, fold, from[f]);
 }
 
-// Sums over `count` folds of the gradients (`mean`) and, where v is of squares, of their squares; both become means over
-// the `left` elements of each fold, all of them if that is null.
+// Sums over `count` folds of the gradients, which become means over the `left` elements of each fold.
 struct Means {
-  float mean[BLOCK], square[BLOCK];
+  float mean[BLOCK];
   int left[BLOCK];
 };
 
@@ -70,30 +69,23 @@ struct Means {
 void average_folds(const Job& job, const Settings& k, Means& of, bool masked, float* __restrict m, float* __restrict v,
                    int count) {
   const Lerp lerp_m(k.w1), lerp_v(k.w2);
-  const bool of_squares = job.of_squares;
-  float *__restrict mean = of.mean, *__restrict square = of.square;
+  float* __restrict mean = of.mean;
   const int* __restrict left = of.left;
   if (!masked) {
     const float share = 1.f / float(job.fold);  // a power of two
     for (int f = 0; f < count; ++f) {
       mean[f] = mean[f] * share;
-      square[f] = of_squares ? square[f] * share : mean[f] * mean[f];
       m[f] = lerp_m(m[f], mean[f]);
-      v[f] = lerp_v(v[f], square[f]);
+      v[f] = lerp_v(v[f], mean[f] * mean[f]);
     }
     return;
   }
   for (int f = 0; f < count; ++f) {
     const float num = float(std::max(left[f], 1));
     mean[f] = mean[f] / num;
-    square[f] = of_squares ? square[f] / num : mean[f] * mean[f];
     m[f] = left[f] ? lerp_m(m[f], mean[f]) : m[f];
-    v[f] = left[f] ? lerp_v(v[f], square[f]) : v[f];
+    v[f] = left[f] ? lerp_v(v[f], mean[f] * mean[f]) : v[f];
   }
-}
-
-void squares_of(const float* __restrict g, float* __restrict squares, int n) {
-  for (int i = 0; i < n; ++i) squares[i] = g[i] * g[i];
 }
 
 // Steps n consecutive elements from `start`, given by element what they folded into.
@@ -124,7 +116,6 @@ void step_row(const Job& job, const Tensor& t, const Settings& k, int64_t row, i
     const int n = int(std::min<int64_t>(int64_t(count) * fold, t.cols - f * fold));
     const float* g = load_grad(t.grad_bytes == 2, at<void>(t.grad), start, n, s.g);
     sums_of(g, n, fold, of.mean);
-    if (job.of_squares) squares_of(g, s.u, n), sums_of(s.u, n, fold, of.square);
     if (t.finite) {
       std::fill_n(of.left, count, fold);
       for (int i = 0; i < n; ++i) of.left[i / fold] -= !at<const uint8_t>(t.finite)[start + i];
@@ -138,34 +129,10 @@ void step_row(const Job& job, const Tensor& t, const Settings& k, int64_t row, i
   }
 }
 
-// Columns [begin, begin + n) of the rows that fold into row `folded`; m and v are their states.
-void step_columns(const Job& job, const Tensor& t, const Settings& k, int64_t folded, int64_t begin, int n, float* m,
-                  float* v, Scratch& s, Total& total) {
-  Means of = {};
-  float *__restrict mean = of.mean, *__restrict square = of.square;
-  const int64_t first = folded * job.fold, end = std::min(t.rows, first + job.fold);
-  std::fill_n(of.left, n, job.fold);
-  for (int64_t row = first; row < end; ++row) {
-    const int64_t start = row * t.cols + begin;
-    const float* __restrict g = load_grad(t.grad_bytes == 2, at<void>(t.grad), start, n, s.g);
-    for (int i = 0; i < n; ++i) {
-      mean[i] += g[i];
-      square[i] += g[i] * g[i];
-    }
-    if (t.finite)
-      for (int i = 0; i < n; ++i) of.left[i] -= !at<const uint8_t>(t.finite)[start + i];
-  }
-  average_folds(job, k, of, t.finite, m, v, n);
-  for (int64_t row = first; row < end; ++row)
-    step_spread(job, t, k, row * t.cols + begin, n, mean, m, v, s, total);
-}
-
 void step_folds(const Job& job, const Tensor& t, const Settings& k, int64_t chunk, Scratch& s, Total& total) {
   Folds states;
   Spread by;
-  const bool along_cols = job.rule == FOAM_IN;
-  const int64_t width = along_cols ? (t.cols + job.fold - 1) / job.fold : t.cols;  // of the state's rows
-  const int64_t num_states = width * (along_cols ? t.rows : (t.rows + job.fold - 1) / job.fold);
+  const int64_t width = (t.cols + job.fold - 1) / job.fold, num_states = width * t.rows;
   const int64_t begin = chunk * states_per_chunk(job.fold);
   const int count = int(std::min(num_states - begin, states_per_chunk(job.fold)));
   const Kept m_kept = kept_m(job, t), v_kept = kept_v(job, t);
@@ -174,13 +141,8 @@ void step_folds(const Job& job, const Tensor& t, const Settings& k, int64_t chun
   decode(v_kept, begin, count, states.v);
   for (int i = 0; i < count;) {
     const int64_t row = (begin + i) / width, col = (begin + i) % width;
-    int n = int(std::min<int64_t>(count - i, width - col));
-    if (along_cols) {
-      step_row(job, t, k, row, col, col + n, states.m + i, states.v + i, s, by, total);
-    } else {
-      n = std::min(n, BLOCK);
-      step_columns(job, t, k, row, col, n, states.m + i, states.v + i, s, total);
-    }
+    const int n = int(std::min<int64_t>(count - i, width - col));
+    step_row(job, t, k, row, col, col + n, states.m + i, states.v + i, s, by, total);
     i += n;
   }
   if (!job.store) return;

@@ -2,7 +2,7 @@
 #pragma once
 #include "numbers.h"
 
-enum Rule { ADAMW, RMSPROP, LION, SIGNUM, SIGN, SHARED_IN, SHARED_OUT, FOAM_IN, FOAM_OUT };
+enum Rule { ADAMW, RMSPROP, LION, SIGNUM, SIGN, SHARED_IN, SHARED_OUT, FOAM };
 constexpr int BLOCK = 512;  // elements that are worked on at once: their scratch stays in the first-level cache
 
 // One tensor's settings in one step, as baoc.kernels.cpp.table writes them. `size` is -lr / divisor times the

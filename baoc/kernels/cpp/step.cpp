@@ -25,7 +25,7 @@ struct Tensor {
 // All tensors have one rule, codecs and weights. `store` 0 only measures; `whole` makes the update before it is added,
 // and sums its squares.
 struct Job {
-  int32_t rule, m, v, weights, store, whole, fold, of_squares, threads, unused;
+  int32_t rule, m, v, weights, store, whole, fold, threads;
   int64_t num_tensors, num_chunks;
   const Tensor* tensors;
   const Settings* settings;  // [tensors]
@@ -169,7 +169,7 @@ Total step_chunk(const Job& job, int64_t chunk) {
   Total total;
   if (t.grad) {
     Scratch scratch;
-    if (job.rule == FOAM_IN || job.rule == FOAM_OUT) {
+    if (job.rule == FOAM) {
       step_folds(job, t, k, chunk - t.first, scratch, total);
     } else {
       const int64_t begin = (chunk - t.first) * CHUNK, end = std::min(t.numel, begin + CHUNK);

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from baoc.kernels.cpp.build import library
 
-RULES = ("adamw", "rmsprop", "lion", "signum", "sign", "adamw_shared_in", "adamw_shared_out", "foam_in", "foam_out")
+RULES = ("adamw", "rmsprop", "lion", "signum", "sign", "adamw_shared_in", "adamw_shared_out", "foam")
 CODECS = ("fp32", "bf16", "softsign8", "sqrt8", "log8m", "log8v", "root8m", "root8v", "root4", "lattice4")
 WEIGHTS = ("fp32", "bf16", "split8", "split16", "bf16_sr")
 THRESHOLDS = 2 * 6 * 32  # fp32 values: of the lanes, log8v, and lattice4 for k = 0 ... 3; then the same at one half
@@ -39,7 +39,6 @@ class NativeKind:
     v: str = "fp32"
     weights: str = "fp32"
     fold: int = 1
-    of_squares: bool = False
 
     @property
     def shares_v(self) -> bool:
@@ -69,11 +68,7 @@ class _Job(ctypes.Structure):
     """Field by field the `Job` of step.cpp."""
 
     _fields_ = (
-        *(
-            (name, ctypes.c_int32)
-            for name in ("rule", "m", "v", "weights", "store", "whole", "fold", "of_squares", "threads")
-        ),
-        ("unused", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("rule", "m", "v", "weights", "store", "whole", "fold", "threads")),
         *((name, ctypes.c_int64) for name in ("num_tensors", "num_chunks")),
         *((name, ctypes.c_void_p) for name in ("tensors", "settings", "thresholds", "values", "den", "sums", "counts")),
     )
@@ -176,7 +171,7 @@ class NativeTable:
         job = _Job(
             rule=RULES.index(kind.rule), m=CODECS.index(kind.m), v=CODECS.index(kind.v),
             weights=WEIGHTS.index(kind.weights), store=store, whole=whole, fold=kind.fold,
-            of_squares=kind.of_squares, threads=torch.get_num_threads(), num_tensors=len(self.params),
+            threads=torch.get_num_threads(), num_tensors=len(self.params),
             num_chunks=self.num_chunks, tensors=_address(self._rows), settings=_address(rows),
             thresholds=thresholds.data_ptr(), values=self._values.data_ptr(), den=_address(self._den),
             sums=_address(self._sums), counts=_address(self._counts),

@@ -21,7 +21,6 @@ from baoc.kernels.triton.elementwise import (
     grid,
     lerp,
 )
-from baoc.kernels.triton.foam_across import step_across
 from baoc.kernels.triton.foam_anywhere import facts, fold_sum, is_sure, spread, step_anywhere, stepped
 from baoc.kernels.triton.foam_long import step_long
 from baoc.kernels.triton.kinds import Call
@@ -31,24 +30,20 @@ from baoc.kernels.triton.storage import load_m, load_param, load_v, store_m, sto
 if TYPE_CHECKING:
     from baoc.kernels.triton.table import FusedTable
 
-_WIDEST = tl.constexpr(2**20)  # columns up to which offsets in a program fit 32 bits
-
 
 @triton.jit
 def _is_plain(
     g,
     folded,
-    new_v,
     p,
     new,
     inside,
-    SQUARES: tl.constexpr,
     WEIGHTS: tl.constexpr,
     MARKED: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
     """Whether all elements are stepped (else sums and weights are made again) and every split weight is another."""
-    plain = tl.min(tl.where(is_sure(folded, new_v, SQUARES), 1, 0))
+    plain = tl.min(tl.where(is_sure(folded), 1, 0))
     if MARKED:
         plain = tl.minimum(plain, tl.min(tl.where(g.to(tl.int32, bitcast=True) != -2147483648, 1, 0)))
     if WEIGHTS == "split8":
@@ -60,44 +55,42 @@ def _is_plain(
 
 
 @triton.jit
-def _by_fold(x, ENTRIES: tl.constexpr, FOLD: tl.constexpr, ACROSS: tl.constexpr):
-    """What is in the order of `_element`, as `spread` has it."""
-    GROUPS: tl.constexpr = ENTRIES // 32
-    return tl.reshape(x, [FOLD, GROUPS, 32]) if ACROSS else tl.reshape(x, [GROUPS, 32, FOLD])
+def _by_fold(x, ENTRIES: tl.constexpr, FOLD: tl.constexpr):
+    """Elements one after the other, as `spread` has them."""
+    return tl.reshape(x, [ENTRIES // 32, 32, FOLD])
 
 
 @triton.jit
 def _step_whole(
     tensor, grad_addr, first, left, start, tile, lane, inside, at, row, thresholds, repair,
-    M: tl.constexpr, V: tl.constexpr, SQUARES: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
+    M: tl.constexpr, V: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
     GRAD: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, MARKED: tl.constexpr, ENTRIES: tl.constexpr,
-    FOLD: tl.constexpr, ACROSS: tl.constexpr, VEC: tl.constexpr, RAGGED: tl.constexpr,
+    FOLD: tl.constexpr, VEC: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     """Steps whole folds of plain elements, see `_step_folds`; does nothing where elements need care. Returns whether it
     is done, and the update's sum of squares. RAGGED folds begin anywhere, padded by what is not `inside`,
-    which counts as zero. `tile`, `lane` and `inside` are in the order of `_element`."""
+    which counts as zero."""
     FULL: tl.constexpr = not RAGGED
     # As many of a thread's folded numbers follow each other as its elements' folds do: no exchange between threads.
-    KEPT: tl.constexpr = VEC if ACROSS else max(VEC // FOLD, 1)
+    KEPT: tl.constexpr = max(VEC // FOLD, 1)
     entry, groups = tile_of(ENTRIES)
     there = entry >= 0
     p_addr, correction_addr, m_addr, m_scale_addr, v_addr, v_scale_addr, _match = at
     _, _, w1, w2, _ = row
-    g = _by_fold(load_numbers(grad_addr, start, tile, inside, GRAD, VEC, FULL), ENTRIES, FOLD, ACROSS)
+    g = _by_fold(load_numbers(grad_addr, start, tile, inside, GRAD, VEC, FULL), ENTRIES, FOLD)
     p, stored = load_param(p_addr, correction_addr, start, tile, inside, WEIGHTS, PARAM, VEC, FULL)
-    p = _by_fold(p, ENTRIES, FOLD, ACROSS)
+    p = _by_fold(p, ENTRIES, FOLD)
     m = load_m(m_addr, m_scale_addr, first, entry, there, groups, left, M, KEPT, True)
     v, scale_old = load_v(v_addr, v_scale_addr, first, entry, there, groups, left, V, KEPT, True)
-    folded = fold_sum(g, ACROSS) * (1.0 / FOLD)
-    new_v = fold_sum(g * g, ACROSS) * (1.0 / FOLD) if SQUARES else folded * folded
+    folded = fold_sum(g) * (1.0 / FOLD)
     m = lerp(m, folded, w1)
-    v = lerp(v, new_v, w2)
+    v = lerp(v, folded * folded, w2)
     new, update = stepped(
-        tensor, g, True, p, spread(folded, ACROSS), spread(m, ACROSS), spread(v, ACROSS), at, row, repair, "step",
+        tensor, g, True, p, spread(folded), spread(m), spread(v), at, row, repair, "step",
         MATCHED,
     )  # fmt: skip
-    inside_folds = _by_fold(inside, ENTRIES, FOLD, ACROSS)
-    done = _is_plain(g, folded, new_v, p, new, inside_folds, SQUARES, WEIGHTS, MARKED, RAGGED)
+    inside_folds = _by_fold(inside, ENTRIES, FOLD)
+    done = _is_plain(g, folded, p, new, inside_folds, WEIGHTS, MARKED, RAGGED)
     if done:
         store_m(m_addr, m_scale_addr, m, thresholds, first, entry, there, groups, left, M, KEPT, True)
         store_v(v_addr, v_scale_addr, v, tl.sqrt(v), scale_old, thresholds, first, entry, there, groups, left, V, KEPT,
@@ -113,70 +106,41 @@ def _step_whole(
 
 
 @triton.jit
-def _element(ENTRIES: tl.constexpr, FOLD: tl.constexpr, ACROSS: tl.constexpr):
-    """Which folded number each element of a program belongs to, and its place in that fold, in an order in which
-    elements that follow each other in memory do: flat along a row, else [FOLD * groups, 32]."""
-    GROUPS: tl.constexpr = ENTRIES // 32
-    if ACROSS:
-        part = tl.arange(0, FOLD * GROUPS)[:, None]
-        entry, k = (part % GROUPS) * 32 + tl.arange(0, 32)[None, :], part // GROUPS
-    else:
-        flat = tl.arange(0, ENTRIES * FOLD)
-        entry, k = flat // FOLD, flat % FOLD
-    return entry, k
-
-
-@triton.jit
 def _step_aligned(
     tensor, grad_addr, first, left, cols, width, at, row, thresholds, repair,
-    M: tl.constexpr, V: tl.constexpr, SQUARES: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
+    M: tl.constexpr, V: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
     GRAD: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, MARKED: tl.constexpr, ENTRIES: tl.constexpr,
-    FOLD: tl.constexpr, ACROSS: tl.constexpr, VEC: tl.constexpr,
+    FOLD: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     """`_step_whole` where folds are whole and their elements aligned."""
-    if ACROSS:
-        GROUPS: tl.constexpr = ENTRIES // 32
-        units = (cols // 32).to(tl.int32)  # a group lies in one row of folds, of which the program sees two at most
-        high = first // width
-        begin = ((first - high * width) // 32).to(tl.int32)
-        part, lane = tl.arange(0, FOLD * GROUPS)[:, None], tl.arange(0, 32)[None, :]
-        unit = begin + part % GROUPS
-        unit += tl.where(unit >= units, (FOLD - 1) * units, 0) + (part // GROUPS) * units
-        start, tile = high.to(tl.int64) * FOLD * cols, unit * 32 + lane
-        lane = tl.broadcast_to(lane, tile.shape)
-    else:
-        start, tile = first.to(tl.int64) * FOLD, tl.arange(0, ENTRIES * FOLD)
-        lane = tile & 31
+    start, tile = first.to(tl.int64) * FOLD, tl.arange(0, ENTRIES * FOLD)
+    lane = tile & 31
     done, square = _step_whole(
         tensor, grad_addr, first.to(tl.int64), left, start, tile, lane, tile >= 0, at, row, thresholds, repair,
-        M, V, SQUARES, WEIGHTS, PARAM, GRAD, MATCHED, TRACK, MARKED, ENTRIES, FOLD, ACROSS, VEC, False,
+        M, V, WEIGHTS, PARAM, GRAD, MATCHED, TRACK, MARKED, ENTRIES, FOLD, VEC, False,
     )  # fmt: skip
     return done, square
 
 
 @triton.jit
 def _step_ragged(
-    tensor, grad_addr, first, left, rows, cols, width, at, row, thresholds, repair,
-    M: tl.constexpr, V: tl.constexpr, SQUARES: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
+    tensor, grad_addr, first, left, cols, width, at, row, thresholds, repair,
+    M: tl.constexpr, V: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
     GRAD: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, MARKED: tl.constexpr, ENTRIES: tl.constexpr,
-    FOLD: tl.constexpr, ACROSS: tl.constexpr,
+    FOLD: tl.constexpr,
 ):  # fmt: skip
     """As `_step_whole`, of matrices whose sides folds or groups do not divide: folds at an end are shorter, and none is
     aligned. A program sees two lines of folds at most, so that it does not divide."""
     above = first // width
     rest = first - above * width
-    entry, k = _element(ENTRIES, FOLD, ACROSS)
+    flat = tl.arange(0, ENTRIES * FOLD)
+    entry, k = flat // FOLD, flat % FOLD  # the folded number that an element belongs to, and its place in that fold
     over = tl.where(rest + entry >= width, 1, 0)
     line, low = above + over, rest + entry - over * width
-    if ACROSS:
-        tile, inside = (line * FOLD + k) * cols + low, line * FOLD + k < rows
-        tile = tl.max_contiguous(tile, [1, 32])  # but for the ends of lines: lanes beside each other
-    else:
-        tile, inside = line * cols + low * FOLD + k, low * FOLD + k < cols
+    tile, inside = line * cols + low * FOLD + k, low * FOLD + k < cols
     done, square = _step_whole(
         tensor, grad_addr, first.to(tl.int64), left, first.to(tl.int64) * 0, tile, (tile & 31).to(tl.int32), inside,
-        at, row, thresholds, repair, M, V, SQUARES, WEIGHTS, PARAM, GRAD, MATCHED, TRACK, MARKED, ENTRIES, FOLD,
-        ACROSS, 1, True,
+        at, row, thresholds, repair, M, V, WEIGHTS, PARAM, GRAD, MATCHED, TRACK, MARKED, ENTRIES, FOLD, 1, True,
     )  # fmt: skip
     return done, square
 
@@ -184,9 +148,9 @@ def _step_ragged(
 @triton.jit
 def _program(
     tensor, index, grad_addr, rows, cols, transposed, at, row, thresholds, repair, left_out, bad,
-    M: tl.constexpr, V: tl.constexpr, SQUARES: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
+    M: tl.constexpr, V: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
     GRAD: tl.constexpr, MODE: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr,
-    MARKED: tl.constexpr, ENTRIES: tl.constexpr, FOLD: tl.constexpr, ACROSS: tl.constexpr, WIDE: tl.constexpr,
+    MARKED: tl.constexpr, ENTRIES: tl.constexpr, FOLD: tl.constexpr, WIDE: tl.constexpr,
     VEC: tl.constexpr,
 ):  # fmt: skip
     """Finds where the elements of ENTRIES folded numbers lie, and steps them. Returns the update's sum of squares.
@@ -196,46 +160,34 @@ def _program(
     PLACE: tl.constexpr = tl.int64 if WIDE else tl.int32
     rows, cols = rows.to(PLACE), cols.to(PLACE)
     # A folded number's place is (high, low) with `width` of them to a high one.
-    width = cols if ACROSS else (cols + FOLD - 1) // FOLD
-    total = ((rows + FOLD - 1) // FOLD) * cols if ACROSS else rows * width
+    width = (cols + FOLD - 1) // FOLD
+    total = rows * width
     first = index.to(PLACE) * ENTRIES
     left = tl.minimum(total - first, ENTRIES).to(tl.int32)
     regular = (left == ENTRIES) & (not transposed) & (width >= ENTRIES)
-    if ACROSS:
-        last = (first + ENTRIES - 1) // width
-        padded = (last + 1) * FOLD > rows  # so the program's last fold is
-        whole = regular & (cols % 32 == 0) & (cols <= _WIDEST) & (not padded)
-    else:
-        whole = regular & (cols % FOLD == 0)
     done, square = False, tl.full([], 0.0, tl.float32)
     if MODE == "step":
-        if FOLD > 32 and not ACROSS:
+        if FOLD > 32:
             done = (left > 0) & (not transposed)
             if done:
                 square = step_long(
                     tensor, grad_addr, first, left, cols, width, at, row, thresholds, repair, left_out, bad, M, V,
-                    SQUARES, WEIGHTS, PARAM, GRAD, MATCHED, TRACK, COUNT, MARKED, FOLD, VEC,
+                    WEIGHTS, PARAM, GRAD, MATCHED, TRACK, COUNT, MARKED, FOLD, VEC,
                 )  # fmt: skip
-        elif whole:
+        elif regular & (cols % FOLD == 0):
             done, square = _step_aligned(
-                tensor, grad_addr, first, left, cols, width, at, row, thresholds, repair, M, V, SQUARES, WEIGHTS,
-                PARAM, GRAD, MATCHED, TRACK, MARKED, ENTRIES, FOLD, ACROSS, VEC,
+                tensor, grad_addr, first, left, cols, width, at, row, thresholds, repair, M, V, WEIGHTS,
+                PARAM, GRAD, MATCHED, TRACK, MARKED, ENTRIES, FOLD, VEC,
             )  # fmt: skip
-        elif FOLD <= 32 and ACROSS:
-            if regular & (cols <= _WIDEST) & (not padded) & (last == first // width):
-                done, square = step_across(
-                    tensor, grad_addr, first, left, cols, at, row, thresholds, repair, M, V, SQUARES, WEIGHTS, PARAM,
-                    GRAD, MATCHED, TRACK, MARKED, ENTRIES, FOLD,
-                )  # fmt: skip
         elif regular:
             done, square = _step_ragged(
-                tensor, grad_addr, first, left, rows, cols, width, at, row, thresholds, repair, M, V, SQUARES,
-                WEIGHTS, PARAM, GRAD, MATCHED, TRACK, MARKED, ENTRIES, FOLD, ACROSS,
+                tensor, grad_addr, first, left, cols, width, at, row, thresholds, repair, M, V,
+                WEIGHTS, PARAM, GRAD, MATCHED, TRACK, MARKED, ENTRIES, FOLD,
             )  # fmt: skip
     if (left > 0) & (not done):
         square = step_anywhere(
             tensor, grad_addr, first, left, rows, cols, width, transposed, at, row, thresholds, repair, left_out,
-            bad, M, V, SQUARES, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, ENTRIES, FOLD, ACROSS,
+            bad, M, V, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, ENTRIES, FOLD,
         )  # fmt: skip
     return square
 
@@ -259,9 +211,9 @@ def foam_kernel(
     partial,  # fp32[programs]
     left_out,  # int32[tensors]
     bad,  # int64[tensors]
-    M: tl.constexpr, V: tl.constexpr, SQUARES: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
+    M: tl.constexpr, V: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
     GRAD: tl.constexpr, MODE: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr,
-    MARKED: tl.constexpr, ENTRIES: tl.constexpr, FOLD: tl.constexpr, ACROSS: tl.constexpr, WIDE: tl.constexpr,
+    MARKED: tl.constexpr, ENTRIES: tl.constexpr, FOLD: tl.constexpr, WIDE: tl.constexpr,
     REPEAT: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     """One program per ENTRIES folded numbers."""
@@ -276,7 +228,7 @@ def foam_kernel(
         for part in range(REPEAT):
             square += _program(
                 tensor, index * REPEAT + part, grad_addr, rows, cols, transposed, at, row, thresholds, repair, left_out,
-                bad, M, V, SQUARES, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, ENTRIES, FOLD, ACROSS,
+                bad, M, V, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, ENTRIES, FOLD,
                 WIDE, VEC,
             )  # fmt: skip
         if TRACK:
@@ -288,9 +240,9 @@ def foam_kernel(
 @triton.jit
 def repair_kernel(
     chunk_tensor, first_chunk, shapes, ptrs, grad_ptrs, settings, thresholds, repair, partial, left_out, bad,
-    M: tl.constexpr, V: tl.constexpr, SQUARES: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
+    M: tl.constexpr, V: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
     GRAD: tl.constexpr, MODE: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr,
-    MARKED: tl.constexpr, ENTRIES: tl.constexpr, FOLD: tl.constexpr, ACROSS: tl.constexpr, WIDE: tl.constexpr,
+    MARKED: tl.constexpr, ENTRIES: tl.constexpr, FOLD: tl.constexpr, WIDE: tl.constexpr,
     REPEAT: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     """As `foam_kernel`, but REPAIRERS programs share a tensor, so that one with nothing to repair costs little."""
@@ -303,7 +255,7 @@ def repair_kernel(
         for index in range(tl.program_id(1), programs * REPEAT, REPAIRERS):
             _program(
                 tensor, grad_addr * 0 + index, grad_addr, rows, cols, transposed, at, row, thresholds, repair, left_out,
-                bad, M, V, SQUARES, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, ENTRIES, FOLD, ACROSS,
+                bad, M, V, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, ENTRIES, FOLD,
                 WIDE, VEC,
             )  # fmt: skip
 
@@ -311,7 +263,6 @@ def repair_kernel(
 def launch(table: "FusedTable", call: Call) -> None:
     """The family's launch, see `kinds.Call`."""
     kind = table.kind
-    fold, across, of_squares = FOLDS[kind.rule]
     kernel = repair_kernel if call.mode == "repair" else foam_kernel
     kernel[grid(table, call)](
         table.chunk_tensor,
@@ -327,10 +278,8 @@ def launch(table: "FusedTable", call: Call) -> None:
         table.num_bad,
         M=kind.m,
         V=kind.v,
-        SQUARES=of_squares,
         ENTRIES=entries(kind.rule, table.cut),
-        FOLD=fold,
-        ACROSS=across,
+        FOLD=FOLDS[kind.rule],
         WIDE=any(shape.numel >= 2**31 for shape in table.shapes),
         REPEAT=table.cut.repeat,
         **constants(table, call),

@@ -48,27 +48,27 @@ def facts(tensor, ptrs, settings):
 
 
 @triton.jit
-def spread(x, ACROSS: tl.constexpr):
-    """Folded numbers [groups, 32] beside their elements: [groups, 32, 1], or [1, groups, 32] where folds cross rows."""
-    return x[None, :, :] if ACROSS else x[:, :, None]
+def spread(x):
+    """Folded numbers [groups, 32] beside their elements: [groups, 32, 1]."""
+    return x[:, :, None]
 
 
 @triton.jit
-def fold_sum(x, ACROSS: tl.constexpr):
-    return tl.sum(x, axis=0) if ACROSS else tl.sum(x, axis=2)
+def fold_sum(x):
+    return tl.sum(x, axis=2)
 
 
 @triton.jit
-def is_sure(folded, new_v, SQUARES: tl.constexpr):
+def is_sure(folded):
     """Whether means over folds of at most 256 tell that all elements are usable: a NaN, an infinity or one beyond 2^48
     brings them to 2^32 or more. Only where others cancel it, to 8 bits at least, is one not noticed; it then counts as
     the number that it is, and averages do not suffer, as the mean is small."""
-    return new_v < _SURE * _SURE if SQUARES else tl.abs(folded) < _SURE
+    return tl.abs(folded) < _SURE
 
 
 @triton.jit
 def _averages(
-    m, v, count, folded, square, row, MODE: tl.constexpr, SQUARES: tl.constexpr,
+    m, v, count, folded, row, MODE: tl.constexpr,
 ):  # fmt: skip
     """New m and v from sums over the folds, and the folded gradient. A fold of nothing keeps its averages."""
     _, _, w1, w2, _ = row
@@ -76,8 +76,7 @@ def _averages(
     folded = folded / num
     if MODE != "repair":
         m = tl.where(count > 0, lerp(m, folded, w1), m)
-        new = square / num if SQUARES else folded * folded
-        v = tl.where(count > 0, lerp(v, new, w2), v)
+        v = tl.where(count > 0, lerp(v, folded * folded, w2), v)
     return m, v, folded
 
 
@@ -105,9 +104,9 @@ def stepped(
 @triton.jit
 def _step_folds(
     tensor, grad_addr, first, left, start, tile, inside, lane, at, row, thresholds, repair, left_out, bad,
-    M: tl.constexpr, V: tl.constexpr, SQUARES: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
+    M: tl.constexpr, V: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
     GRAD: tl.constexpr, MODE: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr,
-    MARKED: tl.constexpr, ENTRIES: tl.constexpr, ACROSS: tl.constexpr,
+    MARKED: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """Steps `left` folded numbers from `first`. Their elements, read once, are `start + tile` where `inside`.
 
@@ -122,12 +121,9 @@ def _step_folds(
         p, stored = load_param(p_addr, correction_addr, start, tile, inside, WEIGHTS, PARAM, 1, False)
     m = load_m(m_addr, m_scale_addr, first, entry, entry < left, groups, left, M, 1, False)
     v, scale_old = load_v(v_addr, v_scale_addr, first, entry, entry < left, groups, left, V, 1, False)
-    folded = fold_sum(g, ACROSS)
-    square = fold_sum(g * g, ACROSS) if SQUARES else folded
-    m, v, folded = _averages(m, v, fold_sum(tl.where(kept, 1, 0), ACROSS), folded, square, row, MODE, SQUARES)
-    new, update = stepped(
-        tensor, g, kept, p, spread(folded, ACROSS), spread(m, ACROSS), spread(v, ACROSS), at, row, repair, MODE, MATCHED
-    )
+    folded = fold_sum(g)
+    m, v, folded = _averages(m, v, fold_sum(tl.where(kept, 1, 0)), folded, row, MODE)
+    new, update = stepped(tensor, g, kept, p, spread(folded), spread(m), spread(v), at, row, repair, MODE, MATCHED)
     if MODE == "step":
         store_m(m_addr, m_scale_addr, m, thresholds, first, entry, entry < left, groups, left, M, 1, False)
         store_v(v_addr, v_scale_addr, v, tl.sqrt(v), scale_old, thresholds, first, entry, entry < left, groups, left, V,
@@ -143,32 +139,27 @@ def _step_folds(
 @triton.jit
 def _step_long_folds(
     tensor, grad_addr, first, left, base, step, begin, size, at, row, thresholds, repair, left_out, bad,
-    M: tl.constexpr, V: tl.constexpr, SQUARES: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
+    M: tl.constexpr, V: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
     GRAD: tl.constexpr, MODE: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr,
-    MARKED: tl.constexpr, ENTRIES: tl.constexpr, FOLD: tl.constexpr, ACROSS: tl.constexpr,
+    MARKED: tl.constexpr, ENTRIES: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     """The same piece by piece, where places of elements take registers; they are read twice, the second time from a
     cache. Elements of a fold are at `base + k * step` as long as `begin + k < size`."""
-    PIECE: tl.constexpr = 64 if ACROSS else 8  # of folds along rows one warp has all
+    PIECE: tl.constexpr = 8  # one warp has all of a fold
     entry, groups = tile_of(ENTRIES)
-    there = spread(entry < left, ACROSS)
-    k = tl.arange(0, PIECE)[:, None, None] if ACROSS else tl.arange(0, PIECE)[None, None, :]
+    there = spread(entry < left)
+    k = tl.arange(0, PIECE)[None, None, :]
     p_addr, correction_addr, m_addr, m_scale_addr, v_addr, v_scale_addr, _match = at
     m = load_m(m_addr, m_scale_addr, first, entry, entry < left, groups, left, M, 1, False)
     v, scale_old = load_v(v_addr, v_scale_addr, first, entry, entry < left, groups, left, V, 1, False)
     sums = (base + k) * 0.0
-    squares = sums
     counts = sums
     for more in range(0, FOLD, PIECE):
         inside = there & (begin + (k + more) < size)
         g, _, kept = load_grad(grad_addr, first * 0, base + (k + more) * step, inside, GRAD, MARKED, 1, False)
         sums += g
         counts += tl.where(kept, 1.0, 0.0)
-        if SQUARES:
-            squares += g * g
-    m, v, folded = _averages(
-        m, v, fold_sum(counts, ACROSS), fold_sum(sums, ACROSS), fold_sum(squares, ACROSS), row, MODE, SQUARES
-    )
+    m, v, folded = _averages(m, v, fold_sum(counts), fold_sum(sums), row, MODE)
     if MODE == "step":
         store_m(m_addr, m_scale_addr, m, thresholds, first, entry, entry < left, groups, left, M, 1, False)
         store_v(v_addr, v_scale_addr, v, tl.sqrt(v), scale_old, thresholds, first, entry, entry < left, groups, left, V,
@@ -181,7 +172,7 @@ def _step_long_folds(
         if MODE != "measure":
             p, stored = load_param(p_addr, correction_addr, first * 0, tile, inside, WEIGHTS, PARAM, 1, False)
         new, update = stepped(
-            tensor, g, kept, p, spread(folded, ACROSS), spread(m, ACROSS), spread(v, ACROSS), at, row, repair, MODE,
+            tensor, g, kept, p, spread(folded), spread(m), spread(v), at, row, repair, MODE,
             MATCHED,
         )  # fmt: skip
         if MODE != "measure":
@@ -196,9 +187,9 @@ def _step_long_folds(
 @triton.jit
 def step_anywhere(
     tensor, grad_addr, first, left, rows, cols, width, transposed, at, row, thresholds, repair, left_out, bad,
-    M: tl.constexpr, V: tl.constexpr, SQUARES: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
+    M: tl.constexpr, V: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
     GRAD: tl.constexpr, MODE: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr,
-    MARKED: tl.constexpr, ENTRIES: tl.constexpr, FOLD: tl.constexpr, ACROSS: tl.constexpr,
+    MARKED: tl.constexpr, ENTRIES: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     """Steps folds that may be padded, in a matrix of any sides, stored either way."""
     entry, _ = tile_of(ENTRIES)
@@ -206,25 +197,21 @@ def step_anywhere(
     rest = first - above * width
     over = (rest + entry) // width
     low = rest + entry - over * width
-    if ACROSS:
-        begins = (above + over) * tl.where(transposed, FOLD, FOLD * cols) + low * tl.where(transposed, rows, 1)
-        step, size, begin = tl.where(transposed, 1, cols), rows, (above + over) * FOLD
-    else:
-        begins = (above + over) * tl.where(transposed, 1, cols) + low * tl.where(transposed, FOLD * rows, FOLD)
-        step, size, begin = tl.where(transposed, rows, 1), cols, low * FOLD
-    base, from_, place = spread(begins, ACROSS), spread(begin, ACROSS), first.to(tl.int64)
+    begins = (above + over) * tl.where(transposed, 1, cols) + low * tl.where(transposed, FOLD * rows, FOLD)
+    step, size, begin = tl.where(transposed, rows, 1), cols, low * FOLD
+    base, from_, place = spread(begins), spread(begin), first.to(tl.int64)
     if FOLD <= 32:
-        k = tl.arange(0, FOLD)[:, None, None] if ACROSS else tl.arange(0, FOLD)[None, None, :]
-        inside = spread(entry < left, ACROSS) & (from_ + k < size)
+        k = tl.arange(0, FOLD)[None, None, :]
+        inside = spread(entry < left) & (from_ + k < size)
         tile = base + k * step
         square = _step_folds(
             tensor, grad_addr, place, left, place * 0, tile, inside, (tile & 31).to(tl.int32), at, row,
-            thresholds, repair, left_out, bad, M, V, SQUARES, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED,
-            ENTRIES, ACROSS,
+            thresholds, repair, left_out, bad, M, V, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED,
+            ENTRIES,
         )  # fmt: skip
     else:
         square = _step_long_folds(
             tensor, grad_addr, place, left, base, step, from_, size, at, row, thresholds, repair, left_out, bad,
-            M, V, SQUARES, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, ENTRIES, FOLD, ACROSS,
+            M, V, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, ENTRIES, FOLD,
         )  # fmt: skip
     return square

@@ -26,11 +26,11 @@ def _picked(x, index):
 @triton.jit
 def _plain_fold(
     tensor, grad_addr, start, size, m_old, v_old, at, row, thresholds, repair,
-    SQUARES: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr, GRAD: tl.constexpr, MATCHED: tl.constexpr,
+    WEIGHTS: tl.constexpr, PARAM: tl.constexpr, GRAD: tl.constexpr, MATCHED: tl.constexpr,
     TRACK: tl.constexpr, MARKED: tl.constexpr, FOLD: tl.constexpr, VEC: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """Steps the weights of a fold of `size` elements from `start`, all FOLD of them if FULL, unless some need care.
-    Returns whether that is done, the fold's mean, that of what v averages, and the update's sum of squares."""
+    Returns whether that is done, the fold's mean, and the update's sum of squares."""
     p_addr, correction_addr, _m, _ms, _v, _vs, _match = at
     _, _, w1, w2, _ = row
     # Tiles of one shape would get one layout, of wide accesses, whichever of them can have these.
@@ -44,10 +44,9 @@ def _plain_fold(
     g = load_numbers(grad_addr, start, tile, inside, GRAD, VEC, FULL)
     p, stored = load_param(p_addr, correction_addr, start, tile, inside, WEIGHTS, PARAM, VEC, FULL)
     folded = tl.sum(g) * (1.0 / FOLD)
-    new_v = tl.sum(g * g) * (1.0 / FOLD) if SQUARES else folded * folded
-    m, v = lerp(m_old, folded, w1), lerp(v_old, new_v, w2)
+    m, v = lerp(m_old, folded, w1), lerp(v_old, folded * folded, w2)
     new, update = stepped(tensor, g, True, p, folded, m, v, at, row, repair, "step", MATCHED)
-    done = is_sure(folded, new_v, SQUARES)  # else some element may be left out
+    done = is_sure(folded)  # else some element may be left out
     if MARKED:
         done = done & (tl.min(tl.where(g.to(tl.int32, bitcast=True) != -2147483648, 1, 0)) != 0)
     if WEIGHTS == "split8":
@@ -59,13 +58,13 @@ def _plain_fold(
     square = 0.0
     if TRACK:
         square = tl.sum(update * update if FULL else tl.where(inside, update * update, 0.0))
-    return done, folded, new_v, square
+    return done, folded, square
 
 
 @triton.jit
 def _careful_fold(
     tensor, grad_addr, start, size, m_old, v_old, at, row, thresholds, repair, left_out, bad,
-    SQUARES: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr, GRAD: tl.constexpr, MATCHED: tl.constexpr,
+    WEIGHTS: tl.constexpr, PARAM: tl.constexpr, GRAD: tl.constexpr, MATCHED: tl.constexpr,
     TRACK: tl.constexpr, COUNT: tl.constexpr, MARKED: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     """The same of elements that may be left out or that do not move; says how many count instead of whether it is done.
@@ -80,49 +79,46 @@ def _careful_fold(
     count = tl.sum(tl.where(kept, 1, 0))
     num = tl.maximum(count, 1).to(tl.float32)
     folded = tl.sum(g) / num
-    new_v = tl.sum(g * g) / num if SQUARES else folded * folded
     m = tl.where(count > 0, lerp(m_old, folded, w1), m_old)
-    v = tl.where(count > 0, lerp(v_old, new_v, w2), v_old)
+    v = tl.where(count > 0, lerp(v_old, folded * folded, w2), v_old)
     new, update = stepped(tensor, g, kept, p, folded, m, v, at, row, repair, "step", MATCHED)
     store_param(p_addr, correction_addr, new, p, stored, thresholds, lane, start, tile, inside, WEIGHTS, PARAM, 1,
                 False, False)  # fmt: skip
     count_left_out(finite, kept, tensor, left_out, bad, TRACK, COUNT)
     square = tl.sum(tl.where(kept & inside, update * update, 0.0)) if TRACK else 0.0
-    return count, folded, new_v, square
+    return count, folded, square
 
 
 @triton.jit
 def _fold(
     tensor, grad_addr, start, size, index, entry, m_old, v_old, found, at, row, thresholds, repair, left_out, bad,
-    SQUARES: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr, GRAD: tl.constexpr, MATCHED: tl.constexpr,
+    WEIGHTS: tl.constexpr, PARAM: tl.constexpr, GRAD: tl.constexpr, MATCHED: tl.constexpr,
     TRACK: tl.constexpr, COUNT: tl.constexpr, MARKED: tl.constexpr, FOLD: tl.constexpr, VEC: tl.constexpr,
     FULL: tl.constexpr,
 ):  # fmt: skip
-    """Steps fold `index` of a group. `found`, which takes what is learned of it: means, those that v averages and
-    numbers of elements of all folds, and the update's sum of squares."""
-    means, new_vs, counts, square = found
+    """Steps fold `index` of a group. `found`, which takes what is learned of it: means and numbers of
+    elements of all folds, and the update's sum of squares."""
+    means, counts, square = found
     m_one, v_one = _picked(m_old, index), _picked(v_old, index)
     count = index * 0 + 1
-    done, mean, new_v, part = _plain_fold(
-        tensor, grad_addr, start, size, m_one, v_one, at, row, thresholds, repair, SQUARES, WEIGHTS, PARAM, GRAD,
+    done, mean, part = _plain_fold(
+        tensor, grad_addr, start, size, m_one, v_one, at, row, thresholds, repair, WEIGHTS, PARAM, GRAD,
         MATCHED, TRACK, MARKED, FOLD, VEC, FULL,
     )  # fmt: skip
     if not done:
-        count, mean, new_v, part = _careful_fold(
-            tensor, grad_addr, start, size, m_one, v_one, at, row, thresholds, repair, left_out, bad, SQUARES, WEIGHTS,
+        count, mean, part = _careful_fold(
+            tensor, grad_addr, start, size, m_one, v_one, at, row, thresholds, repair, left_out, bad, WEIGHTS,
             PARAM, GRAD, MATCHED, TRACK, COUNT, MARKED, FOLD,
         )  # fmt: skip
     here = entry == index
     means = tl.where(here, mean, means)
-    if SQUARES:
-        new_vs = tl.where(here, new_v, new_vs)
-    return means, new_vs, tl.where(here, count, counts), square + part
+    return means, tl.where(here, count, counts), square + part
 
 
 @triton.jit
 def step_long(
     tensor, grad_addr, first, left, cols, width, at, row, thresholds, repair, left_out, bad,
-    M: tl.constexpr, V: tl.constexpr, SQUARES: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
+    M: tl.constexpr, V: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
     GRAD: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr, MARKED: tl.constexpr,
     FOLD: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
@@ -135,14 +131,13 @@ def step_long(
     m_old = load_m(m_addr, m_scale_addr, place, entry, there, groups, left, M, 1, False)
     v_old, scale_old = load_v(v_addr, v_scale_addr, place, entry, there, groups, left, V, 1, False)
     means = tl.zeros([1, 32], dtype=tl.float32)
-    new_vs = tl.zeros([1, 32], dtype=tl.float32)
     counts = tl.zeros([1, 32], dtype=tl.int32)
     square = tl.full([], 0.0, tl.float32)
     if cols % FOLD == 0:
         for index in range(0, left):
-            means, new_vs, counts, square = _fold(
+            means, counts, square = _fold(
                 tensor, grad_addr, (place + index) * FOLD, left * 0 + FOLD, index, entry, m_old, v_old,
-                (means, new_vs, counts, square), at, row, thresholds, repair, left_out, bad, SQUARES, WEIGHTS, PARAM,
+                (means, counts, square), at, row, thresholds, repair, left_out, bad, WEIGHTS, PARAM,
                 GRAD, MATCHED, TRACK, COUNT, MARKED, FOLD, VEC, True,
             )  # fmt: skip
     else:
@@ -153,22 +148,21 @@ def step_long(
         for index in range(0, left):
             ends = low == width - 1
             if ends:
-                means, new_vs, counts, square = _fold(
-                    tensor, grad_addr, start, last, index, entry, m_old, v_old, (means, new_vs, counts, square), at,
-                    row, thresholds, repair, left_out, bad, SQUARES, WEIGHTS, PARAM, GRAD, MATCHED, TRACK, COUNT,
+                means, counts, square = _fold(
+                    tensor, grad_addr, start, last, index, entry, m_old, v_old, (means, counts, square), at,
+                    row, thresholds, repair, left_out, bad, WEIGHTS, PARAM, GRAD, MATCHED, TRACK, COUNT,
                     MARKED, FOLD, 1, False,
                 )  # fmt: skip
             else:
-                means, new_vs, counts, square = _fold(
+                means, counts, square = _fold(
                     tensor, grad_addr, start, last * 0 + FOLD, index, entry, m_old, v_old,
-                    (means, new_vs, counts, square), at, row, thresholds, repair, left_out, bad, SQUARES, WEIGHTS,
+                    (means, counts, square), at, row, thresholds, repair, left_out, bad, WEIGHTS,
                     PARAM, GRAD, MATCHED, TRACK, COUNT, MARKED, FOLD, 1, True,
                 )  # fmt: skip
             start += tl.where(ends, last, FOLD)
             low = tl.where(ends, 0, low + 1)
-    new_v = new_vs if SQUARES else means * means
     m = tl.where(counts > 0, lerp(m_old, means, w1), m_old)
-    v = tl.where(counts > 0, lerp(v_old, new_v, w2), v_old)
+    v = tl.where(counts > 0, lerp(v_old, means * means, w2), v_old)
     store_m(m_addr, m_scale_addr, m, thresholds, place, entry, there, groups, left, M, 1, False)
     store_v(v_addr, v_scale_addr, v, tl.sqrt(v), scale_old, thresholds, place, entry, there, groups, left, V, 1, False)
     return square

@@ -183,23 +183,18 @@ register(
 
 # -- FOAM -----------------------------------------------------------------------------------------------------------
 
-FOLDS: dict[str, tuple[int, bool, bool]] = {
-    f"foam_l{level}{suffix}": (2**level, suffix == "_out", suffix == "_sq")
-    for suffix in ("", "_out", "_sq")
-    for level in (1, 2, 3, 8)
-}  # rule -> elements of a fold, whether they lie along fan-out, and whether v averages folds of squares
+FOLDS: dict[str, int] = {f"foam_l{level}": 2**level for level in (1, 2, 3, 8)}  # rule -> elements of a fold
 _FOLD_M, _FOLD_V = (tuple(name for name in codecs if name not in PACKED) for codecs in (M_CODECS, V_CODECS))
 
 
 def folded(rule: str, shape: Shape) -> tuple[int, int]:
-    """Shape of the folded states: (fan_out, fan_in) with one of them divided, rounded up."""
-    fold, out, _ = FOLDS[rule]
-    return (-(-shape.rows // fold), shape.cols) if out else (shape.rows, -(-shape.cols // fold))
+    """Shape of the folded states: (fan_out, fan_in / fold), rounded up."""
+    return shape.rows, -(-shape.cols // FOLDS[rule])
 
 
 def entries(rule: str, cut: Cut) -> int:
     """Folded numbers of a program."""
-    return max(FOLD_TILE, cut.chunk // FOLDS[rule][0])
+    return max(FOLD_TILE, cut.chunk // FOLDS[rule])
 
 
 def foam_row(options: Options, step: int) -> Row:
@@ -216,14 +211,9 @@ def _foam_sizes(kind: Kind, shape: Shape) -> dict[str, int]:
 
 def _foam_cut(kind: Kind, fp32_params: bool) -> Cut:
     """Likewise, on an H200. One warp holds whole groups of folds, so that nothing is exchanged between warps."""
-    fold, out, _ = FOLDS[kind.rule]
+    fold = FOLDS[kind.rule]
     if fold > FOLD_TILE:
-        if out:
-            return Cut(chunk=FOLD_TILE * fold, warps=8, vector=4, registers=128)
         return Cut(chunk=FOLD_TILE * fold, warps=1, vector=4 if fp32_params else 8, registers=64)
-    if out:  # a warp's threads, beside each other in memory, have whole folds
-        vector = 4 if fold < 8 else 2
-        return Cut(chunk=32 * vector * fold, warps=1, vector=vector, registers=128)
     if not fp32_params:
         return Cut(chunk=256, warps=1, vector=8, registers=64)
     if kind.m in ("fp32", "bf16"):

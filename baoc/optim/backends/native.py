@@ -26,7 +26,7 @@ from baoc.optim.rules.base import decl_named
 from baoc.optim.shards import Shards
 from baoc.optim.state import Bucket, LiveBlock, Slot, State
 from baoc.optim.weights import seed_of
-from baoc.types import Axis, OptimizerSpec, RuleInfo, StateLayout
+from baoc.types import OptimizerSpec, RuleInfo, StateLayout
 
 SIGNS = ("lion", "signum", "sign")  # their updates have an RMS of at most 1
 _ELEMENTWISE = ("adamw", "rmsprop", *SIGNS)
@@ -296,7 +296,7 @@ def kind_of(slot: Slot) -> NativeKind:
     rule, codecs = slot.rule.info, {kept.decl.name: kept.codec.info.name for kept in slot.kept}
     name, fold, weights = rule.name, fold_of(rule), slot.weights
     if fold > 1:
-        name = "foam_in" if rule.states[0].axis is Axis.FAN_IN else "foam_out"
+        name = "foam"
     elif slot.info.transposed:
         name = _SHARED.get(name, name)
     if weights in ("native", "bf16"):
@@ -307,7 +307,6 @@ def kind_of(slot: Slot) -> NativeKind:
         v=codecs.get("v", "fp32"),
         weights=weights,
         fold=fold,
-        of_squares=fold > 1 and decl_named(rule, "v").of_squares,
     )
 
 
