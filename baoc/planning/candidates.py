@@ -88,12 +88,12 @@ def off_shards(block: Block, *, spec: OptimizerSpec, rule: RuleInfo) -> str | No
             f"that makes {wide[0].name} bfloat16, and fully_shard has it already as {wide[0].dtype}. Cast the module "
             "to bfloat16 before fully_shard, or choose a spec that keeps weights as they are"
         )
-    along = {decl.layout for decl in rule.states} | {decl.axis for decl in rule.states if decl.level}
+    along = {decl.layout for decl in rule.states}
     spectral = rule.scaling is Scaling.SPECTRAL  # whose matrices are gathered
     if spectral and len(cut) < len(block.params):
         return f"fully_shard cuts {name} and not all of the block's matrices. Make those blocks of their own"
     turned = [param for param in cut if param.transposed and rule.needs_matrix and not spectral]
-    by_column = StateLayout.PER_COLUMN in along or Axis.FAN_OUT in along or rule.scaling is Scaling.COLUMN
+    by_column = StateLayout.PER_COLUMN in along or rule.scaling is Scaling.COLUMN
     if by_column or turned:
         return (
             f"{rule.name} works on columns of {name}, whose rows fully_shard gives to several ranks. Rules by element "

@@ -30,9 +30,7 @@ _NOISE_PER_STEP = 0x85EBCA77  # as baoc.optim.weights.random_bits
 class NativeKind:
     """Rule, codecs of m and v, and weight format of a table, by the names listed above.
 
-    `fold`: parameter elements per state element of FOAM; `of_squares`: FOAM's v is the mean of squares, not the square
-    of the mean.
-    """
+    `fold`: parameter elements per state element of FOAM."""
 
     rule: str
     m: str = "fp32"
