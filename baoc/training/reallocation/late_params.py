@@ -3,8 +3,8 @@
 They are planned for by themselves, within what the budget leaves for them. The allocation of the others stays.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from baoc.errors import InfeasibleBudgetError
 from baoc.planning.planner import Planner, PlannerSettings
@@ -15,10 +15,16 @@ FP32_BYTES = 4  # per element of a gradient
 ADAMW_BYTES = 8  # per element that fp32 AdamW keeps
 
 
-def late_specs(
-    infos: Sequence[ParamInfo], *, plan: Plan, settings: PlannerSettings, late_bytes: int = 0
-) -> dict[str, str]:
-    """Parameter -> spec. `late_bytes`: state of those that came late before, which `plan` does not have.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatePlan:
+    """Parameter -> spec, and the bytes of state that these keep."""
+
+    specs: Mapping[str, str]
+    state_bytes: int
+
+
+def plan_late(infos: Sequence[ParamInfo], *, plan: Plan, settings: PlannerSettings, late_bytes: int = 0) -> LatePlan:
+    """What parameters that come late run. `late_bytes`: state of those that came before, which `plan` does not have.
 
     Under a share of AdamW's state these have the same share of their own. Under a memory budget their state is at most
     what the predicted peak and their gradients leave of it. Raises InfeasibleBudgetError, with both numbers, where that
@@ -42,7 +48,7 @@ def late_specs(
             )
         share = min(1.0, room / whole)
     else:
-        return {info.name: "adamw" for info in infos}
+        share = None
     given = Budget(name=budget.name, state_fraction=share)
     own = replace(settings, patterns=(), merge_penalty=None)
     try:
@@ -50,14 +56,15 @@ def late_specs(
     except InfeasibleBudgetError as error:
         raise InfeasibleBudgetError(
             f"{_named(infos)} came after the plan was made, and no spec of the catalogue has them within "
-            f"{format_bytes(int(share * whole))} of state, which budget {budget.name} leaves: "
+            f"{format_bytes(int((share or 1) * whole))} of state, which budget {budget.name} leaves: "
             f"{str(error).splitlines()[0]}",
             budget_bytes=error.budget_bytes,
             least_feasible_bytes=error.least_feasible_bytes,
             advice=error.advice,
         ) from error
     choices = found.allocation.choices
-    return {param.name: choices[block.name] for block in found.blocks for param in block.params}
+    specs = {param.name: choices[block.name] for block in found.blocks for param in block.params}
+    return LatePlan(specs=specs, state_bytes=found.allocation.state_bytes)
 
 
 def _named(infos: Sequence[ParamInfo]) -> str:

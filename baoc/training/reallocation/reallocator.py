@@ -19,7 +19,7 @@ from baoc.parallel import ALONE, Ranks, refuse_ranks
 from baoc.planning.planner import Planner
 from baoc.profiling import GradientProfiler, describe
 from baoc.training.reallocation.conversion import adopted, usable
-from baoc.training.reallocation.late_params import ADAMW_BYTES, late_specs
+from baoc.training.reallocation.late_params import ADAMW_BYTES, plan_late
 from baoc.training.reallocation.move_cost import migration_risk, moved_specs, transit
 from baoc.training.reallocation.relaxation import RelaxationSettings, calm_blocks, lowered, offers
 from baoc.training.reallocation.triggers import TRIGGERS, Moment, ReallocationSettings
@@ -92,6 +92,7 @@ class Reallocator:
     ):
         self.ranks, self.network = ranks, network
         self.late: dict[str, ParamInfo] = {}  # parameters that came after the plan was made
+        self.late_bytes = 0  # of their state, which the plan does not have
         self.planner = planner
         self.optimizer = optimizer
         self.plan = plan
@@ -133,19 +134,15 @@ class Reallocator:
         self.optimizer.late_planner = self.plan_late
 
     def plan_late(self, infos: Sequence[ParamInfo]) -> Mapping[str, str]:
-        """Parameter -> spec of those that come late, within what the budget leaves for them; see `late_specs`."""
+        """Parameter -> spec of those that come late, within what the budget leaves for them; see `late_params`."""
         network = None if self.network is None else self.network()
         if network is not None:
             known = {info.name: info for info in describe(network)}
             infos = [replace(known.get(info.name, info), group=info.group) for info in infos]
-        specs = late_specs(infos, plan=self.plan, settings=self.planner.settings, late_bytes=self.late_bytes)
+        late = plan_late(infos, plan=self.plan, settings=self.planner.settings, late_bytes=self.late_bytes)
         self.late.update((info.name, info) for info in infos)
-        return specs
-
-    @property
-    def late_bytes(self) -> int:
-        """State of parameters that came late, which the plan does not have."""
-        return self.optimizer.state_bytes() - self.plan.allocation.state_bytes if self.late else 0
+        self.late_bytes += late.state_bytes
+        return late.specs
 
     @property
     def late_bytes_adamw(self) -> int:
