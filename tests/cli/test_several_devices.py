@@ -1,7 +1,11 @@
-"""`trainer.devices=N`: N processes of one run, one command and one exit code, whichever of them something befalls."""
+"""`trainer.devices=N`: N processes of one run, one command and one exit code, whichever of them something befalls.
+
+What needs no launcher, exit code or killed process is in tests/training/test_ddp_runs.py.
+"""
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,8 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from baoc.cli import ranks as ranks_module
 from baoc.cli.ranks import first_host
+from baoc.parallel import ranks_here
+from tests.support.commands import start
 from tests.support.paths import ROOT
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 
@@ -20,8 +28,8 @@ QUICK = ("trainer.limit_val_batches=1", "checkpoint.export=false", "checkpoint.e
 FAULT = """
 import os
 if os.environ.get("RANK") == "1" and os.environ.get("FAULT"):
-    import signal, time
-    from torch import OutOfMemoryError, nan
+    import signal
+    from torch import OutOfMemoryError
     from baoc.tasks import vision
     kind = os.environ["FAULT"]
     task = next(v for v in vars(vision).values() if isinstance(v, type) and "training_step" in vars(v))
@@ -30,9 +38,7 @@ if os.environ.get("RANK") == "1" and os.environ.get("FAULT"):
         seen.append(self.trainer.global_step)
         loss = plain(self, batch, index)
         if self.trainer.global_step == 6 and self.trainer.training:
-            if kind == "nan": return loss * nan
             if kind == "oom": raise OutOfMemoryError("CUDA out of memory, on rank 1")
-            if kind == "slow": time.sleep(2)
             if kind.startswith("SIG"): os.kill(os.getpid(), getattr(signal, kind))
         return loss
     task.training_step = step
@@ -52,7 +58,7 @@ def started(folder: Path, *words: str, fault: str = "", launcher: tuple[str, ...
 
 def done(folder: Path, *words: str, fault: str = "", launcher: tuple[str, ...] = ()) -> tuple[int, str]:
     process = started(folder, *words, fault=fault, launcher=launcher)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=PATIENCE_S)
     return process.returncode, out + err
 
 
@@ -61,54 +67,32 @@ def losses(folder: Path) -> dict[int, float]:
     return {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
 
 
-def close(one: Path, other: Path, *, within: float = 1e-5) -> bool:
-    first, second = losses(one), losses(other)
-    return first.keys() == second.keys() and all(abs(first[step] - second[step]) <= within for step in first)
-
-
-def test_one_curve_at_any_number_of_ranks_and_across_a_resume(tmp_path: Path) -> None:
-    runs = {name: tmp_path / name / "run" for name in ("one", "two", "one_two", "two_one")}
-    devices = {1: "trainer.devices=1", 2: "trainer.devices=2"}
-    for name, (before, after) in {"one": (1, 1), "two": (2, 2), "one_two": (1, 2), "two_one": (2, 1)}.items():
-        cut = () if before == after else ("trainer.max_steps=8",)
-        words = ("optim.schedule=constant", "optim.warmup_fraction=0", "risk=prior")  # Muon's products are in bf16
-        code, told = done(runs[name], devices[before], *words, *cut)
-        assert code == 0, told
-        if cut:
-            code, told = done(runs[name], devices[after], *words, f"resume={runs[name]}")
-            assert code == 0, told
-    assert all(close(runs["one"], runs[name]) for name in ("two", "one_two", "two_one"))
-    results = {name: json.loads((runs[name] / "result.json").read_text()) for name in ("one", "two")}
-    assert results["one"]["state_bytes"] == results["two"]["state_bytes"]
-    assert results["two"]["peak_bytes"] <= results["two"]["peak_bytes_predicted"]
-
-
-FAULTS = {
-    "nan": (0, "the loss of step 7 is nan: the step changes nothing"),
-    "oom": (4, "rank 1: .*has no memory left"),
-    "SIGTERM": (130, "SIGTERM ended the run after step 7"),
-    "SIGKILL": (5, "rank 1 was ended by SIGKILL; resume=auto goes on"),
-    "slow": (0, "run folder"),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_what_befalls_one_rank_ends_or_spares_all(fault: str, tmp_path: Path) -> None:
+def test_a_killed_rank_ends_the_run_and_a_signal_to_the_command_the_next_attempt(tmp_path: Path) -> None:
     folder = tmp_path / "day" / "run"
-    code, told = done(folder, "trainer.devices=2", "budget=state_25", "reallocation=interval", fault=fault)
-    expected, text = FAULTS[fault]
-    assert code == expected, told
-    with pytest.raises(AssertionError, match=text):
-        raise AssertionError(" ".join(told.split()))
-    if expected:
-        code, told = done(folder, "trainer.devices=2", "budget=state_25", "resume=auto")
-        assert code == 0, told
-    assert max(losses(folder)) == 11 and (folder / "result.json").is_file()
+    code, told = done(folder, "trainer.devices=2", "budget=state_25", fault="SIGKILL")
+    assert code == 5 and "rank 1 was ended by SIGKILL; resume=auto goes on" in " ".join(told.split()), told
+    assert max(losses(folder)) < 11 and not (folder / "result.json").exists()
+    process = started(folder, "trainer.devices=2", "budget=state_25", "trainer.max_steps=4000", "resume=auto")
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step "):
+            break
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 130 and "SIGTERM ended the run after step" in err, out + err
+    assert (folder / "checkpoints" / "last.ckpt").is_file()
+    steps = list(losses(folder))
+    assert steps == list(range(len(steps))), "none is missing, and none there twice"
+
+
+def test_memory_that_runs_out_on_one_rank_has_its_exit_code(tmp_path: Path) -> None:
+    code, told = done(tmp_path / "day" / "run", "trainer.devices=2", "budget=state_25", fault="oom")
+    assert code == 4 and re.search("rank 1: .*has no memory left", " ".join(told.split())), told
 
 
 def test_torchrun_trains_one_run(tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
-    code, told = done(tmp_path / "day" / "run", "budget=state_25", launcher=launcher)
+    code, told = done(tmp_path / "day" / "run", "budget=state_25", "trainer.max_steps=4", launcher=launcher)
     assert code == 0, told
     assert [entry.name for entry in (tmp_path / "day").iterdir() if entry.is_dir()] == ["run"]
     code, told = done(tmp_path / "day" / "other", "trainer.max_stps=2", launcher=launcher)
@@ -116,17 +100,50 @@ def test_torchrun_trains_one_run(tmp_path: Path) -> None:
     assert not (tmp_path / "day" / "other").exists()
 
 
-def test_a_signal_to_the_command_ends_all_ranks_after_a_checkpoint(tmp_path: Path) -> None:
-    folder = tmp_path / "day" / "run"
-    process = started(folder, "trainer.devices=2", "budget=state_25", "trainer.max_steps=4000")
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step "):
-            break
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and "SIGTERM ended the run after step" in err, out + err
-    assert (folder / "checkpoints" / "last.ckpt").is_file()
+def test_several_tasks_of_a_submitit_job_are_one_run(tmp_path: Path) -> None:
+    sweep = tmp_path / "sweep"
+    words = [*WORDS, *QUICK, "trainer.max_steps=4", "budget=state_25", "hydra/launcher=submitit_local"]
+    words += ["hydra.launcher.tasks_per_node=2", f"hydra.sweep.dir={sweep}", "hydra.sweep.subdir=job"]
+    code, told = start("-m", *words, folder=tmp_path).done()
+    assert code == 0, told
+    result = json.loads((sweep / "job" / "result.json").read_text())
+    assert (result["num_ranks"], len(result["peak_by_rank"]), result["num_steps"]) == (2, 2, 4)
+    assert list(losses(sweep / "job")) == list(range(4))
+
+
+def test_a_trial_of_a_study_has_ranks_of_its_own(tmp_path: Path) -> None:
+    words = ["sweeps=frontier_vision", "hydra.sweeper.n_trials=1", "hydra.sweeper.gpus_per_trial=2"]
+    words += [
+        "hydra.sweeper.early_stop.rungs=[]",
+        "hydra.sweeper.baselines=[]",
+        f"hydra.sweep.dir={tmp_path / 'study'}",
+    ]
+    code, told = start("-m", *words, *WORDS, *QUICK, "trainer.max_steps=4", folder=tmp_path).done()
+    assert code == 0, told
+    result = json.loads((tmp_path / "study" / "0000" / "result.json").read_text())
+    assert result["num_ranks"] == 2 and "trainer.devices=2" in result["command"]
+
+
+SLURM = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "16", "SLURM_STEP_TASKS_PER_NODE": "8(x2)", "SLURM_JOB_ID": "41"}
+
+
+def test_srun_tells_a_task_of_two_machines_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {**SLURM, "SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_NODELIST": "gpu[07-08]"}
+    for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_NAME"):
+        monkeypatch.delenv(key, raising=False)
+    for key, value in given.items():
+        monkeypatch.setenv(key, value)
+    told = ranks_here()
+    assert told is not None and str(told) == "rank 9 of 16 processes (srun: SLURM_NTASKS)"
+    variables = ranks_module._variables(told)
+    assert variables == {
+        "RANK": "9",
+        "WORLD_SIZE": "16",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "8",
+        "MASTER_ADDR": "gpu07",
+        "MASTER_PORT": "15041",
+    }
 
 
 def test_the_first_machine_of_a_list() -> None:

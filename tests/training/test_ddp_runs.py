@@ -1,0 +1,184 @@
+"""Whole runs on two ranks in one pair of processes: one curve at any number of ranks, and what befalls rank 1 alone.
+
+What takes a launcher, a command's exit code or a killed process is in tests/cli/test_several_devices.py.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nan
+
+from baoc.config.schema import CheckpointConfig, ModelConfig, OptimConfig, ReallocationConfig, RiskConfig
+from baoc.core.budgets import parse_budget
+from baoc.tasks.vision import VisionTask
+from baoc.tracking import files, read_metrics
+from baoc.training import run as training
+from baoc.training.reallocation import Reallocator
+from tests.support.ranks import as_launched, group, in_processes
+from tests.support.training_runs import config
+
+pytestmark = pytest.mark.slow
+
+STEPS, AT = 12, 6
+MORE_BYTES = 256 << 20
+ONE_CURVE = {
+    "model": ModelConfig(),
+    "risk": RiskConfig(name="prior"),  # Muon's products are in bf16
+    "reallocation": ReallocationConfig(),
+    "optim": OptimConfig(schedule="constant", warmup_fraction=0.0),
+}
+BEFALLS: dict[str, dict[str, Any]] = {
+    "nan": {},
+    "slow": {"reallocation": ReallocationConfig(mode="interval", warmup_steps=3, interval=3)},
+    "SIGTERM": {},
+    "SIGUSR1": {},
+    "in a decision": {"reallocation": ReallocationConfig(mode="interval", warmup_steps=3, interval=3)},
+    "breach": {"budget": parse_budget("60mb")},
+    "budget file": {},
+}
+
+
+def ran(folder: Path, *, ranks: int, steps: int = STEPS, resume: Path | None = None, **changes: Any) -> dict[str, Any]:
+    """What a run says, how it ends, and its result on rank 0."""
+    given = config(**{"batch_size": 64, "checkpoint": CheckpointConfig(every_n_steps=4, export=False), **changes})
+    trainer = replace(given.trainer, devices=ranks, max_steps=steps, val_check_interval=100, limit_val_batches=1)
+    given = replace(given, trainer=trainer, resume=None if resume is None else str(resume))
+    folder.mkdir(parents=True, exist_ok=True)
+    told, ended, result = StringIO(), "", None
+    with redirect_stdout(told), redirect_stderr(told):
+        try:
+            result = training.run(given, run_dir=folder, command="python run.py")
+        except Exception as error:
+            ended = f"{type(error).__name__}: {error}"
+    return {"ended": ended, "told": told.getvalue(), "result": result}
+
+
+@contextmanager
+def befalling(kind: str, *, rank: int, folder: Path) -> Iterator[None]:
+    """Inside, `kind` befalls a rank in its step AT."""
+    plain = VisionTask.training_step
+    moves: Callable[..., Any] = Reallocator._move_or_stay
+
+    def step(self: VisionTask, batch: Any, index: int) -> Tensor:
+        now, mine = self.trainer.global_step, rank == 1
+        if mine and now == 1 and kind == "breach":
+            torch.zeros(MORE_BYTES, dtype=torch.uint8)
+        if rank == 0 and now == AT and kind == "budget file":
+            (folder / "budget").write_text("state_10\n")
+        loss = plain(self, batch, index)
+        if mine and now == AT and self.trainer.training:
+            if kind == "slow":
+                time.sleep(0.5)
+            if kind.startswith("SIG"):
+                os.kill(os.getpid(), getattr(signal, kind))
+            if kind == "nan":
+                return loss * nan
+        return loss
+
+    def decided(self: Reallocator, *given: Any, **more: Any) -> Any:
+        if rank == 1 and self.step == AT and kind == "in a decision":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return moves(self, *given, **more)
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(VisionTask, "training_step", step))
+        stack.enter_context(mock.patch.object(Reallocator, "_move_or_stay", decided))
+        yield
+
+
+def work(rank: int, size: int, store: Path) -> dict[str, Any]:
+    base = store.parent / f"rank {rank}"
+    shared = store.parent / "rank 0"  # whose folders are those of the run
+    found: dict[str, Any] = {}
+    if rank == 0:
+        found["one"] = ran(base / "one", ranks=1, **ONE_CURVE)
+        found["one_two, begun"] = ran(base / "one_two", ranks=1, steps=8, **ONE_CURVE)
+    with as_launched(rank, size), group(rank, size, store=store):
+        given: dict[str, Any] = {"ranks": 2, **ONE_CURVE}
+        found["two"] = ran(base / "two", **given)
+        found["one_two"] = ran(base / "one_two", resume=shared / "one_two", **given)
+        found["two_one, begun"] = ran(base / "two_one", steps=8, **given)
+        for kind, changes in BEFALLS.items():
+            with befalling(kind, rank=rank, folder=base / kind):
+                found[kind] = ran(base / kind, ranks=2, **changes)
+        for kind in ("SIGUSR1", "in a decision"):
+            found[f"{kind}, resumed"] = ran(base / kind, ranks=2, resume=shared / kind, **BEFALLS[kind])
+    if rank == 0:
+        found["two_one"] = ran(base / "two_one", ranks=1, resume=base / "two_one", **ONE_CURVE)
+        found["losses"] = {name: losses(base / name) for name in ("one", "two", "one_two", "two_one", *BEFALLS)}
+    moves = base / "budget file" / files.REALLOCATIONS_FILE
+    found["moves"] = [(line["step"], line["trigger"], line["moves"]) for line in files.read_jsonl(moves)]
+    return found
+
+
+def losses(folder: Path) -> dict[int, float]:
+    return {line["step"]: line["train/loss"] for line in read_metrics(folder) if "train/loss" in line}
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    return in_processes(work)
+
+
+@pytest.mark.parametrize("name", ["two", "one_two", "two_one"])
+def test_one_curve_at_any_number_of_ranks_and_across_a_resume(name: str, found: list[dict[str, Any]]) -> None:
+    assert found[0][name]["ended"] == ""
+    one, other = found[0]["losses"]["one"], found[0]["losses"][name]
+    assert list(one) == list(other) == list(range(STEPS))
+    assert max(abs(one[step] - other[step]) for step in one) <= 1e-5
+
+
+def test_the_result_is_of_all_ranks(found: list[dict[str, Any]]) -> None:
+    one, two = found[0]["one"]["result"], found[0]["two"]["result"]
+    assert found[1]["two"]["result"] is None, "rank 0 has it"
+    assert one.state_bytes == two.state_bytes and (one.num_ranks, one.peak_by_rank) == (1, ())
+    assert two.num_ranks == 2 and max(two.peak_by_rank) == two.peak_bytes <= two.peak_bytes_predicted
+
+
+ENDS = {
+    "nan": "",
+    "slow": "",
+    "SIGTERM": "PreemptedError: SIGTERM ended the run after step 7",
+    "SIGUSR1": "PreemptedError: SIGUSR1 ended the run after step 7",
+    "in a decision": "PreemptedError: SIGTERM ended the run after step 6",
+    "breach": "BudgetBreachedError: budget 60mb allows",
+    "budget file": "",
+}
+
+
+@pytest.mark.parametrize("kind", BEFALLS)
+def test_what_befalls_one_rank_ends_or_spares_all_in_the_same_step(kind: str, found: list[dict[str, Any]]) -> None:
+    first, second = (each[kind]["ended"].partition(", whose checkpoint")[0] for each in found)
+    assert first == second and first.startswith(ENDS[kind]) and bool(first) == bool(ENDS[kind])
+    if not first:
+        assert list(found[0]["losses"][kind]) == list(range(STEPS))
+
+
+def test_a_loss_that_is_no_number_on_one_rank_changes_nothing_on_all(found: list[dict[str, Any]]) -> None:
+    assert "the loss of step 7 is nan: the step changes nothing" in " ".join(found[0]["nan"]["told"].split())
+
+
+def test_a_breach_names_the_rank(found: list[dict[str, Any]]) -> None:
+    assert all(" bytes) on rank 1 (" in each["breach"]["ended"] for each in found)
+
+
+@pytest.mark.parametrize("kind", ["SIGUSR1", "in a decision"])
+def test_a_run_that_a_signal_to_one_rank_has_ended_goes_on(kind: str, found: list[dict[str, Any]]) -> None:
+    assert [each[f"{kind}, resumed"]["ended"] for each in found] == ["", ""]
+    assert list(found[0]["losses"][kind]) == list(range(STEPS))
+
+
+def test_a_budget_that_is_written_in_mid_run_is_that_of_all_ranks_from_one_step_on(found: list[dict[str, Any]]) -> None:
+    first, second = (each["moves"] for each in found)
+    assert first == second and [line[:2] for line in first][-1] == (AT + 1, "budget")
+    assert found[0]["budget file"]["result"].budget["name"] == "state_10"
