@@ -230,7 +230,7 @@ class _Others:
             raise self._why() from error
 
     def _why(self) -> TrainingFailedError:
-        ends = monotonic() + 2.0  # the connection may be gone before the process
+        ends = monotonic() + ENDING_S  # the connection is gone before the process, on a busy machine by seconds
         while self.first is None and monotonic() < ends:
             sleep(0.05)
         failed = TrainingFailedError(_told(self.first) + "; resume=auto goes on from the newest checkpoint")
