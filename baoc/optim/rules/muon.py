@@ -26,10 +26,30 @@ def orthogonalized(matrices: Tensor, *, dtype: torch.dtype = torch.float32) -> T
     # By the largest element first: squares of gradients far below 1 would be lost.
     x = x / x.abs().amax((-2, -1), keepdim=True).clamp_(min=_TINY)
     x = (x / torch.linalg.matrix_norm(x, keepdim=True).clamp_(min=_TINY)).to(dtype)
-    for _ in range(STEPS):
-        gram = x @ x.mT
-        x = A * x + (B * gram + C * (gram @ gram)) @ x
+    stack = x.reshape(-1, *x.shape[-2:])
+    long = dtype is torch.float32 and stack.shape[-1] >= 2 * stack.shape[-2]
+    x = (_steps_on_gram if long else _steps)(stack).view(x.shape)
     return (x if wide else x.mT).to(torch.float32)
+
+
+def _steps(x: Tensor) -> Tensor:
+    for _ in range(STEPS):
+        gram = torch.bmm(x, x.mT)
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=B, alpha=C), x, beta=A)
+    return x
+
+
+def _steps_on_gram(x: Tensor) -> Tensor:
+    """The same in fp32, by products as small as the shorter side: X <- P X is G <- P G P for G = X X^T."""
+    gram, q = torch.bmm(x, x.mT), None
+    for step in range(STEPS):
+        p = torch.baddbmm(gram, gram, gram, beta=B, alpha=C)
+        p.diagonal(dim1=-2, dim2=-1).add_(A)
+        q = p if q is None else torch.bmm(p, q)
+        if step < STEPS - 1:
+            gram = torch.bmm(torch.bmm(p, gram), p)
+    assert q is not None
+    return torch.bmm(q, x)
 
 
 class Muon(Rule):
