@@ -142,6 +142,7 @@ _LLAMA_SIZES = (
     _size("130m", "134M at 32,000 tokens", lr=1e-3, width=768, hidden=2048, depth=12, heads=12),
     _size("350m", "368M at 32,000 tokens", lr=6e-4, width=1024, hidden=2736, depth=24, heads=16, micro_batch=8),
     _size("1b", "1.34B at 32,000 tokens", lr=4e-4, width=2048, hidden=5461, depth=24, heads=32, micro_batch=4),
+    _size("3b", "3.37B at 32,000 tokens", lr=3e-4, width=3072, hidden=8192, depth=28, heads=24, micro_batch=2),
     _size("7b", "6.74B at 32,000 tokens", lr=3e-4, width=4096, hidden=11008, depth=32, heads=32, micro_batch=1),
 )
 

@@ -1,6 +1,6 @@
 """What a budget buys: samples per second of BAOC and of fp32 AdamW in the same memory, and Llama 350M in 4 GiB.
 
-`python experiments/benchmarks/budget_ratio.py OUT [--steps 8] [--only NAME...] [--seconds 230]`, on an NVIDIA GPU.
+`python experiments/benchmarks/budget_ratio.py OUT [--steps 8] [--only NAME...] [--seconds 230]` takes an NVIDIA GPU.
 Leaves OUT/ratio.csv with a row per case, written when it ends, and OUT/options.csv with every option of every decision.
 A case is a run of an experiment in a process of its own, under the cap of its budget, forked from one that has imported
 what runs need. fp32 AdamW stands beside it three times: with every option that the experiment has and its own best one
@@ -35,6 +35,7 @@ KEPT = (*ADAMW, "model.checkpointing=false")
 AUTOCAST = (*KEPT, "model.activations=null")
 RECOMPUTED = ("micro_batch=128", "model.checkpointing=true", "optim.release_gradients=true")
 COMPILED = "model.compile=true"
+LARGE = ("llama_1b_8gb", "llama_3b_16gb", "llama_7b_24gb")  # where states decide; beside them, llama_peers.py
 VIT, DIT, LLAMA = (f"experiments={name}" for name in ("vit_l16_8gb", "dit_xl2_16gb", "llama_350m_8gb"))
 CASES: dict[str, tuple[str, ...]] = {
     "vit_l16_8gb": (VIT,),
@@ -57,9 +58,9 @@ CASES: dict[str, tuple[str, ...]] = {
     "llama_1b_16gb": (LLAMA, "model.size=1b", "budget=16gb"),
     "vit_l16_8gb_kept_compiled": (VIT, "micro_batch=32", "model.checkpointing=false", COMPILED),
     "vit_l16_8gb_adamw_recomputed_compiled": (VIT, *ADAMW, *RECOMPUTED, COMPILED),
+    **{name: (f"experiments={name}",) for name in LARGE},
 }
 SEARCHED = ("vit_l16_8gb", "llama_350m_4gb", "dit_xl2_16gb", "llama_350m_8gb", "llama_1b_16gb")
-LIMIT_S = 120.0  # of a case
 QUIET = (
     "trainer.enable_progress_bar=false",
     "trainer.limit_val_batches=1",
@@ -220,6 +221,7 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=5, help="first steps that are not timed: steps of seconds need few")
     parser.add_argument("--seconds", type=float, default=230.0, help="of all cases; those after are left out")
     parser.add_argument("--search", type=float, default=0.0, metavar="S")
+    parser.add_argument("--case-seconds", type=float, default=120.0, help="of one case")
     parser.add_argument("--only", nargs="*", choices=list(CASES))
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
@@ -255,13 +257,13 @@ def main() -> None:
         if asked.search:
             first = asked.runs / f"{name}_search"
             run = partial(search_case, name, folder=first, search_s=asked.search, **given)
-            why = forked(run, folder=first, seconds=min(end - began, LIMIT_S))
+            why = forked(run, folder=first, seconds=min(end - began, asked.case_seconds))
             search = json.loads(read(first / "search.json") or "{}")
             rows_of_search = list(csv.DictReader((read(first / "search.csv") or "").splitlines()))
             searched += [{"case": name, **option} for option in rows_of_search]
             write(asked.out / "search.csv", searched)
         run = partial(run_case, name, folder=folder, **given)
-        why = forked(run, folder=folder, seconds=min(end - time.monotonic(), LIMIT_S)) or why
+        why = forked(run, folder=folder, seconds=min(end - time.monotonic(), asked.case_seconds)) or why
         rows.append(row_of(name, folder=folder, why=why, took_s=time.monotonic() - began) | search)
         options += [{"case": name, **option} for option in options_of(folder)]
         write(asked.out / "ratio.csv", rows)
