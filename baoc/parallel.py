@@ -83,8 +83,8 @@ REFUSED = {
         "Save its state_dict()"
     ),
     "sharded_budget": (
-        "budget {budget} was given for a module that fully_shard cuts: what a step of it holds or takes is not "
-        "predicted yet. Give a share of state, such as state_25"
+        "budget {budget} was given for a module that fully_shard cuts, where {why}. Give a share of state, such as "
+        "state_25, or a budget of memory with probe="
     ),
     "sharded_moves": (
         "reallocation={mode} was asked for a module that fully_shard cuts: statistics of gradients are not added up "

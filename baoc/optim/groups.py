@@ -259,8 +259,8 @@ def match_blocks(blocks: Iterable[Block], *, params: Mapping[str, Tensor]) -> di
                 )
             if name in taken:
                 raise BadInputError(f"{name} is in two blocks, one of them {block.name}: each parameter has one block")
-            if tuple(params[name].shape) != info.shape:
-                raise BadInputError(f"{name} has shape {tuple(params[name].shape)}, its block says {info.shape}")
+            if tuple(params[name].shape) != (said := info.whole or info.shape):
+                raise BadInputError(f"{name} has shape {tuple(params[name].shape)}, its block says {said}")
             found[info.name] = name
             taken.add(name)
     left = [name for name in params if name not in taken]

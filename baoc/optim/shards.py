@@ -40,9 +40,20 @@ def whole(param: Any) -> Tensor:
 
 
 def described(info: ParamInfo, *, param: Any) -> ParamInfo:
-    """The description of a parameter, which says whether it is sharded."""
-    whole = info.shape if is_sharded(param) else None
-    return info if info.whole == whole else replace(info, whole=whole)
+    """The description of a whole parameter, which says whether it is sharded."""
+    if not is_sharded(param):
+        return info if info.whole is None else replace(info, whole=None)
+    shape = tuple(param.shape)
+    return info if info.shape == info.whole == shape else replace(info, shape=shape, whole=shape)
+
+
+def largest_part(info: ParamInfo, *, param: Any) -> ParamInfo:
+    """The description of what the rank has that has most of a parameter, which is the first."""
+    shard = shard_of(param)
+    if shard is None:
+        return info
+    rows, *others = shard.owner.shape
+    return replace(info, shape=(-(-rows // shard.shards.size), *others), whole=tuple(shard.owner.shape))
 
 
 def refuse_unlike(param: Any, *, name: str) -> None:

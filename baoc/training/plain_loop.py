@@ -4,7 +4,7 @@ The loop stays as it is; the optimizer plans when it is built, watches gradients
 """
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from baoc.optim import BlockwiseOptimizer, GradientRelease
 from baoc.optim.backward import take_from_others
 from baoc.optim.groups import check_names, check_settings, check_tensor, members_of, plain, raw_groups
 from baoc.optim.load_watch import watch_loads
-from baoc.optim.shards import is_sharded
+from baoc.optim.shards import is_sharded, largest_part
 from baoc.parallel import ALONE, ranks, refusal, refuse_ranks, unwrapped
 from baoc.profiling import cap_device, describe, free_bytes
 from baoc.profiling.bf16_params import cast_to_bf16
@@ -31,7 +31,7 @@ from baoc.training.own_words import in_own_words
 from baoc.training.reallocation import ReallocationSettings
 from baoc.training.session import RecipeLike, Session, SessionSettings, make_profiler, with_recipe
 from baoc.training.user_optimizer import check_switches, declared_blocks, groups_of, hyperparameters, widened
-from baoc.types import Budget, Plan, profile_from_plain
+from baoc.types import Budget, ParamInfo, Plan, profile_from_plain
 
 PLAIN_WARMUP_STEPS = 100
 
@@ -103,7 +103,7 @@ class BaocOptimizer(BlockwiseOptimizer):
         group.share(whole)  # states are made of them, of some their last bits
         free = -int(group.most(-free_bytes(device))[0])
         limit = resolve_auto(parse_budget(budget), free_bytes=free)
-        _refuse_sharded(named, budget=limit, settings=settings)
+        _refuse_sharded(named, budget=limit, settings=settings, probed=probe is not None)
         if limit.step_time is not None and probe is None:
             raise BadInputError(
                 f"budget.step_time={limit.step_time:g} needs seconds of a step before training: give probe=, a "
@@ -112,8 +112,9 @@ class BaocOptimizer(BlockwiseOptimizer):
         unknown = limit.memory_bytes is not None and probe is None
         in_bf16 = all(param.dtype == torch.bfloat16 for param in named.values())
         settings = widened(settings, device=device.type, budget=limit, precision="bf16-true" if in_bf16 else "32-true")
+        infos = describe(module if module is not None else pairs, optimizer_groups=groups)
         session = Session(
-            describe(module if module is not None else pairs, optimizer_groups=groups),
+            infos if limit.memory_bytes is None else held_at_most(infos, params=named),
             params=named,
             budget=limit,
             settings=settings,
@@ -275,12 +276,19 @@ def _learn_footprint(optimizer: Any, *_: object) -> None:
     optimizer._learn_footprint()
 
 
-def _refuse_sharded(named: Mapping[str, Tensor], *, budget: Budget, settings: SessionSettings) -> None:
+def held_at_most(infos: Sequence[ParamInfo], *, params: Mapping[str, Tensor]) -> tuple[ParamInfo, ...]:
+    """What a budget of a device is planned for: of sharded parameters the part of the rank that has most."""
+    return tuple(largest_part(info, param=params[info.name]) for info in infos)
+
+
+def _refuse_sharded(named: Mapping[str, Tensor], *, budget: Budget, settings: SessionSettings, probed: bool) -> None:
     """Raises BadInputError for what is not done yet where parameters are sharded."""
     if not any(is_sharded(param) for param in named.values()):
         return
-    if budget.memory_bytes is not None or budget.step_time is not None:
-        raise refusal("sharded_budget", budget=budget.name)
+    if budget.step_time is not None:
+        raise refusal("sharded_budget", budget=budget.name, why="seconds of a step are not predicted yet")
+    if budget.memory_bytes is not None and not probed:
+        raise refusal("sharded_budget", budget=budget.name, why="a step has to be measured before training")
     if settings.reallocation.mode != "off":
         raise refusal("sharded_moves", mode=settings.reallocation.mode)
 

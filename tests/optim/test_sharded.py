@@ -237,7 +237,14 @@ def planned() -> dict[str, Any]:
     fully_shard(module)
     optimizer = BaocOptimizer(module, budget="state_50", verbose=False)
     held = sum(optimizer.block_state_bytes().values())
-    return {"specs": optimizer.specs, "bytes": optimizer.plan.allocation.state_bytes, "held": held}
+    inside = BaocOptimizer(module, budget="110kb", verbose=False, probe=lambda: module(torch.ones(2, 32)).sum())
+    states = sum(inside.block_state_bytes().values())
+    return {
+        "specs": optimizer.specs,
+        "bytes": optimizer.plan.allocation.state_bytes,
+        "held": held,
+        "inside": (inside.specs, inside.plan.allocation.state_bytes, states, inside.plan.peak_bytes),
+    }
 
 
 def work(rank: int, size: int, store: Path, *, folder: Path, source: int) -> dict[str, Any]:
@@ -354,6 +361,13 @@ def test_a_group_of_a_codec_never_lies_on_two_ranks() -> None:
         BadInputError, match=r"w of shape \(2048, 5461\) cannot run adamw_int8 on 3 ranks: .* divides 32"
     ):
         check_edges(info, states=states, shard=cut(info.shape, 3), spec="adamw_int8")
+
+
+def test_a_budget_of_memory_is_that_of_the_rank_which_has_most(alone: Any, two: list[Any], four: list[Any]) -> None:
+    for found in ([alone], two, four):
+        (specs, states, held, peak), *others = (each["planned"]["inside"] for each in found)
+        assert held == states and peak <= 110_000
+        assert all(other[0] == specs and other[2] <= held for other in others)
 
 
 @pytest.mark.parametrize("run", ["clipped", "trained"])

@@ -6,7 +6,8 @@ rank. The sums of matching are added up by one message more, before weights are 
 `optim.rules.muon` with `optim.backends.eager`, and arithmetic is in torch as there.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,18 +17,34 @@ from baoc.optim.backends.base import Backend, StepInputs
 from baoc.optim.backends.eager import apply_, changed
 from baoc.optim.rules import Direction
 from baoc.optim.rules.muon import orthogonalized
-from baoc.optim.shards import Shards
+from baoc.optim.shards import Shards, shard_of
 from baoc.optim.state import Bucket, LiveBlock, Slot, State
 from baoc.types import Scaling
 
 ROOM = 256 * 2**20  # bytes of temporaries that a batch of more than one matrix for each rank may take
-_PER_ELEMENT = 24  # of them for each element that a rank has of a batch
+_PER_ELEMENT = 48  # of them at most for each element that a rank has of a batch
 _TINY = 1e-30
 
 
 def needs_gathering(block: LiveBlock) -> bool:
     """Whether the rule needs whole matrices of which this rank has some rows."""
     return block.rule.info.scaling is Scaling.SPECTRAL and any(slot.shard is not None for slot in block.slots)
+
+
+def temporary_bytes(params: Iterable[Tensor]) -> int:
+    """The most that a step of sharded `params` takes beside states, where all of their matrices run Muon."""
+    cut = [(param.shape, shard) for param in params if param.ndim > 1 and (shard := shard_of(param)) is not None]
+    sizes = {shape: shard.shards.size for shape, shard in cut}
+    found = [0]
+    for shape, count in Counter(shape for shape, _ in cut).items():
+        elements = -(-shape[0] // sizes[shape]) * (shape.numel() // max(shape[0], 1))
+        found.append(_PER_ELEMENT * elements * min(count, _most(elements, size=sizes[shape])))
+    return max(found)
+
+
+def _most(elements: int, *, size: int) -> int:
+    """Matrices of a batch, of each of which a rank has so many elements."""
+    return max(size, ROOM // max(_PER_ELEMENT * elements, 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +116,7 @@ class GatheredBackend(Backend):
             cols = members[0][1].owner.numel() // rows
             matrix = (cols, rows) if turned else (rows, cols)
             most = -(-rows // shards.size)
-            many = max(shards.size, ROOM // (_PER_ELEMENT * most * cols))
+            many = _most(most * cols, size=shards.size)
             for begin in range(0, len(members), many):
                 some = members[begin : begin + many]
                 slots = tuple(slot for _, slot in some)

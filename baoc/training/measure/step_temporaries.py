@@ -8,13 +8,16 @@ from functools import lru_cache
 import torch
 
 from baoc.core.catalogue import device_rows, on_device
+from baoc.core.rule_tags import RULE_INFOS
 from baoc.kernels import available, fits
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.backends import stand_in
 from baoc.optim.backends.fused import has_kernel, temporary_bytes
+from baoc.optim.backends.gathered import temporary_bytes as gathered_bytes
+from baoc.optim.shards import is_sharded, local
 from baoc.profiling import step_temporary_bytes
 from baoc.profiling.footprint import StepProbe
-from baoc.types import OptimizerSpec, Placement
+from baoc.types import OptimizerSpec, Placement, Scaling
 
 _ROWS, _COLUMNS = 256, 256
 
@@ -29,7 +32,12 @@ def step_temporaries(specs: Iterable[OptimizerSpec], *, params: Iterable[torch.T
     states are stepped as those on the device are, and what the host steps needs nothing there.
     """
     given, params = list(specs), list(params)
-    found = _of_rows(device_rows(given), params=params)
+    found = _of_rows(device_rows(given), params=[local(param) for param in params])
+    if any(is_sharded(param) for param in params):
+        gathered = gathered_bytes(params)
+        found |= {
+            spec.name: gathered for spec in device_rows(given) if RULE_INFOS[spec.rule].scaling is Scaling.SPECTRAL
+        }
     away = {spec.name for spec in given if spec.placement == Placement.HOST_UPDATED and params[0].device.type == "cuda"}
     return {spec.name: 0 if spec.name in away else found[on_device(spec.name)] for spec in given}
 
