@@ -13,7 +13,7 @@ from baoc.models import OWN_SIZE, ModelSize, choose_size
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
     """A resolved configuration. `reasons` has one sentence per chosen value, for the start-up summary. `open`: the
-    micro-batch search still decides micro-batch and checkpointing (`training.measure.microbatch_search`), and
+    micro-batch search still decides micro-batch and recomputed layers (`training.measure.microbatch_search`), and
     `micro_batch` is a placeholder."""
 
     config: RunConfig
@@ -27,12 +27,12 @@ STAND_IN = 8  # samples of the example batch while the micro-batch is undecided
 
 
 def is_open(config: RunConfig, *, device: str) -> bool:
-    """Whether the micro-batch search decides micro-batch, checkpointing and allocation together. It does on request
-    (micro_batch=auto, or an objective other than quality), and by default on CUDA with limited memory and no given
-    micro-batch. Released gradients need the whole batch as one micro-batch."""
+    """Whether the micro-batch search decides micro-batch, recomputed layers and allocation together. It does on request
+    (micro_batch or model.checkpointing=auto, or an objective other than quality), and by default on CUDA with limited
+    memory and no given micro-batch. Released gradients need the whole batch as one micro-batch."""
     if config.mode == "eval":
         return False
-    requested = config.micro_batch == "auto" or config.objective != "quality"
+    requested = "auto" in (config.micro_batch, config.model.checkpointing) or config.objective != "quality"
     if config.optim.release_gradients and not requested:
         return False
     limited = config.budget.memory_bytes is not None or config.budget.name == "auto"

@@ -19,6 +19,7 @@ from baoc.planning.cards import CARDS
 from baoc.types import Budget
 
 _NAME = "letters, digits and . , = + - _ only, as it names the run folder"
+_NUM_LAYERS = at_least(0, " layers, true, false, auto or null")
 _Beta = Annotated[float, Allowed("", ge=0, lt=1)]
 
 
@@ -52,8 +53,9 @@ class ModelConfig:
 
     `pretrained`: a folder or safetensors file to start from; null starts at random. `new_head` skips the file's head,
     for other classes. `freeze`: patterns of parameter names that are not trained. `checkpointing` recomputes
-    activations in the backward pass; null leaves it to the micro-batch search, and is off without one. `activations`:
-    bf16 keeps norms and the residual stream in bf16 too, which bf16-mixed alone computes in float32. `compile` applies
+    activations in the backward pass: of all layers, none, or so many, the first ones. auto has it decided with the
+    micro-batch; null is auto where there is such a decision anyway, and false elsewhere. `activations`: bf16 keeps
+    norms and the residual stream in bf16 too, which bf16-mixed alone computes in float32. `compile` applies
     torch.compile.
     """
 
@@ -64,7 +66,7 @@ class ModelConfig:
     freeze: tuple[str, ...] = ()
     lora: LoraConfig = field(default_factory=LoraConfig)
     activations: Literal["bf16"] | None = None
-    checkpointing: bool | None = None
+    checkpointing: bool | Annotated[int, _NUM_LAYERS] | Literal["auto"] | None = None
     compile: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
 

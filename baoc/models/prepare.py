@@ -7,7 +7,7 @@ from torch import nn
 
 from baoc.models.adapters import add_lora, freeze
 from baoc.models.pretrained import head_names, load_pretrained
-from baoc.models.switches import enable_bf16_activations, enable_checkpointing, enable_compile
+from baoc.models.switches import enable_bf16_activations, enable_checkpointing, enable_compile, recomputable_layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,7 @@ class Preparation:
     lora_alpha: float | None = None
     lora_targets: Sequence[str] = ()
     activations: str | None = None
-    checkpointing: bool = False
+    checkpointing: bool | int = False  # of all layers, or so many
     compile: bool = False
     loaded: bool = False
 
@@ -51,7 +51,9 @@ def prepare(model: nn.Module, asked: Preparation, *, name: str, seed: int | None
         enable_bf16_activations(model, name=name)
         done.append("bf16 between layers, norms included")
     if asked.checkpointing:
-        done.append(f"activations of {enable_checkpointing(model, name=name)} parts are recomputed")
+        count = None if asked.checkpointing is True else asked.checkpointing
+        recomputed = enable_checkpointing(model, name=name, count=count)
+        done.append(f"recomputed layers {recomputed} of {len(recomputable_layers(model))}")
     if asked.compile:
         enable_compile(model)
         done.append("compiled")

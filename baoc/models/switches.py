@@ -19,6 +19,48 @@ from torch.utils.checkpoint import checkpoint
 from baoc.errors import BadInputError
 
 
+def recomputable_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers whose activations may be recomputed, in the order in which they run: the `checkpoint_units` that the
+    network or a part of it declares, else its repeated layers.
+
+    Repeated layers are the children of each ModuleList or Sequential whose children are all of one class, where such
+    hold most parameters. Of a few stages that are made of repeated layers themselves it is those. Layers that count
+    what they see, such as batch norms, are left out, as they would count it twice.
+    """
+    for child in model.modules():
+        declared = getattr(child, "checkpoint_units", None)
+        if declared is not None:
+            return list(declared)
+    total = _numel(model)
+    found = list({id(layer): layer for layer in _repeated(model, least=MINOR * total)}.values())
+    if 2 * sum(map(_numel, found)) < total:
+        return []
+    return [layer for layer in found if not any(getattr(m, "track_running_stats", False) for m in layer.modules())]
+
+
+def kept_params(module: nn.Module, *, recomputed: int) -> frozenset[str]:
+    """The names, in `module`, of the parameters of its layers after the first `recomputed` ones."""
+    there = {id(param) for layer in recomputable_layers(module)[recomputed:] for param in layer.parameters()}
+    return frozenset(name for name, param in module.named_parameters() if id(param) in there)
+
+
+STAGES = 4  # so few alike parts may be stages of layers
+MINOR = 0.1  # of all parameters: repeated layers that hold less are not what a network is made of
+
+
+def _repeated(module: nn.Module, *, least: float) -> list[nn.Module]:
+    children = list(module.children())
+    alike = len(children) > 1 and len({_kept_class(child) for child in children}) == 1
+    inner = [layer for child in children for layer in _repeated(child, least=least)]
+    if not (isinstance(module, nn.ModuleList | nn.Sequential) and alike) or _numel(module) < max(least, 1):
+        return inner
+    return inner if len(children) <= STAGES and 2 * sum(map(_numel, inner)) >= _numel(module) else children
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())
+
+
 def enable_checkpointing(model: nn.Module, *, name: str, count: int | None = None) -> int:
     """Recomputes the activations of the first `count` of the network's `checkpoint_units` in backward, of all where it
     is None; returns the number of units that are.
@@ -27,7 +69,7 @@ def enable_checkpointing(model: nn.Module, *, name: str, count: int | None = Non
     Dropout repeats its random numbers. The class of the units is replaced by a subclass, so that copies, pickles and
     parameter names do not change. Raises BadInputError for a network without units, or with fewer than `count`.
     """
-    units: list[nn.Module] = list(getattr(model, "checkpoint_units", ()))
+    units = recomputable_layers(model)
     if not units:
         raise BadInputError(
             f"model {name} names no parts whose activations could be recomputed: set model.checkpointing=false"
@@ -45,17 +87,21 @@ def enable_checkpointing(model: nn.Module, *, name: str, count: int | None = Non
 
 def disable_checkpointing(model: nn.Module) -> None:
     """Reverses `enable_checkpointing`; does nothing to a network that keeps all activations."""
-    for unit in getattr(model, "checkpoint_units", ()):
-        if type(unit) in _classes.values():
-            unit.__class__ = type(unit).__mro__[1]
+    for unit in recomputable_layers(model):
+        unit.__class__ = _kept_class(unit)
 
 
 def recomputed_layers(model: nn.Module) -> int:
     """How many of the network's `checkpoint_units` recompute their activations."""
-    return sum(type(unit) in _classes.values() for unit in getattr(model, "checkpoint_units", ()))
+    return sum(type(unit) in _classes.values() for unit in recomputable_layers(model))
 
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _kept_class(module: nn.Module) -> type[nn.Module]:
+    """The class of a module that keeps its activations."""
+    return type(module).__mro__[1] if type(module) in _classes.values() else type(module)
 
 
 def _recomputing(cls: type[nn.Module]) -> type[nn.Module]:

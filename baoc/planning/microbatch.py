@@ -5,8 +5,9 @@ that one of them saves are what another may spend. Nothing here runs a network.
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import product
 
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.planning.cost import grouped_bytes, native_bytes
@@ -26,8 +27,8 @@ _LINES = ("forward_backward_bytes", "validation_bytes", "resident_bytes", "conte
 class Axes:
     """What is left open: micro-batches in question, how many layers are recomputed, and gradients released.
 
-    `recomputed`: the numbers of recomputed layers, out of `num_layers`. Gradients are released only where the whole
-    batch is one micro-batch.
+    `recomputed`: the least and the most recomputed layers, out of `num_layers`; any number between them is an option
+    too. Gradients are released only where the whole batch is one micro-batch.
     """
 
     micro_batches: tuple[int, ...]
@@ -36,7 +37,7 @@ class Axes:
     release: tuple[bool, ...] = (False,)
 
     def ways(self, *, batch_size: int) -> list[tuple[int, int, bool]]:
-        """Every combination that there is, see `Option.way`."""
+        """Every combination with the least and the most recomputed layers, see `Option.way`."""
         return [
             (size, recomputed, release)
             for recomputed in self.recomputed
@@ -90,6 +91,109 @@ def _intervals(
     if not alike:
         return ()
     return tuple(replace(b, num_bytes=line(a.num_bytes, b.num_bytes)) for a, b in zip(low, high, strict=True))
+
+
+def at_size(trials: Sequence[Trial], *, micro_batch: int) -> Footprint:
+    """As `footprint_at`; from a single smaller trial the most that more samples may take: all beside weights and
+    gradients grows with them."""
+    found = footprint_at(trials, micro_batch=micro_batch)
+    if len(trials) > 1 or trials[0].micro_batch >= micro_batch:
+        return found
+    share = micro_batch / trials[0].micro_batch
+
+    def most(num_bytes: int, *, gradients: int | None) -> int:
+        there = found.weights_bytes + (found.gradients_bytes if gradients is None else 0)
+        return there + math.ceil(share * max(0, num_bytes - there))
+
+    return replace(
+        found,
+        forward_backward_bytes=most(found.forward_backward_bytes, gradients=0),
+        validation_bytes=most(found.validation_bytes, gradients=0),
+        intervals=tuple(replace(m, num_bytes=most(m.num_bytes, gradients=m.gradients)) for m in found.intervals),
+    )
+
+
+def between(fewer: Footprint, more: Footprint, *, share: float, kept: Collection[str] = ()) -> Footprint:
+    """The footprint where a number of recomputed layers is between those of two others: `share` of the way from
+    `fewer` to `more`. `kept`: the parameters of layers that are not recomputed, whose copies of autocast stay for
+    backward as they do with `fewer`.
+
+    At any moment of a step, each further layer of those that ran before it is one less to keep activations of, and
+    layers after it take nothing either way. So bytes at a moment fall with the number and then stay; the peak, as the
+    largest of such functions, is convex, and on the line between two numbers or below it.
+    """
+
+    def line(a: int, b: int) -> int:
+        return math.ceil(a + share * (b - a))
+
+    made = {name: line(getattr(fewer, name), getattr(more, name)) for name in _LINES}
+    alike = fewer.gradient_order == more.gradient_order and fewer.intervals and more.intervals
+    intervals = _joined(fewer.intervals, more.intervals, line=line, kept=kept) if alike else ()
+    return replace(more, intervals=intervals, **made)
+
+
+def _joined(
+    fewer: Sequence[PeakInterval],
+    more: Sequence[PeakInterval],
+    *,
+    line: Callable[[int, int], int],
+    kept: Collection[str],
+) -> tuple[PeakInterval, ...]:
+    """Intervals from each number of gradients that begins one in either, whose bytes are on the line between both.
+
+    With as many gradients it is not known which moments of both belong together, so each is joined with each.
+    """
+    found: list[PeakInterval] = []
+    for name in dict.fromkeys(m.name for m in (*fewer, *more)):
+        steps = [_by_gradients([m for m in of if m.name == name]) for of in (fewer, more)]
+        for count in dict.fromkeys([*steps[0], *steps[1]]):
+            ends = [_covering(of, count=count) for of in steps]
+            if not all(ends):
+                return ()  # of other kinds: only the largest of each footprint can be compared
+            joined = [
+                PeakInterval(
+                    name=name,
+                    num_bytes=line(a.num_bytes, b.num_bytes),
+                    gradients=count,
+                    copies={key: size for key, size in a.copies.items() if key in b.copies or key in kept},
+                )
+                for a, b in product(*ends)
+            ]
+            found += _undominated(joined)
+    return tuple(found)
+
+
+def _by_gradients(intervals: Sequence[PeakInterval]) -> dict[int | None, list[PeakInterval]]:
+    """By the number of gradients the intervals that may be the peak."""
+    counts = dict.fromkeys(interval.gradients for interval in intervals)
+    return {count: _undominated([m for m in intervals if m.gradients == count]) for count in counts}
+
+
+def _undominated(intervals: Sequence[PeakInterval]) -> list[PeakInterval]:
+    """Without those beside which another one takes no less whichever of the parameters are of 16 bits."""
+    found: list[PeakInterval] = []
+    for interval in sorted(intervals, key=lambda m: (-m.num_bytes, len(m.copies))):
+        if not any(other.copies.keys() <= interval.copies.keys() for other in found):
+            found.append(interval)
+    return found
+
+
+def _covering(steps: Mapping[int | None, list[PeakInterval]], *, count: int | None) -> list[PeakInterval]:
+    """The intervals in which so many gradients are alive: the last that begin with as many or fewer."""
+    if count is None:
+        return steps.get(None, [])
+    begun = [number for number in steps if number is not None and number <= count]
+    return steps[max(begun)] if begun else []
+
+
+def fewest(fits: Callable[[int], bool], *, most: int) -> int:
+    """The smallest number from 0 to `most` that `fits`, where any number above one that does fits too, and `most`
+    does."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle + 1, high)
+    return high
 
 
 def released(footprint: Footprint, *, blocks: Sequence[Block], grouped: bool) -> Footprint | None:
@@ -255,6 +359,39 @@ def best(options: Sequence[Option], *, objective: str) -> Option | None:
     return min(fitting, key=key)
 
 
+def worth_recomputing(
+    planner: Planner,
+    *,
+    most: int,
+    footprint: Callable[[int], Footprint | None],
+    plan: Plan | None,
+    least_bytes: int | None,
+) -> list[int]:
+    """Numbers of recomputed layers between 0 and `most` that may be better than both, by their `footprint`s: the fewest
+    with which the allocation of `plan`, made for `most`, still holds the budget's memory, the fewest with which any
+    does, and as many more as take about the same time.
+
+    `least_bytes`: what the allocation of least state takes without recomputed layers, None where that number does not
+    matter. Nothing where memory is not limited, or there is no plan.
+    """
+    memory = planner.budget.memory_bytes
+    if memory is None or plan is None:
+        return []
+    choices = plan.allocation.choices
+
+    def peak_bytes(number: int) -> float:
+        planner.footprint = footprint(number)
+        return math.inf if planner.footprint is None else planner.peak_bytes(choices, state_bytes=0)
+
+    state_bytes = plan.peak_bytes - peak_bytes(most)
+    found = {fewest(lambda number: peak_bytes(number) + state_bytes <= memory, most=most)}
+    if least_bytes is not None and least_bytes > memory >= plan.least_feasible_bytes:  # on a line, as peaks are
+        share = (least_bytes - memory) / (least_bytes - plan.least_feasible_bytes)
+        number = math.ceil(share * most)
+        found |= {number, number + int(3 * ALIKE * most)}  # a rate alike, of three forwards, with more room for states
+    return sorted(number for number in found if 0 < number < most)
+
+
 def option_rows(options: Sequence[Option]) -> list[dict[str, object]]:
     """Rows for options.csv."""
     return [{"option": option.name, **{f.name: getattr(option, f.name) for f in fields(option)}} for option in options]
@@ -316,7 +453,7 @@ def _none_is_fast(slow: Sequence[Option], *, options: Sequence[Option], budget: 
 def _pins(axes: Axes) -> list[str]:
     """What was asked for that stands in the way of fewer bytes."""
     found = []
-    if axes.recomputed == (0,):
+    if max(axes.recomputed) < axes.num_layers or not axes.num_layers:
         found.append("model.checkpointing=null, where the model can recompute activations")
     if axes.release == (True,):
         found.append("optim.release_gradients=null, which lets the batch be cut into micro-batches")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from baoc.models.switches import recomputed_layers
+from baoc.models.switches import recomputable_layers, recomputed_layers
 from baoc.profiling.tracker import untracked
 from baoc.tasks.frechet import frechet_distance
 from baoc.tasks.pictures import write_grid
@@ -63,7 +63,7 @@ def samples_at_once(task: "DiffusionTask", *, micro_batch: int) -> int:
     Sampling keeps the activations of one layer at a time; training keeps those of all layers, unless it recomputes
     them. The temporaries of a running layer are assumed to be as large as what four layers keep for backward.
     """
-    units = len(getattr(task.model, "checkpoint_units", ()))
+    units = len(recomputable_layers(task.model))
     return micro_batch * max(1, (units - recomputed_layers(task.model)) // 4)
 
 

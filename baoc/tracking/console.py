@@ -352,6 +352,7 @@ def print_result(result: RunResult, *, run_dir: str | Path) -> None:
         "step": "too few untracked steps to time one"
         if result.step_ms != result.step_ms
         else f"{_ms(result.step_ms)} ms{predicted}, {result.samples_per_s:,.0f} samples/s",
+        "layers": f"recomputed layers {result.recomputed_layers} of {result.num_layers}" if result.num_layers else None,
         "steps": f"{result.num_steps}, {_count(result.num_reallocations, 'reallocation')}",
     }
     _print_pairs(f"{result.name}, done", rows.items(), run_dir=run_dir)

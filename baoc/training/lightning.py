@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -89,6 +89,7 @@ class BudgetedStrategy(Strategy):
         *,
         settings: SessionSettings | None = None,
         recipe: RecipeLike | None = None,
+        checkpointing: bool | int | Literal["auto"] | None = None,
         latency: LatencyTable | None = None,
         plan_only: bool = False,
         record_latency: bool = False,
@@ -101,6 +102,8 @@ class BudgetedStrategy(Strategy):
         self.ranks: Ranks = ALONE
         self.budget = parse_budget(budget)
         self.settings = with_recipe(settings or SessionSettings(), recipe=recipe)
+        if checkpointing is not None:
+            self.settings = replace(self.settings, checkpointing=checkpointing)
         self.latency = latency
         self.decided: Footprint | None = None  # of this very step, by which a decision has found that it fits
         self.plan_only = plan_only
@@ -108,6 +111,7 @@ class BudgetedStrategy(Strategy):
         self.verbose = verbose
         self.reallocators: list[Reallocator] = []  # one for each optimizer; `reallocator` is the first
         self._narrators: list[Narrator] = []
+        self._recomputed = ""  # see Session
         self._first_step: PeakMeter | None = None
         self._arrived: ArrivedWeights | None = None  # of a resume, until the optimizer's states are loaded
         self._unmeasured: FirstStep | None = None  # a first step that nobody could measure before training
@@ -206,6 +210,7 @@ class BudgetedStrategy(Strategy):
             for number, one in enumerate(self.reallocators, start=1)
         ]
         for one, narrator in zip(self.reallocators, self._narrators, strict=True):
+            narrator.recomputed = self._recomputed
             if self._unmeasured is not None:
                 one.optimizer.register_step_post_hook(lambda *_: self._learn())
             else:
@@ -247,7 +252,7 @@ class BudgetedStrategy(Strategy):
                 )
             except UnmeasuredStepError as error:
                 self._plan_unmeasured(session, why=str(error))
-            self.context_bytes = session.context_bytes
+            self.context_bytes, self._recomputed = session.context_bytes, session.recomputed
             visit.close()
             device = self.root_device if self._waits else None
             if device is None and needs_room(session.plan, footprint=session.planner.footprint):
@@ -536,6 +541,8 @@ class BaocStrategy(BudgetedStrategy, SingleDeviceStrategy):
         device: "auto" (the Trainer's accelerator), "cpu", "cuda" or "cuda:N".
         settings: Planner, reallocation and optimizer settings.
         recipe: A recipe by name or file, or a `Recipe`: what each role runs, in place of the planner's choice.
+        checkpointing: How many layers recompute their activations in backward: True, False, the number of the first
+            ones, or "auto" for the fewest with which the plan is as good as with all. None leaves the module as it is.
         latency: Optimizer step times measured before; None measures them where a step-time limit needs them.
         plan_only: `fit` plans and ends before training.
         record_latency: Measure the step times of the chosen specs even if no limit needs them.
@@ -554,6 +561,7 @@ class BaocStrategy(BudgetedStrategy, SingleDeviceStrategy):
         device: str = "auto",
         settings: SessionSettings | None = None,
         recipe: RecipeLike | None = None,
+        checkpointing: bool | int | Literal["auto"] | None = None,
         latency: LatencyTable | None = None,
         plan_only: bool = False,
         record_latency: bool = False,
@@ -569,6 +577,7 @@ class BaocStrategy(BudgetedStrategy, SingleDeviceStrategy):
             device=named.get(device, device),
             settings=settings,
             recipe=recipe,
+            checkpointing=checkpointing,
             latency=latency,
             plan_only=plan_only,
             record_latency=record_latency,

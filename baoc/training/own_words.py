@@ -13,7 +13,7 @@ IN_PYTHON: Mapping[str, str] = {  # what planning says -> what it is in settings
     "catalogue.specs": "settings.planner.specs",
     "catalogue=host": "'*@streamed' in settings.planner.specs",
     "a smaller micro_batch": "fewer samples per forward",
-    "model.checkpointing=true": "activation checkpointing",
+    "model.checkpointing=true": "checkpointing='auto'",
     "a smaller model.size": "a smaller model",
     "allocator=exact": "settings.planner.allocator='exact'",
 }

@@ -6,7 +6,7 @@ The loop stays as it is; the optimizer plans when it is built, watches gradients
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,9 @@ class BaocOptimizer(BlockwiseOptimizer):
         probe: Runs one forward and backward pass on a typical batch, or returns its loss, so that limits on memory and
             time are planned before training. Without it the first step runs on the plan of least state and measures its
             memory, outside of the cap; a limit on time needs it.
+        checkpointing: How many layers recompute their activations in backward: True, False, the number of the first
+            ones, or "auto" for the fewest with which the plan is as good as with all, which needs a probe. None leaves
+            the network as it is.
         model: The network of which `params` are, where these are no module: names, roles and blocks are then its own.
         verbose: Print the plan, each move, and at the end whether the budget held.
         settings: Planner, reallocation and optimizer settings. The default warm-up is 100 steps.
@@ -79,6 +82,7 @@ class BaocOptimizer(BlockwiseOptimizer):
         settings: SessionSettings | None = None,
         release: bool | GradientRelease | None = None,
         recipe: RecipeLike | None = None,
+        checkpointing: bool | int | Literal["auto"] | None = None,
         model: nn.Module | None = None,
         verbose: bool = True,
         **switches: bool | None,
@@ -86,8 +90,8 @@ class BaocOptimizer(BlockwiseOptimizer):
         check_switches(switches)
         settings = settings or SessionSettings(reallocation=ReallocationSettings(warmup_steps=PLAIN_WARMUP_STEPS))
         settings = with_recipe(settings, recipe=recipe)
-        if release is not None:
-            settings = replace(settings, release=release)
+        asked = {"release": release, "checkpointing": checkpointing}
+        settings = replace(settings, **{key: value for key, value in asked.items() if value is not None})
         group = ranks()
         if group is ALONE:
             refuse_ranks("optimizer")
@@ -129,6 +133,7 @@ class BaocOptimizer(BlockwiseOptimizer):
             cap_device(device, budget=limit)
         try:
             if probe is None:
+                session.recompute_as_asked()
                 session.assume()
             else:
                 source = module if module is not None else [param for _, param in pairs]
@@ -146,6 +151,7 @@ class BaocOptimizer(BlockwiseOptimizer):
             raise
         self.reallocator = session.reallocator(weakref.proxy(self))
         self.narrator = Narrator(self.reallocator, name="BaocOptimizer", verbose=verbose, device=device)
+        self.narrator.recomputed = session.recomputed
         self._settings = settings
         self._first_step = first_step  # None once it is measured
         if first_step is not None:

@@ -139,8 +139,13 @@ def check_resume(
 def choice_of(made: Option | RunConfig) -> dict[str, Any]:
     """What of an option a run is made with, and goes on with when it is resumed; or what a run's `config` has of it."""
     if isinstance(made, Option):
-        some: int | bool = made.recomputed if 0 < made.recomputed < made.num_layers else made.recomputed > 0
-        return {"micro_batch": made.micro_batch, "checkpointing": some, "release": made.release}
+        some = 0 < made.recomputed < made.num_layers
+        return {
+            "micro_batch": made.micro_batch,
+            "checkpointing": made.recomputed if some else bool(made.recomputed),
+            "num_layers": made.num_layers,
+            "release": made.release,
+        }
     return {
         "micro_batch": made.micro_batch_size,
         "checkpointing": made.model.checkpointing or False,
@@ -173,7 +178,8 @@ def _is_choice(made: object) -> bool:
         isinstance(made, Mapping)
         and type(made.get("micro_batch")) is int
         and made["micro_batch"] > 0
-        and type(made.get("checkpointing")) is bool
+        and (type(recomputes := made.get("checkpointing")) is bool or (type(recomputes) is int and recomputes > 0))
+        and type(made.get("num_layers", 0)) is int
         and type(made.get("release", False)) is bool
     )
 
@@ -182,13 +188,13 @@ def contradicted(choice: Mapping[str, Any], *, config: RunConfig) -> list[str]:
     """Values of a decision that cannot be had with what `config` asks for, as clauses to be shown."""
     pins = {
         "micro_batch": config.micro_batch if isinstance(config.micro_batch, int) else None,
-        "checkpointing": config.model.checkpointing,
+        "checkpointing": None if config.model.checkpointing == "auto" else config.model.checkpointing,
         "release": config.optim.release_gradients,
     }
     found = [
         f"{key}={choice[key]}, and {key}={pin} is asked for now"
         for key, pin in pins.items()
-        if pin is not None and choice.get(key, pin) != pin
+        if pin is not None and _layers(choice.get(key, pin), of=choice) != _layers(pin, of=choice)
     ]
     size = choice.get("micro_batch", 1)
     devices = config.trainer.devices
@@ -200,6 +206,13 @@ def contradicted(choice: Mapping[str, Any], *, config: RunConfig) -> list[str]:
             f"released gradients of {size} samples at once, and batch_size={config.batch_size} is asked for now"
         )
     return found
+
+
+def _layers(value: Any, *, of: Mapping[str, Any]) -> Any:
+    """Of `checkpointing`, true as the number of all layers of a decision, where it names them; others are as given."""
+    if value is True:
+        return of.get("num_layers") or math.inf
+    return value
 
 
 def keep(choice: Mapping[str, Any], *, run_dir: Path) -> None:

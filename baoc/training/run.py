@@ -27,6 +27,7 @@ from baoc.errors import BadInputError, BudgetBreachedError, DivergedError
 from baoc.models import build_model, family_of
 from baoc.models.export import export_model
 from baoc.models.prepare import Preparation, prepare
+from baoc.models.switches import recomputable_layers, recomputed_layers
 from baoc.parallel import ALONE, Ranks, ranks, refuse_ranks
 from baoc.tasks import OptimizerSettings, build_task
 from baoc.tasks.base import Task
@@ -228,7 +229,8 @@ def preparation(config: ModelConfig) -> Preparation:
         key: getattr(config, key)
         for key in ("pretrained", "new_head", "freeze", "activations", "checkpointing", "compile")
     }
-    own.update(checkpointing=bool(config.checkpointing), loaded=family_of(config.name).loads)
+    pinned = config.checkpointing if isinstance(config.checkpointing, int) else False  # else it is decided
+    own.update(checkpointing=pinned, loaded=family_of(config.name).loads)
     return Preparation(**own, **lora)
 
 
@@ -346,6 +348,8 @@ def measure(
         dataset=data.spec.dataset,
         data_sha256=data.identity,
         code_sha256=code_of(config),
+        recomputed_layers=recomputed_layers(task.model),
+        num_layers=len(recomputable_layers(task.model)),
     )
 
 

@@ -4,13 +4,14 @@
 """
 
 import logging
+import math
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +23,14 @@ from baoc.core.recipes import Recipe, find_recipe, tuning_of
 from baoc.core.rule_tags import RULE_INFOS
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.kernels.host_memory import check_host_memory
+from baoc.models.switches import disable_checkpointing, enable_checkpointing, kept_params, recomputable_layers
 from baoc.optim import BlockwiseOptimizer, GradientRelease
 from baoc.optim.matching import Matching
 from baoc.optim.offload import arrival_bytes
 from baoc.parallel import ALONE, Ranks
 from baoc.planning.allocators import ALLOCATORS
 from baoc.planning.candidates import applies
+from baoc.planning.microbatch import ALIKE, between, worth_recomputing
 from baoc.planning.planner import MEASURED, Planner, PlannerSettings, may_place
 from baoc.planning.risk import RISKS
 from baoc.profiling import GradientProfiler, cap_device, clear_cache, context_bytes, uncapped
@@ -52,7 +55,10 @@ class SessionSettings:
 
     `overlap`: blocks whose states are on the host are stepped in backward, where nothing is to change their gradients;
     with `planner.flush_only` the host only gets their gradients then, see `BlockwiseOptimizer.last_backward`.
-    `from_conf`: they were read from conf/, so that refusals name its keys.
+    `checkpointing`: how many layers of the module recompute their activations in backward, see
+    `baoc.models.switches.recomputable_layers`: all, none, or so many, the first ones; auto takes the fewest with which
+    the plan is as good as with all; None leaves the module as it is. `from_conf`: they were read from conf/, so that
+    refusals name its keys.
     """
 
     planner: PlannerSettings = field(default_factory=lambda: PlannerSettings(risk=MEASURED, family=AUTO))
@@ -60,6 +66,7 @@ class SessionSettings:
     backend: str = "auto"
     nonfinite: str = "skip_element"
     rms_matching: bool | Matching = True
+    checkpointing: bool | int | Literal["auto"] | None = None
     release: bool | GradientRelease = False
     overlap: bool = True
     from_conf: bool = False
@@ -198,6 +205,10 @@ def slowest_of(tables: Sequence[LatencyTable], *, rank: int) -> LatencyTable:
     return replace(max(tables, key=lambda table: table.base_step_s), device=tables[rank].device)
 
 
+def _between(fewer: Footprint, more: Footprint, number: int, *, most: int, module: nn.Module) -> Footprint:
+    return between(fewer, more, share=number / most, kept=kept_params(module, recomputed=number))
+
+
 LARGE = 4.0  # times 1 / sqrt(width): nn.Embedding's N(0, 1) is at least that from a width of 16 on
 
 
@@ -254,6 +265,8 @@ class Session:
         self.less = bf16_savings(self.narrow)
         self.context_bytes = context_bytes(device)
         self.latency: LatencyTable | None = None
+        self.recomputed = ""  # how many layers are, where the settings say anything of it
+        self._looked: Footprint | None = None  # by the last look, with what is known of a step beside it
         self.planner: Planner
         self.plan: Plan
         self.profiler: GradientProfiler | None = None
@@ -267,7 +280,107 @@ class Session:
 
     # -- the plan -------------------------------------------------------------------------------------------------
 
-    def measure(
+    def measure(self, measurer: Measurer, **given: Any) -> None:
+        """Plans by what `measurer` finds within the budget's cap, see `_measure`, with as many recomputed layers as the
+        settings ask for. Where that is auto the measurer looks at none of them, at all, and at the number in question.
+        """
+        look = partial(self._measure, measurer, **given)
+        if self.settings.checkpointing != "auto":
+            self.recompute_as_asked()
+            return look()
+        num_layers, number = len(self._layers()), 0
+        if num_layers and self.budget.memory_bytes is not None:
+            try:
+                number = self._fewest(look, num_layers=num_layers)
+            except BaseException:
+                self._recompute(0)
+                raise
+        else:
+            look()
+        self.recomputed = f"recomputed layers {number} of {num_layers}"
+
+    def recompute_as_asked(self) -> None:
+        """Sets the number of recomputed layers that the settings have. Raises BadInputError where the module has no
+        layers, or fewer, and for auto, which only a measurer can tell."""
+        asked = self.settings.checkpointing
+        if asked is None:
+            return
+        if asked == "auto":
+            raise BadInputError(
+                "checkpointing='auto' looks at steps before training: give probe=, a callable that runs one forward "
+                "and backward, or a number of layers"
+            )
+        num_layers = len(self._layers())
+        number = max(1, num_layers) if asked is True else int(asked)
+        self._recompute(number)
+        self.recomputed = f"recomputed layers {number} of {num_layers}"
+
+    def _layers(self) -> list[nn.Module]:
+        if self.module is None:
+            raise BadInputError(
+                f"checkpointing={self.settings.checkpointing!r} is about the layers of a module, and only parameters "
+                "are here: give the module, or model="
+            )
+        return recomputable_layers(self.module)
+
+    def _recompute(self, number: int) -> None:
+        assert self.module is not None
+        disable_checkpointing(self.module)
+        if number:
+            enable_checkpointing(self.module, name=type(self.module).__name__, count=number)
+
+    def _fewest(self, look: Callable[[], None], *, num_layers: int) -> int:
+        """Plans with the fewest recomputed layers with which the risk is about that of all; returns their number."""
+        self._recompute(0)
+        kept_risk = math.inf
+        with suppress(InfeasibleBudgetError):
+            look()
+            kept_risk = self.plan.allocation.risk
+            if not self.plan.binding:
+                return 0
+        kept = self._looked
+        clear_cache(self.device)
+        self._recompute(num_layers)
+        try:
+            look()
+        except (InfeasibleBudgetError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # of layers that do not do the same again, though none was recomputed in error
+            log.warning("layers of %s cannot be recomputed (%s): all is kept", type(self.module).__name__, error)
+            self._recompute(0)
+            look()
+            return 0
+        risk = self.plan.allocation.risk * (1 + ALIKE) + 1e-9
+        if kept_risk <= risk:
+            self._recompute(0)
+            look()
+            return 0
+        assert kept is not None and self._looked is not None and self.module is not None
+        most, plan, looked, too_few, at = num_layers, self.plan, self._looked, 0, num_layers
+        while most - too_few > 1:
+            footprint = partial(_between, kept, looked, most=most, module=self.module)
+            given = {"most": most, "footprint": footprint, "plan": plan, "least_bytes": None}
+            promised = self.ranks.from_first(lambda given=given: worth_recomputing(self.planner, **given))
+            if not promised:
+                break
+            at = promised[0] if promised[0] > too_few else (too_few + most) // 2  # where a line promised too much
+            clear_cache(self.device)
+            self._recompute(at)
+            fits = False
+            with suppress(InfeasibleBudgetError):
+                look()
+                fits = self.plan.allocation.risk <= risk
+            if fits:
+                most, plan, looked = at, self.plan, self._looked
+            else:
+                too_few = at
+        if at != most:
+            clear_cache(self.device)
+            self._recompute(most)
+            look()
+        return most
+
+    def _measure(
         self,
         measurer: Measurer,
         *,
@@ -419,6 +532,7 @@ class Session:
         planner = self._planner(footprint, budget=budget)
         given = {"settings": self.settings, "betas": self.betas, "ranks": self.ranks}
         profiler = _profiler_with_room(planner, self.params, **given)
+        self._looked = planner.footprint
         plan = self.ranks.from_first(planner.propose)
         for _ in range(MOST_RETIMED if measurer is not None else 0):
             used = set(map(on_device, plan.allocation.choices.values()))

@@ -96,6 +96,8 @@ class RunResult:
     dataset: str = ""
     data_sha256: str = ""
     code_sha256: Mapping[str, str] = field(default_factory=dict[str, str])
+    recomputed_layers: int = 0  # whose activations were computed again in backward, the first of `num_layers`
+    num_layers: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,8 @@ Leaves OUT/ratio.csv with a row per case, written when it ends, and OUT/options.
 A case is a run of an experiment in a process of its own, under the cap of its budget, forked from one that has imported
 what runs need. fp32 AdamW stands beside it three times: with every option that the experiment has and its own best one
 (`*_adamw`), the same with all activations kept (`*_adamw_kept`), and kept as autocast makes them (`*_adamw_autocast`).
-`*_recomputed` and `*_kept` pin what is to be compared, and take fewer seconds to decide.
+`*_recomputed`, `*_some` and `*_kept` pin what is to be compared, and take fewer seconds to decide. The last lines are a
+table of what each case decided and measured.
 
 `--search S` holds decisions against an exhaustive search: each case is decided with no decision of it in the cache,
 then for S seconds every option that fits and was not tried is tried, those first that promise most; then a new process
@@ -16,6 +17,7 @@ decides again, as the cache has it, and trains. OUT/ratio.csv has the seconds of
 import argparse
 import csv
 import json
+import math
 import os
 import signal
 import sys
@@ -47,7 +49,10 @@ CASES: dict[str, tuple[str, ...]] = {
     "vit_l16_6gb": (VIT, "budget=6gb"),
     "vit_l16_6gb_adamw": (VIT, "budget=6gb", *ADAMW),
     "vit_l16_8gb_kept": (VIT, "micro_batch=32", "model.checkpointing=false"),
+    "vit_l16_8gb_all": (VIT, "model.checkpointing=true", "optim.release_gradients=false"),
+    "vit_l16_8gb_some": (VIT, "micro_batch=32", "model.checkpointing=12", "optim.release_gradients=false"),
     "dit_xl2_16gb": (DIT,),
+    "dit_xl2_16gb_all": (DIT, "model.checkpointing=true"),
     "dit_xl2_16gb_adamw": (DIT, *ADAMW),
     "dit_xl2_16gb_adamw_kept": (DIT, *KEPT),
     "dit_xl2_16gb_adamw_autocast": (DIT, *AUTOCAST),
@@ -68,6 +73,9 @@ QUIET = (
     "reallocation=off",
     "task.num_samples=0",
 )
+WAY = ("micro_batch", "recomputed", "num_layers", "release")  # of the option that was chosen
+TOLD = ("case", *WAY, "deciding_s", "samples_per_s", "peak_gib", "predicted_gib", "why")
+GIB = {"peak_gib": "peak_bytes", "predicted_gib": "peak_bytes_predicted"}
 MEASURED = (
     "samples_per_s",
     "step_ms",
@@ -187,7 +195,8 @@ def row_of(name: str, *, folder: Path, why: str, took_s: float) -> dict[str, Any
     row["deciding"] = read(folder / "deciding.json") or ""
     chosen = [option for option in options_of(folder) if option["chosen"] == "True"]
     if chosen:
-        row |= {key: chosen[0][key] for key in ("option", "weights")}
+        row |= {key: chosen[0][key] for key in ("option", "weights", *WAY)}
+        row["deciding_s"] = round(json.loads(read(folder / "deciding.json") or "{}").get("wall_s", math.nan), 2)
     if result:
         row["torch"] = result["versions"].get("torch", "")
         if result["step_ms"] is not None:  # else too few steps to time one
@@ -274,6 +283,10 @@ def main() -> None:
         print(
             " | ".join(str(shown.get(k, "-")) for k in (*keys, *(more if search else ()), "took_s", "why")), flush=True
         )
+    print(" | ".join(TOLD))
+    for row in rows:
+        gib = {key: f"{row[of] / 2**30:.2f}" for key, of in GIB.items() if isinstance(row.get(of), int)}
+        print(" | ".join(str(told) for told in (gib.get(key, row.get(key, "-")) for key in TOLD)))
 
 
 if __name__ == "__main__":

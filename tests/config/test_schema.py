@@ -41,7 +41,12 @@ def test_accumulation_is_the_quotient_of_the_batches():
         ({"model": {"lora": {"rank": 0}}}, r"model.lora.rank=0 is not allowed: it must be 1 or more, or null"),
         ({"model": {"lora": {"alpha": 2}}}, r"model.lora.alpha and model.lora.targets need a model.lora.rank"),
         ({"model": {"new_head": True}}, r"model.new_head=true is about pretrained weights: give model.pretrained"),
-        ({"model": {"checkpointing": 1}}, r"model.checkpointing=1 is not allowed: it must be true or false"),
+        ({"model": {"checkpointing": -1}}, r"model.checkpointing=-1 is not allowed: it must be 0 or more layers, true"),
+        (
+            {"model": {"checkpointing": 1.5}},
+            r"model.checkpointing=1.5 is not allowed: it must be true or false",
+        ),
+        ({"model": {"checkpointing": "some"}}, r"model.checkpointing=some is not allowed: it must be true or false"),
         ({"model": {"dropot": 0.1}}, r"unknown key model.dropot; did you mean model.dropout\?"),
         ({"model": {"dropout": "much"}}, r"model.dropout=much is not allowed: it must be a number"),
         ({"model": {"name": "vitt"}}, r"there is no model 'vitt' \(did you mean vit\?\)"),

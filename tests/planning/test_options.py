@@ -1,25 +1,31 @@
 """Options of a decision: lines through trials, what release leaves of a footprint, and what each objective takes."""
 
 import math
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from baoc.core.catalogue import SPECS
-from baoc.errors import BadInputError
+from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.planning.microbatch import (
     Trial,
+    at_size,
     best,
+    between,
     divisors,
+    fewest,
     footprint_at,
     held_at_most,
     make_option,
     option_rows,
     released,
     seconds_at,
+    worth_recomputing,
 )
 from baoc.planning.planner import Planner, PlannerSettings
-from baoc.types import Block, Budget, LatencyTable, Option, ParamInfo, PeakInterval, Role
+from baoc.types import Block, Budget, Footprint, LatencyTable, Option, ParamInfo, PeakInterval, Plan, Role
 from tests.support.planners import ADAMW, MIB, PARAMS, footprint, option
 
 
@@ -200,3 +206,119 @@ def test_released_gradients_are_taken_where_nothing_else_fits_or_where_they_gain
     assert best([plain, freed], objective="throughput") == freed
     assert best([plain, replace(freed, risk=0.1)], objective="balanced") == plain
     assert freed.name == "1 x 64, released gradients"
+
+
+def recomputing(kept: int, recomputed: int, *, number: int, layers: int = 8, gradients: int = 1000) -> Footprint:
+    """The bytes of a step of alike layers that keep `kept` bytes each, or `recomputed` where they compute again, the
+    first `number` of them, as each layer's backward begins, from the last to the first."""
+
+    def before(layer: int) -> int:
+        return sum(recomputed if other < number else kept for other in range(layer)) + kept
+
+    names = [f"{layer}" for layer in reversed(range(layers))]
+    moments = [
+        PeakInterval(name="training", num_bytes=5000 + before(layer) + gradients * done, gradients=done)
+        for done, layer in enumerate(reversed(range(layers)))
+    ]
+    peak = max(moment.num_bytes for moment in moments)
+    validation = PeakInterval(name="validation", num_bytes=6000, gradients=None)
+    return replace(
+        footprint(8),
+        weights_bytes=5000,
+        gradients_bytes=gradients * layers,
+        forward_backward_bytes=peak,
+        validation_bytes=6000,
+        resident_bytes=5000 + gradients * layers,
+        intervals=(*moments, validation),
+        gradient_order=tuple(names),
+    )
+
+
+@pytest.mark.parametrize("gradients", [10, 100, 1000, 5000])
+@pytest.mark.parametrize("recomputed", [20, 400, 999])
+def test_a_line_between_two_numbers_of_recomputed_layers_is_never_below_the_number_between(
+    recomputed: int, gradients: int
+):
+    made = {n: recomputing(1000, recomputed, number=n, gradients=gradients) for n in range(9)}
+    for low in range(9):
+        for high in range(low + 1, 9):
+            for number in range(low, high + 1):
+                line = between(made[low], made[high], share=(number - low) / (high - low))
+                real = made[number]
+                for saved in ({}, {"7": 500, "0": 300}):
+                    found = line.peak_bytes(state_bytes=9, saved=saved)
+                    assert found >= real.peak_bytes(state_bytes=9, saved=saved)
+                assert len(line.intervals) == len(real.intervals)
+    near = between(made[0], made[8], share=4 / 8).peak_bytes(state_bytes=0)
+    assert near <= made[4].peak_bytes(state_bytes=0) + 1000, "by a layer at most"
+
+
+def test_intervals_that_begin_elsewhere_are_joined_where_either_begins():
+    def merged(*counts: int, num_bytes: int) -> Footprint:
+        intervals = [PeakInterval(name="training", num_bytes=num_bytes + n, gradients=n) for n in counts]
+        return replace(footprint(8), intervals=tuple(intervals), gradient_order=tuple("abcdefgh"))
+
+    line = between(merged(0, 5, num_bytes=100), merged(0, 3, num_bytes=50), share=0.5)
+    assert [(m.gradients, m.num_bytes) for m in line.intervals] == [(0, 75), (5, 79), (3, 77)]
+    other = replace(merged(0, num_bytes=50), gradient_order=tuple("hgfedcba"))
+    assert between(merged(0, num_bytes=100), other, share=0.5).intervals == ()
+
+
+def test_copies_of_layers_that_are_kept_stay_for_backward():
+    copies = {"head": 5, "early": 30, "late": 40}
+    fewer, more = (
+        replace(
+            footprint(8),
+            intervals=(PeakInterval(name="training", num_bytes=n, copies={k: copies[k] for k in names}),),
+        )
+        for n, names in ((1000, ("head", "early", "late")), (500, ("head",)))
+    )
+    found = between(fewer, more, share=0.5, kept=("late",))
+    assert found.intervals[0].copies == {"head": 5, "late": 40}
+    assert between(fewer, more, share=0.5).intervals[0].copies == {"head": 5}
+
+
+def test_one_small_trial_bounds_what_more_samples_take():
+    small = Trial(micro_batch=2, footprint=replace(recomputing(1000, 20, number=0), micro_batch=2, weights_bytes=3000))
+    grown = at_size([small], micro_batch=8)
+    assert grown.forward_backward_bytes == 3000 + 4 * (small.footprint.forward_backward_bytes - 3000)
+    assert [m.num_bytes for m in grown.intervals[:2]] == [
+        3000 + 4 * (m.num_bytes - 3000) for m in small.footprint.intervals[:2]
+    ]
+    assert at_size([small], micro_batch=2) == small.footprint
+
+
+def test_fewest_is_the_smallest_number_that_fits():
+    for answer in range(9):
+        assert fewest(lambda number, answer=answer: number >= answer, most=8) == answer
+
+
+def test_as_few_layers_are_recomputed_as_the_budget_has_room_for():
+    """By trying all numbers: the fewest that hold the allocation of all recomputed, and the fewest that hold any."""
+    of = partial(recomputing, 60_000, 400, gradients=1)
+    room = of(number=4).peak_bytes(state_bytes=ADAMW)
+    budget = Budget(name="m", memory_bytes=room)
+    planner = Planner(PARAMS, budget=budget, settings=PlannerSettings(), footprint=of(number=0))
+    plans: dict[int, Plan] = {}
+    for number in range(9):
+        planner.footprint = of(number=number)
+        with suppress(InfeasibleBudgetError):
+            plans[number] = planner.propose()
+    as_good = min(n for n, plan in plans.items() if plan.allocation.risk <= plans[8].allocation.risk)
+    given = {"most": 8, "footprint": lambda number: of(number=number)}
+    least = planner_least(planner, of(number=0))
+    found = worth_recomputing(planner, **given, plan=plans[8], least_bytes=least)
+    assert found == [min(plans), as_good] == [1, 4]
+    assert worth_recomputing(planner, **given, plan=None, least_bytes=None) == []
+    planner.budget = Budget(name="none")
+    assert worth_recomputing(planner, **given, plan=plans[8], least_bytes=least) == []
+
+
+def planner_least(planner: Planner, footprint: Footprint) -> int:
+    """What the allocation of least state takes."""
+    budget, planner.footprint = planner.budget, footprint
+    planner.budget = replace(budget, memory_bytes=1)
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        planner.propose()
+    planner.budget = budget
+    return caught.value.least_feasible_bytes

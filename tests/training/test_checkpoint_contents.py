@@ -131,7 +131,16 @@ def test_any_bit_of_an_archive_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "made", [[], {}, {"micro_batch": "8", "checkpointing": True}, {"micro_batch": 8, "checkpointing": 1}, 3]
+    "made",
+    [
+        [],
+        {},
+        3,
+        {"micro_batch": "8", "checkpointing": True},
+        {"micro_batch": 8, "checkpointing": 0},
+        {"micro_batch": 8, "checkpointing": "all"},
+        {"micro_batch": 8, "checkpointing": 2, "num_layers": "4"},
+    ],
 )
 def test_a_decision_that_is_none_is_told(tmp_path: Path, made: Any) -> None:
     keep(made, run_dir=tmp_path)

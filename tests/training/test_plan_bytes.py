@@ -8,9 +8,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from baoc.config.compose import compose
 from baoc.config.from_hydra import from_hydra
 from baoc.config.resolve import resolve
-from baoc.models.switches import enable_checkpointing
+from baoc.core.blocks import partition
+from baoc.models.switches import disable_checkpointing, enable_checkpointing, recomputable_layers
+from baoc.planning.microbatch import between, released
+from baoc.profiling import describe
 from baoc.profiling.bf16_params import cast_to_bf16
 from baoc.profiling.footprint import SCALARS_BYTES
+from baoc.training.lightning import declared_blocks
 from baoc.training.measure.absent_card import fake_, fake_batch
 from baoc.training.measure.microbatches import Trials
 from baoc.training.run import build
@@ -64,3 +68,33 @@ def test_trials_cast_as_training_does():
     with Trials(L.LightningModule(), **given).autocast():
         assert torch.get_autocast_dtype("cpu") is torch.bfloat16
         assert torch.is_autocast_enabled("cpu") and not torch.is_autocast_cache_enabled()
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("name", ["vit", "llama"])
+def test_no_number_of_recomputed_layers_takes_more_than_none_and_all_predict(name, accumulation, tmp_path):
+    """For the peak and where gradients are released, by the line between both ends and by refined ones."""
+    size, micro_batch = SIZES[name]
+    resolved = resolve(from_hydra(compose([f"model={name}", f"model.size={size}"])), device="cpu")
+    task, data = build(resolved, run_dir=tmp_path, device="cpu")
+    batch = next(iter(data.make_train_loader(limit=None)))
+    trials = Trials(task, batch=batch, val_batch=None, device=torch.device("cpu"), precision="32-true")
+    blocks = partition(describe(task), declared=declared_blocks(task))
+    measured = {}
+    for number in range(len(recomputable_layers(task.model)) + 1):
+        disable_checkpointing(task.model)
+        if number:
+            enable_checkpointing(task.model, name=name, count=number)
+        measured[number] = trials.run(micro_batch, accumulation=accumulation, timed=False).footprint
+    most = max(measured)
+    peaks = {number: found.peak_bytes(state_bytes=0) for number, found in measured.items()}
+    assert most == 4 and peaks[0] > peaks[1] > peaks[2]
+    for number in range(1, most):
+        line = between(measured[0], measured[most], share=number / most)
+        assert peaks[number] <= line.peak_bytes(state_bytes=0) <= peaks[number - 1], "by less than a layer"
+        refined = between(measured[number], measured[most], share=1 / (most - number))
+        assert refined.peak_bytes(state_bytes=0) >= peaks[number + 1]
+        if accumulation == 1:
+            dropped, real = (released(found, blocks=blocks, grouped=False) for found in (line, measured[number]))
+            assert dropped is not None and real is not None
+            assert dropped.peak_bytes(state_bytes=0) >= real.peak_bytes(state_bytes=0)

@@ -43,7 +43,36 @@ def test_a_resumed_run_goes_on_with_what_was_decided(tmp_path: Path):
     assert (made.micro_batch, made.model.checkpointing, made.optim.release_gradients) == (16, True, False)
     earlier = {"micro_batch": 16, "checkpointing": True}  # of a version without release
     assert settled(config, choice=earlier) == made and contradicted(earlier, config=config) == []
-    assert choice_of(option(8, rate=1, risk=0.0)) == {"micro_batch": 8, "checkpointing": False, "release": False}
+    choices = [choice_of(option(8, rate=1, risk=0.0, recomputed=number)) for number in (0, 3, 4)]
+    assert choices == [
+        {"micro_batch": 8, "checkpointing": number, "num_layers": 4, "release": False} for number in (False, 3, True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("decided", "asked", "held"),
+    [
+        (True, True, True),
+        (True, 4, True),
+        (True, "auto", True),
+        (True, None, True),
+        (True, 1, False),
+        (3, 3, True),
+        (3, True, False),
+        (1, True, False),
+        (3, 0, False),
+        (3, "auto", True),
+        (False, 0, True),
+        (False, False, True),
+        (False, 4, False),
+    ],
+)
+def test_a_number_of_recomputed_layers_is_kept_unless_another_is_asked_for(decided: Any, asked: Any, held: bool):
+    choice = {"micro_batch": 16, "checkpointing": decided, "num_layers": 4, "release": False}
+    config = RunConfig(batch_size=16, model=ModelConfig(checkpointing=asked))
+    assert (contradicted(choice, config=config) == []) is held
+    made = settled(config, choice=choice).model.checkpointing
+    assert made is decided or made == decided == 3
 
 
 @pytest.mark.parametrize(

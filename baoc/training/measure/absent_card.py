@@ -22,11 +22,21 @@ from baoc.core.budgets import resolve_auto
 from baoc.core.catalogue import device_rows, with_placement
 from baoc.data.base import DataModule
 from baoc.errors import BadInputError
-from baoc.models.switches import disable_checkpointing, enable_checkpointing
+from baoc.models.switches import disable_checkpointing, enable_checkpointing, kept_params, recomputable_layers
 from baoc.optim.backends.fused import has_kernel, temporary_bytes
 from baoc.optim.offload import arrival_bytes
 from baoc.planning.cards import CARDS, Card
-from baoc.planning.microbatch import Axes, Trial, best, footprint_at, make_option, none_fits, released
+from baoc.planning.microbatch import (
+    Axes,
+    Trial,
+    at_size,
+    best,
+    between,
+    make_option,
+    none_fits,
+    released,
+    worth_recomputing,
+)
 from baoc.planning.planner import Planner
 from baoc.planning.risk import RISKS
 from baoc.planning.stored_profile import read_profile, transferred
@@ -124,14 +134,17 @@ def plan_for(
         chosen = best(options, objective=config.objective)
         if chosen is not None:
             break
+    if chosen is not None and chosen.recomputed and len(axes.recomputed) > 1:
+        options += made.partly(options)
+        chosen = best(options, objective=config.objective)
+        assert chosen is not None
     if chosen is None:  # a refusal names the least of all options
         options = [o for kind in axes.recomputed for o in made.options(axes, recomputed=kind, hopeless=True)]
         chosen = best(options, objective=config.objective)
     leave([replace(option, chosen=option is chosen) for option in options], run_dir=run_dir, objective=config.objective)
     if chosen is None:
         raise none_fits(options, budget=budget, axes=axes, specs=made.planner.specs)
-    made.planner.footprint = made.footprint(chosen.micro_batch, release=chosen.release)
-    made.planner.latency = made.latency(chosen.micro_batch)
+    made.planner.footprint, made.planner.latency = made.assumed(chosen.way)
     profile, said = stored_profile(config, planner=made.planner)
     plan = made.planner.propose(profile=profile)
     Recorder(run_dir).planned(made.planner, plan, profile=profile)
@@ -148,7 +161,7 @@ def planned_axes(config: RunConfig, *, task: Task) -> Axes:
     axes = axes_of(config, task=task)
     if is_open(config, device="cuda"):
         return axes
-    recomputed = (0,) if config.model.checkpointing is None else axes.recomputed
+    recomputed = (0,) if config.model.checkpointing is None else axes.recomputed  # auto is always decided
     return replace(axes, recomputed=recomputed, release=(bool(config.optim.release_gradients),))
 
 
@@ -189,10 +202,12 @@ class _Shapes:
             module=task,
         )
         self.numel = sum(info.numel for info in self.session.infos)
-        self.num_layers = len(getattr(task.model, "checkpoint_units", ()))
+        self.num_layers = len(recomputable_layers(task.model))
         self.tried: list[Trial] = []
+        self.kinds: dict[int, tuple[list[Trial], bool]] = {}  # by recomputed layers: trials, and whether `tight`
+        self.alike = True  # whether layers are, so that a line is above the numbers between
         self.forward_flops = math.nan  # of one sample
-        self.passes = 3  # forwards that a forward and backward takes the time of
+        self.passes = 3.0  # forwards that a forward and backward takes the time of
         self.reference_s = math.nan  # of a step with fused AdamW
         self.planner = Planner(
             self.session.infos,
@@ -229,13 +244,14 @@ class _Shapes:
                 precision=precision,
                 emulate_cuda=True,
             )
-            layers = layers_of(self.task, parts=getattr(self.task.model, "checkpoint_units", ()))
+            layers = layers_of(self.task, parts=recomputable_layers(self.task.model))
             tried = partial(self._tried, trials, accumulation=accumulation, layers=layers)
             narrow = hopeless or self.only_narrow or not self._holds(weights_bytes(self.task))
             whole = [] if self.less and narrow else [False]
             for tight in [*whole, *([True] if self.less else [])]:
                 self.tight = tight
                 self.tried = [tried(sizes[0])]
+                self.kinds[recomputed] = self.tried, self.tight
                 self._time(trials, sizes[0], layers=layers, recomputed=recomputed)
                 least = [] if hopeless else [self._option((sizes[0], recomputed, kind)) for kind in axes.release]
                 if any(option is not None and option.fits for option in least):
@@ -243,9 +259,43 @@ class _Shapes:
             else:  # more samples at once never need less, with gradients or without
                 sizes = sizes if hopeless else sizes[:1]
             self.tried += [tried(size) for size in sizes[1:2]]
+            self.kinds[recomputed], self.alike = (self.tried, self.tight), layers is not None
         ways = [way for way in axes.ways(batch_size=self.config.batch_size) if way[1] == recomputed]
         options = [self._option(way) for way in ways if way[0] in sizes]
         return [option for option in options if option is not None]
+
+    def partly(self, ends: list[Option]) -> list[Option]:
+        """Options with a number of recomputed layers between none and all where all do: the fewest that hold the budget
+        with the plan of all, or with the least state. None where layers differ, as no line is above them then."""
+        made: list[Option | None] = []
+        for option in [option for option in ends if option.recomputed and option.fits] if self.alike else []:
+            size, most, release = option.way
+            kept = self._option((size, 0, release))
+            if kept is None:
+                continue
+            self.planner.footprint, self.planner.latency = self.assumed(option.way)
+            numbers = worth_recomputing(
+                self.planner,
+                most=most,
+                footprint=lambda number, size=size, release=release: self.assumed((size, number, release))[0],
+                plan=self.planner.propose(),
+                least_bytes=None if kept.fits or self.config.objective == "quality" else kept.peak_bytes,
+            )
+            made += [self._option((size, number, release)) for number in numbers]
+        return [option for option in made if option is not None]
+
+    def assumed(self, way: tuple[int, int, bool]) -> tuple[Footprint, LatencyTable]:
+        """Footprint and latency of a way; of a number between on the line from none to all recomputed layers."""
+        size, number, release = way
+        ends: list[Footprint] = []
+        for kind in [number] if number in self.kinds else [0, self.num_layers]:
+            self.tried, self.tight = self.kinds[kind]
+            ends.append(self.footprint(size, release=release))
+        self.passes = self._passes(number)
+        if len(ends) == 1:
+            return ends[0], self.latency(size)
+        kept = kept_params(self.task, recomputed=number)
+        return between(*ends, share=number / self.num_layers, kept=kept), self.latency(size)
 
     def _holds(self, num_bytes: int) -> bool:
         """Whether the budget has room for so much beside the context, without which nothing is looked at in full."""
@@ -256,23 +306,23 @@ class _Shapes:
         """What seconds are told by: operations of a forward pass, and how many passes a step takes."""
         if math.isnan(self.forward_flops):
             self.forward_flops = self._forward_flops(trials, size, layers=layers) / size
-        # a backward is two forwards, and one more where activations are computed again
-        self.passes = 4 if recomputed else 3
+        self.passes = self._passes(recomputed)
         if math.isnan(self.reference_s):
             self.reference_s = self._seconds(self.config.batch_size) + self._moving_s(FUSED_BYTES * self.numel)
 
     def _option(self, way: tuple[int, int, bool]) -> Option | None:
         """None where it is not known what released gradients would leave."""
-        size, recomputed, release = way
-        if release and not footprint_at(self.tried, micro_batch=size).intervals:
+        _, recomputed, release = way
+        footprint, latency = self.assumed(way)
+        if release and not footprint.intervals:
             return None
         return make_option(
             self.planner,
-            footprint=self.footprint(size, release=release),
+            footprint=footprint,
             batch_size=self.config.batch_size,
             recomputed=recomputed,
             num_layers=self.num_layers,
-            latency=self.latency(size),
+            latency=latency,
             release=release,
         )
 
@@ -312,6 +362,10 @@ class _Shapes:
         """Of forward and backward."""
         return self.card.step_seconds(flops=self.passes * self.forward_flops * samples, moved_bytes=0)
 
+    def _passes(self, recomputed: int) -> float:
+        """A backward is two forwards, and one more where activations are computed again."""
+        return 3 + recomputed / max(self.num_layers, 1)
+
     def _moving_s(self, num_bytes: float) -> float:
         return self.card.step_seconds(flops=0, moved_bytes=num_bytes)
 
@@ -333,7 +387,7 @@ class _Shapes:
 
     def _as_tried(self, micro_batch: int, *, release: bool) -> Footprint:
         """By weights as they were looked at."""
-        found = footprint_at(self.tried, micro_batch=micro_batch)
+        found = at_size(self.tried, micro_batch=micro_batch)
         if not release:
             return found
         blocks = (

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from baoc.config.schema import RunConfig
-from baoc.models.switches import disable_checkpointing, enable_checkpointing
-from baoc.planning.microbatch import Axes, Trial, footprint_at, released, seconds_at
+from baoc.models.switches import disable_checkpointing, enable_checkpointing, kept_params
+from baoc.planning.microbatch import Axes, Trial, at_size, between, footprint_at, released, seconds_at
 from baoc.profiling import clear_cache, context_bytes, uncapped
 from baoc.profiling.bf16_params import cast_to_bf16
 from baoc.tasks.base import Task
@@ -57,7 +57,8 @@ class Tryouts:
         self.no_room: set[Way] = set()  # those that ran out of memory when they were tried
         self.in_16_bits: set[Way] = set()  # those that had room with weights of 16 bits alone
         self.looked_at: set[Way] = set()  # those whose bytes are known from outside of the cap alone
-        self.tried: dict[int, list[Trial]] = {}  # by recomputed layers
+        self.tried: dict[int, list[Trial]] = {}  # by recomputed layers: the least and the most of them
+        self.partly: dict[tuple[int, int], Trial] = {}  # by micro-batch and a number of recomputed layers between
         self.released: dict[int, Trial] = {}  # of the whole batch, by recomputed layers
         self.compared: dict[Way, float] = {}  # seconds of a step but for the optimizer's part, by two steps
         self.rehearsed: dict[Way, float] = {}  # and by steps in the training loop
@@ -75,28 +76,48 @@ class Tryouts:
         size, recomputed, release = way
         if release:
             return recomputed in self.released
-        return size in [trial.micro_batch for trial in self.tried.get(recomputed, [])]
+        return size in [trial.micro_batch for trial in self.like(way)]
 
     def like(self, way: Way) -> list[Trial]:
         """What is known of ways like this one."""
-        _, recomputed, release = way
+        size, recomputed, release = way
         known = self.released.get(recomputed) if release else None
-        return [known] if known is not None else self.tried[recomputed]
+        if known is None and recomputed not in self.tried:
+            known = self.partly.get((size, recomputed))
+        return [known] if known is not None else self.tried.get(recomputed, [])
+
+    def _around(self, way: Way) -> tuple[int, int, float]:
+        """The next numbers of recomputed layers of which this micro-batch's bytes are known, fewer and more, and how
+        far between them the way's number is."""
+        size, recomputed, _ = way
+        known = sorted({*self.tried, *(number for of, number in self.partly if of == size)}) or [recomputed]
+        fewer = max((number for number in known if number <= recomputed), default=known[0])
+        more = min((number for number in known if number >= recomputed), default=known[-1])
+        return fewer, more, (recomputed - fewer) / (more - fewer) if more > fewer else 0.0
 
     def footprint(self, way: Way, *, blocks: Sequence[Block]) -> Footprint | None:
         """None where it is not known what released gradients would leave."""
         size, recomputed, release = way
         if release and recomputed in self.released:
             return self.released[recomputed].footprint
-        found = footprint_at(self.tried[recomputed], micro_batch=size)
+        fewer, more, share = self._around(way)
+        if fewer == more:
+            found = footprint_at(self.like((size, more, False)), micro_batch=size)
+        else:
+            ends = (at_size(self.like((size, number, False)), micro_batch=size) for number in (fewer, more))
+            found = between(*ends, share=share, kept=kept_params(self.task, recomputed=recomputed))
         return released(found, blocks=blocks, grouped=self.where.type == "cuda") if release else found
 
     def seconds(self, way: Way) -> float:
         """Of a step but for the optimizer's part: rehearsed, else compared, else on the line through trials."""
-        if way in self.compared and way not in self.rehearsed:
-            return self.compared[way] * self._loop_share(release=way[2])
-        count = self.config.batch_size // way[0]
-        return self.rehearsed.get(way, count * seconds_at(self.like(way), micro_batch=way[0]))
+        if way in self.rehearsed:
+            return self.rehearsed[way]
+        size, _, release = way
+        if way in self.compared:
+            return self.compared[way] * self._loop_share(release=release)
+        fewer, more, share = self._around(way)
+        ends = [seconds_at(self.like((size, number, release)), micro_batch=size) for number in (fewer, more)]
+        return self.config.batch_size // size * (ends[0] + share * (ends[1] - ends[0]))
 
     def _loop_share(self, *, release: bool) -> float:
         """How many times as long steps took in the training loop as where they were compared; 1 where not known."""
@@ -105,7 +126,7 @@ class Tryouts:
 
     def spared_s(self, way: Way) -> float:
         """Seconds of a step that it takes less where every weight that may be is of 16 bits; 0 where not known."""
-        known = sorted(self.spared.get(way[1], {}).items())
+        known = sorted(self.spared.get(self.end(way[1]), {}).items())
         if not known:
             return 0.0
         (low, at_low), (high, at_high) = known[0], known[-1]
@@ -116,6 +137,7 @@ class Tryouts:
     def any_room(self) -> bool:
         """Whether anything was tried within the cap."""
         ways = {(trial.micro_batch, kind, False) for kind, trials in self.tried.items() for trial in trials}
+        ways |= {(size, number, False) for size, number in self.partly}
         ways |= {(trial.micro_batch, kind, True) for kind, trial in self.released.items()}
         return bool(ways - self.no_room - self.looked_at)
 
@@ -271,7 +293,8 @@ class Tryouts:
         """`measure(narrow)` with weights in full or, where these have no room, in 16 bits; or that none has."""
         _, recomputed, _ = way
         self.switch(recomputed)
-        for narrow in (False, True) if recomputed not in self.narrowed and way not in self.in_16_bits else (True,):
+        known_narrow = self._is_narrowed(recomputed) or way in self.in_16_bits
+        for narrow in (True,) if known_narrow else (False, True):
             if narrow and not self.less:
                 break
             look = cast_to_bf16(self.narrow, module=self.task) if narrow else nullcontext()
@@ -281,6 +304,15 @@ class Tryouts:
                 return
             clear_cache(self.where)
         self.no_room.add(way)
+
+    def end(self, recomputed: int) -> int:
+        """The number of recomputed layers of which several micro-batches are tried, that goes for this one: of those
+        between the most, which takes least."""
+        return recomputed if recomputed in self.tried else max(self.tried, default=recomputed)
+
+    def _is_narrowed(self, recomputed: int) -> bool:
+        """Whether trials have weights of 16 bits."""
+        return self.end(recomputed) in self.narrowed
 
     def measure(self, way: Way, *, blocks: Sequence[Sequence[Tensor]]) -> bool:
         """Bytes of this way as it would be run, outside of the cap; whether the device had room for that."""
@@ -297,7 +329,7 @@ class Tryouts:
     def run(self, way: Way, *, blocks: Sequence[Sequence[Tensor]], narrow: bool) -> Trial:
         """The trial of a way, that of before where it was measured with weights as they are now."""
         size, recomputed, release = way
-        if self.knows(way) and narrow is (recomputed in self.narrowed):
+        if self.knows(way) and narrow is self._is_narrowed(recomputed):
             return next(trial for trial in self.like(way) if trial.micro_batch == size)
         return self.trials.run(
             size,
@@ -312,6 +344,8 @@ class Tryouts:
         size, recomputed, release = way
         if release:
             self.released[recomputed] = trial
+        elif recomputed not in self.tried:
+            self.partly[size, recomputed] = trial
         else:
             known = [other for other in self.tried[recomputed] if other.micro_batch != size]
             self.tried[recomputed] = [*known, trial]

@@ -7,7 +7,7 @@ budget, the best one by `objective` is tried itself, and the table of all of the
 import gc
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,10 +24,19 @@ from baoc.core.budgets import resolve_auto
 from baoc.core.catalogue import SPECS
 from baoc.data.base import DataModule
 from baoc.errors import BadInputError, InfeasibleBudgetError
-from baoc.models.switches import disable_checkpointing, enable_checkpointing
+from baoc.models.switches import disable_checkpointing, enable_checkpointing, recomputable_layers
 from baoc.parallel import ALONE, ranks
 from baoc.planning.choice import Choice, Race, choose
-from baoc.planning.microbatch import ALIKE, Axes, divisors, footprint_at, make_option, none_fits, option_rows
+from baoc.planning.microbatch import (
+    ALIKE,
+    Axes,
+    divisors,
+    footprint_at,
+    make_option,
+    none_fits,
+    option_rows,
+    worth_recomputing,
+)
 from baoc.planning.planner import Planner
 from baoc.profiling import cap_device, clear_cache, context_bytes, describe, free_bytes, uncapped
 from baoc.profiling.phase_timer import PhaseTimer
@@ -71,23 +80,23 @@ class Decided:
 
 def axes_of(config: RunConfig, *, task: Task) -> Axes:
     """Pins of the user's leave one value each. Raises BadInputError where one cannot be had."""
-    units = list(getattr(task.model, "checkpoint_units", ()))
+    num_layers = len(recomputable_layers(task.model))
     pinned = config.model.checkpointing
-    if pinned and not units:
+    if pinned and pinned != "auto" and not num_layers:
         raise BadInputError(
             f"model {config.model.name} names no parts whose activations could be recomputed: set "
             "model.checkpointing=false"
         )
     sizes = (config.micro_batch,) if isinstance(config.micro_batch, int) else tuple(divisors(config.batch_size))
-    both = (0, len(units)) if units else (0,)
+    open_numbers = (0, num_layers) if num_layers else (0,)
     release = config.optim.release_gradients
     if release:
         sizes = (config.batch_size,)  # each backward is a step
     can = ranks() is ALONE and release is None and config.batch_size in sizes and config.optim.nonfinite != "skip_step"
     return Axes(
         micro_batches=sizes,
-        recomputed=both if pinned is None else (len(units) if pinned else 0,),
-        num_layers=len(units),
+        recomputed=open_numbers if pinned in (None, "auto") else (num_layers if pinned is True else int(pinned),),
+        num_layers=num_layers,
         release=(False, True) if can else (bool(release),),
     )
 
@@ -365,7 +374,7 @@ class Decision:
         options = self.made()
         if not any(option.fits for option in options) and self.tryouts.narrow_down():
             options = self.made()
-        narrow = {option.recomputed for option in options if option.fits and option.weights != "native"}
+        narrow = {self.tryouts.end(o.recomputed) for o in options if o.fits and o.weights != "native"}
         for recomputed in narrow - self.tryouts.spared.keys():
             self.tryouts.time_narrow(recomputed)
             options = []
@@ -375,17 +384,56 @@ class Decision:
         self.context = context_bytes(self.where)  # has grown by the kernels of what was tried since
         ways = [way for way in self.axes.ways(batch_size=self.config.batch_size) if way[1] in self.tryouts.tried]
         with self.phases("plans of the options"):
-            return [option for option in map(self._option, ways) if option is not None]
+            if not self.table.fixed_s:  # for want of room: bytes alone decide whether there may be some
+                self.planner.budget = replace(self.budget, step_time=None)
+            ends = {option.way: option for option in map(self._option, ways) if option is not None}
+            partly = [self._option(way) for way in self._partly(ends)]
+        options = [*ends.values(), *(option for option in partly if option is not None)]
+        return sorted(options, key=lambda option: (option.recomputed, option.micro_batch, option.release))
 
-    def _option(self, way: Way) -> Option | None:
+    def _partly(self, ends: Mapping[Way, Option]) -> list[Way]:
+        """Ways with a number of recomputed layers between the ends that may be better than these, and what was tried of
+        such."""
+        most = max(self.tryouts.tried)
+        found: list[Way] = []
+        for size, number, release in [way for way in ends if way[1] == most > 0]:
+            kept, plan = ends.get((size, 0, release)), self._plans.get((size, most, release), (None, None))[1]
+            if kept is None or not self.tryouts.has_room((size, most, release)):
+                continue
+            numbers = worth_recomputing(
+                self.planner,
+                most=most,
+                footprint=lambda number, size=size, release=release: self._footprint((size, number, release)),
+                plan=plan if isinstance(plan, Plan) else None,
+                least_bytes=None if kept.fits or self.config.objective == "quality" else kept.peak_bytes,
+            )
+            measured = self.tryouts.rehearsed.keys() | self.tryouts.compared.keys()
+            tried = {way[1] for way in measured if (way[0], way[2]) == (size, release)} - {0, most}
+            out = max((n for n in range(most) if not self.tryouts.has_room((size, n, release))), default=0)
+            step = max(1, most // 8)  # past a number that ran out of memory against its prediction
+            numbers = {number if number > out else out + step for number in numbers}
+            near = {n for n in numbers if self._no_faster(n, than=tried, size=size, release=release)}
+            found += [(size, number, release) for number in tried | (numbers - near) if number < most]
+        return found
+
+    def _no_faster(self, number: int, *, than: Collection[int], size: int, release: bool) -> bool:
+        """Whether a larger number that was tried, and has room, takes about as long."""
+        room = [n for n in than if n > number and (size, n, release) not in self.tryouts.no_room]
+        seconds = self.tryouts.seconds((size, number, release))
+        return any(self.tryouts.seconds((size, n, release)) <= (1 + ALIKE) * seconds for n in room)
+
+    def _footprint(self, way: Way) -> Footprint | None:
         """None where it is not known what released gradients would leave."""
         footprint = self.tryouts.footprint(way, blocks=self.planner.blocks)
         if footprint is None:
             return None
-        if not self.table.fixed_s:  # for want of room: bytes alone decide whether there may be some
-            self.planner.budget = replace(self.budget, step_time=None)
         context = max(footprint.context_bytes, self.context)
-        footprint = replace(footprint, context_bytes=context, **self.constant[way[2]])
+        return replace(footprint, context_bytes=context, **self.constant[way[2]])
+
+    def _option(self, way: Way) -> Option | None:
+        footprint = self._footprint(way)
+        if footprint is None:
+            return None
         self.footprints[way] = footprint
         option = make_option(
             self.planner,

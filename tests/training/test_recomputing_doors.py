@@ -1,0 +1,133 @@
+"""BaocOptimizer and BaocStrategy recompute as few layers of a user's own module as the budget has no room for."""
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from baoc import BaocOptimizer, BaocStrategy
+from baoc.errors import BadInputError, InfeasibleBudgetError
+from baoc.models.switches import recomputed_layers
+from baoc.training.reallocation import ReallocationSettings
+from baoc.training.session import SessionSettings
+from tests.support.classifier import QUIET
+from tests.support.tiny import LIGHTNING_NOISE
+
+pytestmark = [LIGHTNING_NOISE, pytest.mark.filterwarnings("ignore:.*does not have many workers.*")]
+SETTINGS = SessionSettings(reallocation=ReallocationSettings(mode="off"))
+DEPTH, WIDTH, SAMPLES = 6, 16, 256
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return tokens + F.dropout(self.down(torch.tanh(self.up(tokens))), p=0.1, training=self.training)
+
+
+class Own(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer() for _ in range(DEPTH))
+        self.data = TensorDataset(torch.randn(SAMPLES, WIDTH))
+
+    def training_step(self, batch: list[Tensor], _: int) -> Tensor:
+        tokens = batch[0]
+        for layer in self.layers:
+            tokens = layer(tokens)
+        return tokens.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.data, batch_size=SAMPLES)
+
+
+def optimizer(budget: Any, **given: Any) -> tuple[Own, BaocOptimizer]:
+    own = Own()
+    batch = [own.data.tensors[0]]
+    probe = lambda: own.training_step(batch, 0)  # noqa: E731
+    return own, BaocOptimizer(own, budget=budget, probe=probe, settings=SETTINGS, verbose=False, **given)
+
+
+def peak_bytes(checkpointing: Any) -> int:
+    """With fp32 AdamW."""
+    return optimizer("1gb", checkpointing=checkpointing)[1].plan.peak_bytes
+
+
+@pytest.fixture(scope="module")
+def peaks() -> list[int]:
+    return [peak_bytes(number) for number in range(DEPTH + 1)]
+
+
+def test_bytes_fall_with_each_layer(peaks: list[int]):
+    assert peaks[0] > peaks[1] > peaks[2] > peaks[3] and peaks[DEPTH] == min(peaks)
+    assert peak_bytes(True) == peaks[DEPTH] and peak_bytes(False) == peak_bytes(None) == peaks[0]
+
+
+@pytest.mark.parametrize("number", [0, 2, 4])
+def test_as_few_layers_as_fit_are_recomputed_through_both_doors(
+    peaks: list[int], number: int, capsys: pytest.CaptureFixture[str]
+):
+    budget = {"memory": peaks[number] + 4096}
+    own, ours = optimizer(budget, checkpointing="auto")
+    assert recomputed_layers(own) == number
+    assert ours.plan.peak_bytes == peaks[number] <= budget["memory"]
+    module = Own()
+    strategy = BaocStrategy(budget, settings=SETTINGS, checkpointing="auto")
+    trainer = L.Trainer(strategy=strategy, max_steps=1, **QUIET)
+    trainer.fit(module)
+    assert recomputed_layers(module) == number and strategy.budget_met
+    assert f"BaocStrategy: recomputed layers {number} of {DEPTH}" in " ".join(capsys.readouterr().out.split())
+
+
+def test_what_no_number_of_layers_fits_is_refused_and_leaves_the_module_as_it_was():
+    own = Own()
+    probe = lambda: own.training_step([own.data.tensors[0]], 0)  # noqa: E731
+    with pytest.raises(InfeasibleBudgetError):
+        BaocOptimizer(own, budget={"memory": 100_000}, probe=probe, settings=SETTINGS, checkpointing="auto")
+    assert recomputed_layers(own) == 0
+
+
+def test_layers_that_do_something_else_again_are_kept(peaks: list[int], caplog: pytest.LogCaptureFixture):
+    class Appending(Layer):
+        def forward(self, tokens: Tensor) -> Tensor:
+            cache.append(tokens)
+            return super().forward(torch.cat([tokens, tokens]) if len(cache) > DEPTH else tokens)[: len(tokens)]
+
+    cache: list[Tensor] = []
+    own = Own()
+    own.layers = nn.ModuleList(Appending() for _ in range(DEPTH))
+
+    def probe() -> Tensor:
+        cache.clear()
+        return own.training_step([own.data.tensors[0]], 0)
+
+    with pytest.raises(InfeasibleBudgetError):
+        BaocOptimizer(own, budget={"memory": peaks[3]}, probe=probe, settings=SETTINGS, checkpointing="auto")
+    assert "cannot be recomputed" in caplog.text and recomputed_layers(own) == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"params": [nn.Parameter(torch.ones(2, 2))], "checkpointing": 1}, "is about the layers of a module.*model="),
+        ({"params": nn.Linear(2, 2), "checkpointing": True}, "Linear names no parts whose activations could be reco"),
+        ({"params": Own(), "checkpointing": 7}, "checkpointing=7 is more than the 6 layers of model Own: give 0 to 6"),
+        (
+            {"params": Own(), "checkpointing": "auto"},
+            "checkpointing='auto' looks at steps before training: give pr",
+        ),
+    ],
+)
+def test_what_cannot_be_recomputed_is_told(given: dict[str, Any], message: str):
+    with pytest.raises(BadInputError, match=message):
+        BaocOptimizer(given.pop("params"), budget="8gb", settings=SETTINGS, **given)
