@@ -5,10 +5,11 @@ optimizer takes its groups (decay and no decay), rates, betas and eps. Schedule,
 resuming stay the Trainer's.
 """
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Sized
+from typing import Any, TypeVar, cast
 
 from torch import nn
+from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from baoc.errors import BadInputError
@@ -61,8 +62,11 @@ def split_batches(trainer: Trainer, *, budget: Any = "auto", **options: Any) -> 
     without numbered samples, and for several processes.
     """
     arguments, dataset, model = trainer.args, trainer.train_dataset, trainer.model
-    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-        raise BadInputError("auto_batch takes the first samples of train_dataset, and a stream has none: leave it out")
+    numbered = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if not numbered or isinstance(dataset, IterableDataset) or not len(cast(Sized, dataset)):
+        raise BadInputError(
+            "auto_batch takes the first samples of train_dataset, and there are none by number: leave it out"
+        )
     if arguments.world_size > 1 or arguments.n_gpu > 1:
         raise BadInputError("auto_batch is for one process with one device: leave it out, or set the batch yourself")
     samples: Any = dataset

@@ -131,3 +131,25 @@ def test_accelerate_prepares_saves_and_loads_bit_for_bit(budget: str, tmp_path):
     whole = accelerated(tmp_path / "whole", steps=5, budget=budget)
     accelerated(tmp_path / "part", steps=3, budget=budget)
     assert same(whole, accelerated(tmp_path / "part", steps=5, budget=budget, begin=3))
+
+
+def test_auto_batch_sets_what_fits_and_keeps_the_samples_of_a_step(tmp_path, capsys):
+    trainer = Trainer(classifier(), arguments(tmp_path, max_steps=2), train_dataset=sentences())
+    with_budget(trainer, budget="8gb", auto_batch=True)
+    told = capsys.readouterr().out
+    given = trainer.args
+    assert given.per_device_train_batch_size * given.gradient_accumulation_steps == 8
+    size = f"{given.gradient_accumulation_steps} x {given.per_device_train_batch_size} samples a step"
+    assert f"auto_batch: {size}" in " ".join(told.split())
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert trainer.get_train_dataloader().total_batch_size == given.per_device_train_batch_size
+
+
+def test_auto_batch_needs_numbered_samples(tmp_path):
+    stream = torch.utils.data.ChainDataset([])
+    trainer = Trainer(classifier(), arguments(tmp_path), train_dataset=stream)
+    with pytest.raises(
+        BadInputError, match="auto_batch takes the first samples of train_dataset, and there are none by"
+    ):
+        with_budget(trainer, budget="8gb", auto_batch=True)

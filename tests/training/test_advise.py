@@ -84,7 +84,7 @@ def test_a_module_of_lightning_is_asked_for_its_training_step():
             return value
 
     found = baoc.advise(Own(), make_batch, batch_size=16, budget="unlimited", device="cpu")
-    assert found.micro_batch == 16
+    assert found.micro_batch * found.accumulation == 16
 
 
 @pytest.mark.parametrize(
