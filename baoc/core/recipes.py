@@ -117,10 +117,6 @@ class Recipe:
         parts = {f"{role.value}_{part.value}" for role, held in PARTS.items() for part in held}
         return not parts.isdisjoint({*self.specs, *self.lr})
 
-    @property
-    def tells_layers(self) -> bool:
-        return FIRST in self.specs or FIRST in self.lr
-
     def wish(self, block: Block) -> tuple[str, str]:
         """The role by which a block goes, and the spec that this one asks for."""
         if block.name in self.blocks:
