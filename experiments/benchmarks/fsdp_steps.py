@@ -1,7 +1,8 @@
 """Two GPUs: steps, peaks and states of BlockwiseOptimizer over fully_shard beside torch's fused AdamW over the same.
 
 `torchrun --nproc-per-node 2 experiments/benchmarks/fsdp_steps.py` on a machine with NVIDIA GPUs; rows go to
-fsdp_steps.csv in $OUT or experiments/results as they come. A plain loop: bf16 in forward and backward, gradients
+fsdp_steps.csv in $OUT or experiments/results as they come. Sizes (350m, 1b) may be named.
+A plain loop: bf16 in forward and backward, gradients
 reduced in fp32, a full shard per layer. `step_ms` is the median over windows of 5 steps of the slowest rank,
 `optimizer_ms` that of `optimizer.step()` alone on gradients that stay, `one_gpu_ms` the same of the whole network on
 one GPU. `peak_bytes` is the largest of ranks, context included; `predicted_bytes` what a probe without optimizer states
@@ -177,7 +178,7 @@ def main() -> None:
     del warm
     out = Path(os.environ.get("OUT", ROOT / "experiments" / "results")) / "fsdp_steps.csv"
     rows: list[Row] = []
-    for size in NETWORKS:
+    for size in sys.argv[1:] or NETWORKS:
         reference = 0.0
         for name in OPTIMIZERS:
             one = alone_ms(name, size, device=device)
