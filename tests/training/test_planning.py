@@ -127,8 +127,9 @@ def test_fake_tensors_are_probed_as_real_ones_are():
 
 def test_a_plan_leaves_open_what_a_run_of_it_would_decide():
     """Else the least budget of a plan were that of an option which no run of the same command takes."""
-    layers = SimpleNamespace(checkpoint_units=[torch.nn.Linear(2, 2)], parameters=lambda: ())
-    task = cast(Task, SimpleNamespace(model=layers))
+    network = torch.nn.Module()
+    network.checkpoint_units = [torch.nn.Linear(2, 2)]
+    task = cast(Task, SimpleNamespace(model=network))
     asked_for = partial(config, mode="plan", device="h100", budget=parse_budget("8gb"))
     decided = planned_axes(asked_for(), task=task)
     assert decided.recomputed == (0, decided.num_layers) and decided.release == (False, True)
