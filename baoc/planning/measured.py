@@ -249,8 +249,9 @@ def _allocate(
 def basis_of(choice: Choice, *, family: Family, plan: Plan, num_params: int) -> Basis:
     """What the choice rests on, as values and as a sentence."""
     one, recipe = choice.measured, choice.recipe
-    share = plan.allocation.state_bytes / max(plan.state_bytes_adamw, 1)
-    held = f"{recipe.name}: {share:.1%} of the state"
+    hosted = plan.allocation.host_bytes
+    share = (plan.allocation.state_bytes + hosted) / max(plan.state_bytes_adamw, 1)
+    held = f"{recipe.name}: {share:.1%} of the state{', most of it on the host' if hosted else ''}"
     if one is None:
         against, change = family.base or "", choice.change
         half = student_quantile(0.95, degrees=max(change.n - 1, 1)) * change.sd

@@ -4,17 +4,22 @@ A race runs these; nothing here trains. Each proposal is planned by a Planner of
 bytes, seconds and host memory count as they do in a run.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 
+from baoc.core.catalogue import WEIGHTS
 from baoc.core.recipes import FALLBACK, RECIPES, Recipe, Tuning
 from baoc.errors import BadInputError, InfeasibleBudgetError
+from baoc.planning.measured import ranked, streamed
 from baoc.planning.planner import Planner
 from baoc.types import Block, Plan, Role
 
 MOST = 14
+MOST_MEASURED = 3  # recipes that are in the measured table and not in the catalogue
 PERMUTED = "permuted"
 _OUTER = (Role.EMBEDDING, Role.HEAD, Role.NORM)
 
@@ -56,9 +61,12 @@ def proposals(
 ) -> list[Proposal]:
     """What fits the planner's budget, at most `most`: recipes in their order, then the plan and its permutation.
 
+    A recipe that does not fit as it is comes with weights of fewer bytes or with its states on the host, where the
+    planner is offered such.
+
     Args:
         planner: of the network and the budget; its settings' allocator and risk make the plan.
-        recipes: those to try; by default the catalogue's.
+        recipes: those to try; by default the best measured ones that the catalogue lacks, and the catalogue's.
         seed: of the permutation.
         most: proposals at most. The plan and its permutation are among them wherever they exist.
 
@@ -70,12 +78,11 @@ def proposals(
     plain = planner if planner.settings.recipe is None else planner.with_settings(replace(own, allocator="exact"))
     plan = plain.propose()
     mixed = Proposal(name="plan", plan=plan, uniform=len(_hidden_specs(plan)) <= 1)
-    for recipe in RECIPES.values() if recipes is None else recipes:
-        try:
-            sub = planner.with_settings(replace(own, allocator="recipe", recipe=recipe))
-            plan = sub.propose()
-        except (InfeasibleBudgetError, BadInputError):  # it does not fit, or does not apply to this network
+    for recipe in _known(planner) if recipes is None else recipes:
+        fitting = next(_variants(planner, recipe), None)
+        if fitting is None:  # it does not fit, or does not apply to this network
             continue
+        recipe, plan = fitting
         made.append(
             Proposal(
                 name=recipe.name,
@@ -95,6 +102,29 @@ def proposals(
         )
         beside.append(replace(mixed, name=PERMUTED, plan=plan, uniform=False, control=True))
     return [*made[: max(most - len(beside), 0)], *beside]
+
+
+def _known(planner: Planner) -> list[Recipe]:
+    if planner.family is None:
+        return list(RECIPES.values())
+    measured = [one.recipe for one in ranked(planner, family=planner.family) if one.name not in RECIPES]
+    fits = (recipe for recipe in measured if next(_variants(planner, recipe), None) is not None)
+    return [*islice(fits, MOST_MEASURED), *RECIPES.values()]
+
+
+def _variants(planner: Planner, recipe: Recipe) -> Iterator[tuple[Recipe, Plan]]:
+    """The recipe as it is, with its states on the host, and with other weights, wherever that fits."""
+    own = replace(planner.settings, recipe=None)
+    others = sorted({spec.weights for spec in planner.specs.values()} - {recipe.weights}, key=list(WEIGHTS).index)
+    given = [recipe]
+    if recipe.weights == "native":
+        split = [replace(recipe, weights=weights) for weights in others if WEIGHTS[weights].correction_bytes]
+        rounded = [replace(recipe, weights=weights) for weights in others if not WEIGHTS[weights].correction_bytes]
+        hosted = [streamed(one) for one in (recipe, *split)] if planner.places else []
+        given += [*split, *hosted, *rounded]
+    for one in given:
+        with suppress(InfeasibleBudgetError, BadInputError):
+            yield one, planner.with_settings(replace(own, allocator="recipe", recipe=one)).propose()
 
 
 def _hidden_specs(plan: Plan) -> set[str]:

@@ -11,24 +11,7 @@ from baoc.errors import BadInputError
 from baoc.planning.measured import MIXED
 from baoc.planning.planner import Planner, PlannerSettings
 from baoc.types import Budget, ParamInfo, Role
-
-WIDTH, LAYERS, VOCABULARY = 64, 3, 256
-
-
-def llama() -> list[ParamInfo]:
-    def matrix(name: str, rows: int, cols: int, role: Role, depth: int | None = None) -> ParamInfo:
-        return ParamInfo(name=name, shape=(rows, cols), dtype="float32", role=role, depth=depth)
-
-    params = [matrix("embed_tokens.weight", VOCABULARY, WIDTH, Role.EMBEDDING)]
-    for i in range(LAYERS):
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            params.append(matrix(f"layers.{i}.self_attn.{name}.weight", WIDTH, WIDTH, Role.ATTENTION, i))
-        params.append(matrix(f"layers.{i}.mlp.up_proj.weight", 4 * WIDTH, WIDTH, Role.MLP, i))
-        params.append(matrix(f"layers.{i}.mlp.down_proj.weight", WIDTH, 4 * WIDTH, Role.MLP, i))
-        params.append(
-            ParamInfo(name=f"layers.{i}.norm.weight", shape=(WIDTH,), dtype="float32", role=Role.NORM, depth=i)
-        )
-    return [*params, matrix("lm_head.weight", VOCABULARY, WIDTH, Role.HEAD)]
+from tests.support.transformers import WIDTH, llama, within
 
 
 def whole(name: str, mean: float, *, sd: float = 0.002, rate: float = 1.0) -> MeasuredRecipe:
@@ -117,6 +100,57 @@ def test_baselines_and_recipes_stay_what_they_are():
         assert plan.basis is not None and plan.basis.by == allocator and tuning_of(plan) is None
     asked = planner(1.0, recipe=RECIPES["adamw"]).propose()
     assert asked.basis is not None and (asked.basis.by, asked.basis.recipe) == ("recipe", "adamw")
+
+
+# -- where the best recipe fits in no format that was measured -------------------------------------------------------
+
+ONE_BEATS_ADAMW = replace(FAMILY, recipes=(ZERO, whole("adamw", 0.26), whole("scale8", 0.5)))
+
+
+def peak(recipe: str, *, weights: str) -> int:
+    plan = within(2**40, recipe=replace(RECIPES[recipe], weights=weights)).propose()
+    return plan.peak_bytes
+
+
+@pytest.fixture
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planners that a planner makes know the same family."""
+    monkeypatch.setattr("baoc.planning.planner.families", lambda: {"language": ONE_BEATS_ADAMW})
+
+
+@pytest.mark.usefixtures("known")
+def test_weights_are_rounded_at_random_only_where_else_the_choice_is_worse_than_adamw():
+    tight, enough = peak("muon8_lean", weights="bf16_sr"), peak("muon8_lean", weights="split8")
+    assert peak("scale8", weights="split8") < tight < enough
+    more = {"measured_specs": ("*+bf16_sr",), "family": "language"}
+    chosen = within(tight, **more).propose()
+    assert chosen.basis is not None and chosen.basis.recipe == "muon8_lean" and chosen.peak_bytes <= tight
+    assert "muon_int8+bf16_sr" in chosen.allocation.choices.values()
+    assert "rounded at random, which were not measured" in chosen.basis.text
+    roomy = within(enough, **more).propose()
+    assert "muon_int8+split8" in roomy.allocation.choices.values(), "a correction is kept where it fits"
+    offered = within(tight, **more).candidates(risk="prior", profile=None)
+    assert not any("bf16_sr" in one.spec for held in offered.values() for one in held), "for the measured choice alone"
+
+
+@pytest.mark.usefixtures("known")
+def test_a_choice_that_measured_worse_than_adamw_says_so():
+    plan = within(peak("muon8_lean", weights="bf16_sr"), family="language").propose()
+    assert plan.basis is not None and plan.basis.recipe == "scale8"
+    assert "every measured recipe that fits is worse than fp32 AdamW, which does not fit" in plan.basis.text
+    better = within(2**40, family="language").propose()
+    assert better.basis is not None and "worse than fp32 AdamW" not in better.basis.text
+
+
+@pytest.mark.usefixtures("known")
+def test_states_of_the_best_recipe_go_to_the_host_before_weights_are_rounded():
+    tight = peak("muon8_lean", weights="bf16_sr")
+    more = {"measured_specs": ("*+bf16_sr",), "family": "language"}
+    plan = within(tight, host_bytes=2**36, **more).propose()
+    assert plan.basis is not None and plan.basis.recipe == "muon8_lean" and "on the host" in plan.basis.text
+    assert "muon_int8+split8@streamed" in plan.allocation.choices.values()
+    assert plan.peak_bytes <= tight and 0 < plan.host_bytes <= 2**36
+    assert plan.allocation.choices[next(b.name for b in plan.blocks if b.role is Role.NORM)] == "adamw"
 
 
 # -- mixtures ---------------------------------------------------------------------------------------------------------

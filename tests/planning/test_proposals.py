@@ -1,6 +1,7 @@
 """What may be tried at a budget: everything fits it, and controls are told apart."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +11,7 @@ from baoc.planning.planner import Planner, PlannerSettings
 from baoc.planning.proposals import permuted, proposals
 from baoc.types import Budget
 from tests.support.planners import PARAMS
+from tests.support.transformers import llama, within
 
 
 def at(fraction: float, **settings: object) -> Planner:
@@ -45,3 +47,26 @@ def test_a_plan_that_is_the_same_everywhere_has_no_permutation():
 def test_a_budget_that_nothing_meets_is_refused_as_ever():
     with pytest.raises(InfeasibleBudgetError, match="least feasible"):
         proposals(at(1e-9, specs=("adamw",)))
+
+
+# -- with a measured table ---------------------------------------------------------------------------------------------
+
+
+def test_the_table_s_best_recipes_come_first_where_the_network_is_of_a_measured_kind():
+    budget = Budget(name="some", state_fraction=0.25)
+    settings = PlannerSettings(risk="measured", family="language")
+    names = [one.name for one in proposals(Planner(llama(), budget=budget, settings=settings))]
+    assert names[0] == "muon8_lean_m90" and names[2].endswith("_m90"), (
+        "what is chosen is among what is raced, at its betas"
+    )
+    assert "muon8_lean" in names and "foam8_lean" in names and len(names) <= 14
+
+
+def test_a_recipe_that_fits_only_with_other_weights_or_on_the_host_is_proposed_so():
+    def made(**more: object) -> dict[str, set[str]]:
+        tight = within(2**40, recipe=replace(RECIPES["muon8_lean"], weights="bf16_sr")).propose().peak_bytes
+        return {one.name: set(one.choices.values()) for one in proposals(within(tight, family="language", **more))}  # pyright: ignore
+
+    assert "muon8_lean" not in made()
+    assert "muon_int8+bf16_sr" in made(measured_specs=("*+bf16_sr",))["muon8_lean"]
+    assert "muon_int8+split8@streamed" in made(host_bytes=2**36)["muon8_lean"]
