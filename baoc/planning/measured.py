@@ -64,10 +64,10 @@ def choose(planner: "Planner", *, family: Family) -> Choice | None:
     stay the same there. At last weights are rounded at random, which was measured nowhere.
     """
     best = next(whole(planner, family=family), None)
-    for more in ({"hosted": True}, {"weights": (ROUNDED,)}):
+    for weights, hosted in (((), True), ((ROUNDED,), False)):
         if best is not None and not is_worse_than_adamw(best, family=family):
             break
-        other = next(whole(planner, family=family, **more), None)
+        other = next(whole(planner, family=family, weights=weights, hosted=hosted), None)
         if other is not None and (best is None or other.change.mean < best.change.mean):
             best = other
     mixed = mixture(planner, family=family)
