@@ -119,7 +119,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("known")
-def test_weights_are_rounded_at_random_only_where_else_the_choice_is_worse_than_adamw():
+def test_weights_are_rounded_at_random_only_where_that_gains_more_than_it_may_cost():
     tight, enough = peak("muon8_lean", weights="bf16_sr"), peak("muon8_lean", weights="split8")
     assert peak("scale8", weights="split8") < tight < enough
     more = {"measured_specs": ("*+bf16_sr",), "family": "language"}
@@ -127,6 +127,13 @@ def test_weights_are_rounded_at_random_only_where_else_the_choice_is_worse_than_
     assert chosen.basis is not None and chosen.basis.recipe == "muon8_lean" and chosen.peak_bytes <= tight
     assert "muon_int8+bf16_sr" in chosen.allocation.choices.values()
     assert "rounded at random, which were not measured" in chosen.basis.text
+    losing = replace(ONE_BEATS_ADAMW, recipes=(ZERO, whole("scale8", 0.5), whole("adamw", 0.6)))
+    far_behind = within(tight, **more)
+    far_behind.family = losing  # scale8 fits and beats AdamW, and yet rounding costs less than it
+    assert "muon_int8+bf16_sr" in far_behind.propose().allocation.choices.values()
+    near = within(tight, **more)
+    near.family = replace(losing, recipes=(ZERO, whole("scale8", 0.01), whole("adamw", 0.6)))
+    assert "column_norm+split8" in near.propose().allocation.choices.values()
     roomy = within(enough, **more).propose()
     assert "muon_int8+split8" in roomy.allocation.choices.values(), "a correction is kept where it fits"
     offered = within(tight, **more).candidates(risk="prior", profile=None)
