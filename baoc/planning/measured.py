@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 MIXED = "mixed"
 ADAMW = "adamw"
 ROUNDED = "bf16_sr"  # weights
-# Of the loss: what rounding may cost at most by experiments/results/product_runs.csv, where it was not told from native.
+# Of the loss: what rounding may cost at most by experiments/results/product_runs.csv (not told from native there).
 ROUNDING_COST = 0.02
 FAR = 10.0  # times the measured size, from which on a plan says that nothing was measured there
 
