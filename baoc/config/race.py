@@ -4,11 +4,12 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from baoc.config.validate import OFF, require
+from baoc.config.validate import OFF, Allowed, at_least, require
 from baoc.errors import BadInputError
 
 _SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(s|m|min|h)?")
+_CONFIRM = "2 to 100 fresh seeds, or 0 for no confirmation, after which no mixed plan is taken"
 FIRST = ("off", "auto")  # the options of the group `race` beside durations
 
 
@@ -28,47 +29,34 @@ class RaceConfig:
     """
 
     first: Annotated[Literal["off", "auto", "capped"], OFF] = "off"
-    cap_s: float | None = None
-    share: float = 0.05
-    least_run_s: float = 1200.0
+    cap_s: Annotated[float, Allowed("more than 0 seconds, or null", gt=0)] | None = None
+    share: Annotated[float, Allowed("a share of the run between 0 and 1, such as 0.05", gt=0, lt=1)] = 0.05
+    least_run_s: Annotated[float, Allowed("zero or more seconds", ge=0)] = 1200.0
     recipes: tuple[str, ...] = ()
     rates: tuple[float, ...] = (0.3, 1.0, 3.0)
     rungs: tuple[float, ...] = (0.25, 0.5, 1.0)
-    seeds: int = 3
-    confirm_seeds: int = 6
-    margin: float = 0.01
-    level: float = 0.9
+    seeds: Annotated[int, Allowed("2 to 100, as one seed says nothing of the spread", ge=2, le=100)] = 3
+    confirm_seeds: Literal[0] | Annotated[int, Allowed(_CONFIRM, ge=2, le=100)] = 6
+    margin: Annotated[float, Allowed("a share of the score from 0 to below 1", ge=0, lt=1)] = 0.01
+    level: Annotated[float, Allowed("a probability from 0.5 to below 1", ge=0.5, lt=1)] = 0.9
     size: str | None = None
-    steps: int | None = None
-    workers: int = 1
-    per_gpu: int = 1
+    steps: Annotated[int, at_least(4, " optimizer steps, or null")] | None = None
+    workers: Annotated[int, at_least(1, " runs at once")] = 1
+    per_gpu: Annotated[int, at_least(1, " runs on a GPU")] = 1
     storage: str | None = None
     library: str = "outputs/races"
 
     def __post_init__(self) -> None:
-        if (self.first == "capped") and self.cap_s is None:
+        if self.first == "capped" and self.cap_s is None:
             raise BadInputError("race.first=capped needs seconds: give race=SECONDS, such as race=600")
-        require(self.cap_s is None or self.cap_s > 0, "race.cap_s", self.cap_s, "more than 0 seconds, or null")
-        require(0 < self.share < 1, "race.share", self.share, "a share of the run between 0 and 1, such as 0.05")
-        require(self.least_run_s >= 0, "race.least_run_s", self.least_run_s, "zero or more seconds")
         doubled = len(set(self.recipes)) < len(self.recipes)
         require(not doubled, "race.recipes", list(self.recipes), "a list in which each recipe stands once")
         rates = list(self.rates)
-        good = bool(rates) and all(rate > 0 for rate in rates) and rates == sorted(set(rates))
+        good = bool(rates) and rates == sorted(set(rates)) and rates[0] > 0
         require(good, "race.rates", rates, "rising multiples of optim.lr above 0, such as [0.3,1,3]")
         rungs = list(self.rungs)
         good = bool(rungs) and rungs == sorted(set(rungs)) and rungs[0] > 0 and rungs[-1] == 1
         require(good, "race.rungs", rungs, "rising shares of the last rung, which is 1, such as [0.25,0.5,1]")
-        require(2 <= self.seeds <= 100, "race.seeds", self.seeds, "2 to 100, as one seed says nothing of the spread")
-        require(
-            self.confirm_seeds == 0 or 2 <= self.confirm_seeds <= 100, "race.confirm_seeds", self.confirm_seeds,
-            "2 to 100 fresh seeds, or 0 for no confirmation, after which no mixed plan is taken",
-        )  # fmt: skip
-        require(0 <= self.margin < 1, "race.margin", self.margin, "a share of the score from 0 to below 1")
-        require(0.5 <= self.level < 1, "race.level", self.level, "a probability from 0.5 to below 1")
-        require(self.steps is None or self.steps >= 4, "race.steps", self.steps, "4 optimizer steps or more, or null")
-        require(self.workers >= 1, "race.workers", self.workers, "1 or more runs at once")
-        require(self.per_gpu >= 1, "race.per_gpu", self.per_gpu, "1 or more runs on a GPU")
 
 
 def seconds_of(option: str) -> float | None:
