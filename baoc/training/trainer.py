@@ -46,6 +46,7 @@ from baoc.training.callbacks import (
 from baoc.training.lightning import BaocDDPStrategy, BaocStrategy, BudgetedStrategy
 from baoc.training.plan_files import Recorder
 from baoc.training.reallocation import BudgetChange, ReallocationSettings, RelaxationSettings
+from baoc.training.resume import check_contents
 from baoc.training.session import SessionSettings
 from baoc.types import LatencyTable, Plan, Reallocation, Role
 
@@ -199,7 +200,7 @@ def assemble_trainer(
         vote,
         preemption,
         control,
-        LossGuard(checkpoint=checkpoint, vote=vote, **asdict(config.faults)),
+        LossGuard(checkpoint=checkpoint, check=check_contents, vote=vote, **asdict(config.faults)),
         steps,
         memory,
         validated,

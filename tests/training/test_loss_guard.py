@@ -1,8 +1,9 @@
 """A NaN or infinite loss costs a step, the steps back to the last checkpoint, or the run, as the configuration says."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,18 @@ import pytest
 import torch
 
 from baoc import BaocStrategy
-from baoc.errors import BadInputError, DivergedError, TrainingFailedError
+from baoc.errors import BadInputError, CheckpointError, DivergedError, TrainingFailedError
 from baoc.tasks.ema import EmaWeights
 from baoc.tracking import load_checked
-from baoc.training.callbacks import LossGuard, SafeCheckpoint
+from baoc.training import trainer as training
+from baoc.training.callbacks import AsideCheckpointIO, LossGuard, SafeCheckpoint
 from baoc.training.reallocation import ReallocationSettings
+from baoc.training.resume import check_contents
 from baoc.training.session import SessionSettings
 from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
+from tests.support.training_runs import config, run
 
-pytestmark = LIGHTNING_NOISE
+pytestmark = [LIGHTNING_NOISE, pytest.mark.filterwarnings("ignore:.*does not have many workers.*")]
 
 
 class Poisoned(TinyModule):
@@ -47,8 +51,8 @@ def fit(module: Poisoned, run_dir: Path, *, every: int | None = None, specs: str
     module.net[0].reset_parameters()
     module.net[2].reset_parameters()
     policy = {key: options.pop(key) for key in ("nonfinite_loss", "patience", "max_rewinds") if key in options}
-    checkpoint = SafeCheckpoint(run_dir, every_n_steps=every)
-    guard = LossGuard(**policy, checkpoint=checkpoint)
+    checkpoint = SafeCheckpoint(run_dir, every_n_steps=every, keep=options.pop("keep", 1))
+    guard = LossGuard(**policy, checkpoint=checkpoint, check=options.pop("check", lambda content: None))
     said: list[str] = []
     guard.tell = said.append
     settings = SessionSettings(reallocation=ReallocationSettings(mode="interval", warmup_steps=2, interval=3))
@@ -138,6 +142,38 @@ def test_a_rewind_to_before_the_decision_keeps_the_decision(tmp_path: Path, mode
     assert strategy.reallocator.step == 12
     assert strategy.reallocator.last_decision == (0 if mode == "off" else 5)
     assert strategy.reallocator.optimizer.specs == dict(strategy.reallocator.plan.allocation.choices)
+
+
+def test_a_checkpoint_that_no_run_goes_on_from_is_passed_over_by_a_rewind(tmp_path: Path, caplog: Any) -> None:
+    """Weights of NaN in the newest two files, which are intact as files: the run goes back to step 2."""
+    folder = tmp_path / "checkpoints"
+
+    class Spoil(L.Callback):
+        def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+            if trainer.global_step == 5:
+                for path in folder.glob("*.ckpt"):
+                    content = deepcopy(load_checked(path))
+                    if content["global_step"] == 4:
+                        next(iter(content["state_dict"].values())).fill_(math.nan)
+                        AsideCheckpointIO().save_checkpoint(content, path)
+
+    given = {"nonfinite_loss": "rewind", "every": 2, "keep": 2, "check": _refuses_nan, "callbacks": [Spoil()]}
+    module = Poisoned([5])
+    _, _, said = fit(module, tmp_path, **given)
+    assert said == ["the loss of step 6 is nan: back to the weights and states of step 2 (rewind 1)"]
+    assert "has weights of NaN" in caplog.text and all(torch.isfinite(w).all() for w in module.trace)
+
+
+def _refuses_nan(content: Mapping[str, Any]) -> None:
+    if not all(torch.isfinite(tensor).all() for tensor in content["state_dict"].values()):
+        raise CheckpointError("has weights of NaN")
+
+
+def test_a_run_rewinds_by_the_check_that_it_resumes_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: dict[str, Any] = {}
+    monkeypatch.setattr(training, "LossGuard", lambda **given: made.update(given) or LossGuard(**given))
+    run(tmp_path / "run", trainer=replace(config().trainer, max_steps=1))
+    assert made["check"] is check_contents
 
 
 def test_rewinding_has_an_end_and_needs_a_checkpoint(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ Gradients that hold some non-finite elements under a finite loss are the optimiz
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,8 @@ class LossGuard(L.Callback):
     `skip`: nothing. `patience` such steps in a row end the run.
     `rewind`: weights, states and averages become those of the newest intact checkpoint of this run (or of the one it
     resumed from), converted to the allocation in force. Data, learning rate and the count of steps go on, so the
-    batches that led there are not seen again. After `max_rewinds` the run ends.
+    batches that led there are not seen again. After `max_rewinds` the run ends. `check` raises CheckpointError for a
+    content that cannot be gone on from; such a checkpoint is passed over for an older one.
     `stop`: the run ends.
 
     An end is DivergedError, exit code 5, which a study is told as a violated constraint. Losses are read once per
@@ -45,6 +46,7 @@ class LossGuard(L.Callback):
         patience: int = 20,
         max_rewinds: int = 3,
         checkpoint: SafeCheckpoint | None = None,
+        check: Callable[[Mapping[str, Any]], object] = lambda content: None,
         vote: StepVote | None = None,
     ):
         if nonfinite_loss not in POLICIES:
@@ -54,7 +56,7 @@ class LossGuard(L.Callback):
         self.max_rewinds = max_rewinds
         self.num_bad = self.num_in_a_row = self.num_rewinds = 0
         self.tell: Callable[[str], None] = say
-        self._checkpoint = checkpoint
+        self._checkpoint, self._check = checkpoint, check
         self._losses: list[Tensor] = []  # of the step in progress, one per micro-batch
         self._vote = vote
         if vote is not None:
@@ -118,7 +120,7 @@ class LossGuard(L.Callback):
     def _newest(self) -> Path | None:
         if self._checkpoint is None or not self._checkpoint.folder.is_dir():
             return None
-        return resolve_resume("auto", run_root=self._checkpoint.folder)
+        return resolve_resume("auto", run_root=self._checkpoint.folder, check=self._check)
 
     def _rewind(self, trainer: L.Trainer, *, what: str) -> int:
         path = ranks_of(trainer).from_first(self._newest) or trainer.ckpt_path
@@ -130,6 +132,10 @@ class LossGuard(L.Callback):
             content = load_checked(path, ours=False)
         except CheckpointError as error:
             raise TrainingFailedError(f"{what}, and it cannot be rewound: {error}") from error
+        try:
+            self._check(content)  # the one that the run resumed from may have changed since
+        except CheckpointError as error:
+            raise TrainingFailedError(f"{what}, and it cannot be rewound: {path} {error}") from error
         restore(trainer, content)
         return int(content["global_step"])
 
