@@ -2,12 +2,12 @@
 
 `torchrun --nproc-per-node 2 experiments/benchmarks/fsdp_steps.py` on a machine with NVIDIA GPUs; rows go to
 fsdp_steps.csv in $OUT or experiments/results as they come. Sizes (350m, 1b) may be named.
-A plain loop: bf16 in forward and backward, gradients
-reduced in fp32, a full shard per layer. `step_ms` is the median over windows of 5 steps of the slowest rank,
-`optimizer_ms` that of `optimizer.step()` alone on gradients that stay, `one_gpu_ms` the same of the whole network on
-one GPU. `peak_bytes` is the largest of ranks, context included; `predicted_bytes` what a probe without optimizer states
-holds, and the states of a rank. `loss` is the mean over ranks after the last step, on the same data for all rows of a
-network.
+A plain loop: bf16 in forward and backward, gradients reduced in fp32, a full shard per layer. `step_ms` is the median
+over windows of 5 steps of the slowest rank, `optimizer_ms` that of `optimizer.step()` alone on gradients that stay,
+`one_gpu_ms` the same of the whole network on one GPU, and `over_share` the quotient of both where a rank's share of the
+network is 1. `peak_bytes` is the largest of ranks, context included; `peak_bytes_predicted` what a probe without
+optimizer states holds, and the states of a rank. `loss` is the mean over ranks after the last step, on the same data
+for all rows of a network.
 """
 
 import csv
@@ -30,6 +30,7 @@ from torch.nn.functional import cross_entropy
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
+from baoc.config.environment import commit  # noqa: E402
 from baoc.models import build_model  # noqa: E402
 from baoc.optim import BlockwiseOptimizer  # noqa: E402
 from baoc.parallel import ranks  # noqa: E402
@@ -57,10 +58,15 @@ class Row:
     ratio: float  # of step_ms to fused AdamW
     optimizer_ms: float
     one_gpu_ms: float
+    over_share: float  # of optimizer_ms to a rank's share of one_gpu_ms
     peak_bytes: int
-    predicted_bytes: int
+    peak_bytes_predicted: int
+    excess: float  # of the peak over the prediction
     state_bytes: int
     loss: float
+    device: str
+    torch: str
+    commit: str
 
 
 def network(size: str, *, device: torch.device, narrow: bool) -> Any:
@@ -158,7 +164,8 @@ def measured(name: str, size: str, *, device: torch.device) -> dict[str, Any]:
     peak, predicted, held = (int(each) for each in group.most(peak, footprint.peak_bytes(state_bytes=held), held))
     return {
         "step_ms": round(step_ms, 3), "optimizer_ms": round(optimizer_ms, 3), "peak_bytes": peak,
-        "predicted_bytes": predicted, "state_bytes": held, "loss": round(float(last) / group.size, 4),
+        "peak_bytes_predicted": predicted, "excess": round(peak / predicted - 1, 4),
+        "state_bytes": held, "loss": round(float(last) / group.size, 4),
     }  # fmt: skip
 
 
@@ -177,6 +184,7 @@ def main() -> None:
     dist.all_reduce(warm)  # the communicator makes its buffers, which are part of the context
     del warm
     out = Path(os.environ.get("OUT", ROOT / "experiments" / "results")) / "fsdp_steps.csv"
+    place = {"device": torch.cuda.get_device_name(device), "torch": torch.__version__, "commit": commit()}
     rows: list[Row] = []
     for size in sys.argv[1:] or NETWORKS:
         reference = 0.0
@@ -188,8 +196,9 @@ def main() -> None:
             reference = reference or found["step_ms"]
             ratio = round(found["step_ms"] / reference, 4)
             (one,) = ranks().most(one)
-            given = {"network": f"llama-{size}", "ranks": ranks().size, "optimizer": name, "ratio": ratio}
-            rows.append(Row(**given, one_gpu_ms=round(one, 3), **found))
+            given = {"network": f"llama-{size}", "ranks": ranks().size, "optimizer": name, "ratio": ratio, **place}
+            over_share = round(found["optimizer_ms"] * ranks().size / one, 4)
+            rows.append(Row(**given, one_gpu_ms=round(one, 3), over_share=over_share, **found))
             if ranks().rank == 0:
                 print(rows[-1], flush=True)
                 with out.open("w", newline="") as file:
@@ -197,12 +206,14 @@ def main() -> None:
                     writer.writeheader()
                     writer.writerows(asdict(row) for row in rows)
     if ranks().rank == 0:
-        print(f"\n{'network':12} {'optimizer':20} step ms  ratio  opt ms  /one GPU  peak/predicted GiB  state GiB")
+        print(f"\n{'network':12} {'optimizer':20} step ms  ratio  opt ms  /share  peak/predicted GiB  state GiB")
         for row in rows:
-            peak, predicted, state = (each / 2**30 for each in (row.peak_bytes, row.predicted_bytes, row.state_bytes))
+            peak, predicted, state = (
+                each / 2**30 for each in (row.peak_bytes, row.peak_bytes_predicted, row.state_bytes)
+            )
             print(
                 f"{row.network:12} {row.optimizer:20} {row.step_ms:7.1f} {row.ratio:6.3f} {row.optimizer_ms:7.2f} "
-                f"{row.optimizer_ms / row.one_gpu_ms:8.2f} {peak:9.2f} /{predicted:6.2f} {state:9.2f}"
+                f"{row.over_share:6.2f} {peak:9.2f} /{predicted:6.2f} {state:9.2f}"
             )
     dist.destroy_process_group()
 

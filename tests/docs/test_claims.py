@@ -83,8 +83,9 @@ def numbers(text: str) -> set[str]:
 
 def test_commands_of_the_claims_name_programs_that_exist():
     for command in {claim["command"] for claim in CLAIMS}:
-        program = command.split()[1:]
-        file = program[1].replace(".", "/") + ".py" if program[0] == "-m" else program[0]
+        words = command.split()
+        module = words[words.index("-m") + 1].replace(".", "/") + ".py" if words[:2] == ["python", "-m"] else None
+        file = module or next(word for word in words if word.endswith(".py"))
         assert (ROOT / file).is_file(), command
         assert file == "run.py" or ast.parse((ROOT / file).read_text())
 
