@@ -37,7 +37,7 @@ _TOLD: list[bool] = []  # in a process that a launcher made rank 0: whether the 
 
 def join(told: Told) -> int:
     """Joins the other processes of a launcher; its rank. Raises BadInputError where a variable is missing."""
-    environment = _variables(told)
+    environment = environment_of(told)
     os.environ.update(environment)
     _make_group(None, rank=int(environment["RANK"]), size=int(environment["WORLD_SIZE"]))
     if ranks().rank == 0:
@@ -90,7 +90,7 @@ def serve() -> int:
         _leave_group()
 
 
-def _variables(told: Told) -> dict[str, str]:
+def environment_of(told: Told) -> dict[str, str]:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     found = {name: os.environ[name] for name in names if name in os.environ}
     if told.told_by.startswith("srun") and "SLURM_NODELIST" in os.environ:

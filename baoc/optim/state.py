@@ -63,16 +63,12 @@ class Slot:
     adopted: int = -1  # version of the parameter when its data became what `weights` says
     taken_in: int | None = None  # sum of the bits of split weights as they came, until the first step
     shard: Shard | None = None
+    first: int = 0  # index in the whole parameter of the first element that is stepped here
 
     @property
     def owner(self) -> Tensor:
         """The parameter as the parameter groups have it."""
         return self.param if self.shard is None else self.shard.owner
-
-    @property
-    def first(self) -> int:
-        """Index in the whole parameter of the first element that is stepped here."""
-        return 0 if self.shard is None else self.shard.first
 
     @property
     def slab_bytes(self) -> int:
@@ -208,6 +204,7 @@ def make_slot(
         on_cpu=param.device.type == "cpu",
         placement=spec.placement,
         shard=shard,
+        first=0 if shard is None else shard.first,
     )
 
 

@@ -110,7 +110,7 @@ class BudgetedStrategy(Strategy):
         self.record_latency = record_latency
         self.verbose = verbose
         self.reallocators: list[Reallocator] = []  # one for each optimizer; `reallocator` is the first
-        self._narrators: list[Narrator] = []
+        self.narrators: list[Narrator] = []
         self._recomputed = ""  # see Session
         self._first_step: PeakMeter | None = None
         self._arrived: ArrivedWeights | None = None  # of a resume, until the optimizer's states are loaded
@@ -199,7 +199,7 @@ class BudgetedStrategy(Strategy):
         if self._guard not in callbacks:
             callbacks.insert(0, self._guard)
         several = len(theirs) > 1
-        self._narrators = [
+        self.narrators = [
             Narrator(
                 one,
                 name=f"{self.name_told}, optimizer {number}" if several else self.name_told,
@@ -209,7 +209,7 @@ class BudgetedStrategy(Strategy):
             )
             for number, one in enumerate(self.reallocators, start=1)
         ]
-        for one, narrator in zip(self.reallocators, self._narrators, strict=True):
+        for one, narrator in zip(self.reallocators, self.narrators, strict=True):
             narrator.recomputed = self._recomputed
             if self._unmeasured is not None:
                 one.optimizer.register_step_post_hook(lambda *_: self._learn())
@@ -389,12 +389,12 @@ class BudgetedStrategy(Strategy):
     @property
     def budget_met(self) -> bool | None:
         """Whether the limit on memory or state holds so far; None without such a limit, and where no peak is known."""
-        verdicts = [narrator.budget_met for narrator in self._narrators]
+        verdicts = [narrator.budget_met for narrator in self.narrators]
         return None if None in verdicts or not verdicts else all(verdicts)
 
     def summary(self) -> str:
         """The plan in force as a table by role and spec, its totals, and how state and peak stand to the budget."""
-        told = [narrator.summary() for narrator in self._narrators]
+        told = [narrator.summary() for narrator in self.narrators]
         return "\n\n".join(told) or f"{self.name_told}: no plan before a fit"
 
     def on_train_start(self) -> None:
@@ -412,18 +412,18 @@ class BudgetedStrategy(Strategy):
         if self._unmeasured is not None and all(one.step for one in self.reallocators):
             first, self._unmeasured = self._unmeasured, None
             first.learn(*self.reallocators)
-            for narrator in self._narrators:
+            for narrator in self.narrators:
                 narrator.first_step_bytes = first.peak_bytes
 
     def _end_first_step(self) -> None:
         if self._first_step is not None:
             meter, self._first_step = self._first_step, None
             meter.leave()
-            for narrator in self._narrators:
+            for narrator in self.narrators:
                 narrator.first_step_bytes = meter.peak_bytes
 
     def on_train_end(self) -> None:
-        for narrator in self._narrators:
+        for narrator in self.narrators:
             narrator.compare()
             narrator.conclude()
 
@@ -496,7 +496,7 @@ class BudgetedStrategy(Strategy):
             )
         arrived, self._arrived = self._arrived, None
         whole = arrived.untouched() if arrived is not None else {}
-        for reallocator, narrator, given in zip(self.reallocators, self._narrators, saved, strict=True):
+        for reallocator, narrator, given in zip(self.reallocators, self.narrators, saved, strict=True):
             self._load_states(dict(given), reallocator=reallocator, narrator=narrator, whole=whole)
 
     def _load_states(

@@ -54,7 +54,7 @@ def test_a_step_is_read_in_six_files(spec: str, monkeypatch: pytest.MonkeyPatch)
         gradients.give(params)
         optimizer.step()
     monkeypatch.setattr(engine.Graphs, "run", lambda *_, **__: None)
-    monkeypatch.setattr(optimizer.roster.backends[0].units[0].engine._graphs, "on", True)
+    monkeypatch.setattr(optimizer.roster.backends[0].units[0].engine.graphs, "on", True)
     gradients.give(params)
     with entered() as found:
         optimizer.step()

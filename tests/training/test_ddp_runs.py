@@ -67,7 +67,7 @@ def ran(folder: Path, *, ranks: int, steps: int = STEPS, resume: Path | None = N
 def befalling(kind: str, *, rank: int, folder: Path) -> Iterator[None]:
     """Inside, `kind` befalls a rank in its step AT."""
     plain = VisionTask.training_step
-    moves: Callable[..., Any] = Reallocator._move_or_stay
+    decide: Callable[..., Any] = Reallocator.decide
 
     def step(self: VisionTask, batch: Any, index: int) -> Tensor:
         now, mine = self.trainer.global_step, rank == 1
@@ -88,11 +88,11 @@ def befalling(kind: str, *, rank: int, folder: Path) -> Iterator[None]:
     def decided(self: Reallocator, *given: Any, **more: Any) -> Any:
         if rank == 1 and self.step == AT and kind == "in a decision":
             os.kill(os.getpid(), signal.SIGTERM)
-        return moves(self, *given, **more)
+        return decide(self, *given, **more)
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(VisionTask, "training_step", step))
-        stack.enter_context(mock.patch.object(Reallocator, "_move_or_stay", decided))
+        stack.enter_context(mock.patch.object(Reallocator, "decide", decided))
         yield
 
 

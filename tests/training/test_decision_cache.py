@@ -127,7 +127,7 @@ def of_another_key(path: Path) -> None:
 def of_an_older_form(path: Path) -> None:
     body = json.loads(path.read_text())["body"]
     del body["footprint"]["intervals"]
-    path.write_text(json.dumps({"digest": decision_cache._hash(body), "body": body}))
+    path.write_text(json.dumps({"digest": decision_cache.hash_of(body), "body": body}))
 
 
 def no_text(path: Path) -> None:

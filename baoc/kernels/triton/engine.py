@@ -61,7 +61,7 @@ class Engine:
         self.places = self.gradients.places
         self.settings = Settings(self.tables, places=self.places, size=self.size)
         self._needs_thresholds = any(table.needs_thresholds for table in self.tables)
-        self._graphs = Graphs(self.device, on=graphs)
+        self.graphs = Graphs(self.device, on=graphs)
         self._roomy = [table for table in self.tables if table.kind.family.takes_room]
         self._allocate()
         self._lay_out_blocks()
@@ -224,8 +224,8 @@ class Engine:
         for number, launch_part in enumerate(self._parts(staged=staged, matched=matched, marked=marked)):
             if number:
                 self._add_up()  # which no graph captures
-            if graphs and self._graphs.on:
-                self._graphs.run((number, key), launch_part, slot=self._upload.slot())
+            if graphs and self.graphs.on:
+                self.graphs.run((number, key), launch_part, slot=self._upload.slot())
             else:
                 launch_part()
         if staged:

@@ -74,7 +74,7 @@ def key_of(
     return {
         "config": asked | {"budget": to_plain(budget)},
         "ranks": ranks().size,  # each of several keeps buckets of gradients
-        "network": _hash(
+        "network": hash_of(
             [type(network).__module__, type(network).__qualname__, repr(network)],
             [[name, *_shape(tensor), tensor.requires_grad] for name, tensor in tensors],
         ),
@@ -101,7 +101,7 @@ def _card(device: torch.device) -> dict[str, str]:
         return {"processor": host}
     card = torch.cuda.get_device_properties(device)
     driver = _DRIVER.read_text(encoding="utf-8") if _DRIVER.is_file() else ""
-    return {"processor": host, "card": f"{card.name}, {card.total_memory} bytes", "driver": _hash(driver)}
+    return {"processor": host, "card": f"{card.name}, {card.total_memory} bytes", "driver": hash_of(driver)}
 
 
 def _shape(tensor: Tensor) -> list[Any]:
@@ -116,12 +116,12 @@ def _shapes(batch: Any) -> Any:
     return [_shapes(value) for value in batch] if isinstance(batch, list | tuple) else type(batch).__name__
 
 
-def _hash(*of: Any) -> str:
+def hash_of(*of: Any) -> str:
     return hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()
 
 
 def path_of(key: Mapping[str, Any]) -> Path:
-    return cache_folder() / f"decision-{_hash(key)[:32]}.json"
+    return cache_folder() / f"decision-{hash_of(key)[:32]}.json"
 
 
 def read_decision(key: Mapping[str, Any]) -> Entry | None:
@@ -129,7 +129,7 @@ def read_decision(key: Mapping[str, Any]) -> Entry | None:
     try:
         kept: Any = json.loads(read_own(path_of(key)) or "")
         body = kept["body"]
-        if kept["digest"] != _hash(body) or body["key"] != json.loads(json.dumps(key)):
+        if kept["digest"] != hash_of(body) or body["key"] != json.loads(json.dumps(key)):
             return None
         return Entry(
             chosen=option_from_plain(body["chosen"]),
@@ -146,7 +146,7 @@ def read_decision(key: Mapping[str, Any]) -> Entry | None:
 def keep_decision(key: Mapping[str, Any], entry: Entry) -> None:
     """Keeps a decision for the next run, in the place of what was there for this key; the oldest entries go."""
     body = json.loads(json.dumps({"key": key, **to_plain(entry)}))
-    write_own(path_of(key), json.dumps({"digest": _hash(body), "body": body}))
+    write_own(path_of(key), json.dumps({"digest": hash_of(body), "body": body}))
     with suppress(OSError):
         entries = sorted(cache_folder().glob("decision-*.json"), key=lambda path: path.stat().st_mtime)
         for old in entries[:-MOST]:
