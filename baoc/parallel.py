@@ -108,6 +108,10 @@ REFUSED = {
         "AccumulateGrad node would be lost. Register them after the optimizer is built (or with "
         "Tensor.register_post_accumulate_grad_hook, which stays), or choose specs that keep weights as they are"
     ),
+    "averaged": (
+        "AveragedModel would average block {block} without the last bits of its weights, which {spec} keeps beside "
+        "them. Average optimizer.export_weights() instead, or choose specs that keep weights as they are"
+    ),
 }  # fmt: skip
 
 

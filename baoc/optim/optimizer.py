@@ -34,6 +34,7 @@ from baoc.optim.load_watch import watch_loads
 from baoc.optim.nonfinite import NonFiniteFilter
 from baoc.optim.registry import BlockRegistry, check_new
 from baoc.optim.state import FIRST_BETAS, LiveBlock, alone, betas_of
+from baoc.optim.wrappers import watch_averages
 from baoc.parallel import ranks
 from baoc.types import Block, BlockMove, Moments, OptimizerSpec, ParamInfo
 
@@ -152,6 +153,7 @@ class BlockwiseOptimizer(Optimizer):
         self._warn_of_stalling(roster.live)
         if isinstance(params, torch.nn.Module):
             watch_loads(params, self)
+        watch_averages(self)
 
     @property
     def roster(self) -> BlockRegistry:

@@ -39,7 +39,7 @@ from baoc.optim.offload import HostArena, Pipelines, drop_stale, fill, make_room
 from baoc.optim.rules import RULES
 from baoc.optim.shards import Shard, Shards, check_edges, is_sharded, local, one_of, part_of, shard_of, twin_of
 from baoc.optim.state import LiveBlock, Slot, State, allocate, make_slot, new_match, packed, tensor_bytes, whole_slot
-from baoc.optim.wrappers import refuse_casts, refuse_shard
+from baoc.optim.wrappers import refuse_averages, refuse_casts, refuse_shard
 from baoc.parallel import refusal
 from baoc.planning.cost import aligned, passing_bytes
 from baoc.planning.transfer import buffer_bytes
@@ -543,6 +543,7 @@ def check_new(lives: Sequence[LiveBlock], *, device: torch.device | None = None)
     `device`: where their parameters will be, if they are not there yet.
     """
     refuse_casts(lives)
+    refuse_averages(lives)
     placed = order_of_travel(lives)
     for live in placed:
         devices = sorted({str(device or slot.param.device) for slot in live.slots})

@@ -5,14 +5,18 @@ All of it is found by looking, as nobody tells. What is refused, and how, is in 
 
 import gc
 import sys
-from collections.abc import Iterable
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 from baoc.optim import weights
 from baoc.optim.shards import refuse_unlike
@@ -56,14 +60,60 @@ def refuse_casts(lives: Iterable[LiveBlock]) -> None:
     """
     cast = [(live, slot) for live in lives for slot in live.slots if _target(slot) is not slot.param.dtype]
     held = [(live, slot) for live, slot in cast if slot.param.requires_grad and _is_held(slot.param)]
-    averaged = _averaged() if held else set[int]()
+    of_ddp = _of_ddp() if held else set[int]()
     for live, slot in held:
         dtype = str(_target(slot)).removeprefix("torch.")
         facts = {"block": live.block.name, "spec": live.spec.name, "name": slot.name, "dtype": dtype}
-        if id(slot.param) in averaged:
+        if id(slot.param) in of_ddp:
             raise refusal("cast_ddp", **facts)
         if count := _num_hooks(slot.param):
             raise refusal("cast_hooks", count=count, **facts)
+
+
+def refuse_averages(lives: Iterable[LiveBlock], *, copies: Iterable[nn.Module] | None = None) -> None:
+    """Raises BadInputError where a block is to keep weights in 16 bits that an AveragedModel averages.
+
+    `copies`: the networks that are averaged; None looks for those that are alive.
+    """
+    narrow = [live for live in lives if live.spec.weights != "native"]
+    params = {slot.name: slot.param for live in narrow for slot in live.slots}
+    if narrow and averaged(params, copies=copies):
+        raise refusal("averaged", block=narrow[0].block.name, spec=narrow[0].spec.name)
+
+
+def averaged(params: Mapping[str, Tensor], *, copies: Iterable[nn.Module] | None = None) -> bool:
+    """Whether an AveragedModel averages any of `params` by its name and shape, or all of them by their shapes.
+
+    It has copied the network, so that none of its parameters is the network's own.
+    """
+    shapes = {name: param.shape for name, param in params.items()}
+
+    def is_copy(network: nn.Module) -> bool:
+        own = {name: param.shape for name, param in network.named_parameters()}
+        return bool(own.items() & shapes.items()) or Counter(shapes.values()) <= Counter(own.values())
+
+    if copies is not None:
+        return any(map(is_copy, copies))
+    if not any(map(is_copy, _averaged_networks())):
+        return False
+    gc.collect()  # an average of a run that is over may wait for that
+    return any(map(is_copy, _averaged_networks()))
+
+
+def _averaged_networks() -> list[nn.Module]:
+    return [model.module for model in _alive(AveragedModel) if hasattr(model, "module")]
+
+
+def watch_averages(optimizer: Any) -> None:
+    """An AveragedModel that is made of narrow weights is refused then, for as long as `optimizer` lives."""
+    owner = weakref.ref(optimizer)
+
+    def look(module: nn.Module, name: str, part: nn.Module | None) -> None:
+        ours = owner()
+        if name == "module" and isinstance(module, AveragedModel) and part is not None and ours is not None:
+            refuse_averages(ours.roster.live.values(), copies=[part])
+
+    weakref.finalize(optimizer, register_module_module_registration_hook(look).remove)
 
 
 def _target(slot: Any) -> torch.dtype:
@@ -91,10 +141,14 @@ def _num_hooks(param: Tensor) -> int:
     return count
 
 
-def _averaged() -> set[int]:
+def _of_ddp() -> set[int]:
     """Identities of the parameters whose gradients a DistributedDataParallel averages, whoever has it."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return set()
-    # By type: isinstance would ask proxies of other libraries, which answer for what they stand for, or raise.
-    found: list[Any] = [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]
+    found = _alive(DistributedDataParallel)
     return {id(param) for ddp in found for param in getattr(ddp, "_module_parameters", ddp.parameters())}
+
+
+def _alive(kind: type) -> list[Any]:
+    """Objects of a type. isinstance would ask proxies of other libraries, which answer for what they stand for."""
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]

@@ -28,6 +28,10 @@ def averaging_callbacks(trainer: L.Trainer) -> list[str]:
     return found + [name for name, part in trainer.lightning_module.named_modules() if isinstance(part, AveragedModel)]
 
 
+def has_narrow(settings: SessionSettings) -> bool:
+    return any(spec.weights != "native" for spec in select(settings.planner.specs).values())
+
+
 def without_narrow(settings: SessionSettings, *, because: Sequence[str]) -> SessionSettings:
     """The settings without specs that keep weights in 16 bits with corrections beside them, which averages would not
     see. Raises BadInputError where a recipe or an allocator asks for such."""

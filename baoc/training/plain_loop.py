@@ -19,11 +19,13 @@ from baoc.optim.backward import take_from_others
 from baoc.optim.groups import check_names, check_settings, check_tensor, members_of, plain, raw_groups
 from baoc.optim.load_watch import watch_loads
 from baoc.optim.shards import is_sharded, largest_part
+from baoc.optim.wrappers import averaged
 from baoc.parallel import ALONE, ranks, refusal, refuse_ranks, unwrapped
 from baoc.profiling import cap_device, describe, free_bytes
 from baoc.profiling.bf16_params import cast_to_bf16
 from baoc.tracking.console import say
 from baoc.training.arriving_weights import leave, needs_room
+from baoc.training.averages import has_narrow, without_narrow
 from baoc.training.measure.caller_probe import CallerProbe
 from baoc.training.measure.first_step import FirstStep
 from baoc.training.narration import Narrator
@@ -116,6 +118,8 @@ class BaocOptimizer(BlockwiseOptimizer):
         unknown = limit.memory_bytes is not None and probe is None
         in_bf16 = all(param.dtype == torch.bfloat16 for param in named.values())
         settings = widened(settings, device=device.type, budget=limit, precision="bf16-true" if in_bf16 else "32-true")
+        if has_narrow(settings) and averaged(named):
+            settings = without_narrow(settings, because=["AveragedModel"])
         infos = describe(module if module is not None else pairs, optimizer_groups=groups)
         session = Session(
             infos if limit.memory_bytes is None else held_at_most(infos, params=named),
