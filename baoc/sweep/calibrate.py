@@ -8,9 +8,7 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import copysign, inf, sqrt
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import Any
 
 import optuna
@@ -20,6 +18,7 @@ from rich.table import Table
 
 from baoc.config import assets
 from baoc.config.environment import commit
+from baoc.core.statistics import Interval, paired_difference
 from baoc.errors import BadInputError
 from baoc.frontier.commands import Arguments, command
 from baoc.frontier.runs import find_runs
@@ -37,25 +36,15 @@ UNIT_WEIGHTS = "weights of 1"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Winner:
     """The best trial of a risk_weights study against the one with weights of 1, paired by run (budget and seed).
-    `difference` is winner - unit: negative is better for a minimised objective. `spread` is the standard deviation of
-    the paired differences."""
+    `difference` is winner - unit: negative is better for a minimised objective."""
 
     trial: int
     weights: Mapping[str, float]
     quality: float
     unit_trial: int
     unit_quality: float
-    difference: float
-    spread: float  # standard deviation of the paired differences
-    n: int
+    difference: Interval  # of 95 %, which is no proof where it excludes 0, since the winner is selected
     num_trials: int
-
-    @property
-    def t(self) -> float:
-        """Mean over standard error of the paired differences; above 2 is no proof, since the winner is selected."""
-        if not self.spread:
-            return copysign(inf, self.difference) if self.difference else 0.0
-        return self.difference / (self.spread / sqrt(self.n))
 
 
 def winner_of(study: optuna.Study, *, folder: Path) -> Winner:
@@ -75,17 +64,14 @@ def winner_of(study: optuna.Study, *, folder: Path) -> Winner:
     sign = 1.0 if study.directions[0].name == "MINIMIZE" else -1.0
     best = min(searched, key=lambda t: sign * t.values[0])
     overrides = [word.partition("=") for word in best.user_attrs["words"] if word.startswith(WEIGHT)]  # as run: rounded
-    pairs = list(zip(_qualities(folder, best), _qualities(folder, unit), strict=True))
-    differences = [mine - other for mine, other in pairs]
+    mine, other = (dict(enumerate(_qualities(folder, trial))) for trial in (best, unit))
     return Winner(
         trial=best.number,
         weights={key.removeprefix(WEIGHT): float(value) for key, _, value in overrides},
         quality=best.values[0],
         unit_trial=unit.number,
         unit_quality=unit.values[0],
-        difference=fmean(differences),
-        spread=stdev(differences) if len(differences) > 1 else 0.0,
-        n=len(differences),
+        difference=paired_difference(mine, other, level=0.95),
         num_trials=len(searched),
     )
 
@@ -101,32 +87,26 @@ def risk_file(winner: Winner, *, study: optuna.Study, model: str, found: Sequenc
     """The text of conf/risk/NAME.yaml: weights of all terms of `model`, with their origin."""
     defaults = yaml.safe_load(assets.options("risk")[model].read_text(encoding="utf-8"))
     weights = {term: float(winner.weights.get(term, weight)) for term, weight in defaults["weights"].items()}
-    comparison = (
-        "not distinguishable from" if abs(winner.t) < 2 else "better than" if winner.difference < 0 else "worse than"
-    )
+    lower = "lower than with" if winner.difference.mean < 0 else "higher than with"
+    comparison = lower if winner.difference.excludes_zero else "not distinguishable from"
     lines = [
         f"# Weights of risk={model} that were the best of {winner.num_trials} in study {study.study_name}",
         f"# Evidence (commit {commit() or 'unknown'}): trial {winner.trial} has quality {winner.quality:.4g}, weights",
-        f"# of 1 have {winner.unit_quality:.4g}; paired difference {winner.difference:+.4g}, sd {winner.spread:.4g}, "
-        f"n {winner.n}, t {winner.t:+.1f}: {comparison} weights of 1.",
+        f"# of 1 have {winner.unit_quality:.4g}; paired difference {winner.difference}, 95 %:",
+        f"# {comparison} weights of 1.",
         "# The best of many looks better than it is; n are its budgets and seeds, which it was chosen by.",
     ]
-    lines += [f"# Rank correlation with damage, {r.what}: {_interval(r)}" for r in found if r.what.startswith("total")]
+    lines += [f"# Rank correlation with damage, {r.what}: {r}" for r in found if r.what.startswith("total")]
     return "\n".join(lines) + "\n" + yaml.safe_dump({"name": model, "weights": weights}, sort_keys=False)
 
 
-def _interval(rank: Rank) -> str:
-    return f"{rank.rho:+.2f} [{rank.low:+.2f}, {rank.high:+.2f}], n {rank.n}"
-
-
 def show(found: Sequence[Rank]) -> None:
-    """Prints the table of rank correlations. An interval that contains 0 is not distinguishable from no correlation."""
-    table = Table(title="Rank correlation with damage (Spearman; 95 % by resampling runs)", title_justify="left")
-    for column in ("predicted by", "rho", "from", "to", "runs", "excludes 0"):
+    """Prints the table of rank correlations. `p` is the probability of one as large in size by chance."""
+    table = Table(title="Rank correlation with damage (Spearman; p by permuting runs)", title_justify="left")
+    for column in ("predicted by", "rho", "p", "runs", "known at 5 %"):
         table.add_column(column)
     for rank in found:
-        numbers = (f"{value:+.2f}" for value in (rank.rho, rank.low, rank.high))
-        table.add_row(rank.what, *numbers, str(rank.n), "yes" if rank.low * rank.high > 0 else "no")
+        table.add_row(rank.what, f"{rank.rho:+.2f}", f"{rank.p:.2g}", str(rank.n), "yes" if rank.known else "no")
     make_console().print(table)
 
 
@@ -192,17 +172,17 @@ def fitted_file(found: Sequence[Damage]) -> str:
             "weights cannot be fitted: that needs several runs at each budget, of at least two seeds, whose risk goes "
             "with their damage (allocator=random at a few budgets)"
         )
-    if not (fitted.low > 0 and fitted.rho > plain.rho):
+    if not (fitted.known and fitted.rho > max(plain.rho, 0.0)):
         raise BadInputError(
-            f"fitted weights rank runs of held-out seeds at equal budgets by {_interval(fitted)}, weights of 1 by "
-            f"{_interval(plain)}: that is no better, so nothing was written"
+            f"fitted weights rank runs of held-out seeds at equal budgets by {fitted}, weights of 1 by "
+            f"{plain}: that is no better, so nothing was written"
         )
     file = yaml.safe_load(assets.options("risk")[models[0]].read_text(encoding="utf-8"))
     merged = {term: round(weights.get(term, float(weight)), 4) for term, weight in file["weights"].items()}
     lines = [
         f"# Weights of risk={models[0]} fitted to the damage of {len(found)} runs (commit {commit() or 'unknown'}).",
-        f"# Rank correlation with damage at equal budgets: {_interval(fitted)} on seeds that were held out,",
-        f"# weights of 1 {_interval(plain)}. A term that did not vary keeps its weight.",
+        f"# Rank correlation with damage at equal budgets: {fitted} on seeds that were held out,",
+        f"# weights of 1 {plain}. A term that did not vary keeps its weight.",
     ]
     return "\n".join(lines) + "\n" + yaml.safe_dump({"name": models[0], "weights": merged}, sort_keys=False)
 
@@ -227,7 +207,7 @@ def _save_winner(winner: Winner, *, study: optuna.Study, name: str, runs: Sequen
     write_text(file, risk_file(winner, study=study, model=model, found=found))
     say(
         f"trial {winner.trial}: {winner.quality:.4g}, weights of 1: {winner.unit_quality:.4g}, paired difference "
-        f"{winner.difference:+.4g} (sd {winner.spread:.4g}, n {winner.n}); written to {file}: use it as risk={name}"
+        f"{winner.difference}, 95 %; written to {file}: use it as risk={name}"
     )
 
 

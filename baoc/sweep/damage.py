@@ -22,7 +22,6 @@ from baoc.frontier.runs import RunFolder, find_runs, result_of
 from baoc.tracking.files import read_json
 
 REFERENCE = "uniform_adamw"
-RESAMPLES = 2000
 LEAST_RUNS = 5
 Floats = NDArray[np.float64]
 
@@ -42,18 +41,25 @@ class Damage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
-    """Spearman's rank correlation with the damage over `n` runs, with a 95 % interval by resampling runs."""
+    """Spearman's rank correlation with the damage over `n` runs, and the probability of one as large by chance."""
 
     what: str
     rho: float
-    low: float
-    high: float
+    p: float
     n: int
+
+    @property
+    def known(self) -> bool:
+        """Whether its sign is known: noise is as large in 5 % of the draws."""
+        return self.p <= 0.05
+
+    def __str__(self) -> str:
+        return f"{self.rho:+.2f} (p {self.p:.2g}), n {self.n}"
 
 
 def damages(runs: Sequence[RunFolder]) -> list[Damage]:
     """The damage of every finished run with its own allocation, in the given order. Raises BadInputError if the runs
-    are of several workloads, or none of them is the reference."""
+    are of several workloads or lengths, or none of them is the reference."""
     workloads = group_by_workload(runs)
     if len(workloads) != 1:
         raise BadInputError(
@@ -70,6 +76,12 @@ def damages(runs: Sequence[RunFolder]) -> list[Damage]:
         raise BadInputError(
             f"no run is allocator={REFERENCE}, which damage is measured against: add one (budget=unlimited "
             f"allocator={REFERENCE}) to the folders"
+        )
+    lengths = sorted({result["num_steps"] for result in results})
+    if len(lengths) > 1:
+        raise BadInputError(
+            f"damage is measured among runs of one length, and these have {', '.join(map(str, lengths))} steps: give "
+            "folders of one"
         )
     whole = fmean(value for values in references.values() for value in values)
     found = []
@@ -129,7 +141,7 @@ def ranks(found: Sequence[Damage], *, weights: Mapping[str, Mapping[str, float]]
     within = [
         _rank(f"{what}, at equal budgets", equal @ column, equal @ damage, seed=seed)
         for what, column in columns.items()
-        if len(equal) and np.ptp(equal @ column) > 1e-12 * np.ptp(column)
+        if len(equal) and np.ptp(equal @ column) > 1e-12 * np.abs(column).max()
     ]
     columns["fewer state bytes"] = np.array([-float(run.state_bytes) for run in found])
     columns |= {f"term {name}": np.array([run.terms.get(name, 0.0) for run in found]) for name in terms}
@@ -200,19 +212,8 @@ def held_out(found: Sequence[Damage], *, seed: int = 0) -> Rank | None:
 
 
 def _rank(what: str, predicted: Floats, damage: Floats, *, seed: int) -> Rank:
-    rng = np.random.default_rng(seed)
-    picks = rng.integers(len(damage), size=(RESAMPLES, len(damage)))
-    resampled = [spearman(predicted[pick], damage[pick]) for pick in picks]
-    low, high = np.nanpercentile(resampled, [2.5, 97.5])
-    return Rank(what=what, rho=spearman(predicted, damage), low=float(low), high=float(high), n=len(damage))
-
-
-def spearman(a: Floats, b: Floats) -> float:
-    """Pearson's correlation of ranks; ties share their mean rank. NaN if one side is constant."""
-    x, y = statistics.ranks(a), statistics.ranks(b)
-    x, y = x - x.mean(), y - y.mean()
-    norm = float(np.sqrt((x @ x) * (y @ y)))
-    return float(x @ y) / norm if norm else float("nan")
+    found = statistics.rank_correlation(predicted.tolist(), damage.tolist(), seed=seed)
+    return Rank(what=what, rho=found.rho, p=found.p, n=found.n)
 
 
 def damages_below(folders: Sequence[Path]) -> list[Damage]:

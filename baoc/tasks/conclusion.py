@@ -11,6 +11,7 @@ from baoc.models.switches import recomputable_layers, recomputed_layers
 from baoc.profiling.tracker import untracked
 from baoc.tasks.frechet import frechet_distance
 from baoc.tasks.pictures import write_grid
+from baoc.tracking.console import say
 
 if TYPE_CHECKING:
     from baoc.tasks.diffusion import DiffusionTask
@@ -42,14 +43,18 @@ def conclude(task: "DiffusionTask", data: Any, *, folder: Path, num_samples: int
     if count == 0:
         return Pictures(why="task.num_samples=0")
     held_out = _held_out(data) if data.spec.dataset == "digits" else None
+    if held_out is not None and held_out[0].shape[1:] != (1, 8, 8):
+        held_out = None
     size = getattr(task.model, "image_size", data.spec.image_size)
     shape = (data.spec.channels, size, size)
     labels, columns = grid_labels(count, num_classes=data.spec.num_classes)
     at_once = samples_at_once(task, micro_batch=data.batch_size)
+    num_measured = 0 if held_out is None else len(held_out[1])
+    say(f"drawing {count + num_measured} samples, {at_once} at once; task.num_samples=0 leaves them out")
     images = task.sample(labels, shape=shape, batch_size=at_once)
     path = folder / "samples.png"
     write_grid(images, path, columns=columns)
-    if held_out is None or held_out[0].shape[1:] != (1, 8, 8):
+    if held_out is None:
         return Pictures(path=path)
     real, real_labels = held_out
     # Without guidance, which makes images of a class alike: the distance also measures variety.

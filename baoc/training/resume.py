@@ -19,7 +19,7 @@ from baoc.types import LatencyTable, Option, latency_from_plain
 
 DECISION = "decision.json"
 LATENCY = "latency.json"
-RESULT = "result.json"
+RESULT, LAST = "result.json", "frontier.csv"  # of a finished run; the latter is written after all else
 
 
 def find_checkpoint(config: RunConfig, *, run_dir: Path) -> Path | None:
@@ -112,11 +112,12 @@ def check_resume(
     """Refuses to resume what is finished, and says which settings of the optimizer stay those of the checkpoint, and
     which of `sources` have changed since.
 
-    A run of this folder that was killed between its last step and its result is not: it only lacks that.
+    A run of this folder that was killed between its last step and the end is not: it only lacks its result.
     """
     content = load_checked(checkpoint)
     step, end = content.get("global_step", 0), config.trainer.max_steps
-    if 0 < end == step and run_dir.resolve() in checkpoint.resolve().parents and not (run_dir / RESULT).is_file():
+    has_ended = all((run_dir / name).is_file() for name in (RESULT, LAST))
+    if 0 < end == step and run_dir.resolve() in checkpoint.resolve().parents and not has_ended:
         console.say(f"all {end} steps are done: only the result is still to be made")
     elif 0 < end <= step:
         raise BadInputError(

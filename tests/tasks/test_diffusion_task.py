@@ -1,6 +1,7 @@
 """The diffusion task: its loss, noise that follows from the step, validation that is the same for all, and its end."""
 
 import copy
+import re
 import struct
 import zlib
 from types import SimpleNamespace
@@ -232,10 +233,11 @@ def read_png(path):
     return rows[:, 1:].reshape(height, width, {0: 1, 2: 3}[colour])
 
 
-def test_finished_run_leaves_a_grid_and_a_frechet_distance(tmp_path):
+def test_finished_run_leaves_a_grid_and_a_frechet_distance(tmp_path, capsys):
     pictures = FinalPictures(tmp_path)
     task = trained(pictures)
     assert read_png(tmp_path / "samples.png").shape == (8 * 33 + 1, 10 * 33 + 1, 1)
+    assert re.search(r"drawing \d{3} samples, \d+ at once; task.num_samples=0", capsys.readouterr().out)
     assert pictures.metrics["val/frechet"] > 5  # after one step they look like nothing
     assert task.training
     # the same samples again: they depend on nothing but the weights

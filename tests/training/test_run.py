@@ -88,12 +88,14 @@ def test_stopped_and_resumed_it_is_the_same_run(whole, tmp_path, stop, monkeypat
     assert [event["step"] for event in events] == [6]
 
 
-def test_a_run_that_was_killed_between_its_last_step_and_its_result_only_makes_that(whole, tmp_path, capsys):
+@pytest.mark.parametrize("missing", ["result.json", "frontier.csv"])
+def test_a_run_that_was_killed_between_its_last_step_and_its_end_only_makes_that(whole, tmp_path, capsys, missing):
     run_dir = tmp_path / "day" / "late"
     shutil.copytree(whole[0], run_dir)
-    (run_dir / "result.json").unlink()
+    (run_dir / missing).unlink()
     capsys.readouterr()
     late = run(run_dir, resume="auto")
+    assert (run_dir / missing).is_file()
     assert "steps are done: only the result is still to be made" in " ".join(capsys.readouterr().out.split())
     assert logged(run_dir) == logged(whole[0])
     for name in ("quality", "num_steps", "peak_bytes", "peak_bytes_predicted", "state_bytes", "budget_met"):
