@@ -101,7 +101,9 @@ def instantiated(options: Mapping[str, Any]) -> dict[str, Any]:
 def code_of(config: RunConfig) -> dict[str, str]:
     """SHA-256 of the files of the user's own code, by setting."""
     named = {group: getattr(config, group).name for group in own_code.GROUPS}
-    own = {group: name for group, name in named.items() if row_of(group, name).is_own}
+    others = {group: name for group, name in named.items() if name not in registry_of(group)}
+    # The rest are names of objects that a program has handed over.
+    own = {g: name for g, name in others.items() if own_code.is_own(name) or name in own_code.declared(f"baoc.{g}s")}
     return {f"{group}={name}": own_code.identity(name, key=group) for group, name in own.items()}
 
 

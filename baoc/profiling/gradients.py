@@ -225,7 +225,6 @@ class GradientProfiler:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
         self.load_state_dict(fresh)
-        self._schedule.forget()
 
     @torch.no_grad()
     def temporary_bytes(self) -> int:
@@ -247,7 +246,6 @@ class GradientProfiler:
             self.moments()
             most = meter.peak_allocated_bytes - before
         self.load_state_dict(fresh)
-        self._schedule.forget()
         return most
 
     @torch.no_grad()

@@ -143,10 +143,6 @@ class Schedule:
                 self._dearest[kind] = FADING * self._cost(kind)
                 self._newest[kind] = seconds
 
-    def forget(self) -> None:
-        """Sets the seconds spent to 0 after a rehearsal, and keeps what was learned of costs."""
-        self._spent = dict.fromkeys(self._spent, 0.0)
-
     def state_dict(self) -> dict[str, Any]:
         counts = {"seen": self._seen, "sampled": self._sampled, "armed": self._armed}
         spent = {"spent": dict(self._spent), "processor_s": self._processor_s, "elapsed_s": self.elapsed_s}

@@ -2,8 +2,10 @@
 
 import json
 import os
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -91,6 +93,22 @@ def test_nor_for_other_code_versions_or_machines(name: str, monkeypatch: pytest.
     value = "other" if name == "source_hash" else {"torch": "0.0"}
     monkeypatch.setattr(decision_cache, name, lambda *_: value)
     assert read_decision(key()) is None
+
+
+@pytest.mark.parametrize("door", ["a setting", "an object"])
+def test_nor_for_own_code_that_was_edited(door: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The same layers and parameters, another forward pass: of a function that a setting names, or of a given class."""
+    file = tmp_path / "a_net.py"
+    file.write_text("from torch import nn\n\nclass Net(nn.Linear):\n    pass\n\ndef build():\n    return Net(3, 3)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    given: dict[str, Any] = {"asked": config(model=ModelConfig(name=f"{file}:build"))}
+    if door == "an object":
+        given = {"asked": config(model=ModelConfig(name="Net")), "network": import_module("a_net").build()}
+    keep_decision(key(**given), entry())
+    assert read_decision(key(**given)) is not None
+    file.write_text(file.read_text().replace("pass", "forward = nn.Linear.__call__"))
+    assert read_decision(key(**given)) is None
+    sys.modules.pop("a_net", None)
 
 
 def test_nor_under_variables_that_steer_kernels(monkeypatch: pytest.MonkeyPatch):

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import platform
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from baoc.cache import CACHE, cache_folder, read_own, write_own
 from baoc.config.environment import versions
+from baoc.config.options import code_of
 from baoc.config.schema import RunConfig
 from baoc.parallel import ranks
 from baoc.profiling.latency import machine, source_hash
@@ -73,6 +75,7 @@ def key_of(
     tensors = [*network.named_parameters(), *network.named_buffers()]
     return {
         "config": asked | {"budget": to_plain(budget)},
+        "code": code_of(config) | _code_of_layers(network),
         "ranks": ranks().size,  # each of several keeps buckets of gradients
         "network": hash_of(
             [type(network).__module__, type(network).__qualname__, repr(network)],
@@ -93,6 +96,17 @@ def key_of(
             if name.startswith(_STEERING) and name not in _FOLDERS
         },
     }
+
+
+def _code_of_layers(network: nn.Module) -> dict[str, str]:
+    """SHA-256 of the files that define its layers, but for torch's and this package's, which the key has otherwise.
+
+    Files that these import are not part of it.
+    """
+    names = sorted({type(layer).__module__ for layer in network.modules()})
+    files = {name: getattr(sys.modules.get(name), "__file__", None) for name in names}
+    others = {name: Path(file) for name, file in files.items() if file and name.split(".")[0] not in ("torch", "baoc")}
+    return {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in others.items() if file.is_file()}
 
 
 def _card(device: torch.device) -> dict[str, str]:
