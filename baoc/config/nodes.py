@@ -23,13 +23,12 @@ from baoc.config.race import seconds_of
 from baoc.core import own_code
 from baoc.core.baselines import UNIFORM_BASELINES
 from baoc.core.budgets import AUTO, PRESETS, UNLIMITED, parse_budget
-from baoc.core.recipes import RECIPES, Recipe, find_recipe, is_file, recipe_node
+from baoc.core.recipes import RACED, RECIPES, Recipe, find_recipe, is_file, recipe_node
 from baoc.errors import BadInputError
 from baoc.types import Budget
 
 MOST_SHOWN = 60  # characters of what was given
 NO_RECIPE = "none"  # the option of the group `recipe` that leaves the choice to an allocator
-RACED = "raced"  # the one that takes what an earlier race chose, which the run itself looks up
 COLLECTIONS = ("experiments", "sweeps")
 TARGET = "_target_"  # which names a class below a group, as Hydra's instantiate does
 IN_FILES = (AUTO, UNLIMITED)  # presets that conf/budget has files for

@@ -33,6 +33,7 @@ ROLES: tuple[str, ...] = (
     ),
 )
 _SUFFIXES = (".yaml", ".yml")
+RACED = "raced"  # takes what an earlier race chose; what trains looks it up once it knows its network
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,7 @@ from baoc.core.budgets import parse_budget
 from baoc.data.base import DataModule
 from baoc.errors import BadInputError
 from baoc.models.switches import disable_checkpointing, enable_checkpointing
+from baoc.profiling import describe
 from baoc.tasks.base import Task
 from baoc.tasks.settings import OptimizerSettings
 from baoc.training.callbacks.resume import capture_rng, restore_rng
@@ -31,7 +32,7 @@ from baoc.training.measure.microbatch_search import decide
 from baoc.training.measure.microbatches import PRECISIONS
 from baoc.training.measure.probe import silent
 from baoc.training.plain_loop import BaocOptimizer
-from baoc.training.session import RecipeLike, SessionSettings, with_recipe
+from baoc.training.session import RecipeLike, SessionSettings, with_raced, with_recipe
 from baoc.types import Budget, OwnDataSpec
 from baoc.units import format_bytes
 
@@ -134,7 +135,12 @@ def advise(
             f"{split[0]} is a BatchNorm, whose statistics are of one micro-batch, so that another one trains another "
             "network: set such layers to eval(), or take norms without statistics of the batch"
         )
-    settings = with_recipe(settings or SessionSettings(), recipe=recipe)
+    settings = with_raced(
+        with_recipe(settings or SessionSettings(), recipe=recipe),
+        infos=describe(model),
+        budget=parse_budget(budget),
+        told=type(model).__name__,
+    )
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     found = _layers_of(model) if layers is None else list(layers)
     config = RunConfig(

@@ -46,7 +46,7 @@ from baoc.training.measure.probe import Probe, UnmeasuredStepError, silent
 from baoc.training.narration import Narrator, loggers_of
 from baoc.training.own_words import in_own_words
 from baoc.training.reallocation import Reallocator
-from baoc.training.session import RecipeLike, Session, SessionSettings, with_recipe
+from baoc.training.session import RecipeLike, Session, SessionSettings, with_raced, with_recipe
 from baoc.training.user_optimizer import (
     count_steps_for_schedulers,
     declared_blocks,
@@ -100,7 +100,7 @@ class BudgetedStrategy(Strategy):
     ):
         super().__init__(**kwargs)
         self.ranks: Ranks = ALONE
-        self.budget = parse_budget(budget)
+        self.budget = self._asked = parse_budget(budget)
         self.settings = with_recipe(settings or SessionSettings(), recipe=recipe)
         if checkpointing is not None:
             self.settings = replace(self.settings, checkpointing=checkpointing)
@@ -178,7 +178,16 @@ class BudgetedStrategy(Strategy):
         self._refuse_mixed_types(trainer)
         take_from_others(list(module.parameters()))  # whose hooks would step in the probe
         super().setup_optimizers(trainer)
-        theirs, settings = self._taken_over(module), self._settings_for(trainer)
+        theirs = self._taken_over(module)
+        self.settings = with_raced(
+            self.settings,
+            infos=describe(module),
+            budget=self._asked,
+            told=type(module).__name__,
+            lr=float(hyperparameters(theirs[0])["lr"]),
+            verbose=self.verbose,
+        )
+        settings = self._settings_for(trainer)
         if module.automatic_optimization:
             self.reallocators = [self._planned(trainer, theirs[0], settings=settings)]
         else:
@@ -540,7 +549,8 @@ class BaocStrategy(BudgetedStrategy, SingleDeviceStrategy):
         budget: A budget in any spelling of the command line: "8gb", "state_25", {"step_time": 1.2}, "auto".
         device: "auto" (the Trainer's accelerator), "cpu", "cuda" or "cuda:N".
         settings: Planner, reallocation and optimizer settings.
-        recipe: A recipe by name or file, or a `Recipe`: what each role runs, in place of the planner's choice.
+        recipe: A recipe by name or file, or a `Recipe`: what each role runs, in place of the planner's choice. "raced"
+            is what an earlier race of this network at this budget chose (`outputs/races`).
         checkpointing: How many layers recompute their activations in backward: True, False, the number of the first
             ones, or "auto" for the fewest with which the plan is as good as with all. None leaves the module as it is.
         latency: Optimizer step times measured before; None measures them where a step-time limit needs them.

@@ -31,7 +31,7 @@ from baoc.training.measure.first_step import FirstStep
 from baoc.training.narration import Narrator
 from baoc.training.own_words import in_own_words
 from baoc.training.reallocation import ReallocationSettings
-from baoc.training.session import RecipeLike, Session, SessionSettings, make_profiler, with_recipe
+from baoc.training.session import RecipeLike, Session, SessionSettings, make_profiler, with_raced, with_recipe
 from baoc.training.user_optimizer import check_switches, declared_blocks, groups_of, hyperparameters, widened
 from baoc.types import Budget, ParamInfo, Plan, profile_from_plain
 
@@ -59,7 +59,8 @@ class BaocOptimizer(BlockwiseOptimizer):
         model: The network of which `params` are, where these are no module: names, roles and blocks are then its own.
         verbose: Print the plan, each move, and at the end whether the budget held.
         settings: Planner, reallocation and optimizer settings. The default warm-up is 100 steps.
-        recipe: A recipe by name or file, or a `Recipe`: what each role runs, in place of the planner's choice.
+        recipe: A recipe by name or file, or a `Recipe`: what each role runs, in place of the planner's choice. "raced"
+            is what an earlier race of this network at this budget chose (`outputs/races`).
         release: Step each block in the backward pass and drop its gradients, see BlockwiseOptimizer. None takes
             the value in `settings`.
         switches: `fused`, `foreach` and `capturable` of `torch.optim.AdamW` have no effect. `amsgrad`, `maximize` and
@@ -108,7 +109,16 @@ class BaocOptimizer(BlockwiseOptimizer):
         whole = [param for _, param in pairs if not is_sharded(param)]
         group.share(whole)  # states are made of them, of some their last bits
         free = -int(group.most(-free_bytes(device))[0])
-        limit = resolve_auto(parse_budget(budget), free_bytes=free)
+        limit = resolve_auto(asked_budget := parse_budget(budget), free_bytes=free)
+        infos = describe(module if module is not None else pairs, optimizer_groups=groups)
+        settings = with_raced(
+            settings,
+            infos=infos,
+            budget=asked_budget,
+            told=type(module).__name__ if module is not None else "parameters without a module",
+            lr=plain(lr),
+            verbose=verbose,
+        )
         _refuse_sharded(named, budget=limit, settings=settings, probed=probe is not None)
         if limit.step_time is not None and probe is None:
             raise BadInputError(
@@ -120,7 +130,6 @@ class BaocOptimizer(BlockwiseOptimizer):
         settings = widened(settings, device=device.type, budget=limit, precision="bf16-true" if in_bf16 else "32-true")
         if has_narrow(settings) and averaged(named):
             settings = without_narrow(settings, because=["AveragedModel"])
-        infos = describe(module if module is not None else pairs, optimizer_groups=groups)
         session = Session(
             infos if limit.memory_bytes is None else held_at_most(infos, params=named),
             params=named,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from baoc.core.blocks import partition
 from baoc.core.catalogue import SPECS, base_name, on_device, select
 from baoc.core.measured import AUTO
-from baoc.core.recipes import Recipe, find_recipe, tuning_of
+from baoc.core.recipes import RACED, Recipe, find_recipe, tuning_of
 from baoc.core.rule_tags import RULE_INFOS
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.kernels.host_memory import check_host_memory
@@ -36,8 +36,11 @@ from baoc.planning.risk import RISKS
 from baoc.profiling import GradientProfiler, cap_device, clear_cache, context_bytes, uncapped
 from baoc.profiling.bf16_params import as_native, bf16_savings, cast_to_bf16
 from baoc.profiling.footprint import PAGES_BYTES
+from baoc.tracking.console import say
 from baoc.training.measure.step_temporaries import step_temporaries
 from baoc.training.measure.step_time import soon_timed, with_link
+from baoc.training.race.entrants import network_of
+from baoc.training.race.records import find_raced_network, is_asked
 from baoc.training.reallocation.reallocator import Reallocator
 from baoc.training.reallocation.triggers import ReallocationSettings
 from baoc.types import Budget, Footprint, LatencyTable, OptimizerSpec, ParamInfo, Plan
@@ -93,12 +96,50 @@ def warn_of_large_ties(infos: Sequence[ParamInfo], *, params: Mapping[str, Tenso
 
 
 def with_recipe(settings: SessionSettings, *, recipe: RecipeLike | None) -> SessionSettings:
-    """The settings with a recipe in the place of their allocator. Raises BadInputError where another one was set."""
+    """The settings with a recipe in the place of their allocator. Raises BadInputError where another one was set.
+
+    `raced` stays a name until `with_raced` knows the network."""
     if recipe is None:
         return settings
-    found = find_recipe(recipe)
+    found = Recipe(name=RACED) if recipe == RACED else find_recipe(recipe)
     matching = settings.rms_matching if found.matching else False
     return replace(settings, planner=replace(settings.planner, recipe=found), rms_matching=matching)
+
+
+def with_raced(
+    settings: SessionSettings,
+    *,
+    infos: Sequence[ParamInfo],
+    budget: Budget,
+    told: str,
+    lr: float | None = None,
+    verbose: bool = True,
+) -> SessionSettings:
+    """The settings with what an earlier race of this network at this budget chose, where recipe=raced was given.
+
+    Args:
+        budget: As it was given.
+        told: The network's name, for messages.
+        lr: Learning rate of the optimizer, which stays; None where there is none yet.
+
+    Raises BadInputError where there is no such race.
+    """
+    if not is_asked(settings.planner.recipe):
+        return settings
+    num_params = sum(info.numel for info in infos)
+    network = f"this network ({told}, {num_params:,} trainable parameters)"
+    content = find_raced_network(network_of(infos), told=network, budget=budget)
+    if verbose:
+        dataset, best = content["family"]["dataset"]["name"], content["lr"]
+        say(f"recipe=raced takes {content['told']}\n{content['claim']}\nit was raced on {dataset}")
+        if lr is None or not math.isclose(lr, best):
+            say(
+                f"the race's best learning rate was {best:g}"
+                + ("" if lr is None else f"; lr={lr:g} stays as it was given")
+            )
+    if content["recipe"] is None:  # a plan by block of another size, which is made anew
+        return replace(settings, planner=replace(settings.planner, recipe=None))
+    return with_recipe(settings, recipe=content["recipe"])
 
 
 def make_profiler(

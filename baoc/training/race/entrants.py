@@ -4,7 +4,9 @@ They are found on the device that trains, where a step was measured: recipes tha
 plan, and its permutation as a control (`baoc.planning.proposals`). Each is a recipe, a plan one by block.
 """
 
-from collections.abc import Mapping, Sequence
+import hashlib
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from baoc.planning.planner import Planner
 from baoc.planning.proposals import Proposal, proposals
 from baoc.tracking import console, files
 from baoc.training.race.rules import Entrant
-from baoc.types import DataSpec
+from baoc.types import DataSpec, ParamInfo
 from baoc.units import format_bytes
 
 FILE = "entrants.json"
@@ -45,6 +47,7 @@ class Field:
         num_train: examples of the training part; 0 for a stream.
         steps: of the run.
         lr: learning rate of fp32 AdamW, which an entrant's rates are multiples of.
+        network: the network as those know it who have no configuration, see `network_of`.
     """
 
     racers: tuple[Racer, ...]
@@ -58,6 +61,15 @@ class Field:
     lr: float
     quality: str
     higher_is_better: bool
+    network: str = ""
+
+
+def network_of(infos: Iterable[ParamInfo]) -> str:
+    """A hash of the trainable parameters' names and shapes; the same whatever module holds the network."""
+    named = [(info.name.split("."), info.whole or info.shape) for info in infos]
+    outer = len(os.path.commonprefix([path[:-1] for path, _ in named]))
+    lines = sorted(f"{'.'.join(path[outer:])} {list(shape)}" for path, shape in named)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def leave_entrants(
@@ -105,6 +117,7 @@ def leave_entrants(
         "lr": config.optim.lr,
         "quality": quality[0],
         "higher_is_better": quality[1],
+        "network": network_of(param for block in planner.blocks for param in block.params),
     }
     files.write_json(run_dir / FILE, content)
     console.say(f"a race would try {', '.join(one.name for one in found)}")

@@ -9,21 +9,22 @@ from statistics import fmean, stdev
 from typing import Any
 
 from baoc.config.environment import commit, versions
-from baoc.config.nodes import RACED
 from baoc.config.options import code_of
 from baoc.config.race import RaceConfig
 from baoc.config.schema import RunConfig
+from baoc.core.budgets import AUTO
 from baoc.core.own_code import short
-from baoc.core.recipes import Recipe, recipe_from_node, recipe_node
+from baoc.core.recipes import RACED, Recipe, recipe_from_node, recipe_node
 from baoc.errors import BadInputError
 from baoc.models import choose_size
 from baoc.tracking import console, files
 from baoc.training.race.course import FRESH, Outcome
 from baoc.training.race.entrants import Field
-from baoc.types import to_plain
+from baoc.types import Budget, to_plain
 
 RACE_FILE, RUNS_FILE = "race.json", "race.csv"
 SCHEMA = 1
+LIBRARY = Path(RaceConfig().library)  # of who has no configuration
 EPOCHS_APART = 2.0  # a run that sees its data so many times more often than the race is outside of what was measured
 
 
@@ -133,6 +134,7 @@ def record(
         "verdict": to_plain(found) | {"is_certain": found.is_certain},
         "cut": outcome.cut,
         "family": family_of(config, size=field.size),
+        "network": field.network,
         "budget": config.budget.name,
         "quality": field.quality,
         "measured": {
@@ -192,35 +194,69 @@ def keep(content: Mapping[str, Any], *, folder: Path, library: Path) -> None:
 
 def find_raced(config: RunConfig, *, size: str, library: Path) -> dict[str, Any]:
     """The newest race of this family at this budget. Raises BadInputError, which names what there is."""
-    wanted = family_of(config, size=size)
-    found: list[tuple[float, dict[str, Any]]] = []
-    others: dict[str, None] = {}
-    for file in sorted(library.glob("*.json")) if library.is_dir() else ():
-        content: dict[str, Any] = files.read_json(file)
-        if content.get("schema") != SCHEMA:
-            continue
-        if content["family"] == to_plain(wanted):
-            found.append((file.stat().st_mtime, content))
-        else:
-            others[_told_family(content, wanted=wanted)] = None
+    wanted = to_plain(family_of(config, size=size))
+    kept = _kept_in(library)
+    found = [content for _, content in kept if content["family"] == wanted]
     if found:
-        return max(found, key=lambda entry: entry[0])[1]
-    there = f"; there are races of {'; '.join(list(others)[:5])}" if others else "; there is none yet"
-    raise BadInputError(
-        f"recipe=raced: no race in {library} is of {config.model.name} {size} on {config.dataset.name} at budget "
-        f"{config.budget.name} with these settings{there}. Race with mode=race in place of recipe=raced, or name a "
-        "recipe"
+        return found[-1]
+    others = [_told_family(content, wanted=wanted) for _, content in kept]
+    what = f"{config.model.name} {size} on {config.dataset.name} at budget {config.budget.name} with these settings"
+    raise _none_of(what, library=library, others=others)
+
+
+def find_raced_network(network: str, *, told: str, budget: Budget, library: Path = LIBRARY) -> dict[str, Any]:
+    """The newest race of a network (`network_of`), called `told`, at this budget, for who has no configuration.
+
+    Its data are not known here: races on several are not chosen among. Raises BadInputError, which names what there is.
+    """
+    wanted: dict[str, Any] = to_plain(replace(budget, memory_bytes=None) if budget.name == AUTO else budget)
+    wanted.pop("name")
+    kept = _kept_in(library)
+    found = [
+        (file, content)
+        for file, content in kept
+        if content.get("network") == network and content["family"]["budget"] == wanted
+    ]
+    if not found:
+        others = [_told_family(content) for _, content in kept]
+        raise _none_of(f"{told} at budget {budget.name} with these settings", library=library, others=others)
+    file, newest = found[-1]
+    others = {_told_family(content): None for _, content in found if content["family"] != newest["family"]}
+    if others:
+        raise BadInputError(
+            f"recipe=raced: races of {told} in {library} are of {_told_family(newest)}; {'; '.join(others)}, and on "
+            "which data you train is not known here. Give the recipe of the one that is yours, such as "
+            f"recipe=json.load(open({str(file)!r}))['recipe']"
+        )
+    return newest
+
+
+def _kept_in(library: Path) -> list[tuple[Path, dict[str, Any]]]:
+    """The races of a library and their files, the newest last."""
+    files_there = sorted(library.glob("*.json"), key=lambda file: file.stat().st_mtime) if library.is_dir() else []
+    kept = [(file, files.read_json(file)) for file in files_there]
+    return [(file, content) for file, content in kept if content.get("schema") == SCHEMA]
+
+
+def _none_of(what: str, *, library: Path, others: Iterable[str]) -> BadInputError:
+    others = list(dict.fromkeys(others))
+    there = f"; there are races of {'; '.join(others[:5])}" if others else "; there is none yet"
+    return BadInputError(
+        f"recipe=raced: no race in {library} is of {what}{there}. Race with mode=race in place of recipe=raced, or "
+        "name a recipe"
     )
 
 
-def _told_family(content: Mapping[str, Any], *, wanted: Mapping[str, Any]) -> str:
+def _told_family(content: Mapping[str, Any], *, wanted: Mapping[str, Any] | None = None) -> str:
+    """What a race was of, and settings in which it differs from what is `wanted`."""
     family = content["family"]
+    wanted = wanted or family
     name = f"{family['model']['name']} {family['model']['size']} on {family['dataset']['name']} at {content['budget']}"
     differs = [
         f"{group}.{key}={family[group].get(key)}"
         for group in ("model", "dataset")
         for key in family[group]
-        if family[group].get(key) != to_plain(wanted)[group].get(key) and key not in ("name", "size")
+        if family[group].get(key) != wanted[group].get(key) and key not in ("name", "size")
     ]
     return f"{name} ({', '.join(differs[:3])})" if differs else name
 
