@@ -5,9 +5,9 @@ plan, and its permutation as a control (`baoc.planning.proposals`). Each is a re
 """
 
 import hashlib
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,8 @@ class Field:
 def network_of(infos: Iterable[ParamInfo]) -> str:
     """A hash of the trainable parameters' names and shapes; the same whatever module holds the network."""
     named = [(info.name.split("."), info.whole or info.shape) for info in infos]
-    outer = len(os.path.commonprefix([path[:-1] for path, _ in named]))
+    levels = zip(*(path[:-1] for path, _ in named), strict=False)
+    outer = sum(1 for _ in takewhile(lambda names: len(set(names)) == 1, levels))
     lines = sorted(f"{'.'.join(path[outer:])} {list(shape)}" for path, shape in named)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
