@@ -249,14 +249,14 @@ def _none_of(what: str, *, library: Path, others: Iterable[str]) -> BadInputErro
 
 def _told_family(content: Mapping[str, Any], *, wanted: Mapping[str, Any] | None = None) -> str:
     """What a race was of, and settings in which it differs from what is `wanted`."""
-    family = content["family"]
-    wanted = wanted or family
+    family: Mapping[str, Any] = content["family"]
+    compared: Mapping[str, Any] = family if wanted is None else wanted
     name = f"{family['model']['name']} {family['model']['size']} on {family['dataset']['name']} at {content['budget']}"
     differs = [
         f"{group}.{key}={family[group].get(key)}"
         for group in ("model", "dataset")
         for key in family[group]
-        if family[group].get(key) != wanted[group].get(key) and key not in ("name", "size")
+        if family[group].get(key) != compared[group].get(key) and key not in ("name", "size")
     ]
     return f"{name} ({', '.join(differs[:3])})" if differs else name
 
