@@ -87,7 +87,7 @@ def _parse_mapping(mapping: object) -> Budget:
     given = cast(Mapping[str, Any], mapping)
     if unknown := [str(key) for key in given if key not in _KEYS]:
         close = get_close_matches(unknown[0], _KEYS, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
+        hint = f"; did you mean {close[0]}?" if close else "."
         raise BadInputError(f"budget has no key {unknown[0]!r}{hint} It takes {', '.join(_KEYS)}")
     sizes = [given[key] for key in _MEMORY_KEYS if given.get(key) is not None]
     if len(sizes) > 1:
@@ -192,6 +192,24 @@ def _checked(budget: Budget) -> Budget:
 def _refusal(given: object) -> BadInputError:
     shown = cast(Any, given)
     text = f"cannot read budget={shown}: it takes {spellings()}"
-    if isinstance(given, str) and (close := get_close_matches(given.lower(), PRESETS, n=1)):
-        text += f"; did you mean {close[0]}?"
+    if isinstance(given, str) and (meant := _meant(given.strip().lower())):
+        text += f"; did you mean {meant}?"
     return BadInputError(text)
+
+
+def _meant(text: str) -> str:
+    """What `text` was probably to be, with the number that it has; "" if nothing is near."""
+    number = re.search(r"\d+(?:\.\d+)?", text)
+    spelled = [f"{number[0]}gb", f"{number[0]}mb", f"state_{number[0]}"] if number else [AUTO, UNLIMITED]
+    allowed = [name for name in spelled if _is_allowed(name)]
+    if number and number[0] == text:
+        return " or ".join(name for name in allowed if not name.endswith("mb"))
+    return next(iter(get_close_matches(text, allowed, n=1)), "")
+
+
+def _is_allowed(text: str) -> bool:
+    try:
+        _parse_text(text)
+    except BadInputError:
+        return False
+    return True

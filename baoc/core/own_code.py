@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 GROUPS = ("model", "dataset", "task")  # of a configuration
 WRITTEN = "FILE.py:NAME or package.module.NAME"
-_FILE = re.compile(r"(?P<file>.*\.py)(?::(?P<name>\w+))?", re.DOTALL)
+_FILE = re.compile(r"(?P<file>.*\.py)(?::(?P<name>[^/]*))?", re.DOTALL)
 _DOTTED = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
 _ROOM = ("OutOfMemoryError", "MemoryError")  # which are told in words of their own
 _used: dict[Path, str] = {}  # files, and folders of packages, that were loaded: what named them
@@ -269,7 +269,7 @@ def _use(module: ModuleType, name: str) -> None:
 def _callable(found: Any, *, module: ModuleType, attr: str | None, key: str, name: str) -> Callable[..., Any]:
     where = _relative(getattr(module, "__file__", None) or module.__name__)
     if not attr:
-        raise BadInputError(f"{key}={name} names no function: write {key}={name}:NAME{_has(module)}")
+        raise BadInputError(f"{key}={name} names no function: write {key}={name.removesuffix(':')}:NAME{_has(module)}")
     if found is None:
         raise BadInputError(f"{key}={name}: {where} defines no {attr!r}{_has(module)}")
     if not callable(found):

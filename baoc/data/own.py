@@ -124,6 +124,8 @@ def _source(data: Any, *, name: str, part: str) -> Source:
         lengths = {key: len(value) for key, value in tensors.items()}
         if not lengths or len(set(lengths.values())) > 1:
             raise BadInputError(f"dataset={name}: its {part} part has tensors of different lengths: {lengths}")
+        if 0 in lengths.values():
+            raise BadInputError(f"dataset={name}: its {part} part is empty")
         return TensorRows(tensors)
     if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
         raise BadInputError(

@@ -72,7 +72,8 @@ def enable_checkpointing(model: nn.Module, *, name: str, count: int | None = Non
     units = recomputable_layers(model)
     if not units:
         raise BadInputError(
-            f"model {name} names no parts whose activations could be recomputed: set model.checkpointing=false"
+            f"model {name} names no parts whose activations could be recomputed: set model.checkpointing=false, "
+            "or give the network a list of its layers as `checkpoint_units`"
         )
     if count is not None and count > len(units):
         raise BadInputError(

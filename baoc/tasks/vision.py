@@ -58,7 +58,10 @@ class VisionTask(Task):
         logits = logits_of(self.model(images), task="vision", shape="(B, classes)")
         classes = getattr(self.spec, "num_classes", None) or 0
         if logits.shape[1] < classes:
-            raise BadInputError(f"the model tells {logits.shape[1]} classes apart and the data have {classes}")
+            raise BadInputError(
+                f"the model tells {logits.shape[1]} classes apart and the data have {classes}: give its last layer "
+                "`num_classes` outputs"
+            )
         return logits
 
     def _smoothed_loss(self, logits: Tensor, labels: Tensor) -> Tensor:

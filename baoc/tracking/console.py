@@ -4,6 +4,7 @@ Without a terminal (a log file, a multirun's job), tables are 100 columns wide a
 new console, so that a redirected stdout gets the text.
 """
 
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -273,7 +274,7 @@ def print_options(options: Sequence[Option], *, objective: str) -> None:
     for header in ("peak", "ms/step", "samples/s", "risk"):
         table.add_column(header, justify="right", no_wrap=True)
     for option in options:
-        rate = "-" if option.samples_per_s != option.samples_per_s else f"{option.samples_per_s:,.0f}"
+        rate = _rate(option.samples_per_s)
         risk = "-" if option.risk is None else f"{option.risk:.3g}"
         peak = format_bytes(option.peak_bytes)
         mark = ">" if option.chosen else ""
@@ -364,6 +365,10 @@ def by_rank(peaks: Sequence[int]) -> str:
     return f" ({told})" if told else ""
 
 
+def _rate(samples_per_s: float) -> str:
+    return "-" if math.isnan(samples_per_s) else f"{samples_per_s:,.0f}"
+
+
 def _ms(value: float) -> str:
     return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"  # .3g alone writes 1.66e+03
 
@@ -445,7 +450,7 @@ def _frontier_table(points: Sequence[FrontierPoint], *, quality: str, title: str
             f"{point.quality:.4g}{spread}",
             format_bytes(point.peak_bytes),
             format_bytes(point.state_bytes),
-            f"{point.samples_per_s:,.0f}",
+            _rate(point.samples_per_s),
             str(point.num_seeds),
             *([str(point.num_ranks)] if several else []),
         )

@@ -6,7 +6,7 @@ run the batch is planned, and the best is tried itself.
 
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,6 +27,7 @@ from baoc.models.switches import disable_checkpointing, enable_checkpointing
 from baoc.profiling import describe
 from baoc.tasks.base import Task
 from baoc.tasks.settings import OptimizerSettings
+from baoc.training.callbacks.memory import tensors_in
 from baoc.training.callbacks.resume import capture_rng, restore_rng
 from baoc.training.measure.microbatch_search import decide
 from baoc.training.measure.microbatches import PRECISIONS
@@ -117,6 +118,13 @@ def advise(
         BadInputError: An argument cannot be had, `loss` returns no loss, or a BatchNorm takes statistics of a batch.
         InfeasibleBudgetError: No way fits; the message names the least budget.
     """
+    if not isinstance(model, nn.Module):
+        raise BadInputError(f"advise was given a {type(model).__name__} as its network: pass a torch.nn.Module")
+    if not callable(make_batch):
+        raise BadInputError(
+            f"make_batch is a {type(make_batch).__name__}: pass a function that makes a batch of as many samples as it "
+            "is told"
+        )
     if loss is None and not isinstance(model, L.LightningModule):
         raise BadInputError("advise needs a loss: a function of (model, batch) that returns the mean loss")
     if precision not in PRECISIONS:
@@ -125,8 +133,8 @@ def advise(
         )
     if not any(param.requires_grad for param in model.parameters()):
         raise BadInputError(f"the model ({type(model).__name__}) has no parameters to train")
-    if batch_size < 1:
-        raise BadInputError(f"batch_size={batch_size} is not allowed: it must be 1 or more samples a step")
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise BadInputError(f"batch_size={batch_size} is not allowed: it must be 1 or more samples a step, a whole number")
     if objective not in OBJECTIVES:
         raise BadInputError(f"objective={objective} is not allowed: choose one of {', '.join(OBJECTIVES)}")
     split = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm) and module.training]
@@ -142,7 +150,7 @@ def advise(
         told=type(model).__name__,
     )
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    found = _layers_of(model) if layers is None else list(layers)
+    found = _layers_of(model) if layers is None else _checked_layers(layers, model=model)
     config = RunConfig(
         name="advise",
         batch_size=batch_size,
@@ -157,6 +165,11 @@ def advise(
     task = _Given(model, loss=loss, betas=betas)
     with ExitStack() as stack, TemporaryDirectory() as folder:
         stack.callback(restore_rng, capture_rng(where))
+        if batch_size > 1 and _shapes(make_batch(1)) == _shapes(make_batch(2)):
+            raise BadInputError(
+                "make_batch(1) and make_batch(2) have equal shapes: it must make a batch of as many samples as it is "
+                "told, of tensors (n, ...)"
+            )
         data = _GivenBatch(make_batch(min(batch_size, SMALL)), batch_size=min(batch_size, SMALL))
         stack.enter_context(_unchanged(model))
         stack.enter_context(_declared(model, found))
@@ -197,7 +210,11 @@ class _Given(Task):
             out = self._given(model, batch)
         loss: Any = out.get("loss") if isinstance(out, Mapping) else out
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise BadInputError(f"the loss returned a {type(out).__name__}: it must return a tensor of one number")
+            shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
+            raise BadInputError(
+                f"the loss returned a {type(out).__name__}{shape}: it must return a tensor of one number, the mean "
+                "over the batch"
+            )
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -252,6 +269,21 @@ def _layers_of(model: nn.Module) -> list[nn.Module]:
     lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
     longest = max(lists, key=len, default=[])
     return longest if len(longest) > 1 else []
+
+
+def _shapes(batch: Any) -> list[torch.Size]:
+    return [tensor.shape for tensor in tensors_in(batch)]
+
+
+def _checked_layers(layers: object, *, model: nn.Module) -> list[nn.Module]:
+    """`layers` if all are modules of the network; others would be switched and change nothing."""
+    given = list(cast(Iterable[Any], layers)) if isinstance(layers, Iterable) else [layers]
+    own = {id(module) for module in model.modules()}
+    if foreign := [layer for layer in given if id(layer) not in own]:
+        raise BadInputError(
+            f"layers has {foreign[0]!r}, which is no module of the network: pass modules of it, as in list(model.layers)"
+        )
+    return given
 
 
 @contextmanager

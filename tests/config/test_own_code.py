@@ -56,6 +56,13 @@ def test_a_function_of_a_file_is_a_model_with_the_arguments_that_its_signature_h
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), again.parameters(), strict=True))
 
 
+def test_what_the_data_do_not_say_is_asked_for(here):
+    """None in its place raised somewhere within the user's network."""
+    unlabelled = OwnDataSpec(dataset="x", num_train=9, num_val=9)
+    with pytest.raises(BadInputError, match="model=net.py:build needs model.num_classes=VALUE"):
+        build_model("net.py:build", spec=unlabelled)
+
+
 def test_target_is_the_same_by_a_modules_name(here):
     config = from_hydra(compose(["model._target_=torch.nn.Linear", "model.in_features=8", "model.out_features=3"]))
     assert config.model.name == "torch.nn.Linear"
@@ -85,6 +92,8 @@ def test_a_relative_file_is_of_the_folder_of_the_command(here, tmp_path):
     ("name", "options", "said"),
     [
         ("net.py:biuld", {}, "net.py defines no 'biuld'; it has: Net, build, loss, data"),
+        ("net.py:", {}, "model=net.py: names no function: write model=net.py:NAME; it has: Net"),
+        ("net.py:a-b", {}, "net.py defines no 'a-b'"),
         ("net.py", {}, "model=net.py names no function: write model=net.py:NAME; it has: Net"),
         ("net.py:VALUE", {}, "model=net.py:VALUE is a int, and must be a function or a class"),
         ("nett.py:build", {}, "model=nett.py:build: there is no file nett.py; the path is relative to"),
@@ -132,6 +141,7 @@ def test_a_file_that_cannot_be_imported_is_told_in_a_sentence(text, said, here):
     [
         ("net.py:one", "returned a int: it must return (train, val), or (train, val, facts)"),
         ("net.py:ragged", "have 'images' of shapes"),
+        ("net.py:nothing", "dataset=net.py:nothing: its train part is empty"),
         ("net.py:words", "holds what is no tensor, array or number (text: str): convert it first"),
         ("net.py:raises", "dataset=net.py:raises needs dataset.num_classes=VALUE"),
     ],

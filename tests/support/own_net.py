@@ -102,3 +102,8 @@ class NoTask:
 
 
 VALUE = 3
+
+
+def nothing():
+    empty = {"images": torch.ones(0, 1, 8, 8), "labels": torch.ones(0, dtype=torch.int64)}
+    return empty, empty

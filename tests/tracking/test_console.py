@@ -1,6 +1,7 @@
 """What is printed: readable at 100 columns, plain where there is no terminal, and true to the values it is given."""
 
 import io
+import math
 import subprocess
 import sys
 import warnings
@@ -214,14 +215,15 @@ def test_the_start_up_summary(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_frontier_marks_points_and_gives_reasons_of_failed_jobs(capsys: pytest.CaptureFixture[str]) -> None:
-    points = [point("budget=state_50", num_seeds=3, quality_spread=0.012), point("budget=state_10", dominated=True)]
+    untimed = {"samples_per_s": math.nan, "dominated": True}  # of a run too short to time a step
+    points = [point("budget=state_50", num_seeds=3, quality_spread=0.012), point("budget=state_10", **untimed)]
     failed = FailedRun(run="2", label="budget=state_1", exit_code=3, message="budget cannot be met\nmore")
     console.print_frontier(points, failed=[failed], quality="val/loss")
     lines = capsys.readouterr().out.splitlines()
     (first,) = [line for line in lines if "state_50" in line]
     (second,) = [line for line in lines if "state_10" in line]
     assert first.split() == ["*", "budget=state_50", "0.18", "±0.012", "5.00", "MiB", "1.00", "MiB", "5,000", "3"]
-    assert "*" not in second
+    assert "*" not in second and second.split()[-2:] == ["-", "1"]
     assert any("budget=state_1 (2), exit code 3: budget cannot be met" in line for line in lines)
 
 

@@ -85,7 +85,7 @@ def axes_of(config: RunConfig, *, task: Task) -> Axes:
     if pinned and pinned != "auto" and not num_layers:
         raise BadInputError(
             f"model {config.model.name} names no parts whose activations could be recomputed: set "
-            "model.checkpointing=false"
+            "model.checkpointing=false, or give the network a list of its layers as `checkpoint_units`"
         )
     sizes = (config.micro_batch,) if isinstance(config.micro_batch, int) else tuple(divisors(config.batch_size))
     open_numbers = (0, num_layers) if num_layers else (0,)
