@@ -134,7 +134,9 @@ def advise(
     if not any(param.requires_grad for param in model.parameters()):
         raise BadInputError(f"the model ({type(model).__name__}) has no parameters to train")
     if not isinstance(batch_size, int) or batch_size < 1:
-        raise BadInputError(f"batch_size={batch_size} is not allowed: it must be 1 or more samples a step, a whole number")
+        raise BadInputError(
+            f"batch_size={batch_size} is not allowed: it must be 1 or more samples a step, a whole number"
+        )
     if objective not in OBJECTIVES:
         raise BadInputError(f"objective={objective} is not allowed: choose one of {', '.join(OBJECTIVES)}")
     split = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm) and module.training]

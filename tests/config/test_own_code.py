@@ -59,7 +59,7 @@ def test_a_function_of_a_file_is_a_model_with_the_arguments_that_its_signature_h
 def test_what_the_data_do_not_say_is_asked_for(here):
     """None in its place raised somewhere within the user's network."""
     unlabelled = OwnDataSpec(dataset="x", num_train=9, num_val=9)
-    with pytest.raises(BadInputError, match="model=net.py:build needs model.num_classes=VALUE"):
+    with pytest.raises(BadInputError, match=r"model=net\.py:build needs model\.num_classes=VALUE"):
         build_model("net.py:build", spec=unlabelled)
 
 
