@@ -283,7 +283,7 @@ def _checked_layers(layers: object, *, model: nn.Module) -> list[nn.Module]:
     own = {id(module) for module in model.modules()}
     if foreign := [layer for layer in given if id(layer) not in own]:
         raise BadInputError(
-            f"layers has {foreign[0]!r}, which is no module of the network: pass modules of it, as in list(model.layers)"
+            f"layers has {foreign[0]!r}, which is no module of the network: pass its modules, as in list(model.layers)"
         )
     return given
 
