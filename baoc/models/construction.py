@@ -32,7 +32,8 @@ def build_own(name: str, *, spec: Any, options: Mapping[str, Any]) -> nn.Module:
     """The network that the user's function or class `name` makes of `options`.
 
     Arguments called `spec`, or as a field of the data's description (`num_classes`, `vocab_size`, ...), are given where
-    `options` have none and the data say it. Raises BadInputError for what is no network, and for one that needs memory on the meta device.
+    `options` have none and the data say it. Raises BadInputError for what is no
+    network, and for one that needs memory on the meta device.
     """
     facts = asdict(spec) if spec is not None else {}
     offered = {"spec": spec, **{key: fact for key, fact in facts.items() if fact is not None}}  # None: not known
