@@ -279,7 +279,7 @@ def _shapes(batch: Any) -> list[torch.Size]:
 
 def _checked_layers(layers: object, *, model: nn.Module) -> list[nn.Module]:
     """`layers` if all are modules of the network; others would be switched and change nothing."""
-    given = list(cast(Iterable[Any], layers)) if isinstance(layers, Iterable) else [layers]
+    given: list[Any] = list(cast(Iterable[Any], layers)) if isinstance(layers, Iterable) else [layers]
     own = {id(module) for module in model.modules()}
     if foreign := [layer for layer in given if id(layer) not in own]:
         raise BadInputError(
