@@ -41,7 +41,8 @@ REFUSED = {
     ),
     "strategy": (
         "BaocStrategy was built in {ranks}: it trains on one device, and each process would train alone on all of the "
-        "data. Use BaocDDPStrategy, which takes the same arguments, or start one process"
+        "data. Use BaocDDPStrategy, which takes the same arguments, or start one process; for fully_shard use "
+        "Lightning's ModelParallelStrategy with a BlockwiseOptimizer"
     ),
     "optimizer": (
         "BaocOptimizer was built in {ranks} before torch.distributed.init_process_group: each would plan by its own "

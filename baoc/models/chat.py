@@ -65,6 +65,12 @@ class ChatTokenizer:
         is_list = isinstance(turns, list) and len(turns) > 0
         if not is_list or not all(isinstance(m, Mapping) and "role" in m and "content" in m for m in turns):
             raise BadInputError(f"{where}: `messages` must be a list of {{role, content}}, not {str(messages)[:60]!r}")
+        for number, message in enumerate(turns):
+            if not isinstance(message["content"], str | list) and not message.get("tool_calls"):
+                raise BadInputError(
+                    f"{where}: the `content` of message {number} must be text, not {message['content']!r} (JSON's null "
+                    "is None); a message without text needs `tool_calls`"
+                )
         if not any(message["role"] == ANSWERS for message in turns):
             raise BadInputError(f"{where} has no message of the role {ANSWERS}, so there is nothing to learn from it")
         tokens = self._ids(self._rendered(turns, where=where))

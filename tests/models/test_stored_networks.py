@@ -127,6 +127,8 @@ def test_without_a_template_prompt_and_completion_are_joined(tmp_path):
         ('{"text": "a"}', "has neither `messages` nor the texts `prompt` and `completion`, but text"),
         ('{"messages": "a"}', "`messages` must be a list of"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "has no message of the role assistant"),
+        ('{"messages": [{"role": "assistant", "content": null}]}', "the `content` of message 0 must be text, not None"),
+        ('{"messages": [{"role": "assistant", "content": 5}]}', "the `content` of message 0 must be text, not 5"),
     ],
 )
 def test_a_faulty_line_is_named(line, said, stored, tmp_path):
