@@ -228,20 +228,34 @@ def _point(entry: FrontierPoint, seeds: Sequence[RunFolder], *, family: str, sho
         "dominated": entry.dominated,
         "command": result["command"],
         "choices": _read_choices(seeds[0]),
+        "basis": basis_text(seeds[0]),
         "kept": _kept_state_percent(seeds[0]),
         "curves": _read_curves(seeds[0], keys=("train/loss", result["quality"]["name"])),
     }
 
 
 def _read_choices(run: RunFolder) -> dict[str, str]:
+    allocation = _read_allocation(run)
+    return {} if allocation is None else dict(allocation["choices"])
+
+
+def basis_text(run: RunFolder) -> str:
+    """What a run's last plan was chosen by, with the figures that are known of the choice; empty where a run of an
+    earlier version did not say."""
+    basis = (_read_allocation(run) or {}).get("basis")
+    if not isinstance(basis, dict) or "by" not in basis or "text" not in basis:
+        return ""
+    return f"{basis['by']}: {str(basis['text']).removeprefix(str(basis['by']) + ': ')}"
+
+
+def _read_allocation(run: RunFolder) -> dict[str, Any] | None:
     file = run.path / "allocation.json"
     if not file.is_file():
-        return {}
+        return None
     content = read_json(file)
-    choices = content.get("choices") if isinstance(content, dict) else None
-    if not isinstance(choices, dict):
+    if not isinstance(content, dict) or not isinstance(content.get("choices"), dict):
         raise BadInputError(f"{file} has no choices: it was damaged or is no file of ours; remove it")
-    return dict(choices)
+    return content
 
 
 def _kept_state_percent(run: RunFolder) -> dict[str, float]:

@@ -113,6 +113,31 @@ def test_diverged_runs_curves_and_choices(tmp_path: Path):
     assert all(row["share"] is None for row in kind["volumes"])
 
 
+def test_the_page_says_what_each_plan_rests_on(tmp_path: Path):
+    """Recipe, difference, n, size and horizon of a measured choice; the argument of a prior; nothing where none is."""
+    measured = (
+        "muon8_lean: 14.9% of the state; 1.2 against adamw8 1.3: -0.1 +- 0.02, n 8, measured at 7.6M, 1,000 steps"
+    )
+    bases = {
+        "measured": {"by": "measured", "text": measured},
+        "prior": {"by": "prior", "text": "risk=prior: argued for"},
+        "exact": {"by": "exact", "text": "exact: the least risk"},
+        "old": None,
+    }
+    for number, (name, basis) in enumerate(bases.items()):
+        job(tmp_path / name, loss=0.1 + number, state_bytes=100 - number, budget=f"state_{10 + number}")
+        write_json(tmp_path / name / "allocation.json", {"choices": {"head": "adamw"}, "basis": basis})
+    frontier_of(tmp_path, show=False)
+    told = {
+        "state_10": f"measured: {measured}",
+        "state_11": "prior: risk=prior: argued for",
+        "state_12": "exact: the least risk",  # an allocator's name stands once
+        "state_13": "",
+    }
+    (kind,) = data_in(tmp_path / "frontier.html")["kinds"]
+    assert {point["budget"]: point["basis"] for point in kind["points"]} == told
+
+
 def test_several_studies_become_one_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     job(tmp_path / "ours" / "0", loss=0.1)
     job(tmp_path / "theirs" / "0", loss=0.2, allocator="random")

@@ -63,7 +63,7 @@ function judged(kind) {
 function hover(kind, point) {
   const spread = point.spread === null ? "" : ` ± ${number(point.spread, 2)} (${point.seeds} seeds)`;
   return `<b>${point.short}</b>, ${point.family}<br>${kind.quality} ${number(point.quality)}${spread}<br>state ${number(point.state_mib, 3)} MiB (${number(point.state_share, 3)} % of fp32 AdamW's), peak ` +
-    `${number(point.peak_mib)} MiB<br>${number(point.samples_per_s)} samples/s<br>${wrapped(point.command)}`;
+    `${number(point.peak_mib)} MiB<br>${number(point.samples_per_s)} samples/s${point.basis ? `<br>chosen by ${wrapped(point.basis)}` : ""}<br>${wrapped(point.command)}`;
 }
 
 function front(kind, points, axis) {
@@ -198,8 +198,8 @@ function draw() {
   table("volumes", ["memory axis", group, "points", "share, %"], kind.volumes.map((row) => [row.axis === "state_bytes" ? "optimizer state" : "peak memory", row.family,
     row.points, row.share === null ? "n/a" : row.share.toFixed(1)]), [2, 3]);
   const ranked = [...shown].sort((a, b) => Number(a.dominated) - Number(b.dominated) || Number(a.quality === null) - Number(b.quality === null) || (kind.higher ? b.quality - a.quality : a.quality - b.quality));
-  const holder = table("points", ["point", group, kind.quality, "sd", "seeds", "ranks", "state, %", "state, MiB", "peak, MiB", "samples/s", "command that makes it again (first seed)"],
-    ranked.map((p) => [p.short, p.family, number(p.quality), p.spread === null ? "" : number(p.spread, 2), p.seeds, p.ranks, number(p.state_share, 3), number(p.state_mib, 3), number(p.peak_mib), number(p.samples_per_s), p.command]),
+  const holder = table("points", ["point", group, kind.quality, "sd", "seeds", "ranks", "state, %", "state, MiB", "peak, MiB", "samples/s", "chosen by (first seed)", "command that makes it again (first seed)"],
+    ranked.map((p) => [p.short, p.family, number(p.quality), p.spread === null ? "" : number(p.spread, 2), p.seeds, p.ranks, number(p.state_share, 3), number(p.state_mib, 3), number(p.peak_mib), number(p.samples_per_s), p.basis, p.command]),
     [2, 3, 4, 5, 6, 7, 8, 9]);
   ranked.forEach((point, at) => { if (point.dominated) holder.rows[at + 1].className = "dominated"; });
 }
