@@ -82,15 +82,16 @@ def refuse_averages(lives: Iterable[LiveBlock], *, copies: Iterable[nn.Module] |
 
 
 def averaged(params: Mapping[str, Tensor], *, copies: Iterable[nn.Module] | None = None) -> bool:
-    """Whether an AveragedModel averages any of `params` by its name and shape, or all of them by their shapes.
+    """Whether an AveragedModel averages all of `params` by names and shapes, or no others by shapes alone.
 
-    It has copied the network, so that none of its parameters is the network's own.
+    It has copied the network, so that none of its parameters is the network's own; another network that is averaged
+    has other shapes, or is taken for this one.
     """
     shapes = {name: param.shape for name, param in params.items()}
 
     def is_copy(network: nn.Module) -> bool:
         own = {name: param.shape for name, param in network.named_parameters()}
-        return bool(own.items() & shapes.items()) or Counter(shapes.values()) <= Counter(own.values())
+        return shapes.items() <= own.items() or Counter(shapes.values()) == Counter(own.values())
 
     if copies is not None:
         return any(map(is_copy, copies))

@@ -32,7 +32,8 @@ def run_of(words: list[str]) -> RunConfig:
 
 
 def test_there_is_a_frontier_and_a_calibration_for_each_task():
-    assert {f"{kind}_{task}" for kind in ("frontier", "risk_weights") for task in TASKS} <= set(STUDIES)
+    trained_from_nothing = set(TASKS) - {"masked"}  # which fine-tunes networks that are the user's own
+    assert {f"{kind}_{task}" for kind in ("frontier", "risk_weights") for task in trained_from_nothing} <= set(STUDIES)
 
 
 @pytest.mark.parametrize("name", STUDIES)

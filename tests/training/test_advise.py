@@ -102,7 +102,7 @@ def test_a_module_of_lightning_is_asked_for_its_training_step():
         ({"objective": "speed"}, "objective=speed is not allowed: choose one of quality, throughput, balanced"),
         ({"model": nn.Flatten()}, "has no parameters to train"),
         ({"batch_size": 0}, "batch_size=0 is not allowed"),
-        ({"batch_size": 2.5}, "batch_size=2.5 is not allowed: it must be a whole number, 1 or more"),
+        ({"batch_size": 2.5}, "batch_size=2.5 is not allowed: it must be 1 or more samples a step, a whole number"),
         ({"model": 3}, "advise was given a int as its network: pass a torch.nn.Module"),
         ({"make_batch": torch.ones(4, 64)}, "make_batch is a Tensor: pass a function"),
         ({"make_batch": lambda size: make_batch(4)}, "make_batch(1) and make_batch(2) have equal shapes: it must make"),
