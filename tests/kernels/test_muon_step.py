@@ -153,7 +153,7 @@ def test_missing_gradients_and_elements_that_are_not_finite(matching: bool) -> N
         pair.give()
         for params in pair.params:
             if step in (1, 3):
-                poison(params)
+                poison(params, other="a2")
                 params["tall"].grad = None
         kept = {name: param.detach().clone() for name, param in pair.params[0].items()}
         bad = {n: ~p.grad.isfinite() for n, p in pair.params[0].items() if p.grad is not None}

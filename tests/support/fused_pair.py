@@ -66,7 +66,7 @@ def dump(optimizer: BlockwiseOptimizer, params: dict[str, Tensor]) -> dict[str, 
     }
 
 
-def poison(params: dict[str, Tensor], *, value: float = float("nan")) -> None:
-    """Makes 8 elements of `a` and one of `c` bad."""
+def poison(params: dict[str, Tensor], *, value: float = float("nan"), other: str = "c") -> None:
+    """Makes 8 elements of `a` and one of another parameter bad."""
     params["a"].grad[0, ::5] = value
-    params["c"].grad[1, 3] = -value
+    params[other].grad[1, 3] = -value
