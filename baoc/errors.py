@@ -3,7 +3,7 @@
 A message says what was given, what is allowed and what to do; docs/troubleshooting.md lists the exit codes.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 
 
@@ -75,6 +75,16 @@ class CheckpointError(BadInputError):
 
 class OutputError(BadInputError):
     """The run folder cannot be written: the disk is full, the folder is read-only, or a file is in the way."""
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """The error and what it came of, each once."""
+    cause: BaseException | None = error
+    seen: set[int] = set()
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        yield cause
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
 
 
 def unknown_name(given: object, *, what: str, allowed: Iterable[str]) -> BadInputError:

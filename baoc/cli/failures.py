@@ -3,12 +3,11 @@
 import errno
 import sys
 import traceback
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from baoc.cli.hydra_errors import translate_error
 from baoc.core import own_code
-from baoc.errors import BadInputError, BaocError, BudgetBreachedError, OutputError
+from baoc.errors import BadInputError, BaocError, BudgetBreachedError, OutputError, causes
 
 INTERRUPTED = 130
 BUG = 1
@@ -76,7 +75,7 @@ def report(failure: Failure, *, where: str = "") -> None:
 
 def _system_error(error: BaseException) -> BaocError | None:
     """A full disk, an unwritable folder or exhausted memory, anywhere in the chain of causes."""
-    for cause in _cause_chain(error):
+    for cause in causes(error):
         if isinstance(cause, OSError) and cause.errno in _DISK_FULL:
             return OutputError(
                 f"no space left on the device{_path_suffix(cause)}: "
@@ -108,17 +107,8 @@ def _is_out_of_memory(error: BaseException) -> bool:
 def _is_interrupt(error: BaseException) -> bool:
     """Whether the error is Ctrl-C, or the SystemExit that Lightning makes of it."""
     return isinstance(error, KeyboardInterrupt) or (
-        isinstance(error, SystemExit) and any(isinstance(cause, KeyboardInterrupt) for cause in _cause_chain(error))
+        isinstance(error, SystemExit) and any(isinstance(cause, KeyboardInterrupt) for cause in causes(error))
     )
-
-
-def _cause_chain(error: BaseException) -> Iterator[BaseException]:
-    cause: BaseException | None = error
-    seen: set[int] = set()
-    while cause is not None and id(cause) not in seen:
-        seen.add(id(cause))
-        yield cause
-        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
 
 
 def _path_suffix(error: OSError) -> str:

@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -21,7 +21,7 @@ from traceback import walk_tb
 from types import ModuleType
 from typing import Any
 
-from baoc.errors import BadInputError, BaocError
+from baoc.errors import BadInputError, BaocError, causes
 from baoc.types import RuleInfo
 
 log = logging.getLogger(__name__)
@@ -139,12 +139,6 @@ def call(name: str, *, key: str, options: Mapping[str, Any], offered: Mapping[st
         return made(*args, **given)
 
 
-def parameters_of(made: Callable[..., Any]) -> set[str]:
-    """Names that a function's signature has; empty where it cannot be told."""
-    signature = _signature(made)
-    return set() if signature is None else set(signature.parameters)
-
-
 class faults:
     """Inside, what the code of a name raises becomes a BadInputError that names its file and line.
 
@@ -168,7 +162,7 @@ class faults:
 def place_of(error: BaseException) -> str | None:
     """`FILE:LINE` of the innermost frame that is the user's; None where none is."""
     place = None
-    for link in _chain(error):
+    for link in causes(error):
         for frame, line in walk_tb(link.__traceback__):
             if _owner(frame.f_code.co_filename) is not None:
                 place = f"{_relative(frame.f_code.co_filename)}:{line}"
@@ -189,7 +183,7 @@ def forget() -> None:
 
 def class_name_of(error: BaseException) -> str | None:
     """The user's class whose object lacks the attribute that `error` is about."""
-    for link in _chain(error):
+    for link in causes(error):
         held = getattr(link, "obj", None) if isinstance(link, AttributeError) else None
         source = getattr(sys.modules.get(type(held).__module__), "__file__", None) if held is not None else None
         if source is not None and _owner(source) is not None:
@@ -354,12 +348,3 @@ def _relative(filename: str) -> str:
         return str(Path(filename).resolve().relative_to(Path.cwd()))
     except ValueError:
         return filename
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    cause: BaseException | None = error
-    seen: set[int] = set()
-    while cause is not None and id(cause) not in seen:
-        seen.add(id(cause))
-        yield cause
-        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)

@@ -118,6 +118,29 @@ class DataModule(L.LightningDataModule):
         return limit
 
 
+class NumberedDataModule(DataModule):
+    """Samples that are numbered before training begins: all of `train_source`, and of `val_source` those of `val_rows`,
+    or all where it is None."""
+
+    train_source: Source
+    val_source: Source
+    val_rows: Tensor | None = None
+
+    def contents(self) -> tuple[str, ...]:
+        from baoc.data.identity import content_of
+
+        return content_of(self.train_source), content_of(self.val_source)
+
+    def make_train_loader(self, *, limit: int | None) -> ShuffledLoader:
+        return self.shuffled(self.train_source, limit=limit)
+
+    def make_overfit_loader(self) -> SequentialLoader:
+        return SequentialLoader(self.train_source, batch_size=self.batch_size)
+
+    def val_dataloader(self) -> SequentialLoader:
+        return SequentialLoader(self.val_source, batch_size=self.batch_size, indices=self.val_rows)
+
+
 def rank_of(data: DataModule) -> tuple[int, int]:
     """(rank, number of ranks) of the trainer that `data` serves."""
     return (0, 1) if data.trainer is None else (data.trainer.global_rank, data.trainer.world_size)

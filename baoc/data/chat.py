@@ -13,9 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baoc.data.base import DataModule
-from baoc.data.identity import content_of
-from baoc.data.loader import SequentialLoader, ShuffledLoader
+from baoc.data.base import NumberedDataModule
 from baoc.data.sources import TensorRows
 from baoc.data.text import check_sizes, spread
 from baoc.errors import BadInputError
@@ -30,7 +28,7 @@ def build_chat(path: str, **options: Any) -> "ChatDataModule":
     return ChatDataModule(Path(path).expanduser(), **options)
 
 
-class ChatDataModule(DataModule):
+class ChatDataModule(NumberedDataModule):
     """The last `val_fraction` of the conversations, in an order drawn by `split_seed`, is the validation part."""
 
     spec: TextDataSpec
@@ -62,35 +60,23 @@ class ChatDataModule(DataModule):
         long = sum(len(one.tokens) > sequence_length + 1 for one in held)
         if long:
             log.warning("%d of %d conversations are cut at %d tokens", long, len(held), sequence_length + 1)
-        self._train, self._val = (_packed(part, length=sequence_length) for part in parts)
-        for name, source in (("training", self._train), ("validation", self._val)):
+        self.train_source, self.val_source = (_packed(part, length=sequence_length) for part in parts)
+        for name, source in (("training", self.train_source), ("validation", self.val_source)):
             if not len(source):
                 raise BadInputError(
                     f"the {name} part of {path} has no answer within {sequence_length} tokens: give a larger "
                     "dataset.sequence_length, or more conversations"
                 )
-        self._val_rows = spread(len(self._val), at_most=max_val_sequences)
+        self.val_rows = spread(len(self.val_source), at_most=max_val_sequences)
         answered = sum(sum(one.answers) for one in parts[1])
         self.spec = TextDataSpec(
             dataset=path.stem,
             vocab_size=library.vocab_size,
             sequence_length=sequence_length,
-            num_train=len(self._train),
-            num_val=len(self._val_rows),
+            num_train=len(self.train_source),
+            num_val=len(self.val_rows),
             bytes_per_token=max(1, sum(one.num_bytes for one in parts[1])) / max(1, answered),
         )
-
-    def contents(self) -> tuple[str, ...]:
-        return content_of(self._train), content_of(self._val)
-
-    def make_train_loader(self, *, limit: int | None) -> ShuffledLoader:
-        return self.shuffled(self._train, limit=limit)
-
-    def make_overfit_loader(self) -> SequentialLoader:
-        return SequentialLoader(self._train, batch_size=self.batch_size)
-
-    def val_dataloader(self) -> SequentialLoader:
-        return SequentialLoader(self._val, batch_size=self.batch_size, indices=self._val_rows)
 
 
 def _samples(path: Path) -> Iterator[tuple[Mapping[str, Any], str]]:

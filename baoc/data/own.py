@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from baoc.core import own_code
-from baoc.data.base import DataModule
-from baoc.data.identity import content_of
-from baoc.data.loader import SequentialLoader, ShuffledLoader
+from baoc.data.base import DataModule, NumberedDataModule
 from baoc.data.sources import Batch, Source, TensorRows
 from baoc.errors import BadInputError
 from baoc.types import DataSpec, ImageDataSpec, OwnDataSpec, TextDataSpec
@@ -52,27 +50,15 @@ def build_own(
     return OwnDataModule(name, train=parts["train"], val=parts["val"], facts=facts, made=made[0], **batches)
 
 
-class OwnDataModule(DataModule):
+class OwnDataModule(NumberedDataModule):
     """Training and validation samples of the user's code, batch by batch in this process."""
 
     def __init__(
         self, name: str, *, train: Source, val: Source, facts: Mapping[str, Any], made: Any = None, **batches: Any
     ):
         super().__init__(**batches)
-        self._train, self._val = train, val
+        self.train_source, self.val_source = train, val
         self.spec = _spec(own_code.short(name), train, val, facts=facts, made=made)
-
-    def contents(self) -> tuple[str, ...]:
-        return content_of(self._train), content_of(self._val)
-
-    def make_train_loader(self, *, limit: int | None) -> ShuffledLoader:
-        return self.shuffled(self._train, limit=limit)
-
-    def make_overfit_loader(self) -> SequentialLoader:
-        return SequentialLoader(self._train, batch_size=self.batch_size)
-
-    def val_dataloader(self) -> SequentialLoader:
-        return SequentialLoader(self._val, batch_size=self.batch_size)
 
 
 class Samples:

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baoc.data.base import DataModule
-from baoc.data.loader import Batch, SequentialLoader, ShuffledLoader
+from baoc.data.base import DataModule, NumberedDataModule
+from baoc.data.loader import Batch
 from baoc.data.python_library import read_python_library
 from baoc.data.text_files import HeldText, TextChunk, TextFiles, after_cut, before_cut, find, measure
 from baoc.data.token_arrays import Encoded, encode
@@ -42,7 +42,7 @@ def _of_files(source: TextFiles, **options: Any) -> "TextDataModule":
     return TextDataModule(source, **{name: options[name] for name in (*names, "batch_size", "seed", "accumulate")})
 
 
-class TextDataModule(DataModule):
+class TextDataModule(NumberedDataModule):
     """Text of files. The last `val_fraction` of the bytes is the validation part, for every seed.
 
     Validation reads `max_val_sequences` sequences spread evenly over that part; None reads all.
@@ -73,15 +73,15 @@ class TextDataModule(DataModule):
         library = load_tokenizer(tokenizer, vocab_size=vocab_size, training_text=train, text_key=key)
         trained = encode(train, tokenizer=library, num_bytes=cut, text_key=f"{key} train")
         held = encode(val, tokenizer=library, num_bytes=content.num_bytes - cut, text_key=f"{key} val")
-        self.train_sequences = _packed(trained, length=sequence_length, name=source.name, part="training")
-        self.val_sequences = _packed(held, length=sequence_length, name=source.name, part="validation")
-        self._val_rows = spread(len(self.val_sequences), at_most=max_val_sequences)
+        self.train_source = _packed(trained, length=sequence_length, name=source.name, part="training")
+        self.val_source = _packed(held, length=sequence_length, name=source.name, part="validation")
+        self.val_rows = spread(len(self.val_source), at_most=max_val_sequences)
         self.spec = TextDataSpec(
             dataset=source.name,
             vocab_size=library.vocab_size,
             sequence_length=sequence_length,
-            num_train=len(self.train_sequences),
-            num_val=len(self._val_rows),
+            num_train=len(self.train_source),
+            num_val=len(self.val_rows),
             bytes_per_token=held.bytes_per_token,
             sha256=content.sha256,
             mask_token=getattr(library, "mask", None),
@@ -89,15 +89,6 @@ class TextDataModule(DataModule):
 
     def contents(self) -> tuple[str, ...]:
         return (self.spec.sha256,)
-
-    def make_train_loader(self, *, limit: int | None) -> ShuffledLoader:
-        return self.shuffled(self.train_sequences, limit=limit)
-
-    def make_overfit_loader(self) -> SequentialLoader:
-        return SequentialLoader(self.train_sequences, batch_size=self.batch_size)
-
-    def val_dataloader(self) -> SequentialLoader:
-        return SequentialLoader(self.val_sequences, batch_size=self.batch_size, indices=self._val_rows)
 
 
 class PackedTokens:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from baoc.errors import BadInputError
 from baoc.models.llama import CausalLM, check_fit
 from baoc.models.pretrained import refuse_nonfinite
+from baoc.models.vit import ImageClassifier
 from baoc.types import ImageDataSpec, TextDataSpec
 
 _WHERE = "give the folder that save_pretrained wrote, or a name that the library's cache or the hub has"
@@ -24,25 +25,6 @@ class MaskedLM(CausalLM):
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         return self.net(input_ids=tokens).logits
-
-
-class ImageClassifier(nn.Module):
-    """(B, channels, image_size, image_size) -> logits (B, num_classes). `net` is the library's model."""
-
-    def __init__(self, net: nn.Module):
-        super().__init__()
-        self.net: Any = net
-        size = getattr(self.net.config, "image_size", None)
-        self.image_size = size if isinstance(size, int) else None  # convolutional networks take any
-        self.train()  # transformers returns models in evaluation mode
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.net(pixel_values=images).logits
-
-    @property
-    def checkpoint_units(self) -> list[nn.Module]:
-        lists = [module for module in self.net.modules() if isinstance(module, nn.ModuleList)]
-        return list(max(lists, key=len, default=[]))
 
 
 def build(

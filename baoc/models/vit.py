@@ -35,11 +35,30 @@ def build(settings: Mapping[str, int], *, spec: Any, dropout: float) -> "VisionT
     )
 
 
-class VisionTransformer(nn.Module):
-    """(B, channels, image_size, image_size) -> logits (B, num_classes). The MLP has four times the `width`.
+class ImageClassifier(nn.Module):
+    """(B, channels, image_size, image_size) -> logits (B, num_classes). `net` is a classifier of transformers.
 
     `checkpoint_units` are the modules whose activations may be recomputed.
     """
+
+    def __init__(self, net: nn.Module):
+        super().__init__()
+        self.net: Any = net
+        size = getattr(self.net.config, "image_size", None)
+        self.image_size = size if isinstance(size, int) else None  # convolutional networks take any
+        self.train()  # transformers returns models in evaluation mode
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.net(pixel_values=images).logits
+
+    @property
+    def checkpoint_units(self) -> list[nn.Module]:
+        lists = [module for module in self.net.modules() if isinstance(module, nn.ModuleList)]
+        return list(max(lists, key=len, default=[]))
+
+
+class VisionTransformer(ImageClassifier):
+    """A Vision Transformer that begins with fresh weights. The MLP has four times the `width`."""
 
     def __init__(
         self,
@@ -53,10 +72,8 @@ class VisionTransformer(nn.Module):
         num_classes: int,
         dropout: float = 0.0,
     ):
-        super().__init__()
         from transformers import ViTConfig, ViTForImageClassification
 
-        self.image_size = image_size
         config = ViTConfig(
             hidden_size=width,
             num_hidden_layers=depth,
@@ -70,17 +87,8 @@ class VisionTransformer(nn.Module):
             hidden_dropout_prob=dropout,
             attention_probs_dropout_prob=dropout,
         )
-        self.net: Any = ViTForImageClassification(config)
+        super().__init__(ViTForImageClassification(config))
         self._initialise()
-        self.train()  # transformers returns models in evaluation mode
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.net(pixel_values=images).logits
-
-    @property
-    def checkpoint_units(self) -> list[nn.Module]:
-        lists = [module for module in self.net.modules() if isinstance(module, nn.ModuleList)]
-        return list(max(lists, key=len))
 
     def parameter_blocks(self) -> dict[str, tuple[str, ...]]:
         """Block name -> names of its parameters, each exactly once; `layers.N.attention`, `.mlp`, `.norm` by layer.

@@ -3,6 +3,7 @@
 Tasks run under a plain `lightning.Trainer`. BaocStrategy replaces the optimizer and keeps its groups and schedule.
 """
 
+import hashlib
 import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -77,6 +78,11 @@ class Task(L.LightningModule):
         others = [(name, p) for name, p in trainable if p.ndim < 2]
         groups = [(decayed, self.settings.weight_decay), (others, 0.0)]
         return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
+
+
+def seed_of(key: str) -> int:
+    """A seed for generators that follows from every character of `key`, the same on every machine."""
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 1
 
 
 def logits_of(output: Any, *, task: str, shape: str) -> Tensor:

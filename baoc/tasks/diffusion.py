@@ -1,6 +1,5 @@
 """Denoising diffusion on images or latents with class labels."""
 
-import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from baoc.errors import BadInputError, unknown_name
-from baoc.tasks.base import Task
+from baoc.tasks.base import Task, seed_of
 from baoc.tasks.conclusion import Pictures, conclude
 from baoc.tasks.noise import PREDICTIONS, NoiseSchedule, Prediction
 from baoc.tasks.sampling import SAMPLERS, Sampler, sample
@@ -107,8 +106,7 @@ class DiffusionTask(Task):
         if device not in self._generators:
             self._generators[device] = torch.Generator(device)
         key = f"{self.hparams['noise_seed']}:{self.at[0]}:{self.at[1]}"
-        seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 1
-        return self._generators[device].manual_seed(seed)
+        return self._generators[device].manual_seed(seed_of(key))
 
     # -- validation -------------------------------------------------------------------------------------------------
 

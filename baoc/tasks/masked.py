@@ -1,6 +1,5 @@
 """Prediction of masked tokens (Devlin et al. 2019, arXiv 1810.04805)."""
 
-import hashlib
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -9,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from baoc.errors import BadInputError
-from baoc.tasks.base import Task, logits_of
+from baoc.tasks.base import Task, logits_of, seed_of
 from baoc.tasks.settings import OptimizerSettings
 from baoc.types import DataSpec, TextDataSpec
 
@@ -64,9 +63,7 @@ class MaskedTask(Task):
 
     def masked(self, tokens: Tensor, *, key: str) -> tuple[Tensor, Tensor]:
         """What the network sees, and which tokens it is asked for. Drawn on the CPU, alike on every device."""
-        text = f"{self._seed} {key}"
-        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(seed_of(f"{self._seed} {key}"))
         draw, kind = (torch.rand(tokens.shape, generator=generator, device="cpu").to(tokens.device) for _ in range(2))
         any_token = torch.randint(self._vocabulary, tokens.shape, generator=generator, device="cpu").to(tokens.device)
         chosen = draw < self._share

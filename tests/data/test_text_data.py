@@ -227,7 +227,7 @@ def test_large_set_is_mapped_from_disk_and_gives_the_same_batches(tmp_path, monk
     small = data(story(tmp_path))
     monkeypatch.setattr(token_arrays, "IN_MEMORY_BYTES", 100)
     large = data(tmp_path / "story.txt")
-    assert isinstance(large.train_sequences.tokens, np.memmap)
+    assert isinstance(large.train_source.tokens, np.memmap)
     assert len(list(cache.iterdir())) == 2
     for one, other in zip(small.make_train_loader(limit=None), large.make_train_loader(limit=None), strict=True):
         assert torch.equal(one["tokens"], other["tokens"])

@@ -253,7 +253,7 @@ class Reallocator:
         self._tell(event)
         return event
 
-    def _verdict(self, *, first: bool) -> "_Verdict":
+    def _verdict(self, *, first: bool) -> _Verdict:
         """A proposal from the newest profile, and whether to move: it saves more risk than it has to, and fits on the
         way. Nothing is changed yet."""
         assert self.profiler is not None
@@ -361,7 +361,7 @@ class Reallocator:
 
     # -- the move -------------------------------------------------------------------------------------------------
 
-    def _way(self, proposal: Plan, *, memory: int | None) -> "_Way":
+    def _way(self, proposal: Plan, *, memory: int | None) -> _Way:
         """How nothing passes `memory` bytes while blocks move. Where room is short, gradients go first: they have been
         used, and the next backward pass makes new ones."""
         way = transit(self.planner, now=self.plan, then=proposal)
