@@ -16,7 +16,7 @@ from baoc.optim.backends.base import Backend, StepInputs
 from baoc.optim.rules import Direction, RuleContext
 from baoc.optim.state import LiveBlock, Slot
 
-_TINY = 1e-30
+TINY = 1e-30
 _PIECE = 2**16
 
 
@@ -226,18 +226,18 @@ def update_norm(update: Tensor, *, divisor: float, finite: Tensor | None, on_cpu
 def factor(match: Tensor, *, norm: float | Tensor, count: int) -> float | Tensor:
     """What to multiply a tensor's update by; `match` is (target, own RMS of the block), `norm` is this tensor's own."""
     if isinstance(norm, Tensor):
-        return _factor_on_device(match[0], own=match[1], norm=norm, count=count)
+        return factors(match[0], own=match[1], rms=norm / max(count, 1) ** 0.5)
     target, own = match.tolist()
     rms = norm / max(count, 1) ** 0.5
-    if rms <= _TINY:
+    if rms <= TINY:
         return 0.0  # the update is zero
-    if own <= _TINY:
+    if own <= TINY:
         return target / rms  # the block stood still until now
     return min(target / own, max(1.0, target) / rms)
 
 
-def _factor_on_device(target: Tensor, *, own: Tensor, norm: Tensor, count: int) -> Tensor:
-    """`factor` without a synchronisation."""
-    rms = (norm / max(count, 1) ** 0.5).clamp(min=_TINY)
-    usual = torch.minimum(target / own.clamp(min=_TINY), target.clamp(min=1.0) / rms)
-    return torch.where(own > _TINY, usual, target / rms)
+def factors(target: Tensor, *, own: Tensor, rms: Tensor) -> Tensor:
+    """`factor` of one tensor or of many, whose updates have `rms`, without a synchronisation."""
+    rms = rms.clamp(min=TINY)
+    usual = torch.minimum(target / own.clamp(min=TINY), target.clamp(min=1.0) / rms)
+    return torch.where(own > TINY, usual, target / rms)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from baoc.optim.backends.base import Backend, StepInputs
-from baoc.optim.backends.eager import apply_, changed
+from baoc.optim.backends.eager import TINY, apply_, changed, factors
 from baoc.optim.rules import Direction
 from baoc.optim.rules.muon import orthogonalized
 from baoc.optim.shards import Shards, shard_of
@@ -23,7 +23,6 @@ from baoc.types import Scaling
 
 ROOM = 256 * 2**20  # bytes of temporaries that a batch of more than one matrix for each rank may take
 _PER_ELEMENT = 48  # of them at most for each element that a rank has of a batch
-_TINY = 1e-30
 
 
 def needs_gathering(block: LiveBlock) -> bool:
@@ -92,11 +91,11 @@ class GatheredBackend(Backend):
         sums = self._sums()
         for batch in batches:
             update, finite = _updates(batch, inputs, shards=shard.shards, store=True)
-            factors = self._add(sums, batch, update, finite=finite, shards=shard.shards) if matched else None
+            by = self._add(sums, batch, update, finite=finite, shards=shard.shards) if matched else None
             for index, slot in enumerate(batch.slots):
                 if slot.param.numel():
                     numerator = update[index].reshape(slot.param.shape)
-                    factor = None if factors is None else factors[index]
+                    factor = None if by is None else by[index]
                     finite_here = inputs.masks.get(slot.param)
                     apply_(slot, Direction(numerator=numerator), inputs=inputs, finite=finite_here, factor=factor)
         if matched:
@@ -148,11 +147,9 @@ class GatheredBackend(Backend):
         matches = [self.blocks[index].match for index in batch.blocks.tolist()]
         target, own = torch.stack([match for match in matches if match is not None]).to(torch.float64).unbind(1)
         rms = (squares / counts.clamp(min=1)).sqrt()
-        usual = torch.minimum(target / own.clamp(min=_TINY), target.clamp(min=1.0) / rms.clamp(min=_TINY))
-        factors = torch.where(own > _TINY, usual, target / rms.clamp(min=_TINY))
-        factors = torch.where(rms > _TINY, factors, 0.0)
-        sums.index_add_(1, batch.blocks, torch.stack([squares, squares * factors.square(), counts]))
-        return factors.to(torch.float32)
+        found = torch.where(rms > TINY, factors(target, own=own, rms=rms), 0.0)
+        sums.index_add_(1, batch.blocks, torch.stack([squares, squares * found.square(), counts]))
+        return found.to(torch.float32)
 
     def _take(self, sums: Tensor, *, blocks: Sequence[LiveBlock]) -> None:
         """The RMS of the update of blocks that were stepped."""
