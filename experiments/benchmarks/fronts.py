@@ -24,10 +24,10 @@ from typing import Any
 from baoc.frontier.comparable_runs import family_of
 from baoc.frontier.pareto import doublings, hypervolume, pareto
 from baoc.frontier.runs import RunFolder, find_runs
-from baoc.sweep.calibrate import WEIGHT
 from baoc.sweep.study import run_study
 from baoc.sweep.study_config import StudyConfig, read_study
 from baoc.tracking.files import read_json, write_csv
+from experiments.analysis.calibrate import WEIGHT
 
 # model -> (steps, what else): short enough for three tasks within minutes, validated at the end only; sizes are those
 # that `auto` takes on a CPU, on a GPU as well
@@ -74,7 +74,7 @@ def runs_of(model: str, *, seed: int, given: argparse.Namespace) -> list[list[st
 
 
 def more_random(model: str, *, seeds: Iterable[int], given: argparse.Namespace) -> list[list[str]]:
-    """Further random allocations at equal budgets: what a risk is calibrated on (python -m baoc.sweep.calibrate)."""
+    """Further random allocations at equal budgets: what a risk is calibrated on by `analysis.calibrate`."""
     words = [*base(model, given=given), "allocator=random", "risk=statistics"]
     return [[*words, f"seed={seed}", f"budget={budget}"] for seed in seeds for budget in given.budgets]
 

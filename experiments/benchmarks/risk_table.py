@@ -17,10 +17,10 @@ from typing import Any
 
 from baoc.errors import BadInputError
 from baoc.frontier.runs import find_runs
-from baoc.sweep.calibrate import UNIT_WEIGHTS, winner_of
-from baoc.sweep.damage import LEAST_RUNS, Damage, damages, held_out, ranks
 from baoc.sweep.status import load_study
 from baoc.tracking.files import write_csv
+from experiments.analysis.calibrate import UNIT_WEIGHTS, winner_of
+from experiments.analysis.damage import LEAST_RUNS, Damage, damages, held_out, ranks
 
 PLAIN = [item.name for item in fields(Damage) if item.name != "terms"]
 TERM = "term/"

@@ -17,11 +17,11 @@ import yaml
 
 from baoc.config import assets
 from baoc.frontier.runs import find_runs
-from baoc.sweep.calibrate import WEIGHT, winner_of
 from baoc.sweep.status import load_study
 from baoc.sweep.study import run_study
 from baoc.sweep.study_config import StudyConfig, read_study
 from baoc.tracking.files import write_csv
+from experiments.analysis.calibrate import WEIGHT, winner_of
 from experiments.benchmarks.fronts import paired
 
 RIVALS = ("weights of 1", "random")

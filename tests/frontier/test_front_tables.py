@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from baoc.sweep.damage import Damage
 from baoc.sweep.study_config import StudyConfig
 from baoc.sweep.trial_process import RunOutcome
 from baoc.tracking.files import write_csv
+from experiments.analysis.damage import Damage
 from experiments.benchmarks import fronts, listed_runs, risk_table, risk_weights_check, sampler_held_out, sampler_race
 from tests.support.sweep_jobs import config, job
 

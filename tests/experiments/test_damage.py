@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 from baoc.errors import BadInputError
-from baoc.sweep.calibrate import fitted_file, main
-from baoc.sweep.damage import Damage, damages_below, fit, held_out, ranks
 from baoc.sweep.study import run_study
 from baoc.sweep.study_config import read_study
+from experiments.analysis.calibrate import fitted_file, main
+from experiments.analysis.damage import Damage, damages_below, fit, held_out, ranks
 from tests.support.sweep_jobs import job
 
 
@@ -200,3 +200,8 @@ def test_weights_that_are_no_better_are_not_written():
     mixed = made(seeds=2, budgets=2, truth={"drop_m": 1.0}, noise=0.1)
     with pytest.raises(BadInputError, match="of one risk model, and these have prior, statistics"):
         fitted_file([replace(mixed[0], risk_model="prior"), *mixed[1:]])
+
+
+def test_the_old_command_says_where_it_went(run_python):
+    done = run_python("-m", "baoc.sweep.calibrate", "FOLDER")
+    assert done.returncode == 2 and "python -m experiments.analysis.calibrate FOLDER..." in done.stderr
