@@ -24,7 +24,9 @@ CHECKED, TIMED, TOLERANCE = 20, 40, 0.02  # steps; relative difference of losses
 ROLE_STEPS = 1000  # of each task; 1.7, 2.5 and 1.25 times the product's own for these networks
 LONG_STEPS = 8000
 ROLE_LRS = {"language": 3e-3, "vision": 3e-3, "diffusion": 1e-2}  # the product's own, of which factors are multiples
-ROLE_SEEDS = {"rates": (300, 301), "roles": (310, 311), "long": (320, 321), "confirm": tuple(range(400, 408))}
+ROLE_SEEDS = {
+    "rates": (300, 301), "roles": (310, 311), "long": tuple(range(320, 328)), "confirm": tuple(range(400, 408)),
+}  # fmt: skip
 ROLE_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 ROLE_BASE = "muon8_lean"  # at its best factor of phase `rates` (least mean of `choice`), by task
 
@@ -73,19 +75,14 @@ ROLE_SPECS: dict[str, tuple[str, ...]] = {
 }
 NUM_MIXTURES, MIXTURE_SEED = 12, 2026  # each role draws one of its specs; multiple 1 for Muon's, else one of the two
 
-# The second call (lists fixed before it): phases `rates` and `roles` of diffusion, which the first did not come to, in
-# a shorter form, then `confirm` and `long` of all three tasks.
-FEWER_WHOLE = (
-    "adamw", "adamw_b95", "adamw8", "muon8", "muon8_lean", "muon8_lean_m90", "muon4_lean", "muonbf16_outer4",
-    "foam8_lean", "adafactor_m8", "slimadam8", "lion8",
-)  # fmt: skip
-FEWER_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 # Phase `confirm`, on seeds that chose nothing: AdamW at five rates, and whole recipes at their best of phase `rates`.
 CONFIRM_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 CONFIRM_WHOLE = ("adamw_b95", "adamw8", "muon8_lean", "muon8_lean_m90", "muon4_lean", "foam8_lean", "adafactor_m8")
 BUDGETS = (10, 15, 25)  # percent of the state; a chosen plan, its permutation and a random feasible plan of each
-# Phase `long`: multiples of the best factor of phase `rates`.
+# Phase `beta2`, on the seeds of `confirm`: AdamW's beta2 at these multiples of the task's rate.
+BETA2_WHOLE, BETA2_FACTORS = ("adamw", "adamw_b99", "adamw_b95"), (0.5, 1.0, 2.0)
+# Phase `long`: multiples of the best factor of phase `rates`; seeds 320 and 321 had others too (role_table.csv).
 LONG_RUNS = {
-    "adamw": (1.0, 0.5, 0.25), "adamw_b95": (1.0, 0.5), "muon8_lean": (1.0, 0.5), "muon8_lean_m90": (1.0, 0.5),
-    "muon4_lean": (1.0,), "foam8_lean": (1.0, 0.5),
+    "adamw": (1.0, 0.5, 2.0), "adamw_b95": (1.0,), "muon8_lean_m90": (1.0, 0.5), "foam8_lean": (1.0,),
 }  # fmt: skip
+LONG_BATCHES = (ROLE_SEEDS["long"][:6], ROLE_SEEDS["long"][6:])  # a list each

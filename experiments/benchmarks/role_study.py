@@ -4,17 +4,18 @@
 
 FOLDER holds package_text.xz (experiments/analysis/package_text.py) and fashion_mnist.npz (arrays train_images,
 train_labels, test_images, test_labels of Debian's dataset-fashion-mnist). One process per task trains the product's
-smallest network of its family, all runs of a list at once (role_runs.py). Lists were fixed before the first run, in
-recipe_lists.py:
+smallest network of its family, all runs of a list at once (role_runs.py). Lists were fixed before their first run, in
+recipe_lists.py; `--phases` names them, in their order:
 
 - `rates`: whole recipes at six rates on two seeds, which choose each recipe's rate;
-- `roles`, `whole`, `mixture`: on other seeds, one after the other until the time is over, the base at its best rate,
-  one role of it replaced, every whole recipe at its own best rate, and mixtures of several roles.
+- `roles`: on other seeds, the base at its best rate, one role of it replaced, every whole recipe at its own best rate
+  (rows of phase `whole`), and mixtures of several roles (`mixture`);
+- `confirm`, on eight seeds that chose nothing: AdamW at five rates, whole recipes, and choices by budget, their
+  permutations and random plans;
+- `beta2`, on the same seeds: AdamW's beta2 at three rates;
+- `long`: eight times the steps.
 
-`--second --rows ROWS --choices CHOICES` runs the lists of the second call: `rates` and `roles` of tasks that ROWS does
-not have, `confirm`, on eight seeds that chose nothing, seeds of `roles` that ROWS does not have, and `long`, of eight
-times the steps.
-
+Rates come from `--rows`, of a call before, where `rates` is not among the phases; what --rows has is not run again.
 Rows go to OUT/rows_TASK.csv when a list has ended. Runs on a CPU too (`--size test --device cpu`), to try it.
 """
 
@@ -33,12 +34,13 @@ from typing import Any
 
 from baoc.core.recipes import RECIPES, Recipe, recipe_from_node
 from experiments.benchmarks.recipe_lists import (
+    BETA2_FACTORS,
+    BETA2_WHOLE,
     BUDGETS,
     CONFIRM_FACTORS,
     CONFIRM_WHOLE,
-    FEWER_FACTORS,
-    FEWER_WHOLE,
     HIDDEN_SPECS,
+    LONG_BATCHES,
     LONG_RUNS,
     LONG_STEPS,
     MIXTURE_SEED,
@@ -54,6 +56,7 @@ from experiments.benchmarks.recipe_lists import (
     WHOLE,
 )
 
+PHASES = ("rates", "roles", "confirm", "beta2", "long")
 COLUMNS = (
     "phase", "family", "task", "size", "steps", "label", "role", "spec", "factor", "lr", "seed", "value", "choice",
     "state_bytes", "state_fraction", "status", "recipe", "rate_factor", "multiples", "beta2", "accuracy", "choice_25",
@@ -69,12 +72,16 @@ def whole_recipes() -> dict[str, Recipe]:
 
 
 def rate_runs(
-    seeds: Sequence[int], *, recipes: Sequence[str] | None = None, factors: Sequence[float] = ROLE_FACTORS
+    seeds: Sequence[int],
+    *,
+    phase: str = "rates",
+    recipes: Sequence[str] | None = None,
+    factors: Sequence[float] = ROLE_FACTORS,
 ) -> list[Any]:
     from experiments.benchmarks.role_runs import Run
 
     return [
-        Run(phase="rates", label=f"{name}@{factor:g}", recipe=recipe, factor=factor, seed=seed)
+        Run(phase=phase, label=f"{name}@{factor:g}", recipe=recipe, factor=factor, seed=seed)
         for seed in seeds
         for factor in factors
         for name, recipe in whole_recipes().items()
@@ -256,53 +263,50 @@ def study_roles(name: str, given: argparse.Namespace, end: float, graphed: bool)
     os.environ["CUDA_VISIBLE_DEVICES"] = given.gpus[list(ROLE_LRS).index(name) % len(given.gpus)]
     prepare()
     study = Study(name, given, end, graphed)
+    rows = read_rows(given.rows, name) if given.rows else []
+    best = known_factors(rows)
+    done = {(row["phase"], row["label"], int(row["seed"])) for row in rows}
     steps = given.steps or ROLE_STEPS
-    best = known_factors(given.rows, name) if given.rows else {}
-    known = bool(best)
-    if not known:
-        recipes, factors = (FEWER_WHOLE, FEWER_FACTORS) if given.second else (None, ROLE_FACTORS)
-        rated = study.train(rate_runs(ROLE_SEEDS["rates"], recipes=recipes, factors=factors), steps=steps)
-        if not rated:
-            return
-        best = dict.fromkeys(whole_recipes(), 1.0) if given.limit else best_factors(rated)
-    study.say("best factors " + " ".join(f"{recipe}:{factor:g}" for recipe, factor in best.items()))
-    if not given.second or not known:
-        for seed in ROLE_SEEDS["roles"][: 1 if given.second else None]:
-            runs = role_runs(study.bench, best=best, seed=seed)
-            if given.second:
-                runs = [run for run in runs if run.role_factor == 1 and run.spec != "column_norm_momentum_int8"]
-            if not study.train(runs, steps=steps):
+    for phase in given.phases:
+        if phase == "rates":
+            if not (rated := study.train(rate_runs(ROLE_SEEDS["rates"]), steps=steps)):
                 return
-    if given.second:
-        choices = json.loads(given.choices.read_text())[study.bench.task.family]
-        runs = [
-            run
-            for seed in ROLE_SEEDS["confirm"]
-            for run in confirm_runs(study.bench, best=best, choices=choices, seed=seed)
-        ]
-        study.train(runs, steps=steps)
-        if known:
-            for seed in sorted({*ROLE_SEEDS["roles"]} - role_seeds(given.rows, name)):
-                study.train(role_runs(study.bench, best=best, seed=seed), steps=steps)
-        study.train(long_runs(best), steps=given.steps or given.long_steps)
+            best = dict.fromkeys(whole_recipes(), 1.0) if given.limit else best_factors(rated)
+        study.say("best factors " + " ".join(f"{recipe}:{factor:g}" for recipe, factor in best.items()))
+        for runs in lists_of(phase, study.bench, best=best, choices=given.choices):
+            left = [run for run in runs if (run.phase, run.label, run.seed) not in done]
+            if left:
+                study.train(left, steps=(given.steps or given.long_steps) if phase == "long" else steps)
 
 
-def known_factors(rows: Path, task: str) -> dict[str, float]:
+def lists_of(phase: str, bench: Any, *, best: Mapping[str, float], choices: Path | None) -> list[list[Any]]:
+    """Of a phase after `rates`: runs that train together."""
+    if phase == "roles":
+        return [role_runs(bench, best=best, seed=seed) for seed in ROLE_SEEDS["roles"]]
+    if phase == "confirm":
+        assert choices is not None, "phase `confirm` takes --choices"
+        chosen = json.loads(choices.read_text())[bench.task.family]
+        seeds = ROLE_SEEDS["confirm"]
+        return [[run for seed in seeds for run in confirm_runs(bench, best=best, choices=chosen, seed=seed)]]
+    if phase == "beta2":
+        return [rate_runs(ROLE_SEEDS["confirm"], phase="beta2", recipes=BETA2_WHOLE, factors=BETA2_FACTORS)]
+    return [long_runs(best, seeds=seeds) for seeds in LONG_BATCHES] if phase == "long" else []
+
+
+def read_rows(rows: Path, task: str) -> list[dict[str, str]]:
+    with rows.open(newline="") as file:
+        return [row for row in csv.DictReader(file) if row["task"] == task]
+
+
+def known_factors(rows: Sequence[Mapping[str, str]]) -> dict[str, float]:
     """As `best_factors`, from rows of phase `rates` of a call before."""
     held: dict[str, dict[float, list[float]]] = {}
-    with rows.open(newline="") as file:
-        for row in csv.DictReader(file):
-            if row["phase"] == "rates" and row["task"] == task:
-                choice = float(row["choice"]) if row["status"] == "finite" else float("inf")
-                name = row["label"].partition("@")[0]
-                held.setdefault(name, {}).setdefault(float(row["factor"]), []).append(choice)
+    for row in rows:
+        if row["phase"] == "rates":
+            choice = float(row["choice"]) if row["status"] == "finite" else float("inf")
+            name = row["label"].partition("@")[0]
+            held.setdefault(name, {}).setdefault(float(row["factor"]), []).append(choice)
     return {name: min(factors, key=lambda f: mean(factors[f])) for name, factors in held.items()}
-
-
-def role_seeds(rows: Path, task: str) -> set[int]:
-    """Those whose roles a call before ran."""
-    with rows.open(newline="") as file:
-        return {int(row["seed"]) for row in csv.DictReader(file) if row["phase"] == "roles" and row["task"] == task}
 
 
 def confirm_runs(bench: Any, *, best: Mapping[str, float], choices: Mapping[str, Any], seed: int) -> list[Any]:
@@ -380,13 +384,13 @@ def random_plan(bench: Any, *, limit: float, drawn: random.Random) -> dict[str, 
     return {block: spec for block, (spec, _) in plan.items()}
 
 
-def long_runs(best: Mapping[str, float]) -> list[Any]:
+def long_runs(best: Mapping[str, float], *, seeds: Sequence[int]) -> list[Any]:
     from experiments.benchmarks.role_runs import Run
 
     recipes = whole_recipes()
     return [
         Run(phase="long", label=f"{name}@{best[name] * of:g}", recipe=recipes[name], factor=best[name] * of, seed=seed)
-        for seed in ROLE_SEEDS["long"]
+        for seed in seeds
         for name, multiples in LONG_RUNS.items()
         for of in multiples
     ]
@@ -475,10 +479,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--second", action="store_true", help="the lists of the second call")
-    parser.add_argument(
-        "--rows", type=Path, help="of a call before: tasks that have phase `rates` there take it from there"
-    )
+    parser.add_argument("--phases", nargs="+", choices=PHASES, default=["rates", "roles"])
+    parser.add_argument("--rows", type=Path, help="of a call before: its best rates count, its runs are not run again")
     parser.add_argument("--choices", type=Path, help="family -> budget -> recipe, factor, betas, of phase `confirm`")
     parser.add_argument("--long-steps", type=int, default=LONG_STEPS)
     parser.add_argument("--gpus", nargs="+", default=["0"], help="of language, vision, diffusion, in turn")
