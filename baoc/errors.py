@@ -87,6 +87,11 @@ def causes(error: BaseException) -> Iterator[BaseException]:
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text that is not empty, or its class where there is none."""
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 def unknown_name(given: object, *, what: str, allowed: Iterable[str]) -> BadInputError:
     """The error for a name that a registry does not hold: what was given, the nearest one, and all that there are."""
     names = list(allowed)

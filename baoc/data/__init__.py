@@ -6,6 +6,7 @@ so that listing them imports nothing.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -61,23 +62,7 @@ _IMAGES = {
     "label_column": None,
 }
 _IMAGE_TYPES = {"image_size": int | None, "workers": int | None, "streaming": bool | None}
-
-
-def _images(name: str, description: str, **row: Any) -> "Dataset":
-    """A row for `build_images`: from `dataset.path`, or the set of the Hugging Face hub in its option `hub`."""
-    options = {**_IMAGES, **row.pop("options", {})}
-    return Dataset(
-        name=name,
-        description=description,
-        tasks=("vision", "diffusion"),
-        module="baoc.data.vision_sets",
-        builder="build_images",
-        options=options,
-        option_types=_IMAGE_TYPES,
-        **row,
-    )
-
-
+_SMALL_SPLIT = {"val_fraction": 0.05, "split_seed": 0}
 _TEXT = {
     "tokenizer": "bytes",
     "vocab_size": 4096,  # for tokenizer=bpe
@@ -88,151 +73,93 @@ _TEXT = {
     "pattern": None,
 }
 _HUB_TEXT = {"hub": None, "hub_config": None, "train_split": "train", "val_split": None}
+_VAL_TYPES = {"max_val_sequences": int | None}
 
+_image_set = partial(Dataset, tasks=("vision", "diffusion"), module="baoc.data.vision_sets")
+# From `dataset.path`, or the set of the Hugging Face hub in the option `hub`.
+_images = partial(_image_set, builder="build_images", option_types=_IMAGE_TYPES)
+_latents = partial(Dataset, tasks=("diffusion",), module="baoc.data.latents")
+# Tokens for language models, read from `dataset.path` if one is given.
+_text = partial(Dataset, tasks=("language", "masked"), module="baoc.data.text", option_types=_VAL_TYPES)
 
-def _text(name: str, description: str, **row: Any) -> "Dataset":
-    """A row of tokens for language models, read from `dataset.path` if one is given."""
-    options = {**_TEXT, **row.pop("options", {})}
-    return Dataset(
-        name=name,
-        description=description,
-        tasks=("language", "masked"),
-        module="baoc.data.text",
-        options=options,
-        option_types={"max_val_sequences": int | None},
-        **row,
-    )
-
-
-DATASETS: dict[str, Dataset] = {
-    row.name: row
-    for row in (
-        Dataset(
-            name="digits",
-            description="UCI digits, 1,797 images of 8 x 8 pixels in 10 classes; embedded, needs no network",
-            tasks=("vision", "diffusion"),
-            module="baoc.data.vision_sets",
-            builder="build_digits",
-            path_row="images",
-            options=_SPLIT,
-        ),
-        Dataset(
-            name="npz",
-            description="your own labelled images: dataset.path=FILE.npz with the arrays images and labels",
-            tasks=("vision", "diffusion"),
-            module="baoc.data.vision_sets",
-            builder="build_npz",
-            path_row="npz",
-            options=_SPLIT,
-        ),
+_ROWS = (
+    _image_set(
+        name="digits", builder="build_digits", path_row="images", options=_SPLIT,
+        description="UCI digits, 1,797 images of 8 x 8 pixels in 10 classes; embedded, needs no network",
+    ),
+    _image_set(
+        name="npz", builder="build_npz", path_row="npz", options=_SPLIT,
+        description="your own labelled images: dataset.path=FILE.npz with the arrays images and labels",
+    ),
+    _images(
+        name="images", options=_IMAGES,
+        description="your own: dataset.path=FOLDER with a folder per class, parquet or FILE.npz; or dataset.hub=NAME",
+    ),
+    _image_set(
+        name="fashion_mnist", builder="build_fashion_mnist",
+        description="Fashion-MNIST, 60,000 images of 28 x 28 pixels in 10 classes, from IDX files (Debian package)",
+        options={"judged_on": "train", "val_fraction": 1 / 12, "split_seed": 0, "augment": "none"},
+    ),
+    *(
         _images(
-            "images", "your own: dataset.path=FOLDER with a folder per class, parquet or FILE.npz; or dataset.hub=NAME"
-        ),
-        Dataset(
-            name="fashion_mnist",
-            description="Fashion-MNIST, 60,000 images of 28 x 28 pixels in 10 classes, from IDX files (Debian package)",
-            tasks=("vision", "diffusion"),
-            module="baoc.data.vision_sets",
-            builder="build_fashion_mnist",
-            options={"judged_on": "train", "val_fraction": 1 / 12, "split_seed": 0, "augment": "none"},
-        ),
-        _images(
-            "cifar10",
-            "CIFAR-10, 60,000 images of 32 x 32 pixels; dataset.path=PATH, else from the hub",
-            options={"hub": "uoft-cs/cifar10", "augment": "crop_flip", "streaming": False},
-        ),
-        _images(
-            "cifar100",
-            "CIFAR-100, 60,000 images of 32 x 32 pixels; dataset.path=PATH, else from the hub",
-            options={"hub": "uoft-cs/cifar100", "augment": "crop_flip", "streaming": False},
-        ),
-        _images(
-            "imagenet",
-            "ImageNet-1k, 1.28M photographs at 224 x 224; dataset.path=PATH, else streamed from the hub",
-            options={"hub": "ILSVRC/imagenet-1k", "augment": "crop_flip", "image_size": 224},
-        ),
-        Dataset(
-            name="synthetic_images",
-            description="random pixels and random labels, for throughput and memory: nothing can be learned from it",
-            tasks=("vision", "diffusion"),
-            module="baoc.data.vision_sets",
-            builder="build_synthetic",
-            options={**_SPLIT, "num_samples": 1024, "num_classes": 1000, "image_size": 224, "channels": 3},
-            takes_path=False,
-        ),
-        Dataset(
-            name="latents",
-            description="your own latents: dataset.path=FILE.npy of (N, 4, 32, 32), a folder of them, or FILE.parquet",
-            tasks=("diffusion",),
-            module="baoc.data.latents",
-            builder="build_latents",
-            path_row="latents",
-            options={"val_fraction": 0.05, "split_seed": 0, "scale": None},
-            option_types={"scale": float | None},
-        ),
-        Dataset(
-            name="chat",
-            description="your own conversations: dataset.path=FILE.jsonl with messages, or prompt and completion",
-            tasks=("language",),
-            module="baoc.data.chat",
-            builder="build_chat",
-            path_row="chat",
-            options={
-                "tokenizer": MODELS_OWN,
-                "sequence_length": 512,
-                "val_fraction": 0.05,
-                "split_seed": 0,
-                "max_val_sequences": 512,
-            },
-            option_types={"max_val_sequences": int | None},
-        ),
-        Dataset(
-            name="random_latents",
-            description="noise in the shape (4, 32, 32) of latents, for benchmarks: nothing can be learned from it",
-            tasks=("diffusion",),
-            module="baoc.data.latents",
-            builder="build_random_latents",
-            options={"num_samples": 2048, "num_classes": 1000, "val_fraction": 0.05, "split_seed": 0},
-        ),
-        _text(
-            "pysource",
-            "the standard library of CPython 3.11.7, 8.8 MB of source as bytes, part of the package",
-            builder="build_pysource",
-            path_row="text",
-        ),
-        _text(
-            "text",
-            "your own: dataset.path=FILE or FOLDER of .txt, .md, .jsonl or .parquet; or dataset.hub=OWNER/NAME",
-            builder="build_text",
-            options=_HUB_TEXT,
-        ),
-        _text(
-            "c4",
-            "C4, English web text, streamed from the hub; dataset.path=FOLDER reads a copy",
-            builder="build_text",
-            options={
-                **_HUB_TEXT,
-                "hub": "allenai/c4",
-                "hub_config": "en",
-                "val_split": "validation",
-                "tokenizer": "hub:google-t5/t5-base",
-                "sequence_length": 256,
-            },
-        ),
-        _text(
-            "fineweb_edu",
-            "FineWeb-Edu, educational web text, streamed from the hub; dataset.path=FOLDER reads a copy",
-            builder="build_text",
-            options={
-                **_HUB_TEXT,
-                "hub": "HuggingFaceFW/fineweb-edu",
-                "hub_config": "sample-10BT",
-                "tokenizer": "hub:openai-community/gpt2",
-                "sequence_length": 1024,
-            },
-        ),
-    )
-}
+            name=f"cifar{classes}",
+            description=f"CIFAR-{classes}, 60,000 images of 32 x 32 pixels; dataset.path=PATH, else from the hub",
+            options={**_IMAGES, "hub": f"uoft-cs/cifar{classes}", "augment": "crop_flip", "streaming": False},
+        )
+        for classes in (10, 100)
+    ),
+    _images(
+        name="imagenet",
+        description="ImageNet-1k, 1.28M photographs at 224 x 224; dataset.path=PATH, else streamed from the hub",
+        options={**_IMAGES, "hub": "ILSVRC/imagenet-1k", "augment": "crop_flip", "image_size": 224},
+    ),
+    _image_set(
+        name="synthetic_images", builder="build_synthetic", takes_path=False,
+        description="random pixels and random labels, for throughput and memory: nothing can be learned from it",
+        options={**_SPLIT, "num_samples": 1024, "num_classes": 1000, "image_size": 224, "channels": 3},
+    ),
+    _latents(
+        name="latents", builder="build_latents", path_row="latents",
+        description="your own latents: dataset.path=FILE.npy of (N, 4, 32, 32), a folder of them, or FILE.parquet",
+        options={**_SMALL_SPLIT, "scale": None}, option_types={"scale": float | None},
+    ),
+    Dataset(
+        name="chat", tasks=("language",), module="baoc.data.chat", builder="ChatDataModule", path_row="chat",
+        description="your own conversations: dataset.path=FILE.jsonl with messages, or prompt and completion",
+        options={"tokenizer": MODELS_OWN, "sequence_length": 512, **_SMALL_SPLIT, "max_val_sequences": 512},
+        option_types=_VAL_TYPES,
+    ),
+    _latents(
+        name="random_latents", builder="build_random_latents",
+        description="noise in the shape (4, 32, 32) of latents, for benchmarks: nothing can be learned from it",
+        options={"num_samples": 2048, "num_classes": 1000, **_SMALL_SPLIT},
+    ),
+    _text(
+        name="pysource", builder="build_pysource", path_row="text", options=_TEXT,
+        description="the standard library of CPython 3.11.7, 8.8 MB of source as bytes, part of the package",
+    ),
+    _text(
+        name="text", builder="build_text", options={**_TEXT, **_HUB_TEXT},
+        description="your own: dataset.path=FILE or FOLDER of .txt, .md, .jsonl or .parquet; or dataset.hub=OWNER/NAME",
+    ),
+    _text(
+        name="c4", builder="build_text",
+        description="C4, English web text, streamed from the hub; dataset.path=FOLDER reads a copy",
+        options={
+            **_TEXT, **_HUB_TEXT, "hub": "allenai/c4", "hub_config": "en", "val_split": "validation",
+            "tokenizer": "hub:google-t5/t5-base", "sequence_length": 256,
+        },
+    ),
+    _text(
+        name="fineweb_edu", builder="build_text",
+        description="FineWeb-Edu, educational web text, streamed from the hub; dataset.path=FOLDER reads a copy",
+        options={
+            **_TEXT, **_HUB_TEXT, "hub": "HuggingFaceFW/fineweb-edu", "hub_config": "sample-10BT",
+            "tokenizer": "hub:openai-community/gpt2", "sequence_length": 1024,
+        },
+    ),
+)  # fmt: skip
+DATASETS: dict[str, Dataset] = {row.name: row for row in _ROWS}
 
 
 def build_data(
@@ -254,8 +181,10 @@ def build_data(
     if row.is_own:
         from baoc.data.own import build_own
 
-        given = {"batch_size": batch_size, "seed": seed, "accumulate": accumulate}
-        return _with(build_own(name, task=task, path=path, options=options, **given), settings=options)
+        batches = {"batch_size": batch_size, "seed": seed, "accumulate": accumulate}
+        data = build_own(name, task=task, path=path, options=options, **batches)
+        data.settings = options
+        return data
     if path is not None and not row.takes_path:
         raise BadInputError(f"dataset {name} is generated and reads no dataset.path={path}: leave it out")
     if path is not None:
@@ -268,10 +197,7 @@ def build_data(
         options["task"] = task  # decides how values are scaled
     builder = getattr(import_module(row.module), row.builder)
     settings = {**row.options, **options}
-    return _with(builder(batch_size=batch_size, seed=seed, accumulate=accumulate, **settings), settings=settings)
-
-
-def _with(data: "DataModule", *, settings: Mapping[str, Any]) -> "DataModule":
+    data = builder(batch_size=batch_size, seed=seed, accumulate=accumulate, **settings)
     data.settings = settings
     return data
 

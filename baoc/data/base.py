@@ -9,10 +9,12 @@ from functools import cached_property
 from typing import Any, Protocol
 
 import lightning as L
+import torch
 from torch import Tensor
 
 from baoc.data.loader import SequentialLoader, ShuffledLoader
-from baoc.data.sources import Batch, Source
+from baoc.data.sources import Batch, Source, Transform
+from baoc.errors import BadInputError
 from baoc.types import DataSpec
 
 
@@ -95,20 +97,6 @@ class DataModule(L.LightningDataModule):
         if self._loader is not None and self._resume is not None:
             self._loader.load_state_dict(self._resume)
 
-    def shuffled(self, source: Source | Mapping[str, Tensor], *, limit: int | None, **settings: Any) -> ShuffledLoader:
-        """A ShuffledLoader over `source`; `settings`: indices, transform and workers."""
-        rank, num_ranks = rank_of(self)
-        return ShuffledLoader(
-            source,
-            batch_size=self.batch_size,
-            seed=self.seed,
-            accumulate=self.accumulate,
-            limit=limit,
-            rank=rank,
-            num_ranks=num_ranks,
-            **settings,
-        )
-
     def _limit(self) -> int | None:
         """Trainer(limit_train_batches=...) as a number of batches; a fraction is converted."""
         limit = None if self.trainer is None else self.trainer.limit_train_batches
@@ -119,26 +107,63 @@ class DataModule(L.LightningDataModule):
 
 
 class NumberedDataModule(DataModule):
-    """Samples that are numbered before training begins: all of `train_source`, and of `val_source` those of `val_rows`,
-    or all where it is None."""
+    """Samples that are numbered before training begins: `train_rows` of `train_source` and `val_rows` of `val_source`,
+    all of them where None. `transform` is applied to whole batches, which `workers` processes make ahead of time."""
 
     train_source: Source
     val_source: Source
+    train_rows: Tensor | None = None
     val_rows: Tensor | None = None
+    transform: Transform | None = None
+    workers: int = 0
 
     def contents(self) -> tuple[str, ...]:
         from baoc.data.identity import content_of
 
-        return content_of(self.train_source), content_of(self.val_source)
+        apart = () if self.val_source is self.train_source else (content_of(self.val_source),)
+        return (content_of(self.train_source), *apart)
 
     def make_train_loader(self, *, limit: int | None) -> ShuffledLoader:
-        return self.shuffled(self.train_source, limit=limit)
+        rank, num_ranks = rank_of(self)
+        return ShuffledLoader(
+            self.train_source,
+            batch_size=self.batch_size,
+            seed=self.seed,
+            accumulate=self.accumulate,
+            limit=limit,
+            rank=rank,
+            num_ranks=num_ranks,
+            indices=self.train_rows,
+            transform=self.transform,
+            workers=self.workers,
+        )
 
     def make_overfit_loader(self) -> SequentialLoader:
-        return SequentialLoader(self.train_source, batch_size=self.batch_size)
+        return self._in_order(self.train_source, self.train_rows)
 
     def val_dataloader(self) -> SequentialLoader:
-        return SequentialLoader(self.val_source, batch_size=self.batch_size, indices=self.val_rows)
+        return self._in_order(self.val_source, self.val_rows)
+
+    def _in_order(self, source: Source, rows: Tensor | None) -> SequentialLoader:
+        return SequentialLoader(
+            source, batch_size=self.batch_size, indices=rows, transform=self.transform, workers=self.workers
+        )
+
+
+def check_fraction(val_fraction: float) -> None:
+    if not 0 < val_fraction < 1:
+        raise BadInputError(f"val_fraction must lie between 0 and 1, not {val_fraction}; 0.05 holds back a 20th")
+
+
+def held_out(count: int, *, val_fraction: float, split_seed: int) -> tuple[Tensor, Tensor]:
+    """(rows of training samples, rows of validation samples) of `count`, in an order drawn by `split_seed`, which is
+    independent of a run's seed."""
+    check_fraction(val_fraction)
+    if count < 2:
+        raise BadInputError(f"{count} sample cannot be split into training and validation: at least 2 are needed")
+    num_val = min(max(1, round(count * val_fraction)), count - 1)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(split_seed))
+    return order[num_val:], order[:num_val]
 
 
 def rank_of(data: DataModule) -> tuple[int, int]:

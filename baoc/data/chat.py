@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baoc.data.base import NumberedDataModule
+from baoc.data.base import NumberedDataModule, check_fraction, held_out
 from baoc.data.sources import TensorRows
 from baoc.data.text import check_sizes, spread
 from baoc.errors import BadInputError
@@ -24,10 +24,6 @@ IGNORED = -100  # of targets: what torch's cross-entropy leaves out
 log = logging.getLogger(__name__)
 
 
-def build_chat(path: str, **options: Any) -> "ChatDataModule":
-    return ChatDataModule(Path(path).expanduser(), **options)
-
-
 class ChatDataModule(NumberedDataModule):
     """The last `val_fraction` of the conversations, in an order drawn by `split_seed`, is the validation part."""
 
@@ -35,7 +31,7 @@ class ChatDataModule(NumberedDataModule):
 
     def __init__(
         self,
-        path: Path,
+        path: str,
         *,
         tokenizer: str,
         sequence_length: int,
@@ -46,17 +42,15 @@ class ChatDataModule(NumberedDataModule):
     ):
         super().__init__(**batches)
         check_sizes(sequence_length=sequence_length, max_val_sequences=max_val_sequences)
-        if not 0 < val_fraction < 1:
-            raise BadInputError(f"val_fraction must lie between 0 and 1, not {val_fraction}; 0.05 holds back a 20th")
+        check_fraction(val_fraction)
         library = ChatTokenizer(tokenizer)
-        held = [library.encode(sample, where=where) for sample, where in _samples(path)]
+        held = [library.encode(sample, where=where) for sample, where in _samples(Path(path).expanduser())]
         if len(held) < 2:
             raise BadInputError(
                 f"dataset.path={path} holds {len(held)} conversation: at least 2 are needed, one to validate"
             )
-        num_val = min(max(1, round(len(held) * val_fraction)), len(held) - 1)
-        order = torch.randperm(len(held), generator=torch.Generator().manual_seed(split_seed)).tolist()
-        parts = [held[at] for at in order[num_val:]], [held[at] for at in order[:num_val]]
+        rows = held_out(len(held), val_fraction=val_fraction, split_seed=split_seed)
+        parts = [[held[at] for at in part.tolist()] for part in rows]
         long = sum(len(one.tokens) > sequence_length + 1 for one in held)
         if long:
             log.warning("%d of %d conversations are cut at %d tokens", long, len(held), sequence_length + 1)
@@ -70,7 +64,7 @@ class ChatDataModule(NumberedDataModule):
         self.val_rows = spread(len(self.val_source), at_most=max_val_sequences)
         answered = sum(sum(one.answers) for one in parts[1])
         self.spec = TextDataSpec(
-            dataset=path.stem,
+            dataset=Path(path).stem,
             vocab_size=library.vocab_size,
             sequence_length=sequence_length,
             num_train=len(self.train_source),

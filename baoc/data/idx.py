@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from baoc.data.images import ImageSet
-from baoc.data.labels import check_labels
+from baoc.data.images import ImageSet, check_labels
 from baoc.errors import BadInputError
 
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")  # where Debian's package dataset-fashion-mnist puts it

@@ -1,22 +1,61 @@
 """Latents of an autoencoder as a DataModule, for diffusion: a user's .npy or parquet files, or noise for benchmarks.
 
-Batches are `{"images": (B, C, S, S) float32, "labels": (B,) int64}`, scaled to standard deviation 1. Files are memory
-mapped, so a set may be larger than memory.
+Batches are `{"images": (B, C, S, S) float32, "labels": (B,) int64}`, scaled to standard deviation 1. FILE.npy holds an
+array (N, C, S, S) of any float type, and FILE.labels.npy (or labels.npy) beside it N integers; a folder may hold
+several such files. They are memory mapped, so a set may be larger than memory. Parquet files have the columns `latent`
+(nested lists [C][S][S], or flat lists of 4 * S * S numbers) and `label`. Without labels, all latents are of one class.
 """
 
+from dataclasses import dataclass
+from math import isqrt
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from baoc.data.base import DataModule
-from baoc.data.identity import content_of
-from baoc.data.latent_files import LatentRows, read_latents
-from baoc.data.loader import Batch, SequentialLoader, ShuffledLoader
+from baoc.data.base import NumberedDataModule, held_out
+from baoc.data.parts import visible
+from baoc.data.sources import Batch
 from baoc.errors import BadInputError
 from baoc.types import ImageDataSpec
 
 SAMPLED = 4096  # latents from which the standard deviation is estimated
+_HOW = "dataset.path takes a FILE.npy of shape (N, C, S, S), a folder of such files, or FILE.parquet"
+_LABELS = ".labels.npy"
+FLAT_CHANNELS = 4  # of latents that parquet keeps as flat lists
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentRows:
+    """A source of batches: concatenated `shards` of (n, C, S, S), and `labels` (N,) int64."""
+
+    name: str
+    shards: tuple[Tensor, ...]
+    labels: Tensor
+    num_classes: int
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        channels, height, width = self.shards[0].shape[1:]
+        return channels, height, width
+
+    def gather(self, rows: Tensor) -> Batch:
+        if len(self.shards) == 1:
+            return {"images": self.shards[0][rows], "labels": self.labels[rows]}
+        ends = torch.tensor([len(shard) for shard in self.shards]).cumsum(0)
+        images = torch.empty(len(rows), *self.shape, dtype=self.shards[0].dtype)
+        which = torch.searchsorted(ends, rows, right=True)
+        for index in which.unique().tolist():
+            here = which == index
+            start = int(ends[index]) - len(self.shards[index])
+            images[here] = self.shards[index][rows[here] - start].to(images.dtype)
+        return {"images": images, "labels": self.labels[rows]}
 
 
 def build_latents(path: str, **settings: Any) -> "LatentDataModule":
@@ -41,8 +80,8 @@ def build_random_latents(
     return LatentDataModule(rows, scale=1.0, **settings)
 
 
-class LatentDataModule(DataModule):
-    """Latents with a random split by `split_seed`, which is independent of the run's seed.
+class LatentDataModule(NumberedDataModule):
+    """Latents with a random split by `split_seed`.
 
     `scale` multiplies all latents; None takes 1 / standard deviation of at most SAMPLED training latents.
     """
@@ -59,24 +98,21 @@ class LatentDataModule(DataModule):
         **batches: Any,
     ):
         super().__init__(**batches)
-        if not 0 < val_fraction < 1:
-            raise BadInputError(f"val_fraction must lie between 0 and 1, not {val_fraction}; 0.05 holds back a 20th")
         if scale is not None and not scale > 0:
             raise BadInputError(f"dataset.scale must be above 0, or null for 1 / deviation of the latents, not {scale}")
-        num_val = min(max(1, round(len(rows) * val_fraction)), len(rows) - 1)
-        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(split_seed))
-        self._rows = rows
-        self._train_rows, self._val_rows = order[num_val:], order[:num_val]
+        self.train_source = self.val_source = rows
+        self.train_rows, self.val_rows = held_out(len(rows), val_fraction=val_fraction, split_seed=split_seed)
         channels, size, _ = rows.shape
         self.spec = ImageDataSpec(
             dataset=rows.name,
             image_size=size,
             channels=channels,
             num_classes=rows.num_classes,
-            num_train=len(self._train_rows),
-            num_val=num_val,
+            num_train=len(self.train_rows),
+            num_val=len(self.val_rows),
         )
-        self.scale = self._one_over_deviation() if scale is None else float(scale)
+        self.scale = one_over_deviation(rows, self.train_rows[:SAMPLED]) if scale is None else float(scale)
+        self.transform = self._to_model_input
 
     def resize_to(self, image_size: int) -> None:
         """Raises BadInputError for another size: resized latents do not belong to their autoencoder."""
@@ -86,30 +122,129 @@ class LatentDataModule(DataModule):
                 f"{image_size} x {image_size}: choose a model.size whose patches divide {self.spec.image_size}"
             )
 
-    def contents(self) -> tuple[str, ...]:
-        return (content_of(self._rows),)
-
-    def make_train_loader(self, *, limit: int | None) -> ShuffledLoader:
-        return self.shuffled(self._rows, limit=limit, indices=self._train_rows, transform=self._to_model_input)
-
-    def make_overfit_loader(self) -> SequentialLoader:
-        return self._sequential(self._train_rows)
-
-    def val_dataloader(self) -> SequentialLoader:
-        return self._sequential(self._val_rows)
-
-    def _sequential(self, rows: Tensor) -> SequentialLoader:
-        return SequentialLoader(self._rows, batch_size=self.batch_size, indices=rows, transform=self._to_model_input)
-
     def _to_model_input(self, batch: Batch) -> Batch:
         return {**batch, "images": batch["images"].float().mul_(self.scale)}
 
-    def _one_over_deviation(self) -> float:
-        sampled = self._rows.gather(self._train_rows[:SAMPLED])["images"].double()
-        deviation = float(sampled.std(correction=0))
-        if not 0 < deviation < float("inf"):
+
+def one_over_deviation(latents: LatentRows, rows: Tensor) -> float:
+    deviation = float(latents.gather(rows)["images"].double().std(correction=0))
+    if not 0 < deviation < float("inf"):
+        raise BadInputError(
+            f"the latents of {latents.name} have deviation {deviation}: they are all one number, or some are "
+            "nan or infinite"
+        )
+    return 1 / deviation
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def read_latents(path: str | Path) -> LatentRows:
+    """Latents and labels at `path`. Raises BadInputError with the file that cannot be used."""
+    path = Path(path).expanduser()
+    if not path.exists():
+        raise BadInputError(f"dataset.path={path} does not exist: {_HOW}")
+    files = _files(path)
+    parts = [_read_parquet(file) if file.suffix == ".parquet" else _read_npy(file) for file in files]
+    shape = parts[0][0].shape[1:]
+    for file, (latents, _) in zip(files, parts, strict=True):
+        if latents.shape[1:] != shape:
             raise BadInputError(
-                f"the latents of {self._rows.name} have deviation {deviation}: they are all one number, or some are "
-                "nan or infinite"
+                f"latents of {file} have shape {latents.shape[1:]} each, those of {files[0]} {shape}: keep sets of one "
+                "shape together"
             )
-        return 1 / deviation
+    labels = np.concatenate([part[1] for part in parts])
+    if len(labels) < 2:
+        raise BadInputError(f"{path} holds {len(labels)} latent: validation holds some out, so at least 2 are needed")
+    return LatentRows(
+        name=path.stem,
+        shards=tuple(torch.from_numpy(latents) for latents, _ in parts),
+        labels=torch.from_numpy(labels),
+        num_classes=int(labels.max()) + 1,
+    )
+
+
+def _files(path: Path) -> list[Path]:
+    """The files of latents at `path`, sorted by name (numbers by value)."""
+    if path.is_file():
+        if path.suffix not in (".npy", ".parquet"):
+            raise BadInputError(f"dataset.path={path} is neither .npy nor .parquet: {_HOW}")
+        return [path]
+    for suffix in (".npy", ".parquet"):
+        found = [file for file in visible(path, path.glob(f"*{suffix}")) if not file.name.endswith("labels.npy")]
+        if found:
+            return sorted(found, key=lambda file: (len(file.stem) if file.stem.isdigit() else 0, file.stem))
+    raise BadInputError(f"{path} holds no .npy and no .parquet file: {_HOW}")
+
+
+def _read_npy(file: Path) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    latents = _checked(_load(file, mapped=True), file=file)
+    beside = next((f for f in (file.with_suffix(_LABELS), file.with_name("labels.npy")) if f.exists()), None)
+    labels = None if beside is None else _load(beside, mapped=False)
+    return latents, _checked_labels(labels, file=beside or file, num_latents=len(latents), of=file)
+
+
+def _load(file: Path, *, mapped: bool) -> NDArray[Any]:
+    try:
+        return np.load(file, mmap_mode="c" if mapped else None, allow_pickle=False)  # c: copy on write
+    except (OSError, ValueError, EOFError) as error:
+        raise BadInputError(f"{file} cannot be read as .npy ({error}): {_HOW}") from error
+
+
+def _read_parquet(file: Path) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise BadInputError(f"{file} needs pyarrow to be read: pip install 'baoc[data]'") from error
+    try:
+        table = pyarrow.parquet.read_table(file)
+    except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
+        raise BadInputError(f"{file} cannot be read as parquet ({error})") from error
+    if "latent" not in table.column_names:
+        raise BadInputError(f"{file} lacks the column latent; it has {', '.join(table.column_names) or 'none'}: {_HOW}")
+    latents = _checked(_unnested(table["latent"].combine_chunks(), num_rows=table.num_rows, file=file), file=file)
+    labels = table["label"].to_numpy() if "label" in table.column_names else None
+    return latents, _checked_labels(labels, file=file, num_latents=len(latents), of=file)
+
+
+def _unnested(column: Any, *, num_rows: int, file: Path) -> NDArray[Any]:
+    """A column of lists, nested to any depth, as (N, ...); flat ones become (N, 4, S, S)."""
+    sizes: list[int] = []
+    count = num_rows
+    while hasattr(column, "flatten") and hasattr(column.type, "value_type"):
+        column = column.flatten()
+        if count == 0 or len(column) % count:
+            raise BadInputError(f"the latents of {file} are lists of different lengths, or there are none: {_HOW}")
+        sizes.append(len(column) // count)
+        count = len(column)
+    if len(sizes) == 1:
+        side = isqrt(sizes[0] // FLAT_CHANNELS)
+        if FLAT_CHANNELS * side * side != sizes[0]:
+            raise BadInputError(
+                f"the latents of {file} are flat lists of {sizes[0]} numbers, which is not 4 * S * S: keep them as "
+                "nested lists [C][S][S]"
+            )
+        sizes = [FLAT_CHANNELS, side, side]
+    values = np.require(column.to_numpy(zero_copy_only=False), requirements="W")  # torch needs a writable array
+    return values.reshape(num_rows, *sizes)
+
+
+def _checked(latents: NDArray[Any], *, file: Path) -> NDArray[Any]:
+    if latents.ndim != 4 or 0 in latents.shape:
+        raise BadInputError(f"{file} has shape {latents.shape}; latents must be (N, C, S, S)")
+    if latents.shape[2] != latents.shape[3]:
+        raise BadInputError(f"{file} has shape {latents.shape}; latents must be square, (N, C, S, S)")
+    if latents.dtype.kind != "f":
+        raise BadInputError(f"{file} has dtype {latents.dtype}; latents must be floating-point numbers, best float16")
+    return latents
+
+
+def _checked_labels(labels: NDArray[Any] | None, *, file: Path, num_latents: int, of: Path) -> NDArray[np.int64]:
+    """The labels, or one class for all where there are none."""
+    labels = np.zeros(num_latents, dtype=np.int64) if labels is None else labels
+    labels = labels.reshape(-1) if labels.size == num_latents else labels
+    if labels.shape != (num_latents,):
+        raise BadInputError(f"{file} holds labels of shape {labels.shape}; {of} holds {num_latents} latents")
+    if labels.dtype.kind not in "ui" or int(labels.min()) < 0:
+        raise BadInputError(f"labels of {file} must be integers from 0 on, one for each latent of {of}")
+    return labels.astype(np.int64)

@@ -16,7 +16,7 @@ import torch
 from torch import Generator, Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from baoc.errors import BadInputError, TrainingFailedError
+from baoc.errors import BadInputError, TrainingFailedError, first_line
 
 log = logging.getLogger(__name__)
 
@@ -67,10 +67,18 @@ class BatchRequest:
     seed: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchMaker:
+@dataclass(frozen=True, kw_only=True)
+class BatchMaker(Dataset[Any]):
+    """Batches by request, as a Dataset of the DataLoader whose workers make them."""
+
     source: Source
     transform: Transform | None = None
+
+    def __getitem__(self, request: BatchRequest) -> Any:
+        try:
+            return self(request)
+        except (BadInputError, TrainingFailedError) as error:
+            return error  # as a value, because the DataLoader would wrap its text in a traceback
 
     def __call__(self, request: BatchRequest) -> Batch:
         if request.seed is not None and isinstance(self.source, RandomSource):
@@ -94,16 +102,16 @@ class WorkerPool:
     def __init__(self, make: BatchMaker, *, workers: int):
         if workers < 1:
             raise BadInputError(f"workers must be 0 (none) or more, not {workers}")
-        self._requests: list[BatchRequest] = []
+        self._requests: list[BatchRequest] = []  # of the pass that has the workers
         self._pass = 0
-        self._making, self._workers = _Making(make), workers
+        self._make, self._workers = make, workers
         self._loader = self._start()
 
     def _start(self) -> DataLoader[Any]:
         return DataLoader(
-            self._making,
+            self._make,
             batch_size=None,
-            sampler=_RequestSampler(self._requests),
+            sampler=self._requests,
             num_workers=self._workers,
             persistent_workers=True,
             pin_memory=torch.cuda.is_available(),
@@ -139,7 +147,7 @@ class WorkerPool:
         A death shows as the DataLoader's "DataLoader worker ..." or as a broken connection to a worker. Errors raised
         in a living worker start with "Caught ... in DataLoader worker process".
         """
-        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        text = first_line(error)
         broken = isinstance(error, ConnectionError | EOFError) and not text.startswith("Caught")
         if not broken and not text.startswith("DataLoader worker"):
             raise error
@@ -162,27 +170,3 @@ def _end_with_the_run(_: int) -> None:
         os._exit(1)
 
     threading.Thread(target=follow, daemon=True).start()
-
-
-class _RequestSampler:
-    """A sampler over the present content of a list, which changes with each pass."""
-
-    def __init__(self, requests: list[BatchRequest]):
-        self._requests = requests
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __iter__(self) -> Iterator[BatchRequest]:
-        return iter(list(self._requests))
-
-
-class _Making(Dataset[Any]):
-    def __init__(self, make: BatchMaker):
-        self._make = make
-
-    def __getitem__(self, request: BatchRequest) -> Any:
-        try:
-            return self._make(request)
-        except (BadInputError, TrainingFailedError) as error:
-            return error  # as a value, because the DataLoader would wrap its text in a traceback

@@ -6,9 +6,9 @@ Small images are decoded once and kept; photographs are decoded by worker proces
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Generator, Tensor
@@ -86,20 +86,17 @@ class EncodedImages:
         return len(self.labels)
 
     def gather(self, rows: Tensor) -> Batch:
-        images = [to_tensor(fit(self._open(row), size=self.image_size), channels=self.channels) for row in rows]
-        return {"images": torch.stack(images), "labels": self.labels[rows]}
+        return self._stacked(rows, [fit(self._open(row), size=self.image_size) for row in rows])
 
     def gather_random(self, rows: Tensor, *, generator: Generator) -> Batch:
-        images = [
-            random_fit(self._open(row), size=self.image_size, augment=self.augment, generator=generator) for row in rows
-        ]
-        return {
-            "images": torch.stack([to_tensor(image, channels=self.channels) for image in images]),
-            "labels": self.labels[rows],
-        }
+        size, augment = self.image_size, self.augment
+        return self._stacked(
+            rows, [random_fit(self._open(row), size=size, augment=augment, generator=generator) for row in rows]
+        )
 
-    def with_size(self, image_size: int) -> "EncodedImages":
-        return replace(self, image_size=image_size)
+    def _stacked(self, rows: Tensor, images: list[Any]) -> Batch:
+        stacked = torch.stack([to_tensor(image, channels=self.channels) for image in images])
+        return {"images": stacked, "labels": self.labels[rows]}
 
     def in_memory(self) -> MemoryImages:
         """Decodes all images on four threads, as Pillow releases the interpreter lock."""
@@ -118,7 +115,12 @@ ImageSource = MemoryImages | EncodedImages
 
 
 def encoded_images(
-    items: Items, *, labels: Tensor, image_size: int | None, augment: Augment, like: ImageSource | None = None
+    items: Items,
+    *,
+    labels: Tensor,
+    image_size: int | None = None,
+    augment: Augment = "none",
+    like: ImageSource | None = None,
 ) -> ImageSource:
     """A source over `items`, decoded into memory if it is small and augmentation does not need the original size.
 

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baoc.data.labels import check_labels
+from baoc.data.images import check_labels
 from baoc.data.parts import role_of, role_of_path, visible
-from baoc.errors import BadInputError
+from baoc.errors import BadInputError, first_line
 
 _IMAGES, _LABELS = ("image", "img", "images", "jpg", "png"), ("label", "labels", "fine_label", "cls")
 
@@ -28,9 +28,10 @@ class Columns:
 
 
 class TableItems:
-    """Encoded images of a table with random access, which `datasets` maps from disk."""
+    """Encoded images of a table that `datasets` maps from disk, or of samples that a stream gave."""
 
     def __init__(self, table: Any, *, column: str, name: str, folders: Sequence[Path] = ()):
+        """`folders`: to which paths in the table may be relative."""
         self._table = table
         self._column = column
         self._name = name
@@ -40,37 +41,29 @@ class TableItems:
         return len(self._table)
 
     def __getitem__(self, row: int) -> tuple[bytes, str]:
-        where = f"row {row} of {self._name}"
-        return image_bytes(self._table[row][self._column], where=where, folders=self._folders), where
+        """Of a cell with bytes, or with `datasets`' {bytes, path}. BadInputError names a row without an image."""
+        value, where = self._table[row][self._column], f"row {row} of {self._name}"
+        content = value.get("bytes") if isinstance(value, Mapping) else value
+        if content is None and isinstance(value, Mapping) and value.get("path"):
+            content = self._read(str(value["path"]), where=where)
+        if not isinstance(content, bytes) or not content:
+            raise BadInputError(f"{where} holds no encoded image: remove it, or name another dataset.image_column")
+        return content, where
 
-
-def image_bytes(value: Any, *, where: str, folders: Sequence[Path] = ()) -> bytes:
-    """The encoded image of a cell: bytes, or `datasets`' {bytes, path}, whose path may be relative to one of `folders`.
-
-    Raises BadInputError, which names the row, where there is none.
-    """
-    content = value.get("bytes") if isinstance(value, Mapping) else value
-    if content is None and isinstance(value, Mapping) and value.get("path"):
-        return _image_file(str(value["path"]), where=where, folders=folders)
-    if not isinstance(content, bytes) or not content:
-        raise BadInputError(f"{where} holds no encoded image: remove it, or name another dataset.image_column")
-    return content
-
-
-def _image_file(given: str, *, where: str, folders: Sequence[Path]) -> bytes:
-    path = Path(given).expanduser()
-    candidates = [path] if path.is_absolute() else [*(folder / path for folder in folders), path]
-    found = next((file for file in candidates if file.is_file()), None)
-    if found is None:
-        beside = f" beside {folders[0]}" if folders and not path.is_absolute() else ""
-        raise BadInputError(
-            f"{where} holds no image but the path {given}, which is no file{beside}: put the images there, or keep "
-            "their bytes in the table"
-        )
-    try:
-        return found.read_bytes()
-    except OSError as error:
-        raise BadInputError(f"{where} names {found}, which cannot be read ({error.strerror})") from error
+    def _read(self, given: str, *, where: str) -> bytes:
+        path = Path(given).expanduser()
+        candidates = [path] if path.is_absolute() else [*(folder / path for folder in self._folders), path]
+        found = next((file for file in candidates if file.is_file()), None)
+        if found is None:
+            beside = f" beside {self._folders[0]}" if self._folders and not path.is_absolute() else ""
+            raise BadInputError(
+                f"{where} holds no image but the path {given}, which is no file{beside}: put the images there, or keep "
+                "their bytes in the table"
+            )
+        try:
+            return found.read_bytes()
+        except OSError as error:
+            raise BadInputError(f"{where} names {found}, which cannot be read ({error.strerror})") from error
 
 
 def undecoded(table: Any, *, column: str) -> Any:
@@ -91,9 +84,8 @@ def require_datasets() -> Any:
 
 def parquet_files(path: Path) -> dict[str, list[str]]:
     """Part -> files, by whole words in the names of files and folders; files without one are for training."""
-    root = path.parent if path.is_file() else path
-    files = [path] if path.is_file() else visible(root, path.rglob("*.parquet"))
     parts: dict[str, list[str]] = {"train": [], "validation": [], "test": []}
+    root, files = _parquet(path)
     for file in files:
         parts["train" if path.is_file() else role_of_path(file.relative_to(root))].append(str(file))
     if not parts["train"]:
@@ -103,18 +95,19 @@ def parquet_files(path: Path) -> dict[str, list[str]]:
 
 def folders_of(path: Path) -> list[Path]:
     """Where relative paths in parquet files at `path` may lead: beside the files, and the folder that was given."""
-    root = path.parent if path.is_file() else path
-    files = [path] if path.is_file() else visible(root, path.rglob("*.parquet"))
+    root, files = _parquet(path)
     return list(dict.fromkeys([*(file.parent for file in files), root]))
+
+
+def _parquet(path: Path) -> tuple[Path, list[Path]]:
+    return (path.parent, [path]) if path.is_file() else (path, visible(path, path.rglob("*.parquet")))
 
 
 def load_parquet(path: Path, *, streaming: bool = False) -> Mapping[str, Any]:
     """Split -> table of the parquet files at `path`. Raises BadInputError if they cannot be read."""
-    datasets = require_datasets()
+    datasets, files = require_datasets(), parquet_files(path)
     try:
-        return datasets.load_dataset("parquet", data_files=parquet_files(path), streaming=streaming)
-    except BadInputError:
-        raise
+        return datasets.load_dataset("parquet", data_files=files, streaming=streaming)
     except Exception as error:  # pyarrow and datasets raise many kinds
         raise BadInputError(f"dataset.path={path} cannot be read as parquet ({first_line(error)})") from error
 
@@ -194,8 +187,3 @@ def _find(features: Mapping[str, Any], *, asked: str | None, usual: Sequence[str
     if found is None:
         raise BadInputError(f"{name} has no column {' or '.join(usual)}, but {', '.join(features)}: set {key}=NAME")
     return found
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's text, or its class if it has none."""
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baoc.data.base import DataModule, NumberedDataModule
+from baoc.data.base import DataModule, NumberedDataModule, check_fraction
 from baoc.data.loader import Batch
 from baoc.data.python_library import read_python_library
 from baoc.data.text_files import HeldText, TextChunk, TextFiles, after_cut, before_cut, find, measure
@@ -64,8 +64,7 @@ class TextDataModule(NumberedDataModule):
         """`vocab_size` is for tokenizer=bpe; `batches`: batch_size, accumulate and seed, as `DataModule` takes them."""
         super().__init__(**batches)
         check_sizes(sequence_length=sequence_length, max_val_sequences=max_val_sequences)
-        if not 0 < val_fraction < 1:
-            raise BadInputError(f"val_fraction must lie between 0 and 1, not {val_fraction}; 0.05 holds back a 20th")
+        check_fraction(val_fraction)
         content = measure(source)
         cut = content.num_bytes - max(1, round(content.num_bytes * val_fraction))
         key = f"{content.key} {cut}"

@@ -8,8 +8,6 @@ import codecs
 import gzip
 import hashlib
 import json
-import os
-import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,17 +16,13 @@ from typing import Any
 
 from baoc.data.parts import is_hidden
 from baoc.data.tables import require_datasets
-from baoc.errors import BadInputError
+from baoc.errors import BadInputError, first_line
 
 CHUNK_BYTES = 1 << 20
 _TEXT = (".txt", ".text", ".md")
 _JSON = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".json.gz")
 _PARQUET = (".parquet",)
 _HOW = f"give a text file in UTF-8, a folder of them ({', '.join(_TEXT)}), JSON lines or parquet"
-# Left out of the standard library: tests, files that differ between machines, and generated code.
-_NO_SOURCE = {"test", "tests", "idlelib", "lib2to3", "encodings", "turtledemo", "pydoc_data", "__phello__"}
-_NO_SOURCE |= {"site-packages", "dist-packages", "__pycache__"}
-_BUILT = ("config-", "_sysconfigdata")  # written when Python was built
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +44,12 @@ class TextFiles:
     def chunks(self) -> Iterator[TextChunk]:
         for file in self.files:
             name = file.name.lower()
-            if name.endswith(_PARQUET):
-                yield from _of_documents(_parquet_documents(file, column=self.text_column))
-            elif name.endswith(_JSON):
-                yield from _of_documents(_json_documents(file, column=self.text_column))
-            else:
+            if not name.endswith(_PARQUET + _JSON):
                 yield from _plain_text(file)
+                continue
+            read = _parquet_documents if name.endswith(_PARQUET) else _json_documents
+            for document in filter(None, read(file, column=self.text_column)):
+                yield from _chunks_of(document.encode("utf-8", errors="replace"))  # JSON may escape half a surrogate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +60,7 @@ class HeldText(TextFiles):
     text: bytes = field(repr=False)
 
     def chunks(self) -> Iterator[TextChunk]:
-        *parts, last = _cut(self.text)
-        yield from (TextChunk(text=part, ends=False) for part in parts)
-        yield TextChunk(text=last, ends=True)
+        yield from _chunks_of(self.text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,21 +70,6 @@ class Content:
     num_bytes: int
     sha256: str
     key: str
-
-
-def python_source() -> TextFiles:
-    """The source of Python's standard library, sorted by path. The content depends on Python's version."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    files: list[Path] = []
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if name not in _NO_SOURCE and not name.startswith(_BUILT)]
-        files += [Path(folder, name).relative_to(root) for name in names if name.endswith(".py")]
-    files = sorted((file for file in files if not file.name.startswith(_BUILT)), key=lambda file: file.as_posix())
-    if not files:
-        raise BadInputError(
-            f"this Python has no source of its standard library in {root}: give dataset.path=FILE.txt instead"
-        )
-    return TextFiles(name="pysource", files=tuple(root / file for file in files))
 
 
 def find(path: str | Path, *, pattern: str | None = None, text_column: str = "text") -> TextFiles:
@@ -208,12 +185,10 @@ def _cut(text: bytes) -> list[bytes]:
     return [*parts, text]
 
 
-def _of_documents(documents: Iterable[str]) -> Iterator[TextChunk]:
-    for document in documents:
-        if document:
-            *parts, last = _cut(document.encode("utf-8", errors="replace"))  # JSON may escape half a surrogate pair
-            yield from (TextChunk(text=part, ends=False) for part in parts)
-            yield TextChunk(text=last, ends=True)
+def _chunks_of(document: bytes) -> Iterator[TextChunk]:
+    *parts, last = _cut(document)
+    yield from (TextChunk(text=part, ends=False) for part in parts)
+    yield TextChunk(text=last, ends=True)
 
 
 def _json_documents(file: Path, *, column: str) -> Iterator[str]:
@@ -240,7 +215,7 @@ def _parquet_documents(file: Path, *, column: str) -> Iterator[str]:
     except BadInputError:
         raise
     except Exception as error:  # pyarrow and datasets raise many kinds
-        raise BadInputError(f"{file} cannot be read as parquet ({str(error).splitlines()[0]})") from error
+        raise BadInputError(f"{file} cannot be read as parquet ({first_line(error)})") from error
 
 
 def _text_of(row: object, *, column: str, where: str) -> str:

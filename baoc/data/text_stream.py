@@ -17,12 +17,12 @@ import torch
 from baoc.data.base import DataModule, rank_of
 from baoc.data.loader import SequentialLoader
 from baoc.data.stream import StreamLoader
-from baoc.data.tables import first_line, require_datasets
+from baoc.data.tables import require_datasets
 from baoc.data.text import PackedTokens, batch_of, check_sizes
 from baoc.data.text_files import TextChunk
 from baoc.data.token_arrays import Encoded, encode_chunks, token_dtype
 from baoc.data.tokens import Tokenizer, Tokens, load_tokenizer
-from baoc.errors import BadInputError, TrainingFailedError
+from baoc.errors import BadInputError, TrainingFailedError, first_line
 from baoc.types import TextDataSpec
 
 SHUFFLED = 1024  # sequences of a block that is shuffled

@@ -8,8 +8,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from baoc.data.text_files import CHUNK_BYTES, TextChunk
-from baoc.data.token_cache import cached, write_whole
-from baoc.data.tokens import ByteTokenizer, Tokenizer, Tokens
+from baoc.data.tokens import ByteTokenizer, Tokenizer, Tokens, cached, write_whole
 
 IN_MEMORY_BYTES = 256 << 20  # larger token arrays stay on disk
 _HEADER_BYTES = 8  # at the start of a cached array: the number of bytes of its text

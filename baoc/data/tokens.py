@@ -5,6 +5,8 @@ A trained tokenizer is cached by a hash of its training text.
 
 import hashlib
 import json
+import os
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -13,14 +15,18 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from baoc.cache import cache_folder
 from baoc.data.text_files import CHUNK_BYTES, TextChunk
-from baoc.data.token_cache import cached, write_whole
-from baoc.errors import BadInputError
+from baoc.errors import BadInputError, OutputError, first_line
 
 BPE_TRAINING_BYTES = 512 << 20  # more text hardly changes the merges, and takes minutes and gigabytes
 END_OF_TEXT = "<|endoftext|>"
 _END_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>")
-_HOW = "dataset.tokenizer must be bytes, bpe, a tokenizer.json or SentencePiece .model by its path, or hub:OWNER/NAME"
+_HOW = "dataset.tokenizer must be bytes, bpe, the path of a tokenizer.json, or hub:OWNER/NAME"
+_CONVERT = (
+    "A SentencePiece model is read as the tokenizer.json that transformers' "
+    "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes: name that file"
+)
 
 Tokens = NDArray[Any]
 
@@ -66,20 +72,6 @@ class LibraryTokenizer:
         return (encoding.ids for encoding in self._tokenizer.encode_batch_fast(batch, add_special_tokens=False))
 
 
-class SentencePieceTokenizer:
-    """A SentencePiece model, read by the package sentencepiece."""
-
-    def __init__(self, processor: Any, *, content: bytes):
-        self._processor = processor
-        self.vocab_size = int(processor.vocab_size())
-        end = int(processor.eos_id())
-        self.end = end if end >= 0 else None
-        self.fingerprint = f"{hashlib.sha256(content).hexdigest()}-{self.end}"
-
-    def encode(self, texts: Sequence[bytes]) -> Iterable[Sequence[int]]:
-        return self._processor.encode([text.decode("utf-8") for text in texts])
-
-
 # -- by name ----------------------------------------------------------------------------------------------------------
 
 
@@ -104,7 +96,7 @@ def load_tokenizer(
     if not path.is_file():
         hint = f"; is dataset.tokenizer=hub:{name} meant?" if "/" in name and not path.is_absolute() else ""
         raise BadInputError(f"dataset.tokenizer={name}: there is no file {path}{hint}. {_HOW}")
-    return _from_sentencepiece(path) if path.suffix == ".model" else _from_file(path)
+    return _from_file(path)
 
 
 def _from_file(path: Path) -> Tokenizer:
@@ -113,7 +105,8 @@ def _from_file(path: Path) -> Tokenizer:
     try:
         tokenizer = Library.from_file(str(path))
     except Exception as error:  # the library raises Exception itself
-        raise BadInputError(f"{path} is no tokenizer of the tokenizers library ({error}). {_HOW}") from error
+        how = _CONVERT if path.suffix == ".model" else _HOW
+        raise BadInputError(f"{path} is no tokenizer of the tokenizers library ({error}). {how}") from error
     return LibraryTokenizer(tokenizer, end=_configured_end(path.with_name("tokenizer_config.json")))
 
 
@@ -133,23 +126,9 @@ def _from_hub(name: str) -> Tokenizer:
         return LibraryTokenizer(Library.from_pretrained(name))
     except Exception as error:  # the library raises Exception itself
         raise BadInputError(
-            f"the hub gave no tokenizer {name} ({str(error).splitlines()[0]}): check the name and the network, "
+            f"the hub gave no tokenizer {name} ({first_line(error)}): check the name and the network, "
             "or give the path of its tokenizer.json"
         ) from error
-
-
-def _from_sentencepiece(path: Path) -> Tokenizer:
-    try:
-        from sentencepiece import SentencePieceProcessor  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise BadInputError(
-            f"{path} needs the package sentencepiece: pip install sentencepiece, or give a tokenizer.json instead"
-        ) from error
-    content = path.read_bytes()
-    try:
-        return SentencePieceTokenizer(SentencePieceProcessor(model_proto=content), content=content)
-    except RuntimeError as error:
-        raise BadInputError(f"{path} is no SentencePiece model ({error}). {_HOW}") from error
 
 
 def _trained_bpe(*, vocab_size: int, training_text: Callable[[], Iterator[TextChunk]], text_key: str) -> Tokenizer:
@@ -179,3 +158,30 @@ def _trained_bpe(*, vocab_size: int, training_text: Callable[[], Iterator[TextCh
 def training_texts(chunks: Iterable[TextChunk]) -> Iterator[str]:
     for chunk in islice(chunks, BPE_TRAINING_BYTES // CHUNK_BYTES):
         yield chunk.text.decode("utf-8")
+
+
+# -- the cache of trained tokenizers and token arrays: file names are hashes of what they were made from --------------
+
+
+def cached(kind: str, *made_of: str, suffix: str) -> Path:
+    """Path of the file of a `kind` that was made from `made_of`, whether it exists or not."""
+    digest = hashlib.sha256("\n".join(("1", *made_of)).encode()).hexdigest()
+    return cache_folder() / f"{kind}-{digest[:32]}{suffix}"
+
+
+def write_whole(path: Path, *, write: Callable[[Any], object]) -> None:
+    """Writes a file in one rename, so that no run ever reads a part of it. Raises OutputError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as stream:
+            try:
+                write(stream)
+                stream.close()
+                os.replace(stream.name, path)
+            except BaseException:
+                os.unlink(stream.name)
+                raise
+    except OSError as error:
+        raise OutputError(
+            f"the token cache {path.parent} cannot be written ({error.strerror}): set BAOC_CACHE to a folder with room"
+        ) from error

@@ -137,15 +137,11 @@ def _of_path(path: Path, *, augment: Any, image_size: int | None) -> LabelledIma
         raise BadInputError(f"dataset.path={path} holds no labelled images: it must be {_KINDS}")
     train_folder, val_folder = find_parts(path)
     listing = list_images(train_folder)
-    train = encoded_images(
-        Files(listing.files), labels=torch.tensor(listing.labels), image_size=image_size, augment=augment
-    )
-    val = None
+    labels, val = torch.tensor(listing.labels), None
+    train = encoded_images(Files(listing.files), labels=labels, image_size=image_size, augment=augment)
     if val_folder is not None:
         held = list_images(val_folder, classes=listing.classes)
-        val = encoded_images(
-            Files(held.files), labels=torch.tensor(held.labels), image_size=None, augment="none", like=train
-        )
+        val = encoded_images(Files(held.files), labels=torch.tensor(held.labels), like=train)
     return LabelledImages(name=path.name, train=train, val=val, num_classes=len(listing.classes))
 
 
@@ -157,19 +153,16 @@ def _of_tables(
         raise BadInputError(f"{name} has no training part, but {', '.join(tables)}")
     image, label = find_columns(train.features, asked=columns, name=name)
     labels, classes = labels_of(train, column=label, name=name)
-    source = encoded_images(
-        _items(train, column=image, name=name, folders=folders), labels=labels, image_size=image_size, augment=augment
-    )
+
+    def items(table: Any, *, of: str) -> TableItems:
+        return TableItems(undecoded(table, column=image), column=image, name=of, folders=folders)
+
+    source = encoded_images(items(train, of=name), labels=labels, image_size=image_size, augment=augment)
     held = None
     if val is not None and not is_unlabelled(val, column=label):
         part = f"the validation part of {name}"
         held_labels, _ = labels_of(val, column=label, name=part, classes=classes)
-        items = _items(val, column=image, name=part, folders=folders)
-        held = encoded_images(items, labels=held_labels, image_size=None, augment="none", like=source)
+        held = encoded_images(items(val, of=part), labels=held_labels, like=source)
     elif val is not None:
         log.warning("%s: its held-back part has no labels (-1), so images of the training part are held out", name)
     return LabelledImages(name=name, train=source, val=held, num_classes=len(classes))
-
-
-def _items(table: Any, *, column: str, name: str, folders: Sequence[Path]) -> TableItems:
-    return TableItems(undecoded(table, column=column), column=column, name=name, folders=folders)

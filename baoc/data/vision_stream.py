@@ -5,24 +5,23 @@ training then skips. `datasets` reads the stream; this package decodes, shuffles
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Generator, Tensor
+from torch import Generator
 
 from baoc.data.base import DataModule
-from baoc.data.decode import Augment, open_image, random_fit, to_tensor
+from baoc.data.decode import Augment
 from baoc.data.identity import content_of
-from baoc.data.labels import check_labels
+from baoc.data.images import check_labels
 from baoc.data.loader import SequentialLoader, generator_of
 from baoc.data.scaling import Scaling, standardise, unit_range
 from baoc.data.sources import Batch
 from baoc.data.stored import EncodedImages
 from baoc.data.stream import StreamLoader
-from baoc.data.tables import Columns, find_columns, image_bytes, require_datasets, split_of, undecoded
+from baoc.data.tables import Columns, TableItems, find_columns, require_datasets, split_of, undecoded
 from baoc.errors import BadInputError
 from baoc.types import ImageDataSpec
 
@@ -60,16 +59,26 @@ class StreamedImages(DataModule):
         train, val = split_of(tables), split_of(tables, validation=True)
         if train is None:
             raise BadInputError(f"{name} has no training part, but {', '.join(tables)}")
-        self._columns = Columns(**dict(zip(("image", "label"), _columns(train, columns, name), strict=True)))
+        if train.features is None:
+            raise BadInputError(
+                f"{name} does not declare its columns, which streaming needs: set dataset.streaming=false"
+            )
+        self._image, self._label = find_columns(train.features, asked=columns, name=name)
         self._augment: Augment = augment
         self._name, self._image_size, self._threads, self._folders = name, image_size, workers or 4, folders
-        assert self._columns.image is not None and self._columns.label is not None
         self._num_skipped = 0 if val is not None else NUM_VAL
-        self._train = undecoded(train, column=self._columns.image)
-        held = undecoded(train if val is None else val, column=self._columns.image)
-        self._held = self._encoded(list(islice(held, NUM_VAL)))
+        self._train = undecoded(train, column=self._image)
+        held = list(islice(undecoded(train if val is None else val, column=self._image), NUM_VAL))
+        if not held:
+            raise BadInputError(f"{name} holds no images")
+        if not all(isinstance(sample[self._label], int) for sample in held[:10]):
+            raise BadInputError(
+                f"a stream needs labels that are whole numbers, and column {self._label} of {name} holds "
+                "text: set dataset.streaming=false, which numbers its classes"
+            )
+        self._held = self._encoded(held, name=f"the validation images of {name}")
         splits = getattr(train.info, "splits", None) or {}
-        declared = getattr(train.features[self._columns.label], "names", None)
+        declared = getattr(train.features[self._label], "names", None)
         _, num_classes = check_labels(
             self._held.labels.numpy(),
             of=f"the first {len(self._held)} images of {name}",
@@ -88,8 +97,7 @@ class StreamedImages(DataModule):
         self._scaling: Scaling = scaling(self._held, rows=torch.arange(len(self._held)))
 
     def resize_to(self, image_size: int) -> None:
-        self._image_size = image_size
-        self._held = self._held.with_size(image_size)
+        self._image_size = self._held.image_size = image_size
 
     def contents(self) -> tuple[str, ...]:
         """Of the validation images: the stream is told by its name and settings."""
@@ -98,7 +106,7 @@ class StreamedImages(DataModule):
     def make_train_loader(self, *, limit: int | None) -> StreamLoader:
         return StreamLoader(
             self._open,
-            make=partial(self._make, augment=self._augment),
+            make=self._make,
             batch_size=self.batch_size,
             seed=self.seed,
             accumulate=self.accumulate,
@@ -108,70 +116,30 @@ class StreamedImages(DataModule):
 
     def make_overfit_loader(self) -> SequentialLoader:
         first = list(islice(self._train.skip(self._num_skipped), 64 * self.batch_size))
-        return SequentialLoader(self._encoded(first), batch_size=self.batch_size, transform=self._scaling)
+        source = self._encoded(first, name=f"the first images of {self._name}")
+        return SequentialLoader(source, batch_size=self.batch_size, transform=self._scaling)
 
     def val_dataloader(self) -> SequentialLoader:
         return SequentialLoader(self._held, batch_size=self.batch_size, transform=self._scaling)
 
     def _open(self, epoch: int) -> Any:
         """The training stream of an epoch: files in an order drawn from seed and epoch, samples in file order."""
-        return (
-            self._train.skip(self._num_skipped)
-            if self._num_skipped
-            else _shuffled_files(self._train, seed=self.seed, epoch=epoch)
+        if self._num_skipped:
+            return self._train.skip(self._num_skipped)
+        return _shuffled_files(self._train, seed=self.seed, epoch=epoch)
+
+    def _make(self, samples: list[Any], generator: Generator) -> Batch:
+        source = self._encoded(samples, name=f"a batch of {self._name}")
+        return self._scaling(source.gather_random(torch.arange(len(samples)), generator=generator))
+
+    def _encoded(self, samples: list[Any], *, name: str) -> EncodedImages:
+        return EncodedImages(
+            items=TableItems(samples, column=self._image, name=name, folders=self._folders),
+            labels=torch.tensor([sample[self._label] for sample in samples], dtype=torch.int64),
+            image_size=self._image_size,
+            channels=3,
+            augment=self._augment,
         )
-
-    def _make(self, samples: list[Any], generator: Generator, *, augment: Augment) -> Batch:
-        images = [
-            random_fit(self._opened(sample), size=self._image_size, augment=augment, generator=generator)
-            for sample in samples
-        ]
-        batch = {
-            "images": torch.stack([to_tensor(image, channels=3) for image in images]),
-            "labels": self._labels(samples),
-        }
-        return self._scaling(batch)
-
-    def _opened(self, sample: Mapping[str, Any]) -> Any:
-        where = f"an image of {self._name} (label {sample[str(self._columns.label)]})"
-        return open_image(self._content(sample, where=where), where=where)
-
-    def _content(self, sample: Mapping[str, Any], *, where: str) -> bytes:
-        return image_bytes(sample[str(self._columns.image)], where=where, folders=self._folders)
-
-    def _labels(self, samples: list[Any]) -> Tensor:
-        return torch.tensor([sample[str(self._columns.label)] for sample in samples], dtype=torch.int64)
-
-    def _encoded(self, samples: list[Any]) -> EncodedImages:
-        if not samples:
-            raise BadInputError(f"{self._name} holds no images")
-        if not all(isinstance(sample[str(self._columns.label)], int) for sample in samples[:10]):
-            raise BadInputError(
-                f"a stream needs labels that are whole numbers, and column {self._columns.label} of {self._name} holds "
-                "text: set dataset.streaming=false, which numbers its classes"
-            )
-        items = _Samples([self._content(sample, where=self._name) for sample in samples], self._name)
-        return EncodedImages(items=items, labels=self._labels(samples), image_size=self._image_size, channels=3)
-
-
-class _Samples:
-    """Encoded images in memory, as Items."""
-
-    def __init__(self, contents: list[bytes], name: str):
-        self._contents, self._name = contents, name
-
-    def __len__(self) -> int:
-        return len(self._contents)
-
-    def __getitem__(self, row: int) -> tuple[bytes, str]:
-        return self._contents[row], f"validation image {row} of {self._name}"
-
-
-def _columns(table: Any, asked: Columns, name: str) -> tuple[str, str]:
-    features = table.features
-    if features is None:
-        raise BadInputError(f"{name} does not declare its columns, which streaming needs: set dataset.streaming=false")
-    return find_columns(features, asked=asked, name=name)
 
 
 def _shuffled_files(table: Any, *, seed: int, epoch: int) -> Any:

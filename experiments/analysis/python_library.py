@@ -8,19 +8,36 @@ was made by CPython 3.11.7; another version gives another text, which is refused
 
 import hashlib
 import lzma
+import os
 import sys
+import sysconfig
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from baoc.data.python_library import ASSET, SHA256  # noqa: E402
-from baoc.data.text_files import python_source  # noqa: E402
+
+# Left out of the standard library: tests, files that differ between machines, and generated code.
+_NO_SOURCE = {"test", "tests", "idlelib", "lib2to3", "encodings", "turtledemo", "pydoc_data", "__phello__"}
+_NO_SOURCE |= {"site-packages", "dist-packages", "__pycache__"}
+_BUILT = ("config-", "_sysconfigdata")  # written when Python was built
+
+
+def python_source() -> list[Path]:
+    """The source of Python's standard library, sorted by path. The content depends on Python's version."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files: list[Path] = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in _NO_SOURCE and not name.startswith(_BUILT)]
+        files += [Path(folder, name).relative_to(root) for name in names if name.endswith(".py")]
+    files = sorted((file for file in files if not file.name.startswith(_BUILT)), key=lambda file: file.as_posix())
+    return [root / file for file in files]
 
 
 def main() -> None:
     out = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "baoc" / "data" / ASSET
-    files = python_source().files
+    files = python_source()
     text = b"".join(file.read_bytes() for file in files)
     found = hashlib.sha256(text).hexdigest()
     print(f"Python {sys.version.split()[0]}: {len(files)} files, {len(text)} bytes, sha256 {found}")

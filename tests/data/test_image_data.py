@@ -45,8 +45,8 @@ def test_split_seed_changes_the_split_and_parts_never_overlap(tmp_path):
     for split_seed in (0, 1):
         data = build_data("npz", task="vision", batch_size=1, path=str(path), split_seed=split_seed)
         values = [
-            torch.cat([batch["images"] for batch in loader]).flatten() * data.scaling.std.item()
-            + data.scaling.mean.item()
+            torch.cat([batch["images"] for batch in loader]).flatten() * data.transform.std.item()
+            + data.transform.mean.item()
             for loader in (data.train_dataloader(), data.val_dataloader())
         ]
         train, val = (set(part.round().int().tolist()) for part in values)

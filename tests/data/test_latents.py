@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from baoc.data import build_data
-from baoc.data.latent_files import read_latents
+from baoc.data.latents import read_latents
 from baoc.errors import BadInputError
 
 RNG = np.random.default_rng(0)

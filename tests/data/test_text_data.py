@@ -3,7 +3,6 @@
 import gzip
 import hashlib
 import json
-import sysconfig
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ from datasets import Dataset
 
 from baoc.data import build_data, text_files, token_arrays
 from baoc.data.python_library import read_python_library
-from baoc.data.text_files import TextChunk, TextFiles, after_cut, before_cut, find, measure, python_source
+from baoc.data.text_files import TextChunk, TextFiles, after_cut, before_cut, find, measure
 from baoc.errors import BadInputError
 
 STORY = "Zoë läuft über die Straße. 雨が降る。\n" * 60  # 2 to 3 bytes in many characters
@@ -45,18 +44,6 @@ def read(loader) -> torch.Tensor:
 
 
 # -- the embedded set -------------------------------------------------------------------------------------------------
-
-
-def test_embedded_set_is_the_standard_library_without_what_is_no_source():
-    source = python_source()
-    root = Path(sysconfig.get_paths()["stdlib"])
-    names = [file.relative_to(root).as_posix() for file in source.files]
-    assert names == sorted(names)
-    assert {"argparse.py", "asyncio/base_events.py", "zipfile.py", "zipfile/__init__.py"} & set(names)
-    for folder in ("test/", "idlelib/", "lib2to3/", "encodings/", "site-packages/", "turtledemo/", "config-"):
-        assert not [name for name in names if name.startswith(folder)], folder
-    assert not [name for name in names if "/test/" in name or "/tests/" in name or "_sysconfigdata" in name]
-    assert 300 < len(names) < 700
 
 
 def test_embedded_set_is_bytes_with_the_end_held_back():
