@@ -10,10 +10,11 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
-from math import isfinite
+from math import isfinite, sqrt
 from pathlib import Path
 from typing import Any
 
+from baoc.core.statistics import student_quantile
 from baoc.errors import BadInputError
 from baoc.frontier.comparable_runs import (
     Grouping,
@@ -31,12 +32,14 @@ from baoc.frontier.comparable_runs import (
     quality_objective,
     workload_frontier,
 )
-from baoc.frontier.runs import RunFolder, Workload, result_of
+from baoc.frontier.runs import RunFolder, Workload, result_of, varying_settings
 from baoc.frontier.summary import ComparedPoint, MemoryLevel, best_at_levels, summary_sentence
 from baoc.tracking.files import read_json, read_jsonl, write_text
 from baoc.types import FrontierPoint
 
 MAX_CURVE_POINTS = 200
+FEWEST_RUNS = 20  # whose best quarter says something of a setting
+LEVEL = 0.95  # of the intervals over seeds
 
 
 def page_data(runs: Sequence[RunFolder], *, title: str, race: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -97,20 +100,66 @@ def inert_json(value: Any) -> str:
 def _workload_data(workload: Workload, runs: Sequence[RunFolder], *, names: RunLabels) -> dict[str, Any]:
     """One workload, grouped by family; `study` has the groups by study if there are several."""
     task, model, dataset, quality = workload
+    settings = {run.path: own for run, own in zip(runs, varying_settings(runs), strict=True)}
     data = {
         "name": " / ".join(part for part in (task, model, dataset) if part),
         "quality": quality,
         "higher": quality_objective(runs).higher_is_better,
         "runs": [run.name for run in runs],
+        "settings": list(dict.fromkeys(key for own in settings.values() for key in own)),
+        "importances": importances(runs, settings=settings),
         "study": None,
     }
-    data |= _group_data(runs, names=names, group=by_family, metric=quality)
+    data |= _group_data(runs, names=names, settings=settings, group=by_family, metric=quality)
     if has_several_studies(runs):
-        data["study"] = _group_data(runs, names=names, group=by_study, metric=quality)
+        data["study"] = _group_data(runs, names=names, settings=settings, group=by_study, metric=quality)
     return data
 
 
-def _group_data(runs: Sequence[RunFolder], *, names: RunLabels, group: Grouping, metric: str) -> dict[str, Any]:
+def importances(runs: Sequence[RunFolder], *, settings: Mapping[Path, Mapping[str, Any]]) -> dict[str, float]:
+    """Setting -> its share in telling the best quarter of runs from the others: PED-ANOVA (arXiv 2304.10255), as Optuna
+    has it. Empty for few runs, and without Optuna.
+
+    Settings that some runs lack are left out, as are runs that diverged.
+    """
+    try:
+        import optuna
+    except ImportError:
+        return {}
+    known = [(settings[run.path], result_of(run)["quality"]) for run in runs]
+    known = [(own, quality) for own, quality in known if isinstance(quality["value"], int | float)]
+    keys = [key for key in dict.fromkeys(key for own, _ in known for key in own) if all(key in own for own, _ in known)]
+    if len(known) < FEWEST_RUNS or not keys:
+        return {}
+    space: dict[str, Any] = {}
+    for key in keys:
+        values = [own[key] for own, _ in known]
+        if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
+            low, high = min(values), max(values)
+            space[key] = optuna.distributions.FloatDistribution(low, high, log=low > 0 and high > 20 * low)
+        else:
+            space[key] = optuna.distributions.CategoricalDistribution(sorted({str(value) for value in values}))
+    verbosity = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)  # it tells of each study that is created
+    study = optuna.create_study(direction="maximize" if known[0][1]["higher_is_better"] else "minimize")
+    optuna.logging.set_verbosity(verbosity)
+    for own, quality in known:
+        numeric = {key: isinstance(space[key], optuna.distributions.FloatDistribution) for key in keys}
+        params = {key: float(own[key]) if numeric[key] else str(own[key]) for key in keys}
+        trial = optuna.trial.create_trial(params=params, distributions=space, value=quality["value"])
+        study.add_trial(trial)
+    evaluator = optuna.importance.PedAnovaImportanceEvaluator(target_quantile=0.25, region_quantile=1.0)
+    return optuna.importance.get_param_importances(study, evaluator=evaluator)
+
+
+def _group_data(
+    runs: Sequence[RunFolder],
+    *,
+    names: RunLabels,
+    settings: Mapping[Path, Mapping[str, Any]],
+    group: Grouping,
+    metric: str,
+) -> dict[str, Any]:
     objective = quality_objective(runs)
     own_names = labels_with_study(runs, names=names) if group is by_study else names
     seeds: dict[str, list[RunFolder]] = {}
@@ -131,14 +180,17 @@ def _group_data(runs: Sequence[RunFolder], *, names: RunLabels, group: Grouping,
     steps = _steps(runs)
     if not steps.isdigit():
         summary = f"Unlike runs: they trained for {steps} steps; give runs of one length. {summary}"
+    told = []
+    for entry, own in zip(points, groups, strict=True):
+        first = seeds[entry.label][0]
+        plain = {key: v if isinstance(v, int | float) else str(v) for key, v in settings[first.path].items()}
+        about = {"family": own, "short": short[entry.label], "settings": plain}
+        told.append(about | _point(entry, seeds[entry.label]))
     return {
         "about": _describe_runs(runs, points=len(entries)),
         "verdict": summary,
         "levels": [_level(level, short=short) for level in levels],
-        "points": [
-            _point(entry, seeds[entry.label], family=own, short=short[entry.label])
-            for entry, own in zip(points, groups, strict=True)
-        ],
+        "points": told,
         "volumes": hypervolume_shares(points, groups=groups, quality=objective),
         "histories": hypervolume_histories(runs, group=group),
         "knees": knee_labels(points, quality=objective),
@@ -156,7 +208,7 @@ def _level(level: MemoryLevel, *, short: Mapping[str, str]) -> dict[str, Any]:
     best = {
         family: {
             "quality": entry.point.quality,
-            "spread": entry.point.quality_spread,
+            "interval": _half_interval(entry.point),
             "seeds": entry.point.num_seeds,
             "name": short[entry.point.label],
             "of": of,
@@ -208,16 +260,23 @@ def _short_name(label: str) -> str:
     return " ".join(parts) or label
 
 
-def _point(entry: FrontierPoint, seeds: Sequence[RunFolder], *, family: str, short: str) -> dict[str, Any]:
+def _half_interval(point: FrontierPoint) -> float | None:
+    """Half of Student's interval at LEVEL of the mean over seeds; None for one seed."""
+    if point.quality_spread is None:
+        return None
+    return student_quantile(0.5 + LEVEL / 2, degrees=point.num_seeds - 1) * point.quality_spread / sqrt(point.num_seeds)
+
+
+def _point(entry: FrontierPoint, seeds: Sequence[RunFolder]) -> dict[str, Any]:
     result = result_of(seeds[0])
     return {
         "label": entry.label,
-        "short": short,
-        "family": family,
+        "folders": [str(run.path) for run in seeds],
         "allocator": result["allocator"],
         "budget": result["budget"]["name"],
         "quality": _null_if_not_finite(entry.quality),
         "spread": entry.quality_spread,
+        "interval": _half_interval(entry),
         "seeds": entry.num_seeds,
         "ranks": entry.num_ranks,
         "peak_mib": entry.peak_bytes / 2**20,

@@ -67,37 +67,33 @@ def find_runs(folder: Path) -> list[RunFolder]:
 
 
 def setting_labels(runs: Sequence[RunFolder]) -> list[str]:
-    """For each run the settings that vary among runs of its workload, as in `budget=state_25 allocator=random`. Seeds
-    of a run share a label. A budget is shown by its name, unless different ones share it; risk weights of 1 are not
-    shown. If nothing varies, the label is the budget."""
+    """For each run its `varying_settings` as a command has them, as in `budget=state_25 allocator=random`; its name
+    where it has none. Risk weights of 1 are not shown."""
+    labels = []
+    for run, settings in zip(runs, varying_settings(runs), strict=True):
+        told = {key: value for key, value in settings.items() if not (key.startswith("risk.weights.") and value == 1)}
+        labels.append(" ".join(f"{key}={_override_text(value)}" for key, value in told.items()) or run.name)
+    return labels
+
+
+def varying_settings(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
+    """For each run the settings that vary among runs of its workload; the budget where none does. A budget is told by
+    its name, unless different ones share it. A job that failed early has none."""
     workloads: dict[tuple[str, ...], list[int]] = {}
     for index, run in enumerate(runs):
         key = tuple(str(run.settings.get(f"{group}.name")) for group in ("task", "model", "dataset"))
         workloads.setdefault(key, []).append(index)
-    labels = [run.name for run in runs]
+    found: list[dict[str, Any]] = [{} for _ in runs]
     for indices in workloads.values():
-        for index, label in zip(indices, _workload_labels([runs[index] for index in indices]), strict=True):
-            labels[index] = label
-    return labels
-
-
-def _workload_labels(runs: Sequence[RunFolder]) -> list[str]:
-    all_settings = [dict(run.settings) for run in runs]
-    complete = [settings for settings in all_settings if settings]  # a job that failed early has none
-    limits = {str(sorted((k, str(v)) for k, v in settings.items() if k.startswith("budget."))) for settings in complete}
-    if len(limits) == len({settings.get("budget.name") for settings in complete}):
-        all_settings = [_budget_as_name(settings) for settings in all_settings]
-        complete = [settings for settings in all_settings if settings]
-    keys = list(dict.fromkeys(key for settings in complete for key in settings))
-    varying = [key for key in keys if len({str(settings.get(key)) for settings in complete}) > 1]
-    shown = varying or ["budget"]
-    labels = []
-    for settings, run in zip(all_settings, runs, strict=True):
-        own = [key for key in shown if key in settings]
-        own = [key for key in own if not (key.startswith("risk.weights.") and settings[key] == 1)]
-        words = [f"{key.removesuffix('.name')}={_override_text(settings[key])}" for key in own]
-        labels.append(" ".join(words) or run.name)
-    return labels
+        known = [dict(runs[index].settings) for index in indices]
+        limits = {str(sorted((k, str(v)) for k, v in s.items() if k.startswith("budget."))) for s in known if s}
+        if len(limits) == len({settings.get("budget.name") for settings in known if settings}):
+            known = [_budget_as_name(settings) for settings in known]
+        keys = dict.fromkeys(key for settings in known for key in settings)
+        varying = [key for key in keys if len({str(s.get(key)) for s in known if s}) > 1] or ["budget"]
+        for index, settings in zip(indices, known, strict=True):
+            found[index] = {key.removesuffix(".name"): settings[key] for key in varying if key in settings}
+    return found
 
 
 def _override_text(value: Any) -> str:

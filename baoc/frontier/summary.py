@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite, sqrt
 
+from baoc.core.statistics import student_quantile
 from baoc.frontier.pareto import Objective
 from baoc.types import FrontierPoint
 from baoc.units import format_bytes
@@ -110,12 +111,15 @@ def _quality_text(entry: ComparedPoint, num_points: int = 1) -> str:
 
 
 def _significance(best: FrontierPoint, rival_point: FrontierPoint, *, rival: str) -> str:
-    """Compares the difference of two means with two standard errors; unpaired, since points need not share seeds."""
+    """The difference of two means with its 95 % interval by Welch; unpaired, since points need not share seeds."""
     gap = abs(best.quality - rival_point.quality)
+    variances = [(p.quality_spread**2 / p.num_seeds, p.num_seeds) for p in (best, rival_point) if p.quality_spread]
     if best.quality_spread is None or rival_point.quality_spread is None:
         return f"With one seed the difference of {gap:.2g} to {rival} is not distinguishable from chance."
-    error = sqrt(best.quality_spread**2 / best.num_seeds + rival_point.quality_spread**2 / rival_point.num_seeds)
+    error = sqrt(sum(variance for variance, _ in variances))
+    degrees = error**4 / sum(variance**2 / (n - 1) for variance, n in variances) if variances else 1
+    half = student_quantile(0.975, degrees=int(degrees)) * error  # fewer degrees of freedom are the safe side
     text = f"The difference of {gap:.2g} to {rival} is"
-    if gap > 2 * error:
-        return f"{text} beyond two standard errors ({2 * error:.2g})."
-    return f"{text} within two standard errors ({2 * error:.2g}), so it is not distinguishable from chance."
+    if gap > half:
+        return f"{text} beyond its 95 % interval (±{half:.2g})."
+    return f"{text} within its 95 % interval (±{half:.2g}), so it is not distinguishable from chance."

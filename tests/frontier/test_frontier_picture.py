@@ -1,8 +1,12 @@
 """The page in a headless Chromium: a picture that shows something; and what is said where there is none."""
 
+import csv
+import html
+import json
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,18 +35,135 @@ def test_a_figure_offers_a_picture_and_no_cloud(tmp_path: Path):
     """In a browser, with texts that would blank a page whose data were not inert."""
     three_families(tmp_path)
     error(tmp_path / "odd", exit_code=4, message="<!--<script")
-    frontier_of(tmp_path, show=False)
-    program = picture.browser()
-    assert program is not None, "this test needs a Chromium"
-    command = [program, "--headless=new", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", "--no-sandbox"]
-    page = (tmp_path / "frontier.html").absolute().as_uri()
-    command += ["--virtual-time-budget=10000", "--dump-dom", page]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
-    body = done.stdout[done.stdout.rindex("<body") :]
-    shown = re.sub(r"<script.*?</script>", "", body, flags=re.DOTALL)
+    shown = re.sub(r"<script.*?</script>", "", body_of(tmp_path, act=""), flags=re.DOTALL)
     assert 'data-ready="yes"' in shown and "&lt;!--&lt;script" in shown
     assert 'data-title="Download plot as a PNG"' in shown
     assert "cloud" not in shown.lower()
+
+
+def test_rows_are_sorted_filtered_and_opened(tmp_path: Path):
+    """By clicks, keys and words, as a reader does it."""
+    three_families(tmp_path)
+    told = acted(
+        tmp_path,
+        """
+        const heads = () => [...document.querySelectorAll("#points th button")];
+        const head = (name) => heads().find((own) => own.textContent.startsWith(name));
+        const rows = () => [...document.querySelectorAll("#points tbody tr[data-label]")];
+        const column = (at) => rows().map((row) => row.cells[at].textContent);
+        const query = async (text) => {
+          byId("query").value = text;
+          byId("query").dispatchEvent(new Event("input"));
+          await wait(300);
+          return column(0);
+        };
+        told.first = column(2);
+        head("val/loss").click();
+        told.up = [column(2), head("val/loss").parentElement.ariaSort];
+        head("val/loss").click();
+        told.down = [column(2), head("val/loss").parentElement.ariaSort, document.activeElement.textContent];
+        head("val/loss").click();
+        told.again = column(2);
+        told.words = await query("ADAMW");
+        told.compared = await query("val/loss>=0.2 seeds=1 state_share<0.002");
+        told.summary = byId("summary").textContent;
+        dispatchEvent(new KeyboardEvent("keydown", {key: "Escape"}));
+        told.all = column(0).length;
+        const [one, two] = document.querySelectorAll("#points tbody tr");
+        one.focus();
+        one.dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowDown"}));
+        told.moved = document.activeElement === two;
+        one.dispatchEvent(new KeyboardEvent("keydown", {key: "Enter"}));
+        told.open = document.querySelector("#points tr.more").textContent;
+        told.csv = await (await fetch(save(view(whole())).href)).text();
+        """,
+    )
+    assert told["first"] == told["again"] == ["0.1500", "0.2000", "0.3000", "0.5000"]
+    assert told["up"] == [["0.1500", "0.2000", "0.3000", "0.5000"], "ascending"]
+    assert told["down"] == [["0.5000", "0.3000", "0.2000", "0.1500"], "descending", "val/loss ▼"]
+    assert told["words"] == ["adamw"] and told["compared"] == ["sign", "random"]
+    assert told["summary"].startswith("2 of 4 points") and told["all"] == 4 and told["moved"]
+    assert "python run.py" in told["open"] and str(tmp_path / "exact_1") in told["open"], (
+        "command and folders of all seeds"
+    )
+    rows = list(csv.DictReader(told["csv"].splitlines()))
+    assert [float(row["quality"]) for row in rows] == pytest.approx([0.15, 0.2, 0.3, 0.5])
+    assert float(rows[0]["interval"]) == pytest.approx(12.706 * 0.0707 / 2**0.5, rel=1e-3), "Student's, of two seeds"
+
+
+def test_a_brush_keeps_points_in_figures_and_table(tmp_path: Path):
+    three_families(tmp_path)
+    told = acted(
+        tmp_path,
+        """
+        const rows = () => [...document.querySelectorAll("#points tr[data-label]")].map((row) => row.dataset.label);
+        const label = "allocator=random";
+        byId("scatter").emit("plotly_selected", {points: [{customdata: label}]});
+        const families = byId("scatter").data.filter((own) => own.customdata);
+        told.brushed = [rows(), byId("parallel").data[0].line.color.length, families.map((own) => own.selectedpoints)];
+        byId("all").click();
+        told.all = rows().length;
+        const loss = byId("parallel").keys.indexOf("quality");
+        await Plotly.restyle("parallel", {[`dimensions[${loss}].constraintrange`]: [[0.25, 0.6]]});
+        told.ranged = rows();
+        byId("all").click();
+        byId("scatter").emit("plotly_click", {points: [{customdata: label}]});
+        told.clicked = document.querySelector("#points tr.open").dataset.label;
+        """,
+    )
+    assert told["brushed"] == [["allocator=random"], 1, [[], [0], []]]
+    assert told["all"] == 4
+    assert told["ranged"] == ["allocator=random", "allocator=uniform_adamw"] and told["clicked"] == "allocator=random"
+
+
+@pytest.mark.parametrize(("system", "grounds"), [("1", ["light", "light", "dark"]), ("0", ["dark", "light", "dark"])])
+def test_colours_are_the_systems_or_the_readers(tmp_path: Path, system: str, grounds: list[str]):
+    three_families(tmp_path)
+    told = acted(
+        tmp_path,
+        """
+        const ground = () => getComputedStyle(document.body).backgroundColor;
+        const look = () => [ground(), byId("scatter").layout.paper_bgcolor, byId("theme").textContent];
+        told.looks = [look()];
+        for (const _ of [1, 2]) { byId("theme").click(); await wait(50); told.looks.push(look()); }
+        """,
+        f"--blink-settings=preferredColorScheme={system}",
+    )
+    ground = {"light": ["rgb(255, 255, 255)", "#fff"], "dark": ["rgb(20, 23, 26)", "#14171a"]}
+    names = ("auto", "light", "dark")
+    assert told["looks"] == [[*ground[own], f"colours: {name}"] for own, name in zip(grounds, names, strict=True)]
+
+
+def acted(folder: Path, act: str, *flags: str) -> dict[str, Any]:
+    """What a script that acts as a reader notes in `told`, in a Chromium."""
+    found = re.search(r'<pre id="told">(.*?)</pre>', body_of(folder, *flags, act=act), re.DOTALL)
+    assert found is not None, "the script failed"
+    return json.loads(html.unescape(found[1]))
+
+
+def body_of(folder: Path, *flags: str, act: str) -> str:
+    """The body of the folder's page after `act`, a script, as a Chromium has it."""
+    frontier_of(folder, show=False)
+    script = f"""<script>(async () => {{
+        const told = {{}}, wait = (ms) => new Promise((done) => setTimeout(done, ms));
+        await wait(500);
+        try {{ {act} }} catch (error) {{ told.error = String(error.stack); }}
+        document.body.append(element("pre", {{id: "told", textContent: JSON.stringify(told)}}));
+    }})();</script></body>"""
+    page = folder / "acted.html"
+    page.write_text((folder / "frontier.html").read_text().replace("</body>", script))
+    program = picture.browser()
+    assert program is not None, "this test needs a Chromium"
+    command = [program, "--headless=new", "--disable-gpu", f"--user-data-dir={folder / 'profile'}", "--no-sandbox"]
+    command += [
+        "--window-size=1400,4000",
+        "--virtual-time-budget=10000",
+        *flags,
+        "--dump-dom",
+        page.absolute().as_uri(),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    return done.stdout[done.stdout.rindex("<body") :]
 
 
 def test_without_a_browser_the_page_stands_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):

@@ -53,8 +53,8 @@ def test_the_headline_is_where_most_families_stand():
 @pytest.mark.parametrize(
     "gap, told",
     [
-        (0.1, "The difference of 0.1 to random feasible is beyond two standard errors (0.028)."),
-        (0.02, "within two standard errors (0.028), so it is not distinguishable from chance."),
+        (0.1, "The difference of 0.1 to random feasible is beyond its 95 % interval (±0.061)."),
+        (0.02, "within its 95 % interval (±0.061), so it is not distinguishable from chance."),
     ],
 )
 def test_a_difference_is_held_against_its_spread(gap: float, told: str):
@@ -117,7 +117,7 @@ def test_the_page_tells_what_its_points_are_and_how_much_state_each_block_keeps(
     assert point["state_share"] == pytest.approx(100 * 100 / 2**22)
     assert kind["levels"][0]["best"]["BAOC"] == {
         "quality": pytest.approx(0.1),
-        "spread": 0.0,
+        "interval": 0.0,
         "seeds": 2,
         "name": point["short"],
         "of": 1,

@@ -1,97 +1,130 @@
-// Filters and draws what page.py has computed. Plotly is in the page already.
+// Filters, sorts and draws what page.py has computed. Plotly is in the page already.
 "use strict";
 const data = JSON.parse(document.getElementById("data").textContent);
-const COLOURS = {BAOC: "#0b6bcb", uniform: "#d1700f", "random feasible": "#7a7f87"};
-const SPARE = ["#2f8f4e", "#8b5cc2", "#b3261e", "#0f8b8d", "#c2a10f", "#c2528b", "#5b6b1f", "#4a4fb5"];
+const COLOURS = {BAOC: ["#0b6bcb", "#58a6f0"], uniform: ["#d1700f", "#f09a4a"], "random feasible": ["#7a7f87", "#9aa1aa"]}; // on light, on dark
+const SPARE = [["#2f8f4e", "#5cc17d"], ["#8b5cc2", "#b794e6"], ["#b3261e", "#f0776f"], ["#0f8b8d", "#47c2c4"], ["#a3870c", "#d9bd3f"], ["#c2528b", "#e88abb"],
+  ["#5b6b1f", "#a6ba57"], ["#4a4fb5", "#8f94f0"]];
 const TITLES = {state_share: "optimizer state, % of fp32 AdamW's", state_mib: "optimizer state, MiB", peak_mib: "peak memory, MiB", samples_per_s: "samples/s", risk: "predicted risk"};
 const NARROW = window.innerWidth < 600;
-const CONFIG = {responsive: true, displaylogo: false, displayModeBar: NARROW ? false : "hover", showSendToCloud: false, plotlyServerURL: "",
-  toImageButtonOptions: {format: "png", scale: 2, filename: "frontier"}, modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"]}; // a picture on this machine, and nothing to a server
+const CONFIG = {displaylogo: false, displayModeBar: NARROW ? false : "hover", showSendToCloud: false, plotlyServerURL: "",
+  toImageButtonOptions: {format: "png", scale: 2, filename: "frontier"}, modeBarButtonsToRemove: ["autoScale2d"]}; // a picture on this machine, and nothing to a server
 const EDGE = NARROW ? 44 : 60;
-const FEW = 12; // points of which each has a column; of more, those on the front of their family or study
+const MOST_COLUMNS = 40, MOST_CURVES = 60; // of a figure: more cannot be told apart, and take seconds to draw
 const SHARES = [1, 2, 5, 10, 25, 50, 100];
+const THEMES = ["auto", "light", "dark"];
 const byId = (id) => document.getElementById(id);
+const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+const isDark = () => getComputedStyle(document.documentElement).colorScheme === "dark";
 const number = (value, digits = 4) => (value === null || value === undefined ? "n/a" : Number(value).toPrecision(digits));
+const distinct = (values) => [...new Set(values)];
+// What is shown: a query, the labels of points in a brush, and ranges of the parallel axes; how rows are sorted, and which is open
+const state = {brush: null, ranges: {}, sort: null, descending: false, open: null};
 
 // Of one task what is compared: families, or the studies that runs come from
-function comparedBy(kind) {
-  return kind.study ? byId("by").value : "family";
-}
-
-function view(kind) {
-  return comparedBy(kind) === "study" ? {...kind, ...kind.study} : kind;
-}
+const whole = () => data.kinds[byId("kind").value];
+const comparedBy = () => (whole().study ? byId("by").value : "family");
+const view = (kind, by = kind.study ? byId("by").value : "family") => (by === "study" ? {...kind, ...kind.study} : kind);
 
 function colour(family) {
-  const others = [...new Set(data.kinds.flatMap((kind) => view(kind).points.map((point) => point.family)))].filter((name) => !COLOURS[name]);
-  return COLOURS[family] || SPARE[others.indexOf(family) % SPARE.length];
+  const others = distinct(data.kinds.flatMap((kind) => view(kind).points.map((point) => point.family))).filter((name) => !COLOURS[name]);
+  return (COLOURS[family] || SPARE[others.indexOf(family) % SPARE.length])[isDark() ? 1 : 0];
 }
 
-function cell(row, text, tag = "td", numeric = false) {
-  const made = document.createElement(tag);
-  made.textContent = text;
-  if (numeric) made.className = "number";
-  row.appendChild(made);
+function element(tag, properties = {}, ...children) {
+  const made = Object.assign(document.createElement(tag), properties);
+  made.append(...children);
   return made;
 }
 
 function table(id, heads, rows, numeric = []) {
-  const holder = byId(id);
-  holder.replaceChildren();
-  const head = holder.insertRow();
-  heads.forEach((text, at) => cell(head, text, "th", numeric.includes(at)));
-  rows.forEach((values) => {
-    const row = holder.insertRow();
-    values.forEach((value, at) => cell(row, value, "td", numeric.includes(at)));
+  const line = (values, tag) => element("tr", {}, ...values.map((value, at) => element(tag, {textContent: value, className: numeric.includes(at) ? "number" : ""})));
+  byId(id).replaceChildren(line(heads, "th"), ...rows.map((values) => line(values, "td")));
+  return byId(id);
+}
+
+const wrapped = (text) => text.replace(/(.{1,80})(\s|$)/g, "$1<br>").replace(/<br>$/, "");
+const judged = (kind) => `${kind.quality}, ${kind.higher ? "higher" : "lower"} is better`;
+
+// ---- what is shown
+
+function columnsOf(kind) {
+  const settings = kind.settings.map((name) => ({key: name, head: name, of: (p) => p.settings[name] ?? null, setting: true}));
+  const numbers = [["quality", kind.quality, 4], ["interval", "± 95 %", 2], ["seeds", "seeds"], ["ranks", "ranks"], ["state_share", "state, %", 3], ["state_mib", "state, MiB", 3],
+    ["peak_mib", "peak, MiB", 4], ["samples_per_s", "samples/s", 4]].map(([key, head, digits]) => ({key, head, digits, numeric: true, of: (p) => p[key]}));
+  return [{key: "point", head: "point", of: (p) => p.short}, {key: comparedBy(), head: comparedBy(), of: (p) => p.family}, ...numbers, ...settings];
+}
+
+const asNumber = (value) => (typeof value === "number" ? value : typeof value === "string" && value.trim() !== "" && isFinite(value) ? Number(value) : null);
+
+// A test of points for a query: words that a row has, and comparisons of a column or setting, by its name or the end of it
+function queryTest(kind, text) {
+  const columns = columnsOf(kind);
+  const tests = text.toLowerCase().split(/\s+/).filter(Boolean).map((word) => {
+    const [, name, sign, wanted] = word.match(/^([\w./]+)(<=|>=|<|>|=)(.+)$/) || [];
+    const column = name && columns.find((c) => [c.key, c.head].some((own) => own.toLowerCase() === name || own.toLowerCase().endsWith(`.${name}`)));
+    if (!column) return (p) => [p.label, p.short, p.family, p.basis, p.command, ...p.folders].join(" ").toLowerCase().includes(word);
+    return (p) => {
+      const own = column.of(p), [a, b] = [asNumber(own), asNumber(wanted)];
+      if (sign === "=") return a !== null && b !== null ? a === b : String(own).toLowerCase() === wanted;
+      return a !== null && b !== null && {"<": a < b, "<=": a <= b, ">": a > b, ">=": a >= b}[sign];
+    };
   });
-  return holder;
+  return (point) => tests.every((test) => test(point));
 }
 
-function wrapped(text) {
-  return text.replace(/(.{1,80})(\s|$)/g, "$1<br>").replace(/<br>$/, "");
+const inRanges = (point) => Object.values(state.ranges).every(({axis, ranges}) => ranges.some(([low, high]) => { const at = axis.place(point); return at !== null && low <= at && at <= high; }));
+
+// Points that a figure shows; the figure that a brush or range was drawn in also shows those outside of it
+function shownIn(kind, without = "") {
+  const families = [...document.querySelectorAll("#families input:checked")].map((box) => box.value);
+  const matches = queryTest(kind, byId("query").value);
+  return kind.points.filter((p) => families.includes(p.family) && matches(p) && (without === "brush" || !state.brush || state.brush.has(p.label)) && (without === "ranges" || inRanges(p)));
 }
 
-function axisOf(key) {
-  if (key === "state_share") return {title: {text: TITLES[key]}, type: "log", tickvals: SHARES, ticktext: SHARES.map(String)};
-  return {title: {text: TITLES[key]}, type: key === "samples_per_s" ? "linear" : "log", dtick: key === "state_mib" ? "D2" : undefined, nticks: 8};
-}
+// ---- figures
 
-function judged(kind) {
-  return `${kind.quality}, ${kind.higher ? "higher" : "lower"} is better`;
+function plot(id, traces, layout) {
+  const line = css("line"), axis = {gridcolor: line, linecolor: line, zerolinecolor: line, exponentformat: "e"};
+  const axes = Object.fromEntries(["xaxis", "yaxis"].map((name) => [name, {...axis, ...layout[name]}]));
+  return Plotly.react(id, traces, {width: byId(id).clientWidth, height: byId(id).clientHeight, margin: {l: EDGE, r: 12, t: 40, b: 48}, font: {color: css("text"), size: 12}, paper_bgcolor: css("ground"), plot_bgcolor: css("ground"), hoverlabel: {align: "left"},
+    modebar: {bgcolor: "rgba(0,0,0,0)", color: css("soft"), activecolor: css("link")}, legend: {orientation: "h", x: 0, y: 1.14}, ...layout, ...axes}, CONFIG);
 }
 
 function hover(kind, point) {
-  const spread = point.spread === null ? "" : ` ± ${number(point.spread, 2)} (${point.seeds} seeds)`;
+  const spread = point.interval === null ? "" : ` ± ${number(point.interval, 2)} (95 %, ${point.seeds} seeds)`;
   return `<b>${point.short}</b>, ${point.family}<br>${kind.quality} ${number(point.quality)}${spread}<br>state ${number(point.state_mib, 3)} MiB (${number(point.state_share, 3)} % of fp32 AdamW's), peak ` +
     `${number(point.peak_mib)} MiB<br>${number(point.samples_per_s)} samples/s${point.basis ? `<br>chosen by ${wrapped(point.basis)}` : ""}<br>${wrapped(point.command)}`;
 }
 
 function front(kind, points, axis) {
   const sign = kind.higher ? -1 : 1, along = axis === "samples_per_s" ? -1 : 1;
-  const better = (a, b) => sign * a.quality <= sign * b.quality && along * a[axis] <= along * b[axis] &&
-    (a.quality !== b.quality || a[axis] !== b[axis]);
-  return points.filter((point) => point.quality !== null && !points.some((other) => other.quality !== null && better(other, point)))
-    .sort((a, b) => a[axis] - b[axis]);
+  const better = (a, b) => sign * a.quality <= sign * b.quality && along * a[axis] <= along * b[axis] && (a.quality !== b.quality || a[axis] !== b[axis]);
+  return points.filter((point) => point.quality !== null && !points.some((other) => other.quality !== null && better(other, point))).sort((a, b) => a[axis] - b[axis]);
 }
 
-function scatter(kind, shown, axis) {
-  const traces = [];
-  [...new Set(shown.map((point) => point.family))].forEach((family) => {
-    const mine = shown.filter((point) => point.family === family && point.quality !== null);
-    const edge = front(kind, mine, axis);
-    traces.push({x: edge.map((p) => p[axis]), y: edge.map((p) => p.quality), mode: "lines", line: {color: colour(family), width: 1.5, shape: axis === "samples_per_s" ? "vh" : "hv"},
-      hoverinfo: "skip", showlegend: false});
-    traces.push({x: mine.map((p) => p[axis]), y: mine.map((p) => p.quality), name: family, mode: "markers", text: mine.map((p) => hover(kind, p)), hoverinfo: "text",
-      error_y: {type: "data", array: mine.map((p) => p.spread || 0), thickness: 1, width: 3, visible: mine.some((p) => p.spread)},
-      marker: {color: colour(family), size: 9, symbol: mine.map((p) => (p.dominated ? "circle-open" : "circle"))}});
+// Markers of each family; those outside of the brush are faded
+function markers(kind, points, x) {
+  return distinct(points.map((point) => point.family)).map((family) => {
+    const mine = points.filter((point) => point.family === family && point.quality !== null && x(point) !== null);
+    return {x: mine.map(x), y: mine.map((p) => p.quality), name: family, mode: "markers", text: mine.map((p) => hover(kind, p)), hoverinfo: "text", customdata: mine.map((p) => p.label),
+      error_y: {type: "data", array: mine.map((p) => p.interval || 0), thickness: 1, width: 3, visible: mine.some((p) => p.interval)},
+      selectedpoints: state.brush ? mine.map((p, at) => (state.brush.has(p.label) ? at : -1)).filter((at) => at >= 0) : null, unselected: {marker: {opacity: 0.15}},
+      marker: {color: colour(family), size: mine.map((p) => (p.label === state.open ? 15 : 9)), symbol: mine.map((p) => (p.dominated ? "circle-open" : "circle"))}};
+  });
+}
+
+function scatter(kind) {
+  const axis = byId("axis").value, points = shownIn(kind, "brush");
+  const lines = distinct(points.map((point) => point.family)).map((family) => {
+    const edge = front(kind, points.filter((point) => point.family === family), axis);
+    return {x: edge.map((p) => p[axis]), y: edge.map((p) => p.quality), mode: "lines", line: {color: colour(family), width: 1.5, shape: axis === "samples_per_s" ? "vh" : "hv"}, hoverinfo: "skip", showlegend: false};
   });
   const knee = kneeOf(kind, axis);
-  if (knee && shown.includes(knee)) {
-    traces.push({x: [knee[axis]], y: [knee.quality], name: "knee", mode: NARROW ? "markers" : "markers+text", text: [knee.short], textposition: "top right", cliponaxis: false,
-      hoverinfo: "skip", marker: {size: 20, symbol: "star-open", color: "#1c1e21", line: {width: 2}}});
-  }
-  Plotly.react("scatter", traces, {margin: {l: EDGE, r: 12, t: 40, b: 48}, xaxis: axisOf(axis),
-    yaxis: {title: {text: judged(kind)}}, legend: {orientation: "h", x: 0, y: 1.12}}, CONFIG);
+  const star = knee && points.includes(knee) ? [{x: [knee[axis]], y: [knee.quality], name: "knee", mode: NARROW ? "markers" : "markers+text", text: [knee.short], textposition: "top right", cliponaxis: false,
+    hoverinfo: "skip", marker: {size: 20, symbol: "star-open", color: css("text"), line: {width: 2}}}] : [];
+  const along = axis === "state_share" ? {type: "log", tickvals: SHARES, ticktext: SHARES.map(String)} : {type: axis === "samples_per_s" ? "linear" : "log", dtick: axis === "state_mib" ? "D2" : undefined, nticks: 8};
+  return plot("scatter", [...lines, ...markers(kind, points, (p) => p[axis]), ...star],
+    {xaxis: {title: {text: TITLES[axis]}, ...along}, yaxis: {title: {text: judged(kind)}}, dragmode: NARROW ? false : "select", uirevision: kind.name + axis});
 }
 
 function kneeOf(kind, axis) {
@@ -99,147 +132,297 @@ function kneeOf(kind, axis) {
   return kind.points.find((point) => point.label === label);
 }
 
-function history(kind, families, axis, group) {
-  const along = axis === "peak_mib" ? "peak_bytes" : "state_bytes";
+// A measure or setting as an axis: a number along doublings where it spans decades, else the place of its value
+function axisOf(kind, key) {
+  const of = kind.settings.includes(key) ? (p) => p.settings[key] ?? null : (p) => p[key];
+  const values = kind.points.map(of).filter((value) => value !== null), numbers = values.map(asNumber);
+  const title = key === "quality" ? kind.quality : key === "state_share" ? "state, % of AdamW's" : TITLES[key] || key;
+  if (numbers.includes(null)) {
+    const names = distinct(values.map(String)).sort((a, b) => a.localeCompare(b, undefined, {numeric: true}));
+    return {title, names, place: (p) => (of(p) === null ? null : names.indexOf(String(of(p))))};
+  }
+  const positive = numbers.filter((value) => value > 0), log = key !== "quality" && Math.min(...numbers) >= 0 && Math.max(...numbers) > 20 * Math.min(...positive);
+  const least = Math.min(...positive) / 2;
+  return {title, log, place: (p) => { const value = asNumber(of(p)); return value === null ? null : log ? Math.log10(Math.max(value, least)) : value; }};
+}
+
+function slice(kind) {
+  const key = byId("slice_by").value, axis = key && axisOf(kind, key);
+  if (!axis) return plot("slice", [], {annotations: [{text: "All points have the same settings.", showarrow: false, font: {color: css("soft")}}]});
+  // Points of a name lie beside each other: as many places as points, in the order of the points
+  const points = shownIn(kind, "brush"), beside = (p) => (axis.names ? 0.5 * ((kind.points.indexOf(p) * 0.618) % 1) - 0.25 : 0);
+  const x = (p) => { const at = axis.place(p); return at === null ? null : axis.log ? 10 ** at : at + beside(p); };
+  return plot("slice", markers(kind, points, x), {xaxis: {title: {text: axis.title}, type: axis.log ? "log" : "linear", ...(axis.names ? {tickvals: axis.names.map((_, at) => at), ticktext: axis.names.map((text) => text.slice(0, 24))} : {})},
+    yaxis: {title: {text: judged(kind)}}, dragmode: NARROW ? false : "select", uirevision: kind.name + key});
+}
+
+function history(kind) {
+  const group = comparedBy(), families = [...document.querySelectorAll("#families input:checked")].map((box) => box.value);
+  const along = byId("axis").value === "peak_mib" ? "peak_bytes" : "state_bytes";
   const lines = kind.histories.filter((line) => line.axis === along && (families.includes(line.family) || (group === "family" && line.family === "all")));
   const places = (line) => (group === "study" ? line.runs.map((_, at) => at + 1) : line.runs);
-  Plotly.react("history", lines.map((line) => ({x: places(line), y: line.share, name: line.family, mode: "lines", line: {shape: "hv", width: line.family === "all" ? 2.5 : 1.5,
-    color: line.family === "all" ? "#1c1e21" : colour(line.family)}, text: line.runs.map((at) => kind.runs[at - 1]), hovertemplate: "%{text}: %{y:.1f} %<extra>" + line.family + "</extra>"})),
-  {margin: {l: EDGE, r: 12, t: 40, b: 48}, xaxis: {title: {text: group === "study" ? "run number in its study" : "run number"}, dtick: kind.runs.length <= 20 ? 1 : undefined}, yaxis: {title: {text: "dominated area, %"}, rangemode: "tozero"}, legend: {orientation: "h", x: 0, y: 1.12}}, CONFIG);
+  return plot("history", lines.map((line) => ({x: places(line), y: line.share, name: line.family, mode: "lines", line: {shape: "hv", width: line.family === "all" ? 2.5 : 1.5,
+    color: line.family === "all" ? css("text") : colour(line.family)}, text: line.runs.map((at) => kind.runs[at - 1]), hovertemplate: "%{text}: %{y:.1f} %<extra>" + line.family + "</extra>"})),
+  {xaxis: {title: {text: group === "study" ? "run number in its study" : "run number"}, dtick: kind.runs.length <= 20 ? 1 : undefined}, yaxis: {title: {text: "dominated area, %"}, rangemode: "tozero"}});
 }
 
-function space(kind, shown) {
-  const traces = [...new Set(shown.map((point) => point.family))].map((family) => {
-    const mine = shown.filter((point) => point.family === family && point.quality !== null);
-    return {type: "scatter3d", mode: "markers", name: family, x: mine.map((p) => p.peak_mib), y: mine.map((p) => p.samples_per_s), z: mine.map((p) => p.quality),
-      text: mine.map((p) => hover(kind, p)), hoverinfo: "text", marker: {size: 4, color: colour(family)}};
-  });
-  Plotly.react("space", traces, {margin: {l: 0, r: 0, t: 0, b: 0}, legend: {orientation: "h"}, scene: {camera: {eye: {x: 1.7, y: 1.7, z: 1.1}, center: {x: 0, y: 0, z: -0.15}}, xaxis: {title: {text: "peak, MiB"}}, yaxis: {title: {text: "samples/s"}},
-    zaxis: {title: {text: judged(kind)}}}}, CONFIG);
-}
-
-function parallel(kind, shown) {
-  const families = [...new Set(shown.map((point) => point.family))];
-  const usable = shown.filter((point) => point.quality !== null);
-  const axes = ["quality", "state_share", "peak_mib", "samples_per_s", "risk"].filter((key) => usable.every((point) => point[key] !== null));
+function parallel(kind) {
+  const points = shownIn(kind, "ranges").filter((point) => point.quality !== null), families = distinct(points.map((point) => point.family));
+  const usable = (key) => points.every((p) => p[key] !== null) && distinct(points.map((p) => p[key])).length > 1;
+  const keys = ["quality", "state_share", "peak_mib", "samples_per_s", "risk"].filter(usable).concat(kind.settings.filter((name) => points.every((p) => (p.settings[name] ?? null) !== null)));
   const steps = families.flatMap((family, at) => [[at / families.length, colour(family)], [(at + 1) / families.length, colour(family)]]);
-  const doubling = (key) => { // ticks of a share along its doublings, as the other figures have it
-    const logs = usable.map((p) => Math.log2(Math.max(p[key], SHARES[0] / 2)));
-    const ticks = [0.5, ...SHARES].filter((share) => Math.log2(share) >= Math.min(...logs) - 0.5 && Math.log2(share) <= Math.max(...logs) + 0.5);
-    return {values: logs, tickvals: ticks.map(Math.log2), ticktext: ticks.map((share) => (share === 0.5 ? "0 to 0.5" : String(share)))};
-  };
-  const title = (key) => (key === "quality" ? kind.quality : key === "state_share" ? "state, % of AdamW's" : TITLES[key]);
-  byId("parallel").style.minWidth = NARROW ? "720px" : "";
-  Plotly.react("parallel", [{type: "parcoords", line: {color: usable.map((p) => families.indexOf(p.family)), cmin: -0.5, cmax: families.length - 0.5, colorscale: steps},
-    dimensions: axes.map((key) => ({label: title(key), ...(key === "state_share" ? doubling(key) : {values: usable.map((p) => p[key])})}))}], {margin: {l: 70, r: 70, t: 60, b: 30}}, CONFIG);
+  const dimensions = keys.map((key) => {
+    const axis = axisOf(kind, key), values = points.map(axis.place), kept = state.ranges[key]?.ranges;
+    const names = axis.names && {tickvals: axis.names.map((_, at) => at), ticktext: axis.names.map((text) => text.slice(0, 18)), range: [-0.3, axis.names.length - 0.7]};
+    const low = Math.min(...values), high = Math.max(...values), ticks = [...Array(5).keys()].map((at) => low + (at * (high - low)) / 4);
+    const decades = axis.log && {tickvals: ticks, ticktext: ticks.map((at) => String(Number((10 ** at).toPrecision(2))))};
+    return {label: axis.title.split(".").pop(), values, ...names, ...decades, ...(kept ? {constraintrange: kept} : {})};
+  });
+  const holder = byId("parallel");
+  holder.style.minWidth = `${Math.max(NARROW ? 720 : 0, 130 * keys.length)}px`;
+  holder.keys = keys;
+  return plot("parallel", points.length ? [{type: "parcoords", line: {color: points.map((p) => families.indexOf(p.family)), cmin: -0.5, cmax: families.length - 0.5, colorscale: steps},
+    unselected: {line: {color: css("line"), opacity: 0.3}}, labelfont: {color: css("text")}, tickfont: {color: css("text")}, rangefont: {color: css("ground"), size: 1}, dimensions}] : [], {margin: {l: 70, r: 70, t: 60, b: 30}});
 }
 
-function heat(kind, shown, axis) {
-  const known = shown.filter((point) => Object.keys(point.choices).length);
-  byId("rest").hidden = known.length <= FEW;
-  const every = byId("every").checked || known.length <= FEW;
-  const fronts = new Set([...new Set(known.map((point) => point.family))].flatMap((family) => front(kind, known.filter((point) => point.family === family), axis)));
-  const ordered = known.filter((point) => every || fronts.has(point)).sort((a, b) => a.state_mib - b.state_mib);
-  const blocks = [...new Set(ordered.flatMap((point) => Object.keys(point.choices)))];
-  const names = ordered.map((point, at) => `${at + 1}. ${point.short.length > 44 ? point.short.slice(0, 43) + "…" : point.short}`);
+function heat(kind) {
+  const axis = byId("axis").value, known = shownIn(kind).filter((point) => Object.keys(point.choices).length);
+  const fronts = distinct(known.map((point) => point.family)).flatMap((family) => front(kind, known.filter((point) => point.family === family), axis));
+  const ordered = distinct([...fronts, ...ranked(kind, known)]).slice(0, MOST_COLUMNS).sort((a, b) => a.state_mib - b.state_mib);
+  byId("heat").hidden = !ordered.length;
+  byId("heat_note").textContent = !ordered.length ? "No point shown has a record of its plan." : known.length > ordered.length ? `${ordered.length} of ${known.length} points are drawn, those on fronts and the best; keep others by a filter or brush.` : "";
+  const blocks = distinct(ordered.flatMap((point) => Object.keys(point.choices)));
+  const names = ordered.map((point, at) => `${at + 1}. ${point.short.length > 34 ? point.short.slice(0, 33) + "…" : point.short}`);
   const kept = (point, block) => (block in point.kept ? point.kept[block] : block in point.choices ? 0 : null);
-  const blockText = (point, block) => (block in point.choices ? `${point.choices[block]}<br>` +
-    (block in point.kept ? `${number(point.kept[block], 3)} % of fp32 AdamW's state` : "its state is not recorded") : "");
-  const roomy = ordered.length <= (NARROW ? 2 : 9);
-  const holder = byId("heat");
-  holder.style.height = `${Math.max(300, 214 + 22 * blocks.length)}px`;
-  holder.style.minWidth = `${Math.max(NARROW ? 560 : 0, 220 + 26 * ordered.length)}px`;
+  const blockText = (point, block) => (block in point.choices ? `${point.choices[block]}<br>` + (block in point.kept ? `${number(point.kept[block], 3)} % of fp32 AdamW's state` : "its state is not recorded") : "");
+  byId("heat").style.height = `${Math.max(300, 214 + 22 * blocks.length)}px`;
+  byId("heat").style.minWidth = `${Math.max(NARROW ? 560 : 0, 220 + 26 * ordered.length)}px`;
+  const scale = isDark() ? [[0, "#24282d"], [0.35, "#274a66"], [0.6, "#3d83b5"], [1, "#b5dcfa"]] : [[0, "#f3f0e6"], [0.35, "#b9d3e3"], [0.6, "#5c9bc4"], [1, "#123f66"]];
   // Equal steps of colour for equal steps of the root, so that a hundredth and a tenth still differ
-  Plotly.react("heat", [{type: "heatmap", x: names, y: blocks, xgap: 2, ygap: 1, zmin: 0, zmax: 10, colorscale: [[0, "#f3f0e6"], [0.35, "#b9d3e3"], [0.6, "#5c9bc4"], [1, "#123f66"]],
+  return plot("heat", [{type: "heatmap", x: names, y: blocks, xgap: 2, ygap: 1, zmin: 0, zmax: 10, colorscale: scale,
     z: blocks.map((block) => ordered.map((point) => { const share = kept(point, block); return share === null ? null : Math.sqrt(Math.min(share, 100)); })),
-    text: blocks.map((block) => ordered.map((point) => point.choices[block] || "")), texttemplate: roomy ? "%{text}" : "", textfont: {size: 10},
+    text: blocks.map((block) => ordered.map((point) => point.choices[block] || "")), texttemplate: ordered.length <= (NARROW ? 2 : 9) ? "%{text}" : "", textfont: {size: 10},
     customdata: blocks.map((block) => ordered.map((point) => blockText(point, block))), hovertemplate: "%{y}<br>%{x}<br><b>%{customdata}</b><extra></extra>",
     colorbar: {title: {text: "% of AdamW's<br>state kept"}, tickvals: [0, 1, 5, 10, 25, 50, 100].map(Math.sqrt), ticktext: ["0", "1", "5", "10", "25", "50", "100"], thickness: 14}}],
-  {margin: {l: 20, r: 20, t: 36, b: 30}, yaxis: {autorange: "reversed", automargin: true, tickfont: {size: 11}, dtick: 1}, xaxis: {tickangle: 35, automargin: true, tickfont: {size: 11}, dtick: 1}}, CONFIG);
+  {margin: {l: 20, r: 20, t: 36, b: 30}, yaxis: {autorange: "reversed", automargin: true, tickfont: {size: 11}, dtick: 1}, xaxis: {tickangle: 35, automargin: true, tickfont: {size: 11}, dtick: 1}});
+}
+
+function curves(kind) {
+  const all = ranked(kind, shownIn(kind)).filter((point) => Object.keys(point.curves).length), points = all.slice(0, MOST_CURVES);
+  byId("curves_note").textContent = all.length > points.length ? `${points.length} of ${all.length} are drawn, the best first; keep others by a filter or brush.` : "";
+  const traces = points.flatMap((point) => Object.entries(point.curves).map(([key, pairs]) => ({x: pairs.map((p) => p[0]), y: pairs.map((p) => p[1]), customdata: pairs.map(() => point.label), name: key,
+    mode: key === "train/loss" ? "lines" : "lines+markers", line: {color: colour(point.family), width: point.label === state.open ? 3 : 1, dash: key === "train/loss" ? "solid" : "dot"}, marker: {color: colour(point.family), size: 6},
+    hovertemplate: `${point.short}<br>step %{x}: %{y:.4g}<extra>${key}</extra>`, showlegend: false})));
+  const drawn = distinct(traces.map((trace) => trace.name)).map((key) => (key === "train/loss" ? "train/loss (lines)" : `${key} (dots)`));
+  return plot("curves", traces, {margin: {l: EDGE, r: 12, t: 12, b: 44}, hovermode: "closest", xaxis: {title: {text: "optimizer step"}}, yaxis: {title: {text: drawn.join(", ")}}, uirevision: kind.name});
+}
+
+// ---- tables
+
+function ranked(kind, points) {
+  const sign = kind.higher ? -1 : 1, last = (value) => Number(value === null);
+  const column = columnsOf(kind).find((own) => own.key === state.sort);
+  if (!column) return [...points].sort((a, b) => Number(a.dominated) - Number(b.dominated) || last(a.quality) - last(b.quality) || sign * (a.quality - b.quality));
+  const way = state.descending ? -1 : 1;
+  return [...points].sort((a, b) => {
+    const [x, y] = [column.of(a), column.of(b)];
+    return last(x) - last(y) || way * (asNumber(x) !== null && asNumber(y) !== null ? x - y : String(x).localeCompare(String(y), undefined, {numeric: true}));
+  });
+}
+
+function pointTable(kind) {
+  const columns = columnsOf(kind);
+  const heads = columns.map((column) => {
+    const own = state.sort === column.key, cell = element("th", {className: column.numeric ? "number" : ""});
+    cell.setAttribute("aria-sort", own ? (state.descending ? "descending" : "ascending") : "none");
+    const button = element("button", {textContent: column.head + (own ? (state.descending ? " ▼" : " ▲") : ""), title: `sort by ${column.key}`});
+    button.addEventListener("click", () => { // up, down, and as it was
+      [state.sort, state.descending] = !own ? [column.key, false] : state.descending ? [null, false] : [column.key, true];
+      pointTable(kind);
+      byId("points").querySelectorAll("th button")[columns.indexOf(column)].focus();
+    });
+    cell.append(button);
+    return cell;
+  });
+  const body = element("tbody");
+  ranked(kind, shownIn(kind)).forEach((point) => {
+    const row = element("tr", {className: `${point.dominated ? "dominated" : ""} ${point.label === state.open ? "open" : ""}`, tabIndex: 0}, ...columns.map((column) => {
+      const value = column.of(point), text = column.digits ? (value === null && column.key === "interval" ? "" : number(value, column.digits)) : value ?? "";
+      return element("td", {textContent: text, title: value ?? "", className: column.numeric ? "number" : ""});
+    }));
+    row.dataset.label = point.label;
+    row.addEventListener("click", () => open(point.label));
+    row.addEventListener("keydown", (event) => {
+      const rows = [...body.querySelectorAll("tr[data-label]")], step = {ArrowDown: 1, ArrowUp: -1}[event.key];
+      if (event.key === "Enter") open(point.label);
+      else if (step) rows[rows.indexOf(row) + step]?.focus();
+      else return;
+      event.preventDefault();
+    });
+    body.append(row);
+    if (point.label === state.open) body.append(element("tr", {className: "more"}, element("td", {colSpan: columns.length}, about(kind, point))));
+  });
+  byId("points").replaceChildren(element("thead", {}, element("tr", {}, ...heads)), body);
+}
+
+function about(kind, point) {
+  const copied = (text) => {
+    const button = element("button", {textContent: "copy", title: "copy"});
+    button.addEventListener("click", () => navigator.clipboard.writeText(text).then(() => { button.textContent = "copied"; }, () => { button.textContent = "not allowed here"; }));
+    return [element("code", {textContent: text}), button];
+  };
+  const told = [["settings", point.label], ["chosen by", point.basis], [kind.quality, `${number(point.quality, 6)}${point.spread === null ? "" : `, standard deviation ${number(point.spread, 3)} of ${point.seeds} seeds`}`]];
+  return element("dl", {}, ...told.filter(([, text]) => text).flatMap(([name, text]) => [element("dt", {textContent: name}), element("dd", {textContent: text})]),
+    element("dt", {textContent: "command"}), element("dd", {}, ...copied(point.command)), ...point.folders.flatMap((folder, at) => [element("dt", {textContent: at ? "" : "folder"}), element("dd", {}, ...copied(folder))]));
+}
+
+// Opens a point's row, or closes it; a click in a figure brings the row into view
+function open(label, {scroll = false} = {}) {
+  state.open = state.open === label && !scroll ? null : label;
+  const kind = view(whole());
+  pointTable(kind);
+  ["scatter", "slice", "curves"].forEach(redraw);
+  const row = [...byId("points").querySelectorAll("tr[data-label]")].find((own) => own.dataset.label === label);
+  if (scroll) row?.scrollIntoView({block: "nearest"});
+  row?.focus({preventScroll: true});
 }
 
 function levels(kind) {
-  const families = [...new Set(kind.levels.flatMap((level) => Object.keys(level.best)))];
+  const families = distinct(kind.levels.flatMap((level) => Object.keys(level.best)));
   const best = (level) => Object.entries(level.best).sort((a, b) => (kind.higher ? -1 : 1) * (a[1].quality - b[1].quality))[0][0];
-  const bestText = (own) => (own ? `${number(own.quality)}${own.spread === null ? "" : ` ± ${number(own.spread, 2)}`}, n ${own.seeds}: ${own.name}${own.of > 1 ? ` (best of ${own.of})` : ""}` : "none fits");
+  const bestText = (own) => (own ? `${number(own.quality)}${own.interval === null ? "" : ` ± ${number(own.interval, 2)}`}, n ${own.seeds}: ${own.name}${own.of > 1 ? ` (best of ${own.of})` : ""}` : "none fits");
   const holder = table("levels", [`at most (${judged(kind)})`, ...families], kind.levels.map((level) => [level.name, ...families.map((family) => bestText(level.best[family]))]));
   kind.levels.forEach((level, at) => { holder.rows[at + 1].cells[1 + families.indexOf(best(level))].style.fontWeight = "600"; });
 }
 
-function curves(kind, shown) {
-  const traces = shown.flatMap((point) => Object.entries(point.curves).map(([key, pairs]) => ({x: pairs.map((p) => p[0]), y: pairs.map((p) => p[1]),
-    name: `${point.label} ${key}`, mode: key === "train/loss" ? "lines" : "markers", line: {color: colour(point.family), width: 1}, marker: {color: colour(point.family), size: 7},
-    hovertemplate: `${point.short}<br>step %{x}: %{y:.4g}<extra>${key}</extra>`, showlegend: false})));
-  Plotly.react("curves", traces, {margin: {l: EDGE, r: 12, t: 12, b: 44}, xaxis: {title: {text: "optimizer step"}}, yaxis: {title: {text: ["train/loss (lines)", `${kind.quality} (dots)`].filter((_, at) => traces.some((trace) => (trace.mode === "lines") === (at === 0))).join(", ")}}}, CONFIG);
+function save(kind) {
+  const columns = [...columnsOf(kind), ...["label", "basis", "command"].map((key) => ({key, of: (p) => p[key]})), {key: "folders", of: (p) => p.folders.join(" ")}];
+  const quoted = (value) => (/[",\n]/.test(value ?? "") ? `"${String(value).replaceAll('"', '""')}"` : String(value ?? ""));
+  const lines = [columns.map((column) => column.key), ...ranked(kind, shownIn(kind)).map((point) => columns.map((column) => column.of(point)))];
+  const link = element("a", {download: "points.csv", href: URL.createObjectURL(new Blob([lines.map((line) => line.map(quoted).join(",") + "\n").join("")], {type: "text/csv"}))});
+  link.click();
+  return link;
+}
+
+// ---- the page
+
+// A figure is drawn when it is near the window, so that hundreds of runs do not make one wait
+const FIGURES = {scatter, slice, heat, parallel, curves, history}, stale = new Set(), near = new Set();
+const watcher = new IntersectionObserver((entries) => entries.forEach(({target, isIntersecting}) => {
+  near[isIntersecting ? "add" : "delete"](target.id);
+  if (isIntersecting && stale.has(target.id)) redraw(target.id);
+}), {rootMargin: "400px"});
+
+function redraw(id) {
+  if (!near.has(id)) return stale.add(id);
+  stale.delete(id);
+  return FIGURES[id](view(whole()));
 }
 
 function draw() {
-  const whole = data.kinds[byId("kind").value];
-  const kind = view(whole), group = comparedBy(whole);
-  const axis = byId("axis").value;
-  const families = [...document.querySelectorAll("#families input:checked")].map((box) => box.value);
-  const shown = kind.points.filter((point) => families.includes(point.family));
+  const kind = view(whole()), shown = shownIn(kind), axis = byId("axis").value;
   const lost = shown.filter((point) => point.quality === null).length;
-  byId("about").textContent = kind.about;
-  byId("verdict").textContent = kind.verdict;
-  levels(kind);
-  byId("summary").textContent = `${shown.length} of ${kind.points.length} points shown; ${judged(kind)}` +
-    (lost ? `; ${lost} diverged and cannot be drawn` : "");
+  byId("summary").textContent = `${shown.length} of ${kind.points.length} points${lost ? `, ${lost} of them diverged and cannot be drawn` : ""}`;
+  byId("all").hidden = shown.length === kind.points.length;
   const knee = kneeOf(kind, axis);
   const unit = axis === "state_share" ? " % of fp32 AdamW's optimizer state" : axis === "state_mib" ? " MiB of optimizer state" : " MiB peak memory";
-  byId("knee").textContent = knee ? `Knee (the star): ${knee.short}, ${kind.quality} ${number(knee.quality)} with ${number(knee[axis], 3)}${unit}. More memory buys little there, ` +
-    "less costs much." : axis === "samples_per_s" ? "" : "This front has no knee.";
-  scatter(kind, shown, axis);
-  history(kind, families, axis, group);
-  space(kind, shown);
-  parallel(kind, shown);
-  heat(kind, shown, axis);
-  curves(kind, shown);
-  table("volumes", ["memory axis", group, "points", "share, %"], kind.volumes.map((row) => [row.axis === "state_bytes" ? "optimizer state" : "peak memory", row.family,
-    row.points, row.share === null ? "n/a" : row.share.toFixed(1)]), [2, 3]);
-  const ranked = [...shown].sort((a, b) => Number(a.dominated) - Number(b.dominated) || Number(a.quality === null) - Number(b.quality === null) || (kind.higher ? b.quality - a.quality : a.quality - b.quality));
-  const holder = table("points", ["point", group, kind.quality, "sd", "seeds", "ranks", "state, %", "state, MiB", "peak, MiB", "samples/s", "chosen by (first seed)", "command that makes it again (first seed)"],
-    ranked.map((p) => [p.short, p.family, number(p.quality), p.spread === null ? "" : number(p.spread, 2), p.seeds, p.ranks, number(p.state_share, 3), number(p.state_mib, 3), number(p.peak_mib), number(p.samples_per_s), p.basis, p.command]),
-    [2, 3, 4, 5, 6, 7, 8, 9]);
-  ranked.forEach((point, at) => { if (point.dominated) holder.rows[at + 1].className = "dominated"; });
+  byId("knee").textContent = knee ? `Knee (the star): ${knee.short}, ${kind.quality} ${number(knee.quality)} with ${number(knee[axis], 3)}${unit}. More memory buys little there, less costs much.`
+    : axis === "samples_per_s" ? "" : "This front has no knee.";
+  pointTable(kind);
+  Object.keys(FIGURES).forEach(redraw);
 }
 
 function choose() {
-  const whole = data.kinds[byId("kind").value];
-  const kind = view(whole);
-  byId("compare").hidden = !whole.study;
-  byId("families_note").hidden = kind !== whole;
-  byId("studies_note").hidden = kind === whole;
-  byId("families").replaceChildren(...[...new Set(kind.points.map((point) => point.family))].map((family) => {
-    const label = document.createElement("label");
-    const box = Object.assign(document.createElement("input"), {type: "checkbox", value: family, checked: true});
-    box.addEventListener("change", draw);
-    label.append(box, " ", family);
+  const kind = view(whole()), group = comparedBy(), weights = kind.importances;
+  state.brush = null;
+  state.ranges = {};
+  byId("compare").hidden = !whole().study;
+  byId("families_note").hidden = group === "study";
+  byId("studies_note").hidden = group !== "study";
+  byId("about").textContent = kind.about;
+  byId("verdict").textContent = kind.verdict;
+  levels(kind);
+  table("volumes", ["memory axis", group, "points", "share, %"], kind.volumes.map((row) => [row.axis === "state_bytes" ? "optimizer state" : "peak memory", row.family, row.points, row.share === null ? "n/a" : row.share.toFixed(1)]), [2, 3]);
+  const names = [...kind.settings].sort((a, b) => (weights[b] || 0) - (weights[a] || 0));
+  byId("slice_by").replaceChildren(...names.map((name) => new Option(name)));
+  byId("importance").textContent = Object.keys(weights).length ? `How much settings tell the better quarter of points from the others (PED-ANOVA): ${names.filter((name) => name in weights).map((name) => `${name} ${(100 * weights[name]).toFixed(0)} %`).join(", ")}.` : "";
+  byId("families").replaceChildren(...distinct(kind.points.map((point) => point.family)).map((family) => {
+    const label = element("label", {}, element("input", {type: "checkbox", value: family, checked: true}), ` ${family}`);
     label.style.color = colour(family);
     return label;
   }));
   draw();
 }
 
+function showAll() {
+  byId("query").value = "";
+  state.brush = null;
+  state.ranges = {};
+  document.querySelectorAll("#families input").forEach((box) => { box.checked = true; });
+  ["scatter", "slice"].forEach((id) => { if (byId(id).layout) byId(id).layout.selections = []; });
+  draw();
+}
+
+function showTheme(theme, {remember = true} = {}) {
+  document.documentElement.dataset.theme = theme;
+  byId("theme").textContent = `colours: ${theme}`;
+  if (remember) try { localStorage.setItem("baoc-theme", theme); } catch { /* a browser that keeps nothing of files */ }
+  if (data.kinds.length) {
+    document.querySelectorAll("#families label").forEach((label) => { label.style.color = colour(label.querySelector("input").value); });
+    Object.keys(FIGURES).forEach(redraw);
+  }
+}
+
+function listen() {
+  const later = (what) => { let timer; return () => { clearTimeout(timer); timer = setTimeout(what, 150); }; };
+  ["kind", "by"].forEach((id) => byId(id).addEventListener("change", choose));
+  ["axis", "families"].forEach((id) => byId(id).addEventListener("change", draw));
+  byId("slice_by").addEventListener("change", () => redraw("slice"));
+  byId("query").addEventListener("input", later(draw));
+  byId("all").addEventListener("click", showAll);
+  byId("csv").addEventListener("click", () => save(view(whole())));
+  byId("theme").addEventListener("click", () => showTheme(THEMES[(THEMES.indexOf(document.documentElement.dataset.theme) + 1) % THEMES.length]));
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => showTheme(document.documentElement.dataset.theme, {remember: false}));
+  addEventListener("resize", later(() => Object.keys(FIGURES).forEach(redraw)));
+  addEventListener("beforeprint", () => { Object.keys(FIGURES).forEach((id) => { near.add(id); redraw(id); }); });
+  addEventListener("keydown", (event) => {
+    if (event.key === "Escape") showAll();
+    else if (event.key === "/" && document.activeElement.tagName !== "INPUT") byId("query").focus();
+    else return;
+    event.preventDefault();
+  });
+  Object.keys(FIGURES).forEach((id) => plot(id, [], {}).then((holder) => {
+    watcher.observe(holder);
+    if (id === "parallel") holder.on("plotly_restyle", () => {
+      const ranges = (kept) => (Array.isArray(kept[0]) ? kept : [kept]);
+      state.ranges = Object.fromEntries((holder.data[0]?.dimensions || []).flatMap((own, at) => (own.constraintrange ? [[holder.keys[at], {axis: axisOf(view(whole()), holder.keys[at]), ranges: ranges(own.constraintrange)}]] : [])));
+      draw();
+    });
+    if (["scatter", "slice", "curves"].includes(id)) holder.on("plotly_click", ({points}) => { if (points[0].customdata) open(points[0].customdata, {scroll: true}); });
+    if (["scatter", "slice"].includes(id)) {
+      holder.on("plotly_selected", (event) => { if (event) { state.brush = new Set(event.points.map((point) => point.customdata).filter(Boolean)); draw(); } });
+      holder.on("plotly_deselect", () => { state.brush = null; draw(); });
+    }
+  }));
+}
+
+let theme = "auto";
+try { theme = localStorage.getItem("baoc-theme") || theme; } catch { /* the system's */ }
 data.kinds.forEach((kind, at) => byId("kind").add(new Option(kind.name, at)));
-byId("kind").addEventListener("change", choose);
-byId("by").addEventListener("change", choose);
-byId("axis").addEventListener("change", draw);
-byId("every").addEventListener("change", draw);
+showTheme(THEMES.includes(theme) ? theme : "auto", {remember: false});
 if (data.failed.length) {
-  const title = document.createElement("h2");
-  title.textContent = "Runs without a good end";
-  const holder = Object.assign(document.createElement("table"), {id: "failures"});
-  byId("failed").append(title, holder);
+  byId("failed").append(element("h2", {textContent: "Runs without a good end"}), element("div", {className: "wide"}, element("table", {id: "failures"})));
   table("failures", ["run", "settings", "exit code", "message"], data.failed.map((job) => [job.run, job.label, job.code === null ? "" : job.code, job.message]), [2]);
 }
 if (data.race) {
   byId("race").hidden = false;
-  byId("race_lines").replaceChildren(...data.race.lines.map((text) => Object.assign(document.createElement("p"), {textContent: text})));
+  byId("race_lines").replaceChildren(...data.race.lines.map((text) => element("p", {textContent: text})));
   table("race_table", data.race.head, data.race.rows, data.race.head.map((_, at) => at).slice(1, -1));
 }
-if (data.kinds.length) choose();
-else {
+if (data.kinds.length) {
+  choose();
+  listen();
+} else {
   byId("nothing").textContent = "No run has finished yet, so there is nothing to compare.";
   document.querySelector("main").hidden = true;
 }
