@@ -91,7 +91,7 @@ def run_all(
 ) -> None:
     """`gpus`: as CUDA_VISIBLE_DEVICES names them; one empty name is the CPU. `code`: the program of a run."""
     named = {word.removeprefix("model=") for line, _ in jobs for word in line.words if word.startswith("model=")}
-    families = [MODELS[name] for name in sorted(named)]
+    families = [MODELS[name] for name in sorted(named) if name in MODELS]
     forkserver.preload(forkserver.PRELOAD, *(name for one in families for name in (one.module, *one.imports)))
     places = [gpu for _ in range(per_gpu) for gpu in gpus]
     done = {(row["group"], row["label"], int(row["seed"])) for row in read_rows(rows)}
