@@ -1,6 +1,8 @@
 """Networks of kinds that the measured table has not: a convolutional net, and a GPT with another layout and width.
 
     python run.py model=experiments/benchmarks/own_networks.py:conv dataset=fashion_mnist budget=state_15 race=600
+
+The list own_runs.tsv trains them (listed_runs.py).
 """
 
 import torch
