@@ -1,6 +1,7 @@
 """Intervals and ranks: exact small cases, and on noise the rate of false alarms that their level promises."""
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -16,6 +17,8 @@ def test_a_known_interval():
     assert (found.mean, found.sd, found.n) == (2.0, 1.0, 3)
     assert found.half == pytest.approx(4.302653 / math.sqrt(3), rel=1e-6)  # t with 2 degrees of freedom
     assert not found.excludes_zero and str(found) == "+2 +- 2.5 (n 3)"
+    assert (found.level, found.low, found.high) == (0.95, 2.0 - found.half, 2.0 + found.half)
+    assert upper_bound(found, level=0.975) == pytest.approx(found.high)  # one side of an interval of 95 %
 
 
 def test_one_value_tells_nothing():
@@ -45,8 +48,10 @@ def test_differences_are_paired_by_seed():
     ours, theirs = {1: 1.0, 2: 2.0, 3: 9.0}, {2: 1.5, 1: 0.5, 7: 0.0}
     found = paired_difference(ours, theirs)
     assert (found.mean, found.sd, found.n) == (0.5, 0.0, 2)
-    with pytest.raises(ValueError, match=r"no seed is in both: \[1\] and \[2\]; pairs are runs of the same seed"):
-        paired_difference({1: 0.0}, {2: 0.0})
+    assert paired_difference(ours, theirs, level=0.5).level == 0.5 and found.level == 0.9
+    five, other = "[1, 2, 3, 4, 5]", "[7, 8, 9, 10, 11]"
+    with pytest.raises(ValueError, match=re.escape(f"no seed is in both: {five} and {other}; pairs are runs of the")):
+        paired_difference(dict.fromkeys(range(1, 7), 0.0), dict.fromkeys(range(7, 13), 0.0))
 
 
 def test_ranks_share_ties():
@@ -57,7 +62,23 @@ def test_rank_correlation_is_that_of_scipy():
     x, y = NOISE.normal(size=12), NOISE.integers(4, size=12).astype(float)
     found = rank_correlation(list(x), list(y))
     assert found.rho == pytest.approx(spearmanr(x, y).statistic)
-    assert rank_correlation([1, 2, 3, 4, 5], [2, 4, 6, 8, 10]).p == pytest.approx(2 / 120)  # both of the 120 orders
+    assert found.n == 12
+
+
+def test_up_to_seven_values_every_order_is_counted():
+    """As large in size as found are, of all n! orders, the sorted one and its reverse, times those that swap ties."""
+    assert rank_correlation([1, 2, 3], [2, 4, 6]).p == pytest.approx(2 / 6)
+    assert rank_correlation([1, 2, 3, 4, 5, 6, 7], [-1, -2, -3, -4, -5, -6, -7]).p == pytest.approx(2 / 5040)
+    assert rank_correlation([1, 2, 3, 4], [0, 0, 1, 1]).p == pytest.approx(2 * 4 / 24)
+    assert rank_correlation([1, 2, 3, 4], [2, 1, 4, 3]).p == pytest.approx(10 / 24)  # rho .6; counted by hand
+
+
+def test_of_more_values_4999_orders_are_drawn_and_the_found_one_counts():
+    sorted_values = list(range(12))
+    assert rank_correlation(sorted_values, sorted_values).p == pytest.approx(1 / 5000)
+    x, y = [0.0, 1, 2, 3, 4, 5, 6, 7], [1.0, 0, 3, 2, 7, 5, 4, 6]
+    first, again, other = (rank_correlation(x, y, seed=seed).p for seed in (0, 0, 1))
+    assert first == again != other and rank_correlation(x, y).p == first
 
 
 @pytest.mark.parametrize("n", [5, 9, 20])
@@ -81,11 +102,17 @@ def test_a_constant_side_is_said():
 @pytest.mark.parametrize(
     ("values", "level", "words"),
     [
-        ([], 0.9, "no values were given"),
-        ([1.0, math.nan], 0.9, "not finite"),
-        ([1.0], 90, "level=90 is no probability"),
+        ([], 0.9, "^no values were given: a mean needs one, an interval two$"),
+        ([1.0, math.nan], 0.9, "^a value is not finite: leave out runs that diverged, and count them apart$"),
+        *(([1.0], level, f"^level={level} is no probability: give one between 0 and 1") for level in (90, 0, 1, 1.5)),
     ],
 )
 def test_bad_input_is_refused(values: list[float], level: float, words: str):
     with pytest.raises(ValueError, match=words):
         mean_interval(values, level=level)
+
+
+@pytest.mark.parametrize(("x", "y"), [([1.0, 2], [1.0, 2]), ([1.0, 2, 3], [1.0, 2]), ([1.0, 2, 3], [1.0, 2, 3, 4])])
+def test_pairs_are_three_or_more(x: list[float], y: list[float]):
+    with pytest.raises(ValueError, match=f"^{len(x)} and {len(y)} values: a rank correlation needs two sides of one"):
+        rank_correlation(x, y)
