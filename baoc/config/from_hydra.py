@@ -72,6 +72,8 @@ def from_plain(plain: Mapping[str, Any], *, complete: bool = False) -> RunConfig
     for key in given["trainer"] if isinstance(given.get("trainer"), Mapping) else ():
         if key in TRAINER_OWNED:
             raise BadInputError(f"trainer.{key} is decided by BAOC: {TRAINER_OWNED[key]}")
+    if isinstance(allocator := given.get("allocator"), Mapping):  # `every` was of host_every_kth, which is no more
+        given["allocator"] = {key: value for key, value in allocator.items() if key != "every"}
     for group in GROUPS:
         if group in given:
             given[group] = gather(group, given[group], complete=complete)
@@ -122,7 +124,7 @@ def read_config(path: Path) -> RunConfig:
 
 def check_names(config: RunConfig) -> None:
     """Raises BadInputError for an unknown model, dataset, task, allocator, risk, term, spec, role or path."""
-    from baoc.core.catalogue import select
+    from baoc.core.catalogue import removed, select
     from baoc.planning.allocators import ALLOCATORS
     from baoc.planning.risk import RISKS
 
@@ -137,7 +139,7 @@ def check_names(config: RunConfig) -> None:
         *(("role in catalogue.keep_fp32_roles", role, list(Role)) for role in config.catalogue.keep_fp32_roles),
     ):
         if given not in allowed:
-            raise unknown_name(given, what=key, allowed=allowed)
+            raise BadInputError(removed(given)) if removed(given) else unknown_name(given, what=key, allowed=allowed)
     terms = yaml.safe_load(assets.options("risk")[config.risk.name].read_text(encoding="utf-8"))["weights"]
     for term in config.risk.weights:
         if term not in terms:

@@ -113,10 +113,7 @@ class RiskConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorConfig:
-    """The allocator. `every` is the k of host_every_kth: one block in k is streamed."""
-
     name: str = "exact"
-    every: Annotated[int, at_least(1, " blocks")] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

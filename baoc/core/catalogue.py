@@ -101,7 +101,6 @@ WEIGHTS: dict[str, WeightsInfo] = {
     for weights in (
         WeightsInfo(name="native", description="as the parameter is"),
         WeightsInfo(name="split8", description="bf16 with an 8-bit correction", param_bytes=2, correction_bytes=1),
-        WeightsInfo(name="split16", description="bf16 with a 16-bit correction", param_bytes=2, correction_bytes=2),
         WeightsInfo(name="bf16_sr", description="bf16, rounded at random", param_bytes=2),
         WeightsInfo(name="bf16", description="bf16, rounded to nearest: small steps are lost", param_bytes=2),
     )
@@ -119,14 +118,30 @@ PLACEMENTS: dict[str, PlacementInfo] = {
             description="on the host, stepped on the device",
             suffix="streamed",
         ),
-        PlacementInfo(name=Placement.HOST_UPDATED, description="on the host, stepped there", suffix="updated"),
     )
 }
 _STATELESS = frozenset({"sign", "column_norm"})  # without corrections nothing of theirs could be placed
 
 
 def removed(name: str) -> str:
-    """What to say of a row or rule that earlier versions had; empty where there never was one."""
+    """What to say of a row, rule or allocator that earlier versions had; empty where there never was one."""
+    if name in ("host_adamw", "host_adamw_flush", "host_every_kth"):
+        return (
+            f"allocator={name} was removed with all steps on the CPU, to which streamed ones are superior in time and "
+            "memory: leave it out and take catalogue=host, or catalogue.specs=[adamw@streamed] for fp32 AdamW alone"
+        )
+    instead = name.replace("+split16", "+split8").replace("@updated", "@streamed")
+    if "+split16" in name:
+        return (
+            f"{name} was removed, bf16 weights with a 16-bit correction, which no measured recipe used: choose "
+            f"{instead}, or fp32 weights. A checkpoint that holds 16-bit corrections is "
+            "resumed by an earlier version"
+        )
+    if name.endswith("@updated"):
+        return (
+            f"{name} was removed, a step on the CPU, to which a streamed one is superior in time and memory: choose "
+            f"{instead}, which keeps the same states"
+        )
     found = re.match(r"(foam_l[1238])_(out|sq)(?=_|\+|@|$)", name)
     if found is None:
         return ""
@@ -203,11 +218,10 @@ ON_DEVICE: dict[str, OptimizerSpec] = {
 }
 ON_HOST: dict[str, OptimizerSpec] = {
     row.name: row
-    for place in (Placement.HOST_STREAMED, Placement.HOST_UPDATED)
     for weights in WEIGHTS.values()
     for spec in NATIVE.values()
     if _places(spec, weights=weights)
-    for row in (_row(spec, weights=weights.name, placement=place),)
+    for row in (_row(spec, weights=weights.name, placement=Placement.HOST_STREAMED),)
 }
 SPECS: dict[str, OptimizerSpec] = {**ON_DEVICE, **ON_HOST}
 

@@ -629,10 +629,10 @@ class KeepGradients(BackwardStepper):
     stepped_text = f"some host-placed blocks have been stepped in backward. Call step() first, or {_NO_CHANGE}"
 
     def __init__(self, owner: "BlockwiseOptimizer"):
-        self._on = self._flush_only = False
+        self._on = False
         self._finals: list[Tensor] = []  # parameters in the order in which their gradients were final
         self._learned: set[str] = set()  # blocks whose order the registry knows
-        self.num_stepped = 0  # parameters that the last step found stepped, or flushed, in backward
+        self.num_stepped = 0  # parameters that the last step found stepped in backward
         super().__init__(owner)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -650,10 +650,9 @@ class KeepGradients(BackwardStepper):
         return bool(self.versions)
 
     @contextmanager
-    def last_backward(self, *, flush_only: bool = False) -> Iterator[None]:
+    def last_backward(self) -> Iterator[None]:
         """Inside, a backward steps host-placed blocks as soon as their gradients are final, where that is possible."""
         refuse_ranks("last_backward")
-        self._flush_only = flush_only
         self.check_between_steps("last_backward was entered")
         self._on = self._prepare()
         try:
@@ -707,18 +706,14 @@ class KeepGradients(BackwardStepper):
         if any(live.unseeded for live in piece.blocks):
             return
         slots = [slot for live in piece.blocks for slot in live.slots if slot.param.grad is not None]
-        if self._flush_only:
-            if not backend.flush(index):
-                return
-        else:
-            masks, options = {}, self._options
-            assert options is not None
-            if not backend.excludes_nonfinite and not backend.looks_ahead:
-                unit = StepUnit(backends=[backend], guarded={slot.param: slot.name for slot in slots})
-                masks = owner.finite_check.check(unit, step=owner.num_steps + 1, final=False) or {}
-            inputs = owner.inputs(masks, options=options, phase=owner.num_steps + 1)
-            self._run(slots, lambda: backend.step(index, inputs, ahead=True))
-            backend.done.add(index)
+        masks, options = {}, self._options
+        assert options is not None
+        if not backend.excludes_nonfinite:
+            unit = StepUnit(backends=[backend], guarded={slot.param: slot.name for slot in slots})
+            masks = owner.finite_check.check(unit, step=owner.num_steps + 1, final=False) or {}
+        inputs = owner.inputs(masks, options=options, phase=owner.num_steps + 1)
+        self._run(slots, lambda: backend.step(index, inputs))
+        backend.done.add(index)
         # These gradients were used: they may not be changed any more.
         self.versions |= {slot.param: slot.param.grad._version for slot in slots}  # pyright: ignore
 

@@ -22,11 +22,10 @@ from baoc.optim.shards import described
 from baoc.optim.wrappers import refuse_shard, refuse_zero
 from baoc.parallel import unwrapped
 from baoc.planning.candidates import off_shards
-from baoc.types import Block, OptimizerSpec, ParamInfo, Placement, Role
+from baoc.types import Block, OptimizerSpec, ParamInfo, Role
 
 log = logging.getLogger(__name__)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_GPU_RULES = frozenset({"muon"})  # that no CPU steps in the time of a training step
 _SETTINGS = ("lr", "betas", "eps", "weight_decay")
 _ALLOWED = "pass a module, named or plain parameters, or parameter groups"
 
@@ -281,7 +280,7 @@ def to_spec(spec: str | OptimizerSpec) -> OptimizerSpec:
         if spec not in SPECS:
             if told := removed(spec):
                 raise BadInputError(told)
-            raise unknown_name(spec, what="optimizer spec", allowed=SPECS)
+            raise unknown_name(spec, what="optimizer spec (`python run.py --list specs` has all)", allowed=SPECS)
         spec = SPECS[spec]
     if spec.rule not in RULES:
         if told := removed(spec.name) or removed(spec.rule):
@@ -313,12 +312,6 @@ def check_applies(spec: OptimizerSpec, *, block: Block) -> None:
             )
     if why := off_shards(block, spec=spec, rule=info):
         raise BadInputError(f"block {block.name} cannot run {spec.name}: {why}")
-    if spec.placement == Placement.HOST_UPDATED and spec.rule in _GPU_RULES:
-        raise BadInputError(
-            f"block {block.name} cannot run {spec.name}: its step multiplies matrices, which takes a GPU, and "
-            f" {spec.placement} blocks are stepped on the CPU. Give the block {spec.name.partition('@')[0]}, or the "
-            "same with @streamed"
-        )
     if info.hidden_only and block.role in (Role.EMBEDDING, Role.HEAD):
         raise BadInputError(f"block {block.name} cannot run {spec.name}: it is for hidden layers, not the {block.role}")
 

@@ -359,7 +359,7 @@ def _load_match(live: LiveBlock, *, saved: Saved, roster: BlockRegistry, convert
     live.applied, live.fresh = None, True
     if not live.matched or not live.slots:
         return
-    device = live.match_home
+    device = live.slots[0].param.device
     names, match = saved.matches.get(live.block.name, ((), None))
     if match is not None and not converted and names == tuple(slot.name for slot in live.slots):
         live.match = match.to(device=device, dtype=torch.float32, copy=True)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from baoc.core.catalogue import WEIGHTS
 from baoc.errors import BadInputError, unknown_name
 from baoc.optim import weights
 from baoc.optim.groups import named_params
@@ -37,7 +38,7 @@ def _whole(slot: Slot, master: Tensor) -> Tensor:
 
 def kept(roster: BlockRegistry) -> Mapping[Tensor, State]:
     """Parameter -> its state where that is kept, which may be the host. Waits for corrections on their way there."""
-    if any(live.on_host and live.spec.weights in weights.CORRECTIONS for live in roster.live.values()):
+    if any(live.on_host and WEIGHTS[live.spec.weights].correction_bytes for live in roster.live.values()):
         roster.synchronize()
     return roster.state
 

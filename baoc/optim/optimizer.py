@@ -328,13 +328,12 @@ class BlockwiseOptimizer(Optimizer):
         for subscriber in tuple(self.after_step):
             subscriber()
 
-    def last_backward(self, *, flush_only: bool = False) -> AbstractContextManager[None]:
+    def last_backward(self) -> AbstractContextManager[None]:
         """`with optimizer.last_backward(): loss.backward()` lets host-placed blocks be stepped in backward already.
 
         To be said of the last backward before `step` if nothing clips, unscales or drops gradients between the two.
-        `flush_only`: blocks that the host updates only get their gradients there, and all are stepped by `step`.
         """
-        return self.overlap.last_backward(flush_only=flush_only)
+        return self.overlap.last_backward()
 
     def options(self) -> list[Options]:
         """What the parameter groups say now, then what tuned blocks make of it.

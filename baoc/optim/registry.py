@@ -41,9 +41,8 @@ from baoc.optim.shards import Shard, Shards, check_edges, is_sharded, local, one
 from baoc.optim.state import LiveBlock, Slot, State, allocate, make_slot, new_match, packed, tensor_bytes, whole_slot
 from baoc.optim.wrappers import refuse_averages, refuse_casts, refuse_shard
 from baoc.parallel import refusal
-from baoc.planning.cost import aligned, passing_bytes
-from baoc.planning.transfer import buffer_bytes
-from baoc.types import Block, OptimizerSpec, ParamInfo, Placement
+from baoc.planning.cost import aligned
+from baoc.types import Block, OptimizerSpec, ParamInfo
 from baoc.units import format_bytes
 
 if TYPE_CHECKING:
@@ -224,7 +223,7 @@ class BlockRegistry:
     def add_match(self, live: LiveBlock, *, target: float) -> None:
         """Gives a matched block its matching state, own RMS still to be measured; `target` is AdamW's RMS."""
         if live.matched and live.slots:
-            live.match = new_match(self.own_target(live, target=target), device=live.match_home)
+            live.match = new_match(self.own_target(live, target=target), device=live.slots[0].param.device)
 
     def own_target(self, live: LiveBlock, *, target: float) -> float:
         """The RMS that a block's update is scaled to, where AdamW's on it is `target`."""
@@ -498,7 +497,7 @@ class BlockRegistry:
         for live in self.live.values():
             self.pack(live)
             if live.match is not None:
-                live.match = live.match.to(live.match_home)
+                live.match = live.match.to(live.slots[0].param.device)
         self.drop_backends()
         self._gather()
         self.placed = True
@@ -516,15 +515,14 @@ class BlockRegistry:
         """Live bytes of a block's state on its parameters' device, its matching state included."""
         match = [live.match] if live.match is not None else []
         if live.on_host:
-            return tensor_bytes(match) if live.spec.placement == Placement.HOST_STREAMED else 0
+            return tensor_bytes(match)
         return self._steps(live) + tensor_bytes([*self._tensors(live), *match])
 
     def block_host_bytes(self, live: LiveBlock) -> int:
         """Live bytes of a host-placed block's state on the host."""
         if not live.on_host:
             return 0
-        match = [live.match] if live.match is not None and live.spec.placement == Placement.HOST_UPDATED else []
-        return self._steps(live) + sum(aligned(value.nbytes) for value in self._tensors(live)) + tensor_bytes(match)
+        return self._steps(live) + sum(aligned(value.nbytes) for value in self._tensors(live))
 
     def _tensors(self, live: LiveBlock) -> list[Tensor]:
         states = [self.state[slot.param].items() for slot in live.slots]
@@ -553,7 +551,4 @@ def check_new(lives: Sequence[LiveBlock], *, device: torch.device | None = None)
                 "and the states of a host-placed block pass to one device. Make them two blocks"
             )
     if placed and placed[0].slots[0].param.device.type != "meta":
-        updated = [live for live in placed if live.spec.placement == Placement.HOST_UPDATED]
-        passing = buffer_bytes([passing_bytes(live.block, spec=live.spec) for live in updated])
-        needed = sum(live.slab_bytes for live in placed) + passing
-        check_host_memory(needed, what="the states of host-placed blocks")
+        check_host_memory(sum(live.slab_bytes for live in placed), what="the states of host-placed blocks")

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baoc.core.catalogue import STORAGES
+from baoc.core.catalogue import STORAGES, WEIGHTS
 from baoc.core.recipes import Tuned
 from baoc.optim.codecs import CODEC_IMPLS, Kept
 from baoc.optim.rules import RULES, RuleContext, UpdateRule
 from baoc.optim.shards import Shard
-from baoc.optim.weights import CORRECTION, CORRECTIONS
+from baoc.optim.weights import CORRECTION
 from baoc.planning.cost import aligned
 from baoc.types import Block, OptimizerSpec, ParamInfo, Placement, StateLayout
 
@@ -146,12 +146,6 @@ class LiveBlock:
     def slab_bytes(self) -> int:
         return sum(slot.slab_bytes for slot in self.slots)
 
-    @property
-    def match_home(self) -> torch.device:
-        """Where the step is computed, which reads the match."""
-        slot = self.slots[0]
-        return slot.home if self.spec.placement == Placement.HOST_UPDATED else slot.param.device
-
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Bucket:
@@ -184,8 +178,8 @@ def make_slot(
         keys = tuple((part, f"{decl.name}{part}") for part in tensors)
         kept.append(Kept(decl=decl, codec=codec, shape=shape, keys=keys))
         parts += [_part(key, tensors[part]) for part, key in keys]
-    if spec.weights in CORRECTIONS and not empty:
-        parts.append(_part(CORRECTION, torch.empty(param.shape, dtype=CORRECTIONS[spec.weights], device="meta")))
+    if WEIGHTS[spec.weights].correction_bytes and not empty:
+        parts.append(_part(CORRECTION, torch.empty(param.shape, dtype=torch.int8, device="meta")))
     return Slot(
         name=name,
         param=param,

@@ -18,7 +18,6 @@ _PER_ELEMENT = 0x9E3779B1  # of the hash that rounds at random
 _PER_UNIT = 2.0**8 * _LEVELS  # codes in the number's power of two
 _BF16_MAX = torch.finfo(torch.bfloat16).max
 CORRECTION = "correction"  # key of the state
-CORRECTIONS = {"split8": torch.int8, "split16": torch.int16}
 ROUNDED = (torch.bfloat16, torch.float16)
 PIECE = 2**20  # elements that are taken in at a time
 LOOK = 2**17  # that are looked at at a time, in 1 MiB
@@ -140,9 +139,8 @@ def take_in_(param: Tensor, state: Mapping[str, Tensor], whole: Tensor, *, weigh
 #
 # The formulas and their sources: docs/methods.md#weight-splitting.
 #
-# 8 bits: the correction counts 127ths of half a unit in the last place of the bf16 number, worth about 24 bits
-# together. 16 bits: it is the low half of the fp32 number's bits, so all of it comes back. Kernels do the same
-# arithmetic.
+# The correction counts 127ths of half a unit in the last place of the bf16 number, worth about 24 bits together.
+# Kernels do the same arithmetic.
 
 
 def _power(near: Tensor) -> Tensor:
@@ -152,17 +150,14 @@ def _power(near: Tensor) -> Tensor:
 
 
 def split_weights_(near: Tensor, correction: Tensor, *, values: Tensor, thresholds: Tensor | None = None) -> None:
-    """Stores fp32 `values` as bf16 `near` and int8 or int16 `correction`, all of one shape.
+    """Stores fp32 `values` as bf16 `near` and int8 `correction`, all of one shape.
 
-    An int16 correction keeps every bit. An int8 one is rounded to nearest, halves away from zero: the error is at most
+    The correction is rounded to nearest, halves away from zero: the error is at most
     half a unit / 254, but repeated steps of less are lost. With `thresholds` (the codecs' lanes, fp32 [32], one per
     element index modulo 32) a fraction of at least the threshold rounds up: the error is at most half a unit / 127, and
     its mean over steps is 0; and where `values` are what `near` and `correction` stand for already, these stay as they
     are, for merging has rounded to fp32 and some numbers can be split in two ways.
     """
-    if correction.dtype is torch.int16:
-        _split_bits_(near, correction, values=values)
-        return
     rounded = values.to(torch.bfloat16)
     rest = (values - rounded.to(torch.float32)).div_(_power(rounded)).mul_(_PER_UNIT)
     rest = rest.nan_to_num_(nan=0.0).clamp_(-_LEVELS, _LEVELS).contiguous()
@@ -176,12 +171,6 @@ def split_weights_(near: Tensor, correction: Tensor, *, values: Tensor, threshol
     correction.copy_(torch.where(changed, codes, correction))
 
 
-def _split_bits_(near: Tensor, correction: Tensor, *, values: Tensor) -> None:
-    bits = values.view(torch.int32)
-    near.view(torch.int16).copy_((bits + 0x8000) >> 16)
-    correction.copy_((bits << 16) >> 16)  # the low half with its sign
-
-
 def _add_pattern_(values: Tensor, pattern: Tensor) -> Tensor:
     """Adds `pattern` over and over along the elements of a contiguous tensor."""
     flat, length = values.view(-1), len(pattern)
@@ -193,9 +182,6 @@ def _add_pattern_(values: Tensor, pattern: Tensor) -> Tensor:
 
 def merge_weights(near: Tensor, correction: Tensor) -> Tensor:
     """The fp32 numbers that `near` and `correction` stand for."""
-    if correction.dtype is torch.int16:
-        bits = near.view(torch.int16).to(torch.int32) << 16
-        return (bits + correction.to(torch.int32)).view(torch.float32)
     rest = correction.to(torch.float32).mul_(1 / _PER_UNIT).mul_(_power(near))
     return rest.add_(near.to(torch.float32))
 

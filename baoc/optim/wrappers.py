@@ -101,20 +101,33 @@ def averaged(params: Mapping[str, Tensor], *, copies: Iterable[nn.Module] | None
     return any(map(is_copy, _averaged_networks()))
 
 
+_watched: "weakref.WeakSet[Any]" = weakref.WeakSet()  # optimizers
+_made: list[bool] = [True]  # whether an AveragedModel may be alive; before this module was imported, nobody knows
+
+
 def _averaged_networks() -> list[nn.Module]:
-    return [model.module for model in _alive(AveragedModel) if hasattr(model, "module")]
+    """Networks inside of AveragedModels that are alive. Looking at all objects takes as long as building an optimizer,
+    so it is done where such a model was made, and once for those that were made before this module was imported."""
+    if not _made[0]:
+        return []
+    found = [model.module for model in _alive(AveragedModel) if hasattr(model, "module")]
+    _made[0] = bool(found)
+    return found
 
 
 def watch_averages(optimizer: Any) -> None:
     """An AveragedModel that is made of narrow weights is refused then, for as long as `optimizer` lives."""
-    owner = weakref.ref(optimizer)
+    _watched.add(optimizer)
 
-    def look(module: nn.Module, name: str, part: nn.Module | None) -> None:
-        ours = owner()
-        if name == "module" and isinstance(module, AveragedModel) and part is not None and ours is not None:
-            refuse_averages(ours.roster.live.values(), copies=[part])
 
-    weakref.finalize(optimizer, register_module_module_registration_hook(look).remove)
+def _note_average(module: nn.Module, name: str, part: nn.Module | None) -> None:
+    if name == "module" and isinstance(module, AveragedModel) and part is not None:
+        _made[0] = True
+        for optimizer in tuple(_watched):
+            refuse_averages(optimizer.roster.live.values(), copies=[part])
+
+
+register_module_module_registration_hook(_note_average)
 
 
 def _target(slot: Any) -> torch.dtype:

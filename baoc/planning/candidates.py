@@ -46,7 +46,7 @@ def applies(
         for param in block.params:
             if param.dtype not in WEIGHT_DTYPES:
                 return f"{spec.weights} weights are made of {' or '.join(WEIGHT_DTYPES)}, {param.name} is {param.dtype}"
-    if why := off_host(spec, rule=rule) or off_shards(block, spec=spec, rule=rule):
+    if why := off_shards(block, spec=spec, rule=rule):
         return why
     if rule.needs_matrix:
         for param in block.params:
@@ -59,15 +59,6 @@ def stands_in(spec: OptimizerSpec, *, rule: RuleInfo) -> bool:
     """Whether a role that keeps fp32 may run `spec` before it loses its momentum: the same states in 8 bits."""
     whole = any(state.kind is StateKind.M and state.layout is StateLayout.FULL for state in rule.states)
     return whole and spec.storage.startswith("int8") and spec.weights == "native"
-
-
-def off_host(spec: OptimizerSpec, *, rule: RuleInfo) -> str | None:
-    """Why the host cannot step this, as a clause to be shown; None where it can, or does not have to."""
-    if spec.placement == Placement.HOST_UPDATED and rule.scaling is Scaling.SPECTRAL:
-        return (
-            f"{rule.name} multiplies matrices at every step, which takes a GPU, and {spec.name} is stepped on the host"
-        )
-    return None
 
 
 def off_shards(block: Block, *, spec: OptimizerSpec, rule: RuleInfo) -> str | None:
@@ -186,7 +177,7 @@ def _by_bytes(candidate: Candidate) -> tuple[float, float, float, float]:
 def _taken(candidate: Candidate, *, with_time: bool) -> tuple[float, ...]:
     """Everything of which less is better."""
     spent = candidate.cost
-    beside = (spent.transfer_bytes, spent.host_bytes, spent.link_s, spent.host_s)
+    beside = (spent.transfer_bytes, spent.host_bytes, spent.link_s)
     return (spent.charged_bytes, candidate.risk.total, *beside, spent.step_s if with_time else 0.0)
 
 
@@ -245,7 +236,6 @@ def candidate_rows(candidates: Mapping[str, Sequence[Candidate]], *, with_time: 
                 "host_bytes": candidate.cost.host_bytes,
                 "transfer_bytes": candidate.cost.transfer_bytes,
                 "link_s": candidate.cost.link_s,
-                "host_s": candidate.cost.host_s,
                 "step_s": candidate.cost.step_s,
                 "risk": candidate.risk.total,
                 "dominated": candidate.spec not in kept,

@@ -115,10 +115,8 @@ def adamw_state_bytes(blocks: Iterable[Block]) -> int:
 def step_seconds(block: Block, *, spec: OptimizerSpec, latency: LatencyTable) -> float:
     """Seconds of the device that `block` adds to a step, by the line of its spec: per tensor + per element.
 
-    The same for streamed states, whose copies are counted apart, and none for what the host steps.
+    The same for streamed states, whose copies are counted apart.
     """
-    if spec.placement == Placement.HOST_UPDATED:
-        return 0.0
     name = on_device(spec.name)
     assert name in latency.fixed_s, f"{name} was not timed; the table has {', '.join(latency.fixed_s)}"
     tensors = sum(1 for param in block.params if param.numel)
@@ -136,11 +134,6 @@ def whole_step_seconds(
             return math.nan
         seconds += step_seconds(block, spec=specs[choices[block.name]], latency=latency)
     return seconds
-
-
-def passing_bytes(block: Block, *, spec: OptimizerSpec) -> int:
-    """Host bytes of the block's weights and gradients while the host updates it; they pass through staging there."""
-    return sum(2 * aligned(_weight_bytes(param, spec=spec)) for param in block.params)
 
 
 def cost(
@@ -161,20 +154,14 @@ def cost(
     step_s = step_seconds(block, spec=spec, latency=latency) if latency is not None else 0.0
     if spec.placement == Placement.DEVICE:
         return Cost(state_bytes=kept, step_s=step_s, weight_bytes=weights)
-    if spec.placement == Placement.HOST_UPDATED:  # a gradient and its weight go out, the weight comes back
-        held, moved_in, moved_out, host_s = 0, weights, 2 * weights, link.host_element_s * block.numel
-    else:
-        held = matching
-        moved_in = moved_out = slab_bytes(block, spec=spec, rule=rule)
-        host_s = 0.0
+    moved = slab_bytes(block, spec=spec, rule=rule)
     return Cost(
-        state_bytes=held,
-        host_bytes=kept - held,
-        shared_bytes=kept - held if shared else 0,
-        in_bytes=moved_in,
-        out_bytes=moved_out,
+        state_bytes=matching,
+        host_bytes=kept - matching,
+        shared_bytes=kept - matching if shared else 0,
+        in_bytes=moved,
+        out_bytes=moved,
         step_s=step_s,
-        link_s=copy_seconds(max(moved_in, moved_out), link=link),
-        host_s=host_s,
+        link_s=copy_seconds(moved, link=link),
         weight_bytes=weights,
     )

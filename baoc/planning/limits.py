@@ -132,7 +132,6 @@ def allocated(chosen: Collection[Candidate], *, allocator: str, gap: float | Non
         transfer_bytes=sum(c.cost.transfer_bytes for c in chosen),
         host_bytes=sum(c.cost.host_bytes for c in chosen),
         link_s=sum(c.cost.link_s for c in chosen),
-        host_s=sum(c.cost.host_s for c in chosen),
         risk=sum(c.risk.total for c in chosen),
         saved_bytes=sum(c.cost.saved_bytes for c in chosen),
         allocator=allocator,
@@ -153,8 +152,7 @@ def all_tries(planner: "Planner", *, risk: str, profile: Profile | None, stand_i
         by_level = list(levels(planner.footprint, specs=planner.specs))
     for base_peak, specs in by_level:
         for way in _ways(planner, risk=risk, profile=profile):
-            room = way.device_bytes + (way.host_bytes if planner.host_counts else 0)
-            above = None if base_peak is None else base_peak + room
+            above = None if base_peak is None else base_peak + way.device_bytes
             for count in planner.counts:
                 everything = planner.candidates(risk=risk, profile=profile, count=count, stand_ins=stand_ins)
                 pool = way.admitted(everything, specs={name: planner.specs[name] for name in specs})
@@ -203,18 +201,9 @@ def spend(
 
 
 def _ways(planner: "Planner", *, risk: str, profile: Profile | None) -> list[Way]:
-    """How far host placement may go; where its staging is charged to nothing, as far as it likes.
-
-    An allocator that has rows of its own goes as far as these do.
-    """
+    """How far host placement may go; where its staging is charged to nothing, as far as it likes."""
     if not planner.places:
         return [Way()]
-    memory, host = planner.budget.memory_bytes is not None, planner.budget.host_memory_bytes is not None
-    counted = host or (memory and planner.host_counts)
-    pool = planner.candidates(risk=risk, profile=profile, count="none")
-    rows = planner.allocator.traits.rows
-    if rows:
-        pool = {block: [c for c in options if c.spec in rows] for block, options in pool.items()}
-    flushed = planner.settings.flush_only
-    found = ways(pool, blocks=planner.blocks, specs=planner.specs, host_counts=counted, flushed=flushed)
-    return found if not rows and (memory or counted) else found[-1:]
+    found = ways(planner.candidates(risk=risk, profile=profile, count="none"), specs=planner.specs)
+    charged = planner.budget.memory_bytes is not None or planner.budget.host_memory_bytes is not None
+    return found if charged else found[-1:]

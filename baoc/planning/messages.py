@@ -80,16 +80,14 @@ def last_resort(
 def _fastest_s(refused: Sequence[tuple[NoFeasibleAllocation, Try]]) -> float:
     """Seconds of optimizer step that are enough for one of the tries, sought from the least that might do.
 
-    Device, link and host may bind together, so that the least of each alone need not be enough.
+    Device and link may bind together, so that the least of each alone need not be enough.
     """
     seconds = max(refused[0][1].limits.step_s or 0.0, START_S)
     for _ in range(SEARCHES):
         for _, one in refused:
             limits = one.limits
             more = seconds - (limits.step_s or 0.0)
-            wider = replace(
-                limits, step_s=seconds, link_s=(limits.link_s or 0.0) + more, host_s=(limits.host_s or 0.0) + more
-            )
+            wider = replace(limits, step_s=seconds, link_s=(limits.link_s or 0.0) + more)
             if possible(one.pool, limits=wider):
                 return seconds
         seconds *= SEARCH_STEP
@@ -102,7 +100,7 @@ def _host_needed(refused: Sequence[tuple[NoFeasibleAllocation, Try]]) -> int | N
     for error, one in refused:
         room = one.limits.host_bytes
         if room is not None and one.meets_bytes and error.least_host_bytes > room:
-            needs.append(pinned_bytes(error.least_host_bytes + one.way.host_bytes))
+            needs.append(pinned_bytes(error.least_host_bytes))
     return min(needs, default=None)
 
 

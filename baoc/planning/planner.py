@@ -11,21 +11,20 @@ from functools import partial
 from typing import Any
 
 from baoc.core.blocks import partition
-from baoc.core.catalogue import STORAGES, select
+from baoc.core.catalogue import STORAGES, removed, select
 from baoc.core.measured import AUTO, KAPPA, families, family_of
 from baoc.core.recipes import RECIPES, Recipe
 from baoc.core.rule_tags import RULE_INFOS
 from baoc.errors import BadInputError
 from baoc.planning.allocators import ALLOCATORS, NoFeasibleAllocation
 from baoc.planning.allocators.base import Allocator
-from baoc.planning.allocators.hosted import HostedAllocator
 from baoc.planning.allocators.recipe import Pick, RecipeAllocator, pick
 from baoc.planning.candidates import build_candidates, undominated
 from baoc.planning.cost import adamw_state_bytes, cost, whole_step_seconds
 from baoc.planning.limits import Savings, Try, all_tries, allocated, charged, least_of, saved_by, savings, spend
 from baoc.planning.measured import basis_of, choose, useful_bytes
 from baoc.planning.messages import last_resort, reasons
-from baoc.planning.placement import Way, check_named, placed, staging_bytes, with_host
+from baoc.planning.placement import Way, placed, staging_bytes, with_host
 from baoc.planning.risk import RISKS, RiskModel, risk_of
 from baoc.planning.tied_blocks import tied, untied
 from baoc.planning.transfer import PIECE_BYTES, STORED, drain_seconds, pinned_bytes, pinned_room
@@ -70,8 +69,6 @@ class PlannerSettings:
     risk: str = "prior"
     risk_weights: Mapping[str, float] = field(default_factory=dict)
     allocator: str = "exact"
-    every: int | None = None  # of allocator=host_every_kth
-    flush_only: bool = False  # updated blocks' gradients come to the host in backward, and wait there
     seed: int = 0
     measured_specs: tuple[str, ...] = ()  # rows beside `specs` that risk=measured alone may choose
     recipe: Recipe | None = None
@@ -101,6 +98,8 @@ class PlannerSettings:
 def known(name: str, options: Mapping[str, object], what: str) -> str:
     """`name` if it is one of `options`, else BadInputError that lists them."""
     if name not in options:
+        if told := removed(name):
+            raise BadInputError(told)
         raise BadInputError(f"unknown {what} {name!r}: choose one of {', '.join(options)}")
     return name
 
@@ -108,7 +107,7 @@ def known(name: str, options: Mapping[str, object], what: str) -> str:
 def may_place(settings: PlannerSettings, *, budget: Budget) -> bool:
     """Whether some spec that is offered keeps its states on the host."""
     named = any(map(placed, select(settings.specs).values()))
-    return named or budget.host_memory_bytes is not None or bool(ALLOCATORS[settings.allocator].traits.rows)
+    return named or budget.host_memory_bytes is not None
 
 
 class Planner:
@@ -136,11 +135,8 @@ class Planner:
         self.footprint = footprint
         self.latency = latency
         self.rules = RULE_INFOS
-        check_named(settings.specs, rules=self.rules)
         self.allocator = ALLOCATORS[settings.allocator]
-        if settings.every is not None and isinstance(self.allocator, HostedAllocator):
-            self.allocator = replace(self.allocator, every=settings.every)
-        chosen = select([*settings.specs, *self.allocator.traits.rows])
+        chosen = select(settings.specs)
         self.offered = with_host(chosen) if budget.host_memory_bytes is not None else chosen
         self.blocks: tuple[Block, ...] = partition(
             self.params, declared=declared, patterns=settings.patterns, by=settings.blocks_by
@@ -222,11 +218,11 @@ class Planner:
             step_s = self.budget.step_time * self.latency.reference_step_s - fixed_s
         host_bytes, beside_s = None, None
         if self.budget.host_memory_bytes is not None:
-            host_bytes = pinned_room(self.budget.host_memory_bytes) - way.host_bytes
+            host_bytes = pinned_room(self.budget.host_memory_bytes)
         if step_s is not None and self.latency is not None and self.places:
             piece = max(way.slab_bytes and PIECE_BYTES, way.slab_bytes)
             beside_s = max(step_s + self.latency.hidden_s - drain_seconds(piece, link=self.link), 0.0)
-        return Limits(state_bytes=state_bytes, step_s=step_s, host_bytes=host_bytes, link_s=beside_s, host_s=beside_s)
+        return Limits(state_bytes=state_bytes, step_s=step_s, host_bytes=host_bytes, link_s=beside_s)
 
     @property
     def link(self) -> LinkRates:
@@ -262,16 +258,11 @@ class Planner:
 
     def staging_bytes(self, choices: Mapping[str, str]) -> int:
         """Bytes of the device's buffers, through which states pass that are kept on the host."""
-        device, host = self._staging(choices)
-        return device + host if self.host_counts else device
-
-    def _staging(self, choices: Mapping[str, str]) -> tuple[int, int]:
-        flushed = self.settings.flush_only
-        return staging_bytes(choices, blocks=self.blocks, specs=self.specs, rules=self.rules, flushed=flushed)
+        return staging_bytes(choices, blocks=self.blocks, specs=self.specs, rules=self.rules)
 
     def host_bytes(self, allocation: Allocation) -> int:
-        """Pinned host memory of an allocation: its states there, and buffers of blocks that are updated there."""
-        return pinned_bytes(allocation.host_bytes + self._staging(allocation.choices)[1])
+        """Pinned host memory of an allocation's states there."""
+        return pinned_bytes(allocation.host_bytes)
 
     def taken(self, chosen: Collection[Candidate]) -> int:
         """What one candidate per block takes in the budget's own measure."""
@@ -289,16 +280,16 @@ class Planner:
 
     def _beside_seconds(self, choices: Mapping[str, str], *, latency: LatencyTable) -> float:
         """Predicted seconds of a whole step whose device never waits: see `baoc.planning.transfer`."""
-        link_s, host_s, largest = 0.0, 0.0, 0
+        link_s, largest = 0.0, 0
         for block in self.blocks:
             spec = self.specs[choices[block.name]]
             if placed(spec):
                 spent = cost(block, spec=spec, rule=self.rules[spec.rule], link=latency.link or STORED)
-                link_s, host_s, largest = link_s + spent.link_s, host_s + spent.host_s, max(largest, spent.in_bytes)
+                link_s, largest = link_s + spent.link_s, max(largest, spent.in_bytes)
         if not largest:
             return 0.0
         drain_s = drain_seconds(max(largest, PIECE_BYTES), link=latency.link or STORED)
-        return latency.base_step_s - latency.hidden_s + max(link_s, host_s) + drain_s
+        return latency.base_step_s - latency.hidden_s + link_s + drain_s
 
     @property
     def _lines(self) -> Mapping[str, float] | None:
@@ -592,8 +583,8 @@ def _read_by(risk: str, profile: Profile | None) -> Profile | None:
 
 def _by_risk(candidate: Candidate) -> tuple[float, float, int]:
     cost = candidate.cost
-    return candidate.risk.total, cost.link_s + cost.host_s, cost.charged_bytes
+    return candidate.risk.total, cost.link_s, cost.charged_bytes
 
 
 def _effort(allocation: Allocation) -> float:
-    return allocation.link_s + allocation.host_s
+    return allocation.link_s

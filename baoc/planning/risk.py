@@ -50,7 +50,7 @@ SEVERITY: dict[str, float] = {
 # bits and only gradients are summed in bf16, less than any 8-bit state loses. Without one every step is rounded to 8
 # bits: at random it is right on average and adds noise, put between 8-bit states and losing momentum; to nearest, small
 # steps are lost for good (weights of 0.9 stand still at a learning rate of 1e-4), which is worse than losing v.
-WEIGHTS_SEVERITY: dict[str, float] = {"split16": 0.0005, "split8": 0.001, "bf16_sr": 0.03, "bf16": 0.5}
+WEIGHTS_SEVERITY: dict[str, float] = {"split8": 0.001, "bf16_sr": 0.03, "bf16": 0.5}
 ROUND_WEIGHTS = "round_weights"
 # How many times more than an mlp matrix a role suffers from a loss in (m, v): adaptivity matters most for the last
 # layer and the norms (arXiv 2407.07972), both matter more in attention (q and k) than in the mlp.

@@ -37,7 +37,6 @@ def joined(name: str, options: Sequence[Sequence[Candidate]]) -> tuple[Candidate
             out_bytes=sum(p.cost.out_bytes for p in parts),
             step_s=sum(p.cost.step_s for p in parts),
             link_s=sum(p.cost.link_s for p in parts),
-            host_s=sum(p.cost.host_s for p in parts),
             saved_bytes=sum(p.cost.saved_bytes for p in parts),
         )
         risk = Risk(total=sum(p.risk.total for p in parts), terms=terms)

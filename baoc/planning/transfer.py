@@ -3,17 +3,16 @@
 Staging. Blocks travel in pieces: neighbours that together stay below PIECE_BYTES, or one block that is larger. A buffer
 holds the largest piece, and NUM_BUFFERS of them let one piece arrive and one leave while a third is stepped.
 
-Seconds. A step with states on the host is a pipeline on three engines (copy in, kernels, copy out); for blocks that are
-updated on the host its processors are a fourth. Each engine works through its blocks one after another, so a step lasts
-as long as the slowest engine plus the pipeline's fill and drain. As blocks may be streamed once backward is done with
-them, the copy engines have `hidden_s` seconds before the optimizer's own time begins. With F the seconds of forward and
-backward, K_b the kernel, L_b the copies and H_b the host's update of block b,
+Seconds. A step with states on the host is a pipeline on three engines: copy in, kernels, copy out. Each engine works
+through its blocks one after another, so a step lasts as long as the slowest engine plus the pipeline's fill and drain.
+As blocks may be streamed once backward is done with them, the copy engines have `hidden_s` seconds before the
+optimizer's own time begins. With F the seconds of forward and backward, K_b the kernel and L_b the copies of block b,
 
-    step = max(F + sum_b K_b,  F - hidden + sum_b L_b + drain,  F - hidden + sum_b H_b + drain).
+    step = max(F + sum_b K_b,  F - hidden + sum_b L_b + drain).
 
-So step <= limit says the same as three limits that are sums over blocks: limit - F for sum K_b on the device, and
-limit - F + hidden - drain for sum L_b and for sum H_b. The overlap becomes linear for the allocators, and each engine
-is a resource of its own. The maximum over engines is the cost model of Deep Optimizer States (arXiv 2410.21316), whose
+So step <= limit says the same as two limits that are sums over blocks: limit - F for sum K_b on the device, and
+limit - F + hidden - drain for sum L_b. The overlap becomes linear for the allocators, and each engine is a resource of
+its own. The maximum over engines is the cost model of Deep Optimizer States (arXiv 2410.21316), whose
 t_gpu is max(in, out) S / B on a full-duplex link; docs/methods.md#host-placement has both.
 """
 
@@ -55,20 +54,18 @@ PAGE_BYTES = 4096  # pinned memory is locked by pages
 BACKWARD_SHARE = 2 / 3  # of forward and backward: a backward pass is two products for each of the forward's
 
 # One H100, pinned memory (docs/methods.md#host-placement): 54 GB/s one way; both ways 42 GB/s in pieces of 1 MB and 92
-# from 4 MB on. Of 1 MB only the sum of both ways is known: half of it stands for each. The host: 39 ms for 100M
-# elements of packed AdamW on 16 cores, as experiments/results/host_placement_step.csv has it.
+# from 4 MB on. Of 1 MB only the sum of both ways is known: half of it stands for each.
 STORED = LinkRates(
     sizes=(10**6, 4 * 10**6),
     in_rates=(21e9, 54e9),
     out_rates=(21e9, 54e9),
     both_rates=(42e9, 92e9),
-    host_element_s=3.9e-10,
     source="stored",
 )
 
 
 def slower(link: LinkRates, *, factor: float) -> LinkRates:
-    """The same link with rates divided by `factor`; the host is as fast."""
+    """The same link with rates divided by `factor`."""
 
     def less(rates: Sequence[float]) -> tuple[float, ...]:
         return tuple(rate / factor for rate in rates)

@@ -1,4 +1,4 @@
-"""Measures copy rates between host and device, in each direction and both at once, and the host's optimizer step."""
+"""Measures copy rates between host and device, in each direction and both at once."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,7 +15,6 @@ from baoc.units import MIB
 SIZES = (MIB, 4 * MIB, PIECE_BYTES)  # bytes of a copy
 MAX_S = 0.8
 LEAST_REPEATS = 3
-HOST_NUMEL = 2**22  # elements of the optimizer step on the host
 
 
 def measure_link(
@@ -23,18 +22,16 @@ def measure_link(
     *,
     sizes: tuple[int, ...] = SIZES,
     max_s: float = MAX_S,
-    host_numel: int = HOST_NUMEL,
     clock: Callable[[], float] = perf_counter,
 ) -> LinkRates:
     """Median rates of copies between pinned host memory and `device`, measured in about `max_s` seconds.
 
-    For both directions at once, copies start together on two streams. The host's step is torch's fused AdamW on as many
-    threads as this process uses.
+    For both directions at once, copies start together on two streams.
     """
     device = torch.device(device)
     pinned = device.type == "cuda"
     rates: dict[str, list[float]] = {"in": [], "out": [], "both": []}
-    share = max_s / (3 * len(sizes) + 1)
+    share = max_s / (3 * len(sizes))
     for size in sizes:
         here = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
         there = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
@@ -44,16 +41,11 @@ def measure_link(
         for direction, copies in directions.items():
             copy = _copying(copies, streams=streams)
             rates[direction].append(size * len(copies) / _seconds(copy, device=device, max_s=share, clock=clock))
-    param = torch.nn.Parameter(torch.full((host_numel,), 0.02))
-    param.grad = torch.full((host_numel,), 1e-3)
-    optimizer = torch.optim.AdamW([param], fused=True)
-    host_s = _seconds(lambda: optimizer.step() and None, device=torch.device("cpu"), max_s=share, clock=clock)
     return LinkRates(
         sizes=sizes,
         in_rates=tuple(rates["in"]),
         out_rates=tuple(rates["out"]),
         both_rates=tuple(rates["both"]),
-        host_element_s=host_s / host_numel,
         source="measured",
     )
 

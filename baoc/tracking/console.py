@@ -249,7 +249,7 @@ def _format_exact(num_bytes: int, remark: str = "") -> str:
 
 
 def _host_lines(plan: Plan) -> list[str]:
-    """What host placement uses: pinned memory, time of transfers and CPU steps, staging memory on the device."""
+    """What host placement uses: pinned memory, time of transfers, staging memory on the device."""
     allocation = plan.allocation
     if not allocation.host_bytes:
         return []
@@ -257,8 +257,6 @@ def _host_lines(plan: Plan) -> list[str]:
         f"on the host {format_bytes(plan.host_bytes)} ({plan.host_bytes} bytes, pinned); per step "
         f"{format_bytes(allocation.transfer_bytes)} over the link, which is busy for {allocation.link_s * 1e3:.3g} ms"
     )
-    if allocation.host_s:
-        text += f", and the CPU for {allocation.host_s * 1e3:.3g} ms"
     if plan.limits.link_s is not None:
         text += f", with {plan.limits.link_s * 1e3:.3g} ms allowed"
     return [f"{text}; {format_bytes(plan.staging_bytes)} of staging on the device"]

@@ -255,7 +255,7 @@ class BudgetedStrategy(Strategy):
                     probe,
                     latency=self.latency,
                     record_latency=self.record_latency,
-                    hides=settings.overlap and not settings.planner.flush_only and leaves_gradients(trainer),
+                    hides=settings.overlap and leaves_gradients(trainer),
                     weights_wait=self._waits,
                     decided=self.decided,
                 )
@@ -460,7 +460,7 @@ class BudgetedStrategy(Strategy):
         final = ahead and module is not None and leaves_gradients(module.trainer)
         last = nullcontext()
         if final and isinstance(optimizer, BlockwiseOptimizer):
-            last = optimizer.last_backward(flush_only=self.settings.planner.flush_only)
+            last = optimizer.last_backward()
         with last:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 

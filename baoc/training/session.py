@@ -56,8 +56,7 @@ MOST_RETIMED = 4  # plans whose specs are timed before one is taken
 class SessionSettings:
     """Everything a budgeted optimizer needs to know beside its parameters and its budget.
 
-    `overlap`: blocks whose states are on the host are stepped in backward, where nothing is to change their gradients;
-    with `planner.flush_only` the host only gets their gradients then, see `BlockwiseOptimizer.last_backward`.
+    `overlap`: blocks whose states are on the host are stepped in backward, where nothing is to change their gradients.
     `checkpointing`: how many layers of the module recompute their activations in backward, see
     `baoc.models.switches.recomputable_layers`: all, none, or so many, the first ones; auto takes the fewest with which
     the plan is as good as with all; None leaves the module as it is. `from_conf`: they were read from conf/, so that
@@ -584,7 +583,7 @@ class Session:
             planner.latency = self._retimed(measurer, assumed)
             plan = self.ranks.from_first(planner.propose) if budget.step_time is not None else plan
         if plan.host_bytes:
-            check_host_memory(plan.host_bytes * self.ranks.size, what="states on the host, and what passes there,")
+            check_host_memory(plan.host_bytes * self.ranks.size, what="states on the host")
         self.planner, self.profiler, self.plan = planner, profiler, plan
 
     def with_context(self, footprint: Footprint) -> Footprint:

@@ -89,8 +89,6 @@ def session_settings(config: RunConfig) -> SessionSettings:
         risk=config.risk.name,
         risk_weights=config.risk.weights,
         allocator=config.allocator.name,
-        every=config.allocator.every,
-        flush_only=traits.flush_only and not config.trainer.gradient_clip_val,
         seed=config.seed,
         recipe=config.recipe,
         family=None if config.model.pretrained or config.model.lora.rank else AUTO,  # trained from scratch, as measured
@@ -103,7 +101,6 @@ def session_settings(config: RunConfig) -> SessionSettings:
         backend=config.optim.backend,
         nonfinite=config.optim.nonfinite,
         release=bool(config.optim.release_gradients),
-        overlap=traits.overlap,
         rms_matching=config.optim.matching if matching else False,
     )
 

@@ -63,8 +63,8 @@ class Cost:
     `shared_bytes`: the host's again where the device is the host, as they count in its memory. `weight_bytes`: the
     parameters themselves, and again their gradients, which have the weights' type. `saved_bytes`: what weights,
     gradients and copies of 16 bits save at the peak against native weights; 0 under a budget that does not count them.
-    `step_s` are seconds of the device, 0 where no latency table was asked for; `link_s` and `host_s` those of the link
-    and of the host's processors, which work beside it.
+    `step_s` are seconds of the device, 0 where no latency table was asked for; `link_s` those of the link,
+    which works beside it.
     """
 
     state_bytes: int
@@ -74,7 +74,6 @@ class Cost:
     out_bytes: int = 0  # and back
     step_s: float = 0.0
     link_s: float = 0.0
-    host_s: float = 0.0
     weight_bytes: int = 0
     saved_bytes: int = 0
 
@@ -133,14 +132,13 @@ class Limits:
     """A budget turned into what an allocator understands: totals over the blocks. None does not bind.
 
     `state_bytes` limits the bytes that specs are charged (`Cost.charged_bytes`), which are those of the state alone
-    where no weights are kept in fewer bits. `link_s` and `host_s` limit the seconds that work beside the device.
+    where no weights are kept in fewer bits. `link_s` limits the seconds of the link beside the device.
     """
 
     state_bytes: int | None = None
     step_s: float | None = None
     host_bytes: int | None = None
     link_s: float | None = None
-    host_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +153,6 @@ class Allocation:
     transfer_bytes: int = 0
     host_bytes: int = 0
     link_s: float = 0.0
-    host_s: float = 0.0
     gap: float | None = None
     saved_bytes: int = 0  # of weights, gradients and copies, against native weights
 
@@ -257,17 +254,16 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkRates:
-    """What the link between host and device carries, pinned memory on the host, and what the host steps by itself.
+    """What the link between host and device carries, pinned memory on the host.
 
     Bytes per second by size of the piece that is copied, `sizes` ascending: to the device (`in_rates`), from it
-    (`out_rates`), and both at once in sum (`both_rates`). `host_element_s`: seconds per element of an update there.
+    (`out_rates`), and both at once in sum (`both_rates`).
     """
 
     sizes: tuple[int, ...]
     in_rates: tuple[float, ...]
     out_rates: tuple[float, ...]
     both_rates: tuple[float, ...]
-    host_element_s: float
     source: str  # measured | stored
 
 
@@ -276,7 +272,7 @@ class LatencyTable:
     """Seconds of an optimizer step on `device`: `step_s` once, by spec `fixed_s` per tensor and `per_element_s`.
 
     `assumed` names the specs whose seconds were not timed here, but follow from the bytes that they move. `hidden_s`:
-    seconds of a step's backward pass under which the link and the host may already work.
+    seconds of a step's backward pass under which the link may already work.
     """
 
     device: str

@@ -80,7 +80,6 @@ def _link(data: Mapping[str, Any]) -> LinkRates:
         in_rates=tuple(data["in_rates"]),
         out_rates=tuple(data["out_rates"]),
         both_rates=tuple(data["both_rates"]),
-        host_element_s=float(data["host_element_s"]),
         source=str(data["source"]),
     )
 

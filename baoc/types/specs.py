@@ -154,7 +154,6 @@ class Placement(StrEnum):
 
     DEVICE = "device"
     HOST_STREAMED = "host_streamed"  # kept on the host, stepped on the device: states go in and out at every step
-    HOST_UPDATED = "host_updated"  # kept and stepped on the host: gradient goes out, weight comes in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -202,7 +202,7 @@ def skipped_steps() -> str:
 
 def split_weights() -> str:
     found = []
-    for spec in ("adamw_int8+split8", "adamw+split16", "lion_int8+bf16_sr"):
+    for spec in ("adamw_int8+split8", "lion_int8+bf16_sr"):
         pair = Pair(spec)
         pair.run(10)
         found.append(f"{spec} {pair.check(within=2.5 if 'sr' in spec else 0.5):.1e}")

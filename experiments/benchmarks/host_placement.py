@@ -1,11 +1,11 @@
-"""What host placement costs on one GPU: streamed and updated steps alone, and whole training steps of Llama 1.3B.
+"""What host placement costs on one GPU: streamed steps alone, and whole training steps of Llama 1.3B.
 
 `python experiments/benchmarks/host_placement.py` takes about 4 minutes on a machine with an NVIDIA GPU. Parts:
 
 check   weights and states of host-placed plans against the same plan on the device, bit for bit
 link    bytes per second between pinned host memory and the device, each way alone and both at once, by block size
-step    a streamed step with nothing to hide it, by block size, piece size and number of buffers, and updated ones
-train   steps of Llama 1.3B, sequence 1024, bf16 weights: all on the device, streamed, updated, every k-th block in fp32
+step    a streamed step with nothing to hide it, by block size, piece size and number of buffers
+train   steps of Llama 1.3B, sequence 1024, bf16 weights: all on the device, streamed, half of it streamed
 
 Rows of each part go to host_placement_PART.csv in $OUT or experiments/results; a part that fails is told of
 and the next one runs. `--seconds` ends the run in time.
@@ -39,7 +39,7 @@ from baoc.units import MIB  # noqa: E402
 from tests.support.placing import rings  # noqa: E402
 
 PACKED = "adamw_int8+split8"
-WIDE = "adamw+split16"  # fp32 m and v, and as many bits of the weight: 10 bytes per parameter travel, each way
+WIDE = "adamw"  # fp32 m and v: 8 bytes per parameter travel, each way
 DEVICE = torch.device("cuda")
 OUT = Path(os.environ.get("OUT", ROOT / "experiments" / "results"))
 SEQUENCE, VOCABULARY = 1024, 32_000
@@ -48,7 +48,6 @@ Row = dict[str, Any]
 only: list[str] = []  # what the command line asks for; all where it says nothing
 micro_batches: list[int] = []  # likewise
 CHECKED = (PACKED, "lion_int8", "adamw", "foam_l2_int8", "adamw_shared_in_int8+bf16_sr", "muon")
-NATIVE = (PACKED, "lion_int8")  # of these, blocks that the host updates as well
 SHAPES = [(257, 640), (1024, 512), (512, 4096), (64, 64), (2048, 1536)]  # of the tensors that are checked
 
 
@@ -83,25 +82,20 @@ def check() -> list[Row]:
     """Plans of one spec over tensors of several shapes, 6 steps, through every way in which blocks are stepped."""
     rows = []
     for spec in filter(asked, CHECKED):
-        # Norms that GPU and CPU find are not the same bits, so updated blocks are not clipped here.
-        ways = {"streamed": ("step", "clipped", "ahead", "released"), "updated": ("step", "ahead", "released")}
-        for place in ways if spec in NATIVE else ("streamed",):
-            found = {way: _same(spec, place, way=way) for way in ways[place]}
-            rows.append({"spec": f"{spec}@{place}", **found})
-            print(*rows[-1].values(), flush=True)
+        found = {way: _same(spec, way=way) for way in ("step", "clipped", "ahead", "released")}
+        rows.append({"spec": f"{spec}@streamed", **found})
+        print(*rows[-1].values(), flush=True)
     return rows
 
 
-def _same(spec: str, place: str, *, way: str) -> str:
-    """ "yes", or by how much weights differ; updated blocks are held against native steps on the CPU."""
+def _same(spec: str, *, way: str) -> str:
+    """ "yes", or by how much weights differ."""
     torch.manual_seed(0)
     values = [torch.randn(shape) * 0.1 for shape in SHAPES]
-    on_cpu = place == "updated"
-    a = {f"w{i}": nn.Parameter(v.clone() if on_cpu else v.to(DEVICE)) for i, v in enumerate(values)}
-    b = {f"w{i}": nn.Parameter(v.to(DEVICE)) for i, v in enumerate(values)}
+    a, b = ({f"w{i}": nn.Parameter(v.to(DEVICE)) for i, v in enumerate(values)} for _ in range(2))
     with rings(piece_bytes=1 * MIB, num_buffers=2):
-        one = BlockwiseOptimizer(a.items(), spec, lr=1e-2, backend="native" if on_cpu else "auto")
-        two = BlockwiseOptimizer(b.items(), f"{spec}@{place}", lr=1e-2, release=way == "released")
+        one = BlockwiseOptimizer(a.items(), spec, lr=1e-2)
+        two = BlockwiseOptimizer(b.items(), f"{spec}@streamed", lr=1e-2, release=way == "released")
         for step in range(6):
             grads = [torch.randn(shape) for shape in SHAPES]
             grads[0][3, 5] = float("nan") if step == 3 and way != "clipped" else 0.5
@@ -181,8 +175,6 @@ STEP_CASES = [
     StepCase(spec=f"{PACKED}@streamed", block_m=4, count=96, piece_mib=12, buffers=6),
     StepCase(spec=f"{WIDE}@streamed", block_m=4, count=96),
     StepCase(spec=PACKED, block_m=4, count=96),
-    StepCase(spec=f"{PACKED}@updated", block_m=4, count=24),
-    StepCase(spec=f"{WIDE}@updated", block_m=4, count=24),
 ]
 
 
@@ -229,13 +221,11 @@ def step() -> list[Row]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """`specs` by turns over the blocks. `ahead`: those on the host are stepped in the last backward already;
-    `flush_only`: their gradients only get there."""
+    """`specs` by turns over the blocks. `ahead`: those on the host are stepped in the last backward already."""
 
     name: str
     specs: tuple[str, ...]
     ahead: bool
-    flush_only: bool = False
     micro_batch: int = 2
     accumulate: tuple[int, ...] = (1, 8)
     steps: tuple[int, ...] = (12, 5)
@@ -246,10 +236,7 @@ PLANS = [
     Plan(name="streamed", specs=(f"{PACKED}@streamed",), ahead=True),
     Plan(name="streamed, in step() alone", specs=(f"{PACKED}@streamed",), ahead=False),
     Plan(name="half streamed", specs=(f"{PACKED}@streamed", PACKED), ahead=True, accumulate=(1,)),
-    Plan(name="every 2nd streamed in fp32", specs=(f"{WIDE}@streamed", f"{WIDE}@updated"), ahead=True, steps=(6, 3)),
-    Plan(name="updated, in backward", specs=(f"{WIDE}@updated",), ahead=True, steps=(5, 3)),
-    Plan(name="updated, gradients flushed", specs=(f"{WIDE}@updated",), ahead=True, flush_only=True, steps=(5, 3)),
-    Plan(name="updated, in step() alone", specs=(f"{WIDE}@updated",), ahead=False, steps=(5, 3)),
+    Plan(name="streamed in fp32", specs=(f"{WIDE}@streamed",), ahead=True, steps=(6, 3)),
     Plan(name="all on the device", specs=(PACKED,), ahead=False, micro_batch=1, accumulate=(1,)),
     Plan(name="streamed", specs=(f"{PACKED}@streamed",), ahead=True, micro_batch=1, accumulate=(1,)),
     Plan(name="half streamed", specs=(f"{PACKED}@streamed", PACKED), ahead=True, micro_batch=1, accumulate=(1,)),
@@ -310,7 +297,7 @@ def _between_steps(
         for micro in range(accumulate):
             loss = model(input_ids=tokens, labels=tokens).loss / accumulate
             last = plan.ahead and micro == accumulate - 1
-            with optimizer.last_backward(flush_only=plan.flush_only) if last else nullcontext():
+            with optimizer.last_backward() if last else nullcontext():
                 loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from baoc.optim import BlockwiseOptimizer  # noqa: E402
-from baoc.optim.offload.pipeline import IN, MAIN, OUT, STEP  # noqa: E402
+from baoc.optim.offload.lanes import IN, MAIN, OUT, STEP  # noqa: E402
 from baoc.planning.transfer import NUM_BUFFERS, PIECE_BYTES  # noqa: E402
 from tests.support.placing import rings  # noqa: E402
 

@@ -40,7 +40,6 @@ from baoc.units import GIB  # noqa: E402
 SHAPES = {2048: (5461, 32), 4096: (11008, 32)}  # width -> hidden, heads
 METHODS = {
     "fp32 AdamW on the device": ("allocator=uniform_adamw", "catalogue.specs=[adamw]"),
-    "fp32 AdamW stepped by the CPU": ("allocator=host_adamw", "catalogue.specs=[adamw]"),
     "packed AdamW on the device": ("catalogue.specs=[adamw_int8+split8]", "catalogue.keep_fp32_roles=[]"),
     "packed AdamW, streamed as it must": (
         "catalogue.specs=[adamw_int8+split8,adamw_int8+split8@streamed]",

@@ -45,7 +45,7 @@ SHAPES: list[tuple[int, ...]] = [(768, 768)] * 3 + [
     (40, 8, 3, 3),
     (768,),
 ]
-SPECS = ("muon", "muon_int8", "muon_bf16+split8", "muon+split16")
+SPECS = ("muon", "muon_int8", "muon_bf16+split8")
 # num, lines, length: ViT-B's matrices and Llama 1.3B's, as a step has them in a batch
 STACKS = ((24, 768, 768), (12, 768, 3072), (12, 3072, 768), (6, 2048, 2048), (3, 5504, 2048))
 TILES = (

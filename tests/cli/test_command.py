@@ -115,7 +115,7 @@ def test_each_list_has_a_line_with_a_text_for_each_entry(name: str):
 
 def test_lists_hold_what_there_is():
     assert {line.split()[0] for line in lines("specs")} == {
-        *NATIVE, "+split8", "+split16", "+bf16_sr", "+bf16", "@streamed", "@updated",
+        *NATIVE, "+split8", "+bf16_sr", "+bf16", "@streamed",
     }  # fmt: skip
     assert any(line.split()[:2] == ["adamw", "8.00"] for line in lines("specs"))
     assert {line.split()[0] for line in lines("budgets")} == {*PRESETS, "SIZE", "state_N"}

@@ -8,11 +8,11 @@ import yaml
 
 from baoc.config import assets
 from baoc.config.compose import compose
-from baoc.config.from_hydra import from_hydra
+from baoc.config.from_hydra import check_names, from_hydra
 from baoc.config.nodes import budget_values, job_folder, options
 from baoc.config.options import own_keys, registry_of
 from baoc.config.resolve import resolve
-from baoc.config.schema import RunConfig
+from baoc.config.schema import AllocatorConfig, RunConfig
 from baoc.config.trainer_arguments import TrainerConfig
 from baoc.core.budgets import PRESETS, parse_budget
 from baoc.errors import BadInputError
@@ -256,7 +256,8 @@ def test_limits_stand_beside_a_preset():
     hosted = run_of("budget=7.5gb", "budget.host_memory=16gb").budget
     assert (hosted.name, hosted.host_memory_bytes) == ("7.5gb", 16 * 2**30)
     assert run_of("catalogue=host").catalogue.specs == ("*", "*@streamed")
-    assert run_of("allocator=host_every_kth", "allocator.every=3").allocator.every == 3
+    with pytest.raises(BadInputError, match=r"allocator=host_every_kth was removed .* catalogue=host"):
+        check_names(replace(run_of(), allocator=AllocatorConfig(name="host_every_kth")))
     smaller = run_of("budget=8gb", "budget.memory=300mb")
     assert (smaller.budget.name, smaller.budget.memory_bytes, smaller.name) == ("300mb", 300 * MIB, "vit_8gb")
 

@@ -22,7 +22,7 @@ STORAGES = ("fp32", "bf16", "int8", "int8_log")
 ELEMENTWISE = [
     name for name, spec in NATIVE.items() if FAMILIES.get(spec.rule) is kinds.ELEMENTWISE and spec.storage in STORAGES
 ]
-WEIGHTS = ("adamw_int8+split8", "adamw+split16", "rmsprop_int8+split8", "lion+bf16_sr", "adamw_bf16+bf16_sr")
+WEIGHTS = ("adamw_int8+split8", "adamw+split8", "rmsprop_int8+split8", "lion+bf16_sr", "adamw_bf16+bf16_sr")
 
 
 def test_without_a_gpu_it_is_eager_and_says_so(caplog: pytest.LogCaptureFixture) -> None:

@@ -21,7 +21,7 @@ STEPS = 8
 OTHER_WEIGHTS = [
     f"{spec}+{weights}"
     for spec in ("adamw", "adamw_int8", "adamw_int4", "lion_int8", "foam_l2_int8", "adamw_shared_out_int8")
-    for weights in ("split8", "split16", "bf16_sr", "bf16")
+    for weights in ("split8", "bf16_sr", "bf16")
 ]
 SOME = [
     "adamw", "adamw_int8", "adamw_int4", "rmsprop_int8_log", "rmsprop_int8_root", "lion_int8", "signum", "sign",

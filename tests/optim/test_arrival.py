@@ -35,7 +35,7 @@ def params(dtype: torch.dtype) -> dict[str, Tensor]:
 
 @pytest.mark.filterwarnings("ignore:16-bit weights without correction")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("spec", ["adamw", "adamw_int8+split8", "adamw+split16", "sign+bf16", "sign+bf16_sr"])
+@pytest.mark.parametrize("spec", ["adamw", "adamw_int8+split8", "sign+bf16", "sign+bf16_sr"])
 def test_what_comes_is_bit_for_bit_what_is_narrowed_there(
     spec: str, dtype: torch.dtype, small_pieces: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,7 +177,7 @@ def test_moves_before_the_first_step_see_weights_that_came_before_and_after(firs
     net = nn.Linear(5, 3)
     optimizer = build(dict(net.named_parameters()), "adamw+split8")
     exact = optimizer.export_weights()
-    for value, spec in ((1.0, first), (2.0, "adamw+split8"), (3.0, "sign+split16")):
+    for value, spec in ((1.0, first), (2.0, "adamw+split8"), (3.0, "sign+split8")):
         net.load_state_dict({"weight": torch.full((3, 5), value), "bias": net.bias.detach()})
         optimizer.migrate(dict.fromkeys(optimizer.specs, spec))
         now = optimizer.export_weights()

@@ -186,16 +186,6 @@ def test_a_rule_for_hidden_layers_only() -> None:
         del RULES["hidden"]
 
 
-def test_rules_that_take_a_gpu_are_not_updated_on_the_host() -> None:
-    why = r"block linear cannot run muon@updated: .* takes a GPU, .* Give the block muon, or the same with @streamed"
-    with pytest.raises(BadInputError, match=why):
-        build(make_params({"linear": (17, 64)}), "muon@updated")
-    optimizer = build(make_params({"linear": (17, 64)}), "muon")
-    with pytest.raises(BadInputError, match=why):
-        optimizer.migrate({"linear": "muon@updated"})
-    assert optimizer.specs == {"linear": "muon"}
-
-
 def test_placements_that_do_not_exist() -> None:
     spec = OptimizerSpec(name="far", description="", rule="adamw", placement="moon")
     with pytest.raises(BadInputError, match=r"placement.*'moon'.*device.*host_streamed"):

@@ -15,7 +15,7 @@ from baoc import BaocOptimizer
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.backends import HostedBackend, StepInputs
 from baoc.optim.offload import Inline, streaming
-from baoc.optim.offload.pipeline import IN, MAIN, OUT, STEP
+from baoc.optim.offload.lanes import IN, MAIN, OUT, STEP
 from baoc.planning.planner import PlannerSettings
 from baoc.profiling import GradientProfiler
 from baoc.training.reallocation import ReallocationSettings

@@ -15,7 +15,7 @@ from baoc.profiling.tracker import MemoryTracker
 from tests.support.optimizing import MATRICES, info, one_block, shapes_for
 from tests.support.releasing import Pair, assert_equal, backward
 
-WEIGHTS = ("adamw+split8", "adamw_int8+split8", "adamw+split16", "lion_int8+split16", "foam_l2+split8",
+WEIGHTS = ("adamw+split8", "adamw_int8+split8", "lion_int8+split8", "foam_l2+split8",
            "adamw_bf16+bf16_sr", "sign+bf16_sr", "rmsprop+bf16", "adafactor+split8")  # fmt: skip
 pytestmark = pytest.mark.filterwarnings("ignore:16-bit weights without correction")
 

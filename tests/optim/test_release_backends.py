@@ -11,7 +11,7 @@ from tests.support.optimizing import info, one_block, shapes_for
 from tests.support.releasing import Pair, backward
 
 STEPPED = [name for name, spec in NATIVE.items() if not native_refusal(spec)]
-WEIGHTS = ("adamw_int8+split8", "lion+split16", "adamw_bf16+bf16_sr")
+WEIGHTS = ("adamw_int8+split8", "lion+split8", "adamw_bf16+bf16_sr")
 FUSED = ("adamw_int8", "lion_int8", "rmsprop", "sign", "adamw_int4", "foam_l2_int8", "adafactor", "adamw_shared_in")
 BLOCKS = [
     one_block("first", [info("a", SHAPES["a"]), info("b", SHAPES["b"]), info("empty", SHAPES["empty"])]),

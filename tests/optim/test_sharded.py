@@ -58,7 +58,7 @@ PACKED = (
     "muon_int8",
 )
 SPECS = tuple(spec for spec in NATIVE.values() if spec.storage == "fp32" or spec.name in PACKED)
-CAST = ("adamw_int8+split8", "adamw+bf16_sr", "lion_int8+split16")
+CAST = ("adamw_int8+split8", "adamw+bf16_sr", "lion_int8+split8")
 
 
 def network(dtype: torch.dtype = torch.float32) -> nn.Module:

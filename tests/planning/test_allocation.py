@@ -1,19 +1,17 @@
 """Single cases of single allocators: degenerate problems, refusals, baselines as published, a solver out of time."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from baoc.core.blocks import partition
-from baoc.core.catalogue import NATIVE, select
+from baoc.core.catalogue import NATIVE
 from baoc.core.rule_tags import RULE_INFOS
 from baoc.errors import BadInputError
 from baoc.planning.allocators import ALLOCATORS, NoFeasibleAllocation, exact
 from baoc.planning.allocators.base import make_problem
 from baoc.planning.allocators.exact import ExactAllocator, Undecided
-from baoc.planning.allocators.hosted import HOSTED
 from baoc.planning.allocators.moves import fill, repair, swap
 from baoc.planning.allocators.uniform import UNIFORM
 from baoc.planning.candidates import build_candidates, undominated
@@ -227,23 +225,3 @@ def test_repair_fill_and_swap_by_hand():
 def test_repair_gives_up_where_one_move_cannot_help():
     problem = make_problem(TRADE, limits=Limits(state_bytes=12, step_s=3.0))
     assert repair(problem, np.array([0, 0])) is None
-
-
-def test_host_baselines_have_no_choice():
-    """As others place: all on the host, stepped there, or every k-th block on the device."""
-    options = build_candidates(BLOCKS, specs=select(["adamw", "adamw@*"]), rules=RULE_INFOS, risk=RISKS["prior"])
-    for name in ("host_adamw", "host_adamw_flush"):
-        allocation = ALLOCATORS[name](options, limits=Limits())
-        assert set(allocation.choices.values()) == {"adamw@updated"}
-        assert allocation.state_bytes == 0 < allocation.host_s
-    traits = [ALLOCATORS[name].traits for name in ("host_adamw", "host_adamw_flush")]
-    assert [(one.overlap, one.flush_only) for one in traits] == [(False, False), (True, True)]
-    every = replace(HOSTED[-1], every=3)(options, limits=Limits())
-    chosen = list(every.choices.values())
-    assert chosen[:4] == ["adamw@updated", "adamw@updated", "adamw@streamed", "adamw@updated"]
-    assert chosen.count("adamw@streamed") == len(chosen) // 3
-    with pytest.raises(NoFeasibleAllocation) as error:
-        ALLOCATORS["host_adamw"](options, limits=Limits(host_bytes=10))
-    assert error.value.least_host_bytes == sum(c.cost.host_bytes for c in (o[0] for o in options.values()))
-    with pytest.raises(BadInputError, match=r"host_adamw: adamw@updated does not apply to block embedding, or is not"):
-        ALLOCATORS["host_adamw"](EVERYTHING, limits=Limits())

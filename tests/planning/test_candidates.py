@@ -52,7 +52,7 @@ def test_split_weights_are_made_of_fp32_and_bf16():
 
 
 def test_weights_of_16_bits_are_dominated_unless_what_they_save_counts():
-    specs = {name: SPECS[name] for name in ("adamw", "adamw+split16")}
+    specs = {name: SPECS[name] for name in ("adamw", "adamw+split8")}
     block = BLOCKS["layer0.mlp"]
     options = {"specs": specs, "rules": RULE_INFOS, "risk": RISKS["prior"]}
     assert [c.spec for c in undominated(build_candidates([block], **options))[block.name]] == ["adamw"]
@@ -69,10 +69,10 @@ def test_weights_of_16_bits_are_dominated_unless_what_they_save_counts():
     saved = savings([block], specs=specs, count="gradients", footprint=footprint)
     found = charged(made, blocks=[block], specs=specs, saved=saved)
     kept = {c.spec: c.cost for c in undominated(found)[block.name]}
-    assert kept["adamw"].weight_bytes == 2 * kept["adamw+split16"].weight_bytes
-    assert kept["adamw"].state_bytes < kept["adamw+split16"].state_bytes
-    assert kept["adamw+split16"].charged_bytes == kept["adamw+split16"].state_bytes - 4 * block.numel
-    assert kept["adamw+split16"].charged_bytes < kept["adamw"].charged_bytes == kept["adamw"].state_bytes
+    assert kept["adamw"].weight_bytes == 2 * kept["adamw+split8"].weight_bytes
+    assert kept["adamw"].state_bytes < kept["adamw+split8"].state_bytes
+    assert kept["adamw+split8"].charged_bytes == kept["adamw+split8"].state_bytes - 4 * block.numel
+    assert kept["adamw+split8"].charged_bytes < kept["adamw"].charged_bytes == kept["adamw"].state_bytes
 
 
 def test_hidden_rules_refuse_embeddings_and_heads():

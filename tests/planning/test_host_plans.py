@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from baoc.core.catalogue import SPECS
-from baoc.errors import BadInputError, InfeasibleBudgetError
+from baoc.errors import InfeasibleBudgetError
 from baoc.planning.cost import slab_bytes
 from baoc.planning.microbatch import Axes, make_option, none_fits
 from baoc.planning.planner import Planner, PlannerSettings
-from baoc.planning.transfer import NUM_BUFFERS, STORED
+from baoc.planning.transfer import NUM_BUFFERS
 from baoc.tracking import console
 from baoc.types import Budget, Footprint, LatencyTable, ParamInfo, Role
 from baoc.units import format_bytes
@@ -83,8 +83,6 @@ def test_no_more_is_streamed_than_must_be():
     spec = SPECS["adamw@streamed"]
     rule = planner(memory(room)).rules["adamw"]
     assert plan.allocation.transfer_bytes == 2 * sum(slab_bytes(b, spec=spec, rule=rule) for b in plan.blocks[:4])
-    updated = planner(memory(room), specs=("adamw", "adamw@*")).propose()  # whose buffers are on the host
-    assert list(updated.allocation.choices.values()).count("adamw@updated") == 1 and updated.staging_bytes == 0
 
 
 def test_the_least_feasible_budget_is_feasible_and_a_byte_less_is_not():
@@ -96,13 +94,6 @@ def test_the_least_feasible_budget_is_feasible_and_a_byte_less_is_not():
     assert plan.peak_bytes == least == plan.least_feasible_bytes < BASE + 8 * ADAMW // 4
     with pytest.raises(InfeasibleBudgetError):
         planner(memory(least - 1, host=None), specs=specs).propose()
-
-
-def test_blocks_that_the_host_steps_leave_nothing_on_the_device():
-    specs = ("adamw", "adamw@*")
-    assert planner(memory(BASE), specs=specs).propose().allocation.state_bytes == 0
-    with pytest.raises(InfeasibleBudgetError):
-        planner(memory(BASE - 1), specs=specs).propose()
 
 
 def test_host_memory_is_a_budget_with_a_least_value_of_its_own():
@@ -155,8 +146,6 @@ def test_where_the_device_is_the_host_placement_saves_nothing():
     assert {SPECS[spec].placement for spec in plan.allocation.choices.values()} == {"device"}
     asked = planner(memory(BASE + 16 * ADAMW, host=None), specs=("adamw@streamed",), footprint=here).propose()
     assert asked.peak_bytes == BASE + 8 * ADAMW + STAGING and asked.allocation.state_bytes == 0
-    updated = planner(memory(BASE + 16 * ADAMW, host=None), specs=("adamw@updated",), footprint=here).propose()
-    assert updated.peak_bytes == BASE + 8 * ADAMW + NUM_BUFFERS * 2 * 4 * NUMEL == BASE + 8 * ADAMW + STAGING
 
 
 def test_seconds_of_the_link_are_weighed_against_risk():
@@ -179,42 +168,6 @@ def test_the_step_time_that_a_refusal_names_is_enough():
     plan = planner(memory(BASE + STAGING, step_time=ratio), specs=("adamw",), latency=table(step=1e-10)).propose()
     assert plan.allocation.link_s <= (plan.limits.link_s or 0) * (1 + 1e-9)
     assert 1.0 < ratio < 1.3
-
-
-def test_the_host_may_step_blocks_while_others_are_streamed():
-    slow = replace(STORED, host_element_s=1e-9)
-    quick = replace(STORED, host_element_s=1e-11)
-    specs = ("adamw+split8@streamed", "adamw+split8@updated")  # 9 bytes of states, 4 of gradient and weight
-    latency = replace(table(), fixed_s={"adamw+split8": 0.0}, per_element_s={"adamw+split8": 0.0})
-    found = {}
-    for name, link in (("slow", slow), ("quick", quick)):
-        budget = Budget(name="u", step_time=3.0, memory_bytes=BASE + STAGING)
-        plan = planner(budget, specs=specs, latency=replace(latency, link=link)).propose()
-        found[name] = list(plan.allocation.choices.values()).count("adamw+split8@updated")
-        assert plan.allocation.host_s <= (plan.limits.host_s or 0)
-    assert found == {"slow": 0, "quick": 8}
-
-
-def test_gradients_that_wait_on_the_host_are_part_of_its_memory():
-    """A layer passes in three buffers of weight and gradient; flushed gradients of all eight wait beside them."""
-    needed = {}
-    for flush_only in (False, True):
-        settings = PlannerSettings(specs=("adamw",), allocator="host_adamw", flush_only=flush_only)
-        with pytest.raises(InfeasibleBudgetError, match=r"budget.host_memory=1.00 MiB .* cannot be met") as caught:
-            Planner(PARAMS, budget=memory(BASE, host=MIB), settings=settings, footprint=FOOTPRINT).propose()
-        needed[flush_only] = caught.value.least_host_bytes or 0
-        enough = memory(BASE, host=needed[flush_only])
-        plan = Planner(PARAMS, budget=enough, settings=settings, footprint=FOOTPRINT).propose()
-        assert plan.host_bytes <= needed[flush_only]
-    assert needed[True] - needed[False] == 8 * 4 * NUMEL
-
-
-def test_a_rule_that_takes_a_gpu_is_not_updated_on_the_host():
-    with pytest.raises(BadInputError, match=r"names muon@updated: muon multiplies .* Name muon@streamed or muon"):
-        planner(memory(BASE, host=None), specs=("adamw", "muon@updated"))
-    open_ = planner(memory(BASE + 9 * ADAMW), specs=("adamw", "muon@*"))
-    offered = {c.spec for options in open_.candidates(risk="prior", profile=None).values() for c in options}
-    assert "muon@streamed" in offered and "muon@updated" not in offered
 
 
 def test_a_plan_tells_what_is_on_the_host(capsys: pytest.CaptureFixture[str]):

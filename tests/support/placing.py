@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -11,10 +10,9 @@ import torch
 from torch import Tensor
 
 from baoc.optim import BlockwiseOptimizer
-from baoc.optim.offload import Lanes, pipeline
+from baoc.optim.offload import Lanes, Streaming
 from tests.support.optimizing import Gradients, assert_same, build, make_params, twin_of, values
 
-PLACES = ("streamed", "updated")
 SHAPES = {"a": (33, 64), "b": (64,), "c": (48, 40), "d": (257,), "e": (16, 16, 3)}
 HERE = "here"  # the calling thread, which waits too
 
@@ -22,12 +20,12 @@ HERE = "here"  # the calling thread, which waits too
 @contextmanager
 def rings(*, piece_bytes: int = 6000, num_buffers: int = 2, lanes: Lanes | None = None) -> Iterator[None]:
     """Pipelines that are built inside have these."""
-    build = pipeline.StagingPipeline.__init__
+    build = Streaming.__init__
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         build(self, *args, **{**kwargs, "piece_bytes": piece_bytes, "num_buffers": num_buffers, "lanes": lanes})
 
-    with mock.patch.object(pipeline.StagingPipeline, "__init__", init):
+    with mock.patch.object(Streaming, "__init__", init):
         yield
 
 
@@ -109,12 +107,12 @@ def states_of(optimizer: BlockwiseOptimizer) -> dict[str, Tensor]:
 class Twins:
     """The same parameters under a plan on the device and under the same plan on the host."""
 
-    def __init__(self, spec: str, place: str, *, shapes: dict[str, tuple[int, ...]] = SHAPES, **settings):
+    def __init__(self, spec: str, *, shapes: dict[str, tuple[int, ...]] = SHAPES, **settings):
         self.params = make_params(shapes)
         self.twins = twin_of(self.params)
         self.gradients = Gradients(self.params)
         self.device = build(self.params, spec, **{k: v for k, v in settings.items() if k != "release"})
-        self.host = build(self.twins, f"{spec}@{place}", **settings)
+        self.host = build(self.twins, f"{spec}@streamed", **settings)
 
     def step(self, *, steps: int = 1) -> None:
         for _ in range(steps):
@@ -125,27 +123,3 @@ class Twins:
     def check(self) -> None:
         assert_same(values(self.params), values(self.twins))
         assert_same(states_of(self.device), states_of(self.host))
-
-
-class LateHost:
-    """Stands for the thread beside the caller: does nothing before somebody waits for it."""
-
-    def __init__(self) -> None:
-        self.given: deque[tuple[Future, Callable[[], object]]] = deque()
-
-    def submit(self, work: Callable[[], object]) -> Future:
-        host = self
-
-        class Late(Future):
-            def result(self, timeout: float | None = None) -> object:
-                while not self.done():
-                    future, task = host.given.popleft()
-                    try:
-                        future.set_result(task())
-                    except BaseException as error:
-                        future.set_exception(error)
-                return super().result(timeout)
-
-        future = Late()
-        self.given.append((future, work))
-        return future

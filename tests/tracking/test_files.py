@@ -54,7 +54,6 @@ def test_json_holds_dataclasses_enums_paths_and_scalars(tmp_path: Path) -> None:
             "out_bytes": 0,
             "step_s": 0.0,
             "link_s": 0.0,
-            "host_s": 0.0,
             "weight_bytes": 0,
             "saved_bytes": 0,
         },

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from baoc.config.schema import AllocatorConfig, CatalogueConfig, ModelConfig, ReallocationConfig
+from baoc.config.schema import CatalogueConfig, ModelConfig, ReallocationConfig
 from baoc.core.budgets import parse_budget
 from tests.support.plan_runs import asked
 from tests.support.plan_runs import plan as planned
@@ -32,17 +32,6 @@ def test_streamed_states_are_in_the_peak_of_a_cpu(tmp_path: Path, capsys: pytest
     out = " ".join(capsys.readouterr().out.split())
     assert "the device is the CPU, whose memory is the host's: placement there saves nothing" in out
     assert "on the host" in out and "h: on the host" in out
-
-
-def test_as_others_place_it_the_numbers_are_those_of_adamw(tmp_path: Path):
-    """Every second block streamed in fp32, the others stepped by the host: the same losses as on the device."""
-    found = {}
-    for name, every in (("uniform_adamw", None), ("host_every_kth", 2), ("host_adamw", None)):
-        allocator = AllocatorConfig(name=name, every=every)
-        found[name] = run(tmp_path / name, budget=parse_budget("unlimited"), allocator=allocator, **SHORT).metrics
-    assert found["uniform_adamw"] == found["host_every_kth"] == found["host_adamw"]
-    chosen = list(told(tmp_path / "host_every_kth")["choices"].values())
-    assert chosen[:2] == ["adamw@updated", "adamw@streamed"]
 
 
 def test_host_memory_makes_room_on_a_card(tmp_path: Path):

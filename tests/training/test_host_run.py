@@ -8,25 +8,21 @@ import pytest
 from lightning.fabric.utilities import optimizer as lightning_optimizer
 
 from baoc import BaocStrategy
-from baoc.errors import BadInputError
-from baoc.kernels import host_memory
 from baoc.optim import BlockwiseOptimizer
-from baoc.optim.backends.hosted import UpdatedBackend
-from baoc.planning.placement import staging_bytes
 from baoc.planning.planner import PlannerSettings
 from baoc.training.reallocation import ReallocationSettings
 from baoc.training.session import SessionSettings
 from tests.support.classifier import QUIET, Classifier, fit, loader, same
-from tests.support.placing import PLACES, rings
+from tests.support.placing import rings
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*does not have many workers.*", "ignore:.*smaller than the logging interval.*"
 )
 
 
-def strategy(spec: str, *, flush_only: bool = False) -> BaocStrategy:
+def strategy(spec: str) -> BaocStrategy:
     off = ReallocationSettings(mode="off")
-    settings = SessionSettings(planner=PlannerSettings(specs=(spec,), flush_only=flush_only), reallocation=off)
+    settings = SessionSettings(planner=PlannerSettings(specs=(spec,)), reallocation=off)
     return BaocStrategy("8gb", settings=settings)
 
 
@@ -43,51 +39,17 @@ def ahead(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
     ("arguments", "stepped"),
     [({}, 6), ({"accumulate_grad_batches": 2}, 6), ({"gradient_clip_val": 0.1}, 0), ({"precision": "bf16-mixed"}, 6)],
 )
-def test_training_is_that_of_the_device(ahead: list[int], place: str, arguments: dict[str, Any], stepped: int) -> None:
+def test_training_is_that_of_the_device(ahead: list[int], arguments: dict[str, Any], stepped: int) -> None:
     with rings(piece_bytes=500):
         plain = fit(strategy("adamw"), steps=5, **arguments)
         del ahead[:]
-        hosted = fit(strategy(f"adamw@{place}"), steps=5, **arguments)
+        hosted = fit(strategy("adamw@streamed"), steps=5, **arguments)
     assert same(plain, hosted)
     assert ahead[-5:] == [stepped] * 5  # before are trial steps of the probe
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_gradients_are_only_flushed_where_that_is_the_schedule(
-    ahead: list[int], accumulate: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Once a step, and blocks are stepped once backward is over. What they wait in is planned, or refused."""
-    flush, flushed, waiting = UpdatedBackend.flush, [], {}
-
-    def noting(self: Any, index: int) -> bool:
-        done = flush(self, index)
-        flushed.append(index)
-        waiting[index] = self.pieces[index].lot.memory.numel()
-        return done
-
-    with rings(piece_bytes=500), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(UpdatedBackend, "flush", noting)
-        plain = fit(strategy("adamw"), steps=4, accumulate_grad_batches=accumulate)
-        del ahead[:], flushed[:]
-        ours = strategy("adamw@updated", flush_only=True)
-        hosted = fit(ours, steps=4, accumulate_grad_batches=accumulate)
-        steps, num = len(ahead), len(set(flushed))
-    assert same(plain, hosted)
-    assert num > 1 and len(flushed) == num * ahead.count(6) and steps >= 4 and ahead[-4:] == [6] * 4
-    assert ours.reallocator is not None
-    planner, choices = ours.reallocator.planner, ours.reallocator.plan.allocation.choices
-    at_once = staging_bytes(choices, blocks=planner.blocks, specs=planner.specs, rules=planner.rules)[1]
-    assert planner.staging_bytes(choices) - at_once == sum(waiting.values())
-    assert sum(waiting.values()) >= sum(param.nbytes for param in hosted.parameters())
-    short = ours.reallocator.plan.host_bytes - 1
-    monkeypatch.setattr(host_memory, "available_host_bytes", lambda: short)
-    with pytest.raises(BadInputError, match=r"states on the host, and what passes there, need .* are available"):
-        fit(strategy("adamw@updated", flush_only=True), steps=1, accumulate_grad_batches=accumulate)
 
 
 @pytest.mark.parametrize("owner", ["module", "callback"])
@@ -119,9 +81,8 @@ def in_two_fits(spec: str, folder: Path) -> tuple[Classifier, BaocStrategy]:
     return module, second
 
 
-@pytest.mark.parametrize("place", PLACES)
 def test_setup_resume_and_a_second_fit_leave_states_on_the_host(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """P1: every tensor that Lightning moves is noted; on a machine with a GPU those would be on it now."""
     plain, _ = in_two_fits("adamw", tmp_path)
@@ -129,7 +90,7 @@ def test_setup_resume_and_a_second_fit_leave_states_on_the_host(
     monkeypatch.setattr(
         lightning_optimizer, "move_data_to_device", lambda data, device: moved.append(data) or move(data, device)
     )
-    hosted, ours = in_two_fits(f"adamw@{place}", tmp_path)
+    hosted, ours = in_two_fits("adamw@streamed", tmp_path)
     assert same(plain, hosted) and not moved
     assert ours.reallocator is not None and ours.reallocator.optimizer.num_steps == 8
     roster = ours.reallocator.optimizer.roster

@@ -15,7 +15,7 @@ from baoc.kernels.cpp.build import library
 
 RULES = ("adamw", "rmsprop", "lion", "signum", "sign", "adamw_shared_in", "adamw_shared_out", "foam")
 CODECS = ("fp32", "bf16", "softsign8", "sqrt8", "log8m", "log8v", "root8m", "root8v", "root4", "lattice4")
-WEIGHTS = ("fp32", "bf16", "split8", "split16", "bf16_sr")
+WEIGHTS = ("fp32", "bf16", "split8", "bf16_sr")
 THRESHOLDS = 2 * 6 * 32  # fp32 values: of the lanes, log8v, and lattice4 for k = 0 ... 3; then the same at one half
 CODES = 256
 _WIDTH = 16

@@ -2,7 +2,7 @@
 #pragma once
 #include "codecs.h"
 
-enum Weights { W_FP32, W_BF16, W_SPLIT8, W_SPLIT16, W_RANDOM };
+enum Weights { W_FP32, W_BF16, W_SPLIT8, W_RANDOM };
 
 // One parameter. `noise` is where its hash starts in this step.
 struct Param {
@@ -52,17 +52,6 @@ static void split8(uint16_t* near, int8_t* rest, int64_t start, int n, const flo
   if (i < n) split8_group(near + i, rest + i, p + i, was + i, up, n - i);
 }
 
-static void merge16(const uint16_t* __restrict near, const int16_t* __restrict rest, int n, float* __restrict out) {
-  for (int i = 0; i < n; ++i) out[i] = from_bits((uint32_t(near[i]) << 16) + uint32_t(int32_t(rest[i])));
-}
-
-static void split16(uint16_t* __restrict near, int16_t* __restrict rest, int n, const float* __restrict p) {
-  for (int i = 0; i < n; ++i) {
-    near[i] = uint16_t((bits_of(p[i]) + 0x8000u) >> 16);
-    rest[i] = int16_t(uint16_t(bits_of(p[i])));
-  }
-}
-
 static void round_to_bf16(uint16_t* __restrict near, int n, const float* __restrict p) {
   for (int i = 0; i < n; ++i) near[i] = to_bf16(p[i]);
 }
@@ -89,7 +78,6 @@ static void load_param(const Param& param, int64_t start, int n, float* out) {
   switch (param.weights) {
     case W_FP32: std::memcpy(out, static_cast<const float*>(param.data) + start, size_t(n) * 4); break;
     case W_SPLIT8: merge8(near, static_cast<const int8_t*>(param.correction) + start, n, out); break;
-    case W_SPLIT16: merge16(near, static_cast<const int16_t*>(param.correction) + start, n, out); break;
     default: decode_bf16(near, out, n);
   }
 }
@@ -101,7 +89,6 @@ static void store_param(const Param& param, int64_t start, int n, const float* p
   switch (param.weights) {
     case W_FP32: std::memcpy(static_cast<float*>(param.data) + start, p, size_t(n) * 4); break;
     case W_SPLIT8: split8(near, static_cast<int8_t*>(param.correction) + start, start, n, p, was, threshold); break;
-    case W_SPLIT16: split16(near, static_cast<int16_t*>(param.correction) + start, n, p); break;
     case W_RANDOM: round_at_random(near, start, n, p, param.noise); break;
     default: round_to_bf16(near, n, p);
   }

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 GROUP, PACKED_GROUP = 32, 64  # elements that share a scale, of 8 and of 4 bits
-WEIGHTS = ("native", "split8", "split16", "bf16_sr")
-CORRECTION_BYTES = {"split8": 1, "split16": 2}
+WEIGHTS = ("native", "split8", "bf16_sr")
 PHASED = ("sqrt8", "log8v", "root8v", "root4", "lattice4")  # codecs that round by thresholds, beside bf16 as that of v
 PACKED = ("root4", "lattice4")
 M_CODECS = ("fp32", "bf16", "softsign8", "log8m", "root8m", "root4")
@@ -101,7 +100,7 @@ class Shape:
 class Kind:
     """What one table steps. `m` and `v` name codecs and are looked at only where the rule has that state.
 
-    `weights`: "native" (fp32 or bf16 as the parameter is), "split8" and "split16" (bf16 parameter with an int8 or int16
+    `weights`: "native" (fp32 or bf16 as the parameter is), "split8" (bf16 parameter with an int8
     correction) or "bf16_sr" (bf16 parameter rounded at random by the tensor's seed and the step's phase).
     """
 
@@ -130,8 +129,8 @@ class Kind:
     def sizes(self, shape: Shape) -> dict[str, int]:
         """State key -> bytes of a tensor's state."""
         sizes = self.family.sizes(self, shape)
-        if self.weights in CORRECTION_BYTES:
-            sizes["correction"] = CORRECTION_BYTES[self.weights] * shape.numel
+        if self.weights == "split8":
+            sizes["correction"] = shape.numel
         return sizes
 
 

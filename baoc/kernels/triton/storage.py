@@ -284,10 +284,6 @@ def load_param(addr, correction_addr, start, tile, inside, WEIGHTS: tl.constexpr
         power = (near.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         p = near + signed_numbers(correction) * (2.0**-8 / 127) * power
         stored = (bits.to(tl.int32) << 8) | (correction.to(tl.int32) & 0xFF)
-    elif WEIGHTS == "split16":
-        bits = load_tile(addr, start, tile, inside, tl.int16, VEC, FULL).to(tl.int32) << 16
-        low = load_tile(correction_addr, start, tile, inside, tl.int16, VEC, FULL).to(tl.int32)
-        p = (bits + low).to(tl.float32, bitcast=True)
     else:
         p = load_numbers(addr, start, tile, inside, PARAM, VEC, FULL)
     return p, stored
@@ -315,10 +311,6 @@ def store_param(addr, correction_addr, p, old, stored, thresholds, lane, start, 
             code = tl.where(same, stored.to(tl.int8), code)
         store_tile(addr, bits, start, tile, inside, tl.int16, VEC, FULL)
         store_tile(correction_addr, code, start, tile, inside, tl.int8, VEC, FULL)
-    elif WEIGHTS == "split16":  # rounded to nearest, halves up; the correction is the low half with its sign
-        bits = p.to(tl.int32, bitcast=True)
-        store_tile(addr, ((bits + 0x8000) >> 16).to(tl.int16), start, tile, inside, tl.int16, VEC, FULL)
-        store_tile(correction_addr, ((bits << 16) >> 16).to(tl.int16), start, tile, inside, tl.int16, VEC, FULL)
     elif WEIGHTS == "bf16_sr":
         bits = p.to(tl.int32, bitcast=True)
         step = tl.load(thresholds.to(tl.pointer_type(tl.int32)) + PHASE_AT)

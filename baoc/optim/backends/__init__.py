@@ -1,13 +1,12 @@
 """Who steps what. This is the one place that decides it: fused kernels where there are some, else eager torch.
 
 Blocks that are placed on the host pass through rings of buffers (`optim.offload`), and the same backends step them
-there: on the device where they are streamed, on the host where they are updated.
+on the device, on staged states.
 """
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,11 +16,11 @@ from baoc.optim.backends.base import Backend, Options, StepInputs, StepUnit
 from baoc.optim.backends.eager import EagerBackend, changed
 from baoc.optim.backends.fused import FusedBackend
 from baoc.optim.backends.gathered import GatheredBackend, needs_gathering
-from baoc.optim.backends.hosted import HostedBackend, StreamedBackend, UpdatedBackend
+from baoc.optim.backends.hosted import HostedBackend
 from baoc.optim.backends.native import NativeBackend, native_refusal
-from baoc.optim.offload import Pipelines, Streaming, Updating, on_host
+from baoc.optim.offload import Pipelines
 from baoc.optim.state import LiveBlock, Slot, State, to_buckets
-from baoc.types import OptimizerSpec, Placement
+from baoc.types import OptimizerSpec
 
 __all__ = [
     "BACKENDS", "NATIVE_FROM", "Backend", "Choice", "HostedBackend", "Options", "StepInputs", "StepUnit", "backend_for",
@@ -61,16 +60,11 @@ def backend_for(block: LiveBlock, *, name: str, numel: int = 0) -> Choice:
     to that tolerance and not to the bit; name a backend where it has to be. A backend that is named takes what it can;
     the rest is eager too, and the log says so.
     Matrices that need other ranks' rows of them are `gathered`, whatever was asked for.
-    Where states are placed makes no difference to a streamed block. One that the host updates is stepped natively there
-    if its parameters are on a GPU, whatever its size and whatever was asked for; no kernel of a GPU can.
+    Where states are placed makes no difference.
     """
     if needs_gathering(block):
         return Choice(backend=GatheredBackend.name)
     candidates = _automatic(block.spec, numel=numel) if name == "auto" else (name,)
-    if block.spec.placement == Placement.HOST_UPDATED:
-        if any(slot.param.device.type == "cuda" for slot in block.slots):
-            candidates = ("eager",) if name == "eager" else ("native",)
-        block = on_host(block, [torch.empty_like(slot.param, device="cpu") for slot in block.slots])
     refused = []
     for candidate in candidates:
         why = BACKENDS[candidate].refusal(block)
@@ -106,7 +100,7 @@ def build_backends(
     backends: list[Backend] = []
     for ring in rings:
         for backend, pieces in ring.pieces(lambda live: choices[live.block.name].backend).items():
-            backends.append(_hosted(ring, pieces, build=BACKENDS[backend], state=state))
+            backends.append(HostedBackend(pieces, streaming=ring, build=BACKENDS[backend], state=state))
     for backend, build in BACKENDS.items():
         mine = [live for live in blocks if choices[live.block.name].backend == backend and not live.on_host]
         if mine:
@@ -130,7 +124,8 @@ def build_alone(
     block = blocks[0]
     ring = rings.of(block)
     if ring is not None:
-        return _hosted(ring, [ring.single(block.block.name)], build=BACKENDS[backend], state=state, releases=True)
+        piece = ring.single(block.block.name)
+        return HostedBackend([piece], streaming=ring, build=BACKENDS[backend], state=state, releases=True)
     if backend == FusedBackend.name:
         return FusedBackend(to_buckets(blocks), state=state, graphs=False)
     return BACKENDS[backend](to_buckets(blocks), state=state)
@@ -150,16 +145,3 @@ def _check_as_built(slot: Slot) -> None:
         f"{slot.name} is {dtype} now, and its block keeps {slot.weights} weights, which are torch.bfloat16: cast a "
         "model before its optimizer is built, and run this one under bf16 autocast"
     )
-
-
-def _hosted(
-    ring: Streaming | Updating,
-    pieces: Any,
-    *,
-    build: type[Backend],
-    state: Mapping[Tensor, State],
-    releases: bool = False,
-) -> HostedBackend:
-    if isinstance(ring, Streaming):
-        return StreamedBackend(pieces, streaming=ring, build=build, state=state, releases=releases)
-    return UpdatedBackend(pieces, updating=ring, build=build, state=state, releases=releases)

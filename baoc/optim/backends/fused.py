@@ -26,7 +26,7 @@ from baoc.optim.codecs import lanes_of
 from baoc.optim.rules import RULES
 from baoc.optim.state import Bucket, LiveBlock, Slot, State, whole_slot
 from baoc.optim.weights import seed_of
-from baoc.types import OptimizerSpec, Placement, StateKind
+from baoc.types import OptimizerSpec, StateKind
 
 _NOTHING = nullcontext()
 _AHEAD = 64  # phases whose lanes are prepared at once: one at a time would cost a step ten microseconds
@@ -53,7 +53,7 @@ def has_kernel(spec: OptimizerSpec) -> bool:
         Kind(rule=spec.rule, m=m, v=v, weights="native" if spec.weights == NEAREST else spec.weights)
     except ValueError:
         return False
-    return spec.placement != Placement.HOST_UPDATED
+    return True
 
 
 def bytes_tell_seconds(spec: OptimizerSpec) -> bool:

@@ -6,11 +6,9 @@ from torch import Tensor
 
 from baoc.optim.offload.arena import HostArena
 from baoc.optim.offload.arrival import arrival_bytes, drop_stale, fill, make_room
-from baoc.optim.offload.pipeline import Inline, Lanes
+from baoc.optim.offload.lanes import Inline, Lanes
 from baoc.optim.offload.streaming import Streaming
-from baoc.optim.offload.updating import Updating, on_host
 from baoc.optim.state import LiveBlock, State
-from baoc.types import Placement
 
 __all__ = [
     "HostArena",
@@ -18,16 +16,12 @@ __all__ = [
     "Lanes",
     "Pipelines",
     "Streaming",
-    "Updating",
     "arrival_bytes",
     "drop_stale",
     "fill",
     "make_room",
-    "on_host",
     "order_of_travel",
 ]
-
-_KINDS = {Placement.HOST_STREAMED: Streaming, Placement.HOST_UPDATED: Updating}
 
 
 def order_of_travel(blocks: Iterable[LiveBlock]) -> list[LiveBlock]:
@@ -36,19 +30,19 @@ def order_of_travel(blocks: Iterable[LiveBlock]) -> list[LiveBlock]:
 
 
 class Pipelines:
-    """The rings of an optimizer, one for each placement and device that its blocks have."""
+    """The rings of an optimizer, one for each device that its host-placed blocks have."""
 
     def __init__(self, blocks: Iterable[LiveBlock], *, home: dict[Tensor, State]):
         """`blocks` pass in this order."""
-        groups: dict[tuple[str, object], list[LiveBlock]] = {}
+        groups: dict[object, list[LiveBlock]] = {}
         for live in blocks:
-            groups.setdefault((live.spec.placement, live.slots[0].param.device), []).append(live)
-        self._rings = [_KINDS[Placement(placement)](group, home=home) for (placement, _), group in groups.items()]
+            groups.setdefault(live.slots[0].param.device, []).append(live)
+        self._rings = [Streaming(group, home=home) for group in groups.values()]
 
-    def __iter__(self) -> Iterator[Streaming | Updating]:
+    def __iter__(self) -> Iterator[Streaming]:
         return iter(self._rings)
 
-    def of(self, block: LiveBlock) -> Streaming | Updating | None:
+    def of(self, block: LiveBlock) -> Streaming | None:
         """None for a block that is not placed on the host, or has no elements."""
         return next((ring for ring in self._rings if block in ring.blocks), None)
 

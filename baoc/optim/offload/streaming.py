@@ -1,7 +1,8 @@
 """Streamed blocks: their states come to the device to be stepped, and go back, while others are stepped.
 
-Blocks travel in pieces through a ring of device memory, in which each has a place of its own: as many as fit are on
-their way at a time, whatever their sizes. What waits for what, and nothing else does:
+A piece is a run of blocks that are copied and stepped together. Pieces travel through a ring of device memory, in which
+each has a place of its own: as many as fit are on their way at a time, whatever their sizes. What waits for what, and
+nothing else does:
 
     copy in (IN)     for the copies out of all that was in its place, and for this piece's own of the step before
     step (STEP)      for that copy in, and for what the caller has launched by then: gradients, and readers of weights
@@ -14,7 +15,7 @@ last of a step these are the first ones of the next step, which so are there bef
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -22,8 +23,9 @@ import torch
 from torch import Tensor
 
 from baoc.optim.offload.arena import slab_of
-from baoc.optim.offload.pipeline import IN, MAIN, OUT, STEP, StagingPipeline
+from baoc.optim.offload.lanes import IN, MAIN, OUT, STEP, Lanes, lanes_for
 from baoc.optim.state import LiveBlock, State, views
+from baoc.planning.transfer import NUM_BUFFERS, PIECE_BYTES, capacity_bytes, cut
 
 # A piece costs the host half a millisecond, whatever its size (H200, 16 cores: 98 of them 56 ms, more than backward
 # leaves it), so that where the ring is large there are fewer; so many on their way keep both ways of the link at work.
@@ -110,13 +112,29 @@ def _adjacent(a: Tensor, b: Tensor) -> bool:
     return same and a.storage_offset() + a.nbytes == b.storage_offset()
 
 
-class Streaming(StagingPipeline[Piece]):
-    """The streamed blocks of one device; its ring is there."""
+class Streaming:
+    """The streamed blocks of one device in the order in which they are to pass; its ring is there.
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self._chunk_bytes = self._piece_bytes
-        self._piece_bytes = max(self._piece_bytes, self.nbytes // NUM_PIECES)
+    A piece always passes through the same place, so that whoever steps it keeps the addresses.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[LiveBlock],
+        *,
+        home: dict[Tensor, State],
+        lanes: Lanes | None = None,
+        piece_bytes: int = PIECE_BYTES,
+        num_buffers: int = NUM_BUFFERS,
+    ):
+        self.blocks, self.home = list(blocks), home
+        self.device = self.blocks[0].slots[0].param.device
+        self.lanes = lanes or lanes_for(self.device)
+        sizes = [live.slab_bytes for live in self.blocks]
+        capacity = capacity_bytes(sizes, piece_bytes=piece_bytes)
+        self.nbytes = capacity if sum(sizes) <= capacity else num_buffers * capacity  # as `transfer.buffer_bytes`
+        self._chunk_bytes = piece_bytes
+        self._piece_bytes = max(piece_bytes, self.nbytes // NUM_PIECES)
         self._memory = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
         # When the ring is gone, its memory is no one's before the lanes have come to an end.
         weakref.finalize(self, self.lanes.finish).atexit = False
@@ -131,13 +149,34 @@ class Streaming(StagingPipeline[Piece]):
         self._num_left = 0
         self._stepped: Any = None
         self._before: Any = None  # mark of the step before the last one, of pieces whose gradients were dropped
+        self._singles: dict[str, Piece] = {}
 
-    @staticmethod
-    def size_of(live: LiveBlock) -> int:
-        return live.slab_bytes
+    def pieces(self, kind_of: Callable[[LiveBlock], Hashable]) -> dict[Any, list[Piece]]:
+        """All blocks in pieces of one kind each, by kind."""
+        runs: list[list[LiveBlock]] = []
+        for live in self.blocks:
+            if not runs or kind_of(runs[-1][-1]) != kind_of(live):
+                runs.append([])
+            runs[-1].append(live)
+        parts = [
+            [run[index] for index in part]
+            for run in runs
+            for part in cut([live.slab_bytes for live in run], piece_bytes=self._piece_bytes)
+        ]
+        found: dict[Any, list[Piece]] = {}
+        for piece in self.place(parts):
+            found.setdefault(kind_of(piece.blocks[0]), []).append(piece)
+        return found
+
+    def single(self, name: str) -> Piece:
+        """The block as a piece of its own."""
+        if not self._singles:
+            pieces = self.place([[live] for live in self.blocks])
+            self._singles = {piece.blocks[0].block.name: piece for piece in pieces}
+        return self._singles[name]
 
     def place(self, parts: Sequence[Sequence[LiveBlock]]) -> list[Piece]:
-        """Side by side, and from the beginning again where one does not fit any more."""
+        """The parts as pieces in this order: side by side, and from the beginning again where one has no room left."""
         pieces: list[Piece] = []
         first = 0
         for part in parts:
@@ -229,18 +268,22 @@ class Streaming(StagingPipeline[Piece]):
         piece.ready = lanes.mark(IN)
 
     def join(self) -> None:
+        """What the caller launches from now on sees the weights as they were stepped."""
         if self._stepped is not None:
             self.lanes.wait(MAIN, self._stepped)
             self._stepped = None
 
     def drain(self) -> None:
+        """Waits until gradients that the caller dropped are no one's any more: once `join` was called, unless said."""
         self.lanes.wait_here(self.lanes.mark(STEP))
 
     def synchronize(self) -> None:
+        """Waits until states are at home, and nothing is on its way."""
         self.lanes.wait_here(self.lanes.mark(OUT))
         self.lanes.wait_here(self.lanes.mark(IN))
 
     def invalidate(self) -> None:
+        """States were changed at home: what is on the way is old."""
         for piece in self._rivals:
             piece.here = piece.wanted = False
         self._next = 0

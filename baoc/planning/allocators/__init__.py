@@ -4,7 +4,6 @@ from baoc.planning.allocators.base import Allocator, NoFeasibleAllocation
 from baoc.planning.allocators.exact import ExactAllocator, least_bytes
 from baoc.planning.allocators.feasible import possible
 from baoc.planning.allocators.greedy import GreedyAllocator
-from baoc.planning.allocators.hosted import HOSTED
 from baoc.planning.allocators.lagrangian import LagrangianAllocator
 from baoc.planning.allocators.random import RandomAllocator
 from baoc.planning.allocators.recipe import RecipeAllocator
@@ -19,7 +18,6 @@ ALLOCATORS: dict[str, Allocator] = {
         RandomAllocator(),
         RecipeAllocator(),
         *UNIFORM,
-        *HOSTED,
     )
 }
 

@@ -13,7 +13,7 @@ from baoc.types import Allocation, Candidate, Limits
 STEP_TOLERANCE = 1e-9  # seconds are sums of floats: a limit counts as met within this fraction
 SAFE = 1 - 1e-12  # of a limit of seconds, for running sums; `Problem.feasible` has the last word
 TINY = 1e-12  # below this a risk counts as none when a gap is stated
-KINDS = ("state_bytes", "step_s", "host_bytes", "link_s", "host_s")  # what may be limited, as in `types.Limits`
+KINDS = ("state_bytes", "step_s", "host_bytes", "link_s")  # what may be limited, as in `types.Limits`
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
@@ -21,8 +21,7 @@ Ints = NDArray[np.int64]
 class NoFeasibleAllocation(Exception):
     """No allocation meets the limits. Each figure is the least that can be had while the other limits are met.
 
-    `least_state_bytes` are charged bytes. `least_host_bytes`, `least_link_s` and `least_host_s` are 0 where they have
-    no limit.
+    `least_state_bytes` are charged bytes. `least_host_bytes` and `least_link_s` are 0 where they have no limit.
 
     Where another limit cannot be met at all, it is left out of account. The planner turns this into the user's error.
     """
@@ -34,14 +33,12 @@ class NoFeasibleAllocation(Exception):
         least_step_s: float,
         least_host_bytes: int = 0,
         least_link_s: float = 0.0,
-        least_host_s: float = 0.0,
     ):
         super().__init__(f"the least is {least_state_bytes} state bytes, {least_step_s:.6g} s")
         self.least_state_bytes = least_state_bytes
         self.least_step_s = least_step_s
         self.least_host_bytes = least_host_bytes
         self.least_link_s = least_link_s
-        self.least_host_s = least_host_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,18 +47,12 @@ class AllocatorTraits:
 
     Args:
         every_candidate: it wants dominated candidates too, as baselines do.
-        rows: rows of the catalogue that it needs beside those that are selected.
         only_spec: the one spec that it runs wherever this applies; None for an allocator that has a choice.
-        overlap: blocks whose states are on the host are stepped within backward.
-        flush_only: within backward the host only receives gradients, and steps once backward is over.
         matching: the RMS of updates is matched to AdamW's, where the run does not say otherwise.
     """
 
     every_candidate: bool = False
-    rows: tuple[str, ...] = ()
     only_spec: str | None = None
-    overlap: bool = True
-    flush_only: bool = False
     matching: bool = True
 
 
@@ -94,8 +85,8 @@ class Problem:
 
     `spent` is [limits, blocks, specs]: what each candidate takes of each limit, in the order of `KINDS`; the first two
     are always there, the others where they are limited. Charged bytes of a block are raised by what it can save at
-    most, so that none is negative; their limit is raised by the sum of these, `offset`. `effort` are seconds of link
-    and host, which decide between choices of equal risk.
+    most, so that none is negative; their limit is raised by the sum of these, `offset`. `effort` are seconds of
+    the link, which decide between choices of equal risk.
     """
 
     names: tuple[str, ...]
@@ -177,7 +168,6 @@ def make_problem(candidates: Mapping[str, Sequence[Candidate]], *, limits: Limit
         "step_s": (lambda c: c.cost.step_s, limits.step_s),
         "host_bytes": (lambda c: c.cost.host_bytes, limits.host_bytes),
         "link_s": (lambda c: c.cost.link_s, limits.link_s),
-        "host_s": (lambda c: c.cost.host_s, limits.host_s),
     }
     kinds = tuple(kind for kind in KINDS if kind in KINDS[:2] or given[kind][1] is not None)
     spent = np.stack([table(given[kind][0]) for kind in kinds])
@@ -190,7 +180,7 @@ def make_problem(candidates: Mapping[str, Sequence[Candidate]], *, limits: Limit
         risk=table(lambda c: c.risk.total, missing=np.inf),
         spent=spent,
         limits=np.array([bounds[0] + offset, *bounds[1:]]),
-        effort=table(lambda c: c.cost.link_s + c.cost.host_s),
+        effort=table(lambda c: c.cost.link_s),
         kinds=kinds,
         offset=offset,
     )
@@ -204,12 +194,11 @@ def unmet(problem: Problem, least: Sequence[float] | Floats) -> NoFeasibleAlloca
         least_step_s=found["least_step_s"],
         least_host_bytes=round(found.get("least_host_bytes", 0.0)),
         least_link_s=found.get("least_link_s", 0.0),
-        least_host_s=found.get("least_host_s", 0.0),
     )
 
 
 def least_risk(problem: Problem) -> Ints:
-    """The choice without limits; ties go to less effort of link and host, then to fewer bytes, then seconds."""
+    """The choice without limits; ties go to less effort of the link, then to fewer bytes, then seconds."""
     return problem.least(problem.risk, problem.effort, *problem.spent)
 
 
@@ -226,7 +215,6 @@ def make_allocation(problem: Problem, choice: Ints, *, allocator: str, bound: fl
         transfer_bytes=sum(candidate.cost.transfer_bytes for candidate in chosen),
         host_bytes=sum(candidate.cost.host_bytes for candidate in chosen),
         link_s=fsum(candidate.cost.link_s for candidate in chosen),
-        host_s=fsum(candidate.cost.host_s for candidate in chosen),
         saved_bytes=sum(candidate.cost.saved_bytes for candidate in chosen),
         gap=None if bound is None else max(0.0, risk - bound) / max(abs(risk), TINY),
     )

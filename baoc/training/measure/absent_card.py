@@ -221,7 +221,7 @@ class _Shapes:
         self.only_narrow = only_narrow(settings.planner)
         trained = [param for param in task.parameters() if param.requires_grad]
         largest = max(trained, key=lambda param: param.numel())
-        there = [spec for spec in self.planner.specs.values() if spec.placement != Placement.HOST_UPDATED]
+        there = list(self.planner.specs.values())
         eager = [spec for spec in there if not has_kernel(with_placement(spec, Placement.DEVICE))]
         self.temporaries = {spec.name: temporary_bytes(spec, params=trained) for spec in there if spec not in eager}
         self.temporaries |= step_temporaries(eager, params=[largest]) if eager else {}

@@ -17,7 +17,7 @@ from baoc.optim.backends.gathered import temporary_bytes as gathered_bytes
 from baoc.optim.shards import is_sharded, local
 from baoc.profiling import step_temporary_bytes
 from baoc.profiling.footprint import StepProbe
-from baoc.types import OptimizerSpec, Placement, Scaling
+from baoc.types import OptimizerSpec, Scaling
 
 _ROWS, _COLUMNS = 256, 256
 
@@ -29,7 +29,7 @@ def step_temporaries(specs: Iterable[OptimizerSpec], *, params: Iterable[torch.T
     steps them. Rounded up, as the peak may not be above what is predicted. On a GPU nothing is measured there, as that
     would compile every kernel of the catalogue before a plan is made: kernels work in place, with buffers that count as
     tables do, or say how much room they take, and what has none is stepped by the same operators on the CPU. Streamed
-    states are stepped as those on the device are, and what the host steps needs nothing there.
+    states are stepped as those on the device are.
     """
     given, params = list(specs), list(params)
     found = _of_rows(device_rows(given), params=[local(param) for param in params])
@@ -38,8 +38,7 @@ def step_temporaries(specs: Iterable[OptimizerSpec], *, params: Iterable[torch.T
         found |= {
             spec.name: gathered for spec in device_rows(given) if RULE_INFOS[spec.rule].scaling is Scaling.SPECTRAL
         }
-    away = {spec.name for spec in given if spec.placement == Placement.HOST_UPDATED and params[0].device.type == "cuda"}
-    return {spec.name: 0 if spec.name in away else found[on_device(spec.name)] for spec in given}
+    return {spec.name: found[on_device(spec.name)] for spec in given}
 
 
 def _of_rows(specs: list[OptimizerSpec], *, params: list[torch.Tensor]) -> dict[str, int]:
