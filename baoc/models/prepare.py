@@ -7,7 +7,7 @@ from torch import nn
 
 from baoc.models.adapters import add_lora, freeze
 from baoc.models.pretrained import head_names, load_pretrained
-from baoc.models.switches import enable_bf16_activations, enable_checkpointing, enable_compile, recomputable_layers
+from baoc.models.switches import enable_bf16_activations, enable_checkpointing, recomputable_layers, set_compiled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +55,5 @@ def prepare(model: nn.Module, asked: Preparation, *, name: str, seed: int | None
         recomputed = enable_checkpointing(model, name=name, count=count)
         done.append(f"recomputed layers {recomputed} of {len(recomputable_layers(model))}")
     if asked.compile:
-        enable_compile(model)
-        done.append("compiled")
+        done.append(f"layers compiled {set_compiled(model)}")
     return tuple(done)

@@ -3,9 +3,10 @@
 None of them changes the name, dtype or value of a parameter.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -81,23 +82,48 @@ def enable_checkpointing(model: nn.Module, *, name: str, count: int | None = Non
             f"{len(units)}, true for all of them, or auto"
         )
     for unit in units[:count]:
-        if type(unit) not in _classes.values():
-            unit.__class__ = _recomputing(type(unit))
+        _switch(unit, _RECOMPUTES, "all")
     return len(units[:count])
 
 
 def disable_checkpointing(model: nn.Module) -> None:
     """Reverses `enable_checkpointing`; does nothing to a network that keeps all activations."""
     for unit in recomputable_layers(model):
-        unit.__class__ = _kept_class(unit)
+        _switch(unit, _RECOMPUTES, None)
 
 
 def recomputed_layers(model: nn.Module) -> int:
     """How many of the network's `checkpoint_units` recompute their activations."""
-    return sum(type(unit) in _classes.values() for unit in recomputable_layers(model))
+    return sum(_RECOMPUTES in unit.__dict__ for unit in recomputable_layers(model))
 
 
+def set_compiled(model: nn.Module, compiled: bool = True, *, any_batch: bool = False) -> int:
+    """Has the network's `checkpoint_units` run by torch.compile in training, or no more; returns their number. A
+    network that names none is one unit.
+
+    Layers of one class share what is compiled, whether their activations are recomputed or kept; in evaluation they run
+    as they are. It is compiled for each size of a batch, or with `any_batch` once for all but single samples. Kernels
+    are chosen without timing them: with the same versions and size, every process computes the same bits.
+    """
+    units = recomputable_layers(model) or [model]
+    for unit in units:
+        _switch(unit, _COMPILES, (_ANY if any_batch else _ONE) if compiled else None)
+    return len(units)
+
+
+_RECOMPUTES, _COMPILES = "_baoc_recomputes", "_baoc_compiles"  # set in layers that do
+_ONE, _ANY = "one", "any"  # what is compiled is for one size of a batch, or for any
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
+_compiled: dict[tuple[type[nn.Module], str], Callable[..., Any]] = {}
+_VARIANTS = 64  # of what is compiled of a class at most: by size, and by the types of its weights
+
+
+def _switch(unit: nn.Module, name: str, value: str | None) -> None:
+    unit.__dict__.pop(name, None)
+    if value:
+        unit.__dict__[name] = value
+    kept = _kept_class(unit)
+    unit.__class__ = _switchable(kept) if unit.__dict__.keys() & {_RECOMPUTES, _COMPILES} else kept
 
 
 def _kept_class(module: nn.Module) -> type[nn.Module]:
@@ -105,21 +131,44 @@ def _kept_class(module: nn.Module) -> type[nn.Module]:
     return type(module).__mro__[1] if type(module) in _classes.values() else type(module)
 
 
-def _recomputing(cls: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of the same name whose forward pass in training is `torch.utils.checkpoint`."""
+def _switchable(cls: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of the same name whose forward pass in training is `torch.utils.checkpoint`, compiled, or both: then
+    what is compiled runs twice, so that it is the same for layers that keep their activations."""
     if cls not in _classes:
 
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if not self.training:
                 return cls.forward(self, *args, **kwargs)
-            run = cls.forward
-            if not torch.compiler.is_compiling() and (modes := _get_current_function_mode_stack()):
-                run = partial(_under, modes, cls.forward)
+            modes = [] if torch.compiler.is_compiling() else _get_current_function_mode_stack()
+            run = partial(_under, modes, cls.forward) if modes else cls.forward
+            if not modes and (size := self.__dict__.get(_COMPILES)):
+                run = _compiled_forward(cls, size, args)
+            if _RECOMPUTES not in self.__dict__:
+                return run(self, *args, **kwargs)
             return checkpoint(run, self, *args, use_reentrant=False, **kwargs)
 
         names = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
         _classes[cls] = type(cls.__name__, (cls,), names)
     return _classes[cls]
+
+
+def _compiled_forward(cls: type[nn.Module], size: str, args: Sequence[Any]) -> Callable[..., Any]:
+    if (cls, size) not in _compiled:
+        from torch import _dynamo
+
+        _dynamo.config.recompile_limit = max(_VARIANTS, _dynamo.config.recompile_limit)
+        forward = cls.forward
+        own = FunctionType(  # torch knows what it compiled by the code: that for any size would serve one too
+            forward.__code__.replace(co_name=f"{forward.__name__}_{size}"),
+            forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__,
+        )  # fmt: skip
+        own.__kwdefaults__ = forward.__kwdefaults__
+        _compiled[cls, size] = torch.compile(own, dynamic=False, options={"deterministic": True})
+    if size == _ANY:
+        for value in args:
+            if isinstance(value, Tensor) and value.ndim > 1:
+                torch._dynamo.maybe_mark_dynamic(value, 0)
+    return _compiled[cls, size]
 
 
 def _under(modes: list[Any], forward: Any, *args: Any, **kwargs: Any) -> Any:
@@ -215,8 +264,3 @@ def _library_rms_norm(self: Any, tokens: Tensor) -> Tensor:
 
 def _embedding(self: Any, tokens: Tensor) -> Tensor:
     return _low(nn.Embedding.forward(self, tokens))
-
-
-def enable_compile(model: nn.Module) -> None:
-    """Compiles the whole network in place by torch.compile; the first steps include compilation."""
-    model.compile()

@@ -60,6 +60,10 @@ class _WriteWatcher(TorchDispatchMode):
         self._by_storage = {param.untyped_storage()._cdata: param for param in params if param.device.type != "meta"}
         self._keep = keep
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if func._schema.is_mutable:

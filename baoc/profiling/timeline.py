@@ -71,6 +71,11 @@ class Timeline(TorchDispatchMode):
             self._on_copy(args[0], out)
         return out
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Layers that are compiled stay so: torch's allocator knows their bytes, and none of their casts is a copy."""
+        return True
+
     def dropped(self) -> None:
         """To be called when gradients were set to None: from here on they come one by one."""
         self._close(DROPPED)

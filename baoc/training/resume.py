@@ -146,11 +146,13 @@ def choice_of(made: Option | RunConfig) -> dict[str, Any]:
             "checkpointing": made.recomputed if some else bool(made.recomputed),
             "num_layers": made.num_layers,
             "release": made.release,
+            "compile": made.compiled,
         }
     return {
         "micro_batch": made.micro_batch_size,
         "checkpointing": made.model.checkpointing or False,
         "release": bool(made.optim.release_gradients),
+        "compile": made.model.compile is True,
     }
 
 
@@ -182,6 +184,7 @@ def _is_choice(made: object) -> bool:
         and (type(recomputes := made.get("checkpointing")) is bool or (type(recomputes) is int and recomputes > 0))
         and type(made.get("num_layers", 0)) is int
         and type(made.get("release", False)) is bool
+        and type(made.get("compile", False)) is bool
     )
 
 
@@ -191,6 +194,7 @@ def contradicted(choice: Mapping[str, Any], *, config: RunConfig) -> list[str]:
         "micro_batch": config.micro_batch if isinstance(config.micro_batch, int) else None,
         "checkpointing": None if config.model.checkpointing == "auto" else config.model.checkpointing,
         "release": config.optim.release_gradients,
+        "compile": None if config.model.compile == "auto" else config.model.compile,
     }
     found = [
         f"{key}={choice[key]}, and {key}={pin} is asked for now"
@@ -223,7 +227,8 @@ def keep(choice: Mapping[str, Any], *, run_dir: Path) -> None:
 
 def settled(config: RunConfig, *, choice: Mapping[str, Any]) -> RunConfig:
     """`config` with the values of a decision."""
-    model = replace(config.model, checkpointing=choice["checkpointing"])
+    compiled = choice.get("compile", config.model.compile is True)
+    model = replace(config.model, checkpointing=choice["checkpointing"], compile=compiled)
     optim = replace(config.optim, release_gradients=bool(choice.get("release")))
     return replace(config, micro_batch=choice["micro_batch"], model=model, optim=optim)
 

@@ -230,7 +230,7 @@ def preparation(config: ModelConfig) -> Preparation:
         for key in ("pretrained", "new_head", "freeze", "activations", "checkpointing", "compile")
     }
     pinned = config.checkpointing if isinstance(config.checkpointing, int) else False  # else it is decided
-    own.update(checkpointing=pinned, loaded=family_of(config.name).loads)
+    own.update(checkpointing=pinned, compile=config.compile is True, loaded=family_of(config.name).loads)
     return Preparation(**own, **lora)
 
 

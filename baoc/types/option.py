@@ -15,7 +15,7 @@ class Option:
     allocation; `reference_s`: of a step with fused AdamW, to which step_time is a ratio. `least_host_bytes`: where
     pinned memory of the host is missing, how much would do. `compared`: two of its own steps were timed; `tried`: its
     bytes and whole steps were measured as in training; else both follow from other options. `chosen` marks the row that
-    is run.
+    is run. `compiled`: layers run by torch.compile.
     """
 
     micro_batch: int
@@ -37,12 +37,14 @@ class Option:
     compared: bool = False
     tried: bool = False
     chosen: bool = False
+    compiled: bool = False
 
     @property
     def name(self) -> str:
         parts = [f"{self.accumulation} x {self.micro_batch}"]
         parts += [f"recomputed layers {self.recomputed} of {self.num_layers}"] if self.recomputed else []
         parts += ["released gradients"] if self.release else []
+        parts += ["compiled layers"] if self.compiled else []
         return ", ".join(parts)
 
     @property

@@ -62,7 +62,9 @@ CASES: dict[str, tuple[str, ...]] = {
     "llama_350m_4gb_adamw8bit": (LLAMA, "budget=4gb", "allocator=uniform_adamw8bit"),
     "llama_1b_16gb": (LLAMA, "model.size=1b", "budget=16gb"),
     "vit_l16_8gb_kept_compiled": (VIT, "micro_batch=32", "model.checkpointing=false", COMPILED),
-    "vit_l16_8gb_adamw_recomputed_compiled": (VIT, *ADAMW, *RECOMPUTED, COMPILED),
+    "vit_l16_8gb_compiled": (VIT, COMPILED),
+    "dit_xl2_16gb_compiled": (DIT, COMPILED),
+    "llama_350m_4gb_compiled": (LLAMA, "budget=4gb", COMPILED),
     **{name: (f"experiments={name}",) for name in LARGE},
 }
 SEARCHED = ("vit_l16_8gb", "llama_350m_4gb", "dit_xl2_16gb", "llama_350m_8gb", "llama_1b_16gb")

@@ -17,11 +17,12 @@ from torch import nn
 from baoc.config.schema import ModelConfig, OptimConfig, ReallocationConfig
 from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError, InfeasibleBudgetError
+from baoc.models import switches
 from baoc.planning.microbatch import Axes, Trial
 from baoc.tasks.base import Task
 from baoc.training import run as training
 from baoc.training.measure.measurements import Tryouts
-from baoc.training.measure.microbatch_search import axes_of
+from baoc.training.measure.microbatch_search import Decision, axes_of
 from baoc.training.measure.microbatches import Trials, grow
 from baoc.training.session import make_profiler
 from baoc.types import RunResult
@@ -371,3 +372,51 @@ def test_what_was_looked_at_outside_of_the_cap_is_no_room_until_it_was_tried(mon
     monkeypatch.setattr(tryouts, "rehearse", lambda way, **_: tryouts.rehearsed.update({way: 1.0}))
     tryouts.try_out(freed, blocks=[])
     assert tryouts.any_room
+
+
+@pytest.mark.parametrize("faster", [False, True])
+def test_compiled_layers_are_searched_where_a_run_may_repay_them(
+    faster: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """What torch would compile runs as it is here, and its seconds are said to be more or less."""
+    monkeypatch.setattr(torch, "compile", lambda forward, **_: forward)
+    monkeypatch.setattr(switches, "_compiled", {})
+    monkeypatch.setattr(Decision, "may_compile", lambda self, _: not self.tryouts.compiled)
+    rehearse, compiled = Trials.rehearsed, []
+
+    def rehearsed(self: Trials, *given: Any, **named: Any) -> float:
+        compiled.append(is_compiled(self.module))
+        return rehearse(self, *given, **named) * ((0.2 if faster else 5.0) if compiled[-1] else 1.0)
+
+    monkeypatch.setattr(Trials, "rehearsed", rehearsed)
+    run_dir = tmp_path / "day" / "auto"
+    result = run(run_dir, objective="throughput")
+    assert {row["compiled"] for row in rows(run_dir)} == {"True", "False"} == {str(value) for value in compiled}
+    assert chosen(run_dir)["compiled"] == str(faster) and result.budget_met
+    assert json.loads((run_dir / "decision.json").read_text())["compile"] is faster
+    again = run(tmp_path / "day" / "again", objective="throughput", seed=3)
+    assert chosen(tmp_path / "day" / "again")["compiled"] == str(faster) and again.budget_met
+    pinned = run(tmp_path / "day" / "pinned", model=ModelConfig(options={"dropout": 0.1}, compile=True))
+    assert {row["compiled"] for row in rows(tmp_path / "day" / "pinned")} == {"True"} and pinned.budget_met
+
+
+def is_compiled(module: nn.Module) -> bool:
+    return any(switches._COMPILES in part.__dict__ for part in module.modules())
+
+
+def test_compiled_layers_are_worth_trying_in_a_long_run_on_a_gpu_alone():
+    self = SimpleNamespace(
+        config=config(trainer=replace(config().trainer, max_steps=100), batch_size=32),
+        where=torch.device("cuda"),
+        tryouts=SimpleNamespace(capped=True),
+        axes=SimpleNamespace(num_layers=4),
+    )
+
+    def may(rate: float, **changes: Any) -> bool:
+        return Decision.may_compile(cast(Any, SimpleNamespace(**vars(self) | changes)), cast(Any, option(rate)))
+
+    option = lambda rate: SimpleNamespace(samples_per_s=rate)  # noqa: E731
+    assert may(7.9) and not may(8.1)  # 400 s or more
+    assert not may(7.9, where=torch.device("cpu")) and not may(7.9, axes=SimpleNamespace(num_layers=0))
+    pins = [replace(self.config, model=ModelConfig(compile=compile)) for compile in (False, True, "auto")]
+    assert [may(7.9, config=pinned) for pinned in pins] == [False, False, True]

@@ -9,12 +9,13 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from baoc.config.schema import RunConfig
-from baoc.models.switches import disable_checkpointing, enable_checkpointing, kept_params
+from baoc.models.switches import disable_checkpointing, enable_checkpointing, kept_params, set_compiled
 from baoc.planning.microbatch import Axes, Trial, at_size, between, footprint_at, released, seconds_at
 from baoc.profiling import clear_cache, context_bytes, uncapped
 from baoc.profiling.bf16_params import cast_to_bf16
@@ -23,6 +24,7 @@ from baoc.training.measure.microbatches import Trials, grow
 from baoc.types import Block, Budget, Footprint, OptimizerSpec
 
 TRIALS_S = 3.0  # about what trials of one kind may take
+KEPT_SHARE = 0.75  # of a micro-batch with three forwards' work and one more, where nothing is computed again
 Way = tuple[int, int, bool]
 
 
@@ -30,6 +32,9 @@ class Tryouts:
     """Trials of one run's network. `narrow`: the parameters that a plan may keep in 16 bits, by name, and `less` the
     bytes that they have less then; none where the network has such in 16 bits already, as it has no room in full. Not
     `capped` is a budget of which the context alone leaves nothing: nothing has room, and what would is looked at.
+
+    With `compiled` layers run by torch.compile, for any micro-batch but where a way is tried as it would be run; what
+    compiling takes is a phase of its own.
 
     What is tried has weights in full, or where that is too little, with weights of 16 bits where a plan may keep such;
     then the network's own numbers wait on the host, and are back afterwards.
@@ -47,10 +52,12 @@ class Tryouts:
         narrow: Mapping[str, Tensor],
         less: Mapping[str, int],
         capped: bool = True,
+        compiled: bool = False,
     ):
         self.config, self.task, self.trials = config, task, trials
         self.where, self.budget, self.axes, self.narrow = where, budget, axes, narrow
-        self.capped = capped
+        self.capped, self.compiled = capped, compiled
+        self._ready: set[tuple[int, bool]] = set()  # what was compiled, by size (0: any) and whether in 16 bits
         self.less = less
         # Numbers of recomputed layers whose trials have such weights in 16 bits, to stay in the cap.
         self.narrowed: set[int] = set(axes.recomputed) if less and not narrow else set()
@@ -68,6 +75,17 @@ class Tryouts:
         disable_checkpointing(self.task.model)
         if recomputed:
             enable_checkpointing(self.task.model, name=self.config.model.name, count=recomputed)
+        set_compiled(self.task.model, self.compiled, any_batch=True)
+
+    def compile(self, size: int, *, narrow: bool, exactly: bool = False) -> None:
+        """What runs next is compiled, if it is to be; `exactly` as training has it, else for any micro-batch."""
+        if not self.compiled:
+            return
+        set_compiled(self.task.model, any_batch=not exactly)
+        kind = size if exactly or size == 1 else 0, narrow
+        if kind not in self._ready:
+            self.trials.compile(size)
+            self._ready.add(kind)
 
     # -- what is known --------------------------------------------------------------------------------------------
 
@@ -116,8 +134,17 @@ class Tryouts:
         if way in self.compared:
             return self.compared[way] * self._loop_share(release=release)
         fewer, more, share = self._around(way)
-        ends = [seconds_at(self.like((size, number, release)), micro_batch=size) for number in (fewer, more)]
+        ends = [self._micro_batch_seconds((size, number, release)) for number in (fewer, more)]
         return self.config.batch_size // size * (ends[0] + share * (ends[1] - ends[0]))
+
+    def _micro_batch_seconds(self, way: Way) -> float:
+        """On the line through trials like this one. That of small ones, where the device waits for the host, goes on
+        too low: what is kept takes a share of what computing it again was seen to take."""
+        size, recomputed, _ = way
+        seconds, most = seconds_at(self.like(way), micro_batch=size), max(self.tried, default=0)
+        if recomputed == 0 < most and size > max(trial.micro_batch for trial in self.like(way)):
+            seconds = max(seconds, KEPT_SHARE * seconds_at(self.tried[most], micro_batch=size))
+        return seconds
 
     def _loop_share(self, *, release: bool) -> float:
         """How many times as long steps took in the training loop as where they were compared; 1 where not known."""
@@ -156,13 +183,15 @@ class Tryouts:
         cap, for a refusal to name what would fit, and to tell what released gradients would leave; with all gradients
         at once it is no option then."""
         self.switch(recomputed)
-        sizes = self.axes.micro_batches
+        sizes = list(self.axes.micro_batches)
+        if self.compiled and len(sizes) > 1 and sizes[0] == 1:
+            del sizes[0]  # a single sample is compiled apart
         look = partial(self._look, recomputed)
         if not self.capped:
             self.no_room |= {(size, recomputed, release) for size in sizes for release in self.axes.release}
             self.tried[recomputed] = [look(sizes[0])]
             return
-        grown = partial(grow, look, sizes=list(sizes), max_s=TRIALS_S, fits=self._may_fit)
+        grown = partial(grow, look, sizes=sizes, max_s=TRIALS_S, fits=self._may_fit)
         with suppress(_TooTight, torch.OutOfMemoryError):
             self._explored(recomputed, grown())
             return
@@ -198,7 +227,7 @@ class Tryouts:
     def _look(self, recomputed: int, size: int) -> Trial:
         """One trial. Raises _TooTight where it ran out of memory with weights in full, else torch.OutOfMemoryError."""
         run = partial(
-            self.trials.run,
+            self._compiled_run,
             size,
             accumulation=2 if self.axes.micro_batches[0] < self.config.batch_size else 1,
             context_bytes=context_bytes(self.where),
@@ -210,6 +239,10 @@ class Tryouts:
             return run()
         clear_cache(self.where)
         raise _TooTight
+
+    def _compiled_run(self, size: int, *, narrowed: Mapping[str, int] | None = None, **given: Any) -> Trial:
+        self.compile(size, narrow=narrowed is not None)
+        return self.trials.run(size, narrowed=narrowed, **given)
 
     def _may_fit(self, footprint: Footprint) -> bool:
         """Whether some allocation might hold the budget: one without states, with weights of 16 bits where there are
@@ -223,7 +256,7 @@ class Tryouts:
         """Learns what weights of 16 bits spare, which autocast need not cast: for the smallest micro-batch, where
         launches count, and for the largest that was tried."""
         self.spared[recomputed] = {}
-        if recomputed in self.narrowed or not self.narrow:
+        if recomputed in self.narrowed or not self.narrow or self.compiled:  # that would be compiled for it alone
             return
         self.switch(recomputed)
         known = sorted(self.tried[recomputed], key=lambda trial: trial.micro_batch)
@@ -268,7 +301,7 @@ class Tryouts:
                 count = self.config.batch_size // size
                 self.compared[way] = count * self.trials.timed(size, per_step=count)
 
-        self._in_room(way, compared)
+        self._in_room(way, compared, exactly=False)
 
     def try_out(self, way: Way, *, blocks: Sequence[Sequence[Tensor]], specs: Sequence[OptimizerSpec] = ()) -> None:
         """Bytes and seconds of this way as it would be run, or that it has no room. `blocks`: parameters of each, and
@@ -289,7 +322,7 @@ class Tryouts:
         self._in_room(way, lambda narrow: found.append(self.run(way, blocks=blocks, narrow=narrow)))
         return found[0] if found else None
 
-    def _in_room(self, way: Way, measure: Callable[[bool], None]) -> None:
+    def _in_room(self, way: Way, measure: Callable[[bool], None], *, exactly: bool = True) -> None:
         """`measure(narrow)` with weights in full or, where these have no room, in 16 bits; or that none has."""
         _, recomputed, _ = way
         self.switch(recomputed)
@@ -299,6 +332,7 @@ class Tryouts:
                 break
             look = cast_to_bf16(self.narrow, module=self.task) if narrow else nullcontext()
             with suppress(torch.OutOfMemoryError), look:
+                self.compile(way[0], narrow=narrow, exactly=exactly)
                 measure(narrow)
                 self.in_16_bits |= {way} if narrow else set()
                 return
@@ -329,7 +363,8 @@ class Tryouts:
     def run(self, way: Way, *, blocks: Sequence[Sequence[Tensor]], narrow: bool) -> Trial:
         """The trial of a way, that of before where it was measured with weights as they are now."""
         size, recomputed, release = way
-        if self.knows(way) and narrow is self._is_narrowed(recomputed):
+        as_trained = not self.compiled or way in self.rehearsed  # what is compiled for any micro-batch is not
+        if as_trained and self.knows(way) and narrow is self._is_narrowed(recomputed):
             return next(trial for trial in self.like(way) if trial.micro_batch == size)
         return self.trials.run(
             size,

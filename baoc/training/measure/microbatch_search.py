@@ -24,12 +24,13 @@ from baoc.core.budgets import resolve_auto
 from baoc.core.catalogue import SPECS
 from baoc.data.base import DataModule
 from baoc.errors import BadInputError, InfeasibleBudgetError
-from baoc.models.switches import disable_checkpointing, enable_checkpointing, recomputable_layers
+from baoc.models.switches import disable_checkpointing, enable_checkpointing, recomputable_layers, set_compiled
 from baoc.parallel import ALONE, ranks
 from baoc.planning.choice import Choice, Race, choose
 from baoc.planning.microbatch import (
     ALIKE,
     Axes,
+    best,
     divisors,
     footprint_at,
     make_option,
@@ -63,6 +64,7 @@ SLOWER = 2.0  # times as long as expected, that the next measurement is taken to
 # Fields of a footprint that do not depend on the micro-batch.
 CONSTANT = ("step_temporary_bytes", "arrival_bytes", "profile_bytes", "profile_temporary_bytes")
 VERIFIED = 6  # options that are measured at most for a refusal
+COMPILING_S, COMPILED_GAIN = 40.0, 0.1  # about what trying compiled layers takes, and of a run they may save
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,8 +121,9 @@ def decide(
         tell("deciding how a batch is run: a few small micro-batches")
         end = monotonic() + DECIDING_S
         decision = Decision(config, task=task, data=data, device=device, settings=settings, visit=visit, phases=phases)
-        key = decision.key()
-        made, choice = read_decision(key), None
+        with phases("the key"):
+            key = decision.key()
+            made, choice = read_decision(key), None
         if made is None or not decision.confirms(made):
             choice = decision.search(end=end, tell=tell)
             made = decision.entry(choice)
@@ -135,12 +138,11 @@ def decide(
         console.say(f"the decision took {phases.summary()}{how}")
         if made is None:
             raise none_fits(options, budget=decision.budget, axes=decision.axes, specs=decision.planner.specs)
-        decision.tryouts.switch(made.chosen.recomputed)
+        take_option(made.chosen, task=task, data=data, name=config.model.name)
     chosen = made.chosen
     keep(choice_of(chosen), run_dir=run_dir)
     if chosen.release and config.optim.release_gradients is None:
         tell_release(config)
-    data.batch_size, data.accumulate = chosen.micro_batch, chosen.accumulation
     return Decided(
         config=replace(settled(config, choice=choice_of(chosen)), budget=decision.budget),
         latency=made.latency,
@@ -151,10 +153,14 @@ def decide(
 
 def take_over(decided: Decided, *, task: Task, data: DataModule) -> None:
     """Sets network and data as `decide` has left them where it was made."""
-    option, name = decided.option, decided.config.model.name
+    take_option(decided.option, task=task, data=data, name=decided.config.model.name)
+
+
+def take_option(option: Option, *, task: Task, data: DataModule, name: str) -> None:
     disable_checkpointing(task.model)
     if option.recomputed:
         enable_checkpointing(task.model, name=name, count=option.recomputed)
+    set_compiled(task.model, option.compiled)
     data.batch_size, data.accumulate = option.micro_batch, option.accumulation
 
 
@@ -187,28 +193,28 @@ class Decision:
         phases: PhaseTimer,
     ):
         self.config, self.task, self.phases = config, task, phases
-        self.footprints: dict[Way, Footprint] = {}
-        self.pace: dict[tuple[bool, bool], float] = {}  # by tried, release: how many times as long the last one took
-        self._plans: dict[Way, tuple[Footprint | None, Plan | InfeasibleBudgetError]] = {}
+        self.constant: dict[bool, dict[str, Any]] = {}
         self.where = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
         self.budget = resolve_auto(config.budget, free_bytes=free_bytes(self.where))
         self.axes = axes_of(config, task=task)
         precision = str(config.trainer.precision or "32-true")
         settings = widened(settings, device=device, budget=self.budget, precision=precision)
         self.params = {name: param for name, param in task.named_parameters() if param.requires_grad}
-        self.session = Session(
-            describe(task, optimizer_groups=task._groups()),
-            params=self.params,
-            budget=self.budget,
-            settings=settings,
-            betas=config.optim.betas,
-            device=self.where,
-            declared=declared_blocks(task),
-            module=task,
-        )
+        with phases("the network's blocks"):
+            self.session = Session(
+                describe(task, optimizer_groups=task._groups()),
+                params=self.params,
+                budget=self.budget,
+                settings=settings,
+                betas=config.optim.betas,
+                device=self.where,
+                declared=declared_blocks(task),
+                module=task,
+            )
         with phases("device and weights"):
             capped, waits = self._bring(self.session.narrow, visit=visit)
-        self.tryouts = Tryouts(
+        self.new_tryouts = partial(
+            Tryouts,
             config,
             task=task,
             trials=self._trials(data, precision=precision),
@@ -219,17 +225,52 @@ class Decision:
             less=self.session.less,
             capped=capped,
         )
+        self.begin(compiled=config.model.compile is True)
         if settings.planner.allocator == "exact":  # by prices, in milliseconds: the run itself is planned exactly
             settings = replace(settings, planner=replace(settings.planner, allocator="lagrangian"))
         self.settings = settings
 
+    def begin(self, *, compiled: bool) -> None:
+        """Nothing is tried yet, with layers compiled or as they are."""
+        self.tryouts: Tryouts = self.new_tryouts(compiled=compiled)
+        self.footprints: dict[Way, Footprint] = {}
+        self.pace: dict[tuple[bool, bool], float] = {}  # by tried, release: how many times as long the last one took
+        self._plans: dict[Way, tuple[Footprint | None, Plan | InfeasibleBudgetError]] = {}
+
     def search(self, *, end: float, tell: Callable[[str], None]) -> Choice:
-        """The best option, in the time until `end` by the clock."""
+        """The best option, in the time until `end` by the clock. Where a run is long enough for compiled layers to pay
+        for themselves, these are searched after it, for as long again."""
+        choice, before = self.searched(end=end, tell=tell), (self.tryouts, self.footprints)
+        if choice.chosen is None or not self.may_compile(choice.chosen):
+            return choice
+        self.begin(compiled=True)
+        try:
+            compiled = self.searched(end=monotonic() + DECIDING_S, tell=tell)
+        except (RuntimeError, ImportError, OSError) as error:  # by whatever of a compiler is missing
+            console.say(f"layers are not compiled ({type(error).__name__}: {str(error).strip().splitlines()[0]})")
+            compiled = choice
+        both = [choice.chosen, *(o for o in (compiled.chosen,) if o is not None and o.compiled)]
+        if best(both, objective=self.config.objective) is not choice.chosen:
+            others = [replace(option, chosen=False) for option in choice.options]
+            return replace(compiled, options=[*others, *compiled.options])
+        self.tryouts, self.footprints = before
+        others = [replace(option, chosen=False) for option in compiled.options if option.compiled]
+        return replace(choice, options=[*choice.options, *others])
+
+    def may_compile(self, chosen: Option) -> bool:
+        """Whether compiled layers are open, and may repay what it takes to try them in a run with this option."""
+        run_s = run_seconds(self.config, chosen.samples_per_s)
+        is_open = self.config.model.compile in (None, "auto") and self.where.type == "cuda" and self.tryouts.capped
+        return is_open and self.axes.num_layers > 0 and COMPILED_GAIN * run_s >= COMPILING_S
+
+    def searched(self, *, end: float, tell: Callable[[str], None]) -> Choice:
+        """The best option with layers as they are, or compiled."""
+        compiling_s = self.phases.seconds.get("compiling", 0.0)
         self.explore()
         race = Race(
             measure=partial(self.measured, tell=tell),
             cost_s=self.cost_s,
-            left_s=lambda: end - monotonic(),
+            left_s=lambda: end - monotonic() + self.phases.seconds.get("compiling", 0.0) - compiling_s,
             run_s=partial(run_seconds, self.config),
         )
         choice = choose(self.options(), objective=self.config.objective, race=race)
@@ -245,6 +286,8 @@ class Decision:
                 self.tryouts.explore(recomputed)
         self._plan_by(next(iter(self.tryouts.tried.values()))[0].footprint)
         beyond = self.tryouts.capped and not self.tryouts.any_room
+        if self.constant:
+            return
         with self.phases("the profiler"), uncapped(self.where, budget=self.budget) if beyond else nullcontext():
             self.constant = {
                 release: self._constant(replace(self.settings, release=release)) for release in self.axes.release
@@ -270,7 +313,9 @@ class Decision:
         chosen, before = kept.chosen, kept.footprint
         if kept.run_s < run_seconds(self.config, chosen.samples_per_s):
             return False
-        self._plan_by(before)
+        with self.phases("plans of the options"):
+            self._plan_by(before)
+        self.begin(compiled=chosen.compiled)
         self.tryouts.in_16_bits |= {chosen.way} if kept.in_16_bits else set()
         trial = self.tryouts.look_at(chosen.way, blocks=self.blocks)
         if trial is None:
@@ -279,7 +324,7 @@ class Decision:
         context = max(trial.footprint.context_bytes, context_bytes(self.where))
         found = replace(trial.footprint, context_bytes=context, **fixed)
         self.planner.footprint, self.planner.latency = found, kept.latency
-        with suppress(InfeasibleBudgetError):
+        with suppress(InfeasibleBudgetError), self.phases("plans of the options"):
             self.planner.propose()
             return found.peak_bytes(state_bytes=0) <= (1 + ALIKE) * before.peak_bytes(state_bytes=0)
         return False
@@ -448,7 +493,8 @@ class Decision:
             propose=partial(self._proposed, way),
         )
         tried = way in self.tryouts.rehearsed and self.tryouts.knows(way)
-        option = replace(option, tried=tried, compared=way in self.tryouts.compared and not tried)
+        compared = way in self.tryouts.compared and not tried
+        option = replace(option, tried=tried, compared=compared, compiled=self.tryouts.compiled)
         if not self.tryouts.has_room(way):
             why = "does not fit: out of memory when it was tried"  # whatever time or host memory it is given
             return replace(option, risk=None, fastest_s=math.nan, least_host_bytes=None, why=why)

@@ -1,0 +1,76 @@
+"""Compiled layers are traced once for all, kept or recomputed, for one batch size or for any; evaluation is eager."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from baoc.models import switches
+from baoc.models.switches import disable_checkpointing, enable_checkpointing, recomputed_layers, set_compiled
+from tests.models.test_recomputed_layers import Layer, Net, gradients
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The nodes of each graph that is traced; it runs as torch would run it."""
+    traced: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> object:
+        traced.append(len(graph.graph.nodes))
+        return graph.forward
+
+    compile_as = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda f, *, dynamic, options: compile_as(f, dynamic=dynamic, backend=backend)
+    )
+    monkeypatch.setattr(switches, "_compiled", {})
+    yield traced
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("any_batch", [False, True])
+def test_all_layers_share_what_is_compiled_and_gradients_keep_their_bits(graphs: list[int], any_batch: bool):
+    torch.manual_seed(0)
+    net, inputs = Net(), {size: torch.randn(size, 3) for size in (5, 7, 9)}
+    expected = {size: gradients(net, batch) for size, batch in inputs.items()}
+    assert set_compiled(net, any_batch=any_batch) == 4 and not graphs
+    for count in (0, 2, 4, 1):
+        disable_checkpointing(net)
+        if count:
+            enable_checkpointing(net, name="net", count=count)
+        assert recomputed_layers(net) == count
+        for size, batch in inputs.items():
+            found = gradients(net, batch)
+            assert all(torch.equal(a, b) for a, b in zip(found, expected[size], strict=True))
+        assert len(graphs) == (1 if any_batch else 3)
+    set_compiled(net, False)
+    assert [type(layer) is Layer for layer in net.layers] == [False, True, True, True], "one is recomputed still"
+
+
+def test_code_for_any_batch_is_not_that_for_one(graphs: list[int]):
+    net, inputs = Net(), torch.randn(6, 3)
+    for any_batch, count in ((True, 1), (False, 2), (True, 2), (False, 2)):
+        set_compiled(net, any_batch=any_batch)
+        gradients(net, inputs)
+        assert len(graphs) == count, "what a run is trained with does not depend on what was compared before"
+
+
+def test_evaluation_runs_layers_as_they_are_and_types_of_weights_are_compiled_apart(graphs: list[int]):
+    net, inputs = Net(), torch.randn(6, 3)
+    set_compiled(net)
+    net.eval()(inputs)
+    assert not graphs
+    net.train()
+    for layer in net.layers[:2]:  # pyright: ignore[reportIndexIssue]
+        layer.to(torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        net(inputs)
+    assert len(graphs) == 2
+
+
+def test_a_network_without_layers_is_compiled_as_a_whole(graphs: list[int]):
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    assert set_compiled(net) == 1
+    gradients(net, torch.randn(6, 3))
+    assert len(graphs) == 1 and set_compiled(net, False) == 1 and type(net) is nn.Sequential
