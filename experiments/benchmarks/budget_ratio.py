@@ -75,7 +75,7 @@ QUIET = (
     "reallocation=off",
     "task.num_samples=0",
 )
-WAY = ("micro_batch", "recomputed", "num_layers", "release")  # of the option that was chosen
+WAY = ("micro_batch", "recomputed", "num_layers", "release", "compiled")  # of the option that was chosen
 TOLD = ("case", *WAY, "deciding_s", "samples_per_s", "peak_gib", "predicted_gib", "why")
 GIB = {"peak_gib": "peak_bytes", "predicted_gib": "peak_bytes_predicted"}
 MEASURED = (
@@ -270,6 +270,7 @@ def main() -> None:
             run = partial(search_case, name, folder=first, search_s=asked.search, **given)
             why = forked(run, folder=first, seconds=min(end - began, asked.case_seconds))
             search = json.loads(read(first / "search.json") or "{}")
+            search["first_deciding"] = read(first / "deciding.json") or ""
             rows_of_search = list(csv.DictReader((read(first / "search.csv") or "").splitlines()))
             searched += [{"case": name, **option} for option in rows_of_search]
             write(asked.out / "search.csv", searched)
@@ -281,7 +282,17 @@ def main() -> None:
         write(asked.out / "options.csv", options)
         shown = {key: f"{value:.5g}" if isinstance(value, float) else value for key, value in rows[-1].items()}
         keys = ("case", "option", "weights", "samples_per_s", "peak_bytes", "peak_error", "step_ms", "step_error")
-        more = ("decide_s", "chosen_rate", "best_option", "best_rate", "below_best", "tried", "untried", "deciding")
+        more = (
+            "decide_s",
+            "chosen_rate",
+            "best_option",
+            "best_rate",
+            "below_best",
+            "tried",
+            "untried",
+            "first_deciding",
+            "deciding",
+        )
         print(
             " | ".join(str(shown.get(k, "-")) for k in (*keys, *(more if search else ()), "took_s", "why")), flush=True
         )

@@ -10,6 +10,8 @@ from baoc.models import switches
 from baoc.models.switches import disable_checkpointing, enable_checkpointing, recomputed_layers, set_compiled
 from tests.models.test_recomputed_layers import Layer, Net, gradients
 
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own look
+
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:

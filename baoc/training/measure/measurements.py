@@ -57,7 +57,7 @@ class Tryouts:
         self.config, self.task, self.trials = config, task, trials
         self.where, self.budget, self.axes, self.narrow = where, budget, axes, narrow
         self.capped, self.compiled = capped, compiled
-        self._ready: set[tuple[int, bool]] = set()  # what was compiled, by size (0: any) and whether in 16 bits
+        self._ready: dict[tuple[int, bool], float] = {}  # seconds of compiling, by size (0: any) and whether in 16 bits
         self.less = less
         # Numbers of recomputed layers whose trials have such weights in 16 bits, to stay in the cap.
         self.narrowed: set[int] = set(axes.recomputed) if less and not narrow else set()
@@ -84,8 +84,12 @@ class Tryouts:
         set_compiled(self.task.model, any_batch=not exactly)
         kind = size if exactly or size == 1 else 0, narrow
         if kind not in self._ready:
-            self.trials.compile(size)
-            self._ready.add(kind)
+            self._ready[kind] = self.trials.compile(size)
+
+    def compiling_s(self, size: int) -> float:
+        """About what is still to be compiled takes, to try this micro-batch as training has it."""
+        known = self.compiled and not any(other == size for other, _ in self._ready)
+        return max(self._ready.values(), default=0.0) if known else 0.0
 
     # -- what is known --------------------------------------------------------------------------------------------
 

@@ -64,7 +64,8 @@ SLOWER = 2.0  # times as long as expected, that the next measurement is taken to
 # Fields of a footprint that do not depend on the micro-batch.
 CONSTANT = ("step_temporary_bytes", "arrival_bytes", "profile_bytes", "profile_temporary_bytes")
 VERIFIED = 6  # options that are measured at most for a refusal
-COMPILING_S, COMPILED_GAIN = 40.0, 0.1  # about what trying compiled layers takes, and of a run they may save
+COMPILING_S = 30.0  # that it may take longer where layers are compiled
+COMPILED_GAIN = 0.1  # of a run's seconds, that compiled layers are taken to save before they are tried
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,20 +120,20 @@ def decide(
         gc.freeze()  # caches are emptied before each trial; looking through what has been there takes .2 s each time
         tell = visit.enter_context(console.progress_line(enabled=config.trainer.enable_progress_bar is not False))
         tell("deciding how a batch is run: a few small micro-batches")
-        end = monotonic() + DECIDING_S
+        began = monotonic()
         decision = Decision(config, task=task, data=data, device=device, settings=settings, visit=visit, phases=phases)
         with phases("the key"):
             key = decision.key()
             made, choice = read_decision(key), None
         if made is None or not decision.confirms(made):
-            choice = decision.search(end=end, tell=tell)
+            choice = decision.search(began=began, tell=tell)
             made = decision.entry(choice)
             if made is not None:
                 keep_decision(key, made)
         options = [*choice.options] if choice is not None else [*made.options] if made is not None else []
         leave(options, run_dir=run_dir, objective=config.objective)
         account = {"kept": True} if choice is None else account_of(choice)
-        account |= {"total_s": phases.total_s, "wall_s": monotonic() - end + DECIDING_S, "phases_s": phases.seconds}
+        account |= {"total_s": phases.total_s, "wall_s": monotonic() - began, "phases_s": phases.seconds}
         files.write_json(run_dir / "deciding.json", account)
         how = f": taken over from {path_of(key)}, as its bytes were found again" if choice is None else told(choice)
         console.say(f"the decision took {phases.summary()}{how}")
@@ -237,15 +238,15 @@ class Decision:
         self.pace: dict[tuple[bool, bool], float] = {}  # by tried, release: how many times as long the last one took
         self._plans: dict[Way, tuple[Footprint | None, Plan | InfeasibleBudgetError]] = {}
 
-    def search(self, *, end: float, tell: Callable[[str], None]) -> Choice:
-        """The best option, in the time until `end` by the clock. Where a run is long enough for compiled layers to pay
-        for themselves, these are searched after it, for as long again."""
-        choice, before = self.searched(end=end, tell=tell), (self.tryouts, self.footprints)
+    def search(self, *, began: float, tell: Callable[[str], None]) -> Choice:
+        """The best option, in the time that there is since `began` by the clock. Where a run is long enough for layers
+        to repay being compiled, these are searched after it."""
+        choice, before = self.searched(began=began, tell=tell), (self.tryouts, self.footprints)
         if choice.chosen is None or not self.may_compile(choice.chosen):
             return choice
         self.begin(compiled=True)
         try:
-            compiled = self.searched(end=monotonic() + DECIDING_S, tell=tell)
+            compiled = self.searched(began=monotonic(), tell=tell)
         except (RuntimeError, ImportError, OSError) as error:  # by whatever of a compiler is missing
             console.say(f"layers are not compiled ({type(error).__name__}: {str(error).strip().splitlines()[0]})")
             compiled = choice
@@ -261,16 +262,16 @@ class Decision:
         """Whether compiled layers are open, and may repay what it takes to try them in a run with this option."""
         run_s = run_seconds(self.config, chosen.samples_per_s)
         is_open = self.config.model.compile in (None, "auto") and self.where.type == "cuda" and self.tryouts.capped
-        return is_open and self.axes.num_layers > 0 and COMPILED_GAIN * run_s >= COMPILING_S
+        return is_open and self.axes.num_layers > 0 and COMPILED_GAIN * run_s >= DECIDING_S + COMPILING_S
 
-    def searched(self, *, end: float, tell: Callable[[str], None]) -> Choice:
+    def searched(self, *, began: float, tell: Callable[[str], None]) -> Choice:
         """The best option with layers as they are, or compiled."""
-        compiling_s = self.phases.seconds.get("compiling", 0.0)
+        end = began + DECIDING_S + (COMPILING_S if self.tryouts.compiled else 0.0)
         self.explore()
         race = Race(
             measure=partial(self.measured, tell=tell),
             cost_s=self.cost_s,
-            left_s=lambda: end - monotonic() + self.phases.seconds.get("compiling", 0.0) - compiling_s,
+            left_s=lambda: end - monotonic(),
             run_s=partial(run_seconds, self.config),
         )
         choice = choose(self.options(), objective=self.config.objective, race=race)
@@ -563,7 +564,8 @@ class Decision:
         step_s = micro_s * min(option.accumulation, FEW)
         warm_s = (WARM_RELEASED if option.release else WARM) * step_s
         rehearsed_s = COMPARING_S + warm_s + max(REHEARSED_S[self.where.type], step_s)
-        return self.pace.get((True, option.release), 1.0) * (looks_s + rehearsed_s)
+        compiling_s = self.tryouts.compiling_s(option.micro_batch)
+        return compiling_s + self.pace.get((True, option.release), 1.0) * (looks_s + rehearsed_s)
 
 
 def run_seconds(config: RunConfig, rate: float) -> float:

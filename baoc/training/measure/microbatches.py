@@ -133,13 +133,14 @@ class Trials:
             footprint = as_native(footprint, savings=narrowed)
         return Trial(micro_batch=micro_batch, footprint=footprint, seconds=seconds)
 
-    def compile(self, micro_batch: int) -> None:
-        """Runs it once, for what is compiled then."""
-        batch = self._cleared(micro_batch)
+    def compile(self, micro_batch: int) -> float:
+        """Runs it once, for what is compiled then; seconds that this took."""
+        batch, began = self._cleared(micro_batch), perf_counter()
         with silent(self.module), self._seeded(), self.phases("compiling"):
             self._loss(batch).backward()
             wait(self.device)
         self.module.zero_grad(set_to_none=True)
+        return perf_counter() - began
 
     def timed(self, micro_batch: int, *, per_step: int) -> float:
         """Seconds of forward and backward alone, as `run` takes them."""
