@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from traceback import walk_tb
@@ -157,6 +157,24 @@ class faults:
         if type(error).__name__ in _ROOM:
             return
         raise BadInputError(f"{self._told} raised {_said(error)}") from error
+
+
+def told(made: Callable[..., Any], *, key: str) -> Callable[..., Any]:
+    """`made`, a callable that was given as the argument `key`: what it raises becomes a BadInputError, see `faults`."""
+    try:
+        file = inspect.getsourcefile(inspect.unwrap(made))
+    except TypeError:  # of C, or an object
+        file = None
+    name = getattr(made, "__qualname__", type(made).__name__)
+    if file is not None and not _installed(Path(file).resolve()):
+        _used[Path(file).resolve()] = f"{file}:{name}"
+
+    @wraps(made)
+    def call_it(*args: Any, **kwargs: Any) -> Any:
+        with faults(key, name):
+            return made(*args, **kwargs)
+
+    return call_it
 
 
 def place_of(error: BaseException) -> str | None:

@@ -58,7 +58,9 @@ def describe(source: Any, *, optimizer_groups: Sequence[Mapping[str, Any]] | Non
         if not owner.tensor.requires_grad or (group_of is not None and key not in group_of):
             continue
         if isinstance(owner.tensor, UninitializedParameter):
-            raise BadInputError(f"parameter {owner.name!r} has no shape yet: run one batch through the module first")
+            raise BadInputError(
+                f"parameter {owner.name!r} has no shape yet, as its layer is lazy: run one batch through the module first"
+            )
         shape = tuple(owner.tensor.shape)
         kind = types.get(owner.name, "")
         info = ParamInfo(

@@ -7,7 +7,7 @@ run the batch is planned, and the best is tried itself.
 import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from baoc.config.schema import ModelConfig, OptimConfig, RunConfig, TaskConfig
 from baoc.config.trainer_arguments import TrainerConfig
+from baoc.core import own_code
 from baoc.core.budgets import parse_budget
 from baoc.data.base import DataModule
 from baoc.errors import BadInputError
@@ -30,7 +31,7 @@ from baoc.tasks.settings import OptimizerSettings
 from baoc.training.callbacks.memory import tensors_in
 from baoc.training.callbacks.resume import capture_rng, restore_rng
 from baoc.training.measure.microbatch_search import decide
-from baoc.training.measure.microbatches import PRECISIONS
+from baoc.training.measure.microbatches import PRECISIONS, MadeBatch
 from baoc.training.measure.probe import silent
 from baoc.training.plain_loop import BaocOptimizer
 from baoc.training.session import RecipeLike, SessionSettings, with_raced, with_recipe
@@ -39,7 +40,6 @@ from baoc.units import format_bytes
 
 OBJECTIVES = ("quality", "throughput", "balanced")
 LONG = 10_000  # steps of a run that is worth deciding well
-SMALL = 8  # samples of the batch that is asked for; others are made of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +104,7 @@ def advise(
     the advice into effect.
 
     Args:
-        make_batch: Makes a batch of so many samples, in any nesting of dicts, lists and tuples of tensors (n, ...).
+        make_batch: Makes a batch of so many samples, in the form that `loss` takes, to be moved to the device.
         loss: Loss of (model, batch), the mean over its samples. None calls `training_step(batch, 0)` of a
             LightningModule.
         batch_size: Samples of an optimizer step, all micro-batches together.
@@ -115,7 +115,8 @@ def advise(
         device: Where it will be trained; None is a GPU if there is one.
 
     Raises:
-        BadInputError: An argument cannot be had, `loss` returns no loss, or a BatchNorm takes statistics of a batch.
+        BadInputError: An argument cannot be had, `make_batch` or `loss` raises, `loss` returns no loss, or a BatchNorm
+            takes statistics of a batch.
         InfeasibleBudgetError: No way fits; the message names the least budget.
     """
     if not isinstance(model, nn.Module):
@@ -162,23 +163,34 @@ def advise(
         model=ModelConfig(name=type(model).__name__, checkpointing=None if found else False),
         optim=OptimConfig(betas=betas, release_gradients=False),
         trainer=TrainerConfig(max_steps=LONG, precision=precision, enable_progress_bar=False),
-        task=TaskConfig(name="own", options={"told_by": _told_by(loss, settings)}),  # of which decisions are kept
+        task=TaskConfig(
+            name="own", options={"told_by": _told_by(loss, make_batch, settings)}
+        ),  # of which decisions are kept
     )
-    task = _Given(model, loss=loss, betas=betas)
+    step: Any = model.training_step if loss is None else loss
+    made = own_code.told(make_batch, key="make_batch")
+    told = own_code.told(step, key="training_step" if loss is None else "loss")
+    task = _Given(model, run=told, whole=loss is None, betas=betas)
     with ExitStack() as stack, TemporaryDirectory() as folder:
         stack.callback(restore_rng, capture_rng(where))
-        if batch_size > 1 and _shapes(make_batch(1)) == _shapes(make_batch(2)):
+        one = made(1)
+        if one is None:
+            raise BadInputError("make_batch(1) returned None: return the batch, in the form that the loss takes")
+        if batch_size > 1 and (shapes := _shapes(one)) and shapes == _shapes(made(2)):
             raise BadInputError(
                 "make_batch(1) and make_batch(2) have equal shapes: it must make a batch of as many samples as it is "
-                "told, of tensors (n, ...)"
+                "told. Where a batch is a fixed number of tokens, let a sample be one row of so many"
             )
-        data = _GivenBatch(make_batch(min(batch_size, SMALL)), batch_size=min(batch_size, SMALL))
+        data = _GivenBatch(MadeBatch(made))
         stack.enter_context(_unchanged(model))
         stack.enter_context(_declared(model, found))
         stack.callback(disable_checkpointing, model)
-        chosen = decide(config, task=task, data=data, device=where.type, settings=settings, run_dir=Path(folder))
+        try:
+            chosen = decide(config, task=task, data=data, device=where.type, settings=settings, run_dir=Path(folder))
+        except BadInputError as error:
+            raise error.with_traceback(None) from error.__cause__  # the search's frames tell its caller nothing
     option = chosen.option
-    step = _Step(task, make_batch=make_batch, micro_batch=option.micro_batch, precision=precision)
+    probe = _Step(task, make_batch=make_batch, micro_batch=option.micro_batch, precision=precision)
     return Advice(
         micro_batch=option.micro_batch,
         accumulation=option.accumulation,
@@ -189,7 +201,7 @@ def advise(
         samples_per_s=option.samples_per_s,
         model=model,
         layers=tuple(found),
-        probe=step,
+        probe=probe,
         settings=replace(settings),
     )
 
@@ -199,17 +211,13 @@ class _Given(Task):
 
     quality: ClassVar[tuple[str, bool]] = ("val/loss", False)
 
-    def __init__(self, model: nn.Module, *, loss: Callable[[Any, Any], Tensor] | None, betas: tuple[float, float]):
+    def __init__(self, model: nn.Module, *, run: Callable[..., Any], whole: bool, betas: tuple[float, float]):
         super().__init__(model, optimizer=OptimizerSettings(betas=betas))
-        self._given = loss
+        self._run, self._whole = run, whole  # `whole`: the model's own training_step
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        model: Any = self.model
-        if self._given is None:
-            with silent(model):
-                out = model.training_step(batch, batch_idx)
-        else:
-            out = self._given(model, batch)
+        with silent(cast(Any, self.model)) if self._whole else nullcontext():
+            out = self._run(batch, batch_idx) if self._whole else self._run(self.model, batch)
         loss: Any = out.get("loss") if isinstance(out, Mapping) else out
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
@@ -226,10 +234,10 @@ class _Given(Task):
 class _GivenBatch(DataModule):
     """One batch over and over."""
 
-    def __init__(self, batch: Any, *, batch_size: int):
-        super().__init__(batch_size=batch_size)
+    def __init__(self, batch: MadeBatch):
+        super().__init__(batch_size=1)
         self._batch = batch
-        self.spec = OwnDataSpec(dataset="own", num_train=batch_size, num_val=0)
+        self.spec = OwnDataSpec(dataset="own", num_train=1, num_val=0)
 
     def make_train_loader(self, *, limit: int | None) -> Any:
         return [self._batch]
@@ -254,13 +262,15 @@ class _Step:
             return self._task.training_step(batch, 0)
 
 
-def _told_by(loss: Callable[..., Any] | None, settings: SessionSettings) -> str:
-    """A hash of the loss's source and the settings, where the source can be read."""
-    try:
-        source = "" if loss is None else inspect.getsource(loss)
-    except (OSError, TypeError):  # of a console, or of an object
-        source = repr(loss)
-    return hashlib.sha256(f"{source} {settings}".encode()).hexdigest()
+def _told_by(*given: object) -> str:
+    """A hash of callables' sources, where these can be read, and of settings."""
+    texts = []
+    for value in given:
+        try:
+            texts.append(inspect.getsource(cast(Any, value)))
+        except (OSError, TypeError):  # of a console, or no function
+            texts.append(repr(value))
+    return hashlib.sha256(" ".join(texts).encode()).hexdigest()
 
 
 def _layers_of(model: nn.Module) -> list[nn.Module]:

@@ -161,7 +161,7 @@ def test_two_tensors_of_one_name_are_refused():
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")
 def test_a_lazy_module_has_to_see_a_batch_first():
-    with pytest.raises(BadInputError, match=r"'weight' has no shape yet: run one batch"):
+    with pytest.raises(BadInputError, match=r"'weight' has no shape yet, as its layer is lazy: run one"):
         describe(nn.LazyLinear(3))
 
 

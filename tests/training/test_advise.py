@@ -1,6 +1,7 @@
 """advise(): micro-batch, accumulation, recomputation and optimizer for a loop of one's own, by the search of run.py."""
 
 import re
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -105,6 +106,9 @@ def test_a_module_of_lightning_is_asked_for_its_training_step():
         ({"batch_size": 2.5}, "batch_size=2.5 is not allowed: it must be 1 or more samples a step, a whole number"),
         ({"model": 3}, "advise was given a int as its network: pass a torch.nn.Module"),
         ({"make_batch": torch.ones(4, 64)}, "make_batch is a Tensor: pass a function"),
+        ({"make_batch": lambda size: [][size]}, "raised IndexError ("),
+        ({"make_batch": lambda size: None}, "make_batch(1) returned None: return the batch"),
+        ({"loss": lambda model, batch: batch["z"]}, "<lambda> raised KeyError (tests/training/test_advise.py:"),
         ({"make_batch": lambda size: make_batch(4)}, "make_batch(1) and make_batch(2) have equal shapes: it must make"),
         ({"layers": [nn.Linear(3, 3)]}, "layers has Linear(in_features=3"),
         ({"layers": "layers"}, "layers has 'l', which is no module of the network: pass its modules"),
@@ -115,6 +119,35 @@ def test_what_cannot_be_advised_is_told(given, said):
     arguments = {"model": Stack(), "make_batch": make_batch, "loss": loss, "batch_size": 8, **given}
     with pytest.raises(BadInputError, match=re.escape(said)):
         baoc.advise(**arguments, device="cpu")
+
+
+@dataclass
+class Packed:
+    """Samples in one row, as packed sequences and graphs are."""
+
+    rows: torch.Tensor
+
+    def to(self, device: torch.device) -> "Packed":
+        return Packed(self.rows.to(device))
+
+
+@pytest.mark.parametrize("form", ["one row", "time first", "object"])
+def test_a_batch_of_any_form_is_made_anew_and_never_cut(form: str):
+    """Sizes that were tried are whole batches of so many samples, wherever the samples lie in them."""
+    seen: set[int] = set()
+
+    def made(size: int):
+        rows = torch.randn(size, 64)
+        return {"one row": rows.reshape(1, -1), "time first": rows.T, "object": Packed(rows)}[form]
+
+    def of(model, batch):
+        rows = batch.rows if form == "object" else batch.T if form == "time first" else batch.reshape(-1, 64)
+        assert rows.shape[1] == 64
+        seen.add(len(rows))
+        return model(rows).square().mean()
+
+    found = baoc.advise(Stack(), made, of, batch_size=8, budget="unlimited", device="cpu")
+    assert found.micro_batch * found.accumulation == 8 and seen <= {1, 2, 4, 8} and found.micro_batch in seen
 
 
 def test_a_budget_that_nothing_fits_names_the_least():

@@ -7,7 +7,7 @@ there are too few. Leaves nothing behind but compiled kernels and gradients of N
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -37,8 +37,17 @@ SERIES = 2  # of repeats at most, where the allocator was at work in the one bef
 RUNS = 6  # of a micro-batch that a trial takes about: two for its bytes, one warm, some timed
 
 
+@dataclass(frozen=True, slots=True)
+class MadeBatch:
+    """In place of a batch: what makes one of so many samples, in whatever form."""
+
+    make: Callable[[int], Any]
+
+
 def resized(batch: Any, micro_batch: int) -> Any:
     """The batch with so many samples, the first ones taken again where there are not enough."""
+    if isinstance(batch, MadeBatch):
+        return batch.make(micro_batch)
     size = batch_size_of(batch)
     if isinstance(batch, Tensor):
         if not batch.ndim or not size:
@@ -81,8 +90,8 @@ class Trials:
 
     @property
     def batches(self) -> tuple[Any, Any]:
-        """Of training and of validation, as they came."""
-        return self._batch, self._val_batch
+        """Of training and of validation, as they came; one sample where batches are made."""
+        return resized(self._batch, 1) if isinstance(self._batch, MadeBatch) else self._batch, self._val_batch
 
     def run(
         self,
