@@ -59,7 +59,8 @@ def describe(source: Any, *, optimizer_groups: Sequence[Mapping[str, Any]] | Non
             continue
         if isinstance(owner.tensor, UninitializedParameter):
             raise BadInputError(
-                f"parameter {owner.name!r} has no shape yet, as its layer is lazy: run one batch through the module first"
+                f"parameter {owner.name!r} has no shape yet, as its layer is lazy: run one batch through the module "
+                "first"
             )
         shape = tuple(owner.tensor.shape)
         kind = types.get(owner.name, "")
