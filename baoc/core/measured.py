@@ -114,6 +114,7 @@ class Family:
         recipes: whole ones, the best first.
         roles: role -> spec -> change against the base.
         rules: spec -> how its entries add up.
+        weights: format of the weights -> change against fp32 weights, under 8-bit Muon.
     """
 
     name: str
@@ -127,6 +128,7 @@ class Family:
     recipes: tuple[MeasuredRecipe, ...]
     roles: Mapping[str, Mapping[str, Change]] = field(default_factory=dict[str, Mapping[str, Change]])
     rules: Mapping[str, Additivity] = field(default_factory=dict[str, Additivity])
+    weights: Mapping[str, Change] = field(default_factory=dict[str, Change])
 
     def recipe(self, name: str) -> MeasuredRecipe:
         return next(one for one in self.recipes if one.name == name)
@@ -217,4 +219,5 @@ def family_from_plain(name: str, node: Mapping[str, Any]) -> Family:
         recipes=tuple(sorted(recipes, key=lambda one: one.change.mean)),
         roles={role: {spec: Change(**change) for spec, change in held.items()} for role, held in node["roles"].items()},
         rules={spec: Additivity(**held) for spec, held in node["rules"].items()},
+        weights={name: Change(**held) for name, held in node["weights"].items()},
     )

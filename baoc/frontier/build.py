@@ -20,7 +20,7 @@ from baoc.frontier.comparable_runs import (
     study_volumes,
     workload_frontier,
 )
-from baoc.frontier.page import write_page
+from baoc.frontier.page import basis_text, write_page
 from baoc.frontier.pareto import MEASURE, Frontier, frontier_rows
 from baoc.frontier.runs import STUDY_FILE, RunFolder, Workload, find_runs
 from baoc.tracking.console import print_frontier, print_studies
@@ -70,7 +70,9 @@ def build_report(
         best = knee_labels(frontier.points, quality=quality_objective(members))
         for row in frontier_rows(frontier):
             knee_of = " ".join(axis for axis, label in best.items() if label == row["label"])
-            rows.append({**row, "knee_of": knee_of, "quality_name": workload[3], "exit_code": 0, "message": ""})
+            basis = basis_text(next(run for run in members if names[run.path] == row["label"]))
+            about = {"knee_of": knee_of, "quality_name": workload[3], "basis": basis, "exit_code": 0, "message": ""}
+            rows.append({**row, **about})
         history += _history_rows(workload, members)
     rows += [
         {"run": job.run, "label": job.label, "exit_code": job.exit_code, "message": " ".join(job.message.split())}

@@ -270,11 +270,7 @@ def basis_of(choice: Choice, *, family: Family, plan: Plan, num_params: int) -> 
         half = student_quantile(0.95, degrees=max(change.n - 1, 1)) * change.sd
     where = f"n {change.n}, {family.unit}, measured at {family.size}, {family.horizon}"
     far = f"; not measured at {_count(num_params)}" if num_params > FAR * family.num_params else ""
-    narrow = (
-        f"; weights {WEIGHTS[recipe.weights].description}, which were not measured"
-        if recipe.weights != "native"
-        else ""
-    )
+    narrow = "" if recipe.weights == "native" else f"; weights {_format_told(recipe.weights, family=family)}"
     rate = f"; {choice.rate:.3g} times AdamW's learning rate" if choice.rate != 1 else ""
     worse = (
         "; every measured recipe that fits is worse than fp32 AdamW, which does not fit, and what risk=prior would "
@@ -296,6 +292,14 @@ def basis_of(choice: Choice, *, family: Family, plan: Plan, num_params: int) -> 
         lr=dict(recipe.lr),
         betas=dict(recipe.betas),
     )
+
+
+def _format_told(name: str, *, family: Family) -> str:
+    known, told = family.weights.get(name), WEIGHTS[name].description
+    if known is None:
+        return f"{told}, which were not measured for {family.name}"
+    half = student_quantile(0.95, degrees=known.n - 1) * known.sd
+    return f"{told}, which under 8-bit Muon changed {known.mean:+.2g} +- {half:.2g} against fp32 ones, n {known.n}"
 
 
 def _count(number: int) -> str:

@@ -7,7 +7,7 @@ again, and finds those that had ended in the storage.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -52,8 +52,10 @@ from baoc.types import to_plain
 from baoc.units import format_bytes
 
 SETUP_FILE = "race_setup.json"  # what a race that was cut goes on with
+TAKEN_FILE = "taken.json"  # the earlier race that a run took, where nothing was raced before it
 SEEDS, FRESH_SEEDS = 100, 200  # added to the run's own seed
 TIMED_STEPS = 40  # of a run that is only timed
+LEAST_STEPS = 100  # of a race's last rung, where it is shorter than the run
 RETRIES = 3  # of a run that was killed: no entrant is to leave for the machine's sake
 MOST_APART = 4.0  # beyond which a race says nothing of a run that sees its data more often
 _MAY_CHANGE = ("workers", "per_gpu", "cap_s", "library")  # settings with which a race may go on
@@ -118,10 +120,16 @@ def race_before(
     result = run_race(config, words=words, folder=folder, command=command, code=code, cap_s=config.race.cap_s)
     if result is not None:
         return records.with_choice(config, result.record)
-    size = read_field(folder / FILE).size
-    try:
-        found = records.find_raced(config, size=size, library=Path(config.race.library))
-    except BadInputError:
+    kept = folder / TAKEN_FILE
+    if not kept.is_file():  # a resumed run takes what it took before, whatever was raced since
+        size = read_field(folder / FILE).size
+        try:
+            found = records.find_raced(config, size=size, library=Path(config.race.library))
+        except BadInputError:
+            found = None
+        write_json(kept, {"schema": 1, "race": found})
+    found = read_json(kept)["race"]
+    if found is None:
         say(f"no race of this family is known either: the run goes on by risk={config.risk.name}")
         return config
     say(f"taken from an earlier race: {found['told']}")
@@ -193,7 +201,11 @@ class _Race:
             f"race of {len(racers)} recipes on {where}, {self.field.data}, budget {self.config.budget.name}: "
             f"{measured.steps:,} steps{seen}, {len(race.rates)} rates, {race.seeds} + {race.confirm_seeds} seeds"
         )
-        outcome = self._drive(course([one.entrant for one in racers], settings=settings), measured, racers, cap_s)
+        try:
+            outcome = self._drive(course([one.entrant for one in racers], settings=settings), measured, racers, cap_s)
+        except OutOfTimeError:
+            say("nothing is raced: the first stage alone would not end in time")
+            return None
         seconds = sum(self._seconds(number) for number in range(len(self.asked)))
         content = records.record(
             outcome, config=self.config, field=self.field, measured=measured, seconds=seconds, command=self.command
@@ -329,7 +341,7 @@ class _Race:
             raise BadInputError(f"race.size={size}: {self.config.model.name} has {', '.join(sizes)}")
         return self._sibling(size)[0]
 
-    def _sibling(self, size: str) -> tuple[Measured, float, float]:
+    def _sibling(self, size: str) -> tuple[Measured, tuple[float, float]]:
         """A named size at the run's number of samples a parameter, with the seconds of a step and of a run's start."""
         if self.config.objective == "throughput":
             raise BadInputError(
@@ -338,7 +350,7 @@ class _Race:
             )
         number, result = self._timed(size)
         steps = self.config.race.steps or max(round(self.field.steps * result["num_params"] / self.field.num_params), 4)
-        return Measured(size=size, num_params=result["num_params"], steps=steps), *self._pace(number, result)
+        return Measured(size=size, num_params=result["num_params"], steps=steps), self._pace(number, result)
 
     def _check_epochs(self, measured: Measured) -> None:
         """A race says nothing of a run that sees its data many times more often: rules that are fast in short runs
@@ -358,41 +370,59 @@ class _Race:
     # -- time ---------------------------------------------------------------------------------------------------------
 
     def _within(self, cap_s: float | None) -> tuple[Measured, list[Racer], float] | None:
-        """The largest network, and the most entrants, with which a race is predicted to end within the cap;
+        """The largest network and horizon, and the most entrants, with which a race is predicted to end within the cap;
         None where there is none, which is said."""
         race, found = self.config.race, self.field
-        number, result = self._timed(found.size)
-        step_s, start_s = self._pace(number, result)
-        run_s = found.steps * step_s
+        pace = self._pace(*self._timed(found.size))
+        run_s = found.steps * pace[0]
         if cap_s is None:
             if run_s < race.least_run_s:
                 say(f"nothing is raced before a run of {run_s:.0f} s (race.least_run_s={race.least_run_s:g})")
                 return None
             cap_s = race.share * run_s
-        sizes = [found.size, *self._narrower(result["num_params"])]
-        if race.size is not None:
-            sizes = [race.size]
         least = math.inf
-        for size in sizes if self.config.objective != "throughput" else sizes[:1]:
-            if self._spent_s() > cap_s / 4:
-                break
-            if size == found.size:
-                measured = Measured(size=size, num_params=found.num_params, steps=race.steps or found.steps)
-                pace = step_s, start_s
-            else:
-                measured, *pace = self._sibling(size)
-            run, raced = epochs(found.steps, found), measured.epochs(found)
-            if run > 1 and run > raced * EPOCHS_APART:
-                say(f"not raced on {size}: it would see its data {raced:.1f} times, and the run {run:.1f} times")
-                continue
+        for measured, (step_s, start_s) in self._smaller_races(pace, cap_s=cap_s):
             for racers in self._smaller_fields():
-                predicted = self._cost_s(len(racers), steps=measured.steps, step_s=pace[0], start_s=pace[1])
+                predicted = self._cost_s(len(racers), steps=measured.steps, step_s=step_s, start_s=start_s)
                 least = min(least, predicted)
                 if self._spent_s() + predicted <= cap_s:
                     return measured, racers, cap_s
         told = "" if math.isinf(least) else f": the smallest one is predicted to take {least:.0f} s"
         say(f"nothing is raced within {cap_s:.0f} s{told}")
         return None
+
+    def _smaller_races(
+        self, pace: tuple[float, float], *, cap_s: float
+    ) -> Iterator[tuple[Measured, tuple[float, float]]]:
+        """Networks and horizons in order of worth, with seconds of a step and of a run's start: the run's own, narrower
+        networks of the family, then the network itself at half the steps and half again. `pace`: of the run's own."""
+        race, found = self.config.race, self.field
+        own = Measured(size=found.size, num_params=found.num_params, steps=race.steps or found.steps)
+        sizes = [found.size, *self._narrower()] if race.size is None else [race.size]
+        for size in sizes if self.config.objective != "throughput" else sizes[:1]:
+            if self._spent_s() > cap_s / 4:
+                break
+            if size == found.size:
+                measured, its_pace = own, pace
+            else:
+                measured, its_pace = self._sibling(size)
+            if self._repeats_alike(measured):
+                yield measured, its_pace
+        shorter = replace(own, steps=own.steps // 2)
+        while race.steps is None and race.size is None and shorter.steps >= LEAST_STEPS:
+            if not self._repeats_alike(shorter):
+                break
+            yield shorter, pace
+            shorter = replace(own, steps=shorter.steps // 2)
+
+    def _repeats_alike(self, measured: Measured) -> bool:
+        """Whether the run does not see its data much more often than the race; else it says so."""
+        run, raced = epochs(self.field.steps, self.field), measured.epochs(self.field)
+        if run <= 1 or run <= raced * EPOCHS_APART:
+            return True
+        where = f"{measured.size} for {measured.steps:,} steps"
+        say(f"not raced on {where}: it would see its data {raced:.1f} times, and the run {run:.1f} times")
+        return False
 
     def _smaller_fields(self) -> list[list[Racer]]:
         """All entrants, or the first few of the candidates, which come in order of merit."""
@@ -433,21 +463,25 @@ class _Race:
         return 0.0 if duration is None else duration.total_seconds()
 
     def _timed(self, size: str) -> tuple[int, Mapping[str, Any]]:
-        """The trial number and the result of a short run of the first uniform, for its seconds."""
-        return self._time([next(one for one in self.field.racers if one.entrant.uniform)], size=size)[0]
+        """The trial number and the result of a short run of the first uniform, for its seconds: the quicker of two, as
+        the first one imports and compiles what others find."""
+        uniform = next(one for one in self.field.racers if one.entrant.uniform)
+        return min(self._time([uniform], size=size, seeds=2), key=lambda timed: self._seconds(timed[0]))
 
-    def _time(self, racers: Sequence[Racer], *, size: str) -> list[tuple[int, Mapping[str, Any]]]:
-        measured = Measured(size=size, num_params=0, steps=TIMED_STEPS)
-        runs = [
-            Run(entrant=one.name, rate=1.0, seed=self.config.seed + SEEDS, stage=f"timed {size}", steps=TIMED_STEPS)
+    def _time(self, racers: Sequence[Racer], *, size: str, seeds: int = 1) -> list[tuple[int, Mapping[str, Any]]]:
+        measured, first = Measured(size=size, num_params=0, steps=TIMED_STEPS), self.config.seed + SEEDS
+        runs = {
+            Run(entrant=one.name, rate=1.0, seed=seed, stage=f"timed {size}", steps=TIMED_STEPS): one
             for one in racers
-        ]
-        first = len(self.asked)
-        ended = self._train([(run, self._words(one, run, measured)) for one, run in zip(racers, runs, strict=True)])
+            for seed in range(first, first + seeds)
+        }
+        before = len(self.asked)
+        ended = self._train([(run, self._words(one, run, measured)) for run, one in runs.items()])
         for run, end in ended.items():
             if end.status not in (DONE, DIVERGED):
                 raise TrainingFailedError(f"{run.entrant} could not be timed: {end.message}")
-        return [(first + at, read_json(self.folder / f"{first + at:04d}" / "result.json")) for at in range(len(runs))]
+        numbers = range(before, len(self.asked))
+        return [(number, read_json(self.folder / f"{number:04d}" / "result.json")) for number in numbers]
 
     def _pace(self, number: int, result: Mapping[str, Any]) -> tuple[float, float]:
         """Seconds of a step, and of a run's start and end."""
@@ -462,7 +496,7 @@ class _Race:
         fastest = min(seconds.values())
         return {name: max(round(measured.steps * fastest / own), 4) for name, own in seconds.items()}
 
-    def _narrower(self, num_params: int) -> list[str]:
+    def _narrower(self) -> list[str]:
         """Names of the family's sizes below the target's, the widest first."""
         names = list(family_of(self.config.model.name).sizes)
         at = names.index(self.field.size) if self.field.size in names else 0

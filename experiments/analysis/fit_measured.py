@@ -3,8 +3,6 @@
     python -m experiments.analysis.fit_measured            # from experiments/results, into baoc/core
     python -m experiments.analysis.fit_measured --check    # fails where the file differs from what the rows give
 
-A family takes the role study where results/role_table.csv has it, else study A (results/recipe_study_short.csv).
-
 - Whole recipes. Of its settings (rate, beta2) a recipe takes that of the lowest rate whose `choice` is within half a
   percent of the least, and not distinguishable from it (90 %, paired): curves are flat at the top, and lower rates bear
   longer runs. Changes are of `value`, on data that chose nothing, paired by seed; of recipes that were run again on
@@ -59,10 +57,8 @@ CONFIRMED: Mapping[tuple[str, str], str] = {
 ALIKE = 0.1  # of the sum: what may be left though it can be told
 WIDEST = 1.0  # half of an interval, as a share of the sum, beyond which it tells nothing
 HIDDEN_ROLES = ("attention", "mlp", "modulation", "conv", "other")
-MORE: Mapping[str, dict[str, Any]] = getattr(
-    recipe_lists, "MORE_WHOLE", {}
-)  # recipes of the role study beside the catalogue's
-BASE = getattr(recipe_lists, "ROLE_BASE", "muon8_lean")
+MORE: Mapping[str, dict[str, Any]] = recipe_lists.MORE_WHOLE  # recipes of the role study beside the catalogue's
+BASE = recipe_lists.ROLE_BASE
 FLAT = 0.005  # of the least mean: what a lower rate may cost at most
 Row = Mapping[str, str]
 Values = Mapping[int, float]  # by seed
@@ -86,32 +82,12 @@ class Setting:
 
 # -- raw rows ---------------------------------------------------------------------------------------------------------
 
-STUDY_A: dict[str, str] = {"afm8_lean": "adafactor_m8"}  # by the catalogue's name
-MUON_STUDY_A = [0.9, 0.95]  # its momentum there
-
 
 def read(path: Path) -> list[dict[str, str]]:
     if not path.is_file():
         return []
     with path.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
-
-
-def settings_of_study_a(rows: Iterable[Row], family: str) -> list[Setting]:
-    """Settings of study A; plans by a budget are left out, as they are no recipes."""
-    found: dict[tuple[str, float, float], list[Row]] = defaultdict(list)
-    for row in rows:
-        name = STUDY_A.get(row["recipe"], row["recipe"])
-        if row["task"] == family and name in RECIPES and row["status"] != "error":
-            found[name, float(row["factor"]), float(row["beta2"])].append(row)
-    made: list[Setting] = []
-    for (name, factor, beta2), held in found.items():
-        betas: dict[str, list[float]] = {"adamw": [0.9, beta2]} if beta2 != 0.999 else {}
-        betas |= {"muon": MUON_STUDY_A} if name.startswith("muon") else {}
-        betas |= {"foam": [0.9, beta2]} if name.startswith("foam") and beta2 != 0.999 else {}
-        node = {"name": name, "base": name, "betas": betas}
-        made.append(_setting(name, held, rate=factor, recipe=node))
-    return made
 
 
 def settings_of_roles(rows: Iterable[Row], family: str) -> list[Setting]:
@@ -142,7 +118,7 @@ def _node(row: Row, *, name: str) -> dict[str, Any]:
     if len(hidden) == 1:
         by_role = {role: spec for role, spec in by_role.items() if role.split("_")[0] not in HIDDEN_ROLES}
         by_role["hidden"] = hidden.pop()
-    betas = {"muon": MUON_STUDY_A} if name in CONFIRMED.values() else {}
+    betas = {"muon": [0.9, 0.95]} if name in CONFIRMED.values() else {}
     return {
         "name": name,
         **by_role,
@@ -359,26 +335,28 @@ def family_of_rows(
     return {**about, "reference": reference, "base": base, "recipes": recipes, "roles": dict(roles), "rules": rules}
 
 
-def fit(*, study_a: Sequence[Row], roles: Sequence[Row]) -> dict[str, Any]:
+def formats_of(rows: Sequence[Row], family: str) -> dict[str, dict[str, Any]]:
+    """Format of the weights -> change against fp32 weights, of runs of the product under 8-bit Muon."""
+    values: dict[str, dict[int, float]] = defaultdict(dict)
+    for row in rows:
+        if row["group"] == family and row["status"] == "finite":
+            values[row["label"]][int(row["seed"])] = float(row["value"])
+    native = values.get("muon8_native") or values.get("chosen_15", {})
+    labels = {name: f"muon8_{name}" for name in ("split8", "bf16_sr")}
+    return {name: difference(values[label], native) for name, label in labels.items() if label in values}
+
+
+def fit(roles: Sequence[Row], *, product: Sequence[Row] = ()) -> dict[str, Any]:
     made: dict[str, Any] = {}
     for family, unit in UNITS.items():
         own = [row for row in roles if row["task"] == family]
         if own:
-            settings = settings_of_roles(own, family)
             adamw = next(int(row["state_bytes"]) for row in own if row["label"].startswith("adamw_b95"))
             steps = int(own[0]["steps"])
             about = {"unit": unit, "num_params": adamw // 8, "size": own[0]["size"], "steps": steps}
-            horizon = "data that hardly repeat"
-            about["horizon"] = f"{steps} steps, {horizon}"
-            made[family] = family_of_rows(settings, base=BASE, about=about, unit=1.0)
-            continue
-        held = [row for row in study_a if row["task"] == family]
-        if held:
-            steps, params = int(held[0]["steps"]), int(held[0]["params"])
-            about = {"unit": unit, "num_params": params, "size": f"{params / 1e6:.1f}M", "steps": steps}
-            made[family] = family_of_rows(
-                settings_of_study_a(held, family), base=None, about={**about, "horizon": f"{steps} steps"}
-            )
+            about["horizon"] = f"{steps} steps, data that hardly repeat"
+            made[family] = family_of_rows(settings_of_roles(own, family), base=BASE, about=about, unit=1.0)
+            made[family]["weights"] = formats_of(product, family)
     return {"command": "python -m experiments.analysis.fit_measured", "families": rounded(made)}
 
 
@@ -397,7 +375,7 @@ def text_of(held: Mapping[str, Any]) -> str:
 
 def shipped() -> str:
     """The file as the recorded rows give it."""
-    return text_of(fit(study_a=read(RESULTS / "recipe_study_short.csv"), roles=read(RESULTS / "role_table.csv")))
+    return text_of(fit(read(RESULTS / "role_table.csv"), product=read(RESULTS / "product_runs.csv")))
 
 
 def main() -> None:

@@ -7,8 +7,9 @@ of raw rows serve, which differ in what they can show:
 
 - `sampler_race_{tasks,fresh}_trials.csv`: plans at 25, 10 and 3 % of the state, random feasible allocations and three
   uniforms, 11 to 14 seeds at one rate and one length. A race has one rung, 3 seeds, and 6 fresh ones.
-- `recipe_study_short.csv`: six recipes, three of their rates, 3 seeds, with scores at a quarter, at half and at the end
-  of the same run (in mid-decay, which a race's own rungs are not). A race has all rungs and no fresh seeds.
+- `role_table.csv`, phase `confirm`: recipes, AdamW at five rates, mixtures and random plans on 8 seeds, with scores at
+  a quarter, at half and at the end of the same run (in mid-decay, which a race's own rungs are not). A race has all
+  rungs, 3 seeds and 6 fresh ones.
 
 A race draws its seeds with replacement, so its scores are independent draws from the recorded ones, and the truth that
 its choice is held against is their mean. What the recorded seeds do not show of others, this does not either.
@@ -77,24 +78,28 @@ def planned(rows: Sequence[Mapping[str, str]], *, task: str, budget: float) -> R
     )
 
 
-def studied(rows: Sequence[Mapping[str, str]], *, task: str) -> Recorded:
-    """One task of the recipe study at beta2 .999; a recipe that was planned counts as mixed."""
+def confirmed(rows: Sequence[Mapping[str, str]], *, task: str) -> Recorded:
+    """What the role study ran on eight fresh seeds of one task; mixtures of rules are plans."""
     scores: dict[tuple[str, float | str, float], dict[int, float]] = {}
     sizes: dict[str, int] = {}
     for row in rows:
-        if row["task"] != task or row["beta2"] != "0.999":
+        if row["task"] != task or row["phase"] != "confirm":
             continue
-        for stage, column in ((0.25, "value_25"), (0.5, "value_50"), (1.0, "value")):
-            scores.setdefault((row["recipe"], stage, float(row["factor"])), {})[int(row["seed"])] = float(row[column])
-        sizes[row["recipe"]] = int(row["state_bytes"])
+        for stage, column in ((0.25, "choice_25"), (0.5, "choice_50"), (1.0, "value")):
+            scores.setdefault((row["label"], stage, 1.0), {})[int(row["seed"])] = float(row[column])
+        sizes[row["label"]] = int(row["state_bytes"])
+    controls = ("random", "permuted")
     entrants = tuple(
-        Entrant(name=name, state_bytes=size, uniform=not name.startswith("planned")) for name, size in sizes.items()
-    )
+        Entrant(
+            name=name, state_bytes=size, uniform=not name.startswith((*controls, "choice_mixed")),
+            control=name.startswith(controls),
+        )
+        for name, size in sizes.items()
+    )  # fmt: skip
     seeds = tuple(sorted({seed for held in scores.values() for seed in held}))
     return Recorded(
-        name=f"{task}, recipes", entrants=entrants, scores=scores, rungs=(0.25, 0.5, 1.0), rates=(0.5, 1.0, 2.0),
-        seeds=seeds,
-    )  # fmt: skip
+        name=f"{task}, recipes", entrants=entrants, scores=scores, rungs=(0.25, 0.5, 1.0), rates=(1.0,), seeds=seeds
+    )
 
 
 def replay(recorded: Recorded, *, rng: np.random.Generator) -> tuple[Outcome, bool, bool, float]:
@@ -156,15 +161,15 @@ def summary(recorded: Recorded, *, races: int, seed: int = 0) -> dict[str, Any]:
 
 
 def recorded_races() -> list[Recorded]:
-    with (RESULTS / "recipe_study_short.csv").open(newline="") as file:
-        short = list(DictReader(file))
+    with (RESULTS / "role_table.csv").open(newline="") as file:
+        roles = list(DictReader(file))
     trials: list[dict[str, str]] = []
     for name in ("sampler_race_tasks_trials.csv", "sampler_race_fresh_trials.csv"):
         with (RESULTS / name).open(newline="") as file:
             trials += DictReader(file)
     tasks = list(dict.fromkeys(row["task"] for row in trials))
     found = [planned(trials, task=task, budget=budget) for task in tasks for budget in (25.0, 10.0, 3.0)]
-    return found + [studied(short, task=task) for task in dict.fromkeys(row["task"] for row in short)]
+    return found + [confirmed(roles, task=task) for task in dict.fromkeys(row["task"] for row in roles)]
 
 
 def main() -> None:

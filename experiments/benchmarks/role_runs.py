@@ -24,8 +24,7 @@ from baoc.planning.allocators.recipe import pick
 from baoc.planning.planner import Planner, PlannerSettings
 from baoc.profiling.describe import describe
 from baoc.types import Block, Budget
-from experiments.benchmarks.recipe_lists import BETA1, CLIP, MATCHING, WEIGHT_DECAY
-from experiments.benchmarks.recipe_runs import schedule
+from experiments.benchmarks.recipe_lists import BETA1, CLIP, FLOOR, MATCHING, WARMUP, WEIGHT_DECAY
 from experiments.benchmarks.role_tasks import Task, attend_replicas, for_replicas, stacked_plan
 
 PAD = 64  # elements between replicas of a tensor, so that each begins aligned
@@ -59,6 +58,14 @@ class Result:
     state_fraction: float = math.nan
     seconds: float = 0.0
     works: bool = False
+
+
+def schedule(step: int, steps: int) -> float:
+    """Share of the rate: up over a tenth of the steps, then a cosine down to a tenth of it."""
+    warm = max(1, int(WARMUP * steps))
+    if step < warm:
+        return (step + 1) / warm
+    return FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * (step - warm) / (steps - warm)))
 
 
 @contextmanager

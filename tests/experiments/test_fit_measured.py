@@ -69,7 +69,7 @@ def made(*, super_additive: float = 1.0, noise: float = 0.002, seeds: int = 4, s
 
 
 def entries_of(rows: Sequence[Mapping[str, str]]) -> dict:
-    return fit(study_a=[], roles=rows)["families"]["language"]
+    return fit(rows)["families"]["language"]
 
 
 def test_entries_have_the_truth_within_their_error_and_the_better_multiple():
@@ -139,7 +139,7 @@ def test_runs_that_diverged_have_no_entry():
 
 def test_the_table_is_json_of_the_same_bytes_again():
     rows = made()
-    first, second = (fit_measured.text_of(fit(study_a=[], roles=list(rows))) for _ in range(2))
+    first, second = (fit_measured.text_of(fit(list(rows))) for _ in range(2))
     assert first == second and json.loads(first)["families"]["language"]["size"] == "nano"
 
 

@@ -15,8 +15,7 @@ from baoc.core.rule_tags import RULE_INFOS
 from baoc.optim import BlockwiseOptimizer
 from baoc.planning.cost import state_bytes
 from experiments.benchmarks.recipe_lists import MATCHING, WEIGHT_DECAY
-from experiments.benchmarks.recipe_runs import schedule
-from experiments.benchmarks.role_runs import Bench, Replicas, Run
+from experiments.benchmarks.role_runs import Bench, Replicas, Run, schedule
 from experiments.benchmarks.role_study import mixtures, permutation, random_plan, role_runs, whole_recipes
 from experiments.benchmarks.role_tasks import TASKS
 

@@ -61,10 +61,17 @@ def family_of(config: RunConfig, *, size: str) -> dict[str, Any]:
     dataset: dict[str, Any] = to_plain(config.dataset)
     if config.dataset.name == "pysource":
         dataset["python"] = f"{sys.version_info[0]}.{sys.version_info[1]}"
-    budget: dict[str, Any] = to_plain(config.budget)
-    budget.pop("name")
     own = {"code": code} if (code := code_of(config)) else {}
-    return {"task": config.task.name, "model": model, "dataset": dataset, "budget": budget, **own}
+    return {"task": config.task.name, "model": model, "dataset": dataset, "budget": _limits_of(config.budget), **own}
+
+
+def _limits_of(budget: Budget) -> dict[str, Any]:
+    """What a budget limits, under whatever name; `auto` is what is free on a device and no limit of its own."""
+    if budget.name == AUTO:
+        return to_plain(replace(budget, memory_bytes=None))
+    limits: dict[str, Any] = to_plain(budget)
+    limits.pop("name")
+    return limits
 
 
 def claim(outcome: Outcome, *, field: Field, measured: Measured) -> str:
@@ -209,8 +216,7 @@ def find_raced_network(network: str, *, told: str, budget: Budget, library: Path
 
     Its data are not known here: races on several are not chosen among. Raises BadInputError, which names what there is.
     """
-    wanted: dict[str, Any] = to_plain(replace(budget, memory_bytes=None) if budget.name == AUTO else budget)
-    wanted.pop("name")
+    wanted = _limits_of(budget)
     kept = _kept_in(library)
     found = [
         (file, content)
