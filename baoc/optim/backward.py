@@ -230,8 +230,8 @@ class DropGradients(BackwardStepper):
     def _adopt(self, owner: "BlockwiseOptimizer") -> None:
         refuse_ranks("release")
         super()._adopt(owner)
-        gradients = sum(param.nbytes for param in owner.roster.names if param.requires_grad)
-        self.together_bytes = grouped_bytes(gradients) if any(param.is_cuda for param in owner.roster.names) else 0
+        gradients = sum(param.nbytes for param in owner.registry.names if param.requires_grad)
+        self.together_bytes = grouped_bytes(gradients) if any(param.is_cuda for param in owner.registry.names) else 0
         self.attach()
 
     def _reset(self) -> None:
@@ -261,9 +261,9 @@ class DropGradients(BackwardStepper):
 
     def attach(self) -> None:
         """Puts a hook on every parameter that has state and none yet."""
-        roster = self.owner.roster
-        self._block_of = {slot.param: name for name, live in roster.live.items() for slot in live.slots}
-        self._hook(param for param in roster.names if param.requires_grad)
+        registry = self.owner.registry
+        self._block_of = {slot.param: name for name, live in registry.live.items() for slot in live.slots}
+        self._hook(param for param in registry.names if param.requires_grad)
         for param in self._handles:
             _OWNERS[param] = weakref.ref(self)
 
@@ -311,10 +311,10 @@ class DropGradients(BackwardStepper):
             with torch.no_grad():
                 self._begin()
         self.seen.add(param)
-        roster = self.owner.roster
-        if self.together_bytes and not roster.groups and param.grad is not None:
+        registry = self.owner.registry
+        if self.together_bytes and not registry.groups and param.grad is not None:
             self._order.append((name, self.sizes.get(param, param.grad.nbytes)))
-        live, left = roster.live[name], self._left.get(name)
+        live, left = registry.live[name], self._left.get(name)
         if left is None:
             left = sum(slot.param.requires_grad for slot in live.slots)
         self._left[name] = left - 1
@@ -326,7 +326,7 @@ class DropGradients(BackwardStepper):
     def _begin(self) -> None:
         """A step begins, at its first gradient: learning rates and the rest are read once for all blocks."""
         owner = self.owner
-        owner.roster.ready()
+        owner.registry.ready()
         devices = {param.device for param in self._block_of}
         if len(devices) > 1:
             raise BadInputError(
@@ -343,7 +343,7 @@ class DropGradients(BackwardStepper):
             self.observer.begin_parts()
 
     def _refuse_second(self, param: Tensor) -> None:
-        raise BadInputError(f"{self.owner.roster.names[param]} got a second gradient before step(). {_ONE_BACKWARD}")
+        raise BadInputError(f"{self.owner.registry.names[param]} got a second gradient before step(). {_ONE_BACKWARD}")
 
     def _is_whole(self, live: LiveBlock) -> None:
         """A block has its gradients: it is stepped, with its group when that has all of them.
@@ -360,22 +360,22 @@ class DropGradients(BackwardStepper):
             self._step_waiting()
 
     def _group_of(self, live: LiveBlock) -> tuple[str, ...]:
-        return self.owner.roster.groups.get(live.block.name, (live.block.name,))
+        return self.owner.registry.groups.get(live.block.name, (live.block.name,))
 
     @torch.no_grad()  # as a backward that makes a graph has not
     def _step_waiting(self) -> None:
         """Steps the blocks that wait, group by group, with the gradients that their parameters have."""
-        roster = self.owner.roster
+        registry = self.owner.registry
         by_group: dict[tuple[str, ...], list[LiveBlock]] = {}
         for live in self._waiting:
             by_group.setdefault(self._group_of(live), []).append(live)
         self._waiting = []
         for group, lives in by_group.items():
-            others = [roster.live[name] for name in group if len(lives) < len(group)]
+            others = [registry.live[name] for name in group if len(lives) < len(group)]
             streams = set().union(*(self._streams.get(live.block.name, ()) for live in lives))
             aside = _set_aside([slot.param for live in others if live not in lives for slot in live.slots])
             with in_order(streams), aside:
-                self.step_with(lives, unit=roster.alone(group))
+                self.step_with(lives, unit=registry.alone(group))
 
     def step_with(self, lives: list[LiveBlock], *, unit: StepUnit) -> None:
         """One step of some blocks by `unit`: mask, clip, observe, update, and their gradients are dropped."""
@@ -406,7 +406,7 @@ class DropGradients(BackwardStepper):
 
     def flush(self) -> None:
         """Steps the blocks that wait for gradients which this step does not bring, or for others to be stepped with."""
-        left = [live for live in self.owner.roster.live.values() if any(s.param.grad is not None for s in live.slots)]
+        left = [live for live in self.owner.registry.live.values() if any(s.param.grad is not None for s in live.slots)]
         if left and self._options is None:
             self._begin()
         for live in left:
@@ -428,7 +428,7 @@ class DropGradients(BackwardStepper):
             self._begin()
         self._warn_if_late()  # before anything is ended: it may raise
         self.flush()
-        owner.roster.join()
+        owner.registry.join()
         if self.observer is not None:
             self.observer.finish_parts()
         if owner._optimizer_step_pre_hooks and not self._told_hooks:
@@ -444,15 +444,15 @@ class DropGradients(BackwardStepper):
 
     def _group(self) -> None:
         """Who is stepped with whom from now on, by the order in which gradients came."""
-        roster = self.owner.roster
+        registry = self.owner.registry
         names = dict.fromkeys(name for name, _ in self._order)
         groups = together(
             self._order,
-            left={name: sum(slot.param.requires_grad for slot in roster.live[name].slots) for name in names},
+            left={name: sum(slot.param.requires_grad for slot in registry.live[name].slots) for name in names},
             limit=self.together_bytes,
-            joins=lambda a, b: roster.can_join(roster.live[a], others=[roster.live[b]]),
+            joins=lambda a, b: registry.can_join(registry.live[a], others=[registry.live[b]]),
         )
-        roster.regroup(groups)
+        registry.regroup(groups)
 
     # -- clipping
 
@@ -664,16 +664,16 @@ class KeepGradients(BackwardStepper):
         """Notes which parameters wait for which piece; False where all blocks have to wait for `step`."""
         owner = self.owner
         seen = any(subscriber.wanted() for subscriber in owner.before_step)
-        thawed = any(param.requires_grad for param in owner.roster.frozen)  # blocks may still come in this step
+        thawed = any(param.requires_grad for param in owner.registry.frozen)  # blocks may still come in this step
         if owner.releaser is not None or owner.nonfinite != "skip_element" or seen or thawed:
             return False
         self._reset()
         self._options = owner.options()
-        if self._finals and self._learned != set(owner.roster.live):
-            owner.roster.learn_travel(self._finals)
-            self._learned = set(owner.roster.live)
+        if self._finals and self._learned != set(owner.registry.live):
+            owner.registry.learn_travel(self._finals)
+            self._learned = set(owner.registry.live)
         self._finals = []
-        for backend in owner.roster.ready().backends:
+        for backend in owner.registry.ready().backends:
             if isinstance(backend, HostedBackend):
                 for index, piece in enumerate(backend.pieces):
                     params = [slot.param for live in piece.blocks for slot in live.slots if slot.param.requires_grad]
@@ -697,7 +697,7 @@ class KeepGradients(BackwardStepper):
                 self._step(backend, index)
         elif self._left[id(backend), index] < 0:
             raise BadInputError(
-                f"{self.owner.roster.names[param]} got a second gradient inside optimizer.last_backward(): it takes "
+                f"{self.owner.registry.names[param]} got a second gradient inside optimizer.last_backward(): it takes "
                 "one backward, the last before step(); run those before it outside"
             )
 
@@ -726,11 +726,11 @@ class KeepGradients(BackwardStepper):
             if param.grad is None or param.grad._version != version:
                 what = "dropped" if param.grad is None else "changed"
                 raise BadInputError(
-                    f"the gradient of {self.owner.roster.names[param]} was {what} between backward and step(), and its "
-                    f"block was stepped in backward: {_NO_CHANGE}"
+                    f"the gradient of {self.owner.registry.names[param]} was {what} between backward and step(), and "
+                    f"its block was stepped in backward: {_NO_CHANGE}"
                 )
         if self.versions:
-            self.owner.roster.join()
+            self.owner.registry.join()
 
     def accept_masks(self) -> None:
         """Gradients were masked, which changes nothing for blocks that were stepped: they left the same out."""

@@ -77,22 +77,22 @@ class Saved:
 
 
 def save(
-    roster: BlockRegistry, *, param_groups: list[dict[str, Any]], num_steps: int, waiting: Saved | None = None
+    registry: BlockRegistry, *, param_groups: list[dict[str, Any]], num_steps: int, waiting: Saved | None = None
 ) -> dict[str, Any]:
     """The checkpoint. Tensors share memory with the live ones, as in torch: copy or write them out before stepping on.
 
     Each is a storage of its own, so that a file of all or some of them holds their bytes and no others. `waiting`:
     loaded states of parameters that are frozen so far.
     """
-    roster.forget_overwritten()
-    roster.synchronize()
+    registry.forget_overwritten()
+    registry.synchronize()
     index = {name: i for i, name in enumerate(name for group in param_groups for name in group["param_names"])}
     state = {
-        index[slot.name]: shown(slot, roster.state[slot.param], spec=live.spec)
-        for live in roster.live.values()
+        index[slot.name]: shown(slot, registry.state[slot.param], spec=live.spec)
+        for live in registry.live.values()
         for slot in live.slots
     }
-    blocks = {name: _block_entry(live) for name, live in roster.live.items()}
+    blocks = {name: _block_entry(live) for name, live in registry.live.items()}
     for name, held in (waiting.states if waiting is not None else {}).items():
         assert waiting is not None
         if name in index:
@@ -335,21 +335,21 @@ def _read_torch(checkpoint: Mapping[str, Any], *, names: Sequence[str]) -> Saved
     return Saved(states=states, specs=adamw, groups=saved_groups, num_steps=max(steps, default=0))
 
 
-def to_adamw(roster: BlockRegistry, *, param_groups: list[dict[str, Any]]) -> dict[str, Any]:
+def to_adamw(registry: BlockRegistry, *, param_groups: list[dict[str, Any]]) -> dict[str, Any]:
     """A state dict for torch.optim.AdamW over the same groups, on the CPU; states it lacks are inferred or left out."""
     plain = _plain_groups(param_groups)
     flags = {"amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False}
     index = {name: i for group in plain for i, name in zip(group["params"], group["param_names"], strict=True)}
     states: dict[int, dict[str, Tensor]] = {}
-    for live in roster.live.values():
+    for live in registry.live.values():
         for slot in live.slots:
             adamw = slot_under(slot, spec=SPECS["adamw"])
             (new,) = allocate([adamw])
-            with roster.visiting(live, keep=False):
+            with registry.visiting(live, keep=False):
                 unknown = migration.convert(
                     slot,
                     adamw,
-                    roster.state[slot.param],
+                    registry.state[slot.param],
                     new,
                     betas=slot.betas(param_groups),
                     moments=None,

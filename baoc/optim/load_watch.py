@@ -34,7 +34,7 @@ class _BeforeLoad:
     def __call__(self, module: nn.Module, *_: Any) -> None:
         optimizer = self._optimizer()
         if optimizer is not None:
-            optimizer.roster.note_bits()
+            optimizer.registry.note_bits()
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, str]]:
         return getattr, ("", "format")  # takes any arguments and does nothing

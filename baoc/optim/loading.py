@@ -38,38 +38,38 @@ class LoadReport:
 
 
 def load(
-    saved: Saved, *, roster: BlockRegistry, param_groups: list[dict[str, Any]], checked: Callable[[], object]
+    saved: Saved, *, registry: BlockRegistry, param_groups: list[dict[str, Any]], checked: Callable[[], object]
 ) -> LoadReport:
     """Checks everything, then fills the live states, converting where the plans differ. Nothing is aliased.
 
     `checked` is called between the two and may change the plan.
     """
-    aliases = {alias: p.name for live in roster.live.values() for p in live.block.params for alias in p.aliases}
+    aliases = {alias: p.name for live in registry.live.values() for p in live.block.params for alias in p.aliases}
     saved = saved.renamed(aliases)
     here = {name for group in param_groups for name in group["param_names"]}
     saved = saved.renamed(_rewrapped(saved.states, here=here))
     saved = saved.renamed(_by_position(saved, param_groups=param_groups))
     _check_known(saved, param_groups=param_groups)
-    slots = [slot for live in roster.live.values() for slot in live.slots if slot.name in saved.states]
+    slots = [slot for live in registry.live.values() for slot in live.slots if slot.name in saved.states]
     saved = _fitted(saved, slots=slots)
     sources = {slot.name: _check(slot, saved=saved) for slot in slots}
     settings = _match_groups(saved, param_groups=param_groups)
     checked()
     for group, new in zip(param_groups, settings, strict=True):
         group.update(new)
-    saved = _apart(saved, roster=roster, slots=slots)
-    roster.forget_overwritten()
+    saved = _apart(saved, registry=registry, slots=slots)
+    registry.forget_overwritten()
     moves = []
-    for live in roster.live.values():
-        with roster.visiting(live):
-            move = _load_block(live, sources=sources, saved=saved, roster=roster, groups=param_groups)
+    for live in registry.live.values():
+        with registry.visiting(live):
+            move = _load_block(live, sources=sources, saved=saved, registry=registry, groups=param_groups)
         if move is not None:
             moves.append(move)
     left = [name for name in saved.states if name not in sources]
-    roster.waiting = saved.of([name for name in left if name in saved.specs])
+    registry.waiting = saved.of([name for name in left if name in saved.specs])
     report = LoadReport(
         moves=tuple(moves),
-        new_names=tuple(name for name in roster.names.values() if name not in sources),
+        new_names=tuple(name for name in registry.names.values() if name not in sources),
         whole_names=tuple(name for name in sources if saved.specs[name].weights == "native"),
         waiting_names=tuple(name for name in left if name in here),
         unknown_names=tuple(name for name in left if name not in here),
@@ -124,12 +124,12 @@ def _are(given: State, kept: Kept, *, parts: Iterable[Part]) -> bool:
     return all(isinstance(given.get(key), Tensor) and given[key].dtype is wanted[key].dtype for key in keys)
 
 
-def _apart(saved: Saved, *, roster: BlockRegistry, slots: Iterable[Slot]) -> Saved:
+def _apart(saved: Saved, *, registry: BlockRegistry, slots: Iterable[Slot]) -> Saved:
     """The same with copies of corrections that are the live ones: torch.distributed.checkpoint fills a state dict in
     place, and live corrections go where weights were loaded since they were taken in."""
     states = dict(saved.states)
     for slot in slots:
-        live, given = (of.get(weights.CORRECTION) for of in (roster.state[slot.param], states[slot.name]))
+        live, given = (of.get(weights.CORRECTION) for of in (registry.state[slot.param], states[slot.name]))
         if live is not None and given is not None and live.data_ptr() == given.data_ptr():
             states[slot.name] = {**states[slot.name], weights.CORRECTION: given.clone()}
     return replace(saved, states=states)
@@ -174,22 +174,22 @@ def _check_known(saved: Saved, *, param_groups: list[dict[str, Any]]) -> None:
             )
 
 
-def load_late(roster: BlockRegistry, *, param_groups: list[dict[str, Any]]) -> None:
+def load_late(registry: BlockRegistry, *, param_groups: list[dict[str, Any]]) -> None:
     """Gives parameters that came after a checkpoint was loaded the states that it had of them."""
-    for live in roster.live.values():
-        saved = roster.waiting
+    for live in registry.live.values():
+        saved = registry.waiting
         slots = [slot for slot in live.slots if saved is not None and slot.name in saved.states]
         if saved is None or not slots:
             continue
         names = [slot.name for slot in slots]
-        roster.waiting = saved.of([name for name in saved.states if name not in names])
+        registry.waiting = saved.of([name for name in saved.states if name not in names])
         try:
             sources = {slot.name: _check(slot, saved=saved) for slot in slots}
         except CheckpointError as error:
             log.warning("%s starts afresh: %s", ", ".join(names), error)
             continue
-        with roster.visiting(live):
-            _load_block(live, sources=sources, saved=saved, roster=roster, groups=param_groups)
+        with registry.visiting(live):
+            _load_block(live, sources=sources, saved=saved, registry=registry, groups=param_groups)
         log.info("%s goes on from the states in the checkpoint", ", ".join(names))
 
 
@@ -264,14 +264,14 @@ def _load_block(
     *,
     sources: Mapping[str, Slot],
     saved: Saved,
-    roster: BlockRegistry,
+    registry: BlockRegistry,
     groups: list[dict[str, Any]],
 ) -> BlockMove | None:
     """Fills one block; returns what was converted, if anything."""
     report, rms, origins, held = ConversionReport(), [], set(), 0
     live.unseeded.clear()
     for slot in live.slots:
-        state = roster.state[slot.param]
+        state = registry.state[slot.param]
         own = [value for key, value in state.items() if key != weights.CORRECTION]
         if slot.name not in sources:
             _zero(own)
@@ -300,7 +300,7 @@ def _load_block(
         if unseeded:
             live.unseeded.add(slot.name)
         _load_weights(slot, state, kept=spec.weights, correction=given.get(weights.CORRECTION), report=report)
-    _load_match(live, saved=saved, roster=roster, converted=bool(origins), rms=[r for r in rms if r])
+    _load_match(live, saved=saved, registry=registry, converted=bool(origins), rms=[r for r in rms if r])
     if not origins:
         return None
     return BlockMove(
@@ -310,7 +310,7 @@ def _load_block(
         kept=report.how,
         conversion_error=report.relative_errors(),
         bytes_before=held,
-        bytes_after=roster.block_bytes(live),
+        bytes_after=registry.block_bytes(live),
         why="the checkpoint was saved under another plan",
     )
 
@@ -354,7 +354,7 @@ def _load_weights(slot: Slot, state: State, *, kept: str, correction: Tensor | N
         own.zero_()
 
 
-def _load_match(live: LiveBlock, *, saved: Saved, roster: BlockRegistry, converted: bool, rms: list[float]) -> None:
+def _load_match(live: LiveBlock, *, saved: Saved, registry: BlockRegistry, converted: bool, rms: list[float]) -> None:
     """The block's matching state; where it is another block than when saved, its target and a new measurement."""
     live.applied, live.fresh = None, True
     if not live.matched or not live.slots:
@@ -366,9 +366,9 @@ def _load_match(live: LiveBlock, *, saved: Saved, roster: BlockRegistry, convert
         live.fresh = bool(match[1] < 0)
         return
     targets = [m[0].item() for ns, m in saved.matches.values() if not {s.name for s in live.slots}.isdisjoint(ns)]
-    known = (targets or rms) if roster.matched_by == "rms" else []  # else they may be of rules that average nothing
-    mean = (sum(r * r for r in known) / len(known)) ** 0.5 if known else roster.target(live.block.name)
-    live.match = new_match(roster.own_target(live, target=mean), device=device)
+    known = (targets or rms) if registry.matched_by == "rms" else []  # else they may be of rules that average nothing
+    mean = (sum(r * r for r in known) / len(known)) ** 0.5 if known else registry.target(live.block.name)
+    live.match = new_match(registry.own_target(live, target=mean), device=device)
 
 
 def _log(report: LoadReport) -> None:

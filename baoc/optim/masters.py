@@ -16,14 +16,14 @@ from baoc.optim.shards import local, shard_of, whole
 from baoc.optim.state import Slot, State
 
 
-def export(roster: BlockRegistry, *, param_groups: list[dict[str, Any]]) -> dict[str, Tensor]:
+def export(registry: BlockRegistry, *, param_groups: list[dict[str, Any]]) -> dict[str, Tensor]:
     """Name -> fp32 copy on the CPU of every parameter, corrections added."""
-    roster.forget_overwritten()
+    registry.forget_overwritten()
     values = {}
-    for live in roster.live.values():
-        with roster.visiting(live, keep=False):
+    for live in registry.live.values():
+        with registry.visiting(live, keep=False):
             values |= {
-                slot.owner: _whole(slot, weights.master(slot.param, roster.state[slot.param])) for slot in live.slots
+                slot.owner: _whole(slot, weights.master(slot.param, registry.state[slot.param])) for slot in live.slots
             }
     where = named_params(param_groups).items()
     return {name: values[param] if param in values else _copy(whole(param)) for name, (param, _) in where}
@@ -36,18 +36,18 @@ def _whole(slot: Slot, master: Tensor) -> Tensor:
     return _copy(master)
 
 
-def kept(roster: BlockRegistry) -> Mapping[Tensor, State]:
+def kept(registry: BlockRegistry) -> Mapping[Tensor, State]:
     """Parameter -> its state where that is kept, which may be the host. Waits for corrections on their way there."""
-    if any(live.on_host and WEIGHTS[live.spec.weights].correction_bytes for live in roster.live.values()):
-        roster.synchronize()
-    return roster.state
+    if any(live.on_host and WEIGHTS[live.spec.weights].correction_bytes for live in registry.live.values()):
+        registry.synchronize()
+    return registry.state
 
 
 def _copy(master: Tensor) -> Tensor:
     return master.detach().to("cpu", torch.float32, copy=True)
 
 
-def load(values: Mapping[str, Tensor], *, roster: BlockRegistry, param_groups: list[dict[str, Any]]) -> None:
+def load(values: Mapping[str, Tensor], *, registry: BlockRegistry, param_groups: list[dict[str, Any]]) -> None:
     """Sets parameters by name, each kept as its block keeps weights. Raises BadInputError with nothing changed."""
     where = named_params(param_groups)
     for name, value in values.items():
@@ -56,7 +56,7 @@ def load(values: Mapping[str, Tensor], *, roster: BlockRegistry, param_groups: l
         shape = tuple(where[name][0].shape)
         if value.shape != shape:
             raise BadInputError(f"{name} has shape {shape}, the given weights have {tuple(value.shape)}")
-    blocks = {slot.owner: (live, slot) for live in roster.live.values() for slot in live.slots}
+    blocks = {slot.owner: (live, slot) for live in registry.live.values() for slot in live.slots}
     for name, value in values.items():
         param = where[name][0]
         if (shard := shard_of(param)) is not None:
@@ -69,16 +69,16 @@ def load(values: Mapping[str, Tensor], *, roster: BlockRegistry, param_groups: l
         if slot.weights == "native":
             param.copy_(value)
             continue
-        with roster.visiting(live):
+        with registry.visiting(live):
             whole = value.to(torch.float32)
-            weights.take_in_(param, roster.state[param], whole, weights=slot.weights, name=name)
+            weights.take_in_(param, registry.state[param], whole, weights=slot.weights, name=name)
         if slot.taken_in is not None:
             slot.taken_in = weights.bits_of(param)
 
 
-def stalling(roster: BlockRegistry, names: Iterable[str]) -> list[str]:
+def stalling(registry: BlockRegistry, names: Iterable[str]) -> list[str]:
     """Those of the blocks whose weights are of 16 bits and rounded to nearest."""
-    plain = [roster.live[name] for name in names if roster.live[name].spec.weights in ("native", "bf16")]
+    plain = [registry.live[name] for name in names if registry.live[name].spec.weights in ("native", "bf16")]
     return [live.block.name for live in plain if any(slot.param.dtype in weights.ROUNDED for slot in live.slots)]
 
 

@@ -174,13 +174,13 @@ def _tags(decl: StateDecl) -> tuple[Any, ...]:
     return (decl.kind, decl.layout, *((decl.level,) if folded else ()))
 
 
-def rms_of(name: str, *, roster: BlockRegistry, param_groups: list[dict[str, Any]]) -> float | Tensor | None:
+def rms_of(name: str, *, registry: BlockRegistry, param_groups: list[dict[str, Any]]) -> float | Tensor | None:
     """RMS of a block's last update before the learning rate; None where the block cannot tell."""
-    live = roster.live[name]
+    live = registry.live[name]
     if live.applied is not None and live.applied >= 0:  # what steps on the device has a place for it before it is known
         return live.applied
-    with roster.visiting(live, keep=False):
-        return last_rms(live, state=roster.state, param_groups=param_groups)
+    with registry.visiting(live, keep=False):
+        return last_rms(live, state=registry.state, param_groups=param_groups)
 
 
 def last_rms(live: LiveBlock, *, state: Mapping[Tensor, State], param_groups: list[dict[str, Any]]) -> float | None:
@@ -222,7 +222,7 @@ def planned_growth(target: LiveBlock, *, held: LiveBlock) -> int:
 def move(
     target: LiveBlock,
     *,
-    roster: BlockRegistry,
+    registry: BlockRegistry,
     param_groups: list[dict[str, Any]],
     moments: Mapping[str, Moments],
     fresh: bool,
@@ -233,17 +233,17 @@ def move(
     `fresh`: nothing was trained yet. The old slab is freed when this returns; until then both are there, and on the
     parameters' device wherever they are kept.
     """
-    held = roster.live[target.block.name]
-    bytes_before = roster.block_bytes(held)
-    unlike = roster.has_own_target(held)  # its RMS is no measure for what comes
+    held = registry.live[target.block.name]
+    bytes_before = registry.block_bytes(held)
+    unlike = registry.has_own_target(held)  # its RMS is no measure for what comes
     rms = held.match[0].item() if held.match is not None and not unlike else None
     report = ConversionReport()
-    with roster.visiting(held, keep=False):
+    with registry.visiting(held, keep=False):
         if rms is None and target.matched and not unlike:
-            rms = last_rms(held, state=roster.state, param_groups=param_groups)
+            rms = last_rms(held, state=registry.state, param_groups=param_groups)
         news = allocate(target.slots, at_home=False)
         for source, slot, new in zip(held.slots, target.slots, news, strict=True):
-            old = roster.state[slot.param]
+            old = registry.state[slot.param]
             unseeded = convert(
                 source,
                 slot,
@@ -258,13 +258,13 @@ def move(
             if unseeded:
                 target.unseeded.add(slot.name)
             recast(source, slot, old, new, report=report)
-            if roster.unstepped and source.weights != slot.weights and weights.CORRECTION in new:
+            if registry.unstepped and source.weights != slot.weights and weights.CORRECTION in new:
                 slot.taken_in = weights.bits_of(slot.param)
-            roster.set_state(slot, new)
-    roster.pack(target)
+            registry.set_state(slot, new)
+    registry.pack(target)
     target.carried = rms
-    roster.add_match(target, target=rms if rms else roster.target(target.block.name))
-    roster.live[target.block.name] = target
+    registry.add_match(target, target=rms if rms else registry.target(target.block.name))
+    registry.live[target.block.name] = target
     return BlockMove(
         block=target.block.name,
         source=held.spec.name,
@@ -272,6 +272,6 @@ def move(
         kept=report.how,
         conversion_error=report.relative_errors(),
         bytes_before=bytes_before,
-        bytes_after=roster.block_bytes(target),
+        bytes_after=registry.block_bytes(target),
         why=why,
     )

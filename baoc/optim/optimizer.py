@@ -134,35 +134,35 @@ class BlockwiseOptimizer(Optimizer):
         self.num_steps = 0  # the codecs' phase
         self._stalling: set[str] = set()  # blocks that were warned of
         self._unseeded = False  # whether the next step has to start some v
-        self._roster: BlockRegistry | None = None
+        self._registry: BlockRegistry | None = None
         self._keeps_betas = tuning is not None and bool(tuning.betas)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(groups.to_groups(params), {key: groups.plain(value) for key, value in defaults.items()})
-        roster = BlockRegistry(
+        registry = BlockRegistry(
             self.state, backend=backend, target_rms=target_rms or {}, matched_by=matched_by, tuning=tuning
         )
         take_from_others([param for group in self.param_groups for param in group["params"]])
-        roster.build(self.param_groups, specs=specs, blocks=blocks, device=device)
-        self._roster = roster
-        if roster.twins:
+        registry.build(self.param_groups, specs=specs, blocks=blocks, device=device)
+        self._registry = registry
+        if registry.twins:
             self.finite_check.vote = lambda found: bool(ranks().most(found)[0])
         self.overlap = KeepGradients(self)
         if releasing is not None:
             self.releaser = DropGradients(self, releasing)
             self._step_supports_amp_scaling = True  # so that a GradScaler comes to `step`, where it is refused
-        self._warn_of_stalling(roster.live)
+        self._warn_of_stalling(registry.live)
         if isinstance(params, torch.nn.Module):
             watch_loads(params, self)
         watch_averages(self)
 
     @property
-    def roster(self) -> BlockRegistry:
-        assert self._roster is not None
-        return self._roster
+    def registry(self) -> BlockRegistry:
+        assert self._registry is not None
+        return self._registry
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; parameters that come late run the spec that was given for all, else fp32 AdamW."""
-        if self._roster is not None:
+        if self._registry is not None:
             param_group = self._with_names(param_group)
             (param_group,) = groups.to_groups([param_group], held=self.param_groups)
         groups.check_settings({**self.defaults, **param_group})
@@ -171,7 +171,7 @@ class BlockwiseOptimizer(Optimizer):
         group["betas"] = tuple(float(beta) for beta in group["betas"])
         if self._keeps_betas:
             group.setdefault(FIRST_BETAS, group["betas"])
-        if self._roster is not None:
+        if self._registry is not None:
             pairs = zip(group["param_names"], group["params"], strict=True)
             infos = [groups.param_info(name, param, group=index) for name, param in pairs if param.requires_grad]
             try:
@@ -183,7 +183,7 @@ class BlockwiseOptimizer(Optimizer):
     def _admit(self, infos: list[ParamInfo]) -> None:
         """Parameters that come late get states, by the specs of whoever plans, and what else they need."""
         specs = self.late_planner(infos) if self.late_planner is not None and infos else None
-        self.roster.add_late_params(infos, param_groups=self.param_groups, specs=specs)
+        self.registry.add_late_params(infos, param_groups=self.param_groups, specs=specs)
         self._welcome()
 
     def _with_names(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -200,18 +200,18 @@ class BlockwiseOptimizer(Optimizer):
 
     def _welcome(self) -> None:
         """What parameters that came late get beside their states."""
-        loading.load_late(self.roster, param_groups=self.param_groups)
+        loading.load_late(self.registry, param_groups=self.param_groups)
         self._note_unseeded()
-        self._warn_of_stalling(self.roster.live)
+        self._warn_of_stalling(self.registry.live)
         if self.releaser is not None:
             self.releaser.attach()
 
     def _note_unseeded(self) -> None:
-        self._unseeded = any(live.unseeded for live in self.roster.live.values())
+        self._unseeded = any(live.unseeded for live in self.registry.live.values())
 
     def _warn_of_stalling(self, names: Iterable[str]) -> None:
         """Once per block."""
-        new = [name for name in masters.stalling(self.roster, names) if name not in self._stalling]
+        new = [name for name in masters.stalling(self.registry, names) if name not in self._stalling]
         self._stalling.update(new)
         if new:
             masters.warn_of_stalling(new)
@@ -247,12 +247,12 @@ class BlockwiseOptimizer(Optimizer):
             self.releaser.finish()
             self._count_step()
             return loss
-        if self.roster.twins:
-            self.roster.lend_gradients()
+        if self.registry.twins:
+            self.registry.lend_gradients()
             try:
                 return self._step_all(loss)
             finally:
-                self.roster.return_gradients()
+                self.registry.return_gradients()
         return self._step_all(loss)
 
     def _step_all(self, loss: Any) -> Any:
@@ -272,16 +272,16 @@ class BlockwiseOptimizer(Optimizer):
                 subscriber.call()
             options = self.options()  # which they may have changed
         if self._unseeded:
-            self.seed(self.roster.live.values())
+            self.seed(self.registry.live.values())
         inputs = self.inputs(masks, options=options, phase=self.num_steps + 1)
         self.num_steps += 1
         for backend in unit.backends:
             backend(inputs)
         for join in unit.joins:
             join()
-        for slot in self.roster.idle:
+        for slot in self.registry.idle:
             if slot.param.grad is not None:
-                self.roster.state[slot.param]["step"] += 1
+                self.registry.state[slot.param]["step"] += 1
         for subscriber in tuple(self.after_step):
             subscriber()
         return loss
@@ -290,7 +290,7 @@ class BlockwiseOptimizer(Optimizer):
 
     def _notice_params(self) -> None:
         """Admits parameters that were frozen and have a gradient now. Raises BadInputError where some were replaced."""
-        registry = self.roster
+        registry = self.registry
         try:  # by identity first, so it takes no time; two tensors that differ have no truth value
             same = [group["params"] for group in self.param_groups] == registry.listed
         except RuntimeError:
@@ -305,7 +305,7 @@ class BlockwiseOptimizer(Optimizer):
 
     def _ready(self) -> StepUnit:
         """What a step goes through: as it was, unless parameters or states moved since the last one."""
-        registry = self.roster
+        registry = self.registry
         unit, held = registry.unit, registry.witness
         if unit is None or registry.unstepped or not registry.placed:
             return registry.ready()
@@ -318,7 +318,7 @@ class BlockwiseOptimizer(Optimizer):
 
     def seed(self, blocks: Iterable[LiveBlock]) -> None:
         """Starts v of `blocks` that wait for their next gradient, which is there now, see `baoc.optim.seeding`."""
-        seeding.seed(blocks, roster=self.roster, param_groups=self.param_groups)
+        seeding.seed(blocks, registry=self.registry, param_groups=self.param_groups)
         self._note_unseeded()
 
     def _count_step(self) -> None:
@@ -347,7 +347,7 @@ class BlockwiseOptimizer(Optimizer):
             if not (0 <= lr < inf and 0 <= decay < inf and eps > 0 and 0 <= first < 1 and 0 <= second < 1):
                 groups.check_settings({**group, "lr": lr})  # a schedule made them what weights would not survive
             plain.append(Options(lr=lr, betas=betas, eps=eps, weight_decay=decay))
-        rows = self.roster.rows
+        rows = self.registry.rows
         return plain if not rows else plain + [self._tuned(plain[group], tuned, group) for group, tuned in rows]
 
     def _tuned(self, options: Options, tuned: Tuned, group: int) -> Options:
@@ -358,7 +358,7 @@ class BlockwiseOptimizer(Optimizer):
     def inputs(self, masks: Mapping[Tensor, Tensor], *, options: Sequence[Options], phase: int) -> StepInputs:
         """What backends are told of a step; `phase` is its number, from 1."""
         return StepInputs(
-            state=self.roster.state, options=options, masks=masks, phase=phase, matching=self.rms_matching
+            state=self.registry.state, options=options, masks=masks, phase=phase, matching=self.rms_matching
         )
 
     def _capture(self, unit: StepUnit) -> None:
@@ -382,7 +382,7 @@ class BlockwiseOptimizer(Optimizer):
         """
         if self.releaser is not None:
             raise BadInputError("steps with gradient release cannot be replayed as a CUDA graph: build without release")
-        unit, options = self.roster.ready(), self.options()
+        unit, options = self.registry.ready(), self.options()
         self.num_steps += 1
         inputs = self.inputs({}, options=options, phase=self.num_steps)
         for backend in unit.backends:
@@ -397,8 +397,8 @@ class BlockwiseOptimizer(Optimizer):
         returned; it leaves -0.0 as a mark, which scaling and clamping keep: add nothing to these gradients afterwards.
         With gradient release it was done in backward; this steps the blocks of which some parameters have no gradient.
         """
-        self.roster.lend_gradients()
-        unit = self.roster.ready()
+        self.registry.lend_gradients()
+        unit = self.registry.ready()
         if self.releaser is not None:
             self.releaser.flush()
             return None if unit.marking else self.releaser.num_nonfinite
@@ -416,8 +416,8 @@ class BlockwiseOptimizer(Optimizer):
         if self.releaser is not None:
             self.releaser.check_zeroing(set_to_none=set_to_none)
         self.overlap.check_between_steps("zero_grad was called")
-        self.finite_check.forget(self.roster.everything)
-        self.roster.return_gradients()
+        self.finite_check.forget(self.registry.everything)
+        self.registry.return_gradients()
         super().zero_grad(set_to_none)
 
     @property
@@ -427,13 +427,13 @@ class BlockwiseOptimizer(Optimizer):
     @property
     def num_nonfinite(self) -> int:
         """Non-finite gradient elements since this optimizer was built."""
-        self.finite_check.read(self.roster.everything, step=self.num_steps + 1, wait=True)
+        self.finite_check.read(self.registry.everything, step=self.num_steps + 1, wait=True)
         return self.finite_check.num_nonfinite
 
     @property
     def last_nonfinite(self) -> dict[str, int]:
         """Parameter name -> non-finite elements, when there last were some."""
-        self.finite_check.read(self.roster.everything, step=self.num_steps + 1, wait=True)
+        self.finite_check.read(self.registry.everything, step=self.num_steps + 1, wait=True)
         return self.finite_check.last_nonfinite
 
     @property
@@ -444,20 +444,20 @@ class BlockwiseOptimizer(Optimizer):
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        return tuple(live.block for live in self.roster.live.values())
+        return tuple(live.block for live in self.registry.live.values())
 
     @property
     def specs(self) -> dict[str, str]:
         """Block name -> name of the spec it runs."""
-        return {name: live.spec.name for name, live in self.roster.live.items()}
+        return {name: live.spec.name for name, live in self.registry.live.items()}
 
     def block_state_bytes(self) -> dict[str, int]:
         """Live bytes of optimizer state on the device by block, steps and matching factors included."""
-        return {name: self.roster.block_bytes(live) for name, live in self.roster.live.items()}
+        return {name: self.registry.block_bytes(live) for name, live in self.registry.live.items()}
 
     def block_host_bytes(self) -> dict[str, int]:
         """Live bytes of the state that host-placed blocks keep on the host, by block; 0 of others."""
-        return {name: self.roster.block_host_bytes(live) for name, live in self.roster.live.items()}
+        return {name: self.registry.block_host_bytes(live) for name, live in self.registry.live.items()}
 
     def state_bytes(self) -> int:
         return sum(self.block_state_bytes().values())
@@ -465,8 +465,8 @@ class BlockwiseOptimizer(Optimizer):
     @torch.no_grad()
     def update_rms(self, blocks: Iterable[str] | None = None) -> dict[str, float]:
         """Block -> RMS of its last update before the learning rate, of the blocks (of `blocks`) that can tell."""
-        asked = self.roster.live if blocks is None else blocks
-        rms = {name: migration.rms_of(name, roster=self.roster, param_groups=self.param_groups) for name in asked}
+        asked = self.registry.live if blocks is None else blocks
+        rms = {name: migration.rms_of(name, registry=self.registry, param_groups=self.param_groups) for name in asked}
         return {name: float(value) for name, value in rms.items() if value is not None}
 
     # -- changing it ----------------------------------------------------------------------------------------------
@@ -474,24 +474,24 @@ class BlockwiseOptimizer(Optimizer):
     def set_target_rms(self, target_rms: Mapping[str, float]) -> None:
         """New AdamW update RMS by block, from a profile. Blocks that are matched now take it at their next step."""
         for name, target in target_rms.items():
-            if name not in self.roster.live:
-                raise unknown_name(name, what="block", allowed=self.roster.live)
+            if name not in self.registry.live:
+                raise unknown_name(name, what="block", allowed=self.registry.live)
             if not target > 0:
                 raise BadInputError(f"the target RMS of {name} is {target}: give a positive number")
-            self.roster.target_rms[name] = float(target)
-            live = self.roster.live[name]
+            self.registry.target_rms[name] = float(target)
+            live = self.registry.live[name]
             if live.match is not None:
-                live.match[0] = self.roster.own_target(live, target=float(target))
+                live.match[0] = self.registry.own_target(live, target=float(target))
 
     @torch.no_grad()
     def retune(self, tuning: Tuning | None) -> None:
         """Rates and betas by rule and role from the next step on, of blocks that are there and of those that come."""
-        if tuning == self.roster.tuning:
+        if tuning == self.registry.tuning:
             return
         self._keeps_betas = tuning is not None and bool(tuning.betas)
         for group in self.param_groups if self._keeps_betas else ():
             group.setdefault(FIRST_BETAS, group["betas"])
-        self.roster.retune(tuning, param_groups=self.param_groups)
+        self.registry.retune(tuning, param_groups=self.param_groups)
 
     def migrate(
         self,
@@ -505,31 +505,31 @@ class BlockwiseOptimizer(Optimizer):
         `moments` (by parameter name) start v where a block had none. Nothing changes if any of `specs` is refused. Done
         block by block, those that shrink first, so memory never exceeds the larger plan by more than a block.
         """
-        live, targets, where = self.roster.live, [], groups.named_params(self.param_groups)
+        live, targets, where = self.registry.live, [], groups.named_params(self.param_groups)
         for name, given in specs.items():
             if name not in live:
                 raise unknown_name(name, what="block", allowed=live)
             spec = groups.to_spec(given)
             groups.check_applies(spec, block=live[name].block)
             if spec != live[name].spec:
-                targets.append(self.roster.make_block(live[name].block, spec=spec, where=where))
+                targets.append(self.registry.make_block(live[name].block, spec=spec, where=where))
         self._check_between_steps("migrate was called")
         check_new(targets)
-        self.roster.forget_overwritten()
+        self.registry.forget_overwritten()
         targets.sort(key=lambda target: migration.planned_growth(target, held=live[target.block.name]))
-        self.roster.refresh(self.param_groups)  # backends hold what is to be freed
+        self.registry.refresh(self.param_groups)  # backends hold what is to be freed
         moves, fresh = {}, self.num_steps == 0
         with self.finite_check.through_cast():
             for target in targets:
                 moves[target.block.name] = migration.move(
                     target,
-                    roster=self.roster,
+                    registry=self.registry,
                     param_groups=self.param_groups,
                     moments=moments or {},
                     fresh=fresh,
                     why=why,
                 )
-        self.roster.refresh(self.param_groups)
+        self.registry.refresh(self.param_groups)
         self._note_unseeded()
         self._warn_of_stalling(moves)
         return [moves[name] for name in live if name in moves]
@@ -542,7 +542,7 @@ class BlockwiseOptimizer(Optimizer):
             hook(self)
         self._check_between_steps("state_dict was called")
         state = checkpoint.save(
-            self.roster, param_groups=self.param_groups, num_steps=self.num_steps, waiting=self.roster.waiting
+            self.registry, param_groups=self.param_groups, num_steps=self.num_steps, waiting=self.registry.waiting
         )
         if self.releaser is not None:
             state["release"] = self.releaser.state_dict()
@@ -563,13 +563,13 @@ class BlockwiseOptimizer(Optimizer):
         names = [name for group in self.param_groups for name in group["param_names"]]
         saved = checkpoint.read(state_dict, names=names)
         self.load_report = loading.load(
-            saved, roster=self.roster, param_groups=self.param_groups, checked=lambda: self._resume(state_dict)
+            saved, registry=self.registry, param_groups=self.param_groups, checked=lambda: self._resume(state_dict)
         )
-        self.num_steps, self.roster.unstepped = saved.num_steps, True
+        self.num_steps, self.registry.unstepped = saved.num_steps, True
         if self.releaser is not None:
             self.releaser.load_state_dict(state_dict.get("release"))
         self._note_unseeded()
-        self.roster.refresh(self.param_groups)
+        self.registry.refresh(self.param_groups)
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
@@ -579,12 +579,12 @@ class BlockwiseOptimizer(Optimizer):
     @torch.no_grad()
     def to_adamw_state_dict(self) -> dict[str, Any]:
         """A state dict that torch.optim.AdamW over the same groups loads; what a rule does not keep is inferred."""
-        return checkpoint.to_adamw(self.roster, param_groups=self.param_groups)
+        return checkpoint.to_adamw(self.registry, param_groups=self.param_groups)
 
     @torch.no_grad()
     def export_weights(self) -> dict[str, Tensor]:
         """Name -> fp32 copy on the CPU of every parameter, corrections added: what a model without BAOC loads."""
-        return masters.export(self.roster, param_groups=self.param_groups)
+        return masters.export(self.registry, param_groups=self.param_groups)
 
     @torch.no_grad()
     def load_weights(self, values: Mapping[str, Tensor]) -> None:
@@ -592,7 +592,7 @@ class BlockwiseOptimizer(Optimizer):
 
         Raises BadInputError for an unknown name or another shape, with nothing changed.
         """
-        masters.load(values, roster=self.roster, param_groups=self.param_groups)
+        masters.load(values, registry=self.registry, param_groups=self.param_groups)
 
     # -- copies ---------------------------------------------------------------------------------------------------
 
@@ -616,15 +616,15 @@ class BlockwiseOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # Each tensor as a storage of its own: pickle would write a whole slab for each of its views.
-        self.roster.synchronize()
-        held = self.roster.state.items()
+        self.registry.synchronize()
+        held = self.registry.state.items()
         states = {param: {key: alone(value) for key, value in state.items()} for param, state in held}
         return {**self._own(), "state": defaultdict(dict, states)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, **self._subscribed()})
         self.overlap = KeepGradients(self)
-        if self._roster is not None:
-            self._roster.adopt(self.state)
+        if self._registry is not None:
+            self._registry.adopt(self.state)
         if self.releaser is not None:
             self.releaser.adopt(self)

@@ -21,12 +21,12 @@ from baoc.optim.state import LiveBlock, Slot, State, step_of
 from baoc.types import Moments, StateKind
 
 
-def seed(blocks: Iterable[LiveBlock], *, roster: BlockRegistry, param_groups: list[dict[str, Any]]) -> None:
+def seed(blocks: Iterable[LiveBlock], *, registry: BlockRegistry, param_groups: list[dict[str, Any]]) -> None:
     """Starts what is `unseeded` and has a gradient now; a gradient of zeros tells nothing yet."""
     for live in blocks:
         if any(slot.name in live.unseeded and slot.param.grad is not None for slot in live.slots):
-            with roster.visiting(live):
-                _seed_block(live, state=roster.state, param_groups=param_groups)
+            with registry.visiting(live):
+                _seed_block(live, state=registry.state, param_groups=param_groups)
 
 
 def _seed_block(live: LiveBlock, *, state: Mapping[Tensor, State], param_groups: list[dict[str, Any]]) -> None:

@@ -124,7 +124,7 @@ def _note_average(module: nn.Module, name: str, part: nn.Module | None) -> None:
     if name == "module" and isinstance(module, AveragedModel) and part is not None:
         _made[0] = True
         for optimizer in tuple(_watched):
-            refuse_averages(optimizer.roster.live.values(), copies=[part])
+            refuse_averages(optimizer.registry.live.values(), copies=[part])
 
 
 register_module_module_registration_hook(_note_average)

@@ -92,7 +92,7 @@ class EmaWeights(L.Callback):
         decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
         self.num_updates += 1
         own = {} if optimizer is None else optimizer.state  # which shows nothing of states on the host
-        states = kept(optimizer.roster) if isinstance(optimizer, BlockwiseOptimizer) else own
+        states = kept(optimizer.registry) if isinstance(optimizer, BlockwiseOptimizer) else own
         plain: list[Tensor] = []
         targets: list[Tensor] = []
         for name, parameter in module.named_parameters():

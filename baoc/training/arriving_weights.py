@@ -154,7 +154,7 @@ class Between:
 
     def leave(self, optimizer: BlockwiseOptimizer) -> None:
         """A fit is over."""
-        slots = [slot for live in optimizer.roster.live.values() for slot in live.slots]
+        slots = [slot for live in optimizer.registry.live.values() for slot in live.slots]
         self._left.append((optimizer, {slot.param: slot.param._version for slot in slots}))
 
     @torch.no_grad()
@@ -163,14 +163,14 @@ class Between:
         left, self._left = self._left, []
         mine = set(module.parameters())
         for optimizer, versions in left:
-            roster = optimizer.roster
-            for live in roster.live.values():
-                with roster.visiting(live, keep=False):
+            registry = optimizer.registry
+            for live in registry.live.values():
+                with registry.visiting(live, keep=False):
                     for slot in live.slots:
                         dtype = getattr(torch, slot.info.dtype)
                         if slot.param in mine and slot.param.dtype is not dtype:
                             same = slot.param._version == versions.get(slot.param)
-                            slot.param.data = master(slot.param, roster.state[slot.param] if same else {}).to(dtype)
+                            slot.param.data = master(slot.param, registry.state[slot.param] if same else {}).to(dtype)
 
     def narrow(self, module: nn.Module) -> None:
         """Parameters that lose nothing become bf16, where they are."""

@@ -369,7 +369,7 @@ class BudgetedStrategy(Strategy):
             self._unmeasured.close()
             self._unmeasured = None
         for optimizer in (reallocator.optimizer for reallocator in self.reallocators):
-            optimizer.roster.refresh(optimizer.param_groups)
+            optimizer.registry.refresh(optimizer.param_groups)
             self._between.leave(optimizer)
         super().teardown()
         self._between.widen()

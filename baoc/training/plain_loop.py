@@ -280,7 +280,7 @@ class BaocOptimizer(BlockwiseOptimizer):
         super().__setstate__(state)
         planner = self.reallocator.planner
         planned = {param.name for block in planner.blocks for param in block.params}
-        named = {name: param for param, name in self.roster.names.items() if name in planned}
+        named = {name: param for param, name in self.registry.names.items() if name in planned}
         profiler = make_profiler(planner, named, settings=self._settings, betas=self.defaults["betas"])
         if profiler is not None and profiled:
             profiler.load_state_dict(profiled)

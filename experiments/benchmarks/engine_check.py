@@ -93,8 +93,8 @@ class Pair:
             for key, value in self.fused.state[own].items():
                 if key == "step":
                     assert torch.equal(value, self.eager.state[self.params[1][name]][key]), f"{name}: step counts"
-        for block, live in self.fused.roster.live.items():
-            match = self.eager.roster.live[block].match
+        for block, live in self.fused.registry.live.items():
+            match = self.eager.registry.live[block].match
             if live.match is not None and match is not None:
                 torch.testing.assert_close(live.match, match, rtol=2e-2, atol=1e-6)
         return worst
@@ -107,7 +107,7 @@ class Pair:
 def graphs_of(optimizer: BlockwiseOptimizer) -> list[object]:
     return [
         graph
-        for backend in optimizer.roster.ready().marking
+        for backend in optimizer.registry.ready().marking
         for unit in backend.units  # pyright: ignore[reportAttributeAccessIssue]
         for graph in unit.engine._graphs._graphs.values()
         if graph is not None
@@ -115,7 +115,7 @@ def graphs_of(optimizer: BlockwiseOptimizer) -> list[object]:
 
 
 def use_graphs(optimizer: BlockwiseOptimizer, graphs: bool) -> None:
-    for backend in optimizer.roster.ready().backends:  # those that are there from now on
+    for backend in optimizer.registry.ready().backends:  # those that are there from now on
         backend.graphs = graphs  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -127,7 +127,7 @@ def mixed_specs_with_graphs() -> str:
         pair.run(1, in_place=step % 3 > 0)
     worst = pair.check()
     assert pair.graphs, "nothing was captured"
-    assert pair.fused.roster.choices["a"].backend == "fused"
+    assert pair.fused.registry.choices["a"].backend == "fused"
     return f"{worst:.1e} learning rates apart, {len(pair.graphs)} graph(s)"
 
 

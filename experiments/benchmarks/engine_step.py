@@ -105,7 +105,7 @@ def time_baoc(model: str, name: str, specs: dict[str, str], *, gbps: float) -> R
     state = optimizer.state_bytes() / numel
     moved = sum(3 * param.element_size() * param.numel() for param in params) / numel + 2 * state
     times = events_ms(optimizer.step)
-    chosen = [choice.backend for choice in optimizer.roster.choices.values()]
+    chosen = [choice.backend for choice in optimizer.registry.choices.values()]
     return Row(
         model=model,
         optimizer=name,

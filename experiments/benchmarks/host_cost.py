@@ -66,7 +66,7 @@ def step_us(optimizer: BlockwiseOptimizer, before: Callable[[int], object], *, w
 
 def replay_us(optimizer: BlockwiseOptimizer) -> float:
     """Median microseconds of the driver's part: replaying the graph that the last step replayed."""
-    (unit,) = optimizer.roster.backends[0].units  # pyright: ignore[reportAttributeAccessIssue]
+    (unit,) = optimizer.registry.backends[0].units  # pyright: ignore[reportAttributeAccessIssue]
     last = (unit.engine._upload._next - 1) % SLOTS
     graph = next(graph for (slot, _), graph in unit.engine._graphs._graphs.items() if slot == last)
     times = []
@@ -107,7 +107,7 @@ def rows(device: str) -> list[dict[str, object]]:
         note("every gradient moves, to places never seen", num_specs, step_us(optimizer, renew, wait=wait))
         give(params)
         note("masked before", num_specs, step_us(optimizer, lambda _, o=optimizer: o.mask_nonfinite(), wait=wait))
-        for backend in optimizer.roster.backends:
+        for backend in optimizer.registry.backends:
             backend.graphs = False  # pyright: ignore[reportAttributeAccessIssue]
             backend._units = None  # pyright: ignore[reportAttributeAccessIssue]
         if device == "cuda":

@@ -207,7 +207,7 @@ def step() -> list[Row]:
                 "both_ways_gbps": round(2 * travels / middle / 1e6, 1),
                 "host_ms_per_100m": round(host_ms * 100 / millions, 2),
                 "device_state_bytes": optimizer.state_bytes(),
-                "locked": optimizer.roster.arena.locked,
+                "locked": optimizer.registry.arena.locked,
             }
         )
         print(*rows[-1].values(), flush=True)

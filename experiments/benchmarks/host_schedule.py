@@ -77,7 +77,7 @@ def simulate(args: argparse.Namespace, *, ahead: bool, learns: bool, accumulate:
     with rings(piece_bytes=PIECE_BYTES // WIDTH**2, num_buffers=NUM_BUFFERS, lanes=clock):
         optimizer = BlockwiseOptimizer(params.items(), "adamw_int8+split8@streamed")
         if not learns:
-            optimizer.roster.learn_travel = lambda finals: None
+            optimizer.registry.learn_travel = lambda finals: None
         begin, before = 0.0, 0
         for _ in range(5):
             begin, before = clock.now[MAIN], clock.bytes_in

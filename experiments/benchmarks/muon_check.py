@@ -94,7 +94,7 @@ def check(spec: str) -> float:
                 worst = max(worst, float((mine - other).square().sum() / other.square().sum()))
         fused.load_weights(theirs)
         eager.load_weights(theirs)
-    assert {choice.backend for choice in fused.roster.choices.values()} == {"fused"}
+    assert {choice.backend for choice in fused.registry.choices.values()} == {"fused"}
     assert worst <= 2 * MUON_BF16.nmse, f"{spec}: NMSE {worst:.1e}"
     assert fused.num_nonfinite == eager.num_nonfinite > 0
     return worst

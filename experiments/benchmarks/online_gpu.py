@@ -174,7 +174,7 @@ def trace_moves(path: Path) -> None:
         torch.cuda.synchronize()
         if not moves:
             return moves
-        blocks, states = [self.roster.live[move.block].block for move in moves], self.block_state_bytes()
+        blocks, states = [self.registry.live[move.block].block for move in moves], self.block_state_bytes()
         line = {
             "moves": len(moves),
             "seconds": time.perf_counter() - since,

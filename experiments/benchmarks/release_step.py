@@ -76,7 +76,7 @@ def time_case(spec: str, how: str, *, width: int, layers: int, batch: int) -> di
     low, middle, high = quantiles(events_ms(step, steps=STEPS), n=4)
     cpu_ms = median(processor_ms(step))
     peak = torch.cuda.max_memory_allocated() / 2**30
-    chosen = {choice.backend for choice in optimizer.roster.choices.values()}
+    chosen = {choice.backend for choice in optimizer.registry.choices.values()}
     return {
         "spec": spec, "gradients": how, "parameters": sum(p.numel() for p in net.parameters()), "batch": batch,
         "step_ms": f"{middle:.2f}", "q1_ms": f"{low:.2f}", "q3_ms": f"{high:.2f}", "cpu_ms": f"{cpu_ms:.2f}",

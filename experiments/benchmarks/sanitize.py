@@ -48,7 +48,7 @@ def work(specs: Sequence[str]) -> None:
         shapes = [shape for shape in SHAPES if len(shape) == 2 or not matrices]
         params = [nn.Parameter(torch.randn(shape, device="cuda")) for shape in shapes]
         optimizer = BlockwiseOptimizer([(f"p{i}", p) for i, p in enumerate(params)], spec, lr=1e-3, backend="fused")
-        for backend in optimizer.roster.ready().backends:
+        for backend in optimizer.registry.ready().backends:
             backend.graphs = False  # pyright: ignore[reportAttributeAccessIssue]
         for step in range(3):
             for index, param in enumerate(params):
@@ -59,7 +59,7 @@ def work(specs: Sequence[str]) -> None:
                 optimizer.mask_nonfinite()
             optimizer.step()
         torch.cuda.synchronize()
-        stepped = {choice.backend for choice in optimizer.roster.choices.values()}
+        stepped = {choice.backend for choice in optimizer.registry.choices.values()}
         assert stepped == {"fused"}, f"{spec}: {stepped}"
         print(f"stepped {spec}: {optimizer.num_nonfinite} elements were not finite", flush=True)
 

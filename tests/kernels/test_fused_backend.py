@@ -30,7 +30,7 @@ def test_without_a_gpu_it_is_eager_and_says_so(caplog: pytest.LogCaptureFixture)
     optimizer = build(params, backend="fused")
     Gradients(params).give(params)
     optimizer.step()
-    assert {choice.backend for choice in optimizer.roster.choices.values()} == {"eager"}
+    assert {choice.backend for choice in optimizer.registry.choices.values()} == {"eager"}
     assert "a (fused: Triton steps parameters on NVIDIA GPUs only)" in caplog.text
 
 
@@ -40,7 +40,7 @@ def test_every_spec_follows_the_eager_backend(spec: str) -> None:
     pair = Pair(spec)
     pair.run(3)
     pair.check()
-    assert {choice.backend for choice in pair.fused.roster.choices.values()} == {"fused"}
+    assert {choice.backend for choice in pair.fused.registry.choices.values()} == {"fused"}
 
 
 @interpreted
@@ -54,7 +54,7 @@ def test_a_step_is_read_in_six_files(spec: str, monkeypatch: pytest.MonkeyPatch)
         gradients.give(params)
         optimizer.step()
     monkeypatch.setattr(engine.Graphs, "run", lambda *_, **__: None)
-    monkeypatch.setattr(optimizer.roster.backends[0].units[0].engine.graphs, "on", True)
+    monkeypatch.setattr(optimizer.registry.backends[0].units[0].engine.graphs, "on", True)
     gradients.give(params)
     with entered() as found:
         optimizer.step()
@@ -70,7 +70,7 @@ def test_weights_other_than_native_follow_too(spec: str) -> None:
     pair.run(6)
     pair.check(steps=3.0 if "sr" in spec else 0.3)
     assert all(param.dtype is torch.bfloat16 for param in pair.params[0].values())
-    assert {choice.backend for choice in pair.fused.roster.choices.values()} == {"fused"}
+    assert {choice.backend for choice in pair.fused.registry.choices.values()} == {"fused"}
     same = (pair.params[0]["a"] == pair.params[1]["a"]).double().mean()
     assert same > 0.9, f"{same:.2f} of the bf16 weights are the same"
 
@@ -86,7 +86,7 @@ def test_rules_that_see_a_matrix_are_stepped_through_the_same_engine(spec: str) 
                 poison(params)
         pair.step()
     pair.check()
-    assert {choice.backend for choice in pair.fused.roster.choices.values()} == {"fused"}
+    assert {choice.backend for choice in pair.fused.registry.choices.values()} == {"fused"}
 
 
 @interpreted
@@ -99,7 +99,7 @@ def test_a_mixed_plan_with_blocks_of_many_tensors() -> None:
     pair = Pair({"first": "rmsprop", "second": "rmsprop", "third": "signum_int8"}, blocks=blocks)
     pair.run(4)
     pair.check()
-    engine = pair.fused.roster.backends[0].units[0].engine
+    engine = pair.fused.registry.backends[0].units[0].engine
     assert len(engine.tables) == 2 and len(engine.matches) == 3
 
 

@@ -181,13 +181,13 @@ def test_what_has_no_kernel_is_eager_beside_it(caplog: pytest.LogCaptureFixture)
     for optimizer in (pair.fused, pair.eager):
         for key in ("m", "v"):
             optimizer.state[pair.params[optimizer is pair.eager]["t"]][key] = torch.zeros(6, 8).t()
-        optimizer.roster.refresh(optimizer.param_groups)
+        optimizer.registry.refresh(optimizer.param_groups)
     pair.run(4)
     for params in pair.params:
         params["t"].grad[0, 0] = params["a"].grad[0, 0] = float("nan")
     pair.step()
     pair.check()
-    choices = {block: choice.backend for block, choice in pair.fused.roster.choices.items()}
+    choices = {block: choice.backend for block, choice in pair.fused.registry.choices.items()}
     assert choices == {"a": "fused", "b": "fused", "t": "eager"}
     assert "t (fused: t: not contiguous float32 or bfloat16)" in caplog.text
     assert pair.fused.last_nonfinite.keys() <= {"a", "t"} and pair.fused.num_nonfinite == 2
@@ -208,10 +208,10 @@ def test_a_parameter_that_moved_is_noticed() -> None:
             params[name].data = params[name].data.clone()
     pair.run(3)
     pair.check()
-    assert pair.fused.roster.backends[0].nbytes > 0, "an engine was made for where they are now"
+    assert pair.fused.registry.backends[0].nbytes > 0, "an engine was made for where they are now"
 
 
 def test_a_backend_that_is_not_asked_for_is_not_taken() -> None:
-    live = Pair("adamw", SMALL).eager.roster.live["a"]
+    live = Pair("adamw", SMALL).eager.registry.live["a"]
     assert backend_for(live, name="eager").backend == "eager"
     assert backend_for(live, name="auto").backend == "fused"

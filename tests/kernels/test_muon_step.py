@@ -53,15 +53,15 @@ class Steps(Pair):
                 agree(self.momentum(0, name), self.momentum(1, name), what=f"m of {name}")
         self.fused.load_weights(twins)
         self.eager.load_weights(twins)
-        for block, live in self.fused.roster.live.items():
-            match = self.eager.roster.live[block].match
+        for block, live in self.fused.registry.live.items():
+            match = self.eager.registry.live[block].match
             if match is not None:
                 torch.testing.assert_close(live.match, match, rtol=0.05, atol=1e-6)
                 match.copy_(live.match)
 
     def momentum(self, which: int, name: str) -> Tensor:
         optimizer = (self.fused, self.eager)[which]
-        (slot,) = optimizer.roster.live[name].slots
+        (slot,) = optimizer.registry.live[name].slots
         return slot.kept[0].decode(optimizer.state[slot.param])
 
 
@@ -141,7 +141,7 @@ def test_it_follows_the_eager_step(spec: str, monkeypatch: pytest.MonkeyPatch) -
     for _ in range(2):
         pair.give()
         pair.step_and_check()
-    stepped = {choice.backend for choice in pair.fused.roster.choices.values()}
+    stepped = {choice.backend for choice in pair.fused.registry.choices.values()}
     assert stepped == {"fused"}
 
 
@@ -204,7 +204,7 @@ def test_the_room_is_given_back_and_where_it_lies_tells_graphs_apart(monkeypatch
     pair = Steps("muon")
     pair.give()
     pair.step()
-    (unit,) = pair.fused.roster.backends[0].units  # pyright: ignore[reportAttributeAccessIssue]
+    (unit,) = pair.fused.registry.backends[0].units  # pyright: ignore[reportAttributeAccessIssue]
     engine: Engine = unit.engine
     (table,) = [table for table in engine.tables if table.kind.rule == "muon"]
     assert table.room is None

@@ -26,7 +26,7 @@ param = torch.nn.Parameter(torch.ones(1000, 1001))
 optimizer = BlockwiseOptimizer([param], "adamw_int8", lr=0.5, weight_decay=0.0, backend="native")
 param.grad = torch.ones_like(param)
 optimizer.step()
-print(sorted({choice.backend for choice in optimizer.roster.choices.values()}), f"{param[0, 0].item():.4f}")
+print(sorted({choice.backend for choice in optimizer.registry.choices.values()}), f"{param[0, 0].item():.4f}")
 """
 
 
@@ -52,7 +52,7 @@ def stepped(backend: str, *, rows: int = 1000) -> str:
     optimizer = BlockwiseOptimizer([param, other], "adamw_int8", lr=0.5, weight_decay=0.0, backend=backend)
     param.grad = torch.ones_like(param)
     optimizer.step()
-    return f"{sorted({choice.backend for choice in optimizer.roster.choices.values()})} {param[0, 0].item():.4f}"
+    return f"{sorted({choice.backend for choice in optimizer.registry.choices.values()})} {param[0, 0].item():.4f}"
 
 
 @pytest.mark.usefixtures("no_compiler")

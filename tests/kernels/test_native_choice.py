@@ -22,7 +22,7 @@ def test_what_it_cannot_step_is_eager_and_said(caplog: pytest.LogCaptureFixture)
     with caplog.at_level(logging.WARNING, logger="baoc"):
         optimizer = build(params, "adamw", backend="native")
         run_steps(optimizer, params, gradients=Gradients(params), steps=1)
-    chosen = {name: choice.backend for name, choice in optimizer.roster.choices.items()}
+    chosen = {name: choice.backend for name, choice in optimizer.registry.choices.items()}
     assert chosen == {"turned": "eager", "double": "eager", "plain": "native"}
     assert "turned (native: turned: not contiguous float32 or bfloat16 on the CPU)" in caplog.text
 
@@ -36,7 +36,7 @@ def test_rules_without_a_native_step_are_named():
 
 def test_auto_is_native_for_large_networks_only(monkeypatch: pytest.MonkeyPatch):
     def chosen(spec: str) -> str:
-        return build(make_params({"a": (20, 50)}), spec).roster.choices["a"].backend
+        return build(make_params({"a": (20, 50)}), spec).registry.choices["a"].backend
 
     assert chosen("adamw_int8") == "eager"
     monkeypatch.setattr(backends, "NATIVE_FROM", 1000)

@@ -70,9 +70,9 @@ def test_blocks_come_one_by_one_and_a_piece_at_a_time(spec: str, monkeypatch: py
     waiting: list[list[torch.dtype]] = []
     enlist = BlockRegistry.add_block
 
-    def watched(roster: BlockRegistry, live: Any, **given: Any) -> None:
+    def watched(registry: BlockRegistry, live: Any, **given: Any) -> None:
         waiting.append([param.dtype for param in made.values()])
-        enlist(roster, live, **given)
+        enlist(registry, live, **given)
 
     monkeypatch.setattr(BlockRegistry, "add_block", watched)
     with MemoryTracker().prime(made) as tracker:
@@ -86,8 +86,8 @@ def test_blocks_come_one_by_one_and_a_piece_at_a_time(spec: str, monkeypatch: py
         held, before = 2 * numel, before + 4 * host
     least = before + held + 3 * max(0, held - 4 * numel)
     assert least - 2**10 < peak <= least + 24 * 4096
-    assert arrival.arrival_bytes([optimizer.roster.live["a"].spec], device="cuda:0") == weights.PIECE_BYTES
-    assert arrival.arrival_bytes([optimizer.roster.live["a"].spec], device="cpu") == 0
+    assert arrival.arrival_bytes([optimizer.registry.live["a"].spec], device="cuda:0") == weights.PIECE_BYTES
+    assert arrival.arrival_bytes([optimizer.registry.live["a"].spec], device="cpu") == 0
 
 
 def test_a_plan_has_room_for_what_comes() -> None:
@@ -148,7 +148,7 @@ def test_weights_that_no_version_tells_of_are_not_corrected_by_those_before(by_d
     if by_data:
         net.weight.data.copy_(torch.ones(3, 5))
     else:  # a copy of a parameter begins with version 0
-        (slot,) = (s for live in optimizer.roster.live.values() for s in live.slots if s.param is net.weight)
+        (slot,) = (s for live in optimizer.registry.live.values() for s in live.slots if s.param is net.weight)
         net, optimizer = copy.deepcopy((net, optimizer))
         with torch.no_grad():
             for _ in range(slot.adopted):

@@ -245,7 +245,7 @@ class TestNames:
         assert optimizer.load_report is not None
         assert optimizer.load_report.new_names == ("b",) and not optimizer.load_report.unknown_names
         assert "not in the checkpoint, so they start afresh: b" in caplog.text
-        steps = {n: int(optimizer.state[p]["step"]) for p, n in optimizer.roster.names.items()}
+        steps = {n: int(optimizer.state[p]["step"]) for p, n in optimizer.registry.names.items()}
         assert steps == {"a": 3, "b": 0}
 
     def test_what_is_not_trained_any_more_is_left_out_and_said(self, caplog: pytest.LogCaptureFixture) -> None:
@@ -298,7 +298,7 @@ class TestNames:
         optimizer.load_state_dict(saved.state_dict())
         assert optimizer.load_report is not None and not optimizer.load_report.moves
         for name in params:
-            match = optimizer.roster.live[name].match
+            match = optimizer.registry.live[name].match
             assert match is not None and match.tolist() == pytest.approx([0.3, -1.0])
 
     def test_groups_are_matched_by_the_names_in_them(self) -> None:
@@ -416,8 +416,8 @@ def test_a_shallow_copy_shares_all_and_leaves_the_original_whole() -> None:
     optimizer = build(params, "adamw_int8+split8", lr=1e-2)
     run_steps(optimizer, params, gradients=Gradients(params), steps=2)
     other = copy.copy(optimizer)
-    assert other.state is optimizer.state and other.roster is optimizer.roster
-    assert all(optimizer.roster.state[param] is state for param, state in optimizer.state.items())
+    assert other.state is optimizer.state and other.registry is optimizer.registry
+    assert all(optimizer.registry.state[param] is state for param, state in optimizer.state.items())
     run_steps(other, params, gradients=Gradients(params), steps=1)
     optimizer.migrate({"w": "lion"})
     assert other.specs == optimizer.specs == {"w": "lion"}

@@ -83,7 +83,7 @@ class TestAnotherPlan:
         rms = saved.update_rms()["w"]
         optimizer = build(twin_of(params), "lion")
         optimizer.load_state_dict(saved.state_dict())
-        match = optimizer.roster.live["w"].match
+        match = optimizer.registry.live["w"].match
         assert match is not None and match[0] == pytest.approx(rms, rel=1e-5) and match[1] < 0
 
 
@@ -257,7 +257,7 @@ class TestBadCheckpoints:
         params = make_params({"w": (17, 64)})
         saved = build(params, spec)
         run_steps(saved, params, gradients=Gradients(params), steps=2)
-        kept = next(iter(saved.roster.live.values())).slots[0].kept
+        kept = next(iter(saved.registry.live.values())).slots[0].kept
         squares = {key for part in kept if part.decl.kind is StateKind.V for _, key in part.keys}
         for key, value in saved.state_dict()["state"][0].items():
             below = key in squares or key.endswith(".scale") or key == "step"

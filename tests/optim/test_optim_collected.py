@@ -100,7 +100,7 @@ def test_live_states_that_another_rule_left_are_converted_before_they_go() -> No
     resumed.load_state_dict({**saved, "state": there["state"]})
     fresh = BlockwiseOptimizer(net(), "signum")
     fresh.load_state_dict(saved)
-    for param, twin in zip(resumed.roster.names, fresh.roster.names, strict=True):
+    for param, twin in zip(resumed.registry.names, fresh.registry.names, strict=True):
         assert torch.equal(resumed.state[param]["m"], fresh.state[twin]["m"]) and fresh.state[twin]["m"].any()
 
 

@@ -34,7 +34,7 @@ def test_moves_take_no_target_from_a_rule_that_averages_nothing():
     optimizer.set_target_rms({"w": 0.4})
 
     def target() -> float:
-        match = optimizer.roster.live["w"].match
+        match = optimizer.registry.live["w"].match
         assert match is not None
         return float(match[0])
 
@@ -46,7 +46,7 @@ def test_moves_take_no_target_from_a_rule_that_averages_nothing():
     saved = optimizer.state_dict()
     other = build(make_params({"w": (16, 32)}), {"w": "sign"}, lr=LR, rms_matching="displacement")
     other.load_state_dict(saved)
-    assert other.roster.live["w"].match is not None and other.roster.live["w"].match[0] == 1.0
+    assert other.registry.live["w"].match is not None and other.registry.live["w"].match[0] == 1.0
 
 
 def test_without_noise_a_rule_without_momentum_goes_as_far_as_adamw():

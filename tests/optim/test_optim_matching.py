@@ -57,7 +57,7 @@ def test_fp32_and_8_bit_adamw_have_no_factor() -> None:
             params = make_params(MATRICES)
             optimizer = build(params, spec, rms_matching=on)
             run_steps(optimizer, params, gradients=Gradients(params), steps=5)
-            assert all(live.match is None for live in optimizer.roster.live.values())
+            assert all(live.match is None for live in optimizer.registry.live.values())
             ends.append(copies(params))
         assert all(torch.equal(ends[0][n], ends[1][n]) for n in ends[0])
 
@@ -105,7 +105,7 @@ def test_steps_without_gradients_do_not_touch_the_measurement() -> None:
     params = make_params({"a": (4, 8), "b": (4, 8)})
     optimizer = one_block_optimizer(params, "rmsprop")
     run_steps(optimizer, params, gradients=Gradients(params), steps=3)
-    match = optimizer.roster.live["all"].match
+    match = optimizer.registry.live["all"].match
     assert match is not None
     kept = match.clone()
     for param in params.values():
@@ -125,7 +125,7 @@ def test_a_new_target_acts_at_the_next_step_and_is_kept_for_later_moves() -> Non
     fresh = build(make_params({"w": (16, 32)}), "adamw")
     fresh.set_target_rms({"w": 0.3})
     fresh.migrate({"w": "lion"})
-    match = fresh.roster.live["w"].match
+    match = fresh.registry.live["w"].match
     assert match is not None and match[0] == pytest.approx(0.3)
     with pytest.raises(BadInputError, match="no block 'x'"):
         optimizer.set_target_rms({"x": 0.3})

@@ -69,7 +69,7 @@ class Run:
         return self.optimizer.state[self.params[name]]
 
     def decoded(self, state: str, name: str = "linear") -> Tensor:
-        slots = [slot for live in self.optimizer.roster.live.values() for slot in live.slots if slot.name == name]
+        slots = [slot for live in self.optimizer.registry.live.values() for slot in live.slots if slot.name == name]
         kept = next(kept for kept in slots[0].kept if kept.decl.name == state)
         return kept.decode(self.state(name))
 
@@ -150,7 +150,7 @@ class TestNoMomentsNoV:
         run.move("rmsprop_int8", moments=False)
         run.move("adamw_shared_in", moments=False)
         resumed = run.fork()
-        resumed.optimizer.roster.live["all"].unseeded.clear()
+        resumed.optimizer.registry.live["all"].unseeded.clear()
         assert run.optimizer.update_rms()["all"] == pytest.approx(run.last_rms, rel=0.1)
         resumed.optimizer.load_state_dict(run.optimizer.state_dict())
         for other in (run, resumed, run.fork()):

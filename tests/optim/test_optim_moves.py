@@ -85,7 +85,7 @@ def test_memory_stays_below_the_larger_plan_and_one_block(weights: str) -> None:
         param.grad = None
     before = held_bytes(optimizer, params)
     largest = max(optimizer.block_state_bytes().values()) + 4 * numel * per_block
-    tracker = MemoryTracker().prime(optimizer.state, params, [live.match for live in optimizer.roster.live.values()])
+    tracker = MemoryTracker().prime(optimizer.state, params, [live.match for live in optimizer.registry.live.values()])
     assert tracker.current_bytes == before
     with tracker:
         optimizer.migrate(plans[1])

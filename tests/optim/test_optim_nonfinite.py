@@ -75,7 +75,7 @@ def test_excluded_elements_keep_weight_and_states_and_the_rest_goes_on(spec: str
 
 
 def _kept(optimizer: BlockwiseOptimizer, name: str) -> tuple:
-    return next(slot.kept for live in optimizer.roster.live.values() for slot in live.slots if slot.name == name)
+    return next(slot.kept for live in optimizer.registry.live.values() for slot in live.slots if slot.name == name)
 
 
 @pytest.mark.parametrize("spec", NATIVE)

@@ -173,6 +173,6 @@ def test_a_block_that_moves_to_another_rule_takes_that_rules_settings():
     optimizer = build(params)
     steps(optimizer, params)
     optimizer.migrate({"a": "lion"})
-    slot = optimizer.roster.live["a"].slots[0]
+    slot = optimizer.registry.live["a"].slots[0]
     options = optimizer.options()[slot.row]
     assert (options.lr, options.betas) == (1e-2, (0.7, 0.9))

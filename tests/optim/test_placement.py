@@ -45,7 +45,7 @@ def test_every_family_steps_to_the_same_bits(spec: str) -> None:
         pair = Twins(spec, shapes=shapes_for(spec))
         pair.step(steps=3)
         pair.check()
-        assert any(isinstance(backend, HostedBackend) for backend in pair.host.roster.backends)
+        assert any(isinstance(backend, HostedBackend) for backend in pair.host.registry.backends)
 
 
 @pytest.mark.parametrize("backend", ["eager", "native"])
@@ -54,7 +54,7 @@ def test_whoever_steps_them(backend: str) -> None:
         pair = Twins("adamw_int8+split8", backend=backend)
         pair.step(steps=3)
         pair.check()
-        assert [b.name for b in pair.host.roster.backends] == [f"streamed {backend}"]
+        assert [b.name for b in pair.host.registry.backends] == [f"streamed {backend}"]
 
 
 def test_a_plan_may_place_any_of_its_blocks() -> None:
@@ -80,7 +80,7 @@ def test_bytes_are_told_apart_and_equal_the_ledger(spec: str) -> None:
     optimizer = build(make_params(shapes), f"{spec}@streamed")
     slabs = 0
     for block in optimizer.blocks:
-        row = optimizer.roster.live[block.name].spec
+        row = optimizer.registry.live[block.name].spec
         rule = RULES[row.rule].info
         told = cost(block, spec=row, rule=rule)
         assert optimizer.block_state_bytes()[block.name] == told.state_bytes
@@ -88,7 +88,7 @@ def test_bytes_are_told_apart_and_equal_the_ledger(spec: str) -> None:
         assert told.state_bytes + told.host_bytes == state_bytes(block, spec=row, rule=rule)
         assert told.host_bytes > 0 or not block.numel
         slabs += slab_bytes(block, spec=row, rule=rule)
-    assert optimizer.roster.arena.nbytes == slabs
+    assert optimizer.registry.arena.nbytes == slabs
     assert optimizer.state_bytes() == sum(optimizer.block_state_bytes().values())
 
 
@@ -97,7 +97,7 @@ def test_buffers_are_what_staging_says() -> None:
     sizes = [aligned(4 * param.numel()) * 2 for param in reversed(params.values())]
     with rings(piece_bytes=6000, num_buffers=2):
         streamed = build(params, "adamw@streamed")
-        (ring,) = streamed.roster.rings
+        (ring,) = streamed.registry.rings
         assert ring.nbytes == buffer_bytes(sizes, piece_bytes=6000, num_buffers=2) == 2 * max(sizes)
 
 
@@ -113,14 +113,14 @@ def test_neighbours_travel_together(sizes: list[int], parts: list[list[int]]) ->
 def test_the_arena_is_one_piece_of_exactly_the_bytes_of_the_slabs() -> None:
     optimizer = build(make_params(SHAPES), "adamw_int8+split8@streamed")
     memory = {
-        v.untyped_storage().data_ptr() for s in optimizer.roster.state.values() for k, v in s.items() if k != "step"
+        v.untyped_storage().data_ptr() for s in optimizer.registry.state.values() for k, v in s.items() if k != "step"
     }
     assert len(memory) == 1
     optimizer.migrate({"c": "adamw_int8+split8", "a": "lion@streamed"})
-    slabs = [live.slab_bytes for live in optimizer.roster.live.values() if live.on_host]
-    assert len(slabs) == 4 and optimizer.roster.arena.nbytes == sum(slabs)
+    slabs = [live.slab_bytes for live in optimizer.registry.live.values() if live.on_host]
+    assert len(slabs) == 4 and optimizer.registry.arena.nbytes == sum(slabs)
     optimizer.migrate(dict.fromkeys(SHAPES, "adamw"))
-    assert optimizer.roster.arena.nbytes == 0
+    assert optimizer.registry.arena.nbytes == 0
 
 
 def test_out_of_host_memory_is_said_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,18 +149,18 @@ def test_one_warning_where_locking_is_refused(
         pair.host.migrate({"b": "adamw"})
         pair.step()
     assert [r.message for r in caplog.records if "refused to lock" in r.message] == [caplog.records[0].message]
-    assert not pair.host.roster.arena.locked
+    assert not pair.host.registry.arena.locked
     pair.check()
 
 
 def test_the_arena_of_a_model_that_was_moved_to_a_gpu_is_locked_there(monkeypatch: pytest.MonkeyPatch) -> None:
     locked: list[int] = []
     monkeypatch.setattr(host_memory, "register", lambda memory, device: bool(locked.append(memory.numel())))
-    roster = build(make_params(SHAPES), "adamw@streamed").roster
-    blocks = order_of_travel(roster.live.values())
+    registry = build(make_params(SHAPES), "adamw@streamed").registry
+    blocks = order_of_travel(registry.live.values())
     for device in ("cpu", "cuda:0", "cuda:0"):
-        roster.arena.gather(blocks, state=roster.state, device=torch.device(device))
-    assert locked == [roster.arena.nbytes] and not roster.arena.locked
+        registry.arena.gather(blocks, state=registry.state, device=torch.device(device))
+    assert locked == [registry.arena.nbytes] and not registry.arena.locked
 
 
 def test_what_a_container_leaves_is_what_is_available(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
@@ -204,7 +204,7 @@ def test_resume_across_placements() -> None:
             other.device.load_state_dict(saved[origin])
             other.host.load_state_dict(saved[origin])
             assert other.host.load_report is not None and not other.host.load_report.moves
-            run = other.host.roster
+            run = other.host.registry
             assert run.arena.nbytes == sum(live.slab_bytes for live in run.live.values())
             assert_same(states_of(other.host), states_of(pair.device))
             other.step(steps=2)
@@ -289,7 +289,7 @@ def test_copies_and_two_optimizers_in_one_process() -> None:
         for other in (copy.deepcopy(pair.host), pickle.loads(pickle.dumps(pair.host))):
             twins = dict(zip(SHAPES, other.param_groups[0]["params"], strict=True))
             assert_same(states_of(other), states_of(pair.host))
-            assert other.roster.arena.nbytes == pair.host.roster.arena.nbytes
+            assert other.registry.arena.nbytes == pair.host.registry.arena.nbytes
             reference = copy.deepcopy(pair.device)
             expected = dict(zip(SHAPES, reference.param_groups[0]["params"], strict=True))
             gradients = Gradients(twins, seed=5)
@@ -309,7 +309,7 @@ def test_a_copy_of_one_state_that_fills_no_whole_slab() -> None:
     run_steps(optimizer, params, gradients=Gradients(params), steps=1)
     other = pickle.loads(pickle.dumps(optimizer))
     assert_same(states_of(other), states_of(optimizer))
-    assert other.roster.arena.nbytes == optimizer.roster.arena.nbytes == aligned(5 * 7 * 2)
+    assert other.registry.arena.nbytes == optimizer.registry.arena.nbytes == aligned(5 * 7 * 2)
 
 
 def test_strided_and_late_parameters() -> None:
@@ -317,7 +317,7 @@ def test_strided_and_late_parameters() -> None:
         pair = Twins("adamw_int8+split8")
         extra = torch.randn(40, 24).t()
         for optimizer, params in ((pair.device, pair.params), (pair.host, pair.twins)):
-            optimizer.roster.late_spec = pair.host.specs["a"] if optimizer is pair.host else "adamw_int8+split8"
+            optimizer.registry.late_spec = pair.host.specs["a"] if optimizer is pair.host else "adamw_int8+split8"
             params["late"] = nn.Parameter(extra.clone())
             optimizer.add_param_group({"params": [("late", params["late"])], "weight_decay": 0.0})
         pair.gradients = Gradients(pair.params)
@@ -349,7 +349,7 @@ def test_nonfinite_gradients_and_clipping(policy: str) -> None:
 
 def test_a_step_with_states_on_the_host_is_not_captured() -> None:
     optimizer = build(make_params(SHAPES), "adamw@streamed")
-    (backend,) = optimizer.roster.backends
+    (backend,) = optimizer.registry.backends
     with pytest.raises(BadInputError, match=r"cannot capture the step of .*: their states are on the host"):
         backend.capture(optimizer.inputs({}, options=optimizer.options(), phase=1))
 

@@ -160,8 +160,8 @@ def test_blocks_travel_in_the_order_in_which_backward_is_done_with_them(monkeypa
                 optimizer.step()
             counts.append(len(loads))
             del loads[:]
-        num = len(host.roster.backends[0].pieces)  # pyright: ignore[reportAttributeAccessIssue]
-        travelling = [live.block.name for live in host.roster.travelling()]
+        num = len(host.registry.backends[0].pieces)  # pyright: ignore[reportAttributeAccessIssue]
+        travelling = [live.block.name for live in host.registry.travelling()]
     assert travelling == order and num > 6
     assert counts[0] > counts[1] == num + 4 and counts[2:] == [num, num]  # the four that were fetched ahead come again
     assert_same(values(plain), values(params))

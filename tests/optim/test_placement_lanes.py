@@ -170,7 +170,7 @@ def copied_out(lanes: LateLanes, order: tuple[str, ...]) -> list[float]:
         optimizer = build(params, "adamw@streamed")
         for _ in range(STEPS):
             optimizer.step()
-            lanes.run(OUT, lambda: seen.append(float(optimizer.roster.state[params["w"]]["m"].sum())))
+            lanes.run(OUT, lambda: seen.append(float(optimizer.registry.state[params["w"]]["m"].sum())))
         lanes.drain(order)
     return seen
 
@@ -248,14 +248,14 @@ def test_a_ring_that_goes_waits_for_what_is_on_its_way() -> None:
         for param in params:
             param.grad = torch.ones_like(param)
         optimizer.step()
-        (backend,) = optimizer.roster.backends
+        (backend,) = optimizer.registry.backends
         assert isinstance(backend, HostedBackend) and not lanes.finished
         pieces = [weakref.ref(piece) for piece in backend.pieces]
         lanes.drain(ORDERS[0])
         del backend
         gc.disable()  # its memory may be needed by the ring after it at once
         try:
-            optimizer.roster.drop_backends()
+            optimizer.registry.drop_backends()
             assert lanes.finished and not any(piece() for piece in pieces)
         finally:
             gc.enable()

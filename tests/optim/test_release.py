@@ -135,7 +135,7 @@ def test_a_network_with_tied_and_idle_parameters_trains_alike_and_its_tied_one_i
     same(nets, optimizers)
     steps = {name: optimizers[1].state[param]["step"].item() for name, param in nets[1].named_parameters()}
     assert steps["embed.weight"] == 6 and steps["second.weight"] == 2 and steps["unused"] == 0
-    assert max(map(len, optimizers[1].roster.groups.values()), default=1) == largest
+    assert max(map(len, optimizers[1].registry.groups.values()), default=1) == largest
 
 
 @pytest.mark.parametrize("spec", ["adamw", "lion_int8", "foam_l2", "adafactor"])
@@ -163,7 +163,7 @@ def test_groups_do_not_gather_gradients_while_they_wait_for_what_does_not_come(s
         missing = ("b" if half else "bc") if 1 < step < 5 else ""
         kept = [name for name in grads if name[0] not in missing]
         pair.step({name: grads[name] for name in (sorted(kept) if step == 5 else kept)})
-        assert step or all(len(group) == 2 for name, group in pair.released.roster.groups.items() if name != "z")
+        assert step or all(len(group) == 2 for name, group in pair.released.registry.groups.items() if name != "z")
         if not half and step < 5:
             assert max(held) <= 3 * 8 * 8 * 4, f"step {step}"
     pair.check()

@@ -25,7 +25,7 @@ def test_native_steps_block_by_block_are_the_native_step(spec: str) -> None:
     pair = Pair(spec, shapes_for(spec.partition("+")[0]), backend="native", lr=1e-2)
     for _ in range(3):
         pair.step()
-    assert {choice.backend for choice in pair.released.roster.choices.values()} == {"native"}
+    assert {choice.backend for choice in pair.released.registry.choices.values()} == {"native"}
     assert not any(optimizer.num_nonfinite for optimizer in (pair.kept, pair.released))
     pair.check()
 
@@ -41,7 +41,7 @@ def test_fused_steps_block_by_block_are_the_fused_step(spec: object) -> None:
     pair = Pair(spec, shapes, backend="fused", lr=1e-2, blocks=blocks)
     for _ in range(3):
         pair.step()
-    assert {choice.backend for choice in pair.released.roster.choices.values()} == {"fused"}
+    assert {choice.backend for choice in pair.released.registry.choices.values()} == {"fused"}
     pair.check()
 
 

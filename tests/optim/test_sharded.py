@@ -144,7 +144,7 @@ def clipped() -> dict[str, Tensor]:
         nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        assert all(twin.grad is None for twin, _ in optimizer.roster.twins.values())
+        assert all(twin.grad is None for twin, _ in optimizer.registry.twins.values())
     return optimizer.export_weights()
 
 

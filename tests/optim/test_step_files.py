@@ -21,7 +21,7 @@ def files_of_a_step(spec: str, *, backend: str) -> set[str]:
     gradients.give(params)
     with entered() as found:
         optimizer.step()
-    assert {choice.backend for choice in optimizer.roster.choices.values()} == {backend}
+    assert {choice.backend for choice in optimizer.registry.choices.values()} == {backend}
     return found
 
 

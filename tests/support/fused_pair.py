@@ -50,8 +50,8 @@ class Pair:
             mine, other = (o.state[p[name]] for o, p in zip((self.fused, self.eager), self.params, strict=True))
             assert mine.keys() == other.keys()
             assert "step" not in mine or torch.equal(mine["step"], other["step"])
-        for block, live in self.fused.roster.live.items():
-            match = self.eager.roster.live[block].match
+        for block, live in self.fused.registry.live.items():
+            match = self.eager.registry.live[block].match
             assert (live.match is None) == (match is None)
             if match is not None:
                 torch.testing.assert_close(live.match, match, rtol=1e-2, atol=1e-6)

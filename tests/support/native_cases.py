@@ -44,7 +44,7 @@ class Pair:
             build(params, spec, backend=name, **settings)
             for params, name in zip(self.params, ("native", "eager"), strict=True)
         )
-        assert {choice.backend for choice in self.native.roster.choices.values()} == {"native"}
+        assert {choice.backend for choice in self.native.registry.choices.values()} == {"native"}
         self.gradients = Gradients(self.params[0], spread=1.0)
 
     def give(self) -> None:
@@ -62,8 +62,8 @@ class Pair:
             own.copy_(other)
             for key, tensor in self.native.state[own].items():
                 tensor.copy_(self.eager.state[other][key])
-        for name, live in self.native.roster.live.items():
-            match = self.eager.roster.live[name].match
+        for name, live in self.native.registry.live.items():
+            match = self.eager.registry.live[name].match
             if live.match is not None and match is not None:
                 live.match.copy_(match)
 
@@ -77,8 +77,8 @@ class Pair:
             else:
                 assert differing(own, other) <= allowed(own), name
                 assert ((own - other).abs() <= 2**-7 * other.abs() + UPDATE * LR).all(), name
-        for name, live in self.native.roster.live.items():
-            match = self.eager.roster.live[name].match
+        for name, live in self.native.registry.live.items():
+            match = self.eager.registry.live[name].match
             if live.match is not None and match is not None:
                 torch.testing.assert_close(live.match, match, rtol=1e-5, atol=0)
 

@@ -77,7 +77,7 @@ def state_tensors(optimizer: BlockwiseOptimizer) -> dict[str, Tensor]:
     found = {}
     for index, state in enumerate(optimizer.state.values()):
         found |= {f"{index}.{key}": value for key, value in state.items()}
-    for name, live in optimizer.roster.live.items():
+    for name, live in optimizer.registry.live.items():
         if live.match is not None:
             found[f"{name}.match"] = live.match
     return found

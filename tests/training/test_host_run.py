@@ -93,5 +93,5 @@ def test_setup_resume_and_a_second_fit_leave_states_on_the_host(
     hosted, ours = in_two_fits("adamw@streamed", tmp_path)
     assert same(plain, hosted) and not moved
     assert ours.reallocator is not None and ours.reallocator.optimizer.num_steps == 8
-    roster = ours.reallocator.optimizer.roster
-    assert roster.arena.nbytes == sum(live.slab_bytes for live in roster.live.values()) > 0
+    registry = ours.reallocator.optimizer.registry
+    assert registry.arena.nbytes == sum(live.slab_bytes for live in registry.live.values()) > 0

@@ -39,7 +39,9 @@ def test_a_module_s_optimizer_runs_what_the_planner_chooses_at_its_rate(llama: n
     assert set(optimizer.plan.allocation.choices.values()) == set(plan.allocation.choices.values())
     assert optimizer.plan.basis == plan.basis and plan.basis is not None and plan.basis.by == "measured"
     rate = LANGUAGE.recipe(str(plan.basis.recipe)).rate
-    rates = {slot.tuned.lr for live in optimizer.roster.live.values() for slot in live.slots if slot.tuned is not None}
+    rates = {
+        slot.tuned.lr for live in optimizer.registry.live.values() for slot in live.slots if slot.tuned is not None
+    }
     assert rates == {rate} and rate > 1
 
 
@@ -50,7 +52,7 @@ def test_a_resume_keeps_the_rates_that_were_chosen_whatever_a_newer_table_has(ll
     assert saved["online"]["tuning"]["lr"]
     again = BaocOptimizer(llama, budget="state_15", lr=1e-3)
     again.load_state_dict(saved)
-    rates = {slot.tuned.lr for live in again.roster.live.values() for slot in live.slots if slot.tuned is not None}
+    rates = {slot.tuned.lr for live in again.registry.live.values() for slot in live.slots if slot.tuned is not None}
     assert rates == {0.125}
 
 

@@ -140,7 +140,7 @@ def test_a_decision_early_in_a_run_does_not_multiply_the_learning_rate(
 
     def look(trainer: L.Trainer) -> None:
         reallocator: Any = trainer.strategy.reallocator
-        seen["targets"] = dict(reallocator.optimizer.roster.target_rms)
+        seen["targets"] = dict(reallocator.optimizer.registry.target_rms)
         seen["profiled"] = {block: stats.update_rms for block, stats in reallocator.profile.stats.items()}
 
     run(tmp_path / "day" / "run", monkeypatch, Watch(step_8=look))

@@ -121,7 +121,7 @@ def test_small_blocks_are_grouped_by_the_sizes_of_those_they_stand_for():
         for (param,) in reversed(blocks):
             small.come(param)
         small.finish()
-    assert set(small.optimizer.roster.groups.values()) == {("5", "4"), ("3", "2"), ("1", "0")}
+    assert set(small.optimizer.registry.groups.values()) == {("5", "4"), ("3", "2"), ("1", "0")}
 
 
 def test_of_many_micro_batches_a_few_tell_how_long_all_take():

@@ -56,10 +56,10 @@ def test_after_a_fit_no_backend_holds_on_to_weights_and_states():
 
     class Watched(BaocStrategy):
         def teardown(self):
-            roster = self.reallocator.optimizer.roster
-            during.append(bool(roster.everything.backends))
+            registry = self.reallocator.optimizer.registry
+            during.append(bool(registry.everything.backends))
             super().teardown()
-            after.append(bool(roster.everything.backends))
+            after.append(bool(registry.everything.backends))
 
     fit(Watched("8gb"))
     assert during == [True] and after == [False]

@@ -83,7 +83,7 @@ class SmallBlocks:
 
     def compile(self) -> None:
         if self._releaser is None:
-            for backend in self.optimizer.roster.ready().backends:
+            for backend in self.optimizer.registry.ready().backends:
                 if isinstance(backend, FusedBackend):
                     backend.graphs = False  # as little room as there may be, a capture that finds none ends the process
             for small, grad in self._grads.items():

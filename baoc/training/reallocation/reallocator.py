@@ -177,7 +177,7 @@ class Reallocator:
         if self._watched:
             assert self.profiler is not None
             if self.profiler.takes_part:  # whose temporaries are charged in place of gradients, which have to be gone
-                self.optimizer.roster.rings.drain()
+                self.optimizer.registry.rings.drain()
             self.profiler.finish_parts()
         self._watched = False
 
@@ -414,7 +414,7 @@ class Reallocator:
         return tuple(replace(move, why=texts.get(move.block, "")) for move in done)
 
     def _moved(self, choices: Mapping[str, str], *, moments: Mapping[str, Moments]) -> tuple[BlockMove, ...]:
-        live = self.optimizer.roster.live
+        live = self.optimizer.registry.live
         cast = any(live[block].spec.weights != to_spec(spec).weights for block, spec in choices.items())
         with self.moving(cast):
             return tuple(self.optimizer.migrate(choices, moments=moments))
